@@ -1,1 +1,1 @@
-"""Following training: records made on a schedule, written to a run that can be read while it grows."""
+"""Tracking of training: watches record gradients and states into a run, loggers and alerts."""

@@ -1,18 +1,18 @@
-"""Alerts: what a run has begun to do that it did not do before, said once, with its step.
+"""Alerts: sudden exploding or vanishing gradients and saturated gates, each reported once with its step.
 
-No fixed number is too large or too small for every network, so a number is held against the run itself: against the
-median of the records before it, of all and of the last few, in units of their spread (the median absolute deviation,
-scaled to a standard deviation, about the median or from record to record, whichever is less: what a drift moves, as the
-gradient falls with the loss, is no spread), both on a scale on which the quantity varies evenly: the logarithm of
-gradients and reaches, the logit of shares. Median and deviation are not moved by the outlier that they are to find
-(Hampel 1974, J. Am. Stat. Assoc. 69; Iglewicz and Hoaglin 1993, How to Detect and Handle Outliers, which takes 3.5
-deviations). Gradients of training have heavier tails than that rule is made for, and are looked at at every record; so
-a finding takes :data:`DEVIATIONS`, a change that matters (:data:`EFFECT`), and two records in a row.
+No fixed threshold fits every network, so a value is compared with the run itself: with the median of the records before
+it, of all in the window and of the last few, in units of their spread. The spread is the median absolute deviation,
+scaled to a standard deviation, about the median or between successive records, whichever is smaller; so a drift, such
+as a gradient that falls with the loss, does not increase it. Gradients and reaches are compared on a logarithmic scale,
+shares on a logit scale. Median and deviation are robust against the outlier to be found (Hampel 1974, J. Am. Stat.
+Assoc. 69; Iglewicz and Hoaglin 1993, How to Detect and Handle Outliers, with a threshold of 3.5 deviations). Gradients
+of training have heavier tails than that rule assumes, and are tested at every record; so a finding requires
+:data:`DEVIATIONS`, a change of at least :data:`EFFECT`, and two records in a row.
 ``benchmarks/alerts.py`` counts false alarms and misses.
 
-A vanishing gradient is looked for in two numbers, since neither shows it everywhere: the reach of a network of long
-memory falls from 24 steps to 1 while what is kept per step back need only fall from 0.9 to 0.5; that of a network which
-reached 2 steps has no third to fall to, but what is kept per step back falls from 0.6 to 0.02.
+A vanishing gradient is detected by two scalars, reach and decay, since neither suffices alone. In a network with long
+memory the reach may fall from 24 steps to 1 while the decay only falls from 0.9 to 0.5. In a network with a reach of 2
+steps the reach cannot fall to a third, but the decay may fall from 0.6 to 0.02.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from .watch_arguments import listed
 Finding = Literal["exploding", "vanishing", "saturated"]
 FINDINGS: tuple[Finding, ...] = ("exploding", "vanishing", "saturated")
 
-#: Records that a new one is held against, and how many there have to be.
+#: Largest and smallest number of earlier records with which a new one is compared.
 WINDOW, LEAST = 32, 8
-#: How many deviations from the median are out of the ordinary.
+#: Deviations from the median from which a value is abnormal.
 DEVIATIONS = 6.0
-#: Records in a row that have to be.
+#: Number of abnormal records in a row that make a finding.
 PERSIST = 2
-#: The least change that matters: a gradient ten times as large; a third of the reach, or of what is kept per step back;
-#: the odds of saturation by e^3: from 5 % to half of the gate, from half to 95 %. A network that learns to hold a value
-#: saturates a third of its update gates, and is well.
+#: Smallest change that makes a finding: a gradient ten times as large; a third of the reach or of the decay; odds of
+#: saturation larger by e^3, such as from 5 % to 50 %, or from 50 % to 95 %. A healthy network that learns to store a
+#: value may saturate a third of its update gates.
 EFFECT = {"exploding": math.log(10.0), "vanishing": math.log(3.0), "saturated": 3.0}
-#: Spread that no run is taken to be below, on the same scales.
+#: Lower limit of the spread, on the same scales.
 _LEAST_SPREAD = {"exploding": 0.2, "vanishing": 0.15, "saturated": 0.2}
-#: Shares below the first, and above the second, are noise of counting.
+#: Shares are clipped to these limits, beyond which they are counting noise.
 _SHARES = (0.05, 0.99)
 
 _log = logging.getLogger("rnnlens")
@@ -53,9 +53,9 @@ _log = logging.getLogger("rnnlens")
 
 @dataclass(frozen=True)
 class Alert:
-    """One finding on a training: what, where, since which step.
+    """One finding on a training: its kind, the name of the scalar, and the step at which it began.
 
-    ``value`` is that of the record, ``usual`` the median of those before it.
+    ``value`` is the value in the record, ``usual`` the median of the records before.
     """
 
     finding: Finding
@@ -66,7 +66,7 @@ class Alert:
 
     @property
     def sentence(self) -> str:
-        """One line.
+        """The alert as one line of text.
 
         >>> Alert("exploding", "lstm/adjoint", 400, 5.0, 0.01).sentence
         'exploding since step 400: lstm/adjoint is 5, and was 0.01 (median of the records before)'
@@ -76,12 +76,12 @@ class Alert:
 
 
 def checked_stop_on(value: str | Iterable[str]) -> tuple[Finding, ...]:
-    """The findings that end training, by name.
+    """Return the findings that end training as a tuple of names.
 
     Raises
     ------
     InputError
-        If one is none.
+        If a name is no finding.
     """
     given = listed(value) or ()
     for name in given:
@@ -93,7 +93,7 @@ def checked_stop_on(value: str | Iterable[str]) -> tuple[Finding, ...]:
 
 @dataclass
 class _Watched:
-    """One number over training, on the scale on which it varies evenly, and what it is held against."""
+    """One scalar over training, on a scale on which it varies evenly, with the window of earlier records."""
 
     finding: Finding
     sign: float
@@ -103,10 +103,10 @@ class _Watched:
     told: bool = False
 
     def look(self, step: int, value: float) -> tuple[int, float] | None:
-        """The step since which it is out of the ordinary, and what it was before; once."""
+        """Add a value; return the step at which it became abnormal and the median before, once, else None."""
         usual = median([raw for _, raw in self.before]) if self.before else math.nan
         if not math.isfinite(value):
-            # A gradient that is not finite needs no second record; of a share it says nothing.
+            # A gradient that is not finite is a finding at once; shares that are not finite are ignored.
             sudden = self.finding == "exploding" and bool(self.before) and not self.told
             self.told |= sudden
             return (step, usual) if sudden else None
@@ -118,14 +118,17 @@ class _Watched:
                 return self.odd[0][0], usual
             if len(self.odd) < WINDOW:
                 return None
-        # What lasts is the new ordinary; what passed was noise, and part of it.
+        # Abnormal values join the window: if they last they are the new normal, otherwise they were noise.
         self.before.extend((s, v) for _, s, v in self.odd)
         self.odd.clear()
         self.before.append((scaled, value))
         return None
 
     def _is_odd(self, scaled: float) -> bool:
-        """Out of the ordinary of the whole window and of its end; what a drift moved is no spread."""
+        """Return whether a value is an outlier of the whole window and of its most recent records.
+
+        The spread is reduced where the values drift.
+        """
         values = [s for s, _ in self.before]
         centre = median(values)
         around = median(abs(v - centre) for v in values)
@@ -136,7 +139,7 @@ class _Watched:
 
 
 class Alerts:
-    """Looks at every record of a run; a finding is logged once, with its step, and may end training.
+    """Examination of every record of a run: each finding is logged once with its step, and may end training.
 
     Parameters
     ----------
@@ -147,7 +150,7 @@ class Alerts:
     ----------
     found : list of :class:`Alert`
     stop : str, or None
-        Why training is to end.
+        Reason to end training; None while it continues.
     """
 
     def __init__(self, stop_on: str | Iterable[str] = ()) -> None:
@@ -158,7 +161,7 @@ class Alerts:
         self._told: set[tuple[str, Finding, str]] = set()
 
     def look(self, record: TrainingRecord) -> TrainingRecord:
-        """The record, with a note of each finding that is new with it."""
+        """Examine a record; return it with a note for each new finding."""
         new = []
         for name, value in record.scalars.items():
             alert = self._one(record, name, value)
@@ -183,13 +186,16 @@ class Alerts:
 
 
 def _says_something(record: TrainingRecord, name: str) -> bool:
-    """What follows from a gradient that is not finite is no finding of its own."""
+    """Return False for reach and decay of a gradient that is not finite, which are no findings of their own."""
     layer, _, what = name.rpartition("/")
     return what not in ("reach", "decay") or math.isfinite(record.scalars.get(f"{layer}/adjoint", 0.0))
 
 
 def _place(alert: Alert) -> str:
-    """What is said once: of a layer that its gradient vanishes, whichever number shows it; of a gate each end."""
+    """Return the key under which a finding is reported once.
+
+    For saturated gates it is the scalar, for gradients the layer.
+    """
     return alert.name if alert.finding == "saturated" else alert.name.rpartition("/")[0]
 
 
@@ -202,7 +208,7 @@ def _logit(share: float) -> float:
     return math.log(inside / (1.0 - inside))
 
 
-#: What is looked at, by the last part of its name: the finding, the direction that is bad, the scale.
+#: Watched scalars by the last part of their name: the finding, the sign of an adverse change, the scale.
 _WATCHED: dict[str, tuple[Finding, float, Any]] = {
     "adjoint": ("exploding", 1.0, _log_of),
     "reach": ("vanishing", -1.0, _log_of),

@@ -1,4 +1,4 @@
-"""A batch that was trained on, whichever framework trained: its layers by name, as heard or else computed."""
+"""``Batch`` and ``TrainedBatch``: a batch of training with captured or recomputed layer quantities."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from .probe import norms_of_weights, wanted
 from .records import TrainingRecord, summary
 from .watch_arguments import listed
 
-#: What a step tells without being run again.
+#: Quantities captured in the training step, without a replay.
 DIRECT = frozenset({"output", "output_grad", "final_state_grad"})
 
 
 class Batch(ABC):
-    """One batch as it was trained on, before the update: ``batch["lstm"].output_grad`` and all that ``rl.trace`` has.
+    """One batch of training before its update: ``batch["lstm"].output_grad`` and all quantities of ``rl.trace``.
 
     Attributes
     ----------
     step, epoch
-        It was the ``step``-th batch of this training, in ``epoch``.
+        Number of the batch in this training, and its epoch.
     notes
-        What a reader of the numbers must know.
+        Sentences on how to read the numbers.
     """
 
     step: int
@@ -48,7 +48,7 @@ class Batch(ABC):
     @property
     @abstractmethod
     def direct(self) -> Trace | None:
-        """Outputs and direct gradients as the step itself computed them; None where it told nothing."""
+        """Outputs and direct gradients captured in the training step; None where none were captured."""
 
     @property
     @abstractmethod
@@ -58,17 +58,17 @@ class Batch(ABC):
     @property
     @abstractmethod
     def weights(self) -> Weights:
-        """The weights before the update by gate and direction, and their gradients."""
+        """Weights before the update by gate and direction, and their gradients."""
 
     @abstractmethod
     def traced(
         self, *, layers: str | Iterable[str] | None = None, quantities: str | Iterable[str] | None = None
     ) -> Trace:
-        """As :attr:`trace`, of some layers and quantities."""
+        """Return a trace like :attr:`trace`, restricted to some layers and quantities."""
 
     @property
     def layers(self) -> list[str]:
-        """Names of the layers."""
+        """Names of the layers in the trace of the batch."""
         return list(self.trace)
 
     def __iter__(self) -> Iterator[str]:
@@ -78,7 +78,7 @@ class Batch(ABC):
         return len(self.layers)
 
     def __bool__(self) -> bool:
-        return True  # without anything being computed for it
+        return True  # __len__ would compute the trace
 
     def __contains__(self, name: object) -> bool:
         return name in self.layers or name in self.trace
@@ -88,7 +88,7 @@ class Batch(ABC):
 
 
 class LayerOfBatch:
-    """One layer of a :class:`Batch`: a variable is what was heard, or else found when it is asked for."""
+    """One layer of a :class:`Batch`; a variable that was not captured is computed on access."""
 
     def __init__(self, batch: Batch, name: str) -> None:
         self._batch, self.name = batch, name
@@ -115,20 +115,19 @@ T = TypeVar("T")
 
 
 class TrainedBatch(Batch):
-    """One batch that was trained on: ``batch["lstm"].output_grad``. What it is asked for is computed then, and kept.
+    """One batch of training: ``batch["lstm"].output_grad``. Quantities are computed on first access and cached.
 
-    The model is run once more on the batch in training mode, with its variables as they were before the step (weights,
-    statistics, states, the random generators of dropout), so that the masks are the same; afterwards it has its new
-    weights back.
+    The model is run again on the batch in training mode, with its variables of before the step (weights, statistics,
+    states, random generators of dropout), so that dropout masks are the same. Afterwards the new weights are restored.
 
     Attributes
     ----------
     step, epoch
-        It was the ``step``-th batch of this training, in ``epoch``.
+        Number of the batch in this training, and its epoch.
     x, y, sample_weight
-        As the step was fed them; class weights are among the sample weights.
+        Data of the step; class weights are included in the sample weights.
     notes
-        What a reader of the numbers must know: gradient accumulation, which batches can be had.
+        Sentences on how to read the numbers: gradient accumulation, available batches.
     """
 
     def __init__(
@@ -149,18 +148,18 @@ class TrainedBatch(Batch):
 
     @property
     def direct(self) -> Trace | None:
-        """Outputs and direct gradients of the layers that ``direct=`` named, where the step told them."""
+        """Captured outputs and direct gradients of the layers of ``direct=``; None where none were captured."""
         return self._heard
 
     @cached_property
     def trace(self) -> Trace:
-        """All of :func:`rnnlens.trace`: direct gradients (``output_grad``), total ones (``hidden_grad``), gates."""
+        """Result of :func:`rnnlens.trace`: direct gradients (``output_grad``), total ones (``hidden_grad``), gates."""
         return self.traced()
 
     def traced(
         self, *, layers: str | Iterable[str] | None = None, quantities: str | Iterable[str] | None = None
     ) -> Trace:
-        """As :attr:`trace`, of some layers and quantities; what the step itself told is not computed anew."""
+        """Return a trace of some layers and quantities; captured quantities are not recomputed."""
         told, of, names = self._heard, listed(layers) or (), listed(quantities) or ()
         if told is not None and of and names and set(of) <= set(told) and set(names) <= set(told.quantities or ()):
             return _part(told, of, names)
@@ -168,34 +167,39 @@ class TrainedBatch(Batch):
 
     @cached_property
     def weights(self) -> Weights:
-        """The weights before the update by gate and direction, and their gradients: see :func:`rnnlens.weights`."""
+        """Weights before the update by gate and direction, and their gradients: see :func:`rnnlens.weights`."""
         return self._asked(weights)  # type: ignore[no-any-return]
 
     @cached_property
     def gradients(self) -> Gradients:
-        """The gradient of the loss with respect to every weight, before clipping; ``.clipped`` as the optimizer clips.
+        """Gradients of the loss with respect to all weights before clipping.
 
-        Both are of the unscaled loss of this batch alone.
+        ``.clipped`` has those after the optimizer's.
+
+        Both are gradients of the unscaled loss of this batch alone.
         """
         clips = adapter_for(self._model).facts(self._model).clipping is not None
         return self.differentiated(clip="optimizer" if clips else None)  # type: ignore[no-any-return]
 
     @cached_property
     def nonfinite(self) -> NonFinite:
-        """The first number that was not finite in this step: see :func:`rnnlens.find_nonfinite`."""
+        """First number that was not finite in this step: see :func:`rnnlens.find_nonfinite`."""
         return self._asked(find_nonfinite)  # type: ignore[no-any-return]
 
     def with_variables_before(self, ask: Callable[[], T]) -> T:
-        """What ``ask`` returns while the model has the variables that it had on this batch."""
+        """Call ``ask`` while the model has the variables of before the update; return its result."""
         with self._before():
             return ask()
 
     def differentiated(self, *, wrt: str | Sequence[str] = "weights", **question: Any) -> Any:
-        """:func:`rnnlens.gradients` of this batch: ``wrt``, ``of``, ``at``, ``reduce``, ``measure``, ``clip``."""
+        """Call :func:`rnnlens.gradients` on this batch.
+
+        Accepts ``wrt``, ``of``, ``at``, ``reduce``, ``measure``, ``clip``.
+        """
         return self._asked(gradients, wrt=wrt, **question)
 
     def _asked(self, verb: Callable[..., Any], **question: Any) -> Any:
-        """A verb, at the weights and random numbers of the step."""
+        """Call a function of rnnlens on this batch, with the weights and random states of before the update."""
         with options(certify="first"), self._before():
             return verb(
                 self._model,
@@ -209,7 +213,7 @@ class TrainedBatch(Batch):
             )
 
     def record(self, *, layers: Sequence[str] | None = None, keep: Sequence[str] = ()) -> TrainingRecord:
-        """Scalars and profiles of this batch, with the norm of its weight gradients before and after clipping."""
+        """Build the record of this batch: scalars, profiles, and weight gradient norms before and after clipping."""
         has_loss = self.y is not None or self._loss is not None
         found = self.traced(layers=layers, quantities=None if keep else wanted(has_loss))
         scalars, profiles = summary(found, keep=keep)
@@ -227,7 +231,7 @@ class TrainedBatch(Batch):
 
 
 def _part(found: Trace, layers: Sequence[str], names: Sequence[str]) -> Trace:
-    """Some layers and variables of a trace."""
+    """Return some layers and variables of a trace as a trace."""
     return Trace(
         {layer: found.dataset(layer)[list(names)] for layer in layers},
         loss=found.loss,
@@ -238,12 +242,12 @@ def _part(found: Trace, layers: Sequence[str], names: Sequence[str]) -> Trace:
 
 
 def direct_trace(model: Any, arrays: Mapping[str, Mapping[str, Any]], loss: float | None) -> Trace | None:
-    """Outputs and direct gradients that a step of training told, as a trace; None where it told nothing.
+    """Build a trace from outputs and direct gradients captured in a training step; None without any.
 
     Parameters
     ----------
     arrays
-        By layer: ``output`` and ``output_grad``, chronological.
+        ``output`` and ``output_grad`` of each layer by name, in chronological order of steps.
     """
     if not arrays:
         return None
@@ -255,7 +259,7 @@ def direct_trace(model: Any, arrays: Mapping[str, Mapping[str, Any]], loss: floa
 
 
 def _norms(found: Gradients, layers: Sequence[str]) -> dict[str, float]:
-    """Norm of all weight gradients, before and after clipping, and of each weight of ``layers``."""
+    """Return the norm of all weight gradients, before and after clipping, and of each weight of ``layers``."""
     scalars = {"grad_norm": _norm(found)}
     if found.clipped is not None:
         scalars["grad_norm_clipped"] = _norm(found.clipped)

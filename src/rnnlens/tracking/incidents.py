@@ -1,4 +1,4 @@
-"""What a callback does with the first batch that is no longer finite: it is written to a file that can be traced."""
+"""``on_nonfinite="report"``: writes the first batch that is not finite to a file, which ``rl.open`` reads."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ..results.nonfinite import Incident
 from .batches import TrainedBatch
 
 _log = logging.getLogger("rnnlens")
-#: What ``on_nonfinite=`` of a callback may be.
+#: Value of ``on_nonfinite=`` that enables the report.
 REPORT = "report"
 
 
 def checked_on_nonfinite(value: Any) -> str | None:
-    """``None`` or ``"report"``.
+    """Check the argument ``on_nonfinite=``; return ``None`` or ``"report"``.
 
     Raises
     ------
     InputError
-        For anything else.
+        For any other value.
     """
     if value not in (None, REPORT):
         raise InputError(message("on_nonfinite= is not understood.", got=shown(value), expected=f"None or {REPORT!r}"))
@@ -35,18 +35,17 @@ def checked_on_nonfinite(value: Any) -> str | None:
 
 
 def is_finite(loss: Any) -> bool:
-    """Whether a loss, of whatever framework, is a finite number."""
+    """Return whether a loss is a finite number; True for None."""
     return loss is None or math.isfinite(float(loss))
 
 
 class Incidents:
-    """Writes the first batch that is not finite, once per run.
+    """Writer of the first batch that is not finite; it writes at most one file per run.
 
     Parameters
     ----------
     run
-        The folder of the run: ``runs/a.zarr`` is reported on in ``runs/a.nonfinite.nc``; without one,
-        ``nonfinite.nc``.
+        Folder of the run: for ``runs/a.zarr`` the file is ``runs/a.nonfinite.nc``; for None it is ``nonfinite.nc``.
     provenance
         Framework, versions, device.
     """
@@ -57,21 +56,21 @@ class Incidents:
         self._provenance = dict(provenance or {})
 
     def report(self, batch: Batch, weights: Mapping[str, Any], when: Mapping[str, Any]) -> Path | None:
-        """Write a batch and the weights that it met, unless one was written before.
+        """Write a batch and the weights before its update, unless an incident was written before.
 
         Parameters
         ----------
         batch
-            Of it ``x``, ``y`` and ``sample_weight``, as far as they are known.
+            Data ``x``, ``y`` and ``sample_weight`` of the batch, None where not known.
         weights
-            Before the update: by the framework's own names, in its order and layout.
+            Weights before the update, by the framework's own names, in its order and layout.
         when
-            ``step``, ``epoch``, ``loss``, and ``found``: the sentence of ``rl.find_nonfinite``, where it was asked.
+            ``step``, ``epoch``, ``loss``, and ``found``: the sentence of ``rl.find_nonfinite``, if it was run.
 
         Returns
         -------
         Path
-            Of the file; None where one was there already.
+            Path of the file; None if an incident was written before.
         """
         if self.written is not None:
             return None
@@ -89,16 +88,16 @@ class Incidents:
         return self.path
 
     def report_trained(self, trained: TrainedBatch, weights: Callable[[], Mapping[str, Any]], loss: Any) -> Path | None:
-        """Write a batch that was trained on with the weights it met, and where its fault begins.
+        """Write a batch of training, the weights before its update, and the place of its first non-finite number.
 
         Parameters
         ----------
         trained
             The batch.
         weights
-            Reads the weights of the model as they are.
+            Function that returns the current weights of the model; it is called with the old weights set.
         loss
-            Of the batch; None where it is not known.
+            Loss of the batch; None where it is not known.
         """
         batch = Batch(trained.x, trained.y, trained.sample_weight)
         when = {
@@ -111,7 +110,7 @@ class Incidents:
 
 
 def told(ask: Callable[[], str]) -> str:
-    """Where the fault begins, if that can be told; what cannot is no reason not to write the batch."""
+    """Return the sentence that ``ask`` returns; if it raises, a sentence with the error."""
     try:
         return ask()
     except Exception as error:
@@ -120,5 +119,5 @@ def told(ask: Callable[[], str]) -> str:
 
 
 def _unpacked(value: Any) -> Any:
-    """Packed sequences as padded ones, which a file can hold."""
+    """Convert packed sequences to padded ones, which a file can store."""
     return data.map_leaves(lambda leaf: data.padded(leaf) if data.is_packed(leaf) else leaf, value)

@@ -1,4 +1,4 @@
-"""Probe mode: a fixed batch, traced between two steps of training. Nothing in the training knows of it."""
+"""Probe mode: a fixed batch is traced between two steps of training, without hooks in the training."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ..verbs.trace import trace
 from ..verbs.weights import weight_norms
 from .records import TrainingRecord, summary
 
-#: What the profiles and scalars of a record are made of.
+#: Quantities from which the profiles and scalars of a record are computed.
 NEEDED = ("hidden", "hidden_grad", "gates", "mask")
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A held-out batch, and what is looked at in it.
+    """A held-out batch, and the layers and quantities to record of it.
 
     Attributes
     ----------
@@ -26,7 +26,7 @@ class Probe:
     layers
         Names of the layers; all recurrent ones where None.
     keep
-        Quantities that are recorded whole, such as ``"hidden_grad"``.
+        Quantities that are recorded as whole arrays, such as ``"hidden_grad"``.
     loss
         As in :func:`rnnlens.trace`.
     """
@@ -39,7 +39,7 @@ class Probe:
     loss: str | Callable[..., Any] | None = None
 
     def record(self, model: Any, step: int, epoch: int) -> TrainingRecord:
-        """Trace the batch with the weights of this moment, in evaluation mode; the model is left as it was found."""
+        """Trace the batch with the current weights in evaluation mode; return the record. The model is restored."""
         with options(certify="first"):
             found = trace(
                 model,
@@ -57,12 +57,12 @@ class Probe:
 
 
 def wanted(has_loss: bool) -> list[str]:
-    """The quantities that a record needs."""
+    """Return the names of the quantities that a record needs; without a loss there is no ``hidden_grad``."""
     return [name for name in NEEDED if has_loss or name != "hidden_grad"]
 
 
 def norms_of_weights(model: Any, layers: Sequence[str]) -> dict[str, float]:
-    """Frobenius norm of each weight of ``layers``: ``"lstm/weight_norm/kernel"``."""
+    """Return the Frobenius norm of each weight of ``layers`` by name: ``"lstm/weight_norm/kernel"``."""
     names = dict.fromkeys(layer.partition("#")[0] for layer in layers)
     rows = weight_norms(model, layers=[*names])
     found = {}

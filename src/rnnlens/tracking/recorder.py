@@ -1,4 +1,4 @@
-"""The recorder of a watch: hands records to their sinks, and turns every failure of ours into a gap and a warning."""
+"""``Recorder``: passes records to sinks, and turns failures of rnnlens into gaps and warnings."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .alerts import Alerts
 from .records import Sink, TrainingRecord
 from .watch_arguments import Schedule
 
-#: Gaps of different causes that are kept apart; later causes are counted under one.
+#: Largest number of gaps with separate causes; further causes are counted together.
 MOST_GAPS = 100
 
 
 class Recorder:
-    """Takes the records of a callback or a loop and hands them to the sinks; no failure leaves it while training runs.
+    """Distributor of the records of a watch to its sinks; no failure of a sink is raised while training runs.
 
     Parameters
     ----------
@@ -30,10 +30,9 @@ class Recorder:
     schedule
         When a record is due; named in the warning that nothing was recorded.
     rank
-        Number of this worker among those that train together; only the first writes.
+        Rank of this process; only rank 0 writes.
     alerts
         Examines every record before the sinks, and may end training: see :attr:`stop`.
-
     """
 
     def __init__(
@@ -51,34 +50,34 @@ class Recorder:
         self.latest: TrainingRecord | None = None
         self.closed = False
         self._gaps: dict[tuple[str, str], Gap] = {}
-        self._trained = 0  # records of training itself, which that of step 0 is not
+        self._trained = 0  # number of records after training began, without that of step 0
         self._missed: Counter[str] = Counter()
         self._noted: set[tuple[str, str]] = set()
         self._first: int | None = None
 
     @property
     def gaps(self) -> list[Gap]:
-        """What is missing from the records, and why: one entry for each cause."""
+        """Missing records and the reasons: one entry for each cause."""
         return list(self._gaps.values())
 
     def start(self, step: int) -> None:
-        """Begin the records of a training that has taken ``step`` steps before."""
+        """Begin the records of a training that has already taken ``step`` steps."""
         self.closed, self._trained, self._first = False, 0, step
         self._missed.clear()
 
     def due(self, step: int, epoch: int) -> bool:
-        """Return whether this worker is to record now."""
+        """Return whether this process must record now."""
         return self.writes and self.schedule.due(step, epoch)
 
     def record(
         self, step: int, make: Callable[[], TrainingRecord], *, before: bool = False, what: str = "probe"
     ) -> None:
-        """Make a record and hand it to every sink; a failure becomes a gap, and training goes on.
+        """Call ``make`` for a record and pass it to every sink; a failure becomes a gap, and training continues.
 
         Parameters
         ----------
         before
-            Training has not begun: an argument that does not fit the model is refused.
+            True before training begins: errors of arguments that do not fit the model are then raised.
         """
         try:
             self.write(make())
@@ -90,7 +89,7 @@ class Recorder:
             self.fail_record(step, error, what)
 
     def write(self, record: TrainingRecord) -> None:
-        """Hand a record to every sink; one that fails does not keep it from the others. A note is written once."""
+        """Pass a record to every sink, also after one of them failed. Each note is written once."""
         if self.alerts is not None:
             record = self.alerts.look(record)
         fresh = tuple(note for note in record.notes if (record.kind, note) not in self._noted)
@@ -102,15 +101,15 @@ class Recorder:
 
     @property
     def stop(self) -> str | None:
-        """Why training is to end now (``stop_on=``); None while it goes on."""
+        """Reason to end training now (``stop_on=``); None while training continues."""
         return None if self.alerts is None else self.alerts.stop
 
     def counted(self) -> None:
-        """Count a batch that was examined, though there is nowhere to record it."""
+        """Count a batch that was examined, but has no sink to be recorded in."""
         self._trained += 1
 
     def missed(self, reason: str) -> None:
-        """Count a batch that was due and had nothing to record; the warning at the end says why."""
+        """Count a batch that was due and had nothing to record; :meth:`close` warns with the reason."""
         self._missed[reason] += 1
 
     def fail_record(self, step: int, error: Exception, what: str = "probe") -> None:
@@ -132,7 +131,7 @@ class Recorder:
         self._warn_of_missing(steps)
 
     def abort(self, reason: str) -> None:
-        """End the records of a training that an error or Ctrl-C ended; no warning adds to it."""
+        """Close all sinks after an error or Ctrl-C, without warnings."""
         if self.closed:
             return
         self.closed = True
@@ -141,7 +140,7 @@ class Recorder:
                 sink.close(reason)
 
     def _each(self, call: Callable[[Sink], None], step: int | None, failed: str) -> None:
-        """Call every sink; note a gap for one that fails."""
+        """Call ``call`` on every sink; note a gap for a sink that fails."""
         for sink in self.sinks:
             try:
                 call(sink)
@@ -159,14 +158,14 @@ class Recorder:
         gap = Gap(where, step, step, 0, reason) if known is None else known._replace(last=step)
         self._gaps[cause] = gap._replace(records=gap.records + 1)
         for sink in self.sinks:
-            with suppress(Exception):  # where the run itself cannot be written, its next record brings them along
+            with suppress(Exception):  # if the run cannot be written, its next record writes the gaps
                 getattr(sink, "note_gaps", _ignore)(self.gaps)
         if known is None:
             hint = "the gaps of the watch, and of the run that rl.open reads, list what is missing"
             warnings.warn(message(what, got=reason, hint=hint), TrackingWarning, stacklevel=4)
 
     def _warn_of_missing(self, steps: int) -> None:
-        """Warn where nothing was recorded, or not all that was due; a failure has been warned of already."""
+        """Warn if nothing, or not all that was due, was recorded; failures are not repeated."""
         if not self.writes or self.schedule.off:
             return
         if not self._trained and not self._gaps:

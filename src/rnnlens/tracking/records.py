@@ -1,4 +1,4 @@
-"""A record: what one moment of training looks like. And what is done with records: sinks."""
+"""``TrainingRecord``: measures of one training step; ``Sink``: protocol of the receivers of records."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from ..results.trace import LayerTrace, Trace
 from ..typing import Array
 from ..vocabulary import BACKWARD, DIRECTION, FORWARD, GATE, SAMPLE, TIME, UNIT
 
-#: Of a fixed held-out batch, between two steps of training; or of the very batch that is trained on.
+#: ``"probe"``: a fixed held-out batch, traced between two steps. ``"batch"``: the batch of the training step itself.
 Kind = Literal["probe", "batch"]
 KINDS = ("probe", "batch")
 
 
 @dataclass(frozen=True)
 class TrainingRecord:
-    """One moment of training.
+    """Measures of one training step: scalars, and labelled arrays by layer.
 
     Attributes
     ----------
     step
-        Batches trained on so far. A probe of step 0 is of the weights before training; a batch record of step n is of
-        the n-th batch and of the weights *before* its update.
+        Number of batches trained on so far. A probe at step 0 measures the weights before training; a batch record of
+        step n measures the n-th batch with the weights *before* its update.
     epoch
-        The epoch that step lies in, from 0.
+        Epoch of the step, from 0.
     kind
         ``"probe"`` or ``"batch"``.
     scalars
         Numbers by name: ``"loss"``; ``"lstm/reach"``, ``"lstm/decay"``, ``"lstm/adjoint"``, ``"lstm/dead_units"``,
         ``"lstm/forget/near_0"``, ``"lstm/forget/near_1"``, ``"lstm/weight_norm/kernel"``. In a bidirectional layer the
-        direction stands behind the layer: ``"bi/forward/reach"``.
+        direction follows the layer: ``"bi/forward/reach"``.
     layers
-        Labelled arrays by layer and name: ``adjoint_profile``, ``lag_profile`` and ``gates`` (over time), and tensors
-        kept on request. No ``step`` dimension: this is one step.
+        Labelled arrays by layer and name, without a ``step`` dimension: ``adjoint_profile``, ``lag_profile``, ``gates``
+        (over time), and the quantities of ``keep=``.
     notes
-        Sentences that a reader of these numbers must know.
+        Sentences on how to read the numbers.
     time
-        Seconds since 1970.
+        Time of the record in seconds since 1970.
     """
 
     step: int
@@ -58,13 +58,13 @@ class TrainingRecord:
 
 @runtime_checkable
 class Sink(Protocol):
-    """Where records go: the store of a run, a logger, an alert."""
+    """Receiver of records: the store of a run, a logger, an alert."""
 
     def write(self, record: TrainingRecord) -> None:
-        """Take one record; it is complete when this returns."""
+        """Write one record; it must be complete on return."""
 
     def close(self, reason: str) -> None:
-        """No more records come; ``reason`` says why: ``"finished"``, ``"interrupted"``, the name of an error."""
+        """End the records. ``reason`` is ``"finished"``, ``"interrupted"``, or the name of an error."""
 
 
 LAG = "lag"
@@ -86,14 +86,14 @@ _WORDS = {
 
 
 def summary(trace: Trace, *, keep: Collection[str] = ()) -> tuple[dict[str, float], dict[str, dict[str, xr.DataArray]]]:
-    """Scalars by name, and profiles by layer and name; see :class:`~rnnlens.tracking.records.TrainingRecord`.
+    """Return scalars by name, and profiles by layer and name; see :class:`TrainingRecord`.
 
     Parameters
     ----------
     trace
-        With at least hidden states and gates; what a layer does not have is left out.
+        Trace with at least hidden states and gates; quantities that a layer does not have are left out.
     keep
-        Names of quantities that are kept whole, such as ``"hidden_grad"``.
+        Names of quantities that are recorded as whole arrays, such as ``"hidden_grad"``.
     """
     scalars = {} if trace.loss is None else {"loss": float(trace.loss)}
     layers: dict[str, dict[str, xr.DataArray]] = {}
@@ -112,7 +112,7 @@ def summary(trace: Trace, *, keep: Collection[str] = ()) -> tuple[dict[str, floa
 
 
 def _halves(layer: LayerTrace) -> Iterator[tuple[str | None, Mapping[str, xr.DataArray]]]:
-    """The directions of a bidirectional layer one by one; a layer of one direction as it is, under no name."""
+    """Yield name and variables of each direction of a layer; the name is None for a unidirectional layer."""
     data = layer.dataset
     if DIRECTION not in data.dims:
         yield None, {str(name): array for name, array in data.data_vars.items()}
@@ -128,7 +128,7 @@ def _mask(layer: LayerTrace) -> Array | None:
 
 
 def _adjoint(values: Mapping[str, xr.DataArray]) -> Array | None:
-    """RMS over units of the total gradient: (sample, time)."""
+    """Return the RMS over units of the total gradient, (sample, time); None where it was not computed."""
     gradient = values.get("hidden_grad")
     if gradient is None or gradient.dims != (SAMPLE, TIME, UNIT):
         return None
@@ -159,7 +159,11 @@ def _profiles(
 
 
 def _by_lag(adjoint: Array, where: Array, half: str | None) -> tuple[Array, Array]:
-    """(sample, lag): by steps back from where the recurrence ends in each, and where a sample has that many steps."""
+    """Reorder the adjoint by lag.
+
+    (sample, lag), and a mask of the lags that each sample has. Lags are counted from the last processed step, which is
+    the first in time for the backward direction.
+    """
     ends_first = half == BACKWARD
     ordered, real = (adjoint, where) if ends_first else (adjoint[:, ::-1], where[:, ::-1])
     moved = np.asarray(real_first(ordered, real))
@@ -170,7 +174,7 @@ def _by_lag(adjoint: Array, where: Array, half: str | None) -> tuple[Array, Arra
 def _scalars(
     values: Mapping[str, xr.DataArray], adjoint: Array | None, mask: Array | None, half: str | None
 ) -> dict[str, float]:
-    """Numbers of one layer, or one direction of it."""
+    """Return the scalars of one layer, or of one direction of it."""
     found: dict[str, float] = {}
     if adjoint is not None:
         where = _everywhere(mask, adjoint.shape)
@@ -194,7 +198,7 @@ def _saturation(gates: xr.DataArray, mask: Array | None) -> dict[str, float]:
     low, high = saturation_share(gates.values, axis=(0, 1, 3), where=where)
     found: dict[str, float] = {}
     for name, shut, open_ in zip(gates[GATE].values, low, high, strict=True):
-        if str(name) != "candidate":  # no gate, though it is listed among them
+        if str(name) != "candidate":  # listed among the gates, but no gate
             found |= {f"{name}/near_0": float(shut), f"{name}/near_1": float(open_)}
     return found
 
@@ -207,7 +211,7 @@ def _labelled(name: str, values: Any, dims: tuple[str, ...], coords: Mapping[str
 
 
 def _side_by_side(parts: list[xr.DataArray]) -> xr.DataArray:
-    """Both directions in one array, the direction last."""
+    """Join the arrays of both directions; the direction is the last axis."""
     if len(parts) == 1:
         return parts[0]
     joined = xr.concat(parts, dim=xr.Variable((DIRECTION,), [FORWARD, BACKWARD]), combine_attrs="override")

@@ -1,4 +1,4 @@
-"""The records of one kind in a run on disk: arrays that grow by a row for each, and say how many rows are complete."""
+"""``Rows``: the records of one kind in a run on disk, as arrays that grow by one row per record."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from ..results.names import to_paths
 from ..typing import Array
 from .records import TrainingRecord
 
-#: Most notes that are kept of one kind of records.
+#: Largest number of notes stored for one kind of records.
 _MOST_NOTES = 1000
 _COMPRESSOR = BloscCodec(cname="zstd", clevel=5, shuffle="shuffle")
-#: Bytes of one chunk of a large array; records in one of small ones.
+#: Bytes of one chunk of a large array, and largest number of records in one chunk.
 _CHUNK, _RECORDS = 2**20, 64
-#: Rows that arrays grow by; those behind ``committed`` hold nothing yet, and are cut off at the end.
+#: Number of rows by which arrays grow; rows after ``committed`` are empty, and are cut off at the end.
 _ADVANCE = 64
-#: Axes that may be of any length in every record.
+#: Axes whose length may differ between records.
 _FREE = ("time", "lag", "sample")
-#: Bits of the significand that a profile keeps: 1 part in 256.
+#: Significand bits kept of a profile: relative rounding error of 1/256.
 PROFILE_BITS = 7
 
 
 class Rows:
-    """The records of one kind: a group with a growing ``step``."""
+    """Records of one kind on disk: a Zarr group whose arrays grow along ``step``."""
 
     def __init__(self, group: zarr.Group, points: int | None) -> None:
         self._group, self._points = group, points
@@ -55,7 +55,7 @@ class Rows:
         self.last_step: int | None = int(steps[-1]) if self._count else None
 
     def append(self, record: TrainingRecord) -> None:
-        """All parts of a record, then their number."""
+        """Write all parts of a record, then the number of complete records."""
         self._refuse_another_network(record)
         self._sums = {}
         self._put("step", np.int64(record.step))
@@ -82,7 +82,7 @@ class Rows:
             self._group.attrs.update({"notes": [*there, *notes]})
 
     def _put_sums(self) -> None:
-        """The checksums of this row, one for each array in the order in which the group names them."""
+        """Write the checksums of this row, one for each array in the order of the group's attribute ``arrays``."""
         names = self._group.attrs["arrays"]
         row = np.array([self._sums.get(name, 0) for name in names], dtype=np.uint32)
         if "sums" not in self._arrays:
@@ -90,7 +90,7 @@ class Rows:
         self._put("sums", row)
 
     def _refuse_another_network(self, record: TrainingRecord) -> None:
-        """What a layer is recorded by has the axes, and but for steps and samples the sizes, that it had before."""
+        """Raise FileError if an array has other axes, or other sizes besides steps, lags and samples, than before."""
         paths = to_paths([*self._layers, *(layer for layer in record.layers if layer not in self._layers)])
         for layer, arrays in record.layers.items():
             for name, array in arrays.items():
@@ -110,7 +110,7 @@ class Rows:
                     )
 
     def cut(self, step: int) -> int:
-        """Drop records behind ``step``."""
+        """Drop records after ``step``; return their number."""
         kept = int(np.sum(self._arrays["step"][: self._count] <= step))
         dropped = self._count - kept
         if dropped:
@@ -121,11 +121,11 @@ class Rows:
         return dropped
 
     def close(self) -> None:
-        """No rows but those of complete records."""
+        """Cut off all rows after the last complete record."""
         self._trim(self._count)
 
     def _trim(self, count: int) -> None:
-        """Cut off what a process that died left half-written, and rows that were made in advance."""
+        """Cut off incomplete rows of a killed process, and rows allocated in advance."""
         for array in self._arrays.values():
             if array.shape[0] > count:
                 array.resize((count, *array.shape[1:]))
@@ -136,7 +136,7 @@ class Rows:
             self._names += new
             self._group.attrs.update({"scalars": self._names})
         row = np.array([scalars.get(name, np.nan) for name in self._names])
-        with np.errstate(over="ignore"):  # of a gradient that explodes: infinite is what it is
+        with np.errstate(over="ignore"):  # an exploding gradient may exceed float32: it is stored as infinity
             self._put("scalars", row.astype(np.float32))
 
     def _put_labelled(self, path: str, array: xr.DataArray) -> None:
@@ -154,12 +154,12 @@ class Rows:
         self._put(path, values)
 
     def _put(self, path: str, values: Any) -> None:
-        """One row; axes grow where this record is longer than those before, and the rest of a shorter one is NaN."""
+        """Write one row. Axes grow if this record is longer than earlier ones; the rest of a shorter one is filled."""
         array = self._arrays[path]
         shape = np.shape(values)
         sizes = tuple(map(max, array.shape[1:], shape)) if shape else ()
         if array.shape[0] <= self._count or array.shape[1:] != sizes:
-            rows = max(array.shape[0], self._count + _ADVANCE)  # not at every record: it writes a file as well
+            rows = max(array.shape[0], self._count + _ADVANCE)  # in steps, because each resize writes a file
             array.resize((rows, *sizes))
         array[(self._count, *map(slice, shape))] = values
         if path != "sums":
@@ -185,7 +185,10 @@ class Rows:
         self._list()
 
     def _list(self) -> None:
-        """Have the group name its arrays: listing the folder would meet files that are being written."""
+        """Add new arrays to the group's attribute ``arrays``.
+
+        Readers use it instead of listing the folder, which may contain temporary files.
+        """
         named = self._group.attrs.get("arrays", [])
         new = [path for path in self._arrays if path not in named and path != "sums"]
         if new:
@@ -193,14 +196,14 @@ class Rows:
 
 
 def _counts_up(labels: Any) -> bool:
-    """Whether labels are 0, 1, 2, ...: those that an axis without labels gets anyway."""
+    """Return whether labels are 0, 1, 2, ..., the default labels of an axis."""
     return np.asarray(labels).dtype.kind in "iu" and np.array_equal(labels, np.arange(len(labels)))
 
 
 def _thinned(
     values: Array, dims: list[str], labels: dict[str, Any], points: int | None
 ) -> tuple[Array, dict[str, Any]]:
-    """Profiles of more than ``points`` steps, averaged over as many equal stretches, each labelled by its middle."""
+    """Average profiles of more than ``points`` steps over ``points`` equal intervals, labelled by their middles."""
     for axis, dim in enumerate(dims):
         size = values.shape[axis]
         if dim not in ("time", "lag") or points is None or size <= points:
@@ -213,7 +216,7 @@ def _thinned(
 
 
 def _rounded(values: Array) -> Array:
-    """Float32 with zeros where nobody looks, which then take no room once compressed (Klöwer et al. 2021)."""
+    """Round to float32 with ``PROFILE_BITS`` significand bits, which compresses well (Klöwer et al. 2021)."""
     if values.dtype.kind != "f":
         return values
     codec = BitRound(keepbits=PROFILE_BITS)

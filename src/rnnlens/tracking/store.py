@@ -1,20 +1,19 @@
-"""A run on disk: one Zarr group that grows record by record and can be read, whole, at every moment.
+"""``Store``: writes a run to disk as one Zarr group that grows by records and can be read at any time.
 
-Layout, format 3 of Zarr, so that any reader of Zarr can look into it:
+Layout, in format 3 of Zarr, which any Zarr library reads:
 
 ================================  ====================================================================
-``/``                             attributes: what wrote it, when it was opened and how it ended
+``/``                             attributes: version of rnnlens, times of opening, reason of the end
 ``/probe``, ``/batch``            records by kind; attributes: names of scalars, layers, arrays; notes with steps
-``.../committed``                 how many records are complete, and a checksum of it: written last, in one step
+``.../committed``                 number of complete records, and its checksum: written last, atomically
 ``.../sums``                      (step, array): checksum of each row of each array, in the order of ``arrays``
 ``.../step, epoch, written``      (step,)
 ``.../scalars``                   (step, scalar)
-``.../layers/<layer>/<name>``     (step, ...); attributes: words, and labels of its axes
+``.../layers/<layer>/<name>``     (step, ...); attributes: descriptions, and labels of the axes
 ================================  ====================================================================
 
-Every ``zarr.json`` holds a checksum of itself. Every file is replaced, never changed, so that a reader finds the old or
-the new one. What lies behind ``committed`` was half-written when its process died: readers do not look at it, and the
-next writer cuts it off.
+Every ``zarr.json`` contains a checksum of itself. Files are replaced atomically, so that a reader finds the old or the
+new one. Rows after ``committed`` are incomplete: readers ignore them, and the next writer cuts them off.
 """
 
 from __future__ import annotations
@@ -41,32 +40,32 @@ from .rows import Rows
 
 try:
     import fcntl
-except ImportError:  # Windows: two writers of one run are not told apart there
+except ImportError:  # Windows: two writers of one run are not detected
     fcntl = None  # type: ignore[assignment]
 
-#: Stores of this process that were not closed, by their folder.
+#: Open stores of this process, by folder.
 _OPEN: weakref.WeakValueDictionary[str, Store] = weakref.WeakValueDictionary()
 
 
 class Store:
-    """Writes the records of a run to a folder; a :class:`~rnnlens.tracking.records.Sink`.
+    """Writer of the records of a run to a folder; a :class:`~rnnlens.tracking.records.Sink`.
 
     Parameters
     ----------
     path
-        Ends in ``.zarr``; folders above it are made. A run that is there is gone on with.
+        Path ending in ``.zarr``; parent folders are created. An existing run is continued.
     resume
-        False replaces a run that is there.
+        False replaces an existing run.
     points
-        Most points of a profile over time; longer ones are averaged in as many equal stretches. None keeps every step.
+        Largest number of points of a profile; longer ones are averaged over that many equal intervals. None keeps all.
     provenance
         Framework, versions, device.
 
     Raises
     ------
     FileError
-        If something that is no run is in the way, or another process is writing this run. A store of this process that
-        was left open, as Ctrl-C does, is closed, and the new one goes on.
+        If the path exists and is no run, or another process is writing this run. A store of this process that was left
+        open, as after Ctrl-C, is closed, and the new one continues the run.
     """
 
     def __init__(
@@ -86,16 +85,16 @@ class Store:
         _refuse_what_is_in_the_way(self.path)
         key = os.path.realpath(self.path)
         before = _OPEN.pop(key, None)
-        if before is not None:  # of a training in this process that was interrupted
+        if before is not None:  # from an interrupted training in this process
             before.close("interrupted")
         self.path.mkdir(parents=True, exist_ok=True)
         lock = _locked(self.path)
-        #: Lets go of the lock; also when a store is dropped that nobody closed.
+        #: Releases the lock, also when an unclosed store is garbage-collected.
         self._unlock = weakref.finalize(self, lambda: None if lock is None else os.close(lock))
         remove_partial(self.path)
         if not resume:
             _empty(self.path)
-        if not (self.path / "zarr.json").is_file():  # with its attributes, so that it is a run from its first moment
+        if not (self.path / "zarr.json").is_file():  # created with attributes, which make it a run at once
             attributes = root_attrs("run", {})
             zarr.create_group(SealedMetadata(LocalStore(self.path)), zarr_format=3, attributes=attributes)
         refuse_newer(self.path, read_metadata(self.path, "")["attributes"])
@@ -115,18 +114,18 @@ class Store:
 
     @property
     def last_step(self) -> int | None:
-        """Step of the last complete record; None of an empty run."""
+        """Step of the last complete record; None for an empty run."""
         return max((kind.last_step for kind in self._kinds.values() if kind.last_step is not None), default=None)
 
     def last_step_of(self, kind: str) -> int | None:
-        """Step of the last complete record of a kind; None where there is none."""
+        """Return the step of the last complete record of a kind; None without any."""
         return self._kinds[kind].last_step if kind in self._kinds else None
 
     def go_on(self, taken: int) -> int:
-        """The step that training goes on from, whose optimizer has taken ``taken`` steps.
+        """Return the step from which a training continues whose optimizer has taken ``taken`` steps.
 
-        An optimizer that was restored from before the last record goes on from there: what was recorded of weights that
-        are gone is dropped. One that starts anew counts on from the last record.
+        If the optimizer was restored to a step before the last record, training continues from there, and later records
+        are dropped. If it has taken no step, counting continues from the last record.
         """
         last = self.last_step
         if last is None or taken >= last:
@@ -137,22 +136,22 @@ class Store:
         return taken
 
     def cut(self, step: int) -> int:
-        """Drop the records of steps beyond ``step``: training goes on from weights older than they are.
+        """Drop the records of steps after ``step``, because training continues from older weights.
 
         Returns
         -------
         int
-            How many were dropped.
+            Number of dropped records.
         """
         return sum(kind.cut(step) for kind in self._kinds.values())
 
     def write(self, record: TrainingRecord) -> None:
-        """Append a record; when this returns it is there, whatever happens to the process.
+        """Append a record; on return it is complete on disk.
 
         Raises
         ------
         FileError
-            If it was closed, or another training of this process took over the run.
+            If the store was closed, or another training of this process took over the run.
         """
         if self._closed:
             raise FileError(
@@ -164,14 +163,14 @@ class Store:
                 self._kinds[record.kind] = Rows(self._root.require_group(record.kind), self._points)
             self._kinds[record.kind].append(record)
         except BaseException:
-            # What is on disk of this record is unknown: the next one reads it anew.
+            # The state on disk is unknown: the next write reads it again.
             self._kinds.pop(record.kind, None)
             raise
         if not self._gaps_are_written:
             self.note_gaps(self._gaps)
 
     def note_gaps(self, gaps: Sequence[Sequence[Any]]) -> None:
-        """Write which records are missing, and why; they are kept until they could be written."""
+        """Write which records are missing, and why; after a failure the next record writes them again."""
         self._gaps, self._gaps_are_written = [list(gap) for gap in gaps], False
         if self._closed:
             return
@@ -180,7 +179,7 @@ class Store:
         self._gaps_are_written = True
 
     def close(self, reason: str) -> None:
-        """Note how the run ended, and let another process go on with it."""
+        """Write the reason of the end, and release the lock of the run."""
         if self._closed:
             return
         self._closed = True
@@ -194,12 +193,12 @@ class Store:
             self._unlock()
 
     def _check_folder(self) -> None:
-        """Refuse to write where the folder of the run was removed or replaced: the rest of it is gone.
+        """Raise FileError if the folder of the run was removed or replaced meanwhile.
 
         Raises
         ------
         FileError
-            With its path.
+            If the folder has another identity, or its ``zarr.json`` is missing.
         """
         if _identity(self.path) != self._folder or not (self.path / "zarr.json").is_file():
             what = "The folder of this run was removed or replaced while it was being written."
@@ -207,7 +206,7 @@ class Store:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Device and number of a folder; None where there is none."""
+    """Return device and inode of a folder; None where there is none."""
     try:
         found = os.stat(path)
     except FileNotFoundError:
@@ -217,7 +216,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 @contextmanager
 def _said_as_ours(path: Path) -> Iterator[None]:
-    """Within the block, what the system refuses becomes one error of ours."""
+    """Convert an OSError of the block to a FileError."""
     try:
         yield
     except FileError:
@@ -237,12 +236,15 @@ def _refuse_what_is_in_the_way(path: Path) -> None:
 
 
 def _only_begun(path: Path) -> bool:
-    """Whether a writer died while it made the folder."""
+    """Return whether a folder contains only the first files of a run whose writer was killed."""
     return all(child.name == "zarr.json" or child.name.endswith(".partial") for child in path.iterdir())
 
 
 def _locked(path: Path) -> int | None:
-    """A lock that the system drops when the process dies; None where there are none."""
+    """Lock the folder; return the open handle, or None on Windows.
+
+    The system releases the lock when the process ends.
+    """
     if fcntl is None:
         return None
     handle = os.open(path, os.O_RDONLY)
@@ -259,15 +261,15 @@ def _locked(path: Path) -> int | None:
 
 
 def _empty(path: Path) -> None:
-    """Remove what is in the folder of a run."""
-    (path / "zarr.json").unlink(missing_ok=True)  # first, so that what is left of a killed process is no run
+    """Remove the content of the folder of a run."""
+    (path / "zarr.json").unlink(missing_ok=True)  # first, so that a partly removed folder is not taken for a run
     for child in path.iterdir():
         if child.is_dir():
             shutil.rmtree(child)
 
 
 def remove_partial(path: Path) -> None:
-    """Files that a killed writer had not finished."""
+    """Remove temporary files that a killed writer left."""
     for file in path.rglob("*.partial"):
         with suppress(OSError):
             file.unlink()

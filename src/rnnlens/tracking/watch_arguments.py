@@ -1,4 +1,4 @@
-"""When a record is made: every N steps, at powers of two, at the end of given epochs, or as a function says."""
+"""Arguments that all watches share, checked in the same way; ``Schedule``: the steps at which a record is due."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ Every = int | str | Callable[[int, int], bool]
 
 @dataclass(frozen=True)
 class Schedule:
-    """Whether a record is due.
+    """Steps and epochs at which a record is due.
 
     Parameters
     ----------
     every
-        A number of steps, with 0 for never; ``"powers of two"``: steps 1, 2, 4, 8, ...; or a function
+        Number of steps between records, 0 for never; ``"powers of two"`` for steps 1, 2, 4, 8, ...; or a function
         ``(step, epoch) -> bool``.
     epochs
-        Epochs, from 0, at whose end a record is made as well.
+        Epochs, from 0, at whose end a record is made in addition.
     """
 
     every: Every = 50
     epochs: Collection[int] = ()
 
     def __post_init__(self) -> None:
-        """Refuse what is no schedule.
+        """Check the fields.
 
         Raises
         ------
         InputError
-            For a negative number, another word, or epochs that are no whole numbers.
+            If ``every`` is negative or another word, or if ``epochs`` are no whole numbers.
         """
         if not (_is_whole(self.every) or self.every == POWERS or callable(self.every)):
             raise InputError(
@@ -56,11 +56,11 @@ class Schedule:
 
     @property
     def off(self) -> bool:
-        """Whether nothing is ever due."""
+        """True if nothing is ever due."""
         return _is_whole(self.every) and self.every == 0 and not self.epochs
 
     def due(self, step: int, epoch: int) -> bool:
-        """Whether a record is due once ``step`` batches were trained on, in ``epoch``."""
+        """Return whether a record is due after ``step`` batches of training, in ``epoch``."""
         if callable(self.every):
             return bool(self.every(step, epoch))
         if isinstance(self.every, str):
@@ -68,7 +68,7 @@ class Schedule:
         return self.every > 0 and step % int(self.every) == 0
 
     def due_after(self, epoch: int) -> bool:
-        """Whether a record is due at the end of ``epoch``."""
+        """Return whether a record is due at the end of ``epoch``."""
         return epoch in self.epochs
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ class Schedule:
 
 
 def _is_whole(value: Any) -> bool:
-    """Whether it counts something: also NumPy's integers do."""
+    """Return whether a value is a whole number of at least 0; NumPy integers count, booleans do not."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
 
 
@@ -86,7 +86,7 @@ R = TypeVar("R")
 
 
 def _some_names(name: str, value: Any) -> Any:
-    """As ``names``; also none at all."""
+    """Check a list of names like ``names``; an empty list is allowed."""
     return () if isinstance(value, list | tuple) and not value else names(name, value)
 
 
@@ -94,7 +94,7 @@ def _points(name: str, value: Any) -> int | None:
     return None if value is None else whole(least=1)(name, value)
 
 
-#: What is not here is looked at by what it is for: a schedule, a probe, a logger.
+#: Check of each argument by name; others (schedule, probe, loggers) are checked where they are used.
 _TABLE: dict[str, Check] = {
     "path": path,
     "loss": loss,
@@ -111,25 +111,25 @@ _TABLE: dict[str, Check] = {
 
 
 def at_the_door(function: Callable[P, R]) -> Callable[P, R]:
-    """Check what a watch is given, by the name of the argument, before anything is opened."""
+    """Decorate a function to check its arguments by name before anything is opened."""
     given = [name for name in inspect.signature(function).parameters if name != "self"]
     return checked(**{name: _TABLE.get(name, anything) for name in given})(function)
 
 
 def listed(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
-    """One name or several as a tuple; None for None."""
+    """Return one name or several as a tuple; None for None."""
     if value is None:
         return None
     return (value,) if isinstance(value, str) else tuple(value)
 
 
 def quantities_of(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
-    """Names of quantities of a trace.
+    """Check names of trace quantities; return them as a tuple, None for None.
 
     Raises
     ------
     InputError
-        If one is none.
+        If a name is unknown.
     """
     found = listed(value)
     TraceRequest.of(None, found, True)
@@ -137,12 +137,12 @@ def quantities_of(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
 
 
 def refuse_unknown(layers: Iterable[str] | None, adapter: Adapter, model: Any) -> None:
-    """Refuse the name of a layer that the model does not have; one of several calls, ``"lstm#0"``, goes by its layer.
+    """Refuse names of layers that the model does not have; ``"lstm#0"`` (one of several calls) matches ``"lstm"``.
 
     Raises
     ------
     LayerNotFoundError
-        With the names there are.
+        If a layer does not exist; the message lists the existing ones.
     """
     known = {info.name: None for info in adapter.describe(model)} | dict.fromkeys(adapter.facts(model).submodules)
     for name in layers or ():
@@ -151,17 +151,17 @@ def refuse_unknown(layers: Iterable[str] | None, adapter: Adapter, model: Any) -
 
 
 def refuse_idle(probe: Any, batches: Any, epochs: Collection[int], of_batches: Mapping[str, Any]) -> None:
-    """Refuse an argument that would do nothing beside the others.
+    """Refuse an argument that has no effect in combination with the others.
 
     Parameters
     ----------
     of_batches
-        By name: arguments that are of the batches which are trained on; not given where they are false.
+        Arguments, by name, that apply only to batches of training; false values count as not given.
 
     Raises
     ------
     InputError
-        For ``epochs`` without a probe, and for what is of batches where none are looked at.
+        For ``epochs`` without a probe, and for arguments of batches if no batches are captured.
     """
     if epochs and probe is None:
         what = "epochs= says when a probe is recorded, and there is none."

@@ -1,4 +1,4 @@
-"""Records to TensorBoard, Weights & Biases and MLflow, each through its own client."""
+"""Loggers: records written to TensorBoard, Weights & Biases and MLflow, each through its own client."""
 
 from .given import beside, sinks
 

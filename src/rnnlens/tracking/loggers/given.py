@@ -1,4 +1,4 @@
-"""From what a user gives as ``loggers=`` to sinks: an object of theirs, the name of a tool, or a sink."""
+"""Conversion of ``loggers=`` to sinks: a logger object, the name of a tool, or a sink."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from typing import Any
 from ...errors import InputError, MissingDependencyError, did_you_mean, message, shown
 from ..records import Sink
 
-#: name -> package, and how it is had
+#: Import name of each tool -> name of the package to install.
 TOOLS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny"}
 
 
 def beside(path: str | PathLike[str] | None) -> Path:
-    """Where TensorBoard's files of a run go: ``runs/a`` for ``runs/a.zarr``, where TensorBoard looks by itself."""
+    """Return the folder of TensorBoard's files for a run: ``runs/a`` for ``runs/a.zarr``, ``runs`` without a path."""
     return Path("runs") if path is None else Path(path).with_suffix("")
 
 
 def sinks(loggers: Any, directory: str | Path) -> list[Sink]:
-    """A sink for each logger.
+    """Return a sink for each logger.
 
     Parameters
     ----------
     loggers
         One, or a list, of: a ``SummaryWriter`` (torch, tensorboardX, ``tf.summary``); a run of ``wandb`` or ``mlflow``;
-        a logger of Lightning; ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, which use the run that is active and begin
-        one where none is; or any object with ``write(record)`` and ``close(reason)``.
+        a logger of Lightning; ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, which use the active run or start one; or
+        any object with ``write(record)`` and ``close(reason)``.
     directory
-        Where TensorBoard's files go if it is given by name.
+        Folder of TensorBoard's files if it is given by name.
 
     Raises
     ------
     InputError
-        For anything else.
+        For any other object.
     MissingDependencyError
         If a tool was named that is not installed.
     """
@@ -54,7 +54,7 @@ def _sink(logger: Any, directory: Path) -> Sink:
 
 
 def _of_lightning(logger: Any) -> Sink:
-    """What a logger of Lightning's writes through."""
+    """Return a sink for the client inside a logger of Lightning."""
     inner = getattr(logger, "experiment", logger)
     if _home(inner) == "mlflow":
         from .tools import MLflow
@@ -82,7 +82,7 @@ def _of(home: str, logger: Any) -> Sink:
 
 
 def _home(logger: Any) -> str:
-    """Whose object it is; all of Lightning's own loggers go by one name."""
+    """Return the top-level package of an object's class; ``"lightning"`` for all loggers of Lightning."""
     for cls in type(logger).__mro__:
         module = cls.__module__
         if module.startswith(("lightning.", "pytorch_lightning.", "lightning_fabric.")):
@@ -116,7 +116,7 @@ def _by_name(name: str, directory: Path) -> Sink:
 
 
 def _event_writer(directory: Path) -> Any:
-    """A writer of event files, by the framework that is loaded anyway."""
+    """Return a writer of TensorBoard event files, from torch if it is imported, else from TensorFlow."""
     if "torch" in sys.modules:
         from torch.utils.tensorboard import SummaryWriter
 

@@ -1,6 +1,6 @@
-"""What a logger is told of a record: numbers, distributions and the film, under names with slashes.
+"""Names and values of a record for loggers: scalars, distributions, and the film of adjoint profiles.
 
-Every tool groups by the parts between slashes: ``rnnlens/probe/lstm/reach``.
+Names have slashes, by which every tool groups them: ``rnnlens/probe/lstm/reach``.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from ...typing import Array
 from ...vocabulary import DIRECTION, GATE
 from ..records import TrainingRecord
 
-#: What all names begin with, so that they stand together and beside nobody else's.
+#: First part of all logged names, which groups them.
 ROOM = "rnnlens"
 
-#: Where the adjoint over time is kept in a record.
+#: Name of the adjoint over time in a record.
 PROFILE = "adjoint_profile"
 
 
 def numbers(record: TrainingRecord) -> dict[str, float]:
-    """All scalars of a record, also those that are not finite."""
+    """Return all scalars of a record by logged name, including those that are not finite."""
     return {f"{ROOM}/{record.kind}/{name}": float(value) for name, value in record.scalars.items()}
 
 
 def distributions(record: TrainingRecord) -> Iterator[tuple[str, Array]]:
-    """Finite values of every labelled array, flat, one entry per gate; what holds none is left out."""
+    """Yield name and finite values, flattened, of every labelled array, one entry per gate; empty ones are skipped."""
     for layer, arrays in record.layers.items():
         for name, array in arrays.items():
             stem = f"{ROOM}/{record.kind}/{layer}/{name}"
@@ -48,21 +48,21 @@ def _by_gate(array: xr.DataArray) -> Iterator[tuple[str, xr.DataArray]]:
         yield f"/{gate}", array.isel({GATE: index})
 
 
-#: Decades below the peak of a record that have a colour of their own.
+#: Decades below the peak of a record that the colours cover.
 DECADES = 6.0
-#: Pixels that the shorter side has at least.
+#: Smallest number of pixels of each side of an image.
 PIXELS = 240
 
 
 class Film:
-    """Keeps the adjoint profiles of the records of each layer, and draws them."""
+    """Adjoint profiles of all records of each layer, drawn as one image per layer."""
 
     def __init__(self) -> None:
         self._rows: dict[str, list[Array]] = {}
         self._count = 0
 
     def add(self, record: TrainingRecord) -> bool:
-        """Take the profiles of a record. True when a new picture is due: at 2, 4, 8, ... records."""
+        """Add the profiles of a record; return True when a new picture is due: at 2, 4, 8, ... records."""
         found = False
         for layer, arrays in record.layers.items():
             if PROFILE in arrays:
@@ -74,12 +74,12 @@ class Film:
         return found and self._count >= 2 and math.log2(self._count).is_integer()
 
     def pictures(self) -> dict[str, Array]:
-        """By name, (height, width, 3) of bytes: the first record on top, the first time step on the left."""
+        """Return images by name, (height, width, 3) of uint8: first record on top, first time step on the left."""
         return {name: _drawn(rows) for name, rows in self._rows.items() if len(rows) > 1}
 
 
 def _sides(profile: xr.DataArray) -> Iterator[tuple[str, Array]]:
-    """The profile over time, of each direction by itself."""
+    """Yield suffix and profile over time, one for each direction."""
     if DIRECTION not in profile.dims:
         yield "", np.asarray(profile, dtype=np.float64)
         return

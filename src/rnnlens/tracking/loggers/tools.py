@@ -1,4 +1,4 @@
-"""TensorBoard: scalars, histograms and the film as an image, through the user's writer."""
+"""Sinks for TensorBoard, Weights & Biases and MLflow."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .names import ROOM, Film, distributions, numbers
 
 
 class TensorBoard:
-    """Writes through a ``SummaryWriter``: torch's, tensorboardX's, or TensorFlow's.
+    """Sink that writes through a ``SummaryWriter`` of torch or tensorboardX, or a writer of ``tf.summary``.
 
     Parameters
     ----------
     writer
-        As its user made it. It is flushed at the end, and closed only if ``owned``.
+        Writer of the user. It is flushed at the end, and closed only if ``owned``.
     """
 
     def __init__(self, writer: Any, *, owned: bool = False) -> None:
@@ -26,7 +26,7 @@ class TensorBoard:
         self._write: Any = _Torch(writer) if hasattr(writer, "add_scalar") else _TensorFlow(writer)
 
     def write(self, record: TrainingRecord) -> None:
-        """One point per scalar, one histogram per array, at the step of the record."""
+        """Write one point per scalar and one histogram per array at the step of the record."""
         self._last = record.step
         for name, value in numbers(record).items():
             self._write.scalar(name, value, record.step)
@@ -36,7 +36,7 @@ class TensorBoard:
             self._draw()
 
     def close(self, reason: str) -> None:
-        """The whole film, and everything on disk."""
+        """Write the film of all records, flush the writer, and close it if it is owned."""
         self._draw()
         self._writer.flush()
         if self._owned:
@@ -48,7 +48,7 @@ class TensorBoard:
 
 
 class _Torch:
-    """The calls of torch's ``SummaryWriter``."""
+    """Adapter to the methods of torch's ``SummaryWriter``."""
 
     def __init__(self, writer: Any) -> None:
         self.writer = writer
@@ -64,7 +64,7 @@ class _Torch:
 
 
 class _TensorFlow:
-    """The calls of ``tf.summary``, within the writer."""
+    """Adapter to the functions of ``tf.summary``, called within the writer."""
 
     def __init__(self, writer: Any) -> None:
         import tensorflow as tf
@@ -84,21 +84,21 @@ class _TensorFlow:
             self.summary.image(name, picture[None], step=step)
 
 
-#: The x axis of all our charts.
+#: Metric used as the horizontal axis of all charts.
 STEP = f"{ROOM}/step"
 
 
 class WandB:
-    """Writes through a ``wandb`` run.
+    """Sink that writes to a ``wandb`` run.
 
-    W&B keeps one row per ``run.log`` of the user, and drops what is logged for a row that has passed. So in a run that
-    others log to, a record is put into the row that is open, as ``wandb.watch`` does, and rows are left to their owner;
-    in a run of our own every record is a row.
+    W&B keeps one row per committed ``run.log``, and drops values logged for an earlier row. In a run that the user logs
+    to, a record is added to the open row without committing it, as ``wandb.watch`` does. In an owned run every record
+    is a row.
 
     Parameters
     ----------
     run
-        What ``wandb.init()`` returned. It is finished at the end only if ``owned``.
+        Return value of ``wandb.init()``. It is finished at the end only if ``owned``.
     """
 
     def __init__(self, run: Any, *, owned: bool = False) -> None:
@@ -109,7 +109,7 @@ class WandB:
         run.define_metric(f"{ROOM}/*", step_metric=STEP)
 
     def write(self, record: TrainingRecord) -> None:
-        """Scalars as numbers, arrays as histograms, now and then the film."""
+        """Log scalars as numbers, arrays as histograms, and the film when it is due."""
         from wandb import Histogram
 
         self._lost += self._open is not None and self._open == self._run.step
@@ -120,7 +120,7 @@ class WandB:
         self._log(row)
 
     def close(self, reason: str) -> None:
-        """The whole film, and why training ended; one warning where rows were written over."""
+        """Log the film of all records and the reason of the end; warn once if rows were overwritten."""
         self._log(self._pictures())
         self._run.summary[f"{ROOM}/ended"] = reason
         if self._owned:
@@ -149,15 +149,15 @@ _FORBIDDEN = re.compile(r"[^\w\-. /]")
 
 
 class MLflow:
-    """Writes to an MLflow run.
+    """Sink that writes to an MLflow run.
 
-    MLflow has no histograms, and no brackets in names: ``lstm[1]`` is ``lstm.1``. A number that is not finite is left
-    out, and counted in the metric of that name with ``.not_finite`` behind.
+    MLflow has no histograms, and no brackets in names: ``lstm[1]`` becomes ``lstm.1``. Numbers that are not finite are
+    not logged, but counted in a metric whose name ends in ``.not_finite``.
 
     Parameters
     ----------
     run
-        An ``mlflow.ActiveRun`` or ``mlflow.entities.Run``. It is ended at the end only if ``owned``.
+        An ``mlflow.ActiveRun`` or ``mlflow.entities.Run``. It is ended by ``close`` only if ``owned``.
     """
 
     def __init__(self, run: Any, *, owned: bool = False, client: Any = None) -> None:
@@ -168,7 +168,7 @@ class MLflow:
         self._broken: dict[str, int] = {}
 
     def write(self, record: TrainingRecord) -> None:
-        """All scalars at the step of the record, in one call."""
+        """Log all scalars at the step of the record in one call, and the film when it is due."""
         from mlflow.entities import Metric
 
         now, metrics = int(time.time() * 1000), []
@@ -184,7 +184,7 @@ class MLflow:
             self._draw()
 
     def close(self, reason: str) -> None:
-        """The whole film, and why training ended, as a tag."""
+        """Log the film of all records, and the reason of the end as a tag; end the run if it is owned."""
         self._draw()
         self._client.set_tag(self._id, f"{ROOM}.ended", reason)
         if self._owned:
@@ -198,5 +198,5 @@ class MLflow:
 
 
 def allowed(name: str) -> str:
-    """A name as MLflow takes it."""
+    """Convert a name to the characters that MLflow allows."""
     return _FORBIDDEN.sub("_", name.replace("[", ".").replace("]", "").replace("#", "."))

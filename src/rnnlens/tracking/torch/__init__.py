@@ -1,1 +1,1 @@
-"""Following a training in torch: a plain loop, and what the trainers built on it share."""
+"""Watching of training loops in PyTorch."""

@@ -1,4 +1,4 @@
-"""``on_nonfinite="report"`` in torch: every step is looked at before its weights move, until one is not finite."""
+"""``on_nonfinite="report"`` in torch: loss and gradients are tested before every update of the weights."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from ..incidents import Incidents, is_finite, told
 
 
 class Lookout:
-    """Remembers what the model was fed last; writes it with the weights when loss or gradients are not finite.
+    """Test for non-finite loss or gradients; the first such batch is written with the weights.
 
     Parameters
     ----------
     model
-        The plain module.
+        The module, not wrapped.
     loss
-        ``loss(output, target)``, where it is known: with the target it says where in the loss a fault begins.
+        ``loss(output, target)``, or None. With it and the target, faults that begin in the loss are located.
     incidents
-        Where it is written.
+        Writer of the batch.
     own_loss
-        ``own_loss(output)``, the loss among what the model itself returns, if it does.
+        ``own_loss(output)`` returns the loss from the model's output, for models that compute their own loss.
     """
 
     def __init__(
@@ -47,24 +47,24 @@ class Lookout:
         )
 
     def remove(self) -> None:
-        """Take the hook away."""
+        """Remove the hook and the stored input."""
         self._handle.remove()
         self._fed = None
 
     def _remember(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if module.training:
-            self._fed = None  # stays so where the signature of the forward cannot be read
+            self._fed = None  # remains None if the signature of forward cannot be read
             self._fed = _as_given(module, args, kwargs)
 
     @property
     def looks(self) -> bool:
-        """Whether no step was written yet."""
+        """True until an incident was written."""
         return self.incidents.written is None
 
     def look(self, when: Mapping[str, Any], given: Any, target: Any) -> None:
-        """A step begins, of ``step``, ``epoch`` and ``loss``; the weights have not moved yet.
+        """Test loss and gradients before the weights change; write the batch if one is not finite.
 
-        ``given`` is the input that a trainer tells, where the model itself is not called: only a part of it is.
+        ``given`` is the input as a trainer reports it, used if only a submodule of the model is called.
         """
         if not self.looks:
             return
@@ -76,13 +76,13 @@ class Lookout:
         self.incidents.report(Batch(fed, target), weights, {**when, "found": found})
 
     def _gradients_are_finite(self) -> bool:
-        """One number of all gradients, so that a device is asked once."""
+        """Return whether all gradients are finite. Their sum is tested first, with one device synchronisation."""
         grads = [entries(p.grad.detach()) for p in self._model.parameters() if p.grad is not None]
         sums = [grad.float().sum() for grad in grads]
         whole = torch.stack([s.to(sums[0].device) for s in sums]).sum() if sums else torch.zeros(())
         if bool(torch.isfinite(whole)):
             return True
-        # A sum overflows before its parts do.
+        # The sum may overflow although all gradients are finite.
         return all(bool(torch.isfinite(grad).all()) for grad in grads)
 
     def _sentence(self, fed: Any, target: Any) -> str:
@@ -97,7 +97,7 @@ class Lookout:
 
 
 def _as_given(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What the model was called with, as verbs take it: one argument, a tuple of them, or a dict by name."""
+    """Return the arguments of a call as one value: one argument, a tuple of them, or a dict by name."""
     if kwargs:
         return dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
     return args[0] if len(args) == 1 else tuple(args)

@@ -1,4 +1,4 @@
-"""What a user asked of a watch, checked once; every trainer's watch is made from one."""
+"""``Plan``: the checked arguments of a watch in torch."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ..watch_arguments import Every, Schedule, listed, quantities_of, refuse_idl
 
 @dataclass(frozen=True)
 class Plan:
-    """The arguments of :func:`rnnlens.torch.watch`, of which trainers tell some by themselves.
+    """Arguments of :func:`rnnlens.torch.watch`; trainers set some of them themselves.
 
     Raises
     ------
     InputError
-        For a schedule, a probe, a quantity or an optimizer that is none.
+        For an invalid schedule, probe or quantity.
     """
 
     path: str | PathLike[str] | None = None
@@ -49,11 +49,11 @@ class Plan:
 
     @classmethod
     def asked(cls, given: Mapping[str, Any]) -> Self:
-        """Of the arguments of a watch by name, ``locals()`` at its beginning; what is none of ours is left out."""
+        """Build a plan from arguments by name, such as ``locals()``; unknown names are ignored."""
         return cls(**{field.name: given[field.name] for field in fields(cls) if field.name in given})
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be followed before anything is opened."""
+        """Check the arguments before any file is opened."""
         checked = {
             "layers": listed(self.layers),
             "quantities": quantities_of(self.quantities),
@@ -65,40 +65,40 @@ class Plan:
             object.__setattr__(self, name, value)
         checked_on_nonfinite(self.on_nonfinite)
         _check_probe(self.probe, self.loss)
-        Schedule(0 if self.batches is None else self.batches)  # made, and with that checked
+        Schedule(0 if self.batches is None else self.batches)  # constructed for its checks
         of_batches = {"on_batch": self.on_batch, "quantities": self.quantities}
         refuse_idle(self.probe, self.batches, self.epochs, of_batches)
 
     @property
     def probes(self) -> Schedule:
-        """When the probe is traced."""
+        """Schedule of the probe; never due without a probe."""
         return Schedule(self.every, self.epochs) if self.probe is not None else Schedule(0)
 
     @property
     def heard(self) -> Schedule:
-        """When the batch itself is listened to: as ``every`` says where there is no probe."""
+        """Schedule of batch records; without ``batches=`` and probe it is that of ``every=``."""
         if self.batches is not None:
             return Schedule(self.batches)
         return Schedule(self.every) if self.probe is None else Schedule(0)
 
     @property
     def off(self) -> bool:
-        """Whether nothing is ever due."""
+        """True if nothing is ever due."""
         return self.probes.off and self.heard.off and self.on_nonfinite is None
 
     @property
     def recorded(self) -> tuple[str, ...]:
-        """What of the batch is recorded."""
+        """Names of the quantities recorded of a batch."""
         return (*(NEEDED if self.quantities is None else self.quantities), *self.keep)
 
     @property
     def only_direct(self) -> bool:
-        """Whether no replay is needed."""
+        """True if all recorded quantities are captured directly, so that no replay is needed."""
         return set(self.recorded) <= DIRECT
 
     @property
     def optimizers(self) -> list[Any]:
-        """Those given."""
+        """Optimizers given by the user, as a list."""
         if self.optimizer is None:
             return []
         return list(self.optimizer) if isinstance(self.optimizer, list | tuple) else [self.optimizer]
@@ -121,12 +121,12 @@ def _check_probe(probe: Any, loss: Any) -> None:
 
 
 def plain_model(model: Any) -> nn.Module:
-    """The module inside ``DistributedDataParallel``; any other one unchanged.
+    """Return the module inside ``DistributedDataParallel``; any other module unchanged.
 
     Raises
     ------
     InputError
-        For what is no module.
+        If ``model`` is no module.
     UnsupportedError
         For ``nn.DataParallel`` and sharded models.
     """
@@ -150,7 +150,7 @@ def plain_model(model: Any) -> nn.Module:
 
 
 def rank_and_world() -> tuple[int, int]:
-    """The number of this process among those that train together, and how many these are."""
+    """Return the rank of this process and the number of processes; (0, 1) without torch.distributed."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()

@@ -1,4 +1,4 @@
-"""When an optimizer steps, given or found, and the scale on the gradients that it is given."""
+"""Detection of optimizer steps, and of the loss scale on their gradients."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ...adapters.torch.training_capture import TrainingCapture
 from ...errors import InputError, UnsupportedError, message
 
-#: How far above the hook of an optimizer its GradScaler may be found on the stack.
+#: Number of stack frames above an optimizer's hook in which its GradScaler is searched.
 _DEPTH = 12
 
 
 class Steps:
-    """Tells of the steps of a training: before the weights move, and after.
+    """Hooks on optimizers, which call a function before the weights change and another one after.
 
-    One optimizer counts: the first that was given; else the first to step that holds weights of a recurrent layer, or
-    of anything else in the model where none does. The others are looked at for the gradients that they are given.
+    One optimizer counts the steps of training: the first one given; otherwise the first to step that has weights of a
+    recurrent layer, or of any other layer as long as there is none. Steps of the others only call ``before``.
 
     Parameters
     ----------
     model, heard
-        Whose optimizers are meant, and the ids of the weights of its recurrent layers.
+        The module, and the ids of the weights of its captured recurrent layers.
     optimizers
-        As the user gave them; empty to find them as they step.
+        Optimizers given by the user; if empty, optimizers are found as they step.
     before, after
-        Called with the scale on the gradients at the start of every step, and after every step that counts.
+        Functions called with the optimizer and the scale of its gradients at the start of every step, and without
+        arguments after every counted step.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Steps:
         self.counting: Any = None
         self._passed = False
         self.counted = False
-        #: Whether the step that begins runs the batch itself, by a closure.
+        #: True if the current step runs the batch itself, in a closure.
         self.runs_batch = False
         given = [_plain(optimizer) for optimizer in optimizers]
         for optimizer in given:
@@ -60,19 +61,19 @@ class Steps:
             self._handles.append(register_optimizer_step_pre_hook(self._found))
 
     def remove(self) -> None:
-        """Take every hook away."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     @property
     def moved(self) -> frozenset[int] | None:
-        """Ids of the weights that the optimizer that counts holds; None where there is none."""
+        """Ids of the weights of the counting optimizer; None where there is none."""
         counting = None if self.counting is None else self.counting()
         return None if counting is None else frozenset(weights_in(counting))
 
     def _found(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Some optimizer of the process steps: listen to it if it moves weights of the model."""
+        """Add hooks to an optimizer at its first step if it has weights of the model."""
         if optimizer in self._known:
             return
         theirs = weights_in(optimizer)
@@ -84,7 +85,7 @@ class Steps:
         better = theirs & self._heard and not (counting is not None and self._known.get(counting))
         if counting is None or better:
             self.counting = weakref.ref(optimizer)
-            self._passed = counting is not None  # this step was counted already, by the one before it
+            self._passed = counting is not None  # the previous counting optimizer has counted this step
         self._known[optimizer] = bool(theirs & self._heard)
 
     def _listen(self, optimizer: Any) -> None:
@@ -93,7 +94,7 @@ class Steps:
         self._handles.append(optimizer.register_step_post_hook(self._ended))
 
     def _begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        # The optimizer itself is the first of the arguments that its hooks are told.
+        # The optimizer itself is the first argument passed to its hooks.
         given = [one for one in (*args, *kwargs.values()) if one is not optimizer and one is not None]
         self.runs_batch = any(map(callable, given))
         self._before(optimizer, applied_scale(optimizer))
@@ -108,24 +109,24 @@ class Steps:
 
 
 def weights_in(optimizer: Any) -> set[int]:
-    """Ids of the weights that an optimizer holds."""
+    """Return the ids of the weights of an optimizer."""
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def steps_taken(optimizers: Iterable[Any]) -> int:
-    """How many steps optimizers have taken, as far as they keep count, as Adam does."""
+    """Return the number of steps that optimizers have taken, from their state (as in Adam); 0 if not stored."""
     states = (state for optimizer in optimizers for state in _plain(optimizer).state.values())
     return max((int(state["step"]) for state in states if "step" in state), default=0)
 
 
 def applied_scale(optimizer: Any) -> float:
-    """The scale that ``.grad`` still carries when an optimizer is given it: fused ones divide it out themselves."""
+    """Return the loss scale still contained in ``.grad`` at ``step``, which fused optimizers divide out; else 1."""
     scale = getattr(optimizer, "grad_scale", None)
     return 1.0 if scale is None else float(scale)
 
 
 def scaler_on_stack() -> Any:
-    """Return the GradScaler that called the optimizer's step, if one did.
+    """Return the GradScaler that called the optimizer's step; None without one.
 
     Only the locals of a GradScaler's own step are read: reading those of a user's function would keep them alive.
     """
@@ -141,7 +142,7 @@ def scaler_on_stack() -> Any:
 
 
 def _plain(optimizer: Any) -> Any:
-    """The torch optimizer inside the wrappers of Lightning and Accelerate."""
+    """Return the torch optimizer inside the wrappers of Lightning and Accelerate."""
     while not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer).__name__ == "AcceleratedOptimizer":
         inner = getattr(optimizer, "optimizer", None)
         if inner is None:
@@ -161,7 +162,7 @@ NO_STEP = "no optimizer that holds weights of the model has stepped; watch.step(
 
 
 def why_unheard(listener: TrainingCapture) -> str:
-    """Why no gradient of a recurrent layer was heard in a batch that was due."""
+    """Return the reason why no gradient of a recurrent layer was captured in a batch that was due."""
     names = ", ".join(path for path, _ in listener.heard)
     if listener.differentiates_gradients:
         return (
@@ -178,7 +179,7 @@ def why_unheard(listener: TrainingCapture) -> str:
 
 
 def refuse_unheard(listener: TrainingCapture) -> None:
-    """Raise if there is nothing among the layers watched that batch mode can hear."""
+    """Raise UnsupportedError if batch mode can capture none of the watched layers."""
     if not listener.heard:
         raise UnsupportedError(
             message(

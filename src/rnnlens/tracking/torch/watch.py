@@ -1,4 +1,4 @@
-"""A training in torch followed from beside it: hooks while a block lasts, records, and nothing left behind."""
+"""``TorchWatch``: watches a training in torch by hooks during a ``with`` block, and removes them at its end."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from .watched_batch import WatchedBatch, record_of
 
 
 class TorchWatch:
-    """Follows a training within a ``with`` block; :func:`rnnlens.torch.watch` makes one.
+    """Watch of a training within a ``with`` block; :func:`rnnlens.torch.watch` creates one.
 
     Attributes
     ----------
     latest
-        The last batch that was heard, None before: ``watch.latest["lstm"].output_grad``.
+        Last captured batch, None before the first: ``watch.latest["lstm"].output_grad``.
     steps
-        Batches trained on so far.
+        Number of batches trained on so far.
     target
-        Set by a loop that wants the target of a batch in the report of ``on_nonfinite=``, likewise.
+        Target of the current batch; a loop sets it to have it in the report of ``on_nonfinite=``.
     """
 
     def __init__(self, model: Any, plan: Plan, own_loss: Callable[..., Any] | None = None) -> None:
@@ -45,8 +45,8 @@ class TorchWatch:
         self.steps = self._begun = 0
         self._epoch = 0
         self._open = False
-        self._failed = False  # whether the capture of the batch of this step failed
-        self._taken: int | None = None  # the backward pass whose batch was taken for the step that comes, if one was
+        self._failed = False  # True if the capture of this step's batch failed
+        self._taken: int | None = None  # number of the backward pass captured for the next step
         self._listener: TrainingCapture | None = None
         self._steps: Steps | None = None
         self._store: Store | None = None
@@ -78,7 +78,7 @@ class TorchWatch:
         (self.close if kind is None else self.fail)(reason_of(kind))
 
     def close(self, reason: str = "finished") -> None:
-        """End: every hook is taken away, and all that was recorded is on disk. A second call does nothing."""
+        """End the watch: remove every hook, and write all records to disk. A second call does nothing."""
         if not self._open:
             return
         if reason in ("finished", "stopped"):
@@ -90,7 +90,7 @@ class TorchWatch:
         self._recorder.close(reason, steps=self.steps - self._begun)
 
     def fail(self, reason: str) -> None:
-        """End because of an error: that nothing was recorded is no news beside it."""
+        """End the watch after an error, without warnings about missing records."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", TrackingWarning)
             self.close(reason)
@@ -120,9 +120,9 @@ class TorchWatch:
             found.insert(0, self._store)
 
     def _trained_before(self) -> int:
-        """Batches trained on before: as given or as the optimizers say, else as far as the run goes.
+        """Return the number of batches trained before: as given, else from the optimizers, else from the run.
 
-        What was recorded of weights that are gone is dropped.
+        Records of later steps, whose weights no longer exist, are dropped.
         """
         if self.plan.step is not None:
             if self._store is not None:
@@ -141,31 +141,31 @@ class TorchWatch:
             if part is not None:
                 part.remove()
 
-    # ---- what the loop tells
+    # ---- called by the training loop
 
     @property
     def listens(self) -> bool:
-        """Whether the batch that comes, or runs, is looked at."""
+        """True if the current or next batch is captured."""
         return self._listener is not None and self._listener.on
 
     @property
     def reports(self) -> bool:
-        """Whether a batch that is not finite is still looked for."""
+        """True while batches are tested for non-finite numbers."""
         return self._lookout is not None and self._lookout.looks
 
     @property
     def record(self) -> TrainingRecord | None:
-        """The last record; None before the first."""
+        """Last record; None before the first."""
         return self._recorder.latest
 
     @property
     def stop(self) -> str | None:
-        """Why training is to end now, once a finding of ``stop_on=`` was made: ``if watch.stop: break``."""
+        """Reason to end training, after a finding of ``stop_on=``; else None: ``if watch.stop: break``."""
         return self._recorder.stop
 
     @property
     def loss(self) -> Any:
-        """The loss of the batch, a number; set it before ``optimizer.step()`` to have it recorded."""
+        """Loss of the batch, one number; set it before ``optimizer.step()`` to record it."""
         return self._loss
 
     @loss.setter
@@ -177,7 +177,7 @@ class TorchWatch:
         self._loss = value
 
     def set_loss(self, value: Any) -> None:
-        """Set the loss that a trainer reports; one that is no number is not recorded."""
+        """Set the loss that a trainer reports; a value that is not one number is ignored."""
         try:
             self.loss = value
         except InputError:
@@ -185,12 +185,12 @@ class TorchWatch:
 
     @property
     def gaps(self) -> list[Gap]:
-        """What could not be recorded, and why."""
+        """Missing records, and the reasons."""
         return self._recorder.gaps
 
     @property
     def epoch(self) -> int:
-        """The epoch that is trained, from 0; set it where records should name it."""
+        """Current epoch, from 0; set it to name it in records."""
         return self._epoch
 
     @epoch.setter
@@ -207,23 +207,25 @@ class TorchWatch:
             self._record_probe(self._epoch)
 
     def counted(self, steps: int) -> None:
-        """A trainer says how many steps it has counted, also those in which no optimizer stepped."""
+        """Set the number of steps that a trainer has counted, including those without an optimizer step."""
         if self._open and steps != self.steps:
             self.steps = steps
             self._record_probe_if_due()
             self._prepare()
 
     def take(self) -> None:
-        """The gradients are complete and clipped: what a trainer tells that has a moment for it.
+        """Capture the batch when its gradients are complete and clipped; called by trainers that have such an event.
 
-        With a loss scale they are not yet what the optimizer will be given, and are taken when it steps.
+        With a loss scale the gradients are not yet unscaled; they are then captured when the optimizer steps.
         """
         if self.plan.scaler is None and self._listener is not None and self._listener.on and self._listener.calls:
             self._taken = None
             self._take_once()
 
     def look(self) -> None:
-        """All gradients of the step are there, and the weights have not moved: what a trainer tells, for its closures.
+        """Test loss and gradients after the backward pass and before the weights change; called by trainers.
+
+        A batch that is not finite is written if ``on_nonfinite=`` is set.
 
         A batch that is not finite is written, where ``on_nonfinite=`` asks for it.
         """
@@ -237,12 +239,12 @@ class TorchWatch:
                 _warn(f"Step {self.steps + 1} is not finite, and could not be written; training goes on.", error)
 
     def step(self, loss: Any = None) -> None:
-        """One step of a loop without a torch optimizer is over; with one this is not needed.
+        """Count one step of a loop without a torch optimizer; not needed with one.
 
         Parameters
         ----------
         loss
-            Of the batch, to be recorded with it.
+            Loss of the batch, recorded with it.
 
         Raises
         ------
@@ -261,21 +263,21 @@ class TorchWatch:
         self.loss = loss
         self._stepped()
 
-    # ---- what the hooks tell
+    # ---- called by the hooks
 
     def _prepare(self) -> None:
-        """Whether the next batch is listened to."""
+        """Switch the capture of the next batch on or off, according to the schedule."""
         if self._listener is not None:
             self._listener.on = self._open and self.plan.heard.due(self.steps + 1, self._epoch)
 
     def _step_begins(self, optimizer: Any, applied_scale: float) -> None:
-        # A closure runs the batch within the step: there is nothing to be looked at yet.
+        # A closure runs the batch within the step, so there are no gradients to test yet.
         if not (self._steps is not None and self._steps.runs_batch):
             self.look()
         self._take_once(applied_scale)
 
     def _take_once(self, applied_scale: float = 1.0) -> None:
-        """Take the batch of the last backward pass, unless it was taken; a failure leaves this step out."""
+        """Capture the batch of the last backward pass, unless it was captured; a failure leaves this step out."""
         listener = self._listener
         if listener is None or not listener.on or not listener.calls or self._taken == listener.backward:
             return
@@ -287,12 +289,12 @@ class TorchWatch:
             self._capture_failed(error)
 
     def _capture_failed(self, error: Exception) -> None:
-        """Leave the batch of this step out because its capture failed."""
+        """Note that the batch of this step is missing because its capture failed."""
         self._failed = True
         self._recorder.fail_record(self.steps + 1, error, "batch")
 
     def _take(self, applied_scale: float = 1.0) -> None:
-        """The optimizer is given its gradients: this was the batch."""
+        """Build the batch of the last backward pass, with the gradients passed to the optimizer."""
         assert self._listener is not None
         scaler = self.plan.scaler or scaler_on_stack()
         scale = 1.0 if scaler is None else float(scaler.get_scale())
@@ -329,7 +331,7 @@ class TorchWatch:
         return notes
 
     def _stepped(self) -> None:
-        """A step is over, and the weights have moved."""
+        """Count a step, after the weights changed, and write the records that are due."""
         if not self._open:
             return
         listener = self._listener
@@ -389,7 +391,7 @@ def _number(loss: Any) -> float | None:
 
 
 def reason_of(kind: type[BaseException] | None) -> str:
-    """Why a training ended, from what left its block."""
+    """Return the reason of the end of a training from the exception that left its block."""
     if kind is None:
         return "finished"
     return "interrupted" if issubclass(kind, KeyboardInterrupt) else kind.__name__

@@ -1,4 +1,4 @@
-"""What was heard of one training step, as the results that ``rl.trace`` and ``rl.weights`` give."""
+"""``WatchedBatch``: one captured training step, as the results of ``rl.trace`` and ``rl.weights``."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from .plan import Plan
 
 
 class WatchedBatch(Batch):
-    """One batch as it was trained on, before the update: ``batch["lstm"].output_grad`` and all that ``rl.trace`` has.
+    """One batch of training before its update: ``batch["lstm"].output_grad`` and all quantities of ``rl.trace``.
 
-    The direct gradients are those that the step itself computed. Everything else is found when it is first asked for,
-    by a replay of the recurrent calls alone, with the weights, inputs, states and dropout of that step.
+    Direct gradients are captured in the training step. All other quantities are computed on first access by a replay of
+    the recurrent calls alone, with the weights, inputs, states and dropout of that step.
 
     Attributes
     ----------
     step, epoch
-        It was the ``step``-th batch of this training, in ``epoch``.
+        Number of the batch in this training, and its epoch.
     loss
-        Of the batch, where the training told it.
+        Loss of the batch; None if the training loop did not set it.
     scale
-        That a GradScaler had put on the loss; it is divided out everywhere.
+        Loss scale of a GradScaler; all gradients are divided by it.
     passes
-        Backward passes whose gradients were accumulated for this step; the batch is the last of them.
+        Number of backward passes accumulated for this step; the batch is that of the last one.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class WatchedBatch(Batch):
 
     @cached_property
     def direct(self) -> Trace:
-        """Outputs and direct gradients, as the step computed them: a trace of these quantities."""
+        """Outputs and direct gradients captured in the training step, as a trace."""
         adapter = adapter_for(self._model)
         wanted = TraceRequest.of(None, DIRECT, True)
         capture = Capture(direct_calls(self._calls, self.scale))
@@ -79,25 +79,24 @@ class WatchedBatch(Batch):
 
     @property
     def layers(self) -> list[str]:
-        """Names of the layers whose direct gradients were heard."""
+        """Names of the layers whose direct gradients were captured."""
         return list(self.direct)
 
     @cached_property
     def trace(self) -> Trace:
-        """States, gates, direct and total gradients of the batch: what ``rl.trace`` would have given in that step.
+        """States, gates, direct and total gradients of the batch, computed by a replay of the recurrent calls.
 
         Raises
         ------
         UnsupportedError
-            Where the calls cannot be run again: dropout between stacked layers on a GPU, a subclass with a forward of
-            its own.
+            If the calls cannot be replayed: dropout between stacked layers on a GPU, a subclass with its own forward.
         """
         return self.traced()
 
     def traced(
         self, *, layers: str | Iterable[str] | None = None, quantities: str | Iterable[str] | None = None
     ) -> Trace:
-        """As :attr:`trace`, of some layers and quantities."""
+        """Return a trace like :attr:`trace`, restricted to some layers and quantities."""
         again = CallReplay(self._calls, self.scale)
         with options(certify="never"):
             found = trace(again, np.zeros((1, 1)), loss=again.loss, training=True, layers=layers, quantities=quantities)
@@ -114,8 +113,8 @@ class WatchedBatch(Batch):
     def weights(self) -> Weights:
         """Weights of the recurrent layers before the update, and the gradients of this batch: ``kernel_grad``.
 
-        Also ``kernel_grad_accumulated``, with the backward passes before it, and ``kernel_grad_applied``, what the
-        optimizer was given after clipping; as torch has them, any loss scale divided out.
+        ``kernel_grad_accumulated`` includes earlier backward passes, ``kernel_grad_applied`` is the gradient passed to
+        the optimizer after clipping. All are divided by the loss scale.
         """
         adapter = adapter_for(self._model)
         provenance = adapter.provenance(self._model)
@@ -133,18 +132,18 @@ class WatchedBatch(Batch):
 
     @property
     def clipped(self) -> bool:
-        """Whether the optimizer was given other gradients than were accumulated."""
+        """True if the gradients passed to the optimizer differ from the accumulated ones."""
         return self._gradients.clipped()
 
     def norms(self) -> dict[str, float]:
-        """Norms of the weight gradients, before and after clipping, by the name of a scalar.
+        """Return the norms of the weight gradients, before and after clipping, by the name of a scalar.
 
-        ``grad_norm`` is of the weights that the optimizer moved: what another left at those of its own is not in it.
+        ``grad_norm`` covers the weights of the counting optimizer; weights of other optimizers are left out.
         """
         return self._gradients.norms(self.moved)
 
     def weight_norms(self) -> dict[str, float]:
-        """Norms of the recurrent weights before the update, by the name of a scalar."""
+        """Return the norms of the recurrent weights before the update, by the name of a scalar."""
         return norms_of_weights(CallReplay(self._calls), list(self.weights))
 
     def __repr__(self) -> str:
@@ -177,7 +176,7 @@ _WORDS = {
 
 
 def record_of(batch: WatchedBatch, plan: Plan) -> TrainingRecord:
-    """What the batch computed by itself, and the replay where more is asked for."""
+    """Build the record of a batch from its captured quantities, and from a replay if more are needed."""
     scalars, layers = direct_profiles(batch.direct)
     notes = list(batch.notes)
     if plan.only_direct:
@@ -186,7 +185,7 @@ def record_of(batch: WatchedBatch, plan: Plan) -> TrainingRecord:
     else:
         try:
             replayed = batch.traced(layers=plan.layers, quantities=plan.recorded)
-        except UnsupportedError as error:  # what the step computed by itself is recorded all the same
+        except UnsupportedError as error:  # captured quantities are recorded in any case
             notes.append(" ".join(str(error).split()))
         else:
             more, profiles = summary(replayed, keep=tuple(plan.keep))
@@ -199,7 +198,7 @@ def record_of(batch: WatchedBatch, plan: Plan) -> TrainingRecord:
 
 
 def direct_profiles(found: Trace) -> tuple[dict[str, float], dict[str, dict[str, xr.DataArray]]]:
-    """``lstm/direct``, the RMS of all direct gradients of a layer, and ``direct_profile``, that of every step."""
+    """Return the RMS of direct gradients per layer as ``lstm/direct``, and per step as ``direct_profile``."""
     scalars: dict[str, float] = {}
     layers: dict[str, dict[str, xr.DataArray]] = {}
     for name in found:
