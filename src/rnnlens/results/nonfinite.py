@@ -63,7 +63,7 @@ class Origin:
         head = f"first at {at}: " if at else f"first {_WHEN[self.phase]}: "
         rest = [f"{dim} {i}" for dim, i in self.index.items() if dim not in (TIME, SAMPLE, GATE)]
         where = ", ".join([self._what, *rest])
-        number = f"{_WORDS.get(self.quantity, self.quantity)} {self.value:.3g}"
+        number = f"{_QUANTITY_WORDS.get(self.quantity, self.quantity)} {self.value:.3g}"
         number += f", beyond {self.precision}" if self.precision else ""
         return f"{head}{where} ({number})" + (f"; fed by {self.fed_by}" if self.fed_by else "")
 
@@ -82,7 +82,7 @@ _WHEN = {
     "loss": "in the loss",
     "backward": "in the backward pass",
 }
-_WORDS = {"gate_preactivation": "pre-activation", "gates": "gate"}
+_QUANTITY_WORDS = {"gate_preactivation": "pre-activation", "gates": "gate"}
 
 
 class NonFinite(Result, kind="nonfinite"):
