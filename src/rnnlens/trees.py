@@ -32,8 +32,8 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def is_record(tree: Any) -> bool:
-    """Return whether a value is an instance of a dataclass, such as a model's output."""
-    return dataclasses.is_dataclass(tree) and not isinstance(tree, type)
+    """Return whether a value is a dataclass instance, such as a model output. A Zarr array is none."""
+    return dataclasses.is_dataclass(tree) and not isinstance(tree, type) and not hasattr(tree, "shape")
 
 
 def map_fields(function: Callable[[Any], Any], record: Any) -> Any:

@@ -42,7 +42,7 @@ PUBLIC = {
     ),
     "keras": None,
     "layers": "(model)",
-    "open": "(path, *, lazy=False, memory=None)",
+    "open": "(path, *, lazy=False, memory=None, skip_damaged=False)",
     "options": "(*, memory=None, progress=None, certify=None, compiled=None)",
     "plot": None,
     "report": (

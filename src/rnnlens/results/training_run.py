@@ -103,13 +103,12 @@ class TrainingRun(Result, kind="run"):
         ended: str | None = None,
         path: Path | None = None,
         gaps: Iterable[Sequence[Any]] = (),
-        reading: tuple[int | None, bool] = (None, False),
         **common: Any,
     ) -> None:
         super().__init__(datasets, **common)
         self.scalars, self.of, self.ended, self.path = scalars, of, ended, path
         self.gaps = [Gap(*gap) for gap in gaps]
-        self._reading = reading  # memory=, and skip_damaged=, of the call that read it
+        self._reading: tuple[int | None, bool] = (None, False)  # memory= and skip_damaged= of the call that read it
 
     def __getitem__(self, name: str) -> LayerRun:
         return self._node(self._resolve(name))
@@ -266,7 +265,9 @@ def read_run(
     """
     for attempt in range(_ATTEMPTS):
         try:
-            return _read_run(path, of, memory, skip_damaged=skip_damaged and attempt == _ATTEMPTS - 1)
+            run = _read_run(path, of, memory, skip_damaged=skip_damaged and attempt == _ATTEMPTS - 1)
+            run._reading = (memory, skip_damaged)
+            return run
         except (TooLargeError, _NoRecordsError):
             raise
         except RnnlensError:
@@ -298,7 +299,6 @@ def _read_run(path: Path, of: str | None, memory: int | None, *, skip_damaged: b
         "provenance": sessions[-1].get("provenance"),
         "ended": (attrs.get("ended") or {}).get("reason"),
         "gaps": attrs.get("gaps", []),
-        "reading": (memory, skip_damaged),
         "of": kind,
         "path": path,
     }
