@@ -1,12 +1,12 @@
 """The command line: ``rnnlens layers``, ``trace``, ``diagnose``, ``report``, ``show``, ``tail``, ``demo``.
 
-Ends with 0 when all went well, 1 on an error that nobody foresaw, 2 on wrong arguments and on what rnnlens refuses,
-3 on a finding that ``diagnose --fail-on`` named, 130 on Ctrl-C. A traceback is shown with ``--debug`` only.
+Exit codes: 0 for success, 1 for an unexpected error, 2 for wrong arguments and for input that rnnlens refuses, 3 for a
+finding named by ``diagnose --fail-on``, 130 for Ctrl-C. A traceback is shown with ``--debug`` only.
 """
 
 from __future__ import annotations
 
-# Until `main` listens to Ctrl-C it ends in a traceback, so nothing slow is imported before.
+# Ctrl-C gives a traceback until `main` handles it, so no slow module is imported before.
 from .interrupts import CODE as INTERRUPTED
 from .interrupts import Interrupts
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import TextIO
 
-#: What ``--help`` says about the code that a command ends with.
+#: Description of the exit codes in ``--help``.
 EXIT_CODES = (
     "Exit codes: 0 success; 1 an error nobody foresaw; 2 wrong arguments, or something refused with a reason; "
     "3 a finding named with --fail-on; 130 interrupted."
@@ -23,12 +23,13 @@ EXIT_CODES = (
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line, and end with one of its exit codes.
+    """Run the command line and exit with one of its exit codes.
 
     Parameters
     ----------
     arguments
-        As in a shell, without the program's name. Without them the process is taken to be the command itself.
+        Arguments as in a shell, without the program's name. None takes those of the process, which is then ended after
+        Ctrl-C even if code catches KeyboardInterrupt.
     """
     try:
         with Interrupts(whole_process=arguments is None) as interrupts:
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run(arguments: list[str], *, debug: bool) -> int:
-    """Run one command; the code to end with."""
+    """Run one command; return its exit code."""
     try:
         import warnings
 
@@ -92,7 +93,7 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """Warnings as one yellow line; where in our code they arose does not help a user of the command line."""
+    """Print a warning as one yellow line, without its place in the code of rnnlens."""
     from .console import print_warning
 
     if not issubclass(category, DeprecationWarning | PendingDeprecationWarning | ResourceWarning):

@@ -1,8 +1,8 @@
-"""``python -m rnnlens.cli``, the same as ``rnnlens``."""
+"""``python -m rnnlens.cli``, equivalent to ``rnnlens``."""
 
 import sys
 
-# ``-m`` puts the current folder first, where a file named keras.py would be run instead of Keras.
+# ``-m`` puts the current folder first in sys.path, where a file named keras.py would be imported instead of Keras.
 if not sys.flags.safe_path:
     del sys.path[0]
 

@@ -1,4 +1,4 @@
-"""The commands. Each reads top to bottom: load, call the public function, print or save."""
+"""The commands of ``rnnlens``: each one loads its arguments, calls a public function, prints or saves the result."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def root(
 
 
 def check_folder() -> None:
-    """Refuse to start in a folder that is gone: every library below fails on it in words of its own.
+    """Refuse to start if the current folder was deleted, because other libraries then fail with unclear errors.
 
     Raises
     ------

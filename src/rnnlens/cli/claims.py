@@ -1,7 +1,7 @@
-"""What a file claims to hold, compared with what it can hold before any of it is read.
+"""Checks of the sizes that a file declares in its headers, before its content is read.
 
 A header of a hundred bytes can announce terabytes, and a compressed file of megabytes can unpack to gigabytes (a "zip
-bomb"). Both are told by their headers.
+bomb"). Both show in the headers.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ import numpy as np
 from ..errors import FileError, TooLargeError, message
 from ..settings import current, format_memory
 
-#: Deflate shrinks nothing but repetition more than this.
+#: Compression ratio that Deflate exceeds only for repetitive data.
 _LARGEST_RATIO = 500
-#: Below, unpacking is a matter of a second.
+#: Size below which any file is unpacked.
 _HARMLESS = 256 * 2**20
 
 
 def check_unpacked(path: Path, sizes: list[tuple[int, int]]) -> None:
-    """Refuse what unpacks to more than it plausibly holds.
+    """Refuse a file that unpacks to an implausibly large size.
 
     Parameters
     ----------
     path
-        For the message.
+        Path of the file, for the message.
     sizes
         Packed and unpacked bytes of each part.
 
     Raises
     ------
     FileError
-        If the parts are more than 256 MiB, and more than 500 times as large as the file that holds them.
+        If the unpacked parts exceed 256 MiB, and 500 times their packed size.
     """
     packed, unpacked = (sum(column) for column in zip(*sizes, strict=True)) if sizes else (0, 0)
     if unpacked > _HARMLESS and unpacked > _LARGEST_RATIO * packed:
@@ -43,12 +43,12 @@ def check_unpacked(path: Path, sizes: list[tuple[int, int]]) -> None:
 
 
 def check_archive(path: Path) -> None:
-    """Refuse a model or weights file in which such a bomb is hidden; one that is no archive passes.
+    """Refuse a model or weights file that is a zip bomb; files that are no zip archive pass.
 
     Raises
     ------
     FileError
-        As :func:`check_unpacked`.
+        In the same cases as :func:`check_unpacked`.
     """
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
@@ -56,7 +56,7 @@ def check_archive(path: Path) -> None:
 
 
 def check_fits(path: Path, size: int) -> None:
-    """Refuse arrays that exceed the memory granted.
+    """Refuse arrays that exceed the memory limit.
 
     Raises
     ------
@@ -75,12 +75,12 @@ def check_fits(path: Path, size: int) -> None:
 
 
 def check_header(path: Path, stream: IO[bytes], size: int) -> None:
-    """Refuse a ``.npy`` whose header announces more than follows it; leaves the stream where it was.
+    """Refuse a ``.npy`` whose header declares more data than follows; restore the position of the stream.
 
     Raises
     ------
     FileError
-        If the header is damaged, or announces other than ``size`` bytes, header included, can hold.
+        If the header declares more data than ``size`` bytes, header included, contain.
     """
     start = stream.tell()
     version: Any = np.lib.format.read_magic(stream)

@@ -1,4 +1,4 @@
-"""Data files of the command line: ``.npz`` and ``.npy``, never unpickled."""
+"""Data files of the command line: ``.npz`` and ``.npy``, read without unpickling."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from . import claims
 
 @dataclass(frozen=True)
 class Data:
-    """One batch out of a file. ``x`` is a tuple where the model has several inputs."""
+    """One batch read from a file. ``x`` is a tuple if the model has several inputs."""
 
     x: Any
     y: Any = None
@@ -29,7 +29,7 @@ class Data:
         return ", ".join(f"{name} of shape {_shape(array)}" for name, array in shapes.items() if array is not None)
 
     def head(self, count: int | None) -> Data:
-        """The first ``count`` samples; all of them for None."""
+        """Return the first ``count`` samples; all of them for None."""
         if count is None:
             return self
         if count < 1:
@@ -52,11 +52,11 @@ def read_data(
     Raises
     ------
     FileError
-        If the file cannot be read, claims more than it holds, or holds Python objects, which could run code on loading.
+        If the file cannot be read, declares more data than it has, or contains Python objects, which could run code.
     TooLargeError
         If the arrays exceed the memory granted.
     InputError
-        If it has no array of that name.
+        If the file has no array of that name.
     """
     with _opened(path) as arrays:
         held = list(arrays)
@@ -73,7 +73,7 @@ def read_data(
 
 
 class _Arrays:
-    """Arrays by name in an open ``.npy`` or ``.npz``; nothing but headers is read until one is asked for."""
+    """Arrays of an open ``.npy`` or ``.npz`` by name; each is read only on request."""
 
     def __init__(self, path: Path, stream: IO[bytes]) -> None:
         self.path, self.stream = path, stream
@@ -91,11 +91,11 @@ class _Arrays:
         return iter(self.parts if self.archive else ["x"])
 
     def size(self, name: str) -> int:
-        """Bytes it takes in memory."""
+        """Return the size of an array in bytes, including its header."""
         return self.parts[name].file_size if self.archive else self.path.stat().st_size
 
     def read(self, name: str) -> np.ndarray[Any, Any]:
-        """The array itself, once its claims are checked."""
+        """Check the declared sizes of an array, then read it."""
         if self.archive is None:
             return self._checked(self.stream, self.size(name))
         part = self.parts[name]
@@ -110,7 +110,7 @@ class _Arrays:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[_Arrays]:
-    """The arrays of a file, and one kind of error for whatever is wrong with it."""
+    """Open the arrays of a file; convert any exception to a FileError."""
     try:
         if not path.is_file():
             expected = "a .npz file, as numpy.savez writes"
@@ -119,7 +119,7 @@ def _opened(path: Path) -> Iterator[_Arrays]:
             yield _Arrays(path, stream)
     except RnnlensError:
         raise
-    except Exception as error:  # zipfile, zlib and NumPy each have words of their own for damage
+    except Exception as error:  # zipfile, zlib and NumPy raise different exceptions for damaged files
         reason = str(error)
         if "Object arrays" in reason:
             reason = "it holds Python objects, which could run code on loading"
@@ -130,7 +130,7 @@ def _opened(path: Path) -> Iterator[_Arrays]:
 
 
 def _one_or_all(arrays: Sequence[Any]) -> Any:
-    """An array as it is, several as a tuple, none as None."""
+    """Return one array unchanged, several as a tuple, none as None."""
     return arrays[0] if len(arrays) == 1 else tuple(arrays) or None
 
 

@@ -1,7 +1,7 @@
-"""The main job on real data: what three recurrent networks learn through time, before and after training.
+"""``rnnlens demo``: what three recurrent networks learn through time, traced before and after training.
 
-scikit-learn's handwritten digits are read pixel by pixel, 64 steps each, and named after the last pixel. What stands in
-the upper rows can only be used if the gradient of the loss, taken at the last step, reaches back that far.
+scikit-learn's handwritten digits are read pixel by pixel, 64 steps each, and classified after the last pixel. The upper
+rows can only be learned if the gradient of the loss, taken at the last step, reaches back that far.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one network is called and trained: about 15 seconds on two cores."""
+    """Training of one network, about 15 seconds on two cores: layer name, epochs and learning rate."""
 
     layer: str
     epochs: int
     learning_rate: float
 
 
-#: By Keras layer. SimpleRNN's steps are cheaper, and its trained dynamics unstable at a higher rate.
+#: Recipe by Keras layer. SimpleRNN's steps are cheaper; at a higher rate its trained dynamics are unstable.
 RECIPES = {
     "SimpleRNN": Recipe("simple_rnn", 150, 1e-3),
     "GRU": Recipe("gru", 80, 3e-3),
@@ -67,29 +67,29 @@ def run(
     seed: int = 0,
     console: Console | None = None,
 ) -> list[Portrait]:
-    """Train, trace before and after, diagnose, print the table and the sentences, write the figures.
+    """Train networks, trace them before and after, diagnose them, print table and sentences, write figures.
 
     Parameters
     ----------
     output
-        Folder for the figures; made if it does not exist.
+        Folder for the figures; created if it does not exist.
     cells
-        Which of ``"SimpleRNN"``, ``"GRU"``, ``"LSTM"``.
+        Layers to train, of ``"SimpleRNN"``, ``"GRU"``, ``"LSTM"``.
     units
         Units per layer.
     epochs
-        Passes over the training digits; about 20 seconds' worth for each network if not given.
+        Passes over the training digits; if not given, so many that each network takes about 15 seconds.
     train
         Number of training digits; all that are not held out if not given.
     seed
-        Of the split, the initial weights and the order of the batches.
+        Random seed of the split, the initial weights and the order of the batches.
     console
-        Where to print.
+        Console to print on; a new one if not given.
 
     Raises
     ------
     FileError
-        If there can be no such folder, which is found out before training.
+        If the folder cannot be written to; this is checked before training.
     InputError
         With less than 1 epoch.
     MissingDependencyError
@@ -117,7 +117,7 @@ def run(
 
 
 def make_folder(folder: Path) -> Path:
-    """The folder, in which files can be written."""
+    """Create the folder if needed, check that files can be written to it, and return it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
@@ -129,7 +129,7 @@ def make_folder(folder: Path) -> Path:
 
 
 def load_keras() -> Any:
-    """Keras, on JAX unless the user chose an engine."""
+    """Import Keras, with JAX as its backend unless ``KERAS_BACKEND`` is set."""
     os.environ.setdefault("KERAS_BACKEND", "jax")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:
@@ -144,17 +144,17 @@ def load_keras() -> Any:
 def set_seeds(keras: Any, seed: int) -> None:
     """Fix the initial weights and the order of the batches.
 
-    ``keras.utils.set_random_seed`` loads TensorFlow wherever it is installed, seconds of which JAX has no use.
+    With JAX the seeds are set directly, because ``keras.utils.set_random_seed`` imports TensorFlow if installed.
     """
     if keras.backend.backend() == "jax":
-        random.seed(seed)  # from which Keras draws the seed of each initializer
-        np.random.seed(seed)  # noqa: NPY002  from which Keras draws the order of the batches
+        random.seed(seed)  # Keras draws the seed of each initializer from it
+        np.random.seed(seed)  # noqa: NPY002  Keras draws the order of the batches from it
     else:
         keras.utils.set_random_seed(seed)
 
 
 def load_digits(train: int | None, seed: int) -> Digits:
-    """The digits of scikit-learn, shuffled; the last 360 are held out."""
+    """Return the digits of scikit-learn, shuffled; the last 360 are held out."""
     try:
         from sklearn.datasets import load_digits as bundled
     except ImportError as error:
@@ -171,7 +171,7 @@ def load_digits(train: int | None, seed: int) -> Digits:
 
 
 def build(keras: Any, kind: str, units: int) -> Any:
-    """One recurrent layer that is read out after the last pixel."""
+    """Build and compile a model of one recurrent layer, with a dense layer on its last output."""
     recipe = RECIPES[kind]
     recurrent = getattr(keras.layers, kind)(units, name=recipe.layer)
     model = keras.Sequential([keras.Input((64, 1)), recurrent, keras.layers.Dense(10, name="digit")])
@@ -181,7 +181,7 @@ def build(keras: Any, kind: str, units: int) -> Any:
 
 
 def fit(keras: Any, model: Any, digits: Digits, epochs: int, advance: Callable[[int, int, float], None]) -> None:
-    """Train, and tell ``advance`` after every epoch."""
+    """Train the model; call ``advance`` with (epochs done, epochs, loss) after every epoch."""
     follow = keras.callbacks.LambdaCallback(
         on_epoch_end=lambda epoch, logs: advance(epoch + 1, epochs, float(logs["loss"]))
     )
@@ -189,7 +189,7 @@ def fit(keras: Any, model: Any, digits: Digits, epochs: int, advance: Callable[[
 
 
 def portray(keras: Any, model: Any, digits: Digits, fitting: Callable[[], None]) -> Portrait:
-    """Look at a network, train it, look again, and say what it uses of its past."""
+    """Trace a network before and after training, and diagnose it."""
     untrained = keras.models.clone_model(model)
     untrained.set_weights(model.get_weights())
     first, before, _ = look(model, digits)
@@ -200,7 +200,7 @@ def portray(keras: Any, model: Any, digits: Digits, fitting: Callable[[], None])
 
 
 def look(model: Any, digits: Digits) -> tuple[Trace, float, np.ndarray]:
-    """Trace the held-out digits, count how many are named correctly, and take the loss of each."""
+    """Trace the held-out digits; return the trace, the accuracy, and the loss of each digit."""
     scores = np.asarray(model.predict(digits.x_test, batch_size=HELD_OUT, verbose=0), dtype=np.float64)
     accuracy = float(np.mean(np.argmax(scores, axis=-1) == digits.y_test))
     highest = scores.max(axis=1, keepdims=True)
@@ -211,7 +211,10 @@ def look(model: Any, digits: Digits) -> tuple[Trace, float, np.ndarray]:
 
 @contextmanager
 def _progress(console: Console) -> Iterator[Callable[[str], Callable[[int, int, float], None]]]:
-    """A bar per network: call with its name, then with (epochs done, epochs, loss)."""
+    """Yield a function that adds a progress bar for a network.
+
+    It returns a function of (epochs done, epochs, loss), which updates the bar.
+    """
     columns = (
         TextColumn("{task.description:10}"),
         BarColumn(),

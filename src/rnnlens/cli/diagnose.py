@@ -1,4 +1,4 @@
-"""``rnnlens diagnose``: the sentence and the findings; an exit code for scripts."""
+"""``rnnlens diagnose``: prints sentences and findings; its exit code is for scripts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..errors import InputError, did_you_mean, message
 from . import console
 from .words import AsJson, Imports, Model, Saved, Unsafe, Weights, split
 
-#: Exit code where a finding that was named with --fail-on was made.
+#: Exit code if the diagnosis has a finding named with --fail-on.
 FOUND = 3
 
 CODES = (

@@ -1,8 +1,8 @@
-"""Ctrl-C ends a command with one word and code 130, wherever it strikes.
+"""Handling of Ctrl-C: a command ends with the word "interrupted" and exit code 130.
 
-Python turns Ctrl-C into an exception, which goes astray in code that catches everything: a callback of a compiled
-program, a destructor, an import. So the strike is remembered, said at once, and final: what unwinds afterwards is not
-shown, and a process that has not come to an end by itself after a moment is ended.
+Python turns Ctrl-C into an exception, which is lost in code that catches all exceptions: a callback of a compiled
+program, a destructor, an import. So the handler stores that Ctrl-C was pressed and prints it at once; later output on
+standard error is discarded, and a process that has not ended after a grace period is ended.
 """
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ from __future__ import annotations
 import os
 import sys
 
-TYPE_CHECKING = False  # nothing is imported that is not needed to listen
+TYPE_CHECKING = False  # imports are kept to the minimum, so that the handler is set early
 if TYPE_CHECKING:
     import signal
     from types import FrameType
 else:
-    import _signal as signal  # the interpreter's own: signal itself loads enum, functools and collections
+    import _signal as signal  # the built-in module: signal itself imports enum, functools and collections
 
-#: Code of a process that Ctrl-C ended, as shells count.
+#: Exit code of a process ended by Ctrl-C, as in shells.
 CODE = 130
-#: Seconds that open files have to be put in order.
+#: Seconds after Ctrl-C in which open files can be closed.
 GRACE_S = 3.0
 
 
 class Interrupts:
-    """Listens to Ctrl-C while a command runs.
+    """Handler of Ctrl-C while a command runs.
 
     Parameters
     ----------
     whole_process
-        Whether the process is the command and nothing else, so that it may be silenced and ended.
+        True if the process runs only the command, so that it may be silenced and ended.
     """
 
     def __init__(self, *, whole_process: bool) -> None:
@@ -38,12 +38,12 @@ class Interrupts:
         self._over = False
 
     def __enter__(self) -> Interrupts:
-        # Where the shell said to ignore Ctrl-C (a job in the background) it stays ignored.
+        # If the shell set Ctrl-C to be ignored (a background job), it stays ignored.
         self._listens = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         try:
             if self._listens:
                 signal.signal(signal.SIGINT, self._strike)
-        except ValueError:  # only the main thread can listen
+        except ValueError:  # only the main thread can set a handler
             self._listens = False
         return self
 
@@ -60,7 +60,7 @@ class Interrupts:
         self.struck = True
         if self._whole_process:
             _say_and_fall_silent()
-            if self._over:  # frameworks take their time to end
+            if self._over:  # frameworks may take long to shut down
                 os._exit(CODE)
             import threading
 
@@ -71,7 +71,7 @@ class Interrupts:
 
 
 def _say_and_fall_silent() -> None:
-    """One word on standard error, and nothing after it; a cursor that a progress bar hid comes back."""
+    """Print "interrupted" on standard error, show the cursor again, and discard all later output to standard error."""
     terminal = os.isatty(2)
     os.write(2, b"\x1b[?25h\r\x1b[31minterrupted\x1b[0m\n" if terminal else b"interrupted\n")
     nowhere = os.open(os.devnull, os.O_WRONLY)

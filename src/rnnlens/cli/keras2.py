@@ -1,8 +1,8 @@
-"""Models that Keras 2 wrote, read by ``tf_keras``: ``.keras``, HDF5, and SavedModel folders.
+"""Loading of models written by Keras 2 with ``tf_keras``: ``.keras``, HDF5, and SavedModel folders.
 
-A file's configuration may name any function of any installed module, and hold the byte code of a lambda; the graphs of
-a SavedModel are programs. None of it is run unless the user says ``--unsafe``: configurations are looked through before
-anything is made from them, and of a SavedModel only the configuration and the numbers are read.
+A configuration may name any function of any installed module, and contain the byte code of a lambda; the graphs of a
+SavedModel are programs. None of it is run without ``--unsafe``: configurations are checked before a model is built from
+them, and of a SavedModel only the configuration and the weights are read.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import h5py
 
 from ..errors import FileError, MissingDependencyError, message
 
-#: Packages whose names a configuration may use; None and "" are names that are registered.
+#: Packages that a configuration may name; a module of None or "" stands for a registered name.
 _HARMLESS = ("keras", "tf_keras", "tensorflow.keras", "tensorflow.python.keras")
 
 
 def written_by_keras2(path: Path) -> bool:
-    """Whether a file says that Keras 2 wrote it; a folder is a SavedModel, which only Keras 2 reads and writes."""
+    """Return whether a file was written by Keras 2; a folder is a SavedModel, which only Keras 2 reads and writes."""
     if path.is_dir():
         return (path / "keras_metadata.pb").is_file()
     try:
@@ -35,12 +35,12 @@ def written_by_keras2(path: Path) -> bool:
 
 
 def load_keras2(path: Path, own: dict[str, Any], imports: Collection[str], unsafe: bool) -> Any:
-    """The model in a file that Keras 2 wrote; whatever ``tf_keras`` raises passes.
+    """Load a model written by Keras 2; exceptions of ``tf_keras`` are not converted.
 
     Raises
     ------
     FileError
-        If doing so could run code of the file, and ``unsafe`` was not said.
+        If loading could run code of the file, and ``unsafe`` is False.
     """
     keras = _tf_keras()
     if unsafe:
@@ -63,7 +63,7 @@ def _tf_keras() -> Any:
 
 
 def _configuration(path: Path) -> dict[str, Any]:
-    """What a ``.keras`` or HDF5 file says of its model: version, layers, loss."""
+    """Read the configuration in a ``.keras`` or HDF5 file: version, layers, loss."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             found = json.loads(archive.read("metadata.json"))
@@ -81,7 +81,10 @@ def _configuration(path: Path) -> dict[str, Any]:
 
 
 def _refuse_code(path: Path, configuration: Any, imports: Collection[str]) -> None:
-    """Raise for byte code, and for a module that is neither Keras' nor one that the user named."""
+    """Raise FileError if a configuration contains byte code, or names a module that is not allowed.
+
+    Allowed are Keras modules and those in ``imports``.
+    """
     for key, value in _entries(configuration):
         if key == "function_type" and value == "lambda":
             raise _refusal(path, "a Lambda layer that holds Python code")
@@ -93,7 +96,7 @@ def _refuse_code(path: Path, configuration: Any, imports: Collection[str]) -> No
 
 
 def _entries(tree: Any) -> Iterator[tuple[str, Any]]:
-    """All keys of nested dicts, with what they hold."""
+    """Yield all keys of nested dicts and lists with their values."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield str(key), value
@@ -114,7 +117,7 @@ def _refusal(path: Path, got: str, first: str = "") -> FileError:
 
 
 def _from_numbers(keras: Any, path: Path, own: dict[str, Any], imports: Collection[str]) -> Any:
-    """A SavedModel, made anew from its configuration, with the numbers of its checkpoint."""
+    """Rebuild a SavedModel from its configuration, and load the weights of its checkpoint."""
     from tf_keras.protobuf import saved_metadata_pb2
 
     metadata = saved_metadata_pb2.SavedMetadata()

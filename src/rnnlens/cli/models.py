@@ -1,7 +1,7 @@
-"""Models of the command line: a file that Keras wrote, or a Python function that makes one.
+"""Loading of models for the command line: a Keras file, or a Python function that returns a model.
 
-What a file brings along may run code. Keras files are read in safe mode, torch weights with ``weights_only=True``; what
-these refuse is refused here, with the reason, unless the user says ``--unsafe``.
+A model file may contain code that runs on loading. Keras files are read in safe mode, torch weights with
+``weights_only=True``; files that these refuse are refused here, with the reason, unless ``--unsafe`` is given.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from .console import say
 from .keras2 import load_keras2, written_by_keras2
 
 _FILES = (".keras", ".h5", ".hdf5")
-#: Lightest first; torch before TensorFlow since it needs no tracing.
+#: Backends in order of preference: the lightest first; torch before TensorFlow, as it needs no tracing.
 _ENGINES = ("jax", "torch", "tensorflow")
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 def load_model(spec: str, *, weights: Path | None = None, imports: Iterable[str] = (), unsafe: bool = False) -> Any:
-    """Load the model that ``spec`` names.
+    """Load the model named by ``spec``.
 
     Parameters
     ----------
     spec
         Path of a ``.keras`` or ``.h5`` file, folder of a SavedModel, or ``package.module:factory``: a model, or a
-        function that makes one.
+        function that returns one.
     weights
-        For a factory: a state dict (torch) or a weights file (Keras).
+        Weights for the model of a factory: a state dict (torch) or a weights file (Keras).
     imports
         Modules to import first, where custom layers are defined.
     unsafe
-        Load also what could run code.
+        Load also files whose content could run code.
 
     Raises
     ------
     FileError
         If the file is missing, damaged, or refused as unsafe.
     InputError
-        If ``spec`` is neither, or the factory fails.
+        If ``spec`` is neither a file nor a factory, or the factory cannot be called.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     if Path(spec).suffix in _FILES or (Path(spec) / "saved_model.pb").is_file():
@@ -81,7 +81,7 @@ def _load_keras(path: Path, imports: Iterable[str], unsafe: bool) -> Any:
     own = _names_in(imports)
     try:
         with warnings.catch_warnings():
-            # That an optimizer never took a step concerns training, not looking.
+            # The warning about an optimizer without steps only matters for training.
             warnings.filterwarnings("ignore", message="Skipping variable loading for optimizer")
             short = _short_names(keras) if path.suffix != ".keras" else {}
             return keras.saving.load_model(path, custom_objects={**short, **own}, safe_mode=not unsafe)
@@ -90,7 +90,7 @@ def _load_keras(path: Path, imports: Iterable[str], unsafe: bool) -> Any:
 
 
 def _load_legacy(path: Path, imports: Iterable[str], unsafe: bool) -> Any:
-    """What Keras 2 wrote means what Keras 2 makes of it: the ``hard_sigmoid`` of Keras 3 is another function."""
+    """Load a file of Keras 2 with Keras 2, because ``hard_sigmoid`` is another function in Keras 3."""
     imports = tuple(imports)
     try:
         with _quiet_libraries():
@@ -102,12 +102,12 @@ def _load_legacy(path: Path, imports: Iterable[str], unsafe: bool) -> Any:
 
 
 def _short_names(keras: Any) -> dict[str, Any]:
-    """Losses and metrics by the short names that Keras writes into HDF5 files and does not find when it reads them."""
+    """Return losses by the short names that Keras writes into HDF5 files but does not find when it reads them."""
     return {name: keras.losses.get(name) for name in ("mse", "mae", "mape", "msle", "kld", "bce")}
 
 
 def _import_keras() -> Any:
-    """Keras, without what TensorFlow's libraries write to standard error before they can be told not to."""
+    """Import Keras, and drop messages that TensorFlow's libraries write to standard error on import."""
     try:
         with _quiet_libraries():
             return importlib.import_module("keras")
@@ -118,7 +118,7 @@ def _import_keras() -> Any:
 
 @contextmanager
 def _quiet_libraries() -> Iterator[None]:
-    """Drop what compiled libraries write to the process's standard error; Python's own messages pass."""
+    """Drop output of compiled libraries to standard error; messages of Python code pass."""
     sys.stderr.flush()
     kept = os.dup(2)
     python_stderr, sys.stderr = sys.stderr, os.fdopen(os.dup(kept), "w")
@@ -134,7 +134,7 @@ def _quiet_libraries() -> Iterator[None]:
 
 
 def _keras_refusal(path: Path, error: Exception) -> RnnlensError:
-    """Why Keras did not load a file, in one message."""
+    """Build the error for a file that Keras did not load, with the reason."""
     text = str(error)
     if "safe_mode" in text or "unsafe_deserialization" in text or "arbitrary code" in text:
         what = "a Lambda layer" if "Lambda" in text or "lambda" in text else "content"
@@ -159,7 +159,7 @@ def _keras_refusal(path: Path, error: Exception) -> RnnlensError:
 
 
 def _choose_engine(*, announce: bool) -> None:
-    """Set KERAS_BACKEND to an installed engine where the user chose none."""
+    """Set KERAS_BACKEND to an installed backend if the user chose none."""
     if "KERAS_BACKEND" in os.environ or "keras" in sys.modules:
         return
     installed = [name for name in _ENGINES if importlib.util.find_spec(name) is not None]
@@ -169,14 +169,14 @@ def _choose_engine(*, announce: bool) -> None:
     elif installed:
         engine = installed[0]
     else:
-        return  # Keras itself says what is missing
+        return  # importing Keras then raises an error that names the missing package
     os.environ["KERAS_BACKEND"] = engine
     if announce:
         say(f"Keras runs on {engine} (set KERAS_BACKEND to choose)")
 
 
 def _configured_engine() -> str:
-    """Engine named in Keras' own configuration file; "" if there is none."""
+    """Return the backend named in Keras' own configuration file; "" if there is none."""
     home = Path(os.environ.get("KERAS_HOME") or Path.home() / ".keras")
     try:
         return str(json.loads((home / "keras.json").read_text()).get("backend", ""))
@@ -185,7 +185,7 @@ def _configured_engine() -> str:
 
 
 def _names_in(modules: Iterable[str]) -> dict[str, Any]:
-    """Classes and functions that these modules define, by name: what a model file may refer to."""
+    """Import modules; return their own classes and functions by name, as custom objects for a model file."""
     own: dict[str, Any] = {}
     for name in modules:
         module = _import(name)
@@ -196,9 +196,9 @@ def _names_in(modules: Iterable[str]) -> dict[str, Any]:
 
 
 def _import(name: str) -> Any:
-    """A module that the user named, also from the current folder; what is installed comes first.
+    """Import a module that the user named; the current folder is searched last.
 
-    A model file is no reason to look into the current folder: a file named keras.py may lie beside it.
+    For a model file alone the current folder is not searched: it may contain a file named keras.py.
     """
     if (folder := str(Path.cwd())) not in sys.path:
         sys.path.append(folder)
@@ -210,12 +210,12 @@ def _import(name: str) -> Any:
 
 
 def resolve(spec: str) -> Any:
-    """What ``package.module:name`` stands for.
+    """Import the object that ``package.module:name`` names.
 
     Raises
     ------
     InputError
-        If there is no such module, or nothing of that name in it.
+        If the module does not exist, or has no such name.
     """
     module_name, _, dotted = spec.partition(":")
     found = _import(module_name)
@@ -227,7 +227,7 @@ def resolve(spec: str) -> Any:
 
 
 def _make(spec: str) -> Any:
-    """The model itself, or what the factory of that name returns."""
+    """Return the model that ``spec`` names, or the return value of the function that it names."""
     found = resolve(spec)
     if not isinstance(found, type) and adapter_of(found) is not None:
         return found

@@ -1,4 +1,4 @@
-"""A public function run on the data of a file: what does not fit becomes one error of ours."""
+"""Call of a public function on the data of a file, with one kind of error for data that do not fit."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from .data import Data
 
 
 def on_data(run: Callable[..., Any], model: Any, batch: Data, **arguments: Any) -> Any:
-    """``run(model, x, y, ...)``; what the framework says about data that do not fit becomes one error of ours.
+    """Return ``run(model, x, y, ...)``; convert exceptions of the framework to an InputError.
 
     Raises
     ------
     InputError
-        With the shapes, and the first line of what the framework said.
+        If the framework raises; the message has the shapes and the first line of the original error.
     """
     weighted = {} if batch.sample_weight is None else {"sample_weight": batch.sample_weight}
     try:
         with warnings.catch_warnings():
-            # torch stretches targets of another shape over the output, and only mentions it
+            # torch broadcasts targets of another shape, and only warns
             warnings.filterwarnings("error", message="Using a target size")
             return run(model, batch.x, batch.y, **weighted, **arguments)
     except RnnlensError:
@@ -34,7 +34,7 @@ def on_data(run: Callable[..., Any], model: Any, batch: Data, **arguments: Any) 
 
 
 def loss_of(text: str | None) -> Any:
-    """A name that the framework knows, as it is; or the function that ``package.module:function`` stands for."""
+    """Return the function that ``package.module:function`` names; any other loss name unchanged."""
     from .models import resolve
 
     return resolve(text) if text is not None and ":" in text else text

@@ -1,4 +1,4 @@
-"""Before and after: what a diagnosis and two traces of one network say about it, as a table, a sentence and figures."""
+"""Table, sentence and figures of one network before and after training, for ``rnnlens demo``."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Portrait:
-    """One network before and after training.
+    """Results of one network before and after training.
 
     Attributes
     ----------
     accuracy
-        Share of held-out digits that are named correctly, before and after.
+        Share of held-out digits that are classified correctly, before and after training.
     diagnosis
-        Of the trained network, with the untrained one as baseline.
+        Diagnosis of the trained network, with the untrained one as baseline.
     traces
-        Before and after.
+        Traces of the held-out digits, before and after training.
     losses
-        Of the held-out digits, after training.
+        Loss of each held-out digit after training.
     """
 
     layer: str
@@ -43,12 +43,12 @@ class Portrait:
 
     @property
     def kind(self) -> str:
-        """What the network is called in figures: ``GRU``."""
+        """Kind of the layer, the name of the network in figures: ``GRU``."""
         return str(self.traces[0][self.layer].info.get("kind", self.layer))
 
 
 def table(portraits: Sequence[Portrait]) -> Table:
-    """One row per network."""
+    """Return a table with one row per network."""
     result = Table(title="How much of the 64 pixels before it a digit is named by")
     result.add_column("layer")
     for column in ("memory in use", "95 % interval", "at 1 %", "untrained", "training signal at lag 63", "accuracy"):
@@ -79,28 +79,31 @@ def _cells(portrait: Portrait) -> tuple[str, ...]:
 
 
 def percent(share: float) -> str:
-    """A share in whole percent."""
+    """Format a share in whole percent."""
     return f"{100 * share:.0f} %"
 
 
 def steps(count: float, last: int) -> str:
-    """A number of steps; at least all of them, where it is not known to be fewer."""
+    """Format a number of steps; ``>= last`` if it reaches the whole sequence, ``unknown`` for NaN."""
     return "unknown" if math.isnan(count) else f">= {last}" if count >= last else f"{count:.0f}"
 
 
 def sentence(portrait: Portrait) -> str:
-    """What the diagnosis says, and what was learned."""
+    """Return the first sentence of the diagnosis, and the accuracy before and after training."""
     before, after = portrait.accuracy
     said = next(iter(portrait.diagnosis.sentences.values()))
     return f"{said} Accuracy {percent(before)} → {percent(after)}."
 
 
-#: How the two moments are called.
+#: Names of the two traces in figures.
 MOMENTS = ("before training", "after training")
 
 
 def draw(portraits: Sequence[Portrait], folder: Path) -> list[Path]:
-    """Write the figures: gradient by step for all networks; for each its gradient by unit, samples, and diagnosis."""
+    """Write the figures and return their paths.
+
+    They show the gradient by step for all networks, and by unit, by sample and with the diagnosis for each.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     figures = {"gradient-by-step.svg": draw_steps(portraits)}
     figures |= {"gradient-by-step-narrow.svg": draw_steps(portraits, narrow=True)}
@@ -128,7 +131,7 @@ def draw_steps(portraits: Sequence[Portrait], narrow: bool = False) -> Figure:
 
 
 def draw_units(portrait: Portrait) -> Figure:
-    """Units by time: the RMS over the held-out digits, before and after, each digit by its own peak."""
+    """Draw units by time, before and after: the RMS over held-out digits, each digit divided by its own peak."""
     before, after = (seen[portrait.layer] for seen in portrait.traces)
     title = f"{portrait.kind}: total gradient of the hidden state, RMS over {len(portrait.losses)} digits"
     drawn = plot.before_after(before, after, samples="rms", names=MOMENTS, log=True, title=title)
@@ -137,7 +140,7 @@ def draw_units(portrait: Portrait) -> Figure:
 
 
 def draw_samples(portrait: Portrait) -> Figure:
-    """Units by time for single digits, named with their losses, the typical one first."""
+    """Draw units by time for single digits, named with their losses; the typical digit comes first."""
     before, after = (seen[portrait.layer] for seen in portrait.traces)
     title = f"{portrait.kind}: total gradient of the hidden state, single digits"
     look: dict[str, Any] = {"names": MOMENTS, "log": True, "max_rows": 3, "title": title}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .data import Data
 
 _SAVED = (".nc", ".zarr")
-#: Options that say something to a model alone.
+#: Options that apply only to models.
 _OF_MODELS = (
     "loss",
     "layer_names",
@@ -91,7 +91,7 @@ def report(
 
 
 def _refuse_of_models(context: typer.Context) -> None:
-    """What is asked of a model has no answer in a saved result."""
+    """Raise InputError if an option that needs a model was given with a saved result."""
     told = [name for name in _OF_MODELS if str(context.get_parameter_source(name)).endswith("COMMANDLINE")]
     for parameter in context.command.params:
         if parameter.name in told:
@@ -100,7 +100,7 @@ def _refuse_of_models(context: typer.Context) -> None:
 
 
 def _data(path: Path | None) -> Data:
-    """The samples of a file, without their weights: a report counts every sample once."""
+    """Read the samples of a file without sample weights, because a report counts every sample once."""
     from .data import read_data
 
     if path is None:

@@ -1,4 +1,4 @@
-"""``rnnlens trace`` and ``rnnlens show``: what is in a result, as a table with its curves, or as JSON."""
+"""``rnnlens show``, and printing of results for ``rnnlens trace``: a table with curves, or JSON."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def show(
 
 
 def print_summary(result: Any, *, as_json: bool = False) -> None:
-    """A heading, a row for each layer with its curve, and what is to be known of the numbers; or JSON."""
+    """Print heading, a row with a curve for each layer, checks and notes of a result; or its JSON."""
     from ..results.base import Result
     from ..results.profiles import of
     from ..results.summary import parts_of, summary_of
@@ -45,7 +45,7 @@ def print_summary(result: Any, *, as_json: bool = False) -> None:
         return
     parts = parts_of(result)
     known = isinstance(result, Result) and not result._said()
-    # What has sentences of its own says them first; other results are their heading, and then their parts.
+    # Results with findings print them first; others print their heading and then their parts.
     console.print_plain(f"<rnnlens {type(result).__name__}> {result._headline()}" if known else result)
     curves = [(name, words, of(data)) for name, words, data in parts]
     if known or any(found for _, _, found in curves):
@@ -57,7 +57,7 @@ def print_summary(result: Any, *, as_json: bool = False) -> None:
 
 
 def _table(parts: list[tuple[str, str, dict[str, Any]]]) -> Table:
-    """A row for each part, and for each direction of it, with its curve."""
+    """Return a table with one row for each part and direction, with its curve."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, pad_edge=False)
     for column in ("name", "what", "curve", "of", "peak"):
         table.add_column(column, overflow="fold", no_wrap=column in ("curve", "peak"))
@@ -79,7 +79,7 @@ def _json(part: Any) -> Any:
 
 
 def _part(result: Any, name: str) -> Any:
-    """A layer of a result, or one of its variables: ``lstm``, ``lstm.hidden_grad``."""
+    """Return a layer of a result, or one of its variables: ``lstm``, ``lstm.hidden_grad``."""
     if not hasattr(result, "layers"):
         expected = "no layer name: this file holds a single array"
         raise InputError(message("There are no layers in this result.", got=name, expected=expected))

@@ -1,4 +1,4 @@
-"""``rnnlens tail``: a training while it runs, from its run on disk: a live table in a terminal, lines in a pipe."""
+"""``rnnlens tail``: shows a training while it runs, as a live table in a terminal or as lines in a pipe."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..results.training_run import TrainingRun
 
 _BARS = "▁▂▃▄▅▆▇█"
-#: Records that a row of bars shows, and rows of scalars that a table shows.
+#: Largest number of bars in a row, and of rows in the table.
 _WIDE, _LONG = 32, 24
 
 
@@ -45,12 +45,12 @@ def tail(
 
 
 def _states(path: Path, *, wait: bool, every: float, once: bool) -> Iterator[TrainingRun]:
-    """The run again and again, until it has ended.
+    """Yield the run repeatedly, until it has ended.
 
     Raises
     ------
     FileError
-        If it is not there, and is not waited for.
+        If the run does not exist and ``wait`` is False, or the path is no folder.
     """
     from ..results.training_run import is_run
 
@@ -71,7 +71,7 @@ def _states(path: Path, *, wait: bool, every: float, once: bool) -> Iterator[Tra
 
 
 def _read(path: Path) -> TrainingRun | None:
-    """The run as it is now; None where its writer is just at it."""
+    """Read the run in its current state; return None if its writer is replacing files."""
     from ..results.training_run import read_run
 
     for attempt in (1, 2, 3):
@@ -85,7 +85,7 @@ def _read(path: Path) -> TrainingRun | None:
 
 
 def _lines(states: Iterator[TrainingRun], only: tuple[str, ...]) -> None:
-    """One plain line per record that is new, and how it ended."""
+    """Print one plain line per new record, and the reason of the end."""
     told, last = 0, None
     for run in states:
         for i in range(told, run.steps.size):
@@ -110,19 +110,19 @@ def _chosen(run: TrainingRun, only: tuple[str, ...]) -> list[str]:
 
 
 def _live(states: Iterator[TrainingRun], only: tuple[str, ...]) -> None:
-    """A table that is drawn anew as the run grows; the last one stays."""
+    """Show a table that is redrawn as the run grows; the last state remains on the screen."""
     out = console.out()
     with Live(console=out, auto_refresh=False, transient=False) as live:
         try:
             for run in states:
                 live.update(picture(run, only, height=out.height), refresh=True)
         except KeyboardInterrupt:
-            out.file.write("\x1b[1A")  # the word that said so went one line down: the table is drawn over it
+            out.file.write("\x1b[1A")  # one line up again: "interrupted" was printed, and the table overwrites it
             raise
 
 
 def picture(run: TrainingRun, only: tuple[str, ...] = (), *, height: int = 40) -> Group:
-    """The state of a run: where it is, its latest numbers, how they came about, and what was noted."""
+    """Return the state of a run: current step, latest and first numbers, their course, and notes."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for title, side in (("", "left"), ("latest", "right"), ("first", "right"), ("over training", "left")):
         table.add_column(title, justify=side, no_wrap=True)  # type: ignore[arg-type]
@@ -166,7 +166,7 @@ def _number(value: float) -> Text:
 
 
 def bars(values: list[float], wide: int = _WIDE) -> Text:
-    """Numbers over training as a row of bars, the latest at the right; a mark where one is not finite.
+    """Format numbers over training as a row of bars, the latest at the right; ``!`` marks numbers that are not finite.
 
     >>> bars([0.0, 1.0, 2.0, float("inf"), 7.0]).plain
     '▁▂▃!█'

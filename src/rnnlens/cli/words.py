@@ -1,4 +1,4 @@
-"""Arguments and options that several commands have, each said once."""
+"""Arguments and options shared by several commands."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-#: NumPy's and Keras' own bound.
+#: Largest seed that NumPy and Keras accept.
 LARGEST_SEED = 2**32 - 1
 
 Model = Annotated[str, typer.Argument(help="A .keras file, or package.module:factory.", metavar="MODEL")]
@@ -31,5 +31,5 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def split(names: list[str] | None) -> list[str] | None:
-    """Names that were given one by one, or with commas between."""
+    """Split names given one by one or separated by commas; None without names."""
     return [part.strip() for name in names for part in name.split(",") if part.strip()] if names else None
