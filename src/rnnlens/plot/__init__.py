@@ -1,7 +1,7 @@
 """Figures of finished results: labelled array in, matplotlib Axes out.
 
-Nothing here computes statistics, calls ``show()``, or changes global settings. Figures are made without pyplot; keep
-them with ``.save("run.png")``, or let a notebook show what a figure returned: it also is the array of its Axes.
+No function here computes statistics, calls ``show()``, or changes global settings. Figures are made without pyplot.
+Save one with ``.save("run.png")``, or let a notebook display the returned value, which is an array of its Axes.
 """
 
 from .curves import curves, points

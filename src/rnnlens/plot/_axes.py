@@ -1,4 +1,4 @@
-"""Ticks, limits and marks of axes: whole steps, powers of ten, names at the ends of lines, values below an axis."""
+"""Ticks, limits and marks of axes: time steps, powers of ten, names at line ends, marks for values below an axis."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LINE = 0.125
 
 @dataclass(frozen=True)
 class End:
-    """A line's last point, in data coordinates, and what is written there."""
+    """Last point of a line in data coordinates, with the text written there."""
 
     x: float
     y: float
@@ -33,11 +33,11 @@ class End:
 
 
 def name_ends(ax: Any, ends: Sequence[End], *, left: bool = False, outside: bool = True) -> None:
-    """Write the name of each line beside its end, in its colour, none over another.
+    """Write the name of each line beside its end, in its colour, without overlaps.
 
     Call it when the limits of the value axis are final. A line without a finite end is named at the lower border. Names
-    stand beside the panel, its ticks on the other side of it; on Axes of a caller's own, who has left no room for that,
-    within them: the axis grows to hold them.
+    are outside of the panel, with its ticks on the other side. On the user's own Axes, which leave no room for that,
+    they are inside, and the axis is lengthened for them.
     """
     if not ends:
         return
@@ -76,7 +76,7 @@ def _make_room(ax: Any, ends: Sequence[End], width: float, *, left: bool) -> Non
 
 
 def _height(ax: Any, y: float) -> float:
-    """Return the place of a value on the axis, 0 to 1; the lower border where it has none."""
+    """Return the position of a value on the axis, 0.02 to 0.98; 0.02 if the axis cannot show it."""
     if not math.isfinite(y) or (ax.get_yscale() == "log" and y <= 0):
         return 0.02
     low, high = ax.transData.transform([(0, limit) for limit in ax.get_ylim()])[:, 1]
@@ -84,7 +84,7 @@ def _height(ax: Any, y: float) -> float:
 
 
 def _apart(wanted: Sequence[float], gap: float) -> list[float]:
-    """Move heights at least ``gap`` apart where they fit, in the order of ``wanted`` and near to it."""
+    """Shift heights so that neighbours are at least ``gap`` apart if they fit, in the order of ``wanted``."""
     order = np.argsort(wanted, kind="stable")
     gap = min(gap, 0.96 / max(1, len(wanted) - 1))
     placed = np.asarray(wanted, dtype=float)[order]
@@ -101,7 +101,7 @@ def _apart(wanted: Sequence[float], gap: float) -> list[float]:
 
 
 def mark_below(ax: Any, x: Numbers, values: Numbers, colour: Any = "0.3") -> None:
-    """Draw triangles at the lower border below which a finite value lies, 0 included, and write its value.
+    """Draw triangles at the lower border for finite values below it, 0 included, and write the values.
 
     Call it when the limits of the axis are final.
     """
@@ -155,7 +155,7 @@ def step_axis(ax: Any, axis: str, steps: Numbers, *, time: bool = True) -> None:
 
 
 class Powers(Locator):
-    """Ticks of a logarithmic axis, ``most`` at most: powers of ten, with 2 and 5 or more between them where few fit."""
+    """Ticks of a logarithmic axis, at most ``most``: powers of ten, with 2 and 5 or more between them if few fit."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -186,7 +186,7 @@ class Powers(Locator):
 
 
 class Short(Formatter):
-    """``0.01`` where an axis spans few decades, a power of ten where it spans many."""
+    """Tick labels: ``0.01`` if an axis spans few decades, a power of ten if it spans many."""
 
     def __call__(self, x: float, pos: int | None = None) -> str:
         axis: Any = self.axis
@@ -241,7 +241,7 @@ def log_scale(ax: Any, values: Numbers) -> None:
 def log_limits(ax: Any, values: Numbers, *, room: float) -> None:
     """Set limits of the value axis: at most ``DEEPEST`` decades of positive values, up to ``room`` times the top.
 
-    Where something lies deeper, 0 among it, the axis ends at a power of ten, so that what is below can be named.
+    If values are smaller or 0, the axis ends at a power of ten, so that they can be marked as below it.
     """
     positive = values[np.isfinite(values) & (values > 0)]
     if not positive.size:
@@ -269,9 +269,9 @@ def log_values(ax: Any) -> None:
 
 
 def decade_ticks(limit: float, linear: float = 0.0, *, every: bool = False) -> list[float]:
-    """Return 0 and every other power of ten up to ``limit``, both signs; every one where few lie above ``linear``.
+    """Return 0 and powers of ten up to ``limit``, both signs; every other one unless few lie above ``linear``.
 
-    What lies within the linear part of the scale would be written over 0.
+    Ticks within the linear part of the scale are left out, as they would overlap with 0.
     """
     top = 10.0 ** math.floor(math.log10(limit))
     few = every or (linear > 0 and top < 200 * linear)
@@ -288,7 +288,7 @@ def log_around_zero(ax: Any, limit: float) -> None:
 
 
 def mark_steps(ax: Any, steps: Any) -> None:
-    """Draw crosses at the lower rim at the x positions where a value is NaN or infinite."""
+    """Draw crosses at the lower border at the x positions of NaN or infinite values."""
     if len(steps):
         ax.plot(
             steps,
@@ -303,7 +303,7 @@ def mark_steps(ax: Any, steps: Any) -> None:
 
 
 def mark_top(ax: Any, x: float, gid: str) -> None:
-    """Draw a triangle at ``x`` that hangs from the upper border, where a title cannot cross it; light around it."""
+    """Draw a triangle with a light edge at ``x``, below the upper border so that no title crosses it."""
     ends = {"marker": CARETDOWNBASE, "markersize": 6, "color": "#111111", "markeredgecolor": "white", "zorder": 4}
     ax.plot([x], [1.0], transform=ax.get_xaxis_transform(), gid=gid, markeredgewidth=0.5, **ends)
 

@@ -1,4 +1,4 @@
-"""The arguments that figures share: their checks, their documentation, and keywords handed on to matplotlib."""
+"""Arguments that figures share: their checks, their documentation, and keywords passed on to matplotlib."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def _several(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _words(name: str, value: Any) -> str:
-    """Check text, which may be empty."""
+    """Check that a value is a string, which may be empty."""
     if not isinstance(value, str):
         raise InputError(message(f"{name}= is text.", got=shown(value), expected="a string"))
     return value
 
 
 def two_titles(name: str, value: Any) -> tuple[str, str]:
-    """Check a pair of titles."""
+    """Check that a value is a pair of titles."""
     if not isinstance(value, tuple | list) or len(value) != 2 or not all(isinstance(part, str) for part in value):
         raise InputError(message(f"{name}= is two titles.", got=shown(value), expected='such as ("before", "after")'))
     return (value[0], value[1])
@@ -110,16 +110,16 @@ def drawing(artist: type, *, extra: Sequence[str] = (), **table: Check) -> Calla
     Parameters
     ----------
     artist
-        The matplotlib class whose properties the figure's ``**keywords`` set; a misspelt one is an error.
+        The matplotlib class whose properties the figure's ``**keywords`` set; an unknown one is an error.
     extra
         Further keywords of the drawing call.
     **table
-        Checks of the figure's own parameters, besides :data:`COMMON`; the data themselves have none here.
+        Checks of the figure's own parameters, besides :data:`COMMON`. The data are checked in the figure.
 
     Raises
     ------
     InputError
-        At the call, also where matplotlib cannot use the value of one of the keywords that are handed on to it.
+        At the call, also if matplotlib rejects the value of a keyword that is passed on to it.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -172,7 +172,7 @@ def _documented(function: Callable[..., Any], artist: type, extra: Sequence[str]
 
 @cache
 def _known(artist: type) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the settable properties of an artist class, and their aliases."""
+    """Return the settable properties of a matplotlib artist class, and their aliases."""
     inspector = ArtistInspector(artist)
     aliases = {alias for names in inspector.aliasd.values() for alias in names}
     return frozenset(inspector.get_setters()), frozenset(aliases)
@@ -186,7 +186,7 @@ def known_properties(
     extra: Iterable[str] = (),
     defaults: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return ``given`` with aliases resolved, over ``defaults``.
+    """Return the properties in ``given`` with aliases resolved, added to ``defaults``.
 
     Raises
     ------

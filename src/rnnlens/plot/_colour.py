@@ -1,7 +1,7 @@
-"""Colours: a diverging map with white at 0 that colour-blind readers can tell apart, and what missing values look like.
+"""Colour maps and scales: a diverging map with white at 0, and a grey for missing values.
 
-Blue to orange is told apart in protanopia, deuteranopia and tritanopia. The maps are our own objects, not registered
-with matplotlib and not put into rcParams.
+Blue and orange can be told apart with protanopia, deuteranopia and tritanopia. The maps are not registered with
+matplotlib, and rcParams are not changed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def linear_below(limit: float) -> float:
 
 
 def around_zero(limit: float, *, log: bool = False) -> Normalize:
-    """Return a symmetric scale from -limit to limit, on which 0 is white."""
+    """Return a symmetric colour scale from -limit to limit, with 0 white."""
     limit = limit if limit > 0 and math.isfinite(limit) else 1.0
     if log:
         return SymLogNorm(linthresh=linear_below(limit), linscale=0.5, vmin=-limit, vmax=limit, base=10)
@@ -55,7 +55,7 @@ def around_zero(limit: float, *, log: bool = False) -> Normalize:
 
 
 def from_zero(values: Numbers, limit: float, *, log: bool = False) -> Normalize:
-    """Return a scale for values >= 0; the logarithmic one is linear below the smallest value (``DECADES`` at most)."""
+    """Return a colour scale for values >= 0; a logarithmic one is linear below the smallest value."""
     limit = limit if limit > 0 and math.isfinite(limit) else 1.0
     if not log:
         return Normalize(0, limit)

@@ -1,4 +1,4 @@
-"""Arrays of callers as labelled arrays, whole layers, and the words of a figure from their attributes."""
+"""Conversion of the user's arrays to labelled arrays and layers, and texts of a figure from their attributes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class DirectionView:
-    """One direction of an array (or all of an array without directions), and the words for its time axis."""
+    """One direction of an array (or a whole array without directions), and the label of its time axis."""
 
     name: str | None
     data: xr.DataArray
@@ -42,7 +42,7 @@ class DirectionView:
 
 
 def numbers(data: Any, figure: str) -> Numbers:
-    """Return real numbers of an array of any framework: never a view that is written to, never part of a graph."""
+    """Return an array of any framework as real NumPy numbers, detached from its graph."""
     _refuse_whole_results(data, figure)
     if isinstance(data, np.ma.MaskedArray):
         data = np.ma.filled(data.astype(np.result_type(data.dtype, np.float32)), np.nan)
@@ -144,7 +144,7 @@ def _dims_of(
 
 
 def require_dim(array: xr.DataArray, dim: str, figure: str, *, hint: str | None = None) -> None:
-    """Raise InputError with the known dimensions where ``dim`` is none of them."""
+    """Raise InputError with the known dimensions if ``dim`` is not among them."""
     if dim not in array.dims:
         known = [str(d) for d in array.dims]
         raise InputError(
@@ -158,7 +158,7 @@ def require_dim(array: xr.DataArray, dim: str, figure: str, *, hint: str | None 
 
 
 def refuse_places_of_others(array: xr.DataArray, dim: str | None, figure: str, *others: str) -> None:
-    """Raise InputError where a dimension that the figure has another place for is asked to be one of ours."""
+    """Raise InputError if ``dim`` is a dimension that the figure uses for another purpose."""
     if dim is not None and dim in others:
         free = [str(d) for d in array.dims if d not in others]
         raise InputError(
@@ -171,24 +171,24 @@ def refuse_places_of_others(array: xr.DataArray, dim: str | None, figure: str, *
 
 
 def require_time(array: xr.DataArray, figure: str, *, hint: str | None = None) -> None:
-    """Raise InputError where there is no time; a time Jacobian has two, and figures of its own."""
+    """Raise InputError if there is no time axis, or two, as in a time Jacobian."""
     if IN_TIME in array.dims or OUT_TIME in array.dims:
         hint = "plot.time_jacobian or plot.lag_profile draw what runs over two times"
     require_dim(array, TIME, figure, hint=hint)
 
 
 def unit_dim(array: xr.DataArray) -> str | None:
-    """Return the dimension that counts units: ``unit``, ``cell_unit`` of a state of another size, or ``feature``."""
+    """Return the dimension that counts units: ``unit``, ``feature``, or ``cell_unit`` for a state of another size."""
     dims = [str(d) for d in array.dims]
     exact = [d for d in (UNIT, FEATURE) if d in dims]
     return next(iter(exact + [d for d in dims if d.endswith(("_unit", "_feature"))]), None)
 
 
 def halves(array: xr.DataArray, *, as_computed: bool = False) -> list[DirectionView]:
-    """Split into forward and backward, without the direction dimension; one nameless part where there is none.
+    """Split an array into forward and backward direction, without the direction dimension.
 
-    Both run in chronological time. ``as_computed`` turns the backward one round: its first step is then the one that
-    the layer computed first, the last of the sequence.
+    An array without directions gives one part without a name. Both parts are in chronological time. ``as_computed``
+    reverses the backward part: its first step is then the one that the layer computed first, the last of the sequence.
     """
     time_label = axis_label(array, TIME)
     if DIRECTION not in array.dims:
@@ -205,28 +205,28 @@ def halves(array: xr.DataArray, *, as_computed: bool = False) -> list[DirectionV
 
 
 def names_of(array: xr.DataArray, dim: Hashable) -> list[str]:
-    """Return labels along ``dim`` as text: its coordinate, else positions."""
+    """Return the labels along ``dim`` as text: its coordinate, else positions."""
     if dim in array.coords:
         return [str(value) for value in array.coords[dim].values]
     return [str(i) for i in range(array.sizes[dim])]
 
 
 def positions(array: xr.DataArray, dim: Hashable) -> Numbers:
-    """Return numbers along ``dim`` for an axis: its coordinate where that is numeric, else 0, 1, 2, ..."""
+    """Return the positions along ``dim`` for an axis: a numeric coordinate, else 0, 1, 2, ..."""
     if dim in array.coords and array.coords[dim].values.dtype.kind in "iuf":
         return np.asarray(array.coords[dim].values)
     return np.arange(array.sizes[dim])
 
 
 def axis_label(array: xr.DataArray, dim: Hashable) -> str:
-    """Return the words for ``dim``: long_name of its coordinate, else its name."""
+    """Return the axis label for ``dim``: long_name of its coordinate, else its name."""
     if dim in array.coords:
         return str(array.coords[dim].attrs.get("long_name", dim)).replace("_", " ")
     return _WORDS.get(str(dim), str(dim).replace("_", " "))
 
 
 def value_label(array: xr.DataArray) -> str:
-    """Return the words for the values: symbol, long_name, else name, and units unless they are 1."""
+    """Return the label of the values: symbol, long_name or name, and units unless they are 1."""
     words = str(array.attrs.get("long_name") or (array.name if array.name is not None else "value")).replace("_", " ")
     units = str(array.attrs.get("units", "1")).removesuffix(" / 1")  # a loss per unit of a pure number
     words = ", ".join(part for part in (symbol_of(array), words) if part)
@@ -234,21 +234,21 @@ def value_label(array: xr.DataArray) -> str:
 
 
 def symbol_of(array: xr.DataArray) -> str:
-    """Return the derivative at the start of a gradient's definition, as mathtext; empty without one."""
+    """Return the derivative at the start of a gradient's definition, as mathtext; "" if there is none."""
     definition = str(array.attrs.get("definition", "")).replace("partial ", "\\partial{}").replace(" / ", "/")
     found = re.match(r"(dL/d|\\partial\{\}L/\\partial\{\})([a-z]+_[a-z0])\b", definition)
     return f"${found[1]}{found[2]}$" if found else ""
 
 
 def place_words(array: xr.DataArray, dim: Hashable, index: int) -> str:
-    """Return the words for one position along ``dim``: ``unit 3``; a name stands alone: ``before training``."""
+    """Return a title for one position along ``dim``: ``unit 3``, or a named position such as ``before training``."""
     name = names_of(array, dim)[index]
     named = dim in array.coords and array.coords[dim].values.dtype.kind in "UO"
     return name if named else f"{axis_label(array, dim)} {name}"
 
 
 def title_of(array: xr.DataArray) -> str:
-    """Return the layer and long_name, as far as they are known."""
+    """Return a title from layer and long_name, as far as they are known."""
     words = array.attrs.get("long_name") or array.name
     return " · ".join(str(part) for part in (array.attrs.get("layer"), words) if part)
 
@@ -264,7 +264,7 @@ def chunks(values: Numbers) -> Iterator[Numbers]:
 
 
 def finite_range(values: Numbers) -> tuple[float, float] | None:
-    """Return the smallest and largest finite value; None where there is none."""
+    """Return the smallest and largest finite value; None if no value is finite."""
     low, high = math.inf, -math.inf
     for piece in chunks(values):
         with np.errstate(invalid="ignore"):
@@ -279,13 +279,13 @@ def finite_range(values: Numbers) -> tuple[float, float] | None:
 
 
 def largest_magnitude(*arrays: Numbers) -> float:
-    """Return the largest finite magnitude in any of the arrays, 0 where there is none."""
+    """Return the largest finite magnitude in all arrays; 0 if there is none."""
     ranges = [found for found in map(finite_range, arrays) if found is not None]
     return max((max(abs(low), abs(high)) for low, high in ranges), default=0.0)
 
 
 def nonfinite_counts(values: Numbers) -> tuple[int, int]:
-    """Count NaN, and infinities."""
+    """Return the number of NaN values and of infinite values."""
     nan = infinite = 0
     for piece in chunks(values):
         finite = int(np.count_nonzero(np.isfinite(piece)))
@@ -296,7 +296,7 @@ def nonfinite_counts(values: Numbers) -> tuple[int, int]:
 
 
 def nonfinite_note(values: Numbers) -> str | None:
-    """Count NaN and infinities: ``"NaN: 3 of 4,000 (0.075 %)"``; None where all values are finite."""
+    """Return a note with counts such as ``"NaN: 3 of 4,000 (0.075 %)"``; None if all values are finite."""
     parts = [
         f"{word}: {count:,} of {values.size:,} ({100 * count / values.size:.3g} %)"
         for word, count in zip(("NaN", "Inf"), nonfinite_counts(values), strict=True)
@@ -306,9 +306,10 @@ def nonfinite_note(values: Numbers) -> str | None:
 
 
 def choose(count: int, limit: int, words: str, *, page: int | None = None) -> tuple[list[int], str | None]:
-    """Select which of ``count`` items to show when at most ``limit`` fit, and the note that states it.
+    """Select the items to show if only ``limit`` of ``count`` fit; also return the note that states it.
 
-    Without ``page`` evenly spaced ones, first and last among them; with ``page`` the page-th run of ``limit``.
+    Without ``page``, items are evenly spaced and include first and last; with it, they are the page-th run of
+    ``limit``.
     """
     if limit < 1:
         raise InputError(message(f"At least one of the {words} has to be drawn.", got=limit, expected="1 or more"))
@@ -333,12 +334,12 @@ def dataset_of(layer: Any) -> xr.Dataset | None:
 
 
 def layers_of(result: Any, figure: str) -> dict[str, xr.Dataset]:
-    """Return the layers by name, from a trace, a DataTree, a mapping of layers, or one layer.
+    """Return layers by name from a trace, a DataTree, a mapping of layers, or one layer.
 
     Raises
     ------
     InputError
-        If there is no layer in it.
+        If there is no layer.
     """
     one = dataset_of(result)
     if isinstance(result, xr.DataTree):
@@ -370,7 +371,7 @@ def layers_of(result: Any, figure: str) -> dict[str, xr.Dataset]:
 
 
 def variable(result: Any, name: str, figure: str) -> Any:
-    """Return one variable of a layer; anything that is no layer is returned as it is.
+    """Return one variable of a layer; any other object is returned unchanged.
 
     Raises
     ------

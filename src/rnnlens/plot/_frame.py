@@ -1,7 +1,7 @@
-"""Figures, grids of panels and titles: on a figure of our own, or on the caller's Axes or figure.
+"""Figures, grids of panels and titles: on a new figure, or on the user's Axes or figure.
 
-Figures are made without pyplot: nothing is registered, shown or left open, and rcParams are only read. A figure is
-freed with the last reference to it.
+Figures are made without pyplot: they are not registered or shown, and rcParams are only read. A figure is freed with
+the last reference to it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SEPARATOR: dict[str, Any] = {"color": "#404040", "linewidth": 1.2, "linestyle": 
 
 
 class Picture(Figure):
-    """A matplotlib Figure that a notebook shows when it is the last thing in a cell: ``axes[0].figure``."""
+    """A matplotlib Figure that a notebook displays if it is the last value of a cell: ``axes[0].figure``."""
 
     def _repr_png_(self) -> bytes:
         stored = io.BytesIO()
@@ -40,33 +40,33 @@ class Picture(Figure):
 
 
 class Drawing(np.ndarray[Any, Any]):
-    """What every figure returns: its Axes, as a 1-D array, that a notebook shows and that can be saved.
+    """Result of every plotting function: a 1-D array of Axes that a notebook displays and that can be saved.
 
     >>> rl.plot.heatmap(trace["lstm"].hidden_grad).save("gradient.png")  # doctest: +SKIP
     """
 
     @property
     def figure(self) -> Any:
-        """The figure that the Axes are on: the whole of it, also where each direction has a part of its own."""
+        """The whole figure of the Axes, also if each direction is in its own subfigure."""
         found = self.reshape(-1)[0].figure
         while isinstance(found, SubFigure):
             found = found.figure
         return found
 
     def save(self, path: str | PathLike[str], **options: Any) -> None:
-        """Write the figure to a file; its ending tells the format: ``.png``, ``.pdf``, ``.svg``.
+        """Write the figure to a file; the ending sets the format: ``.png``, ``.pdf``, ``.svg``.
 
         Parameters
         ----------
         path
-            Where to.
+            File to write.
         **options
             As for ``savefig`` of matplotlib's Figure, such as ``dpi``.
 
         Raises
         ------
         InputError
-            If matplotlib knows no such format or option.
+            If matplotlib does not know the format or an option.
         FileError
             If the file cannot be written.
         """
@@ -80,14 +80,14 @@ class Drawing(np.ndarray[Any, Any]):
             raise InputError(message("matplotlib cannot save this.", got=str(error), expected=known)) from error
 
     def mark(self, *steps: float, label: str | None = None) -> Drawing:
-        """Draw a thin line at each of these time steps, in every panel that has time across: where the answer lies.
+        """Draw a thin vertical line at each given time step, in every panel with a horizontal time axis.
 
         Parameters
         ----------
         *steps
-            In the numbers of the time axis.
+            Positions on the time axis.
         label
-            Written above the first of the lines.
+            Text above the first of the lines.
 
         Returns
         -------
@@ -96,7 +96,7 @@ class Drawing(np.ndarray[Any, Any]):
         Raises
         ------
         InputError
-            If no panel has time across, or a step is no number.
+            If no panel has a horizontal time axis, or a step is not a number.
         """
         places = [ax for ax in self.reshape(-1) if ax.get_gid() == OVER_TIME]
         if not places:
@@ -123,9 +123,9 @@ class Drawing(np.ndarray[Any, Any]):
 
 @dataclass
 class Panels:
-    """Axes to draw into, half by half (forward, backward), and where common words go.
+    """Axes to draw into, by direction (forward, backward), and the owners of common titles and labels.
 
-    ``owners`` holds the figure or subfigure of each half; it is empty when the caller gave Axes of their own.
+    ``owners`` has the figure or subfigure of each direction; it is empty if the user passed Axes.
     """
 
     halves: list[list[Any]]
@@ -161,7 +161,7 @@ class Panels:
         first.set_title("\n".join(part for part in whole if part), fontsize="medium", **colour)
 
     def label(self, x: Sequence[str] | str, y: str) -> None:
-        """Label axes: once per half and once at the left where there are several panels, else on the Axes."""
+        """Label axes: common labels for each direction with several panels, else labels on the Axes."""
         words = [x] * len(self.halves) if isinstance(x, str) else list(x)
         for number, (half, label) in enumerate(zip(self.halves, words, strict=True)):
             if self.owners and len(half) > 1:
@@ -177,14 +177,14 @@ class Panels:
             half[0].set_ylabel(wrapped_label(y, tall), alpha=None if number == 0 or not self.owners else 0.0)
 
     def value_label(self, words: str) -> None:
-        """Label the value axis: once at the left of our own figure, on the first of a caller's Axes."""
+        """Label the value axis: once at the left of a new figure, or on the first of the user's Axes."""
         for owner in self.owners[:1]:
             owner.supylabel(words, fontsize="small")
         if not self.owners:
             self.axes[0].set_ylabel(words, fontsize="small")
 
     def outer_ticks_only(self) -> None:
-        """Tick labels at the left and lower rim only; for panels with common limits."""
+        """Show tick labels at the left and lower border only, for panels with common limits."""
         for half in self.halves:
             cells = {_cell(ax) for ax in half if ax.get_subplotspec() is not None}
             for ax in half:
@@ -204,7 +204,7 @@ def _missing(words: str) -> bool:
 
 
 def redden(ax: Any) -> None:
-    """Colour frame and title of a panel red where something in it is NaN or infinite."""
+    """Colour frame and title of a panel red if it has NaN or infinite values."""
     if _missing(ax.get_title()) or any(line.get_gid() == "non-finite" for line in ax.lines):
         ax.title.set_color(ALARM)
         for spine in ax.spines.values():
@@ -212,7 +212,7 @@ def redden(ax: Any) -> None:
 
 
 def wrapped_label(words: str, inches: float) -> str:
-    """Wrap ``words`` into lines that fit an axis of that length."""
+    """Wrap ``words`` into lines that fit an axis of the given length."""
     return textwrap.fill(words, max(16, int(LETTERS_PER_INCH * inches)))
 
 
@@ -225,7 +225,7 @@ def _width(figure: Any) -> float:
 
 
 def _wrapped(words: str, notes: Iterable[str], width: int) -> str:
-    """Wrap the words, and below them the notes: several to a line where they fit."""
+    """Wrap a title, and below it the notes, several to a line if they fit."""
     lines: list[str] = []
     for note in notes:
         joined = f"{lines[-1]}; {note}" if lines else note
@@ -234,9 +234,9 @@ def _wrapped(words: str, notes: Iterable[str], width: int) -> str:
 
 
 def near_square(count: int, *, aspect: float = 1.5) -> tuple[int, int]:
-    """Return rows and columns for ``count`` panels; the last row may have gaps, so that a prime count makes no strip.
+    """Return rows and columns for ``count`` panels; the last row may have gaps.
 
-    ``aspect`` is the wanted ratio of columns to rows.
+    ``aspect`` is the intended ratio of columns to rows.
     """
     ideal = math.sqrt(count * aspect)
     near = range(max(1, math.ceil(0.7 * ideal)), max(1, math.floor(1.5 * ideal)) + 1)
@@ -250,17 +250,17 @@ def near_square(count: int, *, aspect: float = 1.5) -> tuple[int, int]:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Make a figure that belongs to nobody but its holder, with a layout that keeps all text on the canvas."""
+    """Make a figure outside of pyplot, with a layout that keeps all text inside."""
     return Picture(figsize=(width, height), layout="constrained")
 
 
 def given_axes(ax: Any, count: int, figure: str) -> list[Any]:
-    """Return the caller's Axes as a list of ``count``.
+    """Return the user's Axes as a list of ``count``.
 
     Raises
     ------
     InputError
-        If there are more or fewer than the figure has panels.
+        If there are more or fewer Axes than panels.
     """
     if isinstance(ax, np.ndarray):
         ax = ax.reshape(-1).tolist()
@@ -292,16 +292,16 @@ def check_figure(figure: Any, name: str) -> None:
 
 @dataclass(frozen=True)
 class Grid:
-    """How the panels of one half lie.
+    """Size and arrangement of the panels of one direction.
 
     Attributes
     ----------
     size, margin
-        Width and height of one panel, and what labels and title need, in inches.
+        Width and height of one panel, and of the space for labels and title, in inches.
     shape
-        Rows and columns; near to a square where not given.
+        Rows and columns; nearly square by default.
     widths, heights
-        Ratios of the columns, and of the rows; all alike where not given.
+        Ratios of the columns, and of the rows; equal by default.
     """
 
     size: tuple[float, float] = (2.4, 1.5)
@@ -320,7 +320,7 @@ def open_panels(
     ax: Any = None,
     figure: Any = None,
 ) -> Panels:
-    """Open ``count`` panels per half, halves side by side, on a new figure or the caller's ``ax`` or ``figure``."""
+    """Open ``count`` panels per direction, side by side, on a new figure or the user's ``ax`` or ``figure``."""
     grid = grid or Grid()
     check_figure(figure, name)
     if ax is not None:

@@ -1,4 +1,4 @@
-"""Matrices as images: reduced to what a page can show, with separators, and with missing values marked."""
+"""Matrices as images: merged to a limited number of cells, with separators, and with missing values marked."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ IMSHOW = (
 
 
 def steps_for(shape: tuple[int, int], limits: tuple[int, int] = MOST_CELLS) -> tuple[int, int]:
-    """Return how many rows and columns are merged into one cell."""
+    """Return how many rows and columns have to be merged into one cell."""
     return -(-shape[0] // limits[0]), -(-shape[1] // limits[1])
 
 
 def extreme_of_blocks(matrix: Numbers, steps: tuple[int, int]) -> Numbers:
-    """Reduce each block of ``steps`` (rows, columns) to its value of largest magnitude, sign kept; NaN if it has one.
+    """Reduce each block of ``steps`` (rows, columns) to its value of largest magnitude; NaN if it has one.
 
-    A mean would hide what is looked for: a spike at one step, opposite signs, a missing value.
+    The sign is kept. A mean would hide a spike at one step, opposite signs, or a missing value.
     """
     if steps == (1, 1):
         return matrix
@@ -59,7 +59,7 @@ def extreme_of_blocks(matrix: Numbers, steps: tuple[int, int]) -> Numbers:
 
 
 def merge_note(steps: tuple[int, int], rows: str, columns: str) -> str | None:
-    """Return the note on merged cells, from the names of dimensions; None where none were merged."""
+    """Return the note on merged cells, with the names of the dimensions; None if none were merged."""
     rows, columns = ("step" if word == "time" else word for word in (rows, columns))
     if steps == (1, 1):
         return None
@@ -67,23 +67,23 @@ def merge_note(steps: tuple[int, int], rows: str, columns: str) -> str | None:
 
 
 def edges(centres: Numbers) -> tuple[float, float]:
-    """Return the outer edges of cells that are centred on evenly spaced positions."""
+    """Return the outer edges of cells whose centres are evenly spaced."""
     first, last = float(centres[0]), float(centres[-1])
     half = 0.5 * (last - first) / (len(centres) - 1) if len(centres) > 1 else 0.5
     return first - half, last + half
 
 
 def evenly_spaced(centres: Numbers) -> bool:
-    """Return whether positions can be an axis as they are: every step is there, none is left out."""
+    """Return whether positions are successive steps, so that they can be an axis."""
     gaps = np.diff(centres.astype(float))
     return bool(len(centres) < 2 or (abs(gaps[0]) == 1 and np.allclose(gaps, gaps[0])))
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """Values (row, column) whose columns lie at ``x`` and rows at ``y``.
+    """Values (row, column) with the positions of columns, ``x``, and of rows, ``y``.
 
-    ``empty`` (row, column) says where there was no value to begin with; ``over_time``, whether columns are time steps.
+    ``empty`` (row, column) is True where no value exists, such as at padding. ``over_time``: columns are time steps.
     """
 
     values: Numbers
@@ -98,9 +98,9 @@ def draw_image(
 ) -> Any:
     """Draw a matrix as an image; return the AxesImage.
 
-    ``look`` holds properties of the image; limits among them replace its scale. Cells beyond ``limits`` (rows, columns)
-    are merged. Non-finite cells take the colour of missing values and a cross, the latter not where the matrix is
-    empty. ``upward``: y grows upward.
+    ``look`` has properties of the image; limits in it replace its scale. Neighbouring cells are merged if there are
+    more than ``limits`` (rows, columns). Non-finite cells have the colour of missing values and a cross, except where
+    the matrix is empty. ``upward``: y increases upward.
     """
     values, x, y, empty = matrix.values, matrix.x, matrix.y, matrix.empty
     x_even, y_even = evenly_spaced(x), evenly_spaced(y)
@@ -139,7 +139,7 @@ def _cross_out(ax: Any, missing: Numbers, x: Numbers, y: Numbers) -> None:
 
 
 def name_ticks(ax: Any, axis: str, places: Sequence[float] | Numbers, names: Sequence[str], *, most: int = 12) -> None:
-    """Tick places by name; every n-th where there are more than ``most``."""
+    """Set named ticks at positions; every n-th one if there are more than ``most``."""
     every = -(-len(names) // most)
     setter = ax.set_xticks if axis == "x" else ax.set_yticks
     setter(list(places)[::every], labels=list(names)[::every])
@@ -156,9 +156,9 @@ def separate(ax: Any, axis: str, size: int, names: Sequence[str], *, kind: str =
 
 
 def colour_bar(axes: Sequence[Any], drawn: Any, label: str = "", *, among: Sequence[Any] = ()) -> Any:
-    """Draw a colour bar beside ``axes``, its label on one line, its ticks far enough apart to be read.
+    """Draw a colour bar beside ``axes``, with a label of one line and ticks that do not overlap.
 
-    It has pointed ends where colours end before the values of ``drawn``, or of the images ``among`` which it is.
+    Its ends are pointed where values of ``drawn``, or of the images ``among``, exceed the colour scale.
     """
     figure = axes[0].figure
     (share, slender), ends = _slender(axes), beyond(drawn.norm, among or [drawn])
@@ -174,13 +174,13 @@ def colour_bar(axes: Sequence[Any], drawn: Any, label: str = "", *, among: Seque
 
 
 def _row(ax: Any) -> Any:
-    """Return the row of a panel in its grid; the panel itself where it is in none."""
+    """Return the row index of a panel in its grid; the panel itself if it is in none."""
     spec = ax.get_subplotspec()
     return ax if spec is None else spec.rowspan.start
 
 
 def _log_ticks(bar: Any, low: float, high: float, linear: float) -> None:
-    """Tick the powers of ten of a logarithmic scale, and its end, below which values are not told apart: ``≤ 1e-4``."""
+    """Set ticks at powers of ten, and at the end of a logarithmic scale, labelled such as ``≤ 1e-4``."""
     end, signed = f"≤ {power_of_ten(linear)}", low < 0
     ticks = [tick for tick in decade_ticks(max(abs(low), abs(high)), linear, every=not signed) if low <= tick <= high]
     ticks = ticks if signed else [linear, *(tick for tick in ticks if tick > 1.5 * linear)]
@@ -190,7 +190,7 @@ def _log_ticks(bar: Any, low: float, high: float, linear: float) -> None:
 
 
 def one_line(words: str, inches: float) -> str:
-    """Shorten a label to one line of that length: without the part before its first comma, then only that part."""
+    """Shorten a label to one line of that length: drop the part before its first comma, or all but that part."""
     most = int(LETTERS_PER_INCH * inches)
     symbol, _, name = words.partition(", ")
     for part in (words, name, symbol):
@@ -200,7 +200,7 @@ def one_line(words: str, inches: float) -> str:
 
 
 def _slender(axes: Sequence[Any]) -> tuple[float, float]:
-    """Return the share of the width for a colour bar as tall as these axes, and its length by its width."""
+    """Return, for a colour bar as tall as these axes, its share of the width and its aspect ratio."""
     boxes = [ax.get_window_extent() for ax in axes]
     width = max(box.x1 for box in boxes) - min(box.x0 for box in boxes)
     height = max(box.y1 for box in boxes) - min(box.y0 for box in boxes)
@@ -209,7 +209,7 @@ def _slender(axes: Sequence[Any]) -> tuple[float, float]:
 
 
 def beyond(norm: Any, images: Sequence[Any]) -> str:
-    """Return the ends of a colour scale that some value lies beyond: matplotlib's ``extend``."""
+    """Return which ends of a colour scale are exceeded by values: matplotlib's ``extend``."""
     ranges = [found for image in images if image is not None and (found := finite_range(_values(image))) is not None]
     if not ranges or norm.vmin is None or norm.vmax is None:
         return "neither"
@@ -226,7 +226,7 @@ def _values(image: Any) -> Numbers:
 def colour_bars(panels: Panels, drawn: list[Any], label: str, *, shared: bool, wanted: bool = True) -> None:
     """Draw one colour bar for all panels, or one for each.
 
-    The other half of a bidirectional layer gets one that is not seen, so that both are equally wide.
+    The other direction of a bidirectional layer has an invisible one, so that both are equally wide.
     """
     if not wanted or drawn[-1] is None:
         return
@@ -243,7 +243,7 @@ def colour_bars(panels: Panels, drawn: list[Any], label: str, *, shared: bool, w
 
 
 def fade(bar: Any) -> None:
-    """Keep the place of a colour bar, and nothing of its looks."""
+    """Make a colour bar invisible, but keep its space."""
     bar.solids.set_alpha(0.0)
     bar.outline.set_visible(False)
     bar.ax.tick_params(color="none", labelcolor="none")
@@ -259,7 +259,7 @@ GUESS = {2: (TIME, "unit"), 3: (SAMPLE, TIME, "unit"), 4: (SAMPLE, TIME, GATE, "
 
 
 def axes_of(array: xr.DataArray, figure: str, x: str | None = None, y: str | None = None) -> tuple[str, str]:
-    """Return the dimension across and the dimension down."""
+    """Return the horizontal and the vertical dimension of an image."""
     for given in (x, y):
         if given is not None:
             refuse_places_of_others(array, given, figure, DIRECTION)
@@ -285,7 +285,7 @@ def axes_of(array: xr.DataArray, figure: str, x: str | None = None, y: str | Non
 
 
 def slots_of(array: xr.DataArray, keep: list[str]) -> list[tuple[dict[str, int], str]]:
-    """Return selection and title of each panel."""
+    """Return the selection and title of each panel."""
     found: list[tuple[dict[str, int], str]] = [({}, "")]
     for dim in keep:
         found = [
@@ -297,7 +297,7 @@ def slots_of(array: xr.DataArray, keep: list[str]) -> list[tuple[dict[str, int],
 
 
 def matrix_of(data: xr.DataArray, across: str, down: str, stacked: bool) -> Numbers:
-    """Return a matrix (down, across), gates stacked into the rows."""
+    """Return a matrix (down, across), with gates stacked into the rows."""
     if not stacked:
         return np.asarray(data.transpose(down, across).values)
     values = data.transpose(GATE, down, across).values

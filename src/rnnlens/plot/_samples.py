@@ -1,4 +1,4 @@
-"""Samples that a figure shows, one picture of all of them, and steps that are padding."""
+"""Samples in figures: selection by loss, one picture of all samples, and padded steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ._data import Numbers, names_of, nonfinite_note, require_dim
 
 
 def by_loss(array: xr.DataArray, losses: Any, figure: str) -> xr.DataArray:
-    """Name the samples with their losses, the typical one (of the median loss) first; unchanged without losses.
+    """Name the samples by their losses, that of median loss first; unchanged without losses.
 
     Raises
     ------
@@ -42,7 +42,7 @@ def by_loss(array: xr.DataArray, losses: Any, figure: str) -> xr.DataArray:
 
 
 def rms_picture(array: xr.DataArray, figure: str) -> xr.DataArray:
-    """Return one picture of all samples: the RMS over them, each by its own peak; padded steps do not count."""
+    """Return the RMS over samples, each divided by its own peak; padded steps do not count."""
     require_dim(array, SAMPLE, figure)
     ordered = array.transpose(SAMPLE, ...)
     padded = hidden(ordered)
@@ -65,7 +65,7 @@ NOTE = "padding is grey"
 
 
 def hidden(array: xr.DataArray) -> xr.DataArray | None:
-    """Return a mask that is True at padded steps (of either axis); None where no step is padding."""
+    """Return a mask that is True at padded steps (of either axis); None without padding."""
     found: xr.DataArray | None = None
     for name in MASKS:
         if name in array.coords:
@@ -81,7 +81,7 @@ def without_padding(array: xr.DataArray) -> xr.DataArray:
 
 
 def notes_of(array: xr.DataArray) -> list[str | None]:
-    """Return the notes on values that are not finite at real steps, and on padding."""
+    """Return the notes on non-finite values at real steps, and on padding."""
     padded = hidden(array)
     if padded is None:
         return [nonfinite_note(array.values)]
@@ -89,7 +89,7 @@ def notes_of(array: xr.DataArray) -> list[str | None]:
 
 
 def mean_of_real(array: xr.DataArray) -> xr.DataArray:
-    """Return the mean over samples, each step over those for which it is real; NaN where it is so for none."""
+    """Return the mean over samples at real steps; NaN where no sample has a real step."""
     padded = hidden(array)
     if padded is None:
         return array.mean(SAMPLE, skipna=False)  # a missing value in any sample stays visible

@@ -118,7 +118,7 @@ def curves(
 
 
 def _roles(array: xr.DataArray, panel: str | None) -> tuple[str | None, str | None]:
-    """Return the dimension of the panels and that of the lines."""
+    """Return the dimension of the panels and the dimension of the lines."""
     unit = unit_dim(array)
     sample = SAMPLE if SAMPLE in array.dims else None
     wanted = unit if panel in (None, "unit") else panel
@@ -151,7 +151,7 @@ def _panel_values(
 
 
 def thin(values: Numbers, x: Numbers, most: int) -> tuple[Numbers, Numbers]:
-    """Reduce every run of steps of (line, time) to its lowest and highest value, in their order."""
+    """Reduce runs of steps of (line, time) to their lowest and highest values, in their order."""
     run = 2 * -(-len(x) // most)
     if len(x) <= most:
         return values, x
@@ -164,7 +164,7 @@ def thin(values: Numbers, x: Numbers, most: int) -> tuple[Numbers, Numbers]:
 
 
 def _draw(ax: Any, half: DirectionView, values: Numbers, keywords: dict[str, Any], most: int) -> str | None:
-    """Draw the lines of one panel; return the note where steps were merged."""
+    """Draw the lines of one panel; return a note if steps were merged."""
     x, count = positions(half.data, TIME), len(values)
     bad = ~np.isfinite(values)
     clean = np.where(bad, np.nan, values)
@@ -215,7 +215,7 @@ def _finish(panels: Panels, array: xr.DataArray, shown: list[DirectionView], *, 
 
 
 def _mark_deep(ax: Any) -> None:
-    """Mark the values below a true logarithmic axis, line by line."""
+    """Mark the values below a logarithmic axis, line by line."""
     if ax.get_yscale() != "log":
         return
     for collection in [c for c in ax.collections if c.get_gid() == "lines"]:
@@ -226,7 +226,7 @@ def _mark_deep(ax: Any) -> None:
 
 
 def _drawn(axes: list[Any]) -> Numbers:
-    """Return all values of the lines in these panels."""
+    """Return all line values in these panels."""
     found = [
         np.concatenate([np.asarray(path.vertices[:, 1]) for path in collection.get_paths()])
         for ax in axes
@@ -239,7 +239,7 @@ def _drawn(axes: list[Any]) -> Numbers:
 def _name_lines(
     panels: Panels, array: xr.DataArray, along: str | None, lines: list[int], keywords: dict[str, Any]
 ) -> None:
-    """Draw a legend in the first panel, where few lines have colours of their own."""
+    """Draw a legend in the first panel if few lines have their own colours."""
     if along is None or not 1 < len(lines) <= MOST_NAMED or {"color", "colors", "array"} & set(keywords):
         return
     names = names_of(array, along)
@@ -338,7 +338,7 @@ def points(
 
 
 def _open(array: xr.DataArray, halves: list[str | None], count: int, ax: Any, figure: Any) -> Panels:
-    """Open the panels; a single one is wider for more units."""
+    """Open the panels; a single panel is wider if it has more units."""
     alone = count == 1
     width = min(9.0, max(4.5, 0.06 * array.sizes[unit_dim(array)])) / len(halves) if alone else 2.6
     size = (width, 3.2 if alone else 1.7)
@@ -358,7 +358,7 @@ def _refuse_time(array: xr.DataArray) -> None:
 
 
 def _scatter(ax: Any, x: Numbers, values: Numbers, keywords: dict[str, Any]) -> None:
-    """Draw all samples of a panel as one collection, sample by sample; non-finite ones as crosses at the rim."""
+    """Draw all samples of a panel as one collection; non-finite values as crosses at the lower border."""
     count, units = values.shape
     bad = ~np.isfinite(values)
     mark_steps(ax, x[bad.any(axis=0)])
@@ -382,7 +382,7 @@ def _scatter(ax: Any, x: Numbers, values: Numbers, keywords: dict[str, Any]) -> 
 
 
 def _name_outlier(ax: Any, x: Numbers, values: Numbers, names: list[str] | None) -> None:
-    """Name the sample and unit of the one value that lies far out, if there is one."""
+    """Name the sample and unit of a single outlier, if there is one."""
     at = far_out(values.reshape(-1))
     if at is None:
         return

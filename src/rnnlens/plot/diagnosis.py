@@ -1,4 +1,4 @@
-"""``diagnosis``: the measurements behind the sentence of a diagnosis."""
+"""``diagnosis``: figure of the measurements behind a diagnosis."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _THRESHOLD = {"color": "0.45", "linewidth": 0.9, "linestyle": ":"}
 def diagnosis(
     d: Diagnosis, *, layer: str | None = None, title: str | None = None, ax: Any = None, figure: Any = None, **line: Any
 ) -> Any:
-    """Draw the measurements that a diagnosis rests on, a panel for each that was made.
+    """Draw the measurements of a diagnosis, a panel for each that was made.
 
     Use of older steps over the number of steps kept, with the memory in use; the benefit of these steps; the residual
     test by lag; the gradient that survives k steps back, median and quartiles; time constants of the gates.
@@ -84,7 +84,7 @@ def _measured(model: xr.Dataset, name: str) -> bool:
 
 
 def _over_context(ax: Any, model: xr.Dataset, name: str, colour: str, keywords: dict[str, Any]) -> None:
-    """Draw a measure over the number of steps kept, with its interval."""
+    """Draw a measure over the number of steps kept, with its confidence interval."""
     context, values, band = model["context"].values, model[name].values, model[f"{name}_interval"].values
     look = {"color": colour, "marker": "o", "markersize": 3, "linewidth": 1.6}
     ax.plot(context, values, **{"gid": name, **look, **keywords})
@@ -95,7 +95,7 @@ def _over_context(ax: Any, model: xr.Dataset, name: str, colour: str, keywords: 
 
 
 def _use(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None:
-    """Draw how far the prediction moves when older steps are replaced, the 5 % threshold and the memory in use."""
+    """Draw the use of older steps, with the 5 % threshold and the memory in use."""
     if _measured(model, "use"):
         _over_context(ax, model, "use", _BLUE, keywords)
         ax.axhline(0.05, **_THRESHOLD)
@@ -114,7 +114,7 @@ def _use(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None:
 
 
 def _benefit(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None:
-    """Draw the performance lost when older steps are replaced."""
+    """Draw the performance lost when older steps are exchanged."""
     _over_context(ax, model, "benefit", _GREEN, keywords)
     ax.set(ylabel="benefit (share of the score)", title="Performance lost when older steps are replaced")
     top = float(np.nanmax(model["benefit"].values))
@@ -124,7 +124,7 @@ def _benefit(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None:
 
 
 def _residual_test(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None:
-    """Draw the covariance of errors and past inputs by lag, as a share of the threshold of the test."""
+    """Draw the covariance of errors and past inputs by lag, relative to the threshold of the test."""
     shares = model["missed"].values / float(model["missed_threshold"])
     ax.vlines(np.arange(shares.size), 0, shares, color=_ORANGE, linewidth=1.4, gid="missed")
     ax.axhline(1, **_THRESHOLD)
@@ -136,7 +136,7 @@ def _residual_test(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None
 
 
 def _gradient(ax: Any, node: xr.Dataset, keywords: dict[str, Any]) -> None:
-    """Draw the gradient that survives k steps back: of any final state, and of the loss at hand."""
+    """Draw the gradient surviving k steps back: of a random cotangent of the final state, and of the loss."""
     curves = (("kappa", _BLUE, "of any final state (state transfer)"), ("adjoint", _PINK, "of the loss, by own peak"))
     for name, colour, label in curves:
         if name in node:

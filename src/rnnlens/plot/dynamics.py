@@ -1,4 +1,4 @@
-"""``eigenvalues`` of step Jacobians, ``fixed_points``, and ``gradient_carriers``: samples that make up a gradient."""
+"""Figures of dynamics: ``eigenvalues``, ``fixed_points``, and ``gradient_carriers`` (samples with large gradients)."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def _modes(ax: Any, points: FixedPoints, where: Any, axes: Any, span: float) -> 
 def gradient_carriers(
     gradient: Any, losses: Any, *, title: str | None = None, ax: Any = None, figure: Any = None, **point: Any
 ) -> Any:
-    """Draw which samples make up the gradient: the loss of each against the norm of its gradient, and a Lorenz curve.
+    """Draw how the gradient is distributed over samples: loss against gradient norm, and a Lorenz curve.
 
     Where the curve hangs far below the diagonal a few samples speak for the batch, and a mean over samples is theirs.
 
@@ -256,7 +256,7 @@ def gradient_carriers(
 
 
 def _scatter(ax: Any, losses: Numbers, norms: Numbers, names: list[str], keywords: dict[str, Any]) -> None:
-    """Draw a point per sample; the typical one and the largest are named."""
+    """Draw a point per sample; name that of median loss and the largest."""
     seen = np.isfinite(losses) & np.isfinite(norms)
     limits = [_limits(values[seen]) for values in (losses, norms)]
     inside = [np.maximum(values[seen], low) for values, (low, _) in zip((losses, norms), limits, strict=True)]
@@ -289,7 +289,7 @@ def _scatter(ax: Any, losses: Numbers, norms: Numbers, names: list[str], keyword
 
 
 def _limits(values: Numbers) -> tuple[float, float]:
-    """Return limits around the positive values, twelve decades at most."""
+    """Return axis limits around the positive values, at most twelve decades."""
     positive = values[values > 0]
     if not positive.size:
         return 0.1, 10.0
@@ -298,7 +298,7 @@ def _limits(values: Numbers) -> tuple[float, float]:
 
 
 def _curve(ax: Any, norms: Numbers) -> None:
-    """Draw the share of the gradient that the samples with the least of it carry."""
+    """Draw the Lorenz curve: share of the gradient against the share of samples, smallest first."""
     share = lorenz(norms)
     part = np.linspace(0, 1, len(share))
     ax.plot([0, 1], [0, 1], color="0.5", linewidth=0.8, linestyle="--", gid="equal")

@@ -1,4 +1,4 @@
-"""``gates``: activity and saturation; ``gates_over_time``; ``saturation_arrows`` from before to after."""
+"""Figures of gates: ``gates`` (activity and saturation), ``gates_over_time``, ``saturation_arrows``."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ CELLS = (120, 160)
 
 @dataclass(frozen=True)
 class _Gate:
-    """What one row of the figure draws."""
+    """Data of one row of the figure: one gate of one direction."""
 
     name: str
     steps: Numbers
@@ -193,12 +193,12 @@ def _draw_row(axes: list[Any], row: _Gate, steps: Numbers, keywords: dict[str, A
 
 
 def near_low(gate: str) -> str:
-    """Return the words for the share of values at the lower end: a candidate lies between -1 and 1."""
+    """Return the label for the share of values near the lower end: below -0.9 for a candidate, else below 0.1."""
     return "share near -1 (< -0.9)" if gate == "candidate" else "share near 0 (< 0.1)"
 
 
 def near_high(gate: str) -> str:
-    """Return the words for the share of values at the upper end."""
+    """Return the label for the share of values near the upper end."""
     return "share near +1 (> 0.9)" if gate == "candidate" else "share near 1 (> 0.9)"
 
 
@@ -231,7 +231,7 @@ def gates_over_time(
     figure: Any = None,
     **line: Any,
 ) -> Any:
-    """Draw the gates of a unit over time: a panel per unit, a line per gate, median and quartiles of the samples.
+    """Draw the gates of a unit over time: a panel per unit, a line per gate, median and quartiles over samples.
 
     Parameters
     ----------
@@ -332,7 +332,7 @@ def saturation_arrows(
     figure: Any = None,
     **arrow: Any,
 ) -> Any:
-    """Draw how the saturation of each unit's gates moved: a panel per gate, an arrow per unit.
+    """Draw how the saturation of each unit's gates changed: a panel per gate, an arrow per unit.
 
     An arrow leads from the shares of (sample, time) at which the gate was near 1 (across) and near 0 (upward) before to
     those after. On the hypotenuse a unit is always at one end; at the origin it never is.
@@ -380,7 +380,7 @@ def saturation_arrows(
 
 
 def _gates(layer: Any) -> xr.DataArray:
-    """Return the gates, NaN at steps that are padding."""
+    """Return the gates, with NaN at padded steps."""
     guess = {4: (SAMPLE, TIME, GATE, "unit")}
     array = labelled(variable(layer, "gates", "saturation_arrows"), "saturation_arrows", guess=guess)
     for dim in (GATE, unit_dim(array) or "unit"):
@@ -405,7 +405,7 @@ def _refuse_others(before: xr.DataArray, after: xr.DataArray) -> None:
 
 
 def _shares(gate: xr.DataArray, name: str) -> Numbers:
-    """Return for each unit the share near 1 and the share near 0, (unit, 2)."""
+    """Return for each unit the shares near 1 and near 0, (unit, 2)."""
     unit = unit_dim(gate)
     values = gate.transpose(..., unit).values.reshape(-1, gate.sizes[unit])
     low = -0.9 if name == "candidate" else 0.1
@@ -414,7 +414,7 @@ def _shares(gate: xr.DataArray, name: str) -> Numbers:
 
 
 def _draw_saturation(ax: Any, before: Numbers, after: Numbers, gate: str, keywords: dict[str, Any]) -> None:
-    """Draw an arrow per unit, a ring where it begins."""
+    """Draw an arrow per unit, with a ring at its start."""
     ax.plot([0, 1], [1, 0], color="#909090", linewidth=0.8, gid="limit")
     size = float(np.clip(900 / len(before), 3, 18))
     ax.scatter(*before.T, s=size, facecolor="none", edgecolor="#0072b2", linewidth=0.7, clip_on=False, gid="before")

@@ -1,4 +1,4 @@
-"""``gradient_flow``: how the gradient of every layer, network or moment fades over time."""
+"""``gradient_flow``: decay of the gradient over time, for layers, networks or moments of a training."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ _NARROW = 5.0
 
 @dataclass(frozen=True)
 class FadingLine:
-    """One gradient of one direction over time, as it is drawn.
+    """One line of the figure: one gradient of one direction over time.
 
     Attributes
     ----------
     steps, median, low, high
-        Median and quartiles over samples of the norm over units, each sample by its own peak.
+        Median and quartiles over samples of the norm over units, each sample divided by its own peak.
     reach
-        Steps back from the last that carry 95 % of the squared gradient; 0 where that is not defined.
+        Steps back from the last that hold 95 % of the squared gradient; 0 if it is not defined.
     zeros
         Number of steps at which the gradient is 0 in every sample.
     bad, padded
-        Steps with a value that is not finite; steps that are padding in every sample.
+        Steps with a non-finite value; steps that are padding in every sample.
     """
 
     gid: str
@@ -100,7 +100,7 @@ def gradient_flow(
     figure: Any = None,
     **line: Any,
 ) -> Any:
-    """Draw how the gradient of the loss fades over time, a panel per layer and direction.
+    """Draw how the gradient of the loss decays over time, a panel per layer and direction.
 
     Of each sample the Euclidean norm over units, divided by its own peak: the line is the median over samples, the band
     its quartiles, so that a few hard samples do not dominate. The legend names each line with its *reach*: how many
@@ -156,7 +156,7 @@ def gradient_flow(
 
 
 def _networks(trace: Any) -> dict[str, dict[str, xr.Dataset]] | None:
-    """Return layers by network where a mapping holds networks or moments to compare; None for one trace."""
+    """Return layers by network if a mapping has several networks or moments; None for one trace."""
     if isinstance(trace, xr.DataTree | xr.Dataset) or hasattr(trace, "layers") or not isinstance(trace, Mapping):
         return None
     found: dict[str, dict[str, xr.Dataset]] = {}
@@ -178,7 +178,7 @@ def _of_one(layers: Mapping[str, xr.Dataset], as_computed: bool) -> PanelLines:
 
 
 def _of_several(networks: Mapping[str, Mapping[str, xr.Dataset]], quantity: str, as_computed: bool) -> PanelLines:
-    """Return a panel for each layer that all networks share, else one for all; a line for each network."""
+    """Return a panel for each layer that all networks share, or one for all; a line for each network."""
     content: PanelLines = {}
     several = any(len(layers) > 1 for layers in networks.values())
     shared = several and len({tuple(layers) for layers in networks.values()}) == 1
@@ -192,7 +192,7 @@ def _of_several(networks: Mapping[str, Mapping[str, xr.Dataset]], quantity: str,
 
 
 def _lines_of(dataset: xr.Dataset, quantity: str, as_computed: bool) -> Iterator[tuple[str | None, FadingLine]]:
-    """Yield direction and line of one gradient of a layer; nothing where the layer does not have it."""
+    """Yield direction and line of one gradient of a layer; nothing if the layer does not have it."""
     if quantity not in dataset:
         return
     array = labelled(with_mask(dataset[quantity], dataset), "gradient_flow")
@@ -231,7 +231,7 @@ def _fading(quantity: str, half: DirectionView, count: int, *, from_start: bool)
 
 
 def _open(keys: Sequence[tuple[str, str | None]], ax: Any, figure: Any) -> Panels:
-    """Open one row per kernel, as tall as it has rows, within reason."""
+    """Open one panel per layer and direction, stacked if the figure is narrow."""
     ways = max(1, len({way for _, way in keys}))
     columns = ways if ways > 1 or len(keys) == 1 else min(2 if len(keys) == 4 else 3, len(keys))
     if figure is not None and hasattr(figure, "bbox") and figure.bbox.width / figure.dpi < _NARROW:
@@ -242,7 +242,7 @@ def _open(keys: Sequence[tuple[str, str | None]], ax: Any, figure: Any) -> Panel
 
 
 def _finding(name: str, lines: Sequence[FadingLine]) -> str:
-    """Return the panel's title: how many steps back carry the gradient, before and after or of the one network."""
+    """Return the panel's title: over how many steps the gradient reaches back, for one or two networks."""
     reaches = [one.reach for one in lines if one.gid != "output_grad" and one.reach]
     compared = len({one.words for one in lines}) == 2 and len(reaches) == 2 and lines[0].gid == lines[1].gid
     if not reaches or not (compared or len(lines) == 1 or lines[0].gid != lines[-1].gid):
@@ -278,7 +278,7 @@ def _draw(ax: Any, lines: Sequence[FadingLine], keywords: Mapping[str, Any], val
 
 
 def _point_down(ax: Any, one: FadingLine) -> None:
-    """Draw an arrow at the lower border beside each place where a line leaves the axis."""
+    """Draw an arrow at the lower border where a line leaves the axis."""
     floor = ax.get_ylim()[0]
     below = (one.median > 0) & (one.median < floor)
     edge = np.flatnonzero(below & ~(np.roll(below, 1) & np.roll(below, -1)))

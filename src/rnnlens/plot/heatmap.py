@@ -1,4 +1,7 @@
-"""``heatmap``: units by time as colours; ``before_after``: two results of one model and the ratio of their sizes."""
+"""``heatmap``: units by time as colours.
+
+``before_after``: two results of one model and the ratio of their magnitudes.
+"""
 
 from __future__ import annotations
 
@@ -150,16 +153,16 @@ def heatmap(
 
 @dataclass(frozen=True)
 class _Kind:
-    """What all panels of a heatmap have in common.
+    """Properties that all panels of a heatmap share.
 
     Attributes
     ----------
     across, down
-        The dimensions of a panel; ``stacked``: gates lie above each other along the second.
+        The horizontal and vertical dimension of a panel. ``stacked``: gates are stacked along the second.
     log
         Logarithmic colours.
     positive
-        Colours from white up: no value is negative.
+        Colours from white up, as no value is negative.
     limits
         Rows and columns that one panel can show.
     keywords
@@ -180,7 +183,7 @@ class _Kind:
 
 
 def _draw_maps(ax: Any, data: xr.DataArray, slot: tuple[dict[str, int], str], top: float | None, kind: _Kind) -> Any:
-    """Draw one panel; ``top`` None scales it by itself."""
+    """Draw one panel; ``top`` is the colour limit, None for the panel's own."""
     where, name = slot
     one = data.isel(where)
     matrix = kind.matrix(without_padding(one))
@@ -205,12 +208,12 @@ def _draw_maps(ax: Any, data: xr.DataArray, slot: tuple[dict[str, int], str], to
 
 
 def _cells(count: int) -> tuple[int, int]:
-    """Return rows and columns that one of ``count`` panels can show."""
+    """Return how many rows and columns one of ``count`` panels can show."""
     return MOST_CELLS if count == 1 else (200, 300) if count <= 4 else (150, 220)
 
 
 def _size(count: int, rows: int) -> tuple[float, float]:
-    """Return inches of one panel: large alone, small among many; tall for many rows."""
+    """Return width and height of one panel in inches: large alone, small among many; tall for many rows."""
     tall = min(1.0, 0.55 + rows / 400)
     width, height = (6.0, 4.6) if count == 1 else (3.4, 2.4) if count <= 4 else (2.6, 1.9)
     return width, height * tall
@@ -243,7 +246,7 @@ def before_after(
     figure: Any = None,
     **image: Any,
 ) -> Any:
-    """Draw the same quantity of one model twice on one colour scale, and by what factor its magnitude changed.
+    """Draw a quantity of one model at two moments on one colour scale, and the factor of change.
 
     The third column is |after| / |before| on a logarithmic scale of its own, from 0.01 (blue) to 100 (orange); white
     is no change.
@@ -340,12 +343,12 @@ class ComparedRow:
         return self.before.sizes[self.down] * gates, self.before.sizes[self.across]
 
     def matrix(self, array: xr.DataArray) -> Numbers:
-        """Return (row, column) of one moment, or of a mask."""
+        """Return the matrix (row, column) of one moment, or of a mask."""
         return matrix_of(array, self.across, self.down, self.stacked)
 
 
 def _pairs(before: Any, after: Any, quantity: str, dims: Any) -> dict[str, tuple[xr.DataArray, xr.DataArray]]:
-    """Return the arrays of both moments, by layer where there are several."""
+    """Return the arrays of both moments, by layer if there are several."""
 
     def read(one: Any) -> dict[str, xr.DataArray]:
         whole = dataset_of(one) is None and (isinstance(one, Mapping | xr.DataTree) or hasattr(one, "layers"))
@@ -370,7 +373,7 @@ def _pairs(before: Any, after: Any, quantity: str, dims: Any) -> dict[str, tuple
 
 
 def _pictures(array: xr.DataArray, samples: str, losses: Any) -> xr.DataArray:
-    """Name the samples with their losses, or take their RMS."""
+    """Name the samples with their losses, or reduce them to their RMS."""
     array = by_loss(array, losses, "before_after")
     return rms_picture(array, "before_after") if samples == "rms" else array
 
@@ -378,7 +381,7 @@ def _pictures(array: xr.DataArray, samples: str, losses: Any) -> xr.DataArray:
 def _rows(
     shown: Mapping[str, tuple[xr.DataArray, ...]], as_computed: bool
 ) -> tuple[list[list[ComparedRow]], list[str | None]]:
-    """Return the rows of each half of the figure, and its names; of several layers each direction is a row."""
+    """Return the rows for each direction, and the directions' names; with several layers, each direction is a row."""
     one_layer = len(shown) == 1
     found: dict[str | None, list[ComparedRow]] = {}
     for layer, (first, second) in shown.items():
@@ -397,7 +400,7 @@ def _rows(
 def _draw_row(
     axes: Sequence[Any], row: ComparedRow, names: tuple[str, str], has_losses: bool, look: Mapping[str, Any]
 ) -> list[Any]:
-    """Draw before, after and their ratio; returns the images."""
+    """Draw before, after and their ratio; return the images."""
     padded = hidden(row.before)
     nowhere = xr.zeros_like(row.before, dtype=bool) | (False if padded is None else padded)
     empty = row.matrix(nowhere)
@@ -420,7 +423,7 @@ def _draw_row(
 
 
 def log_ratio(before: Numbers, after: Numbers) -> Numbers:
-    """Return log10(|after| / |before|) within the ends of its scale; 0 where both are 0, NaN where one is missing."""
+    """Return log10(|after| / |before|), clipped to its scale; 0 if both are 0, NaN if one is missing."""
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.log10(np.abs(after)) - np.log10(np.abs(before))
     ratio = np.where((before == 0) & (after == 0), 0.0, ratio)

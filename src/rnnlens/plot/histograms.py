@@ -59,7 +59,7 @@ def count_in_bins(values: Numbers, edges: Numbers) -> Numbers:
 def draw_panel(ax: Any, content: Mapping[str, Numbers], edges: Numbers, keywords: Mapping[str, Any]) -> None:
     """Draw one histogram per layer: filled if alone, lightly filled if there are two, outlines if there are more.
 
-    A panel whose values are all the same has no distribution: it says how many there are of it.
+    If all values of a panel are equal, the value and its count are written instead.
     """
     several = len(content) > 1
     same = None if several else one_value(next(iter(content.values())))
@@ -90,7 +90,7 @@ def draw_panel(ax: Any, content: Mapping[str, Numbers], edges: Numbers, keywords
 
 
 def one_value(values: Numbers) -> tuple[int, float] | None:
-    """Return count and value where all finite values are equal and more than one; else None."""
+    """Return count and value if all finite values are equal and more than one; else None."""
     found = finite_range(values)
     if found is None or found[0] != found[1] or values.size < 2:
         return None
@@ -102,7 +102,7 @@ def _steps_of(ax: Any) -> list[Any]:
 
 
 def scale_counts(panels: Panels, *, shared: bool, log: bool, clip_peaks: int) -> None:
-    """Set the counts axes; the tallest bars are cut off and labelled."""
+    """Set the counts axes; cut off the tallest bars and label them."""
     drawn = [ax for ax in panels.axes if _steps_of(ax)]
     tops = [_top([s.get_data().values for s in _steps_of(ax)], clip_peaks) for ax in drawn]
     for ax, own in zip(drawn, tops, strict=True):
@@ -124,7 +124,7 @@ def _top(counts: Sequence[Numbers], clip_peaks: int) -> float:
 
 
 def _write_counts(ax: Any, top: float, clip_peaks: int) -> None:
-    """Write the counts of the bars that reach beyond ``top`` at the upper rim."""
+    """Write the counts of bars that exceed ``top`` at the upper border."""
     beyond = [
         (count, 0.5 * (left + right))
         for step in _steps_of(ax)
@@ -176,7 +176,7 @@ def histogram(
     figure: Any = None,
     **step: Any,
 ) -> Any:
-    """Draw the distribution of values; values that are NaN or infinite are left out and counted in the panel's title.
+    """Draw the distribution of values; NaN and infinite values are left out and counted in the panel's title.
 
     Parameters
     ----------
@@ -263,7 +263,7 @@ def _layers(data: Any, dims: Sequence[str] | None, overlay: str | None) -> dict[
 
 
 def _with_missing(title: str, arrays: Sequence[Numbers]) -> str:
-    """Append the exact share of NaN and Inf to a panel title, where there are any."""
+    """Append the exact share of NaN and Inf to a panel title, if there are any."""
     notes = [note for note in map(nonfinite_note, arrays) if note]
     return "\n".join([part for part in [title, *notes] if part])
 
@@ -346,7 +346,7 @@ def weights_histogram(
 def _open(
     columns: list[list[Kernel]], directions: list[str | None], wide: int, ax: Any, figure: Any
 ) -> tuple[Panels, list[list[list[Any]]]]:
-    """Open a grid with a row per kernel, without the panels that a kernel without gates does not need."""
+    """Open a grid with a row per kernel; kernels without gates have fewer panels."""
     per_kernel = [len(kernel.gates) or 1 for kernel in columns[0]]
     if ax is not None:
         panels = open_panels(sum(per_kernel), name="weights_histogram", halves=directions, ax=ax)
@@ -370,7 +370,7 @@ def _open(
 
 
 def _deal(axes: list[Any], counts: list[int]) -> list[list[Any]]:
-    """Split Axes into runs of the given lengths."""
+    """Split Axes into groups of the given lengths."""
     starts = np.cumsum([0, *counts])
     return [axes[starts[i] : starts[i + 1]] for i in range(len(counts))]
 

@@ -1,4 +1,4 @@
-"""``weight_norms`` and ``norm_history``: weights and gradients over training."""
+"""``weight_norms`` and ``norm_history``: norms of weights and gradients over training."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def weight_norms(
 
 
 def _lines_of(history: Any) -> tuple[dict[tuple[str, str], Numbers], Numbers, str]:
-    """Return values over training by layer and weight, the steps, and the words for them."""
+    """Return values over training by layer and weight, the training steps, and the label of the axis."""
     if hasattr(history, "dataset") and isinstance(history.dataset, xr.Dataset):
         history = history.dataset
     if isinstance(history, xr.Dataset | xr.DataArray):
@@ -239,7 +239,7 @@ def norm_history(
     figure: Any = None,
     **image: Any,
 ) -> Any:
-    """Draw how the reach of a gradient grows while training: time steps across, training upward, and its size beside.
+    """Draw the gradient over time steps (across) and training (upward), and its size beside.
 
     Each row is the norm over units at each step, each sample by its own peak, median over samples. The size is the
     median of these peaks, with their quartiles.
@@ -325,7 +325,7 @@ def _variable(one: Any, quantity: str) -> Any:
 
 
 def _row(array: xr.DataArray) -> tuple[Numbers, Numbers, tuple[float, float, float]]:
-    """Return shape (time,), its padding, and the quartiles of the peaks."""
+    """Return shape (time,), mask of padding, and the quartiles of the peaks."""
     lead = [SAMPLE] if SAMPLE in array.dims else []
     ordered = array.transpose(*lead, TIME, ...)
     norms = np.asarray(safe_norm(ordered.values, axis=tuple(range(len(lead) + 1, ordered.ndim)), xp=np), dtype=float)
@@ -342,7 +342,7 @@ def _row(array: xr.DataArray) -> tuple[Numbers, Numbers, tuple[float, float, flo
 
 
 def _draw_history(places: list[Any], names: list[Any], steps: Numbers, rows: list[Any], look: dict[str, Any]) -> None:
-    """Draw the map of shapes, and the sizes beside it."""
+    """Draw the map of gradient shapes, and the sizes beside it."""
     shapes, empty = np.stack([row[0] for row in rows]), np.stack([row[1] for row in rows])
     at = np.arange(len(rows))
     colours = {"cmap": POSITIVE, "norm": from_zero(shapes, 1.0, log=look["log"]), **look["keywords"]}

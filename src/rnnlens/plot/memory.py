@@ -1,4 +1,7 @@
-"""``lag_profile``: how far back outputs depend on inputs; ``memory_lifetime``: what forget gates keep of a state."""
+"""``lag_profile``: dependence of outputs on inputs by lag.
+
+``memory_lifetime``: product of forget gates against dc_t/dc_0.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ from .time_jacobian import block_norms
 
 @dataclass(frozen=True)
 class _Curve:
-    """One profile and what is written about it."""
+    """One lag profile with its mean lag and horizon."""
 
     name: str
     mean: Numbers
@@ -40,7 +43,7 @@ class _Curve:
 
     @property
     def words(self) -> str:
-        """Mean lag and horizon; a horizon at the last lag is only known to be no shorter."""
+        """Mean lag and horizon as text; a horizon at the last lag is marked as a lower bound."""
         if self.horizon < 0:
             return "0 at every lag"
         last = int(np.flatnonzero(np.isfinite(self.mean))[-1])
@@ -167,7 +170,7 @@ def _curve(name: str, rows: Numbers, samples: str, epsilon: float, confidence: f
 
 
 def _whole(times: Numbers) -> bool:
-    """Return whether these are all steps from 0 on."""
+    """Return whether the times are all steps from 0 on."""
     return bool(np.array_equal(times, np.arange(len(times))))
 
 
@@ -331,7 +334,7 @@ def _refuse(array: xr.DataArray) -> None:
 
 
 def _draw_lifetime(ax: Any, kept: Numbers, arrived: Numbers, steps: Numbers, keywords: dict[str, Any]) -> None:
-    """Draw the points of all units, a colour per step; what is too small lies at the border."""
+    """Draw the points of all units, a colour per step; values that are too small are at the border."""
     values = np.concatenate([kept.reshape(-1), arrived.reshape(-1)])
     positive = values[np.isfinite(values) & (values > 0)]
     low = max(float(positive.min(initial=1.0)), _DEEPEST) / 3

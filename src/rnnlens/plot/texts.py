@@ -1,4 +1,4 @@
-"""``input_map``: the inputs that a loss or prediction depends on; ``unit_over_text``: a unit's state over tokens."""
+"""``input_map``: sensitivity to each input step; ``unit_over_text``: a unit's state over tokens."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ MOST_LINES = 40
 
 
 def tokens_of(tokens: Any, count: int, figure: str) -> list[str]:
-    """Return the tokens as text, one for each step; a string is its letters.
+    """Return the tokens as a list of texts, one for each step; a string is split into letters.
 
     Raises
     ------
     InputError
-        If there are not as many as steps.
+        If the numbers of tokens and steps differ.
     """
     several = isinstance(tokens, str | Sequence) or (isinstance(tokens, np.ndarray) and tokens.ndim == 1)
     if not several or len(tokens) != count:
@@ -85,13 +85,13 @@ def height_of(tokens: Sequence[str]) -> float:
 
 
 def width_of(tokens: Sequence[str]) -> int:
-    """Return the number of letters of the longest line, a third of a full one at least."""
+    """Return the number of letters of the longest line, at least a third of a full line."""
     longest = max(column + len(token) for (_, column), token in zip(places_of(tokens), tokens, strict=True))
     return max(WIDTH // 3, longest)
 
 
 def shade_text(ax: Any, tokens: Sequence[str], values: Numbers, look: dict[str, Any]) -> tuple[Any, str | None]:
-    """Write the tokens, each on the colour of its value; the colours drawn, and the note on what is left out."""
+    """Write the tokens on colours of their values; return the collection of boxes and the note on omitted tokens."""
     places = places_of(tokens)
     kept = [i for i, (line, _) in enumerate(places) if line < MOST_LINES]
     boxes = [Rectangle((places[i][1], places[i][0]), len(tokens[i]), 0.92) for i in kept]
@@ -136,7 +136,7 @@ def input_map(
     figure: Any = None,
     **line: Any,
 ) -> Any:
-    """Draw |dL/dx_t| times the standard deviation of the input: what a change of usual size at each step does.
+    """Draw |dL/dx_t| times the standard deviation of the input at each step.
 
     A gradient at an input that never varies means nothing, however large it is. Each sample by its own peak, median and
     quartiles over samples; or one ``sample``.
@@ -255,7 +255,7 @@ def _picked_input_map(values: Numbers, sample: int | None) -> Numbers:
 
 
 def _shape_of(values: Numbers, real: Numbers, sample: int | None) -> tuple[Numbers, Numbers, Numbers, str | None]:
-    """Return median and quartiles over samples, each by its own peak; of one sample its values."""
+    """Return median and quartiles over samples, each by its own peak; for one sample its own values."""
     if len(values) == 1:
         return values[0], values[0], values[0], None
     found = peak_band(values, real if sample is None else None)
@@ -271,7 +271,7 @@ def _target(array: xr.DataArray) -> str | None:
 
 
 def _sides(shape: Any, count: int) -> tuple[int, int]:
-    """Return rows and columns of an image of so many pixels."""
+    """Return rows and columns of an image with ``count`` pixels."""
     sizes = np.atleast_1d(as_numbers("shape", shape)).astype(int)
     if sizes.size != 2 or int(sizes.prod()) != count or (sizes < 1).any():
         got = f"shape={tuple(sizes.tolist())} for {count} steps"
@@ -280,7 +280,7 @@ def _sides(shape: Any, count: int) -> tuple[int, int]:
 
 
 def _image(ax: Any, values: Numbers, sides: tuple[int, int], look: dict[str, Any]) -> Any:
-    """Draw the steps as pixels, close to their colour bar."""
+    """Draw the steps as pixels of an image."""
     rows, columns = sides
     ax.set_anchor("E")
     grid = Matrix(values.reshape(rows, columns), np.arange(columns), np.arange(rows), over_time=False)
@@ -292,7 +292,7 @@ def _image(ax: Any, values: Numbers, sides: tuple[int, int], look: dict[str, Any
 def _line(
     ax: Any, steps: Numbers, bands: tuple[Numbers, Numbers, Numbers], keywords: dict[str, Any], *, log: bool
 ) -> None:
-    """Draw the steps as they are, with the band."""
+    """Draw the steps as a line, with its band."""
     middle, low, high = ([np.where(part > 0, part, np.nan) for part in bands]) if log else bands
     look = {"color": "#0072b2", "linewidth": 1.3, "gid": "sensitivity", "marker": "o" if len(steps) == 1 else None}
     ax.fill_between(steps, low, high, color="#0072b2", alpha=0.2, linewidth=0, gid="band")
@@ -321,7 +321,7 @@ def unit_over_text(
     figure: Any = None,
     **patch: Any,
 ) -> Any:
-    """Draw a text of which each token is shaded by the state of a unit after reading it: a panel per unit.
+    """Draw a text with each token shaded by the state of a unit after reading it: a panel per unit.
 
     White is 0, blue negative, orange positive.
 
@@ -384,7 +384,7 @@ def unit_over_text(
 
 
 def _one_gate(array: xr.DataArray, gate: str | None) -> xr.DataArray:
-    """Select a gate by name; the array as it is where it has none."""
+    """Select a gate by name; return the array unchanged if it has no gates."""
     if GATE not in array.dims:
         if gate is not None:
             got = f"gate={gate!r} for dimensions ({', '.join(map(str, array.dims))})"

@@ -1,4 +1,4 @@
-"""``time_jacobian``: how much every input step moves every output step; ``jacobian_margins``, with sums beside it."""
+"""Figures of time Jacobians: ``time_jacobian``, the matrix of step pairs; ``jacobian_margins``, with sums beside it."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ GUESS = {
 
 
 def block_norms(data: Any, figure: str, dims: Sequence[str] | None) -> tuple[xr.DataArray, bool]:
-    """Return one number per pair of steps, and whether it is a norm taken here, over output units and input features.
+    """Return one number per pair of steps, and whether it is a norm over output units and input features.
 
-    A Jacobian of a layer that returns its last output only gets an ``out_time`` of one step: the last.
+    If only the last output step exists, ``out_time`` has length one.
     """
     array = labelled(data, figure, dims=dims, guess=GUESS)
     require_dim(array, IN_TIME, figure, hint="pass what rl.jacobian(model, x) returned")
@@ -165,7 +165,7 @@ def matrices_of(
 
 
 def _of_all(part: xr.DataArray, samples: str) -> tuple[xr.DataArray, str | None]:
-    """Reduce all samples to one Jacobian; return it and the note on how."""
+    """Reduce all samples to one Jacobian; return it and the note on the reduction."""
     if SAMPLE not in part.dims:
         return part, None
     count = part.sizes[SAMPLE]
@@ -213,7 +213,7 @@ def draw_matrix(
 
 
 def _hatch(ax: Any, matrix: Numbers, in_times: Numbers, out_times: Numbers) -> None:
-    """Hatch the triangle of inputs that cannot reach their output, where every value in it is 0."""
+    """Hatch the triangle of inputs that come after the output, if all its values are 0."""
     for later in (True, False):  # a backward layer is reached from later steps only
         never = in_times[None, :] > out_times[:, None] if later else in_times[None, :] < out_times[:, None]
         if not never.any() or (matrix[never] != 0).any():
@@ -230,7 +230,7 @@ def _hatch(ax: Any, matrix: Numbers, in_times: Numbers, out_times: Numbers) -> N
 
 
 def _draw_row(ax: Any, row: Numbers, padded: Numbers, steps: Numbers, *, log: bool) -> None:
-    """Draw the only output step as a line, on a logarithmic axis where nothing is negative."""
+    """Draw the only output step as a line, on a logarithmic axis if no value is negative."""
     bad = ~np.isfinite(row)
     mark_steps(ax, steps[bad & ~padded])
     shade(ax, steps, padded)
@@ -315,7 +315,7 @@ def jacobian_margins(
 
 
 def _finding(matrix: Numbers, padded: Numbers, array: xr.DataArray) -> str | None:
-    """Return which one to three input steps carry at least half of the matrix; None where more are needed."""
+    """Return text on one to three input steps with at least half of the matrix; None if more are needed."""
     totals = input_totals(np.where(padded | ~np.isfinite(matrix), 0.0, np.abs(matrix)))
     steps = positions(array, IN_TIME)
     if len(totals) < 8 or not totals.sum() > 0:
@@ -347,7 +347,7 @@ def _profile(ax: Any, matrix: Numbers, padded: Numbers, array: xr.DataArray, log
 
 
 def _columns(ax: Any, matrix: Numbers, padded: Numbers, array: xr.DataArray, log: bool) -> None:
-    """Draw the sum of each column, under it."""
+    """Draw the sum of each column below it."""
     steps = positions(array, IN_TIME)
     totals = input_totals(np.where(padded, 0.0, matrix))
     ax.plot(steps, _drawn(totals, log), color="#0072b2", linewidth=1.2, gid="columns")
@@ -375,7 +375,7 @@ def _value_axis(ax: Any, values: Numbers, log: bool) -> None:
 
 
 def _mark(places: list[Any], array: xr.DataArray, delays: Numbers, *, backward: bool) -> None:
-    """Mark delays of the task: diagonals of the matrix, named by their lag, and places on the profile."""
+    """Mark delays of the task: as diagonals of the matrix, named by their lag, and in the profile."""
     matrix, profile, _ = places
     in_times = positions(array, IN_TIME)
     limits = matrix.get_xlim(), matrix.get_ylim()

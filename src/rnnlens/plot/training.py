@@ -1,4 +1,4 @@
-"""Figures of a followed training: ``film``, the gradient over time steps and training; ``timeline``, its numbers."""
+"""Figures of a followed training: ``film`` (gradient over time steps and training) and ``timeline`` (scalars)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _DENSER = 8.0
 
 
 def edges_of(places: Numbers) -> Numbers:
-    """Return the edges of cells from their middles: half-way between neighbours."""
+    """Return the edges of cells from their centres: half-way between neighbours."""
     places = np.asarray(places, dtype=float)
     if len(places) < 2:
         return np.array([places[0] - 0.5, places[0] + 0.5])
@@ -41,7 +41,7 @@ def edges_of(places: Numbers) -> Numbers:
 
 
 def is_denser_early(steps: Numbers) -> bool:
-    """Return whether late records lie many times as far apart as early ones, as those at powers of two do."""
+    """Return whether late records are many times farther apart than early ones, as those at powers of two."""
     gaps = np.diff(np.asarray(steps, dtype=float))
     if len(gaps) < 4 or np.any(gaps <= 0):
         return False
@@ -50,7 +50,7 @@ def is_denser_early(steps: Numbers) -> bool:
 
 
 def training_axis(ax: Any, steps: Numbers) -> None:
-    """Set a linear axis, or a logarithmic one where records are denser early (step 0 has room at its left end)."""
+    """Set a linear training axis, or a logarithmic one if records are denser early."""
     if is_denser_early(steps):
         first, last = float(steps[steps > 0].min()), float(steps.max())
         ax.set_xscale("symlog", linthresh=first, linscale=0.5)
@@ -66,7 +66,7 @@ def training_axis(ax: Any, steps: Numbers) -> None:
 
 
 def scalar_line(ax: Any, scalar: xr.DataArray, *, label: str | None = None, colour: Any = None) -> None:
-    """Draw one number over training; positive ones that span more than a decade on a logarithmic axis."""
+    """Draw one scalar over training, on a logarithmic axis if it is positive and spans more than a decade."""
     steps, values = positions(scalar, "step"), np.asarray(scalar.values, dtype=float)
     bad = ~np.isfinite(values)
     name = str(scalar.name)
@@ -80,7 +80,7 @@ def scalar_line(ax: Any, scalar: xr.DataArray, *, label: str | None = None, colo
 
 
 def log_where_it_helps(ax: Any, lines: Sequence[Numbers], *, most: float = _RANGE) -> bool:
-    """Set a logarithmic value axis where all finite values are positive and span a decade."""
+    """Set a logarithmic value axis if all finite values are positive and span a factor of ``most``; return whether."""
     values = np.concatenate([np.ravel(line) for line in lines])
     values = values[np.isfinite(values)]
     if not values.size or values.min() <= 0 or values.max() < most * values.min():
@@ -96,7 +96,7 @@ def moments_of(moments: Mapping[str, float] | None, steps: Numbers) -> dict[str,
     Raises
     ------
     InputError
-        If it is no mapping from names to steps of this run.
+        If it is not a mapping from names to steps of this run.
     """
     if moments is None:
         return {}
@@ -131,7 +131,7 @@ def mark_moments(axes: Sequence[Any], moments: Mapping[str, float], *, words: bo
 
 
 def under_training(figure: Any, moments: Mapping[str, float]) -> str:
-    """Return the label of the training axis with the numbered moments, in lines that fit the figure."""
+    """Return the label of the training axis with the numbered moments, wrapped to fit the figure."""
     named = "; ".join(f"{n} {name} (step {step:g})" for n, (name, step) in enumerate(moments.items(), start=1))
     lines = wrapped_label(named, 0.9 * float(figure.bbox.width / figure.dpi))
     return f"training step\n{lines}" if named else "training step"
@@ -338,7 +338,7 @@ def timeline(
     figure: Any = None,
     **line: Any,
 ) -> Any:
-    """Draw the numbers of a run over training: a panel for each kind, a line for each layer, gate or weight.
+    """Draw the scalars of a run over training: a panel for each kind, a line for each layer, gate or weight.
 
     Parameters
     ----------
@@ -430,7 +430,7 @@ def _draw_timeline(ax: Any, kind: str, lines: Mapping[str, xr.DataArray], keywor
 
 
 def _name(ax: Any, lines: Mapping[str, xr.DataArray], *, beside: bool) -> None:
-    """Draw a legend where there is more than one line; many names stand beside the panel."""
+    """Draw a legend if there is more than one line; a long one is beside the panel."""
     if len(lines) > 1 or next(iter(lines)):
         where = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.05)} if beside else {"loc": "best"}
         columns = 1 + len(lines) // _BESIDE if beside else 1 if len(lines) <= _INSIDE else 2

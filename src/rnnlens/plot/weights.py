@@ -1,4 +1,4 @@
-"""``weights_heatmap``: every weight of a layer in its place; ``weight_lags``: the steps that make up dL/dW."""
+"""``weights_heatmap``: all weights of a layer as images; ``weight_lags``: distribution of dL/dW over lags."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from ._images import IMSHOW, Matrix, colour_bar, draw_image, fade, merge_note, s
 
 
 def drawing_order() -> dict[str, int]:
-    """Return the rank of each weight from top to bottom, in the order in which cells list them."""
+    """Return the rank of each weight name from top to bottom, in the order in which cells list them."""
     names = dict.fromkeys(name for cell in kinds().values() for name in cell.parameters)
     return {name: position for position, name in enumerate(names)}
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One weight of one direction, as (row, gate, unit); ``gates`` is empty where it has none."""
+    """One weight of one direction, as (row, gate, unit); ``gates`` is empty without gates."""
 
     name: str
     words: str
@@ -55,7 +55,7 @@ class Kernel:
 
     @property
     def title(self) -> str:
-        """The name in words."""
+        """Name of the weight in words."""
         return self.name.removesuffix("_grad").replace("_", " ") + ", gradient" * self.name.endswith("_grad")
 
 
@@ -65,7 +65,7 @@ def kernels_of(weights: Any, figure: str, *, grad: bool = False) -> tuple[list[K
     Raises
     ------
     InputError
-        If there are none.
+        If there are none to draw.
     """
     dataset = getattr(weights, "dataset", weights)
     if not isinstance(dataset, xr.Dataset | Mapping):
@@ -101,7 +101,7 @@ def _is_derived(name: str) -> bool:
 
 
 def _labelled(name: str, data: Any, figure: str, *, recurrent: bool) -> xr.DataArray:
-    """Label a weight; plain arrays have gates where there is a recurrent kernel among them."""
+    """Label a weight; plain arrays have gates if there is a recurrent kernel among them."""
     if isinstance(data, xr.DataArray):
         return labelled(data, figure)
     known = weight_of(name.removesuffix("_grad")) if recurrent else None
@@ -217,7 +217,7 @@ def _alone(kernel: Kernel) -> bool:
 
 
 def _bars(panels: Panels, columns: list[list[Kernel]], drawn: list[Any], label: str, *, shared: bool) -> None:
-    """Draw a colour bar for the kernels and one for each bias; of two directions the first has unseen ones."""
+    """Draw a colour bar for the kernels and one for each bias; those of the first of two directions are invisible."""
     images = iter(drawn)
     for number, (column, axes) in enumerate(zip(columns, panels.halves, strict=True)):
         triples = [(kernel, ax, next(images)) for kernel, ax in zip(column, axes, strict=True)]
@@ -238,7 +238,7 @@ def _bars(panels: Panels, columns: list[list[Kernel]], drawn: list[Any], label: 
 
 
 def _open(columns: list[list[Kernel]], directions: list[str | None], ax: Any, figure: Any) -> Panels:
-    """Open one row per kernel, as tall as it has rows, within reason."""
+    """Open one row per kernel, with heights by their numbers of rows, within limits."""
     count = max(len(column) for column in columns)
     tall = [0.1 + 2.6 * min(1.0, max(c.values.shape[0] for c in row) / 64) ** 0.6 for row in zip(*columns, strict=True)]
     wide = max(kernel.values.shape[1] * kernel.values.shape[2] for kernel in columns[0])
@@ -254,7 +254,7 @@ def _open(columns: list[list[Kernel]], directions: list[str | None], ax: Any, fi
 
 
 def _common_limit(kernels: list[Kernel]) -> tuple[float, str | None]:
-    """Return the colour limit of all kernels, and the note where values lie beyond it."""
+    """Return the colour limit of all kernels, and a note if values exceed it."""
     matrices = [kernel.values for kernel in kernels if not _alone(kernel)] or [kernel.values for kernel in kernels]
     largest = largest_magnitude(*matrices)
     magnitudes = np.abs(np.concatenate([values.reshape(-1) for values in matrices]))
@@ -304,7 +304,7 @@ def weight_lags(
     figure: Any = None,
     **line: Any,
 ) -> Any:
-    """Draw from how far back dL/dW comes: its cumulative share against the lag, a line per gate, a panel per weight.
+    """Draw the cumulative share of dL/dW against the lag: a line per gate, a panel per weight.
 
     What a step adds to the gradient is measured by its norm. A line that is near 1 at once says that the weight learns
     from the last steps only, whatever the states remember.
@@ -360,7 +360,7 @@ def weight_lags(
 
 
 def _weights_of(dataset: xr.Dataset) -> list[str]:
-    """Return the names of the weights that have a gradient here, in drawing order."""
+    """Return the names of the weights that have a gradient, in drawing order."""
     gradients = [str(name).removesuffix("_norm") for name in dataset.data_vars]
     found = {name.removesuffix("_grad") for name in gradients if name.endswith("_grad")}
     order = drawing_order()

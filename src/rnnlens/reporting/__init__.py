@@ -26,7 +26,7 @@ __all__ = ["check_path", "report"]
 
 
 def _switch_or(kind: type, expected: str) -> Check:
-    """Make a check for a switch or a finished result."""
+    """Return a check for a switch or a finished result."""
 
     def finished(name: str, value: Any) -> Any:
         if not isinstance(value, kind):
@@ -78,7 +78,7 @@ def report(
     seed: int = 0,
     axes: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write one HTML file to look at, to print and to send: findings, their evidence, and every step of every layer.
+    """Write one HTML file with the findings, their evidence and every step of every layer.
 
     Nothing in it is loaded from elsewhere, and it can be read without scripts. At most 2 MB: what does not fit is
     merged or left out by a rule that the page states.
@@ -162,7 +162,7 @@ def write(target: Path, material: Material, origin: ReportOrigin) -> None:
 
 
 def check_path(path: Path) -> Path:
-    """Refuse a path that no report can be written to, before a long computation.
+    """Raise if no report can be written to a path, before a long computation.
 
     Raises
     ------
@@ -179,7 +179,7 @@ def check_path(path: Path) -> Path:
 
 
 def _results(model: Any) -> list[Any] | None:
-    """Return the finished results given in place of a model; None for a model."""
+    """Return the finished results passed in place of a model; None for a model."""
     if isinstance(model, Result | xr.DataArray):
         return [model]
     found = listed(model) if isinstance(model, list | tuple) else None
@@ -193,7 +193,7 @@ def _results(model: Any) -> list[Any] | None:
 
 
 def _title(material: Material) -> str:
-    """Return kind and units of the layers: "GRU, 12 units"; empty without layers."""
+    """Return kind and units of the layers, such as "GRU, 12 units"; "" without layers."""
     tracks = material.moments[0].tracks if material.moments else []
     layers = list(
         dict.fromkeys(
@@ -218,7 +218,7 @@ def _now() -> str:
 def _call(
     path: Any, has_target: bool, samples: int, seed: int, given: Mapping[str, Any], diagnosis: Any, jacobian: Any
 ) -> str:
-    """Return the call that was made, as code."""
+    """Return the user's call as code."""
     words = [f"path={str(path)!r}"]
     words += [f"{name}={_word(value, name)}" for name, value in given.items() if value is not None]
     words += [f"samples={samples}"] * (samples != 64) + [f"seed={seed}"]
@@ -233,7 +233,7 @@ def _arguments(given: Mapping[str, Any], samples: int, seed: int) -> dict[str, s
 
 
 def _word(value: Any, name: str) -> str:
-    """Write a plain value as code, a function by its name, anything else by the name of its argument."""
+    """Return the code of an argument: a plain value, a function's name, or the argument's own name."""
     if isinstance(value, str | int | float | tuple | list):
         return shown(value) if not isinstance(value, str) else repr(value)
     called = str(getattr(value, "__name__", ""))

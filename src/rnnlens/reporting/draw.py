@@ -1,6 +1,6 @@
-"""Static drawings: inline SVG in the colours of the page's style sheet, for readers without scripts and for printing.
+"""Static drawings as inline SVG in the colours of the page's style sheet, for printing and without scripts.
 
-The script draws the same figures again, as wide as the window.
+With scripts, the page draws the same figures again, in the width of the window.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DECADES = 8
 
 @dataclass(frozen=True)
 class StaticLine:
-    """A curve, and a band around a median; each (point,), or None."""
+    """A curve and a band around a median; each (point,), or None."""
 
     name: str
     x: Array
@@ -38,18 +38,18 @@ class StaticLine:
 
 @dataclass(frozen=True)
 class CurveAxes:
-    """Axes around curves.
+    """Axes of a figure of curves.
 
     Attributes
     ----------
     x, y
         Labels.
     unit_range
-        The value axis runs from 0 to 1.
+        Whether the value axis runs from 0 to 1.
     marks, levels
-        Vertical lines, and horizontal ones, each with a word: the memory in use, a threshold.
+        Vertical and horizontal lines, each with a text, such as the memory in use or a threshold.
     padded
-        Steps that are padding: hatched.
+        Padded steps, which are hatched.
     """
 
     x: str
@@ -109,13 +109,13 @@ def lines(drawn: Sequence[StaticLine], frame: CurveAxes, height: int = 190) -> M
 
 
 def _word(x: float, y: float, anchor: str, word: str) -> Markup:
-    """Write a plain value as code, a function by its name, anything else by the name of its argument."""
+    """Return SVG of a short text at pixel (x, y); ``anchor`` is the SVG text anchor."""
     text = Markup('<text class="word" x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>')
     return text.format(x, y, anchor, word)
 
 
 def _hatched(left: float, right: float, top: float, bottom: float) -> Markup:
-    """Hatch a column: a step that is padding."""
+    """Return SVG that hatches a column: a padded step."""
     left, right = max(left, LEFT), min(right, WIDTH - RIGHT)
     shape = Markup('<rect class="hatched" x="{:.1f}" y="{}" width="{:.1f}" height="{}"/>')
     return shape.format(left, top, max(right - left, 0.0), bottom - top)
@@ -123,22 +123,22 @@ def _hatched(left: float, right: float, top: float, bottom: float) -> Markup:
 
 @dataclass(frozen=True)
 class ImageAxes:
-    """Axes around an image.
+    """Axes of an image.
 
     Attributes
     ----------
     x, y
         Labels.
     rows, steps
-        How many there are down and across.
+        Number of rows and of columns.
     columns
-        Words below the columns, in place of steps.
+        Texts below the columns, in place of step numbers.
     names
-        Of the rows; their positions by default.
+        Names of the rows; their positions by default.
     hatched
-        Hatch the half above the diagonal: inputs that come after the output.
+        Whether to hatch the triangle above the diagonal: inputs that come after the output.
     padded
-        Steps that are padding: hatched.
+        Padded steps, which are hatched.
     """
 
     x: str
@@ -207,7 +207,7 @@ def _range(every: Sequence[Array], log: bool) -> tuple[float, float]:
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Return round numbers between two bounds."""
+    """Return round numbers between two bounds, about ``about`` of them."""
     span = high - low
     if not span > 0:
         return [low]

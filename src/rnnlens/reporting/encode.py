@@ -1,7 +1,7 @@
-"""Numbers as few bytes of text: quantised, as an indexed PNG or as base64.
+"""Compact encoding of numbers as text: quantised, as an indexed PNG or as base64.
 
-A map is shipped as a PNG whose palette is its colour scale. Any browser shows it as it is; the script reads the numbers
-back from the colours, since no two codes of a palette look the same.
+A map is stored as a PNG whose palette is its colour scale. Browsers display it directly, and the script decodes the
+numbers from the colours, since all colours of a palette differ.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _PADDING_COLOUR, _BROKEN_COLOUR = (154, 160, 166), (255, 0, 60)
 
 @dataclass(frozen=True)
 class Scale:
-    """From codes to values: ``low`` at code 0 and ``high`` at the last, of the logarithm (base 10) where ``log``.
+    """Linear map from codes to values, or to their logarithm (base 10): ``low`` at code 0, ``high`` at the last code.
 
-    On a logarithmic scale code 0 stands for whatever is smaller than ``low``, zero included.
+    On a logarithmic scale, code 0 means any value below ``low``, zero included.
     """
 
     low: float
@@ -54,7 +54,7 @@ class Scale:
 
 
 def scale_of(values: Array, *, log: bool = False, signed: bool = False) -> Scale:
-    """Return the scale that holds all finite values: symmetric about 0 where ``signed``."""
+    """Return the scale that spans all finite values; symmetric about 0 if ``signed``."""
     finite = np.asarray(values, dtype=np.float64)
     finite = finite[np.isfinite(finite)]
     if log:
@@ -99,7 +99,7 @@ def row_codes(values: Array, scale: Scale, padded: Array | None = None) -> str:
 
 @cache
 def colours(palette: str) -> Array:
-    """Return a colour for each code, (256, 3) of uint8, no two the same."""
+    """Return a colour for each code, (256, 3) of uint8, all different."""
     shades = colormaps[_MAPS[palette]](np.linspace(0, 1, LEVELS + 1))[:, :3]
     table = np.zeros((256, 3), dtype=np.int64)
     table[: LEVELS + 1] = np.rint(shades * 255)
@@ -117,7 +117,7 @@ def colours(palette: str) -> Array:
 
 
 def hex_colours(palette: str) -> str:
-    """Return all colours of a palette in one string, six digits each."""
+    """Return all colours of a palette as one string of six digits each."""
     return bytes(colours(palette).ravel()).hex()
 
 

@@ -1,4 +1,4 @@
-"""Curves of a diagnosis as figures, and the figure that supports each finding."""
+"""Curves of a diagnosis as figures, and the assignment of figures to findings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SHOWN_BY = {
 
 
 def figures_of(diagnosis: Diagnosis) -> list[ReportFigure]:
-    """Make the figures of memory in use, of missed lags and of each layer's state transfer, as far as measured."""
+    """Return the figures of memory in use, of missed lags and of each layer's state transfer, as far as measured."""
     model = diagnosis.dataset("model") if "model" in diagnosis else xr.Dataset()
     found = []
     if "use" in model and bool(model.attrs.get("known", True)) and model.sizes.get("context", 0) > 1:
@@ -68,7 +68,7 @@ def _memory(model: xr.Dataset) -> ReportFigure:
 
 
 def _missed(model: xr.Dataset) -> ReportFigure:
-    """Draw how much of the residual each lag of the input explains, with the threshold of the test."""
+    """Draw the share of the residual that each lag of the input explains, with the threshold of the test."""
     values = _numbers(model["missed"])
     drawn = [draw.StaticLine("residual explained", np.arange(len(values), dtype=np.float64), values)]
     words = "Residual test: how much of the model's errors the input at each lag would explain."
@@ -79,7 +79,7 @@ def _missed(model: xr.Dataset) -> ReportFigure:
 
 
 def _transfer(measures: xr.Dataset, layer: str, id: str) -> list[ReportFigure]:
-    """Draw the state transfer of a layer by lag; nothing where it was not measured."""
+    """Return the figure of a layer's state transfer by lag, in a list that is empty if it was not measured."""
     if "kappa" not in measures:
         return []
     drawn = []
@@ -102,7 +102,7 @@ def _transfer(measures: xr.Dataset, layer: str, id: str) -> list[ReportFigure]:
 
 
 def _curve(head: Caption, drawn: Sequence[draw.StaticLine], axes: draw.CurveAxes) -> ReportFigure:
-    """Make a figure of curves over something else than time."""
+    """Return a figure of curves over an axis other than time."""
     lines = [
         {"name": line.name, **{key: _short(values) for key, values in _values(line).items() if values is not None}}
         for line in drawn
@@ -123,12 +123,12 @@ def _values(line: draw.StaticLine) -> dict[str, Array | None]:
 
 
 def _short(values: Array) -> list[float | None]:
-    """Round to 5 digits; None for what is not finite."""
+    """Round to 5 digits; None for values that are not finite."""
     return [float(f"{v:.5g}") if np.isfinite(v) else None for v in values]
 
 
 def anchor(finding: Finding, figures: Sequence[ReportFigure], tracks: Sequence[Track]) -> str:
-    """Return the id of the figure that supports a finding; of the table of measures where there is none."""
+    """Return the id of the figure that supports a finding; that of the table of measures if there is none."""
     ids = {figure.id for figure in figures}
     kind = _SHOWN_BY.get(finding.code, "")
     track = next((i for i, t in enumerate(tracks) if t.layer == finding.layer), len(tracks) - 1)

@@ -1,4 +1,4 @@
-"""Figures of a report: numbers for the script, and a drawing that needs no script.
+"""Figures of a report: data for the script, and a static drawing.
 
 ``ReportFigure.kind`` selects the drawing: ``"lines"`` over time, ``"map"`` of rows over time (or over named columns),
 ``"jacobian"`` (output step by input step), ``"curve"`` over another axis.
@@ -25,7 +25,7 @@ _COLUMNS = 250
 
 @dataclass(frozen=True)
 class Caption:
-    """Words of a figure: its id in the page, title, a sentence, and the code that draws or returns the same."""
+    """Texts of a figure: id in the page, title, a sentence, and code that draws or returns the same."""
 
     id: str
     title: str
@@ -35,7 +35,7 @@ class Caption:
 
 @dataclass
 class ReportFigure:
-    """One figure: its words, its numbers for JSON, and a static drawing of the sample shown first."""
+    """One figure: its caption, its data as JSON, and a static drawing of the first sample."""
 
     head: Caption
     kind: str
@@ -55,7 +55,7 @@ class ReportFigure:
 
 @dataclass(frozen=True)
 class PagePlan:
-    """How many samples and steps the page holds.
+    """Numbers of samples and steps in the page.
 
     Attributes
     ----------
@@ -73,7 +73,7 @@ class PagePlan:
 
 @dataclass(frozen=True)
 class ShownSamples:
-    """The samples of the page, those that show most first, and the plan of how many have curves and maps."""
+    """The samples of the page, the most informative first, and how many of them have curves and maps."""
 
     plan: PagePlan
     telling: tuple[int, ...]
@@ -91,7 +91,7 @@ class ShownSamples:
 
 @dataclass(frozen=True)
 class TrackSteps:
-    """The steps that a figure over time is drawn on: its track, by number, and the mask of each moment."""
+    """Time axis of a figure: number of its track, and the mask of each moment."""
 
     shown: ShownSamples
     track: int
@@ -105,11 +105,11 @@ class ValueAxis:
     Attributes
     ----------
     log
-        The values are sizes: drawn on a logarithmic axis first, and relative to their own peak on request.
+        Whether values are magnitudes: on a logarithmic axis, and relative to their own peak if the reader selects it.
     share
-        The values lie between 0 and 1.
+        Whether the values lie between 0 and 1.
     of_units
-        By name of a curve, the map (and which of its choices) with the values of single units.
+        By name of a curve: the map, and the choice within it, with the values of single units.
     """
 
     label: str
@@ -119,7 +119,7 @@ class ValueAxis:
 
 
 def lines(head: Caption, named: Mapping[str, Sequence[Array]], over: TrackSteps, axis: ValueAxis) -> ReportFigure:
-    """Make a figure of curves by name, (sample, time) at one or two moments."""
+    """Return a figure of named curves, (sample, time) at one or two moments."""
     width, first = over.shown.plan.curve_bin, over.masks[0]
     encoded_lines, drawn, broken = [], [], 0
     for name, moments in named.items():
@@ -152,7 +152,7 @@ def _merge_steps(values: Array, mask: Array | None, width: int, log: bool) -> tu
 
 
 def _encode_curves(curves: Array, padded: Array | None, shown: ShownSamples, log: bool) -> dict[str, Any]:
-    """Encode the curves of the samples shown, and median and quartiles of all, absolute and relative to own peaks."""
+    """Encode curves of the shown samples, and median and quartiles of all, absolute and relative to own peaks."""
     clean = curves if padded is None else np.where(padded, np.nan, curves)
     scale, rows = scale_of(clean, log=log), np.asarray(shown.curves)
     encoded = {
@@ -177,7 +177,7 @@ def _static_line(name: str, values: Array, mask: Array | None, sample: int) -> d
 
 @dataclass(frozen=True)
 class Choice:
-    """One of the maps that a figure shows in turn: (sample, time, row) at each moment, in a palette of ``encode``."""
+    """One of several maps of a figure: (sample, time, row) at each moment, with its palette."""
 
     name: str
     moments: Sequence[Array]
@@ -196,7 +196,7 @@ class EncodedMap:
 
 
 def maps(head: Caption, choices: Sequence[Choice], over: TrackSteps, rows: str = "unit") -> ReportFigure:
-    """Make a figure of maps; at a second moment only the first two samples have one."""
+    """Return a figure of maps; at a second moment only the first two samples have one."""
     first, sample = choices[0].moments[0], over.shown.telling[0]
     spec: dict[str, Any] = {"track": over.track, "row": rows, "bin": over.shown.plan.map_bin, "choices": []}
     spec |= {"steps": int(first.shape[1]), "rows": int(first.shape[2])}
@@ -236,7 +236,7 @@ def _encode_map(values: Array, mask: Array | None, sample: int, over: TrackSteps
 
 
 def of_units(head: Caption, table: Array, columns: Sequence[str], track: int) -> ReportFigure:
-    """Make a map of units (rows) over named columns, such as norms of weights; over the units themselves without."""
+    """Return a map of units (rows) over named columns, such as norms of weights, or over the units themselves."""
     scale = scale_of(table)
     spec: dict[str, Any] = {
         "track": track,
@@ -254,7 +254,7 @@ def of_units(head: Caption, table: Array, columns: Sequence[str], track: int) ->
 
 
 def jacobian(found: TimeMap) -> ReportFigure:
-    """Make the figure of the time Jacobian: norms on a logarithmic scale, steps that come later hatched."""
+    """Return the figure of the time Jacobian: norms on a logarithmic scale, future inputs hatched."""
     width = max(1, -(-found.norms.shape[1] // _COLUMNS))
     table = found.norms
     if width > 1:

@@ -1,4 +1,4 @@
-"""Compute everything that a report shows of a model; the other modules only draw and write it."""
+"""Computation of all contents of a report; the other modules only draw and write them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Moment:
 
     @property
     def sensitivity(self) -> Array | None:
-        """(sample, time): norm over features of dL/dx_t times the standard deviation of the input; see ``scaling``."""
+        """Norm over features of dL/dx_t times the standard deviation of the input, (sample, time)."""
         if self.input_gradient is None or self.input is None:
             return None
         if not self.scaling:
@@ -55,15 +55,15 @@ class Moment:
 
     @property
     def mask(self) -> Array | None:
-        """(sample, time) of bool of the first layer; None without padding."""
+        """Mask of the first layer, (sample, time) of bool; None without padding."""
         return self.tracks[0].mask if self.tracks else None
 
     @property
     def scaling(self) -> str:
-        """Words for the standard deviation that scales the gradient; empty for a single sample, which has none.
+        """Text on the standard deviation that scales the gradient; "" for a single sample.
 
-        Without padding it is taken at each step over samples; with padding, where late steps are real in few samples,
-        over all real steps.
+        Without padding it is the standard deviation over samples at each step. With padding, where late steps are real
+        in few samples, it is that over all real steps.
         """
         if self.input is None or len(self.input) == 1 or not np.isfinite(self.input).all():
             return ""
@@ -73,16 +73,16 @@ class Moment:
 
 @dataclass
 class Material:
-    """Everything that goes into a report.
+    """All contents of a report.
 
     Attributes
     ----------
     moments
-        The model itself, and the baseline where there is one.
+        The model itself, and the baseline if there is one.
     numbers
         Positions of the samples in the data.
     losses
-        (sample,), or None with ``why_no_losses``.
+        (sample,), or None with the reason in ``why_no_losses``.
     """
 
     moments: list[Moment] = field(default_factory=list)
@@ -103,7 +103,7 @@ class Material:
 
     @property
     def padding_note(self) -> str:
-        """The sentence about padding: hatched where a mask declares it; read as input where none does."""
+        """Sentence about padding: declared by a mask, or read as input."""
         if not self.moments or self.moments[0].input is None:
             return ""
         if self.moments[0].mask is not None:
@@ -136,7 +136,7 @@ _WANTED = (
 
 
 def look(model: Any, request: ReportRequest) -> Material:
-    """Trace a model and its baseline on the same samples, rank these, and compute everything else."""
+    """Trace a model and its baseline on the same samples, rank these, and compute all contents."""
     adapter = adapter_for(model)
     held, why_one = read(adapter, model, request.x, request.y, request.axes)
     material = Material(total=held.count, layers=find_layers(model))
@@ -153,7 +153,7 @@ def look(model: Any, request: ReportRequest) -> Material:
 
 
 def look_at(results: Sequence[Any]) -> Material:
-    """Collect the same from finished results, as far as they go."""
+    """Collect the contents of a report from finished results, as far as they allow."""
     material = Material()
     for result in results:
         if isinstance(result, Trace):
@@ -180,7 +180,7 @@ def look_at(results: Sequence[Any]) -> Material:
 
 
 def moment(name: str, found: Trace) -> Moment:
-    """Return the trace in the form in which the report shows it."""
+    """Convert a trace to the form used by the report."""
     tracks = tracks_of(found)
     first = next((found.dataset(layer) for layer in found.layers if "input" in found.dataset(layer)), None)
     if first is None:
@@ -190,7 +190,7 @@ def moment(name: str, found: Trace) -> Moment:
 
 
 def _trace(material: Material, adapter: Adapter, model: Any, held: ReportSamples, request: ReportRequest) -> None:
-    """Trace as many samples as were asked for, or as fit the memory granted."""
+    """Trace as many samples as requested, or as fit into the memory limit."""
     count = held.count if held.count is not None else 0
     chosen = list(range(min(request.samples, count))) if held.count is not None else []
     while True:
@@ -237,7 +237,7 @@ def _rank(material: Material, adapter: Adapter, model: Any, held: ReportSamples,
 
 
 def _gradient_sizes(tracks: Sequence[Track], count: int) -> Array:
-    """Return the peak of each sample's gradient, (sample,); 0 without gradients, which keeps their order."""
+    """Return the peak of each sample's gradient, (sample,); 0 without gradients."""
     for track in reversed(tracks):
         for gradient in track.gradients.values():
             return np.nan_to_num(norms(gradient), nan=np.inf).max(axis=1)
@@ -277,7 +277,7 @@ def _shape(found: Moment) -> list[tuple[str, int, int, int]]:
 
 
 def _words(held: ReportSamples, numbers: Sequence[int], tokens: Any) -> list[list[str]] | None:
-    """Return the text of each step of each sample: of integer inputs, by ``tokens``, or by their number."""
+    """Return the text of each step of each sample with integer inputs: by ``tokens``, or the number itself."""
     if held.count is None:
         return None
     leaf = np.asarray(data.leaves_of(held.x)[0])
@@ -326,7 +326,7 @@ def _time_map(material: Material, adapter: Adapter, model: Any, held: ReportSamp
 
 
 def _healthy(material: Material) -> list[int]:
-    """Return the samples shown first, without those whose states are not finite, which would dominate a mean."""
+    """Return the shown samples without those whose states are not finite."""
     telling = list(material.ranking.telling) if material.ranking is not None else []
     states = [state for track in material.moments[0].tracks for state in track.states.values()]
     healthy = [i for i in telling if all(np.isfinite(state[i]).all() for state in states)]
@@ -353,7 +353,7 @@ def _diagnose(material: Material, model: Any, held: ReportSamples, request: Repo
 
 
 def _reason(error: RnnlensError) -> str:
-    """Return an error in one line, with the value it names."""
+    """Return an error as one line, with the value that it names."""
     what, *rest = str(error).splitlines()
     got = next((line.partition("got:")[2].strip() for line in rest if line.strip().startswith("got:")), "")
     return f"{what.rstrip('.')}: {got}" if got else what

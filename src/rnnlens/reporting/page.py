@@ -1,4 +1,4 @@
-"""Render the material of a report to one HTML page."""
+"""Rendering of a report's material to one HTML page."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SCRIPTS = ("base", "values", "panel", "lines", "maps", "controls", "downloads",
 
 @dataclass(frozen=True)
 class ReportOrigin:
-    """The title of a report and the call that makes it again."""
+    """Title of a report, and the call that reproduces it."""
 
     title: str
     code: str
@@ -65,7 +65,7 @@ def render(material: Material, made: ReportOrigin) -> str:
 
 
 def _environment() -> Environment:
-    """Return the template environment: everything printed is escaped, except drawings of this package."""
+    """Return the template environment: it escapes all text except drawings of this package."""
     return Environment(
         loader=FunctionLoader(_asset), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

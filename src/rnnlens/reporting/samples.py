@@ -1,4 +1,4 @@
-"""Samples of a report: read once, each with its own loss, sorted by it."""
+"""Samples of a report: read once, with one loss each, sorted by loss."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class ReportRequest:
 
 @dataclass
 class ReportSamples:
-    """Samples in the form that the model takes.
+    """Samples in the layout that the model takes.
 
     Attributes
     ----------
     x, y
-        All of them; samples lie where the model wants them.
+        All samples, on the axis where the model has them.
     count
-        How many there are; None where that is not known, as of a packed sequence: then they cannot be told apart.
+        Number of samples; None if samples cannot be separated, such as in a packed sequence.
     """
 
     x: Any
@@ -66,7 +66,7 @@ class ReportSamples:
         return self.lie.as_given(x), None if y is None else self.lie.target_as_given(y)
 
     def targets(self, chosen: Sequence[int]) -> list[str]:
-        """Return each sample's target as text; empty where it is more than one number."""
+        """Return each sample's target as text; "" if it is more than one number."""
         if self.count is None or self.y is None:
             return [""] * len(chosen)
         leaves = data.leaves_of(self.y)
@@ -77,7 +77,7 @@ class ReportSamples:
 
 
 def read(adapter: Adapter, model: Any, x: Any, y: Any, axes: Any) -> tuple[ReportSamples, str]:
-    """Read the data; also return why samples cannot be separated, where they cannot."""
+    """Read the data; also return the reason if samples cannot be separated."""
     most = FROM_SOURCE if is_source(x) else 2**40
     orientation: list[Orientation] = []
 
@@ -105,7 +105,7 @@ def _numpy(tree: Any) -> Any:
 def losses(
     adapter: Adapter, model: Any, held: ReportSamples, chosen: Sequence[int], loss: Any, seed: int
 ) -> tuple[Array | None, str]:
-    """Return the loss of each chosen sample, (sample,); None and the reason where it is not defined."""
+    """Return the loss of each chosen sample, (sample,), or None and the reason why it is not defined."""
     if held.count is None:
         return None, "samples cannot be separated"
     if held.y is None and loss is None:
@@ -126,7 +126,7 @@ def losses(
 
 @dataclass(frozen=True)
 class Ranking:
-    """Samples by loss: ``order`` from the smallest; one without a finite loss counts as the hardest."""
+    """Samples in the order of their losses, the smallest first; one without a finite loss counts as the hardest."""
 
     order: tuple[int, ...]
     typical: int
@@ -135,7 +135,7 @@ class Ranking:
 
     @property
     def telling(self) -> tuple[int, ...]:
-        """All samples in the order in which they are shown: typical, hardest, easiest, quartiles, then ever finer."""
+        """All samples in display order: typical, hardest, easiest, quartiles, then ever finer quantiles."""
         count = len(self.order)
         places = [(count - 1) // 2, count - 1, 0]
         for parts in (4, 8, 16, 32, 64, 128):
@@ -145,6 +145,6 @@ class Ranking:
 
 
 def ranked(sizes: Array) -> Ranking:
-    """Rank samples by loss or, where that is not known, by the size of their gradient."""
+    """Rank samples by loss or, if it is not known, by the size of their gradient."""
     order = np.argsort(np.where(np.isfinite(sizes), sizes, np.inf), kind="stable")
     return Ranking(tuple(int(i) for i in order), int(order[(len(order) - 1) // 2]), int(order[-1]), int(order[0]))

@@ -1,4 +1,4 @@
-"""The figures of a report in their order, and how much of the numbers fits into 2 MB."""
+"""Sections of a report in their order, and the number of samples and steps that fit into 2 MB."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class Section:
 
     @property
     def open(self) -> list[ReportFigure]:
-        """Figures that are seen at once."""
+        """Figures that are visible at once."""
         return self.figures if self.track is None or len(self.figures) <= OPEN + 1 else self.figures[:OPEN]
 
     @property
     def folded(self) -> list[ReportFigure]:
-        """Figures behind one click."""
+        """Figures that are folded at first."""
         return self.figures[len(self.open) :]
 
 
@@ -77,7 +77,7 @@ def shown_of(material: Material) -> ShownSamples | None:
 
 
 def sections_of(material: Material, shown: ShownSamples | None) -> list[Section]:
-    """Return the evidence of the findings, input, time Jacobian, layers, and results without a figure here."""
+    """Return the sections: evidence of findings, input, time Jacobian, layers, and results without a figure."""
     sections = []
     if material.diagnosis is not None and (drawn := evidence.figures_of(material.diagnosis)):
         sections.append(Section("evidence", "Memory", "The measurements behind the sentences above.", drawn))
@@ -92,7 +92,7 @@ def sections_of(material: Material, shown: ShownSamples | None) -> list[Section]
 
 
 def _of_input(material: Material, shown: ShownSamples) -> Section:
-    """Return the input of the network and the gradient of the loss at it."""
+    """Return the section of the network's input and the gradient of the loss at it."""
     moments, found = material.moments, []
     first, layer = moments[0], repr(moments[0].tracks[0].layer)
     over = TrackSteps(shown, 0, [moment.tracks[0].mask for moment in moments])
@@ -109,7 +109,7 @@ def _of_input(material: Material, shown: ShownSamples) -> Section:
 
 
 def _input(layer: str, inputs: Sequence[Array], over: TrackSteps) -> ReportFigure:
-    """Draw few features as curves, more as a map."""
+    """Return a figure of the input: few features as curves, more as a map."""
     words, count = "Input of the first recurrent layer at each step.", inputs[0].shape[-1]
     if count <= _LINES:
         named = {f"feature {i}": [values[:, :, i] for values in inputs] for i in range(count)}
@@ -120,7 +120,7 @@ def _input(layer: str, inputs: Sequence[Array], over: TrackSteps) -> ReportFigur
 
 
 def _fewer_features(values: Array, material: Material) -> Array:
-    """Keep the features with the largest standard deviation, in their order."""
+    """Select the features with the largest standard deviation, in their order."""
     if values.shape[-1] <= _FEATURES:
         return values
     spread = np.nan_to_num(np.asarray(values, dtype=np.float64)).std(axis=(0, 1))
@@ -258,8 +258,8 @@ def weight_norms(track: Track, weights: Weights | None) -> tuple[dict[str, Array
 def plan(tracks: Sequence[Track], features: int, moments: int, budget: int) -> PagePlan:
     """Return the richest plan of a page of at most ``budget`` bytes.
 
-    Curves of all samples come before maps of more than a few, since samples are picked by their curves. At least the
-    typical and the hardest sample have maps, if need be with many steps merged.
+    Curves of all samples have priority over maps of more than a few, since readers select samples by their curves. At
+    least the typical and the hardest sample have maps, if necessary with many steps merged.
     """
     samples, steps = tracks[0].samples, max(track.steps for track in tracks)
     widths = ((1000, 500), (500, 250), (250, 250), (250, 125), (125, 125), (125, 60), (60, 60))
@@ -293,5 +293,5 @@ def _page_bytes(found: PagePlan, tracks: Sequence[Track], features: int, moments
 
 
 def _bin_width(steps: int, most: int) -> int:
-    """Return how many steps are merged into one, so that at most ``most`` remain."""
+    """Return how many steps have to be merged so that at most ``most`` remain."""
     return max(1, -(-steps // most))

@@ -1,4 +1,4 @@
-"""Words of the page: findings, certificate, versions, measures, and what was left out."""
+"""Texts of the page: findings, certificate, versions, measures, and omitted contents."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def results(material: Material) -> list[Result]:
 
 @dataclass(frozen=True)
 class Badge:
-    """How certain the numbers are: state ``good``, ``bad`` or ``open``, in words, with the largest residual."""
+    """Summary of all checks: state ``good``, ``bad`` or ``open``, a text, and the largest residual."""
 
     state: str
     word: str
@@ -81,7 +81,7 @@ def _worst(checks: Sequence[Check]) -> Check:
 
 
 def _residual(check: Any) -> str:
-    """Write a residual beside its bound; empty for None."""
+    """Return a residual with its bound as text; "" for None."""
     return "" if check is None else f"largest residual {check.residual:.1g}, rounding explains {check.bound:.1g}"
 
 
@@ -126,7 +126,7 @@ def measures(diagnosis: Diagnosis | None) -> list[tuple[str, list[tuple[str, str
 
 
 def left_out(material: Material, shown: ShownSamples | None) -> list[str]:
-    """List what the page leaves out or merges."""
+    """List the contents that the page leaves out or merges."""
     said = list(material.left_out)
     if shown is None:
         return said

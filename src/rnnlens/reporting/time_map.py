@@ -1,4 +1,4 @@
-"""Time Jacobian of a report, thinned so that it takes about ten seconds."""
+"""The time Jacobian of a report, on fewer steps so that it takes about ten seconds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ROWS = 128
 
 @dataclass(frozen=True)
 class TimeMap:
-    """Norms of the time Jacobian, mean over samples.
+    """Norms of the time Jacobian, averaged over samples.
 
     Attributes
     ----------
@@ -36,11 +36,11 @@ class TimeMap:
     out_times, in_times
         Steps of the rows and columns, chronological.
     words
-        What was differentiated by what, and how it was looked at.
+        Text on the two ends and the reduction.
     code
-        The call that gives it.
+        Call that returns the same.
     causal
-        No output depends on a later input: the upper triangle is empty by construction.
+        Whether no output depends on a later input, so that the upper triangle is zero by construction.
     estimated
         Number of random probes; 0 for an exact norm.
     samples
@@ -65,14 +65,14 @@ def of_model(
     outputs: Sequence[tuple[int, ...]],
     request: ReportRequest,
 ) -> TimeMap:
-    """Compute outputs by inputs; of a model with a single output step, the states of its last layer by the inputs.
+    """Compute the time Jacobian of outputs by inputs; with one output step, of the last layer's states by inputs.
 
     Parameters
     ----------
     take
-        The first so many samples, as the model takes them.
+        Returns the first n samples for a number n, in the layout that the model takes.
     samples
-        Their positions in the data; none where samples are not told apart.
+        Their positions in the data; empty if samples cannot be separated.
     outputs
         Shapes of the outputs of one sample.
     """
@@ -107,7 +107,7 @@ def of_model(
 
 
 def of_array(found: xr.DataArray) -> TimeMap:
-    """Convert a finished time Jacobian."""
+    """Convert a finished time Jacobian to a map of the report."""
     return _labelled(found, "", int(found.sizes.get(SAMPLE, 0)), 0, [])
 
 

@@ -1,4 +1,4 @@
-"""What a trace holds, as a reader looks at it: one track for each direction of each layer, over one axis of time."""
+"""Tracks: arrays of a trace by layer and direction, over one time axis."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SYMBOLS = {"hidden": "h", "cell": "c"}
 
 @dataclass
 class Track:
-    """One direction of one layer.
+    """Arrays of one direction of one layer.
 
     Attributes
     ----------
@@ -44,7 +44,7 @@ class Track:
 
     @property
     def title(self) -> str:
-        """Layer, and direction where there are two."""
+        """Layer name, with the direction if there are two."""
         return f"{self.layer} · {self.direction}" if self.direction else self.layer
 
     @property
@@ -67,7 +67,7 @@ class Track:
 
 
 def symbol(state: str) -> str:
-    """Return the symbol of a state in formulas (h, c), or its name where it has none."""
+    """Return the symbol of a state in formulas (h, c), or its name if it has none."""
     return _SYMBOLS.get(state, state.replace("_", " "))
 
 
@@ -113,7 +113,7 @@ def norms(values: Array) -> Array:
 
 
 def sort_keys(track: Track, kernels: Array | None) -> dict[str, Array]:
-    """Return the keys by which units are sorted: one number per unit each.
+    """Return the keys by which units can be sorted: one number per unit each.
 
     Parameters
     ----------
@@ -146,9 +146,9 @@ def sort_keys(track: Track, kernels: Array | None) -> dict[str, Array]:
 
 
 def binned(values: Array, width: int, *, size: bool = False) -> Array:
-    """Merge ``width`` steps of (sample, time, ...) into one: their mean, or where ``size`` their root mean square.
+    """Merge ``width`` steps of (sample, time, ...) into one: their mean, or their root mean square if ``size``.
 
-    A bin in which any value is not finite is NaN: it must not look healthy.
+    A merged step with any non-finite value is NaN, so that the value stays visible.
     """
     if width == 1:
         return np.asarray(values, dtype=np.float64)
@@ -165,7 +165,7 @@ def binned(values: Array, width: int, *, size: bool = False) -> Array:
 
 
 def quartiles(curves: Array) -> Array:
-    """Return lower quartile, median and upper quartile over finite samples, (3, time); NaN where none is finite."""
+    """Return lower quartile, median and upper quartile over finite samples, (3, time); NaN if none is finite."""
     kept = np.where(np.isfinite(curves), curves, np.nan)
     empty = ~np.isfinite(kept).any(axis=0)
     kept[:, empty] = 0.0
@@ -175,7 +175,7 @@ def quartiles(curves: Array) -> Array:
 
 
 def by_own_peak(curves: Array) -> Array:
-    """Divide each sample by its largest finite value; NaN where it is 0 throughout."""
+    """Divide each sample by its largest finite value; NaN if that is 0."""
     finite = np.where(np.isfinite(curves), curves, 0.0)
     peak = finite.max(axis=1, keepdims=True, initial=0.0)
     with np.errstate(divide="ignore", invalid="ignore"):
