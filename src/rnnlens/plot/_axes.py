@@ -15,9 +15,9 @@ from matplotlib.ticker import FixedLocator, Formatter, Locator, LogLocator, MaxN
 from ._colour import DECADES, linear_below
 from ._data import Numbers, finite_range, largest_magnitude
 
-#: Of an Axes whose horizontal axis counts time steps: its ``mark`` finds it by this.
+#: Group id of an Axes whose horizontal axis is time; ``Drawing.mark`` searches for it.
 OVER_TIME = "over time"
-#: Inches of one letter of the size in which ends are named.
+#: Width in inches of one letter of a name at a line's end.
 _LETTER = 0.058
 _LINE = 0.125
 
@@ -145,7 +145,7 @@ def step_axis(ax: Any, axis: str, steps: Numbers, *, time: bool = True) -> None:
     if not steps.size:
         return
     first, last = float(steps.min()), float(steps.max())
-    most = 9 if first >= 0 and last <= 9 else 6  # one digit takes little room
+    most = 9 if first >= 0 and last <= 9 else 6  # labels of one digit are narrow
     ticks = list(MaxNLocator(nbins=most, integer=True, min_n_ticks=1).tick_values(first, last))
     gap = ticks[1] - ticks[0] if len(ticks) > 1 else 1.0
     kept = [tick for tick in ticks if first <= tick <= last - 0.6 * gap]
@@ -178,7 +178,7 @@ class Powers(Locator):
             if len(fewer) == 2 and len(found) > self.most:
                 return fewer
             if len(found) > 2:
-                return found[:: -max(1, -(-len(found) // self.most))][::-1]  # the highest is always there
+                return found[:: -max(1, -(-len(found) // self.most))][::-1]  # always include the highest
             fewer = found
         if len(fewer) == 2:
             return fewer
@@ -207,9 +207,9 @@ def log_ticks(ax: Any, axis: str = "y", *, most: int = 7) -> None:
     place.set_minor_formatter(NullFormatter())
 
 
-#: Lines that a legend names one by one; more are drawn alike, with their mean.
+#: Largest number of lines with their own legend entries; more are drawn alike, with their mean.
 MOST_NAMED = 8
-#: Decades below the largest norm at which the axis ends.
+#: Largest number of decades of the axis below the largest norm.
 DEEPEST = 12
 
 

@@ -20,7 +20,7 @@ from ..errors import InputError, RnnlensError, did_you_mean, message, shown
 P = ParamSpec("P")
 R = TypeVar("R")
 
-#: More panels, lines or bins than these would be drawn for hours and seen by nobody.
+#: Largest accepted numbers of panels, lines, bins and delays; more would be slow and unreadable.
 _PANELS, _LINES, _BINS, _DELAYS = 1000, 100_000, 100_000, 1000
 
 
@@ -54,7 +54,7 @@ def _delays(name: str, value: Any) -> Any:
     return found.astype(float)
 
 
-#: What means the same in every figure that has it.
+#: Checks of the parameters that mean the same in every figure that has them.
 COMMON: dict[str, Check] = {
     "dims": _several,
     "x": text,

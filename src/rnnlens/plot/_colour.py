@@ -14,10 +14,10 @@ from matplotlib.colors import Colormap, LinearSegmentedColormap, Normalize, SymL
 
 from ._data import Numbers
 
-#: Where a value is NaN or infinite. Neither map contains this grey.
+#: Colour of NaN and infinite values. Neither map contains this grey.
 MISSING = "#7a7a7a"
 
-#: Lines told apart by colour: Okabe and Ito 2008, "Color Universal Design", without its yellow.
+#: Colours of lines: Okabe and Ito 2008, "Color Universal Design", without its yellow.
 CYCLE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#7f5fa8")
 
 _BLUE_WHITE_ORANGE = ("#08306b", "#1f6fb4", "#8fc1e3", "#ffffff", "#fdb978", "#dd6b10", "#7f2704")
@@ -32,7 +32,7 @@ DIVERGING = _map("rnnlens.diverging", _BLUE_WHITE_ORANGE)
 #: For values >= 0: the upper half of the diverging map, so that white is 0 here as well.
 POSITIVE = _map("rnnlens.positive", _BLUE_WHITE_ORANGE[3:])
 
-#: Decades below the largest magnitude at which a logarithmic scale gives up and treats a value as 0.
+#: Decades of a logarithmic scale below the largest magnitude; smaller values are drawn like 0.
 DECADES = 4
 
 

@@ -22,7 +22,7 @@ OVER_TIME = {1: (TIME,), 2: (TIME, UNIT), 3: (SAMPLE, TIME, UNIT), 4: (SAMPLE, T
 
 _CHUNK = 1 << 22
 
-#: Words for dimensions that have no coordinate to read them from.
+#: Labels of dimensions without a coordinate.
 _WORDS = {
     TIME: "time step",
     OUT_TIME: "output time step",
@@ -228,7 +228,7 @@ def axis_label(array: xr.DataArray, dim: Hashable) -> str:
 def value_label(array: xr.DataArray) -> str:
     """Return the label of the values: symbol, long_name or name, and units unless they are 1."""
     words = str(array.attrs.get("long_name") or (array.name if array.name is not None else "value")).replace("_", " ")
-    units = str(array.attrs.get("units", "1")).removesuffix(" / 1")  # a loss per unit of a pure number
+    units = str(array.attrs.get("units", "1")).removesuffix(" / 1")  # a loss divided by a dimensionless quantity
     words = ", ".join(part for part in (symbol_of(array), words) if part)
     return words if units in ("", "1") else f"{words} [{units}]"
 

@@ -25,7 +25,7 @@ from ..errors import FileError, InputError, message
 from ._axes import OVER_TIME, mark_top
 
 LETTERS_PER_INCH = 12
-#: What is not finite, in titles and around panels; far from both ends of the maps for every kind of sight.
+#: Colour of titles and frames with non-finite values; unlike both ends of the maps, also for colour-blind readers.
 ALARM = "#c00000"
 SEPARATOR: dict[str, Any] = {"color": "#404040", "linewidth": 1.2, "linestyle": "-"}
 
@@ -151,7 +151,7 @@ class Panels:
         colour = {"color": ALARM} if any(_missing(note) for note in said) else {}
         if self.owners:
             width = max(24, int(LETTERS_PER_INCH * _width(self.figure)))
-            if words or said:  # of an array without labels there is nothing to say
+            if words or said:  # an array without labels has no title
                 self.figure.suptitle(_wrapped(words, said, width), fontsize="medium", **colour)
             return
         first = self.axes[0]
@@ -166,7 +166,7 @@ class Panels:
         for number, (half, label) in enumerate(zip(self.halves, words, strict=True)):
             if self.owners and len(half) > 1:
                 self.owners[number].supxlabel(label, fontsize="medium")
-                # The second half has the words as well, unseen: both halves are equally wide.
+                # The second direction has an invisible label, so that both are equally wide.
                 self.owners[number].supylabel(
                     wrapped_label(y, _height(self.figure)), fontsize="medium", alpha=None if number == 0 else 0.0
                 )
@@ -332,7 +332,7 @@ def open_panels(
         figure = new_figure(max(4.2, width), min(22.0, max(2.6, rows * grid.size[1] + grid.margin[1])))
     owners = [figure] if len(halves) == 1 else list(figure.subfigures(1, len(halves), wspace=0.02))
     for part in owners:
-        if not hasattr(part, "savefig"):  # a half has none of its own: the whole is what one means to save
+        if not hasattr(part, "savefig"):  # a subfigure has no savefig of its own: save the whole figure
             part.savefig = figure.get_figure(root=True).savefig
     found = []
     for owner, half in zip(owners, halves, strict=True):

@@ -19,10 +19,10 @@ from ._axes import decade_ticks, power_of_ten, step_axis
 from ._data import Numbers, finite_range, place_words, refuse_places_of_others, require_dim, unit_dim
 from ._frame import LETTERS_PER_INCH, SEPARATOR, Panels
 
-#: Cells of an image beyond which neighbours are merged: rows, columns.
+#: Largest number of cells (rows, columns) of an image; neighbours are merged beyond it.
 MOST_CELLS = (400, 550)
 
-#: Crosses drawn at most for missing values; beyond that their colour is seen anyway.
+#: Largest number of missing values marked by crosses; more are visible by their colour.
 MOST_CROSSES = 400
 
 #: Keywords of ``Axes.imshow`` that are not properties of the image.
@@ -107,7 +107,7 @@ def draw_image(
     xs, ys = (x if x_even else np.arange(len(x))), (y if y_even else np.arange(len(y)))
     steps = steps_for((values.shape[0], values.shape[1]), limits)
     (left, right), (top, bottom) = edges(xs), edges(ys)
-    far = left + (right - left) * (len(xs) + -len(xs) % steps[1]) / len(xs)  # the last cell may be only partly there
+    far = left + (right - left) * (len(xs) + -len(xs) % steps[1]) / len(xs)  # the last cell may be incomplete
     low = top + (bottom - top) * (len(ys) + -len(ys) % steps[0]) / len(ys)
     extent = (left, far, top, low) if upward else (left, far, low, top)
     missing = ~np.isfinite(values)

@@ -58,7 +58,7 @@ def rms_picture(array: xr.DataArray, figure: str) -> xr.DataArray:
     return picture.drop_vars(MASKS, errors="ignore").assign_coords(mask=~padded.all(SAMPLE))
 
 
-#: Coordinates that say which steps are real: of a layer's quantities, and of either axis of a time Jacobian.
+#: Coordinates with masks of real steps: of a layer's quantities, and of either axis of a time Jacobian.
 MASKS = ("mask", f"{OUT_TIME}_mask", f"{IN_TIME}_mask")
 
 NOTE = "padding is grey"

@@ -36,8 +36,8 @@ from ._data import (
 from ._frame import Grid, Panels, open_panels
 from ._images import slots_of
 
-#: Points of one line beyond which steps are thinned to the lowest and highest of each run (about two points per pixel),
-#: by the number of panels up to which it holds.
+#: Largest number of points of one line, by number of panels; longer lines are reduced to the lowest and highest value
+#: of each run (about two points per pixel).
 MOST_POINTS = {4: 1200, 16: 500, 10_000: 250}
 
 
@@ -70,10 +70,10 @@ def curves(
     shared
         Same value axis in all panels.
     log
-        Logarithmic value axis where no value is negative; what is below it is marked at its border. Else a symmetric
-        one, linear within 1e-4 of the largest magnitude.
+        Logarithmic value axis if no value is negative; values below it are marked at its border. Otherwise a
+        symmetric one, linear within 1e-4 of the largest magnitude.
     max_lines
-        Most lines per panel, thinned evenly.
+        Largest number of lines per panel; more are thinned evenly.
 
     Returns
     -------
@@ -82,7 +82,7 @@ def curves(
     Raises
     ------
     InputError
-        If there is no time, a dimension or keyword is unknown, or ``ax`` has not one Axes per panel.
+        If there is no time axis, a dimension or keyword is unknown, or ``ax`` has not one Axes per panel.
     """
     array = labelled(data, "curves", dims=dims)
     require_time(array, "curves", hint="draw values without time with plot.points")
@@ -252,10 +252,10 @@ def _name_lines(
     target.legend(handles=handles, title=axis_label(array, along), fontsize="small", title_fontsize="small", **where)
 
 
-#: So many units each have a tick of their own.
+#: Largest number of units that each have their own tick.
 MOST_TICKS = 12
 
-#: Keywords that give the points colours of their own.
+#: Keywords that set the colours of points.
 _COLOURED = frozenset({"color", "facecolor", "array", "cmap", "norm", "clim"})
 
 
@@ -278,7 +278,7 @@ def points(
 
     Up to 8 samples have a colour each, named in the legend; more are drawn in one colour.
 
-    A value that lies far out (Tukey 1977: three times the distance of the quartiles beyond them) is named.
+    A single outlier is named: a value farther than three interquartile ranges from the quartiles (Tukey 1977).
 
     Parameters
     ----------
@@ -290,8 +290,8 @@ def points(
     shared
         Same value axis in all panels.
     log
-        Logarithmic value axis where no value is negative; what is below it is marked at its border. Else a symmetric
-        one, linear within 1e-4 of the largest magnitude.
+        Logarithmic value axis if no value is negative; values below it are marked at its border. Otherwise a
+        symmetric one, linear within 1e-4 of the largest magnitude.
 
     Returns
     -------
@@ -300,7 +300,7 @@ def points(
     Raises
     ------
     InputError
-        If the data run over time, a keyword is unknown, or ``ax`` has not one Axes per panel.
+        If the data have a time axis, a keyword is unknown, or ``ax`` has not one Axes per panel.
     """
     array = labelled(data, "points", dims=dims, guess={1: ("unit",), 2: (SAMPLE, "unit")})
     _refuse_time(array)

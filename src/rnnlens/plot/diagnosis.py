@@ -19,7 +19,7 @@ from ._data import Numbers
 from ._frame import Grid, open_panels
 
 _BLUE, _GREEN, _ORANGE, _PINK = "#0072b2", "#009e73", "#d55e00", "#cc79a7"
-#: Share of the gradient at which the axis ends; smaller shares are marked by an arrow.
+#: Lower end of the axis as a share of the gradient; smaller shares are marked by an arrow.
 FLOOR = 1e-5
 _THRESHOLD = {"color": "0.45", "linewidth": 0.9, "linestyle": ":"}
 
@@ -36,7 +36,7 @@ def diagnosis(
     Parameters
     ----------
     d
-        What ``rl.diagnose`` returns.
+        Result of ``rl.diagnose``.
     layer
         Layer of the panels on gradient and gates; the first by default.
 
@@ -47,7 +47,7 @@ def diagnosis(
     Raises
     ------
     InputError
-        If ``d`` is no diagnosis, a keyword is unknown, or ``ax`` has not one Axes per panel.
+        If ``d`` is not a diagnosis, a keyword is unknown, or ``ax`` has not one Axes per panel.
     """
     if not isinstance(d, Diagnosis):
         hint = "rl.plot.diagnosis(rl.diagnose(model, x, y))"
@@ -119,7 +119,7 @@ def _benefit(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None:
     ax.set(ylabel="benefit (share of the score)", title="Performance lost when older steps are replaced")
     top = float(np.nanmax(model["benefit"].values))
     ax.set_ylim(-0.05, min(max(top, 1.0), 1.5) * 1.1)
-    if top > 1.5:  # a confident network can lose more than it learned
+    if top > 1.5:  # the benefit can exceed 1 if predictions are overconfident
         ax.annotate(f"up to {top:.1f}", (0.02, 0.97), xycoords="axes fraction", va="top", fontsize="x-small")
 
 

@@ -30,12 +30,12 @@ def eigenvalues(values: Any, *, title: str | None = None, ax: Any = None, figure
     """Draw the eigenvalues of step Jacobians in the complex plane, with the unit circle.
 
     A mode on the circle is kept from step to step, one at 0 is forgotten at once, one outside grows. Later steps are
-    darker; beside it the moduli of all modes, largest first, median over samples and steps with their whole range.
+    darker. A second panel has the moduli of all modes, largest first: median and range over samples and steps.
 
     Parameters
     ----------
     values
-        What ``rl.step_eigenvalues(model, x)`` returned; the fixed points of ``rl.fixed_points``; or a complex array
+        Result of ``rl.step_eigenvalues(model, x)``; the fixed points of ``rl.fixed_points``; or a complex array
         whose last axis counts modes.
 
     Returns
@@ -146,9 +146,9 @@ def fixed_points(
     Parameters
     ----------
     points
-        What ``rl.fixed_points`` returns.
+        Result of ``rl.fixed_points``.
     title
-        Instead of the count of points.
+        Title; by default the number of points.
 
     Returns
     -------
@@ -157,7 +157,7 @@ def fixed_points(
     Raises
     ------
     InputError
-        If ``points`` are none, or a keyword is unknown.
+        If ``points`` is not a result of ``rl.fixed_points``, or a keyword is unknown.
     """
     if not isinstance(points, FixedPoints):
         raise InputError(
@@ -213,12 +213,12 @@ def gradient_carriers(
 ) -> Any:
     """Draw how the gradient is distributed over samples: loss against gradient norm, and a Lorenz curve.
 
-    Where the curve hangs far below the diagonal a few samples speak for the batch, and a mean over samples is theirs.
+    If the curve is far below the diagonal, a few samples make up most of the gradient, and of any mean over samples.
 
     Parameters
     ----------
     gradient : (sample, ...)
-        Of the loss, sample by sample: ``trace["lstm"].hidden_grad``, or any other with a sample dimension.
+        Gradient of the loss by sample: ``trace["lstm"].hidden_grad``, or any other with a sample dimension.
     losses : (sample,)
         The loss of each sample.
 

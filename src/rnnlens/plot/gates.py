@@ -42,7 +42,7 @@ from ._frame import Grid, open_panels
 from ._images import Matrix, colour_bar, draw_image, merge_note, steps_for
 from ._samples import hidden, notes_of, shade
 
-#: Cells of one map.
+#: Largest number of cells of one map.
 CELLS = (120, 160)
 
 
@@ -80,9 +80,9 @@ def gates(
     Parameters
     ----------
     layer : (sample, time, gate, unit), also with direction
-        A layer of a trace (its mask is then obeyed), or its ``gates``, or a plain array.
+        A layer of a trace (its mask is then applied), or its ``gates``, or a plain array.
     mask : (sample, time) of bool
-        True where a step counts. Default: the layer's own, if it has one.
+        True where a step counts; by default the layer's own mask, if it has one.
 
     Returns
     -------
@@ -91,7 +91,7 @@ def gates(
     Raises
     ------
     InputError
-        If there are no gates or no time, a keyword is unknown, or ``ax`` has not three Axes per gate.
+        If there are no gates or no time axis, a keyword is unknown, or ``ax`` has not three Axes per gate.
 
     References
     ----------
@@ -236,7 +236,7 @@ def gates_over_time(
     Parameters
     ----------
     layer : (sample, time, gate, unit), also with direction
-        A layer of a trace (steps that its mask leaves out are grey), or its ``gates``, or a plain array.
+        A layer of a trace (masked steps are grey), or its ``gates``, or a plain array.
 
     Returns
     -------
@@ -245,7 +245,7 @@ def gates_over_time(
     Raises
     ------
     InputError
-        If there are no gates or no time, a keyword is unknown, or ``ax`` has not one Axes per panel.
+        If there are no gates or no time axis, a keyword is unknown, or ``ax`` has not one Axes per panel.
     """
     dataset = dataset_of(layer)
     found = variable(layer, "gates", "gates_over_time")
@@ -334,15 +334,15 @@ def saturation_arrows(
 ) -> Any:
     """Draw how the saturation of each unit's gates changed: a panel per gate, an arrow per unit.
 
-    An arrow leads from the shares of (sample, time) at which the gate was near 1 (across) and near 0 (upward) before to
-    those after. On the hypotenuse a unit is always at one end; at the origin it never is.
+    An arrow leads from the shares of (sample, time) at which the gate was near 1 (horizontal) and near 0 (vertical)
+    before, to those after. A unit on the hypotenuse is always near one end, a unit at the origin never.
 
     Parameters
     ----------
     before, after : (sample, time, gate, unit), also with direction
-        Two layers of traces (their masks are obeyed), or their ``gates``, of the same gates and units.
+        Two layers of traces (their masks are applied), or their ``gates``, of the same gates and units.
     names
-        What the two moments are called.
+        Names of the two moments.
 
     Returns
     -------
@@ -428,7 +428,7 @@ def _draw_saturation(ax: Any, before: Numbers, after: Numbers, gate: str, keywor
     }
     arrows = ax.quiver(*before.T, *way.T, **{"angles": "xy", "scale_units": "xy", "scale": 1.0, **look, **keywords})
     arrows.set_clip_on(False)
-    arrows.set_in_layout(False)  # a unit without a share has no place
+    arrows.set_in_layout(False)  # a unit without a share has no position
     ax.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03), aspect="equal")
     ax.set_title(gate if gate == "candidate" else f"{gate} gate", fontsize="small", pad=3)
     ax.set_xlabel(near_high(gate), fontsize="small")

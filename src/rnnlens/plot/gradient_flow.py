@@ -25,17 +25,17 @@ from ._data import value_label as label_of_values
 from ._frame import Grid, Panels, open_panels
 from ._samples import hidden, notes_of, shade
 
-#: Gradients that are drawn of each layer, where it has them: words, colour, line style.
+#: Gradients that are drawn for each layer that has them: label, colour, line style.
 GRADIENTS = {
     "hidden_grad": ("total, $dL/dh_t$", "#0072b2", "-"),
     "cell_grad": ("total, $dL/dc_t$", "#009e73", "-"),
     "output_grad": ("direct, $\\partial{}L/\\partial{}y_t$", "#d55e00", "--"),
 }
-#: Two lines are a before, in grey, and an after.
+#: Styles if there are two lines: before, in grey, and after.
 _PAIR = ("#8c8c8c", "#d55e00")
-#: Share of the peak at which the value axis ends; smaller shares are marked by an arrow.
+#: Lower end of the value axis as a share of the peak; smaller shares are marked by an arrow.
 FLOOR = 1e-6
-#: Inches of a given figure below which panels are stacked.
+#: Width in inches of the user's figure below which panels are stacked.
 _NARROW = 5.0
 
 
@@ -102,10 +102,11 @@ def gradient_flow(
 ) -> Any:
     """Draw how the gradient of the loss decays over time, a panel per layer and direction.
 
-    Of each sample the Euclidean norm over units, divided by its own peak: the line is the median over samples, the band
-    its quartiles, so that a few hard samples do not dominate. The legend names each line with its *reach*: how many
-    steps, counted back from the last, carry 95 % of the squared gradient. The value axis ends at 1e-6; an arrow marks
-    where a line falls below. A gradient of exactly 0 has no place on a logarithmic axis: the legend counts these steps.
+    A line is the median over samples of the Euclidean norm over units, each sample divided by its own peak, so that a
+    few hard samples do not dominate; the band has the quartiles. The legend gives the *reach* of each line: the number
+    of steps back from the last that hold 95 % of the squared gradient. The value axis ends at 1e-6; an arrow marks
+    where a line falls below. The legend counts steps with a gradient of exactly 0, which a logarithmic axis cannot
+    show.
 
     Parameters
     ----------
@@ -114,7 +115,7 @@ def gradient_flow(
         or layers (networks, or moments of a training): a line for each; of two, the first is grey. Layers have
         ``hidden_grad``, ``cell_grad`` (sample, time, unit) or ``output_grad`` (also without time).
     quantity
-        Which gradient is compared: ``"hidden_grad"``, ``"cell_grad"`` or ``"output_grad"``.
+        Gradient to compare: ``"hidden_grad"``, ``"cell_grad"`` or ``"output_grad"``.
     shared
         Same value axis in all panels.
 
@@ -162,7 +163,7 @@ def _networks(trace: Any) -> dict[str, dict[str, xr.Dataset]] | None:
     found: dict[str, dict[str, xr.Dataset]] = {}
     for name, one in trace.items():
         if not isinstance(one, xr.DataTree) and dataset_of(one) is None and not isinstance(one, Mapping):
-            return None  # refused, by name, where layers are read
+            return None  # layers_of raises a clear error
         found[str(name)] = layers_of(one, "gradient_flow")
     return found
 

@@ -78,28 +78,28 @@ def heatmap(
 ) -> Any:
     """Draw units by time as colours: one picture of all samples, or a panel per sample; directions side by side.
 
-    Colours run from one sign to the other, or up from white where no value is negative; white is 0. Steps that the
-    layer's mask leaves out are grey.
+    White is 0; the colours of the two signs differ, and without negative values there is only one colour. Masked steps
+    are grey.
 
     Parameters
     ----------
     data : (sample, time, unit), also with gate or direction; or any array of at least two dimensions
         A DataArray, or a plain array: rank 2 is (time, unit), 3 (sample, time, unit), 4 (sample, time, gate, unit).
     x, y
-        Dimensions across and down. Default: time and unit; without time the last two. All others become panels, gates
-        are stacked into y.
+        Horizontal and vertical dimension; by default time and unit, without time the last two. All others become
+        panels; gates are stacked into y.
     samples
         ``"rms"`` (default for several samples): one picture of the network, the RMS over samples, each divided by its
         own peak, so that a few hard samples do not dominate; ``"panels"``: one for each sample, with its signs.
     losses : (sample,)
-        Losses of the samples: a panel for each, named with its loss, the typical one (of the median loss) first.
+        Losses of the samples: a panel for each, named by its loss, the one of median loss first.
     shared
         One colour scale for all panels, from the largest finite magnitude in the *whole* array, drawn or not; else
         each panel has its own scale and colour bar.
     limit
-        Colours up to this value instead, and down to its negative. Values beyond it take the end colours.
+        Largest magnitude of the colour scale. Values beyond it have the end colours.
     log
-        Logarithmic colours over 4 decades; the colour bar names the end below which values are not told apart.
+        Logarithmic colours over 4 decades; the colour bar states the end below which values have one colour.
 
     Returns
     -------
@@ -219,7 +219,7 @@ def _size(count: int, rows: int) -> tuple[float, float]:
     return width, height * tall
 
 
-#: Rows and columns that one panel of ``before_after`` can show.
+#: Largest number of rows and columns of one panel of ``before_after``.
 CELLS = (180, 240)
 #: Decades of the ratio after / before at the ends of its colour bar.
 _RATIO = 2.0
@@ -257,13 +257,12 @@ def before_after(
         Two layers of traces, or two arrays of the same dimensions and sizes: (sample, time, unit), also with gate or
         direction; or weights, whose last two dimensions are drawn. Or two traces of several layers: rows for each.
     quantity
-        Which variable is drawn when layers are given.
+        Variable to draw, if layers are passed.
     samples
         ``"panels"``: a row per sample; ``"rms"``: one picture of each network, the RMS over samples, each divided by
         its own peak, so that a few hard samples do not dominate.
     losses : (sample,)
-        Losses of the samples after training, written over the second column; the typical one (of the median loss) is
-        first.
+        Losses of the samples after training, written over the second column; the sample of median loss is first.
     names
         Titles of the first two columns.
     limit
@@ -406,7 +405,7 @@ def _draw_row(
     empty = row.matrix(nowhere)
     first, second = (row.matrix(without_padding(one)) for one in (row.before, row.after))
     ratio = {"cmap": DIVERGING, "norm": Normalize(-_RATIO, _RATIO)}
-    untrained = row.words.partition(", loss")[0] if has_losses else row.words  # a loss is that after training
+    untrained = row.words.partition(", loss")[0] if has_losses else row.words  # the losses are those after training
     titles = (untrained, row.words, untrained)
     drawn = []
     columns = ((first, look, names[0]), (second, look, names[1]), (log_ratio(first, second), ratio, "ratio"))

@@ -192,9 +192,9 @@ def histogram(
     shared
         Same bins and same counts axis in all panels.
     log
-        Logarithmic counts: gradients are otherwise one spike at 0.
+        Logarithmic counts; without them gradients are mostly one spike at 0.
     clip_peaks
-        This many of the tallest bars of each panel are cut off just above the next one; their counts are written there.
+        Number of tallest bars that are cut off in each panel, just above the next one; their counts are written there.
 
     Returns
     -------
@@ -311,7 +311,7 @@ def weights_histogram(
     log
         Logarithmic counts.
     clip_peaks
-        This many of the tallest bars of each panel are cut off, and their counts written.
+        Number of tallest bars that are cut off in each panel; their counts are written.
 
     Returns
     -------

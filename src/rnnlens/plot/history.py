@@ -58,16 +58,15 @@ def weight_norms(
     Parameters
     ----------
     history
-        What :func:`rnnlens.weight_norms` gave, called once or often: a DataArray or Dataset whose training dimension is
-        named ``step``, ``epoch``, ``batch``, ``update`` or ``row`` (or comes first); or a mapping from names to one
+        Result of :func:`rnnlens.weight_norms` after one or more calls: a DataArray or Dataset whose training dimension
+        is named ``step``, ``epoch``, ``batch``, ``update`` or ``row`` (or comes first); or a mapping from names to one
         number per training step. ``layer/weight`` names make the panels.
     log
-        Logarithmic value axis where the norms span a factor of ten or more; linear below that, where its labels would
-        say nothing.
+        Logarithmic value axis if the norms span a factor of ten or more; otherwise linear.
     shared
         Same value axis in all panels.
     max_panels
-        More layers than this are an error that says how to select.
+        Largest number of layers; more are an error that explains how to select.
 
     Returns
     -------
@@ -76,7 +75,7 @@ def weight_norms(
     Raises
     ------
     InputError
-        If there is no history in ``history``, a keyword is unknown, or ``ax`` has not one Axes per layer.
+        If ``history`` has no training dimension, a keyword is unknown, or ``ax`` has not one Axes per layer.
     """
     lines, steps, words = _lines_of(history)
     layers: dict[str, dict[str, Numbers]] = {}
@@ -202,7 +201,7 @@ def _scale(ax: Any, values: Numbers, *, log: bool) -> bool:
         log_limits(ax, finite, room=1.3)
         return True
     low, high = float(finite.min()), float(finite.max())
-    # From 0 where 0 is near; a norm that changes by a little is looked at from near by.
+    # The axis starts at 0 if the values are close to it; small changes of a large norm need a narrow range.
     ax.set_ylim(
         min(0.0, low) if low < 0.5 * high else low - 0.15 * (high - low or high), high + 0.08 * (high - low or high)
     )
@@ -241,8 +240,8 @@ def norm_history(
 ) -> Any:
     """Draw the gradient over time steps (across) and training (upward), and its size beside.
 
-    Each row is the norm over units at each step, each sample by its own peak, median over samples. The size is the
-    median of these peaks, with their quartiles.
+    A row of the map has, for one training step, the median over samples of the norm over units at each time step, each
+    sample divided by its own peak. The size beside it is the median of these peaks, with quartiles.
 
     Parameters
     ----------
@@ -250,7 +249,7 @@ def norm_history(
         A mapping from training steps (or names) to layers of traces or arrays (sample, time, unit); or one array with a
         training dimension named ``step``, ``epoch``, ``batch`` or ``update``.
     quantity
-        Which variable is drawn when layers are given.
+        Variable to draw, if layers are passed.
     log
         Logarithmic colours over 4 decades, linear below.
 

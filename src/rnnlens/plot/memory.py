@@ -66,23 +66,23 @@ def lag_profile(
 ) -> Any:
     """Draw m(lag), the mean norm of the time Jacobian at each lag, with its mean lag and horizon.
 
-    Of each sample the mean over its steps, divided by its own peak: the line is the median over samples, the band its
-    quartiles. The mean lag (dotted) is that of the profile's weight, which one tall lag does not decide; the horizon (a
-    triangle at the lower rim) is the largest lag at which the profile is at least ``epsilon`` of its peak, "≥" where
-    that is the last lag there is.
+    A sample's profile is the mean over its steps, divided by its own peak. The line is the median over samples, the
+    band has the quartiles. The mean lag (dotted) is weighted by the profile. The horizon (a triangle at the lower
+    border) is the largest lag at which the profile is at least ``epsilon`` of its peak, with "≥" if that is the last
+    lag.
 
     Parameters
     ----------
     jacobian
-        As for :func:`time_jacobian`; with direction a curve for each; or a mapping from names to such, drawn together.
+        As for :func:`time_jacobian`, with a curve for each direction; or a mapping from names to such arrays.
     samples
         ``"median"``: as above; ``"mean"``: the mean over samples of the values themselves, with a bootstrap interval.
     delays : int or sequence of int
-        Lags at which the task is known to need its input, marked.
+        Lags, to be marked, at which the task is known to need its input.
     epsilon
-        Share of the peak that counts as a reach.
+        Share of the peak that defines the horizon.
     confidence
-        Of the bootstrap interval, 0.95 for 95 %; 0 draws no band, of the median neither.
+        Level of the bootstrap interval, such as 0.95; 0 draws no band, quartiles neither.
 
     Returns
     -------
@@ -91,12 +91,10 @@ def lag_profile(
     Raises
     ------
     InputError
-        If there is no input time, a keyword is unknown, or ``ax`` is not one Axes.
+        If there is no ``in_time`` axis, a keyword is unknown, or ``ax`` is not one Axes.
 
-    Notes
-    -----
-    Padded steps (those that the layer's mask leaves out) do not count. Lags below 0 are left out, except for a backward
-    direction, whose lag counts from the output to later inputs.
+    Notes ----- Masked steps do not count. Lags below 0 are left out. For a backward direction the lag counts from the
+    output to later inputs.
     """
     given = {str(name): data for name, data in jacobian.items()} if isinstance(jacobian, Mapping) else {"": jacobian}
     curves: list[_Curve] = []
@@ -117,7 +115,7 @@ def lag_profile(
                 one = real.isel({DIRECTION: i}) if DIRECTION in real.dims else real
                 where = one.transpose(*lead, OUT_TIME, IN_TIME).values
             times = (positions(part, OUT_TIME), positions(part, IN_TIME))
-            if way == BACKWARD:  # it looks ahead: lag counts from the output step to later input steps
+            if way == BACKWARD:  # lag counts from the output step to later input steps
                 norms, where, times = np.swapaxes(norms, -1, -2), np.swapaxes(where, -1, -2), times[::-1]
             curves.append(
                 _curve(" ".join(p for p in (name, way) if p), _rows(norms, where, times), samples, epsilon, confidence)
@@ -212,9 +210,9 @@ def _end(curve: _Curve) -> End:
     return End(float(len(curve.mean) - 1), y, words, curve.colour)
 
 
-#: Gates that keep a state, in the order in which they are looked for.
+#: Gates that keep a state, in the order of preference.
 KEEPING = ("forget", "update")
-#: Below this share nothing is left that could be told apart.
+#: Shares below this one are drawn at the border.
 _DEEPEST = 1e-12
 
 
@@ -231,19 +229,19 @@ def memory_lifetime(
 ) -> Any:
     """Draw, unit by unit, the product of its forget gates against the measured dc_t/dc_0.
 
-    The product is what the gates by themselves keep of the initial state. On the dashed line it is all that arrives;
-    above it more does, through the gates' own dependence on the state; below it something takes it away. Medians over
-    samples; a colour for each time step t.
+    The product is the share of the initial state that the gates alone would keep. On the dashed line the measured
+    derivative equals the product. Points above or below it show the effect of the gates' own dependence on the state.
+    Points are medians over samples, with one colour per time step t.
 
     Parameters
     ----------
     layer : (sample, time, gate, unit), also with direction
-        A layer of a trace with a ``forget`` gate (LSTM) or an ``update`` gate (GRU); its mask is obeyed.
+        A layer of a trace with a ``forget`` gate (LSTM) or an ``update`` gate (GRU); its mask is applied.
     jacobian : (sample, out_time, out_unit, in_feature)
         ``rl.jacobian(model, x, of="lstm.cell", wrt="lstm.initial_cell")`` of the same batch; of a GRU ``hidden`` and
-        ``initial_hidden``. With ``at={"out_time": [...]}`` of some steps only.
+        ``initial_hidden``. ``at={"out_time": [...]}`` restricts it to some steps.
     max_lines
-        At most so many time steps, evenly spaced, the last among them.
+        Largest number of time steps, evenly spaced, the last included.
 
     Returns
     -------
@@ -252,7 +250,7 @@ def memory_lifetime(
     Raises
     ------
     InputError
-        If there is no gate that keeps, the two do not fit each other, or a keyword is unknown.
+        If there is no forget or update gate, the two arguments do not fit, or a keyword is unknown.
     """
     gates = labelled(variable(layer, "gates", "memory_lifetime"), "memory_lifetime")
     require_dim(gates, GATE, "memory_lifetime")

@@ -38,9 +38,9 @@ from ._frame import Grid, open_panels
 from ._images import Matrix, colour_bar, draw_image
 from ._samples import hidden
 
-#: Letters of a line, and inches of one letter and of one line.
+#: Letters per line, and size in inches of one letter and of one line.
 WIDTH, LETTER, LINE = 72, 0.092, 0.21
-#: Lines that one panel can hold.
+#: Largest number of lines of one panel.
 MOST_LINES = 40
 
 
@@ -117,7 +117,7 @@ def shade_text(ax: Any, tokens: Sequence[str], values: Numbers, look: dict[str, 
 
 
 _SCALED = " × s.d. of the input"  # noqa: RUF001  a product in words
-#: What ``rl.gradients`` says that it differentiated.
+#: Long name of a gradient, from which the name of its target is read.
 _TARGET = re.compile(r"gradient of (?P<of>.+) with respect to ")
 
 
@@ -138,8 +138,8 @@ def input_map(
 ) -> Any:
     """Draw |dL/dx_t| times the standard deviation of the input at each step.
 
-    A gradient at an input that never varies means nothing, however large it is. Each sample by its own peak, median and
-    quartiles over samples; or one ``sample``.
+    This is the effect of a change of typical size. Without the factor, inputs that never vary could have large values.
+    The figure shows median and quartiles over samples, each divided by its own peak; or one ``sample``.
 
     Parameters
     ----------
@@ -147,14 +147,14 @@ def input_map(
         ``rl.gradients(model, x, y, wrt="input")``, ``trace["lstm"].input_grad``, or a plain array; for text the
         gradient of the embeddings.
     x : (sample, time, feature), optional
-        The input: the standard deviation of each feature at each step over samples (over all steps, where there is one
-        sample). Without it the gradient is drawn as it is.
+        The input, for the standard deviation of each feature at each step over samples (for one sample, over all
+        steps). Without it the gradient itself is drawn.
     shape : (rows, columns), optional
-        The steps are the pixels of an image, row by row.
+        Shape of an image whose pixels, row by row, are the steps.
     tokens : one for each step, optional
-        The steps are a text, of which each token is shaded; a string is its letters.
+        Tokens of a text, each shaded by the value of its step; a string is split into letters.
     sample
-        Only this one; of a text the first by default.
+        Number of the only sample to draw; for a text the first by default.
     log
         Logarithmic values.
 
@@ -165,7 +165,7 @@ def input_map(
     Raises
     ------
     InputError
-        If the two, ``shape`` or ``tokens`` do not fit, or a keyword is unknown.
+        If ``x``, ``shape`` or ``tokens`` do not fit the gradient, or a keyword is unknown.
 
     References
     ----------
@@ -190,7 +190,7 @@ def input_map(
     head = " · ".join(str(part) for part in (array.attrs.get("layer"), subject) if part)
     size = (5.2, 2.8)
     words_of = None if tokens is None else tokens_of(tokens, len(middle), "input_map")
-    if shape is not None:  # so wide that the image fills the height, as its colour bar does
+    if shape is not None:  # wide enough for the image to fill the height, like its colour bar
         rows, columns = _sides(shape, len(middle))
         wide = float(np.clip(3.0 * columns / rows, 1.5, 8.0))
         size = (wide + 0.6, min(3.0, wide * rows / columns))
@@ -330,11 +330,11 @@ def unit_over_text(
     hidden : (sample, time, unit), also with direction
         ``trace["lstm"].hidden``, ``.cell``, or a plain array; (time, unit) too. ``.gates``, with ``gate``.
     tokens
-        One for each step; a string is its letters.
+        One for each step; a string is split into letters.
     units : int or sequence of int, optional
-        Which units; the first ``max_panels``, evenly spaced, by default.
+        Units to draw; by default ``max_panels`` evenly spaced ones.
     gate
-        Which gate is drawn where ``hidden`` holds all gates.
+        Gate to draw, if ``hidden`` has all gates.
     sample
         The sample that the tokens belong to.
     shared
@@ -347,7 +347,7 @@ def unit_over_text(
     Raises
     ------
     InputError
-        If the tokens are not as many as the steps, there is no such unit or sample, or a keyword is unknown.
+        If the numbers of tokens and steps differ, a unit or sample does not exist, or a keyword is unknown.
 
     References
     ----------

@@ -60,7 +60,7 @@ def block_norms(data: Any, figure: str, dims: Sequence[str] | None) -> tuple[xr.
     return array, bool(blocks)
 
 
-#: Rows and columns that one panel can show.
+#: Largest number of rows and columns of one panel.
 CELLS = (360, 400)
 
 
@@ -82,24 +82,23 @@ def time_jacobian(
 ) -> Any:
     """Draw the time Jacobian as an image: input steps across, output steps upward.
 
-    A full Jacobian is drawn as the Frobenius norm over output units and input features of each pair of steps; a reduced
-    one as it is. White is 0: what vanished. Inputs that come after the output cannot reach it: where all of them are 0
-    their triangle is hatched. The diagonal is lag 0.
-    A single output step is drawn as a line over input steps.
+    A full Jacobian is drawn as the Frobenius norm over output units and input features of each pair of steps, a reduced
+    one unchanged. White is 0. The triangle of inputs after their output is hatched if all its values are 0. The
+    diagonal is lag 0. A single output step is drawn as a line over input steps.
 
     Parameters
     ----------
     jacobian : (sample, out_time, out_unit, in_time, in_feature), or reduced to (sample, out_time, in_time)
-        What :func:`rnnlens.jacobian` returned, or a plain array: rank 2 is (out_time, in_time), 3 and 5 as above.
+        Result of :func:`rnnlens.jacobian`, or a plain array: rank 2 is (out_time, in_time), 3 and 5 as above.
     samples
-        ``"median"`` over samples in one panel, each divided by its own peak, so that a few samples do not speak for all
-        (the figure says how large the peaks are); ``"mean"`` of the values themselves; or ``"panels"``: one for each.
+        ``"median"`` over samples in one panel, each divided by its own peak, so that a few samples do not dominate (the
+        figure states the size of the peaks); ``"mean"`` of the values themselves; or ``"panels"``: one for each sample.
     log
         Logarithmic colours over 4 decades, linear below.
     shared
         One colour scale for all panels.
     limit
-        Colours up to this value instead of the largest magnitude.
+        Largest value of the colour scale; by default the largest magnitude.
 
     Returns
     -------
@@ -108,7 +107,7 @@ def time_jacobian(
     Raises
     ------
     InputError
-        If there is no input time, a keyword is unknown, or ``ax`` has not one Axes per panel.
+        If there is no ``in_time`` axis, a keyword is unknown, or ``ax`` has not one Axes per panel.
     """
     array, taken = block_norms(jacobian, "time_jacobian", dims)
     notes = notes_of(array)
@@ -214,7 +213,7 @@ def draw_matrix(
 
 def _hatch(ax: Any, matrix: Numbers, in_times: Numbers, out_times: Numbers) -> None:
     """Hatch the triangle of inputs that come after the output, if all its values are 0."""
-    for later in (True, False):  # a backward layer is reached from later steps only
+    for later in (True, False):  # outputs of a backward layer depend on later inputs only
         never = in_times[None, :] > out_times[:, None] if later else in_times[None, :] < out_times[:, None]
         if not never.any() or (matrix[never] != 0).any():
             continue
@@ -262,9 +261,9 @@ def jacobian_margins(
 ) -> Any:
     """Draw the time Jacobian with margins: the lag profile at its right, the sums of its columns below.
 
-    Both are of the matrix that is drawn. The profile is the mean along each diagonal: how much an output owes to the
-    input so many steps before. A column's sum is what one input step moves in all outputs together. Where the task's
-    delays are known they are marked: as diagonals of the matrix, and in the profile.
+    Both margins are computed from the drawn matrix. The profile is the mean along each diagonal: the dependence of an
+    output on the input at that lag. The sum of a column is the effect of one input step on all outputs. Known delays of
+    the task are marked, as diagonals of the matrix and in the profile.
 
     Parameters
     ----------
@@ -277,7 +276,7 @@ def jacobian_margins(
     log
         Logarithmic colours over 4 decades, and logarithmic margins.
     limit
-        Colours up to this value instead of the largest magnitude.
+        Largest value of the colour scale; by default the largest magnitude.
 
     Returns
     -------
@@ -299,7 +298,7 @@ def jacobian_margins(
     for places, matrix, padded, way in zip(panels.halves, matrices, empty, ways, strict=True):
         drawn = draw_matrix(places[0], matrix, padded, array, top, image, log=log)
         words = "share of peak" if "median" in (note or "") else "norm"
-        if drawn is not None:  # of a single row, which is drawn as a line
+        if drawn is not None:  # None for a single row, which is drawn as a line
             colour_bar([places[1]], drawn, words)
         _profile(places[1], matrix, padded, array, log, backward=way == BACKWARD)
         _columns(places[2], matrix, padded, array, log)

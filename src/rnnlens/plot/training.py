@@ -25,9 +25,9 @@ from ._colour import POSITIVE, line_colours
 from ._data import Numbers, names_of, nonfinite_note, positions
 from ._frame import Grid, Panels, open_panels, wrapped_label
 
-#: Values of a line that span this factor are drawn on a logarithmic axis.
+#: Factor between the largest and smallest value from which on the value axis is logarithmic.
 _RANGE = 10.0
-#: How many times as far apart late records lie for training to be drawn on one.
+#: Ratio of late to early distances between records from which on the training axis is logarithmic.
 _DENSER = 8.0
 
 
@@ -138,7 +138,7 @@ def under_training(figure: Any, moments: Mapping[str, float]) -> str:
 
 
 STEP = "step"
-#: What is drawn below, the first that was recorded.
+#: Scalars for the panel below, in the order of preference.
 _BELOW = ("accuracy", "val_accuracy", "val_loss", "loss")
 
 
@@ -166,24 +166,24 @@ def film(
 ) -> Any:
     """Draw the size of the gradient at every time step (down) over training (across), a panel per layer.
 
-    Each record is divided by its own peak: the picture shows *where in time* the gradient is, not how large it is,
-    which changes with the loss. Below, on the same axis, the accuracy or the loss of the same records. Between two
-    records the colour is that of the nearer one. Records that are
-    denser early, as at powers of two, lie on a logarithmic axis.
+    Each record is divided by its own peak, so the figure shows *where in time* the gradient is, not its size, which
+    changes with the loss. A panel below has the accuracy or the loss of the same records. Between two records the
+    colour is that of the nearer one. The training axis is logarithmic if records are denser early, as at powers of two.
 
     Parameters
     ----------
     run
-        A followed training: what ``rl.open`` returns for it.
+        A followed training, as returned by ``rl.open``.
     layers
-        Names of layers; all that have such a profile by default.
+        Names of layers; by default all that have such a profile.
     quantity
         ``"adjoint_profile"``, over time, or ``"lag_profile"``, over steps back from the end of each sample.
     below
-        Name of the scalar below: ``"loss"``, ``"lstm/reach"``; or a number of your own for each record, a DataArray
-        with the dimension ``step``. Default: the accuracy where one was recorded, else the loss; ``""`` for none.
+        Name of the scalar in the panel below: ``"loss"``, ``"lstm/reach"``; or one number for each record as a
+        DataArray with the dimension ``step``. By default the accuracy if it was recorded, else the loss; ``""`` for no
+        panel.
     decades
-        How far below its peak a gradient is still told from 0, in powers of ten.
+        Range of the colours below the peak, in powers of ten; smaller values are drawn like 0.
     moments
         Names of moments of training, by step: ``{"the first digit is right": 300}``; marked in every panel.
 
@@ -194,7 +194,7 @@ def film(
     Raises
     ------
     InputError
-        If the run holds no such profile or scalar, a keyword is unknown, or ``ax`` has not one Axes per panel.
+        If the run has no such profile or scalar, a keyword is unknown, or ``ax`` has not one Axes per panel.
     """
     strips = _strips(run, layers, quantity)
     under = _under(run, below)
@@ -276,7 +276,7 @@ def _draw_film(ax: Any, strip: xr.DataArray, keywords: Mapping[str, Any]) -> Any
     """Draw one panel: training steps across, time steps down, the first on top."""
     down = next(str(dim) for dim in strip.dims if dim != STEP)
     shares: Numbers = share_of_peak(strip.transpose(STEP, down).values)
-    # What is below the scale has its lowest colour, which is white; what is not a number is grey.
+    # Values below the scale have its lowest colour, white; NaN is grey.
     floor = keywords["norm"].vmin if hasattr(keywords["norm"], "vmin") else 0.0
     shown_shares = np.where(np.isnan(shares), np.nan, np.maximum(shares, floor)).T
     across, along = edges_of(positions(strip, STEP)), edges_of(positions(strip, down))
@@ -299,7 +299,7 @@ def _finish(panels: Panels, drawn: Any, decades: float, down: str) -> None:
         bar.ax.tick_params(labelsize="small")
 
 
-#: Panels in their order: the last part of a name, and what it is called.
+#: Panels in their order: the last part of a name, and the title.
 _PANELS = {
     "loss": "loss",
     "accuracy": "accuracy",
@@ -315,13 +315,13 @@ _PANELS = {
     "grad_norm": "norm of the gradient of all weights",
     "backward_passes": "backward passes accumulated",
 }
-#: ``lstm/weight_norm/kernel``, ``grad_norm_clipped``: layer, kind, whether it is after clipping, weight.
+#: Parts of names such as ``lstm/weight_norm/kernel``, ``grad_norm_clipped``: layer, kind, after clipping, weight.
 _NORM = re.compile(
     r"(?:(?P<layer>.+)/)?(?P<kind>weight_norm|weight_grad_norm|grad_norm)(?P<after>_clipped)?(?:/(?P<weight>\w+))?"
 )
-#: What is no number (NaN) without anything being wrong: a gradient that is largest at its far end has no fall.
+#: Scalars that may be NaN without a fault: a gradient that is largest at its far end has no decay.
 _MAY_BE_NONE = {"decay": "does not fade"}
-#: The most names that a panel has room for, and one column beside it.
+#: Largest number of names in a panel, and in one column beside it.
 _INSIDE, _BESIDE = 4, 12
 _SHARES = ("near_0", "near_1", "dead_units", "accuracy")
 
@@ -343,13 +343,13 @@ def timeline(
     Parameters
     ----------
     run
-        A followed training: what ``rl.open`` returns for it.
+        A followed training, as returned by ``rl.open``.
     select
         Names of scalars, or patterns of them: ``"loss"``, ``"lstm/*"``, ``"*/reach"``; all by default.
     moments
         Names of moments of training, by step; marked in every panel.
     max_panels
-        More kinds than this are an error that says how to select.
+        Largest number of kinds; more are an error that explains how to select.
 
     Returns
     -------

@@ -139,7 +139,7 @@ def _kernel(name: str, words: str, direction: str | None, array: xr.DataArray) -
     return Kernel(name, words, direction, values, gates, row_label)
 
 
-#: Rows and columns that one kernel can show.
+#: Largest number of rows and columns of one kernel.
 CELLS = (256, 800)
 
 
@@ -175,7 +175,7 @@ def weights_heatmap(
         Draw magnitudes, on a scale from white at 0.
     shared
         One colour scale for all kernels; else each has its own scale and colour bar. A bias (a single row) always has
-        its own: a forget bias of 1 would leave nothing to see of the kernels.
+        its own, as a forget bias of 1 would make the kernels look empty.
     limit
         Colour scale up to this magnitude. By default the largest of the kernels, or the 99.5 % quantile of their
         magnitudes where the largest is more than twice that (a few outliers), which the title states.
@@ -306,8 +306,8 @@ def weight_lags(
 ) -> Any:
     """Draw the cumulative share of dL/dW against the lag: a line per gate, a panel per weight.
 
-    What a step adds to the gradient is measured by its norm. A line that is near 1 at once says that the weight learns
-    from the last steps only, whatever the states remember.
+    The contribution of a step is measured by its norm. If a line is near 1 at small lags, the weight learns from the
+    last steps only, even if the states remember more.
 
     Parameters
     ----------
@@ -315,7 +315,7 @@ def weight_lags(
         One layer of ``rl.weights(model, x, y, by_time=True)``, also with ``measure="norm"``: variables such as
         ``recurrent_kernel_grad (time, unit_in, gate, unit)`` or ``recurrent_kernel_grad_norm (time, gate)``.
     delays : int or sequence of int
-        Lags at which the task is known to need its input, marked.
+        Lags, to be marked, at which the task is known to need its input.
 
     Returns
     -------
