@@ -19,7 +19,7 @@ from .words import LARGEST_SEED, AsJson, Imports, LayerNames, Loss, Memory, Mode
 
 app = typer.Typer(
     name="rnnlens",
-    help="What a recurrent network learns through time.",
+    help="See what a recurrent network learns through time.",
     epilog=EXIT_CODES,
     no_args_is_help=True,
     add_completion=False,
@@ -40,9 +40,9 @@ def root(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error arose, with a traceback.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Print a traceback after an error.")] = False,
 ) -> None:
-    """What a recurrent network learns through time."""
+    """See what a recurrent network learns through time."""
 
 
 def check_folder() -> None:
@@ -63,7 +63,7 @@ def check_folder() -> None:
 def layers(
     model: Model, weights: Weights = None, imports: Imports = None, unsafe: Unsafe = False, as_json: AsJson = False
 ) -> None:
-    """List what is recurrent in a model."""
+    """List the recurrent layers of a model."""
     from ..verbs.weights import layers as find
     from .models import load_model
 
@@ -83,25 +83,29 @@ def trace(
     layer_names: LayerNames = None,
     quantities: Annotated[
         list[str] | None,
-        typer.Option("--quantities", "-q", metavar="NAME", help="Only this variable, such as hidden_grad; repeat."),
+        typer.Option(
+            "--quantities", "-q", metavar="NAME", help="Only this variable, such as hidden_grad; may be repeated."
+        ),
     ] = None,
     x: Annotated[
-        list[str] | None, typer.Option("--x", metavar="NAME", help="Name of the input array; repeat for more inputs.")
+        list[str] | None, typer.Option("--x", metavar="NAME", help="Name of the input array; may be repeated.")
     ] = None,
     y: Annotated[list[str] | None, typer.Option("--y", metavar="NAME", help="Name of the target array.")] = None,
     sample_weight: Annotated[
         str | None, typer.Option(metavar="NAME", help="Name of the array of sample weights.")
     ] = None,
-    samples: Annotated[int | None, typer.Option("--samples", "-n", help="Only the first so many samples.")] = None,
-    training: Annotated[bool, typer.Option("--training", help="Run in training mode: dropout acts.")] = False,
-    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of the dropout.")] = 0,
+    samples: Annotated[
+        int | None, typer.Option("--samples", "-n", help="Number of samples, the first of the file; default: all.")
+    ] = None,
+    training: Annotated[bool, typer.Option("--training", help="Run in training mode, with dropout.")] = False,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Random seed of the dropout.")] = 0,
     as_json: AsJson = False,
     memory: Memory = None,
     weights: Weights = None,
     imports: Imports = None,
     unsafe: Unsafe = False,
 ) -> None:
-    """Trace a model on one batch: states, gates, and the gradient of every timestep."""
+    """Trace a model on one batch: states, gates, and gradients of every time step."""
     from ..results.files import check_path
     from ..verbs.trace import trace as run
     from .data import read_data
@@ -124,12 +128,12 @@ def trace(
 @app.command()
 def demo(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the figures.")] = Path("demo-output"),
-    epochs: Annotated[int | None, typer.Option(help="Passes over the training digits.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Number of passes over the training digits.")] = None,
     seed: Annotated[
-        int, typer.Option(min=0, max=LARGEST_SEED, help="Of the split, the initial weights and the batches.")
+        int, typer.Option(min=0, max=LARGEST_SEED, help="Random seed of split, initial weights and batches.")
     ] = 0,
 ) -> None:
-    """Train three networks on real digits, and see what they learn through time."""
+    """Train three networks on handwritten digits, and show what they learn through time."""
     from .demo import run
 
     run(output, epochs=epochs, seed=seed)

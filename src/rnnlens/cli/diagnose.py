@@ -39,17 +39,20 @@ def diagnose(
     data: Annotated[Path, typer.Argument(help="A .npz file with held-out arrays x and y.", metavar="DATA.npz")],
     output: Saved = None,
     fail_on: Annotated[
-        list[str] | None, typer.Option("--fail-on", metavar="CODE", help="End with code 3 on this finding; repeat.")
+        list[str] | None,
+        typer.Option("--fail-on", metavar="CODE", help="Exit with code 3 on this finding; may be repeated."),
     ] = None,
-    baseline: Annotated[bool, typer.Option("--baseline", help="Show the memory at initialisation beside.")] = False,
+    baseline: Annotated[
+        bool, typer.Option("--baseline", help="Also measure the memory of the re-initialised model.")
+    ] = False,
     as_json: AsJson = False,
-    samples: Annotated[int, typer.Option("--samples", "-n", help="At most so many samples.")] = 512,
-    seed: Annotated[int, typer.Option(help="Of exchanged prefixes, directions and resampling.")] = 0,
+    samples: Annotated[int, typer.Option("--samples", "-n", help="Largest number of samples.")] = 512,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     weights: Weights = None,
     imports: Imports = None,
     unsafe: Unsafe = False,
 ) -> None:
-    """Say how much of its past a trained network uses, what it misses, and why."""
+    """Diagnose a trained network: how much of its past it uses, what it misses, and why."""
     from ..diagnosis import diagnose as run
     from ..results.files import check_path
     from .data import read_data

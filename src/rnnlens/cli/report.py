@@ -41,28 +41,30 @@ def report(
     data: Annotated[
         Path | None, typer.Argument(help="A .npz file with held-out arrays x and y.", metavar="[DATA.npz]")
     ] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("report.html"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="HTML file to write.")] = Path("report.html"),
     baseline: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="'init' for fresh weights, another model, or a saved trace, to switch to."),
+        typer.Option(
+            metavar="MODEL", help="Model to compare with: 'init' (re-initialised), a model, or a saved trace."
+        ),
     ] = None,
     loss: Loss = None,
     layer_names: LayerNames = None,
-    samples: Annotated[int, typer.Option("--samples", "-n", min=1, help="At most so many samples are shown.")] = 64,
+    samples: Annotated[int, typer.Option("--samples", "-n", min=1, help="Largest number of samples shown.")] = 64,
     title: Annotated[str | None, typer.Option(help="Heading of the page.")] = None,
     tokens: Annotated[
-        Path | None, typer.Option(help="A text file that has the text of token i in its line i.", metavar="FILE")
+        Path | None, typer.Option(help="A text file whose line i is the text of token i.", metavar="FILE")
     ] = None,
-    diagnosis: Annotated[bool, typer.Option("--diagnosis/--no-diagnosis", help="Say what was found.")] = True,
-    jacobian: Annotated[bool, typer.Option("--jacobian/--no-jacobian", help="Show the time Jacobian.")] = True,
-    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Of everything that draws random numbers.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
+    diagnosis: Annotated[bool, typer.Option("--diagnosis/--no-diagnosis", help="Include the diagnosis.")] = True,
+    jacobian: Annotated[bool, typer.Option("--jacobian/--no-jacobian", help="Include the time Jacobian.")] = True,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Random seed.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print path and size of the report as JSON.")] = False,
     memory: Memory = None,
     weights: Weights = None,
     imports: Imports = None,
     unsafe: Unsafe = False,
 ) -> None:
-    """Write one HTML file with the findings, their evidence, and every step of every layer."""
+    """Write an HTML report: findings, their evidence, and every step of every layer."""
     from ..reporting import check_path
     from ..reporting import report as run
 

@@ -18,10 +18,10 @@ from .words import Memory
 def show(
     path: Annotated[Path, typer.Argument(help="A saved result.", metavar="RUN.nc")],
     name: Annotated[str | None, typer.Argument(help="A layer, or layer.quantity.", metavar="[LAYER]")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; of one quantity all its numbers.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; for one quantity with all its values.")] = False,
     memory: Memory = None,
 ) -> None:
-    """Print what is in a saved result."""
+    """Print a saved result, or one layer or quantity of it."""
     from ..results.files import open as read
 
     options(memory=memory)

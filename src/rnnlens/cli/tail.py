@@ -27,15 +27,18 @@ _WIDE, _LONG = 32, 24
 
 
 def tail(
-    path: Annotated[Path, typer.Argument(help="The run that a training writes.", metavar="RUN.zarr")],
-    wait: Annotated[bool, typer.Option("--wait", help="Wait for a run that is not there yet.")] = False,
-    every: Annotated[float, typer.Option(min=0.1, max=3600, metavar="SECONDS", help="How often to look.")] = 1.0,
+    path: Annotated[Path, typer.Argument(help="Folder of the run.", metavar="RUN.zarr")],
+    wait: Annotated[bool, typer.Option("--wait", help="Wait if the run does not exist yet.")] = False,
+    every: Annotated[
+        float, typer.Option(min=0.1, max=3600, metavar="SECONDS", help="Seconds between two reads of the run.")
+    ] = 1.0,
     only: Annotated[
-        list[str] | None, typer.Option("--only", metavar="NAME", help="Only numbers with this in their name; repeat.")
+        list[str] | None,
+        typer.Option("--only", metavar="NAME", help="Only scalars with this text in their name; may be repeated."),
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Show what is there now, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show the current state once, and exit.")] = False,
 ) -> None:
-    """Follow a training from another terminal; Ctrl-C leaves it alone."""
+    """Show a training while it runs in another process; Ctrl-C does not stop the training."""
     states = _states(path, wait=wait, every=every, once=once)
     names = tuple(only or ())
     if sys.stdout.isatty():

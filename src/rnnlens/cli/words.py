@@ -11,21 +11,19 @@ import typer
 LARGEST_SEED = 2**32 - 1
 
 Model = Annotated[str, typer.Argument(help="A .keras file, or package.module:factory.", metavar="MODEL")]
-Weights = Annotated[Path | None, typer.Option(help="Weights for a factory's model: a torch state dict.")]
+Weights = Annotated[Path | None, typer.Option(help="Weights file for the model of a factory.")]
 Imports = Annotated[
     list[str] | None,
-    typer.Option("--import", metavar="MODULE", help="Module to import first, where custom layers are defined."),
+    typer.Option("--import", metavar="MODULE", help="Module with custom layers to import first; may be repeated."),
 ]
-Unsafe = Annotated[bool, typer.Option("--unsafe", help="Load also what could run code that the file contains.")]
-Memory = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="Largest size that a file may take in memory, such as '4 GiB'.")
-]
-Saved = Annotated[Path | None, typer.Option("--output", "-o", help="Where to save: .nc or .zarr.")]
+Unsafe = Annotated[bool, typer.Option("--unsafe", help="Load also files whose content can run code.")]
+Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Largest size of a file in memory, such as '4 GiB'.")]
+Saved = Annotated[Path | None, typer.Option("--output", "-o", help="Save the result to this path: .nc or .zarr.")]
 Loss = Annotated[
-    str | None, typer.Option(help="Name of a loss, or package.module:function. Default: the compiled one.")
+    str | None, typer.Option(help="Name of a loss, or package.module:function; default: the compiled loss.")
 ]
 LayerNames = Annotated[
-    list[str] | None, typer.Option("--layers", "-l", metavar="NAME", help="Only this layer; repeat.")
+    list[str] | None, typer.Option("--layers", "-l", metavar="NAME", help="Only this layer; may be repeated.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
