@@ -1,1 +1,1 @@
-"""Pure numerics of recurrence on the array API: no framework, no xarray, no plotting, no files."""
+"""Numerics of recurrence on the array API, independent of frameworks, xarray, plotting and files."""

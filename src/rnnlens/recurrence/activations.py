@@ -1,8 +1,8 @@
-"""Activation functions that Keras ships, with their derivatives, on any array namespace.
+"""Keras' activation functions and their derivatives, for any array namespace.
 
-``value(x, xp)`` and ``vjp(x, a, g, xp)``, where ``a = value(x)`` and ``g`` is dL/da. At a kink the derivative is the
-one that the frameworks take: 0 at the boundary of a flat piece. Element-wise activations also have ``slope(x, a, xp)``;
-those that mix the units of a layer (softmax, log_softmax) have none.
+Each activation has ``value(x, xp)`` and ``vjp(x, a, g, xp)``, where ``a = value(x)`` and ``g`` is dL/da. At a kink the
+derivative is that of the frameworks: 0 at the boundary of a constant piece. Element-wise activations also have the
+derivative ``slope(x, a, xp)``; activations that mix the units of a layer (softmax, log_softmax) do not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SELU_SCALE = 1.0507009873554804934193349852946
 
 @dataclass(frozen=True)
 class Activation:
-    """One activation function; see the module for the meaning of its parts."""
+    """One activation function: its value, its vector-Jacobian product and, if element-wise, its derivative."""
 
     name: str
     value: Callable[[Array, Namespace], Array]
@@ -30,7 +30,7 @@ class Activation:
     mixed_vjp: Callable[[Array, Array, Array, Namespace], Array] | None = None
 
     def vjp(self, x: Array, a: Array, g: Array, xp: Namespace) -> Array:
-        """Pull dL/da back to dL/dx."""
+        """Pull the cotangent ``g`` = dL/da of ``a = value(x)`` back to dL/dx."""
         if self.slope is not None:
             return g * self.slope(x, a, xp)
         assert self.mixed_vjp is not None
@@ -63,10 +63,10 @@ def _softplus(x: Array, xp: Namespace) -> Array:
 
 
 def _erf(x: Array, xp: Namespace) -> Array:
-    """The error function, which the array-API standard does not have."""
+    """Compute the error function, which the array-API standard does not have."""
     if is_torch_namespace(xp):
         return xp.erf(x)
-    from scipy.special import erf  # loading takes half a second, and few networks need it
+    from scipy.special import erf  # imported here because the import takes half a second and few networks need it
 
     return xp.asarray(erf(np.asarray(x)), dtype=x.dtype)
 
@@ -167,7 +167,7 @@ _TABLE = (
         lambda x, xp: _clip(x / 6 + 0.5, 0.0, 1.0, xp),
         lambda x, a, xp: _inside(x, -3.0, 3.0, xp) / 6,
     ),
-    Activation(  # Keras 2 had another line under the name that Keras 3 gives to the one above
+    Activation(  # the hard_sigmoid of Keras 2, a different function of the same name
         "hard_sigmoid_keras2",
         lambda x, xp: _clip(0.2 * x + 0.5, 0.0, 1.0, xp),
         lambda x, a, xp: _inside(x, -2.5, 2.5, xp) * 0.2,
@@ -188,6 +188,6 @@ _TABLE = (
     Activation("log_softmax", _log_softmax, None, _log_softmax_vjp),
 )
 
-#: Activations by the name Keras gives them. ``glu`` halves its input and ``threshold`` needs arguments: neither can be
-#: the activation of a recurrent cell, so neither is here.
+#: Activations by their Keras names. ``glu`` and ``threshold`` are left out because they cannot be activations of a
+#: recurrent cell: ``glu`` halves the number of units and ``threshold`` needs arguments.
 ACTIVATIONS: dict[str, Activation] = {a.name: a for a in _TABLE}

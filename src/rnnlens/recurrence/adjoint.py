@@ -1,13 +1,13 @@
-"""The BPTT adjoint: total gradients of every state, gate and input of a recurrent layer from the direct ones.
+"""The BPTT adjoint: total gradients of a recurrent layer's states, gates and inputs from the direct gradients.
 
     lambda_t = dL/ds_t|direct + A_{t+1}^T lambda_{t+1},   dL/dx_t = B_t^T lambda_t,   masked step: A = I, B = 0
 
 Werbos 1990, doi:10.1109/5.58337; in this notation Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, eqs. 3-5.
 
-:func:`adjoint` sweeps cells with equations. :func:`adjoint_custom` sweeps cells whose single steps the framework
-differentiates, in the cheaper of two ways. *Folded*: the Jacobians of all (sample, time) steps in one vectorised batch,
-chained by matrix products. *Stepwise*: one vector-Jacobian product per step, where those Jacobians do not fit into
-memory.
+:func:`adjoint` is for cells with known equations. :func:`adjoint_custom` is for cells whose steps the framework
+differentiates, in the cheaper of two ways. *Folded*: the Jacobians of all (sample, time) steps are computed in one
+vectorised batch and multiplied in sequence. *Stepwise*: one vector-Jacobian product per step, used if those Jacobians
+do not fit into memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .parallel import for_each, large_parts, still_wanted, walk_parts
 from .replay import Replay
 from .trajectory import Adjoint, carried, over_time
 
-#: Largest size of all per-step Jacobians together, in bytes, up to which they are built.
+#: Largest total size of all step Jacobians, in bytes, for which they are computed at once.
 FOLD_LIMIT = 256 * 2**20
 
 
@@ -36,17 +36,17 @@ def adjoint(
     *,
     spend: bool = False,
 ) -> Adjoint:
-    """Sweep direct gradients back through the recurrence of a cell with equations.
+    """Compute total gradients from direct gradients by BPTT, for a cell with known equations.
 
     Parameters
     ----------
     state_cotangent : (sample, time, unit) array, or a sequence of one (or None) per state
-        dL/ds_t, direct: through what sits above the layer only. A lone array belongs to the first state, the output.
+        Direct gradients dL/ds_t: only through the layers above. A single array belongs to the first state.
     final_state_cotangent : one (sample, size) array per state, optional
-        What comes back through the states that the layer returned after its last step.
+        Direct gradients of the final states that the layer returned; zeros by default.
     spend
-        Put ``gate_grad`` where the pre-activations of ``run`` were, which nobody needs any more: large memory that was
-        never touched takes longer to get than to fill.
+        Whether ``gate_grad`` overwrites the pre-activations of ``run``, which must not be used afterwards. It avoids a
+        large allocation.
     """
     if run.record is None:
         raise TypeError("adjoint() sweeps cells with equations; a cell of the framework goes through adjoint_custom()")
@@ -72,12 +72,12 @@ def adjoint(
 
 
 def _columns_first(weight: Array) -> Array:
-    """The same weight, whose transpose lies in memory row by row: few rows times that are twice as fast."""
+    """Store a NumPy weight in column-major order: products of few rows with its transpose are then twice as fast."""
     return np.asfortranarray(weight) if isinstance(weight, np.ndarray) else weight
 
 
 def _sweep(run: Replay, direct: Sequence[Array | None], carry: tuple[Array, ...], out: Adjoint) -> None:
-    """Walk against the order of the recurrence and fill ``out``."""
+    """Run BPTT from the last step of the recurrence to the first, and write the gradients to ``out``."""
     xp, cell, record = run.xp, run.cell, run.known_record
     gate_grad = cast(Array, out.gate_grad)
     for t in run.steps(reverse=True):
@@ -104,11 +104,11 @@ def _sweep(run: Replay, direct: Sequence[Array | None], carry: tuple[Array, ...]
 def weight_gradients(
     run: Replay, result: Adjoint, *, by_time: bool = False, times: slice = slice(None), probes: int = 0
 ) -> dict[str, Array]:
-    """Gradients of the weights of a cell with equations, by the names of :meth:`Cell.weights`.
+    """Return dL/dW of a cell with known equations, by the names of :meth:`Cell.weights`.
 
-    Summed over samples, and over time unless ``by_time``: then each array has a leading time axis, and its sum over
-    time is dL/dW. ``times`` restricts the sum, or that axis, to some steps. With ``probes``, kernels come as that many
-    random combinations of their rows (:class:`affine.Contraction`), to be compared with :func:`probed`.
+    Gradients are summed over samples and time. With ``by_time`` they have a leading time axis instead of the sum over
+    time. ``times`` restricts the sum, or that axis, to some steps. With ``probes`` > 0, the gradients of kernels are
+    that many random combinations of their rows (:class:`affine.Contraction`), to be compared with :func:`probed`.
     """
     if run.record is None or result.gate_grad is None:
         raise TypeError("weight_gradients() knows the weights of cells with equations only")
@@ -125,29 +125,30 @@ def weight_gradients(
 
 
 def probed(weights: Mapping[str, Array], probes: int) -> dict[str, Array]:
-    """Reduce whole gradients to the combinations of rows that ``weight_gradients(..., probes=probes)`` returns."""
+    """Reduce weight gradients to the random combinations that ``weight_gradients(..., probes=probes)`` returns."""
     how = affine.Contraction(probes=probes)
     return {name: affine.probe_rows(w.shape[0], w, how) @ w if len(w.shape) == 2 else w for name, w in weights.items()}
 
 
 def per_state(cotangent: Array | Sequence[Array | None], count: int) -> tuple[Array | None, ...]:
-    """One direct gradient, or None, per state; a lone array belongs to the first state."""
+    """Return a tuple with one direct gradient or None per state; a single array belongs to the first state."""
     if isinstance(cotangent, (tuple, list)):
         return tuple(cotangent)
     return (cast(Array, cotangent), *([None] * (count - 1)))
 
 
 def final_or_zero(run: Replay, final: Sequence[Array] | None) -> tuple[Array, ...]:
-    """Return the cotangents of the last states from which the sweep starts: zeros where none are given."""
+    """Return the cotangents of the final states with which BPTT starts: ``final``, or zeros if it is None."""
     if final is not None:
         return tuple(final)
     return tuple(run.xp.zeros_like(s) for s in run.initial_state)
 
 
 def unmasked_output_cotangent(run: Replay, output_grad: Array, masked_output: str) -> tuple[Array, Array | None]:
-    """Move the gradient at masked outputs to where the framework took those outputs from.
+    """Move output gradients at masked steps to the value that the layer returned there.
 
-    Returns the gradient of each step's own output, and what belongs to the state carried over instead.
+    Returns the gradient of each step's own output, and the gradient of the state carried over, or None. The second is
+    None unless the layer returns that state at masked steps (``masked_output="state"``).
     """
     xp, mask = run.xp, run.mask
     if mask is None:
@@ -173,14 +174,14 @@ def adjoint_custom(
     output_cotangent: Array | None,
     final_state_cotangent: Sequence[Array] | None = None,
 ) -> Adjoint:
-    """Sweep direct gradients back through a custom cell's recurrence.
+    """Compute total gradients from direct gradients by BPTT, for a cell that the framework differentiates.
 
     Parameters
     ----------
     state_cotangent : one (sample, time, size) array or None per state
         Direct gradients of the states as they leave each step.
     output_cotangent : (sample, time, output_size) or None
-        Direct gradients of each step's output where that is not a state.
+        Direct gradients of each step's output if the output is not a state.
     """
     xp, cell = run.xp, cast(StepCell, run.cell)
     sweep = _Folded(run, cell) if _fits(run, cell) else _Stepwise(run, cell)
@@ -205,7 +206,10 @@ def adjoint_custom(
 
 
 def _as_produced(run: Replay, returned: tuple[Array, ...], output: Array) -> tuple[Array, ...]:
-    """Gradients of the states as the step produces them: c_t of an LSTM also moves the h_t of its own step."""
+    """Return total gradients of the states as a step produces them, with paths to other results of the same step.
+
+    In an LSTM, for example, c_t also changes h_t.
+    """
     xp, cell = run.xp, cast(StepCell, run.cell)
     before = [_fold(s, xp) for s in run.states_before()]
     flat = cell.produced(_fold(run.input, xp), before, _fold(output, xp), [_fold(g, xp) for g in returned])
@@ -217,7 +221,7 @@ def _as_produced(run: Replay, returned: tuple[Array, ...], output: Array) -> tup
 
 
 def custom_weight_gradients(run: Replay, result: Adjoint, *, by_time: bool = False) -> Mapping[str, Array]:
-    """Return dL/dW of a cell run by a framework, by the framework's names; with a leading time axis if ``by_time``."""
+    """Return dL/dW of a cell run by the framework, by its weight names; with a leading time axis if ``by_time``."""
     xp, before = run.xp, run.states_before()
     grads, output = result.returned_grads or result.state_grads, cast(Array, result.output_cotangent)
     if run.mask is not None:
@@ -248,12 +252,12 @@ def _fold(a: Array, xp: Namespace) -> Array:
 def _fits(run: Replay, cell: StepCell) -> bool:
     batch, time, features = run.input.shape
     rows, states = sum(cell.state_sizes) + cell.output_size, sum(cell.state_sizes)
-    # Building Jacobians costs one pull-back per row, so they pay only while rows do not outnumber steps by far.
+    # A Jacobian costs one pull-back per row, so it is worthwhile only if rows do not far outnumber steps.
     return bool(batch * time * rows * (states + features) * 8 <= FOLD_LIMIT and rows <= 4 * time)
 
 
 class _Folded:
-    """Pull back through Jacobians that were built for all steps at once."""
+    """Vector-Jacobian products with step Jacobians that are computed for all steps at once."""
 
     def __init__(self, run: Replay, cell: StepCell) -> None:
         self.xp, self.sizes = run.xp, cell.state_sizes
@@ -275,7 +279,7 @@ class _Folded:
 
 
 class _Stepwise:
-    """Pull back one step at a time."""
+    """Vector-Jacobian products of a cell, computed by the framework one step at a time."""
 
     def __init__(self, run: Replay, cell: StepCell) -> None:
         self.run, self.cell = run, cell

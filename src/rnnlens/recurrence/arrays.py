@@ -1,8 +1,8 @@
-"""Arrays of NumPy or torch, as far as both are alike, the namespaces of their functions, and arithmetic in place.
+"""Types for arrays of NumPy or torch and their namespaces, and in-place arithmetic.
 
-A sweep runs the same few operations hundreds of times on the same shapes; allocating their results would cost more than
-computing them. :class:`Workspace` has those that write into memory that the caller owns, and alone uses functions that
-only one of the libraries has.
+A sweep repeats the same few operations hundreds of times on the same shapes, so that allocating results would cost more
+than computing them. The operations of :class:`Workspace` write to memory of the caller. Only this class uses functions
+that a single library has.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .parallel import for_each, row_parts
 
 
 class Array(Protocol):
-    """An array of any library: the attributes and operators that this package uses, besides its namespace's functions.
+    """An array of any library, with the attributes and operators that this package uses.
 
     Indexing and arithmetic return arrays of the same library; in-place arithmetic writes to the array itself.
     """
@@ -39,7 +39,7 @@ class Array(Protocol):
 
     @property
     def T(self) -> Self:  # noqa: N802
-        """The transposed matrix."""
+        """Transposed matrix."""
 
     def sum(self, axis: int = ..., /) -> Self:
         """Sum over one axis, or over all axes."""
@@ -82,7 +82,7 @@ class Array(Protocol):
 
 
 class Namespace(Protocol):
-    """Functions of the array-API standard, of one library: all but these return arrays."""
+    """Array-API namespace of one library. Functions return arrays, except those declared here."""
 
     linalg: Any
     finfo: Any
@@ -105,19 +105,19 @@ def namespace(*arrays: Array) -> Namespace:
 
 @dataclass(frozen=True)
 class Workspace:
-    """Allocation and in-place arithmetic for arrays like ``like`` (same namespace, dtype, device)."""
+    """Allocation and in-place arithmetic for arrays with the library, dtype and device of ``like``."""
 
     xp: Namespace
     like: Array
 
     @property
     def is_numpy(self) -> bool:
-        """Whether arrays are NumPy's."""
+        """Whether this workspace has NumPy arrays."""
         return bool(is_numpy_namespace(self.xp))
 
     @property
     def is_torch(self) -> bool:
-        """Whether arrays are torch's."""
+        """Whether this workspace has torch tensors."""
         return bool(is_torch_namespace(self.xp))
 
     @property
@@ -131,7 +131,7 @@ class Workspace:
         return self.xp.empty(shape, dtype=self.like.dtype, device=self._device)
 
     def zeros(self, *shape: int) -> Array:
-        """Return an array of zeros; the system provides its memory only where it is written to."""
+        """Return an array of zeros; the operating system allocates its memory on the first write."""
         return self.xp.zeros(shape, dtype=self.like.dtype, device=self._device)
 
     def eye(self, n: int) -> Array:
@@ -173,13 +173,13 @@ class Workspace:
         if self.is_torch:
             target.addcmul_(a, b)
         elif self.is_numpy:
-            # NumPy takes the product's memory from what it freed last, which is still in the processor's cache.
+            # NumPy reuses the memory that it freed last for the product; it is still in the processor's cache.
             np.add(target, a * b, out=target)
         else:
             target[...] = target + a * b
 
     def diagonal_add(self, matrices: Any, values: Any) -> None:
-        """Add (..., n) to the diagonals of (..., n, n), in place."""
+        """Add values (..., n) to the diagonals of matrices (..., n, n), in place."""
         if self.is_numpy:
             diagonal = np.einsum("...ii->...i", matrices)
             diagonal += values
@@ -191,9 +191,10 @@ class Workspace:
 
     @cached_property
     def negligible(self) -> float:
-        """Magnitude below which a sweep sets numbers to zero: 1e8 times the smallest normal one (1e-30 in float32).
+        """Magnitude below which a sweep sets numbers to zero: 1e8 times the smallest normal number of the dtype.
 
-        Below the smallest normal number processors compute many times slower, and vanishing gradients end up there.
+        In float32 that is 1e-30. Arithmetic on subnormal numbers, which vanishing gradients become, is many times
+        slower.
         """
         return float(self.xp.finfo(self.like.dtype).smallest_normal) * 1e8
 
@@ -208,10 +209,10 @@ class Workspace:
         """Copy an array to NumPy on the host."""
         if self.is_torch:
             host = array.detach().cpu()
-            # NumPy has no bfloat16.
+            # NumPy does not have bfloat16.
             return np.asarray(host.float() if "bfloat16" in str(host.dtype) else host)
         return np.asarray(array)
 
     def quiet(self) -> contextlib.AbstractContextManager[Any]:
-        """Keep torch from recording what happens inside."""
+        """Disable torch's autograd within the block."""
         return self.xp.no_grad() if self.is_torch else contextlib.nullcontext()

@@ -1,8 +1,8 @@
-"""Convolutions over axes of space, their adjoints and the gradients of their kernels, on any array namespace.
+"""Convolutions over spatial axes, their adjoints and the gradients of their kernels, for any array namespace.
 
 Channels are last: x (..., *space, n), kernel (*window, n, m), result (..., *space, m), with any axes in front. A
-convolution is a sum over the places of its window, each one matrix product (Dumoulin, Visin 2016, arXiv:1603.07285,
-chapters 2 and 4).
+convolution is computed as a sum of matrix products, one per position in the window (Dumoulin, Visin 2016,
+arXiv:1603.07285, chapters 2 and 4).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from .arrays import Array, Namespace
 
 @dataclass(frozen=True)
 class Window:
-    """Geometry of a convolution, one number per axis of space.
+    """Strides, dilation and padding of a convolution, one number per spatial axis.
 
-    ``padding`` is ``"valid"`` or ``"same"``: as many zeros as the result needs to have ceil(size / stride) places, the
-    odd one at the end, as in Keras and TensorFlow.
+    ``padding`` is ``"valid"`` or ``"same"``. ``"same"`` pads with zeros so that the result has size
+    ceil(size / stride); an odd zero is added at the end, as in Keras and TensorFlow.
     """
 
     strides: tuple[int, ...]
@@ -28,7 +28,7 @@ class Window:
     padding: Literal["valid", "same"] = "valid"
 
     def pads(self, sizes: Sequence[int], window: Sequence[int]) -> list[tuple[int, int]]:
-        """Return how many zeros come before and after each axis of space."""
+        """Return how many zeros are padded before and after each spatial axis."""
         if self.padding == "valid":
             return [(0, 0)] * len(sizes)
         found = []
@@ -40,7 +40,7 @@ class Window:
     def places(
         self, sizes: Sequence[int], window: Sequence[int]
     ) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
-        """Return each place of the window with the part of the padded input that it is multiplied with."""
+        """Return each position in the window with the part of the padded input that it is multiplied with."""
         padded = [size + sum(pad) for size, pad in zip(sizes, self.pads(sizes, window), strict=True)]
         axes = list(zip(padded, window, self.strides, self.dilation, strict=True))
         counts = [(size - (width - 1) * dilation - 1) // stride + 1 for size, width, stride, dilation in axes]
@@ -61,7 +61,7 @@ def convolve(x: Array, kernel: Array, window: Window, xp: Namespace) -> Array:
 
 
 def convolve_back(dz: Array, kernel: Array, sizes: Sequence[int], window: Window, xp: Namespace) -> Array:
-    """Pull cotangents dz (..., *space, m) of :func:`convolve` back to its input, whose axes of space have ``sizes``."""
+    """Pull cotangents dz (..., *space, m) of :func:`convolve` back to its input (..., *sizes, n)."""
     rank, lead = kernel.ndim - 2, tuple(dz.shape[: dz.ndim - kernel.ndim + 1])
     pads = window.pads(sizes, kernel.shape[:rank])
     wide = [size + sum(pad) for size, pad in zip(sizes, pads, strict=True)]
@@ -73,10 +73,10 @@ def convolve_back(dz: Array, kernel: Array, sizes: Sequence[int], window: Window
 
 
 def kernel_gradient(x: Array, dz: Array, kernel: Array, window: Window, by_time: bool, xp: Namespace) -> Array:
-    """Gradient of the kernel in :func:`convolve`, summed over samples, and over time unless ``by_time``.
+    """Return the gradient of the kernel in :func:`convolve`, summed over samples, and over time unless ``by_time``.
 
-    x : (sample, time, *space, n); dz : (sample, time, *space, m). Shaped as the kernel, with a leading time axis by
-    time.
+    x : (sample, time, *space, n); dz : (sample, time, *space, m). The gradient has the kernel's shape, with a leading
+    time axis if ``by_time``.
     """
     rank = kernel.ndim - 2
     if by_time:
@@ -91,7 +91,7 @@ def kernel_gradient(x: Array, dz: Array, kernel: Array, window: Window, by_time:
 
 
 def _padded(x: Array, kernel: Array, window: Window, xp: Namespace) -> Array:
-    """Add the zeros of the padding around the axes of space."""
+    """Pad the spatial axes of x with zeros."""
     rank = kernel.ndim - 2
     first = x.ndim - 1 - rank
     for axis, pads in enumerate(window.pads(x.shape[first:-1], kernel.shape[:rank]), start=first):

@@ -1,10 +1,10 @@
-"""Sweeps of many cotangents (or tangents) at once through a linear system: G[t, k] = C A_t ... A_{k+1} B_k.
+"""Sweeps of many cotangents or tangents at once through a linear system: G[t, k] = C A_t ... A_{k+1} B_k.
 
-The reverse sweep starts from the outputs and walks against the recurrence; the forward sweep starts from the inputs and
-walks with it. Each step is one batched matrix product over the rows that are alive, into memory allocated once. Where
-more rows are alive than the state has numbers, the reverse sweep goes in blocks of steps. Reverse and forward
-accumulation: Griewank, Walther 2008, doi:10.1137/1.9780898717761, chapter 3; what is new here is the shape of the
-linearisation (:mod:`rnnlens.recurrence.linear`) and the blocks (:mod:`rnnlens.recurrence.sweep_reverse`).
+The reverse sweep pulls cotangents from the outputs back against the recurrence; the forward sweep pushes tangents from
+the inputs along the recurrence. Each step is one batched matrix product over the rows that are alive, written to memory
+that is allocated once. If more rows are alive than the state has numbers, the reverse sweep proceeds in blocks. Reverse
+and forward accumulation: Griewank, Walther 2008, doi:10.1137/1.9780898717761, chapter 3; the linearisation
+(:mod:`rnnlens.recurrence.linear`) and the blocks (:mod:`rnnlens.recurrence.sweep_reverse`) are rnnlens' own.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ def reverse(
     pruning: Pruning | None = None,
     progress: Callable[[], None] | None = None,
 ) -> Cost:
-    """Pull rows of cotangents back through the recurrence.
+    """Pull rows of cotangents back through the recurrence, and pass the gradients to the sinks in ``taps``.
 
     Parameters
     ----------
     source
-        Cotangents of the states, as they enter. ``Units`` for systems in which units never meet.
+        Rows of cotangents of the states, and the steps at which they enter. ``Units`` is only for systems whose units
+        never meet (:class:`rnnlens.recurrence.linear.Pattern`).
     taps
-        ``input`` receives dL/dx_t, ``states`` the total dL/ds_t (of c_t as it is produced), ``initial`` dL/ds_0.
+        ``input`` receives dL/dx_t, ``states`` the total dL/ds_t as the step produces s_t, ``initial`` dL/ds_0.
     samples
-        Which samples to sweep.
+        Samples to sweep.
     """
     if isinstance(source, Units):
         with system.work.quiet():
@@ -73,30 +74,34 @@ def forward(
     pruning: Pruning | None = None,
     progress: Callable[[], None] | None = None,
 ) -> Cost:
-    """Push rows of tangents forward through the recurrence.
+    """Push rows of tangents forward through the recurrence, and pass the states' tangents to the sinks.
 
     Parameters
     ----------
     entrances
-        Where rows enter. They are kept youngest first: a sink's row 0 belongs to the group that enters last.
+        Rows of tangents and where they enter. Rows are in the opposite order of entry: a sink's row 0 belongs to the
+        group that enters last.
     sinks
-        By state: receive the change of the state after each of ``steps``.
+        For each state index a sink that receives the state's tangents after each of ``steps``.
     """
     with system.work.quiet():
         return ForwardSweep(system, entrances, sinks, steps, samples, pruning or NoPruning()).run(progress)
 
 
 def reverse_flops(system: System, alive: Sequence[int] | np.ndarray[Any, Any], with_input: bool) -> float:
-    """Return the operations of a reverse sweep with ``alive`` rows at each step; from states only without blocks."""
+    """Return the floating-point operations of a reverse sweep with ``alive`` rows (step,).
+
+    Blocks are only considered with ``with_input``.
+    """
     if with_input:
         return 2.0 * system.batch * plan_blocks(system, alive, system.features).products
     return 2.0 * system.batch * float(np.sum(alive)) * system.multiplications(False)
 
 
 def unit_flops(system: System, state: int, alive: Sequence[int] | np.ndarray[Any, Any], features: int) -> float:
-    """Return the operations of a reverse sweep of all units of a state, with ``alive`` groups of them at each step.
+    """Return the floating-point operations of a reverse sweep of all units of a state, with ``alive`` groups (step,).
 
-    ``features``: numbers made of each unit at a step; 1 where they are reduced on the spot.
+    ``features`` is how many numbers are computed per unit at a step: 1 if they are reduced immediately.
     """
     pattern = system.pattern(state)
     assert pattern is not None
@@ -105,25 +110,28 @@ def unit_flops(system: System, state: int, alive: Sequence[int] | np.ndarray[Any
 
 
 def forward_flops(system: System, alive: int, out_rows: int) -> float:
-    """Return the operations of a forward sweep; each row is also multiplied into ``out_rows`` outputs (0: none)."""
+    """Return the floating-point operations of a forward sweep with ``alive`` pairs of row and step.
+
+    Each row is also multiplied into ``out_rows`` outputs (0: none).
+    """
     readout = out_rows * system.state_sizes[0]
     return 2.0 * system.batch * alive * (system.multiplications(False) + readout)
 
 
 @dataclass
 class Entrances:
-    """Where tangents enter: at the layer's input through ``blocks``, at its states, or at its initial state.
+    """Rows of tangents and the place where they enter: the layer's input, its states, or its initial state.
 
     Attributes
     ----------
     kind
         ``"input"``, ``"state"`` or ``"initial"``.
     times
-        The steps at which they enter; ignored for ``"initial"``.
+        Steps at which the rows enter; ignored for ``"initial"``.
     blocks : (sample or 1, time or 1, row, feature) or None
-        For ``"input"``: the change of the layer's input that each row stands for; None for unit vectors.
+        For ``"input"``: the tangent of the layer's input of each row; None for unit vectors.
     state
-        For ``"state"`` and ``"initial"``: which state. Unit vectors enter.
+        For ``"state"`` and ``"initial"``: index of the state at which unit vectors enter.
     """
 
     kind: str
@@ -132,18 +140,18 @@ class Entrances:
     state: int = 0
 
     def group(self, system: System) -> int:
-        """Return the number of rows that enter together."""
+        """Return the number of rows that enter at one step."""
         if self.kind != "input":
             return system.state_sizes[self.state]
         return system.features if self.blocks is None else int(self.blocks.shape[2])
 
     def count(self, system: System) -> int:
-        """Return the number of all rows."""
+        """Return the total number of rows."""
         return self.group(system) * (1 if self.kind == "initial" else len(self.times))
 
 
 class ForwardSweep:
-    """One forward sweep: its buffers and steps. A row is [states]."""
+    """One forward sweep, with its buffers and steps. Each row contains the tangents of all states."""
 
     def __init__(
         self,
@@ -162,12 +170,12 @@ class ForwardSweep:
         shape = (self.count, self.stop + pruning.probes, system.rows)
         self.old, self.new = self.work.empty(*shape), self.work.empty(*shape)
         self.cost = Cost(0.0, 2 * elements(self.old) * self.work.itemsize)
-        # Looked up here once, not at every step.
+        # Attribute lookups outside the loop over steps.
         self.columns = {state: state_columns(system, state) for state in sinks}
         self.per_row = 2.0 * self.count * system.multiplications(False)
 
     def run(self, progress: Callable[[], None] | None) -> Cost:
-        """Walk through all steps, or up to the last one of interest."""
+        """Walk through all steps, or up to the last step of interest."""
         remaining, entering = len(self.steps), frozenset(self.entrances.times)
         if self.entrances.kind == "initial":
             self._enter_state(None)
@@ -195,7 +203,7 @@ class ForwardSweep:
         return self.entrances.kind == "input"
 
     def _step(self, step: LinearStep) -> None:
-        """Push all rows one step on: [states before] to [states after]."""
+        """Push all rows forward by one step: from the states before it to the states after it."""
         rows = slice(self.start, self.stop + self.pruning.probes_alive)
         step.push(self.old[:, rows], self.new[:, rows])
         self.cost.flops += (rows.stop - rows.start) * self.per_row
@@ -212,7 +220,7 @@ class ForwardSweep:
         self._entered(fresh)
 
     def _enter_state(self, step: LinearStep | None) -> None:
-        """Let a unit change of a state enter as it is produced: a change of c_t reaches h_t as well."""
+        """Add unit tangents of a state as the step produces it, such as c_t of an LSTM, which also changes h_t."""
         fresh, state = slice(self.start - self.group, self.start), self.entrances.state
         columns = state_columns(self.system, state)
         self.old[:, fresh] = 0

@@ -1,7 +1,9 @@
-"""Single numbers and profiles that finished arrays are summarised by. Pure functions on the array API.
+"""Summary numbers and profiles of arrays: norms, means, saturation, half-life, horizon, bootstrap intervals.
 
-Each takes ``xp`` (the array namespace; found from the array when left out) and returns arrays of the same kind.
-Values that are NaN or infinite are left out of means and shares by the functions that say so, and by no other.
+Pure functions on the array API.
+
+Each function takes the array namespace ``xp``, by default that of the array, and returns arrays of the same library.
+NaN and infinite values are omitted only by functions that document it.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ from ..typing import Array, Namespace
 
 @np.errstate(over="ignore")
 def safe_norm(array: Array, *, axis: int | tuple[int, ...], xp: Namespace | None = None) -> Array:
-    """Euclidean norm that neither under- nor overflows: a gradient of 1e-30 in float32 has a norm, not 0.
+    """Return the Euclidean norm, scaled so that squares neither underflow nor overflow.
 
     Parameters
     ----------
     array : any real floating array
-    axis : the axes that are contracted
+    axis : axes over which the norm is taken
     """
     xp = xp or array_namespace(array)
     largest = xp.max(xp.abs(array), axis=axis, keepdims=True)
@@ -34,7 +36,7 @@ def safe_norm(array: Array, *, axis: int | tuple[int, ...], xp: Namespace | None
 
 
 def finite_mean(array: Array, *, axis: int | tuple[int, ...], xp: Namespace | None = None) -> Array:
-    """Mean over the finite values along ``axis``; NaN where there is none."""
+    """Return the mean over the finite values along ``axis``; NaN if there are none."""
     xp = xp or array_namespace(array)
     finite = xp.isfinite(array)
     count = xp.sum(xp.astype(finite, array.dtype), axis=axis)
@@ -43,9 +45,10 @@ def finite_mean(array: Array, *, axis: int | tuple[int, ...], xp: Namespace | No
 
 
 def masked_mean(array: Array, where: Array, *, axis: int | tuple[int, ...], xp: Namespace | None = None) -> Array:
-    """Mean along ``axis`` over the positions where ``where`` (broadcastable) is True; NaN where it is nowhere.
+    """Return the mean along ``axis`` over the positions where ``where`` is True; NaN if there are none.
 
-    What is NaN or infinite at such a position makes the mean so; elsewhere it does not matter.
+    ``where`` must broadcast against ``array``. Non-finite values at these positions make the mean non-finite; values at
+    other positions have no effect.
     """
     xp = xp or array_namespace(array)
     counted = xp.broadcast_to(where, array.shape)
@@ -55,9 +58,9 @@ def masked_mean(array: Array, where: Array, *, axis: int | tuple[int, ...], xp: 
 
 
 def quantiles(array: Array, *, q: Sequence[float], axis: int, xp: Namespace | None = None) -> tuple[Array, ...]:
-    """Quantiles of the values along ``axis`` by linear interpolation between order statistics, one array per ``q``.
+    """Return quantiles along ``axis``, one array per ``q``, interpolated linearly between order statistics.
 
-    NaN anywhere along ``axis`` makes the result NaN there.
+    The result is NaN wherever a value along ``axis`` is NaN.
     """
     xp = xp or array_namespace(array)
     ordered = xp.sort(array, axis=axis)
@@ -83,10 +86,10 @@ def saturation_share(
     where: Array | None = None,
     xp: Namespace | None = None,
 ) -> tuple[Array, Array]:
-    """Share of the values along ``axis`` below ``low``, and above ``high``.
+    """Return the shares of the values along ``axis`` that are below ``low``, and above ``high``.
 
-    NaN counts neither as a value nor as saturated; so do the positions where ``where`` (broadcastable) is False.
-    The picture of low against high share per unit is that of Karpathy, Johnson, Li 2015, arXiv:1506.02078, fig. 4.
+    NaN values, and positions where ``where`` (broadcastable) is False, are omitted. A plot of low against high share
+    per unit is found in Karpathy, Johnson, Li 2015, arXiv:1506.02078, fig. 4.
     """
     xp = xp or array_namespace(gates)
     counted = ~xp.isnan(gates)
@@ -103,7 +106,7 @@ def saturation_share(
 
 
 def _full_grid(norms: Array, out_times: Sequence[int], in_times: Sequence[int], xp: Namespace) -> Array:
-    """Spread a Jacobian of selected times over all times up to the last, zero where none was given."""
+    """Expand norms of selected times to a square array of all times up to the last; other entries are zero."""
     length = max(max(out_times), max(in_times)) + 1
     for axis, times in ((-2, out_times), (-1, in_times)):
         place = {time: i for i, time in enumerate(times)}
@@ -119,10 +122,10 @@ def _sum_along_diagonals(square: Array, xp: Namespace) -> Array:
     """Sum (..., T, T) along diagonals to (..., T): entry tau is the sum of square[t, t - tau] over t."""
     length = square.shape[-1]
     lead = tuple(square.shape[:-2])
-    turned = xp.flip(square, axis=-1)  # column j holds in_time T - 1 - j
+    turned = xp.flip(square, axis=-1)  # column j is in_time T - 1 - j
     padded = xp.concat([turned, xp.zeros_like(turned)], axis=-1)
     flat = xp.reshape(padded, (*lead, 2 * length * length))[..., :-length]
-    sheared = xp.reshape(flat, (*lead, length, 2 * length - 1))  # row t moved right by t: column T - 1 + lag
+    sheared = xp.reshape(flat, (*lead, length, 2 * length - 1))  # row t is shifted right by t, to column T - 1 + lag
     return xp.sum(sheared[..., length - 1 :], axis=-2)
 
 
@@ -141,14 +144,14 @@ def lag_profile(
     norms : (..., out_time, in_time)
         Norm of each block of the time Jacobian, >= 0.
     out_times, in_times
-        Which time steps the two axes hold, when not all of them from 0 on. Times before 0 do not exist.
+        Time steps of the two axes; by default all from 0 on. Times must not be negative.
     where : (..., out_time, in_time) of bool, optional
-        Which pairs count: neither step is padding. What stands at the others does not matter.
+        True for pairs of two real steps. Norms at other pairs have no effect.
 
     Returns
     -------
-    (..., lag), lag = 0, 1, ...; NaN at a lag that no pair of the given times has. Negative lags (the backward half of a
-    bidirectional layer) are left out.
+    (..., lag), lag = 0, 1, ...; NaN at a lag without a pair of times. Negative lags (the backward direction of a
+    bidirectional layer) are omitted.
     """
     xp = xp or array_namespace(norms)
     out_times = range(norms.shape[-2]) if out_times is None else [int(t) for t in out_times]
@@ -162,9 +165,9 @@ def lag_profile(
 
 
 def real_first(values: Array, where: Array, *, xp: Namespace | None = None) -> Array:
-    """Move the steps of (sample, step) at which ``where`` is True to the front, in their order; NaN behind them.
+    """Move the steps of ``values`` (sample, step) where ``where`` is True to the front, and fill the rest with NaN.
 
-    So the n-th column is n real steps away from the first, however much padding lies before or between.
+    Column n is then the n-th real step after the first, regardless of padding before or between them.
     """
     xp = xp or array_namespace(values)
     order = xp.argsort(xp.astype(~where, xp.int8), axis=1, stable=True)
@@ -174,10 +177,11 @@ def real_first(values: Array, where: Array, *, xp: Namespace | None = None) -> A
 
 
 def half_life(profile: Array, *, axis: int = -1, level: float = 0.5, xp: Namespace | None = None) -> Array:
-    """Return the lags from the peak of ``profile`` until it has fallen to ``level`` of the peak, for good or not.
+    """Return the number of lags from the peak of ``profile`` until it first falls to ``level`` times the peak.
 
-    Between two lags the profile is taken as exponential, so that m(tau) = a**tau gives ln(level) / ln(a) exactly.
-    Infinite where it never falls that low; NaN where the profile is 0 throughout or has no finite value.
+    Later rises are ignored. Between two lags the profile is interpolated exponentially, so that m(tau) = a**tau gives
+    ln(level) / ln(a) exactly. The result is infinite if the profile never falls that low, and NaN if it is 0 everywhere
+    or has no finite value.
 
     Parameters
     ----------
@@ -206,7 +210,7 @@ def half_life(profile: Array, *, axis: int = -1, level: float = 0.5, xp: Namespa
 
 
 def horizon(profile: Array, *, epsilon: float = 0.01, axis: int = -1, xp: Namespace | None = None) -> Array:
-    """The largest lag at which ``profile`` is still at least ``epsilon`` of its peak; -1 where it is 0 throughout."""
+    """Return the largest lag at which ``profile`` is at least ``epsilon`` of its peak; -1 if it is 0 everywhere."""
     xp = xp or array_namespace(profile)
     profile = xp.moveaxis(profile, axis, -1)
     finite = xp.where(xp.isfinite(profile), profile, xp.zeros_like(profile))
@@ -217,7 +221,7 @@ def horizon(profile: Array, *, epsilon: float = 0.01, axis: int = -1, xp: Namesp
 
 
 def mean_lag(profile: Array, *, axis: int = -1, xp: Namespace | None = None) -> Array:
-    """Mean of the lag, weighted by ``profile``; lags without a finite value are left out."""
+    """Return the mean lag weighted by ``profile``; lags without a finite value are omitted."""
     xp = xp or array_namespace(profile)
     profile = xp.moveaxis(profile, axis, -1)
     finite = xp.where(xp.isfinite(profile), profile, xp.zeros_like(profile))
@@ -228,7 +232,7 @@ def mean_lag(profile: Array, *, axis: int = -1, xp: Namespace | None = None) -> 
 
 
 def covering_lag(profile: Array, *, share: float = 0.9, axis: int = -1, xp: Namespace | None = None) -> Array:
-    """Return tau_90, the smallest lag up to which ``share`` of the whole profile lies; -1 where it is 0 throughout."""
+    """Return the smallest lag up to which ``share`` of the profile's sum lies; -1 if the profile is 0 everywhere."""
     xp = xp or array_namespace(profile)
     profile = xp.moveaxis(profile, axis, -1)
     finite = xp.where(xp.isfinite(profile), profile, xp.zeros_like(profile))
@@ -248,10 +252,11 @@ def bootstrap_interval(
     seed: int = 0,
     xp: Namespace | None = None,
 ) -> tuple[Array, Array]:
-    """Percentile bootstrap interval of the mean along ``axis``: (low, high).
+    """Return the percentile bootstrap interval (low, high) of the mean along ``axis``.
 
-    Samples are drawn with replacement as often as there are samples, as counts, so that one matrix product makes all
-    resampled means. Efron 1979, "Bootstrap methods: another look at the jackknife", Annals of Statistics 7(1).
+    Each resample draws as many samples as there are, with replacement. Resamples are stored as counts, so that one
+    matrix product gives all resampled means. Efron 1979, "Bootstrap methods: another look at the jackknife", Annals of
+    Statistics 7(1).
     """
     xp = xp or array_namespace(values)
     values = xp.moveaxis(values, axis, 0)
@@ -264,9 +269,9 @@ def bootstrap_interval(
 
 
 def share_above(profile: Array, *, threshold: float = 0.01, axis: int = -1, xp: Namespace | None = None) -> Array:
-    """Share of the steps at which ``profile`` exceeds ``threshold`` of its largest value; 0 where it is 0 throughout.
+    """Return the share of steps where ``profile`` exceeds ``threshold`` of its maximum; 0 if it is 0 everywhere.
 
-    A step without a finite value counts as a step, and not as above.
+    A step without a finite value counts as a step below the threshold.
     """
     xp = xp or array_namespace(profile)
     finite = xp.where(xp.isfinite(profile), profile, xp.zeros_like(profile))

@@ -1,4 +1,4 @@
-"""The first number of a recurrence that is not finite: forward by steps, backward from the last step."""
+"""Search for the first non-finite number of a recurrence: forward in time, or backward from the last step."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .cells import affine
 from .replay import Replay
 from .trajectory import Adjoint
 
-#: Arrays of NumPy: a search for one number is done where any library's are read alike.
+#: NumPy arrays; arrays of other libraries are converted for the search.
 Values = np.ndarray[Any, Any]
 
-#: Dimensions of what a recurrence computes, by rank.
+#: Dimension names of a recurrence's arrays, by rank.
 _DIMS = {2: ("sample", "unit"), 3: ("sample", "time", "unit"), 4: ("sample", "time", "gate", "unit")}
 
 
 @dataclass(frozen=True)
 class NonfiniteValue:
-    """One number that is not finite: its quantity, its index by dimension, and its value."""
+    """One non-finite number: its quantity, its index by dimension, and its value."""
 
     quantity: str
     index: Mapping[str, int]
@@ -30,7 +30,7 @@ class NonfiniteValue:
 
 
 def largest(dtype: object) -> float:
-    """The largest number of a precision.
+    """Return the largest finite number of a dtype.
 
     >>> largest("float16"), largest("float32") > 1e38
     (65504.0, True)
@@ -42,14 +42,14 @@ def largest(dtype: object) -> float:
 
 
 def broken(array: Values, limit: float) -> Values:
-    """Return where an array is not finite, or larger than ``limit``."""
+    """Return where an array is not finite or exceeds ``limit`` in magnitude."""
     with np.errstate(all="ignore"):
         bad: Values = ~np.isfinite(array) | (np.abs(array) > limit)
     return bad
 
 
 def first(quantity: str, array: Values, dims: Sequence[str], limit: float) -> NonfiniteValue | None:
-    """Return the first number of an array, in the order of its axes, that is not finite or larger than ``limit``."""
+    """Return the first number of an array, in the order of its axes, that is not finite or exceeds ``limit``."""
     bad = broken(array, limit)
     if not bad.any():
         return None
@@ -58,9 +58,10 @@ def first(quantity: str, array: Values, dims: Sequence[str], limit: float) -> No
 
 
 def first_forward(run: Replay, limit: float) -> NonfiniteValue | None:
-    """The first in order of computation: by step; within a step input, pre-activations, gates, states, output.
+    """Return the first non-finite number in the order of computation.
 
-    Masked steps compute nothing that counts.
+    The initial states are searched first, then each step: input, pre-activations, gates, states, output. Masked steps
+    are skipped.
     """
     for index, state in enumerate(run.initial_state):
         spot = first(f"initial_{run.cell.state_names[index]}", on_cpu(state), ("sample", "unit"), limit)
@@ -70,19 +71,19 @@ def first_forward(run: Replay, limit: float) -> NonfiniteValue | None:
 
 
 def _forward(run: Replay) -> Iterator[tuple[str, Array]]:
-    """Yield the arrays that a step computes, in its order, for all steps."""
+    """Yield the arrays that a step computes, in their order of computation, each for all steps."""
     yield "input", run.input
     if run.record is not None:
         yield "gate_preactivation", run.record.preactivation
         yield "gates", run.record.gates
-    # The state that the layer returns is made last: h_t of an LSTM from its c_t.
+    # The state that the layer returns is computed last, such as h_t of an LSTM from c_t.
     yield from reversed(list(zip(run.cell.state_names, run.states, strict=True)))
     if run.step_output is not None:
         yield "output", run.step_output
 
 
 def on_cpu(array: Array) -> Values:
-    """Return an array as NumPy's, on the host."""
+    """Convert an array to NumPy on the host."""
     return np.asarray(array.cpu() if hasattr(array, "cpu") else array)
 
 
@@ -109,9 +110,11 @@ def _at(name: str, array: Values, sample: int, t: int, limit: float) -> Nonfinit
 
 
 def first_backward(run: Replay, swept: Adjoint, direct: Mapping[str, Values], limit: float) -> NonfiniteValue | None:
-    """The first in order of the sweep: from the last step; within a step direct gradient, states, gates, input.
+    """Return the first non-finite number in the order of BPTT.
 
-    ``direct``: (sample, time, unit) gradients from above, by name.
+    Steps are searched from the last; within a step: direct gradient, states, gates, input.
+
+    ``direct``: direct gradients (sample, time, unit) by name.
     """
     named: list[tuple[str, Any]] = list(direct.items())
     named += [(f"{n}_grad", g) for n, g in zip(run.cell.state_names, swept.state_grads, strict=True)]
@@ -123,7 +126,7 @@ def first_backward(run: Replay, swept: Adjoint, direct: Mapping[str, Values], li
 
 @dataclass(frozen=True)
 class Term:
-    """One product in a sum: an operand, where it comes from, and the weight that it is multiplied by."""
+    """One product in a sum: an operand with its origin, and the weight that it is multiplied by."""
 
     source: str
     position: int
@@ -138,9 +141,9 @@ class Term:
 
 
 def largest_term(run: Replay, spot: NonfiniteValue) -> Term | None:
-    """The largest product in the pre-activation at a spot: of an input with the kernel, or of the state before.
+    """Return the largest product in one pre-activation: of an input with the kernel, or of a previous state.
 
-    None where the cell's pre-activation is no such sum.
+    None if the cell's pre-activations are not sums of products with these kernels.
     """
     weights, index = run.cell.weights(), spot.index
     kernel, recurrent = weights.get("kernel"), weights.get("recurrent_kernel")
@@ -168,7 +171,7 @@ def _biases(weights: Mapping[str, Array], column: int) -> list[Array]:
 
 
 def magnitude_by_step(run: Replay, sample: int) -> Values:
-    """Return the largest magnitude (time,) of one sample at each step: of pre-activations, or states without gates."""
+    """Return the largest magnitude (time,) of one sample's pre-activations, or of its states without gates."""
     values = run.states[-1] if run.record is None else affine.join_gates(run.record.preactivation, run.xp)
     with np.errstate(all="ignore"):
         largest_there: Values = np.max(np.abs(on_cpu(values)[sample]), axis=-1)

@@ -1,9 +1,9 @@
-"""Distribute work over threads by samples, which do not depend on each other.
+"""Distribution of samples, which are independent, over threads.
 
-A library that spreads the small products of one time step over threads of its own lets these threads spin while they
-wait for each other; on a processor that is busy with something else, a sweep then takes ten to a hundred times as long.
-So NumPy's matrix products get one thread each, always, and samples are dealt to threads of ours, which sleep while they
-wait. torch on the CPU arrives here as NumPy; other libraries and devices are left alone.
+BLAS threads for the small products of one time step busy-wait for each other. On a processor that is also used by other
+programs, a sweep then takes ten to a hundred times as long. NumPy's matrix products are therefore always limited to one
+thread each, and samples are distributed over rnnlens' own threads, which sleep while they wait. Tensors of torch on the
+CPU are converted to NumPy before; other libraries and devices are not affected.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from threadpoolctl import ThreadpoolController
 
 from ..typing import Namespace
 
-#: Numbers per thread, of one time step of a walk and of one large operation, below which threads cost more than they
-#: bring: between two short operations threads wait for each other, since only one of them may run Python.
+#: Numbers per thread below which threads do not pay off, in one step of a loop over time and in one large operation.
+#: Between two short operations threads wait for each other, because only one of them may run Python.
 _WORTHWHILE_STEP = 2**12
 _WORTHWHILE = 2**17
 
-#: Multiplications of one product, of which half take about as long as it takes to wake another thread twenty times.
+#: Multiplications of a product from which on it is split: half of them take about twenty wake-ups of a thread.
 _WORTHWHILE_PRODUCT = 2**25
 
 
 @cache
 def _blas() -> list[Any]:
-    """Return NumPy's matrix libraries; finding them takes longer than a small job, so once."""
+    """Return the controllers of NumPy's BLAS libraries, cached because the search is slow."""
     return list(ThreadpoolController().select(user_api="blas").lib_controllers)
 
 
 def _set_threads(library: Any, count: int) -> None:
-    """Set the number of threads from whichever thread this is: threadpoolctl listens to the first that ever set it."""
-    for _ in range(2):  # take the control, and give it back
+    """Set the number of BLAS threads, from any thread."""
+    for _ in range(2):  # threadpoolctl obeys only its controlling thread: clear it before setting, and again afterwards
         if hasattr(library, "clear_controlling_thread"):
             library.clear_controlling_thread(force=True)
         if library.get_num_threads() != count:
@@ -48,10 +48,10 @@ def _set_threads(library: Any, count: int) -> None:
 
 
 class _OneThreadEach:
-    """A counter of callers that need matrix products of one thread: the first sets the limit, the last lifts it.
+    """Reference count of callers that limit BLAS to one thread: the first sets the limit, the last removes it.
 
-    The number of threads is one for the whole process: two callers that each set it and set it back could leave it at
-    one for good.
+    The limit is global to the process. Without counting, two concurrent callers that each set and restore it could
+    leave it at one forever.
     """
 
     def __init__(self) -> None:
@@ -61,11 +61,11 @@ class _OneThreadEach:
 
     @property
     def granted(self) -> int:
-        """Number of threads that the user allows a product."""
+        """Number of BLAS threads that the user allows."""
         return max(self.before, default=1)
 
     def enter(self) -> None:
-        """Set the limit, unless it is set."""
+        """Count one more caller; the first sets the limit of one thread."""
         with self.lock:
             if self.users == 0:
                 self.before = [library.get_num_threads() or 1 for library in _blas()]
@@ -73,14 +73,14 @@ class _OneThreadEach:
             self.users += 1
 
     def leave(self) -> None:
-        """Lift the limit, unless another caller still needs it."""
+        """Count one caller less; the last removes the limit."""
         with self.lock:
             self.users -= 1
             if self.users == 0:
                 self.set(self.before)
 
     def set(self, counts: list[int]) -> None:
-        """One number of threads for each library."""
+        """Set the number of threads of each BLAS library."""
         for library, count in zip(_blas(), counts, strict=True):
             _set_threads(library, count)
 
@@ -90,7 +90,7 @@ _products = _OneThreadEach()
 
 @contextmanager
 def one_thread_each() -> Iterator[int]:
-    """Limit NumPy's matrix products to one thread within the block; yields how many threads the user allows."""
+    """Limit BLAS to one thread within the block; yield the number of threads that the user allows."""
     _products.enter()
     try:
         yield _products.granted
@@ -100,12 +100,12 @@ def one_thread_each() -> Iterator[int]:
 
 @cache
 def _pool(workers: int) -> ThreadPoolExecutor:
-    """Return a pool of threads that stay: each new thread would take and keep memory of its own."""
+    """Return the cached thread pool; new threads would each allocate memory of their own."""
     return ThreadPoolExecutor(workers, thread_name_prefix="rnnlens")
 
 
 class _Dealt(threading.local):
-    """The job of the current thread: an event that is set when its caller was interrupted; None outside of jobs."""
+    """Thread-local state: an event that is set when the job's caller was interrupted; None outside jobs."""
 
     given_up: threading.Event | None = None
 
@@ -126,26 +126,26 @@ if hasattr(os, "register_at_fork"):
 
 
 class GivenUpError(Exception):
-    """The caller of this job was interrupted."""
+    """Error in a job whose caller was interrupted."""
 
 
 def still_wanted() -> None:
-    """Raise in a job whose caller was interrupted; long walks call this at every step."""
+    """Raise GivenUpError in a job whose caller was interrupted; long loops call this at every step."""
     if _dealt.given_up is not None and _dealt.given_up.is_set():
         raise GivenUpError
 
 
 def sample_chunks(batch: int, elements: int, *, size: int = 2**19) -> Iterator[slice]:
-    """Return slices over samples of about ``size`` numbers each, where one sample has ``elements``."""
+    """Return slices over samples with about ``size`` numbers each, for ``elements`` numbers per sample."""
     count = max(1, size // max(elements, 1))
     return (slice(start, min(start + count, batch)) for start in range(0, batch, count))
 
 
 def for_each(work: Callable[[slice], None], parts: Iterable[slice], *, xp: Namespace) -> None:
-    """Call ``work`` for each part of the samples; for NumPy on as many threads as its matrix products may use.
+    """Call ``work`` on each part of the samples, for NumPy in as many threads as the user allows BLAS.
 
-    Within a part everything runs in turn: ``work`` may call this function, but gets no further threads. What overflows
-    is infinite, as in the framework, and NumPy does not warn of it.
+    ``work`` may call this function, but nested calls use no further threads. Overflow gives infinity without NumPy's
+    warning, as in the frameworks.
     """
     parts = list(parts)
     if not is_numpy_namespace(xp):
@@ -162,7 +162,7 @@ def for_each(work: Callable[[slice], None], parts: Iterable[slice], *, xp: Names
 
 
 def _deal(work: Callable[[slice], None], parts: list[slice], workers: int) -> None:
-    """Run all parts on the pool's threads; an interrupted caller stops the jobs that are still running."""
+    """Run all parts in the thread pool; if the caller is interrupted, running jobs are stopped."""
     given_up = threading.Event()
 
     def job(part: slice) -> None:
@@ -184,17 +184,17 @@ def _deal(work: Callable[[slice], None], parts: list[slice], workers: int) -> No
 
 
 def walk_parts(batch: int, elements: int, *, xp: Namespace) -> list[slice]:
-    """Return parts of the samples for a walk over time, where one sample has ``elements`` per step of a state."""
+    """Split the samples for a loop over time, with ``elements`` numbers per sample and step of one state."""
     return _shares(batch, elements, _WORTHWHILE_STEP, xp)
 
 
 def large_parts(batch: int, elements: int, *, xp: Namespace) -> list[slice]:
-    """Return parts of the samples for a few large operations, where one sample has ``elements``."""
+    """Split the samples for a few large operations, with ``elements`` numbers per sample."""
     return _shares(batch, elements, _WORTHWHILE, xp)
 
 
 def row_parts(shape: Sequence[int], columns: int) -> list[slice]:
-    """Return parts of the rows of a product (sample, row, n) @ (sample, n, columns), where samples are not split."""
+    """Split the rows of a product (sample, row, n) @ (sample, n, columns); samples are not split."""
     batch, rows, inner = shape
     if batch * rows * inner * columns < _WORTHWHILE_PRODUCT:
         return [slice(None)]

@@ -1,7 +1,7 @@
 """Collect the values of a sweep while it runs: as the full Jacobian, or reduced to one number per pair of steps.
 
-A reduction works on blocks (sample, group, out, in): all units of one output step against all features of one input
-step.
+A reduction is a function of blocks (sample, group, out, in): the derivatives of all units of one output step by all
+features of one input step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def spectral(block: Array) -> Array:
     xp = namespace(block)
     if 1 in block.shape[-2:]:
         return frobenius(block)
-    # Scaled first: the squares in a Gram matrix of a vanishing block would underflow.
+    # Scaled first, because the squares in the Gram matrix of a vanishing block would underflow.
     scale = xp.max(xp.abs(block), axis=(-2, -1), keepdims=True)
     scale = xp.where(scale > 0, scale, xp.ones_like(scale))
     unit = block / scale
@@ -53,7 +53,7 @@ def _abs_mean(block: Array) -> Array:
     return xp.mean(xp.abs(block), axis=(-2, -1))
 
 
-#: Reductions by the name a user gives them.
+#: Reductions by their public names.
 REDUCTIONS: Mapping[str, Callable[[Array], Array]] = {
     "norm": frobenius,
     "spectral": spectral,
@@ -65,7 +65,7 @@ REDUCTIONS: Mapping[str, Callable[[Array], Array]] = {
 
 @dataclass(frozen=True)
 class Extent:
-    """Sizes of the values at each step of a sweep: samples, groups of rows, rows per group, numbers per row."""
+    """Sizes of the values at one step of a sweep: samples, groups of rows, rows per group, numbers per row."""
 
     samples: int
     groups: int
@@ -75,14 +75,15 @@ class Extent:
 
 @dataclass(frozen=True)
 class Reduction:
-    """How the blocks of a sweep are reduced.
+    """Reduction of a sweep's blocks: by a function of each block, by averaging over samples, or both.
 
     Attributes
     ----------
     by, tail
-        Turns blocks (sample, group, out, in) into (sample, group, *tail); None keeps everything.
+        Function from blocks (sample, group, out, in) to (sample, group, *tail), and that tail; ``by`` is None for no
+        reduction.
     average
-        Sum over samples instead of keeping each.
+        Whether samples are summed, for an average, instead of stored one by one.
     """
 
     by: Callable[[Array], Array] | None = None
@@ -90,30 +91,31 @@ class Reduction:
     average: bool = False
 
 
-#: Every sample, row and number is kept.
+#: No reduction: every sample, row and number is stored.
 WHOLE = Reduction()
 
 
 class Collector:
-    """A sink that keeps what a sweep brings, reduced or not.
+    """A sink that stores the values of a sweep, reduced or in full.
 
     Parameters
     ----------
     steps
-        Time index -> place along the step axis. Others are not kept. ``-1`` stands for the initial state.
+        Time index -> position along the step axis; other steps are not stored. Index -1 is the initial state.
     readout
-        Applied to the values before anything else: ``readout(t, values)``.
+        Function ``readout(t, values)`` applied to the values before the reduction, or None.
     swapped
-        Rows are inputs (tangents) rather than outputs: blocks arrive as (in, out).
+        Whether rows are inputs (tangents) rather than outputs, so that blocks are (in, out).
     result
-        Zeros of the shape stated below, to be written into; made where not given.
+        Zeros of the shape stated below, to write to; allocated by default.
 
     Attributes
     ----------
     result
-        ``(sample, step, group, *tail)`` if reduced, else ``(sample, step, group, row, width)``; averaged: no sample.
+        ``(sample, step, group, *tail)`` if reduced, else ``(sample, step, group, row, width)``; without the sample axis
+        if averaged.
     error_squares
-        Sum over input steps of the mean square that pruned rows would have brought.
+        Sum over input steps of the estimated mean square of the values that pruned rows would have had.
     """
 
     def __init__(
@@ -136,7 +138,7 @@ class Collector:
         self.error_squares = 0.0
 
     def take(self, t: int, first: int, values: Array) -> None:
-        """Store the values of step t, reduced where that is requested."""
+        """Store values (sample, row, n) of step t, reduced if requested; ``first`` is the number of the first row."""
         if t not in self.steps or values.shape[1] == 0:
             return
         values = values if self.readout is None else self.readout(t, values)
@@ -146,7 +148,7 @@ class Collector:
         self.put(t, first // self.rows, block)
 
     def put(self, t: int, start: int, block: Array) -> None:
-        """Store the reduced values (sample, group, ...) of the groups from ``start`` on at step t."""
+        """Store reduced values (sample, group, ...) of step t, for the groups from ``start`` on."""
         place = self.steps[t]
         groups = slice(start, start + int(block.shape[1]))
         if self.average:
@@ -156,14 +158,14 @@ class Collector:
             self.result[:, place, groups] = block
 
     def residue(self, t: int, values: Array) -> None:
-        """Count the squares of pruned rows."""
+        """Estimate the squares of pruned rows from their signed sums (sample, probe, n) at step t."""
         if t not in self.steps:
             return
         values = values if self.readout is None else self.readout(t, values)
         self.lose(t, values * values)
 
     def lose(self, t: int, squares: Array) -> None:
-        """Count squares (sample, probe, ...) of pruned rows, as estimated by each probe."""
+        """Add estimates (sample, probe, ...) of the squares of pruned rows to the error."""
         if t in self.steps:
             self.error_squares += float(squares.sum()) / int(squares.shape[1])
 
@@ -177,18 +179,18 @@ def _swap(block: Array) -> Array:
 
 
 class FieldCollector:
-    """A sink that adds to a field (sample, row, time, n), so that several sweeps may meet in it."""
+    """A sink that adds values to an array (sample, row, time, n), to which several sweeps may contribute."""
 
     def __init__(self, field: Array) -> None:
         self.field = field
 
     def take(self, t: int, first: int, values: Array) -> None:
-        """Add the values of step t."""
+        """Add values (sample, row, n) of step t to the array."""
         target = self.field[:, first : first + int(values.shape[1]), t]
         target[...] = target + values
 
     def residue(self, t: int, values: Array) -> None:
-        """Do nothing: fields are not pruned."""
+        """Do nothing: sweeps with this sink are not pruned."""
 
 
 def probe_signs(probes: int, outputs: int, times: int, samples: int, seed: int) -> np.ndarray[Any, Any]:

@@ -1,4 +1,4 @@
-"""Replay of a recurrent call: its states and gates at all steps, recomputed from what an adapter captured.
+"""Replay of a captured recurrent call: its states and gates at all steps, recomputed by rnnlens.
 
 Arrays are sample-first and chronological. ``order`` is the direction of the recurrence; no array is ever reversed.
 """
@@ -19,19 +19,18 @@ from .linear import System
 from .parallel import for_each, sample_chunks
 from .trajectory import UNSCALED, Record, Scales, Trajectory, carried, over_time, scale_of_samples, shift
 
-#: Replayed by the same operations, no cell is off by as much from rounding alone, unless it amplifies it through time.
+#: Residuals of one step, by dtype, that are too large for rounding alone.
 _ROUNDING = {"float64": 1e-8, "float32": 1e-2}
 
 
 @dataclass
 class Replay(Trajectory):
-    """A recurrent call, replayed: its trajectory with the cell that it belongs to.
+    """One replayed recurrent call: the cell and its trajectory.
 
     Attributes
     ----------
     residual
-        Largest difference between what was recomputed and what the framework returned, relative to the latter's
-        largest magnitude.
+        Largest difference between the recomputed and the captured values, relative to the largest captured magnitude.
     """
 
     cell: Cell = field(kw_only=True)
@@ -39,34 +38,34 @@ class Replay(Trajectory):
 
     @property
     def preactivation(self) -> Array | None:
-        """Pre-activations (sample, time, gate, unit); None where no gates are known."""
+        """Pre-activations (sample, time, gate, unit); None if the gates are unknown."""
         return super().preactivation if self.cell.gates else None
 
     @property
     def gates(self) -> Array | None:
-        """Gates (sample, time, gate, unit); None where no gates are known."""
+        """Gates (sample, time, gate, unit); None if the gates are unknown."""
         return super().gates if self.cell.gates else None
 
     @property
     def output_is_state(self) -> bool:
-        """Whether the cell returns one of its states, as most do, so that dL/dy_t belongs to dL/ds_t.
+        """Whether the cell's output is one of its states, so that dL/dy_t is a gradient of that state.
 
-        Equal values do not prove it: in ``h + gain * x`` the gain may be zero just now.
+        Equal values are no proof: an output ``h + gain * x`` equals the state while the gain is zero.
         """
         return self.step_output is None or self.cell.output_is_state
 
     @property
     def output_state(self) -> int:
-        """Index of the state that the layer's output is. A cell's own output comes after its states."""
+        """Index of the state that is the layer's output; an output that is no state is counted after the states."""
         return self.cell.output_state if self.output_is_state else len(self.states)
 
     def linear_system(self, masked_output: str = "state") -> System:
-        """Linearise the recurrence; the layer's output is among its states (see :attr:`output_state`)."""
+        """Return the recurrence linearised around its trajectory, with the layer's output among its states."""
         return self.cell.linear_system(self, masked_output)
 
     @classmethod
     def from_call(cls, call: Any) -> Replay:
-        """Replay a captured call (``adapters.protocol.RecurrentCall``) with the arrays' own namespace."""
+        """Replay a captured call (``adapters.protocol.RecurrentCall``) and compare it with the captured values."""
         xp = array_namespace(call.input)
         if call.cell.by_framework:
             run = replay_custom(call.cell, call.input, call.initial_state, mask=call.mask, order=call.direction)
@@ -103,7 +102,7 @@ class Replay(Trajectory):
 
     @classmethod
     def as_computed(cls, call: Any) -> Replay:
-        """Replay a captured call without comparing it: comparisons mean nothing for numbers that are not finite."""
+        """Replay a captured call without a comparison, for calls with non-finite numbers."""
         if call.cell.by_framework:
             return replay_custom(call.cell, call.input, call.initial_state, mask=call.mask, order=call.direction)
         hidden = call.output if _output_is_hidden(call, array_namespace(call.input)) else None
@@ -112,7 +111,7 @@ class Replay(Trajectory):
         return replay(call.cell, call.input, start, mask=call.mask, order=order, hidden=hidden, scales=scales)
 
     def last_output(self, masked_output: str = "state") -> Array:
-        """Return the layer's output (sample, unit) where it returns the last one only."""
+        """Return the output (sample, unit) of a layer that returns only its last output."""
         *_, last = self.steps()
         state, xp = self.states[self.cell.output_state][:, last, ...], self.xp
         if self.step_output is None:
@@ -131,7 +130,7 @@ class Replay(Trajectory):
 
 
 def _constant_put_in(call: Any, run: Replay, last: Array) -> Array:
-    """Set the last output (sample, unit) to zero where the framework returned zeros."""
+    """Set the last output (sample, unit) to zero for samples where the framework returned zeros."""
     if call.output_from_state is None:
         return last
     *_, step = run.steps()
@@ -155,14 +154,15 @@ def replay(
     hidden: Array | None = None,
     scales: Scales = UNSCALED,
 ) -> Replay:
-    """Recompute gates and states of a cell with equations.
+    """Recompute gates and states of a cell with known equations.
 
     Parameters
     ----------
     x : (sample, time, feature)
     hidden : (sample, time, unit), optional
-        The first state where it is known already. All matrix products are then taken at once, where the cell allows it
-        (``Cell.at_once``), and only what is element-wise runs step by step. Not looked at where steps are masked.
+        The first state after each step, if it is known. If the cell allows it (``Cell.at_once``), the matrix products
+        of all steps are then computed at once, and only element-wise operations run step by step. Values at masked
+        steps are ignored.
     """
     xp = array_namespace(x)
     run = Replay(xp, x, tuple(initial_state), (), None, None, mask, order, scales.input, scales.state, cell=cell)
@@ -194,7 +194,7 @@ def _replay_in_sequence(run: Replay) -> None:
 
 
 def _of_all_steps(part: Array, time: int, xp: Namespace) -> Array:
-    """Allocate memory (sample, time, ...) for the values (sample, ...) of one step."""
+    """Allocate an array (sample, time, ...) for values (sample, ...) per step."""
     return xp.empty((part.shape[0], time, *part.shape[1:]), dtype=part.dtype, device=device(part))
 
 
@@ -207,7 +207,7 @@ def _replay_at_once(run: Replay, hidden: Array) -> None:
 
 
 def _gates_at_once(run: Replay, hidden: Array) -> Record:
-    """Compute gates of all steps, a few samples at a time: intermediate arrays then stay in the processor's cache."""
+    """Compute the gates of all steps at once, a few samples at a time to stay within the processor's cache."""
     xp, cell, (batch, time, _) = run.xp, run.cell, run.input.shape
     shape = (batch, time, cell.parts, cell.units)
     z, a = (xp.empty(shape, dtype=hidden.dtype, device=device(hidden)) for _ in range(2))
@@ -227,7 +227,10 @@ def _gates_at_once(run: Replay, hidden: Array) -> Record:
 
 
 def _one_step_residual(run: Replay) -> float:
-    """Return the largest difference between h_t recomputed from the gates and the framework's, relative."""
+    """Return the largest difference between the captured h_t and h_t recomputed from the gates.
+
+    The difference is relative to the largest magnitude of h_t.
+    """
     xp, gates, worst, largest = run.xp, cast(Record, run.record).gates, 0.0, 0.0
     batch, time, size = run.states[0].shape
     for some in sample_chunks(batch, time * size):
@@ -240,7 +243,7 @@ def _one_step_residual(run: Replay) -> float:
 
 
 def _fill_masked(hidden: Array, run: Replay) -> Array:
-    """Replace the outputs at masked steps, which differ by framework, by the state carried over."""
+    """Replace outputs at masked steps, which differ between frameworks, by the state carried over."""
     xp, state = run.xp, run.initial_state[0]
     filled: list[Array] = []
     for t in run.steps():
@@ -250,7 +253,7 @@ def _fill_masked(hidden: Array, run: Replay) -> Array:
 
 
 def _other_states(run: Replay, gates: Array) -> tuple[Array, ...]:
-    """Compute all states but the first from known gates, as c_t of an LSTM, by an element-wise recurrence."""
+    """Compute all states but the first, such as an LSTM's c_t, from known gates by an element-wise recurrence."""
     states = run.initial_state[1:]
     if not states:
         return ()
@@ -265,9 +268,10 @@ def _other_states(run: Replay, gates: Array) -> tuple[Array, ...]:
 
 
 def distance(recomputed: Array, captured: Array, mask: Array | None, xp: Namespace) -> tuple[float, float]:
-    """Return the largest difference at unmasked steps, and the largest magnitude captured.
+    """Return the largest difference at unmasked steps, and the largest captured magnitude.
 
-    A network that diverged has NaN on both sides: that is agreement.
+    The difference is infinite if only one side is NaN. NaN on both sides, as in a diverged network, counts as equal;
+    the magnitude is then that of the finite captured numbers.
     """
     difference = recomputed - captured
     if mask is not None:
@@ -282,13 +286,13 @@ def distance(recomputed: Array, captured: Array, mask: Array | None, xp: Namespa
 
 
 def _largest(values: Array, xp: Namespace) -> float:
-    """Return the largest magnitude; infinite where there is a NaN."""
+    """Return the largest magnitude of an array; infinity if it has a NaN."""
     high, low = float(xp.max(values)), float(xp.min(values))
     return math.inf if math.isnan(high) or math.isnan(low) else max(abs(high), abs(low))
 
 
 def _at_first_step(run: Replay, output: Any, call: Any) -> float:
-    """Return the residual of the replayed output at the recurrence's first step."""
+    """Return the relative residual of the replayed output at the recurrence's first step."""
     first = next(run.steps())
     one = slice(first, first + 1)
     mask = None if call.mask is None else call.mask[:, one]
@@ -296,14 +300,14 @@ def _at_first_step(run: Replay, output: Any, call: Any) -> float:
 
 
 def _at_the_end(run: Replay, call: Any) -> float:
-    """Return the residual of the replayed states against those that the layer returned after its last step."""
+    """Return the relative residual of the replayed final states, compared with those that the layer returned."""
     *_, last = run.steps()
     pairs = zip(run.states, call.final_state or (), strict=False)
     return max((residual(s[:, last, None], f[:, None], None, run.xp) for s, f in pairs), default=0.0)
 
 
 def residual(recomputed: Array, captured: Array, mask: Array | None, xp: Namespace) -> float:
-    """Return the largest difference relative to the largest magnitude captured."""
+    """Return the largest difference at unmasked steps, relative to the largest captured magnitude."""
     difference, magnitude = distance(recomputed, captured, mask, xp)
     return difference / (magnitude or 1.0)
 
@@ -316,7 +320,7 @@ def replay_custom(
     mask: Array | None = None,
     order: Literal["forward", "backward"] = "forward",
 ) -> Replay:
-    """Step a cell of unknown equations through time by asking the framework; the record of its states and outputs."""
+    """Run a cell of unknown equations step by step with its framework, and return its states and outputs."""
     xp = array_namespace(x)
     run = Replay(xp, x, tuple(initial_state), (), None, None, mask, order, cell=cell)
     state = run.initial_state
@@ -336,14 +340,17 @@ def replay_custom(
 
 
 def refuse_another_function(call: Any, off: float) -> None:
-    """Refuse a cell whose residual ``off`` at its first step exceeds rounding; no earlier step has amplified it.
+    """Raise an error if the residual ``off`` of a framework-run cell's first step exceeds rounding.
 
-    Half precision is left to the self-checks.
+    Rounding errors are not yet amplified at the first step.
+
+    Half precision is not tested here, but by the self-checks.
 
     Raises
     ------
     UnsupportedError
-        If the cell read what was only there while its model ran: an attribute set by ``call``, the training flag.
+        If they differ: the cell depends on something other than its input, state and weights, such as an attribute set
+        by ``call`` or the training flag.
     """
     if _is_beyond_rounding(call, off):
         cell = f"The cell of {call.layer!r}"
@@ -351,12 +358,12 @@ def refuse_another_function(call: Any, off: float) -> None:
 
 
 def refuse_other_equations(call: Any, off: float) -> None:
-    """Refuse registered equations whose residual ``off`` at the first step exceeds rounding.
+    """Raise an error if the residual ``off`` of registered equations at the first step exceeds rounding.
 
     Raises
     ------
     UnsupportedError
-        If the layer returned something else than they give.
+        If the layer's output differs from the output of the equations.
     """
     if _is_beyond_rounding(call, off):
         cell = call.cell
@@ -371,12 +378,12 @@ def refuse_other_equations(call: Any, off: float) -> None:
 
 
 def refuse_other_ends(call: Any, off: float, off_at_the_end: float) -> None:
-    """Refuse registered equations whose states after the last step differ where the outputs agree.
+    """Raise an error if final states of registered equations differ although the outputs agree.
 
     Raises
     ------
     UnsupportedError
-        If the layer returned them in another order, or others.
+        If the layer returned its states in another order, or other states.
     """
     if _is_beyond_rounding(call, off_at_the_end) and not _is_beyond_rounding(call, off):
         raise UnsupportedError(
@@ -390,12 +397,12 @@ def refuse_other_ends(call: Any, off: float, off_at_the_end: float) -> None:
 
 
 def refuse_other_states(call: Any) -> None:
-    """Refuse a layer whose states are not those of its cell.
+    """Raise an error if a layer's states differ from those of its cell in number or size.
 
     Raises
     ------
     UnsupportedError
-        If their number or sizes differ.
+        If the number or the sizes of the states differ.
     """
     sizes = tuple(int(s.shape[-1]) for s in call.initial_state)
     if call.cell.registered_for and sizes != tuple(call.cell.state_sizes):

@@ -1,9 +1,9 @@
-"""Estimate rounding errors of replayed numbers: from magnitudes, or by perturbing every number by one rounding.
+"""Estimates of rounding errors of replayed numbers, from magnitudes or by random perturbation.
 
-The first is cheap and made with every sweep. The second is for what the first does not explain: the same numbers are
-made again from gates and states that are off by one rounding each, up or down at random, and what changes is what
-rounding does (Vignes 1993, doi:10.1016/0378-4754(93)90003-D). It knows what cancels in a 1 - h^2 of a saturated unit,
-or in the 1 - z of a gate that keeps nearly all.
+The estimate from magnitudes is cheap and computed with every sweep. Perturbation is for mismatches that it does not
+explain: the same numbers are recomputed from gates and states perturbed by one rounding each, with random signs, and
+their change estimates the rounding error (Vignes 1993, doi:10.1016/0378-4754(93)90003-D). Perturbation includes
+cancellation, as in 1 - h^2 of a saturated unit or in 1 - z of a gate that is nearly 1.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from .trajectory import Adjoint, Scales
 class Rounding:
     """Magnitudes that determine the rounding error of a sweep.
 
-    The derivative of an activation, 1 - h^2, is exact to eps whatever is left of it, so that what comes out of
-    saturated units is no more exact than it would be without it (Higham, Accuracy and Stability of Numerical
-    Algorithms, 2nd ed., section 1.7).
+    The derivative of an activation, 1 - h^2, has an absolute error of eps even if it is small. The absolute error of
+    gradients through saturated units is therefore no smaller than through other units (Higham, Accuracy and Stability
+    of Numerical Algorithms, 2nd ed., section 1.7).
 
     Attributes
     ----------
     weights
-        For sums over time: the root of the sum of (|x_t| |dL/ds_t|)^2, since errors of many terms add up as a random
-        walk.
+        For sums over time: the root of the sum of (|x_t| |dL/ds_t|)^2, because errors of many terms add up like a
+        random walk.
     input
-        For gradients at the input: the largest |dL/ds_t| times the largest row of the kernel, 0 where there is none.
+        For gradients at the input: the largest |dL/ds_t| times the largest norm of a kernel's row, 0 without a kernel.
     initial
-        For gradients at the first states: these times what digits are lost on the way to them, at every step as many as
-        the gradient of the weakest state falls short of that of the strongest one step later.
+        For gradients of the initial states: the largest of them times the digits lost on the way. At each step these
+        are the ratio of the strongest state's gradient one step later to the weakest state's gradient.
     """
 
     weights: float = 0.0
@@ -48,7 +48,7 @@ class Rounding:
 
 @np.errstate(over="ignore", invalid="ignore")
 def rounding_of(run: Replay, result: Adjoint) -> Rounding:
-    """Return the magnitudes against which differences from another sweep through the same run are judged."""
+    """Return the magnitudes that bound differences by rounding between two BPTT sweeps of one run."""
     xp = run.xp
     met = xp.sqrt(1.0 + sum(xp.sum(xp.abs(_flat(array, xp)) ** 2, axis=-1) for array in (run.input, *run.states)))
     arrived = xp.max(xp.stack([xp.max(xp.abs(_flat(grad, xp)), axis=-1) for grad in result.state_grads]), axis=0)
@@ -63,7 +63,10 @@ def rounding_of(run: Replay, result: Adjoint) -> Rounding:
 
 
 def _at_the_start(run: Replay, result: Adjoint) -> float:
-    """Return the largest gradient at a first state, times the digits lost at all steps (root of the sum of squares)."""
+    """Return the rounding scale of the gradients of the initial states.
+
+    It is the largest of these gradients times the digits lost at all steps, as the root of the sum of squares.
+    """
     xp = run.xp
     by_state = []
     for first, grad in zip(result.initial_state_grad, result.state_grads, strict=True):
@@ -78,13 +81,13 @@ def _at_the_start(run: Replay, result: Adjoint) -> float:
 
 
 def _flat(array: Array, xp: Any) -> Array:
-    """Join the axes behind time: (sample, time, n), of states with space as of others."""
+    """Join the axes behind time: (sample, time, ...) to (sample, time, n)."""
     flat: Array = xp.reshape(array, (*array.shape[:2], -1))
     return flat
 
 
 def _largest_row(kernel: Array | None, xp: Any) -> float:
-    """Return the largest norm of a kernel's row: of the weights of one input number, over gates and places."""
+    """Return the largest norm of a kernel's row: the weights of one input number to all gates and positions."""
     if kernel is None or len(kernel.shape) < 2:
         return 0.0
     others = tuple(axis for axis in range(len(kernel.shape)) if axis != len(kernel.shape) - 2)
@@ -93,9 +96,9 @@ def _largest_row(kernel: Array | None, xp: Any) -> float:
 
 @np.errstate(over="ignore", invalid="ignore")
 def perturbed(run: Replay) -> Replay:
-    """Replay from an input off by one rounding, and perturb gates and states by one rounding each.
+    """Replay a run from an input perturbed by one rounding, and perturb gates and states by one rounding each.
 
-    Where small differences grow from step to step, this trajectory leaves the other one as any second run does.
+    In a recurrence that amplifies small differences, this trajectory deviates as any second run does.
     """
     off, start = one_rounding(run.xp), tuple(map(one_rounding(run.xp), run.initial_state))
     if run.cell.by_framework:
@@ -108,9 +111,9 @@ def perturbed(run: Replay) -> Replay:
 
 
 def replay_sensitivity(run: Replay) -> float:
-    """Return how much a step's output changes with gates off by one rounding, relative to the largest output.
+    """Return the change of a step's output for gates perturbed by one rounding, relative to the largest output.
 
-    0 of a cell whose output does not follow from its gates and the states before: :attr:`Cell.at_once`.
+    The result is 0 for a cell whose output does not follow from its gates and previous states (:attr:`Cell.at_once`).
     """
     if run.record is None or not run.cell.at_once:
         return 0.0
@@ -123,9 +126,9 @@ def replay_sensitivity(run: Replay) -> float:
 
 
 def one_rounding(xp: Any, unit: float | None = None) -> Callable[[Array], Array]:
-    """Return a function that moves every number of an array by one rounding, up or down by the same random signs.
+    """Return a function that perturbs each number of an array by one rounding, with random signs.
 
-    ``unit``: the machine epsilon, where it is not that of the array itself.
+    ``unit`` is the machine epsilon, by default that of the array.
     """
     random = np.random.default_rng(0)
 

@@ -1,11 +1,12 @@
-"""The reverse sweep: rows of cotangents go against the recurrence, through every step or in blocks of steps.
+"""The reverse sweep of rows of cotangents against the recurrence: step by step, or in blocks of steps.
 
-Blocks are for more rows than the state has numbers. Rows that were alive before a block reach the steps within it only
-through the state at the block's end. So the unit vectors of that state, S of them, are swept through the block instead.
-They leave M_k = Phi(end, k) B_k at each input and Phi(end, start) at the state before the block; all other rows R
-follow with two large products, dx_k = R M_k and R Phi. Operations per row and step fall from S (C + F) to S F + S^2 /
-L, where C of the S + F columns of a step's product are the state before. It is the same sum of products in another
-order of multiplication, which is free to choose (Griewank, Walther 2008, doi:10.1137/1.9780898717761, chapter 10).
+Blocks save operations if more rows are alive than the state has numbers, S. Rows that entered before a block reach the
+steps within it only through the state at the block's end. Therefore only the S unit vectors of that state are swept
+through the block. They give M_k = Phi(end, k) B_k at each input and Phi(end, start) at the state before the block. All
+older rows R follow by two large products, dx_k = R M_k and R Phi. With F features and blocks of L steps, the operations
+per row and step fall from S (C + F) to S F + S^2 / L, where C of the S + F columns of a step's product are the state
+before. The result is the same product in another order of multiplication (Griewank, Walther 2008,
+doi:10.1137/1.9780898717761, chapter 10).
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from .linear import LinearStep, System, state_columns, walk
 from .sweep_rows import BLOCK_BUDGET, FLUSH_EVERY, Cost, NoPruning, Pruning, RowSink, RowSource, Taps, elements
 from .trajectory import steps
 
-#: Lengths of block to choose from.
+#: Block lengths to choose from.
 LENGTHS = (4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 80, 96, 128)
 
-#: Blocks are used where they save at least this share of the operations: each also costs calls and memory.
+#: Smallest share of operations that blocks must save to be used, because each also costs calls and memory.
 LEAST_SAVING = 0.1
 
 
 class ReverseSweep:
-    """One reverse sweep: its buffers and steps. A row is [states | dx].
+    """One reverse sweep, with its buffers and steps. Each row contains cotangents [states | dx].
 
-    ``steps``: a stretch of steps to go through to its end; None for all, or as many as are of interest.
+    ``steps``: consecutive steps to sweep to the end; None for all steps, down to the last step of interest.
     """
 
     def __init__(
@@ -53,18 +54,18 @@ class ReverseSweep:
         self.old, self.new = self.work.empty(*shape), self.work.empty(*shape)
         self.start = self.stop = source.count
         self.cost = Cost(0.0, 2 * elements(self.old) * self.work.itemsize)
-        # Looked up here once, not at every step.
+        # Attribute lookups outside the loop over steps.
         self.columns = [state_columns(system, state) for state in range(len(system.state_sizes))]
         self.whole = slice(0, system.rows)
         self.per_row = {inputs: 2.0 * self.count * system.multiplications(inputs) for inputs in (False, self.has_input)}
 
     @property
     def left(self) -> Array:
-        """Rows (sample, row, state) as they are before the first step, in the order of the recurrence."""
+        """Cotangents (sample, row, state) of the states before the first step of the recurrence."""
         return self.old[:, self.start : self.stop, : self.system.rows]
 
     def run(self, progress: Callable[[], None] | None) -> Cost:
-        """Walk through all steps, or down to the last one of interest."""
+        """Walk through all steps, or down to the last step of interest."""
         whole = self.taps.steps is None or self.taps.initial or self.steps is not None
         remaining = None if whole else len(self.taps.steps)  # type: ignore[arg-type]
         for t, step in walk(
@@ -92,7 +93,7 @@ class ReverseSweep:
         return self.cost
 
     def _enter(self, t: int, step: LinearStep) -> None:
-        """Let new rows enter, add the source's cotangents of this step, and make all rows total."""
+        """Add the source's cotangents of step t to the rows, and convert all rows to total gradients."""
         first = self.source.first(t)
         entering = slice(first, self.start)
         if first < self.start:
@@ -109,11 +110,11 @@ class ReverseSweep:
             self.pruning.note(self.old, self.system.rows, first, entering.stop)
 
     def _alive(self, columns: slice) -> Array:
-        """Return the rows alive, and the probes behind them."""
+        """Return the rows that are alive, followed by the probe rows."""
         return self.old[:, self.start : self.stop + self.pruning.probes_alive, columns]
 
     def _step(self, step: LinearStep, with_input: bool) -> None:
-        """Pull all rows one step back: [rows] to [states before | dx]."""
+        """Pull all rows back by one step, from the states after it to [states before | dx]."""
         stop = self.stop + self.pruning.probes_alive
         width = self.width if with_input else self.system.rows
         rows, target = self.old[:, self.start : stop, self.whole], self.new[:, self.start : stop, :width]
@@ -122,17 +123,17 @@ class ReverseSweep:
         self.old, self.new = self.new, self.old
 
     def _hand_out(self, t: int, step: LinearStep) -> None:
-        """Hand requested states to their sinks before the rows go through the step."""
+        """Pass the requested states' gradients at step t to their sinks, before the rows are pulled back."""
         for state, sink in self.taps.states.items():
             self._hand_state(sink, t, state, step)
 
     def _hand_state(self, sink: RowSink, t: int, state: int, step: LinearStep | None) -> None:
-        """Hand the rows at one state to a sink: as a step produces it, or at the start."""
+        """Pass the gradients of one state to a sink: as the step produces it, or of the initial state."""
         rows, columns = self._alive(self.whole), self.columns[state]
         self._give(sink, t, rows[:, :, columns] if step is None else step.produced(rows, state, columns))
 
     def _give(self, sink: RowSink, t: int, values: Array) -> None:
-        """Hand rows to a sink, and the residue of pruned ones."""
+        """Pass rows to a sink, and the residue of pruned rows."""
         alive = self.stop - self.start
         sink.take(t, self.start, values[:, :alive])
         if int(values.shape[1]) > alive:
@@ -141,21 +142,21 @@ class ReverseSweep:
 
 @dataclass(frozen=True)
 class Blocks:
-    """How a reverse sweep is split: steps per block (0: no blocks), and multiplications per sample."""
+    """Split of a reverse sweep: steps per block (0: no blocks), and multiplications per sample."""
 
     length: int
     products: float
 
 
 def plan_blocks(system: System, alive: Sequence[int] | np.ndarray[Any, Any], features: int) -> Blocks:
-    """Choose the length of block that needs the fewest multiplications.
+    """Choose the block length with the fewest multiplications.
 
     Parameters
     ----------
     alive : (step,)
-        Rows alive at each step of the sweep, in its order; they never become fewer.
+        Number of rows alive at each step, in the order of the sweep; it never decreases.
     features
-        Numbers per row handed out at each step.
+        Numbers per row that are passed to sinks at each step.
     """
     rows = np.asarray(alive, dtype=np.float64)
     per_row = float(system.multiplications(features > 0))
@@ -177,7 +178,7 @@ def plan_blocks(system: System, alive: Sequence[int] | np.ndarray[Any, Any], fea
 
 
 class BlockedSweep:
-    """One reverse sweep, block by block. Hands out what leaves at the input and at the initial state."""
+    """One reverse sweep in blocks, with gradients of the input and of the initial state."""
 
     def __init__(self, system: System, source: RowSource, taps: Taps, samples: slice, length: int) -> None:
         self.system, self.source, self.taps, self.samples = system, source, taps, samples
@@ -205,7 +206,7 @@ class BlockedSweep:
         return self.cost
 
     def _block(self, steps: Sequence[int], progress: Callable[[], None] | None) -> None:
-        """Sweep the block's own rows and the unit vectors, then take all others across at once."""
+        """Sweep a block's own rows and the unit vectors of its final state, then pull all older rows across at once."""
         system, work, older = self.system, self.work, int(self.carried.shape[1])
         units = system.rows if older else 0
         lowest = self.source.first(steps[-1])
@@ -234,7 +235,7 @@ class BlockedSweep:
         self.carried, self.first = rows, lowest
 
     def _hand_out(self, kept: list[int], across: Array) -> None:
-        """Hand the older rows to the input's sink, several steps in one product no wider than the state."""
+        """Pass older rows to the input's sink, several steps per product, no wider than the state."""
         system, work, older = self.system, self.work, int(self.carried.shape[1])
         at_once = max(1, system.rows // max(1, system.features))
         for start in range(0, len(kept), at_once):
@@ -251,7 +252,7 @@ class BlockedSweep:
 
 @dataclass
 class _Window:
-    """Rows of a source that enter within a block, followed by the unit vectors of the state at its end."""
+    """Row source of one block: rows that enter within it, then the unit vectors of its final state."""
 
     source: RowSource
     system: System
@@ -267,7 +268,7 @@ class _Window:
 
     @property
     def lasting(self) -> bool:
-        """False: only sources that enter once are swept in blocks."""
+        """False: only sources whose rows enter once are swept in blocks."""
         return False
 
     def first(self, t: int) -> int:
@@ -275,7 +276,7 @@ class _Window:
         return self.source.first(t) - self.lowest
 
     def parts(self, t: int, first: int, stop: int, samples: slice) -> Mapping[int, Array]:
-        """Return the source's rows, and at the block's end the unit vectors too."""
+        """Return the source's rows that enter at step t, and at the block's end also the unit vectors."""
         entering = min(stop, self.own)
         found = self.source.parts(t, first + self.lowest, entering + self.lowest, samples)
         if t != self.entry or not self.units:
@@ -297,7 +298,7 @@ class _Window:
 
 @dataclass
 class _Split:
-    """A sink that passes the block's own rows on and stores those of the unit vectors (sample, unit, step, feature)."""
+    """A sink that passes on a block's own rows, and stores rows of unit vectors (sample, unit, step, feature)."""
 
     sink: RowSink
     lowest: int
@@ -306,7 +307,7 @@ class _Split:
     places: Mapping[int, int]
 
     def take(self, t: int, first: int, values: Array) -> None:
-        """Pass rows ``first ... own - 1`` to the sink, and store the others."""
+        """Pass rows ``first ... own - 1`` to the sink, and store the rows of the unit vectors."""
         own = self.own - first
         if own:
             self.sink.take(t, first + self.lowest, values[:, :own])
@@ -314,4 +315,4 @@ class _Split:
             self.across[:, :, self.places[t]] = values[:, own:]
 
     def residue(self, t: int, values: Array) -> None:
-        """Do nothing: nothing is pruned."""
+        """Do nothing: blocked sweeps are not pruned."""

@@ -1,12 +1,12 @@
-"""Rows of a sweep: where they enter, where their values go, what a sweep costs, and when vanished rows are dropped.
+"""Rows of a sweep: their sources, their sinks, the cost of a sweep, and pruning of vanished rows.
 
-Rows are kept in the order in which the recurrence ran; a reverse sweep reaches the last of them first, so that the rows
-alive are always a suffix, and what does not exist yet (the acausal half) is never computed.
+Rows are ordered by their step in the recurrence. A reverse sweep reaches the last rows first, so that the rows alive
+are always a suffix, and the acausal half of a Jacobian, which is zero, is never computed.
 
-On a network whose gradients vanish, most rows of a long sweep carry nothing. A group of rows is dropped once, in every
-sample, its norm fell to ``rtol`` times its norm at the start. Sums of the dropped rows with random signs go on as a few
-probe rows. Since E[s_i s_j] = 0 for i != j, the mean square that such a probe brings to an input is an unbiased
-estimate of the squared error there, summed over everything dropped (Hutchinson 1990, doi:10.1080/03610919008812866).
+If gradients vanish, most rows of a long sweep are negligible. A group of rows is dropped once its norm has fallen to
+``rtol`` times its norm at entry in every sample. Sums of the dropped rows with random signs s_i are swept on as a few
+probe rows. Since E[s_i s_j] = 0 for i != j, the mean square of a probe's value at an input is an unbiased estimate of
+the squared error there, summed over all dropped rows (Hutchinson 1990, doi:10.1080/03610919008812866).
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ import numpy as np
 from .arrays import Array, Workspace
 from .linear import Pattern
 
-#: Bytes of product matrices held at a time.
+#: Bytes of product matrices in memory at a time.
 BLOCK_BUDGET = 32 * 2**20
 
-#: Steps between two looks for numbers that have become negligible.
+#: Steps between two searches for negligible numbers.
 FLUSH_EVERY = 4
 
 
 class RowSink(Protocol):
-    """Receiver of the values of a sweep."""
+    """Interface of a receiver of a sweep's values."""
 
     def take(self, t: int, first: int, values: Array) -> None:
         """Receive values (sample, row, n) at step t; ``first`` is the number of the first of these rows."""
 
     def residue(self, t: int, values: Array) -> None:
-        """Receive signed sums of pruned rows (sample, probe, n) at step t."""
+        """Receive sums (sample, probe, n), with random signs, of the pruned rows at step t."""
 
 
 @dataclass
 class Taps:
-    """Sinks of a sweep, None for what nobody requested.
+    """Sinks of a sweep by quantity; None for quantities that are not requested.
 
-    ``input``: at the layer's input. ``states``: by state index, at the states after each step.
-    ``initial``: by state index, at the initial state (t = -1). ``steps``: the steps of interest, None for all.
+    ``input``: sink of gradients of the layer's input. ``states``: sinks by state index for the states after each step.
+    ``initial``: sinks by state index for the initial states (t = -1). ``steps``: steps of interest, None for all.
     """
 
     input: RowSink | None = None
@@ -73,34 +73,37 @@ def elements(array: Array) -> int:
 
 
 class RowSource(Protocol):
-    """Rows of a sweep. ``group`` rows belong together (one target step); ``count`` is the number of all rows."""
+    """Interface of the rows of a sweep.
+
+    ``group`` rows belong to one target step; ``count`` is the number of all rows.
+    """
 
     count: int
     group: int
 
     def first(self, t: int) -> int:
-        """Return the first row alive at step t; it never grows in the direction of the sweep."""
+        """Return the first row alive at step t; it never increases during the sweep."""
 
     def parts(self, t: int, first: int, stop: int, samples: slice) -> Mapping[int, Array]:
-        """Return what enters at step t into rows ``first ... stop - 1``: by state, (sample or 1, row, size)."""
+        """Return what rows ``first ... stop - 1`` receive at step t: (sample or 1, row, size) by state index."""
 
     @property
     def lasting(self) -> bool:
-        """Whether rows receive cotangents at every step, not only at their first."""
+        """Whether rows receive cotangents at every step rather than only at the first."""
 
 
 @dataclass
 class PointRows:
-    """Rows that enter at one step each.
+    """Row source whose rows enter at a single step each.
 
     Attributes
     ----------
     times
         The step of each group.
     blocks
-        By state: (sample or 1, time or 1, group row, size): what enters at each time index, if a group is there.
+        By state index the rows (sample or 1, time or 1, group row, size) that enter at each time index in ``times``.
     order
-        ``"forward"``: sweeps go down in time; ``"backward"``: up. For tangents it is the other way round.
+        Direction of the recurrence. Sweeps of cotangents run against it; for sweeps of tangents give the opposite.
     """
 
     times: Sequence[int]
@@ -121,11 +124,11 @@ class PointRows:
         return False
 
     def first(self, t: int) -> int:
-        """Return the first row of the groups at or after t, in the order of the recurrence."""
+        """Return the first row of the groups at step t or later in the order of the recurrence."""
         return self.group * bisect_left(self._ranks, self._sign * t)
 
     def parts(self, t: int, first: int, stop: int, samples: slice) -> Mapping[int, Array]:
-        """Return the block of step t, if rows enter at this step."""
+        """Return the blocks of step t by state index; an empty dict if no rows enter at this step."""
         if stop == first:
             return {}
         found = {}
@@ -137,16 +140,17 @@ class PointRows:
 
 @dataclass
 class Units:
-    """All units of one state, each in a row of its own, as unit vectors that enter at single steps.
+    """Row source of all units of one state: unit vectors that enter at single steps.
 
-    For systems in which they never meet (:class:`rnnlens.recurrence.linear.Pattern`): no row is ever written out.
+    Only for systems whose units never meet (:class:`rnnlens.recurrence.linear.Pattern`). The rows are never stored one
+    by one, only as sums by colour.
 
     Attributes
     ----------
     times
         The step of each group of ``size`` rows.
     moves : (sample, time) of bool, or None
-        Where a unit enters at all.
+        False where no units enter; None if they enter everywhere.
     """
 
     times: Sequence[int]
@@ -157,11 +161,11 @@ class Units:
 
     @property
     def sequence(self) -> list[int]:
-        """The steps in the order in which the recurrence ran."""
+        """Steps at which units enter, in the order of the recurrence."""
         return sorted(self.times, reverse=self.order == "backward")
 
     def summed(self, work: Workspace, pattern: Pattern) -> PointRows:
-        """Return one row per colour: the sum of its units."""
+        """Return a row source with one row per colour, the sum of that colour's units."""
         block = work.asarray(pattern.colour == np.arange(pattern.count)[:, None])[None, None]
         if self.moves is not None:
             block = block * work.asarray(self.moves)[:, :, None, None]
@@ -170,9 +174,9 @@ class Units:
 
 @dataclass
 class FieldRows:
-    """Rows that receive something at every step: (sample, row, time, size) by state.
+    """Row source whose rows receive cotangents at every step: (sample, row, time, size) by state index.
 
-    A row is alive from the first step of the sweep at which it holds anything but zeros.
+    A row is alive from the first step of the sweep at which it has a non-zero value.
     """
 
     fields: Mapping[int, Array]
@@ -189,7 +193,7 @@ class FieldRows:
         if self.order == "backward":
             alive = alive[:, ::-1]
         born = np.where(alive.any(1), time - 1 - np.argmax(alive[:, ::-1], axis=1), -1)
-        # The first row that is alive at position p of the recurrence: rows behind it come along, alive or not.
+        # The first row alive at position p of the recurrence; all rows behind it are swept too, alive or not.
         first = np.full(time + 1, self.count)
         for row in range(self.count - 1, -1, -1):
             first[: born[row] + 1] = row
@@ -201,16 +205,16 @@ class FieldRows:
         return True
 
     def first(self, t: int) -> int:
-        """Return the first row that is not zero at t or after it, in the order of the recurrence."""
+        """Return the first row that is non-zero at step t or later in the order of the recurrence."""
         return int(self._first[t if self.order == "forward" else self._time - 1 - t])
 
     def parts(self, t: int, first: int, stop: int, samples: slice) -> Mapping[int, Array]:
-        """Return the cotangents of the field at step t."""
+        """Return the cotangents of rows ``first ... stop - 1`` at step t, by state index."""
         return {state: field[samples, first:stop, t] for state, field in self.fields.items()}
 
 
 class Pruning(Protocol):
-    """Which rows of a sweep are dropped."""
+    """Interface that decides which rows of a sweep are dropped."""
 
     probes: int
     active: bool
@@ -219,13 +223,13 @@ class Pruning(Protocol):
 
     @property
     def probes_alive(self) -> int:
-        """Number of probe rows right behind the last row alive."""
+        """Number of probe rows, which follow the last row alive."""
 
     def note(self, rows: Array, width: int, first: int, stop: int) -> None:
         """Record that rows ``first ... stop - 1`` have entered."""
 
     def drop(self, rows: Array, width: int, start: int, stop: int) -> int:
-        """Drop vanished rows, and return the new end of the rows alive."""
+        """Drop vanished rows, and return the new end of the rows that are alive."""
 
 
 class NoPruning:
@@ -246,16 +250,16 @@ class NoPruning:
 
 
 class Vanished:
-    """Drops groups of rows at the old end once they, and all older ones, fell below ``rtol`` of their start.
+    """Pruning of the oldest groups of rows once their norms fell below ``rtol`` times their norms at entry.
 
     Parameters
     ----------
     rtol
         Relative norm below which a group counts as vanished.
     group
-        Rows that live and die together.
+        Number of rows that are dropped together.
     every
-        Steps between two looks at the norms.
+        Steps between two comparisons of norms.
     """
 
     def __init__(
@@ -270,17 +274,17 @@ class Vanished:
 
     @property
     def probes_alive(self) -> int:
-        """Number of probe rows: all of them as soon as something was dropped."""
+        """Number of probe rows: 0 until the first rows are dropped."""
         return self.probes if self.active else 0
 
     def note(self, rows: Array, width: int, first: int, stop: int) -> None:
-        """Record the norm (sample,) with which each group entered."""
+        """Record the norm (sample,) of each group at its entry."""
         norms = self._norms(rows[:, first:stop, :width])
         for i in range(norms.shape[1]):
             self._start[first // self.group + i] = norms[:, i]
 
     def drop(self, rows: Array, width: int, start: int, stop: int) -> int:
-        """Compare norms now and then, and fold vanished rows into the probes."""
+        """Every few steps, compare norms, add vanished rows with random signs to the probes, and drop them."""
         self._calls += 1
         if self._calls % self.every or stop == start:
             return stop

@@ -1,8 +1,9 @@
-"""The reverse sweep of all units of a state at once, where they never meet on their way back.
+"""The reverse sweep of all units of a state at once, for systems whose units never meet.
 
-A row for each unit of S would be S x S numbers for every step that they start from. Units of one colour reach different
-columns (:class:`rnnlens.recurrence.linear.Pattern`), so that their sum is swept in their place: one row of a diagonal
-recurrence. What each unit brings to the input is put together from that row and B_t on the spot, or reduced without.
+One row for each of S units would need S x S numbers per start step. Units of one colour reach different columns
+(:class:`rnnlens.recurrence.linear.Pattern`), so that their sum is swept instead: a single row for a diagonal
+recurrence. The blocks of all units at an input are computed from that row and B_t when needed, or reduced without being
+built.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from .reductions import Collector, frobenius, total
 from .sweep_reverse import ReverseSweep
 from .sweep_rows import Cost, Pruning, RowSink, Taps, Units
 
-#: Numbers that are put together at a time, of several groups.
+#: Numbers in the blocks that are computed at a time.
 _AT_ONCE = 2**18
 
 
 class UnitSweep(ReverseSweep):
-    """One reverse sweep of :class:`Units`. A row is the sum of the unit rows of one colour."""
+    """One reverse sweep of :class:`Units`. Each row is the sum of the unit vectors of one colour."""
 
     def __init__(self, system: System, source: Units, taps: Taps, samples: slice, pruning: Pruning) -> None:
         pattern = system.pattern(source.state)
@@ -35,7 +36,7 @@ class UnitSweep(ReverseSweep):
         self.needs_b = taps.input is not None
 
     def run(self, progress: Callable[[], None] | None) -> Cost:
-        """Walk through all steps, or down to the last one of interest; pruned rows are counted by units."""
+        """Walk through all steps, or down to the last step of interest. Pruned rows are counted as units."""
         cost = super().run(progress)
         self.pruning.dropped = self.pruning.dropped * self.units // self.pattern.count
         return cost
@@ -56,18 +57,18 @@ class UnitSweep(ReverseSweep):
         features = found.hand(sink, t, self.start // self.pattern.count)
         self.cost.flops += 2.0 * self.count * by_colour[1] * self.pattern.entries * features
         if int(rows.shape[1]) > alive and isinstance(sink, Collector):
-            # Rows of all colours were folded into a probe with signs of their own: what reaches the same columns is
-            # one sum with random signs.
+            # A probe is the sum of pruned rows of all colours with random signs, so that units which reach the same
+            # columns cannot be told apart; they are treated as one unit.
             probes = UnitRows(rows[:, alive:, None], self.pattern.cells(), matrix, columns)
             sink.lose(t, probes.through(sink, t).norms() ** 2)
 
 
 @dataclass
 class UnitRows:
-    """All units of some groups at one step, in the rows that are their sums by colour.
+    """All units of several groups at one step, stored as one summed row per colour.
 
     rows : (sample, group, colour, state)
-    matrix : (sample or 1, state, feature) that each unit is multiplied with, or None: then ``columns`` are wanted.
+    matrix : (sample or 1, state, feature) that multiplies each unit, or None if ``columns`` of the state are requested.
     """
 
     rows: Array
@@ -76,7 +77,10 @@ class UnitRows:
     columns: slice | None
 
     def hand(self, sink: RowSink, t: int, first: int) -> int:
-        """Give a sink the groups from ``first`` on, reduced where that needs no blocks; return numbers per entry."""
+        """Pass the groups from ``first`` on to a sink, and return how many numbers were computed per entry.
+
+        Reductions that do not need the blocks are computed without them.
+        """
         if isinstance(sink, Collector):
             if t not in sink.steps or not int(self.rows.shape[1]):
                 return 0
@@ -92,7 +96,7 @@ class UnitRows:
         return width
 
     def through(self, sink: Collector, t: int) -> UnitRows:
-        """Apply the sink's readout to the matrix that each unit is multiplied with."""
+        """Return these rows with the sink's readout applied to the matrix that multiplies each unit."""
         if sink.readout is None or self.matrix is None:
             return self
         return replace(self, matrix=sink.readout(t, self.matrix))
@@ -122,9 +126,11 @@ class UnitRows:
         return xp.concat(parts, axis=1)
 
     def _triangle(self, matrix: Array) -> tuple[Array, Array | None, Array | None]:
-        """Return R (sample or 1, 1, unit) each, of the QR of the one or two rows of ``matrix`` that each unit reaches.
+        """Return R of the QR factorisation of the one or two rows of ``matrix`` that each unit reaches.
 
-        |v b + w c|^2 = (v r + w s)^2 + (w q)^2, two squares, does not cancel where the two vectors do.
+        Its entries are (sample or 1, 1, unit) each.
+
+        The norm |v b + w c|^2 = (v r + w s)^2 + (w q)^2 is then a sum of two squares, without cancellation.
         """
         xp, (b, *others) = namespace(matrix), [matrix[:, _index(w)] for w in self.pattern.reach.T]
         r = xp.sqrt(xp.sum(b * b, axis=2))
@@ -147,18 +153,18 @@ class UnitRows:
         return xp.concat(parts, axis=1)
 
     def _entry(self, w: int) -> Array:
-        """Return the entry (sample, group, unit) of each unit in the w-th of the columns that it reaches."""
+        """Return the value (sample, group, unit) of each unit in the w-th of the columns that it reaches."""
         colour, column = self.pattern.colour, self.pattern.reach[:, w]
         if self.pattern.count == 1:
             return self.rows[:, :, 0, _index(column)]
         return self.rows[:, :, colour, column]
 
     def _inside(self) -> Array:
-        """Return the requested columns of all rows: every number there belongs to one unit."""
+        """Return the requested columns of all rows, in which each number belongs to one unit."""
         return self.rows[:, :, :, self.columns]
 
     def blocks(self) -> Iterator[tuple[int, Array]]:
-        """Yield blocks (sample, group, unit, feature) of a few groups, with the number of the first."""
+        """Yield blocks (sample, group, unit, feature) of a few groups at a time, each with its first group's number."""
         columns, matrix = self.columns, self.matrix
         width = int(matrix.shape[2]) if matrix is not None else columns.stop - columns.start  # type: ignore[union-attr]
         for start, some in self._chunks(width):
@@ -181,7 +187,7 @@ class UnitRows:
         return block
 
     def _by_cells(self, matrix: Array) -> Array:
-        """Compute the blocks as one small product for all units that reach the same columns."""
+        """Compute the blocks by one small product for all units that reach the same columns."""
         xp, reach, cells = namespace(self.rows), self.pattern.reach, self.pattern.cells().reach
         order, (units, width) = np.argsort(reach[:, 0], kind="stable"), reach.shape
         values = self.rows[:, :, self.pattern.colour[order][:, None], reach[order]]
@@ -191,7 +197,7 @@ class UnitRows:
         return flat[:, :, np.argsort(order)]
 
     def _chunks(self, width: int) -> Iterator[tuple[int, UnitRows]]:
-        """Yield a few groups at a time, so that intermediate arrays stay in the processor's cache."""
+        """Yield slices of a few groups, so that intermediate arrays fit into the processor's cache."""
         samples, groups = (int(n) for n in self.rows.shape[:2])
         count = max(1, _AT_ONCE // max(1, samples * int(self.pattern.colour.size) * width))
         for start in range(0, groups, count):
@@ -207,7 +213,7 @@ def _squares(values: Array) -> Array:
 
 
 def _index(columns: np.ndarray[Any, Any]) -> slice | np.ndarray[Any, Any]:
-    """Return a slice where the columns are consecutive: indexing is then a view."""
+    """Return column indices as a slice if they are consecutive, so that indexing gives a view."""
     if columns.size and int(columns[-1] - columns[0]) == columns.size - 1 and (np.diff(columns) == 1).all():
         return slice(int(columns[0]), int(columns[-1]) + 1)
     return columns

@@ -1,4 +1,4 @@
-"""Arrays of one recurrent call: the trajectory that its cell went through, and the total gradients along it.
+"""Arrays of one recurrent call: the trajectory of its cell, and the total gradients along it.
 
 Arrays are sample-first and chronological. ``order`` is the direction of the recurrence; no array is ever reversed.
 """
@@ -13,22 +13,22 @@ from .arrays import Array, Namespace
 
 
 class Scales(NamedTuple):
-    """Dropout multipliers of the input and the state: (sample, n) or (gate, sample, n) each, None without dropout."""
+    """Dropout multipliers of input and state: (sample, n) or (gate, sample, n) each, None without dropout."""
 
     input: Array | None = None
     state: Array | None = None
 
 
-#: Without dropout.
+#: Multipliers without dropout.
 UNSCALED = Scales()
 
 
 class Record(NamedTuple):
-    """Gates before and after their activation: (..., gate, unit).
+    """Gates of a cell before and after their activation, (..., gate, unit) each.
 
-    ``inner`` holds a further value that a cell needs to differentiate a step: the recurrent part of a GRU's candidate
-    before the reset gate multiplies it (``reset_after`` only); of a cell that a framework differentiates, the projected
-    input.
+    ``inner`` is a further value that is needed to differentiate a step, or None. In a GRU with ``reset_after`` it is
+    the recurrent part of the candidate before the reset gate multiplies it. In a cell that a framework differentiates
+    it is the projected input.
     """
 
     preactivation: Array
@@ -47,14 +47,14 @@ class Record(NamedTuple):
 
 @dataclass
 class Trajectory:
-    """One recurrent layer (one direction of it) on one batch: its input, states and gates at all steps.
+    """One recurrent layer, or one direction of it, on one batch: input, states and gates at all steps.
 
     Attributes
     ----------
     states : one (sample, time, size) array per state, after step t
-    record : gates of all steps, (sample, time, gate, unit); None where the framework runs the cell
+    record : gates of all steps, (sample, time, gate, unit); None if the framework runs the cell
     step_output : (sample, time, unit) or None
-        Output of a cell of the framework at each step before masking; None where the output is the first state.
+        Output at each step, before masking, of a cell run by the framework; None for cells with known equations.
     mask : (sample, time) of bool, or None; False where the states are carried over
     """
 
@@ -71,29 +71,29 @@ class Trajectory:
 
     @property
     def preactivation(self) -> Array | None:
-        """Pre-activations (sample, time, gate, unit); None where no gates are known."""
+        """Pre-activations (sample, time, gate, unit); None if the gates are unknown."""
         return None if self.record is None else self.record.preactivation
 
     @property
     def gates(self) -> Array | None:
-        """Gates (sample, time, gate, unit); None where no gates are known."""
+        """Gates (sample, time, gate, unit); None if the gates are unknown."""
         return None if self.record is None else self.record.gates
 
     @property
     def known_record(self) -> Record:
-        """The record of a cell with equations.
+        """Gates before and after their activation, for a cell with known equations.
 
         Raises
         ------
         TypeError
-            If the framework runs the cell, so that there is no record.
+            If the framework runs the cell, so that gates are unknown.
         """
         if self.record is None:
             raise TypeError("a cell that the framework runs has no record of gates")
         return self.record
 
     def of_samples(self, some: slice) -> Self:
-        """Return the trajectories of some samples; views, where the library has them."""
+        """Return the trajectory of some samples, as views where the library supports them."""
         return replace(
             self,
             input=self.input[some, ...],
@@ -107,22 +107,22 @@ class Trajectory:
         )
 
     def steps(self, *, reverse: bool = False) -> Iterator[int]:
-        """Return time indices in the order of the recurrence, or in the opposite order."""
+        """Return the time indices in the order of the recurrence, or reversed."""
         return steps(self.input.shape[1], self.order, reverse=reverse)
 
     def state_before(self, t: int) -> tuple[Array, ...]:
-        """Return the states that step t started from: one (sample, size) array each."""
+        """Return the states before step t, one (sample, size) array each."""
         previous = t - 1 if self.order == "forward" else t + 1
         if 0 <= previous < self.input.shape[1]:
             return tuple(s[:, previous, ...] for s in self.states)
         return self.initial_state
 
     def states_before(self) -> tuple[Array, ...]:
-        """Return the states that each step started from: one (sample, time, size) array each."""
+        """Return the states before each step, one (sample, time, size) array each."""
         return tuple(self.before(state) for state in range(len(self.states)))
 
     def before(self, state: int) -> Array:
-        """Return the values (sample, time, size) that one state, by its index, had before each step."""
+        """Return the values (sample, time, size) of one state before each step, given the state's index."""
         return shift(self.states[state], self.initial_state[state], self.order, self.xp)
 
     def at_real_steps(self, values: Array) -> Array:
@@ -134,20 +134,20 @@ class Trajectory:
 
 @dataclass
 class Adjoint:
-    """Total gradients along a trajectory, sample-first and chronological.
+    """Total gradients along a trajectory; arrays are sample-first and chronological.
 
     Attributes
     ----------
     state_grads : one (sample, time, size) array per state
-        dL/ds_t of each state as it is produced: all that the same step computes from it is included, as the path of
-        an LSTM's c_t through h_t.
-    gate_grad : (sample, time, gate, unit), None for a cell of the framework
-        dL/dz_t, with respect to the pre-activations; of a cell without gates, to the projected input.
+        dL/ds_t of each state as the step produces it, including paths through other results of the same step, such as
+        from an LSTM's c_t through h_t.
+    gate_grad : (sample, time, gate, unit), None for a cell run by the framework
+        dL/dz_t with respect to the pre-activations; for a cell without gates, to the projected input.
     input_grad : (sample, time, feature)
     initial_state_grad : one (sample, size) array per state
-    output_cotangent : (sample, time, unit), cells run by a framework only
+    output_cotangent : (sample, time, unit), only for cells run by a framework
         Direct gradient of each step's output, moved from masked steps to the steps whose output they repeat.
-    returned_grads : as ``state_grads``, of cells that a framework differentiates only
+    returned_grads : same shapes as ``state_grads``, only for cells that a framework differentiates
         dL/ds_t of the states as a step returns them, without their paths to each other within the step.
     """
 
@@ -159,7 +159,7 @@ class Adjoint:
     returned_grads: tuple[Array, ...] | None = None
 
     def of_samples(self, some: slice) -> Adjoint:
-        """Return the gradients of some samples; views, where the library has them."""
+        """Return the gradients of some samples, as views where the library supports them."""
         return Adjoint(
             tuple(g[some, ...] for g in self.state_grads),
             None if self.gate_grad is None else self.gate_grad[some, ...],
@@ -171,13 +171,13 @@ class Adjoint:
 
 
 def steps(count: int, order: str, *, reverse: bool = False) -> Iterator[int]:
-    """Return time indices 0 ... count-1 in the order of a recurrence, or in the opposite order."""
+    """Return the time indices 0 ... count-1 in the order of a recurrence, or reversed."""
     chronological = (order == "forward") != reverse
     return iter(range(count) if chronological else range(count - 1, -1, -1))
 
 
 def shift(after: Array, initial: Array, order: str, xp: Namespace) -> Array:
-    """Turn states after each step into states before each step."""
+    """Convert states after each step to states before each step."""
     first = initial[:, None, ...]
     if order == "forward":
         return xp.concat([first, after[:, :-1, ...]], axis=1)
@@ -185,17 +185,17 @@ def shift(after: Array, initial: Array, order: str, xp: Namespace) -> Array:
 
 
 def over_time(mask: Array, like: Array) -> Array:
-    """Give a mask (sample, time), or (sample,), the trailing axes that it needs to broadcast against ``like``."""
+    """Reshape a mask (sample, time) or (sample,) so that it broadcasts against ``like``."""
     return mask[(..., *[None] * (like.ndim - mask.ndim))]
 
 
 def carried(new: Array, old: Array, mask_t: Array | None, xp: Namespace) -> Array:
-    """Return a state after a step: the new one where the step is real, the old one where it is masked."""
+    """Return the state after a step: the new state at real steps, the old state at masked steps."""
     return new if mask_t is None else xp.where(over_time(mask_t, new), new, old)
 
 
 def scale_of_samples(scale: Array | None, some: slice) -> Array | None:
-    """Select samples of dropout multipliers (sample, n) or (gate, sample, n)."""
+    """Select samples from dropout multipliers (sample, n) or (gate, sample, n); None stays None."""
     if scale is None:
         return None
     return scale[some, ...] if len(scale.shape) == 2 else scale[:, some, :]
