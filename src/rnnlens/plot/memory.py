@@ -93,7 +93,9 @@ def lag_profile(
     InputError
         If there is no ``in_time`` axis, a keyword is unknown, or ``ax`` is not one Axes.
 
-    Notes ----- Masked steps do not count. Lags below 0 are left out. For a backward direction the lag counts from the
+    Notes
+    -----
+    Masked steps do not count. Lags below 0 are left out. For a backward direction the lag counts from the
     output to later inputs.
     """
     given = {str(name): data for name, data in jacobian.items()} if isinstance(jacobian, Mapping) else {"": jacobian}

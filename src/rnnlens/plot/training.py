@@ -189,7 +189,7 @@ def film(
 
     Returns
     -------
-    1-D array of Axes: one per layer (and direction), then the one below
+    1-D array of Axes: one per layer (and direction), then that of the scalar
 
     Raises
     ------

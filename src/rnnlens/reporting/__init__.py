@@ -80,38 +80,38 @@ def report(
 ) -> Path:
     """Write one HTML file with the findings, their evidence and every step of every layer.
 
-    Nothing in it is loaded from elsewhere, and it can be read without scripts. At most 2 MB: what does not fit is
-    merged or left out by a rule that the page states.
+    The file needs no other file and can be read without scripts. It has at most 2 MB: steps and samples that do not fit
+    are merged or left out, which the page states.
 
     Parameters
     ----------
     model
-        A Keras model (any engine) or ``torch.nn.Module``, left exactly as found. Or a finished result, such as a
-        :class:`~rnnlens.results.trace.Trace` or a diagnosis, or a list of them: then there is no ``x``.
+        A Keras model (any engine) or ``torch.nn.Module``; it is not changed. Or a finished result, such as a
+        :class:`~rnnlens.results.trace.Trace` or a diagnosis, or a list of them, without ``x``.
     x, y
         Held-out samples; or a data set whose batches are (x, y). Without y, and without a ``loss`` that needs none,
-        there are no gradients and no findings, which the page says.
+        there are no gradients and no findings, which the page states.
     path
-        Of the file, ending in ``.html``; one that is there is replaced.
+        File to write, ending in ``.html``; an existing file is replaced.
     baseline
-        What the switch of the page compares with: ``"init"``, the same model with fresh weights; another model of the
-        same layers, such as this one before training; or a trace of one.
+        Model that the page compares with: ``"init"``, the same model re-initialised; another model with the same
+        layers, such as this one before training; or a trace of one.
     loss
         As for :func:`rnnlens.trace`.
     layers
         Names of the layers to show; all recurrent layers by default.
     samples
-        At most so many are shown, the first. The diagnosis uses all.
+        Largest number of samples to show, from the first on. The diagnosis uses all samples.
     diagnosis
-        True: :func:`rnnlens.diagnose` is called. False: no findings. Or its result, which takes no time.
+        True: call :func:`rnnlens.diagnose`. False: no findings. Or its result, to save time.
     jacobian
         True: the time Jacobian of a few samples. False: none. Or a result of :func:`rnnlens.jacobian`.
     tokens
-        What integer inputs stand for: texts by number, or a function of the number.
+        Texts of integer inputs: a sequence or mapping by number, or a function of the number.
     title
         Heading of the page; kind and units of the layers by default: "GRU, 12 units".
     seed
-        Of everything that draws random numbers.
+        Seed of all random numbers.
     axes
         As in :func:`rnnlens.trace`.
 
@@ -123,7 +123,7 @@ def report(
     Raises
     ------
     FileError
-        If nothing can be written there, which is found out first.
+        If the file cannot be written; raised before the computation.
     InputError
         If the data or the baseline does not fit.
     """

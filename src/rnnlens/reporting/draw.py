@@ -15,7 +15,7 @@ from markupsafe import Markup
 from ..typing import Array
 from .encode import Scale
 
-#: From a number to pixels.
+#: Function from a value to pixels.
 Place = Callable[[float], float]
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 720, 62, 12, 8, 34
@@ -232,7 +232,7 @@ def _value_ticks(low: float, high: float, log: bool, down: Place) -> list[Markup
 
 def _ticks_below(first: float, last: float, across: Place, bottom: float, label: str) -> list[Markup]:
     marked = [v for v in ticks(first, last, 8) if v == int(v)]
-    marked = [v for v in marked if last - v > (last - first) * 0.06] + [last]  # the last step always has its number
+    marked = [v for v in marked if last - v > (last - first) * 0.06] + [last]  # the last step always has a number
     number = Markup('<text x="{:.1f}" y="{}" text-anchor="middle">{:g}</text>')
     name = Markup('<text class="axis" x="{}" y="{}" text-anchor="middle">{}</text>')
     parts = [number.format(across(value), bottom + 14, value) for value in dict.fromkeys(marked)]
@@ -248,7 +248,7 @@ def _path(x: Array, y: Array, kind: str, across: Place, down: Place) -> Markup:
             continue
         commands.append(f"{pen}{across(place):.1f} {down(value):.1f}")
         pen = "L"
-    if commands and commands[-1].startswith("M"):  # a lone point is drawn by its round cap
+    if commands and commands[-1].startswith("M"):  # an isolated point is drawn as a round cap
         commands.append("h0")
     return Markup('<path class="{}" d="{}"/>').format(kind, "".join(commands))
 

@@ -18,11 +18,11 @@ from PIL import Image
 
 from ..typing import Array
 
-#: Codes of a map: the scale itself, then a step that is padding, then a value that is not finite.
+#: Codes of a map: the last code of the scale, the code of padding, the code of non-finite values.
 LEVELS, PADDING, BROKEN = 250, 254, 255
-#: The same of curves, in 16 bits.
+#: The same codes for curves, in 16 bits.
 FINE, FINE_PADDING, FINE_BROKEN = 65_000, 65_534, 65_535
-#: A logarithmic scale ends so many decades below the largest value.
+#: Decades of a logarithmic scale below the largest value.
 DECADES = 12
 
 _MAPS = {"size": "magma", "signed": "RdBu_r", "gate": "viridis"}
@@ -63,7 +63,7 @@ def scale_of(values: Array, *, log: bool = False, signed: bool = False) -> Scale
             return Scale(-1.0, 0.0, log=True)
         high = float(np.log10(positive.max()))
         low = float(np.log10(positive.min()))
-        low = max(low - 0.6 * (high - low) / LEVELS, high - DECADES)  # the smallest is not code 0, which reads as 0
+        low = max(low - 0.6 * (high - low) / LEVELS, high - DECADES)  # code 0 means 0, so values start above it
         return Scale(low if low < high else high - 1, high, log=True)
     if not finite.size:
         return Scale(-1.0 if signed else 0.0, 1.0)

@@ -19,7 +19,7 @@ from .encode import Scale, image, row_codes, scale_of
 from .time_map import TimeMap
 from .tracks import binned, by_own_peak, quartiles
 
-#: Columns of the time Jacobian, at most.
+#: Largest number of columns of the time Jacobian.
 _COLUMNS = 250
 
 
@@ -214,7 +214,7 @@ def maps(head: Caption, choices: Sequence[Choice], over: TrackSteps, rows: str =
         axes = draw.ImageAxes("time step", rows, table.rows, spec["steps"], padded=padded)
         label, id = choice.name if len(choices) > 1 else "", f"{head.id}-{place}"
         drawings.append(draw.picture(table.url, id, table.scale, axes, palette=table.palette, label=label))
-        moments[0][str(sample)][0] = ""  # the script reads it out of the drawing
+        moments[0][str(sample)][0] = ""  # the script reads it from the drawing
         broken += table.broken
     notes = [f"{broken:,} values of this sample are NaN or infinite: red."] if broken else []
     return ReportFigure(head, "map", spec, Markup("").join(drawings), notes)
@@ -277,7 +277,7 @@ def jacobian(found: TimeMap) -> ReportFigure:
         "causal": found.causal,
         "averaged": found.samples,
         "scale": scale.to_json(),
-        "png": "" if several else url,  # the script reads it out of the drawing
+        "png": "" if several else url,  # the script reads it from the drawing
     }
     if several:
         axes = draw.ImageAxes("input step", "output step", len(table), steps, (), found.out_times, found.causal)

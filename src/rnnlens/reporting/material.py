@@ -117,7 +117,7 @@ class Material:
         )
 
 
-#: Share of repeated steps at one end from which on they are taken for undeclared padding.
+#: Share of repeated steps at one end from which on they count as undeclared padding.
 _REPEATED = 0.1
 #: Quantities of the trace that the page draws.
 _WANTED = (
@@ -219,7 +219,7 @@ def _traced(model: Any, x: Any, y: Any, request: ReportRequest) -> Trace:
         "seed": request.seed,
         "axes": request.axes,
     }
-    if all(info.cell in kinds() for info in find_layers(model)):  # of other cells, only they know the states
+    if all(info.cell in kinds() for info in find_layers(model)):  # other cells: the state names are unknown
         states = {state for kind in kinds().values() for state in kind.states if state in QUANTITIES}
         named = [*_WANTED, *states, *(f"{state}_grad" for state in states)]
         has_loss = y is not None or request.loss is not None

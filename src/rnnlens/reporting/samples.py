@@ -16,7 +16,7 @@ from ..errors import InputError, RnnlensError, UnsupportedError
 from ..results.schema import to_host
 from ..typing import Array
 
-#: Of a source of batches so many samples are read.
+#: Number of samples that are read from a source of batches.
 FROM_SOURCE = 512
 
 

@@ -28,17 +28,17 @@ from .figures import (
 from .material import Material
 from .tracks import Track, norms, symbol
 
-#: Bytes of the page, whatever the data: a file that can be mailed.
+#: Largest size of the page in bytes, for any data, so that it can be sent by mail.
 BUDGET = 1_900_000
-#: Bytes of the page without data: styles, script, words, figures that need no script.
+#: Bytes of the page without data: styles, script, texts, static figures.
 _PAGE = 260_000
-#: Bytes of base64 for each byte.
+#: Bytes of base64 text per byte.
 _BASE64 = 4 / 3
-#: Most rows of a map of the input, and most features drawn as curves.
+#: Largest number of rows of a map of the input, and of features drawn as curves.
 _FEATURES, _LINES = 64, 3
-#: Panels of a section that are open at first; the others are folded.
+#: Number of panels of a section that are visible at first; the others are folded.
 OPEN = 2
-#: Units beyond which the recurrent kernel is left out: its cells could not be told apart.
+#: Largest number of units for which the recurrent kernel is drawn; more cells would be too small.
 LARGEST = 512
 _TITLES = {"hidden": "Hidden state", "cell": "Cell state"}
 #: Symbols of the kernels in formulas.

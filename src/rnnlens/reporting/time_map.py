@@ -18,11 +18,11 @@ from ..vocabulary import DIRECTION, IN_TIME, OUT_TIME, SAMPLE
 from .samples import ReportRequest
 from .tracks import Track
 
-#: Floating-point operations that it may take: some ten seconds of one core.
+#: Largest number of FLOPs: about ten seconds of one core.
 _OPERATIONS = 3e11
-#: Beyond so many output units random probes take their place.
+#: Largest number of output units; random probes replace more.
 _PROBES = 16
-#: Output steps, at most: a reader sees no more rows.
+#: Largest number of output steps: more rows would not be visible.
 _ROWS = 128
 
 
@@ -95,7 +95,7 @@ def of_model(
     with options(certify="first"):
         try:
             found, wrt = jacobian(model, x, of=of, wrt="input", **asked), "input"
-        except InputError:  # of integers: by what the first layer is fed
+        except InputError:  # integer input: differentiate by the input of the first layer
             wrt = f"{tracks[0].layer}.input"
             found = jacobian(model, x, of=of, wrt=wrt, **asked)
     shown = {key: value for key, value in asked.items() if value is not None and key not in ("seed", "at")}
@@ -114,7 +114,7 @@ def of_array(found: xr.DataArray) -> TimeMap:
 def _labelled(found: xr.DataArray, code: str, samples: int, probes: int, directions: Sequence[str]) -> TimeMap:
     values: xr.DataArray = found
     rest = [dim for dim in values.dims if dim not in (SAMPLE, OUT_TIME, IN_TIME)]
-    if rest:  # the norm over units, and over both directions
+    if rest:  # norm over units and both directions
         values = (abs(values) ** 2).sum(rest) ** 0.5
     if SAMPLE in values.dims:
         values = values.mean(SAMPLE)

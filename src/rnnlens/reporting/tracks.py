@@ -13,7 +13,7 @@ from ..results.trace import Trace, describe_layer
 from ..typing import Array
 from ..vocabulary import BACKWARD, DIRECTION, GATE, SAMPLE, TIME
 
-#: What a track does not show: it is shown once for all, or follows from what is.
+#: Variables that tracks leave out: they are shown once for all tracks, or follow from others.
 _ELSEWHERE = ("input", "input_grad", "mask", "output", "output_grad", "gate_preactivation", "gate_grad")
 _SYMBOLS = {"hidden": "h", "cell": "c"}
 
@@ -97,7 +97,7 @@ def _track(name: str, dataset: xr.Dataset, direction: str) -> Track:
         elif plain and array.ndim == 3 and variable not in _ELSEWHERE:
             side = track.gradients if variable.endswith("_grad") else track.states
             side[variable.removesuffix("_grad")] = array.values
-    if not track._arrays():  # a layer that is not recurrent has what it returns
+    if not track._arrays():  # a non-recurrent layer has only its output
         for variable, side in (("output", track.states), ("output_grad", track.gradients)):
             if variable in dataset and dataset[variable].dims[:2] == (SAMPLE, TIME) and dataset[variable].ndim == 3:
                 side["output"] = dataset[variable].values
@@ -157,7 +157,7 @@ def binned(values: Array, width: int, *, size: bool = False) -> Array:
     counts = np.diff([*starts, values.shape[1]]).reshape(-1, *[1] * (values.ndim - 2))
     if not size:
         return np.add.reduceat(values, starts, axis=1) / counts
-    peak = np.maximum.reduceat(np.abs(values), starts, axis=1)  # so that no square under- or overflows
+    peak = np.maximum.reduceat(np.abs(values), starts, axis=1)  # scaling prevents under- and overflow of squares
     unit = np.where(np.isfinite(peak) & (peak > 0), peak, 1.0)
     share = values / np.repeat(unit, counts.ravel(), axis=1)
     mean: Array = np.sqrt(np.add.reduceat(share**2, starts, axis=1) / counts) * unit
