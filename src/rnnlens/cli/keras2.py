@@ -19,7 +19,7 @@ import h5py
 
 from ..errors import FileError, MissingDependencyError, message
 
-#: Packages that a configuration may name; a module of None or "" stands for a registered name.
+#: Packages that a configuration may name; a module of None or "" denotes a registered name.
 _HARMLESS = ("keras", "tf_keras", "tensorflow.keras", "tensorflow.python.keras")
 
 

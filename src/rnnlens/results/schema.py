@@ -179,7 +179,7 @@ def info_mapping(info: Any) -> dict[str, Any]:
 
 
 def to_host(array: Any) -> np.ndarray[Any, Any]:
-    """Return a NumPy view; floats that files cannot hold (bfloat16) become float32, which represents them exactly."""
+    """Return a NumPy view; floats that files cannot store (bfloat16) become float32, which represents them exactly."""
     values = to_numpy(array)
     return values.astype(np.float32) if values.dtype.kind == "V" else values
 

@@ -127,7 +127,7 @@ class _Watched:
     def _is_odd(self, scaled: float) -> bool:
         """Return whether a value is an outlier of the whole window and of its most recent records.
 
-        The spread is reduced where the values drift.
+        A drift of the values does not increase the spread.
         """
         values = [s for s, _ in self.before]
         centre = median(values)

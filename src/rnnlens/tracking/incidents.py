@@ -110,7 +110,7 @@ class Incidents:
 
 
 def told(ask: Callable[[], str]) -> str:
-    """Return the sentence that ``ask`` returns; if it raises, a sentence with the error."""
+    """Return the result of ``ask()``; if it raises, a sentence that names the error."""
     try:
         return ask()
     except Exception as error:
