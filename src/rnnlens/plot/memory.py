@@ -95,8 +95,8 @@ def lag_profile(
 
     Notes
     -----
-    Masked steps do not count. Lags below 0 are left out. For a backward direction the lag counts from the
-    output to later inputs.
+    Masked steps do not count. Lags below 0 are left out. For a backward direction the lag counts from
+    the output to later inputs.
     """
     given = {str(name): data for name, data in jacobian.items()} if isinstance(jacobian, Mapping) else {"": jacobian}
     curves: list[_Curve] = []

@@ -106,7 +106,7 @@ class RecurrentCall:
         Calls with the same key share their weights; ``weight_grads`` is then the sum over them.
     weight_grads
         The framework's own dL/dW by the names of :meth:`Cell.weights`, without what a weight regulariser adds.
-        For custom cells by the framework's names. None without a loss or where not asked for.
+        For custom cells by the framework's names. None without a loss or if not requested.
     framework_input_grad, framework_initial_state_grad
         Gradients by the framework's own differentiation of this call, at its input, (sample, time, feature), and at its
         initial states. For a bidirectional layer, the first direction has the gradient of the shared input. None unless

@@ -109,7 +109,7 @@ _seen: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
 def wanted(model: Any, verb: str, batch: Batch, *what: Any) -> bool:
     """Return whether ``rl.options(certify=...)`` requires a certificate of this call.
 
-    ``what`` extends the key of "first".
+    With ``certify="first"``, only the first call for a model, function, mode, input shapes and ``what`` has one.
     """
     how = current().certify
     if how == "auto":

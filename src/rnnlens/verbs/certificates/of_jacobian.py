@@ -203,7 +203,7 @@ class WholeModelClaim:
 def claim_of(
     request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataArray
 ) -> JacobianClaim | WholeModelClaim | Certificate:
-    """Return a claim on a finished Jacobian for a reference run, or the certificate that says why there is none."""
+    """Return a claim on a finished Jacobian for a reference run, or a certificate with the reason why there is none."""
     options = request.options
     if options.out is not None:
         return Certificate("could not", why="it was written piece by piece, and is not read back")
