@@ -1,7 +1,7 @@
-"""Recurrent cells, one class in one file each: what their parts are called, their equations, and their derivatives.
+"""Recurrent cells, one class per file: names of their parts, equations, and derivatives.
 
-As ``rl.cells`` also what a user needs to add one: :class:`Cell`, :func:`register`, the words of common weights and
-:func:`sigmoid`, which every framework can differentiate.
+The public module ``rl.cells`` also has the names needed to add a cell: :class:`Cell`, :func:`register`, the quantities
+of common weights, and :func:`sigmoid`, which every framework can differentiate.
 """
 
 from __future__ import annotations

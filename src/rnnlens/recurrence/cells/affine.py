@@ -1,6 +1,6 @@
-"""Products with kernels, shared by all cells, with the dropout multipliers that Keras and torch apply inside them.
+"""Products with kernels, shared by all cells, with dropout multipliers as in Keras and torch.
 
-A multiplier ``scale`` is None, (sample, n): one for all gates, or (gate, sample, n): one per gate.
+A multiplier ``scale`` is None, an array (sample, n) for all gates, or an array (gate, sample, n) with one row per gate.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ def columns(kernel: Array, gate: int, gates: int) -> Array:
 
 
 def split_gates(z: Array, gates: int, xp: Namespace) -> Array:
-    """Give gates an axis: (..., gate * unit) to (..., gate, unit)."""
+    """Split the last axis by gates: (..., gate * unit) to (..., gate, unit)."""
     return xp.reshape(z, (*z.shape[:-1], gates, z.shape[-1] // gates))
 
 
 def join_gates(z: Array, xp: Namespace) -> Array:
-    """Lay gates side by side: (..., gate, unit) to (..., gate * unit)."""
+    """Join the last two axes: (..., gate, unit) to (..., gate * unit)."""
     return xp.reshape(z, (*z.shape[:-2], z.shape[-2] * z.shape[-1]))
 
 
 def _with_time(scale: Array, like: Array) -> Array:
-    """Insert axes after sample so that a (sample, n) multiplier meets (sample, ..., n)."""
+    """Insert axes after the first so that a multiplier (sample, n) broadcasts against (sample, ..., n)."""
     extra = len(like.shape) - 2
     return scale[(slice(None), *([None] * extra), slice(None))]
 
 
 def project(x: Array, kernel: Array, scale: Array | None, gates: int, xp: Namespace) -> Array:
-    """Multiply (sample, ..., n) with a kernel (n, gate * unit), the input scaled by dropout where there is any."""
+    """Multiply x (sample, ..., n), scaled by dropout if there is any, by a kernel (n, gate * unit)."""
     if scale is None:
         return x @ kernel
     if len(scale.shape) == 2:
@@ -63,10 +63,10 @@ def _unproject_gate(dz: Array, kernel: Array, scale: Array, gate: int, gates: in
 
 
 class Contraction(NamedTuple):
-    """How the terms x_t dz_t^T of a kernel's gradient are summed.
+    """Options for summing the terms x_t dz_t^T of a kernel's gradient.
 
-    ``by_time`` keeps the time axis; otherwise time is summed over. ``probes`` > 0 returns that many random combinations
-    of the gradient's rows instead of the rows: all that a check needs, at a small part of the cost (Freivalds 1977).
+    ``by_time`` keeps the time axis; otherwise the terms are summed over time. ``probes`` > 0 returns that many random
+    combinations of the gradient's rows, which suffice for a check at a small part of the cost (Freivalds 1977).
     """
 
     by_time: bool = False
@@ -74,21 +74,21 @@ class Contraction(NamedTuple):
 
 
 def probe_rows(rows: int, like: Array, how: Contraction) -> Array:
-    """Return random signs (probes, rows), the same at every call."""
+    """Return random signs (probes, rows) with a fixed seed."""
     signs = 2.0 * np.random.default_rng(rows).integers(0, 2, size=(how.probes, rows)) - 1.0
     return namespace(like).asarray(signs, dtype=like.dtype, device=device(like))
 
 
 def total(dz: Array, how: Contraction, xp: Namespace) -> Array:
-    """Gradient of a bias: (gate * unit,), with a leading time axis by time."""
+    """Return the gradient of a bias (gate * unit,), with a leading time axis if ``how.by_time``."""
     return xp.sum(dz, axis=0 if how.by_time else (0, 1))
 
 
 def outer(x: Array, dz: Array, scale: Array | None, gates: int, how: Contraction, xp: Namespace) -> Array:
-    """Gradient of the kernel in :func:`project`, summed over samples.
+    """Return the gradient of the kernel in :func:`project`, summed over samples.
 
-    x : (sample, time, n); dz : (sample, time, gate * unit). Returns (n, gate * unit), or (probes, gate * unit), with a
-    leading time axis by time.
+    x : (sample, time, n); dz : (sample, time, gate * unit). The result is (n, gate * unit), or (probes, gate * unit),
+    with a leading time axis if ``how.by_time``.
     """
     if scale is not None and len(scale.shape) == 3:
         units = dz.shape[-1] // gates

@@ -1,11 +1,11 @@
-"""Base class of recurrent cells: names, equations, and defaults for everything that follows from a step.
+"""Base class of recurrent cells: names, equations, and defaults for all methods that follow from a step.
 
-A cell is one class in one file. It says what its gates, states and weights are called, and how one step goes; what else
-the recurrence asks of it has a default here, or is written next to the step where a better way is known. Without a
-``pull_back`` of its own, the framework whose layer it describes differentiates its step (:attr:`Cell.autodiff`).
+A cell is one class in one file. It declares the names of its gates, states and weights, and defines one step. All other
+methods have a default here, which a cell may override with a faster one. If a cell does not define ``pull_back``, the
+framework of its layer differentiates its step (:attr:`Cell.autodiff`).
 
-Shapes: ``(sample, ..., n)``. All methods broadcast over axes between sample and the last: of one step there is none, of
-all steps at once there is time. ``scale`` are dropout multipliers, see :mod:`rnnlens.recurrence.cells.affine`.
+Shapes: ``(sample, ..., n)``. All methods broadcast over axes between the first and the last: none for one step, time
+for all steps at once. ``scale`` are dropout multipliers, see :mod:`rnnlens.recurrence.cells.affine`.
 """
 
 from __future__ import annotations
@@ -27,15 +27,21 @@ from .linearise import Pulled, UnitVectorSystem
 
 
 class StepDerivatives(Protocol):
-    """The step of one cell, differentiated by a framework; arrays (n, size) in and out, of the kind that is given."""
+    """Derivatives of one cell's step, computed by a framework.
+
+    Arrays (n, size) are of the same library as the arguments.
+    """
 
     def vjp(
         self, projected: Array, before: Sequence[Array], cotangent: Sequence[Array]
     ) -> tuple[Array, list[Array], Mapping[str, Array]]:
-        """Pull dL/ds_t back to the projected input and the states before, row by row, and to the weights, summed."""
+        """Pull dL/ds_t back to the projected input and the previous states, row by row, and to the weights, summed."""
 
     def produced(self, projected: Array, before: Sequence[Array], cotangent: Sequence[Array]) -> list[Array]:
-        """Pull dL/ds_t back to each state where the step computes it, row by row: with its paths to the others."""
+        """Pull dL/ds_t, row by row, back to each state where the step computes it.
+
+        Paths through other states of the same step are included.
+        """
 
 
 class Cell:
@@ -44,24 +50,25 @@ class Cell:
     Attributes
     ----------
     kind
-        One word for the cell, as results show it.
+        Name of the cell in results, one word.
     gates
-        Names of the gates, in the order in which every kernel has them side by side; empty for a cell without.
+        Names of the gates, in the order of their blocks in every kernel; empty for a cell without gates.
     states
-        Names of the states; the first is what the layer returns.
+        Names of the states; the first is the layer's output.
     parameters
-        The weights: names, dimensions and words. Weights with a dimension ``gate`` are held as (..., gate * unit).
+        Weights by name, each with its dimensions and definition. A weight with a dimension ``gate`` is stored as
+        (..., gate * unit).
     keeping
-        The gate whose value is the share of the state that the step keeps; None where there is no such gate.
+        Name of the gate whose value is the share of the state that a step keeps; None if there is no such gate.
     space
-        Names of the axes of space of input and states, (sample, time, *space, channel); empty for (sample, time, unit).
+        Names of the spatial axes of input and states, (sample, time, *space, channel); empty for (sample, time, unit).
     against_vanishing
-        What to try where its gradient vanishes.
+        Advice for users whose gradients vanish in this cell.
     by_framework
-        Whether the framework runs and differentiates it, since its equations are not known here.
+        Whether the framework runs and differentiates the cell, because its equations are unknown.
     at_once
-        Whether all gates follow from the input and the first state alone: then those of all steps are computed at once
-        where that state is known. Asks for :meth:`hidden`, and :meth:`others` where there are several states.
+        Whether all gates follow from the input and the first state alone. The gates of all steps are then computed at
+        once if that state is known. It requires :meth:`hidden`, and :meth:`others` for several states.
     """
 
     kind: ClassVar[str] = "custom"
@@ -76,13 +83,13 @@ class Cell:
     )
     by_framework: ClassVar[bool] = False
     at_once: ClassVar[bool] = False
-    #: The framework's differentiation of :meth:`step`; its adapter gives it to a cell without a ``pull_back``.
+    #: Derivatives of :meth:`step` by the framework; set by the adapter for a cell without ``pull_back``.
     autodiff: StepDerivatives | None = None
-    #: The framework's class that it was registered for; empty where an adapter knows the framework's equations itself.
+    #: Name of the framework's class that the cell was registered for; empty for cells built into an adapter.
     registered_for: str = ""
-    #: Which of the states a masked step returns, where the framework returns a state there.
+    #: Index of the state that the layer returns at masked steps, if it returns a state there.
     output_state: int = 0
-    #: Whether what the cell puts out is that very state.
+    #: Whether the cell's output is that state.
     output_is_state: bool = True
 
     def __init__(self, **given: Any) -> None:
@@ -95,11 +102,11 @@ class Cell:
             setattr(self, name, given[name])
 
     def weights(self) -> dict[str, Array]:
-        """Return the weights that exist, by name."""
+        """Return the weights that are not None, by name."""
         return {name: value for name in self.parameters if (value := getattr(self, name, None)) is not None}
 
     def with_weights(self, convert: Callable[[Array], Array]) -> Self:
-        """Return a copy of the cell with every weight converted, to another library or precision."""
+        """Return a copy of the cell with ``convert`` applied to every weight, such as to change the precision."""
         return self.holding({name: convert(value) for name, value in self.weights().items()})
 
     def holding(self, weights: Mapping[str, Array]) -> Self:
@@ -145,7 +152,7 @@ class Cell:
 
     @property
     def biases_add_up(self) -> bool:
-        """Whether only the sum of the two biases matters; False for a cell without two biases."""
+        """Whether the cell has two biases of which only the sum matters."""
         found = self.weights()
         return "bias" in found and "recurrent_bias" in found
 
@@ -154,8 +161,8 @@ class Cell:
     def project(self, x: Array, scale: Array | None, xp: Namespace) -> Array:
         """Compute the input side of all pre-activations, with biases: (sample, ..., n) to (sample, ..., gate * unit).
 
-        A pre-activation is this plus what the states add to it. It is linear in ``x``, unless a cell of its own kind
-        says otherwise here, in :meth:`input_gradient` and :meth:`input_gradients`.
+        A pre-activation is this input side plus the states' contribution. The default is linear in ``x``; a cell that
+        overrides it must also override :meth:`input_gradient` and :meth:`input_gradients`.
         """
         found = self.weights()
         z = affine.project(x, found["kernel"], scale, self.parts, xp)
@@ -167,13 +174,13 @@ class Cell:
     def step(
         self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
     ) -> tuple[Record, tuple[Array, ...]]:
-        """Compute the gates and the states after a step from the projected input and the states before."""
+        """Compute the gates, and the states after a step, from the projected input and the states before."""
         raise NotImplementedError(f"{type(self).__name__}.step")
 
     def taken(
         self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
     ) -> tuple[Record, tuple[Array, ...]]:
-        """Run :meth:`step`, and record the projected input where the framework differentiates the step."""
+        """Run :meth:`step`; if the framework differentiates the step, add the projected input to the record."""
         record, after = self.step(projected, before, scale, xp)
         return (record if self.autodiff is None else record._replace(inner=projected)), tuple(after)
 
@@ -188,7 +195,8 @@ class Cell:
     ) -> Pulled:
         """Pull dL/ds_t back through :meth:`step`: to dL/dz_t (..., gate, unit) and dL/ds_{t-1}.
 
-        Third, the total gradients of the states as they are produced: with what the same step computes from them.
+        The third result is the total gradients of the states as the step produces them, including paths through other
+        states of the same step.
         """
         dz, carry, _ = self._differentiator.vjp(*flattened(record, before, cotangent, xp))
         lead = tuple(cotangent[0].shape[:-1])
@@ -213,18 +221,18 @@ class Cell:
         return self.autodiff
 
     def hidden(self, gates: Array, before: Array, others: Sequence[Array], xp: Namespace) -> Array:
-        """Compute the first state from the gates (..., gate, unit), its old value, and the other new states."""
+        """Compute the first state from the gates (..., gate, unit), its previous value, and the other new states."""
         raise NotImplementedError(f"{type(self).__name__}.hidden")
 
     def others(self, gates: Array, before: Sequence[Array]) -> tuple[Array, ...]:
-        """Compute all states but the first after a step, element-wise from the gates and their own values before it."""
+        """Compute the states after a step, except the first, element-wise from the gates and their previous values."""
         return ()
 
     def all_gates(self, projected: Array, hidden: Array, scale: Array | None, xp: Namespace) -> Record:
-        """Compute the gates of all steps from the first state before each."""
+        """Compute the gates of all steps at once, given the first state before each step."""
         return self.step(projected, (hidden,), scale, xp)[0]
 
-    # What a sweep leaves on the input and the weights.
+    # Gradients of the input and the weights, from the results of a sweep.
 
     def input_gradient(self, x: Array, gate_grad: Array, scale: Array | None, xp: Namespace) -> Array:
         """Pull dL/dz (sample, ..., gate * unit) back through :meth:`project` to dL/dx (sample, ..., feature)."""
@@ -233,7 +241,7 @@ class Cell:
     def input_gradients(
         self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
-        """Return dL/dW of the weights in :meth:`project`, except the recurrent bias, summed as ``how`` states."""
+        """Return dL/dW of the weights used in :meth:`project`, except the recurrent bias, summed as in ``how``."""
         found, flat = self.weights(), flat_gate_grad(run, result, times)
         grads = {"kernel": affine.outer(run.input[:, times, :], flat, run.input_scale, self.parts, how, run.xp)}
         biases = ["bias"] if "bias" in found else []
@@ -243,7 +251,7 @@ class Cell:
     def recurrent_gradients(
         self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
-        """Return dL/dW of the weights used in :meth:`step`, differentiated by the framework."""
+        """Return dL/dW of the weights used in :meth:`step`, by default differentiated by the framework."""
         xp, steps = run.xp, range(run.input.shape[1])[times]
         assert result.returned_grads is not None
         cotangent = [run.at_real_steps(grad) for grad in result.returned_grads]
@@ -263,7 +271,7 @@ class Cell:
     def weight_gradients(
         self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
-        """Return dL/dW of all weights."""
+        """Return dL/dW of all weights by name, summed according to ``how``."""
         grads = self.input_gradients(run, result, how, times)
         for name, grad in self.recurrent_gradients(run, result, how, times).items():
             grads[name] = grads[name] + grad if name in grads else grad
@@ -272,17 +280,19 @@ class Cell:
     def recurrent_terms(
         self, gate_grad: Array, gates: Array, before: Array
     ) -> tuple[Array, list[tuple[slice, Array]]] | None:
-        """Return the factors of the recurrent kernel's gradient, from labelled arrays alone, for the certificate.
+        """Return the two factors of the recurrent kernel's gradient, computed from a result's arrays; by default None.
 
-        (sample, time, gate, unit) each: the gradient at the recurrent side of each gate, and what that side was fed, by
-        gates. None where it takes more than gates and the first state.
+        The first factor is the gradient (sample, time, gate, unit) at the recurrent side of each gate. The second is a
+        list of (slice of gates, input of their recurrent side). The result is None if more than the gates and the first
+        state are needed.
         """
         return None
 
     def gate_gradient(self, run: Trajectory, result: Adjoint) -> Array:
-        """Return dL/dgate (sample, time, gate, unit) after the activation, at real steps, from the states' equations.
+        """Return dL/dgate (sample, time, gate, unit), after the activation, at real steps.
 
-        Dividing dL/dz by the slope of the activation would lose everything in saturated gates.
+        It is computed from the equations of the states, since dividing dL/dz by the activation's slope is inaccurate in
+        saturated gates.
         """
         raise UnsupportedError(
             message(
@@ -293,14 +303,14 @@ class Cell:
             )
         )
 
-    # The whole recurrence, seen otherwise.
+    # Linear systems and maps derived from the step.
 
     def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
         """Linearise the recurrence around a trajectory; by default by pulling unit cotangents through each step."""
         return UnitVectorSystem(self, run)
 
     def pull_rows(self, run: Trajectory, t: int, rows: Sequence[Array]) -> list[Array]:
-        """Pull many cotangents, one (sample, row, size) array per state, back through step t of a run."""
+        """Pull cotangents of the states, one (sample, row, size) array per state, back through step t of a run."""
 
         def wide(array: Array) -> Array:
             return array[:, None]
@@ -310,7 +320,10 @@ class Cell:
         return list(self.pull_back(record, before, after, rows, run.state_scale, run.xp)[1])
 
     def map_at(self, x: Array, xp: Namespace) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:
-        """Return one step under a constant input x (feature,), in float64: s (n, S) to F(s), and to dF/ds (n, S, S)."""
+        """Return one step with constant input x (feature,) as two float64 functions of s (n, S).
+
+        F(s) and dF/ds (n, S, S).
+        """
         cell, sizes = self.with_weights(lambda w: np.asarray(w, dtype=np.float64)), self.state_sizes
         projected = cell.project(np.asarray(x, dtype=np.float64)[None], None, np)
         cuts, total = np.cumsum(sizes)[:-1], sum(sizes)
@@ -339,7 +352,7 @@ class Cell:
 def of_every_gate(
     cell: Cell, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
 ) -> dict[str, Array]:
-    """Return the gradient of a recurrent kernel that multiplies h_{t-1} for every gate."""
+    """Return the gradient of a recurrent kernel by which every gate multiplies h_{t-1}."""
     before, flat = run.before(0)[:, times, :], flat_gate_grad(run, result, times)
     return {"recurrent_kernel": affine.outer(before, flat, run.state_scale, cell.parts, how, run.xp)}
 
@@ -347,7 +360,10 @@ def of_every_gate(
 def flattened(
     record: Record, before: Sequence[Array], cotangent: Sequence[Array], xp: Namespace
 ) -> tuple[Array, list[Array], list[Array]]:
-    """Flatten the projected input, the states before and the cotangents to (n, size), with the cotangents' axes."""
+    """Reshape the projected input, the previous states and the cotangents to (n, size) each.
+
+    They are first broadcast to the axes of the cotangents.
+    """
     lead = tuple(cotangent[0].shape[:-1])
 
     def flat(array: Array) -> Array:
@@ -357,7 +373,7 @@ def flattened(
 
 
 def _combined(grad: Array, how: affine.Contraction) -> Array:
-    """Return a gradient, or random combinations of its rows where ``how`` requests probes."""
+    """Return a gradient, or random combinations of its rows if ``how`` requests probes."""
     matrix = len(grad.shape) - int(how.by_time) == 2
     if not how.probes or not matrix:
         return grad
@@ -365,21 +381,21 @@ def _combined(grad: Array, how: affine.Contraction) -> Array:
 
 
 def flat_gate_grad(run: Trajectory, result: Adjoint, times: slice) -> Array:
-    """Return dL/dz of some steps, gates side by side: (sample, time, gate * unit)."""
+    """Return dL/dz of some steps with gates concatenated: (sample, time, gate * unit)."""
     gate_grad: Any = result.gate_grad
     return affine.join_gates(gate_grad[:, times, ...], run.xp)
 
 
 def are_elementwise(*activations: str) -> bool:
-    """Return whether none of these activations mixes the units of a layer."""
+    """Return whether all of these activations act on each unit separately."""
     return all(ACTIVATIONS[name].slope is not None for name in activations)
 
 
 def by_name(*parameters: Quantity) -> Mapping[str, Quantity]:
-    """Return quantities by their names, as a cell declares its ``parameters``."""
+    """Return a dict of quantities by their names, as a cell's ``parameters``."""
     return {parameter.name: parameter for parameter in parameters}
 
 
 def has_gates(quantity: Quantity) -> bool:
-    """Return whether a weight has one block per gate."""
+    """Return whether a weight has one block of units per gate."""
     return GATE in quantity.dims

@@ -1,4 +1,4 @@
-"""The LSTM with one gate for input and forgetting: c_t = f c_{t-1} + (1 - f) g.
+"""The LSTM with coupled input and forget gates: c_t = f c_{t-1} + (1 - f) g.
 
 (f, o) = rec_act(W x_t + U h_{t-1} + b),  g = act(...),  h_t = o act(c_t)
 Greff et al. 2015, arXiv:1503.04069, section 4: "coupled input and forget gate".
@@ -22,7 +22,7 @@ from .lstm import LSTM
 
 @dataclass(frozen=True, eq=False)
 class CIFG(Cell):
-    """A long short-term memory cell whose input gate is what the forget gate leaves.
+    """A long short-term memory cell whose input gate is one minus its forget gate.
 
     Attributes
     ----------
@@ -51,13 +51,13 @@ class CIFG(Cell):
     def step(
         self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
     ) -> tuple[Record, tuple[Array, ...]]:
-        """Compute gates from the hidden state, then the cell state, then the hidden state."""
+        """Compute gates from h_{t-1}, then c_t, then h_t."""
         record = self.all_gates(projected, before[0], scale, xp)
         (c,) = self.others(record.gates, before[1:])
         return record, (self.hidden(record.gates, before[0], (c,), xp), c)
 
     def all_gates(self, projected: Array, hidden: Array, scale: Array | None, xp: Namespace) -> Record:
-        """Compute all gates from the hidden state before."""
+        """Compute all gates of one step, or of all steps at once, from h_{t-1}."""
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
         z = affine.split_gates(projected + affine.project(hidden, self.recurrent_kernel, scale, 3, xp), 3, xp)
         parts = [k.value(z[..., g, :], xp) for g, k in enumerate((rec, act, rec))]
@@ -80,7 +80,7 @@ class CIFG(Cell):
         scale: Array | None,
         xp: Namespace,
     ) -> Pulled:
-        """Pull back as an LSTM does, with (c_{t-1} - g) in place of c_{t-1} in the forget gate."""
+        """Pull dL/dh_t and dL/dc_t back as in an LSTM, with c_{t-1} - g in place of c_{t-1} in the forget gate."""
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
         (lam_h, lam_c), z, a = cotangent, record.preactivation, record.gates
         f, g, o = (a[..., k, :] for k in range(3))
@@ -104,7 +104,7 @@ class CIFG(Cell):
     def recurrent_terms(
         self, gate_grad: Array, gates: Array, before: Array
     ) -> tuple[Array, list[tuple[slice, Array]]] | None:
-        """Return dL/dz and h_{t-1}, which every gate multiplies unchanged."""
+        """Return dL/dz and h_{t-1}, the factors of the recurrent kernel's gradient."""
         return gate_grad, [(slice(None), before)]
 
     def gate_gradient(self, run: Trajectory, result: Adjoint) -> Array:

@@ -1,8 +1,8 @@
-"""The convolutional LSTM, whose input, states and gates have axes of space: an LSTM with convolutions for products.
+"""The convolutional LSTM: an LSTM with convolutions over spatial axes in place of matrix products.
 
-z = W * x_t + U * h_{t-1} + b,  (i, f, o) = rec_act(z_i, z_f, z_o),  g = act(z_g),  c_t = f c_{t-1} + i g,  h_t = o
-act(c_t) Shi et al. 2015, arXiv:1506.04214, eq. 3, without peepholes, as in Keras. The convolution of the input has
-strides, padding and dilation; that of the state keeps the size of the state.
+z = W * x_t + U * h_{t-1} + b,  (i, f, o) = rec_act(z_i, z_f, z_o),  g = act(z_g),  c_t = f c_{t-1} + i g, h_t = o
+act(c_t). Shi et al. 2015, arXiv:1506.04214, eq. 3, without peepholes, as in Keras. The convolution of the input has
+strides, padding and dilation; the convolution of the state keeps its size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .lstm import LSTM
 
 
 def _parameters(rank: int) -> Any:
-    """Return the weights of a convolutional LSTM with ``rank`` axes of space."""
+    """Return the weights of a convolutional LSTM with ``rank`` spatial axes."""
     window = tuple(f"kernel_{axis}" for axis in SPACE[rank])
     return by_name(
         Quantity("kernel", (*window, FEATURE, GATE, CHANNEL), "input kernel", "1", "W_x: convolved with the input"),
@@ -48,7 +48,7 @@ class _ConvLSTM(LSTM):
     recurrent_kernel : (*window, channel, gate * channel)
     bias : (gate * channel,) or None
     strides, dilation
-        Of the convolution of the input, one number per axis of space.
+        Strides and dilation of the convolution of the input, one number per spatial axis.
     padding : {"valid", "same"}
     activation, recurrent_activation
         Names known to :mod:`rnnlens.recurrence.activations`.
@@ -67,7 +67,7 @@ class _ConvLSTM(LSTM):
 
     @property
     def state_sizes(self) -> tuple[int, ...]:
-        """Number of channels of h, and of c."""
+        """Number of channels of h and of c."""
         return self.units, self.units
 
     @property
@@ -83,24 +83,24 @@ class _ConvLSTM(LSTM):
     def _by_gate(
         self, x: Array, kernel: Array, scale: Array | None, function: Callable[..., Array], xp: Namespace
     ) -> Array:
-        """Apply ``function(x, kernel)``; gate by gate where dropout scales the input of each gate by itself."""
+        """Apply ``function(x, kernel)`` to all gates at once, or gate by gate if each has its own dropout."""
         if scale is None:
             return function(x, kernel)
         parts = [function(x * _over_time(scale[g], x), self._columns(kernel, g)) for g in range(len(self.gates))]
         return xp.concat(parts, axis=-1)
 
     def _columns(self, array: Array, gate: int) -> Array:
-        """Return the block of one gate out of (..., gate * channel)."""
+        """Return the block of one gate from an array (..., gate * channel)."""
         return array[..., gate * self.units : (gate + 1) * self.units]
 
     def project(self, x: Array, scale: Array | None, xp: Namespace) -> Array:
-        """Compute W * x_t + b of all gates: (sample, ..., *space, gate * channel)."""
+        """Compute the input side W * x_t + b of all gates: (sample, ..., *space, gate * channel)."""
         window = self._input_window
         z = self._by_gate(x, self.kernel, scale, lambda part, kernel: convolve(part, kernel, window, xp), xp)
         return z if self.bias is None else z + self.bias
 
     def from_hidden(self, hidden: Array, scale: Array | None, xp: Namespace) -> Array:
-        """Compute U * h_{t-1} of all gates."""
+        """Compute the recurrent side U * h_{t-1} of all gates."""
         window = self._state_window
         return self._by_gate(
             hidden, self.recurrent_kernel, scale, lambda part, kernel: convolve(part, kernel, window, xp), xp
@@ -169,11 +169,11 @@ class _ConvLSTM(LSTM):
         return xp.concat(parts, axis=-1)
 
     def recurrent_terms(self, gate_grad: Array, gates: Array, before: Array) -> None:
-        """Return None: the recurrent kernel's gradient is no product of matrices."""
+        """Return None: the gradient of a convolution kernel is no product of two matrices."""
         return
 
     def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
-        """Refuse: a dense A_t between images has (height * width * channel)^2 numbers.
+        """Raise UnsupportedError: a dense A_t would have (height * width * channel)^2 numbers.
 
         Raises
         ------
@@ -190,7 +190,7 @@ class _ConvLSTM(LSTM):
         )
 
     def map_at(self, x: Array, xp: Namespace) -> NoReturn:
-        """Refuse: fixed points are searched for among states that are vectors.
+        """Raise UnsupportedError: the search for fixed points needs states without spatial axes.
 
         Raises
         ------
@@ -207,12 +207,12 @@ class _ConvLSTM(LSTM):
 
 
 def _over_time(scale: Array, x: Array) -> Array:
-    """Give dropout multipliers (sample, *space, n) the axes between sample and space that ``x`` has."""
+    """Insert the axes of ``x`` between sample and space into dropout multipliers (sample, *space, n)."""
     return scale[(slice(None), *[None] * (x.ndim - scale.ndim))]
 
 
 class ConvLSTM1D(_ConvLSTM):
-    """A convolutional LSTM with one axis of space."""
+    """A convolutional LSTM with one spatial axis."""
 
     kind = "conv_lstm_1d"
     space = SPACE[1]
@@ -220,7 +220,7 @@ class ConvLSTM1D(_ConvLSTM):
 
 
 class ConvLSTM2D(_ConvLSTM):
-    """A convolutional LSTM with two axes of space."""
+    """A convolutional LSTM with two spatial axes."""
 
     kind = "conv_lstm_2d"
     space = SPACE[2]
@@ -228,7 +228,7 @@ class ConvLSTM2D(_ConvLSTM):
 
 
 class ConvLSTM3D(_ConvLSTM):
-    """A convolutional LSTM with three axes of space."""
+    """A convolutional LSTM with three spatial axes."""
 
     kind = "conv_lstm_3d"
     space = SPACE[3]

@@ -43,7 +43,7 @@ class GRU(Cell):
     recurrent_kernel : (unit, gate * unit)
     bias : (gate * unit,) or None
     recurrent_bias : (gate * unit,) or None
-        It matters on its own only with ``reset_after``, where the reset gate multiplies it.
+        With ``reset_after`` the reset gate multiplies it; otherwise only the sum of both biases matters.
     activation, recurrent_activation
         Names known to :mod:`rnnlens.recurrence.activations`.
     reset_after
@@ -69,21 +69,21 @@ class GRU(Cell):
 
     @property
     def keeps_inner(self) -> bool:
-        """Whether a step records the recurrent part of the candidate before the reset gate multiplies it."""
+        """Whether a step records the candidate's recurrent part before the reset gate multiplies it."""
         return self.reset_after
 
     @property
     def biases_add_up(self) -> bool:
-        """Whether only the sum of the two biases matters: not where the reset gate multiplies one of them."""
+        """Whether the cell has two biases of which only the sum matters; False with ``reset_after``."""
         return super().biases_add_up and not self.reset_after
 
     def _kernels(self) -> tuple[Array, Array]:
-        """Return the recurrent kernel of (update, reset), and that of the candidate."""
+        """Return the recurrent kernel of (update, reset), and the recurrent kernel of the candidate."""
         split = 2 * self.units
         return self.recurrent_kernel[:, :split], self.recurrent_kernel[:, split:]
 
     def project(self, x: Array, scale: Array | None, xp: Namespace) -> Array:
-        """Compute the input side, without the recurrent bias where the reset gate multiplies it."""
+        """Compute the input side of all gates, without a recurrent bias that the reset gate multiplies."""
         if not self.reset_after:
             whole: Array = super().project(x, scale, xp)
             return whole
@@ -95,7 +95,7 @@ class GRU(Cell):
     def input_gradients(
         self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
-        """Return gradients of the input side; the recurrent bias is on it unless the reset gate multiplies it."""
+        """Return dL/dW of kernel and bias, and of the recurrent bias unless ``reset_after``."""
         grads = super().input_gradients(run, result, how, times)
         if self.recurrent_bias is not None and not self.reset_after:
             grads["recurrent_bias"] = affine.total(flat_gate_grad(run, result, times), how, run.xp)
@@ -104,7 +104,7 @@ class GRU(Cell):
     def step(
         self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
     ) -> tuple[Record, tuple[Array, ...]]:
-        """Compute one step, or all steps at once where every state before is known."""
+        """Compute one step, or all steps at once if all previous states are known."""
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
         h, split = before[0], 2 * self.units
         if self.reset_after:
@@ -180,7 +180,10 @@ class GRU(Cell):
     def recurrent_terms(
         self, gate_grad: Array, gates: Array, before: Array
     ) -> tuple[Array, list[tuple[slice, Array]]] | None:
-        """Return dL/dz and h_{t-1}, the reset gate multiplied to the one or the other in the candidate."""
+        """Return dL/dz and h_{t-1}, the factors of the recurrent kernel's gradient.
+
+        In the candidate the reset gate multiplies one of them: the first with ``reset_after``, else the second.
+        """
         reset = gates[:, :, 1]
         if not self.reset_after:
             return gate_grad, [(slice(0, 2), before), (slice(2, 3), reset * before)]
@@ -203,13 +206,13 @@ class GRU(Cell):
         return run.xp.stack([by_hidden * (before - candidate), by_reset, by_hidden * (1 - update)], axis=2)
 
     def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
-        """Linearise as one unit x unit block with the update gate on its diagonal."""
+        """Linearise with A_t as one unit x unit block, with the update gate on its diagonal."""
         plain = are_elementwise(self.activation, self.recurrent_activation)
         return GruSystem(self, run) if plain else super().linear_system(run)
 
 
 class GruSystem(GateSystem):
-    """Linear system of a GRU: one unit x unit block with the update gate on its diagonal."""
+    """Linear system of a GRU: A_t is one unit x unit block with the update gate on its diagonal."""
 
     def __init__(self, cell: GRU, run: Trajectory) -> None:
         super().__init__(cell, run)
@@ -229,9 +232,10 @@ class GruSystem(GateSystem):
         self.diagonal = self.carried(u, u)
 
     def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> ProductSteps:
-        """Linearise some steps.
+        """Linearise the chronological steps ``first ... stop - 1`` of some samples.
 
-        Diag(u) plus the gates' products; :meth:`_reset_before` for the older form of the cell.
+        The product matrix is diag(u) plus the products of the gates; :meth:`_reset_before` computes the form of the
+        cell with the reset gate before the product.
         """
         units, at = self.cell.units, (samples, slice(first, stop))
         product = self.empty(first, stop, samples, inputs)
@@ -245,9 +249,9 @@ class GruSystem(GateSystem):
         return ProductSteps(self.work, product)
 
     def _reset_before(self, product: Array, at: tuple[slice, slice], samples: slice, inputs: bool) -> None:
-        """Write A_t and B_t where the candidate takes U_n (r h).
+        """Write A_t and B_t of the GRU whose reset gate comes before the product, U_n (r h).
 
-        Its gradient passes U_n before it splits into h and r.
+        Its gradient goes through U_n before it splits into paths to h and r.
         """
         units, by = self.cell.units, self.by_state[at]
         reset, xp = self.run.known_record.gates[at][:, :, 1, :], self.run.xp
@@ -275,7 +279,9 @@ class GruSystem(GateSystem):
 def gru_tensorflow1(
     units: int, *, gates: str = "gates", candidate: str = "candidate"
 ) -> Callable[[Mapping[str, Array]], Mapping[str, Array]]:
-    """Convert weights of ``tf.compat.v1.nn.rnn_cell.GRUCell``: (r, u) act on [x, h] in one matrix, n on [x, r h].
+    """Return a converter from weights of ``tf.compat.v1.nn.rnn_cell.GRUCell`` to :class:`GRU`.
+
+    In that layout, (r, u) multiply [x, h] by one matrix, and n multiplies [x, r h] by another.
 
     Cho et al. 2014, arXiv:1406.1078v3, eqs. 5-8; h_t = u h_{t-1} + (1 - u) n.
 
@@ -284,7 +290,7 @@ def gru_tensorflow1(
     units
         Size of the state.
     gates, candidate
-        What comes before ``/kernel`` and ``/bias`` in the names of the weights; a dot does as well.
+        Prefixes of the weights' names before ``/kernel`` and ``/bias``, or before ``.kernel`` and ``.bias``.
     """
 
     def layout(named: Mapping[str, Array]) -> dict[str, Array]:

@@ -1,6 +1,7 @@
-"""The independently recurrent network: h_t = act(W x_t + u h_{t-1} + b), u element-wise.
+"""The independently recurrent network: h_t = act(W x_t + u h_{t-1} + b), with element-wise u.
 
-Li, Li, Cook, Zhu, Gao 2018, arXiv:1803.04831, eq. 2. Each unit remembers for itself, so that A_t is diagonal.
+Li, Li, Cook, Zhu, Gao 2018, arXiv:1803.04831, eq. 2. Each unit depends only on its own previous state, so that A_t is
+diagonal.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ RECURRENT_WEIGHT = Quantity(
 
 @dataclass(frozen=True, eq=False)
 class IndRNN(Cell):
-    """An independently recurrent cell; its one gate is the state itself.
+    """An independently recurrent cell; its only gate is the state itself.
 
     Attributes
     ----------

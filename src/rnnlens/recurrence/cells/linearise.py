@@ -1,4 +1,4 @@
-"""Linear systems of cells around a trajectory: bases for product matrices, and the default by unit vectors."""
+"""Linear systems of cells around a trajectory: base classes, and the default by pulling back unit vectors."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ..linear import ProductSteps, ProductSystem
 from ..trajectory import Record, Trajectory, scale_of_samples
 from . import affine
 
-#: Gradients at the pre-activations, at the states before, and at the states as they are produced.
+#: Gradients of the pre-activations, of the previous states, and of the states as the step produces them.
 Pulled = tuple[Array, tuple[Array, ...], tuple[Array, ...]]
 
 
 class TrajectorySystem(ProductSystem):
-    """Base of the systems of product matrices that are made from a trajectory."""
+    """Base class of systems whose product matrices are computed from a trajectory."""
 
     def __init__(self, run: Trajectory) -> None:
         self.run = run
@@ -30,12 +30,12 @@ class TrajectorySystem(ProductSystem):
         self.rows = self.columns = sum(self.state_sizes)
 
     def empty(self, first: int, stop: int, samples: slice, inputs: bool) -> Array:
-        """Allocate product matrices (sample, step, row, column) of some steps."""
+        """Allocate product matrices (sample, step, row, column) for the steps ``first ... stop - 1``."""
         count = len(range(*samples.indices(self.batch)))
         return self.work.empty(count, stop - first, self.rows, self.columns + (self.features if inputs else 0))
 
     def mask_product(self, product: Array, at: tuple[slice, slice]) -> None:
-        """Write the identity, and zeros for the input, to the product matrices of masked steps."""
+        """Set A to the identity and B to zero in the product matrices of masked steps, in place."""
         if self.run.mask is None:
             return
         real, xp = self.run.mask[at], self.run.xp
@@ -45,12 +45,12 @@ class TrajectorySystem(ProductSystem):
 
 
 class GateSystem(TrajectorySystem):
-    """Product matrices that are sums over gates of diag(coefficient) @ kernel transposed.
+    """System whose product matrices are sums over gates of diag(coefficient) @ kernel^T.
 
     Parameters
     ----------
     cell
-        Has ``gates``, ``units``, ``kernel``, ``recurrent_kernel`` and element-wise activations.
+        A cell with ``gates``, ``units``, ``kernel``, ``recurrent_kernel`` and element-wise activations.
     """
 
     def __init__(self, cell: Any, run: Trajectory) -> None:
@@ -61,17 +61,17 @@ class GateSystem(TrajectorySystem):
         self.into_input = [_transposed_rows(affine.columns(cell.kernel, g, gates)) for g in range(gates)]
 
     def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> ProductSteps:
-        """Linearise some steps."""
+        """Linearise the chronological steps ``first ... stop - 1`` of some samples."""
         raise NotImplementedError
 
     def slopes(self) -> tuple[Any, Any]:
-        """Return the derivatives of the cell's activation and recurrent activation, as functions of (z, a)."""
+        """Return derivatives of the cell's activation and recurrent activation, as functions of (z, a = act(z))."""
         names = self.cell.activation, getattr(self.cell, "recurrent_activation", "linear")
         act, rec = (ACTIVATIONS[name] for name in names)
         return (lambda z, a: act.slope(z, a, self.run.xp)), (lambda z, a: rec.slope(z, a, self.run.xp))  # type: ignore[misc]
 
     def carried(self, value: Array | None, like: Array) -> Array | None:
-        """Return a diagonal that is one at masked steps; None for no diagonal at all."""
+        """Return a diagonal with ones at masked steps; None if the value is None."""
         if self.run.mask is None:
             return value
         xp = self.run.xp
@@ -95,17 +95,17 @@ class GateSystem(TrajectorySystem):
 
 
 def _transposed_rows(kernel: Array) -> Array:
-    """Transpose a kernel; of NumPy with rows that lie densely in memory."""
+    """Return the transposed kernel, for NumPy as a contiguous copy."""
     return kernel.T if not isinstance(kernel, np.ndarray) else np.ascontiguousarray(kernel.T)
 
 
 def _weighted_sum(work: Workspace, out: Any, coefficients: Any, kernels: list[Any]) -> None:
     """Write the sum over gates of diag(coefficient_g) @ kernel_g to out (sample, step, unit, n)."""
     if work.is_numpy and len(kernels) > 1:
-        # One thin matrix product per unit, (sample * step, gate) @ (gate, n), beats passes over the whole block.
+        # One thin matrix product per unit, (sample * step, gate) @ (gate, n), is faster than whole-block operations.
         lead, gates, units = coefficients.shape[:2], coefficients.shape[2], coefficients.shape[3]
         by_unit = np.ascontiguousarray(coefficients.reshape(-1, gates, units).transpose(2, 0, 1))
-        # A view (sample * step, unit, n): the block lies densely in memory along these two axes.
+        # A view (sample * step, unit, n): the block is contiguous along these two axes.
         base = np.lib.stride_tricks.as_strided(out, (lead[0] * lead[1], *out.shape[2:]), out.strides[1:])
         np.matmul(by_unit, np.stack(kernels, axis=1), out=base.transpose(1, 0, 2))
         return
@@ -118,7 +118,7 @@ def _weighted_sum(work: Workspace, out: Any, coefficients: Any, kernels: list[An
 
 
 class Differentiable(Protocol):
-    """A cell whose step can be differentiated: see :class:`rnnlens.recurrence.cells.Cell`."""
+    """Interface of a cell whose step can be differentiated; see :class:`rnnlens.recurrence.cells.Cell`."""
 
     def pull_back(
         self,
@@ -129,21 +129,21 @@ class Differentiable(Protocol):
         scale: Array | None,
         xp: Namespace,
     ) -> Pulled:
-        """Pull cotangents of the states after a step back to the pre-activations and the states before."""
+        """Pull cotangents of the states after a step back to the pre-activations and the previous states."""
 
     def input_gradient(self, x: Array, gate_grad: Array, scale: Array | None, xp: Namespace) -> Array:
-        """Pull gradients at the pre-activations back to the input."""
+        """Pull gradients of the pre-activations back to the input."""
 
 
 class UnitVectorSystem(TrajectorySystem):
-    """Dense product matrices of any cell with equations: unit cotangents of the states are pulled back."""
+    """Dense product matrices of any cell with known equations, by pulling back unit cotangents of the states."""
 
     def __init__(self, cell: Differentiable, run: Trajectory) -> None:
         super().__init__(run)
         self.cell = cell
 
     def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> ProductSteps:
-        """Linearise some steps: one unit cotangent per number of the state."""
+        """Linearise the steps ``first ... stop - 1`` by one unit cotangent per number of the state."""
         run, xp, at = self.run, self.run.xp, (samples, slice(first, stop))
         product = self.empty(first, stop, samples, inputs)
         dz, carry, _ = self._pulled(at)
@@ -158,7 +158,7 @@ class UnitVectorSystem(TrajectorySystem):
         return ProductSteps(self.work, product, produced=produced)
 
     def _pulled(self, at: tuple[slice, slice]) -> Pulled:
-        """Pull one unit cotangent per number of the state back: (sample, step * row, size) each."""
+        """Pull one unit cotangent per number of the state back through each step: (sample, step * row, size) each."""
         run, xp, size = self.run, self.run.xp, self.rows
         lead = run.states[0][at].shape[:2]
         record = run.known_record.map(lambda part: _spread(part[at], size, xp))
@@ -173,7 +173,10 @@ class UnitVectorSystem(TrajectorySystem):
         return self.cell.pull_back(record, before, after, cotangent, scale_of_samples(run.state_scale, at[0]), xp)
 
     def _produced(self, at: tuple[slice, slice]) -> Array:
-        """Return rows by each state as the step produces it: total gradients; at a masked step it is carried over."""
+        """Return the Jacobians of the states after each step by the states as the step produces them.
+
+        They are the identity at masked steps.
+        """
         xp, lead = self.run.xp, self.run.states[0][at].shape[:2]
         made = xp.reshape(xp.concat(list(self._pulled(at)[2]), axis=-1), (*lead, self.rows, self.rows))
         if self.run.mask is None:
@@ -182,6 +185,6 @@ class UnitVectorSystem(TrajectorySystem):
 
 
 def _spread(array: Array, rows: int, xp: Namespace) -> Array:
-    """Repeat (sample, step, ...) to (sample, step * row, ...), every row the same."""
+    """Repeat an array (sample, step, ...) ``rows`` times per step: (sample, step * row, ...)."""
     wide = xp.broadcast_to(array[:, :, None], (*array.shape[:2], rows, *array.shape[2:]))
     return xp.reshape(wide, (array.shape[0], array.shape[1] * rows, *array.shape[2:]))

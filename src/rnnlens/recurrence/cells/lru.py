@@ -1,7 +1,7 @@
-"""The linear recurrent unit: x_t = lambda x_{t-1} + gamma (B u_t), diagonal and complex.
+"""The linear recurrent unit: x_t = lambda x_{t-1} + gamma (B u_t), with complex diagonal lambda.
 
 lambda = exp(-exp(nu) + i exp(theta)),  gamma = exp(gamma_log). Orvieto et al. 2023, arXiv:2303.06349, eqs. 4 and 7.
-The state is held as [real parts | imaginary parts], and that is what the cell puts out; the readout y = Re(C x) + D u
+The state is stored as [real parts | imaginary parts], which is also the cell's output; the readout y = Re(C x) + D u
 is a linear layer above it.
 """
 
@@ -31,7 +31,7 @@ class LRU(Cell):
     Attributes
     ----------
     nu, theta, gamma : (mode,)
-        Logarithms of the decay -log|lambda|, of the phase of lambda, and of what the input is scaled with.
+        Logarithms of the decay -log|lambda|, of the phase of lambda, and of the factor of the input.
     input_real, input_imaginary : (feature, mode)
         The two parts of B, transposed.
     """
@@ -53,7 +53,7 @@ class LRU(Cell):
 
     @property
     def units(self) -> int:
-        """Number of real numbers in the state: two per mode."""
+        """Number of real numbers in the state: two per complex mode."""
         return 2 * int(self.nu.shape[0])
 
     def _eigenvalues(self, xp: Namespace) -> tuple[Array, Array]:
@@ -61,20 +61,20 @@ class LRU(Cell):
         return size * xp.cos(phase), size * xp.sin(phase)
 
     def _into(self, xp: Namespace) -> Array:
-        """Return B (feature, 2 * mode), real and imaginary part side by side."""
+        """Return B (feature, 2 * mode), real and imaginary parts side by side."""
         return xp.concat([self.input_real, self.input_imaginary], axis=-1)
 
     def _scales(self, xp: Namespace) -> Array:
         return xp.exp(xp.concat([self.gamma, self.gamma], axis=-1))
 
     def project(self, x: Array, scale: Array | None, xp: Namespace) -> Array:
-        """Compute gamma (B u_t)."""
+        """Compute the projected input gamma (B u_t)."""
         return affine.project(x, self._into(xp), scale, 1, xp) * self._scales(xp)
 
     def step(
         self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
     ) -> tuple[Record, tuple[Array, ...]]:
-        """Rotate and decay each mode, and add the projected input."""
+        """Multiply the state by lambda and add the projected input."""
         real, imaginary = self._eigenvalues(xp)
         re, im = self._halves(before[0])
         turned = xp.concat([real * re - imaginary * im, imaginary * re + real * im], axis=-1)
@@ -94,20 +94,20 @@ class LRU(Cell):
         scale: Array | None,
         xp: Namespace,
     ) -> Pulled:
-        """Rotate cotangents back: multiply them with the conjugate of lambda."""
+        """Pull cotangents back by multiplying them with the conjugate of lambda."""
         real, imaginary = self._eigenvalues(xp)
         re, im = self._halves(cotangent[0])
         carry = xp.concat([real * re + imaginary * im, real * im - imaginary * re], axis=-1)
         return cotangent[0][..., None, :], (carry,), (cotangent[0],)
 
     def input_gradient(self, x: Array, gate_grad: Array, scale: Array | None, xp: Namespace) -> Array:
-        """Return B^T gamma dL/dx_t."""
+        """Pull dL/dx_t of the state back to the input: B^T gamma dL/dx_t."""
         return affine.unproject(gate_grad * self._scales(xp), self._into(xp), scale, 1, xp)
 
     def input_gradients(
         self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
-        """Return the gradients of B and of gamma; d(gamma B u)/d gamma_log is the projected input."""
+        """Return the gradients of B and gamma."""
         xp, flat = run.xp, flat_gate_grad(run, result, times)
         into = affine.outer(run.input[:, times, :], flat * self._scales(xp), run.input_scale, 1, how, xp)
         real, imaginary = self._halves(into)
@@ -118,7 +118,10 @@ class LRU(Cell):
     def recurrent_gradients(
         self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
-        """Return gradients of nu and theta: d lambda/d nu = -exp(nu) lambda, d lambda/d theta = i exp(theta) lambda."""
+        """Return the gradients of nu and theta.
+
+        They use d lambda/d nu = -exp(nu) lambda and d lambda/d theta = i exp(theta) lambda.
+        """
         xp, (real, imaginary) = run.xp, self._eigenvalues(run.xp)
         re, im = self._halves(run.before(0)[:, times, :])
         up, across = self._halves(flat_gate_grad(run, result, times))

@@ -72,7 +72,7 @@ class LSTM(Cell):
         return record, (self.hidden(record.gates, before[0], (c,), xp), c)
 
     def all_gates(self, projected: Array, hidden: Array, scale: Array | None, xp: Namespace) -> Record:
-        """Compute all gates of one step, or of all steps at once, from the hidden state before."""
+        """Compute all gates of one step, or of all steps at once, from h_{t-1}."""
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
         z = self.from_hidden(hidden, scale, xp)
         z += projected
@@ -81,7 +81,7 @@ class LSTM(Cell):
         return Record(z, xp.concat(parts, axis=-2))
 
     def from_hidden(self, hidden: Array, scale: Array | None, xp: Namespace) -> Array:
-        """Return the recurrent side of all pre-activations: (..., unit_in) to (..., gate * unit)."""
+        """Compute the recurrent side of all pre-activations: (..., unit_in) to (..., gate * unit)."""
         return affine.project(hidden, self.recurrent_kernel, scale, _GATES, xp)
 
     def to_hidden(self, dz: Array, scale: Array | None, xp: Namespace) -> Array:
@@ -142,7 +142,7 @@ class LSTM(Cell):
     def recurrent_terms(
         self, gate_grad: Array, gates: Array, before: Array
     ) -> tuple[Array, list[tuple[slice, Array]]] | None:
-        """Return dL/dz and h_{t-1}, which every gate multiplies unchanged; None with a projection."""
+        """Return dL/dz and h_{t-1}, the factors of the recurrent kernel's gradient; None with a projection."""
         return None if self.projection is not None else (gate_grad, [(slice(None), before)])
 
     def gate_gradient(self, run: Trajectory, result: Adjoint) -> Array:
@@ -156,13 +156,13 @@ class LSTM(Cell):
         return run.xp.stack(parts, axis=-2)
 
     def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
-        """Linearise in gated form: only two unit x unit blocks of A_t are full, the rest is diagonal."""
+        """Linearise in gated form: two dense unit x unit blocks of A_t, the rest diagonal."""
         plain = self.projection is None and are_elementwise(self.activation, self.recurrent_activation)
         return LstmSystem(self, run) if plain else super().linear_system(run)
 
 
 class LstmSystem(GateSystem):
-    """Gated form of the linear system of an LSTM: only two unit x unit blocks of A_t are full."""
+    """Linear system of an LSTM in gated form: A_t has two dense unit x unit blocks and is otherwise diagonal."""
 
     gated = True
 
@@ -187,9 +187,9 @@ class LstmSystem(GateSystem):
         self.pass_hidden = self.carried(None, f)
 
     def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> ProductSteps:
-        """Linearise some steps.
+        """Linearise the chronological steps ``first ... stop - 1`` of some samples.
 
-        Rows of c from the input, forget and candidate gates, rows of h from the output gate.
+        Rows of c are computed from the input, forget and candidate gates, rows of h from the output gate.
         """
         units, at = self.cell.units, (samples, slice(first, stop))
         product = self.empty(first, stop, samples, inputs)

@@ -2,7 +2,7 @@
 
 z = LN(W x_t) gain_x + LN(U h_{t-1}) gain_h + b,  (i, f, o) = rec_act(z),  g = act(z_g)
 c_t = f c_{t-1} + i g,   h_t = o act(LN(c_t) gain_c + shift_c),   LN(v) = (v - mean) / sqrt(var + epsilon)
-Ba, Kiros, Hinton 2016, arXiv:1607.06450, eqs. 20-22. LN is over all gates of a product together.
+Ba, Kiros, Hinton 2016, arXiv:1607.06450, eqs. 20-22. LN normalises each product over all gates together.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .lstm import LSTM
 
 @dataclass(frozen=True, eq=False)
 class LayerNormLSTM(Cell):
-    """A layer-normalised long short-term memory cell.
+    """A long short-term memory cell with layer normalisation.
 
     Attributes
     ----------
@@ -63,11 +63,11 @@ class LayerNormLSTM(Cell):
     recurrent_activation: str = "sigmoid"
 
     def project(self, x: Array, scale: Array | None, xp: Namespace) -> Array:
-        """Compute LN(W x_t) gain_x + b."""
+        """Compute the input side LN(W x_t) gain_x + b of all gates."""
         return self._normal(affine.project(x, self.kernel, scale, 4, xp), xp)[0] * self.gain_input + self.bias
 
     def _normal(self, value: Array, xp: Namespace) -> tuple[Array, Array]:
-        """Return LN of a vector, and its standard deviation, with epsilon."""
+        """Return LN(value) and its standard deviation, sqrt(var + epsilon)."""
         centred = value - xp.mean(value, axis=-1, keepdims=True)
         spread = xp.sqrt(xp.mean(centred * centred, axis=-1, keepdims=True) + self.epsilon)
         return centred / spread, spread
@@ -102,7 +102,7 @@ class LayerNormLSTM(Cell):
         scale: Array | None,
         xp: Namespace,
     ) -> Pulled:
-        """Pull back as an LSTM does, through two normalisations."""
+        """Pull dL/dh_t and dL/dc_t back as in an LSTM, through the normalisations of c_t and U h_{t-1}."""
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
         (lam_h, lam_c), z, a = cotangent, record.preactivation, record.gates
         i, f, g, _ = (a[..., k, :] for k in range(4))
@@ -120,12 +120,12 @@ class LayerNormLSTM(Cell):
         return stacked, (carry_h, total_c * f), (lam_h, total_c)
 
     def _by_product(self, dz: Array, hidden: Array, scale: Array | None, xp: Namespace) -> tuple[Array, Array]:
-        """Return LN(U h), and the gradient at U h."""
+        """Return LN(U h) and the gradient of the product U h."""
         normal, spread = self._normal(affine.project(hidden, self.recurrent_kernel, scale, 4, xp), xp)
         return normal, _through(normal, spread, dz * self.gain_recurrent, xp)
 
     def input_gradient(self, x: Array, gate_grad: Array, scale: Array | None, xp: Namespace) -> Array:
-        """Pull dL/dz back to the input, through LN(W x_t)."""
+        """Pull dL/dz back to the input through LN(W x_t)."""
         normal, spread = self._normal(affine.project(x, self.kernel, scale, 4, xp), xp)
         return affine.unproject(_through(normal, spread, gate_grad * self.gain_input, xp), self.kernel, scale, 4, xp)
 
@@ -145,7 +145,7 @@ class LayerNormLSTM(Cell):
     def recurrent_gradients(
         self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
-        """Return the gradients of the recurrent kernel, its gain, and of gain and shift of the cell state."""
+        """Return the gradients of the recurrent kernel and its gain, and of the cell state's gain and shift."""
         xp, flat, before = run.xp, flat_gate_grad(run, result, times), run.before(0)[:, times, :]
         normal, by_product = self._by_product(flat, before, run.state_scale, xp)
         lam_h = result.state_grads[0]
@@ -161,7 +161,7 @@ class LayerNormLSTM(Cell):
         }
 
     def gate_gradient(self, run: Trajectory, result: Adjoint) -> Array:
-        """Return gate gradients as of an LSTM; dL/do = dL/dh act(LN(c) gain_c + shift_c)."""
+        """Return the gradients of the gates as in an LSTM, with dL/do = dL/dh act(LN(c) gain_c + shift_c)."""
         a, (by_hidden, by_cell) = run.known_record.gates, result.state_grads
         _, _, squashed, _ = self._at_output(a, run.states[1], by_hidden, run.xp)
         parts = [by_cell * a[:, :, 2], by_cell * run.before(1), by_cell * a[:, :, 0], by_hidden * squashed]
@@ -169,6 +169,6 @@ class LayerNormLSTM(Cell):
 
 
 def _through(normal: Array, spread: Array, cotangent: Array, xp: Namespace) -> Array:
-    """Pull cotangents back through LN: subtract their mean, and their component along the normalised vector."""
+    """Pull cotangents back through LN: subtract their mean and their component along the normalised vector."""
     centred = cotangent - xp.mean(cotangent, axis=-1, keepdims=True)
     return (centred - normal * xp.mean(cotangent * normal, axis=-1, keepdims=True)) / spread

@@ -1,4 +1,4 @@
-"""The LSTM whose gates see the cell state, with clipping and a projection, as in TensorFlow 1's ``LSTMCell``.
+"""The LSTM with peepholes from the cell state to the gates, clipping and a projection, as in TensorFlow 1.
 
 (i, f) = rec_act(W x_t + U h_{t-1} + p c_{t-1} + b),  g = act(...),  c_t = clip(f c_{t-1} + i g)
 o = rec_act(W_o x_t + U_o h_{t-1} + p_o c_t + b_o),   h_t = clip(P (o act(c_t)))
@@ -42,7 +42,7 @@ class PeepholeLSTM(Cell):
     cell_clip, projection_clip
         Largest magnitude of c_t, and of a projected h_t; None for no clipping.
     forget_bias
-        Added to the forget gate besides its bias: 1 by default in TensorFlow 1.
+        Constant added to the forget gate's pre-activation in addition to the bias; 1 by default in TensorFlow 1.
     activation, recurrent_activation
         Names known to :mod:`rnnlens.recurrence.activations`.
     """
@@ -75,7 +75,7 @@ class PeepholeLSTM(Cell):
     def step(
         self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
     ) -> tuple[Record, tuple[Array, ...]]:
-        """Compute one step; the output gate reads the new cell state."""
+        """Compute one step; the output gate reads the new cell state c_t."""
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
         z = projected + affine.project(before[0], self.recurrent_kernel, scale, 4, xp)
         z_i, z_f, z_g, z_o = (self.gate(z, name) for name in self.gates)
@@ -91,7 +91,7 @@ class PeepholeLSTM(Cell):
         return self.record([z_i, z_f, z_g, z_o], [i, f, g, o], xp), (h, c)
 
     def _unprojected(self, gates: Array, c: Array, lam_h: Array, xp: Namespace) -> tuple[Array, Array, Array]:
-        """Return dL/d(P m) behind the clip, dL/dm, and m = o act(c), from dL/dh."""
+        """Return from dL/dh the gradient of P m before clipping, dL/dm, and m = o act(c)."""
         m = gates[..., 3, :] * ACTIVATIONS[self.activation].value(c, xp)
         if self.projection is None:
             return lam_h, lam_h, m
@@ -107,7 +107,7 @@ class PeepholeLSTM(Cell):
         scale: Array | None,
         xp: Namespace,
     ) -> Pulled:
-        """Pull back; c_t reaches h_t directly and by the output gate, c_{t-1} reaches c_t directly and by two gates."""
+        """Pull dL/dh_t and dL/dc_t back, including the paths through the peepholes."""
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
         (lam_h, lam_c), z, a = cotangent, record.preactivation, record.gates
         i, f, g, o = (a[..., k, :] for k in range(4))
@@ -140,7 +140,7 @@ class PeepholeLSTM(Cell):
         return grads
 
     def gate_gradient(self, run: Trajectory, result: Adjoint) -> Array:
-        """Return gate gradients as of an LSTM, through the clip."""
+        """Return the gradients of the gates as in an LSTM, through the clipping."""
         a, old, new, xp = run.known_record.gates, run.before(1), run.states[1], run.xp
         i, f, g = (a[:, :, k] for k in range(3))
         _, inner, _ = self._unprojected(a, new, result.state_grads[0], xp)
@@ -161,7 +161,7 @@ def _clipped(value: Array, limit: float | None, xp: Namespace) -> Array:
 
 
 def _inside(value: Array, limit: float | None, xp: Namespace) -> Array | float:
-    """Return one where nothing was clipped, zero elsewhere."""
+    """Return the derivative of clipping to +-limit: one inside the limits, zero where values were clipped."""
     if limit is None:
         return 1.0
     return xp.where((value > limit) | (value < -limit), xp.zeros_like(value), xp.ones_like(value))

@@ -1,7 +1,7 @@
-"""The minimal GRU: h_t = (1 - z_t) h_{t-1} + z_t n_t, with z_t and n_t from the input alone.
+"""The minimal GRU: h_t = (1 - z_t) h_{t-1} + z_t n_t, where z_t and n_t depend on the input alone.
 
-z = rec_act(W_z x_t + b_z),  n = act(W_n x_t + b_n). Feng et al. 2024, arXiv:2410.01201, section 3.1. The share z that
-is let in is called ``input`` here: ``update`` is, on every cell of rnnlens, the share that is kept.
+z = rec_act(W_z x_t + b_z),  n = act(W_n x_t + b_n). Feng et al. 2024, arXiv:2410.01201, section 3.1. The gate
+z is called ``input`` here, because in all cells of rnnlens ``update`` is the share of the state that is kept.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class MinGRU(Cell):
     def step(
         self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
     ) -> tuple[Record, tuple[Array, ...]]:
-        """Compute gates from the input, and the weighted mean of the old state and the candidate."""
+        """Compute gates from the input, and h_t = (1 - z) h_{t-1} + z n."""
         z = affine.split_gates(projected, 2, xp)
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
         a = xp.stack([rec.value(z[..., 0, :], xp), act.value(z[..., 1, :], xp)], axis=-2)
         return Record(z, a), (self.hidden(a, before[0], (), xp),)
 
     def hidden(self, gates: Array, before: Array, others: Sequence[Array], xp: Namespace) -> Array:
-        """Compute h_t = (1 - z) h_{t-1} + z n."""
+        """Compute h_t = (1 - z) h_{t-1} + z n from the gates."""
         return (1 - gates[..., 0, :]) * before + gates[..., 0, :] * gates[..., 1, :]
 
     def pull_back(
@@ -63,7 +63,7 @@ class MinGRU(Cell):
         scale: Array | None,
         xp: Namespace,
     ) -> Pulled:
-        """Pull back without a recurrent kernel: dL/dh_{t-1} = (1 - z) dL/dh_t."""
+        """Pull dL/dh_t back to the gates, and to h_{t-1} as (1 - z) dL/dh_t."""
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
         (lam,), z, a = cotangent, record.preactivation, record.gates
         dz = rec.vjp(z[..., 0, :], a[..., 0, :], lam * (a[..., 1, :] - before[0]), xp)
@@ -73,7 +73,7 @@ class MinGRU(Cell):
     def recurrent_gradients(
         self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
-        """Return nothing: the cell has no recurrent weights."""
+        """Return an empty dict: the cell has no recurrent weights."""
         return {}
 
     def gate_gradient(self, run: Trajectory, result: Adjoint) -> Array:

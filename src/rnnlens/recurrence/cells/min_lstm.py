@@ -1,4 +1,4 @@
-"""The minimal LSTM: h_t = f' h_{t-1} + i' n, all gates from the input alone.
+"""The minimal LSTM: h_t = f' h_{t-1} + i' n, where all gates depend on the input alone.
 
 f, i = rec_act(W x_t + b),  n = act(W_n x_t + b_n),  f' = f / (f + i),  i' = i / (f + i)
 Feng et al. 2024, arXiv:2410.01201, section 3.2. Without ``normalised``, f' = f and i' = i.
@@ -21,7 +21,7 @@ from .linearise import Pulled
 
 @dataclass(frozen=True, eq=False)
 class MinLSTM(Cell):
-    """A minimal LSTM, whose one state is what it puts out; gates are shown before they are normalised.
+    """A minimal LSTM with the single state h, which is its output. Gates in results are those before normalisation.
 
     Attributes
     ----------
@@ -47,7 +47,7 @@ class MinLSTM(Cell):
     def step(
         self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
     ) -> tuple[Record, tuple[Array, ...]]:
-        """Compute gates from the input, and the weighted sum of the old state and the candidate."""
+        """Compute gates from the input, and h_t = f' h_{t-1} + i' n."""
         z = affine.split_gates(projected, 3, xp)
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
         a = xp.concat([rec.value(z[..., :2, :], xp), act.value(z[..., 2:, :], xp)], axis=-2)
@@ -57,7 +57,7 @@ class MinLSTM(Cell):
         return gates[..., 0, :] + gates[..., 1, :] if self.normalised else 1.0
 
     def hidden(self, gates: Array, before: Array, others: Sequence[Array], xp: Namespace) -> Array:
-        """Compute h_t = f' h_{t-1} + i' n."""
+        """Compute h_t = f' h_{t-1} + i' n from the gates."""
         return (gates[..., 1, :] * before + gates[..., 0, :] * gates[..., 2, :]) / self._sum(gates)
 
     def _by_gates(self, gates: Array, before: Array, after: Array, lam: Array) -> list[Array]:
@@ -75,7 +75,7 @@ class MinLSTM(Cell):
         scale: Array | None,
         xp: Namespace,
     ) -> Pulled:
-        """Pull back without a recurrent kernel: dL/dh_{t-1} = f' dL/dh_t."""
+        """Pull dL/dh_t back to the gates, and to h_{t-1} as f' dL/dh_t."""
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
         (lam,), z, a = cotangent, record.preactivation, record.gates
         grads = self._by_gates(a, before[0], after[0], lam)
@@ -85,11 +85,11 @@ class MinLSTM(Cell):
     def recurrent_gradients(
         self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
-        """Return nothing: the cell has no recurrent weights."""
+        """Return an empty dict: the cell has no recurrent weights."""
         return {}
 
     def gate_gradient(self, run: Trajectory, result: Adjoint) -> Array:
-        """Return the gradients of the gates before they are normalised."""
+        """Return the gradients of the gates before normalisation."""
         grads = self._by_gates(run.known_record.gates, run.before(0), run.states[0], result.state_grads[0])
         return run.xp.stack(grads, axis=2)
 

@@ -1,4 +1,4 @@
-"""Cells by kind, and the equations that users register for a framework's own class of cells."""
+"""Cells by kind, and the registry of equations for cell classes of a framework."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ from .min_gru import MinGRU
 from .min_lstm import MinLSTM
 from .simple_rnn import SimpleRNN
 
-#: From the weights of a framework's cell, or their gradients, to ours.
+#: Function from the weights (or gradients) of a framework's cell to those of the rnnlens cell, both by name.
 Layout = Callable[[Mapping[str, Array]], Mapping[str, Array]]
-#: A name, ``"w.T"`` for a transposed one, or one of these per gate; or a function of all arrays by name.
+#: For each weight the name in the framework's cell, ``"w.T"`` for its transpose, or a list with one name per gate; or
+#: a function of all arrays by name.
 Weights = Mapping[str, str | Sequence[str]] | Layout
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
@@ -52,25 +53,25 @@ _KINDS: dict[str, type[Cell]] = {cell.kind: cell for cell in _OURS}
 
 
 def kinds() -> dict[str, type[Cell]]:
-    """Return all kinds of cells by name."""
+    """Return a dict from the name of each kind of cell to its class."""
     return dict(_KINDS)
 
 
 def cell_of_kind(kind: str) -> type[Cell]:
-    """Return the class of a kind of cell; :class:`Cell` itself, without gates, for an unknown kind."""
+    """Return the cell class of a kind; :class:`Cell` itself, without gates, for an unknown kind."""
     return _KINDS.get(kind, Cell)
 
 
 @dataclass(frozen=True)
 class Registration:
-    """The equations and weights that a user registered for a framework's class of cells."""
+    """Equations, weights and options that a user registered for a framework's cell class."""
 
     cell: type[Cell]
     weights: Weights | None
     options: Callable[[Any], Mapping[str, Any]]
 
     def arrays(self, by_name: Mapping[str, Array]) -> dict[str, Array]:
-        """Convert the framework's weights or gradients, by their names within the layer, to those of our cell.
+        """Convert the weights or gradients of a framework's cell, by their names in the layer, to those of ``cell``.
 
         Raises
         ------
@@ -100,7 +101,10 @@ class Registration:
         return joined
 
     def single(self, name: str) -> tuple[str, bool] | None:
-        """Return the one framework weight behind ours and whether it is transposed; None where ours joins several."""
+        """Return the framework weight that corresponds to ``name``, and whether it is transposed.
+
+        None if the registration is a function or joins several weights.
+        """
         if callable(self.weights):
             return None
         source = name if self.weights is None else self.weights.get(name)
@@ -122,12 +126,12 @@ class Registration:
         return by_name[key].T if turned else by_name[key]
 
     def make(self, layer: Any, by_name: Mapping[str, Array]) -> Cell:
-        """Make the cell with the values of a framework's own.
+        """Create the cell with the weights and options of a framework's cell.
 
         Raises
         ------
         InputError
-            If its class does not take what was found.
+            If the cell class does not accept these weights and options.
         """
         given = {**self.arrays(by_name), **self.options(layer)}
         made: Any = self.cell
@@ -155,7 +159,7 @@ _REGISTERED: weakref.WeakKeyDictionary[type, Registration] = weakref.WeakKeyDict
 
 
 def registered(layer: Any) -> Registration | None:
-    """Return the registration of exactly the class of a framework's cell; a subclass may compute anything."""
+    """Return the registration of the exact class of a framework's cell, or None; subclasses are not included."""
     return _REGISTERED.get(type(layer))
 
 
@@ -166,30 +170,32 @@ def register(
     weights: Weights | None = None,
     options: Mapping[str, Any] | Callable[[Any], Mapping[str, Any]] | None = None,
 ) -> None:
-    """Say that a framework's class of cells computes the equations of ``cell``.
+    """Register that a framework's cell class computes the equations of ``cell``.
 
-    From then on its layers have gates, named weights, their gradients per gate and step, plots and names as the cells
-    that rnnlens brings along. What is registered is held against what the layer returned at every call, and against the
-    framework's own weight gradients.
+    Layers with cells of this class then have gates, named weights, gradients per gate and step, and plots, like
+    built-in cells. The registered equations are compared with the layer's output at every call, and their weight
+    gradients with those of the framework.
 
     Parameters
     ----------
     layer
         A class of Keras cells, as they go into ``keras.layers.RNN``, or of torch modules that the user's loop calls
-        with input and state. That very class: a subclass may compute anything.
+        with input and state. Subclasses are not included, because they may compute anything.
     cell
-        A subclass of :class:`Cell`: one of ours, or the user's own.
+        A subclass of :class:`Cell`: a built-in one or the user's own.
     weights
-        For each of our names the weight's name within the framework's cell: ``"u"``, transposed ``"linear.weight.T"``,
-        or a sequence of these, one per gate. Or a function from all weights by name to ours, linear in each, such as a
-        slice or a transposition: it is applied to gradients too. By default the names are the same.
+        For each weight of ``cell`` the name in the framework's cell: ``"u"``, transposed ``"linear.weight.T"``, or a
+        sequence of these, one per gate. Or a function from all framework weights by name to those of ``cell``, linear
+        in each, such as a slice or a transposition, because it is applied to gradients too. By default the names are
+        the same.
     options
-        Keyword arguments of ``cell`` besides the weights, or a function from the framework's cell to these.
+        Keyword arguments of ``cell`` in addition to the weights, or a function that returns them for a framework's
+        cell.
 
     Raises
     ------
     InputError
-        If ``layer`` is no class, or ``cell`` does not say what it has to.
+        If ``layer`` is no class, or ``cell`` lacks a required attribute.
 
     Examples
     --------
@@ -206,7 +212,7 @@ def register(
 
 
 def _check_class(cell: Any) -> None:
-    """Refuse a class that lacks a required attribute, or that takes another cell's kind."""
+    """Raise an error for a cell class that lacks a required attribute, or that reuses another cell's kind."""
     if not (isinstance(cell, type) and issubclass(cell, Cell)):
         raise InputError(message("Equations are a subclass of rl.cells.Cell.", got=repr(cell)))
     problems = [
@@ -244,7 +250,7 @@ def _check_class(cell: Any) -> None:
 
 
 def _check_shapes(cell: Cell, layer: str) -> None:
-    """Refuse weights whose rank or number of gate blocks does not fit their declared dimensions."""
+    """Raise an error for weights whose rank or number of gate blocks does not fit their declared dimensions."""
     for name, value in cell.weights().items():
         known = cell.parameters[name]
         rank = len(known.dims) - int(GATE in known.dims)

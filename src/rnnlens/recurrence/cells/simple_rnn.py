@@ -17,7 +17,7 @@ from .linearise import GateSystem, Pulled
 
 @dataclass(frozen=True, eq=False)
 class SimpleRNN(Cell):
-    """A simple recurrent cell; its one gate is the state itself.
+    """A simple recurrent cell; its only gate is the state itself.
 
     Attributes
     ----------
@@ -43,7 +43,7 @@ class SimpleRNN(Cell):
     def step(
         self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
     ) -> tuple[Record, tuple[Array, ...]]:
-        """Compute one step, or all steps at once where every state before is known."""
+        """Compute one step, or all steps at once if all previous states are known."""
         z = projected + affine.project(before[0], self.recurrent_kernel, scale, 1, xp)
         h = ACTIVATIONS[self.activation].value(z, xp)
         z, a = affine.split_gates(z, 1, xp), affine.split_gates(h, 1, xp)
@@ -78,7 +78,7 @@ class SimpleRNN(Cell):
     def recurrent_terms(
         self, gate_grad: Array, gates: Array, before: Array
     ) -> tuple[Array, list[tuple[slice, Array]]] | None:
-        """Return dL/dz and h_{t-1}, which the only gate multiplies unchanged."""
+        """Return dL/dz and h_{t-1}, the factors of the recurrent kernel's gradient."""
         return gate_grad, [(slice(None), before)]
 
     def gate_gradient(self, run: Trajectory, result: Adjoint) -> Array:
@@ -86,12 +86,12 @@ class SimpleRNN(Cell):
         return result.state_grads[0][:, :, None, :]
 
     def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
-        """Linearise as one unit x unit block, diag(act') U."""
+        """Linearise with A_t as one unit x unit block, diag(act'(z_t)) U^T."""
         return SimpleRnnSystem(self, run) if are_elementwise(self.activation) else super().linear_system(run)
 
 
 class SimpleRnnSystem(GateSystem):
-    """Linear system of a simple RNN: A_t is one unit x unit block."""
+    """Linear system of a simple RNN, with A_t as one unit x unit block."""
 
     def __init__(self, cell: SimpleRNN, run: Trajectory) -> None:
         super().__init__(cell, run)
@@ -100,7 +100,7 @@ class SimpleRnnSystem(GateSystem):
         self.diagonal = self.carried(None, run.states[0])
 
     def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> ProductSteps:
-        """Linearise some steps: diag(act') @ [U | W] transposed."""
+        """Linearise the steps ``first ... stop - 1``: the product matrix is diag(act') [U | W]^T."""
         units, at = self.cell.units, (samples, slice(first, stop))
         product = self.empty(first, stop, samples, inputs)
         self.combine(product[:, :, :, :units], self.coefficient[at], (0,), "state", samples)

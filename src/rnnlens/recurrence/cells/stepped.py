@@ -1,7 +1,7 @@
-"""A cell whose equations are not known here: the framework runs and differentiates it, step by step.
+"""A cell of unknown equations, whose steps the framework runs and differentiates.
 
-Its adapter writes a class of this kind. Batches have sample and time folded into one axis ``n``: steps are independent
-once the states are known, so all of them are differentiated in one vectorised call.
+Each adapter implements a subclass. Batches have sample and time folded into one axis ``n``: steps are independent once
+the states are known, so that all of them are differentiated in one vectorised call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from .linearise import TrajectorySystem
 
 
 class StepCell(Cell):
-    """A cell of unknown equations. States are flat tuples of (n, size) arrays, however nested the user has them."""
+    """Base class of cells of unknown equations.
+
+    States are flat tuples of (n, size) arrays, even if the user's are nested.
+    """
 
     by_framework = True
     _sizes: tuple[int, ...] = ()
@@ -49,34 +52,34 @@ class StepCell(Cell):
     def vjp(
         self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]
     ) -> tuple[Array, tuple[Array, ...]]:
-        """Pull dL/dy_t and dL/ds_t back to dL/dx_t (n, feature) and dL/ds_{t-1}; row by row."""
+        """Pull dL/dy_t and dL/ds_t back to dL/dx_t (n, feature) and dL/ds_{t-1}, row by row."""
 
     @abstractmethod
     def weight_vjp(
         self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]
     ) -> Mapping[str, Array]:
-        """Pull back to the weights, summed over ``n``."""
+        """Pull dL/dy_t and dL/ds_t back to the weights, summed over ``n``."""
 
     @abstractmethod
     def produced(
         self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]
     ) -> tuple[Array, ...]:
-        """Pull dL/dy_t and dL/ds_t, of what leaves the step, to each new state as it is produced within the step.
+        """Pull dL/dy_t and dL/ds_t back to each new state as it is produced within the step.
 
-        A change of a state at the place where it is computed also reaches whatever the same step computes from it: the
-        output, or a state computed later, as h_t from c_t. A state that is passed on unchanged is not produced.
+        The result includes paths through other results of the same step: the output, or a state computed from another,
+        such as h_t from c_t. A state that is passed on unchanged receives only its own cotangents.
         """
 
     @abstractmethod
     def jacobian(self, x: Array, state: Sequence[Array]) -> tuple[Array, Array]:
-        """Return per-step Jacobians of the vector [new states, output], states side by side, S = sum(state_sizes).
+        """Return Jacobians of [new states, output] per step, with concatenated states of size S = sum(state_sizes).
 
-        Returns ``(n, S + output_size, S)`` with respect to the states and ``(n, S + output_size, feature)`` with
-        respect to the input.
+        The first is ``(n, S + output_size, S)`` with respect to the states, the second ``(n, S + output_size,
+        feature)`` with respect to the input.
         """
 
     def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
-        """Linearise with per-step Jacobians from the framework."""
+        """Linearise with step Jacobians computed by the framework."""
         return StepCellSystem(self, run, masked_output)
 
     def pull_rows(self, run: Trajectory, t: int, rows: Sequence[Array]) -> list[Array]:
@@ -91,7 +94,10 @@ class StepCell(Cell):
         return [np.stack([np.asarray(f[i]) for f in found], axis=1) for i in range(len(rows))]
 
     def map_at(self, x: Array, xp: Namespace) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:
-        """Return one step and its Jacobian in the framework's precision; ``xp`` makes the framework's arrays."""
+        """Return one step and its Jacobian as functions of the state, with constant input x (feature,).
+
+        They compute in the framework's precision; ``xp`` is the namespace of its arrays.
+        """
         cuts, total = np.cumsum(self.state_sizes)[:-1], sum(self.state_sizes)
 
         def given(s: Array) -> tuple[Array, list[Array]]:
@@ -111,10 +117,10 @@ class StepCell(Cell):
 
 
 class StepCellSystem(TrajectorySystem):
-    """A cell of unknown equations: per-step Jacobians from the framework, sample and time folded into one batch.
+    """Linear system of a cell of unknown equations, with step Jacobians computed by the framework.
 
-    An output that is no state is carried along as one more state that nothing depends on, so that masked steps may
-    repeat it.
+    An output that is not a state is added as one more state, on which nothing depends, so that masked steps can repeat
+    it. Sample and time are folded into one batch for the framework.
     """
 
     def __init__(self, cell: StepCell, run: Trajectory, masked_output: str) -> None:
@@ -126,7 +132,7 @@ class StepCellSystem(TrajectorySystem):
             self.rows = self.columns = sum(self.state_sizes)
 
     def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> ProductSteps:
-        """Linearise some steps as dense matrices."""
+        """Linearise the steps ``first ... stop - 1`` as dense matrices."""
         run, xp, at = self.run, self.run.xp, (samples, slice(first, stop))
         states = sum(int(s.shape[-1]) for s in run.states)
         x = run.input[at]
@@ -144,7 +150,7 @@ class StepCellSystem(TrajectorySystem):
         return ProductSteps(self.work, product, produced=cache(lambda: self._produced(first, stop, samples)))
 
     def _produced(self, first: int, stop: int, samples: slice) -> Array:
-        """Return rows [states, own output] by each state as it is produced: one pull-back per row."""
+        """Return the Jacobians of [states, own output] by each state as it is produced, by one pull-back per row."""
         run, xp, at = self.run, self.run.xp, (samples, slice(first, stop))
         x = run.input[at]
         lead, before = x.shape[:2], [xp.reshape(s[at], (-1, s.shape[-1])) for s in run.states_before()]
@@ -162,7 +168,7 @@ class StepCellSystem(TrajectorySystem):
         return made if run.mask is None else self._not_at_masked(made, run.mask[at])
 
     def _not_at_masked(self, made: Array, mask: Array) -> Array:
-        """Replace rows at masked steps, where states are carried over and the output may repeat a state."""
+        """Replace Jacobians at masked steps, where states are carried over and the output may repeat a state."""
         xp, states = self.run.xp, int(made.shape[-1])
         carried = xp.zeros_like(made)
         carried[:, :, :states] = self.work.eye(states)
@@ -173,7 +179,7 @@ class StepCellSystem(TrajectorySystem):
         return xp.where(mask[:, :, None, None], made, carried)
 
     def _masked_rows(self, product: Array, states: int, masked: Array) -> None:
-        """Write the rows of the output at masked steps, where the layer returns a state or a constant."""
+        """Write the output's rows of the Jacobian at masked steps, where the layer returns a state or a constant."""
         xp, rows = self.run.xp, product[:, :, states:, :]
         new = xp.zeros_like(rows)
         if self.masked_output == "state":

@@ -1,7 +1,7 @@
 """A recurrence as a linear time-varying system around its trajectory: delta s_t = A_t delta s_{t-1} + B_t delta x_t.
 
-A sweep multiplies with a :class:`LinearStep` at step t, which alone depends on the structure of A_t; only a dense step
-builds A_t as a matrix:
+A sweep calls a :class:`LinearStep` for the products with A_t and B_t. Only the step depends on the structure of A_t,
+and only a dense step stores A_t as a matrix:
 
 ========================== ============================================== ================ ====================
 made by                    A_t                                            numbers per step recurrences
@@ -14,7 +14,7 @@ made by                    A_t                                            number
 :func:`minus_rank_one`     (diag(a) - u v^T) of each head, for all values heads * keys     delta rules
 ========================== ============================================== ================ ====================
 
-:func:`with_output` carries an output that is no state, y_t = C s_t + D x_t, along with any of these.
+:func:`with_output` extends any of these by an output that is not a state, y_t = C s_t + D x_t.
 """
 
 from .inputs import Inputs, Kernels, Matrices

@@ -1,4 +1,4 @@
-"""B_t = ds_t/dx_t, from the input to the states, of steps whose A_t is not dense."""
+"""Input matrices B_t = ds_t/dx_t of linear systems whose A_t is not dense."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ from .products import transposed
 
 
 class InputAt(Protocol):
-    """B of one step of some samples."""
+    """Interface of B_t at one step of some samples."""
 
     def pull(self, rows: Array, out: Array) -> None:
         """Compute rows @ B. rows : (sample, row, state); out : (sample, row, feature)."""
 
     def push(self, block: Array | None, out: Array) -> None:
-        """Compute block @ B^T, or B^T for None. block : (sample or 1, row, feature); out : (sample, row, state)."""
+        """Compute block @ B^T, or B^T if the block is None. block .
+
+        (sample or 1, row, feature); out : (sample, row, state).
+        """
 
     def matrix(self) -> Array:
-        """Return B : (sample or 1, state, feature)."""
+        """Return B as a dense matrix (sample or 1, state, feature)."""
 
 
 class Inputs(Protocol):
-    """B of all steps. ``states`` and ``features`` are its sizes."""
+    """Interface of B_t at all steps. ``states`` and ``features`` are the sizes of each matrix."""
 
     states: int
     features: int
@@ -32,17 +35,17 @@ class Inputs(Protocol):
         """Return B of some samples at one step."""
 
     def masked(self, work: Workspace, mask: Array) -> Inputs:
-        """Return B with zeros where ``mask`` (sample, time) is False."""
+        """Return a copy with B_t = 0 where ``mask`` (sample, time) is False."""
 
     def multiplications(self) -> int:
-        """Return the multiplications of one row at one step of one sample."""
+        """Return the number of multiplications by B per row, step and sample."""
 
     def numbers(self) -> int:
-        """Return how many numbers one step of one sample holds."""
+        """Return how many numbers are stored per step and sample."""
 
 
 class Matrices:
-    """Given matrices (sample or 1, time or 1, state, feature)."""
+    """B_t as dense matrices (sample or 1, time or 1, state, feature)."""
 
     def __init__(self, values: Array) -> None:
         self.values = values
@@ -54,7 +57,7 @@ class Matrices:
         return _Matrix(work, at if at.shape[0] == 1 else at[samples])
 
     def masked(self, work: Workspace, mask: Array) -> Matrices:
-        """Return a copy for every step, zero where masked."""
+        """Return a copy with a matrix for every step, zero at masked steps."""
         return Matrices(work.xp.where(mask[:, :, None, None], self.values, work.zeros(1, 1, 1, 1)))
 
     def multiplications(self) -> int:
@@ -82,16 +85,16 @@ class _Matrix:
 
 
 class Kernels:
-    """A sum over gates, B = sum_g diag(coefficient_g) kernel_g^T, of which only the factors are held.
+    """B_t in factors: a sum over gates, B = sum_g diag(coefficient_g) kernel_g^T.
 
     Parameters
     ----------
     coefficients : (sample or 1, time or 1, gate, state)
-        How each pre-activation moves the state: for h = z * n, with z and n from the input, (n z', z n').
+        Derivative of the state by each pre-activation: for h = z * n, with z and n from the input, (n z', z n').
     kernels : one (feature, state) array per gate
-        As x @ kernel makes the pre-activation.
+        Kernels, with pre-activation = x @ kernel.
     scale : (sample, feature) or (gate, sample, feature), optional
-        What dropout multiplied the input with.
+        Dropout multipliers of the input.
     """
 
     def __init__(self, coefficients: Array, kernels: Sequence[Array], scale: Array | None = None) -> None:
@@ -101,7 +104,7 @@ class Kernels:
         self.stacked = namespace(coefficients).concat([kernel.T for kernel in self.kernels], axis=0)
 
     def at(self, work: Workspace, samples: slice, t: int) -> _Factors:
-        """Return views of the factors of one step."""
+        """Return B of one step as views of its factors."""
         at = self.coefficients[:, 0 if self.coefficients.shape[1] == 1 else t]
         scale = self.scale
         if scale is not None:
@@ -109,16 +112,19 @@ class Kernels:
         return _Factors(work, at if at.shape[0] == 1 else at[samples], self, scale)
 
     def masked(self, work: Workspace, mask: Array) -> Kernels:
-        """Return a copy with the coefficients of every step, zero where masked."""
+        """Return a copy with coefficients for every step, zero at masked steps."""
         zero = work.zeros(1, 1, 1, 1)
         return Kernels(work.xp.where(mask[:, :, None, None], self.coefficients, zero), self.kernels, self.scale)
 
     def multiplications(self) -> int:
-        """Return the multiplications by B, which is built for a step with several gates, as that is faster."""
+        """Return the number of multiplications by B per row, step and sample.
+
+        With several gates B is built as a matrix, because that is faster.
+        """
         return self.states * self.features * (1 if len(self.kernels) > 1 else 2)
 
     def numbers(self) -> int:
-        """Return the number of coefficients: kernels are held once for all steps."""
+        """Return the number of coefficients per step and sample; kernels are stored once for all steps."""
         return self.states * len(self.kernels)
 
 
@@ -163,7 +169,7 @@ class _Factors:
 
 
 def as_inputs(b: Array | Inputs) -> Inputs:
-    """Wrap given matrices in :class:`Matrices`; return any other B unchanged."""
+    """Return ``b`` as :class:`Inputs`; an array is wrapped in :class:`Matrices`."""
     return Matrices(b) if hasattr(b, "dtype") else b  # type: ignore[arg-type]
 
 

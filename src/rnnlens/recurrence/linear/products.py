@@ -1,14 +1,14 @@
-"""ProductSteps that are one *product* matrix per sample, built once and shared by all cotangents (or tangents).
+"""Steps with one *product* matrix [A | B] per sample, built once and shared by all cotangents or tangents.
 
 ``gated`` (LSTM)
-    only two H x H blocks of A_t are full, the rest is diagonal. With dc the total gradient of c_t,
-    ``[dc | dh] @ product = [dh_{t-1} | dx]``, ``dc_{t-1} = keep * dc``, and ``dc = lambda_c + lift * dh`` on arrival.
-    Rows of ``product``: unit of c, then unit of h. ``keep`` is the forget gate, ``lift`` is o * act'(c).
+    only two H x H blocks of A_t are full, the rest is diagonal. With dc the total gradient of c_t, ``[dc | dh] @
+    product = [dh_{t-1} | dx]``, ``dc_{t-1} = keep * dc``, after ``arrive`` computed ``dc = lambda_c + lift * dh``. Rows
+    of ``product``: unit of c, then unit of h. ``keep`` is the forget gate, ``lift`` is o * act'(c).
 dense (all others)
     ``lambda @ product = [lambda_{t-1} | dx]``, all diagonals folded in.
 
-A masked step carries the state over and has no input: that too is only a matter of what stands in these matrices, so
-that a sweep needs no branches. Columns of ``product``: the state before, then the input.
+A masked step carries the state over and has no input; its matrices are [identity | 0], so that a sweep needs no
+branches. Columns of ``product``: the state before, then the input.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from .protocol import Pattern
 
 @dataclass
 class ProductSteps:
-    """The dense or gated steps ``first ... first + n - 1`` (chronological), a :class:`Dense` or :class:`Gated` each.
+    """Consecutive steps in chronological order, each a :class:`Dense` or a :class:`Gated` step.
 
     product : (sample, step, row, column); keep, lift : (sample, step, unit) of a gated system, else None.
-    produced : gives (sample, step, row, column): what leaves a step by each state as it is produced, of a dense system
-        in which a step computes one of its states from another.
+    produced : function without arguments that returns Jacobians (sample, step, row, column) of the states after a step
+        by the states as the step produces them; None unless a step computes one of its states from another.
     """
 
     work: Workspace
@@ -53,7 +53,7 @@ class Dense:
     whole: Callable[[], Array] | None = None
 
     def arrive(self, rows: Array, fresh: int) -> None:
-        """Do nothing: every diagonal is in the matrix."""
+        """Do nothing: the product matrix already contains the paths within the step."""
 
     def pull(self, rows: Array, out: Array, *, inputs: bool) -> None:
         """Compute [rows] @ product = [states before | dx]."""
@@ -67,28 +67,28 @@ class Dense:
         self.work.matmul(rows, transposed(self.product[:, :, : self.product.shape[1]]), out)
 
     def inject(self, block: Array | None, out: Array) -> None:
-        """Write the input's columns of the product, or a block multiplied with them."""
+        """Write block @ B^T to ``out``, or B^T if the block is None."""
         into = transposed(self.input_matrix())
         out[...] = into if block is None else self.work.xp.matmul(block, into)
 
     def spread(self, rows: Array, state: int, columns: slice) -> None:
-        """Carry a change of one produced state to all that leaves the step, as from c_t to h_t."""
+        """Add the effect of a produced state's tangents on the other states of the step, such as of c_t on h_t."""
         if self.whole is not None:
             rows[...] = transposed(self.whole()[:, :, columns])
 
     def produced(self, rows: Array, state: int, columns: slice) -> Array:
-        """Return cotangents of a state as produced; the total gradient of c_t includes the path through h_t."""
+        """Return cotangents of a state as the step produces it; for c_t they include the path through h_t."""
         if self.whole is not None:
             return self.work.xp.matmul(rows, self.whole()[:, :, columns])
         return rows[:, :, columns]
 
     def after(self, earlier: Dense) -> Dense:
-        """Return the product of both steps as one dense step."""
+        """Return the composition of two steps as one dense step, without B."""
         xp, size = self.work.xp, self.product.shape[1]
         return Dense(self.work, xp.matmul(self.product[:, :, :size], earlier.product[:, :, :size]))
 
     def input_matrix(self) -> Array:
-        """Return the columns of the input."""
+        """Return B (sample, state, feature)."""
         return self.product[:, :, self.product.shape[1] :]
 
 
@@ -106,7 +106,7 @@ class Gated:
         return self.keep.shape[2]
 
     def arrive(self, rows: Array, fresh: int) -> None:
-        """Add lift * dh to dc, which makes its total."""
+        """Add lift * dh to dc, in place, so that dc is the total gradient of c_t."""
         units = self._units
         self.work.add_product(rows[:, :, :units], rows[:, :, units:], self.lift)
 
@@ -120,31 +120,31 @@ class Gated:
         self.work.multiply(rows[:, :, :units], self.keep, out[:, :, :units])
 
     def push(self, rows: Array, out: Array) -> None:
-        """Push h by one product; c follows element by element."""
+        """Push tangents [c | h] forward: h by one matrix product, c element by element."""
         units = self._units
         self.work.matmul(rows[:, :, units:], transposed(self.product[:, :, :units]), out)
         self.work.add_product(out[:, :, :units], rows[:, :, :units], self.keep)
         self.work.add_product(out[:, :, units:], out[:, :, :units], self.lift)
 
     def inject(self, block: Array | None, out: Array) -> None:
-        """Write changes of the input to c by three gates, to h by the output gate and by c."""
+        """Write the tangents of [c | h] for a block of input tangents, or for unit vectors if the block is None."""
         units = self._units
         into = transposed(self.product[:, :, units:])
         out[...] = into if block is None else self.work.xp.matmul(block, into)
         self.work.add_product(out[:, :, units:], out[:, :, :units], self.lift)
 
     def spread(self, rows: Array, state: int, columns: slice) -> None:
-        """Carry a change of c_t to h_t."""
+        """Add the effect of tangents of c_t on h_t, in place."""
         units = self._units
         if state == 1:
             rows[:, :, units:] = rows[:, :, :units] * self.lift
 
     def produced(self, rows: Array, state: int, columns: slice) -> Array:
-        """Return cotangents of a state, which :meth:`arrive` has made total already."""
+        """Return the columns of one state, which :meth:`arrive` has already made total gradients."""
         return rows[:, :, columns]
 
     def after(self, earlier: Gated) -> Dense:
-        """Return the product of both steps as a dense step: their diagonals do not remain."""
+        """Return the composition of two steps as one dense step, without B."""
         return Dense(self.work, self.work.xp.matmul(self._matrix(), earlier._matrix()))
 
     def _matrix(self) -> Array:
@@ -157,7 +157,7 @@ class Gated:
         return out
 
     def input_matrix(self) -> Array:
-        """Return B_t from the input to [c | h]."""
+        """Return B (sample, [c | h], feature)."""
         units = self._units
         lifted = self.product[:, :, units:] * 1
         self.work.add_product(lifted[:, units:], lifted[:, :units], self.work.xp.permute_dims(self.lift, (0, 2, 1)))
@@ -165,14 +165,14 @@ class Gated:
 
 
 class ProductSystem:
-    """Base of all systems of product matrices: sizes and costs.
+    """Base class of systems with product matrices: sizes and costs.
 
     Attributes
     ----------
     rows, columns
         Shape of a product matrix without its input columns.
     gated
-        Which of the two forms of this module.
+        Whether steps are :class:`Gated` rather than :class:`Dense`.
     """
 
     gated = False
@@ -183,28 +183,28 @@ class ProductSystem:
 
     @property
     def layout(self) -> tuple[int, ...]:
-        """Order of the states in a row: [c | h] in a gated one, [states] in a dense one."""
+        """State indices in the order of their columns in a row: [c | h] in a gated system, [states] in a dense one."""
         return (1, 0) if self.gated else tuple(range(len(self.state_sizes)))
 
     @property
     def scratch(self) -> int:
-        """Numbers per row for the product that :meth:`Gated.arrive` adds."""
+        """Numbers of temporary memory per row, used by :meth:`Gated.arrive`."""
         return self.columns if self.gated else 0
 
     def multiplications(self, inputs: bool) -> int:
-        """Return the entries of the product matrix; element-wise multiplications are not counted."""
+        """Return the number of entries of the product matrix; element-wise multiplications are not counted."""
         return self.rows * (self.columns + (self.features if inputs else 0))
 
     def numbers(self, inputs: bool) -> int:
-        """Return the entries of the product matrix."""
+        """Return the number of entries of the product matrix."""
         return self.multiplications(inputs)
 
     def pattern(self, state: int) -> Pattern | None:
-        """Return None: every unit reaches every other."""
+        """Return None: in a dense system all units can meet."""
         return None
 
     def moduli(self) -> Array | None:
-        """Return None: each step has eigenvectors of its own."""
+        """Return None: the eigenvectors of A_t differ from step to step."""
         return None
 
 

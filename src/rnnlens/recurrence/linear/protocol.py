@@ -1,4 +1,4 @@
-"""The interface of linear systems and of their steps, which sweeps call, and the walk through the steps."""
+"""Interfaces of linear systems and their steps, which sweeps call, and iteration over the steps."""
 
 from __future__ import annotations
 
@@ -13,72 +13,78 @@ from ..parallel import still_wanted
 
 
 class LinearStep(Protocol):
-    """One step of some samples: ds_t = A ds_{t-1} + B dx_t.
+    """Interface of one linear step of some samples: ds_t = A ds_{t-1} + B dx_t.
 
-    ``rows`` are (sample, row, state): the states side by side, as :func:`state_columns` finds them. Going back a row is
-    a cotangent, going on a tangent. ``out`` is written to, and must not overlap the arrays that are read. Masked
-    steps have A = I and B = 0.
+    ``rows`` are (sample, row, state), with the columns of each state given by :func:`state_columns`. A row is a
+    cotangent in a reverse sweep and a tangent in a forward sweep. ``out`` is written to, and must not overlap the
+    arguments. Masked steps have A = I and B = 0.
     """
 
     def arrive(self, rows: Array, fresh: int) -> None:
-        """Bring cotangents that came to the states after the step to their totals, in place.
+        """Convert cotangents of the states after the step to total gradients, in place.
 
-        A change of c_t of an LSTM also moves the h_t of its own step, so that what came to h_t belongs to c_t too.
-        Only the first ``fresh`` rows received anything at this step from outside.
+        In an LSTM, c_t also changes h_t of the same step, so that the total gradient of c_t includes a path through
+        h_t. Only the first ``fresh`` rows received new cotangents at this step.
         """
 
     def pull(self, rows: Array, out: Array, *, inputs: bool) -> None:
-        """Pull rows back: rows @ A and, with ``inputs``, rows @ B, of rows that went through :meth:`arrive`.
+        """Compute rows @ A and, with ``inputs``, rows @ B, for rows that went through :meth:`arrive`.
 
         out : (sample, row, state), with ``inputs`` (sample, row, state + feature)
         """
 
     def push(self, rows: Array, out: Array) -> None:
-        """Push tangents of the states before on: rows @ A^T; out : (sample, row, state)."""
+        """Compute rows @ A^T, which pushes tangents of the states before the step forward; out .
+
+        (sample, row, state).
+        """
 
     def inject(self, block: Array | None, out: Array) -> None:
-        """Write the tangents of the states for changes of the input: block @ B^T; out : (sample, row, state).
+        """Write the states' tangents for tangents of the input: block @ B^T; out : (sample, row, state).
 
         block : (sample or 1, row, feature), or None for the unit vectors of the input
         """
 
     def spread(self, rows: Array, state: int, columns: slice) -> None:
-        """Carry tangents of one state, as it is produced, to what else the step computes from it; in place.
+        """Add the effect of one produced state's tangents on the step's other results, in place.
 
-        ``columns`` is where the state lies. On entry all other columns are zero.
+        ``columns`` are the columns of the state in a row. All other columns must be zero.
         """
 
     def produced(self, rows: Array, state: int, columns: slice) -> Array:
-        """Return cotangents (sample, row, size) of one state as produced, of rows that :meth:`arrive` made total."""
+        """Return cotangents (sample, row, size) of one state as the step produces it.
+
+        The rows went through :meth:`arrive`.
+        """
 
     def after(self, earlier: Any) -> LinearStep:
-        """Compose two steps, of the states alone: A = A_self A_earlier. ``earlier`` has the same structure."""
+        """Return the composition with an earlier step of the same structure, A = A_self A_earlier, without B."""
 
     def input_matrix(self) -> Array:
-        """Return B : (sample, state, feature), of the states as they leave the step."""
+        """Return B (sample, state, feature), for the states after the step."""
 
 
 class LinearSteps(Protocol):
-    """Consecutive steps, chronological."""
+    """Sequence of consecutive steps in chronological order."""
 
     def __getitem__(self, at: int, /) -> LinearStep:
-        """Return a step by its position, from 0."""
+        """Return the step at a position, counted from 0."""
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """Which unit cotangents of a state never meet on their way back, however many steps they go.
+    """Colouring of a state's units: cotangents of units of one colour never reach the same columns, at any step.
 
-    Units of one colour reach different columns, so that one row stands for all of them: their sum.
+    Therefore a sweep can pull back the sum of the units of one colour as a single row.
     Curtis, Powell, Reid 1974, "On the estimation of sparse Jacobian matrices", doi:10.1093/imamat/13.1.117.
 
     Attributes
     ----------
     colour : (unit,)
-        From 0, of each unit of the state.
+        Colour of each unit of the state, counted from 0.
     reach : (unit, column)
-        Columns of a row that the cotangent of a unit can reach, ascending. Two units reach the same ones, or none of
-        the other's; as many units reach each.
+        Columns of a row that the cotangent of a unit can reach, ascending. The sets of columns of two units are equal
+        or disjoint, and each set is reached by the same number of units.
     """
 
     colour: np.ndarray[Any, Any]
@@ -91,28 +97,29 @@ class Pattern:
 
     @property
     def entries(self) -> int:
-        """Number of entries that all units together can reach."""
+        """Number of pairs of a unit and a column that it can reach."""
         return int(self.reach.size)
 
     def cells(self) -> Pattern:
-        """Return a pattern with one unit for all that reach the same columns, all of one colour."""
+        """Return a pattern with one colour, and one unit for each set of columns that units reach."""
         _, first = np.unique(self.reach[:, 0], return_index=True)
         return Pattern(np.zeros(first.size, dtype=int), self.reach[first])
 
 
 class System(Protocol):
-    """One recurrent call, linearised on demand.
+    """Interface of one recurrent call, linearised around its trajectory on demand.
 
     Attributes
     ----------
     state_sizes
-        Numbers of each state. ``layout``: the states' numbers in the order in which they lie in a row.
+        Size of each state.
     rows
-        All numbers of the state: the length of a row.
+        Total size of the states: the length of a row.
     columns
-        Numbers of the state of which one step back computes the rest of a row element by element: of h of a gated one.
+        Columns of a step's matrix product without the input: all states of a dense system, h of a gated one. The other
+        columns are computed element by element.
     scratch
-        Numbers per row that a step needs besides the rows themselves and what it writes to.
+        Numbers of temporary memory per row, besides the rows and the result.
     """
 
     work: Workspace
@@ -126,33 +133,36 @@ class System(Protocol):
 
     @property
     def layout(self) -> tuple[int, ...]:
-        """Numbers of the states in the order in which they lie in a row."""
+        """State indices in the order of their columns in a row."""
 
     @property
     def scratch(self) -> int:
-        """Numbers per row that a step needs besides the rows and its result."""
+        """Numbers of temporary memory per row, besides the rows and the result."""
 
     def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> LinearSteps:
-        """Linearise steps ``first ... stop - 1`` (chronological) of some samples; without B where not ``inputs``."""
+        """Linearise the chronological steps ``first ... stop - 1`` of some samples; without B unless ``inputs``."""
 
     def multiplications(self, inputs: bool) -> int:
-        """Return the multiplications of one row at one step of one sample; with ``inputs`` also those by B."""
+        """Return the number of multiplications per row, step and sample: by A and, with ``inputs``, by B."""
 
     def numbers(self, inputs: bool) -> int:
-        """Return how many numbers one step of one sample holds."""
+        """Return how many numbers are stored per step and sample."""
 
     def pattern(self, state: int) -> Pattern | None:
-        """Return which units of a state never meet in a reverse sweep; None where they do."""
+        """Return the pattern of a state whose units do not all meet in a reverse sweep; else None."""
 
     def moduli(self) -> Array | None:
-        """Return |eigenvalue| of A_t (sample, time, state) where all A_t have the same eigenvectors; else None.
+        """Return |eigenvalue| of A_t (sample, time, state) if all A_t have the same eigenvectors; else None.
 
-        How fast products of such steps grow then follows without any product.
+        The growth of products of such steps then follows without matrix products.
         """
 
 
 def state_columns(system: System, state: int) -> slice:
-    """Return the columns of a state in a row of a sweep: gated rows are [c | h], all others [states in their order]."""
+    """Return the columns of a state in a row of a sweep.
+
+    Rows are [c | h] in gated systems, otherwise the states in their order.
+    """
     start = 0
     for other in system.layout:
         if other == state:
@@ -164,10 +174,10 @@ def state_columns(system: System, state: int) -> slice:
 def walk(
     system: System, samples: slice, *, reverse: bool, inputs: bool, budget: int, steps: Sequence[int] | None = None
 ) -> Iterator[tuple[int, LinearStep]]:
-    """Yield linear steps in the order of the recurrence (or the opposite order), each with its time index.
+    """Yield (time index, linear step) in the order of the recurrence, or with ``reverse`` in the opposite order.
 
-    They are built in blocks as long as ``budget`` bytes allow: with few calls, but never all of them at once.
-    ``steps``: only these, a stretch without gaps in either order.
+    Steps are built in blocks that fit into ``budget`` bytes. ``steps`` restricts the iteration to consecutive steps,
+    given in either order; None for all steps.
     """
     count = len(range(*samples.indices(system.batch)))
     per_step = max(1, count * system.numbers(inputs) * system.work.itemsize)

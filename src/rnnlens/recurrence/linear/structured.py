@@ -1,6 +1,7 @@
-"""A_t by structure: one class each, for all steps of a system, which :meth:`at` narrows to one step of some samples.
+"""Structured matrices A_t, one class per structure: products with rows without building a dense matrix.
 
-Each holds arrays ``(sample or 1, time or 1, ...)``, or without the time of a single step.
+An object has the matrices of all steps, with arrays ``(sample or 1, time or 1, ...)``; the method ``at`` selects one
+step, with arrays ``(sample or 1, ...)``.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from .protocol import Pattern
 
 
 class Transition(Protocol):
-    """A_t of all steps, or of one. ``rows``, ``out``: (sample, row, state), which must not overlap."""
+    """Interface of a structured A_t, of all steps or of one. Rows and ``out`` (sample, row, state) must not overlap."""
 
     work: Workspace
 
     @property
     def states(self) -> int:
-        """Number of entries of a row."""
+        """Number of states: the length of a row."""
 
     def at(self, samples: slice, t: int) -> Transition:
-        """Return one step of some samples."""
+        """Return A of one step of some samples."""
 
     def masked(self, mask: Array) -> Transition:
         """Return A_t with the identity where ``mask`` (sample, time) is False."""
@@ -37,19 +38,19 @@ class Transition(Protocol):
         """Compute rows @ A^T."""
 
     def after(self, earlier: Any) -> Transition:
-        """Return A_self A_earlier, of single steps."""
+        """Return A_self A_earlier for two single steps."""
 
     def multiplications(self) -> int:
-        """Return the multiplications of one row at one step."""
+        """Return the number of multiplications per row and step."""
 
     def numbers(self) -> int:
-        """Return how many numbers one step of one sample holds."""
+        """Return how many numbers are stored per step and sample."""
 
     def moduli(self) -> Array | None:
-        """Return |eigenvalue| (sample or 1, time or 1, state) of steps with the same eigenvectors; else None."""
+        """Return |eigenvalue| (sample or 1, time or 1, state) if all steps have the same eigenvectors; else None."""
 
     def pattern(self, columns: slice) -> Pattern | None:
-        """Return which units of a state never meet; ``columns`` is where the state lies in a row."""
+        """Return which units of the state at ``columns`` of a row never meet in a reverse sweep."""
 
 
 def _at(values: Array, samples: slice, t: int) -> Array:
@@ -65,7 +66,7 @@ def _where(work: Workspace, mask: Array, values: Array, otherwise: float) -> Arr
 
 @dataclass
 class Diagonal:
-    """diag(values); values : (sample, time, state)."""
+    """Diagonal A_t = diag(values); values : (sample, time, state)."""
 
     work: Workspace
     values: Array
@@ -80,25 +81,25 @@ class Diagonal:
         return Diagonal(self.work, _at(self.values, samples, t))
 
     def masked(self, mask: Array) -> Diagonal:
-        """Return ones at masked steps."""
+        """Return a copy with ones at masked steps."""
         return Diagonal(self.work, _where(self.work, mask, self.values, 1.0))
 
     def pull(self, rows: Array, out: Array) -> None:
-        """Multiply rows with the diagonal."""
+        """Multiply rows by the diagonal."""
         self.work.multiply(rows, self.values[:, None, :], out)
 
     push = pull
 
     def after(self, earlier: Diagonal) -> Diagonal:
-        """Multiply both diagonals."""
+        """Return the product of two diagonals."""
         return Diagonal(self.work, self.values * earlier.values)
 
     def multiplications(self) -> int:
-        """Return one multiplication per state."""
+        """Return the number of states: one multiplication each."""
         return self.states
 
     def numbers(self) -> int:
-        """Return one number per state."""
+        """Return the number of states: one stored number each."""
         return self.states
 
     def moduli(self) -> Array | None:
@@ -112,7 +113,7 @@ class Diagonal:
 
 @dataclass
 class ComplexDiagonal:
-    """diag(real + i imaginary) of complex states that lie in a row as [real parts | imaginary parts].
+    """Diagonal A_t = diag(real + i imaginary) of complex states, in rows of [real parts | imaginary parts].
 
     As a real matrix [[diag(real), -diag(imaginary)], [diag(imaginary), diag(real)]]; both (sample, time, unit).
     """
@@ -123,7 +124,7 @@ class ComplexDiagonal:
 
     @property
     def states(self) -> int:
-        """Number of real and imaginary parts."""
+        """Number of real and imaginary parts: two per complex state."""
         return 2 * int(self.real.shape[-1])
 
     def at(self, samples: slice, t: int) -> ComplexDiagonal:
@@ -131,16 +132,16 @@ class ComplexDiagonal:
         return ComplexDiagonal(self.work, _at(self.real, samples, t), _at(self.imaginary, samples, t))
 
     def masked(self, mask: Array) -> ComplexDiagonal:
-        """Return the number one at masked steps."""
+        """Return a copy with 1 + 0i at masked steps."""
         real, imaginary = _where(self.work, mask, self.real, 1.0), _where(self.work, mask, self.imaginary, 0.0)
         return ComplexDiagonal(self.work, real, imaginary)
 
     def pull(self, rows: Array, out: Array) -> None:
-        """Multiply rows with the conjugate: the transpose of a rotation is its inverse."""
+        """Multiply rows by the conjugate diagonal, which is the transposed real matrix."""
         self._turn(rows, out, -self.imaginary)
 
     def push(self, rows: Array, out: Array) -> None:
-        """Multiply rows with the complex number."""
+        """Multiply rows by the complex diagonal."""
         self._turn(rows, out, self.imaginary)
 
     def _turn(self, rows: Array, out: Array, imaginary: Array) -> None:
@@ -153,25 +154,25 @@ class ComplexDiagonal:
         work.add_product(out[:, :, units:], x, imaginary)
 
     def after(self, earlier: ComplexDiagonal) -> ComplexDiagonal:
-        """Multiply both complex diagonals."""
+        """Return the product of two complex diagonals."""
         real = self.real * earlier.real - self.imaginary * earlier.imaginary
         return ComplexDiagonal(self.work, real, self.real * earlier.imaginary + self.imaginary * earlier.real)
 
     def multiplications(self) -> int:
-        """Return four multiplications per complex state."""
+        """Return four times the number of complex states."""
         return 2 * self.states
 
     def numbers(self) -> int:
-        """Return two numbers per complex state."""
+        """Return twice the number of complex states."""
         return self.states
 
     def moduli(self) -> Array | None:
-        """Return the modulus of each complex number, once for each of its two parts."""
+        """Return the modulus of each complex number, repeated for its real and imaginary part."""
         modulus = self.work.xp.sqrt(self.real**2 + self.imaginary**2)
         return self.work.xp.concat([modulus, modulus], axis=-1)
 
     def pattern(self, columns: slice) -> Pattern:
-        """Return the pattern in which a part of a unit reaches only the two parts of the same unit."""
+        """Return a pattern in which each part reaches only the real and imaginary part of its own unit."""
         units, column = self.states // 2, np.arange(columns.start, columns.stop)
         imaginary = column >= units
         colour = imaginary.astype(int) if imaginary.any() and not imaginary.all() else 0 * column
@@ -180,7 +181,7 @@ class ComplexDiagonal:
 
 @dataclass
 class PerHead:
-    """One number for all states of a head, which lie side by side; values : (sample, time, head)."""
+    """A_t with one number for all states of a head, which are adjacent in a row; values : (sample, time, head)."""
 
     work: Workspace
     values: Array
@@ -196,31 +197,31 @@ class PerHead:
         return PerHead(self.work, _at(self.values, samples, t), self.size)
 
     def masked(self, mask: Array) -> PerHead:
-        """Return ones at masked steps."""
+        """Return a copy with ones at masked steps."""
         return PerHead(self.work, _where(self.work, mask, self.values, 1.0), self.size)
 
     def pull(self, rows: Array, out: Array) -> None:
-        """Multiply all states of a head with its number."""
+        """Multiply the states of each head by its number."""
         xp, shape = self.work.xp, (*rows.shape[:2], self.values.shape[-1], self.size)
-        # Of one axis in two: views, however the rows lie in memory.
+        # Splits one axis into two, which gives views for any memory layout of the rows.
         self.work.multiply(xp.reshape(rows, shape), self.values[:, None, :, None], xp.reshape(out, shape))
 
     push = pull
 
     def after(self, earlier: PerHead) -> PerHead:
-        """Multiply the numbers of both steps."""
+        """Return the product of two steps: the product of their numbers."""
         return PerHead(self.work, self.values * earlier.values, self.size)
 
     def multiplications(self) -> int:
-        """Return one multiplication per state."""
+        """Return the number of states: one multiplication each."""
         return self.states
 
     def numbers(self) -> int:
-        """Return one number per head."""
+        """Return the number of heads: one stored number each."""
         return int(self.values.shape[-1])
 
     def moduli(self) -> Array | None:
-        """Return for each state the magnitude of its head's number."""
+        """Return the magnitude of each head's number, repeated for all states of the head."""
         xp, wide = self.work.xp, (*self.values.shape, self.size)
         spread = xp.broadcast_to(xp.abs(self.values)[..., None], wide)
         return xp.reshape(spread, (*self.values.shape[:-1], self.states))
@@ -232,10 +233,10 @@ class PerHead:
 
 @dataclass
 class MinusLowRank:
-    """diag(decay) - sum_r left_r right_r^T for the keys of each head, the same for each of its values.
+    """A_t = diag(decay) - sum_r left_r right_r^T on the keys of each head, the same for each of its values.
 
-    The state of a head is a matrix (key, value); heads, keys and values lie in a row in this order, values innermost.
-    A step of a delta rule has rank one; steps in a row have as many as they are, until that fills the head.
+    The state of a head is a matrix (key, value); the columns of a row are ordered by head, key and value, values
+    innermost. A step of a delta rule has rank one; a product of n steps has rank n, up to the number of keys.
 
     Attributes
     ----------
@@ -261,7 +262,7 @@ class MinusLowRank:
         return MinusLowRank(self.work, decay, left, right, self.size)
 
     def masked(self, mask: Array) -> MinusLowRank:
-        """Return the identity at masked steps: decay one, nothing subtracted."""
+        """Return a copy with the identity at masked steps: decay one, ``left`` zero."""
         decay, left = _where(self.work, mask, self.decay, 1.0), _where(self.work, mask, self.left, 0.0)
         return MinusLowRank(self.work, decay, left, self.right, self.size)
 
@@ -292,19 +293,19 @@ class MinusLowRank:
         )
 
     def multiplications(self) -> int:
-        """Return one multiplication per state for the decay, and two per state and rank."""
+        """Return the number of multiplications: one per state for the decay, two per state and rank."""
         return self.states * (1 + 2 * int(self.left.shape[-1]))
 
     def numbers(self) -> int:
-        """Return one number per key for the decay, and two per key and rank."""
+        """Return the number of stored numbers: one per key for the decay, two per key and rank."""
         return self.states // self.size * (1 + 2 * int(self.left.shape[-1]))
 
     def moduli(self) -> Array | None:
-        """Return None: each step has eigenvectors of its own."""
+        """Return None: the eigenvectors of A_t differ from step to step."""
         return None
 
     def pattern(self, columns: slice) -> Pattern | None:
-        """Return one colour per key: a unit reaches only the keys of its own head and value."""
+        """Return a pattern with one colour per key: a unit reaches only the keys of its own head and value."""
         head = int(self.decay.shape[-1]) * self.size
         if columns.start % head or columns.stop % head:
             return None
