@@ -26,11 +26,14 @@ class Layout:
         Whether entries of one sample depend on other samples of the batch.
     samples
         Number of samples of the batch on which ``coupled`` was determined; 0 if it was not tested.
+    unclear
+        Names of the axes that follow steps but are not called ``time``: several, or one that holds features as well.
     """
 
     axes: tuple[Axis, ...]
     coupled: bool = False
     samples: int = 0
+    unclear: tuple[str, ...] = ()
 
     @classmethod
     def plain(cls, names: Iterable[str]) -> Layout:

@@ -12,10 +12,10 @@ import xarray as xr
 from .. import data
 from ..adapters.protocol import Adapter, AxisConvention, Batch, Port
 from ..errors import InputError, UnsupportedError, message, shown
-from ..layout import Layout, canonical_order, dims_of
+from ..layout import Axis, Layout, canonical_order, dims_of
 from ..results.schema import to_host
 from ..typing import Array
-from ..vocabulary import FEATURE, SAMPLE, TIME
+from ..vocabulary import FEATURE, SAMPLE, TIME, UNIT
 from .names import Catalogue, read_one
 
 #: Names in ``axes=`` besides the tensors of the model.
@@ -210,6 +210,42 @@ def refuse_unknown(what: str, name: str, names: Sequence[str], wanted: str = SAM
                 hint=f"say so: axes={{{name!r}: (..., {wanted!r}, ...)}}, one name for each axis",
             )
         )
+
+
+def refuse_unclear_steps(what: str, name: str, layout: Layout) -> None:
+    """Raise where the steps of a tensor cannot be told from its other axes.
+
+    Raises
+    ------
+    InputError
+        With the layouts to choose from.
+    """
+    if not layout.unclear:
+        return
+    axes, ways = " and ".join(layout.unclear), axes_to_type(name, layout.axes, layout.unclear)
+    if len(layout.unclear) > 1:
+        problem = f"{axes} of {name!r} go with steps of recurrent layers"
+    else:
+        problem = f"{axes} of {name!r} goes with steps, but is not one entry after the other a step"
+        other = _feature_or_unit(name)
+        flat = tuple(other if axis == (axes,) else axis[0] if len(axis) == 1 else axis for axis in layout.axes)
+        ways = f"axes={{{name!r}: {flat}}} where it holds {other}s of all steps, or {ways}"
+    got = f"axes ({', '.join(layout.names)})"
+    raise InputError(message(f"{what} needs to know which axis counts steps: {problem}.", got=got, hint=f"say {ways}"))
+
+
+def axes_to_type(name: str, axes: Sequence[Axis], unclear: Sequence[str]) -> str:
+    """Return the ``axes=`` that call one of the unclear axes ``time``, each way it could be."""
+    found = []
+    for steps in unclear:
+        other = {axis: _feature_or_unit(name) for axis in unclear} if len(unclear) == 2 else {}
+        called = [tuple((other | {steps: TIME}).get(one, one) for one in axis) for axis in axes]
+        found.append(tuple(axis if len(axis) > 1 else axis[0] for axis in called))
+    return ", or ".join(f"axes={{{name!r}: {way}}}" for way in found if len(set(way)) == len(way))
+
+
+def _feature_or_unit(name: str) -> str:
+    return FEATURE if name.partition("[")[0].endswith("input") else UNIT
 
 
 class InputCoordinates:

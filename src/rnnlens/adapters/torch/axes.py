@@ -43,7 +43,7 @@ def layouts(model: nn.Module, batch: Batch, ports: Sequence[Port]) -> dict[Port,
             return {}
         counts = {call.samples for call in probe.calls}
         samples = _find_samples(probe, wanted)
-        times = _find_times(probe, wanted, samples.places)
+        times, unclear = _find_times(probe, wanted, samples.places)
         shapes = probe.shapes(wanted)
     if len(counts) > 1:  # samples are folded with another axis in some calls: propagate through the recurrences
         with _Probe(model, batch, wanted, cut=False) as whole:
@@ -52,7 +52,7 @@ def layouts(model: nn.Module, batch: Batch, ports: Sequence[Port]) -> dict[Port,
     for port in wanted if single else ():
         if port in shapes and port not in times:
             times |= _lone_step(port, shapes[port], samples.places.get(port))
-    known = _KnownAxes(shapes, samples, times, min(counts))
+    known = _KnownAxes(shapes, samples, times, min(counts), unclear)
     _find_by_size(model, batch, [port for port in ports if port in shapes], known, single=single)
     return {port: _layout(port, known) for port in shapes}
 
@@ -69,17 +69,22 @@ def _find_by_size(model: nn.Module, batch: Batch, asked: Sequence[Port], known: 
             return [(call.samples, call.steps) for call in probe.calls], probe.shapes(list(shapes))
 
     rest = {port: len(shape) - (port in samples) for port, shape in shapes.items()}
-    without = [port for port in asked if port not in times and rest[port] > 1]
+    without = [port for port in asked if port not in times and port not in known.unclear and rest[port] > 1]
     if without and not single:
         axes = {port: place.axis for port, place in times.items()}
         found = shrinking(model, batch, without, axes, look, counts=False)
-        places = {port: _AxisPlace(axis, 1, shapes[port][axis], 1) for port, axis in found.items()}
-        times |= {port: p for port, p in places.items() if p.axis != getattr(samples.get(port), "axis", None)}
+        for port, shorter in found.items():
+            of_steps = [axis for axis in shorter if axis != getattr(samples.get(port), "axis", None)]
+            if len(of_steps) == 1:
+                times[port] = _AxisPlace(of_steps[0], 1, shapes[port][of_steps[0]], 1)
+            elif of_steps:
+                known.unclear[port] = tuple(of_steps)
     mixed = [port for port in asked if port not in samples and len(shapes[port]) > 1]
     if mixed and count > 1:
         axes = {port: place.axis for port, place in samples.items()}
         found = shrinking(model, batch, mixed, axes, look, counts=True)
-        samples |= {port: _AxisPlace(axis, 1, count, 1) for port, axis in found.items() if shapes[port][axis] == count}
+        alone = {port: shorter[0] for port, shorter in found.items() if len(shorter) == 1}
+        samples |= {port: _AxisPlace(axis, 1, count, 1) for port, axis in alone.items() if shapes[port][axis] == count}
 
 
 @dataclass(frozen=True)
@@ -131,13 +136,15 @@ class _SampleAxes:
 class _KnownAxes:
     """Axes found so far: the shapes of all requested tensors, their sample axes and their time axes.
 
-    ``count`` is the smallest number of samples of any recurrent call.
+    ``count`` is the smallest number of samples of any recurrent call. ``unclear`` holds, for tensors without a clear
+    time axis, the axes that follow steps: several, or one that holds features as well.
     """
 
     shapes: Mapping[Port, Shape]
     samples: _SampleAxes
     times: dict[Port, _AxisPlace]
     count: int
+    unclear: dict[Port, tuple[int, ...]]
 
 
 class _Probe(TorchPullback):
@@ -277,24 +284,76 @@ def _passing_as_source(
     return passing if reached else None
 
 
-def _find_times(probe: _Probe, ports: Sequence[Port], samples: Mapping[Port, _AxisPlace]) -> dict[Port, _AxisPlace]:
-    """Find the axis of each tensor that corresponds to the steps of a recurrence, exactly or at least in order."""
-    found: dict[Port, _AxisPlace] = {}
-    for sequence in _sequences(probe.calls):
-        waiting = [port for port in ports if port not in found and port in probe.values]
-        if sequence.steps == 1 or not waiting:
-            continue
+def _find_times(
+    probe: _Probe, ports: Sequence[Port], samples: Mapping[Port, _AxisPlace]
+) -> tuple[dict[Port, _AxisPlace], dict[Port, tuple[int, ...]]]:
+    """Find the axis of each tensor that corresponds to the steps of a recurrence, else the axes that could."""
+    sequences = [sequence for sequence in _sequences(probe.calls) if sequence.steps > 1]
+    moving: dict[Port, list[_MovingAxis]] = {port: [] for port in ports if port in probe.values}
+    axes = {port: _rest(tuple(probe.values[port].shape), samples.get(port)) for port in moving}
+    above = {port: list(sequences) for port in moving}
+    for sequence in sequences:
         patterns = np.concatenate([_patterns(sequence.steps), _halves(sequence.steps)])
         below = probe.arrive(sequence.placed(patterns))
-        for port in waiting:
-            axes = _rest(tuple(probe.values[port].shape), samples.get(port))
-            if port in below:
-                place = _moving_along([(p, p.support(below[port]), p.size == sequence.steps) for p in axes], patterns)
-            else:
-                place = _moving_along(list(_from_above(probe, port, sequence, axes)), None)
-            if place is not None:
-                found[port] = place
-    return found
+        for port in [port for port in moving if port in below]:
+            reached = [(p, p.support(below[port]), p.size == sequence.steps) for p in axes[port]]
+            moving[port] += _moving_along(reached, patterns, sequence, is_below=True)
+            above[port].remove(sequence)
+    for port, left in above.items():
+        if left:
+            moving[port] += _from_above(probe, port, left, axes[port])
+    return _choose_times(probe, moving, samples)
+
+
+def _choose_times(
+    probe: _Probe, moving: Mapping[Port, Sequence[_MovingAxis]], samples: Mapping[Port, _AxisPlace]
+) -> tuple[dict[Port, _AxisPlace], dict[Port, tuple[int, ...]]]:
+    """Choose the one axis of each tensor that follows steps and holds nothing else; the others are unclear."""
+    found: dict[Port, _AxisPlace] = {}
+    unclear: dict[Port, tuple[int, ...]] = {}
+    for port, several in moving.items():
+        places = sorted({one.place.axis for one in several})
+        chosen = next((one for one in several if one.is_exact), several[0] if several else None)
+        if chosen is None:
+            continue
+        if len(places) > 1 or (not chosen.is_exact and _holds_more(probe, port, chosen, port in samples)):
+            unclear[port] = tuple(places)
+        else:
+            found[port] = chosen.place
+    return found, unclear
+
+
+@dataclass(frozen=True)
+class _MovingAxis:
+    """Axis that follows the steps of a recurrence, one by one (``is_exact``) or in order."""
+
+    place: _AxisPlace
+    is_exact: bool
+    sequence: _StepSequence
+    is_below: bool
+
+
+def _holds_more(probe: _Probe, port: Port, moving: _MovingAxis, has_samples: bool) -> bool:
+    """Return whether an axis holds features beside steps: several entries of one step, or entries out of order.
+
+    Where a tensor has another axis for features, entries in order are steps of a finer sequence.
+    """
+    shape, sequence = tuple(probe.values[port].shape), moving.sequence
+    if moving.is_below:
+        arrived = probe.arrive(sequence.placed(np.eye(sequence.steps, dtype=bool)))
+        reach: Values | None = moving.place.support(arrived[port]).T
+    else:
+        reach = sequence.support(probe.arrive({port: (moving.place, np.eye(moving.place.size, dtype=bool))}))
+    if reach is None:
+        return False
+    reach = reach[reach.any(1)]
+    first, last = reach.argmax(1), reach.shape[1] - 1 - reach[:, ::-1].argmax(1)
+    ends = np.diff(np.stack([first, last]))
+    in_order = bool((ends >= 0).all() or (ends <= 0).all())
+    single = bool((first == last).all())
+    if len(shape) - has_samples > 1:
+        return single and not in_order
+    return not in_order or (single and len(set(first.tolist())) < len(first))
 
 
 @dataclass(frozen=True)
@@ -368,27 +427,31 @@ def _rest(shape: tuple[int, ...], sample: _AxisPlace | None) -> list[_AxisPlace]
 
 
 def _from_above(
-    probe: _Probe, port: Port, sequence: _StepSequence, axes: Sequence[_AxisPlace]
-) -> Iterator[tuple[_AxisPlace, Values, bool]]:
-    """Yield, for each axis of a port, which steps of a recurrence's output receive gradients from its two halves.
-
-    The last item of a result is True if axis and steps match one by one.
-    """
+    probe: _Probe, port: Port, sequences: Sequence[_StepSequence], axes: Sequence[_AxisPlace]
+) -> list[_MovingAxis]:
+    """Find the axes whose halves reach different steps of the outputs of recurrences."""
+    reached: list[list[tuple[_AxisPlace, Values, bool]]] = [[] for _ in sequences]
     for place in axes:
         patterns = np.concatenate([_patterns(place.size), _halves(place.size)])
-        support = sequence.support(probe.arrive({port: (place, patterns)}))
-        if support is not None:
-            exact = place.size == sequence.steps and not (support & ~patterns).any()
-            yield place, support[-2:], exact
+        arrived = probe.arrive({port: (place, patterns)})
+        for sequence, found in zip(sequences, reached, strict=True):
+            support = sequence.support(arrived)
+            if support is not None:
+                exact = place.size == sequence.steps and not (support & ~patterns).any()
+                found.append((place, support[-2:], exact))
+    pairs = zip(sequences, reached, strict=True)
+    return [one for sequence, found in pairs for one in _moving_along(found, None, sequence, is_below=False)]
 
 
-def _moving_along(axes: Sequence[tuple[_AxisPlace, Values, bool]], patterns: Values | None) -> _AxisPlace | None:
-    """Return the one axis that matches the steps exactly, else the one whose halves reach different steps."""
+def _moving_along(
+    axes: Sequence[tuple[_AxisPlace, Values, bool]], patterns: Values | None, sequence: _StepSequence, *, is_below: bool
+) -> list[_MovingAxis]:
+    """Return the one axis that matches the steps exactly, else those whose halves reach different steps."""
     exact = [p for p, support, same in axes if same and (patterns is None or not (support & ~patterns).any())]
     if len(exact) == 1:
-        return exact[0]
+        return [_MovingAxis(exact[0], True, sequence, is_below)]
     apart = [p for p, support, _ in axes if support[-1].any() and support[-2].any() and _ordered(*support[-2:])]
-    return apart[0] if len(apart) == 1 else None
+    return [_MovingAxis(place, False, sequence, is_below) for place in apart]
 
 
 def _ordered(first: Values, second: Values) -> bool:
@@ -413,5 +476,8 @@ def _layout(port: Port, found: _KnownAxes) -> Layout:
         rest = TIME if time is not None and time.axis == sample.axis else f"axis_{sample.axis}"
         folds = {(True, False): (rest, SAMPLE), (False, True): (SAMPLE, rest), (False, False): (SAMPLE,)}
         known[sample.axis] = folds[sample.before > 1, sample.after > 1]
+    unclear = found.unclear.get(port, ()) if time is None else ()
+    known |= {axis: (f"axis_{axis}",) for axis in unclear if axis not in known}
     last = FEATURE if port.kind == "input" else UNIT
-    return Layout(named(len(shape), known, last).axes, coupled, count)
+    names = tuple(f"axis_{axis}" for axis in unclear)
+    return Layout(named(len(shape), known, last).axes, coupled, count, names)

@@ -24,8 +24,8 @@ Look = Callable[[Batch], tuple[list[tuple[int, int]], Mapping[Port, Shape]]]
 
 def shrinking(
     model: nn.Module, batch: Batch, ports: Sequence[Port], known: Mapping[Port, int], look: Look, counts: bool
-) -> dict[Port, int]:
-    """Find the one axis of each port that is shorter when the batch has one step (or one sample) fewer.
+) -> dict[Port, tuple[int, ...]]:
+    """Find the axes of each port that are shorter when the batch has one step (or one sample) fewer.
 
     Parameters
     ----------
@@ -80,11 +80,13 @@ def _moved(before: Sequence[tuple[int, int]], after: Sequence[tuple[int, int]], 
     return kept and (all(changed) if counts else any(changed))
 
 
-def _shorter_axes(ports: Sequence[Port], before: Mapping[Port, Shape], after: Mapping[Port, Shape]) -> dict[Port, int]:
+def _shorter_axes(
+    ports: Sequence[Port], before: Mapping[Port, Shape], after: Mapping[Port, Shape]
+) -> dict[Port, tuple[int, ...]]:
     found = {}
     for port in ports:
         if port in before and port in after and len(before[port]) == len(after[port]):
-            axes = [i for i, (a, b) in enumerate(zip(before[port], after[port], strict=True)) if b == a - 1]
-            if len(axes) == 1:
-                found[port] = axes[0]
+            pairs = enumerate(zip(before[port], after[port], strict=True))
+            if axes := tuple(i for i, (a, b) in pairs if b == a - 1):
+                found[port] = axes
     return found

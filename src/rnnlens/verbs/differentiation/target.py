@@ -16,7 +16,8 @@ import xarray as xr
 from ...arguments import as_numbers, as_numpy, either, kept_steps, listed, number
 from ...errors import InputError, did_you_mean, message, shown
 from ...typing import Array
-from ...vocabulary import DIRECTION, SAMPLE
+from ...vocabulary import DIRECTION, SAMPLE, TIME
+from ..axes import axes_to_type
 
 Reduction = Any
 #: How targets of batches combine to that of the data set.
@@ -101,7 +102,7 @@ class Target:
         """
         if self.picked == 0:
             return np.zeros((0,) if self.per_sample else ()), np.zeros(whole.shape, np.result_type(whole, np.float32))
-        positions = select(whole, self.at)
+        positions = select(whole, self.at, self.text)
         chosen = xr.DataArray(whole.values.ravel()[positions.values], dims=positions.dims)
         value, cotangent = self._reduce(chosen, differentiate)
         start = np.zeros(whole.size, dtype=np.result_type(whole.dtype, np.float32))
@@ -182,17 +183,22 @@ class Target:
         )
 
 
-def select(whole: xr.DataArray, at: Mapping[str, Any]) -> xr.DataArray:
+def select(whole: xr.DataArray, at: Mapping[str, Any], name: str) -> xr.DataArray:
     """Return the flat positions that ``at`` selects, an array with the remaining dimensions."""
     positions = xr.DataArray(np.arange(whole.size).reshape(whole.shape), dims=whole.dims)
     for dim, index in at.items():
         if dim not in whole.dims:
+            names = [str(one) for one in whole.dims]
+            unnamed = [one for one in names if one.startswith("axis_")]
+            say = dim == TIME and unnamed and not name.startswith("<")
             raise InputError(
                 message(
                     f"The target has no dimension {dim!r}.",
                     got=f"at={dict(at)!r}",
                     expected=_sized(whole),
-                    hint=did_you_mean(dim, map(str, whole.dims)),
+                    hint=f"say which axis counts steps: {axes_to_type(name, [(one,) for one in names], unnamed)}"
+                    if say
+                    else did_you_mean(dim, names),
                 )
             )
         positions = positions.isel({dim: _index(whole, dim, index)})

@@ -12,7 +12,7 @@ from ...data import leaves_of
 from ...errors import DisconnectedError, InputError, ModelError, UnsupportedError, message
 from ...typing import Array
 from ...vocabulary import TIME
-from ..axes import TensorLayouts, learned, refusal, refuse_unknown, text_of
+from ..axes import TensorLayouts, learned, refusal, refuse_unclear_steps, refuse_unknown, text_of
 from ..names import TensorName, refuse_lone_output
 from ..recurrent_layers import ReplayedLayers
 from .chain import known_chain
@@ -291,6 +291,7 @@ def _tensors(
             raise refusal("The time Jacobian", port)
         if samples > 1:
             refuse_unknown("The time Jacobian", text_of(port), layout.names)
+        refuse_unclear_steps("The time Jacobian", text_of(port), layout)
         if single and len(layout.names) == 3 and any(name.startswith("axis_") for name in layout.names):
             refuse_unknown("The time Jacobian", text_of(port), layout.names, TIME)
         tensors[port] = OuterTensor(port, tensors[port].shape, layout, samples)
