@@ -1,8 +1,10 @@
 """The convolutional LSTM: an LSTM with convolutions over spatial axes in place of matrix products.
 
-z = W * x_t + U * h_{t-1} + b,  (i, f, o) = rec_act(z_i, z_f, z_o),  g = act(z_g),  c_t = f c_{t-1} + i g, h_t = o
-act(c_t). Shi et al. 2015, arXiv:1506.04214, eq. 3, without peepholes, as in Keras. The convolution of the input has
-strides, padding and dilation; the convolution of the state keeps its size.
+    z = W * x_t + U * h_{t-1} + b,  (i, f, o) = rec_act(z_i, z_f, z_o),  g = act(z_g)
+    c_t = f c_{t-1} + i g,          h_t = o act(c_t)
+
+Shi et al. 2015, arXiv:1506.04214, eq. 3, without peepholes, as in Keras. The convolution of the input has strides,
+padding and dilation; the convolution of the state keeps its size.
 """
 
 from __future__ import annotations

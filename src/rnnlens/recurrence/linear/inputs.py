@@ -100,7 +100,7 @@ class Kernels:
     def __init__(self, coefficients: Array, kernels: Sequence[Array], scale: Array | None = None) -> None:
         self.coefficients, self.kernels, self.scale = coefficients, list(kernels), scale
         self.features, self.states = (int(n) for n in self.kernels[0].shape)
-        #: (gate * state, feature), so that rows of all gates side by side take one product.
+        #: Kernels (gate * state, feature), concatenated so that all gates need a single matrix product.
         self.stacked = namespace(coefficients).concat([kernel.T for kernel in self.kernels], axis=0)
 
     def at(self, work: Workspace, samples: slice, t: int) -> _Factors:

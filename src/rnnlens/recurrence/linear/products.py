@@ -1,11 +1,11 @@
 """Steps with one *product* matrix [A | B] per sample, built once and shared by all cotangents or tangents.
 
-``gated`` (LSTM)
-    only two H x H blocks of A_t are full, the rest is diagonal. With dc the total gradient of c_t, ``[dc | dh] @
-    product = [dh_{t-1} | dx]``, ``dc_{t-1} = keep * dc``, after ``arrive`` computed ``dc = lambda_c + lift * dh``. Rows
-    of ``product``: unit of c, then unit of h. ``keep`` is the forget gate, ``lift`` is o * act'(c).
+gated (LSTM)
+    Only two unit x unit blocks of A_t are dense, the rest is diagonal. :meth:`Gated.arrive` computes the total gradient
+    of c_t, ``dc = lambda_c + lift * dh``. Then ``[dc | dh] @ product = [dh_{t-1} | dx]`` and ``dc_{t-1} = keep * dc``.
+    Rows of ``product`` are the units of c, then those of h. ``keep`` is the forget gate, ``lift`` is o * act'(c).
 dense (all others)
-    ``lambda @ product = [lambda_{t-1} | dx]``, all diagonals folded in.
+    ``lambda @ product = [lambda_{t-1} | dx]``; the product contains all diagonals.
 
 A masked step carries the state over and has no input; its matrices are [identity | 0], so that a sweep needs no
 branches. Columns of ``product``: the state before, then the input.
