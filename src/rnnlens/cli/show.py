@@ -57,7 +57,7 @@ def print_summary(result: Any, *, as_json: bool = False) -> None:
 
 
 def _table(parts: list[tuple[str, str, dict[str, Any]]]) -> Table:
-    """Return a table with one row for each part and direction, with its curve."""
+    """Return the table of ``rnnlens show``: one row for each layer and direction, with its curve over time."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, pad_edge=False)
     for column in ("name", "what", "curve", "of", "peak"):
         table.add_column(column, overflow="fold", no_wrap=column in ("curve", "peak"))

@@ -81,7 +81,7 @@ class Transfer:
         return float(rates.mean()), float(error)
 
     def _of_full_length(self) -> Array:
-        """Return log ratios (lag, sample) of the lags that half of the samples reach, for these samples."""
+        """Return logarithms of the state transfer, (lag, sample), for lags that at least half of the samples reach."""
         reached = (~np.isnan(self.log_ratio)).sum(axis=0)
         count = int(np.median(reached))
         kept: Array = self.log_ratio[:count, reached >= count]

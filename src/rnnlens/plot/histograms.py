@@ -117,7 +117,7 @@ def scale_counts(panels: Panels, *, shared: bool, log: bool, clip_peaks: int) ->
 
 
 def _top(counts: Sequence[Numbers], clip_peaks: int) -> float:
-    """Return the height of the tallest bar that is not cut off; at least 1."""
+    """Return the upper limit of a histogram's axis: its tallest bar that is not clipped, at least 1."""
     ordered = np.sort(np.concatenate(list(counts)))
     kept = ordered[: len(ordered) - clip_peaks]
     return float(max(1, kept.max() if kept.size else 1))

@@ -407,7 +407,7 @@ def _groups(chosen: Mapping[str, xr.DataArray]) -> dict[str, dict[str, xr.DataAr
 
 
 def _parted(name: str) -> tuple[str, str]:
-    """Split ``lstm/weight_norm/kernel`` into a kind and the name of its line."""
+    """Split the name of a recorded scalar, ``lstm/weight_norm/kernel``, into its kind and the label of its line."""
     norm = _NORM.fullmatch(name)
     if norm is not None:
         words = (norm["layer"], norm["weight"], norm["after"] and "clipped")

@@ -245,7 +245,7 @@ class NoPruning:
         """Do nothing."""
 
     def drop(self, rows: Array, width: int, start: int, stop: int) -> int:
-        """Return ``stop``: nothing is dropped."""
+        """Keep all rows of the sweep: return ``stop`` unchanged."""
         return stop
 
 

@@ -374,7 +374,7 @@ def _pulled_through(
 
 
 def _words(plan: JacobianPlan, claim: JacobianClaim) -> dict[str, tuple[str, ...]]:
-    """Return the texts for the certified and for the resting quantities."""
+    """Return the names that a certificate prints: certified quantities, and those that rest on them."""
     if not claim.probed or plan.ends.measure is None:
         return {"certified": ("random combinations of its rows",)}
     before = "random combinations of the rows before they were measured"

@@ -123,7 +123,7 @@ class JacobianLabels:
         return {dim: labels for dim, labels in found.items() if labels is not None and dim in self.plan.dims}
 
     def attrs(self, tally: WorkCount, checks: Sequence[Check]) -> dict[str, Any]:
-        """Return the attributes: definition, route, mode, cost and checks."""
+        """Return the attributes of the Jacobian's DataArray: definition, route, mode, cost and self-checks."""
         ends, plan = self.ends, self.plan
         of, wrt = ends.of.name.text, ends.wrt.name.text
         mean = ", averaged over samples" if ends.average else ""

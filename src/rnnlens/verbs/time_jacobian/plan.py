@@ -86,7 +86,7 @@ def _collected(ends: JacobianEnds, steps: int, system: System) -> int:
 def composed_pieces(
     recurrences: Sequence[LinearisedCall], ends: JacobianEnds, memory: int
 ) -> tuple[list[JacobianPiece], int]:
-    """Split the output steps so that all rows' fields fit into memory; also return the bytes of one chunk."""
+    """Split the output steps into chunks whose cotangents fit into memory; also return the bytes of one chunk."""
     system = recurrences[0].system
     widest = max(one.system.features + 2 * one.system.rows + one.system.columns for one in recurrences)
     per_step = sum(one.system.features + one.system.columns for one in recurrences)
