@@ -9,33 +9,12 @@ import re
 import numpy as np
 import pytest
 import torch
+from function_models import made, noise
 from torch import nn
 
 import rnnlens as rl
 
 B, F, H, V = 3, 2, 5, 4
-
-
-class Model(nn.Module):
-    """A forward and its parts."""
-
-    def __init__(self, run, **parts):
-        super().__init__()
-        self.run = run
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, *x):
-        return self.run(self, *x)
-
-
-def made(run, **parts):
-    torch.manual_seed(0)
-    return Model(run, **parts).double()
-
-
-def noise(*shape):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
 def pointer(steps, *, softmax=False, head=False, time_first=False):

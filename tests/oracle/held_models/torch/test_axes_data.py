@@ -6,6 +6,7 @@ What is answered equals autograd of the untouched model on the whole data set; w
 import numpy as np
 import pytest
 import torch
+from function_models import made, noise
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader, TensorDataset
@@ -13,28 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import rnnlens as rl
 
 F, H, V = 2, 6, 5
-
-
-class Model(nn.Module):
-    """A forward and its parts."""
-
-    def __init__(self, run, **parts):
-        super().__init__()
-        self.run = run
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, *x):
-        return self.run(self, *x)
-
-
-def made(run, **parts):
-    torch.manual_seed(0)
-    return Model(run, **parts).double()
-
-
-def noise(*shape):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
 def mse(output, target):

@@ -1,0 +1,26 @@
+"""A torch model made of a forward function and its parts, and random float64 inputs for it."""
+
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    """A forward and its parts."""
+
+    def __init__(self, run, **parts):
+        super().__init__()
+        self.run = run
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *x):
+        return self.run(self, *x)
+
+
+def made(run, **parts):
+    torch.manual_seed(0)
+    return Model(run, **parts).double()
+
+
+def noise(*shape):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
