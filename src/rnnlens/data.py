@@ -96,10 +96,10 @@ def batches(
     if y is not None or sample_weight is not None:
         raise InputError(
             message(
-                f"A {type(x).__name__} brings its own targets and weights.",
+                f"A {type(x).__name__} has its own targets and weights.",
                 got="y or sample_weight beside it",
                 expected="batches of x, (x, y) or (x, y, sample_weight)",
-                hint="put y into the data set, for instance by zipping the two",
+                hint="zip y into the data set: batches of (x, y)",
             )
         )
     empty = True
@@ -112,7 +112,7 @@ def batches(
                 "The data set is empty.",
                 got=f"a {type(x).__name__} without batches",
                 expected="at least 1 batch",
-                hint="a generator can be read only once: make a new one for every call",
+                hint="a generator can be read only once: create a new one for every call",
             )
         )
 
@@ -197,7 +197,7 @@ def size_of(leaf: Any, layout: Layout | None) -> int:
     if len(layout.axes[axis]) > 1:
         raise InputError(
             message(
-                "The samples of x are folded with something else, so that they cannot be counted.",
+                "The sample axis of x is merged with another axis, so samples cannot be counted.",
                 got=f"an axis of {' and '.join(layout.axes[axis])}, of length {size}",
                 hint="an array with an axis for samples alone",
             )
@@ -285,9 +285,9 @@ def _elements(x: Any, batch_size: int | None) -> Iterator[Any]:
     if batch_size is not None:
         raise InputError(
             message(
-                f"A {type(x).__name__} comes in batches of its own.",
+                f"A {type(x).__name__} has its own batches.",
                 got=f"batch_size={batch_size}",
-                hint="set the batch size where the data set is made",
+                hint="set the batch size when creating the data set",
             )
         )
     return (x[i] for i in range(len(x))) if is_sequence(x) else iter(x)
@@ -336,7 +336,7 @@ def _length(leaf: Any) -> int:
     if not shape:
         raise InputError(
             message(
-                "This is not data that can be cut into batches.",
+                "This data cannot be split into batches.",
                 got=f"{type(leaf).__name__}",
                 expected="an array with samples first, tf.data.Dataset, DataLoader, generator or Zarr array",
             )

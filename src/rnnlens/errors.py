@@ -219,16 +219,16 @@ def two_layers_called(name: str) -> str:
     """Return the error message for a model with two layers of one name."""
     return message(
         f"Two different layers are called {name!r}.",
-        expected="a name of its own for each layer",
-        hint="pass name= when making the layers",
+        expected="a different name for each layer",
+        hint="pass name= when creating the layers",
     )
 
 
 def no_function_of_its_own(cell: str, got: str) -> str:
     """Return the error message for a cell that reads state which only exists while its model runs."""
     return message(
-        f"{cell}, run again on its own input and state, does not do what it did within the model.",
+        f"{cell}, called again with its recorded input and state, returns other values than in the model.",
         got=got,
-        expected="a cell whose step is a function of its input, its state and its weights",
-        hint="hand it what it reads as a part of its input or state; or rl.gradients by inputs and weights",
+        expected="a cell whose step depends only on its input, its state and its weights",
+        hint="pass everything it reads as part of its input or state; or rl.gradients by inputs and weights",
     )

@@ -116,7 +116,7 @@ class options:  # noqa: N801 - called like a function
         if compiled is not None:
             if isinstance(compiled, bool) or not isinstance(compiled, int | np.integer) or compiled < 1:
                 expected = "a whole number of compiled runs, at least 1"
-                raise InputError(message("compiled= is a whole number.", got=shown(compiled), expected=expected))
+                raise InputError(message("compiled= must be a whole number.", got=shown(compiled), expected=expected))
             chosen["compiled"] = int(compiled)
         self._chosen = chosen
         #: Settings to restore, one entry per ``with`` block entered; creating this object counts as the first.
@@ -148,7 +148,7 @@ def parse_memory(amount: str | int | float) -> int:
     """
     if isinstance(amount, bool) or not isinstance(amount, str | int | float | np.integer | np.floating):
         expected = 'such as "2 GiB", "500 MB" or a number of bytes'
-        raise InputError(message("This is no amount of memory.", got=shown(amount), expected=expected))
+        raise InputError(message("This is not an amount of memory.", got=shown(amount), expected=expected))
     match = re.fullmatch(r"\s*([0-9.]+(?:e[+]?[0-9]+)?)\s*([a-z]*)\s*", str(amount)[:100], re.IGNORECASE)
     unit = None if match is None else _unit(match[2])
     try:
@@ -157,7 +157,7 @@ def parse_memory(amount: str | int | float) -> int:
         size = 0
     if size <= 0:
         expected = 'such as "2 GiB", "500 MB" or a number of bytes'
-        raise InputError(message("This is no amount of memory.", got=shown(amount), expected=expected))
+        raise InputError(message("This is not an amount of memory.", got=shown(amount), expected=expected))
     return size
 
 

@@ -12,7 +12,7 @@ def call(wrt: str, of: str = TARGET, more: str = 'reduce="sum", ') -> str:
 def integer_input(dtype: str) -> tuple[str, str, str]:
     return (
         "integer_input",
-        f"input holds integers ({dtype}): nothing can be differentiated by them.",
+        f"input holds integers ({dtype}): integers have no derivative.",
         call('"embedding.output"'),
     )
 
@@ -45,7 +45,7 @@ def non_differentiable(name: str) -> tuple[str, str, str]:
 def unused_layer(layer: str) -> tuple[str, str, str]:
     return (
         "unused_layer",
-        f"Layer '{layer}' was not called in this forward pass: nothing depends on it.",
+        f"Layer '{layer}' was not called in this forward pass, so the loss does not depend on it.",
         f"call '{layer}' in the model, or leave it out of wrt=",
     )
 
@@ -53,7 +53,7 @@ def unused_layer(layer: str) -> tuple[str, str, str]:
 def relu_dead(layer: str, count: int) -> tuple[str, str, str]:
     return (
         "relu_dead",
-        f"All {count} outputs of the relu '{layer}' are 0 on this batch: no gradient passes it.",
+        f"All {count} outputs of the relu '{layer}' are 0 on this batch: its gradient is 0.",
         f'rl.trace(model, x, layers=["{layer}"]) shows it; a lower learning rate or a leaky relu revives it',
     )
 
@@ -61,7 +61,7 @@ def relu_dead(layer: str, count: int) -> tuple[str, str, str]:
 def frozen(name: str, layer: str) -> tuple[str, str, str]:
     return (
         "frozen",
-        f"{name} is frozen: this is its gradient, and training does not act on it.",
+        f"{name} is frozen: this is its gradient, but training does not change it.",
         f"make {layer} trainable to train it",
     )
 
@@ -69,7 +69,7 @@ def frozen(name: str, layer: str) -> tuple[str, str, str]:
 def masked_at(time: int, real: int, name: str, of: str) -> tuple[str, str, str]:
     return (
         "masked_out",
-        f"Every sample is masked at time {time}: the state there is the one carried over.",
+        f"Every sample is masked at time {time}: the state there is the previous one, carried over.",
         call(f'"{name}"', of=of, more=f'at={{"time": {real}}}, reduce="sum", '),
     )
 
@@ -85,7 +85,7 @@ def masked_in_part(masked: int, steps: int) -> tuple[str, str, str]:
 def underflow(size: str, dtype: str = "float16") -> tuple[str, str, str]:
     return (
         "underflow",
-        f"The gradient underflows in {dtype}: its largest entry, {size}, became 0 on the way.",
+        f"The gradient underflows in {dtype}: its largest entry, {size}, became 0 in the backward pass.",
         "the same call on the model in float32; to train, a loss scale (LossScaleOptimizer, GradScaler)",
     )
 

@@ -129,18 +129,18 @@ def test_one_initial_state_serves_every_batch():
         (
             lambda: list(data.batches(iter([]))),
             "The data set is empty.\n  got:      a list_iterator without batches\n  expected: at least 1 batch\n"
-            "  try:      a generator can be read only once: make a new one for every call",
+            "  try:      a generator can be read only once: create a new one for every call",
         ),
         (
             lambda: list(data.batches(iter([X]), Y)),
             "A list_iterator brings its own targets and weights.\n  got:      y or sample_weight beside it\n"
             "  expected: batches of x, (x, y) or (x, y, sample_weight)\n"
-            "  try:      put y into the data set, for instance by zipping the two",
+            "  try:      zip y into the data set: batches of (x, y)",
         ),
         (
             lambda: list(data.batches(iter([X]), batch_size=2)),
             "A list_iterator comes in batches of its own.\n  got:      batch_size=2\n"
-            "  try:      set the batch size where the data set is made",
+            "  try:      set the batch size when creating the data set",
         ),
         (
             lambda: list(data.batches(X, batch_size=0)),
@@ -148,7 +148,7 @@ def test_one_initial_state_serves_every_batch():
         ),
         (
             lambda: list(data.batches("a path")),
-            "This is not data that can be cut into batches.\n  got:      str\n"
+            "This data cannot be split into batches.\n  got:      str\n"
             "  expected: an array with samples first, tf.data.Dataset, DataLoader, generator or Zarr array",
         ),
         (

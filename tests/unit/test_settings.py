@@ -44,7 +44,7 @@ def test_what_is_no_amount_of_memory(amount):
     with pytest.raises(InputError) as caught:
         parse_memory(amount)
     assert str(caught.value) == (
-        f"This is no amount of memory.\n  got:      {amount!r}\n"
+        f"This is not an amount of memory.\n  got:      {amount!r}\n"
         '  expected: such as "2 GiB", "500 MB" or a number of bytes'
     )
 

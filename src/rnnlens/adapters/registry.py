@@ -44,7 +44,7 @@ def adapter_for(model: Any) -> Adapter:
     if adapter is None:
         raise ModelError(
             message(
-                "This is not a model that rnnlens knows.",
+                "This is not a model of a supported framework.",
                 got=f"{type(model).__module__}.{type(model).__qualname__}",
                 expected="a model or layer of Keras 3 or tf_keras, a torch.nn.Module, or a net of rl.tf1.graph",
                 hint="pass the model itself, not its path, its output or its weights",

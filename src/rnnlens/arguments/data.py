@@ -26,7 +26,7 @@ def one_batch(name: str, value: Any) -> Any:
     if is_source(value):
         raise InputError(
             message(
-                f"{name} is a data set, and this looks at one batch.",
+                f"{name} is a data set, and this function takes one batch.",
                 got=type(value).__name__,
                 expected="an array, or a tuple, list or dict of arrays",
                 hint="take one batch from it; rl.gradients(model, data_set) goes through all of them",
@@ -62,7 +62,7 @@ def refuse_large(name: str, value: Any, hint: str = "fewer samples or steps at a
     if size > current().memory:
         raise TooLargeError(
             message(
-                f"{name} alone would not fit into the memory granted.",
+                f"{name} alone is larger than the memory limit.",
                 got=format_memory(size),
                 expected=f"at most {format_memory(current().memory)} (rl.options(memory=...))",
                 hint=hint,
@@ -167,12 +167,14 @@ def _refuse_depth(name: str, value: Any, depth: int = 0, seen: list[int] | None 
     """Raise InputError for lists nested too deeply, lists too long to convert, or dict keys that are no strings."""
     seen = [0] if seen is None else seen
     if depth > _DEEPEST:
-        expected = f"at most {_DEEPEST} lists within each other"
+        expected = f"at most {_DEEPEST} nested lists"
         raise InputError(message(f"{name} is nested too deeply.", got=type(value).__name__, expected=expected))
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
             got = ", ".join(shown(key) for key in list(value)[:3])
-            raise InputError(message(f"{name} is a dict whose keys are no names.", got=got, expected='{"name": array}'))
+            raise InputError(
+                message(f"{name} is a dict whose keys are not strings.", got=got, expected='{"name": array}')
+            )
         value = list(value.values())
     if not isinstance(value, tuple | list):
         return
@@ -216,7 +218,7 @@ def _from_numbers(name: str, value: Any) -> np.ndarray[Any, Any]:
     try:
         array = np.asarray(value)
     except Exception:
-        what = f"{name} is no array: its rows differ in length, or hold something else than numbers."
+        what = f"{name} is not an array: its rows differ in length, or contain something other than numbers."
         raise InputError(
             message(what, got=shown(value), expected="rows of one length", hint="pad them to one length and mask")
         ) from None
@@ -260,7 +262,7 @@ def _refuse_kind(name: str, dtype: Any) -> None:
     if words.startswith("complex") or words in ("cfloat", "cdouble"):
         raise UnsupportedError(
             message(
-                f"{name} is complex, and the imaginary part would be lost.",
+                f"{name} is complex: its imaginary part would be dropped.",
                 got=words,
                 expected="real numbers",
                 hint="real and imaginary part as two features",
@@ -275,7 +277,7 @@ def _refuse_absent(name: str, value: Any) -> None:
     """Raise InputError for arrays without values, and for ragged, quantized or sparse arrays."""
     kind = type(value).__name__
     if getattr(value, "is_meta", False) or kind in ("KerasTensor", "SymbolicTensor", "ShapeDtypeStruct", "FakeTensor"):
-        what, hint = "has a shape but no values", "data: a meta or symbolic tensor is a description only"
+        what, hint = "has a shape but no values", "a tensor with values, not a meta or symbolic tensor"
     elif getattr(value, "is_nested", False) or "Ragged" in kind:
         what, hint = "is ragged", "pad to one length and mask"
     elif getattr(value, "is_quantized", False):

@@ -19,7 +19,7 @@ Check = Callable[[str, Any], Any]
 #: Arguments of other libraries that users may expect, each with a hint what to use instead.
 _ELSEWHERE = {
     "feed_dict": 'net = rl.tf1.graph(session, inputs={"x": placeholder}, outputs={"y": tensor}, loss=loss, '
-    "targets=labels, feed={keep_prob: 1.0}) says once what is fed to what; then rl.trace(net, x, y)",
+    "targets=labels, feed={keep_prob: 1.0}) declares inputs, outputs and loss once; then rl.trace(net, x, y)",
 }
 
 

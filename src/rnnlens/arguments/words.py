@@ -142,7 +142,7 @@ def kept_steps(name: str, value: Any) -> int | slice | list[int]:
             if part is not None:
                 whole_number(name, part)
         if value.step is not None and operator.index(value.step) == 0:
-            raise InputError(message(f"{name}= is a slice that never moves on.", got=shown(value)))
+            raise InputError(message(f"{name}= is a slice with step 0.", got=shown(value)))
         return value
     found = value.tolist() if hasattr(value, "tolist") and np.ndim(value) <= 1 else value
     if isinstance(found, int):
@@ -183,9 +183,9 @@ def _one_loss(name: str, value: Any) -> Any:
     if isinstance(value, type):
         raise InputError(
             message(
-                f"{name}= is a class: a loss was not made from it yet.",
+                f"{name}= is a class, not an instance of it.",
                 got=value.__name__,
-                expected="an object of it, or a function",
+                expected="an instance of it, or a function",
                 hint=f"{name}={value.__name__}()",
             )
         )
@@ -201,7 +201,7 @@ def class_weights(name: str, value: Any) -> dict[int, float]:
     """Check a dict from class index to weight, such as ``{0: 1.0, 1: 5.0}``."""
     if not isinstance(value, Mapping) or not value:
         expected = "a dict from class to weight, such as {0: 1.0, 1: 5.0}"
-        raise InputError(message(f"{name}= gives no class a weight.", got=shown(value), expected=expected))
+        raise InputError(message(f"{name}= has no entry.", got=shown(value), expected=expected))
     label, weight = whole(least=0), number(least=0)
     return {label(f"{name} (a class)", key): weight(f"{name}[{key!r}]", one) for key, one in value.items()}
 

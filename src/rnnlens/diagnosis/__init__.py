@@ -181,7 +181,10 @@ def _notes(memory: Memory, missed: Missed | None, why: str, *, alone: bool) -> l
     if missed is not None and not is_missed(missed, memory):
         notes.append("The residual test finds linear effects and products within a step; no finding is no proof.")
     if missed is not None and missed.overlapping:
-        notes.append("The samples are overlapping windows of one series: tests and intervals use blocks of neighbours.")
+        notes.append(
+            "The samples are overlapping windows of one series: tests and intervals resample blocks of neighbouring "
+            "windows."
+        )
     if memory.known and memory.steps > 1:
         notes.append("Memory in use is what the model uses on these data, not what the task needs.")
     if why and alone:

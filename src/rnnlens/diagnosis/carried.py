@@ -68,7 +68,7 @@ class _Bench:
     def _look(self, count: int) -> bool:
         calls = [call for call, _ in self.experiment.runs]
         if any(call.bidirectional or call.direction == "backward" or "#" in call.layer for call in calls):
-            self.why = "it is measured for layers that run forward, once"
+            self.why = "it is measured for forward layers that are called once"
         elif any(call.input.shape[1] != self.steps for call in calls):
             self.why = "the layers do not run over the steps of the input"
         elif (self.experiment.last != self.steps).any():
@@ -94,7 +94,7 @@ class _Bench:
         except RnnlensError as error:
             return str(error).partition("\n")[0].rstrip(".")
         if mismatch > _SAME * self.variance:
-            return "other parts of the model than the states look back"
+            return "parts of the model other than the states read older steps"
         return ""
 
     def _run(self, keep: int, exchanged: str | None) -> Array:

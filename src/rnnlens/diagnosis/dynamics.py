@@ -244,7 +244,7 @@ def fixed_points(
     """
     if x is None:
         raise InputError(
-            message("A batch is needed to run the layer once.", got="x=None", hint="rl.fixed_points(model, x)")
+            message("fixed_points needs a batch to run the layer once.", got="x=None", hint="rl.fixed_points(model, x)")
         )
     if period * most > MOST_STEPS:
         got = f"period={period}, most={most}"
@@ -288,7 +288,7 @@ def _run(model: Any, x: Any, layer: str | None, most: int, axes: Mapping[str, An
     calls = adapter.capture(model, Batch(few), CaptureRequest(gradients=False, weight_grads=False)).calls
     names = list(dict.fromkeys(call.layer for call in calls))
     if not names:
-        raise ModelError(message("Nothing recurrent ran in this forward pass.", hint="rl.layers(model)"))
+        raise ModelError(message("No recurrent layer ran in this forward pass.", hint="rl.layers(model)"))
     chosen = [call for call in calls if layer in (None, call.layer)]
     if not chosen or (layer is None and len(names) > 1):
         raise LayerNotFoundError(
@@ -322,7 +322,9 @@ def _starts(starts: Any, name: str, run: Replay, most: int, noise: float, seed: 
     parts = [np.atleast_2d(np.asarray(to_host(s))) for s in given]
     shapes = ", ".join(str(part.shape) for part in parts) or "nothing"
     if sum(part.shape[-1] for part in parts) != width or len({part.shape[:-1] for part in parts}) > 1:
-        raise InputError(message("The starts do not fit the states.", got=shapes, expected=f"(start, {width})"))
+        raise InputError(
+            message("The shape of starts differs from the states'.", got=shapes, expected=f"(start, {width})")
+        )
     lead = parts[0].shape[:-1]
     count = math.prod(lead)
     if not count:

@@ -79,7 +79,7 @@ class Experiment:
         """Capture of the forward pass on the first samples, with the states of all recurrent layers."""
         capture = self.adapter.capture(self.model, Batch(self.few), CaptureRequest(gradients=False, weight_grads=False))
         if not capture.calls:
-            raise ModelError(message("Nothing recurrent ran in this forward pass.", hint="rl.layers(model)"))
+            raise ModelError(message("No recurrent layer ran in this forward pass.", hint="rl.layers(model)"))
         return capture
 
     @cached_property
@@ -146,7 +146,9 @@ class Experiment:
             return names.index(self.output)
         if isinstance(self.output, str) or not -count <= self.output < count:
             expected = f"0 to {count - 1}" + (f"; {', '.join(map(repr, names))}" if names else "")
-            raise InputError(message("output= is beyond what there is.", got=repr(self.output), expected=expected))
+            raise InputError(
+                message("output= exceeds the number of outputs.", got=repr(self.output), expected=expected)
+            )
         return self.output % count
 
     def _leaf(self, outputs: Any) -> Any:
@@ -164,11 +166,15 @@ class Experiment:
                     f"targets {', '.join(map(repr, y))}" if isinstance(y, Mapping) else f"{len(targets)} without names"
                 )
                 hint = f"y={{{', '.join(f'{key!r}: ...' for key in outputs)}}}, or the one of output={name!r} alone"
-                raise InputError(message("The outputs have names, so the targets need theirs.", got=got, hint=hint))
+                raise InputError(
+                    message("The outputs have names, so the targets need the same names.", got=got, hint=hint)
+                )
             return data.leaves_of(y[name])[0]
         if len(targets) != len(data.leaves_of(outputs)):
             got = f"{len(targets)} targets for {len(data.leaves_of(outputs))} outputs"
-            raise InputError(message("Which target belongs to the output is not known.", got=got, hint="pass that one"))
+            raise InputError(
+                message("rnnlens cannot tell which target belongs to the output.", got=got, hint="pass that one")
+            )
         return targets[self.which]
 
     def _turned(self, whole: Array, given: Any, samples: int) -> Array:

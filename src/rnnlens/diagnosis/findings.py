@@ -77,7 +77,7 @@ def _effect(carried: Carried) -> str:
 
 def _older(carried: Carried) -> str:
     what = "the prediction" if carried.of == "prediction" else "its own last state"
-    return f"a state exchanged earlier does not change {what}"
+    return f"replacing the state earlier does not change {what}"
 
 
 def _used(memory: Memory) -> str:
@@ -86,7 +86,7 @@ def _used(memory: Memory) -> str:
     if n == 1:
         return f"the input of the last step only, of {steps} {upto}" if steps > 1 else "its only step"
     if memory.censored:
-        return f"all {steps} {upto}, and might use more than the data has"
+        return f"all {steps} {upto}, and may use more than the data contains"
     return f"the last {n:.0f} of {steps} {upto}"
 
 
@@ -114,7 +114,7 @@ def _lost(memory: Memory) -> str:
     needed = memory.needed.value
     more = f" 5 % of the score depends on the last {_count(needed, memory.steps)}." if needed > 2 * n else ""
     share = "all" if lost >= 0.995 else _percent(max(lost, 0.0))
-    return f"Exchanging step {n:.0f} from the end and everything older loses {share} of the score.{more}"
+    return f"Replacing step {n:.0f} from the end and everything older loses {share} of the score.{more}"
 
 
 def _count(value: float, steps: int) -> str:
@@ -158,11 +158,11 @@ def _about_skill(memory: Memory) -> Iterator[Finding]:
             "unknown",
             MODEL,
             f"The model predicts no better than a constant (skill {raw.value:.2f}, 95 % CI {raw.low:.2f} to "
-            f"{raw.high:.2f}; recalibrated {again.value:.2f}), so its memory in use has no meaning.",
+            f"{raw.high:.2f}; recalibrated {again.value:.2f}), so its memory in use is not meaningful.",
             evidence,
             "the 95 % interval of the skill reaches 0, also after recalibration",
             "compare with the skill on the training data. If that is high, the model is overfitted: regularise, or use "
-            "more data. If not, check the target and the learning rate, and whether it can learn 16 samples by heart.",
+            "more data. If not, check the target and the learning rate, and whether it can overfit 16 samples.",
         )
     elif again.low > 0 and memory.miscalibrated:
         yield Finding(
@@ -227,7 +227,7 @@ def _about_missed(memory: Memory, missed: Missed | None, layers: Sequence[LayerF
             f"missed, and kappa at the missed step >= {VANISHED:g}",
             _OVERFITTED
             if memory.miscalibrated
-            else "the network does not show the reason: train longer; if trained on windows, use one longer than "
+            else "the cause is not visible in the network: train longer; if trained on windows, use one longer than "
             f"{lag} {_steps(lag)}; else more units. Another initialisation will not help.",
         )
 
@@ -381,7 +381,7 @@ def _about_data(x: Array, mask: Array | None) -> Iterator[Finding]:
             "CONSTANT_INPUT",
             "caution",
             MODEL,
-            f"{int(constant.sum())} of {constant.size} input features never vary; their gradients have no meaning.",
+            f"{int(constant.sum())} of {constant.size} input features never vary; their gradients are not meaningful.",
             {"features": np.flatnonzero(constant).tolist()},
             "max == min over all samples and steps",
             "remove them, or check how they were scaled.",
@@ -434,8 +434,8 @@ def _about_memory(memory: Memory, attributed: Attribution | None) -> Iterator[Fi
             "GRADIENT_MEMORY_DISAGREE",
             "caution",
             MODEL,
-            f"Gradients attribute the prediction to the last {attributed.memory} steps, the exchange of inputs to "
-            f"{length.value:.0f}: "
+            f"Gradients attribute the prediction to the last {attributed.memory} steps, replacing inputs to the "
+            f"last {length.value:.0f}: "
             + (
                 "a stable memory (a latch) has a gradient of nearly zero."
                 if attributed.memory < length.value

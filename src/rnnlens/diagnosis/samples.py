@@ -117,9 +117,9 @@ class Orientation:
         if len(fitting) != 1:
             raise InputError(
                 message(
-                    "Which axis of y counts samples could not be found out.",
+                    "rnnlens could not determine which axis of y counts samples.",
                     got=f"shape {leaf.shape} for {count} samples of {steps} steps",
-                    hint='say so: axes={"y": ("time", "sample", "unit")}, one name for each axis',
+                    hint='name the axes: axes={"y": ("time", "sample", "unit")}, one name for each axis',
                 )
             )
         return Layout.plain(fitting[0])
@@ -149,9 +149,9 @@ class Orientation:
         if SAMPLE not in layout.names:
             raise InputError(
                 message(
-                    "Which axis of the output counts samples could not be found out.",
+                    "rnnlens could not determine which axis of the output counts samples.",
                     got=f"shape {array.shape}",
-                    hint='say so: axes={"output": ("time", "sample", "unit")}',
+                    hint='name the axes: axes={"output": ("time", "sample", "unit")}',
                 )
             )
         turned = _turned(layout.opened(array, samples), Layout.plain(layout.names))
@@ -308,7 +308,7 @@ def _joined_or_refused(trees: Sequence[Any]) -> Any:
         shapes = dict.fromkeys(str([tuple(leaf.shape) for leaf in data.leaves_of(tree)]) for tree in trees)
         raise InputError(
             message(
-                "The batches differ in more than the number of samples.",
+                "The batches differ in other axes than the number of samples.",
                 got=", then ".join(shapes),
                 hint="pad all batches to one length, or pass one of them",
             )
@@ -324,7 +324,8 @@ def refuse_without_time(x: Any, *, least: int = 2) -> None:
     if any(data.is_packed(leaf) for leaf in leaves):
         raise UnsupportedError(
             message(
-                "Prefixes are exchanged between samples, and a packed sequence does not say which is whose.",
+                "rl.diagnose replaces the first steps of a sample by another sample's, which packed sequences do not "
+                "allow.",
                 got="PackedSequence",
                 hint="pass padded arrays, and pack within the model",
             )
@@ -334,7 +335,7 @@ def refuse_without_time(x: Any, *, least: int = 2) -> None:
         raise InputError(message("x holds what has no axes.", got=shown(x), expected="arrays with samples first"))
     if not any(len(shape) >= 2 and min(shape[:2]) >= least for shape in shapes):
         got = ", ".join(map(str, shapes))
-        what = "There is no time to look back over" + (", or no other sample to compare with." if least > 1 else ".")
+        what = "The data has no earlier time step" + (", or no other sample to compare with." if least > 1 else ".")
         expected = f"x of shape (sample, time, ...), at least {least} of each"
         raise InputError(message(what, got=got, expected=expected))
 

@@ -47,7 +47,7 @@ __all__ = ["Watch"]
 #: Number of stack frames above a callback that are searched for the list of callbacks.
 _DEPTH = 6
 #: Note of the first record of a model whose weights are created by its first batch.
-BEGUN_LATE = "The weights of this model did not exist before its first batch: records begin after that."
+BEGUN_LATE = "The model was built by its first batch, so records begin after the first step."
 
 
 class _Callback:
@@ -227,7 +227,7 @@ class Watch(_Callback):
         rank, workers = worker(self.model)
         schedule = self._schedule if self._probe is not None else self._batches
         self._recorder = Recorder([], schedule, rank=rank, alerts=self._alerts)
-        self._standing_notes = (f"Worker {rank} of {workers} writes, of its own samples.",) if workers > 1 else ()
+        self._standing_notes = (f"Written by worker {rank} of {workers}, from its own samples.",) if workers > 1 else ()
         try:
             self._begin()
         except BaseException as error:
@@ -418,7 +418,7 @@ class Watch(_Callback):
                 self._incidents.report_trained(trained, lambda: weights_of(self.model), loss)
         except Exception as error:
             self._incidents, self._reports_asked = None, False
-            _warn(f"Step {self._step} is not finite, and could not be written; training goes on.", error)
+            _warn(f"Step {self._step} is not finite, and its incident could not be saved; training goes on.", error)
 
 
 def _caller_of(method: str) -> Any:

@@ -89,7 +89,7 @@ class Trajectory:
             If the framework runs the cell, so that gates are unknown.
         """
         if self.record is None:
-            raise TypeError("a cell that the framework runs has no record of gates")
+            raise TypeError("a cell without equations has no recorded gates")
         return self.record
 
     def of_samples(self, some: slice) -> Self:

@@ -244,7 +244,7 @@ def refuse_no_name(name: object, known: Iterable[str], where: str) -> None:
     """Raise LayerNotFoundError if ``name`` is not a string."""
     if not isinstance(name, str):
         raise LayerNotFoundError(
-            message(f"What is in {where} is asked for by name.", got=shown(name), hint=did_you_mean(name, known))
+            message(f"{where} is indexed by name.", got=shown(name), hint=did_you_mean(name, known))
         )
 
 

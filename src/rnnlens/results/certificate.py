@@ -45,7 +45,7 @@ class Certificate:
         """Build a certificate from comparisons: passed if all passed, failed if one failed, "could not" without any."""
         found = tuple(checks)
         if not found:
-            return cls("could not", against, why="there was nothing that the plain run could be compared with", **words)
+            return cls("could not", against, why="no computed quantity can be compared with a reference run", **words)
         return cls("passed" if all(check.ok for check in found) else "failed", against, checks=found, **words)
 
     @property
@@ -63,7 +63,7 @@ class Certificate:
         'could not certify: the model draws random numbers'
         """
         if self.state == "off":
-            return "not certified in this call, as rl.options(certify=...) has it"
+            return "not certified in this call (rl.options(certify=...))"
         if self.state == "could not":
             return f"could not certify: {self.why}"
         worst = self.worst

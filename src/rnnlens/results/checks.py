@@ -51,16 +51,16 @@ WEIGHT_SUM = "weight gradient sum"
 _MEANING = {
     REPLAY: "the replayed output differs from the captured one",
     WEIGHT_SUM: "the sum over time of per-step weight gradients differs from the framework's dL/dW",
-    "plain loss": "the loss differs from that of the model run plainly",
-    "plain outputs": "what the model returned differs from what it returns when run plainly",
-    "plain input gradient": "the gradient at the model's input differs from that of the model run plainly",
-    "plain weight gradients": "weight gradients differ from those of the model run plainly",
-    "plain jacobian": "random combinations of the rows differ from those of the model run plainly",
-    "bound of the measure": "random combinations of the rows are longer than their measured size allows, or shorter",
-    "plain target": "the value of the target differs from that of the model run plainly",
-    "plain gradient": "the gradient differs from that of the model run plainly",
-    "plain layer input gradient": "input_grad differs from the framework's own differentiation of the layer",
-    "plain initial state gradient": "initial_state_grad differs from the framework's own differentiation of the layer",
+    "plain loss": "the loss differs from the reference run of the model",
+    "plain outputs": "the output differs from the reference run of the model",
+    "plain input gradient": "the gradient at the model's input differs from the reference run of the model",
+    "plain weight gradients": "weight gradients differ from the reference run of the model",
+    "plain jacobian": "random combinations of the rows differ from the reference run of the model",
+    "bound of the measure": "the norms of random combinations of the rows contradict the measured sizes",
+    "plain target": "the value of the target differs from the reference run of the model",
+    "plain gradient": "the gradient differs from the reference run of the model",
+    "plain layer input gradient": "input_grad differs from the framework's autodiff of the layer",
+    "plain initial state gradient": "initial_state_grad differs from the framework's autodiff of the layer",
 }
 
 
@@ -85,7 +85,7 @@ class Check:
         >>> Check("replay", "lstm", 0.5, 1e-4).sentence
         'lstm: the replayed output differs from the captured one by 0.5 (relative); rounding explains 0.0001'
         """
-        meaning = _MEANING.get(self.name, f"{self.name}: two ways to the same number differ")
+        meaning = _MEANING.get(self.name, f"{self.name}: two computations of the same quantity differ")
         return (
             f"{self.layer or 'model'}: {meaning} by {self.residual:.3g} (relative); rounding explains {self.bound:.3g}"
         )

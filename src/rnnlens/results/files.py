@@ -153,7 +153,7 @@ def open(
             raise InputError(message("A run is read whole.", got="lazy=True", hint="leave it out, or raise memory="))
         return _open_run(given, None if memory is None else limit, skip_damaged=skip_damaged)
     if skip_damaged:
-        raise InputError(message("Only the records of a followed training can be left out.", got=str(given)))
+        raise InputError(message("skip_damaged= applies only to the run of a followed training.", got=str(given)))
     with _reading(given):
         if engine == "zarr":
             return _steadily(given, lambda: _open_zarr(given, limit, lazy=lazy))
@@ -267,7 +267,7 @@ def _steadily(source: Path, read: Callable[[], tuple[Any, bool]]) -> Any:
         else:
             if certain or _identity(source) == before:
                 return found
-    raise FileError(message("This folder is replaced faster than it can be read.", got=str(source)))
+    raise FileError(message("This folder was replaced repeatedly while it was being read.", got=str(source)))
 
 
 def _identity(path: Path) -> tuple[int, ...]:
@@ -293,10 +293,14 @@ def _from_tree(tree: xr.DataTree, source: Path, *, sealed: bool) -> Any:
     cls = result_class(kind)
     if cls is None and kind not in ("array", "dataset"):
         raise FileError(
-            message("This rnnlens has no such kind of result.", got=f"{kind!r} in {source}", hint="upgrade rnnlens")
+            message(
+                "This version of rnnlens has no such kind of result.",
+                got=f"{kind!r} in {source}",
+                hint="upgrade rnnlens",
+            )
         )
     if SEALED in tree.attrs and not sealed:
-        raise damaged(source, "its checksum is gone: it was cut off, or another program changed it")
+        raise damaged(source, "its checksum is missing: the file was truncated, or another program changed it")
     try:
         return _restore(cls, tree)
     except RnnlensError:
@@ -370,7 +374,7 @@ def _reading(source: Path) -> Iterator[None]:
                 "This file cannot be read.",
                 got=f"{source}: {type(error).__name__}" + (f": {reason[0]}" if reason else ""),
                 expected="a result saved by rnnlens, as netCDF (.nc) or Zarr (.zarr)",
-                hint="again, when the program is done that has it open for writing" if locked else None,
+                hint="try again after the program that is writing it has finished" if locked else None,
             )
         ) from error
 
@@ -417,7 +421,9 @@ def _every_chunk(tree: xr.DataTree) -> dict[str, Any]:
 def _engine(path: Path) -> str:
     engine = _ENGINES.get(path.suffix.lower())
     if engine is None:
-        raise FileError(message("The format is told by the ending.", got=str(path), expected="a path in .nc or .zarr"))
+        raise FileError(
+            message("The suffix of the path must name the format.", got=str(path), expected="a path in .nc or .zarr")
+        )
     if importlib.util.find_spec(engine) is None:
         hint = f"pip install {engine}"
         raise MissingDependencyError(message(f"Files in {path.suffix} need {engine}.", got="not installed", hint=hint))
@@ -428,9 +434,11 @@ def _check_target(target: Path, engine: str) -> None:
     if not target.parent.is_dir():
         raise FileError(message("There is no such folder.", got=str(target.parent), hint="create it first"))
     if not os.access(target.parent, os.W_OK):
-        raise FileError(message("Nothing can be written to this folder.", got=str(target.parent)))
+        raise FileError(message("This folder is not writable.", got=str(target.parent)))
     store = any((target / name).is_file() for name in (".zgroup", "zarr.json"))
     if target.is_dir() and not (engine == "zarr" and (store or not any(target.iterdir()))):
         raise FileError(message("A folder is in the way.", got=str(target), hint="save under another name"))
     if target.is_file() and engine == "zarr":
-        raise FileError(message("A file is in the way of a Zarr folder.", got=str(target), hint="another name"))
+        raise FileError(
+            message("A file exists where the Zarr folder would be created.", got=str(target), hint="another name")
+        )

@@ -63,7 +63,9 @@ class LayerGradients(LayerView):
         for reason in self._disconnected.values():
             if reason.name in (f"{self.name}/{name}", f"{self.name}.{name}"):
                 return _no_gradient(reason)
-        return message(f"No gradient of {name!r} was computed for layer {self.name!r}.", hint=did_you_mean(name, self))
+        return message(
+            f"The gradient of {name!r} was not computed for layer {self.name!r}.", hint=did_you_mean(name, self)
+        )
 
     def __repr__(self) -> str:
         lines = [f"<rnnlens LayerGradients {self.name!r}>"]

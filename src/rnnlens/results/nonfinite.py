@@ -123,9 +123,9 @@ class NonFinite(Result, kind="nonfinite"):
     def sentence(self) -> str:
         """First line of the output of ``print``."""
         if self.origin is None:
-            return f"none: every number is finite ({', '.join(self.looked_at)})"
+            return f"none: all values are finite ({', '.join(self.looked_at)})"
         reach = (
-            f"It reaches {', '.join(self.reaches)}." if self.reaches else "It reaches nothing that leaves the model."
+            f"It reaches {', '.join(self.reaches)}." if self.reaches else "It does not affect the output of the model."
         )
         return f"{self.origin.sentence}. {reach}"
 

@@ -46,15 +46,15 @@ from ..vocabulary import (
 SCHEMA_VERSION = 1
 
 _DIMENSION_WORDS: dict[str, tuple[str, str]] = {
-    SAMPLE: ("sample", "position in the batch, from 0"),
+    SAMPLE: ("sample", "index in the batch, from 0"),
     TIME: ("time step", "chronological: 0 is the first input step, whatever the direction of the layer"),
     FEATURE: ("input feature", "position in the layer input, from 0"),
     UNIT: ("unit", "position in the layer, from 0"),
     CHANNEL: ("channel", "position among the channels of a state, from 0"),
     UNIT_IN: ("previous hidden unit", "unit of h_{t-1} that a recurrent weight reads"),
     GATE: ("gate", "gate names of rnnlens, the same for every framework"),
-    STATE: ("state", "what the cell carries from step to step"),
-    DIRECTION: ("direction", "half of a bidirectional layer; both are in chronological time"),
+    STATE: ("state", "states carried from step to step"),
+    DIRECTION: ("direction", "direction of a bidirectional layer; both are in chronological time"),
     OUT_TIME: ("output time step", "chronological, from 0"),
     OUT_UNIT: ("output unit", "position in the output, from 0"),
     IN_TIME: ("input time step", "chronological, from 0"),
@@ -286,7 +286,7 @@ def _dims(name: str, array: np.ndarray[Any, Any], bidirectional: bool, cell: str
             return candidate
     raise InputError(
         message(
-            f"The rank of {name!r} does not fit.",
+            f"{name!r} has a wrong number of axes.",
             got=f"shape {array.shape}",
             expected=" or ".join(f"({', '.join(c)})" for c in candidates),
         )

@@ -63,7 +63,7 @@ class LayerRun(LayerView):
     """One layer over training: profiles such as ``.adjoint_profile`` (step, time), scalars as ``.reach`` (step,)."""
 
     def _absence(self, name: str) -> str:
-        return message(f"Nothing named {name!r} was recorded of layer {self.name!r}.", hint=did_you_mean(name, self))
+        return message(f"{name!r} was not recorded for layer {self.name!r}.", hint=did_you_mean(name, self))
 
     def __repr__(self) -> str:
         lines = [f"<rnnlens LayerRun {self.name!r}>"]
@@ -208,7 +208,7 @@ class TrainingRun(Result, kind="run"):
         return [*loss, *super()._parts()]
 
     def _remarks(self) -> list[tuple[str, str]]:
-        ended = "" if self.ended == "finished" else self.ended or "not yet: it is being written, or was killed"
+        ended = "" if self.ended == "finished" else self.ended or "not finished: it is being written, or was killed"
         missing = [
             (
                 "missing",

@@ -254,7 +254,7 @@ def direct_trace(model: Any, arrays: Mapping[str, Mapping[str, Any]], loss: floa
     adapter = adapter_for(model)
     infos, provenance = {info.name: info for info in adapter.describe(model)}, adapter.provenance(model)
     datasets = {name: layer_dataset(found, info=infos[name], provenance=provenance) for name, found in arrays.items()}
-    note = "As the step of training computed them: nothing was run again."
+    note = "Recorded in the training step itself, without a second pass."
     return Trace(datasets, loss=loss, quantities=["output", "output_grad"], provenance=provenance, notes=[note])
 
 

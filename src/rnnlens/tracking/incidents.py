@@ -115,7 +115,7 @@ def told(ask: Callable[[], str]) -> str:
         return ask()
     except Exception as error:
         said = str(error).partition("\n")[0]
-        return f"where it begins could not be told ({type(error).__name__}{f': {said}' if said else ''})"
+        return f"its origin could not be determined ({type(error).__name__}{f': {said}' if said else ''})"
 
 
 def _unpacked(value: Any) -> Any:

@@ -161,7 +161,7 @@ class Recorder:
             with suppress(Exception):  # if the run cannot be written, its next record writes the gaps
                 getattr(sink, "note_gaps", _ignore)(self.gaps)
         if known is None:
-            hint = "the gaps of the watch, and of the run that rl.open reads, list what is missing"
+            hint = "watch.gaps, and run.gaps after rl.open, list what is missing"
             warnings.warn(message(what, got=reason, hint=hint), TrackingWarning, stacklevel=4)
 
     def _warn_of_missing(self, steps: int) -> None:
@@ -169,7 +169,7 @@ class Recorder:
         if not self.writes or self.schedule.off:
             return
         if not self._trained and not self._gaps:
-            due_never = f"{steps} batches were trained on, and {self.schedule} was due at none of them"
+            due_never = f"{steps} batches were trained, and {self.schedule} selected none of them"
             why = "; ".join(self._missed) or due_never
             warnings.warn(f"Nothing of this training was recorded: {why}.", TrackingWarning, stacklevel=4)
         elif self._missed:

@@ -73,7 +73,7 @@ _WORDS = {
     "adjoint_profile": (
         "total gradient of the hidden state by step",
         "loss",
-        "RMS over units of dL/dh_t, mean over the samples whose step t is real",
+        "RMS over units of dL/dh_t, mean over samples whose step t is not padding",
     ),
     "lag_profile": (
         "total gradient of the hidden state by lag",
@@ -81,7 +81,11 @@ _WORDS = {
         "RMS over units of dL/dh, by steps back from the last real step of each sample (the first, in the backward "
         "direction), mean over samples",
     ),
-    "gates": ("gate activation over time", "1", "gate values, mean over units and the samples whose step t is real"),
+    "gates": (
+        "gate activation over time",
+        "1",
+        "gate values, mean over units and over samples whose step t is not padding",
+    ),
 }
 
 

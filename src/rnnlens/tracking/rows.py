@@ -102,10 +102,10 @@ class Rows:
                 if list(before) != list(now) or any(before[dim] != now[dim] for dim in before if dim not in _FREE):
                     raise FileError(
                         message(
-                            "This run is of another network.",
+                            "This run was recorded from another network.",
                             got=f"{layer}.{name} with {', '.join(f'{dim} {now[dim]}' for dim in list(now)[1:])}",
                             expected=", ".join(f"{dim} {before[dim]}" for dim in list(before)[1:]),
-                            hint="a path of its own for each network, or resume=False",
+                            hint="a different path for each network, or resume=False",
                         )
                     )
 

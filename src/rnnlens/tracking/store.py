@@ -155,7 +155,7 @@ class Store:
         """
         if self._closed:
             raise FileError(
-                message("This run is closed.", got=str(self.path), hint="a path of its own for each training")
+                message("This run is closed.", got=str(self.path), hint="a different path for each training")
             )
         self._check_folder()
         try:
@@ -230,9 +230,11 @@ def _refuse_what_is_in_the_way(path: Path) -> None:
     if path.suffix.lower() != ".zarr":
         raise FileError(message("A run is a folder of Zarr.", got=str(path), expected="a path ending in .zarr"))
     if path.is_file():
-        raise FileError(message("A file is in the way of a run.", got=str(path), hint="another name"))
+        raise FileError(
+            message("A file exists where the run folder would be created.", got=str(path), hint="another name")
+        )
     if path.is_dir() and any(path.iterdir()) and not is_run(path) and not _only_begun(path):
-        raise FileError(message("A folder that is no run is in the way.", got=str(path), hint="another name"))
+        raise FileError(message("The folder exists and is not a run of rnnlens.", got=str(path), hint="another name"))
 
 
 def _only_begun(path: Path) -> bool:
@@ -253,7 +255,7 @@ def _locked(path: Path) -> int | None:
     except BlockingIOError:
         os.close(handle)
         raise FileError(
-            message("Another process is writing this run.", got=str(path), hint="a path of its own for each training")
+            message("Another process is writing this run.", got=str(path), hint="a different path for each training")
         ) from None
     except OSError:  # a file system without locks
         pass

@@ -164,10 +164,10 @@ def refuse_idle(probe: Any, batches: Any, epochs: Collection[int], of_batches: M
         For ``epochs`` without a probe, and for arguments of batches if no batches are captured.
     """
     if epochs and probe is None:
-        what = "epochs= says when a probe is recorded, and there is none."
+        what = "epochs= schedules a probe, and there is no probe."
         raise InputError(message(what, got=f"epochs={tuple(epochs)}", hint="probe=(x, y)"))
     if probe is not None and batches is None:
         for name, value in of_batches.items():
             if value:
-                what = f"{name}= is of batches that are trained on, and beside a probe none are looked at."
+                what = f"{name}= applies to training batches, which are not recorded when there is a probe."
                 raise InputError(message(what, got="batches=None", hint="batches=50, or leave out probe="))

@@ -38,10 +38,14 @@ def _read_layout(where: str, listed: Any) -> Layout:
     )
     names = [name for part in parts for name in part] if sound else []
     if not names or len(set(names)) < len(names) or any(len(part) > 2 for part in parts):
-        raise InputError(message(f"{where} is no list of axes, each named once.", got=shown(listed), expected=_EXAMPLE))
+        raise InputError(
+            message(f"{where} is not a list of distinct axis names.", got=shown(listed), expected=_EXAMPLE)
+        )
     folded = [part for part in parts if len(part) > 1]
     if len(folded) > 1 or any(SAMPLE not in part for part in folded):
-        raise InputError(message(f"{where} folds axes without samples.", got=shown(listed), expected=_EXAMPLE))
+        raise InputError(
+            message(f"{where} merges axes, but none of them is the sample axis.", got=shown(listed), expected=_EXAMPLE)
+        )
     return Layout(tuple(tuple(part) for part in parts))
 
 
@@ -72,7 +76,7 @@ class TensorLayouts:
         if len(known.axes) != len(shape):
             raise InputError(
                 message(
-                    f"axes= does not fit {text_of(port)!r}.",
+                    f"axes= does not match {text_of(port)!r}.",
                     got=f"{len(known.axes)} axes: {', '.join(map(str, known.names))}",
                     expected=f"{len(shape)} axes, for shape {tuple(shape)}",
                 )
@@ -205,9 +209,9 @@ def refuse_unknown(what: str, name: str, names: Sequence[str], wanted: str = SAM
         counts = {SAMPLE: "samples", TIME: "steps"}[wanted]
         raise InputError(
             message(
-                f"{what} needs to know which axis of {name!r} counts {counts}, and that could not be found out.",
+                f"{what} needs the axis of {name!r} that counts {counts}, and rnnlens could not determine it.",
                 got=f"axes ({', '.join(names)})",
-                hint=f"say so: axes={{{name!r}: (..., {wanted!r}, ...)}}, one name for each axis",
+                hint=f"name the axes: axes={{{name!r}: (..., {wanted!r}, ...)}}, one name for each axis",
             )
         )
 
@@ -224,14 +228,14 @@ def refuse_unclear_steps(what: str, name: str, layout: Layout) -> None:
         return
     axes, ways = " and ".join(layout.unclear), axes_to_type(name, layout.axes, layout.unclear)
     if len(layout.unclear) > 1:
-        problem = f"{axes} of {name!r} go with steps of recurrent layers"
+        problem = f"{axes} of {name!r} vary with the steps of recurrent layers"
     else:
-        problem = f"{axes} of {name!r} goes with steps, but is not one entry after the other a step"
+        problem = f"{axes} of {name!r} varies with the steps, but does not advance one entry per step"
         other = _feature_or_unit(name)
         flat = tuple(other if axis == (axes,) else axis[0] if len(axis) == 1 else axis for axis in layout.axes)
         ways = f"axes={{{name!r}: {flat}}} where it holds {other}s of all steps, or {ways}"
     got = f"axes ({', '.join(layout.names)})"
-    raise InputError(message(f"{what} needs to know which axis counts steps: {problem}.", got=got, hint=f"say {ways}"))
+    raise InputError(message(f"{what} needs the axis that counts steps: {problem}.", got=got, hint=f"say {ways}"))
 
 
 def axes_to_type(name: str, axes: Sequence[Axis], unclear: Sequence[str]) -> str:
@@ -436,9 +440,9 @@ def refusal(what: str, port: Port) -> UnsupportedError:
     where = "the model's " + port.kind if port.layer is None else f"{port.layer}.{port.kind}"
     return UnsupportedError(
         message(
-            f"{what}: samples of this batch depend on each other, so that no sample stands for itself.",
-            got=f"what starts at one sample arrives at others, at {where}",
-            expected="samples that are computed each by itself",
+            f"{what}: the samples of this batch depend on each other.",
+            got=f"a change of one sample changes others, at {where}",
+            expected="samples that are computed independently",
             hint="batch statistics: training=False; else a batch of one sample, or the gradient of the whole batch",
         )
     )

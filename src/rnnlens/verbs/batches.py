@@ -203,9 +203,12 @@ def _unknown(name: str, shapes: Sequence[tuple[int, ...]], failure: Exception | 
         return failure
     error = InputError(
         message(
-            f"Which axis of {name} counts samples could not be found out, so it is not cut into batches.",
+            f"rnnlens could not determine which axis of {name} counts samples, so it cannot be split into batches.",
             got=f"shape {', '.join(map(str, shapes))}",
-            hint=f'say so: axes={{"{name}": ("time", "sample", ...)}}, one name for each axis; or leave batch_size out',
+            hint=(
+                f'name the axes: axes={{"{name}": ("time", "sample", ...)}}, one name for each axis; or leave '
+                "batch_size out"
+            ),
         )
     )
     error.__cause__ = failure
@@ -270,9 +273,9 @@ class DataSetBatches:
         if not self.can_be_read_again:
             raise UnsupportedError(
                 message(
-                    "The loss of a data set does not follow from the losses of its batches, and a generator can be "
-                    "read only once.",
-                    expected='combine="mean" or "sum" if it is one of these over samples',
+                    "The loss of the whole data set cannot be computed from the losses "
+                    "of its batches, and a generator can be read only once.",
+                    expected='combine="mean" or "sum", if the loss is a mean or a sum over samples',
                     hint="arrays, or a data set that can be read twice: this loss needs the outputs of all batches",
                 )
             )
@@ -285,7 +288,8 @@ class DataSetBatches:
         if self.axes.inputs is not None and any(layout is not None and layout.sample for layout in self.axes.inputs):
             raise UnsupportedError(
                 message(
-                    "The loss of this data set needs the targets of all batches, and it is not known how they lie.",
+                    "The loss of this data set needs the targets of all batches, and rnnlens cannot determine their "
+                    "sample axis.",
                     got="a source of batches in which samples do not come first",
                     expected='combine="mean" or "sum", or arrays',
                 )

@@ -123,7 +123,10 @@ def _first(looked: ObservedRun) -> tuple[Origin | None, list[str]]:
         return next(_computed(looked), None), []
     if any(reaches(looked).values()):
         return given, []
-    note = f"{given.layer} holds {given.value} ({given.sentence}), which reaches nothing: it is masked, or not used."
+    note = (
+        f"{given.layer} holds {given.value} ({given.sentence}), which does not affect the output: it is masked, "
+        "or not used."
+    )
     return next(_computed(looked), None), [note]
 
 
@@ -155,7 +158,8 @@ def _way_there(looked: ObservedRun, origin: Origin) -> dict[str, xr.Dataset]:
                 words = {
                     "long_name": f"largest magnitude in {node.name} of sample {sample}",
                     "units": "1",
-                    "definition": "max over gates and units of the pre-activations, of cells without: of the state",
+                    "definition": "maximum over gates and units of the pre-activations; of the state where the cell "
+                    "has no gates",
                 }
                 size = xr.Variable(("time",), magnitude_by_step(replayed.run, sample), words)
                 return {node.name: xr.Dataset({"magnitude": size}, coords={"time": np.arange(size.sizes["time"])})}

@@ -45,8 +45,9 @@ from .turns import in_turn
 __all__ = ["Gradients", "gradients"]
 
 _ROWS_APART = (
-    "Keras on TensorFlow clips each looked-up row of an embedding by itself, before the rows of one id are added: "
-    "where ids repeat in a batch, training clips by a slightly other norm than is shown here."
+    "Keras on TensorFlow clips each looked-up row of an embedding by itself, before the rows of one id are added. "
+    "Where ids repeat in a batch, "
+    "training clips by a slightly different norm than shown here."
 )
 
 

@@ -50,7 +50,7 @@ __all__ = ["jacobian"]
 def a_contraction(name: str, value: Any) -> Any:
     """Check ``reduce=``: "mean", "sum", or weights of the output units."""
     if isinstance(value, str) and value in REDUCTIONS and value not in ("mean", "sum"):
-        what = f"{name}= acts before the differentiation, and {value!r} after it."
+        what = f"{name}= applies before the differentiation, and {value!r} after it."
         raise InputError(message(what, got=f"{name}={value!r}", hint=f"measure={value!r}"))
     return one_of("mean", "sum")(name, value) if isinstance(value, str) else as_numbers(name, value)
 

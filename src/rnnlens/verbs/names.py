@@ -245,7 +245,7 @@ def _inner(layer: str, what: str, state: re.Match[str] | None, info: LayerInfo) 
         if not cell_of_kind(info.cell).gates:
             raise LayerNotFoundError(
                 message(
-                    f"{layer!r} has a cell of its own making: its gates are not known.",
+                    f"{layer!r} has a custom cell, whose gates are not known.",
                     got=f"{layer}.{what}",
                     expected=f"{layer}.hidden, {layer}.output or {layer}.weights",
                 )

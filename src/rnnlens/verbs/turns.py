@@ -54,9 +54,9 @@ def engine_of(model: Any) -> str | None:
 def _forked(engine: str) -> UnsupportedError:
     return UnsupportedError(
         message(
-            f"This process was forked from one in which {engine} had run, and its threads are not here.",
-            got="a call that would never return",
-            expected="a process that was started anew",
+            f"This process was forked after {engine} had started its threads, which a fork does not copy.",
+            got="a call that would not return",
+            expected="a process started by spawn",
             hint='multiprocessing.get_context("spawn"); plots, measures and files work here',
         )
     )

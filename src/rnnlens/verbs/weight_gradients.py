@@ -205,7 +205,8 @@ def _must_align(calls: Sequence[RecurrentCall], by_time: bool | str) -> None:
     if several and (by_time == "norm" or (by_time and len(lengths) > 1)):
         raise UnsupportedError(
             message(
-                f"Layer {whole[0].layer.partition('#')[0]!r} is called more than once: the calls share no time.",
+                f"Layer {whole[0].layer.partition('#')[0]!r} is called more than once, and the calls have no common "
+                "time axis.",
                 got=f"by_time=True{asked} over {len(whole)} calls of {' and '.join(map(str, lengths))} steps",
                 expected="calls of one length, and by_time=True",
                 hint="rl.weights(...) without by_time, or a model that calls the layer once",
@@ -222,7 +223,7 @@ def _must_fit(call: RecurrentCall, by_time: bool | str) -> None:
     if size > limit:
         raise TooLargeError(
             message(
-                f"The weight gradients of {call.layer!r} at each of {steps} steps would not fit into memory.",
+                f"The weight gradients of {call.layer!r} at each of {steps} steps exceed the memory limit.",
                 got=format_memory(size),
                 expected=f"at most {format_memory(limit)} (rl.options(memory=...))",
                 hint='measure="norm" keeps one norm per step and gate',

@@ -123,7 +123,9 @@ def weights(
     dL/dW as the sum of per-step contributions: Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, eq. 3.
     """
     if measure is not None and not by_time:
-        raise InputError(message("measure= is of single steps.", got=f"measure={measure!r}", expected="by_time=True"))
+        raise InputError(
+            message("measure= applies to gradients by step.", got=f"measure={measure!r}", expected="by_time=True")
+        )
     if x is None and (by_time or y is not None or loss is not None):
         raise InputError(message("Gradients of weights need data.", got="x=None", hint="rl.weights(model, x, y)"))
     adapter = adapter_for(model)
@@ -194,8 +196,8 @@ def _penalties(found: Mapping[str, LayerWeights]) -> dict[str, float]:
 def _a_history(name: str, value: Any) -> xr.Dataset:
     """Check a history of norms returned by an earlier call."""
     if not isinstance(value, xr.Dataset) or not value.sizes.get("step") or value["step"].dtype.kind not in "iu":
-        expected = "what rl.weight_norms returned, with a dimension step"
-        raise InputError(message(f"{name}= is no history of norms.", got=shown(value), expected=expected))
+        expected = "the result of rl.weight_norms, with a dimension step"
+        raise InputError(message(f"{name}= is not a history of norms.", got=shown(value), expected=expected))
     return value
 
 

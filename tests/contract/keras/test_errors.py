@@ -84,7 +84,7 @@ CASES = {
         Batch(X, Y, loss="msee"),
         CaptureRequest(),
         errors.InputError,
-        "Keras knows no loss of that name.\n  got:      'msee'\n  try:      a name such as \"mse\", or a function",
+        "Keras has no loss of that name.\n  got:      'msee'\n  try:      a name such as \"mse\", or a function",
     ),
     "unknown layer": (
         Batch(X),
@@ -163,7 +163,8 @@ def test_loss_that_is_not_a_number_is_reported_and_not_raised(model):
     capture = adapter.capture(model, Batch(X, Y * np.nan), CaptureRequest())
     assert np.isnan(capture.loss)
     assert capture.notes == [
-        "The loss is nan: gradients mean nothing, and the first quantity that is not finite is the cause."
+        "The loss is nan: gradients of it are not meaningful; rl.find_nonfinite(model, x, y) finds where it first "
+        "appears."
     ]
 
 

@@ -46,7 +46,7 @@ def test_none_in_a_healthy_net_and_the_model_is_left_as_it_was():
     before = [np.array(w) for w in model.weights]
     found = rl.find_nonfinite(model, x, y)
     assert not found
-    assert found.sentence == "none: every number is finite (data, weights, forward, loss, backward)"
+    assert found.sentence == "none: all values are finite (data, weights, forward, loss, backward)"
     assert all(np.array_equal(old, np.array(new)) for old, new in zip(before, model.weights, strict=True))
 
 

@@ -270,5 +270,6 @@ def test_what_keras_cannot_run_is_refused_by_name():
     with pytest.raises(UnsupportedError) as caught:
         adapter.capture(model, Batch(np.ones((1, TIME, FEATURE))), CaptureRequest(gradients=False))
     assert str(caught.value) == (
-        "Layer 'back': Keras on torch cannot run unroll=True, going backwards, with a mask.\n  try:      unroll=False"
+        "Layer 'back': Keras on torch cannot run unroll=True with go_backwards=True and a mask.\n  try:      "
+        "unroll=False"
     )

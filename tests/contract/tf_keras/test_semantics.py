@@ -65,8 +65,8 @@ SAYS = {
     "changed activation": "Layer 'rnn' cannot be traced: LSTM was made for tanh and sigmoid",
     "constants": "Layer 'rnn' cannot be traced: RNN hands constants to its cell.",
     "own call": "Layer 'rnn' cannot be traced: Doubled has a call of its own.",
-    "CuDNN": "Layer 'rnn' cannot be traced: CuDNNLSTM is one kernel of cuDNN, which runs on a GPU only.",
-    "ConvLSTM": "Layer 'rnn' cannot be traced: its states have axes of space, and its equations are not known.",
+    "CuDNN": "Layer 'rnn' cannot be traced: CuDNNLSTM is a cuDNN kernel, which runs on a GPU only.",
+    "ConvLSTM": "Layer 'rnn' cannot be traced: its states have spatial axes, and rnnlens does not have its equations.",
 }
 
 

@@ -340,7 +340,7 @@ def error_text(kind, call):
 def test_errors_about_the_loss():
     model, (x, y) = Tagger(), data()
     assert error_text(InputError, lambda: rl.trace(model, x, y)) == (
-        "A target was given, but no loss: a torch model does not carry one.\n"
+        "A target was given, but no loss: torch models have no compiled loss.\n"
         "  expected: loss=callable(output, target)\n"
         "  try:      loss=torch.nn.functional.mse_loss"
     )

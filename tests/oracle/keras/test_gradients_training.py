@@ -75,10 +75,11 @@ def test_clipping_needs_an_optimizer_that_clips():
     with pytest.raises(rl.errors.ModelError) as caught:
         rl.gradients(build("sgd"), X, Y, wrt="head.weights", clip="optimizer")
     assert str(caught.value) == (
-        "There is no clipping to apply: the optimizer of this model does not clip.\n"
+        "The optimizer of this model does not clip gradients.\n"
         "  got:      SGD\n"
         "  expected: a compiled Keras model whose optimizer has clipvalue, clipnorm or global_clipnorm\n"
-        '  try:      say how: clip={"global_clipnorm": 1.0}; torch clips in the training loop, not in its optimizers'
+        '  try:      state the clipping: clip={"global_clipnorm": 1.0}; torch clips in the training loop, not in its '
+        "optimizers"
     )
 
 

@@ -206,7 +206,7 @@ def test_an_integer_input_is_told_to_ask_for_the_embedding():
     with pytest.raises(rl.errors.InputError) as error:
         rl.jacobian(model, ids)
     assert str(error.value) == (
-        "Integers cannot be differentiated by.\n"
+        "Integers have no derivative.\n"
         "  got:      input of dtype int32\n"
         "  expected: floats\n"
         '  try:      wrt="table.output"'

@@ -139,9 +139,9 @@ def test_what_batches_cannot_tell_is_refused(model):
     with pytest.raises(UnsupportedError) as caught:
         rl.gradients(model, X, of="output", reduce="norm", batch_size=3)
     assert str(caught.value) == (
-        "The target of several batches does not follow from the targets of each.\n"
+        "The target over several batches cannot be computed from the targets of each batch.\n"
         "  got:      a norm or a callable over more than one batch\n"
-        '  expected: combine="sum" or combine="mean" if it is one of these over samples; or per_sample=True'
+        '  expected: combine="sum" or combine="mean", if it is a sum or a mean over samples; or per_sample=True'
     )
     summed = rl.gradients(model, X, of=lambda out: out.sum(), batch_size=3, combine="sum")
     close(summed, autograd(model, model(X).sum()))
@@ -236,7 +236,7 @@ def test_sample_weights(model):
             "output is not one number: a gradient needs one, and no sum over outputs is taken silently.\n"
             "  got:      (sample: 7, unit: 2), 14 numbers\n"
             '  expected: reduce="sum", "mean", "norm", weights or a callable; or at= to select steps and units\n'
-            '  try:      rl.jacobian(model, x, of="output") for the derivative of every number by itself',
+            '  try:      rl.jacobian(model, x, of="output") for the derivative of each number separately',
         ),
         (
             {"of": "lstm.hidden", "at": {"time": 2}, "per_sample": True},
@@ -244,7 +244,7 @@ def test_sample_weights(model):
             "and no sum over outputs is taken silently.\n"
             "  got:      (sample: 7, unit: 4), 4 numbers per sample\n"
             '  expected: reduce="sum", "mean", "norm", weights or a callable; or at= to select steps and units\n'
-            '  try:      rl.jacobian(model, x, of="lstm.hidden") for the derivative of every number by itself',
+            '  try:      rl.jacobian(model, x, of="lstm.hidden") for the derivative of each number separately',
         ),
         (
             {"of": "lstm.hidden", "at": {"step": 2}, "reduce": "sum"},
@@ -258,7 +258,7 @@ def test_sample_weights(model):
         ),
         (
             {"of": "output", "reduce": np.ones(3)},
-            "The weights of reduce= do not fit the target.\n  got:      shape (3,)\n"
+            "The weights of reduce= do not match the shape of the target.\n  got:      shape (3,)\n"
             "  expected: what broadcasts to (sample: 7, unit: 2); or one of sum, mean, norm, or a callable",
         ),
         (

@@ -183,11 +183,11 @@ def test_what_cannot_fit_is_refused_before_computing_with_cheaper_calls(monkeypa
     with pytest.raises(rl.errors.TooLargeError) as error:
         rl.jacobian(model, x, memory="1 KiB")
     assert str(error.value) == (
-        "The time Jacobian would not fit into the memory granted.\n"
+        "The time Jacobian is larger than the memory limit.\n"
         "  got:      a result of 2.34 KiB\n"
         "  expected: at most 1 KiB (memory=)\n"
         '  try:      measure="norm" (400 B); or reduce="mean" (1.17 KiB); or at={"out_time": [4]} (480 B); '
-        'or across="mean"; or out="jacobian.zarr", which is written piece by piece'
+        'or across="mean"; or out="jacobian.zarr", which is written in chunks'
     )
 
 
@@ -347,11 +347,15 @@ WRONG = {
     ),
     "a step twice": ({"at": {"in_time": [0, -T]}}, rl.errors.InputError, "at['in_time'] names a step twice."),
     "a measure": ({"measure": "nrom"}, rl.errors.InputError, "did you mean 'norm'?"),
-    "a contraction": ({"reduce": np.ones(3)}, rl.errors.InputError, "reduce= does not fit the output units."),
+    "a contraction": (
+        {"reduce": np.ones(3)},
+        rl.errors.InputError,
+        "reduce= does not match the number of output units.",
+    ),
     "a sketch of a sum": ({"sketch": 4, "measure": "sum"}, rl.errors.InputError, "A sketch estimates the norm"),
     "a negative tolerance": ({"rtol": -1.0}, rl.errors.InputError, "rtol= is a share."),
-    "a file": ({"out": "j.nc"}, rl.errors.FileError, "out= is written piece by piece."),
-    "memory": ({"memory": "much"}, rl.errors.InputError, "This is no amount of memory."),
+    "a file": ({"out": "j.nc"}, rl.errors.FileError, "out= is written in chunks."),
+    "memory": ({"memory": "much"}, rl.errors.InputError, "This is not an amount of memory."),
 }
 
 

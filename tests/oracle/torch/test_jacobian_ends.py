@@ -158,7 +158,7 @@ class TestSingleStep:
         assert str(error.value) == (
             "The time Jacobian needs to know which axis of 'input' counts steps, and that could not be found out.\n"
             "  got:      axes (sample, axis_1, feature)\n"
-            "  try:      say so: axes={'input': (..., 'time', ...)}, one name for each axis"
+            "  try:      name the axes: axes={'input': (..., 'time', ...)}, one name for each axis"
         )
         full = torch.autograd.functional.jacobian(model, x).numpy()
         expected = np.stack([full[b][:, b] for b in range(B)])
@@ -191,7 +191,7 @@ def test_an_output_by_itself_is_answered_with_the_states():
     with pytest.raises(rl.errors.DisconnectedError) as error:
         rl.jacobian(model, x, of="rnn.output", wrt="rnn.output")
     assert str(error.value) == (
-        "rnn.output is what leaves the layer: no step of it is made from another.\n"
+        "rnn.output is the output of the layer: no step of it is computed from another.\n"
         "  got:      of='rnn.output' and wrt='rnn.output'\n"
         '  try:      of="rnn.hidden", wrt="rnn.hidden": from state to state'
     )

@@ -234,7 +234,7 @@ def test_what_is_not_shown_of_a_model_is_noted():
 
     torch.manual_seed(0)
     trace = rl.trace(Both(), torch.randn(B, T, N))
-    assert trace.notes == ["own: OwnGRU.forward computes its steps without torch's kernel; they are not shown."]
+    assert trace.notes == ["own: OwnGRU.forward does not call torch's kernel, so its steps were not recorded."]
 
 
 @pytest.mark.parametrize("kind", [CalledThrough, LeakyCell, ResidualLSTM])

@@ -441,7 +441,7 @@ def test_what_is_heard_of_a_loop_in_pieces_and_what_is_not_is_named():
     assert any("cell: its state is changed between its steps" in note for note in batch.notes)
     batch, _ = trained(Fed(), *data(4))
     assert list(batch) == ["lstm"]
-    assert any("cell: it is fed its own state as an input" in note for note in batch.notes)
+    assert any("cell: its own state is also its input" in note for note in batch.notes)
     batch, _ = trained(OwnLoop(), *data(4))
     assert list(batch) == ["lstm"]
     assert any("not of torch's own making: cell." in note for note in batch.notes)

@@ -63,7 +63,7 @@ def test_too_little_memory_for_an_image(python, tmp_path):
         print("alive")
     """
     done = python(code)
-    assert done.stdout == "The memory does not suffice for a netCDF file.\nalive\n", done.stderr
+    assert done.stdout == "A netCDF file of this result is larger than the memory limit.\nalive\n", done.stderr
     assert done.returncode == 0
     assert values(rl.open(tmp_path / "run.nc")) == [1.0]
     assert values(rl.open(tmp_path / "small.nc")) == [4.0]

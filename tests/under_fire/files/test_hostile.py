@@ -286,7 +286,7 @@ def test_the_limit_is_the_users(tmp_path):
         with pytest.raises(TooLargeError) as caught:
             rl.open(tmp_path / f"run{suffix}", memory="4 MiB")
         said = str(caught.value).splitlines()
-        assert said[0] == "This file would not fit into the memory granted."
+        assert said[0] == "This file is larger than the memory limit."
         assert said[1].startswith(f"  got:      {tmp_path}/run{suffix}: arrays of 4.9")
         assert said[2] == "  expected: at most 4 MiB (memory=)"
         assert said[3].startswith('  try:      memory="5.')

@@ -117,7 +117,7 @@ def test_a_folder_without_write_permission(python):
                 except rl.errors.FileError as error:
                     print(str(error).splitlines()[0])
         """)
-    assert done.stdout == "Nothing can be written to this folder.\n" * 2, done.stderr
+    assert done.stdout == "This folder is not writable.\n" * 2, done.stderr
 
 
 @pytest.mark.parametrize("schema", ["abc", "1", 1.5, [1], None])

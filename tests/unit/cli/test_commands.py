@@ -239,7 +239,7 @@ def test_factories_and_weights_that_do_not_fit(rnnlens, module, folder):
         ("data.npz",): "This names no model.",
         ("missing.keras",): "There is no such model file.",
         ("missing.keras", "--weights", "other.pt"): "A model file has its own weights.",
-        (f"{name}:make", "--weights", "other.pt"): "These weights do not fit the model.",
+        (f"{name}:make", "--weights", "other.pt"): "The shapes of these weights do not match the model.",
         (f"{name}:make", "--weights", "missing.pt"): "There is no such weights file.",
     }
     for arguments, line in first_lines.items():
@@ -262,7 +262,7 @@ def test_our_errors_are_printed_without_a_traceback(rnnlens, keras_files):
         ("trace", good, "missing.npz"): "There is no such data file.",
         ("trace", good, "data.npz", "-q", "hiden_grad"): "There is no quantity 'hiden_grad'.",
         ("trace", good, "data.npz", "-o", "nowhere/run.nc"): "There is no such folder.",
-        ("trace", good, "data.npz", "-o", "run.txt"): "The format is told by the ending.",
+        ("trace", good, "data.npz", "-o", "run.txt"): "The suffix of the path must name the format.",
         ("trace", good, "data.npz", "--x", "z"): "No array named 'z' in data.npz.",
         ("show", "missing.nc"): "There is no such file.",
     }
@@ -384,7 +384,7 @@ def test_a_keras_factory_takes_a_weights_file(rnnlens, folder, module):
     np.testing.assert_array_equal(rl.open("run.nc")["lstm"].hidden_grad, expected["lstm"].hidden_grad)
     said = rnnlens("trace", f"{name}:other", *arguments)
     assert said.code == 2
-    assert said.err.splitlines()[0] == "These weights do not fit the model."
+    assert said.err.splitlines()[0] == "The shapes of these weights do not match the model."
 
 
 DIAGNOSED = """

@@ -71,7 +71,7 @@ def test_failed_checks_warn_with_their_sentence_and_passed_ones_do_not():
         warn_about([good, bad, nan])
     assert [str(w.message) for w in caught] == [
         "b: the replayed output differs from the captured one by 0.5 (relative); rounding explains 1e-06",
-        "c: x: two ways to the same number differ by nan (relative); rounding explains 1",
+        "c: x: two computations of the same quantity differ by nan (relative); rounding explains 1",
     ]
 
 

@@ -233,7 +233,8 @@ def test_what_is_not_there_or_has_no_known_ending(tmp_path):
         f"There is no such file.\n  got:      {tmp_path}/run.nc\n  expected: a result saved by rnnlens"
     )
     assert refused(tmp_path / "run.pkl") == (
-        f"The format is told by the ending.\n  got:      {tmp_path}/run.pkl\n  expected: a path in .nc or .zarr"
+        f"The suffix of the path must name the format.\n  got:      {tmp_path}/run.pkl\n  expected: a path in .nc or "
+        ".zarr"
     )
 
 
@@ -275,7 +276,7 @@ def test_an_unknown_kind_is_refused(trace, tmp_path):
     with h5py.File(tmp_path / "run.nc", "a") as file:
         file.attrs["rnnlens_kind"] = "horoscope"
     assert refused(tmp_path / "run.nc") == (
-        f"This rnnlens has no such kind of result.\n  got:      'horoscope' in {tmp_path}/run.nc\n"
+        f"This version of rnnlens has no such kind of result.\n  got:      'horoscope' in {tmp_path}/run.nc\n"
         "  try:      upgrade rnnlens"
     )
 

@@ -65,4 +65,4 @@ def test_an_error_without_words_is_told_by_its_name():
     def ask():
         raise KeyError
 
-    assert told(ask) == "where it begins could not be told (KeyError)"
+    assert told(ask) == "its origin could not be determined (KeyError)"

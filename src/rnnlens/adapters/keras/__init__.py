@@ -83,7 +83,9 @@ class KerasAdapter(Adapter):
         try:
             model.load_weights(path)
         except Exception as error:  # Keras raises many types of errors; users get one
-            raise FileError(message("These weights do not fit the model.", got=f"{path}: {error}")) from error
+            raise FileError(
+                message("The shapes of these weights do not match the model.", got=f"{path}: {error}")
+            ) from error
 
     def reinitialised(self, model: Any, seed: int) -> Any:
         """Return a copy of the model with freshly drawn weights."""

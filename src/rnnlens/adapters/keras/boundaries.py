@@ -77,7 +77,7 @@ class TappedPorts:
             if port.kind not in ("input", "output"):
                 raise InputError(
                     message(
-                        f"{port.kind} of the bidirectional layer {name!r} exists once per half.",
+                        f"{port.kind} of the bidirectional layer {name!r} exists once per direction.",
                         hint='direction="forward" or direction="backward"',
                     )
                 )

@@ -258,11 +258,12 @@ class _Assembly:
         notes = []
         if loss is not None and not math.isfinite(loss):
             notes.append(
-                f"The loss is {loss}: gradients mean nothing, and the first quantity that is not finite is the cause."
+                f"The loss is {loss}: gradients of it are not meaningful; rl.find_nonfinite(model, x, y) finds where "
+                "it first appears."
             )
         halves = {site.layer.compute_dtype for site in self._sites.values()} & {"float16", "bfloat16"}
         if halves:
-            notes.append(f"Computed in {', '.join(sorted(halves))}, shown as float32; the loss scale is not applied.")
+            notes.append(f"Computed in {', '.join(sorted(halves))}, shown as float32, without the loss scale.")
         return notes
 
 

@@ -248,9 +248,9 @@ def dialect_of(thing: Any) -> Dialect:
     if found is not None and found.is_graph(thing):
         raise UnsupportedError(
             message(
-                f"{type(thing).__name__} was made without eager execution.",
+                f"{type(thing).__name__} was created without eager execution.",
                 expected="a model that runs eagerly or in a tf.function",
-                hint="make it before tf.compat.v1.disable_eager_execution(), or in a process without it",
+                hint="create it before tf.compat.v1.disable_eager_execution(), or in a process that does not call it",
             )
         )
     if found is None:

@@ -143,7 +143,7 @@ def given_states(found: Places, initial_state: Mapping[str, Any] | None) -> list
     known = list(dict.fromkeys(site.name for site in found.sites))
     for name in names:
         if name not in known:
-            what = f"initial_state= names {name!r}, which is no recurrent layer of this model."
+            what = f"initial_state= names {name!r}, which is not a recurrent layer of this model."
             raise LayerNotFoundError(message(what, hint=did_you_mean(name, known)))
     return names
 
@@ -213,15 +213,15 @@ def _refusal(name: str, layer: Any, wrapper: Any) -> str | None:
         )
     if not isinstance(layer, keras.layers.RNN):
         return message(
-            f"Layer {name!r} cannot be traced: its half {kind} is not a keras.layers.RNN.",
+            f"Layer {name!r} cannot be traced: its wrapped layer {kind} is not a keras.layers.RNN.",
             hint="wrap the cell in keras.layers.RNN(cell)",
         )
     has_space = any("ConvLSTM" in base.__name__ for base in type(layer).__mro__)
     if has_space and known_class(layer.cell) is None:
         return message(
-            f"Layer {name!r} cannot be traced: its states have axes of space, and its equations are not known.",
+            f"Layer {name!r} cannot be traced: its states have spatial axes, and rnnlens does not have its equations.",
             got=f"{kind} with data_format={getattr(layer.cell, 'data_format', None)!r}",
-            expected="a ConvLSTM of Keras 3 itself, with data_format='channels_last' and Keras' own activations",
+            expected="a ConvLSTM layer of Keras 3, with data_format='channels_last' and activations of Keras",
             hint="name the other layers, layers=[...]",
         )
     why = keras.refusal(layer)
@@ -236,14 +236,14 @@ def _refusal_of_a_pair(name: str, forward: Any, backward: Any) -> str | None:
     halves = [half for half in (forward, backward) if isinstance(half, dialect_of(half).layers.RNN)]
     if any(dialect_of(half).time_major(half) for half in halves):
         return message(
-            f"Layer {name!r} cannot be traced: its halves have time as the first axis.",
+            f"Layer {name!r} cannot be traced: its directions have time as the first axis.",
             hint="time_major=False, or two layers, one with go_backwards=True",
         )
     kinds = [likeness(half) for half in halves]
     if len(kinds) < 2 or kinds[0] == kinds[1]:
         return None
     return message(
-        f"Layer {name!r} cannot be traced: its two halves are of two kinds.",
+        f"Layer {name!r} cannot be traced: its two directions have different cells.",
         got=f"{kinds[0][0]} of {kinds[0][1]} and {kinds[1][0]} of {kinds[1][1]} units",
         expected="cells of one type and size, both with a bias or both without",
         hint="two layers, one with go_backwards=True; rl.gradients(...) by the model's own input and weights works",

@@ -142,7 +142,7 @@ class LayerRecorder:
         if any(len(s) < 1 for s in shapes) or [s[1:] for s in shapes] != [tuple(s.shape)[1:] for s in own]:
             raise InputError(
                 message(
-                    f"The initial state given for {site.name!r} does not fit.",
+                    f"The initial state given for {site.name!r} has another shape than the layer's states.",
                     got=f"shapes {shapes}",
                     expected=f"shapes {[tuple(s.shape) for s in own]}",
                 )
@@ -184,9 +184,10 @@ def refuse_random(site: RecurrentSite, training: bool) -> None:
     if training and known_class(layer.cell) is None and _takes_statistics(site.keras, layer.cell):
         raise UnsupportedError(
             message(
-                f"Layer {site.name!r}: batch normalisation in the cell {type(layer.cell).__name__} acts on the batch.",
+                f"Layer {site.name!r}: batch normalisation in the cell {type(layer.cell).__name__} mixes the samples "
+                "of the batch.",
                 got="training=True",
-                expected="a cell whose step is a function of its input and state alone",
+                expected="a cell whose step depends only on its input, its state and its weights",
                 hint="training=False",
             )
         )

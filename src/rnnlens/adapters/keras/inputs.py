@@ -135,7 +135,7 @@ def _check_shapes(model: Any, x: Any) -> None:
     if expected is not None and getattr(model, "inputs", None) and len(expected) != len(leaves):
         raise InputError(
             message(
-                "The number of inputs does not fit the model.",
+                "The number of inputs does not match the model.",
                 got=f"{len(leaves)} array(s)",
                 expected=f"{len(expected)}, of shapes {', '.join(map(_shape_in_words, expected))}",
                 hint="pass the inputs as a list, a tuple or a dict of arrays",
@@ -176,7 +176,7 @@ def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int | None, 
     batch_is_wrong = len(shape) == len(expected) and differing == [0]
     raise InputError(
         message(
-            f"The {wrong} of {name} does not fit the model.",
+            f"The {wrong} of {name} does not match the model.",
             got=f"{name} of shape {shape}",
             expected=_shape_in_words(expected),
             hint="a stateful layer keeps one state per sample of its batch" if batch_is_wrong else None,

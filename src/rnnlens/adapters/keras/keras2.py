@@ -57,7 +57,7 @@ _OF_TENSORFLOW = {
 if not str(tf_keras.__version__).startswith(_VERSIONS):
     raise UnsupportedError(
         message(
-            "This version of tf_keras is not one that rnnlens was tested on.",
+            "rnnlens is not tested with this version of tf_keras.",
             got=f"tf_keras {tf_keras.__version__}",
             expected=", ".join(f"tf_keras {version}x" for version in _VERSIONS),
             hint="pip install --no-deps 'tf_keras==2.21.*', with tensorflow 2.21",

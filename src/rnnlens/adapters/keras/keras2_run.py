@@ -39,18 +39,18 @@ _OWN_CALLS = tuple(
 def refusal(layer: Any) -> tuple[str, str] | None:
     """Return (reason, workaround) if a recurrent layer cannot be hooked; None if it can."""
     if isinstance(layer, base_cudnn_rnn._CuDNNRNN):
-        return "is one kernel of cuDNN, which runs on a GPU only", "the layer LSTM or GRU, which uses that kernel there"
+        return "is a cuDNN kernel, which runs on a GPU only", "the layer LSTM or GRU, which uses that kernel there"
     if type(layer).call not in _OWN_CALLS:
         return "has a call of its own", "write the recurrence as a cell, tf_keras.layers.RNN(cell)"
     if layer._num_constants:
-        return "hands constants to its cell", "make them a part of the input of every step"
+        return "hands constants to its cell", "concatenate them to the input of every step"
     sizes = [size for size in tf.nest.flatten(layer.cell.state_size) if not isinstance(size, int)]
     if any(tf.TensorShape(size).rank not in (0, 1) for size in sizes):
         return "has states with several axes", "a cell whose states are (sample, unit)"
     if _ignores_its_activation(layer):
         return (
-            "was made for tanh and sigmoid, and goes on with them whatever its cell was given since",
-            "give activation= when making the layer",
+            "was built for tanh and sigmoid, and ignores activations that its cell was given later",
+            "pass activation= when creating the layer",
         )
     return None
 
@@ -148,7 +148,7 @@ def _refuse_nested(site: RecurrentSite, sequence: Any, constants: Any) -> None:
         )
     if constants:
         raise UnsupportedError(
-            message(f"Layer {site.name!r}: constants are handed to its cell.", hint="make them a part of the input")
+            message(f"Layer {site.name!r}: its cell takes constants.", hint="make them a part of the input")
         )
 
 
@@ -157,7 +157,7 @@ def _refuse_ragged(site: RecurrentSite, inputs: Any) -> None:
         raise UnsupportedError(
             message(
                 f"Layer {site.name!r}: its input is a RaggedTensor.",
-                expected="a tensor of shape (sample, time, feature), with a mask where samples are shorter",
+                expected="a tensor of shape (sample, time, feature), with a mask for samples that are shorter",
                 hint="x.to_tensor(), and a Masking layer",
             )
         )

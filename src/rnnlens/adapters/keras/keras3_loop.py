@@ -25,7 +25,7 @@ def refusal(layer: Any) -> tuple[str, str] | None:
     """Return (reason, workaround) if a recurrent layer cannot be hooked; None if it can."""
     if any(type(layer).inner_loop is loop.inner_loop for loop in _OWN_LOOPS):
         return None
-    return "has an inner_loop of its own", "write the recurrence as a cell, keras.layers.RNN(cell)"
+    return "overrides inner_loop", "write the recurrence as a cell, keras.layers.RNN(cell)"
 
 
 def listen(listener: LayerRecorder, site: RecurrentSite, half: int, override: Override) -> None:
@@ -76,7 +76,7 @@ def _refuse_triple(site: RecurrentSite, mask: Any) -> None:
     if keras.backend.backend() == "torch" and layer.unroll and layer.go_backwards and mask is not None:
         raise UnsupportedError(
             message(
-                f"Layer {site.name!r}: Keras on torch cannot run unroll=True, going backwards, with a mask.",
+                f"Layer {site.name!r}: Keras on torch cannot run unroll=True with go_backwards=True and a mask.",
                 hint="unroll=False",
             )
         )

@@ -47,7 +47,8 @@ def _check_weight(keras: Dialect, weight: Any, y_pred: Any) -> None:
         samples, steps = y_pred.shape[0], y_pred.shape[1]
         raise InputError(
             message(
-                "One weight per sample does not fit a loss of every step: Keras would weigh the steps with it.",
+                "A loss at every step needs one weight per sample and step: Keras would apply weights per sample to "
+                "the steps.",
                 got=f"sample_weight of shape {tuple(weight.shape)}, output of shape {tuple(y_pred.shape)}",
                 expected=f"shape ({samples}, {steps}), or ({samples}, 1)",
                 hint="sample_weight[:, None]",
@@ -95,7 +96,7 @@ def _compiled(model: Any, batch: Batch) -> Loss:
             raise ModelError(
                 message(
                     f"Model {model.name!r} was compiled without a loss.",
-                    hint="model.compile(loss=...), or pass loss=, as a train_step of your own computes it",
+                    hint="model.compile(loss=...), or pass loss=, with the loss that your own train_step computes",
                 )
             )
         return _scalar(keras, value)
@@ -119,13 +120,13 @@ def _given(keras: Dialect, batch: Batch) -> Callable[[Any, Any, Any], Any]:
             message(
                 "loss cannot be used.",
                 got=repr(loss),
-                expected=f"a function of (y_true, y_pred), a {keras.name}.losses.Loss, or a name that Keras knows",
+                expected=f"a function of (y_true, y_pred), a {keras.name}.losses.Loss, or the name of a Keras loss",
             )
         )
     if batch.sample_weight is not None or batch.class_weight is not None:
         raise InputError(
             message(
-                "A loss function of (y_true, y_pred) has no place for sample weights.",
+                "A loss function of (y_true, y_pred) cannot take sample weights.",
                 hint=f"pass a {keras.name}.losses.Loss or a name, or weight inside the function",
             )
         )
@@ -144,7 +145,7 @@ def _named(keras: Dialect, loss: Any) -> Any:
         return keras.losses.get(loss)
     except ValueError:
         raise InputError(
-            message("Keras knows no loss of that name.", got=repr(loss), hint='a name such as "mse", or a function')
+            message("Keras has no loss of that name.", got=repr(loss), hint='a name such as "mse", or a function')
         ) from None
 
 
@@ -255,7 +256,7 @@ def loss_of(model: Any, batch: Batch, outputs: Outputs) -> tuple[float, list[Arr
     """
     keras = dialect_of(model)
     if keras.is_overridden(model) and batch.loss is None:
-        raise UnsupportedError(_not_from_outputs("compute_loss() is the model's own"))
+        raise UnsupportedError(_not_from_outputs("the model overrides compute_loss()"))
     if outputs.tree["adds"]:
         raise UnsupportedError(_not_from_outputs("a layer of the model calls add_loss()"))
     engine = keras.engine
@@ -299,9 +300,9 @@ def _refuse_other_paths(engine: Engine, found: dict[str, Any]) -> None:
 
 def _not_from_outputs(why: str) -> str:
     return message(
-        "The loss of a data set is evaluated on the outputs of all batches, and this one takes more than outputs.",
+        "The loss of a data set is computed from the outputs of all batches, and this loss needs more than outputs.",
         got=why,
-        expected='combine="mean" or "sum" if it is one of these over samples, or all samples as one batch',
+        expected='combine="mean" or "sum", if the loss is a mean or a sum over samples, or all samples as one batch',
     )
 
 

@@ -51,7 +51,7 @@ class KerasPullback:
         with as_found(model, self._keras, batch.seed):
             arguments = job.arguments()
             memo = self._memo(job, arguments)
-            with self._keras.undisturbed(model, regularised=True), raised_by("Your model, run to be differentiated,"):
+            with self._keras.undisturbed(model, regularised=True), raised_by("The forward pass of your model"):
                 self._linear = self._linearised(job, arguments, memo)
         self._linear.tracing = partial(_undone, model, self._keras, batch.seed)
         heard = {**self._linear.aux, **self._linear.targets}
@@ -208,7 +208,7 @@ def differentiate(function: Callable[..., Any], arrays: Sequence[Array], keras: 
         if not keras.ops.is_tensor(value) or not keras.is_float(value):
             raise InputError(
                 message(
-                    "The function must return one tensor of floats, made with the framework's own operations.",
+                    "The function must return one tensor of floats, computed with the framework's operations.",
                     got=f"{type(value).__name__}",
                     expected=f"a tensor of {engine.name}, such as {keras.says_mean}",
                 )
@@ -226,7 +226,7 @@ def differentiate(function: Callable[..., Any], arrays: Sequence[Array], keras: 
             raise InputError(
                 message(
                     "The function's value does not depend on its tensors in a way that can be differentiated.",
-                    hint="use the framework's own differentiable operations: no NumPy, no argmax, no conversion to int",
+                    hint="use differentiable operations of the framework: no NumPy, no argmax, no conversion to int",
                 )
             )
         return [

@@ -41,7 +41,7 @@ def reference_run(
     of weights have a gradient if ``regularised``. See :meth:`rnnlens.adapters.protocol.Adapter.reference_run`.
     """
     if batch.initial_state:
-        raise CertificateError("the initial states were put in by rnnlens; the model by itself starts elsewhere")
+        raise CertificateError("initial_state= was set by rnnlens; the model on its own starts from other states")
     keras = dialect_of(model)
     engine = keras.engine
     with_loss = batch.loss is not None or batch.y is not None or (gradients and cotangents is None)

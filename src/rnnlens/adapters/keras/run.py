@@ -111,7 +111,10 @@ def run(job: RunRequest) -> RunResult:
     with as_found(job.model, job.keras, job.seed):
         arguments = job.arguments()
         memo = None if getattr(job.model, "run_eagerly", False) else memo_for(job, arguments)
-        with job.keras.undisturbed(job.model, regularised=False), raised_by("Your model, run or differentiated,"):
+        with (
+            job.keras.undisturbed(job.model, regularised=False),
+            raised_by("The forward or backward pass of your model"),
+        ):
             raw, calls = _compiled_or_eager(job, arguments, engine, memo)
     value, (arrays, outputs), gradients = raw
     made = [LayerCall(c.place, c.half, c.index, a) for c, a in zip(calls, arrays, strict=True)]

@@ -164,7 +164,9 @@ def _sites(model: Any, layers: Sequence[str]) -> list[RecurrentSite]:
         if name in known:
             continue
         if any(site.name == name for site in sites):
-            what = f"The direct gradients of {name!r}, a bidirectional layer, are not taken from the step itself."
-            raise UnsupportedError(message(what, hint="leave direct= out: they are computed when they are asked for"))
+            what = f"The direct gradients of {name!r}, a bidirectional layer, cannot be recorded in the training step."
+            raise UnsupportedError(
+                message(what, hint="leave direct= out: rnnlens then computes them when you access them")
+            )
         raise LayerNotFoundError(message(f"No recurrent layer named {name!r}.", hint=did_you_mean(name, known)))
     return [known[name] for name in layers]

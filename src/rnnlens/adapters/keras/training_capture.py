@@ -163,7 +163,7 @@ def listen(model: Any, direct: Sequence[str] = ()) -> TrainStep:
     if getattr(model, "train_function", None) is None:
         raise UnsupportedError(
             message(
-                "This model does not train through Keras' own fit, so its batches cannot be heard.",
+                "This model does not train through Keras' own fit, so its batches cannot be recorded.",
                 got=type(model).__name__,
                 hint="probe= instead of batches=, or rl.trace within your loop",
             )
@@ -175,7 +175,7 @@ def listen(model: Any, direct: Sequence[str] = ()) -> TrainStep:
     if random is not None:
         raise UnsupportedError(
             message(
-                f"Layer {random!r} draws random numbers in training, which tf_keras cannot draw again.",
+                f"Layer {random!r} draws random numbers in training, which tf_keras cannot repeat.",
                 expected="a model of tf_keras without dropout, or of Keras 3",
                 hint="probe= instead of batches=",
             )
@@ -203,7 +203,8 @@ def _refuse_compiled_masks(model: Any) -> None:
         return
     raise UnsupportedError(
         message(
-            f"Layer {random!r} draws random numbers in a step that is compiled, which cannot be drawn again outside.",
+            f"Layer {random!r} draws random numbers in a compiled training step, which cannot be repeated outside of "
+            "it.",
             got=f"jit_compile=True on {keras.engine.name}",
             expected="jit_compile=False, or a model without dropout",
             hint="probe= instead of batches=",
@@ -262,11 +263,14 @@ def notes_of_training(model: Any, heard: Heard) -> list[str]:
     notes = []
     every = getattr(inner, "gradient_accumulation_steps", None)
     if every:
-        notes.append(f"Gradients are of this batch alone; the optimizer steps with the mean of {every} batches.")
+        notes.append(f"Gradients are those of this batch alone; the optimizer applies the mean of {every} batches.")
     if inner is not optimizer:
-        notes.append("Gradients are of the loss, not of the scaled loss that is differentiated in training.")
+        notes.append("Gradients are those of the loss, without the loss scale used in training.")
     if heard.batches > 1:
-        notes.append(f"The first of {heard.batches} batches of one execution: there are no weights between the others.")
+        notes.append(
+            f"The first of {heard.batches} batches of one compiled execution: Keras does not expose the weights "
+            "between the others."
+        )
     return notes
 
 

@@ -108,7 +108,7 @@ def reinitialised(model: Any, seed: int) -> Any:
     except Exception as error:
         raise UnsupportedError(
             message(
-                f"Model {model.name!r} cannot be built anew from its configuration.",
+                f"Model {model.name!r} cannot be rebuilt from its configuration.",
                 got=f"{type(error).__name__}: {error}",
                 hint="pass a copy of the model from before training: baseline=that_model",
             )

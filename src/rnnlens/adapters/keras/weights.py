@@ -259,7 +259,8 @@ def refuse_penalties(named: Mapping[str, Any], layer: Any) -> None:
         if id(variable) in penalties:
             raise UnsupportedError(
                 message(
-                    f"Layer {layer.name!r}: weight {name!r} of its registered cell has a regularizer.",
-                    expected="penalties in the loss, or a cell that is not registered",
+                    f"Layer {layer.name!r}: weight {name!r} of its registered cell has a regularizer, which "
+                    "registered cells do not support.",
+                    expected="add the penalty to the loss, or do not register the cell",
                 )
             )

@@ -207,7 +207,7 @@ class Adapter(AxisConvention, ABC):
         raise UnsupportedError(
             message(
                 f"The adapter of {self.name} cannot evaluate a loss on the outputs of several batches.",
-                expected='combine="mean" or "sum" if the loss is one of these over samples',
+                expected='combine="mean" or "sum", if the loss is a mean or a sum over samples',
                 hint="all samples as one batch",
             )
         )
@@ -233,7 +233,7 @@ class Adapter(AxisConvention, ABC):
         """
         raise UnsupportedError(
             message(
-                f"The adapter of {self.name} reads no files of weights.",
+                f"The adapter of {self.name} does not read weight files.",
                 got=str(path),
                 hint="a factory that returns the model with its weights",
             )
@@ -256,7 +256,7 @@ class Adapter(AxisConvention, ABC):
         """
         raise UnsupportedError(
             message(
-                'baseline="init" needs an adapter that can build a model anew.',
+                'baseline="init" needs an adapter that can re-initialise a model.',
                 got=self.name,
                 hint="pass a copy of the model from before training: baseline=that_model",
             )

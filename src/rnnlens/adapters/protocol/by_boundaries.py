@@ -59,7 +59,8 @@ def _chosen(adapter: Adapter, model: Any, request: CaptureRequest) -> tuple[list
         if name in infos and (infos[name].direction != "forward" or infos[name].masked):
             raise UnsupportedError(
                 message(
-                    f"Layer {name!r} cannot be looked into: the adapter of {adapter.name} sees its boundaries only.",
+                    f"Layer {name!r} cannot be traced inside: the adapter of {adapter.name} gives its input and "
+                    "output only.",
                     got="a mask, or a recurrence that runs backwards",
                     expected="one that runs forwards over every step",
                 )

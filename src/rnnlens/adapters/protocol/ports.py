@@ -61,9 +61,13 @@ def refuse_misfits(cotangents: Mapping[Port, Array], of: Sequence[Port], values:
     """
     for port, cotangent in cotangents.items():
         if port not in of:
-            raise InputError(message("A cotangent was given for a port that is not among of=.", got=port))
+            raise InputError(message("A cotangent was given for a tensor that is not among of=.", got=port))
         shape = tuple(values[port].shape)
         if tuple(cotangent.shape)[1:] != shape:
             raise InputError(
-                message("A cotangent does not fit its port.", got=tuple(cotangent.shape), expected=("K", *shape))
+                message(
+                    "The shape of a cotangent differs from its tensor's.",
+                    got=tuple(cotangent.shape),
+                    expected=("K", *shape),
+                )
             )

@@ -140,7 +140,7 @@ class PortTensors:
         if port.kind != "input":
             raise InputError(
                 message(
-                    f"{port.kind} of the bidirectional layer {port.layer!r} exists once per half.",
+                    f"{port.kind} of the bidirectional layer {port.layer!r} exists once per direction.",
                     hint='direction="forward" or direction="backward"',
                 )
             )

@@ -180,7 +180,7 @@ def _own(operation: Any) -> bool:
 def _integer_input(found: Opened, tensor: Any) -> Obstacle:
     tables = [name for name, layer in layers_of(found).items() if layer.output is not None and "embed" in name]
     remedy = " or ".join(f'wrt="{name}.output"' for name in tables) or "the tensor that it is looked up to, by its name"
-    sentence = f"{tensor.name} holds integers ({tensor.dtype.base_dtype.name}): nothing can be differentiated by them."
+    sentence = f"{tensor.name} holds integers ({tensor.dtype.base_dtype.name}): integers have no derivative."
     return Obstacle("integer_input", f"{sentence} TensorFlow, 1.8 as today, says None and no more.", remedy)
 
 

@@ -218,8 +218,8 @@ def _read(
             message(
                 "No recurrent layer ran in this forward pass.",
                 expected="nn.RNN, nn.LSTM, nn.GRU, one of their cells, or a custom cell",
-                hint="rl.torch.cell(module) names a custom cell; in a loop without one write "
-                "h = rl.torch.step(lambda x, h: torch.tanh(x @ W + h @ U), x[:, t], h)",
+                hint="rl.torch.cell(module) names a custom cell; in a loop over your own "
+                "equations write h = rl.torch.step(lambda x, h: torch.tanh(x @ W + h @ U), x[:, t], h)",
             )
         )
     notes = list(recorder.notes)
@@ -236,7 +236,7 @@ def _read(
     notes.extend(_broken_runs(recorder))
     seen = {run.owner.name for run in recorder.runs}
     notes.extend(
-        f"{path}: {type(module).__name__}.forward computes its steps without torch's kernel; they are not shown."
+        f"{path}: {type(module).__name__}.forward does not call torch's kernel, so its steps were not recorded."
         for path, module in asked.recurrent
         if path in asked.ran and path not in seen and has_own_forward(module)
     )
@@ -249,7 +249,7 @@ def _read(
     return capture
 
 
-_WITH_GRADIENTS = "The model's forward runs under torch.no_grad(); it was run with gradients on."
+_WITH_GRADIENTS = "The model's forward uses torch.no_grad(); rnnlens ran it with gradients enabled."
 
 
 def _only_asked(calls: list[RecurrentCall], asked: RequestedLayers) -> list[RecurrentCall]:

@@ -91,9 +91,9 @@ def refuse(path: str, module: nn.Module) -> None:
     if original in _RECURRENT_SCRIPT and named_cell(module) is None:
         raise UnsupportedError(
             message(
-                f"Layer {path!r} is a {original} inside TorchScript, where nothing between its steps can be seen.",
+                f"Layer {path!r} is a {original} inside TorchScript, whose steps cannot be recorded.",
                 got="torch.jit.script or torch.jit.trace",
-                expected="the Python module that it was made from",
+                expected="the Python module before torch.jit",
                 hint="trace the module before scripting it; load_state_dict() takes the scripted weights",
             )
         )
@@ -113,9 +113,9 @@ def refuse_scripts(named: list[tuple[str, nn.Module]]) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedError(
                 message(
-                    f"Nothing recurrent ran in Python, and {path!r} is TorchScript, where nothing can be seen.",
+                    f"No recurrent layer ran in Python, and {path!r} is TorchScript, which cannot be recorded.",
                     got="torch.jit.script, torch.jit.trace or torch.jit.freeze",
-                    expected="the Python module that it was made from",
+                    expected="the Python module before torch.jit",
                 )
             )
 
@@ -126,11 +126,11 @@ def refuse_own_loops(recurrent: list[tuple[str, nn.Module]]) -> None:
         if has_own_forward(module):
             raise UnsupportedError(
                 message(
-                    f"Layer {path!r} computes its steps in its own forward; nothing between them can be seen.",
+                    f"Layer {path!r} computes its steps in its own forward, which cannot be recorded.",
                     got=f"{type(module).__name__}.forward, which does not call torch's kernel",
-                    expected="super().forward(x, state), or one call per step of something that is known as a cell",
+                    expected="super().forward(x, state), or one call of a cell per step",
                     hint="in its loop write h = rl.torch.step(lambda x, h: ..., x[:, t], h); "
-                    "rl.gradients with respect to inputs and weights needs no change",
+                    "rl.gradients by inputs and weights works unchanged",
                 )
             )
 

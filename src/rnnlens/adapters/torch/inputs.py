@@ -119,7 +119,7 @@ def check_features(name: str, module: nn.Module, value: Any) -> None:
     if ranks and value.dim() not in ranks:
         raise InputError(
             message(
-                f"Layer {name!r} got data of a wrong rank.",
+                f"Layer {name!r} received data with a wrong number of axes.",
                 got=f"shape {tuple(value.shape)}",
                 expected=" or ".join(f"{rank} axes" for rank in ranks),
             )
@@ -128,7 +128,7 @@ def check_features(name: str, module: nn.Module, value: Any) -> None:
     if value.dim() and isinstance(size, int) and value.shape[-1] != size:
         raise InputError(
             message(
-                f"Layer {name!r} got data with a wrong number of features.",
+                f"Layer {name!r} received data with a wrong number of features.",
                 got=f"shape {tuple(value.shape)}, {value.shape[-1]} features",
                 expected=f"{size} features on the last axis",
             )

@@ -101,7 +101,7 @@ class StepListener:
         name = name or (f"loop_{count}" if count else "loop")
         if name in dict(self.model.named_modules()):
             what = f"rl.torch.step(..., name={name!r}): a module has that name."
-            raise InputError(message(what, expected="a name of its own for each loop"))
+            raise InputError(message(what, expected="a different name for each loop"))
         hook = CellHook(self.recorder, name, LoopStep(function, self.names))
         # The same key in every pass over the model: ``never_by_row`` is passed on from pass to pass.
         hook.owner.key, hook.owner.named = hash((name, id(self.model))), True
@@ -135,7 +135,7 @@ class EnteredCall:
         self.given = [self.flat[i] for i in self.places]
         for state in self.given:
             if not state.is_floating_point() or state.dim() < 2 or state.shape[0] != self.x.shape[0]:
-                raise _NotACellError("one of its tensors is no state: not floating, or not (sample, ...)")
+                raise _NotACellError("one of its state tensors is not floating, or not of shape (sample, ...)")
         self.fed: list[Tensor] = []
         self.before: Continuation | None = None
         self.arguments: Arguments = self._again
@@ -263,7 +263,7 @@ class CellHook:
             if arguments is not None and self._same(output, arguments(entered.x, leaves(zeros))):
                 entered.arguments, entered.fed = arguments, [differentiable(leaf) for leaf in leaves(zeros)]
                 return
-        raise _NotACellError("it starts from a state of its own that is not zero; pass the first state to it")
+        raise _NotACellError("its first state is not zero and is created inside; pass the first state to it")
 
     def _same(self, output: Any, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
         self.recorder.paused = True
@@ -281,7 +281,7 @@ class CellHook:
         if self.owner.named:
             raise UnsupportedError(
                 message(
-                    f"Module {self.owner.name!r} was named a cell and cannot be looked into as one: {reason}.",
+                    f"Module {self.owner.name!r} was declared a cell but cannot be recorded as one: {reason}.",
                     expected="calls that map (input, state) to state or to (output, state)",
                 )
             )

@@ -53,7 +53,7 @@ def evaluate(batch: Batch, outputs: Any, model: nn.Module) -> torch.Tensor | Non
         if batch.y is not None:
             raise InputError(
                 message(
-                    "A target was given, but no loss: a torch model does not carry one.",
+                    "A target was given, but no loss: torch models have no compiled loss.",
                     expected="loss=callable(output, target)",
                     hint="loss=torch.nn.functional.mse_loss",
                 )
@@ -88,7 +88,7 @@ def resolved(loss: Any) -> Callable[..., Any]:
     name = loss if loss in known else f"{loss}_loss"
     if name not in known:
         raise InputError(
-            message("No loss of that name in torch.nn.functional.", got=repr(loss), hint=did_you_mean(loss, known))
+            message("torch.nn.functional has no loss of that name.", got=repr(loss), hint=did_you_mean(loss, known))
         )
     return getattr(nn.functional, name)  # type: ignore[no-any-return]
 
@@ -218,7 +218,7 @@ def _values(loss: Any, outputs: Any, target: Any) -> Tensor:
     if not isinstance(values, Tensor):
         raise UnsupportedError(
             message(
-                "sample_weight and class_weight need a loss that can be had per sample.",
+                "sample_weight and class_weight need a loss that can be computed per sample.",
                 got=label(loss),
                 expected="a loss of torch.nn with reduction=, or your own weighting inside the loss",
             )
@@ -254,7 +254,7 @@ def _must_agree(loss: Any, ours: Tensor, own: Tensor) -> None:
     ):
         raise UnsupportedError(
             message(
-                "How this loss averages its values is not known, so weights cannot be put into it.",
+                "rnnlens cannot tell how this loss averages its values, so it cannot apply weights.",
                 got=f"{label(loss)} with reduction={reduction(loss)!r}",
                 expected='reduction="sum" or a mean over values, or your own weighting inside the loss',
             )
@@ -271,7 +271,7 @@ def _beside(weight: Tensor, values: Tensor, name: str) -> Tensor:
     if not fits or weight.dim() == 0 or (weight.shape[0] != values.shape[0]):
         raise InputError(
             message(
-                f"{name} does not fit the values of the loss.",
+                f"{name} does not match the shape of the loss values.",
                 got=f"shape {tuple(weight.shape)}",
                 expected=f"the first axes of {tuple(values.shape)}: one weight per sample, or per sample and step",
             )
@@ -353,10 +353,10 @@ def loss_of(model: nn.Module, batch: Batch, outputs: Outputs) -> tuple[float, li
         if any(grad is not None for grad in found):
             raise UnsupportedError(
                 message(
-                    "The loss depends on the weights of the model themselves, not only on its outputs.",
+                    "The loss depends directly on weights of the model, not only on its outputs.",
                     got=f"{label(batch.loss)} over several batches",
                     expected='combine="mean" or "sum", or all samples as one batch',
-                    hint="differentiate the penalty on the weights by itself: it needs no data",
+                    hint="differentiate the weight penalty separately: it needs no data",
                 )
             )
     return float(loss.detach()), [None if grad is None else host_array(grad) for grad in grads]

@@ -84,7 +84,7 @@ def cell(*modules: nn.Module) -> _NamedCells:
     for module in modules or (None,):
         if not isinstance(module, nn.Module):
             raise InputError(
-                message("Only a module can be a cell.", got=type(module).__name__, expected="a torch.nn.Module")
+                message("A cell must be a torch module.", got=type(module).__name__, expected="a torch.nn.Module")
             )
     return _NamedCells(tuple(getattr(module, "_orig_mod", module) for module in modules))
 

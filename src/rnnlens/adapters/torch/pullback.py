@@ -245,7 +245,7 @@ def differentiate(function: Callable[..., Any], arrays: Sequence[Array], model: 
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         raise InputError(
             message(
-                "The function must return one tensor of floats, made with the framework's own operations.",
+                "The function must return one tensor of floats, computed with the framework's operations.",
                 got=f"{type(value).__name__}",
                 expected="a torch.Tensor, such as output.mean()",
             )
@@ -256,7 +256,7 @@ def differentiate(function: Callable[..., Any], arrays: Sequence[Array], model: 
             raise InputError(
                 message(
                     "The function's value does not depend on its tensors in a way that can be differentiated.",
-                    hint="use the framework's own differentiable operations: no NumPy, no argmax, no conversion to int",
+                    hint="use differentiable operations of the framework: no NumPy, no argmax, no conversion to int",
                 )
             )
         seed = torch.as_tensor(np.asarray(cotangent), dtype=value.dtype, device=value.device)
@@ -275,7 +275,7 @@ def outputs_of(model: nn.Module, batch: Batch) -> Outputs:
     if any(isinstance(leaf, PackedSequence) for leaf in leaves):
         raise UnsupportedError(
             message(
-                "The model returns packed sequences, and those of several batches cannot be joined.",
+                "The model returns packed sequences, and packed sequences of several batches cannot be concatenated.",
                 hint="pad_packed_sequence(..., total_length=x.shape[1]) in the model, or all samples as one batch",
             )
         )

@@ -253,7 +253,7 @@ class CallRecorder:
         if len(given) != len(own) or not all(fit) or not rows:
             raise InputError(
                 message(
-                    f"The initial state given for {name!r} does not fit.",
+                    f"The initial state given for {name!r} has another shape than the layer's states.",
                     got=f"shapes {[tuple(state.shape) for state in given]}",
                     expected=f"shapes {[tuple(o.shape) for o in own]}",
                 )
@@ -264,7 +264,7 @@ class CallRecorder:
         """Raise ``LayerNotFoundError`` if an initial state names a layer that did not start in this forward pass."""
         for name in self.initial_state:
             if name not in self.begun:
-                what = f"initial_state= names {name!r}: no recurrent layer of that name began among those looked at."
+                what = f"initial_state= names {name!r}: no recorded recurrent layer has that name."
                 hint = f"{did_you_mean(name, known)}; or pass the state to the model, in x"
                 raise LayerNotFoundError(message(what, hint=hint))
 
@@ -343,8 +343,8 @@ def refuse_transformed(name: str, values: Iterable[Any]) -> None:
             message(
                 f"Layer {name!r} runs inside torch.vmap or torch.func, where tensors cannot be recorded.",
                 got="a transformed tensor",
-                expected="a plain call of the layer, with samples on an axis of its input",
-                hint="call the layer on the whole batch; outside of it the transform may stay",
+                expected="a direct call of the layer, with samples on an axis of its input",
+                hint="call the layer on the whole batch, outside of torch.vmap and torch.func",
             )
         )
 
@@ -364,7 +364,7 @@ def refuse_hooked(recorder: CallRecorder) -> None:
                     f"A tensor hook on a state of {run.owner.name!r} acts on the gradient that flows through time.",
                     got="register_hook() on a state that the next step starts from",
                     expected="a recurrence whose gradient is that of its own equations",
-                    hint="leave the hook out while looking; trace shows the gradients that it would have seen",
+                    hint="remove the hook for this call; rl.trace returns the gradients that the hook would receive",
                 )
             )
 

@@ -191,9 +191,9 @@ def _refuse_chance(name: str, cell: nn.Module) -> None:
         if inner.training and (dropout or isinstance(inner, nn.modules.batchnorm._BatchNorm)):
             raise UnsupportedError(
                 message(
-                    f"Cell {name!r} holds a {type(inner).__name__} ({path!r}) that acts in training mode.",
+                    f"Cell {name!r} contains a {type(inner).__name__} ({path!r}) that is active in training mode.",
                     got="training=True",
-                    expected="a cell whose step is a function of its input and state alone",
+                    expected="a cell whose step depends only on its input, its state and its weights",
                     hint="trace with training=False",
                 )
             )

@@ -57,7 +57,7 @@ def reference_run(
     del regularised  # torch models have no regularisation losses of their own
     model = unwrapped(model)
     if batch.initial_state:
-        raise CertificateError("the initial states were put in by rnnlens; the model by itself starts elsewhere")
+        raise CertificateError("initial_state= was set by rnnlens; the model on its own starts from other states")
     given_x = as_tensors(batch.x, model, "x")
     with warnings.catch_warnings(), borrowed(model, training=batch.training, seed=batch.seed):
         warnings.simplefilter("ignore")

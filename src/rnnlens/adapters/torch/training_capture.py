@@ -173,9 +173,9 @@ def joined(calls: Iterable[TrainingCall | TrainingLoop]) -> tuple[list[TrainingC
             lengths.setdefault(call.call.path, []).append(len(call))
     changed = {path for path, found in lengths.items() if len(found) > 2 and max(found) == 1}
     itself = {call.call.path for call in calls if isinstance(call, TrainingLoop) and call.fed_itself}
-    words = ((changed, "its state is changed between its steps"), (itself, "it is fed its own state as an input"))
+    words = ((changed, "its state is changed between its steps"), (itself, "its own state is also its input"))
     notes = [
-        f"{path}: {why}, so that it is not heard in batch mode. A probe shows it."
+        f"{path}: {why}, so it is not recorded in batch mode. A probe records it."
         for paths, why in words
         for path in sorted(paths)
     ]

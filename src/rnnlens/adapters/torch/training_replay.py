@@ -97,10 +97,10 @@ class CallReplay(nn.Module):  # type: ignore[misc]
             if not far <= CLOSE.get(before.dtype, 1e-4):
                 raise UnsupportedError(
                     message(
-                        f"The calls of {call.path!r} in the step cannot be run again: they return other numbers.",
+                        f"Repeating the calls of {call.path!r} gives other numbers than the training step.",
                         got=f"a deviation of {far:.1g} of the largest number, from a {type(call.module).__name__}",
                         expected="a layer whose output is that of torch's own kernel",
-                        hint="the direct gradients are those of the step all the same; probe mode shows the rest",
+                        hint="the direct gradients of the step are right; probe mode records the rest",
                     )
                 )
 
@@ -183,10 +183,10 @@ def _same(value: Any) -> Any:
 def _unseen_dropout(call: TrainingCall) -> UnsupportedError:
     return UnsupportedError(
         message(
-            f"Dropout between the stacked layers of {call.path!r} was drawn by a generator of the device's own.",
+            f"Dropout between the stacked layers of {call.path!r} was drawn by a generator of the device.",
             got=f"dropout={call.module.dropout} on {call.returned[0].device.type}",
             expected="dropout=0, or training on the CPU",
-            hint="one nn module per layer with nn.Dropout between them; output_grad is known all the same",
+            hint="one nn module per layer with nn.Dropout between them; output_grad is recorded in any case",
         )
     )
 

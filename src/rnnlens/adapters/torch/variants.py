@@ -101,7 +101,7 @@ def reinitialised(model: nn.Module, seed: int) -> nn.Module:
             if reset is None:
                 raise UnsupportedError(
                     message(
-                        f"Module {name or type(module).__name__!r} cannot be initialised again.",
+                        f"Module {name or type(module).__name__!r} cannot be re-initialised.",
                         got=f"{type(module).__name__} without reset_parameters()",
                         hint="pass a copy of the model from before training: baseline=that_model",
                     )

@@ -150,7 +150,7 @@ def _refuse_without_values(named: Sequence[tuple[str, nn.Module]]) -> None:
     if empty is not None:
         raise ModelError(
             message(
-                "The weights of this model have no values.",
+                "The weights of this model have no values (meta device).",
                 got=f"{empty} on the meta device",
                 hint="model.to_empty(device=...), and load_state_dict",
             )
@@ -163,7 +163,9 @@ def load_weights(model: torch.nn.Module, path: Path, *, unsafe: bool = False) ->
     try:
         model.load_state_dict(state)
     except (RuntimeError, TypeError, AttributeError) as error:
-        raise FileError(message("These weights do not fit the model.", got=f"{path}: {error}")) from error
+        raise FileError(
+            message("The shapes of these weights do not match the model.", got=f"{path}: {error}")
+        ) from error
 
 
 def _read_state(path: Path, unsafe: bool) -> Any:

@@ -212,9 +212,9 @@ class Cell:
         if self.autodiff is None:
             raise UnsupportedError(
                 message(
-                    f"The cell {self.kind!r} has no derivative here.",
+                    f"The cell {self.kind!r} has no derivative outside of a framework's layer.",
                     got=f"{type(self).__name__} without pull_back, outside of a framework's layer",
-                    expected="a cell whose class says pull_back, or one that was traced",
+                    expected="a cell whose class defines pull_back, or a cell in a traced model",
                     hint="write pull_back in its class, or rl.cells.register it for the framework's cell",
                 )
             )
@@ -296,7 +296,7 @@ class Cell:
         """
         raise UnsupportedError(
             message(
-                f"The gradient by gate values of the cell {self.kind!r} is not known.",
+                f"The cell {self.kind!r} has no gradient by gate values.",
                 got=f"{type(self).__name__} without gate_gradient",
                 expected="gate_preactivation, hidden, output or weights",
                 hint="write gate_gradient(run, result) in its class",

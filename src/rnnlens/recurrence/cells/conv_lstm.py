@@ -184,7 +184,7 @@ class _ConvLSTM(LSTM):
         """
         raise UnsupportedError(
             message(
-                "The time Jacobian of a ConvLSTM is not computed.",
+                "rnnlens does not compute the time Jacobian of a ConvLSTM.",
                 got=f"states of {'x'.join(str(n) for n in run.states[0].shape[2:])} numbers",
                 expected="a layer whose states are (sample, time, unit)",
                 hint='rl.gradients(..., wrt="<layer>.hidden") gives the total gradient at every step and place',
@@ -201,7 +201,7 @@ class _ConvLSTM(LSTM):
         """
         raise UnsupportedError(
             message(
-                "Fixed points of a ConvLSTM are not computed.",
+                "rnnlens does not compute fixed points of a ConvLSTM.",
                 got="a state with axes of space",
                 expected="a layer whose states are (sample, time, unit)",
             )

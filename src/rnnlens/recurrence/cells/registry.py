@@ -86,7 +86,7 @@ class Registration:
         if left := sorted(set(by_name) - used):
             raise InputError(
                 message(
-                    f"Registered for {self.cell.kind!r}: a weight of the framework's cell is left out.",
+                    f"The registration of {self.cell.kind!r} leaves out a weight of the framework's cell.",
                     got=f"weights= without {', '.join(map(repr, left))}",
                     expected="every weight of the cell",
                 )
@@ -118,7 +118,7 @@ class Registration:
         if key not in by_name:
             raise InputError(
                 message(
-                    f"Registered for weight {name!r}: the framework's cell has no weight {key!r}.",
+                    f"The registration maps weight {name!r} to {key!r}, which the framework's cell does not have.",
                     hint=did_you_mean(key, by_name),
                 )
             )
@@ -140,7 +140,7 @@ class Registration:
         except TypeError as error:
             raise InputError(
                 message(
-                    f"{self.cell.__name__} does not take what is registered for {type(layer).__name__}.",
+                    f"{self.cell.__name__} does not accept the options registered for {type(layer).__name__}.",
                     got=str(error),
                     expected=", ".join(given),
                 )
@@ -203,7 +203,9 @@ def register(
     >>> register(MyCell, LSTM, weights={"kernel": "w", "recurrent_kernel": "u", "bias": "b"})
     """
     if not isinstance(layer, type):
-        raise InputError(message("Only a class can be registered.", got=repr(layer), expected="the class of the cells"))
+        raise InputError(
+            message("rl.cells.register takes a class.", got=repr(layer), expected="the class of the cells")
+        )
     _check_class(cell)
     known = dict(options) if isinstance(options, Mapping) else {}
     told: Callable[[Any], Mapping[str, Any]] = options if callable(options) else lambda _: known
@@ -214,7 +216,7 @@ def register(
 def _check_class(cell: Any) -> None:
     """Raise an error for a cell class that lacks a required attribute, or that reuses another cell's kind."""
     if not (isinstance(cell, type) and issubclass(cell, Cell)):
-        raise InputError(message("Equations are a subclass of rl.cells.Cell.", got=repr(cell)))
+        raise InputError(message("The equations must be a subclass of rl.cells.Cell.", got=repr(cell)))
     problems = [
         (cell.step is Cell.step, "no step", "def step(self, projected, before, scale, xp)"),
         (not _NAME.fullmatch(cell.kind) or cell.kind == Cell.kind, f"kind = {cell.kind!r}", "one word of its own"),
@@ -235,15 +237,15 @@ def _check_class(cell: Any) -> None:
         (
             cell.pull_back is not Cell.pull_back and cell.recurrent_gradients is Cell.recurrent_gradients,
             "pull_back without recurrent_gradients",
-            "both, or neither: then the framework differentiates the step",
+            "define both, or neither: the framework then differentiates the step",
         ),
     ]
     for wrong, got, expected in problems:
         if wrong:
-            raise InputError(message(f"{cell.__name__} is no complete cell.", got=got, expected=expected))
+            raise InputError(message(f"{cell.__name__} is not a complete cell.", got=got, expected=expected))
     other = _KINDS.get(cell.kind)
     if other is not None and (other.__module__, other.__qualname__) != (cell.__module__, cell.__qualname__):
-        what = f"A cell of kind {cell.kind!r} is known already."
+        what = f"A cell of kind {cell.kind!r} is already registered."
         raise InputError(
             message(what, got=cell.__qualname__, expected=f"another kind than that of {other.__qualname__}")
         )
@@ -258,7 +260,7 @@ def _check_shapes(cell: Cell, layer: str) -> None:
         if len(value.shape) != rank or gated:
             raise UnsupportedError(
                 message(
-                    f"Weight {name!r} of {layer} does not have the shape that {type(cell).__name__} gives it.",
+                    f"Weight {name!r} of {layer} does not have the shape that {type(cell).__name__} declares.",
                     got=f"shape {tuple(value.shape)}",
                     expected=f"({', '.join(known.dims)})".replace("gate, ", "gate * "),
                     hint='in weights= of register: "name.T" for a transposed one, a tuple of names for one per gate',

@@ -25,7 +25,9 @@ def damaged(path: Path, what: str) -> FileError:
 def foreign(path: Path, what: str) -> FileError:
     """Build the FileError for content that rnnlens never writes and that could do harm."""
     return FileError(
-        message("This file holds what rnnlens does not read.", got=f"{path}: {what}", expected="plain arrays")
+        message(
+            "This file contains something that rnnlens does not read.", got=f"{path}: {what}", expected="plain arrays"
+        )
     )
 
 
@@ -42,7 +44,7 @@ def check_size(path: Path, size: int, memory: int, *, lazily: bool = False) -> N
     enough = format_memory(size + size // 10)
     raise TooLargeError(
         message(
-            "This file would not fit into the memory granted.",
+            "This file is larger than the memory limit.",
             got=f"{path}: arrays of {format_memory(size)}",
             expected=f"at most {format_memory(memory)} (memory=)",
             hint=f'memory="{enough}"' + (" or lazy=True" if lazily else ""),

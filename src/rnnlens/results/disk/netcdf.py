@@ -47,9 +47,11 @@ def check_room(target: Path, size: int) -> None:
     try:
         mmap.mmap(-1, 2 * size + size // 4 + _ROOM).close()
     except (OSError, ValueError, OverflowError) as error:
-        hint = "a path ending in .zarr, which is written piece by piece"
+        hint = "a path ending in .zarr, which is written in chunks"
         got = f"{target}: {format_memory(size)}, twice"
-        raise TooLargeError(message("The memory does not suffice for a netCDF file.", got=got, hint=hint)) from error
+        raise TooLargeError(
+            message("A netCDF file of this result is larger than the memory limit.", got=got, hint=hint)
+        ) from error
 
 
 def sealed(image: memoryview) -> Iterator[bytes | memoryview]:
@@ -116,7 +118,7 @@ def _objects(path: Path, file: h5py.File) -> Iterator[Any]:
         item, depth = waiting.pop()
         address = h5py.h5o.get_info(item.id).addr
         if address in seen:
-            raise foreign(path, f"{item.name} exists under two names")
+            raise foreign(path, f"{item.name} is linked under two names")
         seen.add(address)
         if depth > DEPTH or len(seen) > COUNT:
             raise foreign(path, f"more than {DEPTH} groups within groups, or {COUNT} variables")
@@ -149,7 +151,7 @@ def _check_storage(path: Path, dataset: h5py.Dataset) -> None:
     """Check that all values of a variable are in this file, and unpack to no more than declared."""
     created = dataset.id.get_create_plist()
     if dataset.is_virtual or created.get_external_count():
-        raise foreign(path, f"values that are stored elsewhere, {dataset.name}")
+        raise foreign(path, f"values stored in another file, {dataset.name}")
     filters = [created.get_filter(i)[0] for i in range(created.get_nfilters())]
     if set(filters) - set(_FILTERS):
         raise foreign(path, f"an unknown compression of {dataset.name}")
@@ -157,7 +159,7 @@ def _check_storage(path: Path, dataset: h5py.Dataset) -> None:
     if dataset.attrs.get("NAME", b"")[: len(_PLACEHOLDER)] == _PLACEHOLDER:
         return
     if not filters and dataset.id.get_storage_size() < announced:
-        raise damaged(path, f"{dataset.name} announces more values than there are")
+        raise damaged(path, f"{dataset.name} declares more values than the file contains")
     if filters:
         _check_chunks(path, dataset, deflated=_DEFLATE in filters)
 
@@ -168,12 +170,12 @@ def _check_chunks(path: Path, dataset: h5py.Dataset, *, deflated: bool) -> None:
     shape = zip(dataset.shape, dataset.chunks, strict=True)
     count = math.prod(-(-length // chunk) for length, chunk in shape)
     if dataset.id.get_num_chunks() < count:
-        raise damaged(path, f"{dataset.name} announces more values than there are")
+        raise damaged(path, f"{dataset.name} declares more values than the file contains")
     for index in range(count if deflated else 0):
         skipped, packed = dataset.id.read_direct_chunk(dataset.id.get_chunk_info(index).chunk_offset)
         # Four bytes more are allowed for the Fletcher-32 checksum, which may be part of the compressed data.
         if not skipped and len(zlib.decompressobj().decompress(packed, size + 5)) > size + 4:
-            raise damaged(path, f"a part of {dataset.name} unpacks to more than announced")
+            raise damaged(path, f"a part of {dataset.name} decompresses to more than declared")
 
 
 def _check_labels(path: Path, dataset: h5py.Dataset, file_size: int, memory: int) -> None:

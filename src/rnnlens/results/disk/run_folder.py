@@ -138,7 +138,7 @@ class SealedMetadata(WrapperStore):  # type: ignore[misc]
             content = json.dumps({**metadata, "attributes": {**attributes, SUM: _digest(metadata)}}).encode()
             if len(content) > TEXT:
                 got = f"{len(content)} bytes in {key}"
-                raise FileError(message("The metadata of this run grew too large.", got=got))
+                raise FileError(message("The metadata of this run exceeds its limit.", got=got))
             value = type(value).from_bytes(content)
         await self._store.set(key, value)
 

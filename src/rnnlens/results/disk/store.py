@@ -130,7 +130,7 @@ class Verified(WrapperStore):  # type: ignore[misc]
     async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
         """Read and verify one file; return None if the folder has no such file."""
         if byte_range is not None:
-            raise NotImplementedError("A part of a file has no checksum.")
+            raise NotImplementedError("A chunk of the file has no checksum.")
         if key not in self.keys:
             return None
         found = await self._store.get(key, prototype)
@@ -142,7 +142,7 @@ class Verified(WrapperStore):  # type: ignore[misc]
             raise damaged(root, f"the checksum of {key} does not match")
         array = self.arrays.get(_array_of(key))
         if array is not None and array.unpacked(content) > array.most:
-            raise damaged(root, f"{key} unpacks to more than announced")
+            raise damaged(root, f"{key} decompresses to more than declared")
         return found
 
     async def get_partial_values(self, prototype: Any, key_ranges: Any) -> list[Any]:
@@ -268,7 +268,7 @@ def _check_complete(root: Path, keys: Mapping[str, Any], arrays: Mapping[str, An
             listed[name] += 1
     for name, array in arrays.items():
         if listed[name] != array.count:
-            raise damaged(root, f"{name} announces {array.count} parts and has {listed[name]}")
+            raise damaged(root, f"{name} declares {array.count} chunks and has {listed[name]}")
 
 
 def _array_of(key: str) -> str:

@@ -92,7 +92,7 @@ def _home(logger: Any) -> str:
 
 def _by_name(name: str, directory: Path) -> Sink:
     if name not in TOOLS:
-        raise InputError(message("There is no logger of that name.", got=repr(name), hint=did_you_mean(name, TOOLS)))
+        raise InputError(message("No logger has that name.", got=repr(name), hint=did_you_mean(name, TOOLS)))
     try:
         tool = importlib.import_module(name)
     except ImportError as error:
@@ -136,7 +136,7 @@ def _event_writer(directory: Path) -> Any:
 def _unknown(logger: Any) -> InputError:
     return InputError(
         message(
-            "loggers= holds what is no logger.",
+            "loggers= contains an object that is not a logger.",
             got=f"{type(logger).__module__}.{type(logger).__qualname__}: {shown(logger)}",
             expected="a SummaryWriter, a run of wandb or mlflow, 'tensorboard', 'wandb', 'mlflow', "
             "or an object with write(record) and close(reason)",

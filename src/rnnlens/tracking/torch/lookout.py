@@ -88,11 +88,11 @@ class Lookout:
     def _sentence(self, fed: Any, target: Any) -> str:
         adapter_for(self._model)
         if fed is None:
-            return "the model itself was not called, so that what it was fed is not known"
+            return "the model itself was not called, so its input was not recorded"
         loss = self._own_loss if target is None else self._loss
         found = find_nonfinite(self._model, fed, None if loss is None else target, loss=loss, training=True)
         if not found and loss is None:
-            return "in the loss or behind it: set watch.target, and give the watch its loss, to be told where"
+            return "in the loss or after it: set watch.target and pass loss= to the watch to locate it"
         return found.sentence
 
 

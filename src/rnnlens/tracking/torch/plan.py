@@ -133,19 +133,21 @@ def plain_model(model: Any) -> nn.Module:
     if isinstance(model, nn.DataParallel):
         raise UnsupportedError(
             message(
-                "nn.DataParallel copies the model for every batch, and a copy cannot be followed.",
+                "nn.DataParallel copies the model for every batch, and the copies cannot be recorded.",
                 got="nn.DataParallel",
                 expected="nn.parallel.DistributedDataParallel, or the module by itself",
             )
         )
     if any(cls.__name__ in ("FullyShardedDataParallel", "FSDPModule") for cls in type(model).__mro__):
         raise UnsupportedError(
-            message("The weights of a sharded model are nowhere whole.", got=type(model).__name__, expected="DDP")
+            message("No process has the whole weights of a sharded model.", got=type(model).__name__, expected="DDP")
         )
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     if not isinstance(model, nn.Module):
-        raise InputError(message("Only a module can be watched.", got=type(model).__name__, expected="torch.nn.Module"))
+        raise InputError(
+            message("rl.torch.watch takes a torch module.", got=type(model).__name__, expected="torch.nn.Module")
+        )
     return model
 
 

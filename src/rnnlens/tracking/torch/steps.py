@@ -148,17 +148,17 @@ def _plain(optimizer: Any) -> Any:
         if inner is None:
             raise InputError(
                 message(
-                    "optimizer= holds what is no optimizer.",
+                    "optimizer= contains an object that is not an optimizer.",
                     got=type(optimizer).__name__,
                     expected="a torch.optim.Optimizer, a list of them, or None to find them as they step",
-                    hint="a loop without one tells its steps by watch.step()",
+                    hint="in a loop without an optimizer call watch.step()",
                 )
             )
         optimizer = inner
     return optimizer
 
 
-NO_STEP = "no optimizer that holds weights of the model has stepped; watch.step() tells the steps of other loops"
+NO_STEP = "no optimizer with weights of the model has stepped; call watch.step() in loops without an optimizer"
 
 
 def why_unheard(listener: TrainingCapture) -> str:
@@ -166,16 +166,17 @@ def why_unheard(listener: TrainingCapture) -> str:
     names = ", ".join(path for path, _ in listener.heard)
     if listener.differentiates_gradients:
         return (
-            "the step differentiates a gradient again (create_graph=True, as a gradient penalty does), so that what "
-            f"arrives at {names} is no gradient of the loss alone; a probe can be followed"
+            "the step differentiates a gradient again (create_graph=True, as a gradient penalty does), so the "
+            "gradient at {names} is not that "
+            "of the loss alone; use a probe instead"
         )
     if listener.forwards == 0:
         return f"{names} did not run in Python in the batches that were due"
     if listener.evaluations == listener.forwards:
         return "the model was in evaluation mode, as in a validation: model.train()"
     if listener.without_graph:
-        return f"what {names} returned needs no gradient (torch.no_grad, or frozen weights and inputs)"
-    return f"no gradient arrived at {names}: no path leads there from what was differentiated"
+        return f"the output of {names} does not require a gradient (torch.no_grad, or frozen weights and inputs)"
+    return f"{names} got no gradient: the differentiated loss does not depend on it"
 
 
 def refuse_unheard(listener: TrainingCapture) -> None:
@@ -183,8 +184,9 @@ def refuse_unheard(listener: TrainingCapture) -> None:
     if not listener.heard:
         raise UnsupportedError(
             message(
-                "Batch mode hears nn.RNN, nn.LSTM, nn.GRU and their cells, and there is none among the layers watched.",
+                "Batch mode records nn.RNN, nn.LSTM, nn.GRU and their cells, and none of them is among the watched "
+                "layers.",
                 got=", ".join(listener.others) or "no recurrent layer of torch's own",
-                hint="a probe shows every layer: rl.torch.watch(model, path, probe=(x, y), loss=loss)",
+                hint="a probe records every layer: rl.torch.watch(model, path, probe=(x, y), loss=loss)",
             )
         )

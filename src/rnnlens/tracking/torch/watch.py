@@ -236,7 +236,10 @@ class TorchWatch:
             except Exception as error:
                 self._lookout.remove()
                 self._lookout = None
-                _warn(f"Step {self.steps + 1} is not finite, and could not be written; training goes on.", error)
+                _warn(
+                    f"Step {self.steps + 1} is not finite, and its incident could not be saved; training goes on.",
+                    error,
+                )
 
     def step(self, loss: Any = None) -> None:
         """Count one step of a loop without a torch optimizer; not needed with one.
@@ -256,7 +259,7 @@ class TorchWatch:
         if self._steps.counted:
             raise InputError(
                 message(
-                    "watch.step() counts a step that optimizer.step() has counted already.",
+                    "watch.step() counts a step that optimizer.step() has already counted.",
                     hint="leave it out; watch.loss = loss before optimizer.step() records the loss",
                 )
             )
@@ -315,19 +318,21 @@ class TorchWatch:
         notes = []
         if self.world > 1:
             notes.append(
-                f"Rank {self.rank} of {self.world} writes, of its own samples; accumulated and applied weight "
+                f"Written by rank {self.rank} of {self.world}, from its own samples; accumulated and applied weight "
                 "gradients are those that the processes averaged."
             )
         if self._listener is not None and self._listener.others and self.plan.layers is None:
             cells = ", ".join(self._listener.others)
-            notes.append(f"Not heard in batch mode, since not of torch's own making: {cells}. A probe shows them.")
+            notes.append(
+                f"Not recorded in batch mode, since not layers of torch itself: {cells}. A probe records them."
+            )
         if self._listener is not None and self._taken not in (None, self._listener.backward):
             notes.append(
-                "Another optimizer stepped between two of these steps, on a backward pass of its own, which is not "
-                "shown; optimizer= names the one that is followed."
+                "Another optimizer stepped in between, after a backward pass of its own, "
+                "which is not recorded; optimizer= selects the optimizer to follow."
             )
         if self._listener is not None and self._listener.carried:
-            notes.append("Weight gradients were not set to zero before the step: those of earlier steps are in them.")
+            notes.append("Weight gradients were not zeroed before the step, so they include earlier steps.")
         return notes
 
     def _stepped(self) -> None:

@@ -148,7 +148,7 @@ class WatchedBatch(Batch):
 
     def __repr__(self) -> str:
         layers = ", ".join(self.layers)
-        return f"<rnnlens WatchedBatch> batch {self.step}, layers {layers}; .trace and .weights have all"
+        return f"<rnnlens WatchedBatch> batch {self.step}, layers {layers}; .trace and .weights have the values"
 
 
 def _as_check(again: CallReplay) -> Check:
@@ -159,12 +159,13 @@ def _notes(calls: Sequence[TrainingCall], scale: float, passes: int) -> list[str
     found = []
     if passes > 1:
         found.append(
-            f"Weight gradients are accumulated over {passes} backward passes; states and gradients are of the last."
+            f"Weight gradients are accumulated over {passes} backward passes; states and gradients are those of the "
+            "last."
         )
     if any(len(call.backwards) > 1 for call in calls):
         found.append("Several backward passes went through this forward; gradients are their sum.")
     if scale != 1.0:
-        found.append(f"The loss was scaled by {scale:g}; it is divided out.")
+        found.append(f"The loss was scaled by {scale:g}; the gradients are divided by it.")
     return found
 
 

@@ -44,7 +44,7 @@ def attempt(run: Callable[[], T]) -> tuple[T | None, str]:
         return None, str(reason)
     except AttributeError as error:
         if error.name == "plain":
-            return None, "the adapter of this framework cannot run a model plainly"
+            return None, "the adapter of this framework has no reference run"
         return None, _raised(error)
     except Exception as error:
         return None, _raised(error)
@@ -52,23 +52,23 @@ def attempt(run: Callable[[], T]) -> tuple[T | None, str]:
 
 def _raised(error: Exception) -> str:
     first = next(iter(str(error).strip().splitlines()), "")
-    return f"the model, run plainly, raised {type(error).__name__}: {first}"
+    return f"the reference run of the model raised {type(error).__name__}: {first}"
 
 
 def steadied(failed: Certificate, adapter: Adapter, model: Any, batch: Batch, first: ReferenceRun) -> Certificate:
     """Return a failed certificate, or "could not" if the reference run itself is random or chaotic."""
     again = _rerun_difference(adapter, model, batch, first)
     if again > 1e-6:
-        return _could_not(failed, "the model, run plainly twice, does not give the same numbers")
+        return _could_not(failed, "two reference runs of the model give different numbers")
     if batch.training and _rerun_difference(adapter, model, replace(batch, seed=(batch.seed or 0) + 1), first) > 1e-6:
-        why = "the model draws random numbers in training mode, and drew others when it was looked into"
+        why = "the model draws random numbers in training mode, and drew others in the traced run"
         return _could_not(failed, why)
     unit = epsilon(adapter.provenance(model).get("dtype"))
     moved = _rerun_difference(
         adapter, model, replace(batch, x=data.map_leaves(lambda leaf: _perturbed_leaf(leaf, unit), batch.x)), first
     )
     if all(check.ok or check.residual <= check.bound * moved / unit for check in failed.checks):
-        why = f"the model is chaotic: of data that are off by one rounding it makes outputs that are off by {moved:.1g}"
+        why = f"the model is chaotic: rounding its input changes its outputs by {moved:.1g}"
         return _could_not(failed, why)
     return failed
 
@@ -305,7 +305,7 @@ def compared(
         sides = [(x, a, b) for x, a, b in sides if _either(a, b)]
         comparisons.compare(INPUTS, "", [filled(a, b) for x, a, b in sides if not _flags(x)])
         if any(_flags(x) for x, _, _ in sides):
-            comparisons.left_out["inputs that hold nothing but 0 and 1"] = None
+            comparisons.left_out["inputs whose values are only 0 and 1"] = None
     _compare_weights(comparisons, adapter, model, ours, run)
     for boundary in ours.boundaries:
         comparisons.compare(boundary.comparison, boundary.layer, boundary.pairs, scale=boundary.scale)
@@ -336,7 +336,7 @@ def _compare_weights(
             comparisons.left_out[f"weights of {key[0]}, which the model computes from its parameters"] = None
             continue
         if any(one in ours.incomplete for one, _, _ in entries) or (name in whole and place.tied):
-            comparisons.left_out[f"weights of {key[0]}, which others share"] = None
+            comparisons.left_out[f"weights of {key[0]}, which are shared with other layers"] = None
             continue
         total = _difference(run.weight_grads.get(name), None if name in whole else beside.get(name))
         mine = sum(array for _, _, array in entries)
@@ -348,7 +348,7 @@ def _compare_weights(
         comparisons.compare(WEIGHTS, layer, pairs, scale=ours.scales[layer])
     unfollowed = ours.capture.inside - swept - whole
     if any(run.weight_grads.get(name) is not None for name in unfollowed):
-        comparisons.left_out["weights of recurrent layers whose gradients were not asked for"] = None
+        comparisons.left_out["weights of recurrent layers whose gradients were not requested"] = None
     others = [name for name in beside if name in whole or name not in swept | unfollowed]
     pairs = [filled(beside[n], run.weight_grads.get(n)) for n in others if _either(beside[n], run.weight_grads.get(n))]
     comparisons.compare(WEIGHTS, "other layers" if swept else "", pairs)

@@ -70,11 +70,11 @@ def certify_answer(request: GradientRequest, part: BatchTarget, answer: BatchGra
 def _out_of_reach(request: GradientRequest, part: BatchTarget) -> str:
     """Return why gradients cannot be compared with a reference run; "" if they can."""
     if request.cotangents is not None and request.with_loss:
-        return "the loss of several batches includes what the model itself adds"
+        return "the loss of several batches includes penalties that the model adds"
     if not request.of_loss and any(leaf.layer is not None or leaf.what != "output" for leaf in request.leaves):
-        return f"{part.target.text} lies inside the model, where a plain run cannot be looked at"
+        return f"{part.target.text} lies inside the model, where a reference run gives no value"
     if request.scale != 1.0:
-        return "the loss is scaled while gradients flow; a plain run scales nothing"
+        return "the loss is scaled in the backward pass, but not in the reference run"
     return ""
 
 
@@ -86,7 +86,7 @@ def _without_a_share(request: GradientRequest, part: BatchTarget) -> str:
     try:
         request.adapter.loss_of(request.model, part.batch, request.adapter.outputs_of(request.model, bare))
     except UnsupportedError:
-        return "the loss takes weights of the model themselves, of which no sample has a share"
+        return "the loss depends directly on weights of the model, which cannot be divided among samples"
     return ""
 
 

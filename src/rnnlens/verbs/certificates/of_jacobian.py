@@ -206,7 +206,7 @@ def claim_of(
     """Return a claim on a finished Jacobian for a reference run, or a certificate with the reason why there is none."""
     options = request.options
     if options.out is not None:
-        return Certificate("could not", why="it was written piece by piece, and is not read back")
+        return Certificate("could not", why="it was written to disk in chunks, which are not read back")
     looked = (options.measure, options.across, options.sketch, options.reduce is None)
     if not wanted(request.model, "jacobian", request.batch, (request.of, request.wrt), *looked):
         return Certificate()
@@ -218,15 +218,17 @@ def claim_of(
             return _through_whole_model(request, plan)
         return _claimed(request, plan, jacobian)
     except TooLargeError:
-        return Certificate("could not", request.adapter.engine, why="what was measured would not fit into the memory")
+        return Certificate(
+            "could not", request.adapter.engine, why="the compared rows are larger than the memory limit"
+        )
 
 
 def _why_not(request: JacobianRequest, plan: JacobianPlan) -> str:
     """Return why a Jacobian cannot be compared with a reference run; "" if it can."""
     if any(data.is_packed(leaf) for leaf in data.leaves_of(request.batch.x)):
-        return "a packed input has its steps in another order than the result"
+        return "a packed input orders its steps differently from the result"
     if request.options.rtol is not None:
-        return "rtol= left out rows on purpose"
+        return "rtol= pruned rows"
     if plan.dtype.kind != "f":
         return "it is not made of real numbers"
     return ""
@@ -257,7 +259,7 @@ def _through_whole_model(request: JacobianRequest, plan: JacobianPlan) -> WholeM
         except RnnlensError:
             continue
     inner = next(name for name in (request.of, request.wrt) if _is_inside(name))
-    why = f"{inner.text} lies inside the model, and its recurrences do not lie between an output and an input of floats"
+    why = f"{inner.text} lies inside the model, and no floating input and output enclose its recurrences"
     return Certificate("could not", request.adapter.engine, why=why)
 
 
@@ -368,7 +370,7 @@ def _pulled_through(
     value, pull = stretch(start)
     end = value if rest is None else rest(value)[0]
     if end.shape != whole.outputs[0].shape or residual(end, whole.outputs[0], scale=1.0) > bound:
-        raise CertificateError("its layers, called one after the other, do not give what the model gives")
+        raise CertificateError("its layers, called one after the other, give another output than the model")
     (cotangent,) = cotangents([value])
     return ReferenceRun(whole.outputs, input_grads=pull(np.asarray(cotangent)))
 

@@ -26,11 +26,13 @@ def a_clipping(name: str, value: Any) -> str | dict[str, float]:
         unknown = [kind for kind in value if kind not in KINDS]
         if unknown or len(value) != 1:
             hint = did_you_mean(unknown[0] if unknown else "", KINDS)
-            raise InputError(message(f"{name}= takes one way to clip.", got=shown(value), hint=hint))
+            raise InputError(message(f"{name}= takes exactly one way to clip.", got=shown(value), hint=hint))
         return {kind: number(above=0)(f"{name}[{kind!r}]", threshold) for kind, threshold in value.items()}
     if not isinstance(value, str) or value != "optimizer":
         expected, hint = '"optimizer" or a dict', '{"global_clipnorm": 1.0}'
-        raise InputError(message(f"{name}= is no such clipping.", got=shown(value), expected=expected, hint=hint))
+        raise InputError(
+            message(f"{name}= is not a way to clip gradients.", got=shown(value), expected=expected, hint=hint)
+        )
     return value
 
 
@@ -49,10 +51,13 @@ def rule(clip: str | Mapping[str, float], facts: ModelFacts) -> tuple[str, float
         return facts.clipping
     raise ModelError(
         message(
-            "There is no clipping to apply: the optimizer of this model does not clip.",
+            "The optimizer of this model does not clip gradients.",
             got=facts.optimizer or "no optimizer",
             expected="a compiled Keras model whose optimizer has clipvalue, clipnorm or global_clipnorm",
-            hint='say how: clip={"global_clipnorm": 1.0}; torch clips in the training loop, not in its optimizers',
+            hint=(
+                'state the clipping: clip={"global_clipnorm": 1.0}; torch clips in the training loop, not in its '
+                "optimizers"
+            ),
         )
     )
 

@@ -84,9 +84,11 @@ class Accumulator:
         if self.batches > 1 and self.combine is None:
             raise UnsupportedError(
                 message(
-                    "The target of several batches does not follow from the targets of each.",
+                    "The target over several batches cannot be computed from the targets of each batch.",
                     got="a norm or a callable over more than one batch",
-                    expected='combine="sum" or combine="mean" if it is one of these over samples; or per_sample=True',
+                    expected=(
+                        'combine="sum" or combine="mean", if it is a sum or a mean over samples; or per_sample=True'
+                    ),
                 )
             )
         weight = answer.samples if count is None else count
@@ -178,9 +180,9 @@ def _norm(grad: Array, dims: tuple[str, ...]) -> tuple[Array, tuple[str, ...]]:
 
 def _uneven(name: TensorName, first: tuple[int, ...], other: tuple[int, ...]) -> str:
     return message(
-        f"Batches differ in shape, so their gradients with respect to {name.text!r} cannot be put together.",
+        f"Batches differ in shape, so their gradients with respect to {name.text!r} cannot be concatenated.",
         got=f"{first} and {other}",
-        hint="pad all batches to one length and mask the padding, or ask batch by batch",
+        hint="pad all batches to one length and mask the padding, or call it batch by batch",
     )
 
 

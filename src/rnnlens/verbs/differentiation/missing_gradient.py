@@ -55,7 +55,7 @@ def _integer_input(trials: Experiments, name: TensorName) -> Reason | None:
     if not is_integer(leaves[name.index]):
         return None
     words = dtype_name(leaves[name.index])
-    sentence = f"{name.text} holds integers ({words}): nothing can be differentiated by them."
+    sentence = f"{name.text} holds integers ({words}): integers have no derivative."
     tables = trials.request.known.facts.having("embedding")
     remedy = " or ".join(_instead(trials.part, wrt=f'"{layer}.output"') for layer in tables)
     return Reason(name.text, "integer_input", sentence, remedy or 'pass floats: x.astype("float32")')
@@ -65,7 +65,7 @@ def _unused_layer(trials: Experiments, name: TensorName) -> Reason | None:
     layer = str(name.layer).partition("#")[0]
     if name.layer is None or trials.runs(layer):
         return None
-    sentence = f"Layer {layer!r} was not called in this forward pass: nothing depends on it."
+    sentence = f"Layer {layer!r} was not called in this forward pass, so the loss does not depend on it."
     return Reason(name.text, "unused_layer", sentence, f"call {layer!r} in the model, or leave it out of wrt=")
 
 
@@ -80,11 +80,11 @@ def _masked_out(trials: Experiments, name: TensorName) -> Reason | None:
         real = np.flatnonzero(mask.any(axis=0))
         if not mask[:, steps].any() and len(real):
             listing = ", ".join(map(str, steps[:5])) + (", ..." if len(steps) > 5 else "")
-            sentence = f"Every sample is masked at time {listing}: the state there is the one carried over."
+            sentence = f"Every sample is masked at time {listing}: the state there is the previous one, carried over."
             remedy = _instead(trials.part, at=f'{{"time": {int(real[0])}}}', wrt=f'"{name.text}"')
             return Reason(name.text, "masked_out", sentence, remedy)
     if masks and not any(mask.any() for mask in masks.values()):
-        sentence = "Every step of every sample is masked: no input reaches any state."
+        sentence = "Every step of every sample is masked, so no input reaches a state."
         return Reason(name.text, "masked_out", sentence, "rl.trace(model, x), variable mask, to see what masks it")
     return None
 
@@ -99,7 +99,7 @@ def _underflow(trials: Experiments, name: TensorName) -> Reason | None:
     if again is None or not np.any(again):
         return None
     size = float(np.abs(again).max())
-    sentence = f"The gradient underflows in {dtype}: its largest entry, {size:.1g}, became 0 on the way."
+    sentence = f"The gradient underflows in {dtype}: its largest entry, {size:.1g}, became 0 in the backward pass."
     remedy = "the same call on the model in float32; to train, a loss scale (LossScaleOptimizer, GradScaler)"
     return Reason(name.text, "underflow", sentence, remedy)
 
@@ -110,7 +110,7 @@ def _relu_dead(trials: Experiments, name: TensorName) -> Reason | None:
     if found is None:
         return None
     layer, count = found
-    sentence = f"All {count} outputs of the relu {layer!r} are 0 on this batch: no gradient passes it."
+    sentence = f"All {count} outputs of the relu {layer!r} are 0 on this batch: its gradient is 0."
     remedy = f'rl.trace(model, x, layers=["{layer}"]) shows it; a lower learning rate or a leaky relu revives it'
     return Reason(name.text, "relu_dead", sentence, remedy)
 
@@ -134,24 +134,24 @@ def _by_experiment(trials: Experiments, name: TensorName, *, exists: bool) -> Re
     of = _quoted(trials.target)
     answered = trials.response(name)
     if answered == "smoothly" and not exists:
-        sentence = f"{of} moves with {name.text}, but a stop_gradient or detach on the way hides it."
+        sentence = f"{of} depends on {name.text}, but a stop_gradient or detach in between blocks the gradient."
         elsewhere = _instead(trials.part, wrt="<a tensor behind it>")
         return Reason(
             name.text, "stop_gradient", sentence, f"{elsewhere}; remove it to train {name.layer or name.text!r}"
         )
     if answered in ("smoothly", "in jumps"):
         sentence = (
-            f"{of} moves with {name.text} in jumps only: there is an argmax, a rounding, a comparison or a "
-            "conversion to integers on the way."
+            f"{of} depends on {name.text} only in jumps: an argmax, a rounding, "
+            "a comparison or a conversion to integers lies in between."
         )
         before = _instead(trials.part, of='"<the layer before that>.output"', at=None, wrt=f'"{name.text}"')
         return Reason(name.text, "non_differentiable", sentence, before)
     if answered == "unknown":
-        sentence = f"No gradient arrives at {name.text} from {of}; why could not be found out by moving it."
+        sentence = f"{name.text} gets no gradient from {of}; perturbing it did not show why."
         remedy = _instead(trials.part, of='"output"', at=None, wrt=f'"{name.text}"')
         return Reason(name.text, "unknown", sentence, remedy)
     if exists:
-        sentence = f"A path leads from {name.text} to {of}, but the target does not move along it here."
+        sentence = f"{of} is connected to {name.text}, but does not change with it on this batch."
         return Reason(name.text, "no_effect", sentence, "another batch, or reduce= with weights: a sum may cancel")
     return _not_on_path(trials, name)
 
@@ -166,7 +166,7 @@ def _not_on_path(trials: Experiments, name: TensorName) -> Reason:
     whole = replace(trials.request, named=(TensorName("output", "output"),), function=None, scale=1.0)
     if target.text not in ("output", "loss") and trials.response(name, whole, output) != "not":
         remedy = _instead(trials.part, of='"output"', at=None, wrt=f'"{name.text}"')
-        sentence = f"{name.text} moves the output, not {of}: the branch from there to the output was cut off."
+        sentence = f"{name.text} affects the output, but not {of}: the branch between them was cut off."
         return Reason(name.text, "not_on_path", sentence, remedy)
     sentence = f"{of} does not depend on {name.text}; nor does the output of the model on this batch."
     return Reason(name.text, "not_on_path", sentence, f"leave it out of wrt=, or see how {name.layer!r} is used")
@@ -244,9 +244,11 @@ def _frozen(request: GradientRequest, name: TensorName) -> Reason | None:
     if name.what != "weight" or is_trainable(name, request.known):
         return None
     if name.key in request.known.weights[str(name.layer)].statistics:
-        sentence = f"{name.text} is a statistic that the layer keeps, not a weight that training moves."
-        return Reason(name.text, "frozen", sentence, "rl.gradients(..., training=True), where the batch has its own")
-    sentence = f"{name.text} is frozen: this is its gradient, and training does not act on it."
+        sentence = f"{name.text} is a running statistic of the layer, not a trained weight."
+        return Reason(
+            name.text, "frozen", sentence, "rl.gradients(..., training=True), which uses the statistics of the batch"
+        )
+    sentence = f"{name.text} is frozen: this is its gradient, but training does not change it."
     return Reason(name.text, "frozen", sentence, f"make {name.layer} trainable to train it")
 
 

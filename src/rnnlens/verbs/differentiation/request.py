@@ -165,7 +165,7 @@ def ask(adapter: Adapter, model: Any, run: Batch, arguments: GradientArguments) 
     named, function, words = _target(arguments.of, known)
     asked, lone = _tensors(arguments.wrt, known)
     if named and named[0].what == "loss" and function is None and (arguments.at or arguments.reduce is not None):
-        raise InputError(message("The loss is one number: there is nothing to select or reduce.", got="at= or reduce="))
+        raise InputError(message("The loss is one number, so at= and reduce= do not apply.", got="at= or reduce="))
     axes = ModelAxes(adapter, model, arguments.axes, known)
     wrt = asked if arguments.clip is None else _with_all_clipped(asked, arguments, known)
     return GradientRequest(
@@ -258,7 +258,7 @@ def _with_all_clipped(asked: Sequence[TensorName], arguments: GradientArguments,
     """Return the requested weights and all trainable ones, as an optimizer clips by the norm of all."""
     if any(name.what != "weight" for name in asked) or arguments.per_sample or arguments.measure is not None:
         got = "clip= with other tensors, per_sample or measure"
-        raise InputError(message("Optimizers clip the gradients of weights, of a batch.", got=got))
+        raise InputError(message("Optimizers clip the weight gradients of a whole batch.", got=got))
     return list(dict.fromkeys([*asked, *trainable(known)]))
 
 

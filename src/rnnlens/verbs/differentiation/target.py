@@ -76,7 +76,7 @@ class Target:
         if self.total is None:
             raise InputError(
                 message(
-                    "Samples can be selected only where it is known how many there are.",
+                    "Samples can be selected only from data of known length.",
                     got=f"at={dict(self.at)!r} of a source of batches",
                     hint="at= without sample, and per_sample=True",
                 )
@@ -152,7 +152,7 @@ class Target:
         except (TypeError, ValueError):
             raise InputError(
                 message(
-                    "The weights of reduce= do not fit the target.",
+                    "The weights of reduce= do not match the shape of the target.",
                     got=f"shape {np.shape(self.reduce)}",
                     expected=f"what broadcasts to {_sized(chosen)}; or one of {', '.join(REDUCTIONS)}, or a callable",
                 )
@@ -174,12 +174,13 @@ class Target:
     def _not_one_number(self, chosen: xr.DataArray, count: int) -> str:
         per = " per sample" if self.per_sample else ""
         return message(
-            f"{self.text} is not one number{per}: a gradient needs one, and no sum over outputs is taken silently.",
+            f"{self.text} is not one number{per}. A gradient needs one number, and rnnlens does not sum outputs "
+            "unless told to.",
             got=f"{_sized(chosen)}, {count} numbers{per}",
             expected='reduce="sum", "mean", "norm", weights or a callable; or at= to select steps and units',
-            hint=f'rl.jacobian(model, x, of="{self.text}") for the derivative of every number by itself'
+            hint=f'rl.jacobian(model, x, of="{self.text}") for the derivative of each number separately'
             if not self.text.startswith("<")
-            else "rl.jacobian(model, x) for the derivative of every number by itself",
+            else "rl.jacobian(model, x) for the derivative of each number separately",
         )
 
 
@@ -196,7 +197,7 @@ def select(whole: xr.DataArray, at: Mapping[str, Any], name: str) -> xr.DataArra
                     f"The target has no dimension {dim!r}.",
                     got=f"at={dict(at)!r}",
                     expected=_sized(whole),
-                    hint=f"say which axis counts steps: {axes_to_type(name, [(one,) for one in names], unnamed)}"
+                    hint=f"name the axis that counts steps: {axes_to_type(name, [(one,) for one in names], unnamed)}"
                     if say
                     else did_you_mean(dim, names),
                 )

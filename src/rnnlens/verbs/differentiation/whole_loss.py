@@ -218,7 +218,7 @@ def _joined(parts: list[Array], layout: Layout, counts: Sequence[int], index: in
         got = " and ".join(dict.fromkeys(str(part.shape) for part in parts))
         raise UnsupportedError(
             message(
-                "Outputs of batches differ in length, so they cannot be those of one batch.",
+                "Outputs of batches differ in length, so they cannot be concatenated.",
                 got=f"output {index} of shapes {got}",
                 hint="pad all batches to one length; in torch pad_packed_sequence(..., total_length=x.shape[1])",
             )
@@ -234,16 +234,16 @@ def _digest(tree: Any) -> list[bytes]:
 
 def _mixed(why: str) -> str:
     return message(
-        "Samples do not stand for themselves: the answer for the whole data set is not to be had batch by batch.",
+        "The samples depend on each other, so the result of the whole data set cannot be computed batch by batch.",
         got=why,
-        expected="a model that treats each sample alone, or all samples as one batch",
+        expected="a model that treats samples independently, or all samples as one batch",
         hint="training=False, or batch_size=None",
     )
 
 
 def _not_by_sample(index: int) -> str:
     return message(
-        "The loss takes an output that has no axis of samples, so it cannot be put together from batches.",
+        "The loss uses an output without a sample axis, so it cannot be computed from batches.",
         got=f"output {index} of the model",
         expected='combine="mean" or "sum", or all samples as one batch',
     )
@@ -251,7 +251,7 @@ def _not_by_sample(index: int) -> str:
 
 def _another_order() -> str:
     return message(
-        "The data set gave other samples when it was read a second time, and this loss needs the outputs of all.",
-        expected='combine="mean" or "sum" if the loss is one of these over samples; or data in a fixed order',
+        "The data set returned other samples when read a second time, and this loss needs the outputs of all samples.",
+        expected='combine="mean" or "sum", if the loss is a mean or a sum over samples; or data in a fixed order',
         hint="shuffle=False",
     )

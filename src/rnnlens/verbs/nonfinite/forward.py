@@ -90,7 +90,7 @@ def in_a_cell(run: Replay, spot: NonfiniteValue) -> str:
             found = singularity(function, float(values[position]))
             if found:
                 return f"{found} in the cell, with {name} {values[position]:.3g} at {dim} {position}; {before}"
-    return f"what the cell makes of {before}"
+    return f"the cell's output from {before}"
 
 
 def _suspects(values: Array) -> list[int]:
@@ -138,7 +138,7 @@ def in_the_forward_pass(looked: ObservedRun) -> Iterator[Origin]:
         spot = looked.first(Port("output", index=i), "value", array)
         if spot is not None:
             name = "output" if len(looked.returned) == 1 else f"output[{i}]"
-            fed = "what the model makes of its layers' outputs, which are finite"
+            fed = "an operation of the model on the outputs of its layers, which are finite"
             yield Origin("forward", name, "value", spot.value, spot.index, fed_by=fed)
 
 
@@ -148,7 +148,7 @@ def _before(looked: ObservedRun, node: Node, layer: str) -> Iterator[Origin]:
     taken = looked.value_at(port)
     spot = None if taken is None else looked.first(port, "input", taken)
     if spot is not None:
-        fed = f"what the model itself computes between layers, of {below(looked, node, spot)}"
+        fed = f"an operation of the model between layers, on {below(looked, node, spot)}"
         yield Origin("forward", layer, "input", spot.value, spot.index, fed_by=fed)
 
 
@@ -160,7 +160,7 @@ def _in_recurrence(looked: ObservedRun, node: Node, replayed: ObservedCall) -> I
     if spot.quantity == "input":
         origin = replace(origin, fed_by=below(looked, node, spot, replayed))
     elif spot.quantity.startswith("initial_"):
-        origin = replace(origin, fed_by="the state that the layer started from")
+        origin = replace(origin, fed_by="the initial state of the layer")
     else:
         origin = replace(origin, fed_by=_fed_by(replayed, spot))
     yield origin
@@ -291,7 +291,7 @@ def _located(looked: ObservedRun) -> Origin | None:
     value, gradients = loss(loss.leaves)
     if math.isfinite(value):
         return Origin(
-            "loss", "loss", "value", float(looked.capture.loss or 0), fed_by="what the model adds to its loss"
+            "loss", "loss", "value", float(looked.capture.loss or 0), fed_by="a penalty that the model adds to its loss"
         )
     sample = loss.guilty()
     some = slice(None) if sample is None else slice(sample, sample + 1)

@@ -214,7 +214,7 @@ def _projection(reduce: Any, size: int) -> Rows | None:
     if matrix.ndim != 2 or matrix.shape[1] != size or not np.isfinite(matrix).all():
         raise InputError(
             message(
-                "reduce= does not fit the output units.",
+                "reduce= does not match the number of output units.",
                 got=f"shape {np.shape(to_host(reduce))}",
                 expected=f"({size},) or (k, {size}), finite",
             )
@@ -248,7 +248,7 @@ def _chosen_times(at: Mapping[str, Any], dim: str, count: int | None) -> list[in
         )
     if ((asked < -count) | (asked >= count)).any():
         raise InputError(
-            message(f"{argument} names a step that is not there.", got=repr(times), expected=f"0 to {count - 1}")
+            message(f"{argument} names a step that does not exist.", got=repr(times), expected=f"0 to {count - 1}")
         )
     found = [int(t) % count for t in asked]
     if len(set(found)) < len(found):
@@ -262,7 +262,7 @@ def _refuse_many_probes(sketch: int, of: JacobianEnd, samples: int, limit: int) 
     if sketch * each > limit:
         raise TooLargeError(
             message(
-                "The random probes of sketch= would not fit into the memory granted.",
+                "The random probes of sketch= is larger than the memory limit.",
                 got=f"sketch={sketch}: {format_memory(sketch * each)}",
                 expected=f"at most {format_memory(limit)} (memory=)",
                 hint=f"sketch={max(2, min(100, limit // each))}; without sketch= the norm is exact and often cheaper",

@@ -44,7 +44,7 @@ def refuse_without_mean(options: JacobianOptions) -> None:
         raise InputError(message("The time Jacobian of a data set keeps no samples.", expected=expected))
     for name in ("sketch", "rtol", "out"):
         if getattr(options, name) is not None:
-            what = f"{name}= is for one batch: its errors, or its file, are those of a batch."
+            what = f"{name}= applies to one batch, not to a data set."
             raise UnsupportedError(message(what, got=f"{name}= and a data set", expected="one batch"))
 
 
@@ -62,7 +62,7 @@ def mean_over(jacobians: Iterable[tuple[ResultArray, int]]) -> ResultArray:
         first = found if first is None else first
         if found.shape != first.shape:
             got, hint = f"{found.sizes} after {first.sizes}", "pad all batches to one length"
-            raise InputError(message("Batches differ in length, so they have no mean.", got=got, hint=hint))
+            raise InputError(message("Batches differ in length, so their mean is not defined.", got=got, hint=hint))
         total, samples = total + found.values.astype(np.float64) * count, samples + count
         for check in found.checks:
             known = checks.setdefault((check.name, check.layer), check)
@@ -205,7 +205,7 @@ class ZarrTarget:
         self, path: str | PathLike[str], labels: JacobianLabels, tally: WorkCount, checks: Sequence[Check]
     ) -> None:
         if Path(path).suffix.lower() != ".zarr":
-            raise FileError(message("out= is written piece by piece.", got=str(path), expected="a path in .zarr"))
+            raise FileError(message("out= is written in chunks.", got=str(path), expected="a path in .zarr"))
         self.path, self.asked = check_path(path), Path(path)
         self.labels, self.tally, self.checks = labels, tally, checks
         self.shape, self.dtype = labels.plan.shape, labels.plan.dtype

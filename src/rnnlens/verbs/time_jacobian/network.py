@@ -305,10 +305,10 @@ def _samples_of(inside: ReplayedLayers) -> int:
         listing = ", ".join(f"{layer}: {count}" for layer, count in counts.items())
         raise UnsupportedError(
             message(
-                "Recurrent layers run on different numbers of samples: some fold samples with another axis.",
+                "Recurrent layers run on different numbers of samples: some merge the sample axis with another axis.",
                 got=listing,
                 expected="one number of samples, for a time Jacobian of (sample, out_time, in_time)",
-                hint="a Jacobian of the inner layer by itself: of= and wrt= within a model of that part",
+                hint="a Jacobian of the inner layer alone: of= and wrt= in a model of that part",
             )
         )
     return next(iter(counts.values()))
@@ -338,12 +338,12 @@ def _outer_end(name: TensorName, around: SegmentGraph) -> JacobianEnd:
 def disconnected(of: JacobianEnd, wrt: JacobianEnd) -> DisconnectedError:
     """Return the error for two ends without a path."""
     if of.name == wrt.name:
-        what = f"{of.name.text} is what leaves the layer: no step of it is made from another."
+        what = f"{of.name.text} is the output of the layer: no step of it is computed from another."
         hint = f'of="{of.name.layer}.hidden", wrt="{of.name.layer}.hidden": from state to state'
         return DisconnectedError(message(what, got=f"of={of.name.text!r} and wrt={wrt.name.text!r}", hint=hint))
     return DisconnectedError(
         message(
-            f"Nothing leads from {wrt.name.text} to {of.name.text}.",
+            f"{of.name.text} does not depend on {wrt.name.text}.",
             got="a gradient that is zero for every sample, step and unit",
             expected="wrt= below of=",
             hint="rl.gradients(...) says why; rl.layers(model) lists the recurrent layers in the order of their calls",

@@ -276,7 +276,7 @@ def _part(
     if rtol is not None:
         raise UnsupportedError(
             message(
-                "rtol= prunes sweeps through one recurrent layer with nothing but time-local layers around it.",
+                "rtol= prunes sweeps through one recurrent layer with only time-local layers around it.",
                 got=f"rtol={rtol}",
                 hint="leave rtol= out, or of= and wrt= that enclose one recurrent layer",
             )
@@ -292,7 +292,7 @@ def _chosen_mode(direct: DirectRoute | None, mode: str) -> str:
         if mode == "forward":
             raise UnsupportedError(
                 message(
-                    "A forward sweep goes through one recurrent layer with nothing but time-local layers around it.",
+                    "A forward sweep goes through one recurrent layer with only time-local layers around it.",
                     got='mode="forward"',
                     hint='mode="reverse", or of= and wrt= that enclose one recurrent layer',
                 )
@@ -318,10 +318,10 @@ def _refuse_too_large(size: int, memory: int, ends: JacobianEnds) -> None:
         hints.append(f"{one} ({format_memory(size // len(ends.out_times))})")
     if not ends.average:
         hints.append('across="mean"')
-    hints.append('out="jacobian.zarr", which is written piece by piece')
+    hints.append('out="jacobian.zarr", which is written in chunks')
     raise TooLargeError(
         message(
-            "The time Jacobian would not fit into the memory granted.",
+            "The time Jacobian is larger than the memory limit.",
             got=f"a result of {format_memory(size)}",
             expected=f"at most {format_memory(memory)} (memory=)",
             hint="; or ".join(hints),

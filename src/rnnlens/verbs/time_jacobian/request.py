@@ -41,7 +41,7 @@ class JacobianOptions:
         if self.mode == "forward":
             raise InputError(message("A sketch is pulled back.", got='mode="forward"', expected='"auto" or "reverse"'))
         if self.out is not None:
-            what = "A sketch cannot be written piece by piece."
+            what = "A sketch cannot be written in chunks."
             raise InputError(message(what, got="sketch= and out=", hint="save it"))
 
 
@@ -131,7 +131,5 @@ def refuse_integers(wrt: TensorName, batch: Batch, known: Catalogue) -> None:
         return
     hint = " or ".join(f'wrt="{layer}.output"' for layer in known.facts.having("embedding")) or 'x.astype("float32")'
     raise InputError(
-        message(
-            "Integers cannot be differentiated by.", got=f"{wrt.text} of dtype {kind}", expected="floats", hint=hint
-        )
+        message("Integers have no derivative.", got=f"{wrt.text} of dtype {kind}", expected="floats", hint=hint)
     )

@@ -128,7 +128,7 @@ def test_scores_between_decoder_and_encoder_are_asked_for(name, D, T):
         close(rl.jacobian(model, x, wrt=wrt, axes=encoder), expected.swapaxes(1, 2))
     wrt = "input[0]" if len(leaves) > 1 else "input"
     asked = {"of": "output", "at": {"time": 0}, "reduce": "sum", "wrt": wrt}
-    with pytest.raises(rl.errors.InputError, match="say which axis counts steps: axes=") as error:
+    with pytest.raises(rl.errors.InputError, match="name the axis that counts steps: axes=") as error:
         rl.gradients(model, x, **asked)
     for axes, axis in zip(told(error), (1, 2), strict=True):
         leaf = leaves[0].clone().requires_grad_()

@@ -60,12 +60,12 @@ def test_ids_time_first_in_batches(sizes, size):
     close(rl.gradients(model, x, y, axes={"y": ("time", "sample")}, **asked), expected)
     folded = y.reshape(-1)
     close(rl.gradients(model, x, folded, axes={"y": (("time", "sample"),)}, **asked), expected)
-    with pytest.raises(rl.errors.InputError, match="say so: axes="):
+    with pytest.raises(rl.errors.InputError, match="name the axes: axes="):
         rl.gradients(model, x, folded, **asked)
     if samples != steps:
         close(rl.gradients(model, x, y, **asked), expected)
     else:  # nothing tells one axis of these labels from the other
-        with pytest.raises(rl.errors.InputError, match="say so: axes="):
+        with pytest.raises(rl.errors.InputError, match="name the axes: axes="):
             rl.gradients(model, x, y, **asked)
 
 
@@ -275,7 +275,7 @@ def test_what_the_user_says_of_the_axes_holds():
         head=nn.Linear(H, V),
     )
     x = torch.arange(9).reshape(3, 3)
-    with pytest.raises(rl.errors.InputError, match="say so: axes="):
+    with pytest.raises(rl.errors.InputError, match="name the axes: axes="):
         rl.gradients(model, x, of="output", reduce="sum", wrt="head/bias", batch_size=1)
     named = rl.trace(model, x, layers=["head"], axes={"head.output": ("time", "sample", "class")})["head"].output
     assert named.dims == ("sample", "time", "class")

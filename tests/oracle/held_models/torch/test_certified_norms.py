@@ -133,7 +133,7 @@ def test_what_would_not_fit_is_not_certified():
             return self.rnn(x)[0]
 
     found = rl.jacobian(Wide(), torch.randn(2, 3, 300), measure="norm", memory="1 KiB")
-    assert found.attrs["certificate"] == "could not certify: what was measured would not fit into the memory"
+    assert found.attrs["certificate"] == "could not certify: the compared rows are larger than the memory limit"
 
 
 def test_a_probe_starts_at_some_of_many_steps(monkeypatch):
