@@ -20,7 +20,7 @@ def integer_input(dtype: str) -> tuple[str, str, str]:
 def not_on_path(name: str) -> tuple[str, str, str]:
     return (
         "not_on_path",
-        f'{name} moves the output, not "{TARGET}": the branch from there to the output was cut off.',
+        f'{name} affects the output, but not "{TARGET}": the branch between them was cut off.',
         call(f'"{name}"', of="output"),
     )
 
@@ -28,7 +28,7 @@ def not_on_path(name: str) -> tuple[str, str, str]:
 def stop_gradient(name: str, layer: str) -> tuple[str, str, str]:
     return (
         "stop_gradient",
-        f'"{TARGET}" moves with {name}, but a stop_gradient or detach on the way hides it.',
+        f'"{TARGET}" depends on {name}, but a stop_gradient or detach in between blocks the gradient.',
         f"{call('<a tensor behind it>')}; remove it to train '{layer}'",
     )
 
@@ -36,8 +36,8 @@ def stop_gradient(name: str, layer: str) -> tuple[str, str, str]:
 def non_differentiable(name: str) -> tuple[str, str, str]:
     return (
         "non_differentiable",
-        f'"{TARGET}" moves with {name} in jumps only: there is an argmax, a rounding, a comparison or a conversion to '
-        "integers on the way.",
+        f'"{TARGET}" depends on {name} only in jumps: an argmax, a rounding, a comparison or a conversion to '
+        "integers lies in between.",
         call(f'"{name}"', of="<the layer before that>.output"),
     )
 

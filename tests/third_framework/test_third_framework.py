@@ -196,7 +196,7 @@ def test_the_model_is_left_as_found(model, data):
 
 
 def test_a_model_of_nobody_is_refused():
-    with pytest.raises(ModelError, match="not a model that rnnlens knows"):
+    with pytest.raises(ModelError, match="not a model of a supported framework"):
         rl.layers(object())
 
 

@@ -221,7 +221,7 @@ def test_half_precision_comes_out_as_float32_with_a_note(policy):
     arrays = [call.input, call.output, call.output_grad, call.cell.kernel, *call.weight_grads.values()]
     assert {str(a.dtype) for a in arrays} <= {"float32", "float64"}
     assert str(call.output.dtype) == "float32"
-    assert capture.notes == [f"Computed in {policy[6:]}, shown as float32; the loss scale is not applied."]
+    assert capture.notes == [f"Computed in {policy[6:]}, shown as float32, without the loss scale."]
     np.testing.assert_allclose(call.output, reference_of(call).states[0], atol=0.02)
 
 

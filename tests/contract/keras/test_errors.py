@@ -148,7 +148,7 @@ def test_what_cannot_be_traced_is_listed_and_refused_by_name(kind):
     if kind == "channels first":
         layer = keras.layers.ConvLSTM1D(2, 2, data_format="channels_first", name="r")
         model = keras.Model(inputs, layer(inputs))
-        reason = "its states have axes of space, and its equations are not known."
+        reason = "its states have spatial axes, and rnnlens does not have its equations."
     else:
         model = keras.Model(inputs, keras.layers.TimeDistributed(keras.layers.LSTM(2, name="r"), name="td")(inputs))
         reason = "LSTM inside TimeDistributed runs once per outer step."

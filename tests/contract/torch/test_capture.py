@@ -369,7 +369,7 @@ def test_errors_about_the_loss():
         (torch.zeros(0, T, F), ["x is empty.", "shape (0, 4, 2)", "at least 1 sample"]),
         (torch.zeros(B, 0, F), ["x is empty.", "shape (3, 0, 2)", "at least 1 time step"]),
         (torch.zeros(B, T, F + 1), ["'rnn'", "wrong number of features", "(3, 4, 3), 3 features", "2 features"]),
-        (torch.zeros(B, T, F, 1), ["'rnn'", "wrong rank", "(3, 4, 2, 1)", "2 axes or 3 axes"]),
+        (torch.zeros(B, T, F, 1), ["'rnn'", "wrong number of axes", "(3, 4, 2, 1)", "2 axes or 3 axes"]),
         (np.array([["a", "b"]]), ["x is not numeric.", "dtype <U1"]),
         ("data.npz", ["x is not numeric data.", "'data.npz'"]),
     ],
@@ -429,7 +429,7 @@ def test_a_named_cell_that_is_none_is_refused_with_the_reason():
     assert list(rl.trace(model, x)) == ["rnn"]
     with rl.torch.cell(model.odd):
         text = error_text(UnsupportedError, lambda: rl.trace(model, x))
-    assert "Module 'odd' was named a cell" in text
+    assert "Module 'odd' was declared a cell" in text
     assert "takes 2 state tensors and returns 1 tensors" in text
     assert "a torch.nn.Module" in error_text(InputError, lambda: rl.torch.cell("odd"))
 
@@ -457,7 +457,7 @@ def test_dropout_inside_a_cell_is_refused_in_training():
     model, (x, _) = Model(), data()
     assert list(rl.trace(model, x, loss=lambda out: out.sum())) == ["cell"]
     text = error_text(UnsupportedError, lambda: rl.trace(model, x, loss=lambda out: out.sum(), training=True))
-    assert "'cell' holds a Dropout ('drop')" in text
+    assert "'cell' contains a Dropout ('drop')" in text
 
 
 # Layers ---------------------------------------------------------------------------------------------------------------

@@ -227,7 +227,7 @@ def test_a_model_that_cannot_be_made_anew_says_so():
         def forward(self, x):
             return self.net(x) * self.scale
 
-    with pytest.raises(UnsupportedError, match="cannot be initialised again"):
+    with pytest.raises(UnsupportedError, match="cannot be re-initialised"):
         rl.diagnose(Own(), white(), white()[:, -2], baseline="init")
 
 
@@ -271,7 +271,7 @@ def test_compared_side_by_side():
     ("change", "words"),
     [
         ({"task": "regression"}, "task= is not understood"),
-        ({"x": np.zeros((100,), "float32")}, "no time to look back over"),
+        ({"x": np.zeros((100,), "float32")}, "no earlier time step"),
         ({"x": white()[:1]}, "no other sample to compare with"),
         ({"y": np.zeros((3, 1))}, "The target does not fit"),
         ({"baseline": "start"}, "baseline= is not understood"),

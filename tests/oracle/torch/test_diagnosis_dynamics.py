@@ -122,7 +122,7 @@ def test_comparisons_print_differences_and_no_numbers_where_memory_is_unknown():
 def test_batches_of_unequal_length_are_one_clear_error():
     x = np.random.default_rng(0).normal(size=(128, 20, 1)).astype("float32")
     batches = [(x[:64], x[:64, -4]), (x[64:, :15], x[64:, -4])]
-    with pytest.raises(InputError, match="The batches differ in more than the number of samples"):
+    with pytest.raises(InputError, match="The batches differ in other axes than the number of samples"):
         rl.diagnose(tap(3), iter(batches))
 
 

@@ -161,11 +161,11 @@ def test_one_of_several_outputs_is_asked_for():
     assert memories == [2, 10, 2, 10]
     turned = dict(reversed(y.items()))
     assert float(rl.diagnose(net, x, turned, output="far")["model"].skill) > 0.99
-    with pytest.raises(InputError, match="the targets need theirs"):
+    with pytest.raises(InputError, match="the targets need the same names"):
         rl.diagnose(net, x, tuple(y.values()))
     with pytest.raises(InputError, match="'near', 'far'"):
         rl.diagnose(net, x, y, output="middle")
-    with pytest.raises(InputError, match="output= is beyond what there is"):
+    with pytest.raises(InputError, match="output= exceeds the number of outputs"):
         rl.diagnose(net, x, y, output=2)
     with pytest.raises(InputError, match="step= is beyond the output"):
         rl.diagnose(TimeFirst(3, sequence=True), x.transpose(1, 0, 2), None, step=STEPS)

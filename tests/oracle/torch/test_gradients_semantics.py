@@ -192,7 +192,7 @@ def test_clipping_counts_weights_that_were_not_asked_for(model, kind):
 
 
 def test_torch_optimizers_do_not_clip(model):
-    with pytest.raises(ModelError, match="There is no clipping to apply"):
+    with pytest.raises(ModelError, match="does not clip gradients"):
         rl.gradients(model, X, Y, loss=mse, clip="optimizer")
 
 
@@ -233,15 +233,15 @@ def test_sample_weights(model):
     [
         (
             {"of": "output"},
-            "output is not one number: a gradient needs one, and no sum over outputs is taken silently.\n"
+            "output is not one number. A gradient needs one number, and rnnlens does not sum outputs unless told to.\n"
             "  got:      (sample: 7, unit: 2), 14 numbers\n"
             '  expected: reduce="sum", "mean", "norm", weights or a callable; or at= to select steps and units\n'
             '  try:      rl.jacobian(model, x, of="output") for the derivative of each number separately',
         ),
         (
             {"of": "lstm.hidden", "at": {"time": 2}, "per_sample": True},
-            "lstm.hidden is not one number per sample: a gradient needs one, "
-            "and no sum over outputs is taken silently.\n"
+            "lstm.hidden is not one number per sample. "
+            "A gradient needs one number, and rnnlens does not sum outputs unless told to.\n"
             "  got:      (sample: 7, unit: 4), 4 numbers per sample\n"
             '  expected: reduce="sum", "mean", "norm", weights or a callable; or at= to select steps and units\n'
             '  try:      rl.jacobian(model, x, of="lstm.hidden") for the derivative of each number separately',

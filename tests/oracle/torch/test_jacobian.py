@@ -343,7 +343,7 @@ WRONG = {
     "a step too far": (
         {"at": {"out_time": [T]}},
         rl.errors.InputError,
-        "at['out_time'] names a step that is not there.",
+        "at['out_time'] names a step that does not exist.",
     ),
     "a step twice": ({"at": {"in_time": [0, -T]}}, rl.errors.InputError, "at['in_time'] names a step twice."),
     "a measure": ({"measure": "nrom"}, rl.errors.InputError, "did you mean 'norm'?"),
@@ -375,4 +375,4 @@ def test_a_forward_sweep_that_cannot_be_is_refused():
 def test_nothing_leads_upwards():
     with pytest.raises(rl.errors.DisconnectedError) as error:
         rl.jacobian(made(num_layers=2), data(), of="rnn[0].hidden", wrt="rnn[1].hidden")
-    assert str(error.value).splitlines()[0] == "Nothing leads from rnn[1].hidden to rnn[0].hidden."
+    assert str(error.value).splitlines()[0] == "rnn[0].hidden does not depend on rnn[1].hidden."

@@ -156,7 +156,7 @@ class TestSingleStep:
         with pytest.raises(rl.errors.InputError) as error:
             rl.jacobian(model, x)
         assert str(error.value) == (
-            "The time Jacobian needs to know which axis of 'input' counts steps, and that could not be found out.\n"
+            "The time Jacobian needs the axis of 'input' that counts steps, and rnnlens could not determine it.\n"
             "  got:      axes (sample, axis_1, feature)\n"
             "  try:      name the axes: axes={'input': (..., 'time', ...)}, one name for each axis"
         )

@@ -75,7 +75,7 @@ def test_samples_on_the_second_axis(x):
 def test_refused_by_name(model, x):
     with pytest.raises(InputError, match="keeps no samples"):
         rl.jacobian(model, x, batch_size=2)
-    with pytest.raises(UnsupportedError, match="sketch= is for one batch"):
+    with pytest.raises(UnsupportedError, match="sketch= applies to one batch"):
         rl.jacobian(model, x, batch_size=2, across="mean", sketch=4)
     with pytest.raises(InputError, match="Batches differ in length"):
         rl.jacobian(model, iter([x, x[:, :3]]), across="mean")

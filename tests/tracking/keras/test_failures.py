@@ -37,7 +37,7 @@ def test_a_model_without_input_is_followed(tmp_path, mode):
     assert not run.gaps
     steps = run.steps.values.tolist()
     assert steps[-3:] == [2, 4, 6]
-    late = any("did not exist before its first batch" in note for note in run.notes)
+    late = any("built by its first batch" in note for note in run.notes)
     if mode == "probe":
         assert steps[0] == int(late)  # of the weights before training, or of those that the first step left
 

@@ -387,7 +387,7 @@ def test_direct_gradients_from_the_step_itself(data, untouched):
 
     def look(batch):
         heard = batch.traced(layers=["lstm", "gru"], quantities="output_grad")
-        assert (ENGINE == "jax") != any("nothing was run again" in note for note in heard.notes)
+        assert (ENGINE == "jax") != any("without a second pass" in note for note in heard.notes)
         mine = batch["lstm"].output_grad
         assert ("trace" in vars(batch)) == (ENGINE == "jax")
         np.testing.assert_array_equal(mine, (batch.trace if ENGINE == "jax" else heard)["lstm"].output_grad)
@@ -492,7 +492,7 @@ def test_what_is_no_probe(probe, tmp_path):
         ({"keep": ["hiden_grad"]}, "no quantity"),
         ({"probe": (1, 2), "on_batch": print}, "on_batch= is of batches"),
         ({"probe": (1, 2), "direct": "lstm"}, "direct= is of batches"),
-        ({"epochs": (1,)}, "there is none"),
+        ({"epochs": (1,)}, "there is no probe"),
         ({"probe": (1, 2), "epochs": 3}, "epochs= are whole numbers"),
         ({"every": -1, "batches": 2}, "no schedule"),
         ({"evry": 3}, "Watch cannot be called like this.*did you mean 'every'"),
@@ -565,5 +565,5 @@ def test_a_report_that_cannot_be_written_does_not_end_training(tmp_path, data, m
     x, y, weight = data
     broken = np.array(x)
     broken[0, 0, 0] = np.nan
-    with pytest.warns(TrackingWarning, match="is not finite, and could not be written"):
+    with pytest.warns(TrackingWarning, match="is not finite, and its incident could not be saved"):
         fitted(network(), (broken, y, weight), [rl.keras.Watch(batches=0, on_nonfinite="report")])

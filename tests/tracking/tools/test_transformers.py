@@ -170,7 +170,7 @@ def test_silence_says_why(tmp_path):
         train(tmp_path / "t", [rl.transformers.Watch(tmp_path / "a.zarr")])
 
 
-@pytest.mark.parametrize("probe", [False, True], ids=["report alone", "beside a probe"])
+@pytest.mark.parametrize("probe", [False, True], ids=["report alone", "when there is a probe"])
 def test_the_first_batch_that_is_not_finite_is_written(tmp_path, probe):
     """With the weights that it met, and where it begins; the loss is the one that the model itself returns."""
     x, y = data(8, seed=4)

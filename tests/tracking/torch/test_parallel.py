@@ -73,7 +73,7 @@ def test_the_first_writes_and_says_so(folder):
     run = rl.open(folder / "a.zarr")
     assert run.probe.steps.values.tolist() == [0, 2, 4]
     assert run.batch.steps.values.tolist() == [2, 4]
-    assert any(note.endswith("that the processes averaged.") and "Rank 0 of 2" in note for note in run.batch.notes)
+    assert any(note.endswith("that the processes averaged.") and "rank 0 of 2" in note for note in run.batch.notes)
     assert len(rl.open(folder / "a.zarr").batch.notes) == 1
 
 

@@ -194,9 +194,9 @@ def test_a_validation_is_no_training():
 
 
 SILENT = {
-    "too few batches": (lambda m: None, {"every": 500}, "every=500 was due at none of them"),
+    "too few batches": (lambda m: None, {"every": 500}, "every=500 selected none of them"),
     "evaluation mode": (lambda m: m.eval(), {"every": 1}, "evaluation mode"),
-    "frozen": (lambda m: m.lstm.requires_grad_(False), {"every": 1}, "needs no gradient"),
+    "frozen": (lambda m: m.lstm.requires_grad_(False), {"every": 1}, "does not require a gradient"),
 }
 
 
@@ -214,7 +214,7 @@ def test_silence_says_why_once(tmp_path, case):
 def test_no_step_at_all_is_said():
     model, _ = model_and_optimizer()
     watch = rl.torch.watch(model, every=1).__enter__()
-    with pytest.warns(TrackingWarning, match="no optimizer that holds weights of the model has stepped"):
+    with pytest.warns(TrackingWarning, match="no optimizer with weights of the model has stepped"):
         watch.close()
 
 
@@ -225,7 +225,7 @@ def test_layer_off_the_path_is_said():
     model(data(4)[0])
     model.head(torch.zeros(4, 6)).sum().backward()
     optimizer.step()
-    with pytest.warns(TrackingWarning, match="no gradient arrived at lstm"):
+    with pytest.warns(TrackingWarning, match="lstm got no gradient"):
         watch.close()
 
 
@@ -248,7 +248,7 @@ def test_a_loop_without_an_optimizer(tmp_path):
 
 def test_a_step_is_not_counted_twice():
     model, optimizer = model_and_optimizer()
-    with pytest.raises(InputError, match="has counted already"):
+    with pytest.raises(InputError, match="has already counted"):
         train(model, optimizer, rl.torch.watch(model, every=1), each=lambda watch, x, y: watch.step())
 
 
@@ -386,7 +386,7 @@ def test_what_cannot_be_reported_does_not_end_training(tmp_path, monkeypatch):
     (tmp_path / "nonfinite.nc").mkdir()  # in the way of the report
     x = data()[0][:8].clone()
     x[0, 0, 0] = torch.nan
-    with pytest.warns(TrackingWarning, match="Step 1 is not finite, and could not be written"):
+    with pytest.warns(TrackingWarning, match="Step 1 is not finite, and its incident could not be saved"):
         one_step(Reader(), x, lambda out: out.sum(), batches=0, on_nonfinite="report")
 
 
@@ -468,17 +468,17 @@ def test_the_latest_batch_is_there_to_be_acted_on():
 
 REFUSED = {
     "data parallel": (lambda: nn.DataParallel(Reader()), {}, UnsupportedError, "copies the model for every batch"),
-    "no module": (lambda: 3, {}, InputError, "Only a module can be watched"),
+    "no module": (lambda: 3, {}, InputError, "takes a torch module"),
     "probe without loss": (Reader, {"probe": PROBE}, InputError, "needs a loss"),
     "probe of one": (Reader, {"probe": PROBE[0], "loss": "mse"}, InputError, "is a batch"),
     "quantity": (Reader, {"quantities": "hiden"}, InputError, "no quantity"),
     "epochs of one": (Reader, {"probe": PROBE, "loss": "mse", "epochs": 5}, InputError, "epochs= are whole numbers"),
-    "epochs of nothing": (Reader, {"epochs": (1,)}, InputError, "there is none"),
+    "epochs of nothing": (Reader, {"epochs": (1,)}, InputError, "there is no probe"),
     "batches of a probe": (
         Reader,
         {"probe": PROBE, "loss": "mse", "on_batch": print},
         InputError,
-        "on_batch= is of batches",
+        "on_batch= applies to training batches",
     ),
     "schedule": (Reader, {"every": -1}, InputError, "no schedule"),
     "keyword": (Reader, {"evry": 3}, CallError, "did you mean 'every'"),
@@ -490,7 +490,7 @@ REFUSED = {
     "on_batch": (Reader, {"on_batch": 3}, InputError, "cannot be called"),
     "stop_on": (Reader, {"stop_on": 3}, InputError, "stop_on= names nothing"),
     "logger": (Reader, {"loggers": ["tensorbord"]}, InputError, "tensorboard"),
-    "optimizer": (Reader, {"optimizer": 3}, InputError, "no optimizer"),
+    "optimizer": (Reader, {"optimizer": 3}, InputError, "not an optimizer"),
     "nothing to hear": (lambda: nn.Linear(3, 1), {}, UnsupportedError, "nn.LSTM"),
 }
 

@@ -124,7 +124,7 @@ def test_a_program_that_writes_the_file_itself(start, tmp_path):
     assert theirs.stdout.readline() == "open\n"
     with pytest.raises(FileError, match="This file cannot be read") as caught:
         rl.open(path)
-    assert "when the program is done that has it open for writing" in str(caught.value)
+    assert "after the program that is writing it has finished" in str(caught.value)
     made(2).save(path)
     assert values(rl.open(path)) == [2.0]
     (tmp_path / "go on").touch()

@@ -55,5 +55,5 @@ def test_the_bound_is_the_users_and_the_least_used_goes(model, compiled):
         assert compiled() == 0
         cycle(model, [4])
         assert compiled() == COMPILES
-    with pytest.raises(rl.errors.InputError, match="compiled= is a whole number"):
+    with pytest.raises(rl.errors.InputError, match="compiled= must be a whole number"):
         rl.options(compiled=0)

@@ -102,7 +102,7 @@ def test_what_an_interrupted_training_left_open_is_gone_on_with(tmp_path):
 def test_what_is_no_run_is_not_written_to(tmp_path):
     (tmp_path / "full.zarr").mkdir()
     (tmp_path / "full.zarr" / "mine").write_text("mine")
-    with pytest.raises(FileError, match="no run is in the way"):
+    with pytest.raises(FileError, match="exists and is not a run"):
         Store(tmp_path / "full.zarr")
     with pytest.raises(FileError, match=r"ending in \.zarr"):
         Store(tmp_path / "a.nc")
@@ -121,7 +121,7 @@ def test_a_run_of_another_network_is_not_gone_on_with(tmp_path):
     sides = xr.DataArray(np.zeros((7, 2)), dims=("time", "direction"))
     three = xr.DataArray(np.zeros((3, 7)), dims=("gate", "time"))
     for name, array in {"adjoint_profile": sides, "gates": three}.items():
-        with pytest.raises(FileError, match="This run is of another network"):
+        with pytest.raises(FileError, match="This run was recorded from another network"):
             store.write(replace(other, scalars={"new": 1.0}, layers={"lstm": {name: array}}))
     store.write(record(15, time=9))
     run = rl.open(tmp_path / "a.zarr")

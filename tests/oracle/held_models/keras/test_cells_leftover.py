@@ -129,7 +129,7 @@ def test_a_cell_that_reads_what_call_sets(how):
     expected = gradients(lambda t: total(None, model(t[0])), [X], [])[1][0]
     close(rl.gradients(model, X, loss=total, wrt="input"), expected)
     for ask in (lambda: rl.trace(model, X, loss=total), lambda: rl.jacobian(model, X)):
-        with pytest.raises(UnsupportedError, match="run again on its own input and state"):
+        with pytest.raises(UnsupportedError, match="called again with its recorded input and state"):
             ask()
 
 

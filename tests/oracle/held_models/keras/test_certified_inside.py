@@ -48,7 +48,7 @@ def test_a_planted_fault_is_named(monkeypatch):
     for name in ("apply", "at_every_step"):
         original = getattr(Segment, name)
         monkeypatch.setattr(Segment, name, lambda *args, original=original: original(*args) * 1.01)
-    with pytest.warns(rl.errors.SelfCheckWarning, match="differ from those of the model run plainly"):
+    with pytest.warns(rl.errors.SelfCheckWarning, match="differ from the reference run of the model"):
         asked(wrt="words.output")
 
 

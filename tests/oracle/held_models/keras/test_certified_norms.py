@@ -37,7 +37,7 @@ FRAMES = np.random.default_rng(1).normal(size=(3, 5, 2, 2, 1)).astype("float32")
 MODELS = {
     "chain": (chain, X),
     "graph": (graph, X),
-    "single step": (single, X.reshape(3, 10)),
+    "gradients by step": (single, X.reshape(3, 10)),
     "frames": (frames, FRAMES),
 }
 ASKED = {"norm": {"measure": "norm"}, "magnitudes": {"measure": "abs_mean", "across": "mean"}, "sketch": {"sketch": 3}}
@@ -56,8 +56,8 @@ def asked(model, **options):
     [
         ("chain", "norm"),
         ("graph", "magnitudes"),
-        ("single step", "magnitudes"),
-        ("single step", "sketch"),
+        ("gradients by step", "magnitudes"),
+        ("gradients by step", "sketch"),
         ("frames", "norm"),
     ],
 )
@@ -72,6 +72,6 @@ def test_a_planted_fault_is_named(model, monkeypatch):
     for name in ("apply", "at_every_step"):
         original = getattr(Segment, name)
         monkeypatch.setattr(Segment, name, lambda *args, original=original: original(*args) * 1.01)
-    with pytest.warns(rl.errors.SelfCheckWarning, match="differ from those of the model run plainly"):
+    with pytest.warns(rl.errors.SelfCheckWarning, match="differ from the reference run of the model"):
         found = asked(model, measure="norm")
     assert found.attrs["certificate"].startswith("NOT certified")

@@ -205,7 +205,7 @@ def test_one_weight_per_sample_is_not_taken_for_one_per_step():
     model = tagger(False)
     model.compile(loss=SPARSE)
     for samples in (T, N):
-        with pytest.raises(InputError, match="One weight per sample does not fit a loss of every step"):
+        with pytest.raises(InputError, match="A loss at every step needs one weight per sample and step"):
             rl.trace(model, IDS[:samples], STEPS[:samples], sample_weight=np.ones(samples))
     by_sample = rl.trace(model, IDS, STEPS, sample_weight=PER_SAMPLE[:, None]).loss
     assert by_sample == pytest.approx(evaluated(model, IDS, STEPS, np.repeat(PER_SAMPLE[:, None], T, 1)), rel=1e-6)

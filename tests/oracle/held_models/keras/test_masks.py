@@ -155,5 +155,5 @@ def test_two_kinds_in_one_bidirectional_layer(backward):
     (name,) = [key for key in shown if "forward" not in key and key.endswith(".kernel")]
     assert float(shown[name][0, 0]) == pytest.approx(expected, rel=1e-6)
     np.testing.assert_array_equal(rl.weights(model)["rnn"][name], before)
-    with pytest.raises(rl.errors.UnsupportedError, match="two kinds"):
+    with pytest.raises(rl.errors.UnsupportedError, match="different cells"):
         rl.trace(model, x, loss=total)

@@ -1,4 +1,4 @@
-"""Tensors of which two axes go with steps, or one axis holds more than steps: asked for, and right once said.
+"""Tensors of which two axes vary with the steps, or one axis holds more than steps: asked for, and right once said.
 
 With the ``axes=`` of the message the numbers equal autograd of the untouched model.
 """
@@ -117,7 +117,7 @@ def test_scores_between_decoder_and_encoder_are_asked_for(name, D, T):
     x = leaves if len(leaves) > 1 else leaves[0]
     for index in range(len(leaves)):
         wrt = f"input[{index}]" if len(leaves) > 1 else "input"
-        with pytest.raises(rl.errors.InputError, match="axis_1 and axis_2 of 'output' go with steps") as error:
+        with pytest.raises(rl.errors.InputError, match="axis_1 and axis_2 of 'output' vary with the steps") as error:
             rl.jacobian(model, x, wrt=wrt)
         expected = full_jacobian(model, leaves, index)
         decoder, encoder = told(error)
@@ -143,7 +143,7 @@ def test_scores_time_first_are_named_in_the_order_of_the_tensor():
     decoder = told(error)[0]
     assert decoder == {"output": ("time", "sample", "unit")}
     close(rl.jacobian(model, x, axes=decoder), full_jacobian(model, (x,), 0, 1, 1))
-    with pytest.raises(rl.errors.InputError, match="say which axis") as error:
+    with pytest.raises(rl.errors.InputError, match="name the axis") as error:
         rl.gradients(model, x, of="output", at={"time": 0}, reduce="sum", wrt="input")
     assert told(error)[0] == decoder
 
@@ -151,7 +151,7 @@ def test_scores_time_first_are_named_in_the_order_of_the_tensor():
 @pytest.mark.parametrize("softmax", [False, True])
 def test_scores_of_a_sequence_with_itself_are_asked_for(softmax):
     model, x = attention_to_itself(softmax=softmax), noise(B, 6, F)
-    with pytest.raises(rl.errors.InputError, match="axis_1 and axis_2 of 'output' go with steps") as error:
+    with pytest.raises(rl.errors.InputError, match="axis_1 and axis_2 of 'output' vary with the steps") as error:
         rl.jacobian(model, x)
     close(rl.jacobian(model, x, axes=told(error)[0]), full_jacobian(model, (x,), 0))
 
@@ -181,7 +181,7 @@ FLAT = {
 def test_an_input_that_holds_all_features_of_all_steps_is_asked_for(name, steps):
     model = reshaped(steps, **FLAT[name])
     x = noise(B, steps * F + FLAT[name].get("static", 0))
-    with pytest.raises(rl.errors.InputError, match="axis_1 of 'input' goes with steps, but") as error:
+    with pytest.raises(rl.errors.InputError, match="axis_1 of 'input' varies with the steps, but") as error:
         rl.jacobian(model, x)
     features, entries = told(error)
     expected = full_jacobian(model, (x,), 0)
@@ -199,7 +199,7 @@ def test_an_input_that_holds_all_features_of_all_steps_is_asked_for(name, steps)
 
 def test_an_output_that_holds_all_units_of_all_steps_is_asked_for():
     model, x = flat_output(), noise(B, 6, F)
-    with pytest.raises(rl.errors.InputError, match="axis_1 of 'output' goes with steps, but") as error:
+    with pytest.raises(rl.errors.InputError, match="axis_1 of 'output' varies with the steps, but") as error:
         rl.jacobian(model, x)
     close(rl.jacobian(model, x, axes=told(error)[0]), full_jacobian(model, (x,), 0))
 
