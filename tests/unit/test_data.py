@@ -133,13 +133,13 @@ def test_one_initial_state_serves_every_batch():
         ),
         (
             lambda: list(data.batches(iter([X]), Y)),
-            "A list_iterator brings its own targets and weights.\n  got:      y or sample_weight beside it\n"
+            "A list_iterator has its own targets and weights.\n  got:      y or sample_weight beside it\n"
             "  expected: batches of x, (x, y) or (x, y, sample_weight)\n"
             "  try:      zip y into the data set: batches of (x, y)",
         ),
         (
             lambda: list(data.batches(iter([X]), batch_size=2)),
-            "A list_iterator comes in batches of its own.\n  got:      batch_size=2\n"
+            "A list_iterator has its own batches.\n  got:      batch_size=2\n"
             "  try:      set the batch size when creating the data set",
         ),
         (

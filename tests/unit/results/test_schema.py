@@ -141,7 +141,7 @@ def test_a_rank_that_fits_nothing_is_refused():
     with pytest.raises(InputError) as caught:
         layer_dataset({"hidden": np.zeros((2, 3))}, info=INFO)
     assert str(caught.value) == (
-        "The rank of 'hidden' does not fit.\n  got:      shape (2, 3)\n  expected: (sample, time, unit)"
+        "'hidden' has a wrong number of axes.\n  got:      shape (2, 3)\n  expected: (sample, time, unit)"
     )
 
 
