@@ -57,7 +57,7 @@ class Certificate:
     def sentence(self) -> str:
         """The outcome as one line of text.
 
-        >>> Certificate.of("torch", [Check("plain loss", "", 1e-8, 1e-5)], certified=("loss",)).sentence
+        >>> Certificate.of("torch", [Check("reference loss", "", 1e-8, 1e-5)], certified=("loss",)).sentence
         'certified against torch: worst 1e-08 (loss); rounding explains 1e-05. Certified: loss'
         >>> Certificate("could not", "torch", why="the model draws random numbers").sentence
         'could not certify: the model draws random numbers'
@@ -68,7 +68,7 @@ class Certificate:
             return f"could not certify: {self.why}"
         worst = self.worst
         assert worst is not None
-        where = " ".join(part for part in (worst.layer, worst.name.removeprefix("plain ")) if part)
+        where = " ".join(part for part in (worst.layer, worst.name.removeprefix("reference ")) if part)
         if self.state == "failed":
             failed = sum(not check.ok for check in self.checks)
             head = f"NOT certified against {self.against}: {failed} of {len(self.checks)} comparisons failed"

@@ -51,16 +51,16 @@ WEIGHT_SUM = "weight gradient sum"
 _MEANING = {
     REPLAY: "the replayed output differs from the captured one",
     WEIGHT_SUM: "the sum over time of per-step weight gradients differs from the framework's dL/dW",
-    "plain loss": "the loss differs from the reference run of the model",
-    "plain outputs": "the output differs from the reference run of the model",
-    "plain input gradient": "the gradient at the model's input differs from the reference run of the model",
-    "plain weight gradients": "weight gradients differ from the reference run of the model",
-    "plain jacobian": "random combinations of the rows differ from the reference run of the model",
+    "reference loss": "the loss differs from the reference run of the model",
+    "reference outputs": "the output differs from the reference run of the model",
+    "reference input gradient": "the gradient at the model's input differs from the reference run of the model",
+    "reference weight gradients": "weight gradients differ from the reference run of the model",
+    "reference jacobian": "random combinations of the rows differ from the reference run of the model",
     "bound of the measure": "the norms of random combinations of the rows contradict the measured sizes",
-    "plain target": "the value of the target differs from the reference run of the model",
-    "plain gradient": "the gradient differs from the reference run of the model",
-    "plain layer input gradient": "input_grad differs from the framework's autodiff of the layer",
-    "plain initial state gradient": "initial_state_grad differs from the framework's autodiff of the layer",
+    "reference target": "the value of the target differs from the reference run of the model",
+    "reference gradient": "the gradient differs from the reference run of the model",
+    "reference layer input gradient": "input_grad differs from the framework's autodiff of the layer",
+    "reference initial state gradient": "initial_state_grad differs from the framework's autodiff of the layer",
 }
 
 

@@ -3,13 +3,13 @@ from rnnlens.results.certificate import Certificate
 from rnnlens.results.checks import Check
 from rnnlens.results.trace import Trace
 
-PASSED, FAILED = Check("plain loss", "", 1e-8, 1e-5), Check("plain weight gradients", "lstm", 0.01, 1e-5)
+PASSED, FAILED = Check("reference loss", "", 1e-8, 1e-5), Check("reference weight gradients", "lstm", 0.01, 1e-5)
 
 
 def test_passes_only_where_something_was_compared_and_all_of_it_agrees():
     assert Certificate.of("jax", [PASSED]).state == "passed"
     assert Certificate.of("jax", [PASSED, FAILED]).state == "failed"
-    assert Certificate.of("jax", [Check("plain loss", "", float("nan"), 1e-5)]).state == "failed"
+    assert Certificate.of("jax", [Check("reference loss", "", float("nan"), 1e-5)]).state == "failed"
     assert Certificate.of("jax", []).state == "could not"
 
 

@@ -100,8 +100,13 @@ def _perturbed_leaf(leaf: Any, unit: float) -> Any:
 #: Number of random combinations of a kernel's rows that are compared.
 PROBES = 8
 
-LOSS, OUTPUTS, INPUTS, WEIGHTS = "plain loss", "plain outputs", "plain input gradient", "plain weight gradients"
-LAYER_INPUT, INITIAL = "plain layer input gradient", "plain initial state gradient"
+LOSS, OUTPUTS, INPUTS, WEIGHTS = (
+    "reference loss",
+    "reference outputs",
+    "reference input gradient",
+    "reference weight gradients",
+)
+LAYER_INPUT, INITIAL = "reference layer input gradient", "reference initial state gradient"
 
 _seen: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
 
@@ -204,7 +209,7 @@ class Comparisons:
         unit = max(scale, underflow_unit(kind, self.steps), largest)
         check = Check(name, layer, max(_residual(a, b, unit) for a, b in both), bound)
         if check.ok and 0.0 < largest <= bound * scale:
-            what = " ".join(part for part in (layer, name.removeprefix("plain ")) if part)
+            what = " ".join(part for part in (layer, name.removeprefix("reference ")) if part)
             self.left_out[f"{what} (no larger than what rounding explains)"] = None
         else:
             self.checks.append(check)

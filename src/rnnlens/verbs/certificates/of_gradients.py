@@ -26,7 +26,7 @@ from ..recurrent_layers import weights_of
 from ..weight_gradients import FoundGradients
 from .comparisons import LOSS, PROBES, WEIGHTS, Comparisons, attempt, filled, probed, steadied
 
-GRADIENT = "plain gradient"
+GRADIENT = "reference gradient"
 
 
 def certify_answer(request: GradientRequest, part: BatchTarget, answer: BatchGradients) -> Certificate:
@@ -55,7 +55,7 @@ def certify_answer(request: GradientRequest, part: BatchTarget, answer: BatchGra
     comparisons = Comparisons(_steps(answer), _dtype(request, answer))
     theirs: Any = run.loss if of_loss else value[0]
     if np.shape(theirs) == np.shape(answer.value):
-        comparisons.compare(LOSS if of_loss else "plain target", "", [(answer.value, theirs)])
+        comparisons.compare(LOSS if of_loss else "reference target", "", [(answer.value, theirs)])
     certified = _compare_named(comparisons, request, outside, answer, run, data.leaves_of(batch.x))
     resting = _compare_swept(comparisons, request, answer, run, regularised)
     certificate = comparisons.certificate(engine, certified=("value", *certified), resting=tuple(resting))

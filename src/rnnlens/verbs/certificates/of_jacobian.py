@@ -183,7 +183,7 @@ def _spread(jacobian: xr.DataArray) -> float:
     return float(np.sqrt(squares.max()))
 
 
-JACOBIAN = "plain jacobian"
+JACOBIAN = "reference jacobian"
 
 #: Runs the user's own layers from one tensor to another; maps an array to a value and its pull-back.
 SubnetworkRun = Callable[[Array], tuple[Array, Callable[[Array], list[Array | None]]]]
