@@ -134,8 +134,14 @@ def test_an_input_of_another_size_has_axes_of_its_own():
 
 
 REFUSED = {
-    "jacobian": (lambda model, x, y: rl.jacobian(model, x, measure="norm"), "the time Jacobian of a ConvLSTM"),
-    "fixed points": (lambda model, x, y: rl.fixed_points(model, x, layer="conv"), "fixed points of a ConvLSTM"),
+    "jacobian": (
+        lambda model, x, y: rl.jacobian(model, x, measure="norm"),
+        "rnnlens does not compute the time Jacobian",
+    ),
+    "fixed points": (
+        lambda model, x, y: rl.fixed_points(model, x, layer="conv"),
+        "rnnlens does not compute fixed points",
+    ),
     "diagnosis": (
         lambda model, x, y: rl.diagnose(model, np.repeat(x, 64, axis=0), np.repeat(y, 64, axis=0)),
         "Layer 'conv' cannot be diagnosed: its states have axes of space.",

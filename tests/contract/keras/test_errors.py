@@ -34,13 +34,13 @@ CASES = {
         Batch(np.ones((4, 3))),
         NONE,
         errors.InputError,
-        "The rank of x does not fit the model.\n  got:      x of shape (4, 3)\n  expected: (any, any, 3)",
+        "The rank of x does not match the model.\n  got:      x of shape (4, 3)\n  expected: (any, any, 3)",
     ),
     "features": (
         Batch(np.ones((2, 4, 5))),
         NONE,
         errors.InputError,
-        "The feature count of x does not fit the model.\n  got:      x of shape (2, 4, 5)\n  expected: (any, any, 3)",
+        "The feature count of x does not match the model.\n  got:      x of shape (2, 4, 5)\n  expected: (any, any, 3)",
     ),
     "no samples": (
         Batch(np.ones((0, 4, 3))),
@@ -108,7 +108,8 @@ CASES = {
         Batch(X, initial_state={"lstm_10": [np.ones((2, 5)), np.ones((2, 2))]}),
         NONE,
         errors.InputError,
-        "The initial state given for 'lstm_10' does not fit.\n  got:      shapes [(2, 5), (2, 2)]\n"
+        "The initial state given for 'lstm_10' has another shape than the layer's states.\n  got:      shapes [(2, "
+        "5), (2, 2)]\n"
         "  expected: shapes [(2, 2), (2, 2)]",
     ),
 }

@@ -193,7 +193,7 @@ def test_an_operation_between_the_layers():
     model.compile(loss="mse")
     found = rl.find_nonfinite(model, x, y)
     assert (found.phase, found.layer, found.quantity) == ("forward", "last", "input")
-    assert "between layers, of first.output" in found.fed_by
+    assert "between layers, on first.output" in found.fed_by
 
 
 @pytest.mark.one_engine

@@ -144,7 +144,7 @@ def test_steps_are_binding_where_keras_refuses_others():
     with pytest.raises(errors.InputError) as caught:
         rl.trace(model, RANDOM.normal(size=(2, STEPS + 1, FEATURES)))
     assert str(caught.value) == (
-        "The shape of x does not fit the model.\n  got:      x of shape (2, 5, 2)\n  expected: (any, 4, 2)"
+        "The shape of x does not match the model.\n  got:      x of shape (2, 5, 2)\n  expected: (any, 4, 2)"
     )
     with pytest.raises(ValueError, match="incompatible"):
         model(RANDOM.normal(size=(2, STEPS + 1, FEATURES)))
@@ -157,7 +157,7 @@ def test_the_batch_is_binding_in_stateful_layers():
     assert rl.gradients(model, X, Y, of="loss", wrt="input", batch_size=5, combine="mean").shape == X.shape
     with pytest.raises(errors.InputError) as caught:
         rl.trace(model, X, Y)
-    assert str(caught.value).startswith("The shape of x does not fit the model.\n  got:      x of shape (10, 4, 2)\n")
+    assert str(caught.value).startswith("The shape of x does not match the model.\n  got:      x of shape (10, 4, 2)\n")
     assert str(caught.value).endswith("  try:      a stateful layer keeps one state per sample of its batch")
 
 

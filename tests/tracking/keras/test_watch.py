@@ -168,7 +168,7 @@ if ENGINE != "jax":
     @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
     def test_masks_that_only_a_compiled_step_can_draw_are_refused(data):
         model = network(jit_compile=True)
-        with pytest.raises(UnsupportedError, match="Layer 'lstm' draws random numbers in a step that is compiled"):
+        with pytest.raises(UnsupportedError, match="Layer 'lstm' draws random numbers in a compiled training step"):
             fitted(model, data, [rl.keras.Watch(batches=1)])
 
 
@@ -451,7 +451,7 @@ def test_a_model_of_before_drops_what_came_after(tmp_path, data):
 def test_nothing_recorded_is_said_once(tmp_path, data):
     x, y, _ = data
     watch = rl.keras.Watch(tmp_path / "a.zarr", probe=(x[:5], y[:5]), every=100)
-    with pytest.warns(TrackingWarning, match="8 batches were trained on, and every=100 was due at none") as told:
+    with pytest.warns(TrackingWarning, match="8 batches were trained, and every=100 selected none") as told:
         fitted(network(), data, [watch])
     assert len([one for one in told if one.category is TrackingWarning]) == 1
 
@@ -490,8 +490,8 @@ def test_what_is_no_probe(probe, tmp_path):
     [
         ({"keep": "hiden_grad"}, "no quantity"),
         ({"keep": ["hiden_grad"]}, "no quantity"),
-        ({"probe": (1, 2), "on_batch": print}, "on_batch= is of batches"),
-        ({"probe": (1, 2), "direct": "lstm"}, "direct= is of batches"),
+        ({"probe": (1, 2), "on_batch": print}, "on_batch= applies to training batches"),
+        ({"probe": (1, 2), "direct": "lstm"}, "direct= applies to training batches"),
         ({"epochs": (1,)}, "there is no probe"),
         ({"probe": (1, 2), "epochs": 3}, "epochs= are whole numbers"),
         ({"every": -1, "batches": 2}, "no schedule"),
