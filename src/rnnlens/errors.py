@@ -132,6 +132,15 @@ def shape_of(value: object) -> tuple[int, ...] | None:
         return None
 
 
+def has_attribute(value: object, name: str) -> bool:
+    """Return whether an attribute exists and can be read, also for objects whose attributes raise other errors."""
+    try:
+        getattr(value, name)
+    except Exception:
+        return False
+    return True
+
+
 @contextmanager
 def raised_by(whose: str) -> Iterator[None]:
     """Convert exceptions of user code within the block to UserCodeError, whose message starts with ``whose``.

@@ -10,11 +10,15 @@ import inspect
 import itertools
 import resource
 import signal
+import time
 import traceback
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import date
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +27,10 @@ import xarray as xr
 
 import rnnlens as rl
 
-#: Seconds that one call may take on a busy machine; what hangs takes for ever.
+#: Seconds by the clock after which a call counts as hanging, on a machine that may be busy.
 LIMIT_S = 60
+#: Seconds of processor time that one call may take.
+LIMIT_CPU_S = 5.0
 #: Bytes that calls may use, and what frameworks take beside that for programs they compile.
 MEMORY, ALLOWANCE = 64 * 2**20, 512 * 2**20
 
@@ -38,6 +44,57 @@ class Odd:
 
     def __repr__(self) -> str:
         raise RuntimeError("no words")
+
+
+class UnreadableArray:
+    """An array by its shape and dtype whose values cannot be read."""
+
+    shape, dtype, ndim, size = (2, 5, 3), np.dtype("f4"), 3, 30
+
+    def __array__(self, dtype=None, copy=None):
+        raise RuntimeError("no values")
+
+
+class OnlyArray:
+    """An object that converts to an array, and fails to."""
+
+    def __array__(self, dtype=None, copy=None):
+        raise ValueError("no array")
+
+
+class WrongArray:
+    """An object whose conversion returns no array."""
+
+    def __array__(self, dtype=None, copy=None):
+        return "no array"
+
+
+class Raising:
+    """An object that raises at each attribute, item, iteration and comparison."""
+
+    def __getattr__(self, name):
+        raise OSError(name)
+
+    def __len__(self):
+        raise OSError("no length")
+
+    def __iter__(self):
+        raise OSError("no items")
+
+    def __eq__(self, other):
+        raise OSError("no comparison")
+
+    def __bool__(self):
+        raise OSError("no truth")
+
+    __hash__ = None
+
+
+def one_value(value: float) -> np.ndarray[Any, Any]:
+    """Data (2, 5, 3) in which one value of the second sample is replaced."""
+    data = np.ones((2, 5, 3))
+    data[1, 2, 0] = value
+    return data
 
 
 def nested(depth: int) -> list[Any]:
@@ -133,7 +190,54 @@ ANYWHERE: dict[str, Callable[[], Any]] = {
     "DataArray": lambda: xr.DataArray(np.ones((2, 5, 3)), dims=("sample", "time", "unit")),
     "Dataset": lambda: xr.Dataset({"kernel": (("feature", "unit"), np.ones((3, 4)))}),
     "Path": lambda: Path("/nowhere/at/all.nc"),
+    "10**20": lambda: 10**20,
+    "-10**20": lambda: -(10**20),
+    "1e308": lambda: 1e308,
+    "5e-324": lambda: 5e-324,
+    "Decimal": lambda: Decimal("0.1"),
+    "Fraction": lambda: Fraction(1, 3),
+    "np.str_": lambda: np.str_("lstm"),
+    "np.float32": lambda: np.float32(0.5),
+    "np.int8": lambda: np.int8(1),
+    "NaT": lambda: np.datetime64("NaT"),
+    "date": lambda: date(2020, 1, 1),
+    "memoryview": lambda: memoryview(b"abc"),
+    "deque": lambda: deque([1, 2]),
+    "frozenset": lambda: frozenset({"lstm"}),
+    "names twice": lambda: ["lstm", "lstm"],
+    "names in a set": lambda: {"lstm", "top"},
+    "generator of arrays": lambda: (np.ones((2, 5, 3)) for _ in range(2)),
+    "generator of other lengths": lambda: (np.ones((2, steps, 3)) for steps in (5, 4)),
+    "generator that raises": lambda: (1 / zero for zero in [0]),
+    "endless batches": lambda: itertools.repeat(np.ones((2, 5, 3), "f4")),
+    "dict of names": lambda: {"lstm": "lstm"},
+    "dict of itself": lambda: _cyclic_dict(),
+    "one NaN": lambda: one_value(np.nan),
+    "one infinity": lambda: one_value(np.inf),
+    "unreadable array": UnreadableArray,
+    "only __array__, raising": OnlyArray,
+    "wrong __array__": WrongArray,
+    "raises at everything": Raising,
+    "Ellipsis": lambda: ...,
+    "NotImplemented": lambda: NotImplemented,
+    "a module": lambda: np,
+    "exception": lambda: ValueError("mine"),
+    "subnormal": lambda: np.full((2, 5, 3), 1e-320),
+    "largest": lambda: np.full((2, 5, 3), 3e38, "f4"),
+    "not writable": lambda: _frozen(np.ones((2, 5, 3), "f4")),
+    "matrix": lambda: np.ones((2, 5, 3)).view(np.recarray),
 }
+
+
+def _cyclic_dict() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    found["a"] = found
+    return found
+
+
+def _frozen(array: Any) -> Any:
+    array.flags.writeable = False
+    return array
 
 
 @dataclass
@@ -183,7 +287,7 @@ def attempt(words: str, function: Callable[..., Any], arguments: dict[str, Any])
     def late(*_: object) -> None:
         raise HangError
 
-    before = _peak()
+    before, start = _peak(), time.process_time()
     previous = signal.signal(signal.SIGALRM, late)
     signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
     try:
@@ -200,6 +304,8 @@ def attempt(words: str, function: Callable[..., Any], arguments: dict[str, Any])
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
+    if outcome.kind != "hang" and time.process_time() - start > LIMIT_CPU_S:
+        return Outcome(words, "slow", f"{outcome.kind}, {outcome.where}"[:160])
     grown = _peak() - before
     if grown > MEMORY + ALLOWANCE:
         return Outcome(words, "memory", f"{grown / 2**20:.0f} MiB")
@@ -252,7 +358,11 @@ NAMES = _each_word(
     *("lstm", "lstm#0", "lstm#1", "top", "lstm.hidden", "lstm.cell", "lstm.gates", "lstm.output", "lstm.state_5"),
     *("lstm.final_hidden", "lstm.initial_cell", "lstm/kernel", "top.output", "*", "input[0]", "output[1]"),
     *("loss", "output", "input", "weights"),
-) | {"two names": lambda: ["lstm.hidden", "weights"]}
+) | {
+    "two names": lambda: ["lstm.hidden", "weights"],
+    "a name twice": lambda: ["lstm", "lstm"],
+    "a set of names": lambda: {"lstm", "top"},
+}
 
 _REDUCTIONS = _each_word("sum", "mean", "norm", "spectral", "abs_mean") | {
     "weights": lambda: np.ones(2),
@@ -294,6 +404,14 @@ def near_verbs(x: Any, y: Any) -> dict[str, dict[str, Callable[[], Any]]]:
             "raising": lambda: lambda *given: 1 / 0,
             "a number": lambda: lambda *given: 0.5,
             "None": lambda: lambda *given: None,
+            "a string": lambda: lambda *given: "0.5",
+            "complex": lambda: lambda *given: 1j,
+            "complex array": lambda: lambda *given: np.ones(2, complex),
+            "complex of the output": lambda: lambda *given: given[1] * 1j,
+            "a list": lambda: lambda *given: [0.5],
+            "unreadable": lambda: lambda *given: UnreadableArray(),
+            "NaN": lambda: lambda *given: given[1] * float("nan"),
+            "too many": lambda: lambda a, b, c, d: a,
             "keywords only": lambda: lambda *, given: given,
             "l1_loss": one("l1_loss"),
             "mae": one("mae"),
@@ -305,6 +423,9 @@ def near_verbs(x: Any, y: Any) -> dict[str, dict[str, Callable[[], Any]]]:
             "negative": lambda: -np.ones(2),
             "list": lambda: [1, 2],
             "too many": lambda: np.ones(3),
+            "NaN": lambda: np.array([1.0, np.nan]),
+            "infinite": lambda: np.array([1.0, np.inf]),
+            "zero": lambda: np.zeros(2),
         },
         "class_weight": {"by class": lambda: {0: 1.0, 1: 2.0}, "by word": lambda: {"a": 1.0}},
         "quantities": _each_word("state_99", "hidden") | {"two": lambda: ["cell", "mask"]},
@@ -314,6 +435,9 @@ def near_verbs(x: Any, y: Any) -> dict[str, dict[str, Callable[[], Any]]]:
             "unknown": lambda: {"nowhere": [np.zeros((2, 4))] * 2},
             "one row": lambda: {"lstm": [np.zeros((1, 4))] * 2},
             "too wide": lambda: {"lstm": [np.zeros((2, 9))] * 2},
+            "NaN": lambda: {"lstm": [np.full((2, 4), np.nan)] * 2},
+            "infinite": lambda: {"lstm": [np.full((2, 4), np.inf)] * 2},
+            "unreadable": lambda: {"lstm": [UnreadableArray()] * 2},
         },
         "reduce": _REDUCTIONS,
         "at": {
@@ -330,6 +454,15 @@ def near_verbs(x: Any, y: Any) -> dict[str, dict[str, Callable[[], Any]]]:
             "in array": lambda: {"in_time": np.array([1])},
             "in beyond": lambda: {"in_time": -9, "out_time": 0},
             "in range": lambda: {"in_time": range(2)},
+            "set": lambda: {"time": {0, 1}},
+            "generator": lambda: {"time": (step for step in [0, 1])},
+            "twice": lambda: {"time": [1, 1]},
+            "huge": lambda: {"time": 10**20},
+            "out set": lambda: {"out_time": {0, 1}},
+            "out generator": lambda: {"out_time": iter([0])},
+            "out huge": lambda: {"out_time": 10**20},
+            "out NaN": lambda: {"out_time": float("nan")},
+            "unreadable": lambda: {"time": UnreadableArray()},
         },
         "clip": {
             "optimizer": one("optimizer"),
@@ -373,10 +506,10 @@ def verbs(model: Any, x: Any, y: Any, loss: Any, folder: Path) -> list[Target]:
 def diagnoses(model: Any, x: Any, y: Any) -> list[Target]:
     """``rl.diagnose`` and what belongs to it, on one model, with all of their arguments."""
     found = rl.diagnose(model, x, y)
-    numbers = {str(n): one(n) for n in (-9, -5, -1, 0, 1, 4, 5, 64)}
+    numbers = {str(n): one(n) for n in (-9, -5, -1, 0, 1, 4, 5, 64, 10**6, 10**20)}
     near = {
         **near_verbs(x, y),
-        **dict.fromkeys(("step", "output", "samples", "count", "period", "most", "seed"), numbers),
+        **dict.fromkeys(("step", "steps", "output", "samples", "count", "period", "most", "seed"), numbers),
         "task": _each_word("classes", "binary", "values"),
         "baseline": {"init": one("init"), "itself": one(model), "a diagnosis": one(found)},
         "layer": NAMES,
@@ -419,6 +552,7 @@ def diagnoses(model: Any, x: Any, y: Any) -> list[Target]:
         ("compare", rl.compare, {"diagnoses": lambda: {"a": found}}),
         ("lyapunov", rl.lyapunov, data),
         ("fixed_points", rl.fixed_points, {**data, "most": one(8)}),
+        ("step_eigenvalues", rl.step_eigenvalues, data),
         ("plot.diagnosis", rl.plot.diagnosis, {"d": one(found)}),
     ]
     near["d"] = {"itself": one(found), "another": lambda: rl.trace(model, x)}

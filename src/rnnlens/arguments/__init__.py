@@ -11,7 +11,18 @@ rnnlens.errors.InputError: times= is a whole number.
   expected: a whole number, times >= 1
 """
 
-from .data import as_numbers, as_numpy, data_set, examples, many_examples, one_batch, refuse_large, states
+from .data import (
+    as_numbers,
+    as_numpy,
+    data_set,
+    examples,
+    finite_states,
+    many_examples,
+    one_batch,
+    refuse_large,
+    states,
+    weights_of_samples,
+)
 from .door import Check, checked
 from .words import (
     anything,
@@ -28,6 +39,7 @@ from .words import (
     number,
     one_of,
     path,
+    refuse_without_order,
     seed,
     seed_or_none,
     switch,
@@ -48,6 +60,7 @@ __all__ = [
     "data_set",
     "either",
     "examples",
+    "finite_states",
     "kept_steps",
     "listed",
     "loss",
@@ -59,10 +72,12 @@ __all__ = [
     "one_of",
     "path",
     "refuse_large",
+    "refuse_without_order",
     "seed",
     "seed_or_none",
     "states",
     "switch",
     "text",
+    "weights_of_samples",
     "whole",
 ]

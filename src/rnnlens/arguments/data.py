@@ -6,12 +6,13 @@ import math
 import re
 import sys
 from collections.abc import Callable, Mapping
+from itertools import count, cycle, repeat
 from typing import Any
 
 import numpy as np
 
 from ..autodiff.tensors import to_numpy
-from ..errors import InputError, TooLargeError, UnsupportedError, message, shape_of, shown
+from ..errors import InputError, TooLargeError, UnsupportedError, has_attribute, message, shape_of, shown
 from ..settings import current, format_memory
 
 _NUMBERS = re.compile(r"(bool|u?int|float|bfloat|half|double|long|short|e?char)[0-9a-z_]*")
@@ -37,6 +38,8 @@ def one_batch(name: str, value: Any) -> Any:
 
 def data_set(name: str, value: Any) -> Any:
     """Check that ``value`` is one batch of arrays or a source of batches, which is returned unchanged."""
+    if isinstance(value, repeat | cycle | count):
+        raise InputError(message(f"{name} never ends.", got=shown(value), expected="batches that end"))
     if is_source(value):
         return value
     if _is_map_style(value):
@@ -81,6 +84,30 @@ def many_examples(name: str, value: Any) -> Any:
     return _each(lambda where, leaf: _leaf(where, leaf), name, value)
 
 
+def weights_of_samples(name: str, value: Any) -> Any:
+    """Check ``sample_weight=``: finite numbers with samples on the first axis, without a limit on memory."""
+    return _finite(name, many_examples(name, value))
+
+
+def finite_states(name: str, value: Any) -> dict[str, Any]:
+    """Check initial states like :func:`states`; their values must be finite."""
+    return {layer: _finite(f"{name}[{layer!r}]", given) for layer, given in states(name, value).items()}
+
+
+def _finite(name: str, tree: Any) -> Any:
+    """Raise InputError if an array of a tree has a value that is not finite; return the tree."""
+    for leaf in _leaves(tree):
+        if leaf is None or has_attribute(leaf, "batch_sizes"):
+            continue
+        values = as_numpy(leaf)
+        if values.dtype.kind == "f" and not np.isfinite(values).all():
+            hint = "rl.find_nonfinite(model, x, y, ...) follows such numbers through the model"
+            raise InputError(
+                message(f"{name} is not finite.", got="NaN or infinity", expected="finite numbers", hint=hint)
+            )
+    return tree
+
+
 def states(name: str, value: Any) -> dict[str, Any]:
     """Check initial states, a dict from layer name to its states, and return a list of arrays for each layer."""
     if not isinstance(value, Mapping) or not value or not all(isinstance(layer, str) for layer in value):
@@ -102,7 +129,7 @@ def _arrays(given: Any) -> list[Any]:
 
 def is_source(x: Any) -> bool:
     """Return whether ``x`` is a source of batches: a data set, data loader, Keras sequence or iterator."""
-    return is_dataset(x) or is_loader(x) or is_sequence(x) or hasattr(x, "__next__")
+    return is_dataset(x) or is_loader(x) or is_sequence(x) or has_attribute(x, "__next__")
 
 
 def is_dataset(x: Any) -> bool:
@@ -190,7 +217,7 @@ def _each(change: Callable[[str, Any], Any], name: str, tree: Any) -> Any:
     """Apply ``change(name, array)`` to each array of a tree; None and plain numbers and strings are kept."""
     if isinstance(tree, Mapping):
         return {key: _each(change, f"{name}[{key!r}]", part) for key, part in tree.items()}
-    if isinstance(tree, tuple | list) and not hasattr(tree, "batch_sizes"):
+    if isinstance(tree, tuple | list) and not has_attribute(tree, "batch_sizes"):
         parts = [_each(change, f"{name}[{i}]", part) for i, part in enumerate(tree)]
         return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
     if tree is None or isinstance(tree, int | float | bool | str):
@@ -201,9 +228,9 @@ def _each(change: Callable[[str, Any], Any], name: str, tree: Any) -> Any:
 def _leaves(tree: Any) -> list[Any]:
     if isinstance(tree, Mapping):
         return [leaf for part in tree.values() for leaf in _leaves(part)]
-    if isinstance(tree, tuple | list) and not hasattr(tree, "batch_sizes"):
+    if isinstance(tree, tuple | list) and not has_attribute(tree, "batch_sizes"):
         return [leaf for part in tree for leaf in _leaves(part)]
-    return [tree.data if hasattr(tree, "batch_sizes") else tree]
+    return [tree.data if has_attribute(tree, "batch_sizes") else tree]
 
 
 def _from_numbers(name: str, value: Any) -> np.ndarray[Any, Any]:
@@ -229,32 +256,32 @@ def _from_numbers(name: str, value: Any) -> np.ndarray[Any, Any]:
 
 
 def _is_array(leaf: Any) -> bool:
-    """Return whether an object has a ``shape``, also if reading the shape raises an error."""
-    try:
-        return not isinstance(leaf, type) and hasattr(leaf, "shape")
-    except Exception:
-        return True
+    """Return whether an object of a class with ``shape`` and ``dtype``, or with an attribute ``shape``."""
+    return not isinstance(leaf, type) and (hasattr(type(leaf), "shape") or has_attribute(leaf, "shape"))
 
 
 def _is_number(leaf: Any) -> bool:
-    return isinstance(leaf, int | float | complex | np.generic) or hasattr(leaf, "__array__")
+    return isinstance(leaf, int | float | complex | np.generic) or has_attribute(leaf, "__array__")
 
 
 def _leaf(name: str, value: Any) -> Any:
     """Check that an array has numeric values, and convert it to native byte order."""
-    if hasattr(value, "batch_sizes"):
+    if has_attribute(value, "batch_sizes"):
         return value
     if isinstance(value, np.ma.MaskedArray):
         expected = "plain numbers; the mask of a masked array would be dropped"
         hint = f"{name}.filled(0), and a Masking layer or lengths for what is missing"
         raise InputError(message(f"{name} is a masked array.", got=shown(value), expected=expected, hint=hint))
-    if not hasattr(value, "dtype"):
+    if not has_attribute(value, "dtype"):
         return _from_numbers(name, value)
     _refuse_absent(name, value)
     _refuse_kind(name, value.dtype)
     if isinstance(value, np.ndarray) and not value.dtype.isnative:
         return value.astype(value.dtype.newbyteorder("="))
-    return value
+    if not hasattr(type(value), "__getitem__"):  # of no framework
+        return as_numpy(value)
+    is_negative = getattr(value, "is_neg", None)  # a torch tensor whose sign is a flag: NumPy cannot read it
+    return value.resolve_neg() if callable(is_negative) and is_negative() is True else value
 
 
 def _refuse_kind(name: str, dtype: Any) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import operator
 import os
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Set
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from ..errors import FileError, InputError, RnnlensError, did_you_mean, message, shown
+from ..errors import FileError, InputError, RnnlensError, did_you_mean, has_attribute, message, shown
 from ..settings import parse_memory
 from .door import Check
 
@@ -84,8 +85,9 @@ def number(
 
 def as_name(value: Any) -> Any:
     """Return the name of a TensorFlow graph tensor; return any other value unchanged."""
-    named = getattr(value, "name", None)
-    return named if isinstance(named, str) and getattr(value, "op", None) is not None else value
+    if not has_attribute(value, "name") or not has_attribute(value, "op"):
+        return value
+    return value.name if isinstance(value.name, str) and value.op is not None else value
 
 
 def text(name: str, value: Any) -> str:
@@ -97,7 +99,7 @@ def text(name: str, value: Any) -> str:
 
 
 def names(name: str, value: Any) -> str | tuple[str, ...]:
-    """Check for one name or several, and return a string, or a tuple without duplicates in the order given."""
+    """Check for one name or several, each given once, and return a string, or a tuple in the order given."""
     value = as_name(value)
     if isinstance(value, str):
         return text(name, value)
@@ -106,13 +108,16 @@ def names(name: str, value: Any) -> str | tuple[str, ...]:
     if not found or not all(isinstance(one, str) and one.strip() for one in found):
         got = "no names" if found is not None and not found else shown(value)
         raise InputError(message(f"{name}= names nothing.", got=got, expected="a name, or a list of names"))
-    return tuple(dict.fromkeys(map(str, found)))
+    counts = Counter(map(str, found))
+    if twice := next((one for one, count in counts.items() if count > 1), None):
+        raise InputError(message(f"{name}= names {twice!r} twice.", got=shown(found), expected="each name once"))
+    return tuple(counts)
 
 
 def listed(value: Any, most: int = MOST) -> list[Any] | None:
     """Return the items of an iterable as a list; None for strings, mappings, or more than ``most`` items."""
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        return None
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Collection | Iterator):
+        return None  # a data loader is neither of the two
     try:
         found = list(islice(value, most + 1))
     except Exception:
@@ -134,6 +139,14 @@ def seed_or_none(name: str, value: Any) -> int | None:
     return None if value is None else seed(name, value)
 
 
+def refuse_without_order(name: str, value: Any) -> None:
+    """Raise InputError for a set, a dict or an iterator, which give no order or can be read only once."""
+    if isinstance(value, Set | Mapping | Iterator):
+        kind, expected = type(value).__name__, "an int, a list of int, a slice"
+        hint = "sorted(...)" if isinstance(value, Set) else "list(...)"
+        raise InputError(message(f"{name}= takes numbers in an order.", got=f"a {kind}", expected=expected, hint=hint))
+
+
 def kept_steps(name: str, value: Any) -> int | slice | list[int]:
     """Check time steps: an integer, a non-empty collection of integers, or a slice."""
     whole_number = whole()
@@ -144,11 +157,12 @@ def kept_steps(name: str, value: Any) -> int | slice | list[int]:
         if value.step is not None and operator.index(value.step) == 0:
             raise InputError(message(f"{name}= is a slice with step 0.", got=shown(value)))
         return value
-    found = value.tolist() if hasattr(value, "tolist") and np.ndim(value) <= 1 else value
+    refuse_without_order(name, value)
+    found = value.tolist() if has_attribute(value, "tolist") and np.ndim(value) <= 1 else value
     if isinstance(found, int):
         return int(whole_number(name, found))
     steps = listed(found)
-    if not steps or any(isinstance(one, bool | np.bool_) or not hasattr(one, "__index__") for one in steps):
+    if not steps or any(isinstance(one, bool | np.bool_) or not has_attribute(one, "__index__") for one in steps):
         got = "no steps" if steps is not None and not steps else shown(value)
         raise InputError(message(f"{name}= names no steps.", got=got, expected="an int, a list of int, a slice"))
     return [int(whole_number(name, one)) for one in steps]

@@ -52,7 +52,7 @@ def shared(value: Any) -> np.ndarray[Any, Any] | None:
     """Return the NumPy array that shares memory with a torch tensor on the CPU; None for anything else."""
     if engine_of(value) != "torch" or value.device.type != "cpu":
         return None
-    array: np.ndarray[Any, Any] = value.numpy()
+    array: np.ndarray[Any, Any] = value.resolve_neg().numpy()
     return array
 
 

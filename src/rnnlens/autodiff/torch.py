@@ -18,7 +18,7 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     tensor = tensor.detach().cpu()
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.float()
-    array: np.ndarray[Any, Any] = tensor.resolve_conj().numpy()
+    array: np.ndarray[Any, Any] = tensor.resolve_conj().resolve_neg().numpy()
     return array
 
 
@@ -86,7 +86,7 @@ class TorchEngine:
         tensor = torch.as_tensor(tensor).detach()
         if tensor.dtype in (torch.bfloat16, torch.float16):
             tensor = tensor.to(torch.float32)
-        return tensor if tensor.device.type != "cpu" else tensor.resolve_conj().numpy()
+        return tensor if tensor.device.type != "cpu" else tensor.resolve_conj().resolve_neg().numpy()
 
     def like(self, array: Array, other: Array) -> Array:
         """Convert a NumPy array to the kind of array of ``other``, a result of :meth:`to_array`."""

@@ -80,7 +80,8 @@ def diagnose(
     task
         ``"classes"``, ``"binary"`` or ``"values"``; needed only if y, the output and the loss do not determine it.
     loss
-        As for ``rl.trace``. It is not called: its name determines the task, and whether outputs are logits.
+        As for ``rl.trace``. Its name determines the task, and whether outputs are logits. A function is called once, on
+        a few samples, to check that it returns a number.
     samples
         Largest number of samples to use.
     seed
@@ -98,7 +99,7 @@ def diagnose(
     Raises
     ------
     InputError
-        If x has no time axis, or the target does not fit the output.
+        If x has no time axis, the target does not fit the output, or the loss returns no number.
     ModelError
         If no recurrent layer runs.
 
@@ -111,6 +112,7 @@ def diagnose(
     adapter = adapter_for(model)
     batch = read_samples(x, y, samples, lambda batch: Orientation(adapter, model, batch, axes))
     experiment = Experiment(model, batch, step, output, task, loss if loss is not None else _compiled(model), seed)
+    experiment.refuse_loss(loss)
     memory = measure_memory(experiment)
     before = _baseline(baseline, experiment)
     missed = measure_missed(experiment)

@@ -14,7 +14,7 @@ from ..adapters.protocol import Batch, CaptureRequest
 from ..adapters.registry import adapter_for
 from ..arguments import anything, as_numbers, checked, number, one_batch, text, whole
 from ..arguments import seed as random_seed
-from ..errors import InputError, LayerNotFoundError, ModelError, did_you_mean, message, shown
+from ..errors import InputError, LayerNotFoundError, ModelError, did_you_mean, has_attribute, message, shown
 from ..measures.fixed_points import find_points, iterate, step_map
 from ..measures.spectrum import lyapunov_spectrum
 from ..measures.spectrum import step_eigenvalues as eigenvalues_of_steps
@@ -35,7 +35,7 @@ _MANY = 10**6
 
 def _numbers_or_words(name: str, value: Any) -> Any:
     """Convert arrays to numbers; return strings, mappings and results unchanged, to be checked later."""
-    return value if isinstance(value, str | Mapping) or hasattr(value, "dataset") else as_numbers(name, value)
+    return value if isinstance(value, str | Mapping) or has_attribute(value, "dataset") else as_numbers(name, value)
 
 
 @checked(
@@ -91,6 +91,9 @@ def lyapunov(
     Vogt et al. 2022, arXiv:2006.14123, algorithm 1. Kaplan, Yorke 1979, doi:10.1007/BFb0064319.
     """
     name, run = _run(model, x, layer, samples, axes)
+    width = sum(int(s.shape[-1]) for s in run.states)
+    if count is not None and count > width:
+        raise InputError(message("count= is beyond the states.", got=f"count={count}", expected=f"at most {width}"))
     found = lyapunov_spectrum(run, count=count, seed=seed)
     words = {"units": "1 / step"}
     return xr.Dataset(
@@ -294,7 +297,11 @@ def _run(model: Any, x: Any, layer: str | None, most: int, axes: Mapping[str, An
         raise LayerNotFoundError(
             message("Which recurrent layer?", got=f"layer={layer!r}", hint=did_you_mean(str(layer), names))
         )
-    return chosen[0].layer, Replay.from_call(in_numpy(chosen[0]))
+    run = Replay.from_call(in_numpy(chosen[0]))
+    if not all(np.isfinite(to_host(values)).all() for values in (run.input, *run.states)):
+        name, hint = chosen[0].layer, "rl.find_nonfinite(model, x) finds the first one"
+        raise InputError(message(f"The inputs or states of {name!r} are not finite.", got="NaN or infinity", hint=hint))
+    return chosen[0].layer, run
 
 
 def _input(given: Any, run: Replay) -> Array:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -12,7 +14,7 @@ import numpy as np
 from .. import data
 from ..adapters.protocol import Adapter, Batch, Capture, CaptureRequest, RecurrentCall
 from ..adapters.registry import adapter_for
-from ..errors import InputError, ModelError, RnnlensError, message
+from ..errors import InputError, ModelError, RnnlensError, message, shown
 from ..layout import Layout, dims_of
 from ..measures.intervention import donors, score, squared_change
 from ..recurrence.replay import Replay
@@ -150,6 +152,27 @@ class Experiment:
                 message("output= exceeds the number of outputs.", got=repr(self.output), expected=expected)
             )
         return self.output % count
+
+    def refuse_loss(self, loss: Any) -> None:
+        """Run a loss function once on the first samples; raise InputError if it returns no real number or tensor."""
+        if not inspect.isroutine(loss) or self.samples.y is None:
+            return
+        returned: list[Any] = []
+
+        def recorded(*arguments: Any) -> Any:
+            returned.append(loss(*arguments))
+            return returned[-1]
+
+        y = data.map_leaves(lambda leaf: leaf[:LOOKED_INTO], self.samples.y)
+        y = y if self.samples.lie is None else self.samples.lie.target_as_given(y)
+        request = CaptureRequest(inputs=False, gradients=False, weight_grads=False, loss=True)
+        with suppress(RnnlensError):  # the loss is not needed: its name is enough
+            self.adapter.capture(self.model, Batch(self.few, y, loss=recorded), request)
+        for value in returned:
+            words = str(getattr(value, "dtype", type(value).__name__))
+            if value is None or isinstance(value, str | bytes) or "complex" in words:
+                got = f"{getattr(loss, '__name__', 'loss')} returned {shown(value)}"
+                raise InputError(message("The loss returns no real number.", got=got, expected="a tensor of numbers"))
 
     def _leaf(self, outputs: Any) -> Any:
         return data.leaves_of(outputs)[self.which]

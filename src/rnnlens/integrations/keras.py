@@ -375,7 +375,8 @@ class Watch(_Callback):
     def _is_due(self) -> bool:
         """Return whether a batch of the next execution is due to be recorded."""
         steps = range(self._step + 1, self._step + batches_per_execution(self.model) + 1)
-        return any(self._batches.due(step, self._epoch) for step in steps)
+        assert self._recorder is not None
+        return any(self._recorder.on_schedule(self._batches, step, self._epoch) for step in steps)
 
     def _trained(self, heard: Heard, step: int) -> TrainedBatch:
         """Return the captured batch as a TrainedBatch, with the variables from before its step."""

@@ -15,7 +15,7 @@ from matplotlib.cbook import normalize_kwargs
 
 from ..arguments import Check, anything, as_numbers, listed, names, number, one_of, switch, text, whole
 from ..arguments import checked as check_arguments
-from ..errors import InputError, RnnlensError, did_you_mean, message, shown
+from ..errors import InputError, RnnlensError, did_you_mean, has_attribute, message, shown
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -26,8 +26,11 @@ _PANELS, _LINES, _BINS, _DELAYS = 1000, 100_000, 100_000, 1000
 
 def _several(name: str, value: Any) -> tuple[str, ...]:
     """Check names of dimensions, in order; a name may occur twice."""
-    found = names(name, value)
-    return (found,) if isinstance(found, str) else tuple(value) if isinstance(value, list | tuple) else found
+    several = listed(value)
+    for one in several or ():
+        text(name, one)
+    found = names(name, list(dict.fromkeys(several)) if several else value)
+    return (found,) if isinstance(found, str) else tuple(several or found)
 
 
 def _words(name: str, value: Any) -> str:
@@ -46,7 +49,7 @@ def two_titles(name: str, value: Any) -> tuple[str, str]:
 
 def _delays(name: str, value: Any) -> Any:
     """Check lags of a task: a number, or several."""
-    alone = isinstance(value, int | float) or getattr(value, "ndim", None) == 0
+    alone = isinstance(value, int | float) or (has_attribute(value, "ndim") and value.ndim == 0)
     several = [value] if alone else listed(value, most=_DELAYS)
     found = np.empty(0) if several == [] else None if several is None else np.asarray(as_numbers(name, several))
     if found is None or found.ndim > 1 or found.dtype.kind not in "fiu" or not (found >= 0).all():

@@ -12,7 +12,7 @@ import numpy as np
 import xarray as xr
 
 from ..arguments import as_numbers, as_numpy, refuse_large
-from ..errors import InputError, did_you_mean, message, shape_of
+from ..errors import InputError, did_you_mean, has_attribute, message, shape_of
 from ..vocabulary import BACKWARD, DIRECTION, FEATURE, GATE, IN_TIME, OUT_TIME, SAMPLE, TIME, UNIT, UNIT_IN
 
 Numbers = np.ndarray[Any, Any]
@@ -95,7 +95,7 @@ def labelled(
 
 
 def _refuse_whole_results(data: Any, figure: str) -> None:
-    dataset = getattr(data, "dataset", data)
+    dataset = data.dataset if has_attribute(data, "dataset") else data
     if isinstance(dataset, xr.Dataset):
         names = ", ".join(str(name) for name in dataset.data_vars)
         raise InputError(
@@ -106,7 +106,7 @@ def _refuse_whole_results(data: Any, figure: str) -> None:
                 hint='pass one of them, such as trace["lstm"].hidden_grad',
             )
         )
-    if isinstance(data, Mapping) or hasattr(data, "keys"):
+    if isinstance(data, Mapping) or has_attribute(data, "keys"):
         raise InputError(
             message(
                 f"plot.{figure} draws one variable.",

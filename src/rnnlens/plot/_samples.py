@@ -25,7 +25,7 @@ def by_loss(array: xr.DataArray, losses: Any, figure: str) -> xr.DataArray:
     if losses is None:
         return array
     require_dim(array, SAMPLE, figure)
-    values = as_numbers("losses", losses).reshape(-1).astype(float)
+    values = as_numbers("losses", losses)
     if values.size != array.sizes[SAMPLE]:
         raise InputError(
             message(
@@ -34,6 +34,7 @@ def by_loss(array: xr.DataArray, losses: Any, figure: str) -> xr.DataArray:
                 expected=f"{array.sizes[SAMPLE]} of them",
             )
         )
+    values = values.reshape(-1).astype(float)
     order = typical_first(values)
     names = names_of(array, SAMPLE)
     words = [f"sample {names[i]}, loss {values[i]:.2g}" for i in order]

@@ -11,7 +11,7 @@ from matplotlib.collections import PathCollection
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.lines import Line2D
 
-from ..arguments import as_numbers
+from ..arguments import as_numbers, as_numpy, refuse_large
 from ..errors import InputError, message, shown
 from ..measures.profiles import carriers, lorenz, typical_first
 from ..recurrence.measures import safe_norm
@@ -76,7 +76,8 @@ def _of(values: Any) -> tuple[Numbers, Numbers, str, str]:
             when = np.broadcast_to(positions(whole, TIME), when.shape)
         flat = whole.values.reshape(-1, whole.shape[-1])
         return flat, when.reshape(-1), "time step", str(values.attrs.get("layer", ""))
-    array = np.asarray(values.values if isinstance(values, xr.DataArray) else values)
+    array = as_numpy(values.values if isinstance(values, xr.DataArray) else values)
+    refuse_large("values", array, "fewer samples or steps", share=16 / max(array.itemsize, 1))
     if array.dtype.kind not in "cf" or array.ndim == 0 or array.size == 0:
         raise InputError(
             message(
@@ -237,11 +238,12 @@ def gradient_carriers(
     """
     array = labelled(gradient, "gradient_carriers")
     require_dim(array, SAMPLE, "gradient_carriers")
-    values = as_numbers("losses", losses).reshape(-1).astype(float)
+    values = as_numbers("losses", losses)
     ordered = array.transpose(SAMPLE, ...).values.reshape(array.sizes[SAMPLE], -1)
-    if len(values) != len(ordered):
-        got, expected = f"{len(values)} numbers", f"{len(ordered)} of them"
+    if values.size != len(ordered):
+        got, expected = f"{values.size} numbers", f"{len(ordered)} of them"
         raise InputError(message("losses= has one number for each sample.", got=got, expected=expected))
+    values = values.reshape(-1).astype(float)
     norms = np.asarray(safe_norm(ordered.astype(np.float64), axis=1, xp=np))
     panels = open_panels(2, name="gradient_carriers", grid=Grid((3.5, 3.1), shape=(1, 2)), ax=ax, figure=figure)
     _scatter(panels.axes[0], values, norms, names_of(array, SAMPLE), point)

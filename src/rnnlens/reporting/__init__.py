@@ -11,7 +11,7 @@ from typing import Any
 
 import xarray as xr
 
-from ..arguments import Check, anything, checked, either, listed, loss, names, seed, switch, text, whole
+from ..arguments import Check, anything, checked, data_set, either, listed, loss, names, seed, switch, text, whole
 from ..arguments import path as path_of
 from ..errors import FileError, InputError, message, shown
 from ..results.base import Result
@@ -36,6 +36,11 @@ def _switch_or(kind: type, expected: str) -> Check:
     return either(switch, finished, expected=expected)
 
 
+def _data(name: str, value: Any) -> Any:
+    """Check one batch of arrays or a source of batches; None is accepted."""
+    return None if value is None else data_set(name, value)
+
+
 def _tokens(name: str, value: Any) -> Any:
     """Check a mapping from number to text."""
     if not (callable(value) or isinstance(value, Mapping | Sequence)) or isinstance(value, str):
@@ -46,8 +51,8 @@ def _tokens(name: str, value: Any) -> Any:
 
 @checked(
     model=anything,
-    x=anything,
-    y=anything,
+    x=_data,
+    y=_data,
     path=path_of,
     baseline=anything,
     loss=loss,

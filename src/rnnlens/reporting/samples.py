@@ -12,7 +12,7 @@ from .. import data
 from ..adapters.protocol import Adapter, Batch, CaptureRequest
 from ..arguments.data import is_source
 from ..diagnosis.samples import Orientation, read_samples
-from ..errors import InputError, RnnlensError, UnsupportedError
+from ..errors import InputError, RnnlensError, UnsupportedError, shape_of
 from ..results.schema import to_host
 from ..typing import Array
 
@@ -93,8 +93,10 @@ def read(adapter: Adapter, model: Any, x: Any, y: Any, axes: Any) -> tuple[Repor
         leaves = data.leaves_of(x)
         if not adapter.samples_first and any(data.is_packed(leaf) for leaf in leaves):
             return ReportSamples(x, y, None), str(error).splitlines()[0]
-        count = len(leaves[0])
-        return ReportSamples(_numpy(x), _numpy(y), count), ""
+        counts = {(shape_of(leaf) or (0,))[0] for leaf in (*leaves, *data.leaves_of(y))}
+        if len(counts) > 1 or not counts.pop():
+            raise
+        return ReportSamples(_numpy(x), _numpy(y), len(leaves[0])), ""
     return ReportSamples(found.x, found.y, found.count, orientation[0]), ""
 
 

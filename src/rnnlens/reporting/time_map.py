@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from ..errors import InputError
+from ..errors import InputError, message
 from ..results.schema import to_host
 from ..settings import options
 from ..typing import Array
@@ -107,7 +107,16 @@ def of_model(
 
 
 def of_array(found: xr.DataArray) -> TimeMap:
-    """Convert a finished time Jacobian to a map of the report."""
+    """Convert a finished time Jacobian to a map of the report.
+
+    Raises
+    ------
+    InputError
+        If the array has no axis of input steps.
+    """
+    if IN_TIME not in found.dims:
+        got = f"dimensions ({', '.join(map(str, found.dims))})"
+        raise InputError(message("jacobian= is no time Jacobian.", got=got, expected="what rl.jacobian returned"))
     return _labelled(found, "", int(found.sizes.get(SAMPLE, 0)), 0, [])
 
 

@@ -29,7 +29,7 @@ def checked_on_nonfinite(value: Any) -> str | None:
     InputError
         For any other value.
     """
-    if value not in (None, REPORT):
+    if not (value is None or (isinstance(value, str) and value == REPORT)):
         raise InputError(message("on_nonfinite= is not understood.", got=shown(value), expected=f"None or {REPORT!r}"))
     return REPORT if value is not None else None
 

@@ -67,7 +67,15 @@ class Recorder:
 
     def due(self, step: int, epoch: int) -> bool:
         """Return whether this process must record now."""
-        return self.writes and self.schedule.due(step, epoch)
+        return self.writes and self.on_schedule(self.schedule, step, epoch)
+
+    def on_schedule(self, schedule: Schedule, step: int, epoch: int) -> bool:
+        """Return whether a record is due by a schedule; one that raises becomes a gap, and nothing is due."""
+        try:
+            return schedule.due(step, epoch)
+        except Exception as error:
+            self._note_gap(step, "every", error, f"every= raised at step {step}; training goes on.")
+            return False
 
     def record(
         self, step: int, make: Callable[[], TrainingRecord], *, before: bool = False, what: str = "probe"

@@ -41,7 +41,8 @@ class Schedule:
         InputError
             If ``every`` is negative or another word, or if ``epochs`` are no whole numbers.
         """
-        if not (_is_whole(self.every) or self.every == POWERS or callable(self.every)):
+        known = isinstance(self.every, str) and self.every == POWERS
+        if not (known or _is_whole(self.every) or callable(self.every)):
             raise InputError(
                 message(
                     "every= is no schedule.",

@@ -11,7 +11,18 @@ import xarray as xr
 
 from ..adapters.protocol import Batch, Capture
 from ..adapters.registry import adapter_for
-from ..arguments import anything, checked, class_weights, examples, names, one_batch, seed_or_none, states, switch
+from ..arguments import (
+    anything,
+    checked,
+    class_weights,
+    examples,
+    finite_states,
+    names,
+    one_batch,
+    seed_or_none,
+    switch,
+    weights_of_samples,
+)
 from ..arguments import loss as a_loss
 from ..recurrence.replay import Replay
 from ..recurrence.rounding import perturbed
@@ -34,10 +45,10 @@ from .turns import in_turn
     layers=names,
     quantities=names,
     loss=a_loss,
-    sample_weight=examples,
+    sample_weight=weights_of_samples,
     class_weight=class_weights,
     training=switch,
-    initial_state=states,
+    initial_state=finite_states,
     seed=seed_or_none,
     axes=an_axes_table,
 )

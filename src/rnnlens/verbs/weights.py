@@ -22,6 +22,7 @@ from ..arguments import (
     one_of,
     seed_or_none,
     switch,
+    weights_of_samples,
     whole,
 )
 from ..arguments import loss as a_loss
@@ -69,7 +70,7 @@ def layers(model: Any) -> LayerTable:
     by_time=switch,
     measure=one_of("norm"),
     loss=a_loss,
-    sample_weight=examples,
+    sample_weight=weights_of_samples,
     class_weight=class_weights,
     training=switch,
     seed=seed_or_none,

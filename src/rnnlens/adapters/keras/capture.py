@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ...autodiff import Engine, tensors
-from ...errors import LayerNotFoundError, ModelError, did_you_mean, message
+from ...errors import InputError, LayerNotFoundError, ModelError, did_you_mean, message
 from ...typing import Array
 from ..protocol import NOT_LOOKED_INTO, Batch, Capture, CaptureRequest, NonRecurrentCall, RecurrentCall
 from . import losses
@@ -112,6 +112,13 @@ def _tied(model: Any, sites: Iterable[RecurrentSite]) -> set[int]:
     return tied_variables(model) | {key for key, count in held.items() if count > 1}
 
 
+def _as_number(loss: Any) -> float:
+    """Return the value of a loss; raise InputError if it is complex."""
+    if np.iscomplexobj(loss):
+        raise InputError(message("The loss is not a real number.", got=f"dtype {loss.dtype}", expected="a real tensor"))
+    return float(loss)
+
+
 class _Assembly:
     """Converter from the tensors of one run to the calls of the adapter contract."""
 
@@ -136,7 +143,7 @@ class _Assembly:
             else:
                 plain.extend(self._plain(call))
         self._check_that_all_ran(request, calls, plain)
-        value = None if self._result.loss is None else float(self._engine.to_array(self._result.loss))
+        value = None if self._result.loss is None else _as_number(self._engine.to_array(self._result.loss))
         outputs = self._result.outputs
         return Capture(
             calls=calls,

@@ -18,7 +18,7 @@ from ..probe import Probe
 from ..recorder import Recorder
 from ..records import TrainingRecord
 from ..store import Store
-from ..watch_arguments import listed, refuse_unknown
+from ..watch_arguments import Schedule, listed, refuse_unknown
 from .lookout import Lookout
 from .plan import Plan, plain_model, rank_and_world
 from .steps import NO_STEP, Steps, refuse_unheard, scaler_on_stack, steps_taken, why_unheard
@@ -271,7 +271,7 @@ class TorchWatch:
     def _prepare(self) -> None:
         """Switch the capture of the next batch on or off, according to the schedule."""
         if self._listener is not None:
-            self._listener.on = self._open and self.plan.heard.due(self.steps + 1, self._epoch)
+            self._listener.on = self._open and self._is_due(self.plan.heard, self.steps + 1)
 
     def _step_begins(self, optimizer: Any, applied_scale: float) -> None:
         # A closure runs the batch within the step, so there are no gradients to test yet.
@@ -371,8 +371,11 @@ class TorchWatch:
         batch.moved = None if self._steps is None else self._steps.moved
         return record_of(batch, self.plan)
 
+    def _is_due(self, schedule: Schedule, step: int) -> bool:
+        return self._recorder.on_schedule(schedule, step, self._epoch)
+
     def _record_probe_if_due(self) -> None:
-        if not self.plan.probes.off and self.plan.probes.due(self.steps, self._epoch):
+        if not self.plan.probes.off and self._is_due(self.plan.probes, self.steps):
             self._record_probe(self._epoch)
 
     def _record_probe(self, epoch: int) -> None:

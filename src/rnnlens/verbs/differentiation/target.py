@@ -13,8 +13,8 @@ from typing import Any, Literal
 import numpy as np
 import xarray as xr
 
-from ...arguments import as_numbers, as_numpy, either, kept_steps, listed, number
-from ...errors import InputError, did_you_mean, message, shown
+from ...arguments import as_numbers, as_numpy, either, kept_steps, listed, number, refuse_without_order
+from ...errors import InputError, did_you_mean, has_attribute, message, shown
 from ...typing import Array
 from ...vocabulary import DIRECTION, SAMPLE, TIME
 from ..axes import axes_to_type
@@ -212,7 +212,8 @@ def _index(whole: xr.DataArray, dim: str, index: Any) -> Any:
     if isinstance(index, slice):
         wanted = np.arange(size)[kept_steps(f"at[{dim!r}]", index)]
     else:
-        wanted = as_numpy(index) if hasattr(index, "dtype") else np.asarray(listed(index) or index)
+        refuse_without_order(f"at[{dim!r}]", index)
+        wanted = as_numpy(index) if has_attribute(index, "dtype") else np.asarray(listed(index) or index)
     if wanted.dtype.kind in "US":
         labels = {DIRECTION: ["forward", "backward"]}.get(dim, [])
         unknown = [label for label in np.atleast_1d(wanted) if label not in labels]
@@ -230,6 +231,9 @@ def _index(whole: xr.DataArray, dim: str, index: Any) -> Any:
                 expected=f"whole numbers from {-size} to {size - 1}",
             )
         )
+    if np.unique(wanted % size).size < wanted.size:
+        what = f"at= selects a position along {dim!r} twice."
+        raise InputError(message(what, got=f"{dim}={shown(index)}", expected="each one once"))
     return int(wanted) if wanted.ndim == 0 else wanted
 
 

@@ -1,0 +1,387 @@
+"""Call every public function with values that fit nowhere, or almost, and count how the calls end.
+
+    python benchmarks/hostile_calls.py torch --count 3000 --seed 1
+    KERAS_BACKEND=torch python benchmarks/hostile_calls.py keras --count 1500      # or jax, tensorflow
+    python benchmarks/hostile_calls.py tf_keras --count 600
+    python benchmarks/hostile_calls.py tf1 --count 600
+    python benchmarks/hostile_calls.py plain --count 5000                          # figures, files, options, results
+
+A call is a good one in which one to three arguments are replaced, drawn by the seed. Each call ends as one of
+
+    result       a result
+    refused      one error of rnnlens, with a text of at most 8000 characters
+    foreign      an error of something else
+    unreadable   an error of rnnlens without a text, or with an endless one
+    hang         more than 60 s by the clock
+    slow         more than 5 s of processor time
+    memory       more than 576 MiB beyond what was used before
+    altered      after the call, weights, flags, hooks, gradients or random states of the model differ
+
+All but the first two are faults. The exit status is 1 if there is one; each place is printed with its first call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import resource
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "tests" / "helpers"), str(ROOT / "tests" / "unit")]
+
+#: Bytes of data that the process may hold.
+LIMIT_DATA = 6 * 2**30
+ENGINES = ("torch", "keras", "tf_keras", "tf1", "plain")
+X = np.random.default_rng(0).normal(size=(2, 5, 3)).astype("f4")
+Y = np.zeros((2, 5, 2), "f4")
+
+
+def torch_case(folder: Path) -> tuple[list[Any], dict[str, Any], Callable[[], Any]]:
+    """Targets, values of torch, and the state of the model."""
+    import torch
+    from hostile import Target, diagnoses, one, verbs
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    import rnnlens as rl
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(3, 4, batch_first=True)
+            self.top = nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.top(self.lstm(x)[0])
+
+    values = {
+        "requires grad": lambda: torch.ones(2, 5, 3, requires_grad=True),
+        "bfloat16": lambda: torch.ones(2, 5, 3, dtype=torch.bfloat16),
+        "meta": lambda: torch.ones(2, 5, 3, device="meta"),
+        "sparse": lambda: torch.ones(2, 5, 3).to_sparse(),
+        "long": lambda: torch.ones(2, 5, 3, dtype=torch.long),
+        "complex tensor": lambda: torch.ones(2, 5, 3, dtype=torch.complex64),
+        "nested tensor": lambda: torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)]),
+        "negative bit": lambda: torch._neg_view(torch.ones(2, 5, 3)),
+        "conjugate bit": lambda: torch.ones(2, 5, 3, dtype=torch.complex64).conj(),
+        "negative view of complex": lambda: torch.ones(2, 5, 3, dtype=torch.complex64).conj().imag,
+        "expanded": lambda: torch.ones(1, 1, 3).expand(2, 5, 3),
+        "NaN tensor": lambda: torch.full((2, 5, 3), float("nan")),
+        "0-d tensor": lambda: torch.tensor(1.0),
+        "quantized": lambda: torch.quantize_per_tensor(torch.ones(2, 5, 3), 0.1, 0, torch.qint8),
+        "loader": lambda: DataLoader(TensorDataset(torch.ones(4, 5, 3), torch.ones(4, 5, 2)), batch_size=2),
+        "loader of other lengths": lambda: iter([(X, Y), (X[:, :4], Y[:, :4])]),
+        "data set": lambda: TensorDataset(torch.ones(4, 5, 3)),
+        "packed": lambda: nn.utils.rnn.pack_sequence([torch.ones(3, 3), torch.ones(2, 3)]),
+        "module": lambda: nn.Linear(3, 2),
+        "empty model": nn.Sequential,
+        "double": lambda: nn.LSTM(3, 4, batch_first=True).double(),
+        "meta model": lambda: nn.LSTM(3, 4, device="meta"),
+        "loss class": lambda: nn.MSELoss,
+        "loss": nn.MSELoss,
+        "unreduced loss": lambda: nn.MSELoss(reduction="none"),
+        "optimizer": lambda: torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1),
+    }
+    torch.manual_seed(0)
+    model = Net()
+
+    def training(**given):
+        """Two steps of a training that is watched, of a model of its own."""
+        with torch.random.fork_rng():
+            net = Net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        with rl.torch.watch(given.pop("model", net), **given):
+            for _ in range(2):
+                optimizer.zero_grad()
+                nn.functional.mse_loss(net(torch.as_tensor(X)), torch.as_tensor(Y)).backward()
+                optimizer.step()
+
+    def state():
+        modules = list(model.modules())
+        return (
+            *(p.detach().numpy().tobytes() for p in model.state_dict().values()),
+            *(m.training for m in modules),
+            *(len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in modules),
+            *(p.requires_grad and p.grad is None for p in model.parameters()),
+            torch.get_rng_state().numpy().tobytes(),
+            np.random.get_state()[1].tobytes(),  # noqa: NPY002  the one that may be changed
+            torch.is_grad_enabled(),
+        )
+
+    targets = [*verbs(model, X, Y, nn.functional.mse_loss, folder), *diagnoses(model, X, Y)]
+    targets += [report_target(model, folder), watch_target("torch.watch", training, rl.torch.watch, folder)]
+    for name in ("cell", "step"):
+        function = getattr(rl.torch, name)
+        good = {"function": one(lambda *given: given), "x": one(X), "forward": one(lambda *given: given)}
+        good = {argument: value for argument, value in good.items() if argument in parameters(function)}
+        targets.append(Target(f"torch.{name}", function, good, parameters(function)))
+    adapter = Target("check_adapter", rl.testing.check_adapter, {}, ("adapter", "model", "batch", "rtol"))
+    adapter.good = {"adapter": one(_adapter(model)), "model": one(model), "batch": lambda: _batch(X, Y)}
+    return [*targets, adapter], values, state
+
+
+def keras_case(folder: Path, legacy: bool) -> tuple[list[Any], dict[str, Any], Callable[[], Any]]:
+    """Targets, values of Keras and the state of the model, on the engine of this process."""
+    if legacy:
+        import tf_keras as keras
+    else:
+        import keras
+    from hostile import diagnoses, verbs
+
+    import rnnlens as rl
+
+    numpy_of = np.asarray if legacy else keras.ops.convert_to_numpy
+
+    def build():
+        inputs = keras.Input((None, 3))
+        hidden = keras.layers.LSTM(4, return_sequences=True, name="lstm")(inputs)
+        net = keras.Model(inputs, keras.layers.Dense(2, name="top")(hidden))
+        net.compile(optimizer="sgd", loss="mse", run_eagerly=True)
+        return net
+
+    values = {
+        "symbolic": lambda: keras.Input((5, 3)),
+        "layer": lambda: keras.layers.LSTM(2),
+        "empty model": keras.Sequential,
+        "model class": lambda: keras.Model,
+        "loss class": lambda: keras.losses.MeanSquaredError,
+        "loss": keras.losses.MeanSquaredError,
+        "optimizer": keras.optimizers.SGD,
+        "metric": keras.metrics.MeanSquaredError,
+        "loader of other lengths": lambda: iter([(X, Y), (X[:, :4], Y[:, :4])]),
+        **tensors(keras, legacy),
+    }
+    model = build()
+
+    def training(**given):
+        """Two steps of ``fit`` that is watched, of a model of its own."""
+        build().fit(X, Y, batch_size=1, epochs=1, verbose=0, callbacks=[rl.keras.Watch(**given)])
+
+    def state():
+        return (
+            *(np.array(numpy_of(variable)).tobytes() for variable in model.variables),
+            *(layer.trainable for layer in model.layers),
+            *(len(vars(layer)) for layer in model.layers),
+            np.random.get_state()[1].tobytes(),  # noqa: NPY002  the one that may be changed
+            model.compiled if not legacy else model._is_compiled,
+        )
+
+    targets = [*verbs(model, X, Y, "mse", folder), *diagnoses(model, X, Y), report_target(model, folder)]
+    return [*targets, watch_target("keras.Watch", training, rl.keras.Watch, folder)], values, state
+
+
+def tensors(keras: Any, legacy: bool) -> dict[str, Callable[[], Any]]:
+    """Tensors of the engine, as they fit nowhere."""
+    if legacy or keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        return {
+            "a tensor": lambda: tf.ones((2, 5, 3)),
+            "half tensor": lambda: tf.ones((2, 5, 3), tf.bfloat16),
+            "complex tensor": lambda: tf.ones((2, 5, 3), tf.complex64),
+            "ragged tensor": lambda: tf.ragged.constant([[1.0], [1.0, 2.0]]),
+            "sparse tensor": lambda: tf.sparse.from_dense(tf.ones((2, 5))),
+            "variable": lambda: tf.Variable(tf.ones((2, 5, 3))),
+            "string tensor": lambda: tf.constant(["a"]),
+            "data set": lambda: tf.data.Dataset.from_tensor_slices((X, Y)).batch(2),
+            "single samples": lambda: tf.data.Dataset.from_tensor_slices((X, Y)),
+        }
+    return {
+        "a tensor": lambda: keras.ops.ones((2, 5, 3)),
+        "half tensor": lambda: keras.ops.ones((2, 5, 3), dtype="bfloat16"),
+        "complex tensor": lambda: keras.ops.ones((2, 5, 3), dtype="complex64"),
+        "variable": lambda: keras.Variable(np.ones((2, 5, 3))),
+    }
+
+
+def tf1_case(folder: Path) -> tuple[list[Any], dict[str, Any], Callable[[], Any]]:
+    """Targets, values of TensorFlow and the state of the session, for a graph of control flow v1."""
+    os.environ["TF_USE_LEGACY_KERAS"] = "1"
+    import tensorflow.compat.v1 as tf
+    from hostile import Target, diagnoses, one, verbs
+
+    import rnnlens as rl
+
+    tf.disable_v2_behavior()
+    tf.get_logger().setLevel("ERROR")
+    tf.set_random_seed(1)
+    x, y = tf.placeholder(tf.float32, [None, None, 3], name="x"), tf.placeholder(tf.float32, [None, None, 2], name="y")
+    hidden, _ = tf.nn.dynamic_rnn(tf.nn.rnn_cell.LSTMCell(4), x, dtype=tf.float32, scope="lstm")
+    out = tf.layers.dense(hidden, 2, name="top")
+    loss = tf.reduce_mean(tf.square(out - y))
+    session = tf.Session()
+    session.run(tf.global_variables_initializer())
+    net = rl.tf1.graph(session, inputs=x, outputs=out, loss=loss, targets=y)
+    values = {
+        "placeholder": one(x),
+        "output": one(out),
+        "loss tensor": one(loss),
+        "session": one(session),
+        "graph": tf.Graph,
+        "variable": one(tf.global_variables()[0]),
+        "operation": one(out.op),
+        "closed session": _closed_session,
+        "loader of other lengths": lambda: iter([(X, Y), (X[:, :4], Y[:, :4])]),
+    }
+
+    def state():
+        return (
+            *(value.tobytes() for value in session.run(tf.global_variables())),
+            session.graph.version,
+            np.random.get_state()[1].tobytes(),  # noqa: NPY002  the one that may be changed
+        )
+
+    describe = {"session": one(session), "inputs": one(x), "outputs": one(out), "loss": one(loss), "targets": one(y)}
+    tensor = {"x:0": one("x:0"), "no tensor": one("nowhere:0"), "op": one("x")}
+    tensor |= {"list": lambda: [x, x], "dict": lambda: {1: x}}
+    near: dict[str, Any] = dict.fromkeys(("inputs", "outputs", "loss", "targets"), tensor)
+    near["feed"] = {"phase": lambda: {"phase": True}, "x": lambda: {x: X}, "words": lambda: {x: "words"}}
+    targets = [*verbs(net, X, Y, None, folder), *diagnoses(net, X, Y), report_target(net, folder)]
+    for target in targets:
+        target.good.pop("loss", None)
+    return [*targets, Target("tf1.graph", rl.tf1.graph, describe, parameters(rl.tf1.graph), near)], values, state
+
+
+def _closed_session() -> Any:
+    import tensorflow.compat.v1 as tf
+
+    session = tf.Session()
+    session.close()
+    return session
+
+
+def plain_case(folder: Path) -> tuple[list[Any], dict[str, Any], Callable[[], Any]]:
+    """Targets that need no framework: figures, files, options, results."""
+    os.chdir(folder)
+    import test_hostile_calls as plain
+
+    return [*plain.figures(), *plain.others(folder)], {}, lambda: ()
+
+
+def parameters(function: Any) -> tuple[str, ...]:
+    """Names of the parameters that can be given by name."""
+    import inspect
+
+    found = inspect.signature(function).parameters.values()
+    return tuple(p.name for p in found if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL, p.POSITIONAL_ONLY))
+
+
+def report_target(model: Any, folder: Path) -> Any:
+    """``rl.report`` without its longest parts."""
+    from hostile import Target, near_verbs, one
+
+    import rnnlens as rl
+
+    good = {"model": one(model), "x": one(X), "y": one(Y), "path": one(str(folder / "r.html"))}
+    good |= {"diagnosis": one(False), "jacobian": one(False)}
+    return Target("report", rl.report, good, parameters(rl.report), near_verbs(X, Y))
+
+
+def watch_target(name: str, training: Any, public: Any, folder: Path) -> Any:
+    """A short training that is watched, with all arguments of the watch."""
+    from hostile import Target, one
+
+    names = tuple(argument for argument in parameters(public) if argument not in ("self", "model"))
+    path = folder / f"{name}.zarr"
+    near = {
+        "path": {"none": one(None), "zarr": one(path), "netCDF": one(folder / "a.nc"), "nowhere": one("/proc/a.zarr")},
+        "probe": {"right": one((X, Y)), "of x": one((X,)), "turned": one((Y, X)), "NaN": one((X * np.nan, Y))},
+        "every": {"powers": one("powers of two"), "raises": lambda: lambda step, epoch: 1 / 0, "1": one(1)},
+        "keep": {"hidden": one("hidden"), "two": one(["hidden_grad", "cell"])},
+        "stop_on": {"right": one("exploding"), "two": one(["exploding", "saturated"])},
+        "on_nonfinite": {"report": one("report")},
+        "points": {"none": one(None), "1": one(1)},
+    }
+    good = {"path": one(path), "resume": one(False), "every": one(1)}
+    return Target(name, training, good, names, near)
+
+
+def _adapter(model: Any) -> Any:
+    from rnnlens.adapters.registry import adapter_for
+
+    return adapter_for(model)
+
+
+def _batch(x: Any, y: Any) -> Any:
+    from rnnlens.adapters.protocol import Batch
+
+    return Batch(x, y)
+
+
+def main() -> int:
+    """Make the calls; print the faults and the counts."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("engine", choices=ENGINES)
+    parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="targets whose names contain this")
+    parser.add_argument("--small", action="store_true", help="60 calls")
+    chosen = parser.parse_args()
+    warnings.simplefilter("ignore")
+    cases = {
+        "torch": torch_case,
+        "keras": functools.partial(keras_case, legacy=False),
+        "tf_keras": functools.partial(keras_case, legacy=True),
+        "tf1": tf1_case,
+        "plain": plain_case,
+    }
+    resource.setrlimit(resource.RLIMIT_DATA, (LIMIT_DATA, LIMIT_DATA))  # a fault must not stop other processes
+    with tempfile.TemporaryDirectory() as folder:
+        targets, values, state = cases[chosen.engine](Path(folder))
+        targets = [target for target in targets if chosen.only in target.name]
+        outcomes = make(targets, values, state, 60 if chosen.small else chosen.count, chosen.seed)
+    return summary(outcomes)
+
+
+def make(targets: list[Any], values: dict[str, Any], state: Callable[[], Any], count: int, seed: int) -> list[Any]:
+    """Make ``count`` calls, each followed by a look at the model."""
+    from hostile import MEMORY, Outcome, attempt, calls
+
+    import rnnlens as rl
+
+    outcomes = []
+    start = time.time()
+    with rl.options(memory=MEMORY, progress=False):
+        for number, call in enumerate(calls(targets, values, count, seed), 1):
+            before = state()  # after the values were made, which may draw random numbers
+            outcomes.append(attempt(*call))
+            if (after := state()) != before:
+                different = [index for index, pair in enumerate(zip(before, after, strict=False)) if pair[0] != pair[1]]
+                outcomes.append(Outcome(call[0], "altered", f"places {different} of the state"))
+            if outcomes[-1].kind not in ("result", "refused"):
+                last = outcomes[-1]
+                print(f"{last.kind}: {last.call}\n    {last.where}", flush=True)
+            if number % 200 == 0:
+                print(f"# {number} calls, {time.time() - start:.0f} s", flush=True)
+    return outcomes
+
+
+def summary(outcomes: list[Any]) -> int:
+    """Print how often calls ended in each way, by function, and return the exit status."""
+    from hostile import faults
+
+    kinds = Counter(outcome.kind for outcome in outcomes)
+    by_function: dict[str, Counter[str]] = {}
+    for outcome in outcomes:
+        by_function.setdefault(outcome.call.partition("(")[0], Counter())[outcome.kind] += 1
+    for function, found in by_function.items():
+        print(f"{function:28}" + "  ".join(f"{kind} {number}" for kind, number in found.most_common()))
+    print(", ".join(f"{kind} {number}" for kind, number in kinds.most_common()))
+    if bad := faults(outcomes):
+        print(bad)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
