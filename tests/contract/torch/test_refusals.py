@@ -118,7 +118,7 @@ def test_objects_whose_conversion_raises(net, value):
 
 
 def test_batches_of_other_lengths_and_without_end(net):
-    with pytest.raises(InputError, match="differ in more than the number of samples"):
+    with pytest.raises(InputError, match="differ in other axes than the number of samples"):
         rl.diagnose(net, iter([(X[:8], Y[:8]), (X[8:, :4], Y[8:, :4])]))
     with pytest.raises(InputError, match="never ends"):
         rl.gradients(net, repeat(X), of="output", wrt="input", reduce="sum")
