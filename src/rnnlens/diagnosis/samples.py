@@ -17,7 +17,7 @@ from ..results.schema import to_host
 from ..typing import Array
 from ..verbs.axes import DATA, ModelAxes
 from ..verbs.batches import layouts_of_inputs
-from ..verbs.names import catalogue
+from ..verbs.names import Catalogue
 from ..vocabulary import SAMPLE, TIME
 
 
@@ -32,7 +32,7 @@ class Orientation:
 
     def __init__(self, adapter: Adapter, model: Any, x: Any, given: Mapping[str, Layout] | None) -> None:
         self.said = {name: layout for name, layout in (given or {}).items() if name not in DATA}
-        self.axes = ModelAxes(adapter, model, given, catalogue(adapter, model, x))
+        self.axes = ModelAxes(adapter, model, given, Catalogue(adapter, model, x))
         self.inputs = self._of_inputs(x)
         self.targets: list[Layout] = []
 

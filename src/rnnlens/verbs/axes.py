@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from ..layout import Axis, Layout, canonical_order, dims_of
 from ..results.schema import to_host
 from ..typing import Array
 from ..vocabulary import FEATURE, SAMPLE, TIME, UNIT
-from .names import Catalogue, read_one
+from .names import Catalogue, known_model, read_one
 
 #: Names in ``axes=`` besides the tensors of the model.
 DATA = ("y", "sample_weight")
@@ -84,10 +83,13 @@ class TensorLayouts:
         return known
 
 
-def learned(adapter: Adapter, model: Any, batch: Batch, ports: Iterable[Port]) -> Mapping[Port, Layout]:
+def learned(
+    adapter: Adapter, model: Any, batch: Batch, ports: Iterable[Port], shown: Mapping[Port, Layout] | None = None
+) -> Mapping[Port, Layout]:
     """Return the layouts of some tensors of a model; run an experiment unless they are cached for such data.
 
-    Layouts in which every axis is known are cached per model and input shapes, until the model's fingerprint changes.
+    ``shown``: layouts that a pass on this batch showed already. Layouts in which every axis is known are cached per
+    model and input shapes, until the model's fingerprint changes.
     """
     if adapter.samples_first:
         return {}
@@ -95,32 +97,34 @@ def learned(adapter: Adapter, model: Any, batch: Batch, ports: Iterable[Port]) -
     known = _layouts_kept(adapter, model, batch)
     if known is not None and all(port in known for port in asked):
         return {port: known[port] for port in asked}
-    quiet = Batch(batch.x, training=batch.training, initial_state=batch.initial_state, seed=batch.seed)
-    found = adapter.layouts(model, quiet, asked)
+    if shown and all(port in shown for port in asked):
+        found = shown
+    else:
+        quiet = Batch(batch.x, training=batch.training, initial_state=batch.initial_state, seed=batch.seed)
+        found = adapter.layouts(model, quiet, asked)
     if known is not None:
         sure = {port: layout for port, layout in found.items() if not layout.coupled and not layout.is_uncertain}
         known |= sure
     return found
 
 
-#: By model (weakly referenced): its fingerprint, and the layouts found by the shapes of its inputs.
-_kept: weakref.WeakKeyDictionary[Any, tuple[Any, dict[Any, dict[Port, Layout]]]] = weakref.WeakKeyDictionary()
+#: Largest number of input shapes for which layouts of one model are kept.
 _MOST_SHAPES = 64
 
 
 def _layouts_kept(adapter: Adapter, model: Any, batch: Batch) -> dict[Port, Layout] | None:
     """Return the mutable cache of layouts for data of these shapes; None if nothing may be cached."""
     leaves = data.leaves_of(batch.x)
-    fingerprint = None if any(map(data.is_packed, leaves)) else adapter.fingerprint(model)
-    if fingerprint is None:
+    if any(map(data.is_packed, leaves)):
         return None
-    before, by_data = _kept.get(model, (None, {}))
-    if before != fingerprint or len(by_data) > _MOST_SHAPES:
-        by_data = {}
-        _kept[model] = fingerprint, by_data
+    known = known_model(adapter, model)
+    if known.fingerprint is None:
+        return None
+    if len(known.layouts) > _MOST_SHAPES:
+        known.layouts.clear()
     names = tuple(batch.x) if isinstance(batch.x, Mapping) else ()
     shapes = tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
-    return by_data.setdefault((names, shapes, batch.training, tuple(batch.initial_state or ())), {})
+    return known.layouts.setdefault((names, shapes, batch.training, tuple(batch.initial_state or ())), {})
 
 
 class ModelAxes(TensorLayouts):
@@ -145,11 +149,11 @@ class ModelAxes(TensorLayouts):
         self.is_cut = False
         self._asked: set[Port] = set()
 
-    def learn(self, batch: Batch, ports: Iterable[Port]) -> None:
-        """Find the layouts of those ports that have none yet."""
+    def learn(self, batch: Batch, ports: Iterable[Port], shown: Mapping[Port, Layout] | None = None) -> None:
+        """Find the layouts of those ports that have none yet; ``shown`` as in :func:`learned`."""
         new = [port for port in dict.fromkeys(ports) if port not in self._asked and port not in self.stated]
         if new and not self.samples_first:
-            self.found |= learned(self.adapter, self.model, batch, new)
+            self.found |= learned(self.adapter, self.model, batch, new, shown)
             self._asked |= set(new)
 
     def samples(self, batch: Batch) -> int:

@@ -36,7 +36,7 @@ from ..vocabulary import IN_TIME, OUT_TIME
 from .axes import ModelAxes, an_axes_table
 from .batches import DataSetBatches
 from .certificates.of_jacobian import certify, claim_of
-from .names import catalogue
+from .names import Catalogue
 from .time_jacobian.execute import execute
 from .time_jacobian.label import JacobianLabels, mean_over, refuse_without_mean
 from .time_jacobian.network import open_network
@@ -184,7 +184,7 @@ def jacobian(
     if batch_size is None and not is_source(x):
         return _of_batch(model, run, (of, wrt), options, axes)
     refuse_without_mean(options)
-    room = ModelAxes(adapter_for(model), model, axes, catalogue(adapter_for(model), model, x))
+    room = ModelAxes(adapter_for(model), model, axes, Catalogue(adapter_for(model), model, x))
     batches = DataSetBatches(run, batch_size, room, with_loss=False)
     return mean_over((_of_batch(model, batch, (of, wrt), options, axes), room.samples(batch)) for batch in batches)
 

@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from .. import data
 from ..adapters.protocol import Adapter, Batch, CaptureRequest, LayerInfo, LayerWeights, ModelFacts, Port
 from ..errors import InputError, LayerNotFoundError, did_you_mean, message
-from ..layout import dims_of
+from ..layout import Layout, dims_of
 from ..recurrence.cells import cell_of_kind, kinds
 from ..typing import Array
 from ..vocabulary import FEATURE, SAMPLE, unnamed_states
@@ -60,14 +62,55 @@ class TensorName:
 
 
 @dataclass
-class Catalogue:
-    """All layers, weights, inputs and outputs of a model that names can refer to."""
+class KnownModel:
+    """Facts about a model that hold until its fingerprint changes; ``layouts`` are kept by shapes of the input."""
 
+    fingerprint: Any
     recurrent: Mapping[str, LayerInfo]
-    weights: Mapping[str, LayerWeights]
-    inputs: tuple[str, ...] = ()
-    outputs: tuple[str, ...] = ()
-    facts: ModelFacts = field(default_factory=ModelFacts)
+    facts: ModelFacts
+    layouts: dict[Any, dict[Port, Layout]] = field(default_factory=dict)
+
+
+_known: weakref.WeakKeyDictionary[Any, KnownModel] = weakref.WeakKeyDictionary()
+
+
+def known_model(adapter: Adapter, model: Any) -> KnownModel:
+    """Return the facts about a model; they are kept if the adapter has a fingerprint of it."""
+    fingerprint = adapter.fingerprint(model)
+    known = None if fingerprint is None else _known.get(model)
+    if known is None or known.fingerprint != fingerprint:
+        recurrent = {info.name: info for info in adapter.describe(model)}
+        known = KnownModel(fingerprint, recurrent, adapter.facts(model))
+        if fingerprint is not None:
+            _known[model] = known
+    return known
+
+
+class Catalogue:
+    """All layers, weights, inputs and outputs of a model that names can refer to, read from its adapter when needed.
+
+    ``x``: the input of the model, for the names of inputs. ``outputs``: names of the outputs, once a run showed them.
+    """
+
+    def __init__(self, adapter: Adapter, model: Any, x: Any = None, outputs: tuple[str, ...] = ()) -> None:
+        self.adapter, self.model, self.x = adapter, model, x
+        known = known_model(adapter, model)
+        self.recurrent, self.facts = known.recurrent, known.facts
+        self.outputs = outputs or self.facts.outputs
+
+    @cached_property
+    def weights(self) -> Mapping[str, LayerWeights]:
+        """Weights of all layers, by layer."""
+        return self.adapter.weights(self.model)
+
+    @cached_property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the inputs: keys of ``x``, else those of the model, else positions."""
+        x = self.x
+        if isinstance(x, Mapping):
+            return tuple(map(str, x))
+        several = isinstance(x, tuple | list) and not data.is_packed(x) and len(x) > 1
+        return self.facts.inputs or (tuple(map(str, range(len(x)))) if several else ())
 
     def keys(self, layer: str) -> list[str]:
         """Return the names of a layer's weights as in results."""
@@ -116,16 +159,6 @@ class Catalogue:
                 yield f"{layer}.weights"
 
 
-def catalogue(adapter: Adapter, model: Any, x: Any = None) -> Catalogue:
-    """Build the catalogue of a model from its adapter and, for the names of inputs, from x."""
-    infos = {info.name: info for info in adapter.describe(model)}
-    facts = adapter.facts(model)
-    keys = tuple(map(str, x)) if isinstance(x, Mapping) else ()
-    several = isinstance(x, tuple | list) and not data.is_packed(x) and len(x) > 1
-    positions = tuple(map(str, range(len(x)))) if several else ()
-    return Catalogue(infos, adapter.weights(model), keys or facts.inputs or positions, facts.outputs, facts)
-
-
 def with_named_outputs(adapter: Adapter, model: Any, batch: Batch, known: Catalogue, texts: Iterable[Any]) -> Catalogue:
     """Return the catalogue with output keys, if one of ``texts`` needs them and the model returns a dict.
 
@@ -135,7 +168,7 @@ def with_named_outputs(adapter: Adapter, model: Any, batch: Batch, known: Catalo
     if known.outputs or not any(m and m["what"] == "output" and not m["which"].isdigit() for m in asked):
         return known
     outputs = adapter.capture(model, batch, CaptureRequest(inputs=False, gradients=False, weight_grads=False)).outputs
-    return replace(known, outputs=tuple(map(str, outputs))) if isinstance(outputs, Mapping) else known
+    return Catalogue(adapter, model, known.x, tuple(map(str, outputs))) if isinstance(outputs, Mapping) else known
 
 
 def read(text: str, known: Catalogue) -> list[TensorName]:

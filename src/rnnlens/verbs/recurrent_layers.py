@@ -241,6 +241,7 @@ class ReplayedLayers:
     """Replays of the recurrent calls of one forward pass by layer name; forward direction first.
 
     ``entangled``: differentiation must not be cut at these layers, see :class:`rnnlens.adapters.protocol.Capture`.
+    ``chain`` and ``output``: the links of a model that is a plain chain, and its first output.
     """
 
     def __init__(
@@ -248,8 +249,10 @@ class ReplayedLayers:
         replayed_calls: Mapping[str, list[ReplayedCall]],
         entangled: bool = False,
         chain: list[ChainLink] | None = None,
+        output: Any = None,
     ) -> None:
-        self.replayed_calls, self.entangled, self.chain = dict(replayed_calls), entangled, chain
+        self.replayed_calls, self.entangled = dict(replayed_calls), entangled
+        self.chain, self.output = chain, output
 
     @classmethod
     def look(cls, adapter: Adapter, model: Any, batch: Batch, layers: Iterable[str]) -> ReplayedLayers:
@@ -262,7 +265,11 @@ class ReplayedLayers:
 
     @classmethod
     def of(
-        cls, calls: Iterable[RecurrentCall], entangled: bool = False, chain: list[ChainLink] | None = None
+        cls,
+        calls: Iterable[RecurrentCall],
+        entangled: bool = False,
+        chain: list[ChainLink] | None = None,
+        output: Any = None,
     ) -> ReplayedLayers:
         """Replay captured calls."""
         replayed_calls: dict[str, list[ReplayedCall]] = {}
@@ -270,7 +277,7 @@ class ReplayedLayers:
             replayed_calls.setdefault(call.layer, []).append(ReplayedCall(call, Replay.from_call(call)))
         for both in replayed_calls.values():
             both.sort(key=lambda replayed: replayed.call.bidirectional and replayed.call.direction == "backward")
-        return cls(replayed_calls, entangled, chain)
+        return cls(replayed_calls, entangled, chain, output)
 
     def perturbed(self) -> ReplayedLayers:
         """Return replays in which every value inside the layers is perturbed by one rounding."""
@@ -278,7 +285,7 @@ class ReplayedLayers:
             name: [ReplayedCall(one.call, perturbed(one.run)) for one in both]
             for name, both in self.replayed_calls.items()
         }
-        return ReplayedLayers(replayed_calls, self.entangled, self.chain)
+        return ReplayedLayers(replayed_calls, self.entangled, self.chain, self.output)
 
     def is_stepwise(self, name: TensorName) -> bool:
         """Return whether a tensor belongs to a cell called step by step, so that the framework has it."""

@@ -32,7 +32,7 @@ from ..settings import current
 from .axes import InputCoordinates, ModelAxes, an_axes_table
 from .certificates.comparisons import ReplayedValues, certify, plainly
 from .certificates.comparisons import wanted as asked_for
-from .names import catalogue, with_reduction
+from .names import Catalogue, with_reduction
 from .tracing.datasets import plain_datasets, recurrent_datasets, with_coordinates
 from .tracing.request import TraceRequest
 from .turns import in_turn
@@ -132,13 +132,14 @@ def trace(
     provenance = adapter.provenance(model)
     if wanted.has_loss:
         provenance = with_reduction(provenance, adapter, model, loss)
-    ours, described = ReplayedValues(capture) if certified else None, adapter.describe(model)
+    ours = ReplayedValues(capture) if certified else None
+    described = {info.name: info for info in adapter.describe(model)}
     with plainly(adapter, model, batch, ours) as made:
         made_of = partial(recurrent_datasets, described, capture, wanted, provenance)
         datasets, checks = made_of(ours)
-        room = ModelAxes(adapter, model, axes, catalogue(adapter, model, x) if axes else None)
+        room = ModelAxes(adapter, model, axes, Catalogue(adapter, model, x) if axes else None)
         datasets |= plain_datasets(capture.plain, room, batch, wanted, provenance)
-        wanted.refuse_absent(datasets, [info.name for info in described])
+        wanted.refuse_absent(datasets, list(described))
         words = _words(datasets, wanted.has_loss)
         datasets = with_coordinates(datasets, InputCoordinates(x, room))
         certificate = certify(adapter, model, batch, ours, made, partial(_perturbed, made_of, capture), **words)

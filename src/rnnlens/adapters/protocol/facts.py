@@ -129,12 +129,19 @@ class ChainLink:
 
     With it, the time Jacobian needs no experiment for the layers between the recurrent ones.
 
-    ``kind``: ``"recurrent"`` (one direction, forward); ``"dense"``: activation(x @ kernel + bias) at every step;
-    ``"same"``: the input unchanged; ``"table"``: an embedding of integers.
+    ``kind``: ``"recurrent"`` (one direction, forward); ``"dense"``: activation(x @ kernel + bias) at every step, the
+    activation alone without a kernel; ``"same"``: the input unchanged; ``"table"``: an embedding of integers;
+    ``"step"``: one step of the input, number ``step``.
+    ``name``: the layer; empty for an operation that no layer performs.
+    ``is_state``: the step was read from the final state, which equals the last output.
+    ``axes``: roles of the axes of what the layer returns; empty for samples first, then time.
     """
 
     name: str
-    kind: Literal["recurrent", "dense", "same", "table"]
+    kind: Literal["recurrent", "dense", "same", "table", "step"]
     kernel: Array | None = None
     bias: Array | None = None
     activation: str = "linear"
+    step: int = 0
+    is_state: bool = False
+    axes: tuple[str, ...] = ()

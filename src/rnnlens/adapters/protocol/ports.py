@@ -33,7 +33,10 @@ class Port:
 
 
 class Pullback(Protocol):
-    """One forward pass, kept for differentiation; a context manager that frees all memory on exit."""
+    """One forward pass, kept for differentiation; a context manager that frees all memory on exit.
+
+    It may have an attribute ``layouts``, the roles of axes by port, of tensors whose axes this very pass showed.
+    """
 
     values: Mapping[Port, Array]
     #: Number of tensors that the model returned.

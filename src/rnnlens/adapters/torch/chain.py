@@ -1,48 +1,90 @@
-"""Recognises models that call library modules one after the other, by the identity of tensors.
+"""Recognises models that call library modules one after the other, by tensors and nodes of torch's autograd graph.
 
-A chain: each module was called on the tensor that the one before it returned, nothing changed that tensor in between,
-and the model returned the last one. For a chain the modules between two tensors are known without a second forward
-pass, with samples on the first axis and steps on the second.
+A chain: each module was called on the tensor that the one before it returned, or on a selection of its steps; nothing
+changed that tensor in between; and the model returned the last one. For a chain the modules between two tensors and the
+roles of all axes are known without a second forward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as module_calls
 
-from ..protocol import ChainLink
+from ...layout import Axis, Layout, named
+from ...vocabulary import FEATURE, SAMPLE, TIME, UNIT
+from ..protocol import ChainLink, Port
+from .discover import node_name
 
 _RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
 _PASSING = (nn.Dropout, nn.Identity)
-_KNOWN = (*_RECURRENT, *_PASSING, nn.Linear, nn.Embedding)
+_ACTIVATIONS = {nn.ReLU: "relu", nn.Tanh: "tanh", nn.Sigmoid: "sigmoid"}
+_KNOWN = (*_RECURRENT, *_PASSING, *_ACTIVATIONS, nn.Linear, nn.Embedding)
+#: Graph nodes of activation functions, and of operations that change neither values nor axes.
+_ACTIVATION_NODES = {"ReluBackward0": "relu", "TanhBackward0": "tanh", "SigmoidBackward0": "sigmoid"}
+_COPIES = ("CloneBackward0", "AliasBackward0")
 #: Attributes with hooks, by which a user may change the result of a module.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+#: Largest number of operations between two modules.
+_MOST_OPERATIONS = 8
+#: Axes of the model's input whose roles show at the first recurrent layer, and the axis of stacked layers.
+_FIRST, _SECOND, _LAYER = "first", "second", "layer"
+
+
+@dataclass(frozen=True)
+class _ChainTensor:
+    """A tensor of a chain: its version, the roles of its axes, and the links from the model's input to it.
+
+    ``steps`` is its number of steps; ``layers`` the number of stacked layers on the axis ``layer`` of a final state.
+    """
+
+    tensor: Tensor
+    version: int
+    axes: tuple[str, ...]
+    links: tuple[ChainLink, ...]
+    steps: int = 0
+    layers: int = 0
+
+    @classmethod
+    def of(cls, tensor: Tensor, axes: Sequence[str], links: Sequence[ChainLink], **sizes: int) -> _ChainTensor:
+        return cls(tensor, tensor._version, tuple(axes), tuple(links), **sizes)
+
+    def with_link(self, link: ChainLink, axes: Sequence[str]) -> _ChainTensor:
+        """Return the tensor after one more link, with other axes."""
+        return replace(self, links=(*self.links, replace(link, axes=tuple(axes))), axes=tuple(axes))
 
 
 class ChainRecorder:
-    """Recorder that follows one tensor from module to module through a forward pass, within :meth:`watch`."""
+    """Recorder that follows one tensor from module to module through a forward pass, within :meth:`watch`.
+
+    It is made before hooks are added to the model, because hooks of the user may change what a module returns.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.links: list[ChainLink] = []
-        self._current: Tensor | None = None
-        self._version = 0
-        self._is_chain = type(model) not in _KNOWN and not module_calls._global_forward_hooks
+        #: The tensors that the module called last returned; empty if the model is no chain.
+        self._reached: list[_ChainTensor] = []
+        self._modules = {path: m for path, m in model.named_modules() if path and type(m) in _KNOWN}
+        unchanged = type(model) not in _KNOWN and not any(map(_is_changed, self._modules.values()))
+        self._is_chain = unchanged and not module_calls._global_forward_hooks
+        #: Roles of the axes ``first`` and ``second`` of the model's input, known after a recurrent layer.
+        self._roles: dict[str, str] = {}
+        self._input_axes: tuple[str, ...] = ()
+        self._input_shape: tuple[int, ...] = ()
 
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Record the calls of the model's library modules within the block."""
-        modules = {path: m for path, m in self.model.named_modules() if path and type(m) in _KNOWN}
-        self._is_chain = self._is_chain and not any(map(_is_changed, modules.values()))
         handles = []
         if self._is_chain:
             handles = [self.model.register_forward_pre_hook(self._enter, with_kwargs=True)]
-            handles += [m.register_forward_hook(self._noted(path), with_kwargs=True) for path, m in modules.items()]
+            for path, module in self._modules.items():
+                handles.append(module.register_forward_hook(self._noted(path), with_kwargs=True))
         try:
             yield
         finally:
@@ -50,36 +92,160 @@ class ChainRecorder:
                 handle.remove()
 
     def chain(self, outputs: Any) -> list[ChainLink] | None:
-        """Return the modules from input to output, or None if the model is not one plain chain."""
-        return self.links if self._is_chain and self.links and self._holds(outputs) else None
+        """Return the links from input to output, or None if the model is not one plain chain.
+
+        The first link is the input itself, the last one the output: of several outputs the first one.
+        """
+        first = outputs[0] if isinstance(outputs, tuple | list) and outputs else outputs
+        end = self._found(first) if self._is_chain else None
+        if end is None or not self._roles:
+            return None
+        end = end.with_link(ChainLink("", "same"), end.axes)  # the axes may be in another order than the last module's
+        return [replace(link, axes=self._named(link.axes)) for link in end.links]
+
+    def layouts(self, outputs: Any) -> dict[Port, Layout]:
+        """Return the roles of the axes of the model's input and output, and of the outputs of modules in the chain."""
+        links = self.chain(outputs)
+        if links is None or type(outputs) is not Tensor:
+            return {}
+        ends = {Port("input"): (self._named(self._input_axes), FEATURE), Port("output"): (links[-1].axes, UNIT)}
+        names = [link.name for link in links]
+        alone = [link for link in links if link.kind in ("dense", "same", "table") and names.count(link.name) == 1]
+        ends |= {Port("output", link.name): (link.axes, UNIT) for link in alone if link.name}
+        samples = self._input_shape[self._named(self._input_axes).index(SAMPLE)]
+        found = {}
+        for port, (axes, last) in ends.items():
+            roles: dict[int, Axis] = {i: (axis,) for i, axis in enumerate(axes) if axis in (SAMPLE, TIME)}
+            found[port] = replace(named(len(axes), roles, last), samples=samples)
+        return found
+
+    def _named(self, axes: Sequence[str]) -> tuple[str, ...]:
+        return tuple(self._roles.get(axis, axis) for axis in axes)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._is_chain = self._is_chain and not kwargs and len(args) == 1 and type(args[0]) is Tensor
-        if self._is_chain:
-            self._take(args[0])
-
-    def _take(self, tensor: Tensor) -> None:
-        self._current, self._version = tensor, tensor._version
-
-    def _holds(self, tensor: Any) -> bool:
-        """Return whether a tensor is the last module's output, not changed in place and without tensor hooks."""
-        current = self._current
-        if current is None or tensor is not current:
-            return False
-        return current._version == self._version and not current._backward_hooks
+        if self._is_chain and args[0].dim() in (2, 3):
+            self._input_axes = (_FIRST, _SECOND, FEATURE)[: args[0].dim()]
+            self._input_shape = tuple(map(int, args[0].shape))
+            start = ChainLink("", "same", axes=self._input_axes)
+            self._reached = [_ChainTensor.of(args[0], self._input_axes, (start,))]
 
     def _noted(self, path: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            link = None
-            if self._is_chain and torch.is_grad_enabled() and not kwargs and len(args) == 1 and self._holds(args[0]):
-                link = _link(path, module, args[0])
-            value = output[0] if isinstance(output, tuple) else output
-            self._is_chain = link is not None and type(value) is Tensor
-            if link is not None and self._is_chain:
-                self.links.append(link)
-                self._take(value)
+            if self._is_chain:
+                plain = torch.is_grad_enabled() and not kwargs and len(args) == 1
+                fed = self._found(args[0]) if plain else None
+                self._reached = [] if fed is None else self._after(path, module, fed, output)
+                self._is_chain = bool(self._reached)
 
         return hook
+
+    def _after(self, path: str, module: nn.Module, fed: _ChainTensor, output: Any) -> list[_ChainTensor]:
+        """Return the tensors of the chain that a module returned; empty for a call that links cannot express."""
+        if isinstance(module, _RECURRENT):
+            return self._after_recurrent(path, module, fed, output)
+        link = _link(path, module, fed.tensor)
+        axes = (*fed.axes, FEATURE) if isinstance(module, nn.Embedding) else fed.axes
+        if link is None or type(output) is not Tensor or axes[-1] != FEATURE:
+            return []
+        after = fed.with_link(link, axes)
+        return [_ChainTensor.of(output, axes, after.links, steps=fed.steps)]
+
+    def _after_recurrent(self, path: str, module: Any, fed: _ChainTensor, output: Any) -> list[_ChainTensor]:
+        """Return the output of a recurrent module and its final hidden state, one link per stacked layer."""
+        if len(fed.axes) != 3 or module.bidirectional or module.proj_size or (module.training and module.dropout):
+            return []
+        wanted = (SAMPLE, TIME, FEATURE) if module.batch_first else (TIME, SAMPLE, FEATURE)
+        if not self._roles and {_FIRST, _SECOND} <= set(fed.axes):
+            self._roles = dict(zip(fed.axes, wanted, strict=True))
+        if self._named(fed.axes) != wanted:
+            return []
+        for layer in range(module.num_layers):
+            fed = fed.with_link(ChainLink(node_name(path, module, layer), "recurrent"), wanted)
+        whole, state = output[0], output[1][0] if isinstance(module, nn.LSTM) else output[1]
+        steps = int(whole.shape[wanted.index(TIME)])
+        final = _ChainTensor.of(state, (_LAYER, SAMPLE, FEATURE), fed.links, steps=steps, layers=module.num_layers)
+        return [_ChainTensor.of(whole, wanted, fed.links, steps=steps), final]
+
+    def _found(self, tensor: Any) -> _ChainTensor | None:
+        """Return the tensor as one of the chain, by the graph nodes that lead to it; None if it is not."""
+        if type(tensor) is not Tensor or tensor._backward_hooks:
+            return None
+        for start in self._reached:
+            if start.tensor._version != start.version or start.tensor._backward_hooks:
+                return None
+            nodes = _nodes_between(start.tensor, tensor)
+            if nodes is None:
+                continue
+            reached: _ChainTensor | None = replace(start, tensor=tensor)
+            for node in nodes:
+                reached = None if reached is None else _after_node(reached, node)
+            return None if reached is None or _LAYER in reached.axes else reached
+        return None
+
+
+def _nodes_between(start: Tensor, end: Tensor) -> list[Any] | None:
+    """Return the graph nodes of the operations from one tensor to another, each of one operand; None if there are none.
+
+    Without gradients a transposition is found by its memory.
+    """
+    if end is start:
+        return []
+    node, number, nodes = end.grad_fn, end.output_nr, list[Any]()
+    while node is not None and len(nodes) <= _MOST_OPERATIONS:
+        if (node is start.grad_fn and number == start.output_nr) or getattr(node, "variable", None) is start:
+            return nodes[::-1]
+        if len(node.next_functions) != 1:
+            return None
+        nodes.append(node)
+        node, number = node.next_functions[0]
+    swapped = start.transpose(0, 1) if start.dim() > 1 and not end.requires_grad and not start.requires_grad else start
+    same = end.data_ptr() == start.data_ptr() and end.shape == swapped.shape and end.stride() == swapped.stride()
+    return [_Swap()] if same and end._is_view() and swapped is not start else None
+
+
+class _Swap:
+    """Transposition of the first two axes, as a graph node."""
+
+    _saved_dim0, _saved_dim1 = 0, 1
+
+    def name(self) -> str:
+        return "TransposeBackward0"
+
+
+def _after_node(reached: _ChainTensor, node: Any) -> _ChainTensor | None:
+    """Return a tensor of the chain after the operation of one graph node; None for any other operation."""
+    name, axes = node.name(), list(reached.axes)
+    if name in _COPIES:
+        return reached
+    if name in _ACTIVATION_NODES:
+        return reached.with_link(ChainLink("", "dense", activation=_ACTIVATION_NODES[name]), axes)
+    if name == "TransposeBackward0":
+        i, j = (_signed(dim) for dim in (node._saved_dim0, node._saved_dim1))
+        axes[i], axes[j] = axes[j], axes[i]
+        return replace(reached, axes=tuple(axes))
+    if name == "PermuteBackward0":
+        return replace(reached, axes=tuple(axes[_signed(dim)] for dim in node._saved_dims))
+    if name == "SqueezeBackward1" and axes[_signed(node._saved_dim)] == _LAYER and reached.layers == 1:
+        return _selected(reached, _LAYER, 0)
+    if name == "SelectBackward0":
+        return _selected(reached, axes[_signed(node._saved_dim)], _signed(node._saved_index))
+    return None
+
+
+def _selected(reached: _ChainTensor, axis: str, index: int) -> _ChainTensor | None:
+    """Return one step of a tensor, or the last layer of a final state, which is the last step of the output."""
+    axes = tuple(other for other in reached.axes if other != axis)
+    if axis == TIME:
+        return reached.with_link(ChainLink("", "step", step=index % reached.steps), axes)
+    if axis == _LAYER and index % reached.layers == reached.layers - 1:
+        return reached.with_link(ChainLink("", "step", step=reached.steps - 1, is_state=True), axes)
+    return None
+
+
+def _signed(number: int) -> int:
+    """Return a saved index of autograd, which stores negative ones as unsigned 64-bit numbers."""
+    return number - 2**64 if number >= 2**63 else number
 
 
 def _is_changed(module: nn.Module) -> bool:
@@ -88,14 +254,17 @@ def _is_changed(module: nn.Module) -> bool:
 
 
 def _link(path: str, module: nn.Module, value: Tensor) -> ChainLink | None:
-    """Return the chain link of one module call, or None for a call that a link cannot express."""
-    if isinstance(module, _RECURRENT):
-        plain = module.batch_first and module.num_layers == 1 and not module.bidirectional and not module.proj_size
-        return ChainLink(path, "recurrent") if plain and value.dim() == 3 else None
+    """Return the chain link of one call of a module without recurrence, or None if a link cannot express it."""
     if isinstance(module, _PASSING):
         return None if module.training and isinstance(module, nn.Dropout) else ChainLink(path, "same")
     if isinstance(module, nn.Embedding):
         return ChainLink(path, "table") if module.max_norm is None else None
+    if type(module) in _ACTIVATIONS:
+        return (
+            None
+            if getattr(module, "inplace", False)
+            else ChainLink(path, "dense", activation=_ACTIVATIONS[type(module)])
+        )
     if module.weight.dtype not in (torch.float32, torch.float64) or value.dtype != module.weight.dtype:
         return None
     kernel, bias = (None if w is None else w.detach().cpu().numpy().copy() for w in (module.weight, module.bias))

@@ -7,8 +7,10 @@ from typing import Any
 
 from torch import nn
 
+from ...recurrence.cells import registered
 from ..protocol import ModelFacts, Role, Submodule
 from .discover import named_modules, node_name, unwrapped
+from .public import loops_of, named_cell
 from .weights import TABLES, class_of
 
 _DROPOUTS = (nn.modules.dropout._DropoutNd,)
@@ -48,12 +50,13 @@ def _dtype(module: nn.Module) -> str:
 
 
 def fingerprint(model: nn.Module) -> Hashable:
-    """Return structure, hooks, flags, attributes and forward code of every module, without values of weights."""
-    return tuple((path, *_state_of(module)) for path, module in model.named_modules(remove_duplicate=False))
+    """Return structure, hooks, flags, attributes, forward code and known loops, without values of weights."""
+    parts = ((path, *_state_of(module)) for path, module in model.named_modules(remove_duplicate=False))
+    return (tuple(loops_of(model).items()), *parts)
 
 
 def _state_of(module: nn.Module) -> Iterator[Any]:
-    yield type(module)
+    yield type(module), named_cell(module) is not None, registered(module)
     yield getattr(type(module).forward, "__code__", None)
     for name, value in vars(module).items():
         if name in ("_parameters", "_buffers"):

@@ -12,12 +12,14 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ...autodiff.torch import PullMany
 from ...errors import InputError, ModelError, UnsupportedError, message, raised_by
+from ...layout import Layout
 from ...typing import Array
 from ..protocol import Batch, Outputs, Port
 from ..shared.threads import hook_in_this_thread
 from .boundaries import PortTable, PortTensors, stand_ins, zeros_for
 from .capture import tensors_of, watched
 from .cells import replayable
+from .chain import ChainRecorder
 from .discover import RequestedLayers, named_modules, unwrapped
 from .inputs import as_tensors, call_model, home_of, leaves_of, on_leaves
 from .losses import (
@@ -56,6 +58,8 @@ class TorchPullback:
         self._watched = (*self.of, *self.wrt, *watch)
         self._pull_many = PullMany()
         self.returned: Any = None
+        #: Roles of axes that this pass showed, where the model is a plain chain of library modules.
+        self.layouts: Mapping[Port, Layout] = {}
         boundaries = self._passed(model, batch, cut)
         self.outputs = len(boundaries.outputs)
         self._found = boundaries
@@ -89,12 +93,12 @@ class TorchPullback:
         asked = RequestedLayers.of(model, None)
         recorder = CallRecorder(never_by_row, separate=True, cut={_path(port) for port in cut})
         plain: dict[str, list[Any]] = {}
-        inputs = on_leaves(as_tensors(batch.x, model, "x"), _source)
+        inputs, chain = on_leaves(as_tensors(batch.x, model, "x"), _source), ChainRecorder(model)
         with borrowed(model, training=batch.training, seed=batch.seed):
             weights = stand_ins(modules, (*self.of, *self.wrt))
             handles = self._watch_plain(modules, asked, recorder, plain)
             try:
-                with watched(model, recorder, asked, batch, keep_gradients) as interceptor:
+                with watched(model, recorder, asked, batch, keep_gradients) as interceptor, chain.watch():
                     outputs = call_model(model, inputs)
             finally:
                 for handle in handles:
@@ -108,6 +112,7 @@ class TorchPullback:
             check_joints(recorder, [*tensors_of(outputs), *([] if loss is None else [loss])])
         self.returned = on_leaves(outputs, lambda t: t.detach() if isinstance(t, Tensor) else t)
         leaves = leaves_of(outputs)
+        self.layouts = chain.layouts(outputs)
         if interceptor.cut_gradients and not keep_gradients and not any(_has_path(t) for t in (*leaves, loss)):
             return None
         return PortTable(recorder, leaves_of(inputs), leaves, loss, plain, weights, modules)

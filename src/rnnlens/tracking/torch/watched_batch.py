@@ -74,7 +74,8 @@ class WatchedBatch(Batch):
         wanted = TraceRequest.of(None, DIRECT, True)
         capture = Capture(direct_calls(self._calls, self.scale))
         provenance = adapter.provenance(self._model)
-        datasets, _ = recurrent_datasets(adapter.describe(self._model), capture, wanted, provenance, None)
+        described = {info.name: info for info in adapter.describe(self._model)}
+        datasets, _ = recurrent_datasets(described, capture, wanted, provenance, None)
         return Trace(datasets, loss=self.loss, quantities=sorted(DIRECT), provenance=provenance, notes=self.notes)
 
     @property

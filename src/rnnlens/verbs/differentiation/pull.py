@@ -129,7 +129,7 @@ def _pulled(request: GradientRequest, part: BatchTarget) -> BatchGradients:
         if several and not of_all:
             refuse_lone_output((*request.leaves, *request.wrt), count)
         if not (several and of_all):
-            request.axes.learn(part.batch, way.free)
+            request.axes.learn(part.batch, way.free, getattr(pullback, "layouts", {}))
             return _Pull(request, part, way, inside, pullback).run()
     # Only the run showed that the model returns several tensors, and the request is about all of them.
     request.known.outputs = tuple(map(str, range(count)))

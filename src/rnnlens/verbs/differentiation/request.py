@@ -17,7 +17,7 @@ from ...recurrence.trajectory import Adjoint
 from ...settings import current, parse_memory
 from ...typing import Array
 from ..axes import BatchAxes, InputCoordinates, ModelAxes, refuse_unknown
-from ..names import Catalogue, TensorName, catalogue, read, read_all, read_one, with_named_outputs
+from ..names import Catalogue, TensorName, read, read_all, read_one, with_named_outputs
 from ..recurrent_layers import ReplayedCall
 from ..weight_layout import sources
 from .target import Combine, Reduction, Target
@@ -158,7 +158,7 @@ def ask(adapter: Adapter, model: Any, run: Batch, arguments: GradientArguments) 
     InputError, LayerNotFoundError, UnsupportedError
         If the target is not valid, a name matches nothing, or arguments exclude each other.
     """
-    known = catalogue(adapter, model, run.x)
+    known = Catalogue(adapter, model, run.x)
     if not is_source(run.x):
         texts = [arguments.wrt] if isinstance(arguments.wrt, str) else list(arguments.wrt)
         known = with_named_outputs(adapter, model, _without_loss(run), known, [arguments.of, *texts])

@@ -32,7 +32,7 @@ from ...results.schema import to_host
 from ...typing import Array
 from ...vocabulary import DIRECTION, FEATURE, FORWARD, GATE, SAMPLE, TIME
 from ..axes import BatchAxes, ModelAxes
-from ..names import catalogue
+from ..names import Catalogue
 from ..recurrent_layers import on_host
 from ..weight_layout import assemble, dims_of_weight, sources
 
@@ -171,7 +171,7 @@ class ObservedRun:
 
     @cached_property
     def _axes(self) -> ModelAxes:
-        return ModelAxes(self.adapter, self.model, self.stated, catalogue(self.adapter, self.model, self.batch.x))
+        return ModelAxes(self.adapter, self.model, self.stated, Catalogue(self.adapter, self.model, self.batch.x))
 
     @cached_property
     def _quiet(self) -> Batch:

@@ -88,9 +88,10 @@ class _Descent:
         rows, rest = self.ends.rows_at(tensor.features), set(segments)
         for number, one in enumerate(network.recurrences):
             output = one.replayed.above()[0]
-            local = output in segments and segments[output].kind == "local"
-            if times is not None and output != self.ends.wrt.port and local:
-                self.points[number] = one.output_points(times, segments[output].at_every_step(rows))
+            kind = segments[output].kind if output in segments and output != self.ends.wrt.port else ""
+            if kind == "step" or (kind == "local" and times is not None):
+                at = [segments[output].step] if times is None else times
+                self.points[number] = one.output_points(at, segments[output].at_every_step(rows))
                 rest.discard(output)
         if rest:
             field = like(starting_rows(tensor, times, rows), network.around.values[of.port])

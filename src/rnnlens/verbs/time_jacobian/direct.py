@@ -33,6 +33,8 @@ class DirectRoute:
         (sample or 1, time or 1, row, size): matrix from the state to the rows; None for the state itself.
     below
         The local segment below the layer's input; None if the lower end is a state of the layer.
+    step
+        The step at which rows of an upper end without time enter; None for the last one.
     """
 
     one: LinearisedCall
@@ -40,12 +42,15 @@ class DirectRoute:
     readout: Array | None
     below: Segment | None
     ends: JacobianEnds
+    step: int | None = None
 
     @property
     def times(self) -> list[int]:
         """Steps at which rows enter."""
         if self.ends.out_times is not None:
             return self.ends.out_times
+        if self.step is not None:
+            return [self.step]
         *_, last = self.one.replayed.run.steps()
         return [last]
 
@@ -113,18 +118,23 @@ def direct_route(network: JacobianNetwork, ends: JacobianEnds) -> DirectRoute | 
     above = _from_above(network, ends)
     if above is None:
         return None
-    one, state, readout = above
+    one, state, readout, step = above
     if ends.wrt.port is None:
-        return DirectRoute(one, state, readout, None, ends) if ends.wrt.within[0] is one else None
+        return DirectRoute(one, state, readout, None, ends, step) if ends.wrt.within[0] is one else None
     below = _below(network, one, ends.wrt.port)
-    return None if below is None else DirectRoute(one, state, readout, below, ends)
+    return None if below is None else DirectRoute(one, state, readout, below, ends, step)
 
 
-def _from_above(network: JacobianNetwork, ends: JacobianEnds) -> tuple[LinearisedCall, int, Array | None] | None:
-    """Return the recurrence in which rows start, the index of the state, and the readout; None if there is no such."""
+def _from_above(
+    network: JacobianNetwork, ends: JacobianEnds
+) -> tuple[LinearisedCall, int, Array | None, int | None] | None:
+    """Return the recurrence in which rows start, the index of the state, the readout, and the step if it is fixed.
+
+    None if there is no such recurrence.
+    """
     of = ends.of
     if of.port is None:
-        return of.within[0], of.state, ends.weights
+        return of.within[0], of.state, ends.weights, None
     useful = _on_path(network, of.port, ends.wrt.port)
     if len(useful) != 1 or useful[0][0] == ends.wrt.port:
         return None
@@ -135,10 +145,12 @@ def _from_above(network: JacobianNetwork, ends: JacobianEnds) -> tuple[Linearise
     rows, sequences = ends.rows_at(of.size), one.replayed.call.returns_sequences
     if segment.kind == "local" and sequences:
         identity = segment.block is None and ends.weights is None
-        return one, one.output, None if identity else segment.at_every_step(rows)
+        return one, one.output, None if identity else segment.at_every_step(rows), None
+    if segment.kind == "step" and sequences:
+        return one, one.output, segment.at_every_step(rows), segment.step
     if segment.kind == "flat" and not sequences:
         assert segment.block is not None
-        return one, one.output, (like(rows[:, 0], segment.block) @ segment.block)[:, None]
+        return one, one.output, (like(rows[:, 0], segment.block) @ segment.block)[:, None], None
     return None
 
 

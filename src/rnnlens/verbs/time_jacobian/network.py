@@ -191,7 +191,7 @@ def _look_inside(request: JacobianRequest) -> ReplayedLayers:
     outputs = leaves_of(capture.outputs)
     if len(outputs) > 1 and not request.known.outputs:
         refuse_lone_output((request.of, request.wrt), len(outputs))
-    return ReplayedLayers.of(capture.calls, capture.entangled, capture.chain)
+    return ReplayedLayers.of(capture.calls, capture.entangled, capture.chain, outputs[0] if outputs else None)
 
 
 def _inner(

@@ -14,7 +14,7 @@ from ...autodiff.tensors import dtype_name
 from ...errors import InputError, UnsupportedError, message
 from ...layout import Layout
 from ..axes import InputCoordinates, TensorLayouts, named_layouts
-from ..names import Catalogue, TensorName, catalogue, read_one, with_named_outputs
+from ..names import Catalogue, TensorName, read_one, with_named_outputs
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def read_request(
         If the input is integer, or ``axes=`` does not name tensors of the model.
     """
     adapter = adapter_for(model)
-    known = with_named_outputs(adapter, model, batch, catalogue(adapter, model, batch.x), ends)
+    known = with_named_outputs(adapter, model, batch, Catalogue(adapter, model, batch.x), ends)
     of, wrt = (read_one(text, known) for text in ends)
     layouts = named_layouts(axes, known)
     given = InputCoordinates(batch.x, TensorLayouts(layouts, adapter))

@@ -102,20 +102,30 @@ class Segment:
     Attributes
     ----------
     kind
-        ``"local"``: steps are independent; ``"flat"``: from a tensor without time; ``"through"``: anything else, pulled
-        back by the framework each time.
+        ``"local"``: steps are independent; ``"flat"``: from a tensor without time; ``"step"``: from a tensor without
+        time to one step of a tensor with time; ``"through"``: anything else, pulled back by the framework each time.
     block
         Matrix of a local segment, (sample or 1, time or 1, feature above, feature below), None for the identity; of a
-        flat one (sample, feature above, all entries below); None for ``"through"``.
+        flat one (sample, feature above, all entries below), of one step (sample or 1, feature above, feature below);
+        None for ``"through"``.
+    step
+        Step that a ``"step"`` segment reads.
     """
 
-    kind: Literal["local", "flat", "through"]
+    kind: Literal["local", "flat", "step", "through"]
     above: OuterTensor
     below: OuterTensor
     block: Array | None = None
+    step: int = 0
 
     def apply(self, rows: Array) -> Array:
-        """Pull rows (sample, row, [time,] feature) through a local or flat segment."""
+        """Pull rows (sample, row, [time,] feature) through a segment of any kind but ``"through"``."""
+        if self.kind == "step":
+            one = rows if self.block is None else rows @ like(self.block, rows)
+            whole = np.zeros if isinstance(rows, np.ndarray) else rows.new_zeros
+            field = whole((*one.shape[:2], self.below.times, self.below.features), dtype=one.dtype)
+            field[:, :, self.step] = one
+            return field
         if self.block is None:
             return rows
         if self.kind == "flat":
@@ -126,7 +136,10 @@ class Segment:
         return moved(moved(rows, 1, 2) @ like(self.block, rows), 2, 1)
 
     def at_every_step(self, rows: Array) -> Array:
-        """Pull rows (sample or 1, time or 1, row, feature above) through a local segment."""
+        """Pull rows (sample or 1, time or 1, row, feature above) through a local segment or one of a single step."""
+        if self.kind == "step":
+            rows = rows[:, 0]
+            return (rows if self.block is None else like(rows, self.block) @ self.block)[:, None]
         return rows if self.block is None else like(rows, self.block) @ self.block
 
 

@@ -118,7 +118,7 @@ def _direction_axis(name: str, array: np.ndarray[Any, Any], half: Arrays) -> int
 
 
 def recurrent_datasets(
-    infos: Sequence[LayerInfo],
+    described: Mapping[str, LayerInfo],
     capture: Capture,
     wanted: TraceRequest,
     provenance: Mapping[str, str],
@@ -126,7 +126,6 @@ def recurrent_datasets(
     replayed: Callable[[RecurrentCall], Replay] = Replay.from_call,
 ) -> tuple[dict[str, xr.Dataset], list[Check]]:
     """Return one dataset per node in the order of the calls, and the self-checks."""
-    described = {info.name: info for info in infos}
     checks: list[Check] = []
     sums: dict[str, WeightSum] = {}
     datasets = {}
