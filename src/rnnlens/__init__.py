@@ -41,7 +41,6 @@ _ROOMS = {
     "plot": "rnnlens.plot",
     "keras": "rnnlens.integrations.keras",
     "torch": "rnnlens.integrations.torch",
-    "tf1": "rnnlens.integrations.tf1",
     "lightning": "rnnlens.integrations.lightning",
     "transformers": "rnnlens.integrations.transformers",
     "errors": "rnnlens.errors",
@@ -59,10 +58,19 @@ def __getattr__(name: str) -> Any:
     elif name in _HOME:
         value = getattr(importlib.import_module(_HOME[name]), name)
     else:
-        raise AttributeError(f"module 'rnnlens' has no attribute {name!r}")
+        value = None if name.startswith("_") else _registry().namespace(name)
+        if value is None:
+            raise AttributeError(f"module 'rnnlens' has no attribute {name!r}")
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return [*__all__, *_registry().namespaces()]
+
+
+def _registry() -> Any:
+    """Return the registry of adapters, of which those that joined by an entry point may have a public module."""
+    import importlib
+
+    return importlib.import_module("rnnlens.adapters.registry")

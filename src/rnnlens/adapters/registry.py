@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -14,26 +14,23 @@ from .protocol import Adapter
 #: Keras model that runs on torch (and is a torch module too) is a Keras model.
 _KNOWN: tuple[tuple[str, str, str], ...] = (
     ("keras", "layers.Layer", "rnnlens.adapters.keras:adapter"),
-    ("tf_keras.src.engine.base_layer_v1", "Layer", "rnnlens.adapters.tf_graph:keras"),
     ("tf_keras", "layers.Layer", "rnnlens.adapters.keras:legacy"),
     ("torch", "nn.Module", "rnnlens.adapters.torch:adapter"),
-    ("rnnlens.adapters.tf_graph.public", "TimeMajorNet", "rnnlens.adapters.tf_graph:time_major"),
-    ("rnnlens.adapters.tf_graph.public", "Net", "rnnlens.adapters.tf_graph:adapter"),
-    ("tensorflow", "compat.v1.Session", "rnnlens.adapters.tf_graph:adapter"),
 )
 
-#: Entry-point group in which other packages register their adapters.
+#: Entry-point group through which adapters join that are not in the table.
 GROUP = "rnnlens.adapters"
 
-#: Cache of adapters from other packages that were used before; reading entry points is slow.
-_joined: list[Adapter] = []
+#: Cache of the entries that served a model before, an adapter or a function each; reading entry points is slow.
+_joined: list[Any] = []
 
 
 def adapter_for(model: Any) -> Adapter:
     """Return the adapter that owns ``model``.
 
-    Other packages register through the entry-point group ``rnnlens.adapters``: an object with the methods of
-    :class:`Adapter`.
+    Adapters that are not in the table join by the entry-point group ``rnnlens.adapters``. An entry is an object with
+    the methods of :class:`Adapter`, or a function that returns the adapter of a model, or None, and so imports its
+    framework only for a model of it.
 
     Raises
     ------
@@ -60,22 +57,49 @@ def adapter_of(model: Any) -> Adapter | None:
         if base is not None and isinstance(model, base):
             home, _, name = where.partition(":")
             adapter: Adapter = getattr(importlib.import_module(home), name)
-            return adapter
-    return next((other for other in _joined if other.owns(model)), None) or _newly_joined(model)
+            if adapter.owns(model):
+                return adapter
+    return next(filter(None, (_of_entry(entry, model) for entry in _joined)), None) or _newly_joined(model)
+
+
+def namespace(name: str) -> Any:
+    """Return the module ``public`` beside an adapter that joined under the entry point ``name``; None if none did."""
+    homes = [f"{entry.module}.public" for entry in entry_points(group=GROUP, name=name)]
+    return next((importlib.import_module(home) for home in homes if _exists(home)), None)
+
+
+def namespaces() -> list[str]:
+    """Return the names of the entry points for which :func:`namespace` returns a module."""
+    return [entry.name for entry in entry_points(group=GROUP) if _exists(f"{entry.module}.public")]
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:  # the adapter is a module of its own, or cannot be loaded
+        return False
+
+
+def _of_entry(entry: Any, model: Any) -> Adapter | None:
+    if hasattr(entry, "owns"):
+        return entry if entry.owns(model) else None
+    found: Adapter | None = entry(model)
+    return found
 
 
 def _newly_joined(model: Any) -> Adapter | None:
     for entry in entry_points(group=GROUP):
         other = _loaded(entry)
-        if other not in _joined and other.owns(model):
+        found = None if other in _joined else _of_entry(other, model)
+        if found is not None:
             _joined.append(other)
-            return other
+            return found
     return None
 
 
-def _loaded(entry: EntryPoint) -> Adapter:
+def _loaded(entry: EntryPoint) -> Any:
     try:
-        adapter: Adapter = entry.load()
+        return entry.load()
     except Exception as error:
         raise ModelError(
             message(
@@ -84,7 +108,6 @@ def _loaded(entry: EntryPoint) -> Adapter:
                 hint="mend or remove that package",
             )
         ) from error
-    return adapter
 
 
 def _within(module: Any, dotted: str) -> Any:

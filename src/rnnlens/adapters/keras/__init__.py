@@ -55,8 +55,9 @@ class KerasAdapter(Adapter):
         return dialect(self.name).engine.name
 
     def owns(self, model: Any) -> bool:
-        """Return whether ``model`` is a layer or model of this Keras package."""
-        return isinstance(model, dialect(self.name).Layer)
+        """Return whether ``model`` is a layer or model of this Keras package that does not build a session's graph."""
+        in_graphs = any(base.__module__.endswith("base_layer_v1") for base in type(model).__mro__)
+        return isinstance(model, dialect(self.name).Layer) and not in_graphs
 
     def facts(self, model: Any) -> ModelFacts:
         """Return layers and roles, names of inputs and outputs, loss and optimizer of a model, without running it."""

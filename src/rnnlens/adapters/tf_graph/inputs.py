@@ -14,6 +14,7 @@ from ...errors import InputError, LayerNotFoundError, UnsupportedError, UserCode
 from ...trees import leaves_of
 from ...typing import Array
 from ..protocol import Batch
+from . import keras_v1
 from .losses import fed_to, is_built, loss_in
 from .opened import Opened
 from .public import Net
@@ -71,8 +72,6 @@ def fed_in(net: Net, graph: Any, batch: Batch) -> dict[Any, Array]:
             raise InputError(message("x is empty.", got=got, expected=expected))
         feed |= given
     if net.keras is not None:
-        from . import keras_v1
-
         feed |= {name: np.asarray(value) for name, value in keras_v1.phase_feed(net, batch.training).items()}
     if not is_built(net, batch):
         feed |= _targets(net, batch)
@@ -92,8 +91,6 @@ def _targets(net: Net, batch: Batch) -> dict[str, Array]:
     pairs = list(zip(net.targets, leaves, strict=True))
     feed = {tensor.name: _fitting("y", tensor, _ranked(net, tensor, leaf)) for alike, leaf in pairs for tensor in alike}
     if net.keras is not None:
-        from . import keras_v1
-
         given = zip(net.keras.weights, keras_v1.sample_weights(batch), strict=False)
         feed |= {name: np.asarray(weight) for name, weight in given if weight is not None}
     return feed

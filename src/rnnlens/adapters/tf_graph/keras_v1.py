@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from tf_keras.src import backend
 
 from ...errors import InputError, ModelError, UnsupportedError, message, two_layers_called
 from ...trees import leaves_of
@@ -41,6 +40,8 @@ def net_of(model: Any) -> Net:
                 hint="model.fit or model.predict on a batch; with eager disabled that is when its graph is built",
             )
         )
+    from tf_keras.src import backend
+
     graph = outputs[0].graph
     with graph.as_default():
         session = backend._get_session()
@@ -77,6 +78,8 @@ def _names(model: Any, graph: Any, outputs: list[Any]) -> KerasNames:
         for variable, key in _keys(layer):
             owners.setdefault(variable, (name, key))
         made[name] = _outputs(layer, graph)
+    from tf_keras.src import backend
+
     phase = backend._GRAPH_LEARNING_PHASES.get(graph)
     phase = phase() if callable(phase) else phase
     weights = list(getattr(model, "_feed_sample_weights", None) or []) if _is_compiled(model) else []

@@ -13,6 +13,7 @@ from ...errors import InputError, UnsupportedError, message, raised_by, shown
 from ...trees import leaves_of
 from ...typing import Array
 from ..protocol import Batch
+from . import keras_v1
 from .public import Net, scalar, tensor_of
 
 #: Function from a tensor's name in the user's graph to the tensor of a copy.
@@ -97,8 +98,6 @@ def _built(net: Net, get: Get, batch: Batch) -> Loss:
         with raised_by("loss"):
             value = batch.loss(*targets, *outputs)
         return Loss(_one_number(value), targets)
-    from . import keras_v1
-
     terms = _terms(net, batch, outputs, len(arrays))
     targets = _places(arrays, [term.output for term in terms])
     weights = [None if w is None else np.asarray(w) for w in keras_v1.sample_weights(batch)]
@@ -187,8 +186,6 @@ def fed_to(loss: Loss, batch: Batch) -> dict[Any, Array]:
     """Return the feeds of the placeholders of a built loss: targets and sample weights."""
     feed = dict(zip(loss.targets, (np.asarray(leaf) for leaf in leaves_of(batch.y)), strict=False))
     if loss.weights:
-        from . import keras_v1
-
         present = [w for w in keras_v1.sample_weights(batch) if w is not None]
         feed |= dict(zip(loss.weights, present, strict=True))
     return feed
