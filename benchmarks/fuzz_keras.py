@@ -9,13 +9,10 @@ for a batch first, as their users fit them. The reference is the engine's gradie
 
 from __future__ import annotations
 
-import argparse
-import collections
+import functools
 import os
 import random
 import sys
-import traceback
-import warnings
 from typing import Any
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
@@ -27,6 +24,7 @@ if LEGACY:
 else:
     import keras
 
+import _fuzz  # noqa: E402
 import numpy as np  # noqa: E402  Keras reads its engine when it is imported
 
 import rnnlens as rl  # noqa: E402
@@ -140,18 +138,9 @@ def draw_model(number, seed):
     return model, x, y, choices
 
 
-class WrongError(Exception):
-    """A number of rnnlens that differs from the engine's."""
-
-
 def same(what, ours, theirs):
-    """Compare two arrays, relative to the largest number of the reference."""
-    a, b = np.asarray(ours, dtype=float), np.asarray(theirs, dtype=float)
-    if a.shape != b.shape:
-        raise WrongError(f"{what}: shape {a.shape}, engine {b.shape}")
-    apart = np.max(np.abs(a - b), initial=0.0) / max(np.max(np.abs(b), initial=0.0), 1e-12)
-    if not apart < 1e-6:  # Keras computes some of it in float32, also under a policy of float64
-        raise WrongError(f"{what}: off by {apart:.1e}")
+    """Compare two arrays; Keras computes some of it in float32, also under a policy of float64."""
+    _fuzz.same(what, ours, theirs, 1e-6)
 
 
 def reference(model, x, y):
@@ -230,8 +219,7 @@ def check_gradients(model, x, y):
     if by_input is not None:
         same("gradients: input", rl.gradients(model, x, y, wrt="input"), by_input)
     result = rl.gradients(model, x, y, wrt="weights")
-    ours = sum(float((np.asarray(array) ** 2).sum()) for layer in result for array in result[layer].dataset.values())
-    same("gradients: norm of all weights", ours, squares)
+    same("gradients: norm of all weights", _fuzz.squares(result), squares)
     return result.certificate
 
 
@@ -256,36 +244,9 @@ def check_jacobian(model, x, y):
 CHECKS = {"trace": check_trace, "gradients": check_gradients, "batches": check_batches, "jacobian": check_jacobian}
 
 
-def outcome(check, model, x, y):
-    """Run one check; return what became of it, and a sentence."""
-    before = model.get_weights()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            certificate = check(model, x, y)
-    except WrongError as error:
-        return "wrong", str(error)
-    except rl.errors.RnnlensError as error:
-        return "refused", str(error).replace("\n", " ")[:200]
-    except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        return (
-            "foreign",
-            f"{type(error).__name__}: {str(error)[:120]} ({last.filename.rsplit('/', 2)[-1]}:{last.lineno})",
-        )
-    if any(not np.array_equal(a, b) for a, b in zip(before, model.get_weights(), strict=True)):
-        return "altered", "weights changed"
-    if certificate is not None and certificate.state == "failed":
-        return "accused", str(certificate)[:150]
-    return "right", ""
-
-
 def main() -> int:
     """Draw the models, and print a table and every model that is not right."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int)
+    parser = _fuzz.parsed(__doc__, 100)
     parser.add_argument("--tf-keras", action="store_true")
     arguments = parser.parse_args()
     if LEGACY:
@@ -297,7 +258,7 @@ def main() -> int:
             import jax
 
             jax.config.update("jax_enable_x64", True)
-    counts = {name: collections.Counter() for name in CHECKS}
+    table = _fuzz.Table(CHECKS, arguments.only is not None)
     for number in range(arguments.count) if arguments.only is None else [arguments.only]:
         try:
             model, x, y, choices = draw_model(number, arguments.seed)
@@ -306,17 +267,11 @@ def main() -> int:
             print(f"{number} not a model of Keras: {type(error).__name__}: {str(error)[:100]}")
             continue
         for name, check in CHECKS.items():
-            became, sentence = outcome(check, model, x, y)
-            counts[name][became] += 1
-            if became != "right" or arguments.only is not None:
-                shown = {key: value for key, value in choices.items() if value not in (False, "none")}
-                print(f"{number} {name} {became.upper()}: {sentence}\n      {shown}", flush=True)
+            run = functools.partial(check, model, x, y)
+            weights = lambda: dict(enumerate(model.get_weights()))  # noqa: E731, B023  called at once
+            table.add(number, name, *_fuzz.outcome(run, weights), choices)
         keras.backend.clear_session()
-    kinds = ("right", "refused", "accused", "wrong", "foreign", "altered")
-    print(f"\n{'':12}" + "".join(f"{kind:>10}" for kind in kinds))
-    for name, counted in counts.items():
-        print(f"{name:12}" + "".join(f"{counted[kind]:>10}" for kind in kinds))
-    return int(any(counted[kind] for counted in counts.values() for kind in ("accused", "wrong", "foreign", "altered")))
+    return table.finish()
 
 
 if __name__ == "__main__":

@@ -9,15 +9,13 @@ with its first sentence), *accused* (right numbers, failed certificate), *wrong*
 
 from __future__ import annotations
 
-import argparse
-import collections
+import functools
 import random
 import sys
-import traceback
-import warnings
 from collections.abc import Callable
 from typing import Any
 
+import _fuzz
 import numpy as np
 import torch
 from torch import nn
@@ -232,18 +230,9 @@ def data_for(model: Stranger, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, torch.randn(*wanted, generator=generator, dtype=torch.float64)
 
 
-class WrongError(Exception):
-    """A number of rnnlens that differs from autograd's."""
-
-
 def same(what: str, ours: Any, theirs: Any) -> None:
-    """Compare two arrays, relative to the largest number of the reference."""
-    a, b = np.asarray(ours, dtype=float), np.asarray(theirs, dtype=float)
-    if a.shape != b.shape:
-        raise WrongError(f"{what}: shape {a.shape}, autograd {b.shape}")
-    apart = np.max(np.abs(a - b), initial=0.0) / max(np.max(np.abs(b), initial=0.0), 1e-12)
-    if not apart < 1e-8:
-        raise WrongError(f"{what}: off by {apart:.1e}")
+    """Compare two arrays in float64."""
+    _fuzz.same(what, ours, theirs, 1e-8)
 
 
 def reference(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
@@ -273,8 +262,7 @@ def check_gradients(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> Any:
     if any(value for name, value in model.choices.items() if name.endswith("parametrised")):
         return result.certificate  # rnnlens gives the gradient of the weight, autograd that of what it is made from
     total = sum(float((grad**2).sum()) for grad in by_weight if grad is not None)
-    ours = sum(float((np.asarray(array) ** 2).sum()) for layer in result for array in result[layer].dataset.values())
-    same("gradients: norm of all weights", ours, total)
+    same("gradients: norm of all weights", _fuzz.squares(result), total)
     return result.certificate
 
 
@@ -330,39 +318,11 @@ def check_jacobian(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> Any:
 CHECKS = {"trace": check_trace, "gradients": check_gradients, "states": check_states, "jacobian": check_jacobian}
 
 
-def outcome(check: Callable[..., Any], model: Stranger, x: torch.Tensor, y: torch.Tensor) -> tuple[str, str]:
-    """Run one check; return what became of it, and a sentence."""
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            certificate = check(model, x, y)
-    except WrongError as error:
-        return "wrong", str(error)
-    except rl.errors.RnnlensError as error:
-        return "refused", str(error).split("\n")[0]
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        return (
-            "foreign",
-            f"{type(error).__name__}: {error} ({frames[-1].filename.rsplit('/', 2)[-1]}:{frames[-1].lineno})",
-        )
-    if any(not torch.equal(before[name], value) for name, value in model.state_dict().items()):
-        return "altered", "weights or buffers changed"
-    if certificate is not None and certificate.state == "failed":
-        return "accused", str(certificate)[:150]
-    return "right", "" if certificate is None else certificate.state
-
-
 def main() -> int:
     """Draw the models, and print a table and every model that is not right."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int, help="the number of one model, with its choices")
-    arguments = parser.parse_args()
+    arguments = _fuzz.parsed(__doc__, 300).parse_args()
     torch.set_num_threads(1)
-    counts: dict[str, collections.Counter[str]] = {name: collections.Counter() for name in CHECKS}
+    table = _fuzz.Table(CHECKS, arguments.only is not None)
     numbers = range(arguments.count) if arguments.only is None else [arguments.only]
     for number in numbers:
         torch.manual_seed(arguments.seed * 100_000 + number)
@@ -374,16 +334,9 @@ def main() -> int:
             print(f"{number} no model: {error}")
             continue
         for name, check in CHECKS.items():
-            became, sentence = outcome(check, model, x, y)
-            counts[name][became] += 1
-            if became != "right" or arguments.only is not None:
-                shown = {key: value for key, value in model.choices.items() if value not in (False, "none")}
-                print(f"{number} {name} {became.upper()}: {sentence}\n      {shown}", flush=True)
-    kinds = ("right", "refused", "accused", "wrong", "foreign", "altered")
-    print(f"\n{'':12}" + "".join(f"{kind:>10}" for kind in kinds))
-    for name, counted in counts.items():
-        print(f"{name:12}" + "".join(f"{counted[kind]:>10}" for kind in kinds))
-    return int(any(counted[kind] for counted in counts.values() for kind in ("accused", "wrong", "foreign", "altered")))
+            run = functools.partial(check, model, x, y)
+            table.add(number, name, *_fuzz.outcome(run, model.state_dict), model.choices)
+    return table.finish()
 
 
 if __name__ == "__main__":

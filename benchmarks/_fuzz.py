@@ -1,0 +1,89 @@
+"""What the fuzz scripts share: how numbers are compared, and how the outcomes of checks are counted and printed."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+import rnnlens as rl
+
+KINDS = ("right", "refused", "accused", "wrong", "foreign", "altered")
+BAD = ("accused", "wrong", "foreign", "altered")
+
+
+class WrongError(Exception):
+    """A number of rnnlens that differs from the framework's."""
+
+
+def same(what: str, ours: Any, theirs: Any, bound: float) -> None:
+    """Compare two arrays, relative to the largest number of the reference."""
+    a, b = np.asarray(ours, dtype=float), np.asarray(theirs, dtype=float)
+    if a.shape != b.shape:
+        raise WrongError(f"{what}: shape {a.shape}, framework {b.shape}")
+    mismatch = np.max(np.abs(a - b), initial=0.0) / max(np.max(np.abs(b), initial=0.0), 1e-12)
+    if not mismatch < bound:
+        raise WrongError(f"{what}: off by {mismatch:.1e}")
+
+
+def squares(result: Any) -> float:
+    """Return the sum of squares of all gradients by weights."""
+    return sum(float((np.asarray(array) ** 2).sum()) for layer in result for array in result[layer].dataset.values())
+
+
+def outcome(check: Callable[[], Any], weights: Callable[[], Mapping[str, Any]]) -> tuple[str, str]:
+    """Run one check; return what became of it, and a sentence. ``weights`` returns the state of the user's model."""
+    before = {name: np.array(value) for name, value in weights().items()}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            certificate = check()
+    except WrongError as error:
+        return "wrong", str(error)
+    except rl.errors.RnnlensError as error:
+        return "refused", str(error).replace("\n", " ")[:200]
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{last.filename.rsplit('/', 2)[-1]}:{last.lineno}"
+        return "foreign", f"{type(error).__name__}: {str(error)[:120]} ({where})"
+    if any(not np.array_equal(value, np.asarray(weights()[name])) for name, value in before.items()):
+        return "altered", "weights or buffers changed"
+    if certificate is not None and certificate.state == "failed":
+        return "accused", str(certificate)[:150]
+    return "right", "" if certificate is None else certificate.state
+
+
+class Table:
+    """Counts of outcomes by check, printed model by model and at the end."""
+
+    def __init__(self, checks: Mapping[str, Any], show_all: bool) -> None:
+        self._counts: dict[str, collections.Counter[str]] = {name: collections.Counter() for name in checks}
+        self._show_all = show_all
+
+    def add(self, number: int, name: str, became: str, sentence: str, choices: Mapping[str, Any]) -> None:
+        """Count one outcome, and print it if it is not right."""
+        self._counts[name][became] += 1
+        if became != "right" or self._show_all:
+            shown = {key: value for key, value in choices.items() if value not in (False, "none")}
+            print(f"{number} {name} {became.upper()}: {sentence}\n      {shown}", flush=True)
+
+    def finish(self) -> int:
+        """Print the table; return 1 if anything was accused, wrong, foreign or altered."""
+        print(f"\n{'':12}" + "".join(f"{kind:>10}" for kind in KINDS))
+        for name, counted in self._counts.items():
+            print(f"{name:12}" + "".join(f"{counted[kind]:>10}" for kind in KINDS))
+        return int(any(counted[kind] for counted in self._counts.values() for kind in BAD))
+
+
+def parsed(document: str, count: int) -> argparse.ArgumentParser:
+    """Return a parser with the arguments that all fuzz scripts have."""
+    parser = argparse.ArgumentParser(description=document.splitlines()[0])
+    parser.add_argument("--count", type=int, default=count)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", type=int, help="the number of one model, with its choices")
+    return parser
