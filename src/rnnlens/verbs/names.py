@@ -63,11 +63,15 @@ class TensorName:
 
 @dataclass
 class KnownModel:
-    """Facts about a model that hold until its fingerprint changes; ``layouts`` are kept by shapes of the input."""
+    """Facts about a model that hold until its fingerprint changes; ``layouts`` are kept by shapes of the input.
+
+    ``sequences``: whole-sequence layers, which are not among the recurrent ones.
+    """
 
     fingerprint: Any
     recurrent: Mapping[str, LayerInfo]
     facts: ModelFacts
+    sequences: Mapping[str, LayerInfo] = field(default_factory=dict)
     layouts: dict[Any, dict[Port, Layout]] = field(default_factory=dict)
 
 
@@ -79,8 +83,10 @@ def known_model(adapter: Adapter, model: Any) -> KnownModel:
     fingerprint = adapter.fingerprint(model)
     known = None if fingerprint is None else _known.get(model)
     if known is None or known.fingerprint != fingerprint:
-        recurrent = {info.name: info for info in adapter.describe(model)}
-        known = KnownModel(fingerprint, recurrent, adapter.facts(model))
+        infos = {info.name: info for info in adapter.describe(model)}
+        recurrent = {name: info for name, info in infos.items() if not info.is_sequence}
+        sequences = {name: info for name, info in infos.items() if info.is_sequence}
+        known = KnownModel(fingerprint, recurrent, adapter.facts(model), sequences)
         if fingerprint is not None:
             _known[model] = known
     return known
@@ -95,7 +101,7 @@ class Catalogue:
     def __init__(self, adapter: Adapter, model: Any, x: Any = None, outputs: tuple[str, ...] = ()) -> None:
         self.adapter, self.model, self.x = adapter, model, x
         known = known_model(adapter, model)
-        self.recurrent, self.facts = known.recurrent, known.facts
+        self.recurrent, self.sequences, self.facts = known.recurrent, known.sequences, known.facts
         self.outputs = outputs or self.facts.outputs
 
     @cached_property
@@ -310,6 +316,7 @@ def _layers(pattern: str, names: Iterable[str], text: str, known: Catalogue) -> 
         return [pattern]
     found = [name for name in names if _matches(pattern, name)]
     found = found or [name for name in names if _matches(pattern, _short(name))]
+    found = found or [name for name in names if name.endswith(f".{pattern}")]
     if len(found) > 1 and "*" not in pattern and "?" not in pattern:
         listing = ", ".join(repr(name) for name in found)
         raise LayerNotFoundError(message(f"{pattern!r} is the name of several layers.", got=text, expected=listing))

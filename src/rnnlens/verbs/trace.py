@@ -35,6 +35,7 @@ from .certificates.comparisons import wanted as asked_for
 from .names import Catalogue, with_reduction
 from .tracing.datasets import plain_datasets, recurrent_datasets, with_coordinates
 from .tracing.request import TraceRequest
+from .tracing.sequences import chosen_positions, sequence_datasets
 from .turns import in_turn
 
 
@@ -51,6 +52,7 @@ from .turns import in_turn
     initial_state=finite_states,
     seed=seed_or_none,
     axes=an_axes_table,
+    at=chosen_positions,
 )
 @in_turn
 def trace(
@@ -67,6 +69,7 @@ def trace(
     initial_state: Mapping[str, Sequence[Any]] | None = None,
     seed: int | None = 0,
     axes: Mapping[str, Any] | None = None,
+    at: Mapping[str, int | Sequence[int] | slice] | None = None,
 ) -> Trace:
     """Trace a model on one batch: activations, gates, states, and direct and total gradients at every timestep.
 
@@ -97,6 +100,9 @@ def trace(
     axes
         Roles of the axes of a tensor, if they cannot be found out: ``{"conv.output": ("sample", "unit",
         "time")}``; ``(("time", "sample"), "unit")`` for two axes folded into one.
+    at
+        Whole-sequence layers (Mamba, delta rules): positions to keep, by dimension, such as ``{"time": [0, -1], "channel":
+        slice(0, 4)}``; states of other steps are computed and not stored. All by default.
 
     Returns
     -------
@@ -137,6 +143,8 @@ def trace(
     with plainly(adapter, model, batch, ours) as made:
         made_of = partial(recurrent_datasets, described, capture, wanted, provenance)
         datasets, checks = made_of(ours)
+        scans, compared = sequence_datasets(described, capture.sequences, wanted, provenance, at or {})
+        datasets, checks = {**datasets, **scans}, [*checks, *compared]
         room = ModelAxes(adapter, model, axes, Catalogue(adapter, model, x) if axes else None)
         datasets |= plain_datasets(capture.plain, room, batch, wanted, provenance)
         wanted.refuse_absent(datasets, list(described))

@@ -26,6 +26,7 @@ from .captured import (
     Outputs,
     RecurrentCall,
     ReferenceRun,
+    SequenceCall,
 )
 from .facts import ChainLink, LayerInfo, LayerWeights, ModelFacts, Obstacle, Role, Submodule, WeightLocation
 from .ports import Port, Pullback, refuse_misfits
@@ -50,6 +51,7 @@ __all__ = [
     "RecurrentCall",
     "ReferenceRun",
     "Role",
+    "SequenceCall",
     "Submodule",
     "WeightLocation",
     "refuse_misfits",

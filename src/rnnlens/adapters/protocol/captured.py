@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ...recurrence.cells import Cell
+from ...recurrence.sequence import SequenceCell
 from ...typing import Array
 from .facts import ChainLink
 
@@ -19,7 +20,8 @@ class Batch:
     """Data of one forward pass, as the user passed it, and the options of the run.
 
     ``loss`` is None (the compiled loss where the framework has one), a callable, or a name that the framework knows.
-    ``initial_state`` maps a layer name to the state to start from.
+    ``initial_state`` maps a layer name to the state to start from. ``frozen``: the coefficients of whole-sequence layers
+    are held constant where they are differentiated.
     """
 
     x: Any
@@ -30,6 +32,7 @@ class Batch:
     training: bool = False
     initial_state: Mapping[str, Sequence[Any]] | None = None
     seed: int | None = None
+    frozen: bool = False
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,37 @@ class RecurrentCall:
 
 
 @dataclass
+class SequenceCall:
+    """One scan of a whole-sequence layer: its coefficients, outputs and their direct gradient.
+
+    Attributes
+    ----------
+    layer
+        Name of the node in the result; ``"mixer#0"``, ``"mixer#1"`` for a layer with several scans.
+    cell
+        Coefficients at all steps.
+    output : (sample, time, axes of the state without the contracted one)
+        Readout y_t = C_t S_t, before a skip connection and a gate.
+    output_grad : shaped as ``output``
+        Direct gradient: partial derivative of L by y_t. None without a loss.
+    gate : shaped as ``output``
+        Factor by which the scan function multiplies the readout; None without one.
+    mismatch
+        Largest difference between the replaced function's result and the model's own, relative to the largest value.
+    compute_dtype
+        Coarsest dtype in which the model's own function computes.
+    """
+
+    layer: str
+    cell: SequenceCell
+    output: Array
+    output_grad: Array | None = None
+    gate: Array | None = None
+    mismatch: float = 0.0
+    compute_dtype: str = "float32"
+
+
+@dataclass
 class NonRecurrentCall:
     """Output and direct output gradient of one call of a layer that is not recurrent; arrays of any rank."""
 
@@ -176,6 +210,7 @@ class Capture:
 
     calls: list[RecurrentCall]
     plain: list[NonRecurrentCall] = field(default_factory=list)
+    sequences: list[SequenceCall] = field(default_factory=list)
     loss: float | None = None
     outputs: Any = None
     notes: list[str] = field(default_factory=list)

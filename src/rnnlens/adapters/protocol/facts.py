@@ -12,7 +12,10 @@ from ...typing import Array
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """One recurrent layer of a model; a row of ``rl.layers(model)``."""
+    """One recurrent layer of a model; a row of ``rl.layers(model)``.
+
+    ``state_axes``: names and sizes of the axes of a whole-sequence layer's state; empty for all other layers.
+    """
 
     name: str
     kind: str
@@ -23,6 +26,12 @@ class LayerInfo:
     masked: bool | None = None
     stateful: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
+    state_axes: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def is_sequence(self) -> bool:
+        """Whether one call of the layer runs all steps of a linear recurrence: it has no step function."""
+        return bool(self.state_axes)
 
 
 #: Property of a layer that affects its gradients: it looks up rows, returns 0 for negative inputs, or drops values at

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ModelError, message, raised_by
-from ..protocol import Batch, Capture, CaptureRequest, RecurrentCall
+from ..protocol import Batch, Capture, CaptureRequest, RecurrentCall, SequenceCall
 from ..shared.threads import hook_in_this_thread
 from .assemble import Assembler
 from .cells import has_own_forward, replayable
@@ -40,6 +40,7 @@ from .record import (
 )
 from .recurrences import JoinedTooFarError, check_joints, entangled, mark_endings, own_cells_only
 from .restore import borrowed, differentiable_weights
+from .scans import ScanRecord, ScanRecorder, refuse_unread, seams
 
 
 def capture(model: nn.Module, batch: Batch, request: CaptureRequest) -> Capture:
@@ -158,6 +159,7 @@ def watched(
 ) -> Iterator[KernelInterceptor]:
     """Record the requested layers in ``recorder`` while the model runs in the block, then remove all hooks."""
     recorder.initial_state = dict(batch.initial_state or {})
+    recorder.scans = ScanRecorder(asked.sequences, held=batch.frozen)
     owners = CallOwners(asked)
     handles: list[Any] = []
     with ExitStack() as stack:
@@ -171,6 +173,7 @@ def watched(
             module = stack.enter_context(hookable(model, module))
             handles.append(module.register_forward_pre_hook(hook_in_this_thread(around.before), with_kwargs=True))
             handles.append(module.register_forward_hook(hook_in_this_thread(around.after), with_kwargs=True))
+        stack.enter_context(seams(asked.modules, recorder.scans))
         for path, module in asked.plain:
             module = stack.enter_context(hookable(model, module))
             handles.append(module.register_forward_hook(hook_in_this_thread(_plain_hook(recorder, path))))
@@ -211,7 +214,9 @@ def _read(
     kept: bool,
     around: ModelTensors,
 ) -> Capture:
-    if not recorder.runs and not recorder.plain:
+    scans = recorder.scans.records
+    if not recorder.runs and not recorder.plain and not scans:
+        refuse_unread(asked.modules)
         refuse_scripts(asked.modules)
         refuse_own_loops(asked.recurrent)
         raise ModelError(
@@ -241,7 +246,8 @@ def _read(
         if path in asked.ran and path not in seen and has_own_forward(module)
     )
     plain = _numbered(assembler)
-    capture = Capture(calls, plain, value, on_leaves(outputs, _detached), notes)
+    sequences = [_sequence_call(name, one, gradient) for name, one in recorder.scans.named()]
+    capture = Capture(calls, plain, sequences, value, on_leaves(outputs, _detached), notes)
     capture.order = _order(recorder, [call.layer for call in plain], {call.layer for call in calls})
     if gradient is not None:
         around.tell(capture, recorder, gradient)
@@ -273,7 +279,7 @@ def _gradients(recorder: CallRecorder, loss: Tensor, notes: list[str], around: M
             if recorder.weight_grads:
                 wanted.extend(w for piece in visit.pieces for half in piece.weights for w in half.values())
             taps.update((id(tap), tap) for tap in wanted if tap.requires_grad)
-    taps.update((id(v.output), v.output) for v in recorder.plain if v.output.requires_grad)
+    taps.update((id(v.output), v.output) for v in (*recorder.plain, *recorder.scans.records) if v.output.requires_grad)
     inside = len(taps)
     if recorder.separate:
         fed = [t for run in recorder.runs for v in run.visits for t in (*(p.input for p in v.pieces), *v.link.fed)]
@@ -286,6 +292,22 @@ def _gradients(recorder: CallRecorder, loss: Tensor, notes: list[str], around: M
         notes.append("No path leads from the loss to any layer asked for: every gradient is zero.")
     found = {key: None if g is None else g.detach() for key, g in zip(taps, pulled, strict=True)}
     return lambda tap: found.get(id(tap))
+
+
+def _sequence_call(name: str, record: ScanRecord, gradient: Any) -> SequenceCall:
+    """Return a recorded scan as plain arrays; the gradient is zero where no path leads from the loss."""
+    grad = None if gradient is None else gradient(record.output)
+    if gradient is not None and grad is None:
+        grad = torch.zeros_like(record.output)
+    return SequenceCall(
+        name,
+        record.cell.with_parts(torch.Tensor.detach),
+        record.output.detach(),
+        None if grad is None else grad.detach(),
+        None if record.gate is None else record.gate.detach(),
+        record.mismatch,
+        record.dtype,
+    )
 
 
 def _broken_runs(recorder: CallRecorder) -> list[str]:

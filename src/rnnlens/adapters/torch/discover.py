@@ -16,7 +16,8 @@ from ...errors import LayerNotFoundError, ModelError, UnsupportedError, did_you_
 from ...recurrence.cells import registered
 from ..protocol import LayerInfo
 from .cells import described, has_own_forward
-from .public import loops_of, named_cell
+from .public import is_disproved, loops_of, named_cell
+from .scans import Family, sequence_modules, state_sizes
 from .weights import class_of
 
 _STATE_PARAMETER = re.compile(r"^(h|c|hx|hc|hidden|state|states|carry|prev|memory)$|hidden|state")
@@ -147,6 +148,8 @@ def cell_candidates(model: nn.Module) -> list[tuple[str, nn.Module]]:
     for path, module in named:
         if named_cell(module) is not None:
             found.append((path, module))
+        elif type(module).__module__.startswith("transformers."):
+            continue  # whole sequences at a time; scans are found by their functions
         elif any(path.startswith(f"{outer}.") for outer in whole):
             continue
         elif not any(other == path or other.startswith(f"{path}.") for other in inner) and _takes_two(module):
@@ -182,7 +185,7 @@ def describe(model: nn.Module) -> list[LayerInfo]:
     """Return the rows of ``rl.layers(model)``, without running the model.
 
     A custom cell is listed if it was declared by ``rl.torch.cell`` or if one of the first two arguments of its
-    ``forward`` is named as a state. Others are found when the model runs.
+    ``forward`` is named as a state, unless it ran without passing a state on. Others are found when the model runs.
     """
     model = unwrapped(model)
     rows = [row for path, module in recurrent_modules(model) for row in _known_rows(path, module)]
@@ -191,14 +194,27 @@ def describe(model: nn.Module) -> list[LayerInfo]:
         for path, module in cell_candidates(model)
         if named_cell(module) is not None
         or isinstance(module, nn.RNNCellBase)
-        or any(_STATE_PARAMETER.search(name) for name in _positional(module)[:2])
+        or (not is_disproved(module) and any(_is_state(name) for name in _positional(module)[:2]))
     )
+    rows.extend(_sequence_row(*one) for one in sequence_modules(named_modules(model)))
     order = {path: index for index, (path, _) in enumerate(named_modules(model))}
     rows.sort(key=lambda row: order[row.name.split("[")[0] if row.name not in order else row.name])
     return [
         *rows,
         *(LayerInfo(name, "loop", "custom", units, "forward", True) for name, units in loops_of(model).items()),
     ]
+
+
+def _is_state(name: str) -> bool:
+    """Return whether an argument is named as a state of one step; ``hidden_states`` names those of a whole sequence."""
+    return _STATE_PARAMETER.search(name) is not None and not name.endswith("_states")
+
+
+def _sequence_row(path: str, module: nn.Module, family: Family) -> LayerInfo:
+    axes = state_sizes(module, family)
+    return LayerInfo(
+        path, type(module).__name__, family.name, axes[0][1], "forward", return_sequences=True, state_axes=axes
+    )
 
 
 def _known_rows(path: str, module: Any) -> Iterator[LayerInfo]:
@@ -239,7 +255,10 @@ def _custom_row(path: str, module: nn.Module) -> LayerInfo:
 
 @dataclass
 class RequestedLayers:
-    """Layers to record: recurrent modules, candidates for custom cells, other modules, and the requested names."""
+    """Layers to record: recurrent modules, candidates for custom cells, other modules, and the requested names.
+
+    ``sequences``: paths of the requested whole-sequence layers.
+    """
 
     recurrent: list[tuple[str, nn.Module]]
     cells: list[tuple[str, nn.Module]]
@@ -247,19 +266,21 @@ class RequestedLayers:
     names: tuple[str, ...] | None
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
     ran: set[str] = field(default_factory=set)
+    sequences: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, model: nn.Module, names: Sequence[str] | None) -> RequestedLayers:
         """Sort the requested names into kinds of layers; raise ``LayerNotFoundError`` for an unknown name."""
         recurrent, cells, modules = recurrent_modules(model), cell_candidates(model), named_modules(model)
+        sequences = frozenset(path for path, *_ in sequence_modules(modules))
         if names is None:
-            return cls(recurrent, cells, [], None, modules)
+            return cls(recurrent, cells, [], None, modules, sequences=sequences)
         rooms = {*dict(recurrent), *dict(cells), *loops_of(model)}
         nodes = {node_name(path, m, i): path for path, m in recurrent for i in range(getattr(m, "num_layers", 1))}
         plain = []
         for name in names:
             base = name.split("#")[0]
-            if base in nodes or base in rooms:
+            if base in nodes or base in rooms or base in sequences:
                 continue
             found = [(path, module) for path, module in modules if path == base]
             if not found:
@@ -276,6 +297,7 @@ class RequestedLayers:
             plain,
             tuple(names),
             modules,
+            sequences=sequences & bases,
         )
 
     def keeps(self, node: str) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -93,12 +94,26 @@ def call_model(model: nn.Module, x: Any) -> Any:
     Tensors are copied, because the model may change them.
     """
     x = on_leaves(x, lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf)
-    with raised_by("Your model's forward"):
+    with raised_by("Your model's forward"), without_cache(model):
         if isinstance(x, dict):
             return model(**x)
         if isinstance(x, (tuple, list)) and not isinstance(x, PackedSequence):
             return model(*x)
         return model(x)
+
+
+@contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """Set ``config.use_cache`` of Hugging Face modules to False within the block: a cache is only for generation."""
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    caching = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+    try:
+        for config in caching:
+            config.use_cache = False
+        yield
+    finally:
+        for config in caching:
+            config.use_cache = True
 
 
 def check_features(name: str, module: nn.Module, value: Any) -> None:

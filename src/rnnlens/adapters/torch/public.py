@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import Any
 
@@ -28,8 +28,23 @@ LISTENER: ContextVar[Callable[..., Any] | None] = ContextVar("steps of loops", d
 _NAMED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
+#: Modules that ran and passed no state from call to call, so that they are no cells.
+_DISPROVED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
 #: Loops recorded in each model: names, and sizes of the first state. No function is stored.
 _LOOPS: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
+
+
+def note_cells(ran: Iterable[nn.Module], cells: Iterable[nn.Module]) -> None:
+    """Store which of the modules that may be cells proved to be cells in a forward pass, and which did not."""
+    _DISPROVED.update(ran)
+    _DISPROVED.difference_update(set(cells))
+
+
+def is_disproved(module: nn.Module) -> bool:
+    """Return whether a module ran last without passing a state on."""
+    return module in _DISPROVED
 
 
 def note_loop(model: nn.Module, name: str, units: int) -> None:

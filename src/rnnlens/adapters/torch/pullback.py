@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -90,7 +91,7 @@ class TorchPullback:
     ) -> PortTable | None:
         """Run one forward pass; return None if it must be repeated because it ran without gradients."""
         modules = named_modules(model)
-        asked = RequestedLayers.of(model, None)
+        asked = replace(RequestedLayers.of(model, None), sequences=frozenset())
         recorder = CallRecorder(never_by_row, separate=True, cut={_path(port) for port in cut})
         plain: dict[str, list[Any]] = {}
         inputs, chain = on_leaves(as_tensors(batch.x, model, "x"), _source), ChainRecorder(model)

@@ -13,6 +13,7 @@ from ...arguments import as_numpy
 from ...errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean, message
 from ...recurrence.cells import Cell
 from .lineage import StateLink
+from .scans import ScanRecorder
 
 #: Used instead of a layer's name: all layers.
 ALL = "*"
@@ -213,6 +214,7 @@ class CallRecorder:
         self._leaves: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
         #: Weights that the model computed from its parameters, by owner and slot.
         self.computed: set[tuple[int, str]] = set()
+        self.scans = ScanRecorder(())
         self._by_identity: dict[int, tuple[Tensor, Tensor]] = {}
 
     def tail(self, owner: CallOwner) -> CallRecord | None:

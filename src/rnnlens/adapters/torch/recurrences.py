@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ...errors import UnsupportedError, message
 from .lineage import probe_like
+from .public import note_cells
 from .record import (
     CallRecord,
     CallRecorder,
@@ -175,6 +176,9 @@ def own_cells_only(recorder: CallRecorder, *, training: bool) -> None:
     def kept(run: Recurrence) -> bool:
         return run.owner.step_cell is None or run.owner.named or run.owner.name in cells
 
+    if joined:
+        modules = {run.owner.name: run.owner.step_cell.module for run in custom}
+        note_cells(modules.values(), (module for name, module in modules.items() if name in joined))
     recorder.runs = [run for run in recorder.runs if kept(run)]
     for run in recorder.runs:
         if training and run.owner.step_cell is not None:

@@ -1,0 +1,274 @@
+"""Sequence cells: linear recurrences that one call runs over all steps, S_t = A_t S_{t-1} + W_t, y_t = C_t S_t.
+
+A framework's whole-sequence layer (Mamba, Mamba-2, gated delta rules, RG-LRU) has no step function and mostly no weights
+of its own: its coefficients are computed from the input for all steps at once. :class:`SequenceCell` has these
+coefficients in factors that broadcast against the state, so that no A_t, W_t is stored for all steps; sweeps run in
+chunks of steps and keep one state per chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from math import prod
+from typing import Any
+
+from .arrays import Array, namespace
+
+#: Number of steps of a chunk: coefficients and states of one chunk are in memory at once.
+CHUNK = 32
+
+
+@dataclass(frozen=True)
+class SequenceCell:
+    """Coefficients of one linear recurrence at all steps: S_t = (I - left_t right_t^T) a_t S_{t-1} + W_t.
+
+    Every array is (sample or 1, time or 1, *axes of the state), with size 1 along axes on which it does not depend.
+
+    Attributes
+    ----------
+    axes
+        Names of the axes of a state: ``("channel", "state_unit")`` for Mamba, ``("head", "key", "value")`` for delta
+        rules.
+    decay
+        Factors of a_t; with ``logarithmic`` of log a_t.
+    write
+        Factors of W_t, what a step adds to the state: the input times its coefficients.
+    read
+        C_t: y_t is its product with S_t, summed over ``contracted``. None: the output is the state.
+    left, right
+        Vectors of the part of rank one along ``contracted``, of a delta rule; None without one.
+    contracted
+        Index, in ``axes``, of the axis that C_t and ``right`` sum over.
+    logarithmic
+        Whether ``decay`` has the factors of log a_t.
+    initial
+        S before the first step, (sample, *axes); None for zero.
+    """
+
+    axes: tuple[str, ...]
+    decay: tuple[Array, ...]
+    write: tuple[Array, ...]
+    read: Array | None = None
+    left: Array | None = None
+    right: Array | None = None
+    contracted: int = -1
+    logarithmic: bool = True
+    initial: Array | None = None
+
+    @property
+    def parts(self) -> dict[str, Array]:
+        """Coefficient arrays by name: ``decay_0``, ``decay_1``, ..., ``read``; without those that do not exist."""
+        found = {f"decay_{i}": part for i, part in enumerate(self.decay)}
+        found |= {f"write_{i}": part for i, part in enumerate(self.write)}
+        single = {name: getattr(self, name) for name in ("read", "left", "right", "initial")}
+        return found | {name: part for name, part in single.items() if part is not None}
+
+    def with_parts(self, change: Callable[[Array], Any]) -> SequenceCell:
+        """Return a copy with ``change`` applied to every coefficient array."""
+        changed: dict[str, Any] = {}
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.name in ("decay", "write"):
+                changed[one.name] = tuple(change(part) for part in value)
+            elif one.name in ("read", "left", "right", "initial") and value is not None:
+                changed[one.name] = change(value)
+        return replace(self, **changed)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes (sample, time, *axes) of the states of all steps."""
+        shapes = [part.shape for part in (*self.decay, *self.write)]
+        return tuple(max(sizes) for sizes in zip(*shapes, strict=True))
+
+    @property
+    def steps(self) -> int:
+        """Number of steps."""
+        return int(self.shape[1])
+
+    @property
+    def state_numbers(self) -> int:
+        """Number of states of one sample."""
+        return prod(self.shape[2:])
+
+    @property
+    def axis(self) -> int:
+        """Position of the contracted axis in arrays (sample, *axes), from the end."""
+        return self.contracted % len(self.axes) - len(self.axes)
+
+    def at(self, steps: slice) -> SequenceCell:
+        """Return views of the coefficients of some consecutive steps."""
+        return replace(
+            self.with_parts(lambda part: part if part.shape[1] == 1 else part[:, steps]), initial=self.initial
+        )
+
+    def decays(self) -> Array:
+        """Return a_t (sample or 1, time or 1, ...), in the broadcast shape of its factors."""
+        found = _product(self.decay)
+        return namespace(found).exp(found) if self.logarithmic else found
+
+    def writes(self) -> Array:
+        """Return W_t (sample, time, *axes)."""
+        return _product(self.write)
+
+    def start(self) -> Array:
+        """Return S before the first step, (sample, *axes)."""
+        if self.initial is not None:
+            return self.initial
+        xp, like = namespace(self.write[0]), self.write[0]
+        sizes = (self.shape[0], *self.shape[2:])
+        return xp.zeros(sizes, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined, no-any-return]
+
+
+def run(cell: SequenceCell, start: Array) -> tuple[Array, Array]:
+    """Run consecutive steps; return all states (sample, time, *axes) and the last one."""
+    decay, write, xp = cell.decays(), cell.writes(), namespace(start)
+    state, states = start, []
+    for t in range(cell.steps):
+        carried = _step(decay, t) * state
+        if cell.left is not None and cell.right is not None:
+            carried = carried - _step(cell.left, t) * _summed(_step(cell.right, t) * carried, cell.axis)
+        state = carried + _step(write, t)
+        states.append(state)
+    return xp.stack(states, axis=1), state
+
+
+def outputs(cell: SequenceCell, states: Array) -> Array:
+    """Return y_t (sample, time, axes without the contracted one), from the states at the cell's steps."""
+    return states if cell.read is None else (cell.read * states).sum(cell.axis)
+
+
+def forward(cell: SequenceCell) -> tuple[Array, list[Array], Array]:
+    """Return the outputs of all steps, the states before every chunk, and the last state."""
+    state = cell.start()
+    found, before = [], []
+    for steps in chunks(cell.steps):
+        before.append(state)
+        states, state = run(cell.at(steps), state)
+        found.append(outputs(cell.at(steps), states))
+    return namespace(state).concat(found, axis=1), before, state
+
+
+def states_of(cell: SequenceCell, before: Sequence[Array]) -> Iterator[tuple[slice, Array]]:
+    """Yield the steps and states (sample, time, *axes) of every chunk, from the states before the chunks."""
+    for steps, start in zip(chunks(cell.steps), before, strict=True):
+        yield steps, run(cell.at(steps), start)[0]
+
+
+@dataclass
+class SequenceChunk:
+    """States and total gradients of consecutive steps: dL/dS_t through the recurrence, (sample, time, *axes).
+
+    ``previous`` are the states before each step; ``direct`` is dL/dy_t, shaped as an output.
+    """
+
+    steps: slice
+    cell: SequenceCell
+    states: Array
+    previous: Array
+    grads: Array
+    direct: Array
+
+    @property
+    def carried_grads(self) -> Array:
+        """Gradient of a_t S_{t-1}, before the part of rank one is removed."""
+        cell = self.cell
+        if cell.left is None or cell.right is None:
+            return self.grads
+        return self.grads - cell.right * _summed(cell.left * self.grads, cell.axis)
+
+    @property
+    def decay_grad(self) -> Array:
+        """Gradient dL/da_t in the broadcast shape of a_t."""
+        return _reduced(self.carried_grads * self.previous, self.cell.decays().shape)
+
+    @property
+    def read_grad(self) -> Array:
+        """Gradient dL/dC_t in the shape of C_t."""
+        read = self.cell.read
+        assert read is not None
+        return _reduced(self.states * _expanded(self.cell, self.direct), read.shape)
+
+    def part_grads(self) -> dict[str, Array]:
+        """Return the gradients of all coefficient arrays at these steps, by the names of ``SequenceCell.parts``."""
+        cell, found = self.cell, {}
+        decay = self.carried_grads * self.previous
+        decay = decay * cell.decays() if cell.logarithmic else decay
+        for name, factors, grad in (("decay", cell.decay, decay), ("write", cell.write, self.grads)):
+            for i, factor in enumerate(factors):
+                others = _product([other for j, other in enumerate(factors) if j != i])
+                found[f"{name}_{i}"] = _reduced(grad * others, factor.shape)
+        if cell.read is not None:
+            found["read"] = self.read_grad
+        if cell.left is not None and cell.right is not None:
+            carried = cell.decays() * self.previous
+            found["left"] = -_reduced(self.grads * _summed(cell.right * carried, cell.axis), cell.left.shape)
+            found["right"] = -_reduced(carried * _summed(cell.left * self.grads, cell.axis), cell.right.shape)
+        return found
+
+
+def sweep(cell: SequenceCell, before: Sequence[Array], output_grad: Array) -> Iterator[tuple[SequenceChunk, Array]]:
+    """Sweep back through all steps; yield chunks in reverse order, each with dL/dS before its first step.
+
+    Parameters
+    ----------
+    before
+        States before every chunk, of :func:`forward`.
+    output_grad : shaped as the outputs
+        Direct gradient dL/dy_t.
+
+    References
+    ----------
+    Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, eqs. 3-5: dL/dS_t = C_t^T dL/dy_t + A_{t+1}^T dL/dS_{t+1}.
+    """
+    arriving: Any = 0.0
+    for number, steps in reversed(list(enumerate(chunks(cell.steps)))):
+        part = cell.at(steps)
+        states, _ = run(part, before[number])
+        xp = namespace(states)
+        previous = xp.concat([before[number][:, None], states[:, :-1]], axis=1)
+        direct = output_grad[:, steps]
+        driven = direct if part.read is None else part.read * _expanded(part, direct)
+        decay, grads = part.decays(), []
+        for t in range(part.steps - 1, -1, -1):
+            total = arriving + _step(driven, t)
+            grads.append(total)
+            if part.left is not None and part.right is not None:
+                total = total - _step(part.right, t) * _summed(_step(part.left, t) * total, part.axis)
+            arriving = _step(decay, t) * total
+        yield SequenceChunk(steps, part, states, previous, xp.stack(grads[::-1], axis=1), direct), arriving
+
+
+def chunks(steps: int) -> list[slice]:
+    """Return the slices of consecutive steps that sweeps work on."""
+    return [slice(first, min(first + CHUNK, steps)) for first in range(0, steps, CHUNK)]
+
+
+def _product(factors: Sequence[Array]) -> Any:
+    found: Any = 1.0
+    for factor in factors:
+        found = factor if isinstance(found, float) else found * factor
+    return found
+
+
+def _step(array: Array, t: int) -> Array:
+    return array[:, 0 if array.shape[1] == 1 else t]
+
+
+def _expanded(cell: SequenceCell, direct: Array) -> Array:
+    """Return a cotangent of the outputs with an axis of size 1 in place of the contracted one."""
+    return namespace(direct).expand_dims(direct, axis=cell.axis) if cell.read is not None else direct
+
+
+def _summed(array: Array, axis: int) -> Array:
+    """Sum over one axis and keep it with size 1."""
+    xp = namespace(array)
+    return xp.expand_dims(array.sum(axis), axis=axis)
+
+
+def _reduced(array: Array, shape: Sequence[int]) -> Array:
+    """Sum an array over the axes along which ``shape`` has size 1."""
+    for axis, size in enumerate(shape):
+        if size == 1 and array.shape[axis] != 1:
+            array = namespace(array).expand_dims(array.sum(axis), axis=axis)
+    return array

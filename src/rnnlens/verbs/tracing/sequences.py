@@ -1,0 +1,190 @@
+"""Labelled datasets of whole-sequence layers: states, coefficients and total gradients at the requested steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from ...adapters.protocol import LayerInfo, SequenceCall
+from ...arguments import axes_by_name, kept_steps
+from ...errors import InputError, TooLargeError, did_you_mean, message, shown
+from ...recurrence.arrays import Array
+from ...recurrence.sequence import SequenceChunk, forward, states_of, sweep
+from ...results.checks import REPLAY, Check, rounding_bound
+from ...results.schema import layer_dataset, to_host
+from ...settings import current, format_memory
+from ...vocabulary import SAMPLE, TIME
+from .request import TraceRequest
+
+#: Quantities of a whole-sequence layer; those of the second row need a loss.
+VALUES = ("state", "decay", "write", "read", "gate", "output")
+GRADIENTS = ("state_grad", "decay_grad", "write_grad", "read_grad", "output_grad")
+
+
+def chosen_positions(name: str, value: Any) -> dict[str, Any]:
+    """Check ``at=`` of a trace: positions by dimension."""
+    return {dim: kept_steps(f"{name}[{dim!r}]", steps) for dim, steps in axes_by_name(name, value).items()}
+
+
+def sequence_datasets(
+    described: Mapping[str, LayerInfo],
+    calls: Sequence[SequenceCall],
+    wanted: TraceRequest,
+    provenance: Mapping[str, str],
+    at: Mapping[str, Any],
+) -> tuple[dict[str, xr.Dataset], list[Check]]:
+    """Return one dataset per scan in the order of the calls, and the comparisons with the model's own outputs."""
+    datasets, checks = {}, []
+    for call in calls:
+        info = described.get(call.layer) or described.get(call.layer.rpartition("#")[0])
+        datasets[call.layer] = _dataset(call, info, wanted, provenance, at)
+        bound = rounding_bound(call.compute_dtype, call.cell.steps)
+        checks.append(Check(REPLAY, call.layer, call.mismatch, bound))
+    return datasets, checks
+
+
+def _dataset(
+    call: SequenceCall, info: LayerInfo | None, wanted: TraceRequest, provenance: Mapping[str, str], at: Mapping[str, Any]
+) -> xr.Dataset:
+    selection = SequenceSelection.of(call, at)
+    names = [name for name in (*VALUES, *(GRADIENTS if call.output_grad is not None else ())) if wanted.has(name)]
+    names = [name for name in names if not _absent(name, call)]
+    selection.refuse_large(call, names)
+    pieces: dict[str, list[Array]] = {name: [] for name in names}
+    for steps, values in _in_chunks(call, any(name in GRADIENTS for name in names)):
+        kept = [t - steps.start for t in selection.times if steps.start <= t < steps.stop]
+        if kept:
+            for name in names:
+                pieces[name].append(selection.take(values(name), kept))
+    arrays = {name: np.concatenate(found, axis=1) for name, found in pieces.items()}
+    dims = {name: (SAMPLE, TIME, *selection.axes(call, name)) for name in names}
+    attributes = {**(vars(info) if info else {}), "name": call.layer, "direction": "forward"}
+    dataset = layer_dataset(arrays, info=attributes, provenance=provenance, bidirectional=False, dims=dims)
+    coordinates = {dim: (dim, found, dataset[dim].attrs) for dim, found in selection.positions.items() if dim in dataset.dims}
+    return dataset.assign_coords(coordinates)
+
+
+def _absent(name: str, call: SequenceCall) -> bool:
+    """Return whether a layer does not have a quantity: no gate, or an output that is the state itself."""
+    return (name == "gate" and call.gate is None) or (name.startswith("read") and call.cell.read is None)
+
+
+def _in_chunks(call: SequenceCall, swept: bool) -> Any:
+    """Yield (steps, function from the name of a quantity to its values at these steps), in chronological order."""
+    _, before, _ = forward(call.cell)
+    if swept:
+        assert call.output_grad is not None
+        yield from [
+            (chunk.steps, _reader(call, chunk)) for chunk, _ in sweep(call.cell, before, call.output_grad)
+        ][::-1]
+        return
+    for steps, states in states_of(call.cell, before):
+        yield steps, _reader(call, SequenceChunk(steps, call.cell.at(steps), states, states, states, states))
+
+
+def _reader(call: SequenceCall, chunk: SequenceChunk) -> Any:
+    cell, steps = chunk.cell, chunk.steps
+    found = {
+        "state": lambda: chunk.states,
+        "decay": cell.decays,
+        "write": cell.writes,
+        "read": lambda: cell.read,
+        "gate": lambda: call.gate[:, steps],  # type: ignore[index]
+        "output": lambda: call.output[:, steps],
+        "state_grad": lambda: chunk.grads,
+        "write_grad": lambda: chunk.grads,
+        "decay_grad": lambda: chunk.decay_grad,
+        "read_grad": lambda: chunk.read_grad,
+        "output_grad": lambda: chunk.direct,
+    }
+    return lambda name: found[name]()
+
+
+@dataclass(frozen=True)
+class SequenceSelection:
+    """Positions to keep by dimension, and the sizes of all dimensions of one scan."""
+
+    positions: Mapping[str, list[int]]
+    sizes: Mapping[str, int]
+    contracted: str | None
+
+    @classmethod
+    def of(cls, call: SequenceCall, at: Mapping[str, Any]) -> SequenceSelection:
+        """Resolve ``at=``; raise ``InputError`` for an unknown dimension or a position outside."""
+        cell = call.cell
+        sizes = dict(zip((SAMPLE, TIME, *cell.axes), map(int, cell.shape), strict=True))
+        contracted = None if cell.read is None else cell.axes[cell.contracted]
+        return cls({dim: _positions(dim, steps, sizes) for dim, steps in at.items()}, sizes, contracted)
+
+    @property
+    def times(self) -> list[int]:
+        """Steps to keep."""
+        return self.positions.get(TIME, list(range(self.sizes[TIME])))
+
+    def axes(self, call: SequenceCall, name: str) -> tuple[str, ...]:
+        """Return the dimensions of a quantity after sample and time."""
+        cell = call.cell
+        if name in ("state", "state_grad", "write", "write_grad"):
+            return cell.axes
+        if name.startswith(("output", "gate")):
+            return tuple(axis for axis in cell.axes if axis != self.contracted)
+        shape = _shape(call, name)
+        return tuple(dim for dim, size in zip(cell.axes, shape[2:], strict=True) if size == self.sizes[dim])
+
+    def take(self, values: Array, kept: list[int]) -> np.ndarray[Any, Any]:
+        """Return the chosen steps and positions of a quantity in one chunk, as a NumPy array."""
+        array = to_host(values)
+        array = array if array.shape[1] == 1 else array[:, kept]
+        if array.shape[1] == 1 and len(kept) != 1:
+            array = np.repeat(array, len(kept), axis=1)
+        array = np.broadcast_to(array, (self.sizes[SAMPLE], *array.shape[1:]))
+        dims = [dim for dim in self.sizes if array.ndim == len(self.sizes) or dim != self.contracted]
+        for axis, dim in reversed(list(enumerate(dims))):
+            if dim not in (SAMPLE, TIME) and array.shape[axis] != self.sizes[dim]:
+                array = np.squeeze(array, axis=axis)
+            elif dim in self.positions and dim != TIME:
+                array = np.take(array, self.positions[dim], axis=axis)
+        return np.ascontiguousarray(array)
+
+    def refuse_large(self, call: SequenceCall, names: Sequence[str]) -> None:
+        """Raise ``TooLargeError`` if the requested arrays would not fit into the memory granted."""
+        counts = {dim: len(self.positions.get(dim, ())) or size for dim, size in self.sizes.items()}
+        each = {name: prod(counts[dim] for dim in (SAMPLE, TIME, *self.axes(call, name))) for name in names}
+        size = sum(each.values()) * int(np.dtype(str(call.output.dtype).rpartition(".")[2]).itemsize)
+        if size <= current().memory:
+            return
+        largest = max(each, key=each.__getitem__)
+        raise TooLargeError(
+            message(
+                f"The trace of {call.layer!r} would not fit into the memory granted.",
+                got=f"{format_memory(size)} for {', '.join(names)}",
+                expected=f"at most {format_memory(current().memory)} (rl.options(memory=...))",
+                hint=f'at={{"time": [{self.sizes[TIME] - 1}]}}, or quantities= without {largest!r}',
+            )
+        )
+
+
+def _shape(call: SequenceCall, name: str) -> tuple[int, ...]:
+    cell = call.cell
+    factors = cell.decay if name.startswith("decay") else (cell.read,)
+    return tuple(max(sizes) for sizes in zip(*(f.shape for f in factors if f is not None), strict=True))
+
+
+def _positions(dim: str, steps: Any, sizes: Mapping[str, int]) -> list[int]:
+    if dim not in sizes:
+        what = f"at= has no dimension {dim!r} in a whole-sequence layer."
+        raise InputError(message(what, got=shown({dim: steps}), hint=did_you_mean(dim, sizes)))
+    size = sizes[dim]
+    if isinstance(steps, slice):
+        return list(range(*steps.indices(size)))
+    listed = [steps] if isinstance(steps, int) else list(steps)
+    outside = [step for step in listed if not -size <= step < size]
+    if outside:
+        expected = f"{-size} to {size - 1}"
+        raise InputError(message(f"at={{{dim!r}: ...}} lies outside.", got=shown(outside[0]), expected=expected))
+    return sorted({step % size for step in listed})
