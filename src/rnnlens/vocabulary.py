@@ -128,8 +128,12 @@ QUANTITIES: dict[str, Quantity] = {
         Quantity("write", _ST, "write", "1", "W_t: what step t adds to the state, the input times its coefficients"),
         Quantity("read", _ST, "read", "1", "C_t: the readout is y_t = C_t S_t"),
         Quantity("gate", _ST, "output gate", "1", "factor of the readout within the layer's scan function"),
-        Quantity("state_grad", _ST, "total gradient of the state", "loss", "dL/dS_t through the recurrence", True, _PASCANU),
-        Quantity("decay_grad", _ST, "gradient of the decay", "loss", "dL/da_t: dL/dS_t S_{t-1}, summed where shared", True),
+        Quantity(
+            "state_grad", _ST, "total gradient of the state", "loss", "dL/dS_t through the recurrence", True, _PASCANU
+        ),
+        Quantity(
+            "decay_grad", _ST, "gradient of the decay", "loss", "dL/da_t: dL/dS_t S_{t-1}, summed where shared", True
+        ),
         Quantity("write_grad", _ST, "gradient of the write", "loss", "dL/dW_t, which equals dL/dS_t", True),
         Quantity("read_grad", _ST, "gradient of the read", "loss", "dL/dC_t: S_t dL/dy_t, summed where shared", True),
     )

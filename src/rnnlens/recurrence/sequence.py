@@ -1,7 +1,7 @@
 """Sequence cells: linear recurrences that one call runs over all steps, S_t = A_t S_{t-1} + W_t, y_t = C_t S_t.
 
-A framework's whole-sequence layer (Mamba, Mamba-2, gated delta rules, RG-LRU) has no step function and mostly no weights
-of its own: its coefficients are computed from the input for all steps at once. :class:`SequenceCell` has these
+A whole-sequence layer of a framework (Mamba, Mamba-2, gated delta rules, RG-LRU) has no step function and mostly no
+weights of its own: its coefficients are computed from the input for all steps at once. :class:`SequenceCell` has these
 coefficients in factors that broadcast against the state, so that no A_t, W_t is stored for all steps; sweeps run in
 chunks of steps and keep one state per chunk.
 """
@@ -109,7 +109,8 @@ class SequenceCell:
 
     def writes(self) -> Array:
         """Return W_t (sample, time, *axes)."""
-        return _product(self.write)
+        found: Array = _product(self.write)
+        return found
 
     def start(self) -> Array:
         """Return S before the first step, (sample, *axes)."""
@@ -117,7 +118,7 @@ class SequenceCell:
             return self.initial
         xp, like = namespace(self.write[0]), self.write[0]
         sizes = (self.shape[0], *self.shape[2:])
-        return xp.zeros(sizes, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined, no-any-return]
+        return xp.zeros(sizes, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined]
 
 
 def run(cell: SequenceCell, start: Array) -> tuple[Array, Array]:
@@ -147,12 +148,6 @@ def forward(cell: SequenceCell) -> tuple[Array, list[Array], Array]:
         states, state = run(cell.at(steps), state)
         found.append(outputs(cell.at(steps), states))
     return namespace(state).concat(found, axis=1), before, state
-
-
-def states_of(cell: SequenceCell, before: Sequence[Array]) -> Iterator[tuple[slice, Array]]:
-    """Yield the steps and states (sample, time, *axes) of every chunk, from the states before the chunks."""
-    for steps, start in zip(chunks(cell.steps), before, strict=True):
-        yield steps, run(cell.at(steps), start)[0]
 
 
 @dataclass

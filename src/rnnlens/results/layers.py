@@ -48,7 +48,7 @@ class LayerTable(Sequence[Any]):
             info.name,
             info.kind,
             "" if info.cell.replace("_", "") == info.kind.lower() else info.cell,
-            str(info.units or "?"),
+            _state_words(info) or str(info.units or "?"),
             info.direction,
             "every step" if info.return_sequences else "last step",
             _MASKED[info.masked],
@@ -101,6 +101,12 @@ class LayerTable(Sequence[Any]):
             f"<details open><summary><strong>{count} recurrent {'layer' if count == 1 else 'layers'}</strong></summary>"
             f"{table}</details>"
         )
+
+
+def _state_words(info: Any) -> str:
+    """Return the axes of a whole-sequence layer's state: ``512 channels x 16 states``; empty for other layers."""
+    axes = getattr(info, "state_axes", ())
+    return " x ".join(f"{size or '?'} {axis.removesuffix('_unit')}s" for axis, size in axes)
 
 
 def _telling(value: Any) -> bool:

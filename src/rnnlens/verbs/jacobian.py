@@ -86,6 +86,7 @@ def chosen_steps(name: str, value: Any) -> dict[str, Any]:
     memory=memory,
     out=path,
     axes=an_axes_table,
+    frozen=switch,
 )
 @in_turn
 def jacobian(
@@ -108,6 +109,7 @@ def jacobian(
     memory: str | int | None = None,
     out: str | PathLike[str] | None = None,
     axes: Mapping[str, Any] | None = None,
+    frozen: bool = False,
 ) -> ResultArray:
     """Differentiate every output step by every input step.
 
@@ -155,6 +157,10 @@ def jacobian(
         After an interrupt the finished pieces can be read; the rest is NaN.
     axes
         As in :func:`rnnlens.trace`.
+    frozen
+        Whole-sequence layers: hold the coefficients of their recurrences (decay, write, read) constant, so that the
+        result is the frozen map, which is linear in the layer's values. False: the total derivative, in which a change
+        of the input changes the coefficients as well.
 
     Returns
     -------
@@ -176,11 +182,12 @@ def jacobian(
     References
     ----------
     Products of Jacobians through time: Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, eq. 5.
+    Frozen map of a scan, alpha: Ali, Zimerman, Wolf 2024, arXiv:2403.01590, eqs. 10-12.
     Random probes: Hutchinson 1990, doi:10.1080/03610919008812866.
     """
     granted = current().memory if memory is None else parse_memory(memory)
     options = JacobianOptions(granted, at or {}, reduce, measure, across, sketch, rtol, mode, out)
-    run = Batch(x, training=training, initial_state=initial_state, seed=seed)
+    run = Batch(x, training=training, initial_state=initial_state, seed=seed, frozen=frozen)
     if batch_size is None and not is_source(x):
         return _of_batch(model, run, (of, wrt), options, axes)
     refuse_without_mean(options)
@@ -197,7 +204,7 @@ def _of_batch(
     request = read_request(model, batch, ends, options, axes)
     with open_network(request) as network:
         plan = make_plan(options, network)
-        found = execute(JacobianLabels(plan, request.provenance, request.coordinates), options.out)
+        found = execute(JacobianLabels(plan, request.provenance, request.coordinates, batch.frozen), options.out)
         claim = claim_of(request, plan, found)
     certificate = certify(request, plan, claim)
     found.attrs |= record(found.checks, certificate)

@@ -253,6 +253,8 @@ class ReplayedLayers:
     ) -> None:
         self.replayed_calls, self.entangled = dict(replayed_calls), entangled
         self.chain, self.output = chain, output
+        #: Samples of whole-sequence layers, where no recurrent call is replayed.
+        self.samples = 0
 
     @classmethod
     def look(cls, adapter: Adapter, model: Any, batch: Batch, layers: Iterable[str]) -> ReplayedLayers:

@@ -35,7 +35,7 @@ from .certificates.comparisons import wanted as asked_for
 from .names import Catalogue, with_reduction
 from .tracing.datasets import plain_datasets, recurrent_datasets, with_coordinates
 from .tracing.request import TraceRequest
-from .tracing.sequences import chosen_positions, sequence_datasets
+from .tracing.sequences import chosen_positions, selected, sequence_datasets
 from .turns import in_turn
 
 
@@ -101,8 +101,8 @@ def trace(
         Roles of the axes of a tensor, if they cannot be found out: ``{"conv.output": ("sample", "unit",
         "time")}``; ``(("time", "sample"), "unit")`` for two axes folded into one.
     at
-        Whole-sequence layers (Mamba, delta rules): positions to keep, by dimension, such as ``{"time": [0, -1], "channel":
-        slice(0, 4)}``; states of other steps are computed and not stored. All by default.
+        Positions to keep by dimension, such as ``{"time": [0, -1], "channel": slice(0, 4)}``; all by default. States of
+        other steps of whole-sequence layers (Mamba, delta rules) are computed, but never stored.
 
     Returns
     -------
@@ -145,12 +145,15 @@ def trace(
         datasets, checks = made_of(ours)
         scans, compared = sequence_datasets(described, capture.sequences, wanted, provenance, at or {})
         datasets, checks = {**datasets, **scans}, [*checks, *compared]
+        if ours is not None:
+            ours.include_scans(capture.sequences)
         room = ModelAxes(adapter, model, axes, Catalogue(adapter, model, x) if axes else None)
         datasets |= plain_datasets(capture.plain, room, batch, wanted, provenance)
         wanted.refuse_absent(datasets, list(described))
         words = _words(datasets, wanted.has_loss)
         datasets = with_coordinates(datasets, InputCoordinates(x, room))
         certificate = certify(adapter, model, batch, ours, made, partial(_perturbed, made_of, capture), **words)
+    datasets = {name: found if name in scans else selected(found, at or {}) for name, found in datasets.items()}
     warn_about([*checks, *certificate.checks])
     return Trace(
         datasets,

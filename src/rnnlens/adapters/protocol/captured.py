@@ -20,8 +20,8 @@ class Batch:
     """Data of one forward pass, as the user passed it, and the options of the run.
 
     ``loss`` is None (the compiled loss where the framework has one), a callable, or a name that the framework knows.
-    ``initial_state`` maps a layer name to the state to start from. ``frozen``: the coefficients of whole-sequence layers
-    are held constant where they are differentiated.
+    ``initial_state`` maps a layer name to the state to start from. ``frozen``: the coefficients of whole-sequence
+    layers are held constant where they are differentiated.
     """
 
     x: Any
@@ -47,6 +47,7 @@ class CaptureRequest:
     weights; certificates compare them.
     ``chain``: also find out whether the model is one plain chain of well-known layers in this pass
     (:attr:`Capture.chain`).
+    ``scans``: capture the coefficients and outputs of whole-sequence layers.
     ``all_must_run``: raise an error for a requested layer that does not run or is not supported. If False, such a layer
     is left out, and a note gives the reason for an unsupported one.
     """
@@ -59,6 +60,7 @@ class CaptureRequest:
     loss: bool = False
     all_must_run: bool = True
     chain: bool = False
+    scans: bool = True
 
 
 @dataclass
@@ -201,6 +203,8 @@ class Capture:
 
     ``order``: names of all captured calls, in the order in which they finished; empty if not known.
 
+    ``scanned``: number of samples of every whole-sequence layer that ran, captured or not.
+
     With ``CaptureRequest.boundaries``, ``input_grads`` is the gradient for every leaf of x, in the leaf's own layout.
     ``beside`` maps the framework's name of a weight to its gradient along all paths except the captured calls. For
     weights in ``whole`` it is the full gradient, captured calls included. ``inside`` names the weights used by all
@@ -222,6 +226,7 @@ class Capture:
     inside: frozenset[str] = frozenset()
     altered: str = ""
     chain: list[ChainLink] | None = None
+    scanned: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass

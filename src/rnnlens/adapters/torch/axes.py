@@ -19,9 +19,11 @@ from ...errors import RnnlensError
 from ...layout import Axis, Layout, named
 from ...vocabulary import FEATURE, SAMPLE, TIME, UNIT
 from ..protocol import Batch, Port
+from .discover import named_modules, unwrapped
 from .inputs import as_tensors, leaves_of
 from .pullback import TorchPullback
 from .record import ALL
+from .scans import sequence_modules
 from .sizes import Shape, shrinking
 
 Values = np.ndarray[Any, Any]
@@ -148,10 +150,16 @@ class _KnownAxes:
 
 
 class _Probe(TorchPullback):
-    """Pullback with ports at the inputs, outputs and states of every recurrent call."""
+    """Pullback with ports at the inputs, outputs and states of every recurrent call.
+
+    In a model without recurrent calls, of the whole-sequence layer that ran last: its input and output are (sample,
+    time, feature) in every family.
+    """
 
     def __init__(self, model: nn.Module, batch: Batch, ports: Sequence[Port], *, cut: bool) -> None:
-        super().__init__(model, batch, (), (), [Port("output", ALL)] if cut else [], watch=ports)
+        scans = [path for path, *_ in sequence_modules(named_modules(unwrapped(model)))]
+        around = [Port("output", path) for path in scans]
+        super().__init__(model, batch, (), (), [Port("output", ALL)] if cut else [], watch=[*ports, *around])
         found: list[Port] = []
         self.calls: list[_DirectedCall] = []
         for node, (run, _) in self._found.nodes.items():
@@ -164,6 +172,10 @@ class _Probe(TorchPullback):
                 shape = self._found.find(inputs).value.shape
                 self.calls.append(_DirectedCall(inputs, output, states, int(shape[0]), int(shape[1])))
                 found += [inputs, output, *states]
+        for path, (samples, steps) in [] if self.calls else list(self._found.recorder.scans.ran.items())[-1:]:
+            inputs, output = Port("input", path), Port("output", path)
+            self.calls.append(_DirectedCall(inputs, output, (), samples, steps))
+            found += [inputs, output]
         self.of = self.wrt = tuple(dict.fromkeys([*found, *self._present(ports)]))
         self.keep(self._found)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,8 @@ def capture(model: nn.Module, batch: Batch, request: CaptureRequest) -> Capture:
     """Run and record a model on one batch: see :meth:`rnnlens.adapters.protocol.Adapter.capture`."""
     model = unwrapped(model)
     asked = RequestedLayers.of(model, request.layers)
+    if not request.scans:
+        asked = replace(asked, sequences=frozenset())
     x = as_tensors(batch.x, model, "x")
     never_by_row: set[int] = set()
     keep_gradients = False
@@ -214,8 +216,7 @@ def _read(
     kept: bool,
     around: ModelTensors,
 ) -> Capture:
-    scans = recorder.scans.records
-    if not recorder.runs and not recorder.plain and not scans:
+    if not recorder.runs and not recorder.plain and not recorder.scans.ran:
         refuse_unread(asked.modules)
         refuse_scripts(asked.modules)
         refuse_own_loops(asked.recurrent)
@@ -249,6 +250,7 @@ def _read(
     sequences = [_sequence_call(name, one, gradient) for name, one in recorder.scans.named()]
     capture = Capture(calls, plain, sequences, value, on_leaves(outputs, _detached), notes)
     capture.order = _order(recorder, [call.layer for call in plain], {call.layer for call in calls})
+    capture.scanned = {path: samples for path, (samples, _) in recorder.scans.ran.items()}
     if gradient is not None:
         around.tell(capture, recorder, gradient)
     capture.altered = _WITH_GRADIENTS if kept else ""
@@ -279,7 +281,8 @@ def _gradients(recorder: CallRecorder, loss: Tensor, notes: list[str], around: M
             if recorder.weight_grads:
                 wanted.extend(w for piece in visit.pieces for half in piece.weights for w in half.values())
             taps.update((id(tap), tap) for tap in wanted if tap.requires_grad)
-    taps.update((id(v.output), v.output) for v in (*recorder.plain, *recorder.scans.records) if v.output.requires_grad)
+    others = [*(v.output for v in recorder.plain), *(v.output for v in recorder.scans.records)]
+    taps.update((id(output), output) for output in others if output.requires_grad)
     inside = len(taps)
     if recorder.separate:
         fed = [t for run in recorder.runs for v in run.visits for t in (*(p.input for p in v.pieces), *v.link.fed)]

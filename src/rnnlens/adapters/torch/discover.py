@@ -213,7 +213,14 @@ def _is_state(name: str) -> bool:
 def _sequence_row(path: str, module: nn.Module, family: Family) -> LayerInfo:
     axes = state_sizes(module, family)
     return LayerInfo(
-        path, type(module).__name__, family.name, axes[0][1], "forward", return_sequences=True, state_axes=axes
+        path,
+        type(module).__name__,
+        family.name,
+        axes[0][1],
+        "forward",
+        return_sequences=True,
+        masked=False,
+        state_axes=axes,
     )
 
 

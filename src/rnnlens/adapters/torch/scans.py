@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class Family:
     sizes
         Names of the module's attributes that may have the size of each axis.
     read
-        Reader of a call: ``read(hold, *args, **kwargs)``, where ``hold`` is applied to the coefficients.
+        Reader of a call, given its arguments by name; ``hold`` is applied to the coefficients of the recurrence.
     """
 
     name: str
@@ -62,85 +62,73 @@ class Family:
     read: Callable[..., Reading]
 
 
-def _wide(*tensors: Any) -> Any:
-    """Widen half precision to float32, in which the models' own scans compute."""
-    half = (torch.bfloat16, torch.float16)
-    found = [t.float() if isinstance(t, Tensor) and t.dtype in half else t for t in tensors]
-    return found if len(found) > 1 else found[0]
+def _wide(*tensors: Tensor) -> list[Tensor]:
+    """Convert tensors to the widest dtype among them, at least float32, in which the models' own scans compute."""
+    widest = torch.float32
+    for tensor in tensors:
+        widest = torch.promote_types(widest, tensor.dtype)
+    return [tensor.to(widest) for tensor in tensors]
 
 
-def _selective(
-    hold: Hold, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Any = None, z: Any = None,
-    delta_bias: Any = None, delta_softplus: bool = False, return_last_state: bool = False, **_: Any,
-) -> Reading:  # fmt: skip
-    """Read Mamba's scan: a = exp(dt A), W = dt B x, diagonal in (channel, state_unit); Gu, Dao 2023, arXiv:2312.00752."""
-    kind = hidden_states.dtype
-    x, dt, A, B, C = _wide(hidden_states, dt, A, B, C)
-    dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[..., None]
-    dt = hold(functional.softplus(dt) if delta_softplus else dt).transpose(1, 2)
+def _selective(call: Any, hold: Hold) -> Reading:
+    """Read Mamba's scan: a = exp(dt A), W = dt B x, diagonal; Gu, Dao 2023, arXiv:2312.00752, eqs. 2-4."""
+    kind = call.hidden_states.dtype
+    x, dt, rate, write, read = _wide(call.hidden_states, call.dt, call.A, call.B, call.C)
+    dt = dt if call.delta_bias is None else dt + call.delta_bias.to(dt.dtype)[..., None]
+    dt = hold(functional.softplus(dt) if call.delta_softplus else dt).transpose(1, 2)
     cell = SequenceCell(
         ("channel", "state_unit"),
-        decay=(dt[..., None], hold(A)[None, None]),
-        write=((dt * x.transpose(1, 2))[..., None], hold(B).transpose(1, 2)[:, :, None]),
-        read=hold(C).transpose(1, 2)[:, :, None],
+        decay=(dt[..., None], hold(rate)[None, None]),
+        write=((dt * x.transpose(1, 2))[..., None], hold(write).transpose(1, 2)[:, :, None]),
+        read=hold(read).transpose(1, 2)[:, :, None],
     )
+    gate = None if call.z is None else functional.silu(call.z)
 
     def finish(y: Tensor, last: Tensor) -> Any:
         out = y.transpose(1, 2)
-        out = out if D is None else out + x * D[None, :, None]
-        out = out if z is None else out * functional.silu(z)
-        out = out if kind == x.dtype else out.to(torch.promote_types(kind, z.dtype if z is not None else kind))
-        return (out, last) if return_last_state else out
+        out = out if call.D is None else out + x * call.D[None, :, None]
+        out = out if gate is None else out * gate
+        out = out if kind == x.dtype else out.to(kind)
+        return (out, last) if call.return_last_state else out
 
-    return Reading(cell, finish, None if z is None else functional.silu(z).transpose(1, 2))
+    return Reading(cell, finish, None if gate is None else gate.transpose(1, 2))
 
 
-def _chunked(
-    hold: Hold, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int = 0, D: Any = None,
-    dt_bias: Any = None, initial_states: Any = None, dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")), return_final_states: bool = False, **_: Any,
-) -> Reading:  # fmt: skip
-    """Read Mamba-2's scan: one decay per head, states (head, channel, state_unit); Dao, Gu 2024, arXiv:2405.21060."""
-    x, dt, A, B, C = _wide(hidden_states, dt, A, B, C)
-    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
-    dt = hold((functional.softplus(dt) if dt_softplus else dt).clamp(*dt_limit))
-    heads = x.shape[2] // B.shape[2]
-    B, C = (hold(t).repeat_interleave(heads, 2)[:, :, :, None] for t in (B, C))
+def _chunked(call: Any, hold: Hold) -> Reading:
+    """Read Mamba-2's scan: one decay per head; Dao, Gu 2024, arXiv:2405.21060, section 7."""
+    x, dt, rate, *coefficients = _wide(call.hidden_states, call.dt, call.A, call.B, call.C)
+    dt = dt if call.dt_bias is None else dt + call.dt_bias.to(dt.dtype)
+    dt = hold((functional.softplus(dt) if call.dt_softplus else dt).clamp(*call.dt_limit))
+    heads = x.shape[2] // call.B.shape[2]
+    write, read = (hold(t).repeat_interleave(heads, 2)[:, :, :, None] for t in coefficients)
     cell = SequenceCell(
         ("head", "channel", "state_unit"),
-        decay=((dt * hold(A).to(dt.dtype))[..., None, None],),
-        write=((dt[..., None] * x)[..., None], B),
-        read=C,
-        initial=initial_states,
+        decay=((dt * hold(rate).to(dt.dtype))[..., None, None],),
+        write=((dt[..., None] * x)[..., None], write),
+        read=read,
+        initial=call.initial_states,
     )
 
     def finish(y: Tensor, last: Tensor) -> Any:
-        out = y if D is None else y + D[..., None] * x
-        return (out, last) if return_final_states else out
+        out = y if call.D is None else y + call.D[..., None] * x
+        return (out, last) if call.return_final_states else out
 
     return Reading(cell, finish)
 
 
-def _normalised(x: Tensor) -> Tensor:
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
-
-
-def _delta(
-    hold: Hold, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunk_size: int = 0,
-    initial_state: Any = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, **_: Any,
-) -> Reading:  # fmt: skip
-    """Read a gated delta rule: a (I - beta k k^T) per head, a per head or per key.
+def _delta(call: Any, hold: Hold) -> Reading:
+    """Read a gated delta rule: (I - beta k k^T) a for each head, with one decay a per head or per key.
 
     Yang, Kautz, Hatamizadeh 2024, arXiv:2412.06464, eq. 10; Kimi delta attention: arXiv:2510.26692, eq. 1.
     """
-    kind = query.dtype
-    query, key, value, g, beta = _wide(query, key, value, g, beta)
+    kind = call.query.dtype
+    query, key, value, decay, beta = _wide(call.query, call.key, call.value, call.g, call.beta)
     heads = value.shape[2] // key.shape[2]
     query, key = (t.repeat_interleave(heads, 2) for t in (query, key))
-    if use_qk_l2norm_in_kernel:
+    if call.use_qk_l2norm_in_kernel:
         query, key = _normalised(query), _normalised(key)
     key, beta = hold(key), hold(beta)[..., None]
-    decay = g[..., None] if g.dim() == 3 else g
+    decay = decay[..., None] if decay.dim() == 3 else decay
     cell = SequenceCell(
         ("head", "key", "value"),
         decay=(hold(decay)[..., None],),
@@ -149,21 +137,21 @@ def _delta(
         left=(beta * key)[..., None],
         right=key[..., None],
         contracted=-2,
-        initial=initial_state,
+        initial=call.initial_state,
     )
-    return Reading(cell, lambda y, last: (y.to(kind), last if output_final_state else None))
+    return Reading(cell, lambda y, last: (y.to(kind), last if call.output_final_state else None))
 
 
-def _gated_linear(
-    hold: Hold, module: nn.Module, hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor,
-    recurrent_states: Any = None, acc_dtype: Any = None, **_: Any,
-) -> Reading:  # fmt: skip
+def _normalised(x: Tensor) -> Tensor:
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
+def _gated_linear(call: Any, hold: Hold) -> Reading:
     """Read the scan of an RG-LRU: diagonal, the output is the state; De et al. 2024, arXiv:2402.19427, eqs. 1-4."""
-    del module, acc_dtype
-    kind = hidden_states.dtype
-    x, gate = _wide(hidden_states, recurrent_gate)
-    start = None if recurrent_states is None else recurrent_states.to(x.dtype)
-    cell = SequenceCell(("channel",), (hold(gate) * ~reset,), (x,), logarithmic=False, initial=start)
+    kind = call.hidden_states.dtype
+    x, gate = _wide(call.hidden_states, call.recurrent_gate)
+    start = None if call.recurrent_states is None else call.recurrent_states.to(x.dtype)
+    cell = SequenceCell(("channel",), (hold(gate) * ~call.reset,), (x,), logarithmic=False, initial=start)
     return Reading(cell, lambda y, last: (y.to(kind), last))
 
 
@@ -180,7 +168,7 @@ FUNCTIONS = {
 }
 #: Families by the name of the method that is their scan.
 METHODS = {"_rnn_scan": Family("rg_lru", ("channel",), (("lru_width",),), _gated_linear)}
-#: Recurrences that run over all steps in one call and have no reader: class of the layer, or function that it calls.
+#: Recurrences that run over all steps in one call and have no reader: function that the layer calls, or its class.
 UNREAD = {
     "rwkv_linear_attention": "RWKV-4: numerator and denominator with a running maximum",
     "xLSTMBackend": "xLSTM: a matrix and a normaliser per head with a running maximum",
@@ -188,8 +176,7 @@ UNREAD = {
 }
 
 
-@cache
-def scan_of(kind: type) -> tuple[Any, str, Family] | None:
+def scan_of(kind: type[nn.Module]) -> tuple[Any, str, Family] | None:
     """Return the owner of the scan that a class of layers calls, its name there and its family; None for no scan."""
     for name, family in METHODS.items():
         if name in vars(kind):
@@ -204,8 +191,8 @@ def scan_of(kind: type) -> tuple[Any, str, Family] | None:
 
 def unread(module: nn.Module) -> str | None:
     """Return the description of a whole-sequence recurrence that no family reads; None for other modules."""
-    names = {type(module).__name__, *_called(type(module))}
-    return next((words for name, words in UNREAD.items() if name in names), None)
+    called = {name for name in _called(type(module)) if name.islower()}
+    return next((words for name, words in UNREAD.items() if name in {type(module).__name__, *called}), None)
 
 
 def refuse_unread(named: Sequence[tuple[str, nn.Module]]) -> None:
@@ -258,7 +245,7 @@ def _width(module: nn.Module) -> int:
     return int(parameter.shape[0]) if isinstance(parameter, Tensor) else 0
 
 
-class _Scan(torch.autograd.Function):
+class _Scan(torch.autograd.Function):  # type: ignore[misc]
     """Autograd function of a sequence cell: outputs of all steps and the last state, which has no gradient."""
 
     @staticmethod
@@ -292,7 +279,7 @@ def _assembled(cell: SequenceCell, parts: Sequence[Tensor]) -> SequenceCell:
 
 def scan(cell: SequenceCell) -> tuple[Tensor, Tensor]:
     """Return outputs and last state of a sequence cell of tensors, with gradients in linear time."""
-    parts, constant = cell.parts, cell.with_parts(lambda part: part.detach())
+    parts, constant = cell.parts, cell.with_parts(torch.Tensor.detach)
     return _Scan.apply(constant, tuple(parts), *parts.values())  # type: ignore[no-any-return]
 
 
@@ -317,6 +304,8 @@ class ScanRecorder:
     ----------
     wanted
         Paths of the layers whose calls are recorded; None for all.
+    ran
+        Samples and steps of every layer whose scan ran, by path.
     held
         Whether the coefficients are held constant (frozen map).
     compared
@@ -327,7 +316,7 @@ class ScanRecorder:
     held: bool = False
     compared: bool = True
     records: list[ScanRecord] = field(default_factory=list)
-    ran: set[str] = field(default_factory=set)
+    ran: dict[str, tuple[int, int]] = field(default_factory=dict)
     inside: list[str] = field(default_factory=list)
 
     def named(self) -> list[tuple[str, ScanRecord]]:
@@ -346,10 +335,10 @@ class ScanRecorder:
 
         def replaced(*args: Any, **kwargs: Any) -> Any:
             hold: Hold = (lambda t: t.detach()) if self.held else (lambda t: t)
-            reading = family.read(hold, *args, **kwargs)
+            reading = _read_call(original, family, hold, args, kwargs)
             y, last = scan(reading.cell)
             path = self.inside[-1] if self.inside else ""
-            self.ran.add(path)
+            self.ran[path] = (reading.cell.shape[0], reading.cell.steps)
             if self.wanted is None or path in self.wanted:
                 y = y if y.requires_grad else y.requires_grad_()
                 record = ScanRecord(path, family, reading.cell, y, reading.gate, 0.0, _coarsest(args, kwargs))
@@ -362,6 +351,26 @@ class ScanRecorder:
             return result
 
         return substitute_in_this_thread(replaced, original)
+
+
+def _read_call(original: Any, family: Family, hold: Hold, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Reading:
+    """Read a call by the names of its arguments; raise ``UnsupportedError`` if the function has other ones."""
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    bound.apply_defaults()
+    try:
+        return family.read(SimpleNamespace(**bound.arguments), hold)
+    except AttributeError as error:
+        raise UnsupportedError(
+            message(
+                f"The scan function of {family.name} takes other arguments than rnnlens reads.",
+                got=f"transformers {_version()}: {original.__module__}.{original.__name__}, {error}",
+                expected=f"the arguments of {TESTED}",
+            )
+        ) from error
+
+
+def _version() -> str:
+    return str(getattr(sys.modules.get("transformers"), "__version__", "?"))
 
 
 def _coarsest(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
@@ -391,7 +400,9 @@ def seams(modules: Sequence[tuple[str, nn.Module]], recorder: ScanRecorder) -> I
     entered: set[str] = set()
     with ExitStack() as stack:
         for path, module, _ in layers:
-            stack.callback(module.register_forward_pre_hook(hook_in_this_thread(_entering(recorder, path, entered))).remove)
+            stack.callback(
+                module.register_forward_pre_hook(hook_in_this_thread(_entering(recorder, path, entered))).remove
+            )
             leave = hook_in_this_thread(lambda *_: _left(recorder))
             stack.callback(module.register_forward_hook(leave, always_call=True).remove)
         for owner, name, family in dict.fromkeys(s for _, m, _ in layers if (s := scan_of(type(m))) is not None):
@@ -418,11 +429,10 @@ def _left(recorder: ScanRecorder) -> None:
 
 
 def _bypassed(path: str, module: nn.Module, family: Family) -> UnsupportedError:
-    version = getattr(sys.modules.get("transformers"), "__version__", "?")
     return UnsupportedError(
         message(
             f"Layer {path!r} ({type(module).__name__}, {family.name}) ran without a call of its scan function.",
-            got=f"transformers {version}, {'training' if module.training else 'evaluation'} mode",
+            got=f"transformers {_version()}, {'training' if module.training else 'evaluation'} mode",
             expected=f"the PyTorch scan of {TESTED}, over more than one step",
             hint="training=False, at least 2 steps, use_cache=False, and a model without fused kernels",
         )

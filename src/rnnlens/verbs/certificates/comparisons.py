@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from ... import data
-from ...adapters.protocol import Adapter, Batch, Capture, RecurrentCall, ReferenceRun
+from ...adapters.protocol import Adapter, Batch, Capture, RecurrentCall, ReferenceRun, SequenceCall
 from ...autodiff.tensors import like
 from ...errors import CertificateError
 from ...recurrence.cells import affine
@@ -170,6 +170,12 @@ class ReplayedValues:
             if not call.cell.by_framework and len(array.shape) == 2:
                 self.probed.add(key)
             self.weights[key] = self.weights[key] + to_host(array) if key in self.weights else to_host(array)
+
+    def include_scans(self, calls: Iterable[SequenceCall]) -> None:
+        """Widen the number of steps and the dtype of comparisons to those of whole-sequence layers."""
+        for call in calls:
+            self.steps = max(self.steps, call.cell.steps)
+            self.dtype = coarser(self.dtype, call.compute_dtype)
 
     def beside(self, perturbed: ReplayedValues) -> ReplayedValues:
         """Return a copy with rounding scales at least as large as the effect of one more rounding."""

@@ -207,7 +207,7 @@ def claim_of(
     options = request.options
     if options.out is not None:
         return Certificate("could not", why="it was written to disk in chunks, which are not read back")
-    looked = (options.measure, options.across, options.sketch, options.reduce is None)
+    looked = (options.measure, options.across, options.sketch, options.reduce is None, request.batch.frozen)
     if not wanted(request.model, "jacobian", request.batch, (request.of, request.wrt), *looked):
         return Certificate()
     why = _why_not(request, plan)
@@ -227,6 +227,8 @@ def _why_not(request: JacobianRequest, plan: JacobianPlan) -> str:
     """Return why a Jacobian cannot be compared with a reference run; "" if it can."""
     if any(data.is_packed(leaf) for leaf in data.leaves_of(request.batch.x)):
         return "a packed input orders its steps differently from the result"
+    if request.batch.frozen:
+        return "the model by itself does not hold its coefficients constant"
     if request.options.rtol is not None:
         return "rtol= pruned rows"
     if plan.dtype.kind != "f":

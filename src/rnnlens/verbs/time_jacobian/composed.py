@@ -18,6 +18,7 @@ from ...autodiff.tensors import like
 from ...recurrence.jacobian import Taps, reverse
 from ...recurrence.reductions import FieldCollector
 from ...recurrence.sweep_rows import FieldRows, PointRows
+from ...results.schema import to_host
 from ...typing import Array
 from .ends import JacobianEnd, LinearisedCall
 from .network import disconnected
@@ -239,7 +240,7 @@ def pull_piece(part: JacobianPart, piece: JacobianPiece, tally: WorkCount) -> np
     parts = [rows for rows in found if rows is not None]
     if not parts:
         raise disconnected(part.ends.of, wrt)
-    return network.recurrences[0].work.numpy(sum(parts[1:], start=parts[0]))
+    return to_host(sum(parts[1:], start=parts[0]))
 
 
 def _seeds(

@@ -102,6 +102,7 @@ class JacobianLabels:
     plan: JacobianPlan
     provenance: Mapping[str, str]
     inputs: InputCoordinates
+    frozen: bool = False
 
     @property
     def ends(self) -> JacobianEnds:
@@ -142,6 +143,9 @@ class JacobianLabels:
             "replay_residual": max((c.residual for c in checks), default=0.0),
             **record(checks),
         }
+        if self.frozen:
+            found["long_name"] = f"frozen {found['long_name']}"
+            found["definition"] += "; decay, write and read of whole-sequence layers held constant (arXiv:2403.01590)"
         if ends.sketch is not None:
             found["sketch"] = int(ends.sketch)
             found["definition"] += f", estimated with {ends.sketch} random probes"

@@ -6,10 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
+
+import numpy as np
 
 from ...adapters.protocol import AxisConvention, CaptureRequest, Port, Pullback
 from ...data import leaves_of
 from ...errors import DisconnectedError, InputError, ModelError, UnsupportedError, message
+from ...results.schema import to_host
 from ...typing import Array
 from ...vocabulary import TIME
 from ..axes import TensorLayouts, learned, refusal, refuse_unclear_steps, refuse_unknown, text_of
@@ -73,7 +77,16 @@ class JacobianNetwork:
     @property
     def samples(self) -> int:
         """Number of samples."""
-        return self.recurrences[0].system.batch
+        return self.recurrences[0].system.batch if self.recurrences else self.inside.samples
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of the result: that of the replayed recurrences, else of the upper end."""
+        if self.recurrences:
+            found: np.dtype[Any] = self.recurrences[0].work.numpy(self.recurrences[0].replayed.run.input[:0]).dtype
+            return found
+        assert self.of.port is not None
+        return to_host(self.around.values[self.of.port]).dtype  # type: ignore[no-any-return]
 
     @cached_property
     def returned_by(self) -> dict[Port, int]:
@@ -179,19 +192,22 @@ def _opened(request: JacobianRequest, inside: ReplayedLayers) -> Iterator[Jacobi
 
 def _look_inside(request: JacobianRequest) -> ReplayedLayers:
     """Capture and replay all recurrent calls."""
-    quiet = CaptureRequest(gradients=False, weight_grads=False, chain=True)
+    quiet = CaptureRequest(gradients=False, weight_grads=False, chain=True, scans=False)
     try:
         capture = request.adapter.capture(request.model, request.batch, quiet)
     except ModelError as error:
         if request.known.recurrent:
             raise
         raise _nothing_recurrent(request) from error
-    if not capture.calls:
+    if not capture.calls and not capture.scanned:
         raise _nothing_recurrent(request)
     outputs = leaves_of(capture.outputs)
     if len(outputs) > 1 and not request.known.outputs:
         refuse_lone_output((request.of, request.wrt), len(outputs))
-    return ReplayedLayers.of(capture.calls, capture.entangled, capture.chain, outputs[0] if outputs else None)
+    first = outputs[0] if outputs else None
+    inside = ReplayedLayers.of(capture.calls, capture.entangled or not capture.calls, capture.chain, first)
+    inside.samples = next(iter(capture.scanned.values()), 0)
+    return inside
 
 
 def _inner(
@@ -283,7 +299,9 @@ def _tensors(
     if unknown:
         layouts.found |= learned(request.adapter, request.model, request.batch, unknown)
     # With a single step, experiments cannot determine the time axis.
-    single = all(int(replayed.run.input.shape[1]) == 1 for both in inside.replayed_calls.values() for replayed in both)
+    single = bool(inside.replayed_calls) and all(
+        int(replayed.run.input.shape[1]) == 1 for both in inside.replayed_calls.values() for replayed in both
+    )
     tensors = {port: OuterTensor(port, tuple(int(n) for n in array.shape)) for port, array in values.items()}
     for port in () if layouts.samples_first else ends:
         layout = layouts.layout(port, tensors[port].shape)
@@ -311,7 +329,7 @@ def _samples_of(inside: ReplayedLayers) -> int:
                 hint="a Jacobian of the inner layer alone: of= and wrt= in a model of that part",
             )
         )
-    return next(iter(counts.values()))
+    return next(iter(counts.values()), inside.samples)
 
 
 def _network(

@@ -84,9 +84,11 @@ def _collected(ends: JacobianEnds, steps: int, system: System) -> int:
 
 
 def composed_pieces(
-    recurrences: Sequence[LinearisedCall], ends: JacobianEnds, memory: int
+    recurrences: Sequence[LinearisedCall], ends: JacobianEnds, memory: int, samples: int
 ) -> tuple[list[JacobianPiece], int]:
     """Split the output steps into chunks whose cotangents fit into memory; also return the bytes of one chunk."""
+    if not recurrences:
+        return _framework_pieces(ends, memory, samples)
     system = recurrences[0].system
     widest = max(one.system.features + 2 * one.system.rows + one.system.columns for one in recurrences)
     per_step = sum(one.system.features + one.system.columns for one in recurrences)
@@ -96,6 +98,14 @@ def composed_pieces(
     pieces = [
         JacobianPiece(slice(0, system.batch), part, slice(0, ends.in_count)) for part in _slices(ends.groups, count)
     ]
+    return pieces, int(per_row * ends.rows * count)
+
+
+def _framework_pieces(ends: JacobianEnds, memory: int, samples: int) -> tuple[list[JacobianPiece], int]:
+    """Split the output steps of a Jacobian that the framework alone computes, by the sizes of both ends."""
+    per_row = 8 * samples * ((ends.of.times or 1) * ends.of.size + (ends.wrt.times or 1) * ends.wrt.size)
+    count = max(1, min(ends.groups, memory // max(1, 4 * per_row * ends.rows)))
+    pieces = [JacobianPiece(slice(0, samples), part, slice(0, ends.in_count)) for part in _slices(ends.groups, count)]
     return pieces, int(per_row * ends.rows * count)
 
 
@@ -146,7 +156,7 @@ class JacobianPart:
     def result_bytes(self) -> int:
         """Bytes of the largest result of one piece."""
         numbers = self.pieces[0].count() * (self.ends.rows * self.ends.wrt.size if self.ends.measured_by is None else 1)
-        return int(numbers * _dtype(self.network.recurrences[0]).itemsize)
+        return int(numbers * self.network.dtype.itemsize)
 
     def __str__(self) -> str:
         where = "".join(f", {axis} {index}" for axis, index in self.place.items())
@@ -215,7 +225,7 @@ def plan_for(
     network: JacobianNetwork, ends: JacobianEnds, mode: str, rtol: float | None, memory: int, *, streamed: bool
 ) -> JacobianPlan:
     """Return the plan between two ends; ``streamed`` results are written to disk and take no memory."""
-    dims, dtype = _dims(ends), _dtype(network.recurrences[0])
+    dims, dtype = _dims(ends), network.dtype
     shape = (*(_sizes(ends, network.samples)[dim] for dim in dims), *ends.tail)
     size = math.prod(shape) * dtype.itemsize
     if not streamed:
@@ -281,7 +291,7 @@ def _part(
                 hint="leave rtol= out, or of= and wrt= that enclose one recurrent layer",
             )
         )
-    pieces, size = composed_pieces(network.recurrences, ends, memory)
+    pieces, size = composed_pieces(network.recurrences, ends, memory, network.samples)
     route: Literal["composed", "uncut"] = "composed" if network.is_cut else "uncut"
     return JacobianPart(route, mode, network, ends, None, tuple(pieces), size, place)
 
@@ -327,8 +337,3 @@ def _refuse_too_large(size: int, memory: int, ends: JacobianEnds) -> None:
             hint="; or ".join(hints),
         )
     )
-
-
-def _dtype(one: LinearisedCall) -> np.dtype[Any]:
-    found: np.dtype[Any] = one.work.numpy(one.replayed.run.input[:0]).dtype
-    return found

@@ -97,6 +97,11 @@ def read_request(
     _refuse_as_end(of, "of")
     _refuse_as_end(wrt, "wrt")
     refuse_integers(wrt, batch, known)
+    if batch.frozen and not known.sequences:
+        what = "frozen=True holds the coefficients of whole-sequence layers, and this model has none."
+        raise InputError(
+            message(what, got=type(model).__name__, expected="a model with a layer of Mamba or a delta rule")
+        )
     return JacobianRequest(adapter, model, batch, known, of, wrt, options, layouts, adapter.provenance(model), given)
 
 

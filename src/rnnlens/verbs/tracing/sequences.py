@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -14,7 +14,7 @@ from ...adapters.protocol import LayerInfo, SequenceCall
 from ...arguments import axes_by_name, kept_steps
 from ...errors import InputError, TooLargeError, did_you_mean, message, shown
 from ...recurrence.arrays import Array
-from ...recurrence.sequence import SequenceChunk, forward, states_of, sweep
+from ...recurrence.sequence import SequenceChunk, chunks, forward, run, sweep
 from ...results.checks import REPLAY, Check, rounding_bound
 from ...results.schema import layer_dataset, to_host
 from ...settings import current, format_memory
@@ -49,24 +49,36 @@ def sequence_datasets(
 
 
 def _dataset(
-    call: SequenceCall, info: LayerInfo | None, wanted: TraceRequest, provenance: Mapping[str, str], at: Mapping[str, Any]
+    call: SequenceCall,
+    info: LayerInfo | None,
+    wanted: TraceRequest,
+    provenance: Mapping[str, str],
+    at: Mapping[str, Any],
 ) -> xr.Dataset:
     selection = SequenceSelection.of(call, at)
     names = [name for name in (*VALUES, *(GRADIENTS if call.output_grad is not None else ())) if wanted.has(name)]
     names = [name for name in names if not _absent(name, call)]
     selection.refuse_large(call, names)
-    pieces: dict[str, list[Array]] = {name: [] for name in names}
-    for steps, values in _in_chunks(call, any(name in GRADIENTS for name in names)):
+    pieces: dict[str, list[np.ndarray[Any, Any]]] = {name: [] for name in names}
+    for steps, values in _chunks_back(call, any(name in GRADIENTS for name in names)):
         kept = [t - steps.start for t in selection.times if steps.start <= t < steps.stop]
         if kept:
             for name in names:
                 pieces[name].append(selection.take(values(name), kept))
-    arrays = {name: np.concatenate(found, axis=1) for name, found in pieces.items()}
+    arrays = {name: np.concatenate(found[::-1], axis=1) for name, found in pieces.items()}
     dims = {name: (SAMPLE, TIME, *selection.axes(call, name)) for name in names}
     attributes = {**(vars(info) if info else {}), "name": call.layer, "direction": "forward"}
     dataset = layer_dataset(arrays, info=attributes, provenance=provenance, bidirectional=False, dims=dims)
-    coordinates = {dim: (dim, found, dataset[dim].attrs) for dim, found in selection.positions.items() if dim in dataset.dims}
+    coordinates = {
+        dim: (dim, found, dataset[dim].attrs) for dim, found in selection.positions.items() if dim in dataset.dims
+    }
     return dataset.assign_coords(coordinates)
+
+
+def selected(dataset: xr.Dataset, at: Mapping[str, Any]) -> xr.Dataset:
+    """Return the requested positions of a layer that is no whole-sequence layer; each dimension is kept."""
+    sizes = {str(dim): int(size) for dim, size in dataset.sizes.items()}
+    return dataset.isel({dim: _positions(dim, steps, sizes) for dim, steps in at.items() if dim in sizes})
 
 
 def _absent(name: str, call: SequenceCall) -> bool:
@@ -74,22 +86,25 @@ def _absent(name: str, call: SequenceCall) -> bool:
     return (name == "gate" and call.gate is None) or (name.startswith("read") and call.cell.read is None)
 
 
-def _in_chunks(call: SequenceCall, swept: bool) -> Any:
-    """Yield (steps, function from the name of a quantity to its values at these steps), in chronological order."""
+Values = Callable[[str], Array]
+
+
+def _chunks_back(call: SequenceCall, swept: bool) -> Iterator[tuple[slice, Values]]:
+    """Yield steps, and the function from the name of a quantity to its values there; the last steps first."""
     _, before, _ = forward(call.cell)
     if swept:
         assert call.output_grad is not None
-        yield from [
-            (chunk.steps, _reader(call, chunk)) for chunk, _ in sweep(call.cell, before, call.output_grad)
-        ][::-1]
+        for chunk, _ in sweep(call.cell, before, call.output_grad):
+            yield chunk.steps, _reader(call, chunk)
         return
-    for steps, states in states_of(call.cell, before):
+    for steps, start in reversed(list(zip(chunks(call.cell.steps), before, strict=True))):
+        states, _ = run(call.cell.at(steps), start)
         yield steps, _reader(call, SequenceChunk(steps, call.cell.at(steps), states, states, states, states))
 
 
-def _reader(call: SequenceCall, chunk: SequenceChunk) -> Any:
+def _reader(call: SequenceCall, chunk: SequenceChunk) -> Values:
     cell, steps = chunk.cell, chunk.steps
-    found = {
+    found: dict[str, Callable[[], Any]] = {
         "state": lambda: chunk.states,
         "decay": cell.decays,
         "write": cell.writes,

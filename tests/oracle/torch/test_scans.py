@@ -1,0 +1,386 @@
+"""Whole-sequence layers of Hugging Face models, held against loops written from the papers and torch's autograd.
+
+The loops read the arguments of the model's own scan function and share no code with the package.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from scan_models import MODELS, build, tokens
+from torch.nn import functional
+
+import rnnlens as rl
+from rnnlens.adapters.torch.scans import FUNCTIONS, METHODS, scan, scan_of, sequence_modules
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+STEPS = 40
+
+
+def loss_of(outputs, labels):
+    return functional.cross_entropy(outputs.logits[:, -1].float(), labels)
+
+
+def embedding_of(model):
+    table = model.get_input_embeddings()
+    return next(name for name, module in model.named_modules() if module is table)
+
+
+# ---- loops from the papers: states as a list of tensors, each a node of its own
+
+
+def mamba(a):
+    dt = a["dt"] if a["delta_bias"] is None else a["dt"] + a["delta_bias"][..., None]
+    dt = functional.softplus(dt) if a["delta_softplus"] else dt
+    x, state, states, out = a["hidden_states"], 0.0, [], []
+    for t in range(x.shape[2]):
+        decay = torch.exp(dt[:, :, t, None] * a["A"])
+        state = decay * state + (dt[:, :, t] * x[:, :, t])[..., None] * a["B"][:, None, :, t]
+        states.append(state)
+        out.append(torch.einsum("ben,bn->be", state, a["C"][:, :, t]))
+    return states, torch.stack(out, 1)
+
+
+def mamba2(a):
+    dt = a["dt"] if a["dt_bias"] is None else a["dt"] + a["dt_bias"]
+    dt = (functional.softplus(dt) if a["dt_softplus"] else dt).clamp(*a["dt_limit"])
+    x, state, states, out = a["hidden_states"], 0.0, [], []
+    group = torch.arange(x.shape[2]) // (x.shape[2] // a["B"].shape[2])
+    for t in range(x.shape[1]):
+        write = torch.einsum("bhp,bhn->bhpn", dt[:, t, :, None] * x[:, t], a["B"][:, t, group])
+        state = torch.exp(dt[:, t] * a["A"])[..., None, None] * state + write
+        states.append(state)
+        out.append(torch.einsum("bhpn,bhn->bhp", state, a["C"][:, t, group]))
+    return states, torch.stack(out, 1)
+
+
+def delta(a):
+    heads = torch.arange(a["value"].shape[2]) // (a["value"].shape[2] // a["key"].shape[2])
+    q, k, v = a["query"][:, :, heads], a["key"][:, :, heads], a["value"]
+    if a["use_qk_l2norm_in_kernel"]:
+        q, k = (x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    state, states, out = torch.zeros((), dtype=v.dtype), [], []
+    for t in range(v.shape[1]):
+        decay = a["g"][:, t].exp()
+        decay = decay[..., None, None] if decay.dim() == 2 else decay[..., None]
+        state = decay * (state + torch.zeros(*k[:, t].shape, v.shape[-1], dtype=v.dtype))
+        error = v[:, t] - torch.einsum("bhkv,bhk->bhv", state, k[:, t])
+        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], a["beta"][:, t, :, None] * error)
+        states.append(state)
+        out.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t] / k.shape[-1] ** 0.5))
+    return states, torch.stack(out, 1)
+
+
+def rg_lru(a):
+    state, states = torch.zeros_like(a["hidden_states"][:, 0]), []
+    for t in range(a["hidden_states"].shape[1]):
+        state = torch.where(a["reset"][:, t], 0.0, a["recurrent_gate"][:, t] * state) + a["hidden_states"][:, t]
+        states.append(state)
+    return states, torch.stack(states, 1)
+
+
+LOOPS = {"mamba": mamba, "mamba2": mamba2, "gated_delta": delta, "kimi_delta": delta, "rg_lru": rg_lru}
+
+
+@contextmanager
+def noted_arguments(model):
+    """Collect the arguments of every call of the model's own scan functions, by name, in the order of the calls."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name, _ in dict.fromkeys(
+            scan_of(type(m)) for _, m, _ in sequence_modules(list(model.named_modules()))
+        ):
+            patch.setattr(owner, name, noting(getattr(owner, name), found))
+        yield found
+
+
+def noting(original, found):
+    @functools.wraps(original)
+    def noted(*args, **kwargs):
+        bound = inspect.signature(original).bind(*args, **kwargs)
+        bound.apply_defaults()
+        found.append({k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in bound.arguments.items()})
+        return original(*args, **kwargs)
+
+    return noted
+
+
+def is_float(value):
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def scan_arguments(model, ids):
+    with noted_arguments(model) as found, torch.no_grad():
+        model(ids, use_cache=False)
+    return [{k: v.double() if is_float(v) else v for k, v in one.items()} for one in found]
+
+
+SLOW = [name for name, (family, *_) in MODELS.items() if family != "rg_lru"]
+
+
+@pytest.mark.parametrize(("name", "slow"), [*((name, False) for name in MODELS), *((name, True) for name in SLOW)])
+def test_total_gradients_of_states_are_those_of_a_loop_in_float64(name, slow):
+    model, ids = build(name).double(), tokens(2, STEPS)
+    for key, weight in model.named_parameters():
+        if slow and key.endswith("A_log"):
+            torch.nn.init.constant_(weight, -6.0)
+    with rl.options(certify="never"), noted_arguments(model) as calls:
+        trace = rl.trace(model, ids, ids[:, 0], loss=loss_of)
+    assert len(trace) == len(calls)
+    for layer, arguments in zip(trace, calls, strict=True):
+        wide = {
+            k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in arguments.items()
+        }
+        found = trace[layer]
+        leaves = {
+            k: v.requires_grad_() for k, v in wide.items() if isinstance(v, torch.Tensor) and v.is_floating_point()
+        }
+        states, out = LOOPS[MODELS[name][0]]({**wide, **leaves})
+        cotangent = torch.tensor(found.output_grad.values)
+        assert float(cotangent.abs().max()) > 0
+        grads = torch.autograd.grad((out * cotangent).sum(), states)
+        for ours, theirs in (
+            (found.state, states),
+            (found.state_grad, grads),
+            (found.output, [out[:, t] for t in range(STEPS)]),
+        ):
+            theirs = torch.stack([t.detach() for t in theirs], 1).numpy()
+            assert ours.dtype == np.float64
+            assert np.abs(ours.values - theirs).max() <= 1e-12 * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_float32_agrees_with_the_unmodified_model(name):
+    model, ids = build(name, scale=0.15), tokens(2, STEPS)
+    with rl.options(certify="always"):
+        trace = rl.trace(model, ids, ids[:, 0], loss=loss_of, at={"time": [0, -1]})
+    assert trace.certificate.state == "passed"
+    assert all(check.ok for check in trace.checks)
+    assert trace[next(iter(trace))].state.sizes["time"] == 2
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_jacobian_of_a_logit_by_embeddings_is_autograds(name):
+    model, ids = build(name), tokens(2, 9)
+    logit = np.eye(1, 23, 5)[0]
+    found = rl.jacobian(
+        model, ids, of="output", wrt=f"{embedding_of(model)}.output", reduce=logit, at={"out_time": [4, 8]}
+    )
+    values = model.get_input_embeddings()(ids).detach().requires_grad_()
+    outputs = model(inputs_embeds=values, use_cache=False).logits
+    for row, t in enumerate((4, 8)):
+        for sample in range(2):
+            (grad,) = torch.autograd.grad(outputs[sample, t, 5], values, retain_graph=True)
+            ours = found.values[sample, row, 0]
+            assert np.abs(ours - grad[sample].numpy()).max() <= 1e-4 * float(grad.abs().max())
+            assert not grad[1 - sample].any()
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "qwen3_next", "kimi_linear", "recurrent_gemma"])
+def test_frozen_map_is_the_matrix_of_the_scan(name):
+    """With its coefficients held constant a layer has another map, as causal as the total one."""
+    model, ids = build(name), tokens(1, 7)
+    layer = rl.layers(model)[0].name
+    total = rl.jacobian(model, ids, of=f"{layer}.output", wrt=f"{layer}.input", measure="norm")
+    frozen = rl.jacobian(model, ids, of=f"{layer}.output", wrt=f"{layer}.input", measure="norm", frozen=True)
+    assert frozen.certificate.state == "could not"
+    assert "arXiv:2403.01590" in frozen.attrs["definition"]
+    assert not np.allclose(total.values, frozen.values, rtol=1e-2)
+    assert np.allclose(np.triu(frozen.values[0], 1), 0)
+
+
+def test_frozen_map_of_mamba_in_closed_form():
+    """alpha[t, k] = C_t (prod_{k < i <= t} a_i) dt_k B_k; arXiv:2403.01590, eq. 11; held at the scan's own boundary."""
+    model, ids = build("mamba").double(), tokens(1, 6)
+    (arguments, *_) = scan_arguments(model, ids)
+    dt = functional.softplus(arguments["dt"] + arguments["delta_bias"][:, None])[0]
+    decay = torch.exp(dt[:, :, None] * arguments["A"][:, None])
+    out, x = arguments["C"][0], arguments["B"][0]
+    alpha = torch.zeros(dt.shape[0], 6, 6, dtype=torch.float64)
+    for t in range(6):
+        for k in range(t + 1):
+            through = decay[:, k + 1 : t + 1].prod(1)
+            alpha[:, t, k] = (out[:, t] * through * x[:, k] * dt[:, k, None]).sum(-1)
+    values = torch.zeros(1, dt.shape[0], 6, dtype=torch.float64, requires_grad=True)
+    held = SimpleNamespace(**{**arguments, "hidden_states": values, "D": None, "z": None})
+    y, _ = scan(FUNCTIONS["mamba_selective_scan"].read(held, torch.Tensor.detach).cell)
+    for channel in (0, 5):
+        for t in range(6):
+            (grad,) = torch.autograd.grad(y[0, t, channel], values, retain_graph=True)
+            assert torch.allclose(grad[0, channel], alpha[channel, t], rtol=1e-12, atol=1e-15)
+
+
+def test_gradients_of_coefficients_are_autograds():
+    """The backward of the linear-time scan, by every coefficient, against autograd through the loop."""
+    for name in ("mamba", "mamba2", "qwen3_next", "kimi_linear"):
+        model, ids = build(name).double(), tokens(2, 37)
+        (arguments, *_) = scan_arguments(model, ids)
+        leaves = {
+            k: v.double().requires_grad_()
+            for k, v in arguments.items()
+            if isinstance(v, torch.Tensor) and v.is_floating_point()
+        }
+        _, expected = LOOPS[MODELS[name][0]]({**arguments, **leaves})
+        family = next(f for f in (*FUNCTIONS.values(), *METHODS.values()) if f.name == MODELS[name][0])
+        y, _ = scan(family.read(SimpleNamespace(**{**arguments, **leaves}), lambda t: t).cell)
+        assert torch.allclose(y, expected, rtol=1e-11, atol=1e-13)
+        cotangent = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(1))
+        ours = torch.autograd.grad((y * cotangent).sum(), list(leaves.values()), allow_unused=True)
+        theirs = torch.autograd.grad((expected * cotangent).sum(), list(leaves.values()), allow_unused=True)
+        for key, one, other in zip(leaves, ours, theirs, strict=True):
+            assert (one is None) == (other is None), key
+            if other is not None:
+                assert float((one - other).abs().max()) <= 1e-12 * float(other.abs().max()), (name, key)
+
+
+def test_the_model_is_left_as_found_also_after_exceptions():
+    model, ids = build("mamba"), tokens(2, 8)
+    module = sys.modules[type(model).__module__]
+    before = module.mamba_selective_scan
+    model.config.use_cache = True
+    hooks = [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()]
+
+    def broken(outputs, labels):
+        raise KeyboardInterrupt
+
+    rl.trace(model, ids, ids[:, 0], loss=loss_of)
+    with pytest.raises(KeyboardInterrupt):
+        rl.trace(model, ids, ids[:, 0], loss=broken)
+    handle = model.backbone.layers[1].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(Exception, match="division"):
+        rl.trace(model, ids, ids[:, 0], loss=loss_of)
+    handle.remove()
+    assert module.mamba_selective_scan is before
+    assert model.config.use_cache is True
+    assert [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()] == hooks
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_another_threads_forward_is_the_models_own():
+    model, ids = build("mamba"), tokens(2, 8)
+    module = sys.modules[type(model).__module__]
+    seen, elsewhere = [], []
+    own = module.mamba_selective_scan
+
+    def loss(outputs, labels):
+        return loss_of(outputs, labels)
+
+    def hook(*_):
+        def other():
+            elsewhere.append(module.mamba_selective_scan(*arguments).grad_fn)
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        seen.append(module.mamba_selective_scan is not own)
+
+    one = torch.ones(1, 2, 3, requires_grad=True)
+    arguments = (one, one, -torch.ones(2, 2), torch.ones(1, 2, 3), torch.ones(1, 2, 3))
+    handle = model.backbone.layers[0].mixer.register_forward_pre_hook(hook)
+    rl.trace(model, ids, ids[:, 0], loss=loss)
+    handle.remove()
+    assert any(seen)
+    assert all("Scan" not in type(node).__name__ for node in elsewhere)
+
+
+def test_rows_of_layers_and_no_false_recurrences():
+    from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
+
+    rows = rl.layers(build("mamba"))
+    assert [row.name for row in rows] == ["backbone.layers.0.mixer", "backbone.layers.1.mixer"]
+    assert "32 channels x 4 states" in repr(rows)
+    assert "4 heads x 8 channels x 4 states" in repr(rl.layers(build("zamba2")))
+    t5 = T5ForConditionalGeneration(T5Config(vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2))
+    bart = BartForConditionalGeneration(
+        BartConfig(
+            vocab_size=9,
+            d_model=8,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+        )
+    )
+    assert len(rl.layers(t5)) == len(rl.layers(bart)) == 0
+
+
+def test_scans_without_a_reader_are_refused_by_name():
+    from transformers import RwkvConfig, RwkvForCausalLM
+
+    common = {"vocab_size": 23, "hidden_size": 16, "num_hidden_layers": 2}
+    model = RwkvForCausalLM(
+        RwkvConfig(context_length=64, attention_hidden_size=16, intermediate_size=16, **common)
+    ).eval()
+    with pytest.raises(rl.errors.UnsupportedError, match=r"(?s)attention.*RWKV-4.*rl.gradients"):
+        rl.trace(model, tokens(1, 6))
+    gradients = rl.gradients(model, tokens(1, 6), tokens(1, 6)[:, 0], loss=loss_of, wrt="weights")
+    assert len(gradients) > 3
+
+
+def test_a_moved_seam_is_refused_with_the_version_that_works(monkeypatch):
+    model = build("mamba")
+    module = sys.modules[type(model).__module__]
+
+    monkeypatch.setattr(module, "mamba_selective_scan", lambda u, dt, A, B, C, **kwargs: u)
+    with pytest.raises(rl.errors.UnsupportedError, match=r"(?s)other arguments.*transformers 5\.23"):
+        rl.trace(model, tokens(1, 6))
+    monkeypatch.undo()
+
+    def forward(self, hidden_states, *_, **__):
+        return hidden_states if hidden_states is not None else mamba_selective_scan()  # noqa: F821
+
+    monkeypatch.setattr(type(model.backbone.layers[0].mixer), "forward", forward)
+    with pytest.raises(rl.errors.UnsupportedError, match=r"(?s)without a call of its scan.*transformers 5\.23"):
+        rl.trace(model, tokens(1, 6))
+
+
+def test_hint_on_token_ids_works():
+    model, ids = build("mamba"), tokens(1, 6)
+    with pytest.raises(rl.errors.InputError, match=r'wrt="backbone\.embeddings\.output"'):
+        rl.jacobian(model, ids)
+    found = rl.jacobian(model, ids, wrt="backbone.embeddings.output", measure="norm")
+    assert found.dims == ("sample", "out_time", "in_time")
+    floats = {"inputs_embeds": model.get_input_embeddings()(ids).detach()}
+    by_input = rl.jacobian(model, floats, measure="norm")
+    assert by_input.certificate.state == "passed"
+    assert np.allclose(found, by_input, rtol=1e-4, atol=1e-6)
+
+
+def test_positions_and_memory():
+    model, ids = build("mamba"), tokens(2, 12)
+    whole = rl.trace(model, ids, ids[:, 0], loss=loss_of)["backbone.layers.0.mixer"]
+    part = rl.trace(model, ids, ids[:, 0], loss=loss_of, at={"time": [3, -1], "channel": slice(0, 4)})
+    part = part["backbone.layers.0.mixer"]
+    assert list(part.state["time"].values) == [3, 11]
+    for quantity in part:
+        kept = whole[quantity].sel(time=[3, 11])
+        kept = kept.isel(channel=slice(0, 4)) if "channel" in kept.dims else kept
+        assert np.array_equal(part[quantity], kept), quantity
+    with pytest.raises(rl.errors.InputError, match="no dimension 'chanel'"):
+        rl.trace(model, ids, at={"chanel": 0})
+    with rl.options(memory="4 KiB"), pytest.raises(rl.errors.TooLargeError, match=r'at=\{"time": \[11\]\}'):
+        rl.trace(model, ids)
+
+
+def test_results_are_saved_and_opened(tmp_path):
+    model, ids = build("qwen3_next"), tokens(2, 8)
+    trace = rl.trace(model, ids, ids[:, 0], loss=loss_of)
+    trace.save(tmp_path / "trace.nc")
+    opened = rl.open(tmp_path / "trace.nc")
+    layer = next(iter(trace))
+    assert list(opened[layer]) == list(trace[layer])
+    assert np.array_equal(opened[layer].state_grad, trace[layer].state_grad)
+    frozen = rl.jacobian(model, ids, of=f"{layer}.output", wrt=f"{layer}.input", measure="norm", frozen=True)
+    frozen.save(tmp_path / "frozen.nc")
+    assert np.array_equal(rl.open(tmp_path / "frozen.nc"), frozen)
+    with pytest.raises(rl.errors.InputError, match="frozen=True holds"):
+        rl.jacobian(torch.nn.LSTM(3, 4, batch_first=True), torch.zeros(1, 5, 3), frozen=True)
