@@ -248,6 +248,7 @@ CHECKS = {"trace": check_trace, "gradients": check_gradients, "states": check_st
 def main() -> int:
     """Draw the models, and print a table and every model that is not right."""
     arguments = _fuzz.parsed(__doc__, 60).parse_args()
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})  # a graph is run once or twice
     if os.environ.get("RNNLENS_CONTROL_FLOW", "v1") == "v1":
         tf.disable_v2_behavior()
     else:
