@@ -233,3 +233,16 @@ def test_a_loop_that_ends_before_what_it_reads_is_refused():
         session.run(tf.global_variables_initializer())
         with pytest.raises(rl.errors.UnsupportedError, match="does not run through all steps"):
             rl.trace(rl.tf1.graph(session, inputs=x, outputs=loss, loss=loss), DATA)
+
+
+def test_a_penalty_in_the_loss_does_not_accuse_gradients_of_states():
+    """The loss reaches the kernel past the loop as well; its gradient there is no part of the sweep."""
+    x = tf.placeholder(tf.float64, [3, 5, 2], name="x")
+    outputs, _ = tf.nn.dynamic_rnn(tf.nn.rnn_cell.GRUCell(4), x, dtype=tf.float64)
+    loss = tf.reduce_sum(outputs**2) + 0.01 * tf.add_n([tf.nn.l2_loss(v) for v in tf.trainable_variables()])
+    session = tf.Session()
+    session.run(tf.global_variables_initializer())
+    net = rl.tf1.graph(session, inputs=x, outputs=outputs, loss=loss)
+    data = np.random.default_rng(0).normal(size=(3, 5, 2))
+    assert rl.gradients(net, data, wrt="rnn.hidden").certificate.state == "passed"
+    assert rl.gradients(net, data, wrt=["rnn.hidden", "input"]).certificate.state == "passed"

@@ -11,7 +11,7 @@ import numpy as np
 import xarray as xr
 
 from ... import data
-from ...adapters.protocol import Adapter, Batch, Capture, LayerWeights, ReferenceRun
+from ...adapters.protocol import Adapter, Batch, Capture, CaptureRequest, LayerWeights, ReferenceRun
 from ...errors import UnsupportedError
 from ...recurrence.adjoint import weight_gradients
 from ...recurrence.rounding import rounding_of
@@ -52,13 +52,23 @@ def certify_answer(request: GradientRequest, part: BatchTarget, answer: BatchGra
     )
     if run is None:
         return Certificate("could not", engine, why=why)
-    comparisons = Comparisons(_steps(answer), _dtype(request, answer))
-    theirs: Any = run.loss if of_loss else value[0]
-    if np.shape(theirs) == np.shape(answer.value):
-        comparisons.compare(LOSS if of_loss else "reference target", "", [(answer.value, theirs)])
-    certified = _compare_named(comparisons, request, outside, answer, run, data.leaves_of(batch.x))
-    resting = _compare_swept(comparisons, request, answer, run, regularised)
-    certificate = comparisons.certificate(engine, certified=("value", *certified), resting=tuple(resting))
+
+    def compared(beside: Mapping[str, Any]) -> Certificate:
+        comparisons = Comparisons(_steps(answer), _dtype(request, answer))
+        theirs: Any = run.loss if of_loss else value[0]
+        if np.shape(theirs) == np.shape(answer.value):
+            comparisons.compare(LOSS if of_loss else "reference target", "", [(answer.value, theirs)])
+        certified = _compare_named(comparisons, request, outside, answer, run, data.leaves_of(batch.x))
+        resting = _compare_swept(comparisons, request, answer, run, regularised, beside)
+        return comparisons.certificate(engine, certified=("value", *certified), resting=tuple(resting))
+
+    certificate = compared({})
+    if certificate.state == "failed" and of_loss and answer.swept:
+        # The loss may reach a weight by other paths than its recurrence: a penalty that is part of the user's loss.
+        layers = CaptureRequest(tuple(answer.swept), boundaries=True)
+        capture, _ = attempt(lambda: request.adapter.capture(request.model, batch, layers))
+        beside = {} if capture is None else {n: g for n, g in capture.beside.items() if n not in capture.whole}
+        certificate = compared(beside) if any(grad is not None for grad in beside.values()) else certificate
     if certificate.state != "failed":
         return certificate
     reason = _without_a_share(request, part)
@@ -168,8 +178,7 @@ def named_pairs(
         if place is None or place.tied:
             continue
         theirs = run.weight_grads.get(place.name)
-        around = (beside or {}).get(place.name)
-        theirs = theirs if theirs is None or around is None else theirs - to_host(around)
+        theirs = None if theirs is None else _without(theirs, (beside or {}).get(place.name))
         if mine is None or dims is None:
             if theirs is not None:
                 yield np.zeros_like(theirs), theirs
@@ -183,6 +192,10 @@ def named_pairs(
         yield array, np.zeros_like(array) if theirs is None else place.take(theirs)
 
 
+def _without(gradient: Any, beside: Any) -> Any:
+    return gradient if beside is None else gradient - to_host(beside)
+
+
 def _summed(array: Array, dims: list[str]) -> tuple[Array, list[str]]:
     for dim in (SAMPLE, TIME):
         if dim in dims:
@@ -192,9 +205,17 @@ def _summed(array: Array, dims: list[str]) -> tuple[Array, list[str]]:
 
 
 def _compare_swept(
-    comparisons: Comparisons, request: GradientRequest, answer: BatchGradients, run: ReferenceRun, regularised: bool
+    comparisons: Comparisons,
+    request: GradientRequest,
+    answer: BatchGradients,
+    run: ReferenceRun,
+    regularised: bool,
+    beside: Mapping[str, Any],
 ) -> list[str]:
-    """Compare weight gradients of the sweeps that gave states and gates; return the names that rest on them."""
+    """Compare weight gradients of the sweeps that gave states and gates; return the names that rest on them.
+
+    ``beside`` has gradients of weights by other paths than the recurrences, which the sweeps do not have.
+    """
     known = request.known
     for layer, replayed_calls in answer.swept.items():
         base = uncalled(layer, known.recurrent)
@@ -215,7 +236,7 @@ def _compare_swept(
                 place = request.adapter.place(request.model, base, call.direction if call.bidirectional else None, key)
                 if place is None or place.tied or run.weight_grads.get(place.name) is None or key in call.computed:
                     continue
-                theirs = place.take(run.weight_grads[place.name])
+                theirs = place.take(_without(run.weight_grads[place.name], beside.get(place.name)))
                 mine = to_host(mine) / request.scale
                 pairs.append((mine, probed(theirs) if is_known and mine.ndim == 2 else theirs))
         comparisons.compare(WEIGHTS, layer, pairs, scale=scale)
