@@ -6,6 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,12 +37,24 @@ def tail(
         list[str] | None,
         typer.Option("--only", metavar="NAME", help="Only scalars with this text in their name; may be repeated."),
     ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also the norm of each weight and of its gradient.")
+    ] = False,
     once: Annotated[bool, typer.Option("--once", help="Show the current state once, and exit.")] = False,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Serve a page of the run's figures to a browser on this machine.")
+    ] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0 for any that is free.")] = 8787,
 ) -> None:
-    """Show a training while it runs in another process; Ctrl-C does not stop the training."""
+    """Show a training while it runs in another process; Ctrl-C does not stop the training.
+
+    Example: rnnlens tail runs/a.zarr --only reach
+    """
     states = _states(path, wait=wait, every=every, once=once)
-    names = tuple(only or ())
-    if sys.stdout.isatty():
+    names = Chosen(tuple(only or ()), everything)
+    if serve:
+        _serve(states, port)
+    elif sys.stdout.isatty():
         _live(states, names)
     else:
         _lines(states, names)
@@ -87,12 +100,38 @@ def _read(path: Path) -> TrainingRun | None:
     return None
 
 
-def _lines(states: Iterator[TrainingRun], only: tuple[str, ...]) -> None:
+def _serve(states: Iterator[TrainingRun], port: int) -> None:
+    from .serve import serve
+
+    try:
+        serve(states, port)
+    except OSError as error:
+        raise FileError(message("The port cannot be used.", got=f"{port} ({error})", hint="--port 0")) from error
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Which scalars are shown: those whose name contains one of ``only``; norms of weights only if ``everything``."""
+
+    only: tuple[str, ...] = ()
+    everything: bool = False
+
+    def names(self, run: TrainingRun) -> list[str]:
+        """Return names of scalars: the loss first, then how far gradients reach, then the others as recorded."""
+        present = list(map(str, run.scalars.data_vars))
+        if self.only:
+            present = [name for name in present if any(word in name for word in self.only)]
+        elif not self.everything:
+            present = [name for name in present if "/weight_norm/" not in name and "/weight_grad_norm/" not in name]
+        return sorted(present, key=lambda name: (name != "loss", not name.endswith("/reach")))
+
+
+def _lines(states: Iterator[TrainingRun], chosen: Chosen) -> None:
     """Print one plain line per new record, and the reason of the end."""
     told, last = 0, None
     for run in states:
         for i in range(told, run.steps.size):
-            numbers = (f"{name}={value:.6g}" for name, value in _numbers(run, i, only))
+            numbers = (f"{name}={value:.6g}" for name, value in _numbers(run, i, chosen))
             head = f"step={int(run.steps[i])} epoch={int(run.scalars['epoch'][i])}"
             console.print_plain(" ".join([head, *numbers]))
         told, last = run.steps.size, run
@@ -100,43 +139,38 @@ def _lines(states: Iterator[TrainingRun], only: tuple[str, ...]) -> None:
         console.print_plain(f"ended={last.ended} records={told}")
 
 
-def _numbers(run: TrainingRun, i: int, only: tuple[str, ...]) -> Iterator[tuple[str, float]]:
-    for name in _chosen(run, only):
+def _numbers(run: TrainingRun, i: int, chosen: Chosen) -> Iterator[tuple[str, float]]:
+    for name in chosen.names(run):
         value = float(run.scalars[name].values[i])
         if not math.isnan(value) or name == "loss":
             yield name, value
 
 
-def _chosen(run: TrainingRun, only: tuple[str, ...]) -> list[str]:
-    present = list(map(str, run.scalars.data_vars))
-    return [name for name in present if not only or any(word in name for word in only)]
-
-
-def _live(states: Iterator[TrainingRun], only: tuple[str, ...]) -> None:
+def _live(states: Iterator[TrainingRun], chosen: Chosen) -> None:
     """Show a table that is redrawn as the run grows; the last state remains on the screen."""
     out = console.out()
     with Live(console=out, auto_refresh=False, transient=False) as live:
         try:
             for run in states:
-                live.update(picture(run, only, height=out.height), refresh=True)
+                live.update(picture(run, chosen, height=out.height), refresh=True)
         except KeyboardInterrupt:
             out.file.write("\x1b[1A")  # one line up again: "interrupted" was printed, and the table overwrites it
             raise
 
 
-def picture(run: TrainingRun, only: tuple[str, ...] = (), *, height: int = 40) -> Group:
+def picture(run: TrainingRun, chosen: Chosen = Chosen(), *, height: int = 40) -> Group:
     """Return the state of a run: current step, latest and first numbers, their course, and notes."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for title, side in (("", "left"), ("latest", "right"), ("first", "right"), ("over training", "left")):
         table.add_column(title, justify=side, no_wrap=True)  # type: ignore[arg-type]
-    names, room = _chosen(run, only), max(3, min(_LONG, height - 6))
+    names, room = chosen.names(run), max(3, min(_LONG, height - 6))
     for name in names[:room]:
         values = [float(v) for v in run.scalars[name].values]
         if values:
             table.add_row(Text(name), _number(values[-1]), _number(values[0]), bars(values))
     parts: list[Any] = [_headline(run), table]
     if len(names) > room:
-        parts.append(Text(f"... and {len(names) - room} more; --only selects", style="dim"))
+        parts.append(Text(f"... and {len(names) - room} more; --only NAME selects", style="dim"))
     parts += [Text(note, style="yellow") for note in run.notes[-3:]]
     return Group(*parts)
 
@@ -169,19 +203,24 @@ def _number(value: float) -> Text:
 
 
 def bars(values: list[float], wide: int = _WIDE) -> Text:
-    """Format numbers over training as a row of bars, the latest at the right; ``!`` marks numbers that are not finite.
+    """Format numbers over training as a row of bars, the latest at the right.
+
+    A number that never changes is a row of dots; ``!`` marks numbers that are not finite.
 
     >>> bars([0.0, 1.0, 2.0, float("inf"), 7.0]).plain
     '▁▂▃!█'
+    >>> bars([3.0, 3.0]).plain
+    '··'
     """
     count = min(wide, len(values))
     picked = [values[round(i * (len(values) - 1) / max(count - 1, 1))] for i in range(count)]
     finite = [value for value in picked if math.isfinite(value)]
     low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
-    span = (high - low) or 1.0
-    drawn = Text()
+    span, drawn = high - low, Text()
     for value in picked:
-        if math.isfinite(value):
+        if math.isfinite(value) and not span:
+            drawn.append("·")
+        elif math.isfinite(value):
             drawn.append(_BARS[min(7, int(8 * (value - low) / span))])
         else:
             drawn.append("!", style="bold red")

@@ -5,10 +5,13 @@ import pty
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 
 import pytest
 
@@ -129,3 +132,59 @@ def test_ctrl_c_leaves_the_training_alone(tmp_path):
 @pytest.mark.parametrize("words", [["--every", "0"], ["--every", "soon"]])
 def test_arguments_that_are_none(tmp_path, words):
     assert piped(tmp_path / "a.zarr", *words).returncode == 2
+
+
+def test_the_loss_is_first_and_norms_of_weights_are_shown_on_request(tmp_path):
+    store = Store(tmp_path / "a.zarr")
+    scalars = {"lstm/weight_norm/kernel": 2.0, "lstm/decay": 0.9, "lstm/reach": 3.0, "loss": 1.0}
+    store.write(TrainingRecord(0, 0, "probe", scalars))
+    store.close("finished")
+    told = piped(tmp_path / "a.zarr").stdout.splitlines()[0]
+    assert told == "step=0 epoch=0 loss=1 lstm/reach=3 lstm/decay=0.9"
+    told = piped(tmp_path / "a.zarr", "--all").stdout.splitlines()[0]
+    assert told == "step=0 epoch=0 loss=1 lstm/reach=3 lstm/weight_norm/kernel=2 lstm/decay=0.9"
+    told = piped(tmp_path / "a.zarr", "--only", "weight_norm").stdout.splitlines()[0]
+    assert told == "step=0 epoch=0 lstm/weight_norm/kernel=2"
+
+
+def test_a_page_of_figures_that_grows_with_the_run(tmp_path):
+    store = write(tmp_path / "<a>.zarr", 3, end=False)
+    process = subprocess.Popen(
+        [*TAIL, str(tmp_path / "<a>.zarr"), "--serve", "--port", "0"], stderr=subprocess.PIPE, text=True
+    )
+    try:
+        address = re.search(r"http://127\.0\.0\.1:\d+/", process.stderr.readline()).group()
+        with urllib.request.urlopen(address, timeout=10) as answer:
+            page = answer.read().decode()
+            assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+        assert "&lt;a&gt;.zarr" in page
+        assert "3 records, step 20, loss 0.3333. Being recorded." in page
+        with urllib.request.urlopen(f"{address}numbers.png?x", timeout=10) as answer:
+            assert answer.read(8) == b"\x89PNG\r\n\x1a\n"
+        store.write(TrainingRecord(30, 1, "probe", {"loss": 0.25, "lstm/reach": 3.0}))
+        store.close("finished")
+        for _ in range(100):
+            with urllib.request.urlopen(f"{address}state", timeout=10) as answer:
+                page = answer.read().decode()
+            if "Ended" in page:
+                break
+            time.sleep(0.1)
+        assert "4 records, step 30, loss 0.25. Ended: finished." in page
+        for path, host, code in (("../etc/passwd", None, 404), ("", "evil.example:80", 403)):
+            request = urllib.request.Request(address + path, headers={"Host": host} if host else {})
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(request, timeout=10)
+            with refused.value:
+                assert refused.value.code == code
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=20)
+    assert process.returncode == 130
+
+
+def test_a_port_in_use_is_one_clear_error(tmp_path):
+    write(tmp_path / "a.zarr", 1)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        told = piped(tmp_path / "a.zarr", "--serve", "--port", str(taken.getsockname()[1]))
+    assert told.returncode == 2
+    assert "The port cannot be used." in told.stderr
