@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 #: Only this machine can open the page.
 HOST = "127.0.0.1"
 #: Nothing is loaded from elsewhere, and nothing but the script of the page runs.
-POLICY = "default-src 'none'; img-src 'self' data:; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'"
+POLICY = (
+    "default-src 'none'; img-src 'self' data:; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'"
+)
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1b1b; --paper: #fff; --soft: #595959; --line: #ddd }
@@ -61,7 +63,8 @@ class RunPage:
         title = html.escape("run" if run.path is None else run.path.name)
         page = (
             f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-            '<meta name="viewport" content="width=device-width"><link rel="icon" href="data:,"><link rel="stylesheet" href="style.css">'
+            '<meta name="viewport" content="width=device-width"><link rel="icon" href="data:,">'
+            '<link rel="stylesheet" href="style.css">'
             f'</head><body><main data-version="{html.escape(version)}"><h1>{title}</h1>'
             f"<p>{html.escape(_state(run))}</p>{sections}</main>"
             '<script src="script.js"></script></body></html>'
