@@ -6,6 +6,7 @@ evaluates the user's loss and restores the model. Names and layouts of weights a
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from .discover import named_modules, unwrapped
 from .inputs import as_tensors, call_model, on_leaves
 from .losses import evaluate
 from .restore import borrowed, differentiable_weights
+from .scans import sequence_modules, state_sizes
 
 #: Torch's order of gates, from the documentation of its modules.
 _GATES: dict[Any, tuple[type[Cell], tuple[str, ...]]] = {
@@ -59,6 +61,8 @@ def reference_run(
     if batch.initial_state:
         raise CertificateError("initial_state= was set by rnnlens; the model on its own starts from other states")
     given_x = as_tensors(batch.x, model, "x")
+    if gradients:
+        _refuse_quadratic(model, given_x)
     with warnings.catch_warnings(), borrowed(model, training=batch.training, seed=batch.seed):
         warnings.simplefilter("ignore")
         with differentiable_weights(model, gradients):
@@ -75,6 +79,27 @@ def reference_run(
     by_name = dict(zip(weights, found[len(sources) :], strict=True))
     keys = tuple(given_x) if isinstance(given_x, dict) and len(given_x) == len(sources) else ()
     return ReferenceRun(values, _number(loss), found[: len(sources)], by_name, keys)
+
+
+#: Largest number of operations of a backward pass that grows with the square of the steps: some 15 s of one core.
+QUADRATIC = 2e10
+
+
+def _refuse_quadratic(model: nn.Module, x: Any) -> None:
+    """Raise ``CertificateError`` if the model's own scans would take too long to differentiate.
+
+    Hugging Face's selective scan indexes ``discrete_A[:, :, t]`` in a loop, and the backward pass of each index fills an
+    array of all steps with zeros.
+    """
+    shapes = [leaf.shape for leaf in _leaves(x) if leaf.dim() > 1]
+    samples, steps = max(((s[0], s[1]) for s in shapes), key=lambda shape: shape[1], default=(0, 0))
+    axes = [state_sizes(m, family) for _, m, family in sequence_modules(named_modules(model)) if family.is_quadratic]
+    operations = float(samples * steps**2 * sum(math.prod(size for _, size in sizes) for sizes in axes))
+    if operations > QUADRATIC:
+        raise CertificateError(
+            f"the backward pass of the model's own scan grows with the square of the {steps} steps: "
+            f"{operations:.0e} operations, more than {QUADRATIC:.0e}; a shorter x can be certified"
+        )
 
 
 def place(model: nn.Module, layer: str, direction: str | None, key: str) -> WeightLocation | None:

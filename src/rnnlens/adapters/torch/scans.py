@@ -54,12 +54,15 @@ class Family:
         Names of the module's attributes that may have the size of each axis.
     read
         Reader of a call, given its arguments by name; ``hold`` is applied to the coefficients of the recurrence.
+    is_quadratic
+        Whether the time of the model's own backward pass grows with the square of the number of steps.
     """
 
     name: str
     axes: tuple[str, ...]
     sizes: tuple[tuple[str, ...], ...]
     read: Callable[..., Reading]
+    is_quadratic: bool = False
 
 
 def _wide(*tensors: Tensor) -> list[Tensor]:
@@ -161,7 +164,7 @@ _KEYS = (("num_v_heads", "num_heads"), ("head_k_dim", "head_dim"), ("head_v_dim"
 
 #: Families by the name of their scan function in a modelling module.
 FUNCTIONS = {
-    "mamba_selective_scan": Family("mamba", ("channel", "state_unit"), _MIXER, _selective),
+    "mamba_selective_scan": Family("mamba", ("channel", "state_unit"), _MIXER, _selective, is_quadratic=True),
     "mamba2_chunk_scan": Family("mamba2", ("head", "channel", "state_unit"), _HEADS, _chunked),
     "torch_chunk_gated_delta_rule": Family("gated_delta", ("head", "key", "value"), _KEYS, _delta),
     "chunk_kimi_delta_attention": Family("kimi_delta", ("head", "key", "value"), _KEYS, _delta),
