@@ -11,12 +11,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from os import PathLike
 from typing import Any
 
-from ..adapters.torch.public import cell, step
+from ..adapters.torch.public import cell, scan, step
 from ..tracking.torch.plan import Plan
 from ..tracking.torch.watch import TorchWatch
 from ..tracking.watch_arguments import Every, at_the_door
 
-__all__ = ["cell", "step", "watch"]
+__all__ = ["cell", "scan", "step", "watch"]
 
 
 @at_the_door

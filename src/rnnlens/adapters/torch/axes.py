@@ -172,7 +172,8 @@ class _Probe(TorchPullback):
                 shape = self._found.find(inputs).value.shape
                 self.calls.append(_DirectedCall(inputs, output, states, int(shape[0]), int(shape[1])))
                 found += [inputs, output, *states]
-        for path, (samples, steps) in [] if self.calls else list(self._found.recorder.scans.ran.items())[-1:]:
+        ran = [(path, counts) for path, counts in self._found.recorder.scans.ran.items() if path in scans]
+        for path, (samples, steps) in [] if self.calls else ran[-1:]:
             inputs, output = Port("input", path), Port("output", path)
             self.calls.append(_DirectedCall(inputs, output, (), samples, steps))
             found += [inputs, output]

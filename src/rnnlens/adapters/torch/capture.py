@@ -29,6 +29,7 @@ from .fused import CallOwners, KernelInterceptor
 from .inputs import as_tensors, call_model, on_leaves
 from .loops import CellHook, listening
 from .losses import evaluate
+from .public import SCANS
 from .record import (
     CallRecorder,
     OutputRecord,
@@ -161,7 +162,7 @@ def watched(
 ) -> Iterator[KernelInterceptor]:
     """Record the requested layers in ``recorder`` while the model runs in the block, then remove all hooks."""
     recorder.initial_state = dict(batch.initial_state or {})
-    recorder.scans = ScanRecorder(asked.sequences, held=batch.frozen)
+    recorder.scans = ScanRecorder(asked.sequences, held=batch.frozen, model=model)
     owners = CallOwners(asked)
     handles: list[Any] = []
     with ExitStack() as stack:
@@ -176,6 +177,7 @@ def watched(
             handles.append(module.register_forward_pre_hook(hook_in_this_thread(around.before), with_kwargs=True))
             handles.append(module.register_forward_hook(hook_in_this_thread(around.after), with_kwargs=True))
         stack.enter_context(seams(asked.modules, recorder.scans))
+        stack.callback(SCANS.reset, SCANS.set(recorder.scans.declared))
         for path, module in asked.plain:
             module = stack.enter_context(hookable(model, module))
             handles.append(module.register_forward_hook(hook_in_this_thread(_plain_hook(recorder, path))))
@@ -290,7 +292,9 @@ def _gradients(recorder: CallRecorder, loss: Tensor, notes: list[str], around: M
     pulled: Sequence[Tensor | None] = [None] * len(taps)
     if loss.requires_grad and taps:
         with raised_by("The backward pass of your model or loss"):
-            pulled = torch.autograd.grad(loss, list(taps.values()), allow_unused=True)
+            # The step function of a loop may read tensors of this graph when it is called again.
+            loops = any(run.owner.named for run in recorder.runs)
+            pulled = torch.autograd.grad(loss, list(taps.values()), allow_unused=True, retain_graph=loops)
     if inside and all(grad is None for grad in pulled[:inside]):
         notes.append("No path leads from the loss to any layer asked for: every gradient is zero.")
     found = {key: None if g is None else g.detach() for key, g in zip(taps, pulled, strict=True)}

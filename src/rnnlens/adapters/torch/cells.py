@@ -204,7 +204,8 @@ def _widened(value: Tensor) -> Tensor:
 def _pull(outputs: Sequence[Tensor], sources: Sequence[Tensor], cotangents: Sequence[Tensor]) -> list[Tensor]:
     """Return one gradient per source, zeros where no path leads."""
     given = [c.to(out.dtype) for out, c in zip(outputs, cotangents, strict=True)]
-    found = pulled(outputs, sources, given)
+    # A step function may read tensors that the model computed from its weights; their graph is needed again.
+    found = pulled(outputs, sources, given, retain_graph=True)
     return [_widened(torch.zeros_like(s) if g is None else g) for g, s in zip(found, sources, strict=True)]
 
 

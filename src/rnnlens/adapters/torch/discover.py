@@ -16,7 +16,7 @@ from ...errors import LayerNotFoundError, ModelError, UnsupportedError, did_you_
 from ...recurrence.cells import registered
 from ..protocol import LayerInfo
 from .cells import described, has_own_forward
-from .public import is_disproved, loops_of, named_cell
+from .public import ANY_SCAN, is_disproved, loops_of, named_cell, scans_of
 from .scans import Family, sequence_modules, state_sizes
 from .weights import class_of
 
@@ -202,6 +202,10 @@ def describe(model: nn.Module) -> list[LayerInfo]:
     return [
         *rows,
         *(LayerInfo(name, "loop", "custom", units, "forward", True) for name, units in loops_of(model).items()),
+        *(
+            LayerInfo(name, "scan", "affine_scan", axes[0][1], "forward", True, False, state_axes=axes)
+            for name, axes in scans_of(model).items()
+        ),
     ]
 
 
@@ -279,7 +283,7 @@ class RequestedLayers:
     def of(cls, model: nn.Module, names: Sequence[str] | None) -> RequestedLayers:
         """Sort the requested names into kinds of layers; raise ``LayerNotFoundError`` for an unknown name."""
         recurrent, cells, modules = recurrent_modules(model), cell_candidates(model), named_modules(model)
-        sequences = frozenset(path for path, *_ in sequence_modules(modules))
+        sequences = frozenset([*(path for path, *_ in sequence_modules(modules)), *scans_of(model), ANY_SCAN])
         if names is None:
             return cls(recurrent, cells, [], None, modules, sequences=sequences)
         rooms = {*dict(recurrent), *dict(cells), *loops_of(model)}

@@ -10,7 +10,7 @@ from torch import nn
 from ...recurrence.cells import registered
 from ..protocol import ModelFacts, Role, Submodule
 from .discover import named_modules, node_name, unwrapped
-from .public import loops_of, named_cell
+from .public import loops_of, named_cell, scans_of
 from .weights import TABLES, class_of
 
 _DROPOUTS = (nn.modules.dropout._DropoutNd,)
@@ -50,9 +50,9 @@ def _dtype(module: nn.Module) -> str:
 
 
 def fingerprint(model: nn.Module) -> Hashable:
-    """Return structure, hooks, flags, attributes, forward code and known loops, without values of weights."""
+    """Return structure, hooks, flags, attributes, forward code known loops and scans, without values of weights."""
     parts = ((path, *_state_of(module)) for path, module in model.named_modules(remove_duplicate=False))
-    return (tuple(loops_of(model).items()), *parts)
+    return (tuple(loops_of(model).items()), tuple(scans_of(model).items()), *parts)
 
 
 def _state_of(module: nn.Module) -> Iterator[Any]:

@@ -12,16 +12,27 @@ from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...errors import InputError, message
 from ...recurrence.cells import registered
 
-__all__ = ["cell", "step"]
+__all__ = ["cell", "scan", "step"]
 
 
 #: Recorder of ``step`` calls while rnnlens runs a model in this thread; None at all other times.
 LISTENER: ContextVar[Callable[..., Any] | None] = ContextVar("steps of loops", default=None)
+
+
+#: Recorder of ``scan`` calls while rnnlens runs a model in this thread; None at all other times.
+SCANS: ContextVar[Callable[..., Any] | None] = ContextVar("declared scans", default=None)
+
+#: In a set of requested layers: every declared scan.
+ANY_SCAN = "*scan"
+
+#: Scans recorded in each model: axes and sizes of the state, by name.
+_SCANS: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[tuple[str, int], ...]]] = weakref.WeakKeyDictionary()
 
 
 #: Modules that a user declared cells, by weak references: the modules are not changed and not kept in memory.
@@ -55,6 +66,16 @@ def note_loop(model: nn.Module, name: str, units: int) -> None:
 def loops_of(model: nn.Module) -> dict[str, int]:
     """Return the names and state sizes of the loops recorded in a model so far."""
     return dict(_LOOPS.get(model, {}))
+
+
+def note_scan(model: nn.Module, name: str, axes: tuple[tuple[str, int], ...]) -> None:
+    """Store a declared scan of a model with the axes of its state."""
+    _SCANS.setdefault(model, {})[name] = axes
+
+
+def scans_of(model: nn.Module) -> dict[str, tuple[tuple[str, int], ...]]:
+    """Return the axes and sizes of the states of the scans recorded in a model so far, by name."""
+    return dict(_SCANS.get(model, {}))
 
 
 class _NamedCells:
@@ -135,6 +156,72 @@ def step(function: Callable[..., Any], x: Tensor, *state: Any, name: str | None 
         )
     listener = LISTENER.get()
     return function(x, *state) if listener is None else listener(function, x, state, name)
+
+
+def scan(
+    a: Tensor,
+    b: Tensor,
+    initial: Tensor | None = None,
+    *,
+    function: Callable[..., Tensor] | None = None,
+    name: str | None = None,
+) -> Tensor:
+    """Compute the states s_t = a_t s_{t-1} + b_t of all steps, as one recorded diagonal recurrence.
+
+    For minGRU, an LRU without complex numbers, or a scan of your own, parallel or sequential. Outside of rnnlens this
+    is ``function(a, b)``, or a loop over the steps. Within rnnlens the states and the gradients of states, a and b are
+    recorded as a whole-sequence layer, in time linear in the steps, and the states are compared with ``function``.
+    ``rl.layers`` lists the scan after the model ran once under rnnlens.
+
+    Parameters
+    ----------
+    a, b : (sample, time, unit) or (sample, time, head, channel)
+        Decay of each state, and what each step adds to it.
+    initial : (sample, unit) or (sample, head, channel)
+        State before the first step; zero by default.
+    function
+        Your own implementation, called as ``function(a, b)``, or ``function(a, b, initial)`` with an initial state.
+    name
+        Name of the layer in results; ``"scan"`` by default, ``"scan_1"`` for the second scan of a model.
+
+    Returns
+    -------
+    Tensor
+        States after every step, shaped as ``b``.
+
+    Raises
+    ------
+    InputError
+        If the tensors do not have one shape, or less than three axes.
+
+    Examples
+    --------
+    >>> import torch, rnnlens as rl
+    >>> rl.torch.scan(torch.full((1, 3, 1), 0.5), torch.ones(1, 3, 1)).flatten().tolist()
+    [1.0, 1.5, 1.75]
+    """
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.dim() in (3, 4)):
+        shapes = " and ".join(str(tuple(getattr(t, "shape", ()))) for t in (a, b))
+        expected = "a and b (sample, time, unit) or (sample, time, head, channel)"
+        raise InputError(message("rl.torch.scan takes two tensors of one shape.", got=shapes, expected=expected))
+    if initial is not None and tuple(initial.shape) != (b.shape[0], *b.shape[2:]):
+        expected = f"{(b.shape[0], *b.shape[2:])}"
+        raise InputError(message("initial= is one state.", got=str(tuple(initial.shape)), expected=expected))
+    listener = SCANS.get()
+    if listener is not None:
+        return listener(a, b, initial, function, name)
+    if function is not None:
+        return function(a, b) if initial is None else function(a, b, initial)
+    return in_order_of_time(a, b, initial)
+
+
+def in_order_of_time(a: Tensor, b: Tensor, initial: Tensor | None = None) -> Tensor:
+    """Compute s_t = a_t s_{t-1} + b_t step by step; the states (sample, time, ...)."""
+    state, states = b.new_zeros(b.shape[0], *b.shape[2:]) if initial is None else initial, []
+    for decay, write in zip(a.unbind(1), b.unbind(1), strict=True):
+        state = decay * state + write
+        states.append(state)
+    return torch.stack(states, 1)
 
 
 def named_cell(module: nn.Module) -> nn.Module | None:

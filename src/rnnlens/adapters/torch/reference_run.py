@@ -88,8 +88,8 @@ QUADRATIC = 2e10
 def _refuse_quadratic(model: nn.Module, x: Any) -> None:
     """Raise ``CertificateError`` if the model's own scans would take too long to differentiate.
 
-    Hugging Face's selective scan indexes ``discrete_A[:, :, t]`` in a loop, and the backward pass of each index fills an
-    array of all steps with zeros.
+    Hugging Face's selective scan indexes ``discrete_A[:, :, t]`` in a loop, and the backward pass of each index fills
+    an array of all steps with zeros.
     """
     shapes = [leaf.shape for leaf in _leaves(x) if leaf.dim() > 1]
     samples, steps = max(((s[0], s[1]) for s in shapes), key=lambda shape: shape[1], default=(0, 0))

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ...errors import UnsupportedError, message
 from ...recurrence.sequence import SequenceCell, forward, sweep
 from ..shared.threads import hook_in_this_thread, substitute_in_this_thread
+from .public import ANY_SCAN, in_order_of_time, note_scan
 
 #: Versions of transformers whose scan functions the readers were tested with.
 TESTED = "transformers 5.23"
@@ -291,7 +292,6 @@ class ScanRecord:
     """One recorded scan call: layer, reading, outputs y_t inside the graph, and the mismatch with the model's own."""
 
     layer: str
-    family: Family
     cell: SequenceCell
     output: Tensor
     gate: Tensor | None
@@ -311,12 +311,15 @@ class ScanRecorder:
         Samples and steps of every layer whose scan ran, by path.
     held
         Whether the coefficients are held constant (frozen map).
+    model
+        Model that runs, in which declared scans are stored.
     compared
         Whether the model's own function also runs, without gradients, to compare its outputs.
     """
 
     wanted: Collection[str] | None = None
     held: bool = False
+    model: nn.Module | None = None
     compared: bool = True
     records: list[ScanRecord] = field(default_factory=list)
     ran: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -333,6 +336,27 @@ class ScanRecorder:
             found.append((f"{record.layer}{number}", record))
         return found
 
+    def declared(self, a: Tensor, b: Tensor, initial: Any, function: Any, name: str | None) -> Tensor:
+        """Run and record one scan declared by ``rl.torch.scan``; return its states."""
+        count = sum(path.startswith("scan") for path in self.ran)
+        path = name or (f"scan_{count}" if count else "scan")
+        axes = ("unit",) if a.dim() == 3 else ("head", "channel")
+        x, decay = _wide(b, a)
+        cell = SequenceCell(axes, (decay.detach() if self.held else decay,), (x,), logarithmic=False, initial=initial)
+        states, _ = scan(cell)
+        self.ran[path] = (cell.shape[0], cell.steps)
+        if self.model is not None:
+            note_scan(self.model, path, tuple(zip(axes, map(int, cell.shape[2:]), strict=True)))
+        if self.wanted is not None and path not in self.wanted and ANY_SCAN not in self.wanted:
+            return states.to(b.dtype)
+        states = states if states.requires_grad else states.requires_grad_()
+        record = ScanRecord(path, cell, states, None, 0.0, _coarsest((a, b), {}))
+        self.records.append(record)
+        with torch.no_grad():
+            given = (a, b) if initial is None else (a, b, initial)
+            record.mismatch = _mismatch(states, (function or in_order_of_time)(*given))
+        return states.clone().to(b.dtype)
+
     def around(self, original: Callable[..., Any], family: Family) -> Callable[..., Any]:
         """Return the replacement of a scan function."""
 
@@ -344,7 +368,7 @@ class ScanRecorder:
             self.ran[path] = (reading.cell.shape[0], reading.cell.steps)
             if self.wanted is None or path in self.wanted:
                 y = y if y.requires_grad else y.requires_grad_()
-                record = ScanRecord(path, family, reading.cell, y, reading.gate, 0.0, _coarsest(args, kwargs))
+                record = ScanRecord(path, reading.cell, y, reading.gate, 0.0, _coarsest(args, kwargs))
                 self.records.append(record)
                 y = y.clone()
             result = reading.finish(y, last)
