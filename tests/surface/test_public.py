@@ -38,7 +38,7 @@ PUBLIC = {
     "jacobian": (
         "(model, x, *, of='output', wrt='input', at=None, reduce=None, measure=None, across=None, sketch=None, "
         "rtol=None, mode='auto', training=False, initial_state=None, seed=0, batch_size=None, memory=None, "
-        "out=None, axes=None)"
+        "out=None, axes=None, frozen=False)"
     ),
     "keras": None,
     "layers": "(model)",
@@ -56,7 +56,7 @@ PUBLIC = {
     "transformers": None,
     "trace": (
         "(model, x, y=None, *, layers=None, quantities=None, loss=None, sample_weight=None, class_weight=None, "
-        "training=False, initial_state=None, seed=0, axes=None)"
+        "training=False, initial_state=None, seed=0, axes=None, at=None)"
     ),
     "weight_norms": "(model, *, layers=None, over=None, ord=2, history=None, step=None)",
     "weights": (

@@ -47,6 +47,7 @@ from .profiles import (
 )
 from .resampling import bootstrap
 from .residual import missed_dependency
+from .scans import decay_half_life, decay_products, effective_state_size
 from .spectrum import (
     effective_rank,
     kaplan_yorke_dimension,
@@ -69,8 +70,11 @@ __all__ = [
     "constant_features",
     "covering_lag",
     "dead_units",
+    "decay_half_life",
+    "decay_products",
     "donors",
     "effective_rank",
+    "effective_state_size",
     "far_out",
     "gate_timescale",
     "gradient_decay",

@@ -1,0 +1,47 @@
+"""Measures of whole-sequence layers, held against closed forms."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rnnlens import measures
+
+
+def test_half_life_of_a_constant_decay_is_its_definition():
+    decay = np.full((2, 50, 3), 1.0)
+    decay[..., 0], decay[..., 1] = 0.5, 0.5 ** (1 / 8)
+    assert np.allclose(measures.decay_half_life(decay)[:2], [1.0, 8.0], rtol=1e-12)
+    assert np.isinf(measures.decay_half_life(decay)[2])
+
+
+def test_resets_do_not_count_as_decay():
+    decay = np.full((1, 20, 1), 0.5 ** (1 / 4))
+    decay[0, [3, 9]] = 0.0
+    assert np.allclose(measures.decay_half_life(decay), 4.0, rtol=1e-12)
+
+
+def test_effective_state_size_counts_used_directions():
+    rng = np.random.default_rng(0)
+    decay, read = np.full((40, 1), 0.9) * np.ones(6), rng.normal(size=(40, 6))
+    basis = rng.normal(size=(2, 6))
+    write = rng.normal(size=(40, 2)) @ basis  # all writes lie in a plane
+    assert measures.effective_state_size(decay, write, read, 20) == 2
+    assert measures.effective_state_size(decay, rng.normal(size=(40, 6)), read, 20) == 6
+    assert measures.effective_state_size(decay, rng.normal(size=(40, 6)), read, 3) == 3  # as many as past steps
+
+
+def test_effective_state_size_is_the_rank_of_the_block():
+    rng = np.random.default_rng(1)
+    decay, write, read = rng.uniform(0.2, 1, (9, 4)), rng.normal(size=(9, 4)), rng.normal(size=(9, 4))
+    block = np.array(
+        [[(read[t] * decay[k + 1 : t + 1].prod(0) * write[k]).sum() for k in range(5)] for t in range(5, 9)]
+    )
+    values = np.linalg.svd(block, compute_uv=False)
+    assert measures.effective_state_size(decay, write, read, 5) == (values > 1e-3 * values[0]).sum()
+
+
+def test_decay_products():
+    decay = np.random.default_rng(2).uniform(0.5, 1, (2, 6, 3))
+    found = measures.decay_products(decay, 5, [0, 1, 3])
+    assert np.allclose(found[0], 1.0)
+    assert np.allclose(found[2], decay[:, 3] * decay[:, 4] * decay[:, 5])
