@@ -18,6 +18,7 @@ from ..errors import InputError, LayerNotFoundError, ModelError, did_you_mean, h
 from ..measures.fixed_points import find_points, iterate, step_map
 from ..measures.spectrum import lyapunov_spectrum
 from ..measures.spectrum import step_eigenvalues as eigenvalues_of_steps
+from ..measures.transfer import refuse_changed_states
 from ..recurrence.replay import Replay
 from ..results.dynamics import FixedPoints
 from ..results.schema import to_host
@@ -301,6 +302,7 @@ def _run(model: Any, x: Any, layer: str | None, most: int, axes: Mapping[str, An
     if not all(np.isfinite(to_host(values)).all() for values in (run.input, *run.states)):
         name, hint = chosen[0].layer, "rl.find_nonfinite(model, x) finds the first one"
         raise InputError(message(f"The inputs or states of {name!r} are not finite.", got="NaN or infinity", hint=hint))
+    refuse_changed_states(run)
     return chosen[0].layer, run
 
 

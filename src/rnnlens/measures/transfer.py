@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from ..errors import UnsupportedError, message
 from ..recurrence.replay import Replay
 from ..typing import Array
 
@@ -120,6 +121,7 @@ def state_transfer(
     ends : (sample,) of int, optional
         Time step after which each sample's state is taken; the last of the recurrence by default.
     """
+    refuse_changed_states(run)
     order, begin = list(run.steps(reverse=True)), np.zeros(int(run.input.shape[0]), dtype=int)
     if ends is not None:
         begin = np.array([order.index(int(end)) for end in ends])
@@ -166,7 +168,13 @@ def step_jacobians(run: Replay) -> Iterator[Array]:
     """Yield A_t = ds_t/ds_(t-1) of every step, (sample, state, state), in the order of the recurrence.
 
     All states of a cell are concatenated.
+
+    Raises
+    ------
+    UnsupportedError
+        If the model's code changes the states between the steps.
     """
+    refuse_changed_states(run)
     sizes = [int(s.shape[-1]) for s in run.states]
     samples, dtype = int(run.input.shape[0]), np.asarray(run.states[0][:1, :1]).dtype
     unit = np.broadcast_to(np.eye(sum(sizes), dtype=dtype), (samples, sum(sizes), sum(sizes)))
@@ -174,6 +182,22 @@ def step_jacobians(run: Replay) -> Iterator[Array]:
     for t in run.steps():
         a = np.concatenate(run.cell.pull_rows(run, t, rows), axis=2)
         yield a if run.mask is None else np.where(np.asarray(run.mask[:, t])[:, None, None], a, unit)
+
+
+def refuse_changed_states(run: Replay) -> None:
+    """Raise ``UnsupportedError`` if the model's code changes the states between the steps of a loop.
+
+    The step Jacobians of the cell alone are not those of the loop then.
+    """
+    if run.received is not None:
+        raise UnsupportedError(
+            message(
+                "The model's code changes the state between the steps of this loop; that change is part of each step.",
+                got="a state that is scaled or mixed before the next step",
+                expected="a loop that passes the state on as the cell returned it",
+                hint="move the change into the cell's forward; rl.gradients and rl.jacobian include it as it is",
+            )
+        )
 
 
 def theil_sen(profile: Array) -> float:

@@ -82,6 +82,7 @@ def _sweep(run: Replay, direct: Sequence[Array | None], carry: tuple[Array, ...]
     gate_grad = cast(Array, out.gate_grad)
     for t in run.steps(reverse=True):
         still_wanted()
+        carry = _passed_on(run, carry, t)
         cotangent = tuple(c if d is None else c + d[:, t, ...] for c, d in zip(carry, direct, strict=True))
         now, after = record.at((slice(None), t, ...)), tuple(s[:, t, ...] for s in run.states)
         dz, carry, total = cell.pull_back(now, run.state_before(t), after, cotangent, run.state_scale, xp)
@@ -99,6 +100,16 @@ def _sweep(run: Replay, direct: Sequence[Array | None], carry: tuple[Array, ...]
     out.input_grad[...] = cell.input_gradient(run.input, flat, run.input_scale, xp)
     for target, value in zip(out.initial_state_grad, carry, strict=True):
         target[...] = value
+
+
+def _passed_on(run: Replay, carry: tuple[Array, ...], t: int) -> tuple[Array, ...]:
+    """Return the cotangents that reach step t from the step after it.
+
+    They are zero where the user's code changes the states between the steps: the direct gradients then include them.
+    """
+    if run.received is None or t == next(run.steps(reverse=True)):
+        return carry
+    return tuple(run.xp.zeros_like(c) for c in carry)
 
 
 def weight_gradients(
@@ -192,6 +203,7 @@ def adjoint_custom(
     state_grads = tuple(xp.empty_like(s) for s in run.states)
     input_grad = xp.zeros_like(run.input)
     for t in run.steps(reverse=True):
+        carry = _passed_on(run, carry, t)
         cotangent = tuple(c if d is None else c + d[:, t, :] for c, d in zip(carry, state_cotangent, strict=True))
         dx, carry = sweep.pull_back(t, output_cotangent[:, t, :], cotangent)
         if run.mask is not None:

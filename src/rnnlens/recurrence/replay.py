@@ -68,7 +68,8 @@ class Replay(Trajectory):
         """Replay a captured call (``adapters.protocol.RecurrentCall``) and compare it with the captured values."""
         xp = array_namespace(call.input)
         if call.cell.by_framework:
-            run = replay_custom(call.cell, call.input, call.initial_state, mask=call.mask, order=call.direction)
+            start, order = call.initial_state, call.direction
+            run = replay_custom(call.cell, call.input, start, mask=call.mask, order=order, received=call.received)
             if call.returns_sequences:
                 output = cast(Array, run.step_output)
                 run.residual = residual(output, call.output, call.mask, xp)
@@ -84,6 +85,7 @@ class Replay(Trajectory):
                 order=call.direction,
                 hidden=call.output if _output_is_hidden(call, xp) else None,
                 scales=Scales(call.input_scale, call.state_scale),
+                received=call.received,
             )
             if call.cell.registered_for:
                 if call.returns_sequences:
@@ -103,12 +105,14 @@ class Replay(Trajectory):
     @classmethod
     def as_computed(cls, call: Any) -> Replay:
         """Replay a captured call without a comparison, for calls with non-finite numbers."""
+        start, order, received = call.initial_state, call.direction, call.received
         if call.cell.by_framework:
-            return replay_custom(call.cell, call.input, call.initial_state, mask=call.mask, order=call.direction)
+            return replay_custom(call.cell, call.input, start, mask=call.mask, order=order, received=received)
         hidden = call.output if _output_is_hidden(call, array_namespace(call.input)) else None
         scales = Scales(call.input_scale, call.state_scale)
-        start, order = call.initial_state, call.direction
-        return replay(call.cell, call.input, start, mask=call.mask, order=order, hidden=hidden, scales=scales)
+        return replay(
+            call.cell, call.input, start, mask=call.mask, order=order, hidden=hidden, scales=scales, received=received
+        )
 
     def last_output(self, masked_output: str = "state") -> Array:
         """Return the output (sample, unit) of a layer that returns only its last output."""
@@ -153,6 +157,7 @@ def replay(
     order: Literal["forward", "backward"] = "forward",
     hidden: Array | None = None,
     scales: Scales = UNSCALED,
+    received: Sequence[Array] | None = None,
 ) -> Replay:
     """Recompute gates and states of a cell with known equations.
 
@@ -163,10 +168,13 @@ def replay(
         The first state after each step, if it is known. If the cell allows it (``Cell.at_once``), the matrix products
         of all steps are then computed at once, and only element-wise operations run step by step. Values at masked
         steps are ignored.
+    received : one (sample, time, size) array per state, optional
+        States that each step starts from, instead of those after the step before.
     """
     xp = array_namespace(x)
     run = Replay(xp, x, tuple(initial_state), (), None, None, mask, order, scales.input, scales.state, cell=cell)
-    if hidden is None or not cell.at_once:
+    run.received = None if received is None else tuple(received)
+    if hidden is None or not cell.at_once or received is not None:
         _replay_in_sequence(run)
         run.residual = 0.0 if hidden is None else residual(run.states[0], hidden, mask, xp)
     else:
@@ -180,6 +188,7 @@ def _replay_in_sequence(run: Replay) -> None:
     record: Record | None = None
     states: tuple[Array, ...] = ()
     for t in run.steps():
+        state = state if run.received is None else run.state_before(t)
         step, new = cell.taken(projected[:, t, ...], state, run.state_scale, xp)
         mask_t = None if run.mask is None else run.mask[:, t]
         state = tuple(carried(n, s, mask_t, xp) for n, s in zip(new, state, strict=True))
@@ -319,14 +328,17 @@ def replay_custom(
     *,
     mask: Array | None = None,
     order: Literal["forward", "backward"] = "forward",
+    received: Sequence[Array] | None = None,
 ) -> Replay:
     """Run a cell of unknown equations step by step with its framework, and return its states and outputs."""
     xp = array_namespace(x)
     run = Replay(xp, x, tuple(initial_state), (), None, None, mask, order, cell=cell)
+    run.received = None if received is None else tuple(received)
     state = run.initial_state
     states: list[tuple[Array, ...]] = []
     outputs: list[Array] = []
     for t in run.steps():
+        state = state if run.received is None else run.state_before(t)
         output, new = cell.advance(x[:, t, ...], state)
         mask_t = None if mask is None else mask[:, t]
         state = tuple(carried(n, s, mask_t, xp) for n, s in zip(new, state, strict=True))

@@ -101,11 +101,12 @@ def perturbed(run: Replay) -> Replay:
     In a recurrence that amplifies small differences, this trajectory deviates as any second run does.
     """
     off, start = one_rounding(run.xp), tuple(map(one_rounding(run.xp), run.initial_state))
+    options: Any = {"mask": run.mask, "order": run.order}
+    options["received"] = None if run.received is None else tuple(map(off, run.received))
     if run.cell.by_framework:
-        again = replay_custom(run.cell, off(run.input), start, mask=run.mask, order=run.order)  # type: ignore[arg-type]
+        again = replay_custom(run.cell, off(run.input), start, **options)  # type: ignore[arg-type]
     else:
-        scales = Scales(run.input_scale, run.state_scale)
-        again = replay(run.cell, off(run.input), start, mask=run.mask, order=run.order, scales=scales)
+        again = replay(run.cell, off(run.input), start, scales=Scales(run.input_scale, run.state_scale), **options)
     record = None if again.record is None else again.record._replace(gates=off(again.record.gates))
     return replace(again, record=record, states=tuple(map(off, again.states)))
 

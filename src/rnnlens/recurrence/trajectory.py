@@ -56,6 +56,9 @@ class Trajectory:
     step_output : (sample, time, unit) or None
         Output at each step, before masking, of a cell run by the framework; None for cells with known equations.
     mask : (sample, time) of bool, or None; False where the states are carried over
+    received : one (sample, time, size) array per state, or None
+        States that each step started from, if the user's code changes them between the steps; None if each step
+        started from the states after the step before it.
     """
 
     xp: Namespace
@@ -68,6 +71,7 @@ class Trajectory:
     order: Literal["forward", "backward"] = "forward"
     input_scale: Array | None = None
     state_scale: Array | None = None
+    received: tuple[Array, ...] | None = None
 
     @property
     def preactivation(self) -> Array | None:
@@ -104,6 +108,7 @@ class Trajectory:
             mask=None if self.mask is None else self.mask[some, ...],
             input_scale=scale_of_samples(self.input_scale, some),
             state_scale=scale_of_samples(self.state_scale, some),
+            received=None if self.received is None else tuple(s[some, ...] for s in self.received),
         )
 
     def steps(self, *, reverse: bool = False) -> Iterator[int]:
@@ -112,6 +117,8 @@ class Trajectory:
 
     def state_before(self, t: int) -> tuple[Array, ...]:
         """Return the states before step t, one (sample, size) array each."""
+        if self.received is not None:
+            return tuple(s[:, t, ...] for s in self.received)
         previous = t - 1 if self.order == "forward" else t + 1
         if 0 <= previous < self.input.shape[1]:
             return tuple(s[:, previous, ...] for s in self.states)
@@ -123,6 +130,8 @@ class Trajectory:
 
     def before(self, state: int) -> Array:
         """Return the values (sample, time, size) of one state before each step, given the state's index."""
+        if self.received is not None:
+            return self.received[state]
         return shift(self.states[state], self.initial_state[state], self.order, self.xp)
 
     def at_real_steps(self, values: Array) -> Array:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from .. import data
 from ..adapters.protocol import Adapter, Batch, CaptureRequest, LayerInfo, LayerWeights, ModelFacts, Port
-from ..errors import InputError, LayerNotFoundError, did_you_mean, message
+from ..errors import InputError, LayerNotFoundError, RnnlensError, did_you_mean, message
 from ..layout import Layout, dims_of
 from ..recurrence.cells import cell_of_kind, kinds
 from ..typing import Array
@@ -276,6 +276,25 @@ def _layer_quantity(text: str, known: Catalogue) -> list[TensorName]:
 def _tensor(text: str, known: Catalogue) -> list[TensorName]:
     """Resolve the framework's name of a single tensor, with the name as its layer."""
     return [TensorName(text, "output", text)] if text in known.facts.tensors else []
+
+
+def names_behind_ids(adapter: Adapter, model: Any, batch: Batch, known: Catalogue) -> list[str]:
+    """Return names of float tensors by which to differentiate instead of an input of ids.
+
+    They are the outputs of the embeddings, or, where the model calls an embedding once per step, the inputs of its
+    recurrent layers. The model is run once.
+    """
+    tables = known.facts.having("embedding")
+    if not tables:
+        return []
+    request = CaptureRequest((*tables, *known.recurrent), gradients=False, weight_grads=False)
+    try:
+        capture = adapter.capture(model, batch, request)
+    except RnnlensError:
+        return [f"{table}.output" for table in tables]
+    called = {call.layer for call in capture.plain}
+    found = [f"{table}.output" for table in tables if table in called]
+    return found or [f"{call.layer}.input" for call in capture.calls[:1]]
 
 
 def _inner(layer: str, what: str, state: re.Match[str] | None, info: LayerInfo) -> TensorName:

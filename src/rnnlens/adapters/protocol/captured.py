@@ -99,6 +99,10 @@ class RecurrentCall:
     between
         True if the user's code reads states between the calls that form this run. They have ports of kind
         ``"state_read"``.
+    received : one (sample, time, unit) array per state, or None
+        States that each step started from, if the user's code changes the states between the steps. The direct
+        gradients of a step's output and states then include all paths through later steps. None if each step starts
+        from the states of the step before.
     input_scale, state_scale : (sample, n) or (gate, sample, n), or None
         Dropout multipliers, equal at every step.
     compute_dtype
@@ -134,6 +138,7 @@ class RecurrentCall:
     state_grad: Mapping[int, Array] | None = None
     stepwise: bool = False
     between: bool = False
+    received: tuple[Array, ...] | None = None
     input_scale: Array | None = None
     state_scale: Array | None = None
     compute_dtype: str = ""

@@ -76,6 +76,12 @@ class Assembler:
             between=not owner.stacked or len(run.visits) > 1,
             computed=self._computed(owner, layer, direction),
         )
+        if run.is_changed:
+            count = len(call.initial_state)
+            call.received = tuple(
+                _sequence(run, lambda v, i=i: v.pieces[layer].fed[i])  # type: ignore[misc]
+                for i in range(count)
+            )
         computed = owner.autocast or first.pieces[layer].output.dtype
         if computed in (torch.bfloat16, torch.float16):
             call.compute_dtype = str(computed).removeprefix("torch.")

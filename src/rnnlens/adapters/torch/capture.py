@@ -32,6 +32,7 @@ from .losses import evaluate
 from .public import SCANS
 from .record import (
     CallRecorder,
+    JoinRules,
     OutputRecord,
     Recurrence,
     differentiable,
@@ -39,7 +40,14 @@ from .record import (
     refuse_hooked,
     refuse_transformed,
 )
-from .recurrences import JoinedTooFarError, check_joints, entangled, mark_endings, own_cells_only
+from .recurrences import (
+    JoinedWronglyError,
+    check_joints,
+    entangled,
+    join_changed_states,
+    mark_endings,
+    own_cells_only,
+)
 from .restore import borrowed, differentiable_weights
 from .scans import ScanRecord, ScanRecorder, refuse_unread, seams
 
@@ -51,12 +59,11 @@ def capture(model: nn.Module, batch: Batch, request: CaptureRequest) -> Capture:
     if not request.scans:
         asked = replace(asked, sequences=frozenset())
     x = as_tensors(batch.x, model, "x")
-    never_by_row: set[int] = set()
-    keep_gradients = False
+    rules, keep_gradients = JoinRules(), False
     while True:
         try:
-            return _pass(model, batch, x, request, asked, never_by_row, keep_gradients)
-        except JoinedTooFarError:
+            return _pass(model, batch, x, request, asked, rules, keep_gradients)
+        except JoinedWronglyError:
             continue
         except _NoGradientsError:
             keep_gradients = True
@@ -72,11 +79,11 @@ def _pass(
     x: Any,
     request: CaptureRequest,
     asked: RequestedLayers,
-    never_by_row: set[int],
+    rules: JoinRules,
     keep_gradients: bool,
 ) -> Capture:
     boundaries = request.boundaries and request.gradients
-    recorder = CallRecorder(never_by_row, weight_grads=request.weight_grads and request.gradients, separate=boundaries)
+    recorder = CallRecorder(rules, weight_grads=request.weight_grads and request.gradients, separate=boundaries)
     with (
         borrowed(model, training=batch.training, seed=batch.seed),
         differentiable_weights(model, boundaries),
@@ -89,6 +96,7 @@ def _pass(
             watched(model, recorder, asked, batch, keep_gradients) as interceptor,
         ):
             outputs = call_model(model, x)
+        join_changed_states(recorder)
         own_cells_only(recorder, training=batch.training)
         mark_endings(recorder)
         refuse_hooked(recorder)

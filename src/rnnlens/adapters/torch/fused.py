@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from ...recurrence.cells import GRU, LSTM, Cell, SimpleRNN
 from .discover import RequestedLayers
 from .inputs import check_features
-from .lineage import Continuation, StateLink
+from .lineage import Continuation, StateLink, follows
 from .record import CallOwner, CallRecord, CallRecorder, LayerRecord, Packing, refuse_transformed
 from .weights import slots
 
@@ -241,16 +241,13 @@ def _without_advice() -> Iterator[None]:
 
 def _cell(recorder: CallRecorder, func: Any, owner: CallOwner, call: CellCall) -> Any:
     given = _as_tuple(call.state)
-    tail = recorder.tail(owner)
-    rows = owner.key not in recorder.never_by_row
-    found = tail.link.continued_by(given, rowwise=rows) if tail is not None else None
+    tail, found = recorder.tail(owner), recorder.continued(owner, given)
     if found is None:
-        start = recorder.given_state(owner.name, given) if owner.name in recorder.initial_state else given
+        overridden = owner.name in recorder.initial_state and not (tail is not None and follows(given, tail.link))
+        start = recorder.given_state(owner.name, given) if overridden else given
         fed = tuple(recorder.started(state) for state in start)
     else:
         fed = found.fed
-        if tail is not None:
-            tail.rows = found.rows
     weights = call.weights()
     stand_ins = {name: recorder.leaf(owner, f"{name}/0/0", w) for name, w in weights.items() if w is not None}
     flat = [stand_ins.get(name) for name in weights]

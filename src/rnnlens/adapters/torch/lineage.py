@@ -9,7 +9,9 @@ leaves gradients unchanged. A detached, scaled or mixed state fails one of the t
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -157,6 +159,24 @@ class Continuation:
             return None
         device = self.rows.device
         return torch.where(self.rows, self.link.step, self.link._origins(len(self.rows), device))
+
+
+def follows(given: States, link: StateLink, stops: Container[Any] = (), seen: set[Any] | None = None) -> bool:
+    """Return whether states were computed from those that a call returned, by graph nodes.
+
+    Paths through ``stops`` do not count. Nodes in ``seen`` are known to lead nowhere, and further ones are added.
+    """
+    ends = {tensor.grad_fn for tensor in link.kept}
+    seen = set() if seen is None else seen
+    waiting = [tensor.grad_fn for tensor in given]
+    while waiting:
+        node = waiting.pop()
+        if node in ends and node is not None:
+            return True
+        if node is not None and node not in seen and node not in stops:
+            seen.add(node)
+            waiting.extend(parent for parent, _ in node.next_functions)
+    return False
 
 
 def probe_like(tensor: Tensor) -> Tensor:

@@ -182,7 +182,9 @@ class CellHook:
         refuse_transformed(self.owner.name, entered.flat)
         x = self.recorder.fed(entered.x)
         flat = [x if leaf is entered.x else leaf for leaf in entered.flat]
-        entered.fed, entered.before = self._fed(entered.given)
+        entered.before = self.recorder.continued(self.owner, entered.given)
+        started = [self.recorder.started(state) for state in entered.given] if entered.before is None else []
+        entered.fed = started if entered.before is None else list(entered.before.fed)
         for i, state in zip(entered.places, entered.fed, strict=True):
             flat[i] = state
         entered.release()
@@ -203,15 +205,6 @@ class CellHook:
             return self._note(entered, output)
         except _NotACellError as reason:
             return self._give_up(reason)
-
-    def _fed(self, given: list[Tensor]) -> tuple[list[Tensor], Continuation | None]:
-        tail = self.recorder.tail(self.owner)
-        if tail is not None and given:
-            found = tail.link.continued_by(tuple(given), rowwise=self.owner.key not in self.recorder.never_by_row)
-            if found is not None:
-                tail.rows = found.rows
-                return list(found.fed), found
-        return [self.recorder.started(state) for state in given], None
 
     def _note(self, entered: EnteredCall, output: Any) -> Any:
         flat, spec = pytree.tree_flatten(output)

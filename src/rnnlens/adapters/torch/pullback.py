@@ -27,8 +27,8 @@ from .losses import (
     evaluate,
     host_array,
 )
-from .record import CallRecorder, refuse_hooked, refuse_transformed
-from .recurrences import JoinedTooFarError, check_joints, mark_endings, own_cells_only
+from .record import CallRecorder, JoinRules, refuse_hooked, refuse_transformed
+from .recurrences import JoinedWronglyError, check_joints, join_changed_states, mark_endings, own_cells_only
 from .restore import borrowed
 
 #: Function that pulls a cotangent of the value back to one cotangent per argument.
@@ -75,24 +75,23 @@ class TorchPullback:
 
     def _passed(self, model: nn.Module, batch: Batch, cut: Sequence[Port]) -> PortTable:
         """Run the forward pass, and repeat it if it ran without gradients or if calls were joined wrongly."""
-        never_by_row: set[int] = set()
-        keep_gradients = False
+        rules, keep_gradients = JoinRules(), False
         while True:
             try:
-                boundaries = self._run(model, batch, cut, never_by_row, keep_gradients)
-            except JoinedTooFarError:
+                boundaries = self._run(model, batch, cut, rules, keep_gradients)
+            except JoinedWronglyError:
                 continue
             if boundaries is not None:
                 return boundaries
             keep_gradients = True
 
     def _run(
-        self, model: nn.Module, batch: Batch, cut: Sequence[Port], never_by_row: set[int], keep_gradients: bool
+        self, model: nn.Module, batch: Batch, cut: Sequence[Port], rules: JoinRules, keep_gradients: bool
     ) -> PortTable | None:
         """Run one forward pass; return None if it must be repeated because it ran without gradients."""
         modules = named_modules(model)
         asked = replace(RequestedLayers.of(model, None), sequences=frozenset())
-        recorder = CallRecorder(never_by_row, separate=True, cut={_path(port) for port in cut})
+        recorder = CallRecorder(rules, separate=True, cut={_path(port) for port in cut})
         plain: dict[str, list[Any]] = {}
         inputs, chain = on_leaves(as_tensors(batch.x, model, "x"), _source), ChainRecorder(model)
         with borrowed(model, training=batch.training, seed=batch.seed):
@@ -104,6 +103,7 @@ class TorchPullback:
             finally:
                 for handle in handles:
                     handle.remove()
+            join_changed_states(recorder)
             own_cells_only(recorder, training=batch.training)
             mark_endings(recorder)
             refuse_hooked(recorder)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,8 +14,11 @@ from torch import Tensor
 from ...arguments import as_numpy
 from ...errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean, message
 from ...recurrence.cells import Cell
-from .lineage import StateLink
+from .lineage import Continuation, StateLink
 from .scans import ScanRecorder
+
+#: Folders of code that is not the user's.
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 
 #: Used instead of a layer's name: all layers.
 ALL = "*"
@@ -122,7 +127,9 @@ class CallRecord:
 
     ``state_taps`` are the returned final states, (layer * direction, sample, unit), whose gradients are direct
     gradients; None where the state is also the output. ``rows`` (sample,) is False for samples whose state was not
-    passed on. ``trail`` tracks, while the model runs, the tensors that the user's code makes of the states.
+    passed on. ``trail`` tracks, while the model runs, the tensors that the user's code makes of the states. ``site`` is
+    the place in the model's code from which the call was made. ``changed``: the call started from a state that the
+    user's code had computed from that of the call before.
     """
 
     pieces: list[LayerRecord]
@@ -131,6 +138,8 @@ class CallRecord:
     rows: Tensor | None = None
     packing: Packing | None = None
     trail: StateTrail | None = None
+    site: Hashable = None
+    changed: bool = False
 
     @property
     def steps(self) -> int:
@@ -144,6 +153,11 @@ class Recurrence:
 
     owner: CallOwner
     visits: list[CallRecord]
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the user's code changes the states between the steps."""
+        return any(visit.changed for visit in self.visits)
 
     @property
     def length(self) -> int:
@@ -168,6 +182,22 @@ class Recurrence:
 
 
 @dataclass
+class JoinRules:
+    """Keys of owners whose calls are joined to recurrences in a restricted way, as earlier passes found.
+
+    Attributes
+    ----------
+    never_by_row
+        Calls are not joined row by row.
+    never_inside
+        Every call gets copies of its states, as the user's code changes some of them between the calls.
+    """
+
+    never_by_row: set[int] = field(default_factory=set)
+    never_inside: set[int] = field(default_factory=set)
+
+
+@dataclass
 class OutputRecord:
     """One call of a layer that is not recurrent; ``output`` is inside the graph."""
 
@@ -180,8 +210,8 @@ class CallRecorder:
 
     Parameters
     ----------
-    never_by_row
-        Keys of owners whose calls must not be joined row by row, as an earlier pass found.
+    rules
+        Restrictions on joining calls, as earlier passes found.
     weight_grads
         Whether gradients of weights are needed.
     separate
@@ -192,7 +222,7 @@ class CallRecorder:
 
     def __init__(
         self,
-        never_by_row: set[int],
+        rules: JoinRules,
         *,
         weight_grads: bool = True,
         separate: bool = False,
@@ -203,7 +233,7 @@ class CallRecorder:
         #: Items of ``runs`` and ``plain``, in the order of their first calls.
         self.order: list[Recurrence | OutputRecord] = []
         self.notes: list[str] = []
-        self.never_by_row = never_by_row
+        self.rules = rules
         self.weight_grads = weight_grads
         self.separate, self.cut = separate, frozenset(cut)
         self.paused = False
@@ -222,9 +252,20 @@ class CallRecorder:
         run = self._tails.get(owner.key)
         return None if run is None else run.visits[-1]
 
+    def continued(self, owner: CallOwner, given: Sequence[Tensor]) -> Continuation | None:
+        """Return how a call of a cell with the state ``given`` continues its last call; None if it does not."""
+        tail = self.tail(owner)
+        if tail is None or not given or owner.key in self.rules.never_inside:
+            return None
+        found = tail.link.continued_by(tuple(given), rowwise=owner.key not in self.rules.never_by_row)
+        if found is not None:
+            tail.rows = found.rows
+        return found
+
     def add(self, owner: CallOwner, visit: CallRecord, *, continues: bool) -> None:
         """Record one call of a recurrent layer. ``continues`` appends it to the last recurrence of its owner."""
         owner.autocast = owner.autocast or autocast_around(visit.pieces[0].seen)
+        visit.site = call_site()
         if not owner.stacked:
             visit.trail = self.trails[owner.key] = StateTrail(visit.link.handed)
         if continues:
@@ -319,6 +360,16 @@ class CallRecorder:
     def stands_in(self, weight: Tensor) -> bool:
         """Return whether a substitute was made for this weight."""
         return id(weight) in self._by_identity
+
+
+def call_site() -> Hashable:
+    """Return the lines of the user's code that led to the running call of a layer, innermost first."""
+    lines, frame = [], sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "call_model":
+        if not frame.f_code.co_filename.startswith(_LIBRARIES):
+            lines.append((frame.f_code, frame.f_lineno))
+        frame = frame.f_back  # type: ignore[assignment]
+    return tuple(lines)
 
 
 def differentiable(tensor: Tensor) -> Tensor:

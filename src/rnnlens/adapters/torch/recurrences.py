@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import UnsupportedError, message
-from .lineage import probe_like
+from .lineage import follows, probe_like
 from .public import note_cells
 from .record import (
     CallRecord,
@@ -20,11 +20,63 @@ from .record import (
 )
 
 
+def join_changed_states(recorder: CallRecorder) -> None:
+    """Join recurrences of a cell where the user's code changes the state between the steps.
+
+    A call continues the one before if both are made from the same line of the user's code, with the same number of
+    samples, and its state was computed from the states that the call before returned.
+
+    Raises
+    ------
+    JoinedWronglyError
+        If some calls of such a loop were joined already because their state was passed on unchanged. The owner was
+        added to ``never_inside`` of the recorder's rules, and the pass must be run again.
+    """
+    seen: dict[int, set[Any]] = {}
+    known = {run.owner.key for run in recorder.runs if run.owner.step_cell is None or len(run.visits) > 1}
+    returned = [
+        (run.owner.key, tensor.grad_fn)
+        for run in recorder.runs
+        if run.owner.key in known
+        for visit in run.visits
+        for tensor in visit.link.kept
+    ]
+    kept: list[Recurrence] = []
+    for run in recorder.runs:
+        key, first = run.owner.key, run.visits[0]
+        before = next((other for other in reversed(kept) if other.owner.key == key), None)
+        # A module that mixes states of another cell is no cell; a cell of torch's is one, whoever mixes its states.
+        stops = set() if run.owner.step_cell is None else {node for owner, node in returned if owner != key}
+        if before is None or not _continues_changed(before.visits[-1], first, stops, seen.setdefault(key, set())):
+            kept.append(run)
+            continue
+        first.changed = True
+        before.visits += run.visits
+    changed = [run for run in kept if run.is_changed]
+    partly = {run.owner.key for run in changed if sum(visit.changed for visit in run.visits) < len(run.visits) - 1}
+    if not partly <= recorder.rules.never_inside:
+        recorder.rules.never_inside |= partly
+        raise JoinedWronglyError
+    recorder.runs = kept
+    recorder.notes += [
+        f"{run.owner.name}: the model's code changes the state between its steps: previous_hidden is the state that "
+        "each step started from, hidden_grad the total gradient of the state that it returned; output_grad is the same."
+        for run in changed
+    ]
+
+
+def _continues_changed(before: CallRecord, call: CallRecord, stops: set[Any], seen: set[Any]) -> bool:
+    if call.site != before.site or call.packing is not None or before.rows is not None or call.rows is not None:
+        return False
+    same_samples = call.link.raw[0].shape == before.link.raw[0].shape
+    return same_samples and follows(call.link.given, before.link, stops, seen)
+
+
 def mark_endings(recorder: CallRecorder) -> None:
     """Mark the samples that a mask kept at their earlier state at the last step of a recurrence."""
     for run in recorder.runs:
         trail = run.visits[-1].trail
-        if trail is not None and run.owner.key not in recorder.never_by_row and _is_masking(run):
+        if trail is not None and run.owner.key not in recorder.rules.never_by_row and _is_masking(run):
             _mark(run.visits[-1], trail)
     for visit in (visit for run in recorder.runs for visit in run.visits):
         visit.trail = None
@@ -33,7 +85,7 @@ def mark_endings(recorder: CallRecorder) -> None:
 def _is_masking(run: Recurrence) -> bool:
     """Return whether the user's loop makes a new tensor of every state before passing it on."""
     links = [visit.link for visit in run.visits]
-    return len(links) > 1 and all(
+    return len(links) > 1 and not run.is_changed and all(
         given is not handed
         for before, link in pairwise(links)
         for given, handed in zip(link.given, before.handed, strict=True)
@@ -74,8 +126,8 @@ def entangled(runs: list[Recurrence], outputs: Iterable[Tensor]) -> bool:
     owners = [run.owner.key for run in runs]
     if any(owners.count(run.owner.key) > 1 for run in runs if not run.owner.stacked or run in looped):
         return True
-    if not looped:
-        return False
+    if not looped or any(run.is_changed for run in looped):
+        return bool(looped)
     between = {key for run in looped for key in _states_between(run)}
     fed = [tensor for run in runs for tensor in _fed(run)]
     if between & _upstream([*outputs, *fed]):
@@ -120,8 +172,8 @@ def _upstream(tensors: Iterable[Tensor]) -> set[Any]:
     return seen
 
 
-class JoinedTooFarError(Exception):
-    """Signal that calls were wrongly joined row by row. The recorder has the owners; the pass must be run again."""
+class JoinedWronglyError(Exception):
+    """Signal that calls were wrongly joined. The recorder's rules have the owners; the pass must be run again."""
 
 
 def check_joints(recorder: CallRecorder, targets: Sequence[Tensor]) -> None:
@@ -129,8 +181,8 @@ def check_joints(recorder: CallRecorder, targets: Sequence[Tensor]) -> None:
 
     Raises
     ------
-    JoinedTooFarError
-        If so; the recurrence's owner was added to ``never_by_row`` of the recorder.
+    JoinedWronglyError
+        If so; the recurrence's owner was added to ``never_by_row`` of the recorder's rules.
     """
     masked = [run for run in recorder.runs if run.valid() is not None]
     taps = [tap for run in masked for _, tap in _taps_by_step(run)]
@@ -143,13 +195,13 @@ def check_joints(recorder: CallRecorder, targets: Sequence[Tensor]) -> None:
     probes = [probe_like(tensor) for tensor in live]
     pulled = torch.autograd.grad(live, taps, probes, retain_graph=True, allow_unused=True)
     found = {id(tap): grad for tap, grad in zip(taps, pulled, strict=True)}
-    before = len(recorder.never_by_row)
+    before = len(recorder.rules.never_by_row)
     for run in masked:
         dropped = ~run.valid()  # type: ignore[operator]
         if any(_nonzero_in(found[id(tap)], dropped[step]) for step, tap in _taps_by_step(run)):
-            recorder.never_by_row.add(run.owner.key)
-    if len(recorder.never_by_row) > before:
-        raise JoinedTooFarError
+            recorder.rules.never_by_row.add(run.owner.key)
+    if len(recorder.rules.never_by_row) > before:
+        raise JoinedWronglyError
 
 
 def _taps_by_step(run: Recurrence) -> list[tuple[int, Tensor]]:

@@ -30,7 +30,7 @@ from ..time_jacobian.ends import JacobianEnds
 from ..time_jacobian.execute import numbers
 from ..time_jacobian.network import open_network, reopen_network
 from ..time_jacobian.plan import JacobianPlan, WorkCount, make_plan, plan_for
-from ..time_jacobian.request import JacobianOptions, JacobianRequest, refuse_integers
+from ..time_jacobian.request import JacobianOptions, JacobianRequest, is_of_integers
 from .comparisons import Comparisons, attempt, outputs_of, steadied, wanted
 
 #: Values of ``measure`` for which the result is linear in the rows of the Jacobian.
@@ -249,7 +249,8 @@ def _through_whole_model(request: JacobianRequest, plan: JacobianPlan) -> WholeM
     for of, wrt in product(read("output", request.known), read("input", request.known)):
         whole = replace(request, of=of, wrt=wrt, options=options)
         try:
-            refuse_integers(wrt, request.batch, request.known)
+            if is_of_integers(wrt, request.batch):
+                continue
             with reopen_network(whole, plan.network) as network:
                 on_path = network.path.recurrences if network.is_cut else range(len(network.recurrences))
                 whole_plan = make_plan(options, network)

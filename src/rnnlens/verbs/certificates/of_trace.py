@@ -23,7 +23,8 @@ def weight_sums(dataset: xr.Dataset, call: RecurrentCall, probes: int) -> dict[s
     if cell.by_framework or scaled or not set(dataset.data_vars) >= _NEEDED or dataset[GATE].dtype.kind not in "UO":
         return None
     dz, x = _of(dataset, "gate_grad", call), _of(dataset, "input", call)
-    before = _before(_of(dataset, "hidden", call), call)
+    known = call.received is not None
+    before = _of(dataset, "previous_hidden", call) if known else _before(_of(dataset, "hidden", call), call)
     terms = cell.recurrent_terms(dz, _of(dataset, "gates", call), before)
     if terms is None:
         return None

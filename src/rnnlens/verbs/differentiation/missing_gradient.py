@@ -15,7 +15,7 @@ from ...errors import RnnlensError
 from ...results.gradients import Reason
 from ...typing import Array
 from ...vocabulary import SAMPLE, TIME
-from ..names import TensorName
+from ..names import TensorName, names_behind_ids
 from .experiments import Experiments, is_integer, nudged_port
 from .pull import answer
 from .request import BatchTarget, GradientRequest, is_trainable
@@ -56,8 +56,9 @@ def _integer_input(trials: Experiments, name: TensorName) -> Reason | None:
         return None
     words = dtype_name(leaves[name.index])
     sentence = f"{name.text} holds integers ({words}): integers have no derivative."
-    tables = trials.request.known.facts.having("embedding")
-    remedy = " or ".join(_instead(trials.part, wrt=f'"{layer}.output"') for layer in tables)
+    request = trials.request
+    instead = names_behind_ids(request.adapter, request.model, trials.batch, request.known)
+    remedy = " or ".join(_instead(trials.part, wrt=f'"{tensor}"') for tensor in instead)
     return Reason(name.text, "integer_input", sentence, remedy or 'pass floats: x.astype("float32")')
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
@@ -14,7 +14,7 @@ from ...autodiff.tensors import dtype_name
 from ...errors import InputError, UnsupportedError, message
 from ...layout import Layout
 from ..axes import InputCoordinates, TensorLayouts, named_layouts
-from ..names import Catalogue, TensorName, read_one, with_named_outputs
+from ..names import Catalogue, TensorName, names_behind_ids, read_one, with_named_outputs
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,8 @@ def read_request(
     given = InputCoordinates(batch.x, TensorLayouts(layouts, adapter))
     _refuse_as_end(of, "of")
     _refuse_as_end(wrt, "wrt")
-    refuse_integers(wrt, batch, known)
+    if is_of_integers(wrt, batch):
+        raise _integers(wrt, batch, names_behind_ids(adapter, model, batch, known))
     if batch.frozen and not known.sequences:
         what = "frozen=True holds the coefficients of whole-sequence layers, and this model has none."
         raise InputError(
@@ -123,18 +124,22 @@ def _refuse_as_end(name: TensorName, role: str) -> None:
         raise UnsupportedError(message(what, expected=_EXAMPLES[role], hint=hint))
 
 
-def refuse_integers(wrt: TensorName, batch: Batch, known: Catalogue) -> None:
-    """Raise for a model input of integers."""
+def is_of_integers(wrt: TensorName, batch: Batch) -> bool:
+    """Return whether a tensor is an input of the model that holds integers; raise if there is no such input."""
     if wrt.what != "input" or wrt.layer is not None:
-        return
+        return False
     leaves = data.leaves_of(batch.x)
     if wrt.index >= len(leaves):
         raise InputError(message(f"The model has no {wrt.text}.", got=f"{len(leaves)} inputs"))
-    leaf = leaves[wrt.index]
-    kind = dtype_name(leaf.data if data.is_packed(leaf) else leaf)
-    if "float" in kind or "complex" in kind:
-        return
-    hint = " or ".join(f'wrt="{layer}.output"' for layer in known.facts.having("embedding")) or 'x.astype("float32")'
-    raise InputError(
-        message("Integers have no derivative.", got=f"{wrt.text} of dtype {kind}", expected="floats", hint=hint)
-    )
+    kind = _dtype(leaves[wrt.index])
+    return not ("float" in kind or "complex" in kind)
+
+
+def _integers(wrt: TensorName, batch: Batch, instead: Sequence[str]) -> InputError:
+    got = f"{wrt.text} of dtype {_dtype(data.leaves_of(batch.x)[wrt.index])}"
+    hint = " or ".join(f'wrt="{name}"' for name in instead) or 'x.astype("float32")'
+    return InputError(message("Integers have no derivative.", got=got, expected="floats", hint=hint))
+
+
+def _dtype(leaf: Any) -> str:
+    return dtype_name(leaf.data if data.is_packed(leaf) else leaf)

@@ -52,6 +52,9 @@ def trace_call(
     run, steps = replayed(call), int(call.input.shape[1])
     arrays |= dict(zip(names, run.states, strict=True))
     arrays |= {"gates": run.gates, "gate_preactivation": run.preactivation}
+    if call.received is not None:  # the gradient at a step's output is the total one
+        arrays |= {f"previous_{name}": state for name, state in zip(names, call.received, strict=True)}
+        arrays["output_grad"] = None
     traced = TracedCall(arrays, [replay_check(call, run)])
     if call.output_grad is None or not wanted.swept:
         return traced

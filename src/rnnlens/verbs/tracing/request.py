@@ -13,7 +13,7 @@ from ...errors import InputError, LayerNotFoundError, did_you_mean, message
 from ...recurrence.cells import kinds
 from ...vocabulary import QUANTITIES
 
-_STATE = re.compile(r"(?P<state>.+?)(_grad)?")
+_STATE = re.compile(r"(?:previous_)?(?P<state>.+?)(_grad)?")
 _BOUNDARY = re.compile(r"(initial|final)_(?P<state>.+)_grad")
 
 #: Quantities that need no replay of the recurrence.
