@@ -182,7 +182,7 @@ class Between(nn.Module):
     def lengths(self):
         """Steps of each recurrence."""
         if self.how == "zoneout":
-            return [1] * T
+            return [T]
         return [4, 1] if self.how == "residual" else [2, 3]
 
 

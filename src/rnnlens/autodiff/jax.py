@@ -67,6 +67,11 @@ class JaxEngine:
         """Trace and compile ``function``; an executable of the same trace is taken from ``memo``."""
         return _compiled(function, arguments, memo)
 
+    def coarsest_dtype(self, function: Callable[[], Any]) -> str:
+        """Return "": single operations are not observed on this engine."""
+        del function
+        return ""
+
     def settings(self) -> Hashable:
         """Return the JAX settings that compiled programs depend on, such as 64-bit mode."""
         config = jax.config

@@ -71,6 +71,11 @@ class TensorFlowEngine:
         del memo  # the cost is in the tracing, which has to be repeated in any case
         return _graph(function, arguments)
 
+    def coarsest_dtype(self, function: Callable[[], Any]) -> str:
+        """Return "": single operations are not observed on this engine."""
+        del function
+        return ""
+
     def settings(self) -> Hashable:
         """Return an empty tuple: compiled programs depend on no setting."""
         return ()

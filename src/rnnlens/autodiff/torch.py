@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ..typing import Array
 from .protocol import Keep, Memo, Program, Tap, as_it_is
@@ -72,6 +74,26 @@ class PullMany:
         return [None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)]
 
 
+class _DtypeRecorder(TorchDispatchMode):  # type: ignore[misc]
+    """Recorder of the coarsest dtype of all operations that take and return floats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.coarsest: torch.dtype | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if _float_dtypes((args, kwargs)):
+            dtypes = [*_float_dtypes(result), *([self.coarsest] if self.coarsest is not None else [])]
+            self.coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
+        return result
+
+
+def _float_dtypes(tree: Any) -> list[torch.dtype]:
+    """Return the dtypes of the float tensors in nested arguments or results."""
+    return [leaf.dtype for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+
+
 class TorchEngine:
     """Differentiation, compilation and arrays of torch; see :class:`rnnlens.autodiff.Engine`."""
 
@@ -125,6 +147,12 @@ class TorchEngine:
         """Return ``function`` itself: nothing is compiled."""
         del arguments, memo
         return function
+
+    def coarsest_dtype(self, function: Callable[[], Any]) -> str:
+        """Call a function; return the name of the coarsest float dtype in which its operations computed, or ""."""
+        with _DtypeRecorder() as recorder:
+            function()
+        return "" if recorder.coarsest is None else str(recorder.coarsest).removeprefix("torch.")
 
     def settings(self) -> Hashable:
         """Return an empty tuple: nothing is compiled."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..recurrence.replay import Replay
 from ..typing import Array
-from .transfer import refuse_changed_states, step_jacobians
+from .transfer import step_jacobians
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,6 @@ def lyapunov_spectrum(run: Replay, *, count: int | None = None, burn_in: float =
     samples, time = run.input.shape[:2]
     size = sum(int(s.shape[-1]) for s in run.states)
     count, burnt = size if count is None else min(count, size), round(burn_in * time)
-    refuse_changed_states(run)
     moduli = run.cell.linear_system(run).moduli()
     kept = _growth_by_qr(run, count, seed)[burnt:] if moduli is None else _growth(run, moduli, count, burnt)
     exponents = kept.mean(axis=(0, 1))

@@ -82,7 +82,7 @@ def _sweep(run: Replay, direct: Sequence[Array | None], carry: tuple[Array, ...]
     gate_grad = cast(Array, out.gate_grad)
     for t in run.steps(reverse=True):
         still_wanted()
-        carry = _passed_on(run, carry, t)
+        carry = carry if run.received is None else _passed_on(run, carry, t)
         cotangent = tuple(c if d is None else c + d[:, t, ...] for c, d in zip(carry, direct, strict=True))
         now, after = record.at((slice(None), t, ...)), tuple(s[:, t, ...] for s in run.states)
         dz, carry, total = cell.pull_back(now, run.state_before(t), after, cotangent, run.state_scale, xp)
@@ -107,7 +107,7 @@ def _passed_on(run: Replay, carry: tuple[Array, ...], t: int) -> tuple[Array, ..
 
     They are zero where the user's code changes the states between the steps: the direct gradients then include them.
     """
-    if run.received is None or t == next(run.steps(reverse=True)):
+    if t == next(run.steps(reverse=True)):
         return carry
     return tuple(run.xp.zeros_like(c) for c in carry)
 
@@ -203,7 +203,7 @@ def adjoint_custom(
     state_grads = tuple(xp.empty_like(s) for s in run.states)
     input_grad = xp.zeros_like(run.input)
     for t in run.steps(reverse=True):
-        carry = _passed_on(run, carry, t)
+        carry = carry if run.received is None else _passed_on(run, carry, t)
         cotangent = tuple(c if d is None else c + d[:, t, :] for c, d in zip(carry, state_cotangent, strict=True))
         dx, carry = sweep.pull_back(t, output_cotangent[:, t, :], cotangent)
         if run.mask is not None:

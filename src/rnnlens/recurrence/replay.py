@@ -68,8 +68,9 @@ class Replay(Trajectory):
         """Replay a captured call (``adapters.protocol.RecurrentCall``) and compare it with the captured values."""
         xp = array_namespace(call.input)
         if call.cell.by_framework:
-            start, order = call.initial_state, call.direction
-            run = replay_custom(call.cell, call.input, start, mask=call.mask, order=order, received=call.received)
+            run = replay_custom(
+                call.cell, call.input, call.received or call.initial_state, mask=call.mask, order=call.direction
+            )
             if call.returns_sequences:
                 output = cast(Array, run.step_output)
                 run.residual = residual(output, call.output, call.mask, xp)
@@ -80,12 +81,11 @@ class Replay(Trajectory):
             run = replay(
                 call.cell,
                 call.input,
-                call.initial_state,
+                call.received or call.initial_state,
                 mask=call.mask,
                 order=call.direction,
                 hidden=call.output if _output_is_hidden(call, xp) else None,
                 scales=Scales(call.input_scale, call.state_scale),
-                received=call.received,
             )
             if call.cell.registered_for:
                 if call.returns_sequences:
@@ -105,14 +105,12 @@ class Replay(Trajectory):
     @classmethod
     def as_computed(cls, call: Any) -> Replay:
         """Replay a captured call without a comparison, for calls with non-finite numbers."""
-        start, order, received = call.initial_state, call.direction, call.received
+        start, order = call.received or call.initial_state, call.direction
         if call.cell.by_framework:
-            return replay_custom(call.cell, call.input, start, mask=call.mask, order=order, received=received)
+            return replay_custom(call.cell, call.input, start, mask=call.mask, order=order)
         hidden = call.output if _output_is_hidden(call, array_namespace(call.input)) else None
         scales = Scales(call.input_scale, call.state_scale)
-        return replay(
-            call.cell, call.input, start, mask=call.mask, order=order, hidden=hidden, scales=scales, received=received
-        )
+        return replay(call.cell, call.input, start, mask=call.mask, order=order, hidden=hidden, scales=scales)
 
     def last_output(self, masked_output: str = "state") -> Array:
         """Return the output (sample, unit) of a layer that returns only its last output."""
@@ -157,29 +155,36 @@ def replay(
     order: Literal["forward", "backward"] = "forward",
     hidden: Array | None = None,
     scales: Scales = UNSCALED,
-    received: Sequence[Array] | None = None,
 ) -> Replay:
     """Recompute gates and states of a cell with known equations.
 
     Parameters
     ----------
     x : (sample, time, feature)
+    initial_state : one (sample, size) array per state
+        Or (sample, time, size): the states that each step starts from.
     hidden : (sample, time, unit), optional
         The first state after each step, if it is known. If the cell allows it (``Cell.at_once``), the matrix products
         of all steps are then computed at once, and only element-wise operations run step by step. Values at masked
         steps are ignored.
-    received : one (sample, time, size) array per state, optional
-        States that each step starts from, instead of those after the step before.
     """
     xp = array_namespace(x)
-    run = Replay(xp, x, tuple(initial_state), (), None, None, mask, order, scales.input, scales.state, cell=cell)
-    run.received = None if received is None else tuple(received)
-    if hidden is None or not cell.at_once or received is not None:
+    run = Replay(xp, x, (), (), None, None, mask, order, scales.input, scales.state, cell=cell)
+    _begin(run, initial_state)
+    if hidden is None or not cell.at_once or run.received is not None:
         _replay_in_sequence(run)
         run.residual = 0.0 if hidden is None else residual(run.states[0], hidden, mask, xp)
     else:
         _replay_at_once(run, hidden)
     return run
+
+
+def _begin(run: Replay, start: Sequence[Array]) -> None:
+    """Set the initial states of a run from states (sample, size), or (sample, time, size) for every step."""
+    run.initial_state = tuple(start)
+    if start and start[0].ndim == run.input.ndim:
+        run.received, first = tuple(start), next(run.steps())
+        run.initial_state = tuple(s[:, first, ...] for s in start)
 
 
 def _replay_in_sequence(run: Replay) -> None:
@@ -328,12 +333,11 @@ def replay_custom(
     *,
     mask: Array | None = None,
     order: Literal["forward", "backward"] = "forward",
-    received: Sequence[Array] | None = None,
 ) -> Replay:
     """Run a cell of unknown equations step by step with its framework, and return its states and outputs."""
     xp = array_namespace(x)
-    run = Replay(xp, x, tuple(initial_state), (), None, None, mask, order, cell=cell)
-    run.received = None if received is None else tuple(received)
+    run = Replay(xp, x, (), (), None, None, mask, order, cell=cell)
+    _begin(run, initial_state)
     state = run.initial_state
     states: list[tuple[Array, ...]] = []
     outputs: list[Array] = []

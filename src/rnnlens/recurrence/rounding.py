@@ -100,9 +100,8 @@ def perturbed(run: Replay) -> Replay:
 
     In a recurrence that amplifies small differences, this trajectory deviates as any second run does.
     """
-    off, start = one_rounding(run.xp), tuple(map(one_rounding(run.xp), run.initial_state))
+    off, start = one_rounding(run.xp), tuple(map(one_rounding(run.xp), run.received or run.initial_state))
     options: Any = {"mask": run.mask, "order": run.order}
-    options["received"] = None if run.received is None else tuple(map(off, run.received))
     if run.cell.by_framework:
         again = replay_custom(run.cell, off(run.input), start, **options)  # type: ignore[arg-type]
     else:

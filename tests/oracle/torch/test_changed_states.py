@@ -152,9 +152,10 @@ def test_one_recurrence_with_the_gradients_of_the_states_that_the_cell_returned(
 def test_gates_are_those_of_the_state_that_the_cell_received():
     model, x, y = built("gru", "decay")
     layer = rl.trace(model, x, y, loss=nn.functional.mse_loss)["cell"]
-    gates = (x @ model.cell.weight_ih.T + model.cell.bias_ih).detach(), (
-        torch.tensor(layer.previous_hidden.values) @ model.cell.weight_hh.T + model.cell.bias_hh
-    ).detach()
+    gates = (
+        (x @ model.cell.weight_ih.T + model.cell.bias_ih).detach(),
+        (torch.tensor(layer.previous_hidden.values) @ model.cell.weight_hh.T + model.cell.bias_hh).detach(),
+    )
     reset, update, _ = (sum(gates)).chunk(3, -1)
     same(layer.gates.sel(gate="update"), torch.sigmoid(update).numpy())
     same(layer.gates.sel(gate="reset"), torch.sigmoid(reset).numpy())

@@ -39,6 +39,7 @@ def test_what_to_differentiate_by_instead_of_ids(stepwise, kind):
     name = re.search(r'wrt="([^"]+)"', str(refused.value))[1]
     assert name == ("cell.input" if stepwise else "emb.output")
     jacobian = rl.jacobian(model, ids, wrt=name)
+
     def function(vectors):
         return model(vectors[None, :, 0].long(), vectors[None])[0]
 

@@ -151,6 +151,11 @@ class KerasAdapter(Adapter):
         """Run and differentiate the user's own model without hooks."""
         return reference_run(model, batch, cotangents, gradients=gradients, regularised=regularised)
 
+    def coarsest_dtype(self, model: Any, batch: Batch) -> str:
+        """Run the user's unmodified model on torch; return the coarsest float dtype of its operations."""
+        engine = dialect_of(model).engine
+        return engine.coarsest_dtype(lambda: reference_run(model, batch, gradients=False))
+
     def place(self, model: Any, layer: str, direction: str | None, key: str) -> WeightLocation | None:
         """Return the Keras variable that contains the weight ``key`` of a layer, or None if there is no single one."""
         return place(model, layer, direction, key)

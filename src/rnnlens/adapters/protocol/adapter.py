@@ -179,6 +179,13 @@ class Adapter(AxisConvention, ABC):
         """
         return None
 
+    def coarsest_dtype(self, model: Any, batch: Batch) -> str:
+        """Run the user's unmodified model; return the coarsest float dtype of its operations, or "" if not known.
+
+        It is called where a certificate has failed. A part of a float64 model may compute in float32.
+        """
+        return ""
+
     def layouts(self, model: Any, batch: Batch, ports: Sequence[Port]) -> Mapping[Port, Layout]:
         """Return the roles of the axes of model inputs and outputs and of tensors of layers that are not recurrent.
 

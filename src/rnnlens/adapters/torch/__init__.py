@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...autodiff import engine
 from ...layout import Layout
 from ...typing import Array
 from ..protocol import (
@@ -93,6 +94,10 @@ class TorchAdapter(Adapter):
     ) -> ReferenceRun:
         """Run and differentiate the user's unmodified model, for comparison with a result."""
         return reference_run(model, batch, cotangents, gradients=gradients, regularised=regularised)
+
+    def coarsest_dtype(self, model: nn.Module, batch: Batch) -> str:
+        """Run the user's unmodified model; return the coarsest float dtype of its operations."""
+        return engine("torch").coarsest_dtype(lambda: reference_run(model, batch, gradients=False))
 
     def place(self, model: nn.Module, layer: str, direction: str | None, key: str) -> WeightLocation | None:
         """Find the torch parameter behind a weight of a layer; None if there is none."""

@@ -76,7 +76,7 @@ class Assembler:
             between=not owner.stacked or len(run.visits) > 1,
             computed=self._computed(owner, layer, direction),
         )
-        if run.is_changed:
+        if run.visits[-1].changed:  # by the user's code, between the steps
             count = len(call.initial_state)
             call.received = tuple(
                 _sequence(run, lambda v, i=i: v.pieces[layer].fed[i])  # type: ignore[misc]

@@ -172,7 +172,7 @@ def _start(
 ) -> tuple[tuple[Tensor, ...], Continuation | None]:
     tail = recorder.tail(owner)
     joinable = packing is None and not call.bidirectional and tail is not None and tail.packing is None
-    if joinable and tail is not None:
+    if joinable and tail is not None and owner.key not in recorder.rules.never_inside:
         found = tail.link.continued_by(call.state, rowwise=False)
         if found is not None:
             return found.fed, found

@@ -155,11 +155,6 @@ class Recurrence:
     visits: list[CallRecord]
 
     @property
-    def is_changed(self) -> bool:
-        """Whether the user's code changes the states between the steps."""
-        return any(visit.changed for visit in self.visits)
-
-    @property
     def length(self) -> int:
         """Number of time steps of all calls."""
         return sum(visit.steps for visit in self.visits)
@@ -265,7 +260,8 @@ class CallRecorder:
     def add(self, owner: CallOwner, visit: CallRecord, *, continues: bool) -> None:
         """Record one call of a recurrent layer. ``continues`` appends it to the last recurrence of its owner."""
         owner.autocast = owner.autocast or autocast_around(visit.pieces[0].seen)
-        visit.site = call_site()
+        if visit.steps == 1:
+            visit.site = call_site()
         if not owner.stacked:
             visit.trail = self.trails[owner.key] = StateTrail(visit.link.handed)
         if continues:

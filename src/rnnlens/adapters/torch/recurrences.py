@@ -21,7 +21,7 @@ from .record import (
 
 
 def join_changed_states(recorder: CallRecorder) -> None:
-    """Join recurrences of a cell where the user's code changes the state between the steps.
+    """Join recurrences of a cell where the user's code changes the state between most of the steps.
 
     A call continues the one before if both are made from the same line of the user's code, with the same number of
     samples, and its state was computed from the states that the call before returned.
@@ -32,44 +32,58 @@ def join_changed_states(recorder: CallRecorder) -> None:
         If some calls of such a loop were joined already because their state was passed on unchanged. The owner was
         added to ``never_inside`` of the recorder's rules, and the pass must be run again.
     """
-    seen: dict[int, set[Any]] = {}
-    known = {run.owner.key for run in recorder.runs if run.owner.step_cell is None or len(run.visits) > 1}
-    returned = [
-        (run.owner.key, tensor.grad_fn)
-        for run in recorder.runs
-        if run.owner.key in known
-        for visit in run.visits
-        for tensor in visit.link.kept
-    ]
-    kept: list[Recurrence] = []
-    for run in recorder.runs:
-        key, first = run.owner.key, run.visits[0]
-        before = next((other for other in reversed(kept) if other.owner.key == key), None)
-        # A module that mixes states of another cell is no cell; a cell of torch's is one, whoever mixes its states.
-        stops = set() if run.owner.step_cell is None else {node for owner, node in returned if owner != key}
-        if before is None or not _continues_changed(before.visits[-1], first, stops, seen.setdefault(key, set())):
-            kept.append(run)
-            continue
-        first.changed = True
-        before.visits += run.visits
-    changed = [run for run in kept if run.is_changed]
-    partly = {run.owner.key for run in changed if sum(visit.changed for visit in run.visits) < len(run.visits) - 1}
+    if len({run.owner.key for run in recorder.runs}) == len(recorder.runs):
+        return
+    chains = [chain for chain in _changed_chains(recorder.runs) if _is_mostly_changed(chain)]
+    partly = {chain[0].owner.key for chain in chains if any(len(run.visits) > 1 for run in chain)}
     if not partly <= recorder.rules.never_inside:
         recorder.rules.never_inside |= partly
         raise JoinedWronglyError
-    recorder.runs = kept
-    recorder.notes += [
-        f"{run.owner.name}: the model's code changes the state between its steps: previous_hidden is the state that "
-        "each step started from, hidden_grad the total gradient of the state that it returned; output_grad is the same."
-        for run in changed
-    ]
+    for first, *others in chains:
+        for run in others:
+            run.visits[0].changed = True
+            first.visits += run.visits
+            recorder.runs.remove(run)
+        recorder.notes.append(
+            f"{first.owner.name}: the model's code changes the state between its steps: previous_hidden is the state "
+            "that each step started from, hidden_grad the total gradient of the state that it returned."
+        )
+
+
+def _changed_chains(runs: Sequence[Recurrence]) -> list[list[Recurrence]]:
+    """Return recurrences in lists of those that continue each other with a changed state."""
+    returned: dict[int, set[Any]] = {}
+    for run in runs:
+        if run.owner.step_cell is None or len(run.visits) > 1:
+            nodes = {tensor.grad_fn for visit in run.visits for tensor in visit.link.kept}
+            returned.setdefault(run.owner.key, set()).update(nodes)
+    chains: dict[int, list[list[Recurrence]]] = {}
+    seen: dict[int, set[Any]] = {}
+    for run in runs:
+        key = run.owner.key
+        # A module that mixes states of another cell is no cell; a cell of torch's is one, whoever mixes its states.
+        others = (nodes for owner, nodes in returned.items() if owner != key)
+        stops = set[Any]() if run.owner.step_cell is None else set[Any]().union(*others)
+        known = chains.setdefault(key, [])
+        if known and _continues_changed(known[-1][-1].visits[-1], run.visits[0], stops, seen.setdefault(key, set())):
+            known[-1].append(run)
+        else:
+            known.append([run])
+    return [chain for known in chains.values() for chain in known]
 
 
 def _continues_changed(before: CallRecord, call: CallRecord, stops: set[Any], seen: set[Any]) -> bool:
-    if call.site != before.site or call.packing is not None or before.rows is not None or call.rows is not None:
+    if call.site != before.site or before.rows is not None or call.rows is not None:
+        return False
+    if call.steps > 1 or before.steps > 1 or call.packing is not None or len(call.pieces[0].weights) > 1:
         return False
     same_samples = call.link.raw[0].shape == before.link.raw[0].shape
     return same_samples and follows(call.link.given, before.link, stops, seen)
+
+
+def _is_mostly_changed(chain: Sequence[Recurrence]) -> bool:
+    """Return whether the state is changed before more than half of the steps after the first."""
+    return 2 * (len(chain) - 1) > sum(len(run.visits) for run in chain) - 1
 
 
 def mark_endings(recorder: CallRecorder) -> None:
@@ -85,10 +99,14 @@ def mark_endings(recorder: CallRecorder) -> None:
 def _is_masking(run: Recurrence) -> bool:
     """Return whether the user's loop makes a new tensor of every state before passing it on."""
     links = [visit.link for visit in run.visits]
-    return len(links) > 1 and not run.is_changed and all(
-        given is not handed
-        for before, link in pairwise(links)
-        for given, handed in zip(link.given, before.handed, strict=True)
+    return (
+        len(links) > 1
+        and not run.visits[-1].changed
+        and all(
+            given is not handed
+            for before, link in pairwise(links)
+            for given, handed in zip(link.given, before.handed, strict=True)
+        )
     )
 
 
@@ -126,7 +144,7 @@ def entangled(runs: list[Recurrence], outputs: Iterable[Tensor]) -> bool:
     owners = [run.owner.key for run in runs]
     if any(owners.count(run.owner.key) > 1 for run in runs if not run.owner.stacked or run in looped):
         return True
-    if not looped or any(run.is_changed for run in looped):
+    if not looped or any(run.visits[-1].changed for run in looped):
         return bool(looped)
     between = {key for run in looped for key in _states_between(run)}
     fed = [tensor for run in runs for tensor in _fed(run)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from ...errors import UnsupportedError
 from ...recurrence.adjoint import weight_gradients
 from ...recurrence.rounding import rounding_of
 from ...results.certificate import Certificate
+from ...results.checks import coarser
 from ...results.schema import to_host
 from ...typing import Array
 from ...vocabulary import DIRECTION, GATE, SAMPLE, TIME
@@ -74,7 +76,7 @@ def certify_answer(request: GradientRequest, part: BatchTarget, answer: BatchGra
     reason = _without_a_share(request, part)
     if reason:
         return Certificate("could not", engine, why=reason)
-    return steadied(certificate, request.adapter, request.model, batch, run)
+    return steadied(certificate, request.adapter, request.model, batch, run, steps=comparisons.steps)
 
 
 def _out_of_reach(request: GradientRequest, part: BatchTarget) -> str:
@@ -259,8 +261,9 @@ def _dtype(request: GradientRequest, answer: BatchGradients) -> str:
     for name in ("bfloat16", "float16"):
         if name in words:
             return name
-    arrays = [grad for grad in answer.gradients.values() if grad is not None]
-    return str(arrays[0].dtype) if arrays else ""
+    kinds = [str(grad.dtype) for grad in answer.gradients.values() if grad is not None][:1]
+    kinds += [replayed.call.compute_dtype for replayed_calls in answer.swept.values() for replayed, _ in replayed_calls]
+    return functools.reduce(coarser, kinds, "")
 
 
 def certify_weights(
@@ -302,7 +305,9 @@ def certify_weights(
     certified = ("loss", *(["gradients of weights"] if any(c.name == WEIGHTS for c in comparisons.checks) else []))
     open_ends = ("norms of single steps",) if norms else ()
     certificate = comparisons.certificate(engine, certified=certified, uncertified=open_ends)
-    return steadied(certificate, adapter, model, batch, run) if certificate.state == "failed" else certificate
+    if certificate.state != "failed":
+        return certificate
+    return steadied(certificate, adapter, model, batch, run, steps=comparisons.steps)
 
 
 def _key(name: str, weights: LayerWeights) -> str | None:
@@ -327,4 +332,4 @@ def _steps_of_datasets(datasets: Mapping[str, xr.Dataset], capture: Capture | No
 
 
 def _dtype_of_capture(capture: Capture | None) -> str:
-    return next((call.compute_dtype for call in (capture.calls if capture else []) if call.compute_dtype), "")
+    return functools.reduce(coarser, [call.compute_dtype for call in (capture.calls if capture else [])], "")

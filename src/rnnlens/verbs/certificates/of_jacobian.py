@@ -302,7 +302,8 @@ def certify(
     certificate = held(max(claim.spread, float(abs(moved).max()) / epsilon(_computed_in(request, plan))))
     if certificate.state != "failed":
         return certificate
-    return steadied(certificate, request.adapter, request.model, request.batch, run)
+    steps = max(int(size) for size in (64, *plan.shape))
+    return steadied(certificate, request.adapter, request.model, request.batch, run, steps=steps)
 
 
 def _held(

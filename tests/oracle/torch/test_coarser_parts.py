@@ -1,0 +1,63 @@
+"""Models in float64 of which a part computes in float32 or less: right, and not accused; wholly float64: as strict."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import rnnlens as rl
+from rnnlens.adapters.protocol import Batch
+from rnnlens.adapters.registry import adapter_for
+from rnnlens.autodiff import engine
+from rnnlens.results.certificate import Certificate
+from rnnlens.results.checks import Check
+from rnnlens.verbs.certificates.comparisons import steadied
+
+
+class Mixed(nn.Module):
+    """A head that computes in a dtype of its own."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.gru, self.out = nn.GRU(3, 5, batch_first=True).double(), nn.Linear(5, 2).double()
+        self.middle = nn.Linear(5, 5).to(dtype)
+
+    def forward(self, x):
+        last = self.gru(x)[0][:, -1]
+        return self.out(torch.tanh(self.middle(last.to(self.middle.weight.dtype)).double()))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"), [(torch.float32, "float32"), (torch.bfloat16, "bfloat16"), (torch.float64, "float64")]
+)
+def test_the_coarsest_dtype_of_an_operation_is_found(dtype, name):
+    model, x = Mixed(dtype), torch.randn(4, 6, 3, dtype=torch.float64)
+    assert adapter_for(model).coarsest_dtype(model, Batch(x)) == name
+
+
+def test_random_numbers_and_masks_are_no_computation():
+    def function():
+        x = torch.randn(3, 4, dtype=torch.float64)
+        return x * (torch.rand(3, 4) < 0.5)
+
+    assert engine("torch").coarsest_dtype(function) == "float64"
+
+
+@pytest.mark.parametrize(("dtype", "state"), [(torch.float32, "passed"), (torch.float64, "failed")])
+def test_a_difference_of_one_float32_rounding_is_a_fault_of_a_model_in_float64_alone(dtype, state):
+    model, x = Mixed(dtype), torch.randn(4, 6, 3, dtype=torch.float64)
+    adapter, batch = adapter_for(model), Batch(x)
+    failed = Certificate.of("torch", [Check("plain outputs", "", 1e-7, 1e-14)], certified=("outputs",))
+    run = adapter.reference_run(model, batch, gradients=False)
+    assert steadied(failed, adapter, model, batch, run, steps=64).state == state
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_batches_of_a_model_with_a_part_in_float32(seed):
+    """The rounding of float32 differs with the size of a batch."""
+    torch.manual_seed(seed)
+    model, x, y = Mixed(torch.float32), torch.randn(37, 6, 3, dtype=torch.float64), torch.randn(37, 2).double()
+    got = rl.gradients(model, x, y, loss=nn.functional.mse_loss, wrt="weights", batch_size=5)
+    assert got.certificate.state == "passed"
+    nn.functional.mse_loss(model(x), y).backward()
+    np.testing.assert_allclose(got["out"]["bias"], model.out.bias.grad, rtol=1e-5)
