@@ -154,7 +154,7 @@ PROJECTION = Quantity("projection", (UNIT, UNIT_IN), "projection", "1", "from o_
 
 
 def state_quantity(name: str, *, gradient: bool = False) -> Quantity:
-    """Return the quantity of a state tensor (``state_1``), of its gradient, or of the state that a step started from."""
+    """Return the quantity of a state tensor such as ``state_1``, of its gradient, or of the state before each step."""
     if name.startswith("previous_") and not gradient:
         words = name.replace("_", " ")
         return Quantity(name, _STU, words, "1", "the state that step t started from, as the model's code changed it")

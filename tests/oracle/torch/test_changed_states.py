@@ -1,4 +1,4 @@
-"""Loops over cells whose state the model's own code changes between the steps: one recurrence, and autograd's numbers."""
+"""Loops over cells whose state the model's code changes between the steps: one recurrence, and autograd's numbers."""
 
 import warnings
 
