@@ -302,8 +302,8 @@ def certify(
     certificate = held(max(claim.spread, float(abs(moved).max()) / epsilon(_computed_in(request, plan))))
     if certificate.state != "failed":
         return certificate
-    steps = max(int(size) for size in (64, *plan.shape))
-    return steadied(certificate, request.adapter, request.model, request.batch, run, steps=steps)
+    longest = max(int(size) for size in (64, *plan.shape))
+    return steadied(certificate, request.adapter, request.model, request.batch, run, steps=longest)
 
 
 def _held(
