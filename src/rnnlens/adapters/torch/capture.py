@@ -229,7 +229,7 @@ def _read(
     if not recorder.runs and not recorder.plain and not recorder.scans.ran:
         refuse_unread(asked.modules)
         refuse_scripts(asked.modules)
-        refuse_own_loops(asked.recurrent)
+        refuse_own_loops([(path, module) for path, module in asked.recurrent if path in asked.ran])
         raise ModelError(
             message(
                 "No recurrent layer ran in this forward pass.",
