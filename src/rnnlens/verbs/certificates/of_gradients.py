@@ -76,7 +76,7 @@ def certify_answer(request: GradientRequest, part: BatchTarget, answer: BatchGra
     reason = _without_a_share(request, part)
     if reason:
         return Certificate("could not", engine, why=reason)
-    return steadied(certificate, request.adapter, request.model, batch, run, steps=comparisons.steps)
+    return steadied(certificate, request.adapter, request.model, batch, run, steps=_steps(answer))
 
 
 def _out_of_reach(request: GradientRequest, part: BatchTarget) -> str:
