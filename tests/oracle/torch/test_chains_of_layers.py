@@ -119,3 +119,128 @@ def test_roles_of_axes_are_those_found_by_experiment(turned, x):
         shown = pullback.layouts
     found = adapter.layouts(model, Batch(x), ports)
     assert {port: shown[port] for port in found} == dict(found)
+
+
+class Typed(nn.Module):
+    """Layers of one kind after an embedding or numbers, and a head that reads a step; ``branch`` changes the pass."""
+
+    branch = None
+
+    def __init__(self, kind, read, ids):
+        super().__init__()
+        self.table = nn.Embedding(7, 3) if ids else nn.Identity()
+        self.lower, self.upper = kind(3, 5, batch_first=True), kind(5, 4, batch_first=True)
+        self.head, self.read = nn.Linear(4, 2), read
+
+    def forward(self, x):
+        inner = self.lower(self.table(x))[0]
+        output, state = self.upper(inner)
+        hidden = state[0] if isinstance(state, tuple) else state
+        if self.branch is not None:
+            output = self.branch(self, output)
+        return self.head(self.read(output, hidden))
+
+
+KINDS = {
+    "LSTM": nn.LSTM,
+    "GRU": nn.GRU,
+    "RNN": nn.RNN,
+    "relu": lambda *sizes, **how: nn.RNN(*sizes, nonlinearity="relu", **how),
+}
+BRANCHES = {
+    "changed in place": lambda model, output: output.mul_(2.0),
+    "detached": lambda model, output: output.detach() + 0 * output,
+    "called twice": lambda model, output: (
+        model.upper(model.lower(torch.ones(4, 6, 3, dtype=output.dtype))[0])[0] + output
+    ),
+    "hooked": lambda model, output: hooked(output),
+}
+
+
+def typed(kind, read, ids):
+    torch.manual_seed(1)
+    x = torch.randint(0, 7, (4, 6)) if ids else torch.randn(4, 6, 3, dtype=torch.float64)
+    return Typed(KINDS[kind], READ[read], ids).double(), x, torch.randn(4, 2, dtype=torch.float64)
+
+
+def arrays(capture):
+    """All arrays of a capture by their place, also None."""
+    found = {"loss": capture.loss, "outputs": capture.outputs, "order": capture.order, "inside": capture.inside}
+    found |= {f"x{i}": grad for i, grad in enumerate(capture.input_grads)} | dict(capture.beside)
+    for call in capture.calls:
+        for name, value in vars(call).items():
+            parts = value if isinstance(value, tuple) else [value]
+            if name == "weight_grads" and value is not None:
+                parts = [value[key] for key in sorted(value)]
+            if name == "cell":
+                parts = [value.kind, *value.weights().values()]
+            found |= {f"{call.layer}.{name}{i}": part for i, part in enumerate(parts)}
+    return found
+
+
+@pytest.mark.parametrize("boundaries", [True, False])
+@pytest.mark.parametrize("ids", [True, False])
+@pytest.mark.parametrize("read", ["a step by its number", "final state"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_of_modules_capture_what_kernels_do(kind, read, ids, boundaries):
+    from rnnlens.adapters.protocol import Batch, CaptureRequest
+    from rnnlens.adapters.torch.capture import capture
+    from rnnlens.adapters.torch.chain import capture_chain
+
+    model, x, y = typed(kind, read, ids)
+    batch = Batch(x, y, loss=nn.functional.mse_loss, seed=0)
+    request = CaptureRequest(boundaries=boundaries, loss=True)
+    assert capture_chain(model, batch, request) is None
+    whole, short = arrays(capture(model, batch, request)), arrays(capture_chain(model, batch, request))
+    assert whole.keys() == short.keys()
+    for place, value in whole.items():
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(short[place], value, rtol=0, atol=1e-15, msg=place)
+        else:
+            assert short[place] == value, place
+
+
+def assert_same(one, other):
+    assert list(one) == list(other)
+    for layer in one:
+        assert list(one[layer].dataset.data_vars) == list(other[layer].dataset.data_vars)
+        for name, array in one[layer].dataset.data_vars.items():
+            np.testing.assert_array_equal(array.values, other[layer].dataset[name].values, err_msg=name)
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_a_pass_that_is_a_chain_no_more_goes_the_long_way(branch):
+    model, x, y = typed("LSTM", "last step", ids=False)
+    rl.trace(model, x, y, loss=nn.functional.mse_loss)
+    Typed.branch = staticmethod(BRANCHES[branch])
+    try:
+        again = rl.trace(model, x, y, loss=nn.functional.mse_loss)
+        fresh = typed("LSTM", "last step", ids=False)[0]
+        first = rl.trace(fresh, x, y, loss=nn.functional.mse_loss)
+    finally:
+        Typed.branch = None
+    assert again.certificate.state == first.certificate.state
+    assert_same(again, first)
+
+
+@pytest.mark.parametrize("change", ["frozen", "tied", "hook", "initial state", "autocast", "dropout"])
+def test_what_hooks_of_modules_cannot_capture_goes_the_long_way(change):
+    model, x, y = typed("RNN", "last step", ids=False)
+    ask = {"loss": nn.functional.mse_loss}
+    rl.trace(model, x, y, **ask)
+    if change == "frozen":
+        model.lower.requires_grad_(False)
+    if change == "tied":
+        model.upper = model.lower = nn.RNN(3, 3, batch_first=True).double()
+        model.head = nn.Linear(3, 2).double()
+    if change == "hook":
+        model.upper.register_forward_hook(lambda module, args, output: (2 * output[0], output[1]))
+    if change == "initial state":
+        ask["initial_state"] = {"upper": [np.ones((4, 4))]}
+    if change == "dropout":
+        model.table = nn.Dropout(0.5)
+        ask["training"] = True
+    with torch.autocast("cpu", enabled=change == "autocast"):
+        one, other = (rl.trace(model, x, y, **ask) for _ in range(2))
+    assert one.certificate.state == other.certificate.state != "failed"
+    assert_same(other, one)

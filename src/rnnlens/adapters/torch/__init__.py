@@ -33,6 +33,7 @@ from ..shared.registered_cells import with_composed
 from .axes import layouts
 from .capture import capture
 from .cells import put_together
+from .chain import capture_chain
 from .discover import describe, named_modules, node_name, unwrapped
 from .inputs import home_of
 from .losses import combination, loss_of, mixes_samples
@@ -72,7 +73,7 @@ class TorchAdapter(Adapter):
 
     def capture(self, model: nn.Module, batch: Batch, request: CaptureRequest) -> Capture:
         """Run one forward pass and, with a loss, one backward pass, and return the recorded calls."""
-        return capture(model, batch, request)
+        return capture_chain(model, batch, request) or capture(model, batch, request)
 
     def pullback(
         self, model: nn.Module, batch: Batch, of: Sequence[Port], wrt: Sequence[Port], cut: Sequence[Port] = ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..protocol import Batch, Capture, CaptureRequest, RecurrentCall, SequenceCa
 from ..shared.threads import hook_in_this_thread
 from .assemble import Assembler
 from .cells import has_own_forward, replayable
-from .chain import ChainRecorder
+from .chain import ChainRecorder, remember_chain
 from .discover import (
     RequestedLayers,
     named_modules,
@@ -62,7 +62,11 @@ def capture(model: nn.Module, batch: Batch, request: CaptureRequest) -> Capture:
     rules, keep_gradients = JoinRules(), False
     while True:
         try:
-            return _pass(model, batch, x, request, asked, rules, keep_gradients)
+            found = _pass(model, batch, x, request, asked, rules, keep_gradients)
+            others = asked.cells or asked.sequences or batch.initial_state
+            if found.chain is not None and request.layers is None and not others:
+                remember_chain(model, found.chain, [call.layer for call in found.calls])
+            return found
         except JoinedWronglyError:
             continue
         except _NoGradientsError:
@@ -92,7 +96,7 @@ def _pass(
         around = ModelTensors(sources, dict(model.named_parameters()) if boundaries else {})
         chain = ChainRecorder(model)
         with (
-            chain.watch() if request.chain else nullcontext(),
+            chain.watch(),
             watched(model, recorder, asked, batch, keep_gradients) as interceptor,
         ):
             outputs = call_model(model, x)
@@ -106,9 +110,9 @@ def _pass(
         if loss is not None and not loss.requires_grad and interceptor.cut_gradients and not keep_gradients:
             raise _NoGradientsError
         found = _read(recorder, asked, request, loss, outputs, keep_gradients, around)
+        unseen = interceptor.cut_gradients and not keep_gradients
+        found.chain = None if unseen else chain.chain(outputs)
         if not request.gradients:  # needed only where gradients are computed later
-            unseen = interceptor.cut_gradients and not keep_gradients
-            found.chain = chain.chain(outputs) if request.chain and not unseen else None
             found.entangled = unseen or entangled(recorder.runs, tensors_of(outputs))
         return found
 

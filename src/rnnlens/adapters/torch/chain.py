@@ -2,24 +2,35 @@
 
 A chain: each module was called on the tensor that the one before it returned, or on a selection of its steps; nothing
 changed that tensor in between; and the model returned the last one. For a chain the modules between two tensors and the
-roles of all axes are known without a second forward pass.
+roles of all axes are known without a second forward pass. A model that was a chain once is captured by the hooks of its
+modules alone, and the pass itself shows whether it still is one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+import threading
+import weakref
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as module_calls
 
+from ...errors import raised_by
 from ...layout import Axis, Layout, named
+from ...recurrence.cells import GRU, LSTM, SimpleRNN
 from ...vocabulary import FEATURE, SAMPLE, TIME, UNIT
-from ..protocol import ChainLink, Port
+from ..protocol import Batch, Capture, CaptureRequest, ChainLink, Port, RecurrentCall
 from .discover import node_name
+from .inputs import as_tensors, call_model
+from .losses import evaluate
+from .model_facts import fingerprint
+from .restore import borrowed, differentiable_weights
+from .weights import NAMES, known_cell, ours, slots
 
 _RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
 _PASSING = (nn.Dropout, nn.Identity)
@@ -59,14 +70,51 @@ class _ChainTensor:
         return replace(self, links=(*self.links, replace(link, axes=tuple(axes))), axes=tuple(axes))
 
 
+@dataclass
+class _LayerTensors:
+    """Tensors of one call of a recurrent module at which gradients are read, with their versions after the call."""
+
+    path: str
+    module: Any
+    input: Tensor
+    initial: tuple[Tensor, ...]
+    output: Tensor = field(default_factory=lambda: torch.empty(0))
+    final: tuple[Tensor, ...] = ()
+    versions: tuple[int, ...] = ()
+
+    def returned(self, output: Any) -> None:
+        """Store the tensors that the module returned."""
+        self.output, self.final = output[0], output[1] if isinstance(self.module, nn.LSTM) else (output[1],)
+        self.versions = tuple(tensor._version for tensor in (self.output, *self.final))
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether nothing has written into the returned tensors."""
+        return self.versions == tuple(tensor._version for tensor in (self.output, *self.final))
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """Parameters by slot, of the only layer and direction."""
+        return {slot: getattr(self.module, f"{slot}_l0") for slot in slots(len(self.module._flat_weights))}
+
+
 class ChainRecorder:
     """Recorder that follows one tensor from module to module through a forward pass, within :meth:`watch`.
 
     It is made before hooks are added to the model, because hooks of the user may change what a module returns.
+
+    Parameters
+    ----------
+    taps
+        Whether to keep the tensors of recurrent modules in ``calls``.
+    separate
+        Whether these modules get differentiable copies of their input and initial states.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, *, taps: bool = False, separate: bool = False) -> None:
+        self.model, self.separate, self._thread = model, separate, threading.get_ident()
+        #: Tensors of the calls of recurrent modules, if ``taps``; by path.
+        self.calls: dict[str, _LayerTensors] | None = {} if taps else None
         #: The tensors that the module called last returned; empty if the model is no chain.
         self._reached: list[_ChainTensor] = []
         self._modules = {path: m for path, m in model.named_modules() if path and type(m) in _KNOWN}
@@ -84,6 +132,8 @@ class ChainRecorder:
         if self._is_chain:
             handles = [self.model.register_forward_pre_hook(self._enter, with_kwargs=True)]
             for path, module in self._modules.items():
+                if self.calls is not None and isinstance(module, _RECURRENT):
+                    handles.append(module.register_forward_pre_hook(self._fed(path), with_kwargs=True))
                 handles.append(module.register_forward_hook(self._noted(path), with_kwargs=True))
         try:
             yield
@@ -122,7 +172,29 @@ class ChainRecorder:
     def _named(self, axes: Sequence[str]) -> tuple[str, ...]:
         return tuple(self._roles.get(axis, axis) for axis in axes)
 
+    def _fed(self, path: str) -> Any:
+        """Return a forward pre-hook of a recurrent module that gives it initial states and keeps them."""
+
+        def hook(module: Any, args: Any, kwargs: Any) -> Any:
+            if threading.get_ident() != self._thread or self.calls is None:
+                return None
+            if len(args) != 1 or kwargs or type(args[0]) is not Tensor or args[0].dim() != 3 or path in self.calls:
+                self._is_chain = False
+                return None
+            x: Tensor = args[0]
+            if self.separate:
+                x = (x if x.requires_grad else x.detach().requires_grad_()).clone()
+            shape = (1, int(x.shape[0 if module.batch_first else 1]), module.hidden_size)
+            count = 2 if isinstance(module, nn.LSTM) else 1
+            zeros = tuple(x.new_zeros(shape).requires_grad_(self.separate) for _ in range(count))
+            self.calls[path] = _LayerTensors(path, module, x, zeros)
+            return (x, zeros if count == 2 else zeros[0]), {}
+
+        return hook
+
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
         self._is_chain = self._is_chain and not kwargs and len(args) == 1 and type(args[0]) is Tensor
         if self._is_chain and args[0].dim() in (2, 3):
             self._input_axes = (_FIRST, _SECOND, FEATURE)[: args[0].dim()]
@@ -132,13 +204,18 @@ class ChainRecorder:
 
     def _noted(self, path: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if self._is_chain:
-                plain = torch.is_grad_enabled() and not kwargs and len(args) == 1
+            if self._is_chain and threading.get_ident() == self._thread:
+                plain = torch.is_grad_enabled() and not kwargs and len(args) == 1 + self._is_tapped(path)
                 fed = self._found(args[0]) if plain else None
                 self._reached = [] if fed is None else self._after(path, module, fed, output)
                 self._is_chain = bool(self._reached)
+                if self._is_chain and self._is_tapped(path):
+                    self.calls[path].returned(output)  # type: ignore[index]
 
         return hook
+
+    def _is_tapped(self, path: str) -> bool:
+        return self.calls is not None and path in self.calls
 
     def _after(self, path: str, module: nn.Module, fed: _ChainTensor, output: Any) -> list[_ChainTensor]:
         """Return the tensors of the chain that a module returned; empty for a call that links cannot express."""
@@ -269,3 +346,135 @@ def _link(path: str, module: nn.Module, value: Tensor) -> ChainLink | None:
         return None
     kernel, bias = (None if w is None else w.detach().cpu().numpy().copy() for w in (module.weight, module.bias))
     return ChainLink(path, "dense", None if kernel is None else kernel.T, bias)
+
+
+#: Fingerprints of the models whose last pass was a chain that :func:`capture_chain` can capture.
+_CHAINS: weakref.WeakKeyDictionary[nn.Module, Hashable] = weakref.WeakKeyDictionary()
+_CELLS: dict[type, Any] = {nn.LSTM: LSTM, nn.GRU: GRU, nn.RNN: SimpleRNN}
+
+
+def remember_chain(model: nn.Module, links: Sequence[ChainLink], layers: Sequence[str]) -> None:
+    """Remember that the pass of a model was a chain through all recurrent ``layers`` that ran, for the next call."""
+    names = [link.name for link in links if link.kind == "recurrent"]
+    modules: list[Any] = [m for m in model.modules() if isinstance(m, _RECURRENT)]
+    plain = all(type(m) in _CELLS and m.num_layers == 1 and not m.proj_size for m in modules)
+    if plain and names == list(layers) and len(modules) == len(set(names)) == len(names):
+        _CHAINS[model] = fingerprint(model)
+
+
+def capture_chain(model: nn.Module, batch: Batch, request: CaptureRequest) -> Capture | None:
+    """Capture a model that an earlier pass showed to be a chain; None if this pass cannot be captured like that."""
+    if model not in _CHAINS or not _is_capturable(model, batch, request):
+        return None
+    capture = _captured(model, batch, request)
+    if capture is None:
+        del _CHAINS[model]
+    return capture
+
+
+def _is_capturable(model: nn.Module, batch: Batch, request: CaptureRequest) -> bool:
+    """Return whether hooks of modules alone can capture a chain: on a CPU, without autocast, tied or frozen weights."""
+    named = dict(model.named_modules())
+    if batch.initial_state or torch.is_autocast_enabled("cpu") or any(n not in named for n in request.layers or ()):
+        return False
+    if any(not isinstance(named[name], _RECURRENT) for name in request.layers or ()):
+        return False
+    owned = [parameter for module in named.values() for parameter in module._parameters.values()]
+    weights = [w for m in named.values() if isinstance(m, _RECURRENT) for w in m._parameters.values()]
+    ids = [id(parameter) for parameter in owned]
+    good = all(
+        w is not None and w.requires_grad and w.device.type == "cpu" and w.dtype in (torch.float32, torch.float64)
+        and ids.count(id(w)) == 1
+        for w in weights
+    )  # fmt: skip
+    return good and _CHAINS[model] == fingerprint(model)
+
+
+def _captured(model: nn.Module, batch: Batch, request: CaptureRequest) -> Capture | None:
+    """Run a chain forward and, with a loss, backward; None if this pass was no chain."""
+    separate = request.boundaries and request.gradients
+    x = as_tensors(batch.x, model, "x")
+    if type(x) is not Tensor:
+        return None
+    with borrowed(model, training=batch.training, seed=batch.seed), differentiable_weights(model, separate):
+        x = x.requires_grad_() if separate and x.is_floating_point() else x
+        recorder = ChainRecorder(model, taps=True, separate=separate)
+        with recorder.watch():
+            outputs = call_model(model, x)
+        links, tensors = recorder.chain(outputs), recorder.calls or {}
+        if links is None or type(outputs) is not Tensor or not all(call.is_unchanged for call in tensors.values()):
+            return None
+        with raised_by("Your loss"):
+            loss = evaluate(batch, outputs, model)
+        wanted = [call for path, call in tensors.items() if request.layers is None or path in request.layers]
+        gradients = _gradients(model, x, loss, wanted, request) if loss is not None and request.gradients else None
+        if (gradients is None) is (loss is not None and request.gradients):
+            return None
+    value = None if loss is None else float(loss.detach())
+    notes = [] if value is None or math.isfinite(value) else [f"The loss is {value}."]
+    calls = [_call(call, gradients, request) for call in wanted]
+    found = Capture(calls, loss=value, outputs=outputs.detach(), notes=notes, chain=links)
+    found.order = tuple(call.layer for call in calls)
+    if separate and gradients is not None:
+        own = {id(weight) for call in wanted for weight in call.weights.values()}
+        parameters = dict(model.named_parameters())
+        found.input_grads = [gradients.get(id(x)) if x.is_floating_point() else None]
+        found.beside = {name: None if id(p) in own else gradients.get(id(p)) for name, p in parameters.items()}
+        found.inside = frozenset(name for name, p in parameters.items() if id(p) in own)
+    return found
+
+
+def _gradients(
+    model: nn.Module, x: Tensor, loss: Tensor, calls: Sequence[_LayerTensors], request: CaptureRequest
+) -> dict[int, Tensor] | None:
+    """Return the gradients of the loss by the identity of tensors; None if no path leads to a layer."""
+    taps = [t for call in calls for t in (call.output, *call.final)]
+    inside = len(taps)
+    if request.weight_grads:
+        taps += [weight for call in calls for weight in call.weights.values()]
+    if request.boundaries:
+        taps += [t for call in calls for t in (call.input, *call.initial)]
+        taps += [t for t in (x, *model.parameters()) if t.requires_grad]
+    taps = list({id(t): t for t in taps}.values())
+    if not loss.requires_grad:
+        return None
+    with raised_by("The backward pass of your model or loss"):
+        pulled = torch.autograd.grad(loss, taps, allow_unused=True)
+    if all(grad is None for grad in pulled[:inside]):
+        return None
+    return {id(tap): grad.detach() for tap, grad in zip(taps, pulled, strict=True) if grad is not None}
+
+
+def _call(call: _LayerTensors, gradients: Mapping[int, Tensor] | None, request: CaptureRequest) -> RecurrentCall:
+    """Return one call of a recurrent module as the protocol has it, samples first."""
+    kind, weights = _CELLS[type(call.module)], call.weights
+
+    def steps(value: Tensor) -> Tensor:
+        value = value.detach() if call.module.batch_first else value.detach().transpose(0, 1)
+        return value.clone(memory_format=torch.contiguous_format)
+
+    found = RecurrentCall(
+        layer=call.path,
+        direction="forward",
+        cell=known_cell(kind, weights, getattr(call.module, "nonlinearity", "tanh")),
+        input=steps(call.input),
+        initial_state=tuple(state.detach()[0].clone() for state in call.initial),
+        output=steps(call.output),
+        final_state=tuple(state.detach()[0].clone() for state in call.final),
+        weights_key=call.path,
+    )
+    if gradients is None:
+        return found
+
+    def gradient(value: Tensor) -> Tensor:
+        return gradients[id(value)] if id(value) in gradients else torch.zeros_like(value)
+
+    found.output_grad = steps(gradient(call.output))
+    found.final_state_grad = tuple(gradient(state)[0].clone() for state in call.final)
+    if request.weight_grads:
+        grads = {NAMES[slot]: ours(kind, slot, gradient(weight)) for slot, weight in weights.items()}
+        found.weight_grads = {name: grad.clone(memory_format=torch.contiguous_format) for name, grad in grads.items()}
+    if request.boundaries:
+        found.framework_input_grad = steps(gradient(call.input))
+        found.framework_initial_state_grad = tuple(gradient(state)[0].clone() for state in call.initial)
+    return found
