@@ -29,7 +29,7 @@ from .fused import CallOwners, KernelInterceptor
 from .inputs import as_tensors, call_model, on_leaves
 from .loops import CellHook, listening
 from .losses import evaluate
-from .public import SCANS
+from .public import ANY_SCAN, SCANS
 from .record import (
     CallRecorder,
     JoinRules,
@@ -63,7 +63,7 @@ def capture(model: nn.Module, batch: Batch, request: CaptureRequest) -> Capture:
     while True:
         try:
             found = _pass(model, batch, x, request, asked, rules, keep_gradients)
-            others = asked.cells or asked.sequences or batch.initial_state
+            others = asked.cells or asked.sequences - {ANY_SCAN} or found.sequences
             if found.chain is not None and request.layers is None and not others:
                 remember_chain(model, found.chain, [call.layer for call in found.calls])
             return found

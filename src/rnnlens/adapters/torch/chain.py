@@ -375,7 +375,12 @@ def capture_chain(model: nn.Module, batch: Batch, request: CaptureRequest) -> Ca
 def _is_capturable(model: nn.Module, batch: Batch, request: CaptureRequest) -> bool:
     """Return whether hooks of modules alone can capture a chain: on a CPU, without autocast, tied or frozen weights."""
     named = dict(model.named_modules())
-    if batch.initial_state or torch.is_autocast_enabled("cpu") or any(n not in named for n in request.layers or ()):
+    if (
+        batch.initial_state
+        or batch.frozen
+        or torch.is_autocast_enabled("cpu")
+        or any(n not in named for n in request.layers or ())
+    ):
         return False
     if any(not isinstance(named[name], _RECURRENT) for name in request.layers or ()):
         return False
