@@ -129,6 +129,8 @@ SUITES = (
     ),
     # Without a framework at first: tests of files fork, which JAX' threads do not survive; those of commands come last.
     Suite("files", ("tests/under_fire/files", "tests/wheel", "tests/under_fire/cli")),
+    # Data in Dask chunks; the cluster's workers are processes of their own.
+    Suite("dask", ("tests/dask",), environment={"KERAS_BACKEND": "jax"}),
     # Trainers and loggers of others: their imports are slow, and what they warn of is their own.
     Suite("tools", ("tests/tracking/tools",)),
     Suite("lint", commands=LINT),

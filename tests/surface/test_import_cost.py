@@ -41,6 +41,19 @@ def test_saving_and_opening_needs_no_framework_and_no_figures(tmp_path, suffix):
     assert loaded(code, *HEAVY, "typer", "rnnlens.verbs") == []
 
 
+def test_dask_is_not_imported_by_results_in_memory():
+    code = (
+        "import numpy as np, torch, rnnlens as rl\n"
+        "net = torch.nn.LSTM(3, 4, batch_first=True)\n"
+        "x = np.ones((2, 5, 3), 'float32')\n"
+        "found = rl.jacobian(net, x, measure='norm'), rl.trace(net, x)\n"
+        "repr(found), found[1]._repr_html_()"
+    )
+    assert loaded(code, "dask", "distributed") == []
+    after = "import dask.array as da, xarray as xr\nassert xr.DataArray(da.ones(4, chunks=2)).chunks == ((2, 2),)"
+    assert loaded(f"{code}\n{after}", "dask") == ["dask"]
+
+
 def test_options_and_the_command_line_help_are_light():
     assert loaded("import rnnlens as rl\nrl.options(memory='1 GiB')", *HEAVY, "xarray", "rich") == []
     code = "from rnnlens.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit: pass"

@@ -84,28 +84,7 @@ def many_examples(name: str, value: Any) -> Any:
     return _each(lambda where, leaf: _leaf(where, leaf), name, value)
 
 
-def weights_of_samples(name: str, value: Any) -> Any:
-    """Check ``sample_weight=``: finite numbers with samples on the first axis, without a limit on memory."""
-    return _finite(name, many_examples(name, value))
-
-
-def finite_states(name: str, value: Any) -> dict[str, Any]:
-    """Check initial states like :func:`states`; their values must be finite."""
-    return {layer: _finite(f"{name}[{layer!r}]", given) for layer, given in states(name, value).items()}
-
-
-def _finite(name: str, tree: Any) -> Any:
-    """Raise InputError if an array of a tree has a value that is not finite; return the tree."""
-    for leaf in _leaves(tree):
-        if leaf is None or has_attribute(leaf, "batch_sizes"):
-            continue
-        values = as_numpy(leaf)
-        if values.dtype.kind == "f" and not np.isfinite(values).all():
-            hint = "rl.find_nonfinite(model, x, y, ...) follows such numbers through the model"
-            raise InputError(
-                message(f"{name} is not finite.", got="NaN or infinity", expected="finite numbers", hint=hint)
-            )
-    return tree
+    sample_weight=chunked(weights_of_samples),
 
 
 def states(name: str, value: Any) -> dict[str, Any]:
@@ -272,6 +251,7 @@ def _leaf(name: str, value: Any) -> Any:
         expected = "plain numbers; the mask of a masked array would be dropped"
         hint = f"{name}.filled(0), and a Masking layer or lengths for what is missing"
         raise InputError(message(f"{name} is a masked array.", got=shown(value), expected=expected, hint=hint))
+    in_memory(name, value)
     if not has_attribute(value, "dtype"):
         return _from_numbers(name, value)
     _refuse_absent(name, value)

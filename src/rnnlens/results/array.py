@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Iterable, Mapping
 from os import PathLike
-from typing import Any
+from typing import Any, Protocol
 
 import xarray as xr
 
@@ -66,6 +67,83 @@ class ResultArray(xr.DataArray):  # type: ignore[no-untyped-call]  # xarray's ow
         save(self, path)
 
 
+class LazyArray(ResultArray):  # type: ignore[no-untyped-call]
+    """A result in Dask chunks: nothing is computed until it is asked for.
+
+    :meth:`compute` and :meth:`load` also reduce checks and certificates over the chunks. Arrays made from it by xarray
+    are lazy too, and have none.
+    """
+
+    __slots__ = ("_tasks",)
+    _tasks: LazyTasks | None
+
+    @classmethod
+    def of(cls, array: xr.DataArray, tasks: LazyTasks) -> LazyArray:
+        """Return a lazy array; ``tasks.record()`` is a Delayed mapping of checks and certificate."""
+        found = cls(array)
+        found._tasks = tasks
+        return found
+
+    def compute(self, **kwargs: Any) -> ResultArray:  # type: ignore[override]
+        """Compute the values, with checks and certificate reduced over the chunks; warn of failed ones."""
+        tasks = getattr(self, "_tasks", None)
+        if tasks is None:
+            return ResultArray(super().compute(**kwargs))
+        plain, found = compute_with_record(xr.DataArray(self), tasks, **kwargs)
+        return ResultArray(plain.assign_attrs(record_of(found)))
+
+    def load(self, **kwargs: Any) -> LazyArray:
+        """Compute in place, as :meth:`compute`."""
+        found = self.compute(**kwargs)
+        self.variable.data = found.values
+        self.attrs |= found.attrs
+        self._tasks = None
+        return self
+
+    def _repr_html_(self) -> str:
+        return str(xr.DataArray(self)._repr_html_())  # type: ignore[no-untyped-call]
+
+    @checked(path=path_of)
+    def save(self, path: str | PathLike[str]) -> None:
+        """Compute chunk by chunk into a Zarr folder, each chunk by its own task; ``rl.open`` reads it back.
+
+        A save that was killed, or in which chunks failed, goes on with what is missing when it is called again for the
+        same model, data and arguments. The folder has its name once it is complete.
+
+        Raises
+        ------
+        FileError
+            If the path cannot be written or does not end in ``.zarr``, the disk is full, or the scheduler is lost.
+        """
+        from .files import save, save_chunks
+
+        tasks = getattr(self, "_tasks", None)
+        if tasks is None or self.data.name not in tasks.names:
+            save(self.compute(), path)
+        else:
+            save_chunks(self, tasks, path)
+
+
+class LazyTasks(Protocol):
+    """The tasks behind a lazy result.
+
+    ``names``: by the name of a dask array, that of its part in the values of a chunk, for arrays that keep samples.
+    """
+
+    names: dict[str, str]
+
+    def record(self) -> Any:
+        """Return a Delayed mapping of the checks and the certificate of all chunks."""
+        ...
+
+
+def compute_with_record(lazy: Any, tasks: LazyTasks, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    """Compute a lazy object of xarray together with the record of its chunks, so that no chunk runs twice."""
+    dask = importlib.import_module("dask")
+    values, found = dask.compute(lazy, tasks.record(), **kwargs)
+    return values, found
+
+
 def record(checks: Iterable[Check], certificate: Certificate | None = None) -> dict[str, str]:
     """Return attributes that store self-checks and a certificate.
 
@@ -75,6 +153,12 @@ def record(checks: Iterable[Check], certificate: Certificate | None = None) -> d
     if certificate is None:
         return {RECORD: json.dumps(found)}
     return {RECORD: json.dumps({**found, "certificate": certificate.to_dict()}), CERTIFICATE: certificate.sentence}
+
+
+def record_of(found: Mapping[str, Any]) -> dict[str, str]:
+    """Return attributes that store the checks and the certificate of all chunks."""
+    certificate = Certificate() if found["certificate"] is None else Certificate.from_dict(found["certificate"])
+    return record([Check(**check) for check in found["checks"]], certificate)
 
 
 def as_result(array: Any) -> Any:

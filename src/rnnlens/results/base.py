@@ -13,6 +13,7 @@ finds the class by its kind, and imports the module of that name in this folder 
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -24,6 +25,7 @@ import xarray as xr
 from ..arguments import checked
 from ..arguments import path as path_of
 from ..errors import LayerNotFoundError, did_you_mean, message, shown
+from .array import LazyTasks, compute_with_record
 from .certificate import Certificate
 from .checks import Check
 from .names import from_path, to_paths
@@ -85,11 +87,46 @@ class Result(Mapping[str, Any]):
     ) -> None:
         self._tree = datasets if isinstance(datasets, xr.DataTree) else _tree(datasets)
         self._paths = _found(datasets) if isinstance(datasets, xr.DataTree) else to_paths(datasets)
+        self._tasks: LazyTasks | None = None
         self.provenance = with_version(provenance)
         self.notes = list(notes)
         self.certificate = Certificate.from_dict(certificate) if isinstance(certificate, Mapping) else certificate
         self._self_checks = [check if isinstance(check, Check) else Check(**check) for check in checks]
         self.checks = [*self._self_checks, *(self.certificate.checks if self.certificate else ())]
+
+    def pending(self, tasks: LazyTasks) -> Self:
+        """Return this result, whose arrays are lazy; ``tasks`` gives checks and certificate when they are computed."""
+        self._tasks = tasks
+        return self
+
+    def compute(self, **kwargs: Any) -> Self:
+        """Return the result in memory; a lazy one (of Dask data) is computed, with checks reduced over its chunks.
+
+        Parameters
+        ----------
+        **kwargs
+            For ``dask.compute``, such as ``scheduler="synchronous"``.
+
+        Warns
+        -----
+        SelfCheckWarning
+            If a check of a chunk fails; the message names the chunk's samples.
+        """
+        if self._tasks is None:
+            return self
+        lazy = {name: self.dataset(name) for name in self}
+        datasets, found = compute_with_record(lazy, self._tasks, **kwargs)
+        result = copy.copy(self)
+        result._tree, result._tasks = _tree(datasets), None
+        result._complete(found)
+        return result
+
+    def _complete(self, found: Mapping[str, Any]) -> None:
+        """Take checks and certificate from the record of all chunks."""
+        self._self_checks = [Check(**check) for check in found["checks"]]
+        stored = found["certificate"]
+        self.certificate = Certificate() if stored is None else Certificate.from_dict(stored)
+        self.checks = [*self._self_checks, *self.certificate.checks]
 
     @property
     def tree(self) -> xr.DataTree:
@@ -125,9 +162,14 @@ class Result(Mapping[str, Any]):
         FileError
             If the path cannot be written, or has another suffix.
         """
-        from .files import save
+        from .files import save, save_chunks
 
-        save(self, path)
+        if self._tasks is None:
+            save(self, path)
+        elif all(_chunk_name(v, self._tasks) for name in self for v in self.dataset(name).data_vars.values()):
+            save_chunks(copy.copy(self), self._tasks, path)
+        else:
+            save(self.compute(), path)
 
     def _node(self, name: str) -> Any:
         """Return the value of ``result[name]``: the layer's dataset, or a view of it in subclasses."""
@@ -246,6 +288,11 @@ def refuse_no_name(name: object, known: Iterable[str], where: str) -> None:
         raise LayerNotFoundError(
             message(f"{where} is indexed by name.", got=shown(name), hint=did_you_mean(name, known))
         )
+
+
+def _chunk_name(array: xr.DataArray, tasks: LazyTasks) -> str | None:
+    """Return the name of a lazy array's part in the values of a chunk; None if it does not keep samples."""
+    return tasks.names.get(getattr(array.data, "name", ""))
 
 
 def _tree(datasets: Mapping[str, xr.Dataset]) -> xr.DataTree:

@@ -32,11 +32,13 @@ from ..arguments import memory as memory_of
 from ..arguments import path as path_of
 from ..errors import FileError, InputError, MissingDependencyError, RnnlensError, message
 from ..settings import current
-from .array import as_result
+from ..vocabulary import SAMPLE
+from .array import as_result, record_of
 from .attributes import decode, encode
 from .base import Result, result_class
 from .disk import atomic
 from .disk.limits import damaged
+from .disk.regions import complete, records_of, write_regions
 from .schema import SCHEMA_VERSION
 
 KIND, SCHEMA, VERSION = "rnnlens_kind", "rnnlens_schema", "rnnlens_version"
@@ -78,6 +80,35 @@ def save(result: Result | xr.DataArray | xr.Dataset, path: str | PathLike[str]) 
             _write_zarr(tree, target)
         else:
             _write_netcdf(tree, target)
+
+
+def save_chunks(result: Result | xr.DataArray, tasks: Any, path: str | PathLike[str]) -> None:
+    """Compute a lazy result chunk by chunk into the Zarr folder ``path``, as :meth:`LazyArray.save` describes it."""
+    target = check_path(path)
+    if _engine(target) != "zarr":
+        raise FileError(message("A lazy result is written chunk by chunk.", got=str(path), expected="a path in .zarr"))
+    tree = _to_tree(result)
+    tree.attrs[SEALED] = 1
+    names = {
+        (node.path, key): getattr(v.data, "name", "") for node in tree.subtree for key, v in node.variables.items()
+    }
+    places = {
+        tasks.names[lazy]: (f"{path}/{key}", tree[path].variables[key].dims.index(SAMPLE))
+        for (path, key), lazy in names.items()
+        if lazy in tasks.names
+    }
+    with _writing(target):
+        folder = write_regions(tree, places, tasks, target)
+        count = len(tasks.arguments)
+        found = tasks.reduced(records_of(folder, count))
+        if isinstance(result, Result):
+            result._complete(found)
+            meta = {**result._meta(), "layers": result._stored()[1]}
+            attributes = {"": {META: json.dumps(meta)}}
+        else:
+            path_of_array = next(iter(places.values()))[0]
+            attributes = {path_of_array: record_of(found)}
+        complete(folder, target, count, attributes)
 
 
 def check_path(path: str | PathLike[str]) -> Path:

@@ -123,6 +123,10 @@ class Gradients(Result, kind="gradients"):
             for name, array in self.dataset(node).data_vars.items()
         }
 
+    def _complete(self, found: Mapping[str, Any]) -> None:
+        super()._complete(found)
+        self.value = None if found["value"] is None else np.asarray(found["value"])[()]
+
     @property
     def tensors(self) -> tuple[str, ...]:
         """Full names of all tensors that have a gradient in this result."""
@@ -198,6 +202,8 @@ class Gradients(Result, kind="gradients"):
 def _summary(array: xr.DataArray) -> str:
     """Format dimensions and norm of an array in a few words."""
     sizes = ", ".join(f"{dim}: {size}" for dim, size in array.sizes.items()) or "one number"
+    if array.chunks is not None:
+        return f"({sizes})  lazy, {array.data.npartitions} chunks"
     touched = f", {array.attrs['touched_rows']} rows touched" if "touched_rows" in array.attrs else ""
     return f"({sizes})  norm {float(np.linalg.norm(np.asarray(array.values, dtype=float))):.3g}{touched}"
 

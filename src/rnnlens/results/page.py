@@ -50,7 +50,8 @@ class Row:
         if data is None:
             return cls(name, words)
         inside: Any = data
-        return cls(name, words, curves_of(data), str(inside._repr_html_()))
+        curves = {} if data.chunks else curves_of(data)  # lazy data are not computed for a page
+        return cls(name, words, curves, str(inside._repr_html_()))
 
 
 @dataclass(frozen=True)

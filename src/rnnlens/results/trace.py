@@ -105,6 +105,10 @@ class Trace(Result, kind="trace"):
     def __getitem__(self, name: str) -> LayerTrace:
         return self._node(self._resolve(name))
 
+    def _complete(self, found: Mapping[str, Any]) -> None:
+        super()._complete(found)
+        self.loss = None if found["value"] is None else float(found["value"])
+
     def _node(self, name: str) -> LayerTrace:
         return LayerTrace(name, self.dataset(name), loss=self.loss, asked=self.quantities)
 

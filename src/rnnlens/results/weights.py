@@ -23,7 +23,7 @@ class LayerWeights(LayerView):
         counted: dict[str, int] = {}
         for name in self:
             stem, _, what = name.rpartition("_")
-            if what == "count":
+            if what == "count" and self.dataset[name].chunks is None:
                 total = int(self.dataset[name].sum())
                 stem = stem.rpartition("_")[0]
                 if total:
@@ -83,6 +83,10 @@ class Weights(Result, kind="weights"):
     def nonfinite(self) -> dict[str, int]:
         """Number of NaN and infinite values by weight, ``"lstm/kernel"`` -> count; weights without any are left out."""
         return {f"{layer}/{name}": n for layer in self for name, n in self[layer].nonfinite.items()}
+
+    def _complete(self, found: Mapping[str, Any]) -> None:
+        super()._complete(found)
+        self.loss = None if found["value"] is None else float(found["value"])
 
     def _node(self, name: str) -> LayerWeights:
         return LayerWeights(name, self.dataset(name))

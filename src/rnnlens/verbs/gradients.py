@@ -9,15 +9,17 @@ from typing import Any, Literal
 import numpy as np
 import xarray as xr
 
-from ..adapters.protocol import Batch
+from ..adapters.protocol import Adapter, Batch
 from ..adapters.registry import adapter_for
 from ..arguments import (
     anything,
     axes_by_name,
     checked,
+    chunked,
     class_weights,
     data_set,
     finite_states,
+    is_lazy,
     many_examples,
     memory,
     names,
@@ -29,18 +31,20 @@ from ..arguments import (
 )
 from ..arguments import loss as a_loss
 from ..errors import DisconnectedError, message
-from ..results.array import ResultArray, record
+from ..results.array import LazyArray, ResultArray, record
 from ..results.gradients import Answer, Gradients, Reason
 from ..results.schema import labelled
 from ..typing import Array
 from ..vocabulary import FEATURE, GATE, SAMPLE, TIME
-from .axes import an_axes_table
+from .axes import ModelAxes, an_axes_table
 from .batches import DataSetBatches
+from .chunked.of_gradients import gradients_of_chunks
+from .chunked.samples import SampleChunks
 from .differentiation.clipping import a_clipping, clipped, rule
 from .differentiation.gather import DataSetGradients, gather
 from .differentiation.request import GradientArguments, GradientRequest, Of, a_target, ask, trainable
 from .differentiation.target import Reduction, Target, a_reduction
-from .names import TensorName, with_reduction
+from .names import Catalogue, TensorName, with_reduction
 from .turns import in_turn
 
 __all__ = ["Gradients", "gradients"]
@@ -54,8 +58,8 @@ _ROWS_APART = (
 
 @checked(
     model=anything,
-    x=data_set,
-    y=many_examples,
+    x=chunked(data_set),
+    y=chunked(many_examples),
     of=a_target,
     wrt=names,
     at=axes_by_name,
@@ -65,7 +69,7 @@ _ROWS_APART = (
     across=one_of("mean", "sum"),
     clip=a_clipping,
     loss=a_loss,
-    sample_weight=weights_of_samples,
+    sample_weight=chunked(weights_of_samples),
     class_weight=class_weights,
     training=switch,
     initial_state=finite_states,
@@ -169,6 +173,8 @@ def gradients(
     adapter = adapter_for(model)
     run = Batch(x, y, sample_weight, class_weight, loss, training, initial_state, seed)
     arguments = GradientArguments(of, wrt, at or {}, reduce, per_sample, measure, across, combine, clip, memory, axes)
+    if is_lazy((x, y, sample_weight)):
+        return _lazy(adapter, run, model, arguments, batch_size)
     request = ask(adapter, model, run, arguments)
     found = gather(request, DataSetBatches(run, batch_size, request.axes, request.with_loss))
     provenance = adapter.provenance(model)
@@ -180,6 +186,26 @@ def gradients(
     if clip is not None:
         _add_clipped(result, request, found, clip)
     return result
+
+
+def _lazy(
+    adapter: Adapter, run: Batch, model: Any, arguments: GradientArguments, batch_size: int | None
+) -> ResultArray | Gradients:
+    """Return gradients of data in Dask chunks, which are computed when they are asked for."""
+    axes = ModelAxes(adapter, model, arguments.axes, Catalogue(adapter, model, run.x) if arguments.axes else None)
+    chunks = SampleChunks.of(axes, run, batch_size)
+    provenance = adapter.provenance(model)
+    if arguments.of == "loss":
+        provenance = with_reduction(provenance, adapter, model, run.loss)
+    request, arrays, explanation, graph = gradients_of_chunks(adapter, model, chunks, arguments, _label, provenance)
+    if request.lone:
+        name = request.asked[0]
+        if name.text not in arrays:
+            raise _disconnected(request, explanation.disconnected[name.text])
+        return LazyArray.of(arrays[name.text], graph)
+    datasets = _by_layer(request, lambda name: arrays.get(name.text))
+    answer = Answer(request.target.text, None, explanation.disconnected)
+    return Gradients(datasets, answer, provenance=provenance, notes=chunks.notes).pending(graph)
 
 
 def _array(request: GradientRequest, found: DataSetGradients, provenance: Mapping[str, str]) -> ResultArray:
@@ -233,12 +259,21 @@ def _add_clipped(
 def _datasets(
     request: GradientRequest, found: DataSetGradients, provenance: Mapping[str, str]
 ) -> dict[str, xr.Dataset]:
+    """Return the labelled gradients by layer."""
+
+    def array(name: TensorName) -> xr.DataArray | None:
+        return _label(request, name, found, provenance) if name in found.gradients else None
+
+    return _by_layer(request, array)
+
+
+def _by_layer(request: GradientRequest, array_of: Callable[[TensorName], xr.DataArray | None]) -> dict[str, xr.Dataset]:
     """Return one dataset per layer; tensors without a layer go to ``"model"``."""
     by_layer: dict[str, dict[str, xr.DataArray]] = {}
     for name in request.asked:
-        if name in found.gradients:
+        array = array_of(name)
+        if array is not None:
             variables = by_layer.setdefault(name.layer or "model", {})
-            array = _label(request, name, found, provenance)
             variables[name.quantity.replace("/", ".")] = _with_own_axes(array, variables)
     return {layer: xr.Dataset(variables, attrs={"layer": layer}) for layer, variables in by_layer.items()}
 

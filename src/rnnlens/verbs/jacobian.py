@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from os import PathLike
 from typing import Any, Literal
 
@@ -13,8 +15,10 @@ from ..arguments import (
     as_numbers,
     axes_by_name,
     checked,
+    chunked,
     data_set,
     finite_states,
+    is_lazy,
     kept_steps,
     memory,
     number,
@@ -36,9 +40,11 @@ from ..vocabulary import IN_TIME, OUT_TIME
 from .axes import ModelAxes, an_axes_table
 from .batches import DataSetBatches
 from .certificates.of_jacobian import certify, claim_of
+from .chunked.of_results import JacobianWork, lazy_jacobian
+from .chunked.samples import SampleChunks
 from .names import Catalogue
 from .time_jacobian.execute import execute
-from .time_jacobian.label import JacobianLabels, mean_over, refuse_without_mean
+from .time_jacobian.label import JacobianLabels, mean_over, refuse_for_chunks, refuse_without_mean
 from .time_jacobian.network import open_network
 from .time_jacobian.plan import make_plan
 from .time_jacobian.request import JacobianOptions, read_request
@@ -69,7 +75,7 @@ def chosen_steps(name: str, value: Any) -> dict[str, Any]:
 
 @checked(
     model=anything,
-    x=data_set,
+    x=chunked(data_set),
     of=text,
     wrt=text,
     at=chosen_steps,
@@ -188,12 +194,37 @@ def jacobian(
     granted = current().memory if memory is None else parse_memory(memory)
     options = JacobianOptions(granted, at or {}, reduce, measure, across, sketch, rtol, mode, out)
     run = Batch(x, training=training, initial_state=initial_state, seed=seed, frozen=frozen)
+    if is_lazy(x):
+        return _lazy(model, run, (of, wrt), options, batch_size, axes)
     if batch_size is None and not is_source(x):
         return _of_batch(model, run, (of, wrt), options, axes)
     refuse_without_mean(options)
     room = ModelAxes(adapter_for(model), model, axes, Catalogue(adapter_for(model), model, x))
     batches = DataSetBatches(run, batch_size, room, with_loss=False)
     return mean_over((_of_batch(model, batch, (of, wrt), options, axes), room.samples(batch)) for batch in batches)
+
+
+def _lazy(
+    model: Any,
+    run: Batch,
+    ends: tuple[str, str],
+    options: JacobianOptions,
+    batch_size: int | None,
+    axes: Mapping[str, Any] | None,
+) -> ResultArray:
+    """Return the time Jacobian of data in Dask chunks, which is computed when it is asked for."""
+    refuse_for_chunks(options)
+    adapter = adapter_for(model)
+    room = ModelAxes(adapter, model, axes, Catalogue(adapter, model, run.x) if axes else None)
+    verb = partial(_of_run, ends=ends, options=options, axes=axes)
+    by_sample = partial(_of_run, ends=ends, options=replace(options, across=None), axes=axes)
+    mean = options.across is not None
+    work = JacobianWork(verb, by_sample, mean, sums_samples=mean and options.measure is None)
+    return lazy_jacobian(model, SampleChunks.of(room, run, batch_size), work, ends[0].partition(".")[0])
+
+
+def _of_run(model: Any, batch: Batch, **keywords: Any) -> ResultArray:
+    return _of_batch(model, batch, **keywords)
 
 
 def _of_batch(

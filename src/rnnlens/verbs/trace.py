@@ -9,14 +9,16 @@ from typing import Any
 
 import xarray as xr
 
-from ..adapters.protocol import Batch, Capture
+from ..adapters.protocol import Adapter, Batch, Capture
 from ..adapters.registry import adapter_for
 from ..arguments import (
     anything,
     checked,
+    chunked,
     class_weights,
     examples,
     finite_states,
+    is_lazy,
     names,
     one_batch,
     seed_or_none,
@@ -32,6 +34,8 @@ from ..settings import current
 from .axes import InputCoordinates, ModelAxes, an_axes_table
 from .certificates.comparisons import ReplayedValues, certify, plainly
 from .certificates.comparisons import wanted as asked_for
+from .chunked.of_results import lazy_datasets
+from .chunked.samples import SampleChunks
 from .names import Catalogue, with_reduction
 from .tracing.datasets import plain_datasets, recurrent_datasets, with_coordinates
 from .tracing.request import TraceRequest
@@ -41,12 +45,12 @@ from .turns import in_turn
 
 @checked(
     model=anything,
-    x=one_batch,
-    y=examples,
+    x=chunked(one_batch),
+    y=chunked(examples),
     layers=names,
     quantities=names,
     loss=a_loss,
-    sample_weight=weights_of_samples,
+    sample_weight=chunked(weights_of_samples),
     class_weight=class_weights,
     training=switch,
     initial_state=finite_states,
@@ -132,6 +136,8 @@ def trace(
     adapter = adapter_for(model)
     wanted = TraceRequest.of(layers, quantities, y is not None or loss is not None or adapter.has_own_loss(model))
     batch = Batch(x, y, sample_weight, class_weight, loss, training, initial_state, seed)
+    if is_lazy((x, y, sample_weight)):
+        return _lazy(adapter, model, batch, wanted, axes)
     certified = asked_for(model, "trace", batch)
     wanted = replace(wanted, weighed=certified or current().certify != "first")
     capture = adapter.capture(model, batch, wanted.request(certified))
@@ -164,6 +170,27 @@ def trace(
         checks=checks,
         certificate=certificate,
     )
+
+
+def _lazy(adapter: Adapter, model: Any, batch: Batch, wanted: TraceRequest, axes: Mapping[str, Any] | None) -> Trace:
+    """Return a trace of data in Dask chunks, which is computed when it is asked for."""
+    room = ModelAxes(adapter, model, axes, Catalogue(adapter, model, batch.x) if axes else None)
+    chunks = SampleChunks.of(room, batch)
+    stated = {name: layout.axes for name, layout in axes.items()} if axes else None
+    verb = partial(_of_batch, layers=wanted.layers, quantities=wanted.quantities, axes=stated)
+    found = lazy_datasets(adapter, model, chunks, verb, "trace", sums=False, with_loss=wanted.has_loss)
+    template, datasets, graph = found
+    quantities = None if wanted.quantities is None else sorted(wanted.quantities)
+    notes = [*template.notes, *chunks.notes]
+    result = Trace(datasets, quantities=quantities, provenance=template.provenance, notes=notes)
+    return result.pending(graph)
+
+
+def _of_batch(model: Any, batch: Batch, **keywords: Any) -> Trace:
+    """Return the trace of one batch."""
+    run = {name: value for name, value in vars(batch).items() if name not in ("x", "y")}
+    given = {name: value for name, value in {**run, **keywords}.items() if value is not None or name == "seed"}
+    return trace(model, batch.x, batch.y, **given)
 
 
 def _perturbed(made_of: Callable[..., Any], capture: Capture) -> ReplayedValues:

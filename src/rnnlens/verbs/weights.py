@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import xarray as xr
 
-from ..adapters.protocol import Batch, LayerWeights
+from ..adapters.protocol import Adapter, Batch, LayerWeights
 from ..adapters.registry import adapter_for
 from ..arguments import (
     anything,
     called,
     checked,
+    chunked,
     class_weights,
     either,
     examples,
+    is_lazy,
     names,
     one_batch,
     one_of,
@@ -26,14 +29,17 @@ from ..arguments import (
     whole,
 )
 from ..arguments import loss as a_loss
-from ..errors import InputError, LayerNotFoundError, did_you_mean, message, raised_by, shown
+from ..errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean, message, raised_by, shown
 from ..results.certificate import Certificate
 from ..results.checks import warn_about
 from ..results.layers import LayerTable
 from ..results.schema import to_host
 from ..results.weights import Weights
+from .axes import ModelAxes
 from .certificates.comparisons import wanted as asked_for
 from .certificates.of_gradients import certify_weights
+from .chunked.of_results import lazy_datasets
+from .chunked.samples import SampleChunks
 from .turns import in_turn
 from .weight_gradients import FoundGradients, find_gradients
 from .weight_layout import LabelledWeight, label_cell, label_plain, node_dataset
@@ -64,13 +70,13 @@ def layers(model: Any) -> LayerTable:
 
 @checked(
     model=anything,
-    x=one_batch,
-    y=examples,
+    x=chunked(one_batch),
+    y=chunked(examples),
     layers=names,
     by_time=switch,
     measure=one_of("norm"),
     loss=a_loss,
-    sample_weight=weights_of_samples,
+    sample_weight=chunked(weights_of_samples),
     class_weight=class_weights,
     training=switch,
     seed=seed_or_none,
@@ -134,6 +140,8 @@ def weights(
     labelled = {name: _label(layer) for name, layer in found.items()}
     provenance, differentiated = adapter.provenance(model), FoundGradients()
     batch = Batch(x, y, sample_weight, class_weight, loss, training, None, seed)
+    if is_lazy((x, y, sample_weight)):
+        return _lazy(adapter, model, batch, layers, by_time, measure)
     certified = x is not None and asked_for(model, "weights", batch)
     if x is not None:
         steps = measure or by_time
@@ -154,6 +162,31 @@ def weights(
         certificate=certificate,
         notes=[] if differentiated.capture is None else differentiated.capture.notes,
     )
+
+
+def _lazy(
+    adapter: Adapter, model: Any, batch: Batch, layers: str | Iterable[str] | None, by_time: bool, measure: str | None
+) -> Weights:
+    """Return weights, and their gradients of data in Dask chunks, which are computed when they are asked for."""
+    if measure is not None:
+        hint = "leave measure= out, compute, and take the norm over units"
+        raise UnsupportedError(message("measure= is of the sum over all samples.", got="lazy data", hint=hint))
+    chunks = SampleChunks.of(ModelAxes(adapter, model, None, None), batch)
+    verb = partial(_of_batch, layers=layers, by_time=by_time)
+    template, datasets, graph = lazy_datasets(adapter, model, chunks, verb, "weights", sums=True, with_loss=True)
+    notes = [*template.notes, *chunks.notes]
+    result = Weights(datasets, penalties=template.penalties, provenance=template.provenance, notes=notes)
+    return result.pending(graph)
+
+
+def _of_batch(model: Any, batch: Batch, **keywords: Any) -> Weights:
+    """Return the weights and their gradients of one batch."""
+    run = {name: getattr(batch, name) for name in ("loss", "sample_weight", "class_weight", "training", "seed")}
+    return weights(model, batch.x, batch.y, **_given(run), **keywords)
+
+
+def _given(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in keywords.items() if value is not None or name == "seed"}
 
 
 def _labelled_gradients(

@@ -122,6 +122,10 @@ class Accumulator:
         self._sums[name], weighted = self._evened(name, [self._sums[name], weighted])
         self._sums[name] += weighted
 
+    def parts(self) -> tuple[dict[TensorName, Array], dict[TensorName, Array]]:
+        """Return what one batch contributes: arrays that keep samples, and terms of sums, both before division."""
+        return {name: arrays[0] for name, arrays in self._kept.items()}, dict(self._sums)
+
     def result(self) -> dict[TensorName, Array]:
         """Return the gradients of the data set by tensor."""
         scale = 1.0 / max(sum(self._weights), 1) if self.combine == "mean" else 1.0

@@ -42,10 +42,22 @@ def refuse_without_mean(options: JacobianOptions) -> None:
     if options.across is None:
         expected = 'across="mean"; or one batch, whose samples are kept'
         raise InputError(message("The time Jacobian of a data set keeps no samples.", expected=expected))
+    refuse_for_chunks(options, "a data set")
+
+
+def refuse_for_chunks(options: JacobianOptions, of: str = "lazy data") -> None:
+    """Raise for options whose errors or file belong to one batch.
+
+    Raises
+    ------
+    UnsupportedError
+        With the option.
+    """
     for name in ("sketch", "rtol", "out"):
         if getattr(options, name) is not None:
-            what = f"{name}= applies to one batch, not to a data set."
-            raise UnsupportedError(message(what, got=f"{name}= and a data set", expected="one batch"))
+            what = f"{name}= applies to one batch, not to {of}."
+            hint = 'result.save("jacobian.zarr") writes chunk by chunk' if (name, of) == ("out", "lazy data") else None
+            raise UnsupportedError(message(what, got=f"{name}= and {of}", expected="one batch", hint=hint))
 
 
 def mean_over(jacobians: Iterable[tuple[ResultArray, int]]) -> ResultArray:

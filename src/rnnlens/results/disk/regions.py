@@ -1,0 +1,206 @@
+"""Lazy results written chunk by chunk: each task writes its own region of a Zarr folder, and a killed save goes on.
+
+The folder has a hidden name until it is complete. Each finished chunk leaves a small file with its checksums and its
+record of checks, written after its region; a chunk without that file is computed again. Regions equal chunks of the
+file, so a chunk that is written twice is the same chunk.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import xarray as xr
+import zarr
+
+from ...errors import FileError, RnnlensError, UserCodeError, message
+from ...settings import Progress
+from .atomic import replacing_folder, write_file
+from .store import recording
+
+#: Within a folder in progress: the folder of finished chunks' records, and the checksums of labels and metadata.
+_DONE, _LABELS = ".chunks", ".labels.json"
+
+#: Kind and text of an error: of a chunk, a file or a worker.
+Failure = tuple[str, str]
+_EVERY = {"write_empty_chunks": True}
+
+
+class ChunkTasks(Protocol):
+    """The tasks of a lazy result, as :class:`~rnnlens.verbs.chunked.graph.ChunkGraph` has them."""
+
+    token: str
+    title: str
+    arguments: Sequence[tuple[Any, ...]]
+
+    def reduced(self, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Reduce the records of all chunks to checks, certificate and value."""
+        ...
+
+
+@dataclass(frozen=True)
+class Region:
+    """Where the arrays of chunks lie: folder, and by the name of a chunk's array its path and axis of samples."""
+
+    folder: str
+    places: Mapping[str, tuple[str, int]]
+
+
+def folder_in_progress(target: Path, token: str) -> Path:
+    """Return the hidden folder in which a save of the call ``token`` goes on."""
+    return target.with_name(f".{target.name}.{token[:16]}.unfinished")
+
+
+def write_regions(tree: xr.DataTree, places: Mapping[str, tuple[str, int]], tasks: ChunkTasks, target: Path) -> Path:
+    """Lay out a folder, compute all chunks that are missing in it, and return it.
+
+    Raises
+    ------
+    FileError
+        If chunks cannot be written, or the scheduler is lost; what is finished stays for the next call.
+    UserCodeError
+        If chunks raise; the message names the samples of the first.
+    """
+    folder = folder_in_progress(target, tasks.token)
+    if not (folder / _LABELS).is_file():
+        _lay_out(tree, folder)
+    region = Region(str(folder), dict(places))
+    missing = [i for i in range(len(tasks.arguments)) if not _record_path(folder, i).is_file()]
+    with Progress(tasks.title, len(tasks.arguments)) as progress:
+        progress.advance(len(tasks.arguments) - len(missing))
+        errors = [error for error in _run(region, missing, tasks, progress) if error is not None]
+    missing = [i for i in missing if not _record_path(folder, i).is_file()]
+    if errors or missing:
+        raise _unfinished(target, errors, len(missing), len(tasks.arguments))
+    return folder
+
+
+def _lay_out(tree: xr.DataTree, folder: Path) -> None:
+    """Write labels and metadata of all arrays, lazy ones without values."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    store = recording(folder)
+    for node in tree.subtree:
+        dataset = node.to_dataset(inherit=False)
+        encoding = dict.fromkeys(dataset.variables, _EVERY)
+        options: dict[str, Any] = {"zarr_format": 2, "consolidated": False, "compute": False, "encoding": encoding}
+        dataset.to_zarr(store, group=node.path, mode="a", **options)
+    (folder / _DONE).mkdir()
+    write_file(folder / _LABELS, [json.dumps(store.sums).encode()])
+
+
+def _run(region: Region, missing: Sequence[int], tasks: ChunkTasks, progress: Progress) -> Iterator[Failure | None]:
+    """Compute the missing chunks; yield None for each that succeeds, or the kind and the text of its error."""
+    if not missing:
+        return
+    dask = importlib.import_module("dask")
+    write = dask.delayed(write_chunk)
+    writers = [
+        write(region, *tasks.arguments[i], dask_key_name=(f"{tasks.title}-write-{tasks.token}", i)) for i in missing
+    ]
+    distributed: Any = sys.modules.get("distributed")
+    client = None if distributed is None else distributed.client._get_global_client()
+    if client is None:
+        for error in dask.compute(*writers):
+            progress.advance()
+            yield error
+        return
+    with _connected(distributed):
+        for future in distributed.as_completed(client.compute(writers)):
+            progress.advance()
+            try:
+                yield future.result()
+            except RnnlensError as error:
+                yield "chunk", str(error)
+            except (OSError, distributed.CancelledError):
+                raise
+            except Exception as error:
+                yield "worker", f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def _connected(distributed: Any) -> Iterator[None]:
+    """Raise FileError if the connection to the scheduler is lost."""
+    try:
+        yield
+    except (OSError, distributed.CancelledError) as error:
+        if isinstance(error, RnnlensError):
+            raise
+        raise FileError(
+            message(
+                "The connection to the Dask scheduler was lost before all chunks were written.",
+                got=f"{type(error).__name__}: {error}",
+                hint="connect a new Client and call save with the same path: it goes on with the missing chunks",
+            )
+        ) from error
+
+
+def write_chunk(region: Region, task: Any, model: Any, rows: tuple[int, ...], *parts: Any) -> Failure | None:
+    """Compute one chunk and write its regions, then its record; return None, or the kind and the text of an error."""
+    folder, number = Path(region.folder), rows[0]
+    try:
+        values = task(model, rows, *parts)
+    except Exception as error:
+        return "chunk", str(error)
+    store = recording(folder)
+    try:
+        group = zarr.open_group(store, mode="r+", zarr_format=2)
+        for name, (path, axis) in region.places.items():
+            found = values.kept[name]
+            array = group[path.lstrip("/")].with_config(_EVERY)
+            index = tuple(slice(rows[1], rows[2]) if i == axis else slice(None) for i in range(found.ndim))
+            array[index] = found
+        record = {"sums": store.sums, "record": values.record()}
+        write_file(_record_path(folder, number), [json.dumps(record, default=_plain).encode()])
+    except OSError as error:
+        return "file", f"samples {rows[1]} to {rows[2] - 1}: {error}"
+    return None
+
+
+def _plain(value: Any) -> Any:
+    return np.asarray(value).tolist()
+
+
+def _record_path(folder: Path, number: int) -> Path:
+    return folder / _DONE / f"{number}.json"
+
+
+def _unfinished(target: Path, errors: Sequence[Failure], missing: int, count: int) -> RnnlensError:
+    kind, text = errors[0] if errors else ("file", "the workers write to another disk: take a folder of all machines")
+    what = f"{missing} of {count} chunks are not written to {target.name}; the others are kept."
+    hint = "mend the cause and call save with the same path: it goes on with the missing chunks"
+    error = UserCodeError if kind == "chunk" else FileError
+    return error(message(what, got=" ".join(text.split()), hint=hint))
+
+
+def records_of(folder: Path, count: int) -> list[dict[str, Any]]:
+    """Return the records of all chunks, in order."""
+    return [json.loads(_record_path(folder, i).read_text())["record"] for i in range(count)]
+
+
+def complete(folder: Path, target: Path, count: int, attributes: Mapping[str, Mapping[str, Any]]) -> None:
+    """Add attributes, by path of a group or array, and checksums of all files; give the folder its name."""
+    sums = json.loads((folder / _LABELS).read_text())
+    for number in range(count):
+        sums |= json.loads(_record_path(folder, number).read_text())["sums"]
+    shutil.rmtree(folder / _DONE)
+    (folder / _LABELS).unlink()
+    store = recording(folder, sums)
+    group = zarr.open_group(store, mode="r+", zarr_format=2)
+    for path, attrs in attributes.items():
+        node: Any = group[path.strip("/")] if path.strip("/") else group
+        node.attrs.update(dict(attrs))
+    zarr.consolidate_metadata(store, zarr_format=2)
+    store.seal()
+    with replacing_folder(target) as empty:
+        empty.rmdir()
+        os.rename(folder, empty)

@@ -1,0 +1,324 @@
+"""Task graph of a verb over chunks of samples: one task per chunk, sums in the order of the chunks, checks reduced."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import xarray as xr
+
+from ... import data
+from ...adapters.protocol import Batch
+from ...adapters.registry import adapter_for
+from ...errors import InputError, message
+from ...settings import Settings, current, options
+from ...typing import Array
+from ...vocabulary import SAMPLE
+from ..turns import in_turn
+from .samples import ChunkRows, SampleChunks
+from .travel import TravellingModel
+from .worker import naming_samples, warn_of_chunk
+
+#: Engines that compile a run for each number of samples.
+_COMPILED = ("jax", "tensorflow")
+
+
+@dataclass
+class ChunkValues:
+    """Numbers of one chunk: arrays that keep samples, parts of sums over samples, checks, and the target's value."""
+
+    kept: dict[str, Array]
+    sums: dict[str, Array] = field(default_factory=dict)
+    checks: list[Mapping[str, Any]] = field(default_factory=list)
+    certificate: Mapping[str, Any] | None = None
+    value: Array | None = None
+    weight: float = 1.0
+
+    def record(self) -> dict[str, Any]:
+        """Return checks, certificate and value without the arrays."""
+        return {"checks": self.checks, "certificate": self.certificate, "value": self.value, "weight": self.weight}
+
+
+class ChunkWork(Protocol):
+    """The computation of one chunk, which is sent to workers."""
+
+    @property
+    def sums_samples(self) -> bool:
+        """Whether results are summed over samples; a chunk can be padded only if they are not."""
+        ...
+
+    @property
+    def combine(self) -> str | None:
+        """How targets of chunks combine to that of all samples, ``"mean"`` or ``"sum"``; None for a single chunk."""
+        ...
+
+    def __call__(self, model: Any, batch: Batch, rows: ChunkRows, padded: bool) -> ChunkValues:
+        """Compute one chunk; where ``padded``, the batch has further samples after its ``rows.count`` own ones."""
+        ...
+
+
+@dataclass(frozen=True)
+class ChunkTask:
+    """A task without its data: the work, options of the run, settings, layouts, and the size of a whole chunk."""
+
+    work: ChunkWork
+    options: Batch
+    settings: Settings
+    layouts: data.DataLayouts | None
+    full: int
+
+    def __call__(self, model: TravellingModel, rows: tuple[int, ...], *parts: Any) -> ChunkValues:
+        """Compute one chunk from its arrays, in this process."""
+        place = ChunkRows(*rows)
+        how = "never"
+        if self.settings.certify == "always" or (place.number == 0 and self.settings.certify != "never"):
+            how = "always"
+        with (
+            naming_samples((place.start, place.stop)),
+            options(memory=self.settings.memory, compiled=self.settings.compiled, certify=how, progress=False),  # type: ignore[arg-type]
+        ):
+            values = _in_turn(model.get(), self, place, parts)
+        warn_of_chunk([*values.checks, *((values.certificate or {}).get("checks", ()))], (place.start, place.stop))
+        return values
+
+    def batch(self, model: Any, rows: ChunkRows, parts: Sequence[Any]) -> tuple[Batch, bool]:
+        """Return the batch of a chunk, and whether it is padded, so that a compiled run can be reused."""
+        x, y, weight, states = parts
+        seed = self.options.seed
+        if seed is not None and self.options.training:
+            seed += rows.number
+        can_pad = not (self.work.sums_samples or self.options.training or states is not None)
+        padded = rows.count < self.full and can_pad and adapter_for(model).engine in _COMPILED
+        if padded:
+            x, y, weight = self._padded("x", x), self._padded("y", y), self._padded("sample_weight", weight)
+        return replace(self.options, x=x, y=y, sample_weight=weight, initial_state=states, seed=seed), padded
+
+    def _padded(self, name: str, tree: Any) -> Any:
+        """Repeat the samples of a chunk until it has the size of the others."""
+        leaves = data.leaves_of(tree)
+        layouts = iter([None] * len(leaves) if self.layouts is None else self.layouts[name])
+
+        def pad(array: Array) -> Array:
+            layout = next(layouts)
+            axis = 0 if layout is None or layout.sample is None else layout.sample
+            return np.take(array, np.arange(self.full) % array.shape[axis], axis=axis)
+
+        return data.map_leaves(pad, tree)
+
+
+@in_turn
+def _in_turn(model: Any, task: ChunkTask, rows: ChunkRows, parts: Sequence[Any]) -> ChunkValues:
+    batch, padded = task.batch(model, rows, parts)
+    return task.work(model, batch, rows, padded)
+
+
+class ChunkGraph:
+    """The tasks of one call, and lazy arrays made of their results.
+
+    Parameters
+    ----------
+    chunks
+        The data.
+    work
+        Computes one chunk.
+    title
+        Words that name the tasks on Dask's dashboard: ``"gradients-lstm"``.
+    """
+
+    def __init__(self, model: Any, chunks: SampleChunks, work: ChunkWork, title: str) -> None:
+        self.chunks, self.work = chunks, work
+        self.names: dict[str, str] = {}
+        self.model = TravellingModel(model)
+        self.title = "rnnlens-" + "-".join(part for part in re.split(r"[^a-zA-Z]+", title) if part)
+        bare = replace(chunks.run, x=None, y=None, sample_weight=None, initial_state=None)
+        full = max(rows.count for rows in chunks.bounds)
+        self.task = ChunkTask(work, bare, current(), chunks.layouts, full)
+        if _is_distributed():
+            self.model.pack()
+
+    @cached_property
+    def token(self) -> str:
+        """Name of the call: equal for the same model, data and arguments."""
+        from dask.base import tokenize
+
+        run = self.chunks.run
+        lazy = [
+            getattr(leaf, "data", leaf) for tree in (run.x, run.y, run.sample_weight) for leaf in data.leaves_of(tree)
+        ]
+        names = [getattr(leaf, "name", None) or leaf for leaf in lazy]
+        return str(
+            tokenize(self.model, self.task, names, [vars(rows) for rows in self.chunks.bounds], run.initial_state)
+        )
+
+    @cached_property
+    def arguments(self) -> list[tuple[Any, ...]]:
+        """Arguments of the task of each chunk, with the model and the work as tasks of their own."""
+        from dask import delayed
+
+        model = delayed(self.model, name=f"rnnlens-model-{self.token}", traverse=False)
+        task = delayed(self.task, name=f"rnnlens-work-{self.token}", traverse=False)
+        states = self.chunks.run.initial_state
+        parts = zip(*(self.chunks.blocks(name) for name in ("x", "y", "sample_weight")), strict=True)
+        return [
+            (
+                task,
+                model,
+                (rows.number, rows.start, rows.stop, rows.total),
+                *each,
+                data.take(states, rows.start, rows.stop),
+            )
+            for rows, each in zip(self.chunks.bounds, parts, strict=True)
+        ]
+
+    @cached_property
+    def results(self) -> list[Any]:
+        """The task of each chunk; its value is a :class:`ChunkValues`."""
+        from dask import delayed
+
+        return [
+            self._named(delayed(compute_chunk), "", rows.number)(*arguments)
+            for rows, arguments in zip(self.chunks.bounds, self.arguments, strict=True)
+        ]
+
+    def kept(self, name: str, template: xr.DataArray) -> xr.DataArray:
+        """Return a lazy array with the samples of all chunks, labelled as the template."""
+        import dask.array as da
+        from dask import delayed
+
+        axis = template.dims.index(SAMPLE)
+        parts = []
+        for rows, result in zip(self.chunks.bounds, self.results, strict=True):
+            shape = tuple(rows.count if i == axis else size for i, size in enumerate(template.shape))
+            part = self._named(delayed(take_kept), f"take-{name}", rows.number)(
+                result, name, shape, str(template.dtype)
+            )
+            parts.append(da.from_delayed(part, shape, template.dtype))
+        whole = da.concatenate(parts, axis=axis)
+        self.names[whole.name] = name
+        return self.label(template, whole)
+
+    def total(self, name: str, template: xr.DataArray, finish: Callable[[Array], Array]) -> xr.DataArray:
+        """Return a lazy array that sums the chunks' parts in their order, so that equal calls give equal numbers."""
+        import dask.array as da
+        from dask import delayed
+
+        whole: Any = None
+        for rows, result in zip(self.chunks.bounds, self.results, strict=True):
+            part = self._named(delayed(take_sum), f"take-{name}", rows.number)(result, name, template.shape)
+            whole = part if whole is None else self._named(delayed(np.add), f"sum-{name}", rows.number)(whole, part)
+        whole = self._named(delayed(finished), f"finish-{name}", 0)(whole, finish, str(template.dtype))
+        return self.label(template, da.from_delayed(whole, template.shape, template.dtype))
+
+    def record(self) -> Any:
+        """Return a Delayed mapping: the worst self-checks and certificate of all chunks, values and their weights."""
+        from dask import delayed
+
+        each = [
+            self._named(delayed(ChunkValues.record), "take-checks", i)(result) for i, result in enumerate(self.results)
+        ]
+        return self._named(delayed(worst_of), "checks", 0)(each, self.work.combine)
+
+    def reduced(self, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Reduce the records of all chunks to checks, certificate and value."""
+        return worst_of(records, self.work.combine)
+
+    def label(self, template: xr.DataArray, lazy: Any) -> xr.DataArray:
+        """Return a lazy array with the dimensions, coordinates and attributes of the template."""
+        coords = {str(name): coord.variable for name, coord in template.coords.items() if SAMPLE not in coord.dims}
+        if SAMPLE in template.dims:
+            attrs = template[SAMPLE].attrs if SAMPLE in template.coords else {}
+            coords[SAMPLE] = xr.Variable((SAMPLE,), self.chunks.labels(), attrs)
+        attrs = dict(template.attrs)
+        for word in ("record", "certificate", "flagged", "touched_rows", "flops", "peak_bytes", "replay_residual"):
+            attrs.pop(word, None)
+        if self.chunks.notes:
+            attrs["note"] = " ".join(dict.fromkeys(self.chunks.notes))
+        return xr.DataArray(lazy, dims=template.dims, coords=coords, name=template.name, attrs=attrs)
+
+    def _named(self, function: Any, step: str, number: int) -> Callable[..., Any]:
+        words = "-".join(part for part in re.split(r"[^a-zA-Z]+", step.split("-")[0]) if part)
+        title = "-".join(part for part in (self.title, words) if part)
+        inner = step.partition("-")[2]
+
+        def call(*args: Any) -> Any:
+            return function(*args, dask_key_name=(f"{title}-{self.token}", *([inner] if inner else []), number))
+
+        return call
+
+
+def compute_chunk(task: ChunkTask, model: TravellingModel, rows: tuple[int, ...], *parts: Any) -> ChunkValues:
+    """Compute one chunk; the function of the tasks."""
+    return task(model, rows, *parts)
+
+
+def take_kept(values: ChunkValues, name: str, shape: tuple[int, ...], dtype: str) -> Array:
+    """Return one array of a chunk.
+
+    Raises
+    ------
+    InputError
+        If its shape is not that of the other chunks.
+    """
+    found = _checked_shape(values.kept[name], name, shape)
+    return found.astype(dtype, copy=False)
+
+
+def take_sum(values: ChunkValues, name: str, shape: tuple[int, ...]) -> Array:
+    """Return a chunk's part of a sum over samples, in double precision."""
+    return _checked_shape(values.sums[name], name, shape)
+
+
+def _checked_shape(found: Array, name: str, shape: tuple[int, ...]) -> Array:
+    if found.shape != tuple(shape):
+        what = f"A chunk has another shape of {name!r} than the others, so they cannot be put together."
+        hint = "pad all samples to one length and mask the padding"
+        raise InputError(message(what, got=found.shape, expected=tuple(shape), hint=hint))
+    return found
+
+
+def finished(total: Array, finish: Callable[[Array], Array], dtype: str) -> Array:
+    """Return the result of a sum over all chunks."""
+    return np.asarray(finish(total)).astype(dtype, copy=False)
+
+
+def worst_of(records: Sequence[Mapping[str, Any]], combine: str | None) -> dict[str, Any]:
+    """Reduce the records of chunks: of each check the one closest to its bound, of certificates a failed one first.
+
+    ``value`` is the target's value over all samples: a number, or one for each sample.
+    """
+    checks: dict[tuple[str, str], Mapping[str, Any]] = {}
+    for found in (check for one in records for check in one["checks"]):
+        known = checks.setdefault((found["name"], found["layer"]), found)
+        if not found["residual"] / found["bound"] <= known["residual"] / known["bound"]:
+            checks[found["name"], found["layer"]] = found
+    rank = {"failed": 0, "could not": 1, "passed": 2, "off": 3}
+    certificates = [one["certificate"] for one in records if one["certificate"] is not None]
+    return {
+        "checks": list(checks.values()),
+        "certificate": min(certificates, key=lambda one: (rank[one["state"]], -_closeness(one)), default=None),
+        "value": _value([one["value"] for one in records], [one["weight"] for one in records], combine),
+    }
+
+
+def _value(values: Sequence[Any], weights: Sequence[float], combine: str | None) -> Any:
+    if any(value is None for value in values):
+        return None
+    if np.ndim(values[0]):
+        return np.concatenate(values)
+    whole = np.asarray(values, dtype=np.float64)
+    return np.average(whole, weights=weights) if combine == "mean" else whole.sum()
+
+
+def _closeness(certificate: Mapping[str, Any]) -> float:
+    return max((check["residual"] / check["bound"] for check in certificate["checks"]), default=0.0)
+
+
+def _is_distributed() -> bool:
+    """Return whether a client of a Dask cluster is in use, so that the model will be sent."""
+    distributed: Any = sys.modules.get("distributed")
+    return distributed is not None and distributed.client._get_global_client() is not None

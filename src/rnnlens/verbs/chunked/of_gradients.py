@@ -1,0 +1,215 @@
+"""``rl.gradients`` of lazy data: one task per chunk, differentiated as a batch of a data set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from ... import data
+from ...adapters.protocol import Adapter, Batch
+from ...adapters.registry import adapter_for
+from ...errors import UnsupportedError, message
+from ...results.certificate import Certificate
+from ...settings import options
+from ...typing import Array
+from ...vocabulary import SAMPLE
+from ..axes import refuse_unknown
+from ..certificates.comparisons import wanted
+from ..certificates.of_gradients import certify_answer
+from ..differentiation.gather import Accumulator, DataSetGradients, combination
+from ..differentiation.missing_gradient import Explanation, explain
+from ..differentiation.pull import answer
+from ..differentiation.request import BatchTarget, GradientArguments, GradientRequest, ask
+from .graph import ChunkGraph, ChunkValues
+from .samples import ChunkRows, SampleChunks
+from .worker import kept
+
+
+@dataclass(frozen=True)
+class GradientWork:
+    """Gradients of one chunk, and how they combine to those of all ``total`` samples."""
+
+    arguments: GradientArguments
+    combine: str | None
+    total: int
+    layouts: data.DataLayouts | None
+    of_loss: bool
+    sums_samples: bool
+    token: str = ""
+
+    def __call__(self, model: Any, batch: Batch, rows: ChunkRows, padded: bool) -> ChunkValues:
+        """Differentiate the target of one chunk."""
+        request = kept(model, repr((self.token, self.arguments)), partial(self._request, model, batch))
+        if self.of_loss and self.arguments.combine is None and self.combine is not None:
+            refuse_other_loss(request.adapter, model, batch, self.combine)
+        target = request.target if self.of_loss else replace(request.target, total=rows.total, rows=(0, 0))
+        batch = batch if request.with_loss else _without_loss(batch)
+        part = BatchTarget(batch, target.of_rows(rows.start, rows.stop))
+        found = answer(request, part)
+        certificate = Certificate()
+        if wanted(request.model, "gradients", batch):
+            certificate = certify_answer(request, part, found)
+        found.swept = {}
+        total = Accumulator(self.combine, self.arguments.measure, self.arguments.across)  # type: ignore[arg-type]
+        total.add(found)
+        return self._values(total, certificate, rows, padded, found.samples)
+
+    def _request(self, model: Any, batch: Batch) -> GradientRequest:
+        request = ask(adapter_for(model), model, batch, self.arguments)
+        request.axes.inputs, request.axes.is_cut = (None if self.layouts is None else self.layouts["x"]), True
+        return request
+
+    def _values(
+        self, total: Accumulator, certificate: Certificate, rows: ChunkRows, padded: bool, samples: int
+    ) -> ChunkValues:
+        arrays, sums = total.parts()
+        scale = 1.0 / self.total if self.combine == "mean" else 1.0
+        kept_arrays = {}
+        for name, array in arrays.items():
+            at = total.dims[name].index(SAMPLE)
+            whole = array if scale == 1.0 else array * array.dtype.type(scale)
+            kept_arrays[name.text] = np.take(whole, range(rows.count), at) if padded else whole
+        value = np.asarray(total.value())
+        return ChunkValues(
+            kept_arrays,
+            {name.text: array for name, array in sums.items()},
+            certificate=None if certificate.state == "off" else certificate.to_dict(),
+            value=None if padded and not value.ndim else value[: rows.count] if value.ndim else value,
+            weight=float(samples),
+        )
+
+
+def gradients_of_chunks(
+    adapter: Adapter,
+    model: Any,
+    chunks: SampleChunks,
+    arguments: GradientArguments,
+    label: Callable[[GradientRequest, Any, DataSetGradients, Mapping[str, str]], xr.DataArray],
+    provenance: Mapping[str, str],
+) -> tuple[GradientRequest, dict[str, xr.DataArray], Explanation, ChunkGraph]:
+    """Return lazy gradients by name, reasons for those that do not exist, and the graph of tasks.
+
+    Raises
+    ------
+    UnsupportedError
+        If the gradients of chunks do not combine to that of the whole data set, or an option needs all of it.
+    """
+    _refuse_options(arguments)
+    request, part, template = template_of(
+        lambda batch: _gradients_of_template(adapter, model, chunks, arguments, batch), chunks
+    )
+    combine = _combination(request, part.batch, chunks)
+    summed = any(SAMPLE not in dims or arguments.across is not None for dims in template.dims.values())
+    work = GradientWork(arguments, combine, chunks.total, chunks.layouts, request.of_loss, summed)
+    layers = dict.fromkeys(str(name.layer or name.what) for name in request.asked)
+    graph = ChunkGraph(model, chunks, work, f"gradients-{next(iter(layers)) if len(layers) == 1 else ''}")
+    lazy = {}
+    for name in request.asked:
+        if name in template.gradients:
+            array = label(request, name, template, provenance)
+            if SAMPLE in array.dims:
+                lazy[name.text] = graph.kept(name.text, array)
+            else:
+                over = arguments.across if name.what != "weight" or arguments.per_sample else None
+                scale = 1.0 / chunks.total if combine == "mean" else 1.0
+                finish = partial(finish_sum, scale=scale, samples=chunks.total if over == "mean" else 1)
+                lazy[name.text] = graph.total(name.text, array, finish)
+    return request, lazy, template.explanation, graph
+
+
+def template_of(make: Callable[[Batch], Any], chunks: SampleChunks) -> Any:
+    """Return what ``make`` returns for data that stand in for the user's: of few samples, or of one whole chunk."""
+    with options(certify="never", progress=False):
+        try:
+            return make(chunks.template())
+        except Exception:  # a model built for one batch size
+            return make(chunks.template(few=False))
+
+
+def _gradients_of_template(
+    adapter: Adapter, model: Any, chunks: SampleChunks, arguments: GradientArguments, batch: Batch
+) -> tuple[GradientRequest, BatchTarget, DataSetGradients]:
+    request = ask(adapter, model, batch, arguments)
+    request.axes.inputs, request.axes.is_cut = (None if chunks.layouts is None else chunks.layouts["x"]), True
+    part = BatchTarget(batch if request.with_loss else _without_loss(batch), request.target)
+    found = answer(request, part)
+    total = Accumulator(None, arguments.measure, arguments.across)
+    total.add(found)
+    missing = tuple(name for name in request.wrt if found.gradients.get(name) is None)
+    explanation = explain(replace(request, wrt=missing), part, {}, {}, ()) if missing else Explanation()
+    for name, dims in total.dims.items():
+        if arguments.measure is not None and SAMPLE not in found.dims[name]:
+            _refuse_measure(name.text)
+        if name.what != "weight" and SAMPLE not in found.dims[name]:
+            refuse_unknown("Putting chunks together", name.text, dims)
+    return request, part, DataSetGradients(total.result(), total.dims, found.value, explanation, Certificate())
+
+
+def _without_loss(batch: Batch) -> Batch:
+    return replace(batch, y=None, sample_weight=None, loss=None, class_weight=None)
+
+
+def _combination(request: GradientRequest, template: Batch, chunks: SampleChunks) -> str | None:
+    """Return how the targets of chunks combine, ``"mean"`` or ``"sum"``; None for a single chunk."""
+    if len(chunks.bounds) == 1:
+        return None
+    arguments = request.arguments
+    if request.of_loss and arguments.combine is None:
+        how = request.adapter.combination(request.model, template)
+    else:
+        how = combination(request.target, request.function is not None, arguments.combine)
+    if how is None:
+        raise UnsupportedError(
+            message(
+                f"{request.target.text} of all samples does not follow from that of each chunk.",
+                got=f"{len(chunks.bounds)} chunks, and a loss or reduction that is no known mean or sum over samples",
+                expected='combine="mean" or combine="sum" if it is one of these over samples; or per_sample=True',
+                hint="x.compute() and batch_size=, which evaluates any loss on the outputs of all samples",
+            )
+        )
+    return how
+
+
+def refuse_other_loss(adapter: Adapter, model: Any, batch: Batch, combine: str) -> None:
+    """Raise if the loss of this chunk does not combine as that of the stand-in data did, such as for ignored labels."""
+    how = adapter.combination(model, batch)
+    if how != combine:
+        raise UnsupportedError(
+            message(
+                "The loss of this chunk does not combine with the others: it is no plain mean or sum over its samples.",
+                got="targets that the loss ignores or weights" if how is None else f"a {how}",
+                expected=f"a {combine} over samples",
+                hint="x.compute() and batch_size=, which evaluates any loss on the outputs of all samples",
+            )
+        )
+
+
+def _refuse_options(arguments: GradientArguments) -> None:
+    if arguments.clip is not None:
+        hint = "compute the gradients of all weights, then clip; or x.compute()"
+        raise UnsupportedError(message("clip= needs the norm over all samples.", got="clip= and lazy data", hint=hint))
+    if SAMPLE in arguments.at:
+        hint = "select the samples of x and y before: x.isel(sample=...), or x[...] of a dask array"
+        raise UnsupportedError(
+            message("at= selects no samples of lazy data.", got=f"at={dict(arguments.at)!r}", hint=hint)
+        )
+
+
+def _refuse_measure(name: str) -> None:
+    raise UnsupportedError(
+        message(
+            f"The norm of the gradient with respect to {name!r} is that of the sum over all samples.",
+            got="measure= and lazy data",
+            hint="leave measure= out, compute, and take the norm: numpy.linalg.norm(g)",
+        )
+    )
+
+
+def finish_sum(total: Array, scale: float, samples: int) -> Array:
+    """Return the gradient of the data set from the sum over its chunks."""
+    return total * scale / samples

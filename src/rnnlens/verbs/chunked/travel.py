@@ -1,0 +1,319 @@
+"""A model on its way to Dask workers: it is sent as bytes, and each worker process rebuilds it once.
+
+Bytes of a model are code: whoever can change them can run programs on the workers. They travel from the client to its
+own workers only; nothing is unpickled from files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import io
+import os
+import pickle
+import sys
+import tempfile
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from socket import gethostname
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from ...adapters.registry import adapter_for
+from ...autodiff.tensors import to_numpy
+from ...errors import ModelError, UnsupportedError, message
+from .worker import fit_process
+
+#: Number of models that a worker process keeps at once; a comparison of many models drops the least recently used.
+_KEPT = 4
+_models: OrderedDict[str, Any] = OrderedDict()
+_loading = threading.Lock()
+
+
+class TravellingModel:
+    """A model that is itself in its own process, and bytes in any other one until it is used there.
+
+    Parameters
+    ----------
+    model
+        The user's model. Its weights may not change before the lazy result is computed.
+
+    Attributes
+    ----------
+    digest
+        Hash of the weights and of the structure, the same in every process.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.digest = digest_of(model)
+        self._model: Any = model
+        self._bytes: bytes | None = None
+        self._home = (gethostname(), os.getpid())
+
+    def pack(self) -> bytes:
+        """Return the model as bytes; they are made once.
+
+        Raises
+        ------
+        UnsupportedError
+            If a part of the model cannot be sent; the message names it.
+        """
+        if self._bytes is None:
+            self._bytes = packed(self._model)
+        return self._bytes
+
+    def get(self) -> Any:
+        """Return the model: the user's own in its process, otherwise the one rebuilt and kept in this process.
+
+        Raises
+        ------
+        ModelError
+            If the weights changed since the lazy result was made.
+        """
+        if self._model is None:
+            return _rebuilt(self.pack(), self._home != (gethostname(), os.getpid()))
+        if digest_of(self._model) != self.digest:
+            what = "The model's weights changed after this lazy result was made, so it would mix two models."
+            raise ModelError(message(what, hint="make the lazy result again, or compute it before training goes on"))
+        return self._model
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"digest": self.digest, "_model": None, "_bytes": self.pack(), "_home": self._home}
+
+    def __dask_tokenize__(self) -> tuple[str, str]:
+        return ("rnnlens-model", self.digest)
+
+
+def digest_of(model: Any) -> str:
+    """Return a hash of a model's class, layers and weights."""
+    adapter, digest = adapter_for(model), hashlib.sha256()
+    digest.update(f"{type(model).__module__}.{type(model).__qualname__}".encode())
+    digest.update(repr([(info.name, info.kind, info.units) for info in adapter.describe(model)]).encode())
+    for layer, weights in adapter.weights(model).items():
+        for name, value in weights.values.items():
+            array = np.ascontiguousarray(to_numpy(value))
+            digest.update(f"{layer}/{name} {array.shape} {array.dtype}".encode())
+            digest.update(array.view(np.uint8).data if array.ndim and array.size else array.tobytes())
+    return digest.hexdigest()[:32]
+
+
+def packed(model: Any) -> bytes:
+    """Serialise a model: Keras by its own format, torch modules and others by cloudpickle.
+
+    Raises
+    ------
+    UnsupportedError
+        If a part of the model cannot be sent; the message names it.
+    """
+    package = _package(model)
+    if package in ("keras", "tf_keras"):
+        return _pickled(_keras_parts(model, package), model)
+    if package == "tensorflow":
+        raise UnsupportedError(
+            message(
+                "A TensorFlow-1 graph belongs to its session and cannot be sent to workers.",
+                got=type(model).__name__,
+                hint="x.compute() a part of the data here, or load the checkpoint as a tf_keras model",
+            )
+        )
+    return _pickled({"package": package, "model": model}, model)
+
+
+def _package(model: Any) -> str:
+    """Return the package that a model is built with: keras, tf_keras, torch, tensorflow or another adapter's name."""
+    for package in ("keras", "tf_keras"):
+        base = getattr(getattr(sys.modules.get(package), "layers", None), "Layer", None)
+        if base is not None and isinstance(model, base):
+            return package
+    return (
+        "tensorflow"
+        if adapter_for(model).__module__.startswith("rnnlens.adapters.tf_graph")
+        else adapter_for(model).engine
+    )
+
+
+def _keras_parts(model: Any, package: str) -> dict[str, Any]:
+    """Return what rebuilds a Keras model: its archive, the classes and functions of the user, states and engine."""
+    keras = sys.modules[package]
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "model.keras")
+            model.save(path)
+            archive = Path(path).read_bytes()
+    except Exception as error:
+        raise _cannot_travel(model, type(model).__name__, error) from error
+    return {
+        "package": package,
+        "backend": keras.backend.backend() if package == "keras" else "tensorflow",
+        "archive": archive,
+        "custom": _custom_objects(model, package),
+        "states": {layer.name: [to_numpy(state) for state in layer.states] for layer in _stateful(model)},
+    }
+
+
+def _custom_objects(model: Any, package: str) -> dict[str, Any]:
+    """Return the user's own classes and functions in a Keras model, by the name under which Keras looks them up."""
+    found: dict[str, Any] = {}
+    parts = [model, *_layers(model)]
+    parts += [cell for layer in parts for cell in _cells(layer)]
+    for part in parts:
+        found |= {type(part).__name__: type(part)} if not type(part).__module__.startswith(package) else {}
+    given = getattr(model, "loss", None)
+    for part in given.values() if isinstance(given, Mapping) else given if isinstance(given, list) else [given]:
+        target = part if callable(part) and hasattr(part, "__name__") else type(part)
+        if part is not None and not isinstance(part, str) and not target.__module__.startswith(package):
+            found[target.__name__] = target
+    return found
+
+
+def _layers(model: Any) -> list[Any]:
+    flatten = getattr(model, "_flatten_layers", None)
+    return list(flatten()) if flatten is not None else [model]
+
+
+def _cells(layer: Any) -> list[Any]:
+    cell = getattr(layer, "cell", None)
+    return [] if cell is None else [cell, *getattr(cell, "cells", [])]
+
+
+def _stateful(model: Any) -> list[Any]:
+    """Return the stateful recurrent layers that have a recorded state."""
+    found = [layer for layer in _layers(model) if getattr(layer, "stateful", False)]
+    return [layer for layer in found if getattr(layer, "states", None) and layer.states[0] is not None]
+
+
+def _pickled(parts: Mapping[str, Any], model: Any) -> bytes:
+    try:
+        return dumps(dict(parts))
+    except Exception as error:
+        path, cause = blamed(model)
+        raise _cannot_travel(model, path, cause or error) from error
+
+
+def dumps(value: Any) -> bytes:
+    """Pickle a value, classes of the user's script by value, and torch modules with parametrizations by their parts."""
+    cloudpickle = importlib.import_module("cloudpickle")
+    stream = io.BytesIO()
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc,name-defined]
+        def reducer_override(self, part: Any) -> Any:
+            parametrized: Any = _parametrize()
+            is_module = parametrized is not None and isinstance(part, sys.modules["torch"].nn.Module)
+            if is_module and parametrized.is_parametrized(part):
+                kind = parametrized.type_before_parametrizations(part)
+                return _with_parametrizations, (kind, dict(kind.__getstate__(part)))
+            return super().reducer_override(part)
+
+    Pickler(stream).dump(value)
+    return stream.getvalue()
+
+
+def _parametrize() -> ModuleType | None:
+    return sys.modules.get("torch.nn.utils.parametrize")
+
+
+def _with_parametrizations(kind: type, state: dict[str, Any]) -> Any:
+    """Rebuild a torch module with parametrizations, which torch itself refuses to pickle."""
+    parametrize: Any = importlib.import_module("torch.nn.utils.parametrize")
+    module: Any = object.__new__(kind)
+    kind.__setstate__(module, state)  # type: ignore[attr-defined]
+    parametrize._inject_new_class(module)
+    for name in module.parametrizations:
+        parametrize._inject_property(module, name)
+    if hasattr(module, "_init_flat_weights"):  # a library RNN collects its weights, which were incomplete before
+        module._init_flat_weights()
+    return module
+
+
+def blamed(value: Any, path: str = "", depth: int = 6) -> tuple[str, Exception | None]:
+    """Return the dotted path of the innermost part that cannot be pickled, and the error it raises."""
+    path = path or type(value).__name__
+    for name, part in _parts(value) if depth else ():
+        try:
+            dumps(part)
+        except Exception as error:
+            inner, cause = blamed(part, f"{path}.{name}", depth - 1)
+            return inner, cause or error
+    return path, None
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the named parts of a module, a mapping, a list or any object with attributes."""
+    if isinstance(value, Mapping):
+        yield from ((str(name), part) for name, part in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((str(index), part) for index, part in enumerate(value))
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        for name, part in vars(value).items():
+            if name in ("_modules", "_parameters", "_buffers"):
+                yield from ((str(key), inner) for key, inner in part.items())
+            else:
+                yield name, part
+
+
+def _cannot_travel(model: Any, path: str, error: Exception) -> UnsupportedError:
+    reason = next(iter(str(error).strip().splitlines()), "")
+    return UnsupportedError(
+        message(
+            f"The model cannot be sent to workers: {path} cannot be serialised.",
+            got=f"{type(error).__name__}: {reason}",
+            expected="parts that pickle, or a Keras model whose save() works",
+            hint=f"take {path} out of the model (open files, locks and generators cannot travel), or x.compute()",
+        )
+    )
+
+
+def _rebuilt(data: bytes, elsewhere: bool) -> Any:
+    """Return the model of these bytes, rebuilt at its first use in this process."""
+    digest = hashlib.sha256(data).hexdigest()
+    with _loading:
+        if digest not in _models:
+            if elsewhere:
+                fit_process()
+            _models[digest] = _unpacked(data)
+            while len(_models) > _KEPT:
+                _models.popitem(last=False)
+        _models.move_to_end(digest)
+        return _models[digest]
+
+
+def _unpacked(data: bytes) -> Any:
+    parts = pickle.loads(data)
+    if "archive" not in parts:
+        return parts["model"]
+    if parts["package"] == "keras":
+        _use_backend(parts["backend"])
+    keras = importlib.import_module(parts["package"])
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "model.keras")
+        Path(path).write_bytes(parts["archive"])
+        with warnings.catch_warnings():  # variables of an optimizer that never ran are not restored
+            warnings.simplefilter("ignore")
+            model = keras.models.load_model(path, custom_objects=parts["custom"], compile=True, safe_mode=False)
+    for layer in _layers(model):
+        for state, value in zip(
+            getattr(layer, "states", None) or (), parts["states"].get(layer.name, ()), strict=False
+        ):
+            state.assign(value)
+    return model
+
+
+def _use_backend(backend: str) -> None:
+    """Choose Keras' engine in this process, or raise if another one was chosen before."""
+    if "keras" not in sys.modules:
+        os.environ["KERAS_BACKEND"] = backend
+    there = importlib.import_module("keras").backend.backend()
+    if there != backend:
+        raise ModelError(
+            message(
+                "This worker runs Keras on another engine than the client.",
+                got=there,
+                expected=backend,
+                hint=f"start the workers with KERAS_BACKEND={backend}",
+            )
+        )

@@ -1,0 +1,101 @@
+"""The process of a Dask worker: threads of BLAS and engines, memory of the C library, errors and warnings of chunks."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from threadpoolctl import threadpool_limits
+
+from ...errors import RnnlensError, SelfCheckWarning, UserCodeError
+from ...results.checks import Check
+
+T = TypeVar("T")
+
+#: Parameters of glibc's mallopt, <malloc.h>.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_TRIM = 1 << 30
+_kept: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
+
+
+def fit_process() -> None:
+    """Fit this worker process to its number of threads, before an engine is imported.
+
+    A worker of one thread computes with one thread in BLAS, torch, TensorFlow and XLA; otherwise workers of one machine
+    compete for its cores. Dask's nanny makes malloc return freed memory at once, which costs more time than a chunk of
+    many arrays takes to compute; glibc's own threshold is set again.
+    """
+    threads = threads_of_worker()
+    for name in ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"):
+        os.environ.setdefault(name, str(threads))
+    if (
+        threads == 1
+        and "jax" not in sys.modules
+        and "xla_cpu_multi_thread_eigen" not in os.environ.get("XLA_FLAGS", "")
+    ):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false".strip()
+    threadpool_limits(threads)
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(threads)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+    if "MALLOC_TRIM_THRESHOLD_" in os.environ:
+        with suppress(OSError, AttributeError):
+            libc = ctypes.CDLL(None)
+            libc.mallopt(_M_TRIM_THRESHOLD, _TRIM)
+            libc.mallopt(_M_MMAP_THRESHOLD, _TRIM)
+
+
+def threads_of_worker() -> int:
+    """Return the number of threads of the Dask worker that runs this task; 1 outside of a worker."""
+    distributed: Any = sys.modules.get("distributed")
+    if distributed is not None:
+        with suppress(ValueError, AttributeError):
+            return int(distributed.get_worker().state.nthreads)
+    return 1
+
+
+def kept(model: Any, token: str, make: Callable[[], T]) -> T:
+    """Return what ``make`` returned at the first chunk of a call on this model in this process."""
+    of_model = _kept.setdefault(model, {})
+    if token not in of_model:
+        if len(of_model) > 8:
+            of_model.clear()
+        of_model[token] = make()
+    found: T = of_model[token]
+    return found
+
+
+@contextmanager
+def naming_samples(rows: tuple[int, int]) -> Iterator[None]:
+    """Add the samples of a chunk to the message of any exception raised for it."""
+    try:
+        yield
+    except Exception as error:
+        reason = str(error).strip() or type(error).__name__
+        first = f"Samples {rows[0]} to {rows[1] - 1} failed: "
+        if isinstance(error, RnnlensError) and type(error).__module__ == RnnlensError.__module__:
+            raise type(error)(first + reason) from None
+        raise UserCodeError(f"{first}{type(error).__name__}: {reason}") from None
+
+
+def warn_of_chunk(checks: Iterable[Check | Mapping[str, Any]], rows: tuple[int, int]) -> None:
+    """Issue a SelfCheckWarning for each failed check of a chunk, at the client too if this is a Dask worker."""
+    for found in checks:
+        check = found if isinstance(found, Check) else Check(**found)
+        if not check.ok:
+            _warn(f"samples {rows[0]} to {rows[1] - 1}: {check.sentence}")
+
+
+def _warn(text: str) -> None:
+    if "distributed" in sys.modules:
+        importlib.import_module("distributed").warn(text, SelfCheckWarning)
+    else:
+        warnings.warn(text, SelfCheckWarning, stacklevel=4)

@@ -1,0 +1,80 @@
+"""Models, data and graph functions of tests/dask, importable by the workers that the tests start."""
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import torch
+import xarray as xr
+
+T, F = 12, 3
+
+
+class Net(torch.nn.Module):
+    """An LSTM with a linear read-out of its last step."""
+
+    def __init__(self, units=8):
+        super().__init__()
+        self.lstm = torch.nn.LSTM(F, units, batch_first=True)
+        self.out = torch.nn.Linear(units, 1)
+
+    def forward(self, x):
+        return self.out(self.lstm(x)[0][:, -1])
+
+
+class TimeMajor(Net):
+    """The same, time first."""
+
+    def forward(self, x):
+        return self.out(self.lstm(x.transpose(0, 1))[0][:, -1])
+
+
+class RaisesForLargeInput(Net):
+    """Raises where an input is larger than 1000."""
+
+    def forward(self, x):
+        if bool((x.detach() > 1e3).any()):
+            raise ValueError("an input is too large")
+        return super().forward(x)
+
+
+class WrongOnWorkers(Net):
+    """Computes something else inside hooks than plainly: a certificate has to fail."""
+
+    calls = 0
+
+    def forward(self, x):
+        type(self).calls += 1
+        return super().forward(x) * (1.0 + 0.25 * (type(self).calls % 2))
+
+
+class KillsItsWorker(Net):
+    """Kills its process at the first chunk that it sees, once for each file in the folder ``kills``."""
+
+    def __init__(self, kills, home):
+        super().__init__()
+        self.kills, self.home = str(kills), home
+
+    def forward(self, x):
+        if os.getpid() != self.home:
+            left = sorted(Path(self.kills).iterdir())
+            if left:
+                left[0].unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(x)
+
+
+def seeded(kind, *arguments):
+    torch.manual_seed(0)
+    return kind(*arguments)
+
+
+def samples(count, seed=0):
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(count, T, F)).astype("float32"), rng.normal(size=(count, 1)).astype("float32")
+
+
+def labelled(x):
+    coords = {"sample": 100 + np.arange(x.shape[0]), "time": np.arange(x.shape[1]) * 0.01}
+    return xr.DataArray(x, dims=("sample", "time", "feature"), coords=coords)
