@@ -84,7 +84,69 @@ def many_examples(name: str, value: Any) -> Any:
     return _each(lambda where, leaf: _leaf(where, leaf), name, value)
 
 
-    sample_weight=chunked(weights_of_samples),
+def weights_of_samples(name: str, value: Any) -> Any:
+    """Check ``sample_weight=``: finite numbers with samples on the first axis, without a limit on memory."""
+    return _finite(name, many_examples(name, value))
+
+
+def finite_states(name: str, value: Any) -> dict[str, Any]:
+    """Check initial states like :func:`states`; their values must be finite."""
+    return {layer: _finite(f"{name}[{layer!r}]", given) for layer, given in states(name, value).items()}
+
+
+def _finite(name: str, tree: Any) -> Any:
+    """Raise InputError if an array of a tree has a value that is not finite; return the tree."""
+    for leaf in _leaves(tree):
+        if leaf is None or has_attribute(leaf, "batch_sizes"):
+            continue
+        values = as_numpy(leaf)
+        if values.dtype.kind == "f" and not np.isfinite(values).all():
+            hint = "rl.find_nonfinite(model, x, y, ...) follows such numbers through the model"
+            raise InputError(
+                message(f"{name} is not finite.", got="NaN or infinity", expected="finite numbers", hint=hint)
+            )
+    return tree
+
+
+def chunked(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
+    """Return a check that lets numeric lazy arrays (Dask) pass as they are; other values are checked by ``check``."""
+
+    def either(name: str, value: Any) -> Any:
+        if not is_lazy(value):
+            return check(name, value)
+        if shape_of(value) == ():
+            raise InputError(message(f"{name} is a single number.", got="shape ()", expected="(sample, time, feature)"))
+        _refuse_depth(name, value)
+        return _each(lambda where, leaf: _lazy_leaf(where, leaf) if is_lazy(leaf) else _leaf(where, leaf), name, value)
+
+    return either
+
+
+def in_memory(name: str, value: Any) -> Any:
+    """Check that no array is lazy: it would be computed in this process without a word. Nothing else is checked."""
+    if is_lazy(value):
+        hint = f"{name}.compute(), or fewer samples: {name}[:512].compute()"
+        what = f"{name} is lazy, and this call needs numbers: it would be computed here, all of it."
+        raise InputError(message(what, got=type(value).__name__, expected="an array in memory", hint=hint))
+    return value
+
+
+def is_lazy(tree: Any) -> bool:
+    """Return whether an array, or any array in a tuple, list or dict, is backed by Dask; no data is read."""
+    return any(_is_lazy_leaf(leaf) for leaf in _leaves(tree))
+
+
+def _is_lazy_leaf(leaf: Any) -> bool:
+    # A DataArray has the method also without Dask; its chunks are None then.
+    return hasattr(type(leaf), "__dask_graph__") and getattr(leaf, "chunks", ()) is not None
+
+
+def _lazy_leaf(name: str, value: Any) -> Any:
+    if getattr(value, "chunks", None) is None or not hasattr(value, "dtype"):
+        expected = "a dask array, or a DataArray of one"
+        raise InputError(message(f"{name} is lazy, and no array.", got=shown(type(value).__name__), expected=expected))
+    _refuse_kind(name, value.dtype)
+    return value
 
 
 def states(name: str, value: Any) -> dict[str, Any]:

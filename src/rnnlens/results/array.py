@@ -70,7 +70,7 @@ class ResultArray(xr.DataArray):  # type: ignore[no-untyped-call]  # xarray's ow
 class LazyArray(ResultArray):  # type: ignore[no-untyped-call]
     """A result in Dask chunks: nothing is computed until it is asked for.
 
-    :meth:`compute` and :meth:`load` also reduce checks and certificates over the chunks. Arrays made from it by xarray
+    :meth:`compute` also reduces checks and certificates over the chunks. Arrays made from it by xarray
     are lazy too, and have none.
     """
 
@@ -88,17 +88,9 @@ class LazyArray(ResultArray):  # type: ignore[no-untyped-call]
         """Compute the values, with checks and certificate reduced over the chunks; warn of failed ones."""
         tasks = getattr(self, "_tasks", None)
         if tasks is None:
-            return ResultArray(super().compute(**kwargs))
+            return ResultArray(xr.DataArray(self).compute(**kwargs))
         plain, found = compute_with_record(xr.DataArray(self), tasks, **kwargs)
         return ResultArray(plain.assign_attrs(record_of(found)))
-
-    def load(self, **kwargs: Any) -> LazyArray:
-        """Compute in place, as :meth:`compute`."""
-        found = self.compute(**kwargs)
-        self.variable.data = found.values
-        self.attrs |= found.attrs
-        self._tasks = None
-        return self
 
     def _repr_html_(self) -> str:
         return str(xr.DataArray(self)._repr_html_())  # type: ignore[no-untyped-call]

@@ -26,11 +26,13 @@ from ..arguments import (
     weights_of_samples,
 )
 from ..arguments import loss as a_loss
+from ..errors import UnsupportedError, message
 from ..recurrence.replay import Replay
 from ..recurrence.rounding import perturbed
 from ..results.checks import warn_about
 from ..results.trace import Trace
 from ..settings import current
+from ..vocabulary import SAMPLE
 from .axes import InputCoordinates, ModelAxes, an_axes_table
 from .certificates.comparisons import ReplayedValues, certify, plainly
 from .certificates.comparisons import wanted as asked_for
@@ -137,7 +139,7 @@ def trace(
     wanted = TraceRequest.of(layers, quantities, y is not None or loss is not None or adapter.has_own_loss(model))
     batch = Batch(x, y, sample_weight, class_weight, loss, training, initial_state, seed)
     if is_lazy((x, y, sample_weight)):
-        return _lazy(adapter, model, batch, wanted, axes)
+        return _lazy(adapter, model, batch, wanted, at or {}, axes)
     certified = asked_for(model, "trace", batch)
     wanted = replace(wanted, weighed=certified or current().certify != "first")
     capture = adapter.capture(model, batch, wanted.request(certified))
@@ -172,12 +174,22 @@ def trace(
     )
 
 
-def _lazy(adapter: Adapter, model: Any, batch: Batch, wanted: TraceRequest, axes: Mapping[str, Any] | None) -> Trace:
+def _lazy(
+    adapter: Adapter,
+    model: Any,
+    batch: Batch,
+    wanted: TraceRequest,
+    at: Mapping[str, Any],
+    axes: Mapping[str, Any] | None,
+) -> Trace:
     """Return a trace of data in Dask chunks, which is computed when it is asked for."""
+    if SAMPLE in at:
+        hint = "select the samples of x and y before: x.isel(sample=...), or x[...] of a dask array"
+        raise UnsupportedError(message("at= selects no samples of lazy data.", got=f"at={dict(at)!r}", hint=hint))
     room = ModelAxes(adapter, model, axes, Catalogue(adapter, model, batch.x) if axes else None)
     chunks = SampleChunks.of(room, batch)
     stated = {name: layout.axes for name, layout in axes.items()} if axes else None
-    verb = partial(_of_batch, layers=wanted.layers, quantities=wanted.quantities, axes=stated)
+    verb = partial(_of_batch, layers=wanted.layers, quantities=wanted.quantities, at=at or None, axes=stated)
     found = lazy_datasets(adapter, model, chunks, verb, "trace", sums=False, with_loss=wanted.has_loss)
     template, datasets, graph = found
     quantities = None if wanted.quantities is None else sorted(wanted.quantities)
@@ -188,7 +200,7 @@ def _lazy(adapter: Adapter, model: Any, batch: Batch, wanted: TraceRequest, axes
 
 def _of_batch(model: Any, batch: Batch, **keywords: Any) -> Trace:
     """Return the trace of one batch."""
-    run = {name: value for name, value in vars(batch).items() if name not in ("x", "y")}
+    run = {name: value for name, value in vars(batch).items() if name not in ("x", "y", "frozen")}
     given = {name: value for name, value in {**run, **keywords}.items() if value is not None or name == "seed"}
     return trace(model, batch.x, batch.y, **given)
 

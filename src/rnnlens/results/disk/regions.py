@@ -11,7 +11,6 @@ import importlib
 import json
 import os
 import shutil
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import numpy as np
 import xarray as xr
 import zarr
 
+from ...cluster.worker import client
 from ...errors import FileError, RnnlensError, UserCodeError, message
 from ...settings import Progress
 from .atomic import replacing_folder, write_file
@@ -107,15 +107,15 @@ def _run(region: Region, missing: Sequence[int], tasks: ChunkTasks, progress: Pr
     writers = [
         write(region, *tasks.arguments[i], dask_key_name=(f"{tasks.title}-write-{tasks.token}", i)) for i in missing
     ]
-    distributed: Any = sys.modules.get("distributed")
-    client = None if distributed is None else distributed.client._get_global_client()
-    if client is None:
+    connected = client()
+    if connected is None:
         for error in dask.compute(*writers):
             progress.advance()
             yield error
         return
+    distributed = importlib.import_module("distributed")
     with _connected(distributed):
-        for future in distributed.as_completed(client.compute(writers)):
+        for future in distributed.as_completed(connected.compute(writers)):
             progress.advance()
             try:
                 yield future.result()

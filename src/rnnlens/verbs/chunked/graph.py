@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,14 +15,16 @@ import xarray as xr
 from ... import data
 from ...adapters.protocol import Batch
 from ...adapters.registry import adapter_for
-from ...errors import InputError, message
+from ...autodiff.tensors import to_numpy
+from ...cluster.travel import TravellingModel
+from ...cluster.worker import client, naming_samples, warn
+from ...errors import InputError, SelfCheckWarning, message
+from ...results.checks import Check
 from ...settings import Settings, current, options
 from ...typing import Array
 from ...vocabulary import SAMPLE
 from ..turns import in_turn
 from .samples import ChunkRows, SampleChunks
-from .travel import TravellingModel
-from .worker import naming_samples, warn_of_chunk
 
 #: Engines that compile a run for each number of samples.
 _COMPILED = ("jax", "tensorflow")
@@ -83,7 +85,10 @@ class ChunkTask:
             options(memory=self.settings.memory, compiled=self.settings.compiled, certify=how, progress=False),  # type: ignore[arg-type]
         ):
             values = _in_turn(model.get(), self, place, parts)
-        warn_of_chunk([*values.checks, *((values.certificate or {}).get("checks", ()))], (place.start, place.stop))
+        for check in [*values.checks, *((values.certificate or {}).get("checks", ()))]:
+            if not Check(**check).ok:
+                where = f"samples {place.start} to {place.stop - 1}"
+                warn(f"{where}: {Check(**check).sentence}", SelfCheckWarning)
         return values
 
     def batch(self, model: Any, rows: ChunkRows, parts: Sequence[Any]) -> tuple[Batch, bool]:
@@ -133,12 +138,12 @@ class ChunkGraph:
     def __init__(self, model: Any, chunks: SampleChunks, work: ChunkWork, title: str) -> None:
         self.chunks, self.work = chunks, work
         self.names: dict[str, str] = {}
-        self.model = TravellingModel(model)
+        self.model = TravellingModel(model, digest_of, adapter_for(model).name)
         self.title = "rnnlens-" + "-".join(part for part in re.split(r"[^a-zA-Z]+", title) if part)
         bare = replace(chunks.run, x=None, y=None, sample_weight=None, initial_state=None)
         full = max(rows.count for rows in chunks.bounds)
         self.task = ChunkTask(work, bare, current(), chunks.layouts, full)
-        if _is_distributed():
+        if client() is not None:
             self.model.pack()
 
     @cached_property
@@ -318,7 +323,14 @@ def _closeness(certificate: Mapping[str, Any]) -> float:
     return max((check["residual"] / check["bound"] for check in certificate["checks"]), default=0.0)
 
 
-def _is_distributed() -> bool:
-    """Return whether a client of a Dask cluster is in use, so that the model will be sent."""
-    distributed: Any = sys.modules.get("distributed")
-    return distributed is not None and distributed.client._get_global_client() is not None
+def digest_of(model: Any) -> str:
+    """Return a hash of a model's class, layers and weights."""
+    adapter, digest = adapter_for(model), hashlib.sha256()
+    digest.update(f"{type(model).__module__}.{type(model).__qualname__}".encode())
+    digest.update(repr([(info.name, info.kind, info.units) for info in adapter.describe(model)]).encode())
+    for layer, weights in adapter.weights(model).items():
+        for name, value in weights.values.items():
+            array = np.ascontiguousarray(to_numpy(value))
+            digest.update(f"{layer}/{name} {array.shape} {array.dtype}".encode())
+            digest.update(array.view(np.uint8).data if array.ndim and array.size else array.tobytes())
+    return digest.hexdigest()[:32]

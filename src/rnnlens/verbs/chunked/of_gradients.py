@@ -13,6 +13,7 @@ import xarray as xr
 from ... import data
 from ...adapters.protocol import Adapter, Batch
 from ...adapters.registry import adapter_for
+from ...cluster.worker import kept
 from ...errors import UnsupportedError, message
 from ...results.certificate import Certificate
 from ...settings import options
@@ -27,7 +28,6 @@ from ..differentiation.pull import answer
 from ..differentiation.request import BatchTarget, GradientArguments, GradientRequest, ask
 from .graph import ChunkGraph, ChunkValues
 from .samples import ChunkRows, SampleChunks
-from .worker import kept
 
 
 @dataclass(frozen=True)

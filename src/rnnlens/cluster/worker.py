@@ -7,15 +7,14 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from threadpoolctl import threadpool_limits
 
-from ...errors import RnnlensError, SelfCheckWarning, UserCodeError
-from ...results.checks import Check
+from ..errors import RnnlensError, UserCodeError
 
 T = TypeVar("T")
 
@@ -86,16 +85,60 @@ def naming_samples(rows: tuple[int, int]) -> Iterator[None]:
         raise UserCodeError(f"{first}{type(error).__name__}: {reason}") from None
 
 
-def warn_of_chunk(checks: Iterable[Check | Mapping[str, Any]], rows: tuple[int, int]) -> None:
-    """Issue a SelfCheckWarning for each failed check of a chunk, at the client too if this is a Dask worker."""
-    for found in checks:
-        check = found if isinstance(found, Check) else Check(**found)
-        if not check.ok:
-            _warn(f"samples {rows[0]} to {rows[1] - 1}: {check.sentence}")
-
-
-def _warn(text: str) -> None:
+def warn(text: str, category: type[Warning]) -> None:
+    """Issue a warning, at the client too if this is a Dask worker."""
     if "distributed" in sys.modules:
-        importlib.import_module("distributed").warn(text, SelfCheckWarning)
+        importlib.import_module("distributed").warn(text, category)
     else:
-        warnings.warn(text, SelfCheckWarning, stacklevel=4)
+        warnings.warn(text, category, stacklevel=2)
+
+
+def client() -> Any:
+    """Return the Dask client in use, or None; Dask is not imported."""
+    distributed: Any = sys.modules.get("distributed")
+    return None if distributed is None else distributed.client._get_global_client()
+
+
+class DaskOnceImported:
+    """Record of Dask for xarray, read from the imported modules; the attributes are those of xarray's own record."""
+
+    def __init__(self, version: Callable[[str], Any]) -> None:
+        self._version = version
+
+    @property
+    def module(self) -> Any:
+        """The package, or None before it is imported."""
+        return sys.modules.get("dask")
+
+    @property
+    def available(self) -> bool:
+        """Whether Dask is imported."""
+        return self.module is not None
+
+    @property
+    def type(self) -> tuple[Any, ...]:
+        """Class of dask arrays, or nothing before it is imported."""
+        array = getattr(sys.modules.get("dask.array"), "Array", None)
+        return () if array is None else (array,)
+
+    @property
+    def version(self) -> Any:
+        """Version of Dask; 0 before it is imported."""
+        return self._version(getattr(self.module, "__version__", "0.0.0"))
+
+
+def keep_dask_out(pycompat: Any, utils: Any) -> None:
+    """Let xarray look for Dask among the imported modules; it would import Dask with the first array that it makes.
+
+    Nothing can be a dask array before Dask is imported, so the answer is the same. ``pycompat`` and ``utils`` are
+    modules of xarray; nothing is done if this xarray looks for Dask in another way.
+    """
+    known, before = getattr(pycompat, "_cached_duck_array_modules", None), getattr(utils, "is_dask_collection", None)
+    if not isinstance(known, dict) or before is None or isinstance(known.get("dask"), DaskOnceImported):
+        return
+
+    def is_dask_collection(x: object) -> bool:
+        return "dask" in sys.modules and bool(before(x))
+
+    known["dask"] = DaskOnceImported(pycompat.Version)
+    utils.is_dask_collection = is_dask_collection

@@ -16,17 +16,14 @@ import tempfile
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from socket import gethostname
 from types import ModuleType
 from typing import Any
 
-import numpy as np
-
-from ...adapters.registry import adapter_for
-from ...autodiff.tensors import to_numpy
-from ...errors import ModelError, UnsupportedError, message
+from ..autodiff.tensors import to_numpy
+from ..errors import ModelError, UnsupportedError, message
 from .worker import fit_process
 
 #: Number of models that a worker process keeps at once; a comparison of many models drops the least recently used.
@@ -42,6 +39,10 @@ class TravellingModel:
     ----------
     model
         The user's model. Its weights may not change before the lazy result is computed.
+    digest
+        Returns the digest of a model; importable by name.
+    package
+        Package that the model is built with: ``"keras"``, ``"tf_keras"``, ``"torch"``, ``"tf_graph"``.
 
     Attributes
     ----------
@@ -49,8 +50,8 @@ class TravellingModel:
         Hash of the weights and of the structure, the same in every process.
     """
 
-    def __init__(self, model: Any) -> None:
-        self.digest = digest_of(model)
+    def __init__(self, model: Any, digest: Callable[[Any], str], package: str) -> None:
+        self._digest, self.digest, self._package = digest, digest(model), package
         self._model: Any = model
         self._bytes: bytes | None = None
         self._home = (gethostname(), os.getpid())
@@ -64,7 +65,7 @@ class TravellingModel:
             If a part of the model cannot be sent; the message names it.
         """
         if self._bytes is None:
-            self._bytes = packed(self._model)
+            self._bytes = packed(self._model, self._package)
         return self._bytes
 
     def get(self) -> Any:
@@ -77,7 +78,7 @@ class TravellingModel:
         """
         if self._model is None:
             return _rebuilt(self.pack(), self._home != (gethostname(), os.getpid()))
-        if digest_of(self._model) != self.digest:
+        if self._digest(self._model) != self.digest:
             what = "The model's weights changed after this lazy result was made, so it would mix two models."
             raise ModelError(message(what, hint="make the lazy result again, or compute it before training goes on"))
         return self._model
@@ -89,20 +90,7 @@ class TravellingModel:
         return ("rnnlens-model", self.digest)
 
 
-def digest_of(model: Any) -> str:
-    """Return a hash of a model's class, layers and weights."""
-    adapter, digest = adapter_for(model), hashlib.sha256()
-    digest.update(f"{type(model).__module__}.{type(model).__qualname__}".encode())
-    digest.update(repr([(info.name, info.kind, info.units) for info in adapter.describe(model)]).encode())
-    for layer, weights in adapter.weights(model).items():
-        for name, value in weights.values.items():
-            array = np.ascontiguousarray(to_numpy(value))
-            digest.update(f"{layer}/{name} {array.shape} {array.dtype}".encode())
-            digest.update(array.view(np.uint8).data if array.ndim and array.size else array.tobytes())
-    return digest.hexdigest()[:32]
-
-
-def packed(model: Any) -> bytes:
+def packed(model: Any, package: str) -> bytes:
     """Serialise a model: Keras by its own format, torch modules and others by cloudpickle.
 
     Raises
@@ -110,10 +98,9 @@ def packed(model: Any) -> bytes:
     UnsupportedError
         If a part of the model cannot be sent; the message names it.
     """
-    package = _package(model)
     if package in ("keras", "tf_keras"):
         return _pickled(_keras_parts(model, package), model)
-    if package == "tensorflow":
+    if package == "tf_graph":
         raise UnsupportedError(
             message(
                 "A TensorFlow-1 graph belongs to its session and cannot be sent to workers.",
@@ -122,19 +109,6 @@ def packed(model: Any) -> bytes:
             )
         )
     return _pickled({"package": package, "model": model}, model)
-
-
-def _package(model: Any) -> str:
-    """Return the package that a model is built with: keras, tf_keras, torch, tensorflow or another adapter's name."""
-    for package in ("keras", "tf_keras"):
-        base = getattr(getattr(sys.modules.get(package), "layers", None), "Layer", None)
-        if base is not None and isinstance(model, base):
-            return package
-    return (
-        "tensorflow"
-        if adapter_for(model).__module__.startswith("rnnlens.adapters.tf_graph")
-        else adapter_for(model).engine
-    )
 
 
 def _keras_parts(model: Any, package: str) -> dict[str, Any]:
