@@ -235,7 +235,7 @@ HOSTILE = {
     "objects": (lambda: lazy(X.astype(object)), "is not numeric"),
     "complex": (lambda: lazy(X.astype(complex)), "is complex"),
     "a number": (lambda: lazy(X).sum(), "is a single number"),
-    "fewer targets": (lambda: (lazy(X), Y[:49]), "axis of y counts samples could not be found out"),
+    "fewer targets": (lambda: (lazy(X), Y[:49]), "which axis of y counts samples"),
     "a Delayed": (lambda: dask.delayed(X), "is not numeric"),
 }
 

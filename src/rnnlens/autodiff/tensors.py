@@ -1,13 +1,14 @@
 """Conversion between the tensors of torch, TensorFlow, JAX and NumPy arrays, without importing a framework.
 
-A framework is used only if it is already imported; all other values are converted by NumPy.
+A framework is used only if it is already imported; all other values are converted by NumPy. xarray is kept from
+importing Dask in the same way.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -108,3 +109,48 @@ def running_engines() -> set[str]:
 def needs_no_threads(engine: str) -> bool:
     """Return whether an engine computes in the calling thread alone: torch set to one thread."""
     return engine == "torch" and sys.modules["torch"].get_num_threads() == 1
+
+
+class DaskOnceImported:
+    """Record of Dask for xarray, read from the imported modules; the attributes are those of xarray's own record."""
+
+    def __init__(self, version: Callable[[str], Any]) -> None:
+        self._version = version
+
+    @property
+    def module(self) -> Any:
+        """The package, or None before it is imported."""
+        return sys.modules.get("dask")
+
+    @property
+    def available(self) -> bool:
+        """Whether Dask is imported."""
+        return self.module is not None
+
+    @property
+    def type(self) -> tuple[Any, ...]:
+        """Class of dask arrays, or nothing before it is imported."""
+        array = getattr(sys.modules.get("dask.array"), "Array", None)
+        return () if array is None else (array,)
+
+    @property
+    def version(self) -> Any:
+        """Version of Dask; 0 before it is imported."""
+        return self._version(getattr(self.module, "__version__", "0.0.0"))
+
+
+def keep_dask_out(pycompat: Any, utils: Any) -> None:
+    """Let xarray look for Dask among the imported modules; it would import Dask with the first array that it makes.
+
+    Nothing can be a dask array before Dask is imported, so the answer is the same. ``pycompat`` and ``utils`` are
+    modules of xarray; nothing is done if this xarray looks for Dask in another way.
+    """
+    known, before = getattr(pycompat, "_cached_duck_array_modules", None), getattr(utils, "is_dask_collection", None)
+    if not isinstance(known, dict) or before is None or isinstance(known.get("dask"), DaskOnceImported):
+        return
+
+    def is_dask_collection(x: object) -> bool:
+        return "dask" in sys.modules and bool(before(x))
+
+    known["dask"] = DaskOnceImported(pycompat.Version)
+    utils.is_dask_collection = is_dask_collection

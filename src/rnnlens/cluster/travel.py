@@ -41,8 +41,8 @@ class TravellingModel:
         The user's model. Its weights may not change before the lazy result is computed.
     digest
         Returns the digest of a model; importable by name.
-    package
-        Package that the model is built with: ``"keras"``, ``"tf_keras"``, ``"torch"``, ``"tf_graph"``.
+    engine
+        Engine that it runs on: ``"torch"``, ``"jax"``, ``"tensorflow"``.
 
     Attributes
     ----------
@@ -50,8 +50,8 @@ class TravellingModel:
         Hash of the weights and of the structure, the same in every process.
     """
 
-    def __init__(self, model: Any, digest: Callable[[Any], str], package: str) -> None:
-        self._digest, self.digest, self._package = digest, digest(model), package
+    def __init__(self, model: Any, digest: Callable[[Any], str], engine: str) -> None:
+        self._digest, self.digest, self._engine = digest, digest(model), engine
         self._model: Any = model
         self._bytes: bytes | None = None
         self._home = (gethostname(), os.getpid())
@@ -65,7 +65,7 @@ class TravellingModel:
             If a part of the model cannot be sent; the message names it.
         """
         if self._bytes is None:
-            self._bytes = packed(self._model, self._package)
+            self._bytes = packed(self._model, self._engine)
         return self._bytes
 
     def get(self) -> Any:
@@ -90,7 +90,7 @@ class TravellingModel:
         return ("rnnlens-model", self.digest)
 
 
-def packed(model: Any, package: str) -> bytes:
+def packed(model: Any, engine: str) -> bytes:
     """Serialise a model: Keras by its own format, torch modules and others by cloudpickle.
 
     Raises
@@ -98,9 +98,10 @@ def packed(model: Any, package: str) -> bytes:
     UnsupportedError
         If a part of the model cannot be sent; the message names it.
     """
-    if package in ("keras", "tf_keras"):
+    package = _keras_package(model)
+    if package is not None:
         return _pickled(_keras_parts(model, package), model)
-    if package == "tf_graph":
+    if engine == "tensorflow":
         raise UnsupportedError(
             message(
                 "A TensorFlow-1 graph belongs to its session and cannot be sent to workers.",
@@ -108,7 +109,16 @@ def packed(model: Any, package: str) -> bytes:
                 hint="x.compute() a part of the data here, or load the checkpoint as a tf_keras model",
             )
         )
-    return _pickled({"package": package, "model": model}, model)
+    return _pickled({"model": model}, model)
+
+
+def _keras_package(model: Any) -> str | None:
+    """Return the Keras package that a model is built with; None for models of other frameworks."""
+    for package in ("keras", "tf_keras"):
+        base = getattr(getattr(sys.modules.get(package), "layers", None), "Layer", None)
+        if base is not None and isinstance(model, base):
+            return package
+    return None
 
 
 def _keras_parts(model: Any, package: str) -> dict[str, Any]:

@@ -2,6 +2,6 @@
 
 from xarray.namedarray import pycompat, utils
 
-from ..cluster.worker import keep_dask_out
+from ..autodiff.tensors import keep_dask_out
 
 keep_dask_out(pycompat, utils)

@@ -138,7 +138,7 @@ class ChunkGraph:
     def __init__(self, model: Any, chunks: SampleChunks, work: ChunkWork, title: str) -> None:
         self.chunks, self.work = chunks, work
         self.names: dict[str, str] = {}
-        self.model = TravellingModel(model, digest_of, adapter_for(model).name)
+        self.model = TravellingModel(model, digest_of, adapter_for(model).engine)
         self.title = "rnnlens-" + "-".join(part for part in re.split(r"[^a-zA-Z]+", title) if part)
         bare = replace(chunks.run, x=None, y=None, sample_weight=None, initial_state=None)
         full = max(rows.count for rows in chunks.bounds)
@@ -326,7 +326,7 @@ def _closeness(certificate: Mapping[str, Any]) -> float:
 def digest_of(model: Any) -> str:
     """Return a hash of a model's class, layers and weights."""
     adapter, digest = adapter_for(model), hashlib.sha256()
-    digest.update(f"{type(model).__module__}.{type(model).__qualname__}".encode())
+    digest.update(repr(type(model)).encode())
     digest.update(repr([(info.name, info.kind, info.units) for info in adapter.describe(model)]).encode())
     for layer, weights in adapter.weights(model).items():
         for name, value in weights.values.items():

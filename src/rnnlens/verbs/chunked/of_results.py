@@ -98,7 +98,7 @@ class DatasetWork:
         found = array.values
         if is_gradient and of_mean:
             found = found * found.dtype.type(array.sizes[SAMPLE] / rows.total)
-        values.kept[name] = np.take(found, range(rows.count), axis=int(array.dims.index(SAMPLE)))
+        values.kept[name] = np.take(found, range(rows.count), axis=array.dims.index(SAMPLE))
 
 
 def lazy_datasets(
@@ -141,7 +141,8 @@ def _count(found: Mapping[str, xr.DataArray], name: str, template: xr.DataArray)
     of, _, kind = name.removesuffix("_count").rpartition("_")
     gradient = found[of]
     test = np.isnan if kind == "nan" else np.isinf
-    counted: xr.DataArray = test(gradient).sum([dim for dim in gradient.dims if dim not in template.dims])
+    flags: Any = test(gradient)
+    counted: xr.DataArray = flags.sum([str(dim) for dim in gradient.dims if dim not in template.dims])
     counted.attrs = dict(template.attrs)
     return counted
 
