@@ -246,3 +246,21 @@ def test_a_penalty_in_the_loss_does_not_accuse_gradients_of_states():
     data = np.random.default_rng(0).normal(size=(3, 5, 2))
     assert rl.gradients(net, data, wrt="rnn.hidden").certificate.state == "passed"
     assert rl.gradients(net, data, wrt=["rnn.hidden", "input"]).certificate.state == "passed"
+
+
+def test_the_jacobian_of_a_residual_stack_that_runs_backward():
+    """The lower cell is read by the upper one and by the output, against the order of time."""
+    x = tf.placeholder(tf.float64, [2, 5, 3], name="x")
+
+    def make():
+        return cell.MultiRNNCell([cell.BasicLSTMCell(3), cell.ResidualWrapper(cell.BasicLSTMCell(3))])
+
+    (_, backward), _ = tf.nn.bidirectional_dynamic_rnn(make(), make(), x, dtype=tf.float64)
+    rows = tf.stack([tf.gradients(backward[:, t, u], x)[0] for t in range(5) for u in range(3)], axis=1)
+    session = tf.Session()
+    session.run(tf.global_variables_initializer())
+    data = np.random.default_rng(0).normal(size=(2, 5, 3))
+    found = rl.jacobian(rl.tf1.graph(session, inputs=x, outputs=backward), data)
+    truth = session.run(rows, {x: data}).reshape(2, 5, 3, 5, 3)
+    np.testing.assert_allclose(found, truth, rtol=1e-9, atol=1e-12)
+    assert found.certificate.state == "passed"

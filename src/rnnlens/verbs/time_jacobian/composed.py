@@ -151,7 +151,7 @@ def _as_field(one: LinearisedCall, top: Array | None, flat: Mapping[int, Array],
         target = at(state)[:, :, one.replayed.last]
         target[...] = target + like(value, one.replayed.run.input)
     if points is not None:
-        for g, t in enumerate(points.sequence):
+        for g, t in enumerate(points.times):  # rows of fields are in the requested order, not in that of the sweep
             rows = slice(g * points.group, (g + 1) * points.group)
             for state, part in points.parts(t, rows.start, rows.stop, slice(None)).items():
                 target = at(state)[:, rows, t]
