@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
@@ -81,6 +82,10 @@ class JaxEngine:
             config.jax_numpy_dtype_promotion,
             config.jax_threefry_partitionable,
         )
+
+    def context(self) -> Hashable:
+        """Return the trace that records operations now; it differs inside ``scan``."""
+        return jax.extend.core.get_opaque_trace_state(convention="flax")
 
     @contextmanager
     def preserved(self, seed: int | None = None) -> Iterator[None]:

@@ -110,6 +110,9 @@ class Engine(Protocol):
     def settings(self) -> Hashable:
         """Return the engine's own settings that compiled programs depend on."""
 
+    def context(self) -> Hashable:
+        """Return the trace or graph in which operations are recorded now; it differs inside a compiled loop."""
+
     def preserved(self, seed: int | None = None) -> AbstractContextManager[None]:
         """Restore process-wide random generators on exit, after seeding them if a seed is given."""
 

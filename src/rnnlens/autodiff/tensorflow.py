@@ -80,6 +80,10 @@ class TensorFlowEngine:
         """Return an empty tuple: compiled programs depend on no setting."""
         return ()
 
+    def context(self) -> Hashable:
+        """Return the identity of the graph that records operations now; it differs inside ``tf.while_loop``."""
+        return id(tf.compat.v1.get_default_graph())
+
     @contextmanager
     def preserved(self, seed: int | None = None) -> Iterator[None]:
         """Do nothing: on TensorFlow, Keras keeps random state in its own variables."""

@@ -158,6 +158,10 @@ class TorchEngine:
         """Return an empty tuple: nothing is compiled."""
         return ()
 
+    def context(self) -> Hashable:
+        """Return an empty tuple: torch records no loops."""
+        return ()
+
     @contextmanager
     def preserved(self, seed: int | None = None) -> Iterator[None]:
         """Restore torch's random generators on exit, after seeding them if a seed is given.

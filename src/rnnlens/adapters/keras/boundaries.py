@@ -10,7 +10,7 @@ from typing import Any
 from ...errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean, message
 from ..protocol import Port
 from ..shared.registered_cells import ComposedWeight
-from .discover import Places, RecurrentSite, base_name, places
+from .discover import Places, RecurrentSite, base_name, hooked_beside, places
 from .weights import composed, named_variables, registration_of
 
 #: Suffix of the name under which a whole bidirectional layer is hooked, besides its two directions.
@@ -21,13 +21,15 @@ _WHOLE = "~whole"
 class TappedPorts:
     """All ports of one pullback: the tap key of each, and the layers and weights to hook for them.
 
-    ``inputs``: for each input of the model, its index among the leaves of ``x`` in Keras' order.
+    ``inputs``: for each input of the model, its index among the leaves of ``x`` in Keras' order. ``turned``: ports
+    whose time axis is reversed; ``ending``: ports of which only the last step is meant.
     """
 
     found: Places
     inputs: Sequence[int] = ()
     keys: dict[Port, str] = field(default_factory=dict)
     turned: set[Port] = field(default_factory=set)
+    ending: set[Port] = field(default_factory=set)
     sites: dict[int, RecurrentSite] = field(default_factory=dict)
     plain: dict[str, Any] = field(default_factory=dict)
     weights: dict[str, Any] = field(default_factory=dict)
@@ -55,7 +57,8 @@ class TappedPorts:
         A bidirectional layer has both of its sites in the list, so that their numbers stay valid.
         """
         names = {site.name for site in self.sites.values()} | set(others)
-        return [site for site in self.found.sites if site.name in names]
+        sites = [site for site in self.found.sites if site.name in names]
+        return [*sites, *hooked_beside(self.found, sites, ())]
 
     def _of_model(self, port: Port) -> str:
         if port.kind == "input" and port.index < len(self.inputs):
@@ -102,6 +105,8 @@ class TappedPorts:
         if site.refusal is not None:
             raise UnsupportedError(site.refusal)
         self.sites[id(site)] = site
+        if site.is_loop:
+            return self._of_loop(port, site, index)
         name: str = port.kind
         count = len(site.keras.tree.flatten(site.keras.state_size(site.layer)))
         if port.kind == "output" and port.index == 0:
@@ -117,6 +122,17 @@ class TappedPorts:
                 message(f"Layer {port.layer!r} does not return its final state.", hint="make it with return_state=True")
             )
         return f"{site.name}|{half}|{index}|{name}"
+
+    def _of_loop(self, port: Port, site: RecurrentSite, index: str) -> str:
+        """Return the tap key of a tensor of a loop over a cell, which has one tap per step."""
+        name: str = port.kind
+        if port.kind in ("initial_state", "final_state", "state", "state_read"):
+            _check_index(port, len(site.keras.tree.flatten(site.keras.state_size(site.layer))))
+            kind = {"state": "total", "state_read": "state"}.get(port.kind, port.kind)
+            name = f"{kind}/{port.index}"
+        if port.key == "ending":
+            self.ending.add(port)
+        return f"{site.name}|0|{index}|{name}"
 
     def _weight(self, port: Port, model: Any) -> str:
         layer = model

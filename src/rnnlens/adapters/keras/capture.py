@@ -16,16 +16,16 @@ from ..protocol import NOT_LOOKED_INTO, Batch, Capture, CaptureRequest, NonRecur
 from . import losses
 from .cells import KerasStepCell, initial_state_weights
 from .dialect import Dialect, dialect_of
-from .discover import Places, RecurrentSite, choose, given_states, places
+from .discover import Places, RecurrentSite, choose, given_states, hooked_beside, places
 from .hooks import LayerCall
 from .inputs import by_key, input_order, prepare
 from .reference_run import names_of, tied_variables
 from .run import RunRequest, RunResult, run
 from .weights import cell_variables, cell_with_equations, class_of, computed_in, known_arrays, registration_of
 
-_UPPER = frozenset({"output", "final_state"})
+_UPPER = frozenset({"output", "final_state", "state"})
 _BOUNDARYS = _UPPER | {"input", "initial_state"}
-_REPLAY = frozenset({"input", "initial_state", "mask", "dropout", "output", "final_state", "outputs"})
+_REPLAY = frozenset({"input", "initial_state", "mask", "dropout", "output", "final_state", "outputs", "state"})
 
 
 def capture(model: Any, batch: Batch, request: CaptureRequest) -> Capture:
@@ -43,7 +43,7 @@ def capture(model: Any, batch: Batch, request: CaptureRequest) -> Capture:
     job = RunRequest(
         model=model,
         data=data,
-        sites=[*sites, *(site for site in found.sites if site.name in started and site not in sites)],
+        sites=[*sites, *hooked_beside(found, sites, started)],
         plain=plain,
         training=batch.training,
         seed=batch.seed,
@@ -152,6 +152,7 @@ class _Assembly:
             outputs=None if outputs is None else by_key(self._keras.tree.map_structure(self._engine.to_array, outputs)),
             notes=[*self._notes(value), *(_no_path(calls, plain) if request.gradients else [])],
             order=self._order(),
+            entangled=any(call.stepwise for call in calls),
         )
 
     def _order(self) -> tuple[str, ...]:
@@ -169,6 +170,8 @@ class _Assembly:
 
     def _recurrent(self, call: LayerCall, request: CaptureRequest) -> RecurrentCall:
         site = self._sites[call.place, call.half]
+        if site.is_loop:
+            return self._loop(call, site, request)
         layer, get = site.layer, self._getter(call)
         known = class_of(layer.cell) is not None
         mask = get("mask")
@@ -195,6 +198,42 @@ class _Assembly:
             weights_key=self._weights_key(layer.cell),
             weight_grads=self._weight_grads(layer.cell) if request.gradients and request.weight_grads else None,
             tied=self._tied_weights(layer.cell),
+            framework_input_grad=get.gradient("input"),
+            framework_initial_state_grad=get.all_gradients("initial_state") or None,
+        )
+
+    def _loop(self, call: LayerCall, site: RecurrentSite, request: CaptureRequest) -> RecurrentCall:
+        """Return a loop of the model's own code over a cell as one call."""
+        cell, get = site.layer.cell, self._getter(call)
+        final = get.all("final_state")
+        states: dict[int, Array] = {}
+        at_end: list[Array] = []
+        for i, state in enumerate(final):
+            grad = get.gradient(f"state/{i}")  # the gradient of a state that is the output is at the output
+            at_end.append(state * 0 if grad is None else grad[:, -1])
+            if grad is not None:
+                states[i] = _without_last(grad)
+        return RecurrentCall(
+            layer=self._node(call),
+            direction="forward",
+            cell=self._cell(cell),
+            input=get("input"),
+            initial_state=get.all("initial_state"),
+            output=get("output"),
+            masked_output="output",
+            final_state=final,
+            output_grad=get.gradient("output"),
+            final_state_grad=tuple(at_end) if request.gradients else None,
+            state_grad=states or None,
+            stepwise=True,
+            between=True,
+            received=get.all("received") or None,
+            input_scale=get("input_scale"),
+            state_scale=get("state_scale"),
+            compute_dtype=computed_in(site.layer),
+            weights_key=self._weights_key(cell),
+            weight_grads=self._weight_grads(cell) if request.gradients and request.weight_grads else None,
+            tied=self._tied_weights(cell),
             framework_input_grad=get.gradient("input"),
             framework_initial_state_grad=get.all_gradients("initial_state") or None,
         )
@@ -311,6 +350,13 @@ def copy_of(variable: Any) -> Array:
     keras = dialect_of(variable)
     value = keras.engine.to_array(keras.ops.convert_to_tensor(variable))
     return value.clone() if hasattr(value, "clone") else np.array(value)
+
+
+def _without_last(grad: Array) -> Array:
+    """Return a gradient (sample, time, unit) with zeros at the last step."""
+    grad = grad.clone() if hasattr(grad, "clone") else np.array(grad)
+    grad[:, -1] = 0
+    return grad
 
 
 def _as_bool(mask: Any, layer: Any) -> Array:

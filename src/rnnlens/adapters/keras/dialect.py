@@ -11,6 +11,7 @@ import importlib
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
@@ -26,6 +27,25 @@ _DIALECTS = {"keras": "keras3", "tf_keras": "keras2"}
 
 #: Function of (layer, method name, new method) that overrides a method of a layer during a run.
 Override = Callable[[Any, str, Callable[..., Any]], None]
+
+
+@dataclass(frozen=True, eq=False)
+class CellLoop:
+    """A cell that the user's code calls step by step, with the attributes of a recurrent layer around it."""
+
+    cell: Any
+    go_backwards = stateful = unroll = zero_output_for_mask = False
+    return_sequences = return_state = True
+
+    @property
+    def compute_dtype(self) -> str:
+        """Dtype in which the cell computes."""
+        return str(self.cell.compute_dtype)
+
+    @property
+    def state_size(self) -> Any:
+        """State sizes declared by the cell."""
+        return self.cell.state_size
 
 
 class Dialect(Protocol):
@@ -157,6 +177,9 @@ class Dialect(Protocol):
     def asks_for_training(self, model: Any) -> bool:
         """Return whether the model is to be called with ``training=``."""
 
+    def dropout(self, layer: Any) -> dict[str, Any]:
+        """Return the dropout multipliers of a layer's known cell in training: ``input_scale``, ``state_scale``."""
+
     def listen(self, listener: Any, site: Any, half: int, override: Override) -> None:
         """Override the methods of a recurrent layer so that ``listener`` records its calls.
 
@@ -244,6 +267,7 @@ def dialect_of(thing: Any) -> Dialect:
 
     Raises UnsupportedError for a layer of a TensorFlow 1 graph, and TypeError for an object of neither package.
     """
+    thing = thing.cell if isinstance(thing, CellLoop) else thing
     found = _of_type(type(thing))
     if found is not None and found.is_graph(thing):
         raise UnsupportedError(

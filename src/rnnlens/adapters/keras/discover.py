@@ -8,15 +8,15 @@ from typing import Any, Literal
 
 from ...errors import LayerNotFoundError, ModelError, UnsupportedError, did_you_mean, message, two_layers_called
 from ..protocol import LayerInfo
-from .dialect import Dialect, dialect_of
+from .dialect import CellLoop, Dialect, dialect_of
 from .weights import kind_of, known_class, likeness
 
 
 @dataclass(frozen=True, eq=False)
 class RecurrentSite:
-    """One place in a model where a recurrence runs: a recurrent layer, or one direction of a bidirectional one.
+    """One place in a model where a recurrence runs: a recurrent layer, one direction of a bidirectional one, or a cell.
 
-    ``name`` is the node name in results. ``refusal`` is the reason why the layer cannot be hooked, or None.
+    The ``layer`` of a cell that the model's own code calls in a loop is a :class:`.dialect.CellLoop`. ``name`` is the node name in results. ``refusal`` is the reason why the layer cannot be hooked, or None.
     """
 
     name: str
@@ -34,6 +34,11 @@ class RecurrentSite:
     def direction(self) -> Literal["forward", "backward"]:
         """Direction in which the recurrence runs through time."""
         return "backward" if self.layer.go_backwards else "forward"
+
+    @property
+    def is_loop(self) -> bool:
+        """Whether the model's own code calls the cell step by step."""
+        return isinstance(self.layer, CellLoop)
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,7 @@ def places(model: Any) -> Places:
     for name, layer, wrapper in _walk(model):
         if _is_recurrent(dialect_of(layer), layer) and not layer.built:
             continue  # it was never called: it has no weights, and no output depends on it
-        found = list(_sites_of(name, layer, wrapper))
+        found = list(_sites_of(name, layer, wrapper, model))
         if not found or found[0].bidirectional:
             _add_unique(plain, name, layer)
         sites.extend(found)
@@ -98,7 +103,6 @@ def choose(found: Places, wanted: tuple[str, ...] | None) -> tuple[list[Recurren
     """
     if wanted is None:
         if not found.sites:
-            _refuse_loop(found)
             raise ModelError(
                 message(
                     "There is no recurrent layer in this model.",
@@ -118,19 +122,6 @@ def choose(found: Places, wanted: tuple[str, ...] | None) -> tuple[list[Recurren
     return chosen, others
 
 
-def _refuse_loop(found: Places) -> None:
-    """Raise UnsupportedError if the model has a recurrent cell outside any recurrent layer."""
-    cells = [name for name, layer in found.plain.items() if hasattr(layer, "state_size")]
-    if cells:
-        raise UnsupportedError(
-            message(
-                f"Cell {cells[0]!r} is called in a loop of the model's own, which is not traced in Keras.",
-                expected="a keras.layers.RNN around the cell",
-                hint="keras.layers.RNN(cell, return_sequences=True); rl.gradients by input, output and weights works",
-            )
-        )
-
-
 def given_states(found: Places, initial_state: Mapping[str, Any] | None) -> list[str]:
     """Return the names of the layers for which ``initial_state`` has states.
 
@@ -146,6 +137,17 @@ def given_states(found: Places, initial_state: Mapping[str, Any] | None) -> list
             what = f"initial_state= names {name!r}, which is not a recurrent layer of this model."
             raise LayerNotFoundError(message(what, hint=did_you_mean(name, known)))
     return names
+
+
+def hooked_beside(found: Places, sites: Iterable[RecurrentSite], others: Iterable[str]) -> list[RecurrentSite]:
+    """Return sites to hook besides ``sites``: those named in ``others``, and layers whose cell a hooked loop calls."""
+    sites, names = list(sites), set(others)
+    looped = {id(site.layer.cell) for site in found.sites if site.is_loop and (site in sites or site.name in names)}
+    return [
+        site
+        for site in found.sites
+        if site not in sites and (site.name in names or (not site.is_loop and id(getattr(site.layer, "cell", 0)) in looped))
+    ]
 
 
 def base_name(name: str, found: Places) -> str:
@@ -193,7 +195,7 @@ def _is_recurrent(keras: Dialect, layer: Any) -> bool:
     return isinstance(layer, (keras.layers.RNN, keras.layers.Bidirectional))
 
 
-def _sites_of(name: str, layer: Any, wrapper: Any) -> Iterator[RecurrentSite]:
+def _sites_of(name: str, layer: Any, wrapper: Any, model: Any) -> Iterator[RecurrentSite]:
     keras = dialect_of(layer)
     if isinstance(layer, keras.layers.Bidirectional):
         halves = (layer.forward_layer, layer.backward_layer)
@@ -202,6 +204,26 @@ def _sites_of(name: str, layer: Any, wrapper: Any) -> Iterator[RecurrentSite]:
             yield RecurrentSite(name, half, layer, True, _refusal(name, half, wrapper) or odd)
     elif isinstance(layer, keras.layers.RNN):
         yield RecurrentSite(name, layer, layer, False, _refusal(name, layer, wrapper))
+    elif hasattr(layer, "state_size") and layer.built and _is_called(layer, model):
+        yield RecurrentSite(name, CellLoop(layer), layer)
+
+
+def _is_called(cell: Any, model: Any) -> bool:
+    """Return whether the code of a model may call a cell itself, not only through a recurrent layer.
+
+    For a cell of a recurrent layer it must be read from its attribute in another method than ``__init__`` and ``build``.
+    """
+    keras = dialect_of(cell)
+    layers = model._flatten_layers()
+    if not any(isinstance(layer, keras.layers.RNN) and layer.cell is cell for layer in layers):
+        return True
+    for layer in model._flatten_layers():
+        names = {name for name, value in vars(layer).items() if value is cell}
+        methods = [m for kind in type(layer).__mro__ if not keras.is_own(kind) for m in vars(kind).items()]
+        code = [getattr(method, "__code__", None) for name, method in methods if name not in ("__init__", "build")]
+        if any(names & set(one.co_names) for one in code if one is not None):
+            return True
+    return False
 
 
 def _refusal(name: str, layer: Any, wrapper: Any) -> str | None:

@@ -16,6 +16,7 @@ from ...errors import InputError, RnnlensError, UnsupportedError, message
 from ..shared.threads import substitute_in_this_thread
 from .dialect import Dialect
 from .discover import RecurrentSite
+from .loops import CellHook, Starts
 from .weights import known_class
 
 
@@ -59,7 +60,8 @@ class LayerRecorder:
     """Recorder of layer calls, in the order in which they happen.
 
     ``wanted`` contains what to tap: a kind of tensor (``"output"``) at every call, or one tensor of one call
-    (``"lstm|0|1|final_state/0"``). ``keep`` contains the kinds to record besides the tapped ones.
+    (``"lstm|0|1|final_state/0"``), at every step of a loop over a cell. ``keep`` contains the kinds to record besides
+    the tapped ones. ``starts`` and ``spoiled`` are for loops over cells, see :class:`.loops.CellHook`.
     """
 
     keras: Dialect
@@ -67,7 +69,20 @@ class LayerRecorder:
     wanted: frozenset[str]
     keep: frozenset[str]
     initial_state: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    training: bool = False
+    starts: Starts = field(default_factory=dict)
+    spoiled: str = ""
     calls: list[LayerCall] = field(default_factory=list)
+    is_inside_a_layer: bool = False
+
+    @contextmanager
+    def inside_a_layer(self) -> Iterator[None]:
+        """Record no call of a cell within the block, in which a recurrent layer calls it."""
+        before, self.is_inside_a_layer = self.is_inside_a_layer, True
+        try:
+            yield
+        finally:
+            self.is_inside_a_layer = before
 
     @contextmanager
     def listening(self, sites: Sequence[RecurrentSite], plain: Mapping[str, Any]) -> Iterator[None]:
@@ -83,12 +98,17 @@ class LayerRecorder:
 
             for site in sites:
                 half = halves[site.name] = halves.get(site.name, -1) + 1
-                site.keras.listen(self, site, half, override)
+                if site.is_loop:
+                    refuse_random(site, self.training)
+                    hook = CellHook(self, site, self.starts.get(site.name), self.spoiled == site.name)
+                    override(site.layer.cell, "call", own_errors(hook))
+                else:
+                    site.keras.listen(self, site, half, override)
             for name, layer in plain.items():
                 override(layer, "call", self._plain(name, layer))
             yield
 
-    def _start(self, place: str, half: int = 0) -> LayerCall:
+    def starts_call(self, place: str, half: int = 0) -> LayerCall:
         index = sum(call.place == place and call.half == half for call in self.calls)
         call = LayerCall(place, half, index)
         self.calls.append(call)
@@ -96,10 +116,11 @@ class LayerRecorder:
 
     def hears(self, call: LayerCall, name: str, tensor: Any) -> Any:
         """Tap and record ``tensor`` if that is requested; return the tensor to continue with."""
-        kind, key = name.split("/")[0], f"{call.key}|{name}"
+        every = name.partition("@")[0]
+        kind, key = every.split("/")[0], f"{call.key}|{every}"
         tapped = self.keras.is_float(tensor) and (kind in self.wanted or key in self.wanted)
         if tapped:
-            tensor = self.tap(key, tensor)
+            tensor = self.tap(f"{call.key}|{name}", tensor)
         if tapped or kind in self.keep or key in self.keep:
             call.arrays[name] = tensor
         return tensor
@@ -119,15 +140,15 @@ class LayerRecorder:
         self, site: RecurrentSite, half: int, sequence: Any, initial_state: Any, mask: Any
     ) -> tuple[LayerCall, Any, Any]:
         """Start the record of a recurrent call; return it with the input and initial state to continue with."""
-        initial_state = self._given_state(site, half, initial_state)
-        call = self._start(site.name, half)
+        initial_state = self.given_state(site, half, initial_state)
+        call = self.starts_call(site.name, half)
         sequence = self.hears(call, "input", sequence)
         initial_state = self.hears_all(call, "initial_state", initial_state)
         if "mask" in self.keep and mask is not None:
             call.arrays["mask"] = mask
         return call, sequence, initial_state
 
-    def _given_state(self, site: RecurrentSite, half: int, state: Any) -> Any:
+    def given_state(self, site: RecurrentSite, half: int, state: Any) -> Any:
         """Return the user's ``initial_state`` for this layer, cast and nested as its own state.
 
         Returns the layer's own state if none was given, and raises InputError if the shapes differ.
@@ -154,12 +175,22 @@ class LayerRecorder:
         original = layer.call
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            record = self._start(name)
+            record = self.starts_call(name)
             if args:
                 args = (self.hears_all(record, "input", args[0]), *args[1:])
             return self.hears_all(record, "output", original(*args, **kwargs))
 
         return call
+
+
+def own_errors(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method whose errors of rnnlens Keras does not change."""
+
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        with own_errors_unchanged():
+            return method(*args, **kwargs)
+
+    return marked
 
 
 @contextmanager

@@ -92,6 +92,7 @@ class Keras2:
     single_precision = frozenset({"gelu"})
 
     listen = staticmethod(keras2_run.listen)
+    dropout = staticmethod(keras2_run.dropout)
     refusal = staticmethod(keras2_run.refusal)
     undisturbed = staticmethod(undisturbed)
 

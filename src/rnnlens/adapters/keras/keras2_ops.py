@@ -17,7 +17,7 @@ from ..shared.threads import substitute_in_this_thread
 class Ops:
     """Operations of TensorFlow under the names of ``keras.ops``."""
 
-    cast, stack, stop_gradient, zeros = tf.cast, tf.stack, tf.stop_gradient, tf.zeros
+    cast, stack, stop_gradient, zeros, zeros_like = tf.cast, tf.stack, tf.stop_gradient, tf.zeros, tf.zeros_like
     sum, mean, sqrt, square = tf.reduce_sum, tf.reduce_mean, tf.sqrt, tf.square
     is_tensor, convert_to_numpy = tf.is_tensor, staticmethod(to_numpy)
 

@@ -97,7 +97,8 @@ def listen(listener: LayerRecorder, site: RecurrentSite, half: int, override: Ov
         mask: Any = bound.arguments.get("mask")
         mask = mask[0] if tf.nest.is_nested(mask) else mask
         given.append({"mask": mask, "training": bound.arguments.get("training")})
-        result = run(*args, **kwargs)
+        with listener.inside_a_layer():
+            result = run(*args, **kwargs)
         with own_errors_unchanged():
             return _heard(listener, site, result, **given.pop())
 
@@ -119,7 +120,7 @@ def _heard(
     del mask
     layer = site.layer
     if "dropout" in listener.keep and training:
-        call.arrays.update(_dropout(layer))
+        call.arrays.update(dropout(layer))
     output, states = (result[0], result[1:]) if layer.return_state else (result, None)
     if tf.nest.is_nested(output):
         raise UnsupportedError(
@@ -163,7 +164,7 @@ def _refuse_ragged(site: RecurrentSite, inputs: Any) -> None:
         )
 
 
-def _dropout(layer: Any) -> dict[str, Any]:
+def dropout(layer: Any) -> dict[str, Any]:
     """Return the dropout multipliers of a known cell, the same at each step.
 
     There is one per gate for ``implementation=1``.

@@ -63,6 +63,7 @@ class Keras3:
     known_activations: Mapping[Any, str] = {getattr(keras.activations, name): name for name in _NAMES}
 
     listen = staticmethod(keras3_loop.listen)
+    dropout = staticmethod(keras3_loop.dropout)
 
     def is_graph(self, thing: Any) -> bool:
         """Return False: Keras 3 has no layers that only a session runs."""

@@ -50,8 +50,9 @@ def _loop(listener: LayerRecorder, site: RecurrentSite, half: int) -> Callable[.
             refuse_random(site, bool(training))
             call, sequences, initial_state = listener.enters(site, half, sequences, initial_state, mask)
         if "dropout" in listener.keep and training:
-            call.arrays.update(_dropout(layer.cell))
-        last, outputs, states = original(sequences, initial_state, mask, training=training)
+            call.arrays.update(dropout(layer))
+        with listener.inside_a_layer():
+            last, outputs, states = original(sequences, initial_state, mask, training=training)
         if layer.return_sequences:
             outputs = listener.hears(call, "output", outputs)
         else:
@@ -82,17 +83,17 @@ def _refuse_triple(site: RecurrentSite, mask: Any) -> None:
         )
 
 
-def _dropout(cell: Any) -> dict[str, Any]:
-    """Return the dropout multipliers of a cell, the same at each step.
+def dropout(layer: Any) -> dict[str, Any]:
+    """Return the dropout multipliers of a layer's cell, the same at each step.
 
     There is one per gate for ``implementation=1``.
     """
-    found = {}
+    cell, found = layer.cell, {}
     for name, attribute, rate in (
         ("input_scale", "_dropout_mask", "dropout"),
         ("state_scale", "_recurrent_dropout_mask", "recurrent_dropout"),
     ):
         mask = getattr(cell, attribute, None)
-        if mask is not None and 0.0 < getattr(cell, rate) < 1.0:
+        if mask is not None and 0.0 < getattr(cell, rate, 0.0) < 1.0:
             found[name] = keras.ops.stack(mask) if isinstance(mask, list | tuple) else mask
     return found

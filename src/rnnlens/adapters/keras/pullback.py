@@ -20,7 +20,8 @@ from .dialect import Dialect, dialect_of
 from .discover import given_states, places
 from .inputs import input_order, prepare
 from .restore import as_found
-from .run import Loss, RunRequest, forget, memo_for, program
+from .loops import ChangedStateError
+from .run import Loss, RunRequest, forget, memo_for, program, with_starts
 
 #: Largest size in bytes of one chunk of cotangents, intermediate tensors included.
 _CHUNK = 512 * 2**20
@@ -48,6 +49,12 @@ class KerasPullback:
         with_loss = any(port.kind == "loss" for port in (*self._of, *self._wrt))
         loss = losses.plan(model, batch) if with_loss else None
         job = self._job(model, batch, loss)
+        try:
+            self._open(job, model, batch)
+        except ChangedStateError:
+            self._open(with_starts(job), model, batch)
+
+    def _open(self, job: RunRequest, model: Any, batch: Batch) -> None:
         with as_found(model, self._keras, batch.seed):
             arguments = job.arguments()
             memo = self._memo(job, arguments)
@@ -61,6 +68,8 @@ class KerasPullback:
             if key not in heard:
                 raise LayerNotFoundError(_missing(port))
             values[port] = self._turned(port, self._engine.to_array(heard[key]), axis=1)
+            if port in self._spots.ending:
+                values[port] = values[port][:, -1]
         self.values = values
 
     def _memo(self, job: RunRequest, arguments: Any) -> Memo:
@@ -102,10 +111,11 @@ class KerasPullback:
             heard: dict[str, Any] = {f"model|input/{i}": t for i, t in enumerate(keras.tree.flatten(arguments["x"]))}
 
             def noting(key: str, tensor: Any) -> Any:
+                every = key.partition("@")[0]
                 if not keras.is_float(tensor):  # counters, quantised weights: they have no gradient
                     heard[key] = tensor
                     return tensor
-                heard[key] = tap(key, keras.ops.stop_gradient(tensor) if key in cut else tensor)
+                heard[key] = tap(key, keras.ops.stop_gradient(tensor) if every in cut else tensor)
                 return heard[key]
 
             value, (arrays, outputs) = program(job, arguments, noting)
@@ -133,7 +143,25 @@ class KerasPullback:
         size = self._chunk(count)
         with raised_by("The backward pass of your model"):
             parts = [self._linear.vjp({k: c[i : i + size] for k, c in given.items()}) for i in range(0, count, size)]
-        return {port: self._joined(port, [part.get(self._spots.keys[port]) for part in parts]) for port in self._wrt}
+        return {port: self._joined(port, [self._gradient(port, part) for part in parts]) for port in self._wrt}
+
+    def _gradient(self, port: Port, part: Mapping[str, Any]) -> Any:
+        """Return the gradient of a port; for a loop over a cell, its gradients at all steps or at the last."""
+        key = self._spots.keys[port]
+        if key in part or port.kind in ("weight", "loss"):
+            return part.get(key)
+        name = key.replace("|final_state/", "|state/")
+        steps: list[Any] = []
+        while f"{name}@{len(steps)}" in part:
+            steps.append(part[f"{name}@{len(steps)}"])
+        if port in self._spots.ending or port.kind == "final_state":
+            return steps[-1] if steps else None
+        some = next((step for step in steps if step is not None), None)
+        if some is None:
+            return None
+        zero = self._keras.ops.zeros_like(some)
+        return self._keras.ops.stack([zero if step is None else step for step in steps], axis=2)
+
 
     def _joined(self, port: Port, rows: list[Any]) -> Array | None:
         if rows[0] is None:

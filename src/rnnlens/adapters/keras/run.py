@@ -5,17 +5,21 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
+
+import numpy as np
 
 from ...autodiff import Engine, Memo, Tap
 from ...errors import raised_by
 from ...settings import current
+from ...typing import Array
 from .dialect import Dialect, dialect_of
 from .discover import RecurrentSite
 from .hooks import LayerCall, LayerRecorder
 from .inputs import TensorBatch
+from .loops import ChangedStateError, Starts, stacked, starts_of
 from .restore import as_found, unchanged
 
 #: Function of (x, y, outputs, sample weights) that returns the loss as a scalar tensor.
@@ -39,6 +43,8 @@ class RunRequest:
     keep: frozenset[str] = frozenset()
     weights: Mapping[str, Any] = field(default_factory=dict)
     tap_inputs: bool = False
+    starts: Starts = field(default_factory=dict)
+    spoiled: str = ""
     calls: list[LayerCall] = field(default_factory=list)
 
     @cached_property
@@ -60,7 +66,16 @@ class RunRequest:
 def program(job: RunRequest, arguments: Mapping[str, Any], tap: Tap) -> tuple[Any, Any]:
     """Run ``job`` once: return (loss or None, (tensors of each call, outputs of the model))."""
     keras = job.keras
-    listener = LayerRecorder(keras, tap, job.wanted, job.keep, arguments["initial_state"] or {})
+    listener = LayerRecorder(
+        keras,
+        tap,
+        job.wanted,
+        job.keep,
+        arguments["initial_state"] or {},
+        training=job.training,
+        starts=job.starts,
+        spoiled=job.spoiled,
+    )
     x, y, weight = arguments["x"], arguments["y"], arguments["sample_weight"]
     if job.tap_inputs:
         flat = [tap(f"model|input/{i}", t) if keras.is_float(t) else t for i, t in enumerate(keras.tree.flatten(x))]
@@ -75,6 +90,8 @@ def program(job: RunRequest, arguments: Mapping[str, Any], tap: Tap) -> tuple[An
         with raised_by("Your loss"):
             value = None if job.loss is None else job.loss(x, y, outputs, weight)
         adds = keras.adds_losses(job.model)
+    for call in listener.calls:
+        call.arrays = stacked(keras, call.arrays)
     job.calls[:] = listener.calls
     kept = outputs if "outputs" in job.keep else None
     if "masks" in job.keep:
@@ -107,6 +124,13 @@ class RunResult:
 
 def run(job: RunRequest) -> RunResult:
     """Run ``job`` and differentiate its loss with respect to each tap; the model is restored afterwards."""
+    try:
+        return _run(job)
+    except ChangedStateError:
+        return _run(with_starts(job))
+
+
+def _run(job: RunRequest) -> RunResult:
     engine = job.keras.engine
     with as_found(job.model, job.keras, job.seed):
         arguments = job.arguments()
@@ -118,7 +142,22 @@ def run(job: RunRequest) -> RunResult:
             raw, calls = _compiled_or_eager(job, arguments, engine, memo)
     value, (arrays, outputs), gradients = raw
     made = [LayerCall(c.place, c.half, c.index, a) for c, a in zip(calls, arrays, strict=True)]
-    return RunResult(made, gradients, value, outputs)
+    return RunResult(made, stacked(job.keras, gradients), value, outputs)
+
+
+def with_starts(job: RunRequest) -> RunRequest:
+    """Return the request with the calls of each cell that start a recurrence, found by one run per cell."""
+    always = {site.name: frozenset() for site in job.sites if site.is_loop}
+
+    def spoil(name: str) -> list[list[Array]]:
+        trial = replace(job, spoiled=name, starts=always, gradients=False, loss=None, keep=frozenset(), calls=[])
+        with as_found(job.model, job.keras, job.seed):
+            _body(trial, trial.arguments(), job.keras.engine)
+        arrays = next((call.arrays for call in trial.calls if call.place == name), {})
+        received = [np.asarray(job.keras.value_of(a)) for key, a in arrays.items() if key.startswith("received/")]
+        return [[array[:, t] for array in received] for t in range(received[0].shape[1] if received else 0)]
+
+    return replace(job, starts=starts_of(job.sites, spoil), calls=[])
 
 
 def _body(job: RunRequest, arguments: Any, engine: Engine) -> Any:
@@ -136,6 +175,9 @@ def _compiled_or_eager(
             run = memo.once("run", lambda: engine.compile(lambda a: _body(job, a, engine), (arguments,), memo))
             calls = memo.once("calls", lambda: [LayerCall(c.place, c.half, c.index) for c in job.calls])
             return run(arguments), calls
+        except ChangedStateError:
+            forget(job.model, memo)
+            raise
         except Exception:
             # Some models cannot be compiled. An error of the user's code is raised again by the eager run.
             forget(job.model, memo)
@@ -148,6 +190,7 @@ def memo_for(job: RunRequest, arguments: Any, *more: Hashable) -> Memo | None:
         return None
     names = tuple((site.name, site.direction) for site in job.sites), tuple(job.plain), tuple(job.weights)
     options = (job.training, job.loss is None, job.gradients, job.tap_inputs, job.wanted, job.keep)
+    more = (*more, tuple(sorted(job.starts.items())))
     question = (names, options, stamp_of_tensors(job.keras, arguments), *more)
     stamp = job.keras.stamp(job.model, job.loss_given)
     if stamp is None and job.keras.is_short(job.data.x):
