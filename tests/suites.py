@@ -92,7 +92,10 @@ def graphs(control_flow: str) -> Suite:
 
 
 #: The contract of Keras 3 that Keras 2 has to keep too: the same files, on ``tests/helpers/spoken_keras.py``.
-TF_KERAS = ("option_product", "contract", "cells_and_losses", "left_as_found", "find_nonfinite", "models_without_input")
+TF_KERAS = (
+    *("option_product", "contract", "cells_and_losses", "left_as_found", "find_nonfinite", "models_without_input"),
+    "conv_lstm",
+)
 
 # The longest first, so that the cores finish together.
 SUITES = (
@@ -123,6 +126,7 @@ SUITES = (
             *("tests/contract/tf_keras", "tests/oracle/tf_keras", "tests/tracking/tf_keras"),
             *(f"tests/contract/keras/test_{name}.py" for name in TF_KERAS),
             "tests/oracle/keras/test_registered_cells.py",
+            "tests/oracle/keras/test_cell_loops.py",
         ),
         # KERAS_BACKEND chooses which cases of a product are run, see tests/conftest.py.
         environment={"RNNLENS_TESTED_KERAS": "tf_keras", "TF_USE_LEGACY_KERAS": "1", "KERAS_BACKEND": "tensorflow"},

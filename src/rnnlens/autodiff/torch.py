@@ -223,7 +223,7 @@ class _TorchProgram:
         """Pull cotangents back; see :class:`rnnlens.autodiff.LinearisedProgram`."""
         targets = [self.targets[name] for name in cotangents]
         given = [
-            torch.as_tensor(c, dtype=t.dtype, device=t.device)
+            torch.as_tensor(c if hasattr(c, "detach") else np.require(c, None, "W"), dtype=t.dtype, device=t.device)
             for c, t in zip(cotangents.values(), targets, strict=True)
         ]
         return dict(zip(self._points, self._pull(targets, list(self._points.values()), given), strict=True))

@@ -79,7 +79,9 @@ def find_gradients(
     found = FoundGradients()
     recurrent = {name for name, layer in weights.items() if layer.cells}
     if recurrent:
-        request = CaptureRequest(layers=tuple(sorted(recurrent)), boundaries=True)
+        # A layer whose variables are all another layer's has no entry, but a part in their gradients.
+        tied = {layer.name for layer in adapter.describe(model)} - weights.keys()
+        request = CaptureRequest(layers=tuple(sorted(recurrent | tied)), boundaries=True)
         found.capture = adapter.capture(model, batch, request)
         found.loss = found.capture.loss
         for name in recurrent:

@@ -163,7 +163,8 @@ class KerasAdapter(Adapter):
     def weights(self, model: Any) -> Mapping[str, LayerWeights]:
         """Return copies of the weights of all layers by node name.
 
-        Both directions of a bidirectional layer are under its name.
+        Both directions of a bidirectional layer are under its name. A layer whose variables are all another layer's
+        has no entry: one variable, one name.
         """
         found = discover.places(model)
         sites: dict[str, dict[str, Any]] = {}
@@ -173,9 +174,14 @@ class KerasAdapter(Adapter):
             layers[site.name] = site.owner
         inner = {name for name in found.plain if any(other.startswith(name + "/") for other in found.names())}
         layers.update({name: layer for name, layer in found.plain.items() if name not in inner | layers.keys()})
-        return {
-            name: layer_weights(layer, sites.get(name, {}), copy_of) for name, layer in layers.items() if layer.weights
-        }
+        loops = {site.name for site in found.sites if site.is_loop}
+        seen: set[int] = set()
+        kept: list[str] = []
+        for name in sorted(layers, key=loops.__contains__):  # a layer before a loop over its cell
+            own = {id(variable) for variable in layers[name].weights}
+            kept += [name] if own - seen else []
+            seen |= own
+        return {name: layer_weights(layers[name], sites.get(name, {}), copy_of) for name in layers if name in kept}
 
     def differentiate(
         self, function: Callable[..., Any], arrays: Sequence[Array], model: Any

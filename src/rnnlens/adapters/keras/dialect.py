@@ -38,6 +38,11 @@ class CellLoop:
     return_sequences = return_state = True
 
     @property
+    def name(self) -> str:
+        """Name of the cell."""
+        return str(self.cell.name)
+
+    @property
     def compute_dtype(self) -> str:
         """Dtype in which the cell computes."""
         return str(self.cell.compute_dtype)

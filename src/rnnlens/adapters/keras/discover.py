@@ -218,7 +218,8 @@ def _is_called(cell: Any, model: Any) -> bool:
     if not any(isinstance(layer, keras.layers.RNN) and layer.cell is cell for layer in layers):
         return True
     for layer in model._flatten_layers():
-        names = {name for name, value in vars(layer).items() if value is cell}
+        held = vars(layer) | vars(layer).get("_modules", {})  # torch keeps sublayers apart
+        names = {name for name, value in held.items() if value is cell}
         methods = [m for kind in type(layer).__mro__ if not keras.is_own(kind) for m in vars(kind).items()]
         code = [getattr(method, "__code__", None) for name, method in methods if name not in ("__init__", "build")]
         if any(names & set(one.co_names) for one in code if one is not None):
@@ -243,7 +244,7 @@ def _refusal(name: str, layer: Any, wrapper: Any) -> str | None:
         return message(
             f"Layer {name!r} cannot be traced: its states have spatial axes, and rnnlens does not have its equations.",
             got=f"{kind} with data_format={getattr(layer.cell, 'data_format', None)!r}",
-            expected="a ConvLSTM layer of Keras 3, with data_format='channels_last' and activations of Keras",
+            expected="a ConvLSTM layer with data_format='channels_last' and activations of Keras",
             hint="name the other layers, layers=[...]",
         )
     why = keras.refusal(layer)

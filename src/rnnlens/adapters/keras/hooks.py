@@ -143,7 +143,9 @@ class LayerRecorder:
         initial_state = self.given_state(site, half, initial_state)
         call = self.starts_call(site.name, half)
         sequence = self.hears(call, "input", sequence)
-        initial_state = self.hears_all(call, "initial_state", initial_state)
+        flat = self.keras.tree.flatten(initial_state)  # h and c may start as one tensor, and have gradients of their own
+        flat = [self.hears(call, f"initial_state/{i}", state) for i, state in enumerate(flat)]
+        initial_state = self.keras.tree.pack_sequence_as(initial_state, flat)
         if "mask" in self.keep and mask is not None:
             call.arrays["mask"] = mask
         return call, sequence, initial_state

@@ -17,12 +17,12 @@ import tensorflow as tf
 import tf_keras
 from tf_keras.src.engine import base_layer_v1, compile_utils
 from tf_keras.src.engine.functional import Functional
-from tf_keras.src.layers.rnn import gru_v1, lstm_v1
+from tf_keras.src.layers.rnn import base_conv_lstm, gru_v1, lstm_v1
 from tf_keras.src.utils import losses_utils
 
 from ...autodiff import Engine, Tap, engine
 from ...errors import UnsupportedError, message
-from ...recurrence.cells import GRU, LSTM, Cell, SimpleRNN
+from ...recurrence.cells import GRU, LSTM, Cell, ConvLSTM1D, ConvLSTM2D, ConvLSTM3D, SimpleRNN
 from ...typing import Array, Namespace
 from . import keras2_run
 from .dialect import Dialect, own_array
@@ -78,12 +78,13 @@ class Keras2:
     Variable = tf.Variable
 
     #: Exact cell types and the classes with their equations; those of ``tf.compat.v1`` differ in defaults only.
-    cells: Mapping[type, type[Cell]] = {
+    cells: Mapping[type, type[Cell] | Mapping[int, type[Cell]]] = {
         tf_keras.layers.SimpleRNNCell: SimpleRNN,
         tf_keras.layers.LSTMCell: LSTM,
         tf_keras.layers.GRUCell: GRU,
         lstm_v1.LSTMCell: LSTM,
         gru_v1.GRUCell: GRU,
+        base_conv_lstm.ConvLSTMCell: {1: ConvLSTM1D, 2: ConvLSTM2D, 3: ConvLSTM3D},
     }
     known_activations: Mapping[Any, str] = {
         **{getattr(tf_keras.activations, theirs): ours for theirs, ours in _NAMES.items()},

@@ -17,7 +17,7 @@ import tf_keras
 from tensorflow.python.eager import context
 from tensorflow.python.trackable import data_structures
 from tf_keras.src import backend
-from tf_keras.src.layers.rnn import base_cudnn_rnn, gru_v1, lstm_v1
+from tf_keras.src.layers.rnn import base_conv_lstm, base_conv_rnn, base_cudnn_rnn, gru_v1, lstm_v1
 
 from ...errors import UnsupportedError, message, no_function_of_its_own
 from .discover import RecurrentSite
@@ -31,7 +31,7 @@ _OWN_CALLS = tuple(
     kind.call
     for kind in (
         *(tf_keras.layers.RNN, tf_keras.layers.SimpleRNN, tf_keras.layers.LSTM, tf_keras.layers.GRU),
-        *(lstm_v1.LSTM, gru_v1.GRU),
+        *(lstm_v1.LSTM, gru_v1.GRU, base_conv_lstm.ConvLSTM, base_conv_rnn.ConvRNN),
     )
 )
 
@@ -182,7 +182,7 @@ def dropout(layer: Any) -> dict[str, Any]:
         kept = getattr(cell, cache)
         masks = kept._get_recursive(kept._key())
         if isinstance(masks, list):
-            found[name] = tf.stack(masks) if cell.implementation == 1 else masks[0]
+            found[name] = tf.stack(masks) if getattr(cell, "implementation", 1) == 1 else masks[0]
         else:
             found[name] = masks
     return found

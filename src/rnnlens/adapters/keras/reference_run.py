@@ -213,7 +213,8 @@ def place(model: Any, layer: str, direction: str | None, key: str) -> WeightLoca
         halves = [getattr(found, side, None) for side in sides]
         half = next((h for h in halves if h is not None and h.go_backwards == (direction == "backward")), found)
         recurrent = isinstance(half, dialect_of(half).layers.RNN)
-        place = _of_cell(model, half.cell, key) if recurrent else _within(model, half, key)
+        cell = half.cell if recurrent else half if hasattr(half, "state_size") else None
+        place = _within(model, half, key) if cell is None else _of_cell(model, cell, key)
         if place is not None:
             return place
     return None

@@ -1,0 +1,299 @@
+"""Loops of a model's own code over a cell: one recurrence, whose numbers are those of the engine's own autodiff.
+
+Each model takes numbers to add to the hidden states of its cell: the gradient by them is the total gradient of a state.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from spoken_keras import LEGACY, engine, keras
+
+import rnnlens as rl
+
+pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.op_by_op]
+
+L = keras.layers
+STEPS, UNITS = 5, 4
+ops = keras.ops
+
+
+def zeros(x, units=UNITS):
+    return ops.zeros((x.shape[0], units), dtype=x.dtype)
+
+
+class OwnCell(L.Layer):
+    """h' = tanh(W x + U h), with an output of its own."""
+
+    def __init__(self, units, **options):
+        super().__init__(**options)
+        self.units = self.state_size = units
+        self.output_size = 2 * units
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], self.units), name="kernel")
+        self.recurrent = self.add_weight(shape=(self.units, self.units), name="recurrent")
+        self.built = True
+
+    def call(self, x, states):
+        h = ops.tanh(ops.matmul(x, self.kernel) + ops.matmul(states[0], self.recurrent))
+        return ops.concatenate([h, h * h], -1), [h]
+
+
+class Loop(keras.Model):
+    """A cell over the steps; the subclasses say what goes on between them."""
+
+    def __init__(self, cell=None, **options):
+        super().__init__(**options)
+        self.cell, self.head = cell or L.LSTMCell(UNITS, name="cell"), L.Dense(2, name="head")
+
+    def states(self, x):
+        sizes = self.cell.state_size
+        return [zeros(x) for _ in (sizes if isinstance(sizes, (list, tuple)) else [sizes])]
+
+    def step(self, x, states, added, t):
+        output, new = self.cell(x, states)
+        if added is None:
+            return output, new
+        moved = new[0] + added[:, t]
+        output = ops.concatenate([moved, moved * moved], -1) if isinstance(self.cell, OwnCell) else moved
+        return output, [moved, *new[1:]]
+
+    def call(self, x, added=None):
+        states, outputs = self.states(x), []
+        for t in range(x.shape[1]):
+            output, states = self.step(x[:, t], states, added, t)
+            outputs.append(output)
+        return self.head(outputs[-1] + outputs[1]) + sum(states)[:, :2]
+
+
+class Masked(Loop):
+    """Samples that keep their states at some of the steps."""
+
+    def call(self, x, added=None):
+        states = self.states(x)
+        for t in range(x.shape[1]):
+            output, new = self.step(x[:, t], states, added, t)
+            states = [ops.where(x[:, t, :1] > -0.5, a, b) for a, b in zip(new, states, strict=True)]
+        return self.head(output + states[0])
+
+
+class FedBack(Loop):
+    """What the model predicts is the input of the next step."""
+
+    def call(self, x, added=None):
+        states, given, told = self.states(x), x[:, 0], []
+        for t in range(STEPS):
+            output, states = self.step(given, states, added, t)
+            told.append(self.head(output))
+            given = ops.concatenate([told[-1], x[:, t, 2:]], -1)
+        return ops.stack(told, 1)
+
+
+class Attention(Loop):
+    """An encoder layer, and a decoder cell whose state asks for the encoder's steps."""
+
+    def __init__(self, cell=None):
+        super().__init__(cell, name="translator")
+        self.encoder = L.GRU(UNITS, return_sequences=True, return_state=True, name="encoder")
+        self.query = L.Dense(UNITS, name="query")
+
+    def call(self, x, added=None):
+        memory, state = self.encoder(x)
+        states, told = [state, *self.states(x)[1:]], []
+        for t in range(STEPS):
+            scores = ops.sum(ops.expand_dims(self.query(states[0]), 1) * memory, -1)
+            context = ops.sum(ops.expand_dims(ops.softmax(scores), -1) * memory, 1)
+            output, states = self.step(ops.concatenate([context, x[:, t]], -1), states, added, t)
+            told.append(self.head(output))
+        return ops.stack(told, 1)
+
+
+def gru():
+    return L.GRUCell(UNITS, name="cell")
+
+
+MODELS = {
+    "LSTM": Loop,
+    "GRU": lambda: Loop(gru()),
+    "simple": lambda: Loop(L.SimpleRNNCell(UNITS, name="cell")),
+    "own cell": lambda: Loop(OwnCell(UNITS, name="cell")),
+    "masked LSTM": Masked,
+    "masked GRU": lambda: Masked(gru()),
+    "fed back": FedBack,
+    "attention": Attention,
+    "attention GRU": lambda: Attention(gru()),
+}
+
+
+def built(name):
+    model = MODELS[name]()
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(3, STEPS, 3))
+    y = rng.normal(size=(3, *np.shape(model(x[:1]))[1:]))
+    model.compile("sgd", "mse")
+    return model, x, y
+
+
+def gradient(function, array):
+    """Return the engine's gradient of a scalar function of one array."""
+    if engine() == "jax":
+        import jax
+
+        return np.asarray(jax.grad(function)(array))
+    if engine() == "torch":
+        import torch
+
+        tensor = torch.tensor(array, requires_grad=True)
+        return torch.autograd.grad(function(tensor), tensor)[0].numpy()
+    import tensorflow as tf
+
+    tensor = tf.constant(array)
+    with tf.GradientTape() as tape:
+        tape.watch(tensor)
+        value = function(tensor)
+    return tape.gradient(value, tensor).numpy()
+
+
+def loss(model, x, y, added=None):
+    return ops.mean((model.call(x, added) - ops.convert_to_tensor(y)) ** 2)
+
+
+@pytest.mark.product(keep=("masked GRU", "attention"))
+@pytest.mark.parametrize("name", MODELS)
+def test_a_loop_over_a_cell_is_one_recurrence(name):
+    model, x, y = built(name)
+    expected = gradient(lambda added: loss(model, ops.convert_to_tensor(x), y, added), np.zeros((3, STEPS, UNITS)))
+    trace = rl.trace(model, x, y)
+    assert trace.certificate.state == "passed", trace.certificate
+    assert "cell" in [layer.name for layer in rl.layers(model)]
+    found = trace["cell"]
+    state = "h" if name == "own cell" else "hidden"
+    if name != "own cell":
+        assert found.gates.sizes["time"] == STEPS
+        np.testing.assert_allclose(found.hidden_grad, expected, rtol=1e-9, atol=1e-13)
+    for verb in (f"cell.{state}",) if name != "own cell" else ():
+        total = rl.gradients(model, x, y, of="loss", wrt=verb)
+        assert total.certificate.state == "passed", total.certificate
+        np.testing.assert_allclose(total, expected, rtol=1e-9, atol=1e-13)
+    by_input = rl.gradients(model, x, y, of="loss", wrt="cell.input")
+    assert by_input.sizes["time"] == STEPS
+    weights = rl.weights(model, x, y)
+    assert weights.certificate.state == "passed", weights.certificate
+    every = rl.gradients(model, x, y, of="loss", wrt="weights")
+    assert every.certificate.state == "passed", every.certificate
+
+
+@pytest.mark.product(keep=("masked GRU",))
+@pytest.mark.parametrize("name", ["LSTM", "masked GRU", "attention"])
+def test_time_jacobians_through_a_loop_are_those_of_the_whole_model(name):
+    model, x, _ = built(name)
+    found = rl.jacobian(model, x, of="output", wrt="input")
+    assert found.certificate.state == "passed", found.certificate
+    inside = rl.jacobian(model, x, of="output", wrt="cell.hidden")
+    each = (0,) * (len(np.shape(model(x[:1]))) - 1)
+
+    def one(added):
+        return ops.sum(model.call(ops.convert_to_tensor(x), added)[(slice(None), *each)])
+
+    np.testing.assert_allclose(
+        np.asarray(inside)[(slice(None), *each)], gradient(one, np.zeros((3, STEPS, UNITS))), rtol=1e-9, atol=1e-13
+    )
+
+
+class FeedBack(keras.Model):
+    """The forecaster of TensorFlow's tutorial on time series: a layer warms up, and a loop over its cell goes on."""
+
+    def __init__(self, steps=3):
+        super().__init__()
+        self.steps = steps
+        self.lstm_cell = L.LSTMCell(UNITS, name="lstm_cell")
+        self.lstm_rnn = L.RNN(self.lstm_cell, return_state=True, name="lstm_rnn")
+        self.dense = L.Dense(3, name="dense")
+
+    def call(self, x, training=None):
+        output, *state = self.lstm_rnn(x)
+        told = [self.dense(output)]
+        for _ in range(1, self.steps):
+            output, state = self.lstm_cell(told[-1], states=state, training=training)
+            told.append(self.dense(output))
+        return ops.stack(told, 1)
+
+
+def test_a_cell_in_a_layer_and_in_a_loop_has_one_entry_per_variable():
+    model, rng = FeedBack(), np.random.default_rng(0)
+    x, y = rng.normal(size=(3, STEPS, 3)), rng.normal(size=(3, 3, 3))
+    model(x)
+    model.compile("sgd", "mse")
+    trace = rl.trace(model, x, y)
+    assert trace.certificate.state == "passed", trace.certificate
+    assert trace["lstm_rnn"].hidden.sizes["time"] == STEPS
+    assert trace["lstm_cell"].hidden.sizes["time"] == 2
+    np.testing.assert_allclose(  # the state that the loop starts from is the layer's last
+        trace["lstm_cell"].initial_state_grad.values[:, 0],
+        trace["lstm_rnn"].final_state_grad.values[:, 0],
+        rtol=1e-9,
+        atol=1e-13,
+    )
+    grads = rl.gradients(model, x, y, of="loss", wrt="weights")
+    assert sum(len(layer) for layer in grads.values()) == len(model.trainable_variables)
+    weights = rl.weights(model, x, y)
+    assert weights.certificate.state == "passed", weights.certificate
+    assert set(weights) == {"lstm_rnn", "dense"}
+    clipped = rl.gradients(model, x, y, of="loss", wrt="weights", clip={"global_clipnorm": 1e-3})
+    values = [grad.values for layer in clipped.clipped.values() for grad in layer.values()]
+    np.testing.assert_allclose(np.sqrt(sum(float((value**2).sum()) for value in values)), 1e-3, rtol=1e-6)
+
+
+class Two(Loop):
+    """One cell over two sequences, each from zero states."""
+
+    def call(self, x, added=None):
+        ends = []
+        for part in (x, 2 * x):
+            states = self.states(x)
+            for t in range(STEPS):
+                output, states = self.cell(part[:, t], states)
+            ends.append(output)
+        return self.head(ends[0] * ends[1])
+
+
+def test_each_sequence_is_a_recurrence_of_its_own():
+    model, rng = Two(), np.random.default_rng(0)
+    x, y = rng.normal(size=(3, STEPS, 3)), rng.normal(size=(3, 2))
+    model(x)
+    model.compile("sgd", "mse")
+    trace = rl.trace(model, x, y)
+    assert sorted(trace) == ["cell#0", "cell#1"]
+    assert trace.certificate.state == "passed", trace.certificate
+    np.testing.assert_allclose(
+        trace["cell#0"].hidden[:, 0], ops.convert_to_numpy(model.cell(ops.convert_to_tensor(x)[:, 0], model.states(x))[0]), rtol=1e-9
+    )
+
+
+def test_a_loop_that_the_engine_compiles_is_refused_by_name():
+    class Compiled(Loop):
+        def call(self, x):
+            if engine() == "jax":
+                import jax
+
+                states = jax.lax.scan(lambda s, part: (self.cell(part, s)[1], None), self.states(x), x.swapaxes(0, 1))
+                return self.head(states[0][0])
+            import tensorflow as tf
+
+            states = tf.while_loop(
+                lambda t, *s: t < STEPS, lambda t, *s: (t + 1, *self.cell(x[:, t], list(s))[1]), (0, *self.states(x))
+            )
+            return self.head(states[1])
+
+    if engine() == "torch":  # it has no such loops
+        return
+    model, x = Compiled(), np.zeros((2, STEPS, 3))
+    model.cell.build((None, 3))
+    model(x)
+    model.compile("sgd", "mse")
+    if LEGACY:  # it runs eagerly, where tf.while_loop is a Python loop
+        assert rl.trace(model, x, np.zeros((2, 2)))["cell"].sizes["time"] == STEPS
+        return
+    with pytest.raises(rl.errors.UnsupportedError, match="called in a loop that the framework compiles"):
+        rl.trace(model, x, np.zeros((2, 2)))
