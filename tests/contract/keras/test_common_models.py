@@ -183,4 +183,3 @@ def test_a_cell_in_the_models_own_loop_has_the_numbers_of_a_layer():
     found = rl.trace(model, X, Y)["cell"]
     for name in ("hidden", "cell", "gates", "hidden_grad", "cell_grad", "gate_grad", "input_grad"):
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=1e-7)
-

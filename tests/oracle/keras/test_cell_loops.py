@@ -267,7 +267,9 @@ def test_each_sequence_is_a_recurrence_of_its_own():
     assert sorted(trace) == ["cell#0", "cell#1"]
     assert trace.certificate.state == "passed", trace.certificate
     np.testing.assert_allclose(
-        trace["cell#0"].hidden[:, 0], ops.convert_to_numpy(model.cell(ops.convert_to_tensor(x)[:, 0], model.states(x))[0]), rtol=1e-9
+        trace["cell#0"].hidden[:, 0],
+        ops.convert_to_numpy(model.cell(ops.convert_to_tensor(x)[:, 0], model.states(x))[0]),
+        rtol=1e-9,
     )
 
 

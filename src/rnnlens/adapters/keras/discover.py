@@ -16,7 +16,8 @@ from .weights import kind_of, known_class, likeness
 class RecurrentSite:
     """One place in a model where a recurrence runs: a recurrent layer, one direction of a bidirectional one, or a cell.
 
-    The ``layer`` of a cell that the model's own code calls in a loop is a :class:`.dialect.CellLoop`. ``name`` is the node name in results. ``refusal`` is the reason why the layer cannot be hooked, or None.
+    The ``layer`` of a cell that the model's own code calls in a loop is a :class:`.dialect.CellLoop`. ``name`` is the
+    node name in results. ``refusal`` is the reason why the layer cannot be hooked, or None.
     """
 
     name: str
@@ -146,7 +147,8 @@ def hooked_beside(found: Places, sites: Iterable[RecurrentSite], others: Iterabl
     return [
         site
         for site in found.sites
-        if site not in sites and (site.name in names or (not site.is_loop and id(getattr(site.layer, "cell", 0)) in looped))
+        if site not in sites
+        and (site.name in names or (not site.is_loop and id(getattr(site.layer, "cell", None)) in looped))
     ]
 
 
@@ -211,7 +213,7 @@ def _sites_of(name: str, layer: Any, wrapper: Any, model: Any) -> Iterator[Recur
 def _is_called(cell: Any, model: Any) -> bool:
     """Return whether the code of a model may call a cell itself, not only through a recurrent layer.
 
-    For a cell of a recurrent layer it must be read from its attribute in another method than ``__init__`` and ``build``.
+    A cell of a recurrent layer is called by the code if a method other than ``__init__`` and ``build`` reads it.
     """
     keras = dialect_of(cell)
     layers = model._flatten_layers()

@@ -109,6 +109,7 @@ class LayerRecorder:
             yield
 
     def starts_call(self, place: str, half: int = 0) -> LayerCall:
+        """Add a record for a new call of a layer, and return it."""
         index = sum(call.place == place and call.half == half for call in self.calls)
         call = LayerCall(place, half, index)
         self.calls.append(call)
@@ -143,7 +144,9 @@ class LayerRecorder:
         initial_state = self.given_state(site, half, initial_state)
         call = self.starts_call(site.name, half)
         sequence = self.hears(call, "input", sequence)
-        flat = self.keras.tree.flatten(initial_state)  # h and c may start as one tensor, and have gradients of their own
+        flat = self.keras.tree.flatten(
+            initial_state
+        )  # h and c may start as one tensor, and have gradients of their own
         flat = [self.hears(call, f"initial_state/{i}", state) for i, state in enumerate(flat)]
         initial_state = self.keras.tree.pack_sequence_as(initial_state, flat)
         if "mask" in self.keep and mask is not None:

@@ -30,7 +30,7 @@ class ChangedStateError(RnnlensError):
 
 @dataclass
 class CellRun:
-    """One recurrence over a cell: its record, the states that the user's code received, and those that the cell made."""
+    """One recurrence over a cell: its record, the states given to the user's code, and those that the cell made."""
 
     call: LayerCall
     received: list[Any] = field(default_factory=list)
@@ -46,7 +46,9 @@ class CellHook:
     ``spoiled``: replace the states that the user's code receives by NaN, to find out which calls depend on them.
     """
 
-    def __init__(self, listener: LayerRecorder, site: RecurrentSite, starts: frozenset[int] | None, spoiled: bool) -> None:
+    def __init__(
+        self, listener: LayerRecorder, site: RecurrentSite, starts: frozenset[int] | None, spoiled: bool
+    ) -> None:
         self._listener, self._site, self._starts, self._spoiled = listener, site, starts, spoiled
         self._keras: Dialect = site.keras
         self._original = site.layer.cell.call
@@ -176,4 +178,4 @@ def starts_of(sites: Sequence[RecurrentSite], spoil: Callable[[str], Sequence[An
 
 
 def _has_nan(array: Any) -> bool:
-    return bool((array != array).any())  # noqa: PLR0124
+    return bool((array != array).any())

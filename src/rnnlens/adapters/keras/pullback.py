@@ -19,8 +19,8 @@ from .boundaries import TappedPorts
 from .dialect import Dialect, dialect_of
 from .discover import given_states, places
 from .inputs import input_order, prepare
-from .restore import as_found
 from .loops import ChangedStateError
+from .restore import as_found
 from .run import Loss, RunRequest, forget, memo_for, program, with_starts
 
 #: Largest size in bytes of one chunk of cotangents, intermediate tensors included.
@@ -161,7 +161,6 @@ class KerasPullback:
             return None
         zero = self._keras.ops.zeros_like(some)
         return self._keras.ops.stack([zero if step is None else step for step in steps], axis=2)
-
 
     def _joined(self, port: Port, rows: list[Any]) -> Array | None:
         if rows[0] is None:
