@@ -110,6 +110,8 @@ class Assembler:
         """Return torch's own gradient at the inputs of a layer, (sample, time, feature)."""
         assert self.gradient is not None
         grads = {id(v): _or_zeros(self.gradient(v.pieces[layer].input), v.pieces[layer].input) for v in run.visits}
+        if not run.owner.stacked:  # one step: (sample, feature), or (sample, channel, *space)
+            grads = {key: grad.flatten(1) for key, grad in grads.items()}
         timed = {
             key: grad.unsqueeze(0) if grad.dim() == 2 and run.visits[0].packing is None else grad
             for key, grad in grads.items()

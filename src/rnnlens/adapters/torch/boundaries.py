@@ -173,6 +173,8 @@ def _of_sequence(run: Recurrence, layer: int, kind: str, direction: int | None) 
     tensors = [v.pieces[layer].output if outputs else v.pieces[layer].input for v in run.visits]
 
     def gather(parts: Sequence[Tensor]) -> Tensor:
+        if not outputs and not owner.stacked:  # one step: (sample, feature), or (sample, channel, *space)
+            parts = [part.flatten(1) for part in parts]
         timed = [
             p if p.dim() == 3 or v.packing is not None else p.unsqueeze(0)
             for p, v in zip(parts, run.visits, strict=True)

@@ -47,11 +47,14 @@ class CellForm:
         Shape of each state tensor without its leading sample axis.
     output_is_state
         Whether the cell returns its state only.
+    input_shape
+        Shape of the input without its leading sample axis: (feature,), or (channel, *space) of a convolutional cell.
     """
 
     call: Callable[[Tensor, Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
     shapes: tuple[tuple[int, ...], ...]
     output_is_state: bool
+    input_shape: tuple[int, ...]
 
 
 def leaves(value: Any) -> list[Tensor]:
@@ -91,6 +94,13 @@ class TorchStepCell(StepCell):
         self.state_sizes = tuple(_size(shape) for shape in form.shapes)
         self.output_size = _size(output_shape)
         self.output_state, self.output_is_state = 0, form.output_is_state
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes (channel, *space) of the input and each state of a convolutional cell; empty for any other cell."""
+        if len(self.form.input_shape) == 1:
+            return {}
+        return {"input": self.form.input_shape, **dict(zip(self.state_names, self.form.shapes, strict=True))}
 
     def advance(self, x: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Compute one step from inputs (n, feature) and states (n, size); return the output and the new states."""
@@ -163,7 +173,7 @@ class TorchStepCell(StepCell):
         return [s.to(self.dtype).reshape(-1, *shape) for s, shape in zip(state, self.form.shapes, strict=True)]
 
     def _called(self, x: Tensor, state: Sequence[Tensor]) -> list[Tensor]:
-        args, kwargs = self.form.call(x, state)
+        args, kwargs = self.form.call(x.reshape(-1, *self.form.input_shape), state)
         with torch.autocast(x.device.type, self.autocast) if self.autocast is not None else nullcontext():
             return leaves(self.module(*args, **kwargs))
 

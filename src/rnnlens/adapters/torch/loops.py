@@ -128,14 +128,16 @@ class EnteredCall:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> None:
         self.flat, self.spec = pytree.tree_flatten((args, kwargs))
         x = args[position] if len(args) > position else kwargs.get(name)
-        if not isinstance(x, Tensor) or x.dim() != 2 or not x.is_floating_point():
-            raise _NotACellError("its input is not a floating tensor (sample, feature)")
+        if not isinstance(x, Tensor) or x.dim() not in (2, 4, 5) or not x.is_floating_point():
+            raise _NotACellError("its input is not a floating tensor (sample, feature) or (sample, channel, *space)")
         self.x: Tensor = x
         self.places = [i for i, leaf in enumerate(self.flat) if isinstance(leaf, Tensor) and leaf is not self.x]
         self.given = [self.flat[i] for i in self.places]
         for state in self.given:
             if not state.is_floating_point() or state.dim() < 2 or state.shape[0] != self.x.shape[0]:
                 raise _NotACellError("one of its state tensors is not floating, or not of shape (sample, ...)")
+        if x.dim() > 2 and (not self.given or any(state.shape[2:] != x.shape[2:] for state in self.given)):
+            raise _NotACellError("its states are not (sample, channel, *space) in the space of its input")
         self.fed: list[Tensor] = []
         self.before: Continuation | None = None
         self.arguments: Arguments = self._again
@@ -218,13 +220,14 @@ class CellHook:
         handed = {key: tensor.clone() for key, tensor in kept.items()}
         first = returned[0]
         if self.owner.step_cell is None:
-            form = CellForm(entered.arguments, tuple(tuple(s.shape[1:]) for s in states), len(states) == len(returned))
+            shapes = tuple(tuple(s.shape[1:]) for s in states)
+            form = CellForm(entered.arguments, shapes, len(states) == len(returned), tuple(entered.x.shape[1:]))
             self.owner.step_cell = TorchStepCell(
                 self.module, form, tuple(first.shape[1:]), first.dtype, autocast_around(first)
             )
         piece = LayerRecord(
             entered.x,
-            entered.x.detach().clone().unsqueeze(0),
+            entered.x.detach().clone().flatten(1).unsqueeze(0),
             tuple(s.flatten(1).unsqueeze(0) for s in entered.fed),
             taps[id(first)],
             tuple(raw[id(s)].flatten(1).unsqueeze(0) for s in states),

@@ -73,7 +73,7 @@ def _changed_chains(runs: Sequence[Recurrence]) -> list[list[Recurrence]]:
 
 
 def _continues_changed(before: CallRecord, call: CallRecord, stops: set[Any], seen: set[Any]) -> bool:
-    if call.site != before.site or before.rows is not None or call.rows is not None:
+    if call.site != before.site:
         return False
     if call.steps > 1 or before.steps > 1 or call.packing is not None or len(call.pieces[0].weights) > 1:
         return False

@@ -40,6 +40,11 @@ class StepCell(Cell):
         self._sizes = tuple(sizes)
 
     @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes (channel, *space) of "input" and each state where these are flattened; by default empty."""
+        return {}
+
+    @property
     def state_names(self) -> tuple[str, ...]:
         """Names of the states: hidden, state_1, state_2, ..."""
         return unnamed_states(len(self.state_sizes))

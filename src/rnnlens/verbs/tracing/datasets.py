@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ from ...recurrence.rounding import Rounding, rounding_of
 from ...results.checks import Check, coarser
 from ...results.schema import layer_dataset, to_host
 from ...typing import Array
-from ...vocabulary import FEATURE, FORWARD
+from ...vocabulary import CHANNEL, FEATURE, FORWARD, SPACE, UNIT
 from ..axes import BatchAxes, InputCoordinates, ModelAxes, in_order
 from ..certificates.comparisons import INITIAL, LAYER_INPUT, PROBES, BoundaryGradients, ReplayedValues
 from ..certificates.of_trace import initial_state_gradients, input_gradient, weight_sums
@@ -145,9 +146,29 @@ def recurrent_datasets(
         if ours is not None:
             _collect(ours, dataset, replayed_calls, traced)
             dataset = dataset.drop_vars([v for v in dataset.data_vars if not wanted.has(str(v))])
-        datasets[name] = dataset
+        datasets[name] = _with_space(dataset, getattr(replayed_calls[0].cell, "shapes", {}))
     checks += [total.check() for total in sums.values()]
     return datasets, checks
+
+
+def _with_space(dataset: xr.Dataset, shapes: Mapping[str, tuple[int, ...]]) -> xr.Dataset:
+    """Open the flat axis of a convolutional cell's input and states into channels and axes of space."""
+    if not shapes:
+        return dataset
+    opened = {}
+    for name in map(str, dataset.data_vars):
+        stem = _STEM.sub("", name)
+        shape = shapes.get("hidden" if stem in ("output", "state") else stem)
+        if shape is not None:
+            dims = (*dataset[name].dims[:-1], FEATURE if stem == "input" else CHANNEL, *SPACE[len(shape) - 1])
+            values = dataset[name].values.reshape(*dataset[name].shape[:-1], *shape)
+            opened[name] = xr.Variable(dims, values, dataset[name].attrs)
+    rest = dataset.drop_vars([*opened, *(dim for dim in (UNIT, FEATURE) if dim in dataset.coords)])
+    return rest.assign(opened)
+
+
+#: Parts of a variable's name beside that of the state.
+_STEM = re.compile(r"^(previous|initial|final)_|_grad$")
 
 
 def _by_node(calls: Iterable[RecurrentCall]) -> dict[str, list[RecurrentCall]]:

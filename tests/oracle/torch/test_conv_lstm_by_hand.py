@@ -1,0 +1,126 @@
+"""A convolutional LSTM written by hand, as it is found all over GitHub: states, gradients, weights, Jacobians."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import rnnlens as rl
+
+B, T, C, K, SIDE = 2, 4, 2, 3, (5, 6)
+
+
+class ConvLSTMCell(nn.Module):
+    def __init__(self, input_dim, hidden_dim, kernel_size, space):
+        super().__init__()
+        self.hidden_dim = hidden_dim
+        conv = {2: nn.Conv2d, 3: nn.Conv3d}[space]
+        self.conv = conv(input_dim + hidden_dim, 4 * hidden_dim, kernel_size, padding=kernel_size // 2)
+
+    def forward(self, input_tensor, cur_state):
+        h_cur, c_cur = cur_state
+        combined = self.conv(torch.cat([input_tensor, h_cur], dim=1))
+        cc_i, cc_f, cc_o, cc_g = torch.split(combined, self.hidden_dim, dim=1)
+        c_next = torch.sigmoid(cc_f) * c_cur + torch.sigmoid(cc_i) * torch.tanh(cc_g)
+        h_next = torch.sigmoid(cc_o) * torch.tanh(c_next)
+        return h_next, c_next
+
+
+class ConvLSTM(nn.Module):
+    """Layers of cells, each over all steps."""
+
+    def __init__(self, layers, space=2, decay=1.0):
+        super().__init__()
+        cells = [ConvLSTMCell(K if i else C, K, 3, space) for i in range(layers)]
+        self.cell_list, self.decay = nn.ModuleList(cells), decay
+
+    def forward(self, input_tensor, hidden_state=None):
+        current, last = input_tensor, []
+        for cell in self.cell_list:
+            h, c = (current.new_zeros(len(current), K, *current.shape[3:]) for _ in range(2))
+            outputs = []
+            for t in range(current.shape[1]):
+                h, c = cell(input_tensor=current[:, t], cur_state=[h * self.decay if t else h, c])
+                outputs.append(h)
+            current = torch.stack(outputs, dim=1)
+            last.append([h, c])
+        return current, last
+
+
+class Net(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.rnn, self.head = ConvLSTM(**options), nn.Linear(K, 2)
+
+    def forward(self, x):
+        return self.head(self.rnn(x)[0][:, -1].flatten(2).mean(2))
+
+
+def built(**options):
+    torch.manual_seed(0)
+    space = (5, 6) if options.get("space", 2) == 2 else (3, 2, 4)
+    x = torch.randn(B, T, C, *space, dtype=torch.float64)
+    return Net(**options).double(), x, torch.randn(B, 2, dtype=torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def _loud():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@pytest.mark.parametrize(
+    "options", [{"layers": 1}, {"layers": 2}, {"layers": 1, "space": 3}, {"layers": 2, "decay": 0.8}]
+)
+def test_states_and_total_gradients_at_every_place(options):
+    model, x, y = built(**options)
+    trace = rl.trace(model, x, y, loss=nn.functional.mse_loss)
+    assert list(trace) == [f"rnn.cell_list.{i}" for i in range(options["layers"])]
+    assert trace.certificate.state == "passed"
+    returned = {}
+
+    def keep(cell, inputs, outputs):
+        for state in outputs:
+            state.retain_grad()
+        returned.setdefault(id(cell), []).append(outputs)
+
+    handles = [cell.register_forward_hook(keep) for cell in model.rnn.cell_list]
+    nn.functional.mse_loss(model(x), y).backward()
+    for handle in handles:
+        handle.remove()
+    space = ("height", "width") if options.get("space", 2) == 2 else ("depth", "height", "width")
+    for cell, name in zip(model.rnn.cell_list, trace, strict=True):
+        for index, state in enumerate(("hidden", "state_1")):
+            steps = [outputs[index] for outputs in returned[id(cell)]]
+            assert trace[name][state].dims == ("sample", "time", "channel", *space)
+            np.testing.assert_allclose(trace[name][state], torch.stack(steps, 1).detach(), atol=1e-13)
+            grads = torch.stack([torch.zeros_like(s) if s.grad is None else s.grad for s in steps], 1)
+            np.testing.assert_allclose(trace[name][f"{state}_grad"], grads, atol=1e-13)
+        assert trace[name]["input"].dims == ("sample", "time", "feature", *space)
+    first = rl.gradients(model, x, y, loss=nn.functional.mse_loss, wrt="rnn.cell_list.0.hidden")
+    np.testing.assert_allclose(
+        first.values.reshape(trace["rnn.cell_list.0"].hidden_grad.shape),
+        trace["rnn.cell_list.0"].hidden_grad,
+        atol=1e-13,
+    )
+
+
+def test_weights_inputs_and_jacobians():
+    model, x, y = built(layers=2)
+    source = x.clone().requires_grad_()
+    nn.functional.mse_loss(model(source), y).backward()
+    found = rl.gradients(model, x, y, loss=nn.functional.mse_loss, wrt=["input", "weights"])
+    np.testing.assert_allclose(found["model"]["input"].values.reshape(x.shape), source.grad, atol=1e-13)
+    for i, cell in enumerate(model.rnn.cell_list):
+        layer = found[f"rnn.cell_list.{i}.conv"]
+        np.testing.assert_allclose(layer["weight"], cell.conv.weight.grad, atol=1e-12)
+    weights = rl.weights(model, x, y, loss=nn.functional.mse_loss)
+    assert weights.certificate.state == found.certificate.state == "passed"
+    jacobian = rl.jacobian(model, x)
+    expected = [torch.autograd.functional.jacobian(lambda s: model(s[None])[0], sample).numpy() for sample in x]
+    np.testing.assert_allclose(jacobian, np.stack(expected).reshape(jacobian.shape), atol=1e-13)
+    norms = rl.jacobian(model, x, measure="norm")
+    np.testing.assert_allclose(norms, np.sqrt((np.stack(expected) ** 2).sum(axis=(1, 3, 4, 5))), rtol=1e-10)
