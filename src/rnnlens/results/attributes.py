@@ -1,8 +1,9 @@
-"""Conversion of attributes that files cannot store (True, None, lists, mappings) to JSON text and back."""
+"""Conversion of what files cannot store: attributes (True, None, lists, mappings) as JSON text, times as integers."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,16 +14,20 @@ from ..errors import FileError, InputError, message
 from .disk.limits import TEXT
 
 _MARK = "json:"
+#: Attribute with the dtype of a variable that is stored as integers, or as text of a fixed width.
+DTYPE = "rnnlens_dtype"
+_DTYPES = re.compile(r"(datetime64|timedelta64)\[(s|ms|us|ns)\]|object")
 
 
 def encode(tree: xr.DataTree) -> None:
-    """Convert all attributes of a tree to types that files can store, in place.
+    """Convert all attributes, dates and durations of a tree to types that files can store, in place.
 
     Raises
     ------
     InputError
         If a text attribute is longer than ``TEXT`` characters, which :func:`decode` would refuse.
     """
+    _convert(tree, _without_times)
     _change(tree, _to_file)
     if name := _too_long(tree):
         expected = f"at most {TEXT} characters as JSON"
@@ -30,7 +35,7 @@ def encode(tree: xr.DataTree) -> None:
 
 
 def decode(tree: xr.DataTree) -> None:
-    """Convert the attributes of a tree read from a file back to plain Python values, in place.
+    """Convert the attributes of a tree read from a file back to plain Python values, and its dates, in place.
 
     Raises
     ------
@@ -42,6 +47,42 @@ def decode(tree: xr.DataTree) -> None:
             message(f"The attribute {name!r} is too long to be read.", expected=f"at most {TEXT} characters")
         )
     _change(tree, _from_file)
+    _convert(tree, _with_times)
+
+
+def _convert(tree: xr.DataTree, convert: Callable[[xr.Variable], xr.Variable | None]) -> None:
+    """Replace each variable for which ``convert`` returns another one."""
+    for node in tree.subtree:
+        own = node.to_dataset(inherit=False)
+        changed = {name: new for name, v in own.variables.items() if (new := convert(v)) is not None}
+        if changed:
+            coords = {name: variable for name, variable in changed.items() if name in own.coords}
+            data = {name: variable for name, variable in changed.items() if name not in own.coords}
+            node.dataset = own.assign_coords(coords).assign(data)
+
+
+def _without_times(variable: xr.Variable) -> xr.Variable | None:
+    """Return dates and durations as integers with the attribute ``DTYPE``, texts with it; None for others."""
+    if variable.dtype.kind not in "mMO":
+        return None
+    values = np.asarray(variable.values)
+    if values.dtype.kind in "mM":
+        return xr.Variable(variable.dims, values.view("i8"), {**variable.attrs, DTYPE: str(values.dtype)})
+    texts = all(isinstance(value, str) for value in values.flat)
+    return xr.Variable(variable.dims, values, {**variable.attrs, DTYPE: "object"}) if texts else None
+
+
+def _with_times(variable: xr.Variable) -> xr.Variable | None:
+    """Return a variable in the dtype that its attribute ``DTYPE`` names; None without that attribute."""
+    if DTYPE not in variable.attrs:
+        return None
+    dtype = variable.attrs[DTYPE]
+    times = dtype != "object"
+    if not _DTYPES.fullmatch(str(dtype)) or (times and variable.dtype != np.int64):
+        raise FileError(message("A variable is damaged.", got=f"{variable.dtype} values as {dtype!r}"))
+    attrs = {name: value for name, value in variable.attrs.items() if name != DTYPE}
+    values = np.asarray(variable.values)
+    return xr.Variable(variable.dims, values.view(dtype) if times else values.astype(object), attrs)
 
 
 def _too_long(tree: xr.DataTree) -> str | None:

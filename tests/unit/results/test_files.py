@@ -11,6 +11,7 @@ from rnnlens.errors import FileError, InputError, MissingDependencyError
 from rnnlens.results import files
 from rnnlens.results.disk import atomic
 from rnnlens.results.files import save
+from rnnlens.results.gradients import Gradients
 from rnnlens.results.schema import SCHEMA_VERSION
 from rnnlens.results.trace import Trace
 
@@ -92,6 +93,33 @@ def test_nan_is_a_value_in_a_file_and_not_a_hole(trace, tmp_path):
     with h5py.File(tmp_path / "run.nc") as file:
         assert np.isnan(file["lstm#1/hidden_grad"][0, 0, 0])
         assert "_FillValue" not in file["lstm#1/hidden_grad"].attrs
+
+
+LABELS = {
+    "dates": np.array(["2020-01-01", "2020-01-02", "NaT"], "datetime64[ns]"),
+    "seconds": np.array(["2020-01-01T00:00:01", "2020-01-02", "1960-01-01"], "datetime64[s]"),
+    "durations": np.array([1, 2, 3], "timedelta64[h]").astype("timedelta64[ns]"),
+    "texts": np.array(["a", "", "\u00fc"]),
+    "text objects": np.array(["a", "b", ""], dtype=object),
+    "booleans": np.array([True, False, True]),
+    "numbers": np.array([0.5, np.nan, -np.inf]),
+    "small integers": np.array([1, 2, 255], np.uint8),
+}
+
+
+@each_format
+@pytest.mark.parametrize("labels", LABELS.values(), ids=LABELS)
+def test_coordinates_of_every_dtype_survive(tmp_path, suffix, labels):
+    array = xr.DataArray(
+        np.zeros((2, 3), "f4"), dims=("sample", "time"), coords={"time": labels, "when": ("time", labels[::-1])}
+    )
+    save(Gradients({"lstm": xr.Dataset({"hidden": array.assign_attrs(tensor="lstm.hidden")})}), tmp_path / f"g{suffix}")
+    save(array.rename("jacobian"), tmp_path / f"a{suffix}")
+    for back in (files.open(tmp_path / f"g{suffix}")["lstm"].hidden, files.open(tmp_path / f"a{suffix}")):
+        for name in ("time", "when"):
+            assert back[name].dtype == array[name].dtype
+            np.testing.assert_array_equal(back[name].values, array[name].values)
+            assert back[name].attrs == {}
 
 
 @each_format
