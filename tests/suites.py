@@ -41,6 +41,7 @@ class Suite:
     commands: tuple[tuple[str, ...], ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     needs_browser: bool = False
+    only_full: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,11 @@ SUITES = (
     # Trainers and loggers of others: their imports are slow, and what they warn of is their own.
     Suite("tools", ("tests/tracking/tools",)),
     Suite("lint", commands=LINT),
+    # The lowest versions that pyproject.toml allows, in an environment of their own: of each Python that is found.
+    *(
+        Suite(f"lowest-{version}", commands=(("python", "tests/lowest.py", "--python", version),), only_full=True)
+        for version in ("3.11", "3.12", "3.13")
+    ),
     Suite("report", ("tests/report",), environment={"KERAS_BACKEND": "torch"}, needs_browser=True),
 )
 
@@ -210,7 +216,11 @@ def main() -> int:
     parser.add_argument("--full", action="store_true", help="also the wide sweeps marked 'full'")
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=", ".join(suite.name for suite in SUITES))
     asked = parser.parse_args()
-    chosen = [suite for suite in SUITES if suite.name in asked.suites or not asked.suites]
+    chosen = [
+        suite
+        for suite in SUITES
+        if suite.name in asked.suites or not (asked.suites or (suite.only_full and not asked.full))
+    ]
     if unknown := set(asked.suites) - {suite.name for suite in SUITES}:
         parser.error(f"no suite named {', '.join(sorted(unknown))}")
 

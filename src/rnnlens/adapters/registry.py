@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from ..errors import ModelError, message
+from ..errors import ModelError, UnsupportedError, message
 from .protocol import Adapter
 
 #: (module that must be loaded already, base class within it, import path of the adapter). The first match counts, so a
@@ -17,6 +18,9 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
     ("tf_keras", "layers.Layer", "rnnlens.adapters.keras:legacy"),
     ("torch", "nn.Module", "rnnlens.adapters.torch:adapter"),
 )
+
+#: Lowest tested versions of what the adapters use; each counts only if it is loaded.
+_LEAST = {"keras": (3, 10), "tf_keras": (2, 16), "torch": (2, 4), "jax": (0, 7), "tensorflow": (2, 16)}
 
 #: Entry-point group through which adapters join that are not in the table.
 GROUP = "rnnlens.adapters"
@@ -55,11 +59,29 @@ def adapter_of(model: Any) -> Adapter | None:
     for module_name, owner, where in _KNOWN:
         base = _within(sys.modules.get(module_name), owner)
         if base is not None and isinstance(model, base):
+            refuse_old(module_name)
             home, _, name = where.partition(":")
             adapter: Adapter = getattr(importlib.import_module(home), name)
             if adapter.owns(model):
                 return adapter
     return next(filter(None, (_of_entry(entry, model) for entry in _joined)), None) or _newly_joined(model)
+
+
+def refuse_old(package: str) -> None:
+    """Raise UnsupportedError if a framework, or JAX that Keras runs on, is older than the lowest supported version."""
+    engine = "jax" if package == "keras" and _keras_engine() == "jax" else package
+    for name in {package, engine}:
+        words = str(getattr(sys.modules.get(name), "__version__", ""))
+        found = tuple(int(part) for part in re.findall(r"\d+", words)[:2])
+        if found and found < _LEAST[name]:
+            least = ".".join(map(str, _LEAST[name]))
+            what = f"This version of {name} is too old for rnnlens."
+            hint = f'pip install "{name}>={least}"'
+            raise UnsupportedError(message(what, got=words, expected=f"{least} or newer", hint=hint))
+
+
+def _keras_engine() -> str:
+    return str(sys.modules["keras"].backend.backend())
 
 
 def namespace(name: str) -> Any:

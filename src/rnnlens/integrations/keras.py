@@ -297,6 +297,9 @@ class Watch(_Callback):
         before = self._step
         self._step += through - self._in_epoch if heard is None else heard.batches
         self._in_epoch = through
+        failure = None if self._listening is None else self._listening.failed()
+        if failure is not None:
+            self._recorder.fail_record(self._step, failure, "batch")
         if self._waits:
             self._begin_late()
             return

@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from ..adapters.protocol import Adapter
 from ..arguments import Check, anything, called, checked, loss, names, path, switch, whole
+from ..arguments import listed as some_of
 from ..errors import InputError, LayerNotFoundError, did_you_mean, message, shown
 from ..verbs.tracing.request import TraceRequest
 
@@ -50,9 +51,10 @@ class Schedule:
                     expected=f"a number of steps (0: never), {POWERS!r}, or a function (step, epoch) -> bool",
                 )
             )
-        given: Any = self.epochs
-        if not (isinstance(given, Collection) and not isinstance(given, str) and all(map(_is_whole, given))):
-            raise InputError(message("epochs= are whole numbers from 0.", got=shown(given), expected="such as (4, 9)"))
+        given = some_of(self.epochs)
+        if given is None or not all(map(_is_whole, given)):
+            got = shown(self.epochs)
+            raise InputError(message("epochs= are whole numbers from 0.", got=got, expected="such as (4, 9)"))
         object.__setattr__(self, "epochs", tuple(map(int, given)))
 
     @property

@@ -1,6 +1,7 @@
 """Whatever fails in a watch, ``fit`` returns its History; a model without ``Input`` is followed."""
 
 import gc
+import warnings
 
 import keras
 import numpy as np
@@ -104,3 +105,50 @@ def test_ctrl_c_is_recorded_as_interrupted(tmp_path, mode):
     assert type(model.train_function).__module__.split(".")[0] != "rnnlens"
     model.fit(X, Y, batch_size=8, verbose=0, callbacks=[watch])
     assert rl.open(tmp_path / "a.zarr").ended == "finished"
+
+
+def dense_and_dropout():
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(
+        [keras.Input((6, 3)), keras.layers.LSTM(4, name="lstm"), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
+    )
+    model.compile("adam", "mse")
+    return model
+
+
+PLACES = {
+    "copies of the weights": "rnnlens.adapters.keras.training_capture.copy_of",
+    "the batch handed on": "rnnlens.adapters.keras.training_capture.TrainStep._tee",
+    "taps in the step": "rnnlens.adapters.keras.step_gradients._loop",
+    "taps read after the step": "rnnlens.adapters.keras.step_gradients._turned",
+    "the record": "rnnlens.tracking.batches.TrainedBatch.__init__",
+}
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("direct", [(), ("lstm",)], ids=["separate", "direct"])
+def test_an_error_of_ours_within_the_step_leaves_the_history(tmp_path, monkeypatch, place, direct):
+    def fit(*callbacks):
+        model = dense_and_dropout()
+        history = model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=[*callbacks])
+        return history.history["loss"], model.get_weights()
+
+    expected, weights = fit()
+
+    def failing(*_, **__):
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr(place, failing)
+    watch = rl.keras.Watch(tmp_path / "a.zarr", every=2, direct=direct)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found, trained = fit(watch)
+    np.testing.assert_array_equal(found, expected)
+    for one, other in zip(trained, weights, strict=True):
+        np.testing.assert_array_equal(one, other)
+    met = "taps" not in place and "_loop" not in place and "_turned" not in place
+    on_taps = bool(direct) and keras.backend.backend() in ("torch", "tensorflow")
+    if met or on_taps:
+        assert watch.gaps
+        assert all("ours" in gap.reason for gap in watch.gaps)
+        assert sum(issubclass(one.category, TrackingWarning) for one in told) == 1

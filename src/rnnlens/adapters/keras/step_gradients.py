@@ -47,16 +47,23 @@ class DirectGradients:
         self.available = self._keras.name == "keras" and engine != "jax" and batches == 1 and not compiled
         self.heard: dict[str, dict[str, Array]] | None = None
         self.loss: float | None = None
+        self._passing, self._scale = StepTensors(), 1.0
 
     def run(self, original: Callable[..., Any], fed: Any) -> Any:
-        """Run one training step by ``original`` on ``fed``, and record outputs, direct gradients and loss."""
-        scale = facts(self._model).loss_scale
+        """Run one training step by ``original`` on ``fed`` with taps; :meth:`read` then reads them."""
+        self._scale, self.heard, self.loss = facts(self._model).loss_scale, None, None
         if self._keras.engine.name == "torch":
             passing = StepTensors()
             with _listening(self._model, self._sites, passing, _hooked):
                 done = original(fed)
         else:
             done, passing = self._on_tensorflow(original, fed)
+        self._passing = passing
+        return done
+
+    def read(self) -> None:
+        """Read outputs, direct gradients and loss of the last step as arrays."""
+        passing, scale = self._passing, self._scale
         get = self._keras.engine.to_array
         self.loss = float(get(passing.loss[0])) if passing.loss else None
         self.heard = {}
@@ -65,7 +72,7 @@ class DirectGradients:
                 pair = {"output": passing.outputs[site.name], "output_grad": passing.gradients[site.name]}
                 arrays = {name: _turned(get(tensor), site) for name, tensor in pair.items()}
                 self.heard[site.name] = {**arrays, "output_grad": arrays["output_grad"] / scale}
-        return done
+        self._passing = StepTensors()
 
     def _on_tensorflow(self, original: Callable[..., Any], fed: Any) -> tuple[Any, StepTensors]:
         """Run the tapped step on TensorFlow. It is compiled once and stored on the step that Keras compiled."""

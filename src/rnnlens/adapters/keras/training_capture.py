@@ -80,6 +80,7 @@ class TrainStep:
         self._keras = dialect_of(model)
         self.wanted = False
         self.heard: Heard | None = None
+        self.failure: Exception | None = None
         self._fed: list[Any] = []
         self._handed: Any = None  # a data set over ``_fed``, kept because creating one is slow
         model.train_function = self
@@ -89,13 +90,14 @@ class TrainStep:
         if not self.wanted:
             return self._original(*arguments)
         self.wanted = False
-        before = self._copies(arguments)
         fed: list[Any] = []
-        source = self._tee(arguments[-1], fed)
-        if self._direct is not None and self._direct.available:
-            done = self._direct.run(self._original, source)
-        else:
-            done = self._original(*arguments[:-1], source)
+        try:
+            before = self._copies(arguments)
+            source = self._tee(arguments[-1], fed)
+        except Exception as error:  # training goes on without this record
+            self.failure = error
+            return self._original(*arguments)
+        done = self._step(arguments, source, before)
         if fed:
             element = fed[0] if isinstance(fed[0], tuple | list) else (fed[0],)
             x, y, weight = (*element, None, None)[:3]
@@ -103,6 +105,30 @@ class TrainStep:
             if self._direct is not None and self._direct.heard is not None:
                 self.heard.direct, self.heard.loss = self._direct.heard, self._direct.loss
         return done
+
+    def _step(self, arguments: Sequence[Any], source: Any, before: StateBeforeStep) -> Any:
+        """Run the step, with taps for direct gradients if possible; a step that fails with them is run without."""
+        if self._direct is None or not self._direct.available:
+            return self._original(*arguments[:-1], source)
+        try:
+            done = self._direct.run(self._original, source)
+        except Exception as error:
+            self._direct = None
+            before._put()
+            source = source if self._handed is None else iter(self._handed)
+            done = self._original(*arguments[:-1], source)  # raises what the user's own step raises
+            self.failure = error
+            return done
+        try:
+            self._direct.read()
+        except Exception as error:
+            self._direct, self.failure = None, error
+        return done
+
+    def failed(self) -> Exception | None:
+        """Return the error that prevented the record of the last execution, and delete it; None without one."""
+        failure, self.failure = self.failure, None
+        return failure
 
     def taken(self) -> Heard | None:
         """Return the record of the last execution and delete it; None if it was not recorded."""
@@ -142,11 +168,12 @@ class TrainStep:
 
         if not isinstance(source, tf.data.Iterator):
             raise _spread(type(source).__name__)
-        fed.extend(islice(source, batches_per_execution(self._model)))
         self._fed = fed
         if self._handed is None or self._handed.element_spec != source.element_spec:
             self._handed = tf.data.Dataset.from_generator(lambda: iter(self._fed), output_signature=source.element_spec)
-        return iter(self._handed)
+        handed = iter(self._handed)
+        fed.extend(islice(source, batches_per_execution(self._model)))  # last: what is taken is handed on
+        return handed
 
 
 def listen(model: Any, direct: Sequence[str] = ()) -> TrainStep:

@@ -1,0 +1,78 @@
+"""Run tests with the lowest versions that ``pyproject.toml`` allows, in an environment of their own.
+
+    python tests/lowest.py [--python 3.12]
+
+uv resolves the dependencies with ``--resolution lowest-direct``, of versions that have a wheel for this Python, and
+installs them into ``.venv-lowest-3.11`` with the newest pytest. Run there: saving and opening of results and of
+followed trainings, without any framework; and with the lowest Keras and JAX (``FRAMEWORKS``) every verb and a ``fit``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+UV = Path(sys.executable).parent / "uv"
+#: Lowest versions of frameworks with which every verb works; docs/reliability.md states them.
+FRAMEWORKS = ("keras==3.10.0", "jax==0.7.0")
+TESTED = (
+    "tests/unit/results/test_files.py",
+    "tests/unit/results/test_kinds.py",
+    "tests/unit/results/test_layers.py",
+    "tests/unit/results/test_trace.py",
+    "tests/unit/tracking/test_killed.py",
+    "tests/unit/tracking/test_recorder.py",
+    "tests/under_fire/files/test_runs.py",
+)
+#: Deprecations are those of the newer packages that old ones meet.
+OPTIONS = ("-q", "-p", "no:cacheprovider", "-W", "default::DeprecationWarning")
+
+
+def main() -> int:
+    """Make the environment, run the tests and the program; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--python", default=f"{sys.version_info.major}.{sys.version_info.minor}")
+    chosen = parser.parse_args()
+    interpreter = _interpreter(chosen.python)
+    if interpreter is None:
+        print(f"NOT TESTED: Python {chosen.python} is not installed")
+        return 0
+    folder = ROOT / f".venv-lowest-{chosen.python}"
+    python = folder / "bin" / "python"
+    with tempfile.TemporaryDirectory() as work:
+        versions = Path(work) / "versions.txt"
+        resolve = ("pip", "compile", "-q", "--no-annotate", "--only-binary", ":all:", "--resolution", "lowest-direct")
+        _uv(*resolve, "--python-version", chosen.python, "pyproject.toml", "-o", str(versions))
+        _uv("venv", "-q", "--clear", "-p", interpreter, str(folder))
+        _uv("pip", "install", "-q", "-p", str(python), "-r", str(versions), "pytest>=9", "hypothesis>=6.150", "tqdm")
+        print(" ".join(line for line in versions.read_text().splitlines() if "==" in line), flush=True)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+        tests = subprocess.run((python, "-m", "pytest", *OPTIONS, *TESTED), cwd=ROOT, env=environment, check=False)
+        install = ("pip", "install", "-q", "-p", str(python), "-c", str(versions), *FRAMEWORKS)
+        _uv(*install)
+    environment["KERAS_BACKEND"] = "jax"
+    program = subprocess.run((python, ROOT / "tests" / "helpers" / "lowest_program.py"), env=environment, check=False)
+    return tests.returncode or program.returncode
+
+
+def _interpreter(version: str) -> str | None:
+    """Return the path of a Python of that version that runs, on the path or among those of pyenv; None without one."""
+    pyenv = sorted((Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin/python"))
+    for found in (shutil.which(f"python{version}"), *map(str, pyenv)):
+        if found and not subprocess.run((found, "-c", ""), capture_output=True, check=False).returncode:
+            return found
+    return None
+
+
+def _uv(*arguments: str) -> None:
+    subprocess.run((str(UV), *arguments), cwd=ROOT, check=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
