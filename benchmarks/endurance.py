@@ -1,0 +1,209 @@
+"""Many calls, many watches, many records, long sequences: memory, descriptors and threads before and after.
+
+    python benchmarks/endurance.py leaks --calls 300       # of each verb, on torch; and 20 watches
+    python benchmarks/endurance.py records --count 100000  # of one run: time and memory to append and to open
+    python benchmarks/endurance.py memory                  # memory= beside the measured peak, T = 20,000 among them
+
+Bars: after a warm-up of a tenth of the calls the memory grows by less than 16 MiB, descriptors and threads not at all,
+and every model is collected; the last tenth of the records takes at most twice as long as the first; the measured peak
+is at most 1.5 times the memory that was granted, beyond what the process held before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def resident() -> float:
+    """Memory of this process now, in MiB."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+
+
+def held() -> tuple[int, int]:
+    """Open descriptors and threads."""
+    return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+
+def network(torch: Any) -> Any:
+    """An LSTM with a linear layer on every step."""
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = torch.nn.LSTM(3, 4, batch_first=True)
+            self.top = torch.nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.top(self.lstm(x)[0])
+
+    return Net()
+
+
+def leaks(calls: int) -> bool:
+    """Call each verb ``calls`` times, with a new model each; then watch 20 trainings."""
+    import torch
+
+    import rnnlens as rl
+
+    x, y = np.random.default_rng(0).normal(size=(8, 6, 3)).astype("f4"), np.zeros((8, 6, 2), "f4")
+    mse = torch.nn.functional.mse_loss
+    folder = Path(tempfile.mkdtemp())
+
+    def watched(net: Any) -> None:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        with rl.torch.watch(net, folder / "a.zarr", every=1, resume=False):
+            for _ in range(3):
+                optimizer.zero_grad()
+                mse(net(torch.as_tensor(x)), torch.as_tensor(y)).backward()
+                optimizer.step()
+
+    verbs = {
+        "layers": lambda net: rl.layers(net),
+        "trace": lambda net: rl.trace(net, x, y, loss=mse),
+        "gradients": lambda net: rl.gradients(net, x, y, loss=mse),
+        "weights": lambda net: rl.weights(net, x, y, loss=mse),
+        "weight_norms": lambda net: rl.weight_norms(net),
+        "jacobian": lambda net: rl.jacobian(net, x),
+        "find_nonfinite": lambda net: rl.find_nonfinite(net, x, y, loss=mse),
+        "lyapunov": lambda net: rl.lyapunov(net, x),
+        "step_eigenvalues": lambda net: rl.step_eigenvalues(net, x),
+        "save and open": lambda net: (
+            rl.trace(net, x, y, loss=mse).save(folder / "t.zarr"),
+            rl.open(folder / "t.zarr"),
+        ),
+        "diagnose": lambda net: rl.diagnose(net, x, y),
+        "fixed_points": lambda net: rl.fixed_points(net, x, most=16),
+    }
+    good = True
+    print(f"{'':18}{'calls':>6}{'MiB':>8}{'fds':>5}{'threads':>8}{'models left':>12}")
+    for name, verb in {**verbs, "watch": watched}.items():
+        count = 20 if name == "watch" else calls
+        models: list[Any] = []
+        for number in range(count):
+            net = network(torch)
+            models.append(weakref.ref(net))
+            verb(net)
+            del net
+            if number == count // 10:
+                gc.collect()
+                memory, start = resident(), held()
+        gc.collect()
+        alive = sum(model() is not None for model in models)
+        grown, more = resident() - memory, [now - then for now, then in zip(held(), start, strict=True)]
+        fine = grown < 16 and max(more) <= 0 and not alive
+        good &= fine
+        words = "" if fine else "  NOT MET"
+        print(f"{name:18}{count:6}{grown:8.1f}{more[0]:5}{more[1]:8}{alive:12}{words}", flush=True)
+    return good
+
+
+def records(count: int) -> bool:
+    """Append ``count`` records to a run, then open it; time of the first and of the last tenth, in processor time."""
+    import xarray as xr
+
+    import rnnlens as rl
+    from rnnlens.tracking.records import TrainingRecord
+    from rnnlens.tracking.store import Store
+
+    path = Path(tempfile.mkdtemp()) / "a.zarr"
+    store = Store(path)
+    profile = xr.DataArray(np.linspace(0, 1, 32), dims="time")
+    tenths, memory = [], []
+    for tenth in range(10):
+        start = time.process_time()
+        for step in range(tenth * count // 10, (tenth + 1) * count // 10):
+            store.write(
+                TrainingRecord(step, 0, "probe", {"loss": 1.0 / (step + 1)}, {"lstm": {"adjoint_profile": profile}})
+            )
+        tenths.append(time.process_time() - start)
+        memory.append(resident())
+        print(
+            f"{(tenth + 1) * count // 10:8} records  {1e6 * tenths[-1] * 10 / count:8.0f} us each"
+            f"  {memory[-1]:.0f} MiB",
+            flush=True,
+        )
+    store.close("finished")
+    start, before = time.process_time(), resident()
+    run = rl.open(path)
+    print(
+        f"opened {len(run.steps)} in {time.process_time() - start:.2f} s of processor time,"
+        f" {resident() - before:.0f} MiB"
+    )
+    flat = tenths[-1] <= 2 * tenths[0] and memory[-1] - memory[1] < 64
+    print("flat" if flat else "NOT MET: appending slows down or grows")
+    return flat and len(run.steps) == count
+
+
+PEAK = """
+import sys, resource, numpy as np, torch, rnnlens as rl, warnings
+warnings.simplefilter("ignore")
+sys.path.insert(0, "benchmarks")
+from endurance import network
+batch, steps, units, memory = map(int, sys.argv[1:5])
+torch.manual_seed(0)
+net = network(torch)
+x = np.random.default_rng(0).normal(size=(batch, steps, 3)).astype("f4")
+rl.trace(net, x[:1, :5]); rl.jacobian(net, x[:1, :5])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+with rl.options(memory=memory * 2**20, certify="never"):
+    try:
+        rl.{verb}
+        word = "result"
+    except rl.errors.RnnlensError as error:
+        word = type(error).__name__
+print(word, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10)
+"""
+
+
+def memory_held() -> bool:
+    """The measured peak of calls beside the memory that they were granted, each in a process of its own."""
+    good = True
+    cases = {
+        "jacobian(net, x, measure='norm')": [(4, 200, 4, 64), (16, 400, 4, 64), (64, 400, 4, 64)],
+        "jacobian(net, x)": [(4, 100, 4, 16), (16, 200, 4, 64)],
+        "trace(net, x)": [(4, 20_000, 4, 64), (64, 2_000, 4, 64)],
+        "gradients(net, x, of='output', wrt='input', reduce='sum')": [(4, 20_000, 4, 64)],
+    }
+    for verb, sizes in cases.items():
+        for batch, steps, units, granted in sizes:
+            command = [sys.executable, "-c", PEAK.replace("{verb}", verb), *map(str, (batch, steps, units, granted))]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            word, _, peak = (done.stdout.strip() or "nothing -1").rpartition(" ")
+            fine = done.returncode == 0 and float(peak) <= 1.5 * granted
+            good &= fine
+            words = "" if fine else f"  NOT MET {done.stderr[-200:]}"
+            print(
+                f"{verb:60} B={batch:3} T={steps:6} {granted:4} MiB granted, {float(peak):7.1f} used, {word}{words}",
+                flush=True,
+            )
+    return good
+
+
+def main() -> int:
+    """Run one of the three, and return 1 if a bar was missed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", nargs="?", choices=("leaks", "records", "memory"), default="leaks")
+    parser.add_argument("--calls", type=int, default=300)
+    parser.add_argument("--count", type=int, default=100_000)
+    parser.add_argument("--small", action="store_true")
+    chosen = parser.parse_args()
+    calls, count = (20, 1000) if chosen.small else (chosen.calls, chosen.count)
+    met = {"leaks": lambda: leaks(calls), "records": lambda: records(count), "memory": memory_held}[chosen.what]()
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
