@@ -14,7 +14,7 @@ import numpy as np
 from .. import data
 from ..adapters.protocol import Adapter, Batch, Capture, CaptureRequest, RecurrentCall
 from ..adapters.registry import adapter_for
-from ..errors import InputError, ModelError, RnnlensError, message, shown
+from ..errors import InputError, ModelError, RnnlensError, UnsupportedError, message, shown
 from ..layout import Layout, dims_of
 from ..measures.intervention import donors, score, squared_change
 from ..recurrence.replay import Replay
@@ -81,7 +81,7 @@ class Experiment:
         """Capture of the forward pass on the first samples, with the states of all recurrent layers."""
         capture = self.adapter.capture(self.model, Batch(self.few), CaptureRequest(gradients=False, weight_grads=False))
         if not capture.calls:
-            raise ModelError(message("No recurrent layer ran in this forward pass.", hint="rl.layers(model)"))
+            raise _without_recurrences(capture)
         return capture
 
     @cached_property
@@ -333,3 +333,18 @@ def _host_tree(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_host_tree(part) for part in value)
     return to_host(value) if hasattr(value, "shape") else value
+
+
+def _without_recurrences(capture: Capture) -> RnnlensError:
+    """Return the error for a model without cells, which says what there is for whole-sequence layers."""
+    if not capture.scanned:
+        return ModelError(message("No recurrent layer ran in this forward pass.", hint="rl.layers(model)"))
+    layer = next(iter(capture.scanned))
+    return UnsupportedError(
+        message(
+            "rl.diagnose exchanges states of cells, and only whole-sequence layers ran in this forward pass.",
+            got=", ".join(capture.scanned),
+            expected="a model with an LSTM, GRU, RNN or a cell of your own",
+            hint=f'rl.measures.decay_half_life(rl.trace(model, x)[{layer!r}].decay), or rl.jacobian(..., measure="norm")',
+        )
+    )

@@ -45,6 +45,7 @@ from .differentiation.gather import DataSetGradients, gather
 from .differentiation.request import GradientArguments, GradientRequest, Of, a_target, ask, trainable
 from .differentiation.target import Reduction, Target, a_reduction
 from .names import Catalogue, TensorName, with_reduction
+from .scan_gradients import scan_gradient, scan_tensor
 from .turns import in_turn
 
 __all__ = ["Gradients", "gradients"]
@@ -120,7 +121,8 @@ def gradients(
     wrt
         Tensors to differentiate by: the names above, ``"input"``, ``"input[name]"``, ``"lstm.initial_hidden"``,
         ``"lstm.gates"``, ``"lstm.gate_preactivation"``, ``"lstm.weights"``, ``"lstm*/recurrent_kernel"``,
-        ``"weights"``; or several of them.
+        ``"weights"``; or several of them. Of a whole-sequence layer (Mamba, delta rules) one of ``"mixer.state"``,
+        ``"mixer.decay"``, ``"mixer.write"``, ``"mixer.read"``, for the loss of one batch.
     at
         Steps and units of the target by dimension, selected before differentiation: ``{"time": 10, "unit": [0, 1]}``.
     reduce
@@ -175,6 +177,11 @@ def gradients(
     arguments = GradientArguments(of, wrt, at or {}, reduce, per_sample, measure, across, combine, clip, memory, axes)
     if is_lazy((x, y, sample_weight)):
         return _lazy(adapter, run, model, arguments, batch_size)
+    scanned = scan_tensor(adapter, model, wrt)
+    if scanned is not None:
+        others = ("loss", "sample_weight", "class_weight", "initial_state", "training", "seed")
+        given = vars(arguments) | {name: getattr(run, name) for name in others}
+        return scan_gradient(model, x, y, scanned, _changed(given, batch_size))
     request = ask(adapter, model, run, arguments)
     found = gather(request, DataSetBatches(run, batch_size, request.axes, request.with_loss))
     provenance = adapter.provenance(model)
@@ -186,6 +193,13 @@ def gradients(
     if clip is not None:
         _add_clipped(result, request, found, clip)
     return result
+
+
+def _changed(given: Mapping[str, Any], batch_size: int | None) -> dict[str, Any]:
+    """Return the arguments that are not at their defaults, without the tensors differentiated by."""
+    defaults = {"of": "loss", "training": False, "per_sample": False, "at": {}, "seed": None}
+    every = {**given, "batch_size": batch_size}
+    return {n: v for n, v in every.items() if n != "wrt" and v is not None and (n == "seed" or v != defaults.get(n))}
 
 
 def _lazy(

@@ -384,3 +384,36 @@ def test_results_are_saved_and_opened(tmp_path):
     assert np.array_equal(rl.open(tmp_path / "frozen.nc"), frozen)
     with pytest.raises(rl.errors.InputError, match="frozen=True holds"):
         rl.jacobian(torch.nn.LSTM(3, 4, batch_first=True), torch.zeros(1, 5, 3), frozen=True)
+
+
+@pytest.mark.parametrize("quantity", ["state", "decay", "write", "read"])
+def test_gradients_by_states_and_coefficients(quantity):
+    model, ids = build("mamba2"), tokens(2, 12)
+    layer = "backbone.layers.0.mixer"
+    found = rl.gradients(model, ids, ids[:, 0], loss=loss_of, wrt=f"{layer}.{quantity}")
+    assert found.certificate.state == "passed"
+    assert np.array_equal(found, rl.trace(model, ids, ids[:, 0], loss=loss_of)[layer][f"{quantity}_grad"])
+    with pytest.raises(rl.errors.UnsupportedError, match=r"one of the loss of a batch[\s\S]*measure="):
+        rl.gradients(model, ids, ids[:, 0], loss=loss_of, wrt=f"{layer}.{quantity}", measure="norm")
+
+
+def test_verbs_that_need_cells_say_what_there_is_instead():
+    model, ids = build("mamba"), tokens(8, 12)
+    with pytest.raises(rl.errors.UnsupportedError, match=r"(?s)exchanges states of cells.*decay_half_life"):
+        rl.diagnose(model, ids, ids[:, 0], loss=loss_of)
+    assert not rl.find_nonfinite(model, ids, ids[:, 0], loss=loss_of)
+
+
+def test_padding_half_precision_and_training_mode():
+    ids = tokens(4, 16)
+    mask = (torch.arange(16)[None] >= torch.arange(4)[:, None]).long()
+    padded = {"input_ids": ids, "attention_mask": mask}
+    for name in ("mamba", "mamba2", "qwen3_next"):
+        for model, x, training in (
+            (build(name), padded, False),
+            (build(name).bfloat16(), ids, False),
+            (build(name, tie_word_embeddings=True), ids, False),
+            (build(name), ids, True),
+        ):
+            trace = rl.trace(model, x, ids[:, 0], loss=loss_of, training=training)
+            assert trace.certificate.state == "passed", (name, training)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,6 +35,11 @@ def on_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
         return type(value)(*(on_leaves(item, change) for item in value))
     if isinstance(value, (tuple, list)):
         return type(value)(on_leaves(item, change) for item in value)
+    if isinstance(value, dict) and is_record(value):  # an output of Hugging Face: its fields are its entries
+        changed = copy.copy(value)
+        for key, item in value.items():
+            changed[key] = on_leaves(item, change)
+        return changed
     if isinstance(value, dict):
         return {key: on_leaves(item, change) for key, item in value.items()}
     if is_record(value):
