@@ -345,6 +345,6 @@ def _without_recurrences(capture: Capture) -> RnnlensError:
             "rl.diagnose exchanges states of cells, and only whole-sequence layers ran in this forward pass.",
             got=", ".join(capture.scanned),
             expected="a model with an LSTM, GRU, RNN or a cell of your own",
-            hint=f'rl.measures.decay_half_life(rl.trace(model, x)[{layer!r}].decay), or rl.jacobian(..., measure="norm")',
+            hint=f"rl.measures.decay_half_life(rl.trace(model, x)[{layer!r}].decay), or rl.jacobian",
         )
     )
