@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-SCRIPTS = sorted(EXAMPLES.glob("[a-f]_*.py"))
+SCRIPTS = sorted(EXAMPLES.glob("[a-g]_*.py"))
 
 #: What each says at the end, and the figures it draws.
 SAID = {
@@ -25,12 +25,13 @@ SAID = {
             "e_2d_both_ways.png",
         },
     ),
+    "g": ("the frozen map shows", {"g_memory.png"}),
     "f": ("as initialised: the gradient reaches", {"f_film.png", "f_timeline.png"}),
 }
 
 
-def test_all_six_are_there():
-    assert [script.name[0] for script in SCRIPTS] == list("abcdef")
+def test_all_seven_are_there():
+    assert [script.name[0] for script in SCRIPTS] == list("abcdefg")
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
