@@ -85,7 +85,8 @@ class JaxEngine:
 
     def context(self) -> Hashable:
         """Return the trace that records operations now; it differs inside ``scan``."""
-        return jax.extend.core.get_opaque_trace_state(convention="flax")
+        state: Hashable = jax.extend.core.get_opaque_trace_state(convention="flax")
+        return state
 
     @contextmanager
     def preserved(self, seed: int | None = None) -> Iterator[None]:

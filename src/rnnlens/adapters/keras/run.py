@@ -147,7 +147,7 @@ def _run(job: RunRequest) -> RunResult:
 
 def with_starts(job: RunRequest) -> RunRequest:
     """Return the request with the calls of each cell that start a recurrence, found by one run per cell."""
-    always = {site.name: frozenset() for site in job.sites if site.is_loop}
+    always: Starts = {site.name: frozenset() for site in job.sites if site.is_loop}
 
     def spoil(name: str) -> list[list[Array]]:
         trial = replace(job, spoiled=name, starts=always, gradients=False, loss=None, keep=frozenset(), calls=[])

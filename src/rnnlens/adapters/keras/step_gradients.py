@@ -166,12 +166,17 @@ def _turned(array: Any, site: RecurrentSite) -> Any:
 
 def _sites(model: Any, layers: Sequence[str]) -> list[RecurrentSite]:
     sites = places(model).sites
-    known = {site.name: site for site in sites if not site.bidirectional}
+    known = {site.name: site for site in sites if not site.bidirectional and not site.is_loop}
     for name in layers:
         if name in known:
             continue
         if any(site.name == name for site in sites):
-            what = f"The direct gradients of {name!r}, a bidirectional layer, cannot be recorded in the training step."
+            kind = (
+                "a cell in a loop"
+                if any(site.is_loop for site in sites if site.name == name)
+                else "a bidirectional layer"
+            )
+            what = f"The direct gradients of {name!r}, {kind}, cannot be recorded in the training step."
             raise UnsupportedError(
                 message(what, hint="leave direct= out: rnnlens then computes them when you access them")
             )
