@@ -144,9 +144,8 @@ class LayerRecorder:
         initial_state = self.given_state(site, half, initial_state)
         call = self.starts_call(site.name, half)
         sequence = self.hears(call, "input", sequence)
-        flat = self.keras.tree.flatten(
-            initial_state
-        )  # h and c may start as one tensor, and have gradients of their own
+        # h and c may start as one tensor, and have gradients of their own.
+        flat = self.keras.tree.flatten(initial_state)
         flat = [self.hears(call, f"initial_state/{i}", state) for i, state in enumerate(flat)]
         initial_state = self.keras.tree.pack_sequence_as(initial_state, flat)
         if "mask" in self.keep and mask is not None:

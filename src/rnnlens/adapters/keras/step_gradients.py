@@ -171,11 +171,8 @@ def _sites(model: Any, layers: Sequence[str]) -> list[RecurrentSite]:
         if name in known:
             continue
         if any(site.name == name for site in sites):
-            kind = (
-                "a cell in a loop"
-                if any(site.is_loop for site in sites if site.name == name)
-                else "a bidirectional layer"
-            )
+            is_loop = any(site.is_loop for site in sites if site.name == name)
+            kind = "a cell in a loop" if is_loop else "a bidirectional layer"
             what = f"The direct gradients of {name!r}, {kind}, cannot be recorded in the training step."
             raise UnsupportedError(
                 message(what, hint="leave direct= out: rnnlens then computes them when you access them")
