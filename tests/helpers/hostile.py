@@ -29,8 +29,8 @@ import rnnlens as rl
 
 #: Seconds by the clock after which a call counts as hanging, on a machine that may be busy.
 LIMIT_S = 60
-#: Seconds of processor time that one call may take.
-LIMIT_CPU_S = 5.0
+#: Seconds of processor time that one call may take, and a short training that is watched, compiled anew each time.
+LIMIT_CPU_S, LIMIT_TRAINING_S = 5.0, 30.0
 #: Bytes that calls may use, and what frameworks take beside that for programs they compile.
 MEMORY, ALLOWANCE = 64 * 2**20, 512 * 2**20
 
@@ -304,7 +304,9 @@ def attempt(words: str, function: Callable[..., Any], arguments: dict[str, Any])
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
-    if outcome.kind != "hang" and time.process_time() - start > LIMIT_CPU_S:
+    if outcome.kind != "hang" and time.process_time() - start > (
+        LIMIT_TRAINING_S if "watch(" in words.lower() else LIMIT_CPU_S
+    ):
         return Outcome(words, "slow", f"{outcome.kind}, {outcome.where}"[:160])
     grown = _peak() - before
     if grown > MEMORY + ALLOWANCE:

@@ -20,7 +20,7 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
 )
 
 #: Lowest tested versions of what the adapters use; each counts only if it is loaded.
-_LEAST = {"keras": (3, 10), "tf_keras": (2, 16), "torch": (2, 4), "jax": (0, 7), "tensorflow": (2, 16)}
+_LEAST = {"keras": (3, 10), "tf_keras": (2, 16), "torch": (2, 4), "jax": (0, 7)}
 
 #: Entry-point group through which adapters join that are not in the table.
 GROUP = "rnnlens.adapters"
