@@ -1,0 +1,131 @@
+"""Lazy results on a cluster of two spawned workers: equal numbers, one model a worker, kills, errors, warnings."""
+
+import os
+
+import dask.array as da
+import numpy as np
+import pytest
+import torch
+from chunked_models import KillsItsWorker, Net, RaisesForLargeInput, samples, seeded
+from dask.distributed import Client, LocalCluster
+
+import rnnlens as rl
+
+MSE = torch.nn.functional.mse_loss
+CHUNK = 16
+X, Y = samples(160)
+
+pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
+
+
+@pytest.fixture(scope="module")
+def client():
+    options = {"processes": True, "threads_per_worker": 1, "dashboard_address": None, "memory_limit": "4GiB"}
+    with LocalCluster(n_workers=2, **options) as cluster, Client(cluster) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return rl.gradients(seeded(Net), X, Y, loss=MSE, wrt="input", batch_size=CHUNK).values
+
+
+def lazy(array):
+    return da.from_array(array, chunks=(CHUNK, *array.shape[1:]))
+
+
+def of(net, x=X):
+    return rl.gradients(net, lazy(x), lazy(Y), loss=MSE, wrt="input")
+
+
+def state_of_worker():
+    """Models kept, threads of torch, and the process of a worker."""
+    import torch
+
+    from rnnlens.cluster import travel
+
+    return len(travel._models), torch.get_num_threads(), os.getpid()
+
+
+def test_equal_bit_for_bit_and_each_worker_rebuilds_the_model_once(client, expected):
+    found = of(seeded(Net))
+    computed = found.compute()
+    np.testing.assert_array_equal(computed.values, expected)
+    assert computed.certificate.state == "passed"
+    found.compute()
+    states = client.run(state_of_worker).values()
+    assert [(models, threads) for models, threads, _ in states] == [(1, 1), (1, 1)]
+    assert os.getpid() not in [process for _, _, process in states]
+
+
+def test_sums_over_chunks_are_equal_bit_for_bit(client):
+    net = seeded(Net)
+    computed = rl.gradients(net, lazy(X), lazy(Y), loss=MSE).compute()
+    plain = rl.gradients(net, X, Y, loss=MSE, batch_size=CHUNK)
+    for tensor in plain.tensors:
+        np.testing.assert_array_equal(computed[tensor].values, plain[tensor].values)
+
+
+def test_modules_with_parametrizations_travel(client):
+    net = seeded(Net)
+    net.lstm = torch.nn.utils.parametrizations.weight_norm(net.lstm, "weight_hh_l0")
+    plain = rl.gradients(net, X, Y, loss=MSE, wrt="input", batch_size=CHUNK).values
+    np.testing.assert_array_equal(of(net).compute().values, plain)
+
+
+def test_a_part_that_cannot_travel_is_named(client):
+    net = seeded(Net)
+    net.source = (number for number in range(3))
+    with pytest.raises(rl.errors.UnsupportedError, match=r"Net\.source cannot be serialised"):
+        of(net)
+
+
+def test_an_exception_names_its_samples_and_loses_nothing_of_the_others(client, tmp_path):
+    x = X.copy()
+    x[40] = 5e3
+    found = of(seeded(RaisesForLargeInput), x)
+    with pytest.raises(rl.errors.UserCodeError, match="Samples 32 to 47 failed"):
+        found.compute()
+    with pytest.raises(rl.errors.UserCodeError, match=r"1 of 10 chunks(.|\n)*Samples 32 to 47"):
+        found.save(tmp_path / "g.zarr")
+    (folder,) = tmp_path.iterdir()
+    assert len(list((folder / ".chunks").iterdir())) == 9
+
+
+@pytest.mark.parametrize("runs", [2, pytest.param(10, marks=pytest.mark.full)])
+def test_killed_workers_change_no_number(client, expected, tmp_path, runs):
+    """In each run one chunk kills its worker; results are complete and equal each time."""
+    kills = tmp_path / "kills"
+    kills.mkdir()
+    net = seeded(KillsItsWorker, kills, os.getpid())
+    for number in range(runs):
+        (kills / str(number)).touch()
+        found = of(net)
+        path = tmp_path / f"{number}.zarr"
+        if number % 2:
+            found.save(path)
+            values = rl.open(path).values
+        else:
+            values = found.compute().values
+        np.testing.assert_array_equal(values, expected)
+        assert not list(kills.iterdir())
+
+
+def test_a_lost_scheduler_is_one_clear_error_and_the_save_goes_on(expected, tmp_path, monkeypatch):
+    from rnnlens.results.disk import regions
+
+    found = of(seeded(Net))
+
+    def lost(region, missing, tasks, progress):
+        import distributed
+
+        with regions._connected(distributed):
+            raise distributed.comm.CommClosedError("in <TCP>: Stream is closed")
+        yield
+
+    with monkeypatch.context() as patch:
+        patch.setattr(regions, "_run", lost)
+        with pytest.raises(rl.errors.FileError, match=r"connection to the Dask scheduler was lost(.|\n)*goes on"):
+            found.save(tmp_path / "g.zarr")
+    found.save(tmp_path / "g.zarr")
+    np.testing.assert_array_equal(rl.open(tmp_path / "g.zarr").values, expected)
