@@ -86,7 +86,7 @@ def serve(states: Iterable[TrainingRun], port: int) -> None:
         If the port is in use.
     """
     page = RunPage()
-    with ThreadingHTTPServer((HOST, port), _handler(page)) as server:
+    with ThreadingHTTPServer((HOST, port), handler_of(page)) as server:
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address, drawn = f"http://{HOST}:{server.server_port}/", None
@@ -102,7 +102,9 @@ def serve(states: Iterable[TrainingRun], port: int) -> None:
             server.shutdown()
 
 
-def _handler(page: RunPage) -> type[BaseHTTPRequestHandler]:
+def handler_of(page: RunPage) -> type[BaseHTTPRequestHandler]:
+    """Return the class that answers requests for the files of a page."""
+
     class Handler(BaseHTTPRequestHandler):
         """Answers GET with a file of the page; requests under another host name are refused."""
 

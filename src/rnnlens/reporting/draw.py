@@ -105,7 +105,7 @@ def lines(drawn: Sequence[StaticLine], frame: CurveAxes, height: int = 190) -> M
     legend = Markup("").join(
         Markup('<span class="key l{}">{}</span>').format(i % 6, line.name) for i, line in enumerate(drawn)
     )
-    return Markup('{}<p class="legend">{}</p>').format(_svg(height, parts), legend)
+    return Markup('{}<p class="legend">{}</p>').format(_svg(height, parts, f"{frame.y} by {frame.x}"), legend)
 
 
 def _word(x: float, y: float, anchor: str, word: str) -> Markup:
@@ -177,7 +177,8 @@ def picture(url: str, id: str, scale: Scale, axes: ImageAxes, *, palette: str, l
     low, high = (10**scale.low, 10**scale.high) if scale.log else (scale.low, scale.high)
     key = Markup('<p class="legend"><span>{}</span><span class="ramp {}">{} <i></i> {}</span></p>')
     least = f"≤ {low:.2g}" if scale.log else f"{low:.2g}"
-    return Markup("{}{}").format(_svg(height, parts), key.format(label, palette, least, f"{high:.2g}"))
+    words = f"{label or 'values'}: {axes.y} by {axes.x}"
+    return Markup("{}{}").format(_svg(height, parts, words), key.format(label, palette, least, f"{high:.2g}"))
 
 
 def map_height(rows: int) -> int:
@@ -185,8 +186,8 @@ def map_height(rows: int) -> int:
     return int(min(max(rows * 6, 72), 260))
 
 
-def _svg(height: int, parts: Sequence[Markup]) -> Markup:
-    head = Markup('<svg viewBox="0 0 {} {}" role="img" class="static">').format(WIDTH, height)
+def _svg(height: int, parts: Sequence[Markup], words: str) -> Markup:
+    head = Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}" class="static">').format(WIDTH, height, words)
     return head + Markup("").join(parts) + Markup("</svg>")
 
 

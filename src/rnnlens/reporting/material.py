@@ -223,7 +223,7 @@ def _traced(model: Any, x: Any, y: Any, request: ReportRequest) -> Trace:
         states = {state for kind in kinds().values() for state in kind.states if state in QUANTITIES}
         named = [*_WANTED, *states, *(f"{state}_grad" for state in states)]
         has_loss = y is not None or request.loss is not None
-        options["quantities"] = [name for name in named if has_loss or not name.endswith("_grad")]
+        options["quantities"] = list(dict.fromkeys(name for name in named if has_loss or not name.endswith("_grad")))
     return trace(model, x, y, **options)
 
 

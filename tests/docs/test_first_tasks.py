@@ -1,0 +1,185 @@
+"""Ten tasks of a new user, each as its page shows it, on a model that the page does not have."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import rnnlens as rl
+
+mse = nn.functional.mse_loss
+
+
+class Reader(nn.Module):
+    """Two layers; a head that reads the last step."""
+
+    def __init__(self, features=2, units=8, layers=2):
+        super().__init__()
+        self.lstm = nn.LSTM(features, units, num_layers=layers, batch_first=True)
+        self.head = nn.Linear(units, 1)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+@pytest.fixture(autouse=True)
+def seeds(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    keras.utils.set_random_seed(0)
+
+
+def drawn(path):
+    return path.stat().st_size > 5000
+
+
+def test_vanishing_in_two_layers_of_an_lstm(tmp_path):
+    """docs/how-to/vanishing-gradients.md"""
+    model, x, y = Reader(), torch.randn(16, 60, 2), torch.randn(16, 1)
+    trace = rl.trace(model, x, y, loss=mse)
+    assert list(trace) == ["lstm[0]", "lstm[1]"]
+    for name in trace:
+        size = np.sqrt((trace[name].hidden_grad ** 2).sum("unit")).mean("sample")
+        assert float(size[0] / size[-1]) < 1e-3, "an untrained LSTM forgets within 60 steps"
+    rl.plot.gradient_flow(trace).save("flow.png")
+    assert drawn(tmp_path / "flow.png")
+
+
+def test_a_padded_keras_classifier():
+    """docs/how-to/token-ids.md"""
+    rng = np.random.default_rng(0)
+    ids, labels = rng.integers(1, 20, (32, 10)), rng.integers(0, 3, 32)
+    ids[::2, 6:] = 0
+    model = keras.Sequential(
+        [
+            keras.layers.Embedding(20, 4, mask_zero=True, name="words"),
+            keras.layers.LSTM(6, name="lstm"),
+            keras.layers.Dense(3, activation="softmax"),
+        ]
+    )
+    model.compile("adam", "sparse_categorical_crossentropy")
+    model.fit(ids, labels, verbose=0)
+    gradient = rl.gradients(model, ids, labels, wrt="words.output")
+    assert abs(gradient.values[ids == 0]).max() == 0
+    assert abs(gradient.values[ids > 0]).min(axis=-1).max() > 0
+    assert gradient.attrs["certificate"].startswith("certified")
+
+
+def test_which_inputs_move_output_step_10():
+    """docs/how-to/which-input-step-matters.md"""
+
+    class Tagger(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gru, self.head = nn.GRU(3, 6, batch_first=True), nn.Linear(6, 2)
+
+        def forward(self, x):
+            return self.head(self.gru(x)[0])
+
+    model, x = Tagger(), torch.randn(3, 20, 3)
+    row = rl.jacobian(model, x, at={"out_time": [10]})
+    assert row.dims == ("sample", "out_time", "out_unit", "in_time", "in_feature")
+    truth = torch.autograd.functional.jacobian(lambda one: model(one[None])[0, 10], x[0])
+    np.testing.assert_allclose(row[0, 0], truth, atol=1e-6)
+
+
+def test_gates_over_a_sentence(tmp_path):
+    """docs/gallery.md, two units over a text"""
+    text = "a bracket (opens and) closes"
+    model, x = Reader(1, 6, 1), torch.tensor([[float(ord(letter)) / 100] for letter in text])[None]
+    lstm = rl.trace(model, x)["lstm"]
+    rl.plot.unit_over_text(lstm.gates, text, gate="forget", units=[0, 3]).save("gates.png")
+    assert lstm.gates.sel(gate="forget").shape == (1, len(text), 6)
+    assert drawn(tmp_path / "gates.png")
+
+
+def test_a_fit_without_input_is_followed():
+    """docs/following-training.md"""
+    model = keras.Sequential([keras.layers.LSTM(5, name="lstm"), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    x, y = np.random.default_rng(0).normal(size=(24, 7, 2)).astype("float32"), np.zeros((24, 1), "float32")
+    watch = rl.keras.Watch("run.zarr", probe=(x[:8], y[:8]), every=2)
+    history = model.fit(x, y, batch_size=4, verbose=0, callbacks=[watch])
+    run = rl.open("run.zarr")
+    assert len(history.history["loss"]) == 1
+    assert run.ended == "finished"
+    assert run["lstm"].adjoint_profile.dims == ("step", "time")
+
+
+def test_the_first_number_that_is_not_finite():
+    """docs/how-to/first-nan.md"""
+    model, x, y = Reader(), torch.randn(6, 9, 2), torch.randn(6, 1)
+    assert not rl.find_nonfinite(model, x, y, loss=mse)
+    x[4, 3, 1] = torch.nan
+    found = rl.find_nonfinite(model, x, y, loss=mse)
+    assert (found.phase, found.sample, found.step) == ("data", 4, 3)
+
+
+def test_a_leaky_network_of_ones_own():
+    """docs/how-to/rate-rnn.md"""
+
+    class Leaky(nn.Module):
+        def __init__(self, leak=0.3):
+            super().__init__()
+            self.leak, self.into, self.back = leak, nn.Linear(2, 5), nn.Linear(5, 5, bias=False)
+            self.head = nn.Linear(5, 1)
+
+        def step(self, x, h):
+            return (1 - self.leak) * h + self.leak * torch.tanh(self.into(x) + self.back(h))
+
+        def forward(self, x):
+            h = x.new_zeros(len(x), 5)
+            for t in range(x.shape[1]):
+                h = rl.torch.step(self.step, x[:, t], h, name="leaky")
+            return self.head(h)
+
+    model, x, y = Leaky(), torch.randn(4, 12, 2), torch.randn(4, 1)
+    trace = rl.trace(model, x, y, loss=mse)
+    assert trace["leaky"].hidden_grad.shape == (4, 12, 5)
+    assert trace.certificate.state == "passed"
+
+
+def test_a_report_to_send(tmp_path):
+    """docs/report.md"""
+    model, x = Reader(layers=1), torch.randn(40, 12, 2)
+    path = rl.report(model, x, x[:, 3, :1], path="report.html", loss=mse)
+    assert path == Path("report.html")
+    assert not re.search(r"(src|href)=[\"']?http", (tmp_path / path).read_text())
+
+
+def test_the_command_line(tmp_path):
+    """docs/command-line.md"""
+    model = keras.Sequential([keras.Input((8, 2)), keras.layers.GRU(4, name="gru"), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    model.save("model.keras")
+    np.savez("data.npz", x=np.ones((4, 8, 2), "float32"), y=np.ones((4, 1), "float32"))
+    for arguments, words in ((["layers", "model.keras"], "gru"), (["trace", "model.keras", "data.npz"], "hidden_grad")):
+        command = [sys.executable, "-m", "rnnlens.cli", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert words in done.stdout or "GRU" in done.stdout
+
+
+def test_a_notebook():
+    """A figure as the last expression of a cell is shown once; results have tables that fold."""
+    from IPython.core.interactiveshell import InteractiveShell
+
+    shell = InteractiveShell.instance()
+    try:
+        shell.user_ns.update(rl=rl, model=Reader(layers=1), x=torch.randn(4, 10, 2), y=torch.randn(4, 1), loss=mse)
+        assert shell.run_cell("trace = rl.trace(model, x, y, loss=loss)").success
+        shown = shell.run_cell("trace").result
+        assert "<details" in shown._repr_html_()
+        figure = shell.run_cell("rl.plot.gradient_flow(trace)").result
+        assert figure[0].figure.axes
+        assert shell.run_cell("trace['lstm'].hidden_grad").success
+    finally:
+        InteractiveShell.clear_instance()
+        plt.close("all")

@@ -1,0 +1,60 @@
+"""The rules of axe-core on the pages that rnnlens makes: the report, and the page of ``rnnlens tail --serve``."""
+
+import threading
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+
+import rnnlens as rl
+from rnnlens.cli import serve
+from rnnlens.tracking.records import TrainingRecord
+from rnnlens.tracking.store import Store
+
+pytestmark = pytest.mark.browser
+VIEWS = {
+    "light": {"color_scheme": "light"},
+    "dark": {"color_scheme": "dark"},
+    "phone": {"viewport": {"width": 390, "height": 800}},
+}
+
+
+def violations(sheet):
+    return [
+        f"{found['id']}: {found['help']} ({node['html'][:120]}: {node['failureSummary']})"
+        for found in Axe().run(sheet).response["violations"]
+        for node in found["nodes"]
+    ]
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_report_has_no_violations(reader, view):
+    assert violations(reader(**VIEWS[view])) == []
+
+
+@pytest.fixture
+def address(tmp_path):
+    store = Store(tmp_path / "a.zarr")
+    for step in range(3):
+        store.write(TrainingRecord(step, 0, "probe", {"loss": 1.0, "lstm/reach": float(step)}))
+    store.close("finished")
+    page = serve.RunPage()
+    page.draw(rl.open(tmp_path / "a.zarr"))
+    with serve.ThreadingHTTPServer((serve.HOST, 0), serve.handler_of(page)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://{serve.HOST}:{server.server_port}/"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_the_page_of_a_run_has_no_violations_and_asks_nobody_else(browser, address, view):
+    context, requests = browser.new_context(**VIEWS[view]), []
+    try:
+        sheet = context.new_page()
+        sheet.on("request", lambda request: requests.append(request.url))
+        sheet.goto(address)
+        sheet.wait_for_selector("img")
+        assert violations(sheet) == []
+        assert requests
+        assert all(url.startswith((address, "data:")) for url in requests)
+    finally:
+        context.close()
