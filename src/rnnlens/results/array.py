@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
+import textwrap
 from collections.abc import Iterable, Mapping
 from os import PathLike
 from typing import Any, Protocol
 
+import numpy as np
 import xarray as xr
 
 from ..arguments import checked
@@ -15,10 +18,27 @@ from ..arguments import path as path_of
 from .certificate import Certificate
 from .checks import Check
 from .page import Row, page
-from .schema import provenance_of
+from .schema import origin, provenance_of
 
 #: Attributes of an array that store checks and certificate; other results have these as Python attributes.
 RECORD, CERTIFICATE = "record", "certificate"
+
+
+#: Arrays of at most so many numbers are printed with their numbers, larger ones as a summary.
+_SHOWN = 64
+
+
+def aligned(head: str, rows: Iterable[tuple[str, str]]) -> str:
+    """Format a headline and labelled rows below it; rows wider than the terminal continue in the column of their text.
+
+    Output that is not a terminal is not wrapped.
+    """
+    rows = list(rows)
+    width = max((len(label) for label, _ in rows), default=0)
+    room = shutil.get_terminal_size((10**6, 24)).columns
+    wrap = {"width": max(room, width + 24), "subsequent_indent": " " * (width + 4), "break_on_hyphens": False}
+    lines = [head, *(f"  {label:<{width}}  {text}" for label, text in rows)]
+    return "\n".join(textwrap.fill(line, **wrap) if len(line) > room else line for line in lines)  # type: ignore[arg-type]
 
 
 class ResultArray(xr.DataArray):  # type: ignore[no-untyped-call]  # xarray's own __init_subclass__
@@ -46,11 +66,31 @@ class ResultArray(xr.DataArray):  # type: ignore[no-untyped-call]  # xarray's ow
         """Framework, versions, engine, dtype, device: plain strings."""
         return provenance_of(str(self.attrs.get("provenance", "")))
 
+    def __str__(self) -> str:
+        if self.size <= _SHOWN or "provenance" not in self.attrs:
+            return super().__repr__()
+        values = np.asarray(self.values)
+        rows = [("dims", ", ".join(f"{dim}: {size}" for dim, size in self.sizes.items()))]
+        if values.dtype.kind in "fiu":
+            size = float(np.linalg.norm(values.astype(float)))
+            rows.append(("values", f"{np.min(values):.3g} to {np.max(values):.3g}, norm {size:.3g}, {values.dtype}"))
+        if "mask" in self.coords:
+            rows.append(
+                (
+                    "masked",
+                    f"{100 * (1 - float(self.coords['mask'].mean())):.0f} % of {', '.join(self.coords['mask'].dims)}",
+                )
+            )
+        if "flagged" in self.attrs:
+            rows.append(("flagged", str(self.attrs["flagged"])))
+        rows += [("certificate", self.certificate.sentence), ("from", origin(self.provenance))]
+        return aligned(str(self.attrs.get("long_name", self.name)), rows)
+
     def _repr_html_(self) -> str:
         sizes = ", ".join(f"{dim}: {size}" for dim, size in self.sizes.items())
         words = str(self.attrs.get("long_name", ""))
         row = Row.of(str(self.name or "values"), f"{words} ({sizes})", xr.DataArray(self))
-        remarks = [("certificate", self.certificate.sentence), ("from", ", ".join(self.provenance.values()))]
+        remarks = [("certificate", self.certificate.sentence), ("from", origin(self.provenance))]
         return page("Result", [row], remarks)
 
     @checked(path=path_of)
@@ -91,6 +131,9 @@ class LazyArray(ResultArray):  # type: ignore[no-untyped-call]
             return ResultArray(xr.DataArray(self).compute(**kwargs))
         plain, found = compute_with_record(xr.DataArray(self), tasks, **kwargs)
         return ResultArray(plain.assign_attrs(record_of(found)))
+
+    def __str__(self) -> str:
+        return repr(self)
 
     def _repr_html_(self) -> str:
         return str(xr.DataArray(self)._repr_html_())  # type: ignore[no-untyped-call]

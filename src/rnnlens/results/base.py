@@ -25,12 +25,12 @@ import xarray as xr
 from ..arguments import checked
 from ..arguments import path as path_of
 from ..errors import LayerNotFoundError, did_you_mean, message, shown
-from .array import LazyTasks, compute_with_record
+from .array import LazyTasks, aligned, compute_with_record
 from .certificate import Certificate
 from .checks import Check
 from .names import from_path, to_paths
 from .page import Row, Said, page
-from .schema import with_version
+from .schema import origin, with_version
 
 #: Name, description and data of one part of a result.
 Part = tuple[str, str, xr.Dataset | xr.DataArray | None]
@@ -254,13 +254,10 @@ class Result(Mapping[str, Any]):
             remarks += [("certificate", self.certificate.sentence)]
             remarks += [("", f"FAILED {check.sentence}") for check in self.certificate.checks if not check.ok]
         remarks += [("note", note) for note in self.notes]
-        return [*remarks, ("from", _origin(self.provenance))]
+        return [*remarks, ("from", origin(self.provenance))]
 
     def __repr__(self) -> str:
-        lines = [f"<rnnlens {type(self).__name__}> {self._headline()}"]
-        rows = self._rows() + self._remarks()
-        width = max((len(label) for label, _ in rows), default=0)
-        return "\n".join(lines + [f"  {label:<{width}}  {text}" for label, text in rows])
+        return aligned(f"<rnnlens {type(self).__name__}> {self._headline()}", self._rows() + self._remarks())
 
     def _said(self) -> list[Said]:
         """Return the findings shown at the top of the notebook page; none unless a subclass overrides it."""
@@ -302,16 +299,6 @@ def _tree(datasets: Mapping[str, xr.Dataset]) -> xr.DataTree:
 
 def _found(tree: xr.DataTree) -> dict[str, str]:
     return {from_path(node.path): node.path for node in tree.subtree if node.has_data}
-
-
-def _origin(provenance: Mapping[str, str]) -> str:
-    """Format the provenance as one line: each distinct value once, the rnnlens version last.
-
-    ``adapter`` and ``loss_reduction`` are left out.
-    """
-    silent = ("rnnlens", "loss_reduction", "adapter")
-    others = dict.fromkeys(value for key, value in provenance.items() if key not in silent)
-    return ", ".join([*others, f"rnnlens {provenance['rnnlens']}"])
 
 
 def _check_sentences(checks: list[Check]) -> list[str]:

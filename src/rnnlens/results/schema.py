@@ -210,6 +210,17 @@ def provenance_of(line: str) -> dict[str, str]:
     return {key: value for key, _, value in parts}
 
 
+def origin(provenance: Mapping[str, str]) -> str:
+    """Format the provenance as one line: each distinct value once, the rnnlens version last.
+
+    ``adapter`` and ``loss_reduction`` are left out.
+    """
+    silent = ("rnnlens", "loss_reduction", "adapter")
+    others = dict.fromkeys(value for key, value in provenance.items() if key not in silent)
+    version = provenance.get("rnnlens")
+    return ", ".join(others if version is None else [*others, f"rnnlens {version}"])
+
+
 def with_version(provenance: Mapping[str, str] | None) -> dict[str, str]:
     """Return the provenance with the rnnlens version added, unless it has one."""
     return {**(provenance or {}), "rnnlens": (provenance or {}).get("rnnlens", __version__)}
