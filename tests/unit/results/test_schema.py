@@ -25,6 +25,8 @@ def test_every_quantity_gets_its_dimensions_its_words_and_its_names(cell, bidire
     arrays, expected = {}, {}
     for name, known in QUANTITIES.items():
         dims = known.dims
+        if dims == QUANTITIES["state"].dims:  # of whole-sequence layers, which have no gates
+            continue
         if bidirectional and name not in ("input", "mask"):
             after = 2 if "time" in dims else 1
             dims = (*dims[:after], "direction", *dims[after:])
