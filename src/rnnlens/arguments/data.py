@@ -86,7 +86,14 @@ def many_examples(name: str, value: Any) -> Any:
 
 def weights_of_samples(name: str, value: Any) -> Any:
     """Check ``sample_weight=``: finite numbers with samples on the first axis, without a limit on memory."""
-    return _finite(name, many_examples(name, value))
+    return _finite(name, plain_weights(name, value))
+
+
+def plain_weights(name: str, value: Any) -> Any:
+    """Check ``sample_weight=`` like :func:`weights_of_samples`; values may be NaN or infinite."""
+    if has_attribute(value, "batch_sizes"):
+        raise InputError(message(f"{name} is a packed sequence.", got=shown(value), expected="one number per sample"))
+    return many_examples(name, value)
 
 
 def finite_states(name: str, value: Any) -> dict[str, Any]:

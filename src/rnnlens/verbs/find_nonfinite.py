@@ -12,7 +12,17 @@ import xarray as xr
 
 from ..adapters.protocol import NOT_LOOKED_INTO, Batch
 from ..adapters.registry import adapter_for
-from ..arguments import anything, checked, class_weights, examples, one_batch, seed_or_none, states, switch
+from ..arguments import (
+    anything,
+    checked,
+    class_weights,
+    examples,
+    one_batch,
+    plain_weights,
+    seed_or_none,
+    states,
+    switch,
+)
 from ..arguments import loss as a_loss
 from ..recurrence.nonfinite import magnitude_by_step
 from ..results.nonfinite import NonFinite, Origin
@@ -28,7 +38,7 @@ from .turns import in_turn
     x=one_batch,
     y=examples,
     loss=a_loss,
-    sample_weight=examples,
+    sample_weight=plain_weights,
     class_weight=class_weights,
     training=switch,
     initial_state=states,

@@ -63,6 +63,14 @@ def test_weights_and_states_that_are_not_finite(net, value):
         rl.fixed_points(net, X, input=spoiled(3, value))
 
 
+def test_weights_in_a_packed_sequence(net):
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    for call in (*VERBS.values(), lambda net, **given: rl.find_nonfinite(net, X, Y, loss=LOSS, **given)):
+        if call is not VERBS["jacobian"]:
+            with pytest.raises(InputError, match="sample_weight is a packed sequence"):
+                call(net, sample_weight=packed)
+
+
 @pytest.mark.parametrize("at", [{0, 1}, frozenset({1}), {0: 1}, iter([0]), (i for i in [0])], ids=str)
 def test_steps_without_an_order(net, at):
     with pytest.raises(InputError, match="takes numbers in an order"):
