@@ -11,8 +11,19 @@ from .cells import Match, recognised
 from .forms import Forms, TensorForm, Value, understood
 from .found import LoopBoundary
 from .frames import Frame, Paths, Variable
-from .sequences import Mask, Read, Written, clocks, is_filled_with, mask_of, same, sequences, written
-from .settings import NO_SETTINGS, GraphSettings
+from .sequences import (
+    NO_SETTINGS,
+    GraphSettings,
+    Mask,
+    Read,
+    Written,
+    clocks,
+    is_filled_with,
+    mask_of,
+    same,
+    sequences,
+    written,
+)
 
 
 @dataclass(eq=False)

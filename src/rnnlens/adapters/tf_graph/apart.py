@@ -14,8 +14,9 @@ from .body import StepGraph, body_of
 from .cells import Match
 from .forms import TensorForm
 from .found import FoundCell, Loop, LoopBoundary
+from .frames import CannotCopyError
 from .labels import common_scope, course_words, flat_mask, kind_of, known_cell, refused, runs_through
-from .record import CannotCopyError, CannotRecordError, CarriedState, LoopRecorder, rewire
+from .record import CannotRecordError, CarriedState, LoopRecorder, rewire
 from .sequences import course_of, same
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,18 @@ _SAME = frozenset({"Identity", "EnsureShape", "ReadVariableOp", "Enter", "RefEnt
 #: Operation types of variables.
 VARIABLES = frozenset({"VarHandleOp", "VariableV2", "Variable"})
 _CUTS = frozenset({"Split", "SplitV", "StridedSlice", "Slice", "Unpack"})
+
+
+def reached(starts: Iterable[Any], following: Callable[[Any], Iterable[Any]]) -> list[Any]:
+    """Return all objects that are reached from some by applying ``following`` again and again, these included."""
+    found: dict[int, Any] = {}
+    waiting = list(starts)
+    while waiting:
+        item = waiting.pop()
+        if id(item) not in found:
+            found[id(item)] = item
+            waiting.extend(following(item))
+    return list(found.values())
 
 
 class Source:

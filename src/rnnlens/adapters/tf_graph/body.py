@@ -13,10 +13,11 @@ import tensorflow.compat.v1 as tf
 
 from ...recurrence.cells import StepCell
 from ...typing import Array
-from .blocks import VARIABLES, Source, variable_of
+from .blocks import VARIABLES, Source, reached, variable_of
 from .found import Body
+from .frames import CannotCopyError
 from .labels import common_scope
-from .record import CannotCopyError, Copier
+from .record import Copier
 
 #: Bytes that the Jacobians of one chunk of steps may take.
 _CHUNK = 256 * 2**20
@@ -140,16 +141,10 @@ def sources_of(tensor: Any) -> tuple[set[str], bool]:
 
     Data are placeholders, results of loops and stateful operations. The tensor is one outside of the loop.
     """
-    names, data, waiting, seen = set(), False, [tensor.op], set()
-    while waiting:
-        op = waiting.pop()
-        if op.name in seen:
-            continue
-        seen.add(op.name)
-        if op.type in VARIABLES:
-            names.add(op.name)
-        data = data or op.type in _DATA or (op.op_def.is_stateful and op.type not in (*VARIABLES, "ReadVariableOp"))
-        waiting.extend(t.op for t in op.inputs)
+    operations = reached([tensor.op], lambda op: [t.op for t in op.inputs])
+    names = {op.name for op in operations if op.type in VARIABLES}
+    plain = (*VARIABLES, "ReadVariableOp")
+    data = any(op.type in _DATA or (op.op_def.is_stateful and op.type not in plain) for op in operations)
     return names, data
 
 

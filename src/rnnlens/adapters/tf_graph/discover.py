@@ -14,8 +14,7 @@ from .found import Loop, LoopBoundary
 from .frames import Frame, conditions_with_loops, frames_of
 from .labels import common_scope, course_words, fused, kind_of, known_cell, masking, of_a_branch, refused, runs_through
 from .loops import unrolled
-from .sequences import course_of, sequences
-from .settings import GraphSettings
+from .sequences import GraphSettings, course_of, sequences
 
 
 def find(

@@ -18,8 +18,7 @@ import numpy as np
 from tensorflow.python.framework.tensor_util import constant_value
 
 from .blocks import Source, block_of, constant_of, window_of
-from .sequences import is_filled_with
-from .settings import NO_SETTINGS, GraphSettings
+from .sequences import NO_SETTINGS, GraphSettings, is_filled_with
 
 #: Factor of the products of a form. The first entry is its kind; see :class:`Forms`.
 Atom = tuple[Any, ...]

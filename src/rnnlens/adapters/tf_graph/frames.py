@@ -17,7 +17,7 @@ import tensorflow.compat.v1 as tf
 from tensorflow.python.framework import function_def_to_graph, tensor_util
 from tensorflow.python.ops import handle_data_util
 
-from .blocks import Source, behind_identities
+from .blocks import Source, behind_identities, reached
 
 _ENTERS = frozenset({"Enter", "RefEnter"})
 _WHILES = frozenset({"While", "StatelessWhile"})
@@ -110,13 +110,12 @@ def frames_of(graph: Any, ends: Iterable[Any]) -> Iterator[Frame]:
 
 def ancestors(ends: Iterable[Any]) -> list[Any]:
     """Return all operations that the tensors are computed from, in the order in which they were built."""
-    waiting, seen = [tensor.op for tensor in ends], {}
-    while waiting:
-        op = waiting.pop()
-        if op.name not in seen:
-            seen[op.name] = op
-            waiting.extend(tensor.op for tensor in op.inputs)
-    return sorted(seen.values(), key=lambda op: op._id)
+    return in_built_order(reached((t.op for t in ends), lambda op: [t.op for t in op.inputs]))
+
+
+def in_built_order(operations: Iterable[Any]) -> list[Any]:
+    """Sort operations by their number in the graph."""
+    return sorted(operations, key=lambda op: int(op._id))
 
 
 def conditions_with_loops(graph: Any, ends: Iterable[Any]) -> list[Any]:
@@ -188,13 +187,10 @@ def _old_variable(enter: Any, merge: Any) -> Variable:
 
 
 def _inside(after: list[Any], boundary: set[str]) -> tuple[Any, ...]:
-    waiting, seen = [t.op for t in after], {}
-    while waiting:
-        op = waiting.pop()
-        if op.name not in seen and op.name not in boundary:
-            seen[op.name] = op
-            waiting.extend(t.op for t in op.inputs)
-    return tuple(sorted(seen.values(), key=lambda op: op._id))
+    def behind(operations: Iterable[Any]) -> list[Any]:
+        return [op for op in operations if op.name not in boundary]
+
+    return tuple(in_built_order(reached(behind(t.op for t in after), lambda op: behind(t.op for t in op.inputs))))
 
 
 def _new_frame(op: Any, functions: dict[str, Any]) -> Frame:
@@ -233,6 +229,20 @@ def _bounds(loop: Any, condition: Any, changing: set[int]) -> tuple[Any, ...]:
             return ()
         found.append(value)
     return tuple(found)
+
+
+class CannotCopyError(Exception):
+    """Error with the reason why a body cannot be copied."""
+
+
+def function_of(graph: Any, name: str) -> tuple[Any, Any]:
+    """Return the function of this name, and the graph that defines it: the given graph or one around it."""
+    while graph is not None:
+        for function in graph.as_graph_def().library.function:
+            if function.signature.name == name:
+                return function, graph
+        graph = getattr(graph, "outer_graph", None)
+    raise CannotCopyError(f"a function that the graph does not have ({name!r})")
 
 
 def body_graph(function: Any, inputs: Sequence[Any], home: Any) -> tuple[Any, list[Any], list[Any]]:

@@ -7,12 +7,12 @@ weights, where the new states of one step are the previous states of the next.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ...errors import message
-from .blocks import Source, behind_identities, block_of
+from .blocks import Source, behind_identities, block_of, reached
 from .cells import Match, Pair, steps_to
 from .forms import Forms, TensorForm
 from .found import FoundCell, Loop, LoopBoundary
@@ -187,15 +187,9 @@ def _loop(forms: Forms, chain: Sequence[Step]) -> Loop | None:
     )
 
 
-def _behind(tensors: Sequence[Any], stop: Container[int] = ()) -> Iterator[Any]:
-    """Yield the tensors from which others are computed, these included, up to tensors given by id."""
-    waiting, seen = list(tensors), set()
-    while waiting:
-        tensor = waiting.pop()
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield tensor
-            waiting.extend(tensor.op.inputs if id(tensor) not in stop else ())
+def _behind(tensors: Sequence[Any], stop: Container[int] = ()) -> list[Any]:
+    """Return the tensors from which others are computed, these included, up to tensors given by id."""
+    return reached(tensors, lambda tensor: () if id(tensor) in stop else tensor.op.inputs)
 
 
 def _carried(chain: Sequence[Step], edges: Sequence[dict[TensorForm, Readers]]) -> tuple[LoopBoundary, ...]:

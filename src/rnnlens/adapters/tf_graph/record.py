@@ -13,17 +13,13 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from .blocks import VARIABLES, Source
-from .frames import Frame, body_graph
+from .blocks import VARIABLES, Source, reached
+from .frames import CannotCopyError, Frame, body_graph, function_of
 from .sequences import clocks
 
 _CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 _CONDITIONS = frozenset({"If", "StatelessIf"})
 _LOOPS = frozenset({"While", "StatelessWhile", "Enter", "RefEnter", "NextIteration", "LoopCond"})
-
-
-class CannotCopyError(Exception):
-    """Error with the reason why a body cannot be copied."""
 
 
 class Copier:
@@ -187,28 +183,16 @@ def _context(merge: Any) -> Any:
 
 def _boundary_of(merge: Any) -> list[Any]:
     """Return the condition and the outside tensors that its two branches read."""
-    context = _context(merge)
-    found, waiting, seen = [context.pred], [t.op for t in merge.inputs], set()
-    while waiting:
-        op = waiting.pop()
-        if op.name in seen:
-            continue
-        seen.add(op.name)
+    context, found = _context(merge), []
+
+    def before(op: Any) -> list[Any]:
         if op.type == "Switch" and op.inputs[1] is context.pred:
             found.append(op.inputs[0])
-        else:
-            waiting.extend(t.op for t in op.inputs)
-    return found
+            return []
+        return [t.op for t in op.inputs]
 
-
-def function_of(graph: Any, name: str) -> tuple[Any, Any]:
-    """Return the function of this name, and the graph that defines it: the given graph or one around it."""
-    while graph is not None:
-        for function in graph.as_graph_def().library.function:
-            if function.signature.name == name:
-                return function, graph
-        graph = getattr(graph, "outer_graph", None)
-    raise CannotCopyError(f"a function that the graph does not have ({name!r})")
+    reached((t.op for t in merge.inputs), before)
+    return [context.pred, *found]
 
 
 @dataclass(frozen=True, eq=False)
