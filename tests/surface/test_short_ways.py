@@ -50,8 +50,8 @@ VERBS = {
     "jacobian by states": lambda m, x, y: rl.jacobian(m, x, wrt="lstm.hidden"),
 }
 #: At most, without certificate.
-MOST_FILES = {"jacobian": 65, "trace": 54}
-MOST_FUNCTIONS = {"jacobian": 430, "trace": 320}
+MOST_FILES = {"jacobian": 50, "trace": 44}
+MOST_FUNCTIONS = {"jacobian": 375, "trace": 276}
 
 
 @pytest.fixture(params=READ)

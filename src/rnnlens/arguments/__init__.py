@@ -27,9 +27,8 @@ from .data import (
     states,
     weights_of_samples,
 )
-from .door import Check, checked
+from .door import Check, anything, checked
 from .words import (
-    anything,
     as_name,
     axes_by_name,
     called,

@@ -22,11 +22,6 @@ MOST = 1_000_000
 _LONGEST_NAME = 255
 
 
-def anything(name: str, value: Any) -> Any:
-    """Return any value unchanged, for an argument that the function checks itself."""
-    return value
-
-
 def switch(name: str, value: Any) -> bool:
     """Check that ``value`` is True or False, of Python or NumPy, and return a Python bool."""
     if not isinstance(value, bool | np.bool_):

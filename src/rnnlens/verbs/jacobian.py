@@ -34,6 +34,7 @@ from ..arguments.data import is_source
 from ..errors import InputError, message, shown
 from ..recurrence.reductions import REDUCTIONS
 from ..results.array import ResultArray, record
+from ..results.certificate import Certificate
 from ..results.checks import warn_about
 from ..settings import current, parse_memory
 from ..vocabulary import IN_TIME, OUT_TIME
@@ -48,7 +49,7 @@ from .time_jacobian.label import JacobianLabels, mean_over, refuse_for_chunks, r
 from .time_jacobian.network import open_network
 from .time_jacobian.plan import make_plan
 from .time_jacobian.request import JacobianOptions, read_request
-from .turns import in_turn
+from .turns import in_turn, needs_certificate
 
 __all__ = ["jacobian"]
 
@@ -236,8 +237,11 @@ def _of_batch(
     with open_network(request) as network:
         plan = make_plan(options, network)
         found = execute(JacobianLabels(plan, request.provenance, request.coordinates, batch.frozen), options.out)
-        claim = claim_of(request, plan, found)
-    certificate = certify(request, plan, claim)
+        looked = (options.measure, options.across, options.sketch, options.reduce is None, batch.frozen)
+        named = (request.of, request.wrt)
+        certified = options.out is not None or needs_certificate(model, "jacobian", batch, named, *looked)
+        claim = claim_of(request, plan, found) if certified else None
+    certificate = Certificate() if claim is None else certify(request, plan, claim)
     found.attrs |= record(found.checks, certificate)
     warn_about(certificate.checks)
     return found

@@ -70,7 +70,7 @@ class KnownModel:
 
     fingerprint: Any
     recurrent: Mapping[str, LayerInfo]
-    facts: ModelFacts
+    facts: ModelFacts | None = None
     sequences: Mapping[str, LayerInfo] = field(default_factory=dict)
     layouts: dict[Any, dict[Port, Layout]] = field(default_factory=dict)
 
@@ -86,7 +86,7 @@ def known_model(adapter: Adapter, model: Any) -> KnownModel:
         infos = {info.name: info for info in adapter.describe(model)}
         recurrent = {name: info for name, info in infos.items() if not info.is_sequence}
         sequences = {name: info for name, info in infos.items() if info.is_sequence}
-        known = KnownModel(fingerprint, recurrent, adapter.facts(model), sequences)
+        known = KnownModel(fingerprint, recurrent, sequences=sequences)
         if fingerprint is not None:
             _known[model] = known
     return known
@@ -101,7 +101,8 @@ class Catalogue:
     def __init__(self, adapter: Adapter, model: Any, x: Any = None, outputs: tuple[str, ...] = ()) -> None:
         self.adapter, self.model, self.x = adapter, model, x
         known = known_model(adapter, model)
-        self.recurrent, self.sequences, self.facts = known.recurrent, known.sequences, known.facts
+        self.facts: ModelFacts = known.facts or adapter.facts(model)
+        self.recurrent, self.sequences, known.facts = known.recurrent, known.sequences, self.facts
         self.outputs = outputs or self.facts.outputs
 
     @cached_property

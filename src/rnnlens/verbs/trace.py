@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,20 +30,20 @@ from ..arguments import loss as a_loss
 from ..errors import UnsupportedError, message
 from ..recurrence.replay import Replay
 from ..recurrence.rounding import perturbed
+from ..results.certificate import Certificate
 from ..results.checks import warn_about
 from ..results.trace import Trace
 from ..settings import current
 from ..vocabulary import SAMPLE
 from .axes import InputCoordinates, ModelAxes, an_axes_table
 from .certificates.comparisons import ReplayedValues, certify, plainly
-from .certificates.comparisons import wanted as asked_for
 from .chunked.of_results import lazy_datasets
 from .chunked.samples import SampleChunks
-from .names import Catalogue, with_reduction
+from .names import Catalogue, known_model, with_reduction
 from .tracing.datasets import plain_datasets, recurrent_datasets, with_coordinates
 from .tracing.request import TraceRequest
 from .tracing.sequences import chosen_positions, selected, sequence_datasets
-from .turns import in_turn
+from .turns import in_turn, needs_certificate
 
 
 @checked(
@@ -140,19 +141,22 @@ def trace(
     batch = Batch(x, y, sample_weight, class_weight, loss, training, initial_state, seed)
     if is_lazy((x, y, sample_weight)):
         return _lazy(adapter, model, batch, wanted, at or {}, axes)
-    certified = asked_for(model, "trace", batch)
+    certified = needs_certificate(model, "trace", batch)
     wanted = replace(wanted, weighed=certified or current().certify != "first")
     capture = adapter.capture(model, batch, wanted.request(certified))
     provenance = adapter.provenance(model)
     if wanted.has_loss:
         provenance = with_reduction(provenance, adapter, model, loss)
     ours = ReplayedValues(capture) if certified else None
-    described = {info.name: info for info in adapter.describe(model)}
-    with plainly(adapter, model, batch, ours) as made:
+    known = known_model(adapter, model)
+    described = {**known.recurrent, **known.sequences}
+    with nullcontext(None) if ours is None else plainly(adapter, model, batch, ours) as made:
         made_of = partial(recurrent_datasets, described, capture, wanted, provenance)
         datasets, checks = made_of(ours)
-        scans, compared = sequence_datasets(described, capture.sequences, wanted, provenance, at or {})
-        datasets, checks = {**datasets, **scans}, [*checks, *compared]
+        scans: dict[str, xr.Dataset] = {}
+        if capture.sequences:
+            scans, compared = sequence_datasets(described, capture.sequences, wanted, provenance, at or {})
+            datasets, checks = {**datasets, **scans}, [*checks, *compared]
         if ours is not None:
             ours.include_scans(capture.sequences)
         room = ModelAxes(adapter, model, axes, Catalogue(adapter, model, x) if axes else None)
@@ -160,8 +164,11 @@ def trace(
         wanted.refuse_absent(datasets, list(described))
         words = _words(datasets, wanted.has_loss)
         datasets = with_coordinates(datasets, InputCoordinates(x, room))
-        certificate = certify(adapter, model, batch, ours, made, partial(_perturbed, made_of, capture), **words)
-    datasets = {name: found if name in scans else selected(found, at or {}) for name, found in datasets.items()}
+        certificate = Certificate()
+        if ours is not None and made is not None:
+            certificate = certify(adapter, model, batch, ours, made, partial(_perturbed, made_of, capture), **words)
+    if at:
+        datasets = {name: found if name in scans else selected(found, at) for name, found in datasets.items()}
     warn_about([*checks, *certificate.checks])
     return Trace(
         datasets,

@@ -1,4 +1,4 @@
-"""A lock for calls of rnnlens: one runs at a time, and none in a forked process where it would hang.
+"""Calls of rnnlens: one runs at a time, none in a forked process where it would hang; which ones have a certificate.
 
 A call sets modes and hooks on the user's model, and restores flags, attributes and process-wide random generators
 afterwards. Two calls at once would restore each other's changes, even for two models, as these may share layers and do
@@ -11,13 +11,19 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
+
+from .. import data
+from ..adapters.protocol import Batch
 from ..adapters.registry import adapter_of
 from ..autodiff.tensors import needs_no_threads, running_engines
 from ..errors import UnsupportedError, message
 from ..recurrence.parallel import one_thread_each
+from ..settings import current
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -71,3 +77,26 @@ def _start_anew() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_start_anew)
+
+
+#: By model: the calls that had a certificate already, for ``certify="first"``.
+_certified: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
+
+
+def needs_certificate(model: Any, verb: str, batch: Batch, *what: Any) -> bool:
+    """Return whether ``rl.options(certify=...)`` requires a certificate of this call.
+
+    With ``certify="first"``, only the first call for a model, function, mode, input shapes and ``what`` has one.
+    """
+    how = current().certify
+    if how == "auto":
+        how = "first" if verb == "jacobian" else "always"
+    if how != "first":
+        return how == "always"
+    leaves = [leaf.data if data.is_packed(leaf) else leaf for leaf in data.leaves_of(batch.x)]
+    shapes = tuple((tuple(np.shape(leaf)), str(getattr(leaf, "dtype", ""))) for leaf in leaves)
+    known = _certified.setdefault(model, set())
+    key = (verb, batch.training, shapes, *what)
+    fresh = key not in known
+    known.add(key)
+    return fresh

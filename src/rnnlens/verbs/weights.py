@@ -36,11 +36,10 @@ from ..results.layers import LayerTable
 from ..results.schema import to_host
 from ..results.weights import Weights
 from .axes import ModelAxes
-from .certificates.comparisons import wanted as asked_for
 from .certificates.of_gradients import certify_weights
 from .chunked.of_results import lazy_datasets
 from .chunked.samples import SampleChunks
-from .turns import in_turn
+from .turns import in_turn, needs_certificate
 from .weight_gradients import FoundGradients, find_gradients
 from .weight_layout import LabelledWeight, label_cell, label_plain, node_dataset
 
@@ -142,7 +141,7 @@ def weights(
     batch = Batch(x, y, sample_weight, class_weight, loss, training, None, seed)
     if is_lazy((x, y, sample_weight)):
         return _lazy(adapter, model, batch, layers, by_time, measure)
-    certified = x is not None and asked_for(model, "weights", batch)
+    certified = x is not None and needs_certificate(model, "weights", batch)
     if x is not None:
         steps = measure or by_time
         differentiated = find_gradients(adapter, model, batch, found, by_time=steps)

@@ -52,6 +52,11 @@ class TorchAdapter(Adapter):
     name = "torch"
     samples_first = False
 
+    @property
+    def engine(self) -> str:
+        """Name of the engine."""
+        return self.name
+
     def owns(self, model: Any) -> bool:
         """Return whether a model is a ``torch.nn.Module``.
 

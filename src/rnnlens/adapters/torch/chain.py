@@ -30,7 +30,7 @@ from .inputs import as_tensors, call_model
 from .losses import evaluate
 from .model_facts import fingerprint
 from .restore import borrowed, differentiable_weights
-from .weights import NAMES, known_cell, ours, slots
+from .weights import NAMES, ours, slots
 
 _RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
 _PASSING = (nn.Dropout, nn.Identity)
@@ -238,7 +238,8 @@ class ChainRecorder:
         if self._named(fed.axes) != wanted:
             return []
         for layer in range(module.num_layers):
-            fed = fed.with_link(ChainLink(node_name(path, module, layer), "recurrent"), wanted)
+            name = path if module.num_layers == 1 else node_name(path, module, layer)
+            fed = fed.with_link(ChainLink(name, "recurrent"), wanted)
         whole, state = output[0], output[1][0] if isinstance(module, nn.LSTM) else output[1]
         steps = int(whole.shape[wanted.index(TIME)])
         final = _ChainTensor.of(state, (_LAYER, SAMPLE, FEATURE), fed.links, steps=steps, layers=module.num_layers)
@@ -409,8 +410,10 @@ def _captured(model: nn.Module, batch: Batch, request: CaptureRequest) -> Captur
         links, tensors = recorder.chain(outputs), recorder.calls or {}
         if links is None or type(outputs) is not Tensor or not all(call.is_unchanged for call in tensors.values()):
             return None
-        with raised_by("Your loss"):
-            loss = evaluate(batch, outputs, model)
+        loss = None
+        if batch.loss is not None or batch.y is not None:
+            with raised_by("Your loss"):
+                loss = evaluate(batch, outputs, model)
         wanted = [call for path, call in tensors.items() if request.layers is None or path in request.layers]
         gradients = _gradients(model, x, loss, wanted, request) if loss is not None and request.gradients else None
         if (gradients is None) is (loss is not None and request.gradients):
@@ -454,14 +457,19 @@ def _call(call: _LayerTensors, gradients: Mapping[int, Tensor] | None, request: 
     """Return one call of a recurrent module as the protocol has it, samples first."""
     kind, weights = _CELLS[type(call.module)], call.weights
 
-    def steps(value: Tensor) -> Tensor:
-        value = value.detach() if call.module.batch_first else value.detach().transpose(0, 1)
+    def compact(value: Tensor) -> Tensor:
         return value.clone(memory_format=torch.contiguous_format)
+
+    def steps(value: Tensor) -> Tensor:
+        return compact(value.detach() if call.module.batch_first else value.detach().transpose(0, 1))
 
     found = RecurrentCall(
         layer=call.path,
         direction="forward",
-        cell=known_cell(kind, weights, getattr(call.module, "nonlinearity", "tanh")),
+        cell=kind(
+            activation=getattr(call.module, "nonlinearity", "tanh"),
+            **{NAMES[slot]: compact(ours(kind, slot, weight.detach())) for slot, weight in weights.items()},
+        ),
         input=steps(call.input),
         initial_state=tuple(state.detach()[0].clone() for state in call.initial),
         output=steps(call.output),
@@ -477,8 +485,8 @@ def _call(call: _LayerTensors, gradients: Mapping[int, Tensor] | None, request: 
     found.output_grad = steps(gradient(call.output))
     found.final_state_grad = tuple(gradient(state)[0].clone() for state in call.final)
     if request.weight_grads:
-        grads = {NAMES[slot]: ours(kind, slot, gradient(weight)) for slot, weight in weights.items()}
-        found.weight_grads = {name: grad.clone(memory_format=torch.contiguous_format) for name, grad in grads.items()}
+        grads = {slot: gradient(weight) for slot, weight in weights.items()}
+        found.weight_grads = {NAMES[slot]: compact(ours(kind, slot, grad)) for slot, grad in grads.items()}
     if request.boundaries:
         found.framework_input_grad = steps(gradient(call.input))
         found.framework_initial_state_grad = tuple(gradient(state)[0].clone() for state in call.initial)

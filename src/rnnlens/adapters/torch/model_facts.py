@@ -10,7 +10,7 @@ from torch import nn
 from ...recurrence.cells import registered
 from ..protocol import ModelFacts, Role, Submodule
 from .discover import named_modules, node_name, unwrapped
-from .public import loops_of, named_cell, scans_of
+from .public import is_disproved, loops_of, named_cell, scans_of
 from .weights import TABLES, class_of
 
 _DROPOUTS = (nn.modules.dropout._DropoutNd,)
@@ -56,7 +56,7 @@ def fingerprint(model: nn.Module) -> Hashable:
 
 
 def _state_of(module: nn.Module) -> Iterator[Any]:
-    yield type(module), named_cell(module) is not None, registered(module)
+    yield type(module), named_cell(module) is not None, is_disproved(module), registered(module)
     yield getattr(type(module).forward, "__code__", None)
     for name, value in vars(module).items():
         if name in ("_parameters", "_buffers"):

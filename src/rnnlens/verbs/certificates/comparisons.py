@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,7 +26,6 @@ from ...recurrence.rounding import one_rounding
 from ...results.certificate import Certificate
 from ...results.checks import Check, coarser, epsilon, residual, rounding_bound, underflow_unit
 from ...results.schema import to_host
-from ...settings import current
 from ...typing import Array
 
 T = TypeVar("T")
@@ -120,27 +118,6 @@ LOSS, OUTPUTS, INPUTS, WEIGHTS = (
     "reference weight gradients",
 )
 LAYER_INPUT, INITIAL = "reference layer input gradient", "reference initial state gradient"
-
-_seen: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
-
-
-def wanted(model: Any, verb: str, batch: Batch, *what: Any) -> bool:
-    """Return whether ``rl.options(certify=...)`` requires a certificate of this call.
-
-    With ``certify="first"``, only the first call for a model, function, mode, input shapes and ``what`` has one.
-    """
-    how = current().certify
-    if how == "auto":
-        how = "first" if verb == "jacobian" else "always"
-    if how != "first":
-        return how == "always"
-    leaves = [leaf.data if data.is_packed(leaf) else leaf for leaf in data.leaves_of(batch.x)]
-    shapes = tuple((tuple(np.shape(leaf)), str(getattr(leaf, "dtype", ""))) for leaf in leaves)
-    known = _seen.setdefault(model, set())
-    key = (verb, batch.training, shapes, *what)
-    fresh = key not in known
-    known.add(key)
-    return fresh
 
 
 class BoundaryGradients(NamedTuple):

@@ -31,7 +31,7 @@ from ..time_jacobian.execute import numbers
 from ..time_jacobian.network import open_network, reopen_network
 from ..time_jacobian.plan import JacobianPlan, WorkCount, make_plan, plan_for
 from ..time_jacobian.request import JacobianOptions, JacobianRequest, is_of_integers
-from .comparisons import Comparisons, attempt, outputs_of, steadied, wanted
+from .comparisons import Comparisons, attempt, outputs_of, steadied
 
 #: Values of ``measure`` for which the result is linear in the rows of the Jacobian.
 LINEAR = (None, "sum", "mean")
@@ -204,12 +204,8 @@ def claim_of(
     request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataArray
 ) -> JacobianClaim | WholeModelClaim | Certificate:
     """Return a claim on a finished Jacobian for a reference run, or a certificate with the reason why there is none."""
-    options = request.options
-    if options.out is not None:
+    if request.options.out is not None:
         return Certificate("could not", why="it was written to disk in chunks, which are not read back")
-    looked = (options.measure, options.across, options.sketch, options.reduce is None, request.batch.frozen)
-    if not wanted(request.model, "jacobian", request.batch, (request.of, request.wrt), *looked):
-        return Certificate()
     why = _why_not(request, plan)
     if why:
         return Certificate("could not", request.adapter.engine, why=why)

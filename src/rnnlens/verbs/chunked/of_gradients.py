@@ -20,12 +20,12 @@ from ...settings import options
 from ...typing import Array
 from ...vocabulary import SAMPLE
 from ..axes import refuse_unknown
-from ..certificates.comparisons import wanted
 from ..certificates.of_gradients import certify_answer
 from ..differentiation.gather import Accumulator, DataSetGradients, combination
 from ..differentiation.missing_gradient import Explanation, explain
 from ..differentiation.pull import answer
 from ..differentiation.request import BatchTarget, GradientArguments, GradientRequest, ask
+from ..turns import needs_certificate
 from .graph import ChunkGraph, ChunkValues
 from .samples import ChunkRows, SampleChunks
 
@@ -52,7 +52,7 @@ class GradientWork:
         part = BatchTarget(batch, target.of_rows(rows.start, rows.stop))
         found = answer(request, part)
         certificate = Certificate()
-        if wanted(request.model, "gradients", batch):
+        if needs_certificate(request.model, "gradients", batch):
             certificate = certify_answer(request, part, found)
         found.swept = {}
         total = Accumulator(self.combine, self.arguments.measure, self.arguments.across)  # type: ignore[arg-type]
