@@ -183,3 +183,69 @@ def test_a_notebook():
     finally:
         InteractiveShell.clear_instance()
         plt.close("all")
+
+
+# Lightning 2.6 asks torch's trees in a way that torch 2.13 has replaced; it is Lightning's to change.
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")
+def test_lightning_with_tensorboard(tmp_path):
+    """Records go to the run and to the writer that the reader has."""
+    import lightning.pytorch as lightning
+    from torch.utils.tensorboard import SummaryWriter
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = Reader()
+
+        def forward(self, x):
+            return self.net(x)
+
+        def training_step(self, batch, index):
+            return mse(self(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters())
+
+    x, y = torch.randn(16, 12, 2), torch.randn(16, 1)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=4)
+    writer = SummaryWriter("runs/board")
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    watch = rl.lightning.Watch("runs/a.zarr", every=2, loggers=[writer])
+    trainer = lightning.Trainer(
+        max_epochs=1, accelerator="cpu", callbacks=[watch], enable_model_summary=False, log_every_n_steps=1, **quiet
+    )
+    trainer.fit(Module(), loader)
+    writer.close()
+    assert "net.lstm[1]" in rl.open("runs/a.zarr")
+    assert list((tmp_path / "runs" / "board").iterdir())
+
+
+CELLS = (
+    "import numpy as np, torch, rnnlens as rl",
+    "net = torch.nn.GRU(2, 4, batch_first=True)\n"
+    "trace = rl.trace(net, torch.zeros(3, 8, 2), loss=lambda out: out[0].sum())\n"
+    "trace",
+    'trace["gru"].hidden_grad',
+    "rl.plot.gradient_flow(trace)",
+)
+
+
+def test_a_notebook_in_a_kernel_of_its_own(tmp_path):
+    """how-to/notebook.md: results show themselves, and a figure is the last expression of a cell."""
+    import nbformat
+
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
+    nbformat.write(notebook, "first.ipynb")
+    program = (
+        "import nbclient, nbformat; n = nbformat.read('first.ipynb', 4);"
+        "nbclient.NotebookClient(n, timeout=300, kernel_name='python3').execute(); nbformat.write(n, 'done.ipynb')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    cells = nbformat.read("done.ipynb", 4).cells
+    shown = [cell.outputs[-1].data if cell.outputs else {} for cell in cells]
+    assert "<strong>Trace" in shown[1]["text/html"]
+    assert "time step →" in shown[1]["text/html"]
+    assert "total gradient" in shown[2]["text/html"]
+    assert len(shown[3]["image/png"]) > 10_000

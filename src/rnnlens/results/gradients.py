@@ -200,12 +200,15 @@ class Gradients(Result, kind="gradients"):
 
 
 def _summary(array: xr.DataArray) -> str:
-    """Format dimensions and norm of an array in a few words."""
+    """Format dimensions, norm, range and share of masked steps of an array in a few words."""
     sizes = ", ".join(f"{dim}: {size}" for dim, size in array.sizes.items()) or "one number"
     if array.chunks is not None:
         return f"({sizes})  lazy, {array.data.npartitions} chunks"
     touched = f", {array.attrs['touched_rows']} rows touched" if "touched_rows" in array.attrs else ""
-    return f"({sizes})  norm {float(np.linalg.norm(np.asarray(array.values, dtype=float))):.3g}{touched}"
+    values = np.asarray(array.values, dtype=float)
+    span = f", {values.min():.2g} to {values.max():.2g}" if values.size else ""
+    masked = f", {1 - float(array['mask'].mean()):.0%} of steps masked" if "mask" in array.coords else ""
+    return f"({sizes})  norm {float(np.linalg.norm(values)):.3g}{span}{masked}{touched}"
 
 
 def _no_gradient(reason: Reason) -> str:

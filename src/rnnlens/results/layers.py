@@ -167,4 +167,4 @@ class LayerView(Mapping[str, xr.DataArray]):
         return list(self)
 
     def _repr_html_(self) -> str:
-        return page(type(self).__name__, [Row.of(self.name, "", self.dataset)], [])
+        return page(f"Layer {self.name}", [Row.of(self.name, "", self.dataset)], [])

@@ -92,7 +92,9 @@ def _row(row: Row) -> str:
 def _curve(direction: str, profile: Profile) -> str:
     words = " ".join(part for part in (direction, profile.label) if part)
     peak = f"peak {profile.peak:.2g}"
-    return f'<span>{profile.svg()} <span class="rl-soft">{html.escape(words)}, {peak}</span></span> '
+    arrow = f'<br><small class="rl-soft">{html.escape(profile.over)} →</small>'
+    drawn = f'<span style="display:inline-block;text-align:center;line-height:1">{profile.svg()}{arrow}</span>'
+    return f'<span>{drawn} <span class="rl-soft">{html.escape(words)}, {peak}</span></span> '
 
 
 def _remarks(remarks: Iterable[tuple[str, str]]) -> str:

@@ -69,7 +69,7 @@ class LayerTrace(LayerView):
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        return page("LayerTrace", [Row.of(self.name, describe_layer(self.dataset), self.dataset)], [])
+        return page(f"Layer {self.name}", [Row.of(self.name, describe_layer(self.dataset), self.dataset)], [])
 
 
 class Trace(Result, kind="trace"):
