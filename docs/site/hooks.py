@@ -13,6 +13,7 @@ from latex2mathml.converter import convert
 
 #: What pymdownx.arithmatex leaves of a formula, inline or by itself.
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 OUTSIDE = re.compile(r"\[([^\]]+)\]\((?:\.\./)+(\w[^)]*)\)")
 
 
@@ -28,8 +29,20 @@ def as_text(link: re.Match[str]) -> str:
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Formulas as MathML, which browsers draw by themselves: no script, and nothing from elsewhere."""
-    return FORMULA.sub(lambda found: drawn(html.unescape(found[2]), block=found[1] == "div"), content)
+    """Write formulas as MathML, which browsers draw without a script, and name the column in each cell of a table."""
+    content = FORMULA.sub(lambda found: drawn(html.unescape(found[2]), block=found[1] == "div"), content)
+    return TABLE.sub(lambda found: labelled(found[0]), content)
+
+
+def labelled(table: str) -> str:
+    """Give each cell of a table the heading of its column, which the style sheet shows on narrow screens."""
+    heads = [html.escape(re.sub("<[^>]+>", "", head)) for head in re.findall(r"<th[^>]*>(.*?)</th>", table, re.DOTALL)]
+
+    def row(found: re.Match[str]) -> str:
+        left = iter(heads)
+        return re.sub(r"<td", lambda _: f'<td data-label="{next(left, "")}"', found[0])
+
+    return re.sub(r"<tr>.*?</tr>", row, table, flags=re.DOTALL)
 
 
 def drawn(formula: str, *, block: bool) -> str:
