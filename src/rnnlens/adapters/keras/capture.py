@@ -17,8 +17,8 @@ from . import losses
 from .cells import KerasStepCell, initial_state_weights
 from .dialect import Dialect, dialect_of
 from .discover import Places, RecurrentSite, choose, given_states, hooked_beside, places
-from .hooks import LayerCall
 from .inputs import by_key, input_order, prepare
+from .loops import LayerCall
 from .reference_run import names_of, tied_variables
 from .run import RunRequest, RunResult, run
 from .weights import cell_variables, cell_with_equations, class_of, computed_in, known_arrays, registration_of

@@ -16,23 +16,8 @@ from ...errors import InputError, RnnlensError, UnsupportedError, message
 from ..shared.threads import substitute_in_this_thread
 from .dialect import Dialect
 from .discover import RecurrentSite
-from .loops import CellHook, Starts
+from .loops import CellHook, LayerCall, Starts
 from .weights import known_class
-
-
-@dataclass
-class LayerCall:
-    """One call of one layer: ``arrays`` maps names to tensors, and ``key`` starts the name of each tap."""
-
-    place: str
-    half: int
-    index: int
-    arrays: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def key(self) -> str:
-        """Prefix of the call's tap keys: ``"lstm|0|1"`` is the second call of the first (or only) direction."""
-        return f"{self.place}|{self.half}|{self.index}"
 
 
 @contextmanager

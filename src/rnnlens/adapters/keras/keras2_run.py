@@ -21,7 +21,8 @@ from tf_keras.src.layers.rnn import base_conv_lstm, base_conv_rnn, base_cudnn_rn
 
 from ...errors import UnsupportedError, message, no_function_of_its_own
 from .discover import RecurrentSite
-from .hooks import LayerCall, LayerRecorder, own_errors_unchanged, refuse_random
+from .hooks import LayerRecorder, own_errors_unchanged, refuse_random
+from .loops import LayerCall
 
 if TYPE_CHECKING:
     from .dialect import Override

@@ -11,17 +11,46 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ...errors import RnnlensError, UnsupportedError, message
+from .dialect import Dialect
 from .discover import RecurrentSite
-
-if TYPE_CHECKING:
-    from .dialect import Dialect
-    from .hooks import LayerCall, LayerRecorder
 
 #: Numbers of the calls of each cell that start a recurrence, by the cell's name; all other calls continue one.
 Starts = Mapping[str, frozenset[int]]
+
+
+@dataclass
+class LayerCall:
+    """One call of one layer: ``arrays`` maps names to tensors, and ``key`` starts the name of each tap."""
+
+    place: str
+    half: int
+    index: int
+    arrays: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """Prefix of the call's tap keys: ``"lstm|0|1"`` is the second call of the first (or only) direction."""
+        return f"{self.place}|{self.half}|{self.index}"
+
+
+class CallRecorder(Protocol):
+    """What a hook on a cell needs of the recorder of layer calls, :class:`.hooks.LayerRecorder`."""
+
+    training: bool
+    is_inside_a_layer: bool
+    keep: frozenset[str]
+
+    def starts_call(self, place: str, half: int = 0) -> LayerCall:
+        """Add the record of a call."""
+
+    def hears(self, call: LayerCall, name: str, tensor: Any) -> Any:
+        """Record a tensor of a call under a name, and return the tapped one."""
+
+    def given_state(self, site: RecurrentSite, half: int, state: Any) -> Any:
+        """Return the user's ``initial_state`` for a layer, else ``state``."""
 
 
 class ChangedStateError(RnnlensError):
@@ -47,7 +76,7 @@ class CellHook:
     """
 
     def __init__(
-        self, listener: LayerRecorder, site: RecurrentSite, starts: frozenset[int] | None, spoiled: bool
+        self, listener: CallRecorder, site: RecurrentSite, starts: frozenset[int] | None, spoiled: bool
     ) -> None:
         self._listener, self._site, self._starts, self._spoiled = listener, site, starts, spoiled
         self._keras: Dialect = site.keras

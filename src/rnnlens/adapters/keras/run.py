@@ -17,9 +17,9 @@ from ...settings import current
 from ...typing import Array
 from .dialect import Dialect, dialect_of
 from .discover import RecurrentSite
-from .hooks import LayerCall, LayerRecorder
+from .hooks import LayerRecorder
 from .inputs import TensorBatch
-from .loops import ChangedStateError, Starts, stacked, starts_of
+from .loops import ChangedStateError, LayerCall, Starts, stacked, starts_of
 from .restore import as_found, unchanged
 
 #: Function of (x, y, outputs, sample weights) that returns the loss as a scalar tensor.
