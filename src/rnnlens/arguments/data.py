@@ -140,12 +140,16 @@ def in_memory(name: str, value: Any) -> Any:
 
 def is_lazy(tree: Any) -> bool:
     """Return whether an array, or any array in a tuple, list or dict, is backed by Dask; no data is read."""
-    return any(_is_lazy_leaf(leaf) for leaf in _leaves(tree))
+    return _has_lazy(tree, 0)
 
 
-def _is_lazy_leaf(leaf: Any) -> bool:
+def _has_lazy(tree: Any, depth: int) -> bool:
+    if isinstance(tree, Mapping | tuple | list) and not has_attribute(tree, "batch_sizes"):
+        parts = list(tree.values()) if isinstance(tree, Mapping) else tree
+        numbers = len(parts) and isinstance(parts[0], int | float | str)  # a long list of them is not gone through
+        return depth <= _DEEPEST and not numbers and any(_has_lazy(part, depth + 1) for part in parts)
     # A DataArray has the method also without Dask; its chunks are None then.
-    return hasattr(type(leaf), "__dask_graph__") and getattr(leaf, "chunks", ()) is not None
+    return hasattr(type(tree), "__dask_graph__") and getattr(tree, "chunks", ()) is not None
 
 
 def _lazy_leaf(name: str, value: Any) -> Any:

@@ -119,7 +119,9 @@ class ChainRecorder:
         self._reached: list[_ChainTensor] = []
         self._modules = {path: m for path, m in model.named_modules() if path and type(m) in _KNOWN}
         unchanged = type(model) not in _KNOWN and not any(map(_is_changed, self._modules.values()))
-        self._is_chain = unchanged and not module_calls._global_forward_hooks
+        scripted = isinstance(model, torch.jit.ScriptModule)
+        self._is_chain = unchanged and not scripted and not module_calls._global_forward_hooks
+        self._weights = {path: _identities(module) for path, module in self._modules.items()}
         #: Roles of the axes ``first`` and ``second`` of the model's input, known after a recurrent layer.
         self._roles: dict[str, str] = {}
         self._input_axes: tuple[str, ...] = ()
@@ -206,6 +208,8 @@ class ChainRecorder:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if self._is_chain and threading.get_ident() == self._thread:
                 plain = torch.is_grad_enabled() and not kwargs and len(args) == 1 + self._is_tapped(path)
+                # torch.func.functional_call runs a module with other weights.
+                plain = plain and _identities(module) == self._weights[path]
                 fed = self._found(args[0]) if plain else None
                 self._reached = [] if fed is None else self._after(path, module, fed, output)
                 self._is_chain = bool(self._reached)
@@ -324,6 +328,11 @@ def _selected(reached: _ChainTensor, axis: str, index: int) -> _ChainTensor | No
 def _signed(number: int) -> int:
     """Return a saved index of autograd, which stores negative ones as unsigned 64-bit numbers."""
     return number - 2**64 if number >= 2**63 else number
+
+
+def _identities(module: nn.Module) -> list[int]:
+    """Return the identities of a module's own weights."""
+    return [id(weight) for weight in module._parameters.values()]
 
 
 def _is_changed(module: nn.Module) -> bool:

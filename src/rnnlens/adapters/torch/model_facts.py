@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Hashable, Iterator
 from typing import Any
 
@@ -57,7 +58,7 @@ def fingerprint(model: nn.Module) -> Hashable:
 
 def _state_of(module: nn.Module) -> Iterator[Any]:
     yield type(module), named_cell(module) is not None, is_disproved(module), registered(module)
-    yield getattr(type(module).forward, "__code__", None)
+    yield getattr(inspect.getattr_static(type(module), "forward", None), "__code__", None)
     for name, value in vars(module).items():
         if name in ("_parameters", "_buffers"):
             tensors = {key: tensor for key, tensor in value.items() if tensor is not None}
