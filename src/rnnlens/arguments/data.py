@@ -146,7 +146,8 @@ def is_lazy(tree: Any) -> bool:
 def _has_lazy(tree: Any, depth: int) -> bool:
     if isinstance(tree, Mapping | tuple | list) and not has_attribute(tree, "batch_sizes"):
         parts = list(tree.values()) if isinstance(tree, Mapping) else tree
-        numbers = len(parts) and isinstance(parts[0], int | float | str)  # a long list of them is not gone through
+        # A long list of numbers is not gone through.
+        numbers = isinstance(tree, tuple | list) and parts and isinstance(parts[0], int | float | str)
         return depth <= _DEEPEST and not numbers and any(_has_lazy(part, depth + 1) for part in parts)
     # A DataArray has the method also without Dask; its chunks are None then.
     return hasattr(type(tree), "__dask_graph__") and getattr(tree, "chunks", ()) is not None

@@ -62,7 +62,7 @@ def unrolled(model, x, zeros):
     ``zeros`` is added to them, so that they can be differentiated.
     """
     cell, hidden = model.get_layer("conv").cell, []
-    shape = keras.ops.convert_to_numpy(model.get_layer("conv")(x)).shape
+    shape = tuple(model.get_layer("conv")(x).shape)
     state = [keras.ops.zeros((2, *shape[2:]), dtype=cell.compute_dtype)] * 2
     for t in range(TIME):
         _, (new, carried) = cell(x[:, t], state)
