@@ -145,7 +145,7 @@ def test_other_equations_are_refused(sequences):
     weights = {"kernel": "w", "recurrent_kernel": "u", "bias": "b"}
     rl.cells.register(Coupled, Wrong, weights=weights)
     try:
-        with pytest.raises(rl.errors.UnsupportedError, match="equations of Wrong are not those of Coupled in 'rnn'"):
+        with pytest.raises(rl.errors.UnsupportedError, match="equations of Wrong differ from Coupled in 'rnn'"):
             rl.trace(model, x, loss=loss)
     finally:
         rl.cells.register(Coupled, CoupledEquations, weights=weights)
