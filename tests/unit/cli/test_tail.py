@@ -150,7 +150,9 @@ def test_the_loss_is_first_and_norms_of_weights_are_shown_on_request(tmp_path):
 def test_a_page_of_figures_that_grows_with_the_run(tmp_path):
     store = write(tmp_path / "<a>.zarr", 3, end=False)
     process = subprocess.Popen(
-        [*TAIL, str(tmp_path / "<a>.zarr"), "--serve", "--port", "0"], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", HEEDS_CTRL_C, "tail", "--every", "0.1", tmp_path / "<a>.zarr", "--serve", "--port", "0"],
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         address = re.search(r"http://127\.0\.0\.1:\d+/", process.stderr.readline()).group()

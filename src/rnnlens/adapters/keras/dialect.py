@@ -30,7 +30,7 @@ Override = Callable[[Any, str, Callable[..., Any]], None]
 
 
 @dataclass(frozen=True, eq=False)
-class CellLoop:
+class LoopOverCell:
     """A cell that the user's code calls step by step, with the attributes of a recurrent layer around it."""
 
     cell: Any
@@ -272,7 +272,7 @@ def dialect_of(thing: Any) -> Dialect:
 
     Raises UnsupportedError for a layer of a TensorFlow 1 graph, and TypeError for an object of neither package.
     """
-    thing = thing.cell if isinstance(thing, CellLoop) else thing
+    thing = thing.cell if isinstance(thing, LoopOverCell) else thing
     found = _of_type(type(thing))
     if found is not None and found.is_graph(thing):
         raise UnsupportedError(

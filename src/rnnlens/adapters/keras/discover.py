@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ...errors import LayerNotFoundError, ModelError, UnsupportedError, did_you_mean, message, two_layers_called
 from ..protocol import LayerInfo
-from .dialect import CellLoop, Dialect, dialect_of
+from .dialect import Dialect, LoopOverCell, dialect_of
 from .weights import kind_of, known_class, likeness
 
 
@@ -16,7 +16,7 @@ from .weights import kind_of, known_class, likeness
 class RecurrentSite:
     """One place in a model where a recurrence runs: a recurrent layer, one direction of a bidirectional one, or a cell.
 
-    The ``layer`` of a cell that the model's own code calls in a loop is a :class:`.dialect.CellLoop`. ``name`` is the
+    The ``layer`` of a cell that the model's own code calls in a loop is a :class:`.dialect.LoopOverCell`. ``name`` is the
     node name in results. ``refusal`` is the reason why the layer cannot be hooked, or None.
     """
 
@@ -39,7 +39,7 @@ class RecurrentSite:
     @property
     def is_loop(self) -> bool:
         """Whether the model's own code calls the cell step by step."""
-        return isinstance(self.layer, CellLoop)
+        return isinstance(self.layer, LoopOverCell)
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def _sites_of(name: str, layer: Any, wrapper: Any, model: Any) -> Iterator[Recur
     elif isinstance(layer, keras.layers.RNN):
         yield RecurrentSite(name, layer, layer, False, _refusal(name, layer, wrapper))
     elif hasattr(layer, "state_size") and layer.built and _is_called(layer, model):
-        yield RecurrentSite(name, CellLoop(layer), layer)
+        yield RecurrentSite(name, LoopOverCell(layer), layer)
 
 
 def _is_called(cell: Any, model: Any) -> bool:
