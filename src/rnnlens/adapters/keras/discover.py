@@ -16,7 +16,7 @@ from .weights import kind_of, known_class, likeness
 class RecurrentSite:
     """One place in a model where a recurrence runs: a recurrent layer, one direction of a bidirectional one, or a cell.
 
-    The ``layer`` of a cell that the model's own code calls in a loop is a :class:`.dialect.LoopOverCell`. ``name`` is the
+    For a cell that the model's own code calls in a loop, ``layer`` is a :class:`.dialect.LoopOverCell`. ``name`` is the
     node name in results. ``refusal`` is the reason why the layer cannot be hooked, or None.
     """
 
