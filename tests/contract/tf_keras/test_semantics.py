@@ -57,16 +57,12 @@ REFUSED = {
     "constants": lambda: constants(),
     "own call": lambda: own_call(),
     "CuDNN": lambda: cudnn(),
-    "ConvLSTM": lambda: keras.Sequential(
-        [keras.Input((5, 4, 4, 1)), keras.layers.ConvLSTM2D(2, 2, name="rnn"), keras.layers.Flatten()]
-    ),
 }
 SAYS = {
-    "changed activation": "Layer 'rnn' cannot be traced: LSTM was made for tanh and sigmoid",
+    "changed activation": "Layer 'rnn' cannot be traced: LSTM was built for tanh and sigmoid",
     "constants": "Layer 'rnn' cannot be traced: RNN hands constants to its cell.",
     "own call": "Layer 'rnn' cannot be traced: Doubled has a call of its own.",
     "CuDNN": "Layer 'rnn' cannot be traced: CuDNNLSTM is a cuDNN kernel, which runs on a GPU only.",
-    "ConvLSTM": "Layer 'rnn' cannot be traced: its states have spatial axes, and rnnlens does not have its equations.",
 }
 
 

@@ -204,7 +204,7 @@ def test_an_end_before_its_time(tmp_path, how):
 def test_silence_says_why(tmp_path):
     import lightning.pytorch as package
 
-    with pytest.warns(TrackingWarning, match="12 batches were trained on, and every=50 was due at none of them"):
+    with pytest.warns(TrackingWarning, match="12 batches were trained, and every=50 selected none of them"):
         fit(package, [rl.lightning.Watch(tmp_path / "a.zarr")])
 
 

@@ -166,7 +166,7 @@ def test_an_error_leaves_what_was_written(tmp_path):
 
 
 def test_silence_says_why(tmp_path):
-    with pytest.warns(TrackingWarning, match="12 batches were trained on, and every=50 was due at none of them"):
+    with pytest.warns(TrackingWarning, match="12 batches were trained, and every=50 selected none of them"):
         train(tmp_path / "t", [rl.transformers.Watch(tmp_path / "a.zarr")])
 
 
