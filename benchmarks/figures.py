@@ -89,6 +89,7 @@ def cases(samples: int, steps: int, units: int) -> dict[str, Callable[[], Any]]:
         "heatmap": lambda: p.heatmap(total),
         "heatmap, 64 panels": lambda: p.heatmap(total, max_panels=64),
         "heatmap of gates": lambda: p.heatmap(both.gates, max_panels=4),
+        "maps": lambda: p.maps(total.values.reshape(samples, steps, 16, -1, 8)),
         "points": lambda: p.points(total.isel(time=-1)),
         "histogram": lambda: p.histogram(total, log=True),
         "histogram, panel per unit": lambda: p.histogram(total, panel="unit"),

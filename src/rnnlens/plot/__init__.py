@@ -12,6 +12,7 @@ from .gradient_flow import gradient_flow
 from .heatmap import before_after, heatmap
 from .histograms import histogram, weights_histogram
 from .history import norm_history, weight_norms
+from .maps import maps
 from .memory import lag_profile, memory_lifetime
 from .texts import input_map, unit_over_text
 from .time_jacobian import jacobian_margins, time_jacobian
@@ -34,6 +35,7 @@ __all__ = [
     "input_map",
     "jacobian_margins",
     "lag_profile",
+    "maps",
     "memory_lifetime",
     "norm_history",
     "points",

@@ -22,6 +22,7 @@ def cases(gradient, layer, weights, jacobian, diagnosis, fixed_points, initial, 
     return {
         "curves": ([gradient()], "linewdith", "linewidth"),
         "heatmap": ([gradient()], "interpolaton", "interpolation"),
+        "maps": ([np.arange(240.0).reshape(2, 5, 3, 4, 2)], "interpolaton", "interpolation"),
         "points": ([gradient().isel(time=-1)], "markr", "marker"),
         "histogram": ([gradient()], "facecolr", "facecolor"),
         "weights_heatmap": ([weights()], "cmapp", "cmap"),
