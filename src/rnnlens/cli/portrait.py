@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from .. import plot
@@ -49,15 +50,23 @@ class Portrait:
 
 def table(portraits: Sequence[Portrait]) -> Table:
     """Return a table with one row per network."""
-    result = Table(title="How much of the 64 pixels before it a digit is named by")
-    result.add_column("layer")
-    for column in ("memory in use", "95 % interval", "at 1 %", "untrained", "training signal at lag 63", "accuracy"):
-        result.add_column(column, justify="right")
+    result = Table(title="How many of its 64 pixels a digit is recognised by", box=SIMPLE_HEAD, pad_edge=False)
+    result.add_column("layer", no_wrap=True)
+    # Lines of the headings are broken so that the table fits into 80 characters.
+    for column in (
+        "memory\nin use",
+        "95 %\ninterval",
+        "at 1 %",
+        "untrained",
+        "training\nsignal\nat lag 63",
+        "accuracy",
+    ):
+        result.add_column(column, justify="right", no_wrap=True)
     for portrait in portraits:
         result.add_row(portrait.layer, *_cells(portrait))
     result.caption = (
-        "On held-out digits. Memory in use: the last steps that the prediction needs, all others being another's.\n"
-        "Training signal: what is left of a cotangent on the final state, 63 steps back, after training."
+        "On held-out digits. Memory in use: how many of the last steps the prediction depends on.\n"
+        "Training signal: share of a gradient at the final state that is left 63 steps back, after training."
     )
     return result
 

@@ -127,7 +127,7 @@ def test_everything_at_a_reduced_size(tmp_path):
     printed = console.export_text()
     assert [portrait.layer for portrait in portraits] == ["simple_rnn", "gru", "lstm"]
     for portrait in portraits:
-        assert f"│ {portrait.layer}" in printed
+        assert f"\n {portrait.layer} " in printed
         assert next(iter(portrait.diagnosis.sentences.values())) in printed.replace("\n", " ")
         assert (tmp_path / "figures" / f"{portrait.layer}-before-after.png").stat().st_size > 0
         assert (tmp_path / "figures" / f"{portrait.layer}-diagnosis.png").stat().st_size > 0
