@@ -232,10 +232,9 @@ def _write_netcdf(tree: xr.DataTree, target: Path) -> None:
 
 
 def _write_zarr(tree: xr.DataTree, target: Path) -> None:
-    from .disk.store import recording
+    from .disk.store import new_recording
 
-    with atomic.replacing_folder(target) as folder:
-        store = recording(folder)
+    with atomic.replacing_folder(target) as folder, new_recording(folder) as store:
         encoding = _every_chunk(tree)
         tree.to_zarr(store, mode="w-", zarr_format=_ZARR_FORMAT, consolidated=True, encoding=encoding)
         store.seal()

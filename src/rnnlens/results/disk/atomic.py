@@ -13,7 +13,6 @@ import os
 import shutil
 import stat
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -207,11 +206,6 @@ def _sync_folder(folder: Path) -> None:
 
 def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
-        # Where one of the writers of a Zarr folder failed, the others may still put files into it for a moment.
-        for _ in range(40):
-            shutil.rmtree(path, ignore_errors=True)
-            if not path.exists():
-                break
-            time.sleep(0.05)
+        shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)

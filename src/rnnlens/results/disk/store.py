@@ -7,6 +7,7 @@ result that replaced the folder meanwhile, raises an error.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -14,8 +15,10 @@ import os
 import re
 import stat
 from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Condition
 from typing import Any
 
 import numpy as np
@@ -34,19 +37,48 @@ _ESCAPED = "\\"
 _TEXTS = {"id": "vlen-utf8"}
 
 
+class PendingWrites:
+    """Number of files that threads of Zarr are writing now; none may begin after :meth:`stop`."""
+
+    def __init__(self) -> None:
+        self.condition, self.count, self.stopped = Condition(), 0, False
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Count one file while the block writes it; raise OSError after :meth:`stop`."""
+        with self.condition:
+            if self.stopped:
+                raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+            self.count += 1
+        try:
+            yield
+        finally:
+            with self.condition:
+                self.count -= 1
+                self.condition.notify_all()
+
+    def stop(self, seconds: float = 10.0) -> None:
+        """Refuse further files, and wait until those that have begun are written, at most ``seconds``."""
+        with self.condition:
+            self.stopped = True
+            self.condition.wait_for(lambda: self.count == 0, seconds)
+
+
 class Recording(WrapperStore):  # type: ignore[misc]
     """Zarr store for writing: it records the SHA-256 of every file written."""
 
-    def __init__(self, store: Any, sums: dict[str, str] | None = None) -> None:
+    def __init__(self, store: Any, sums: dict[str, str] | None = None, pending: PendingWrites | None = None) -> None:
         super().__init__(store)
         self.sums: dict[str, str] = {} if sums is None else sums
+        self.pending = PendingWrites() if pending is None else pending
 
     def _with_store(self, store: Any) -> Recording:
-        return Recording(store, self.sums)
+        return Recording(store, self.sums, self.pending)
 
     async def set(self, key: str, value: Any) -> None:
         """Write one file and record its checksum."""
-        await self._store.set(key, value)
+        with self.pending.one():
+            await self._store.set(key, value)
         self.sums[key] = _sum(value.to_bytes())
 
     async def set_if_not_exists(self, key: str, value: Any) -> None:
@@ -71,6 +103,20 @@ class Recording(WrapperStore):  # type: ignore[misc]
 def recording(root: Path, sums: dict[str, str] | None = None) -> Recording:
     """Return a store that writes to the folder ``root``; ``sums`` are checksums recorded earlier."""
     return Recording(LocalStore(root), sums)
+
+
+@contextmanager
+def new_recording(root: Path) -> Iterator[Recording]:
+    """Yield a store that writes to the new folder ``root``; after an error nothing is written there any more.
+
+    Zarr writes files side by side: where one fails, others would still create the folder again after its removal.
+    """
+    store = recording(root)
+    try:
+        yield store
+    except BaseException:
+        store.pending.stop()
+        raise
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ...errors import FileError, InputError, RnnlensError, UnsupportedError, mes
 from ...results.array import ResultArray, record
 from ...results.checks import Check
 from ...results.disk.atomic import replacing_folder
-from ...results.disk.store import recording
+from ...results.disk.store import new_recording, recording
 from ...results.files import check_path
 from ...results.files import open as open_result
 from ...results.schema import labelled, to_host
@@ -227,8 +227,8 @@ class ZarrTarget:
         self.shape, self.dtype = labels.plan.shape, labels.plan.dtype
 
     def __enter__(self) -> ZarrTarget:
-        with self._errors(), replacing_folder(self.path) as folder:
-            sums = self._lay_out(folder)
+        with self._errors(), replacing_folder(self.path) as folder, new_recording(folder) as self.store:
+            sums = self._lay_out()
         self.store = recording(self.path, sums)
         self.array = self._group()["jacobian"].with_config(_EVERY_CHUNK)
         return self
@@ -244,10 +244,9 @@ class ZarrTarget:
         with self._errors():
             self.array[index] = np.asarray(values, dtype=self.dtype)
 
-    def _lay_out(self, folder: Path) -> dict[str, str]:
+    def _lay_out(self) -> dict[str, str]:
         """Write labels and an array without values; return the checksums of both."""
         template = self._template()
-        self.store = recording(folder)
         coords = template.coords.to_dataset()
         encoding = dict.fromkeys(coords.variables, _EVERY_CHUNK)
         coords.to_zarr(self.store, mode="w-", zarr_format=2, consolidated=False, encoding=encoding)
