@@ -207,13 +207,10 @@ class Progress:
     def advance(self, amount: float = 1.0) -> None:
         """Report that ``amount`` more of ``total`` is done."""
         self._done += amount
-        if self._bar is None and self._due():
+        if self._bar is None and self._wanted and time.monotonic() - self._start >= self._patience:
             self._show()
         if self._bar is not None:
             self._bar.update(self._task, completed=self._done)
-
-    def _due(self) -> bool:
-        return self._wanted and time.monotonic() - self._start >= self._patience
 
     def _show(self) -> None:
         from rich.console import Console
@@ -227,14 +224,12 @@ class Progress:
 
     def __enter__(self) -> Self:
         chosen = current().progress
-        self._wanted = _someone_watches() if chosen == "auto" else chosen
+        if chosen == "auto":
+            chosen = sys.stderr is not None and (sys.stderr.isatty() or "ipykernel" in sys.modules)
+        self._wanted = chosen
         self._start = time.monotonic()
         return self
 
     def __exit__(self, *exc: object) -> None:
         if self._bar is not None:
             self._bar.stop()
-
-
-def _someone_watches() -> bool:
-    return sys.stderr is not None and (sys.stderr.isatty() or "ipykernel" in sys.modules)

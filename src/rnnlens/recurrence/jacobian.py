@@ -9,7 +9,7 @@ and forward accumulation: Griewank, Walther 2008, doi:10.1137/1.9780898717761, c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +67,7 @@ def _block_length(system: System, source: RowSource, taps: Taps) -> int:
 def forward(
     system: System,
     entrances: Entrances,
-    sinks: dict[int, RowSink],
+    sinks: Mapping[int, RowSink],
     steps: frozenset[int],
     *,
     samples: slice = slice(None),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,10 @@ from ..recurrence.adjoint import (
 )
 from ..recurrence.cells import Cell, affine
 from ..recurrence.cells.cell import has_gates
+from ..recurrence.linear import System
 from ..recurrence.replay import Replay
 from ..recurrence.rounding import perturbed, replay_sensitivity
+from ..recurrence.sweep_rows import PointRows
 from ..recurrence.trajectory import Adjoint, over_time
 from ..results.checks import CEILING, REPLAY, Check, epsilon, rounding_bound
 from ..results.schema import to_host
@@ -172,10 +175,32 @@ def _at_last_step(run: Replay, output_grad: Array) -> Array:
 
 @dataclass
 class ReplayedCall:
-    """One direction of one call of a recurrent layer, and its replay."""
+    """One direction of one call of a recurrent layer, its replay, and the linear system around the replayed states."""
 
     call: RecurrentCall
     run: Replay
+
+    @cached_property
+    def system(self) -> System:
+        """The call, linearised around its replayed states."""
+        return self.run.linear_system(masked_output=self.call.masked_output)
+
+    def output_moves(self) -> Array | None:
+        """Return a mask (sample, time) of where the output depends on the state; None for everywhere."""
+        if self.call.masked_output == "zero" and self.call.mask is not None and self.run.output_is_state:
+            return self.call.mask
+        return self.call.output_from_state
+
+    def points(self, state: int, times: Sequence[int], block: Array, *, of_output: bool = False) -> PointRows:
+        """Return cotangents (sample or 1, time or 1, row, size) that enter a state at single steps.
+
+        ``of_output``: they are of the layer's output, and zero where that is a constant.
+        """
+        block = like(block, self.run.input)
+        moves = self.output_moves() if of_output else None
+        if moves is not None:
+            block = self.system.work.xp.where(moves[:, :, None, None], block, self.system.work.xp.zeros_like(block))
+        return PointRows(list(times), {state: block}, self.system.order)
 
     @property
     def last(self) -> int:
@@ -280,6 +305,11 @@ class ReplayedLayers:
         for both in replayed_calls.values():
             both.sort(key=lambda replayed: replayed.call.bidirectional and replayed.call.direction == "backward")
         return cls(replayed_calls, entangled, chain, output)
+
+    @property
+    def calls(self) -> tuple[ReplayedCall, ...]:
+        """All calls, in the order in which the layers ran."""
+        return tuple(one for both in self.replayed_calls.values() for one in both)
 
     def perturbed(self) -> ReplayedLayers:
         """Return replays in which every value inside the layers is perturbed by one rounding."""

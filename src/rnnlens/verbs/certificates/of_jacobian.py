@@ -26,11 +26,10 @@ from ...typing import Array
 from ...vocabulary import FEATURE, IN_FEATURE, IN_TIME, OUT_TIME, OUT_UNIT, SAMPLE, TIME, UNIT
 from ..axes import BatchAxes
 from ..names import TensorName, read
-from ..time_jacobian.ends import JacobianEnds
 from ..time_jacobian.execute import numbers
 from ..time_jacobian.network import open_network, reopen_network
 from ..time_jacobian.plan import JacobianPlan, WorkCount, make_plan, plan_for
-from ..time_jacobian.request import JacobianOptions, JacobianRequest, is_of_integers
+from ..time_jacobian.request import JacobianEnds, JacobianOptions, JacobianRequest, is_of_integers
 from .comparisons import Comparisons, attempt, outputs_of, steadied
 
 #: Values of ``measure`` for which the result is linear in the rows of the Jacobian.
@@ -238,9 +237,9 @@ def _through_whole_model(request: JacobianRequest, plan: JacobianPlan) -> WholeM
     A reference run has no tensor for inner ends. The claim sweeps the same recurrences and segments in the same order,
     from the model's output to its input. The result is a certificate "could not" if no such path exists.
     """
-    needed = {one.layer for one in (*plan.ends.of.within, *plan.ends.wrt.within)}
+    needed = {one.call.layer for one in (*plan.ends.of.within, *plan.ends.wrt.within)}
     if plan.network.is_cut:
-        needed |= {plan.network.recurrences[number].layer for number in plan.network.path.recurrences}
+        needed |= {plan.network.recurrences[number].call.layer for number in plan.network.path.recurrences}
     options = JacobianOptions(request.options.memory)
     for of, wrt in product(read("output", request.known), read("input", request.known)):
         whole = replace(request, of=of, wrt=wrt, options=options)
@@ -250,7 +249,7 @@ def _through_whole_model(request: JacobianRequest, plan: JacobianPlan) -> WholeM
             with reopen_network(whole, plan.network) as network:
                 on_path = network.path.recurrences if network.is_cut else range(len(network.recurrences))
                 whole_plan = make_plan(options, network)
-                if needed <= {network.recurrences[number].layer for number in on_path}:
+                if needed <= {network.recurrences[number].call.layer for number in on_path}:
                     claim = pushed_through(whole_plan, None, options.memory, _computed_in(whole, whole_plan))
                     return WholeModelClaim(whole, whole_plan, claim)
         except TooLargeError:
@@ -385,7 +384,7 @@ def _words(plan: JacobianPlan, claim: JacobianClaim) -> dict[str, tuple[str, ...
 
 def _computed_in(request: JacobianRequest, plan: JacobianPlan) -> str:
     """Return the coarsest dtype among those of the result, of the model and of its layers."""
-    layers = (one.replayed.call.compute_dtype for one in plan.network.recurrences)
+    layers = (one.call.compute_dtype for one in plan.network.recurrences)
     others = (part.dtype for part in request.adapter.facts(request.model).submodules.values())
     kinds = [str(plan.dtype), request.provenance.get("dtype", ""), *layers, *others]
     return functools.reduce(coarser, (kind or "" for kind in kinds))

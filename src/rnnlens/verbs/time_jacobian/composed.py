@@ -20,16 +20,17 @@ from ...recurrence.reductions import FieldCollector
 from ...recurrence.sweep_rows import FieldRows, PointRows
 from ...results.schema import to_host
 from ...typing import Array
-from .ends import JacobianEnd, LinearisedCall
+from ..recurrent_layers import ReplayedCall
 from .network import disconnected
 from .plan import JacobianPart, JacobianPiece, WorkCount
+from .request import JacobianEnd
 from .segments import OuterTensor, moved
 
 
 def compose_piece(part: JacobianPart, piece: JacobianPiece, tally: WorkCount) -> np.ndarray[Any, Any]:
     """Compute one piece by the composed route: (sample, output step and row, [time,] feature), all input steps."""
     found = _Descent(part, tally).go(times_of(part, piece))
-    return nothing_arrived(part, piece) if found is None else part.network.recurrences[0].work.numpy(found)
+    return nothing_arrived(part, piece) if found is None else part.network.recurrences[0].system.work.numpy(found)
 
 
 def nothing_arrived(part: JacobianPart, piece: JacobianPiece) -> np.ndarray[Any, Any]:
@@ -68,7 +69,7 @@ class _Descent:
         self._start(times)
         for number in self.network.path.order:
             one = self.network.recurrences[number]
-            if wrt.port in one.replayed.above() and wrt.port in self.arriving:
+            if wrt.port in one.above() and wrt.port in self.arriving:
                 # All recurrences above this call are done, so these rows are complete.
                 self.arrived = self.arriving[wrt.port]
             rows = self._entering(number)
@@ -88,11 +89,12 @@ class _Descent:
         tensor, segments = network.around.tensors[of.port], network.around.below(of.port)
         rows, rest = self.ends.rows_at(tensor.features), set(segments)
         for number, one in enumerate(network.recurrences):
-            output = one.replayed.above()[0]
+            output = one.above()[0]
             kind = segments[output].kind if output in segments and output != self.ends.wrt.port else ""
             if kind == "step" or (kind == "local" and times is not None):
                 at = [segments[output].step] if times is None else times
-                self.points[number] = one.output_points(at, segments[output].at_every_step(rows))
+                block = segments[output].at_every_step(rows)
+                self.points[number] = one.points(one.run.output_state, at, block, of_output=True)
                 rest.discard(output)
         if rest:
             field = like(starting_rows(tensor, times, rows), network.around.values[of.port])
@@ -101,22 +103,23 @@ class _Descent:
     def _entering(self, number: int) -> PointRows | FieldRows | None:
         """Combine all rows at the upper ports of a recurrence; None if there are none."""
         one, points = self.network.recurrences[number], self.points.get(number)
-        output, *finals = one.replayed.above()
+        output, *finals = one.above()
         top, ends = self.arriving.pop(output, None), [self.arriving.pop(port, None) for port in finals]
         flat = {i: e for i, e in enumerate(ends) if e is not None}
-        if top is not None and not one.replayed.call.returns_sequences:
+        if top is not None and not one.call.returns_sequences:
             top = _where_last_moves(one, top)
-            flat[one.output] = flat[one.output] + like(top, flat[one.output]) if one.output in flat else top
+            state = one.run.output_state
+            flat[state] = flat[state] + like(top, flat[state]) if state in flat else top
             top = None
         if top is None and not flat:
             return points
         if top is None and points is None:
-            blocks = {state: like(e, one.replayed.run.input)[:, None] for state, e in flat.items()}
-            return PointRows([one.replayed.last], blocks, one.system.order)
+            blocks = {state: like(e, one.run.input)[:, None] for state, e in flat.items()}
+            return PointRows([one.last], blocks, one.system.order)
         return _as_field(one, top, flat, points)
 
-    def _through(self, one: LinearisedCall, rows: PointRows | FieldRows) -> None:
-        below = [port for port in one.replayed.below() if port in self.network.path.tops]
+    def _through(self, one: ReplayedCall, rows: PointRows | FieldRows) -> None:
+        below = [port for port in one.below() if port in self.network.path.tops]
         left, arrived = swept_through(one, rows, below, self.ends.wrt, self.tally)
         if arrived is not None:
             self.arrived = arrived if self.arrived is None else self.arrived + arrived
@@ -129,9 +132,9 @@ class _Descent:
             self.arriving[port] = rows if here is None else here + like(rows, here)
 
 
-def _as_field(one: LinearisedCall, top: Array | None, flat: Mapping[int, Array], points: PointRows | None) -> FieldRows:
+def _as_field(one: ReplayedCall, top: Array | None, flat: Mapping[int, Array], points: PointRows | None) -> FieldRows:
     """Add rows over all steps, at the last step and at single steps into fields over all steps."""
-    work, time = one.work, one.system.time
+    work, time = one.system.work, one.system.time
     first = top if top is not None else next(iter(flat.values()), None)
     count = points.count if first is None and points is not None else int(first.shape[1])  # type: ignore[union-attr]
     sizes, batch = one.system.state_sizes, one.system.batch
@@ -143,13 +146,13 @@ def _as_field(one: LinearisedCall, top: Array | None, flat: Mapping[int, Array],
         return fields[state]
 
     if top is not None:
-        top, moves = like(top, one.replayed.run.input), one.output_moves()
+        top, moves = like(top, one.run.input), one.output_moves()
         if moves is not None:
             top = work.xp.where(moves[:, None, :, None], top, work.xp.zeros_like(top))
-        fields[one.output] = top + 0
+        fields[one.run.output_state] = top + 0
     for state, value in flat.items():
-        target = at(state)[:, :, one.replayed.last]
-        target[...] = target + like(value, one.replayed.run.input)
+        target = at(state)[:, :, one.last]
+        target[...] = target + like(value, one.run.input)
     if points is not None:
         for g, t in enumerate(points.times):  # rows of fields are in the requested order, not in that of the sweep
             rows = slice(g * points.group, (g + 1) * points.group)
@@ -160,15 +163,15 @@ def _as_field(one: LinearisedCall, top: Array | None, flat: Mapping[int, Array],
 
 
 def swept_through(
-    one: LinearisedCall, rows: PointRows | FieldRows, below: Sequence[Port], wrt: JacobianEnd, tally: WorkCount
+    one: ReplayedCall, rows: PointRows | FieldRows, below: Sequence[Port], wrt: JacobianEnd, tally: WorkCount
 ) -> tuple[dict[Port, Array], Array | None]:
     """Sweep rows through one recurrence; return rows at the ports ``below``, and rows at the lower end.
 
     The latter are None unless the lower end is a state of this recurrence. Rows are in the requested order.
     """
-    run, work, taps = one.replayed.run, one.work, Taps()
+    run, work, taps = one.run, one.system.work, Taps()
     batch, count = one.system.batch, rows.count
-    own_input, *initial = one.replayed.below()
+    own_input, *initial = one.below()
     fields: dict[Port, Array] = {}
     if own_input in below:
         fields[own_input] = work.zeros(batch, count, one.system.time, one.system.features)
@@ -209,19 +212,19 @@ def _rows_as_asked(points: PointRows) -> list[int] | None:
     return [order[t] * points.group + r for t in points.times for r in range(points.group)]
 
 
-def enter(one: LinearisedCall, of: JacobianEnd, times: Sequence[int] | None, block: Array) -> PointRows:
+def enter(one: ReplayedCall, of: JacobianEnd, times: Sequence[int] | None, block: Array) -> PointRows:
     """Return rows that start at a state or the output of a recurrent call."""
-    times = [one.replayed.last] if times is None else times
-    return one.output_points(times, block) if of.what == "output" else one.points(of.state, times, block)
+    times = [one.last] if times is None else times
+    return one.points(of.state, times, block, of_output=of.what == "output")
 
 
-def _where_last_moves(one: LinearisedCall, top: Array) -> Array:
+def _where_last_moves(one: ReplayedCall, top: Array) -> Array:
     """Set rows (sample, row, unit) to zero for samples whose last output is a constant."""
     moves = one.output_moves()
     if moves is None:
         return top
-    top = like(top, one.replayed.run.input)
-    return one.work.xp.where(moves[:, one.replayed.last][:, None, None], top, one.work.xp.zeros_like(top))
+    top = like(top, one.run.input)
+    return one.system.work.xp.where(moves[:, one.last][:, None, None], top, one.system.work.xp.zeros_like(top))
 
 
 def pull_piece(part: JacobianPart, piece: JacobianPiece, tally: WorkCount) -> np.ndarray[Any, Any]:
@@ -258,7 +261,7 @@ def _seeds(
     found = []
     for one in of.within:
         rows = enter(one, of, times, ends.rows_at(of.size))
-        left, arrived = swept_through(one, rows, one.replayed.below(), ends.wrt, tally)
+        left, arrived = swept_through(one, rows, one.below(), ends.wrt, tally)
         seeds |= left
         found.append(arrived)
     return seeds, found
@@ -270,27 +273,27 @@ def _arrived(part: JacobianPart, seeds: Mapping[Port, Array]) -> dict[Port, Arra
     return {port: moved(rows, 0, 1) for port, rows in pulled.items() if rows is not None}
 
 
-def _entering_uncut(one: LinearisedCall, arrived: Mapping[Port, Array]) -> FieldRows | None:
+def _entering_uncut(one: ReplayedCall, arrived: Mapping[Port, Array]) -> FieldRows | None:
     """Combine all rows at the upper ports of an uncut recurrence into fields on its states."""
-    work, time, replayed = one.work, one.system.time, one.replayed
+    work, time = one.system.work, one.system.time
     fields: dict[int, Array] = {}
 
     def put(state: int, steps: Any, rows: Array) -> None:
-        rows = like(rows, replayed.run.input)
+        rows = like(rows, one.run.input)
         if state not in fields:
             fields[state] = work.zeros(one.system.batch, int(rows.shape[1]), time, one.system.state_sizes[state])
         target = fields[state][:, :, steps]
         target[...] = target + rows
 
     for port, rows in arrived.items():
-        if port not in replayed.readers():
+        if port not in one.readers():
             continue
         if port.kind == "output":
             moves = one.output_moves()
-            rows = like(rows, replayed.run.input)
+            rows = like(rows, one.run.input)
             if moves is not None:
                 rows = work.xp.where(moves[:, None, :, None], rows, work.xp.zeros_like(rows))
-            put(one.output, slice(None) if replayed.call.returns_sequences else replayed.last, rows)
+            put(one.run.output_state, slice(None) if one.call.returns_sequences else one.last, rows)
         else:
-            put(port.index, slice(None) if port.kind == "state_read" else replayed.last, rows)
+            put(port.index, slice(None) if port.kind == "state_read" else one.last, rows)
     return FieldRows(fields, one.system.order) if fields else None

@@ -5,7 +5,7 @@ Norms are computed inside the sweep, and the sweep may run forward or in reverse
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,9 @@ from ...recurrence.jacobian import forward_flops, reverse_flops, unit_flops
 from ...recurrence.linear import Pattern
 from ...recurrence.sweep_reverse import plan_blocks
 from ...typing import Array
-from .ends import JacobianEnds, LinearisedCall
+from ..recurrent_layers import ReplayedCall
 from .network import JacobianNetwork
+from .request import JacobianEnds
 from .segments import Segment
 
 
@@ -33,55 +34,35 @@ class DirectRoute:
         (sample or 1, time or 1, row, size): matrix from the state to the rows; None for the state itself.
     below
         The local segment below the layer's input; None if the lower end is a state of the layer.
-    step
-        The step at which rows of an upper end without time enter; None for the last one.
+    times
+        Steps at which rows enter.
+    in_times
+        Requested input steps; -1 for the initial state.
+    pattern
+        Sharing pattern for rows of all state units that never mix; None with a readout or without a pattern.
     """
 
-    one: LinearisedCall
+    one: ReplayedCall
     state: int
     readout: Array | None
     below: Segment | None
     ends: JacobianEnds
-    step: int | None = None
-
-    @property
-    def times(self) -> list[int]:
-        """Steps at which rows enter."""
-        if self.ends.out_times is not None:
-            return self.ends.out_times
-        if self.step is not None:
-            return [self.step]
-        *_, last = self.one.replayed.run.steps()
-        return [last]
-
-    @property
-    def in_times(self) -> list[int]:
-        """Requested input steps; -1 for the initial state."""
-        return [-1] if self.ends.in_times is None else self.ends.in_times
-
-    def at(self, ins: slice) -> DirectRoute:
-        """Return the same route for some of the input steps."""
-        if self.ends.in_times is None:
-            return self
-        return replace(self, ends=replace(self.ends, in_times=self.ends.in_times[ins]))
+    times: list[int]
+    in_times: list[int]
+    pattern: Pattern | None
 
     def alive(self) -> np.ndarray[Any, Any]:
         """Return the number of active rows at each step of a reverse sweep, in its order."""
-        run, ends = self.one.replayed.run, self.ends
+        run, ends = self.one.run, self.ends
         position = {t: i for i, t in enumerate(run.steps())}
         outs, ins = sorted(position[t] for t in self.times), [position.get(t, -1) for t in self.in_times]
         steps = np.arange(max(min(ins), 0), outs[-1] + 1)
         found: np.ndarray[Any, Any] = ends.rows * (len(outs) - np.searchsorted(outs, steps))
         return found[::-1]
 
-    @property
-    def pattern(self) -> Pattern | None:
-        """Sharing pattern for rows of all state units that never mix; None with a readout or without a pattern."""
-        return self.one.system.pattern(self.state) if self.readout is None else None
-
     def flops(self, mode: str) -> float:
         """Return the FLOPs of a sweep in this mode."""
-        run, system, ends = self.one.replayed.run, self.one.system, self.ends
+        run, system, ends = self.one.run, self.one.system, self.ends
         if mode == "reverse" and self.pattern is not None:
             features = 1 if self.below is None or ends.measured_by is not None else ends.wrt.size
             return unit_flops(system, self.state, self.alive() // ends.rows, features)
@@ -101,7 +82,7 @@ class DirectRoute:
         width = 2 * (system.rows + (features if mode == "reverse" else 0)) + system.scratch
         if mode == "reverse":
             width += system.rows
-        return rows * width * self.one.work.itemsize
+        return rows * width * self.one.system.work.itemsize
 
     def unit_bytes(self, mode: str) -> int:
         """Return the extra bytes per sample of a blocked reverse sweep, independent of the number of output steps."""
@@ -119,15 +100,21 @@ def direct_route(network: JacobianNetwork, ends: JacobianEnds) -> DirectRoute | 
     if above is None:
         return None
     one, state, readout, step = above
-    if ends.wrt.port is None:
-        return DirectRoute(one, state, readout, None, ends, step) if ends.wrt.within[0] is one else None
-    below = _below(network, one, ends.wrt.port)
-    return None if below is None else DirectRoute(one, state, readout, below, ends, step)
+    below = None
+    if ends.wrt.port is not None:
+        below = _below(network, one, ends.wrt.port)
+        if below is None:
+            return None
+    elif ends.wrt.within[0] is not one:
+        return None
+    times = ends.out_times or [one.last if step is None else step]
+    pattern = one.system.pattern(state) if readout is None else None
+    return DirectRoute(one, state, readout, below, ends, times, ends.in_times or [-1], pattern)
 
 
 def _from_above(
     network: JacobianNetwork, ends: JacobianEnds
-) -> tuple[LinearisedCall, int, Array | None, int | None] | None:
+) -> tuple[ReplayedCall, int, Array | None, int | None] | None:
     """Return the recurrence in which rows start, the index of the state, the readout, and the step if it is fixed.
 
     None if there is no such recurrence.
@@ -140,23 +127,23 @@ def _from_above(
         return None
     port, segment = useful[0]
     one = network.recurrences[network.returned_by[port]]
-    if port != one.replayed.above()[0]:
+    if port != one.above()[0]:
         return None
-    rows, sequences = ends.rows_at(of.size), one.replayed.call.returns_sequences
+    rows, sequences = ends.rows_at(of.size), one.call.returns_sequences
     if segment.kind == "local" and sequences:
         identity = segment.block is None and ends.weights is None
-        return one, one.output, None if identity else segment.at_every_step(rows), None
+        return one, one.run.output_state, None if identity else segment.at_every_step(rows), None
     if segment.kind == "step" and sequences:
-        return one, one.output, segment.at_every_step(rows), segment.step
+        return one, one.run.output_state, segment.at_every_step(rows), segment.step
     if segment.kind == "flat" and not sequences:
         assert segment.block is not None
-        return one, one.output, (like(rows[:, 0], segment.block) @ segment.block)[:, None], None
+        return one, one.run.output_state, (like(rows[:, 0], segment.block) @ segment.block)[:, None], None
     return None
 
 
-def _below(network: JacobianNetwork, one: LinearisedCall, wrt: Port) -> Segment | None:
+def _below(network: JacobianNetwork, one: ReplayedCall, wrt: Port) -> Segment | None:
     """Return the only local segment from the layer's input to the lower end; None if there is no such."""
-    own_input, *initial = one.replayed.below()
+    own_input, *initial = one.below()
     found = [(port, *rest) for port in (own_input, *initial) for rest in _on_path(network, port, wrt)]
     if len(found) != 1:
         return None

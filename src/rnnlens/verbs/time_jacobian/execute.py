@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cached_property
 from os import PathLike
 from typing import Any
@@ -13,7 +14,7 @@ from ...autodiff.tensors import like
 from ...recurrence.jacobian import Entrances, Taps, forward, reverse
 from ...recurrence.parallel import for_each, large_parts
 from ...recurrence.reductions import Collector, Extent, Reduction
-from ...recurrence.sweep_rows import Cost, PointRows, Units, Vanished
+from ...recurrence.sweep_rows import PointRows, Units, Vanished
 from ...results.array import ResultArray
 from ...results.checks import warn_about
 from ...settings import Progress
@@ -27,28 +28,23 @@ from .plan import IN_DIRECTION, JacobianPart, JacobianPiece, JacobianPlan, WorkC
 Advance = Callable[[], None]
 
 
-def sweep_piece(part: JacobianPart, piece: JacobianPiece, tally: WorkCount, advance: Advance) -> np.ndarray[Any, Any]:
-    """Compute one piece by the direct route: ([sample], out step, [row], in step, [feature]), or measured."""
-    return _PieceSweep(part, piece).values(tally, advance)
-
-
 class _PieceSweep:
     """One sweep over the samples, output steps and input steps of a piece."""
 
     def __init__(self, part: JacobianPart, piece: JacobianPiece) -> None:
         assert part.direct is not None
-        self.direct, self.mode, self.rtol = part.direct.at(piece.ins), part.mode, part.rtol
+        self.direct = replace(part.direct, in_times=part.direct.in_times[piece.ins])
+        self.mode, self.rtol = part.mode, part.rtol
         self.samples, self.times = piece.samples, self.direct.times[piece.outs]
-        self.one, self.ends, self.work = self.direct.one, self.direct.ends, self.direct.one.work
-        reverse = self.mode == "reverse"
-        self.places = {t: i for i, t in enumerate(self.direct.in_times if reverse else self.times)}
-        self.rows, self.width = (
-            (self.ends.rows, self.ends.wrt.size) if reverse else (self.ends.wrt.size, self.ends.rows)
-        )
-        self.groups = len(self.times) if reverse else len(self.entrances.times) or 1
+        self.one, self.ends, self.work = self.direct.one, self.direct.ends, self.direct.one.system.work
+        is_reverse = self.mode == "reverse"
+        self.places = {t: i for i, t in enumerate(self.direct.in_times if is_reverse else self.times)}
+        sizes = (self.ends.rows, self.ends.wrt.size)
+        self.rows, self.width = sizes if is_reverse else sizes[::-1]
+        self.groups = len(self.times) if is_reverse else len(self.entrances.times) or 1
 
     def values(self, tally: WorkCount, advance: Advance) -> np.ndarray[Any, Any]:
-        """Run the sweep; return (sample, group, [row,] in step, [feature]), or measured and averaged values."""
+        """Run the sweep; return ([sample], out step, [row], in step, [feature]), or measured and averaged values."""
         whole = None if self.ends.average else self._collector(self.samples, None)
         parts, done = self._parts(), {}
 
@@ -58,14 +54,24 @@ class _PieceSweep:
                 room = whole.result[some.start - self.samples.start : some.stop - self.samples.start]
             collector = self._collector(some, room)
             pruning = None if self.rtol is None else Vanished(self.work, self.rtol, self.rows)
-            walk = self._reverse if self.mode == "reverse" else self._forward
-            cost = walk(some, collector, pruning, advance if some is parts[0] else None)
+            tick = advance if some is parts[0] else None
+            if self.mode == "reverse":
+                taps = self._taps(collector)
+                cost = reverse(self.one.system, self.points, taps, samples=some, pruning=pruning, progress=tick)
+            else:
+                system, ends = self.one.system, {self.direct.state: collector}
+                reached = frozenset(self.times)
+                cost = forward(system, self.entrances, ends, reached, samples=some, pruning=pruning, progress=tick)
             done[some.start] = (collector, cost, pruning)
 
         for_each(one, parts, xp=self.work.xp)
         finished = [done[some.start] for some in parts]
         for collector, cost, pruning in finished:
-            _count(tally, cost, pruning, collector)
+            tally.flops += cost.flops
+            if pruning is not None:
+                tally.pruned_error_square += collector.error_squares
+                tally.pruned_rows += pruning.dropped
+                tally.pruned = True
         result = whole.result if whole is not None else sum(collector.result for collector, _, _ in finished)
         return self._arranged(self.work.numpy(result))
 
@@ -92,21 +98,6 @@ class _PieceSweep:
             result=room,
         )
 
-    def _reverse(self, samples: slice, collector: Collector, pruning: Vanished | None, advance: Advance | None) -> Cost:
-        taps = self._taps(collector)
-        return reverse(self.one.system, self.points, taps, samples=samples, pruning=pruning, progress=advance)
-
-    def _forward(self, samples: slice, collector: Collector, pruning: Vanished | None, advance: Advance | None) -> Cost:
-        return forward(
-            self.one.system,
-            self.entrances,
-            {self.direct.state: collector},
-            frozenset(self.times),
-            samples=samples,
-            pruning=pruning,
-            progress=advance,
-        )
-
     def _arranged(self, result: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Put the steps into the requested order and the axes into that of the result."""
         axis = 0 if self.ends.average else 1
@@ -115,7 +106,7 @@ class _PieceSweep:
             result = _reorder(result, [order[t] for t in self.times], axis + 1)
             return np.moveaxis(result, axis, axis + (1 if self.ends.measured_by is not None else 2))
         if self.groups > 1:
-            entered = [t for t in self.one.replayed.run.steps() if t in set(self.direct.in_times)][::-1]
+            entered = [t for t in self.one.run.steps() if t in set(self.direct.in_times)][::-1]
             order = {t: i for i, t in enumerate(entered)}
             result = _reorder(result, [order[t] for t in self.direct.in_times], axis + 1)
         return result if self.ends.measured_by is not None else np.moveaxis(result, -1, axis + 1)
@@ -128,9 +119,7 @@ class _PieceSweep:
             moves = one.output_moves() if self.ends.of.what == "output" else None
             return Units(self.times, state, one.system.state_sizes[state], one.system.order, moves)
         block = np.eye(one.system.state_sizes[state])[None, None] if readout is None else readout
-        if self.ends.of.what == "output":
-            return one.output_points(self.times, block)
-        return one.points(state, self.times, block)
+        return one.points(state, self.times, block, of_output=self.ends.of.what == "output")
 
     @cached_property
     def entrances(self) -> Entrances:
@@ -142,7 +131,7 @@ class _PieceSweep:
             return Entrances("state", times, state=wrt.state)
         block = below.block
         if block is not None:
-            block = like(block, self.one.replayed.run.input).swapaxes(-1, -2)
+            block = like(block, self.one.run.input).swapaxes(-1, -2)
         return Entrances("input", times, block)
 
     def _taps(self, collector: Collector) -> Taps:
@@ -158,7 +147,7 @@ class _PieceSweep:
         below = self.direct.below
         if below is None or below.block is None:
             return None
-        block = like(below.block, self.one.replayed.run.input)
+        block = like(below.block, self.one.run.input)
 
         def readout(t: int, values: Array) -> Array:
             at = block[:, 0 if block.shape[1] == 1 else t]
@@ -172,7 +161,7 @@ class _PieceSweep:
         if block is None and moves is None:
             return None
         if block is not None:
-            block = like(block, self.one.replayed.run.input)
+            block = like(block, self.one.run.input)
 
         def readout(t: int, values: Array) -> Array:
             if block is not None:
@@ -183,14 +172,6 @@ class _PieceSweep:
             return values
 
         return readout
-
-
-def _count(tally: WorkCount, cost: Cost, pruning: Vanished | None, collector: Collector) -> None:
-    tally.flops += cost.flops
-    if pruning is not None:
-        tally.pruned_error_square += collector.error_squares
-        tally.pruned_rows += pruning.dropped
-        tally.pruned = True
 
 
 def _reorder(array: np.ndarray[Any, Any], order: list[int], axis: int) -> np.ndarray[Any, Any]:
@@ -213,7 +194,7 @@ Values = np.ndarray[Any, Any]
 def execute(labels: JacobianLabels, out: str | PathLike[str] | None = None) -> ResultArray:
     """Run a plan and label its result; write it to a file piece by piece if ``out`` is given."""
     plan, tally = labels.plan, WorkCount()
-    checks = [replay_check(one.replayed.call, one.replayed.run) for one in plan.network.recurrences]
+    checks = [replay_check(one.call, one.run) for one in plan.network.recurrences]
     if out is None:
         found = labels.array(numbers(plan, tally), tally, checks)
     else:
@@ -250,7 +231,12 @@ def _results(part: JacobianPart, tally: WorkCount, advance: Advance) -> Iterator
     """Yield each piece with its values; averaged over samples if requested."""
     waiting: dict[tuple[int, int], Values] = {}
     for piece in sorted(part.pieces, key=lambda p: (p.outs.start, p.ins.start, p.samples.start)):
-        values = _values(part, piece, tally, advance)
+        if part.route == "direct":
+            values = _PieceSweep(part, piece).values(tally, advance)
+        else:
+            advance()
+            every = {"composed": compose_piece, "uncut": pull_piece}[part.route](part, piece, tally)
+            values = _measured(part, piece, every)
         if not part.ends.average:
             yield piece, values
             continue
@@ -260,15 +246,6 @@ def _results(part: JacobianPart, tally: WorkCount, advance: Advance) -> Iterator
             yield piece, values / part.network.samples
         else:
             waiting[key] = values
-
-
-def _values(part: JacobianPart, piece: JacobianPiece, tally: WorkCount, advance: Advance) -> Values:
-    """Compute one piece by the route of its part: ([sample], out step, [row], in step, [feature]), or measured."""
-    if part.route == "direct":
-        return sweep_piece(part, piece, tally, advance)
-    advance()
-    every = {"composed": compose_piece, "uncut": pull_piece}[part.route](part, piece, tally)
-    return _measured(part, piece, every)
 
 
 def _measured(part: JacobianPart, piece: JacobianPiece, every: Values) -> Values:

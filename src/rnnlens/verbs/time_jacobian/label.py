@@ -24,7 +24,6 @@ from ...results.files import open as open_result
 from ...results.schema import labelled, to_host
 from ...vocabulary import BACKWARD, FEATURE, FORWARD, IN_FEATURE, IN_TIME, OUT_TIME, SAMPLE, TIME
 from ..axes import InputCoordinates
-from .ends import JacobianEnds
 from .plan import IN_DIRECTION, JacobianPlan, WorkCount
 from .request import JacobianOptions
 
@@ -116,28 +115,23 @@ class JacobianLabels:
     inputs: InputCoordinates
     frozen: bool = False
 
-    @property
-    def ends(self) -> JacobianEnds:
-        """The two ends of the plan."""
-        return self.plan.ends
-
     def coords(self) -> dict[str, Any]:
         """Return the requested steps, and coordinates of the inputs where they fit."""
         found: dict[str, Any] = {SAMPLE: self.inputs.find(SAMPLE, self.plan.network.samples)}
-        ends = self.ends
+        ends = self.plan.ends
         for dim, end, times in ((OUT_TIME, ends.of, ends.out_times), (IN_TIME, ends.wrt, ends.in_times)):
             if times is not None and end.times is not None:
                 labels = self.inputs.find(TIME, end.times)
                 found[dim] = times if labels is None else labels[times]
         if ends.wrt.what == "input" and ends.wrt.name.layer is None:
             found[IN_FEATURE] = self.inputs.find(FEATURE, ends.wrt.size, ends.wrt.name.index)
-        if self.ends.wrt.bidirectional:
+        if self.plan.ends.wrt.bidirectional:
             found[IN_DIRECTION] = [FORWARD, BACKWARD]
         return {dim: labels for dim, labels in found.items() if labels is not None and dim in self.plan.dims}
 
     def attrs(self, tally: WorkCount, checks: Sequence[Check]) -> dict[str, Any]:
         """Return the attributes of the Jacobian's DataArray: definition, route, mode, cost and self-checks."""
-        ends, plan = self.ends, self.plan
+        ends, plan = self.plan.ends, self.plan
         of, wrt = ends.of.name.text, ends.wrt.name.text
         mean = ", averaged over samples" if ends.average else ""
         units = "output units" if ends.projection is None else "the projected output units"
@@ -168,35 +162,26 @@ class JacobianLabels:
 
     def array(self, values: Any, tally: WorkCount, checks: Sequence[Check]) -> ResultArray:
         """Label computed values; the last axis (estimate, variance) of a sketch becomes value and standard error."""
-        attrs = self.attrs(tally, checks)
-        if self.ends.sketch is None:
-            return self._labelled(values, attrs)
-        squared, variance = values[..., 0], values[..., 1]
-        result = self._labelled(np.sqrt(squared), attrs)
-        extra = {
-            "norm_squared": (squared, "unbiased estimate of the squared Frobenius norm"),
-            "norm_squared_stderr": (np.sqrt(variance), "standard error of norm_squared"),
-        }
-        coords = {
-            name: xr.Variable(self.plan.dims, array, {"long_name": words, "units": "1"})
-            for name, (array, words) in extra.items()
-        }
-        return ResultArray(result.assign_coords(coords))
-
-    def _labelled(self, values: Any, attrs: Mapping[str, Any]) -> ResultArray:
-        array = labelled(
-            values, self.plan.dims, name="jacobian", attrs=attrs, coords=self.coords(), provenance=self.provenance
-        )
+        dims, attrs, coords = self.plan.dims, self.attrs(tally, checks), {}
+        if self.plan.ends.sketch is not None:
+            squared, variance = values[..., 0], values[..., 1]
+            values = np.sqrt(squared)
+            words = {"units": "1", "long_name": "unbiased estimate of the squared Frobenius norm"}
+            coords["norm_squared"] = xr.Variable(dims, squared, words)
+            words = {"units": "1", "long_name": "standard error of norm_squared"}
+            coords["norm_squared_stderr"] = xr.Variable(dims, np.sqrt(variance), words)
         words = {"units": "1", "long_name": "step is not padding"}
-        masks = {time: mask for time, mask in self.masks().items() if {SAMPLE, time} <= set(self.plan.dims)}
-        coords = {f"{time}_mask": xr.Variable((SAMPLE, time), mask, words) for time, mask in masks.items()}
+        masks = {time: mask for time, mask in self.masks().items() if {SAMPLE, time} <= set(dims)}
+        coords |= {f"{time}_mask": xr.Variable((SAMPLE, time), mask, words) for time, mask in masks.items()}
+        own, source = self.coords(), self.provenance
+        array = labelled(values, dims, name="jacobian", attrs=attrs, coords=own, provenance=source)
         return ResultArray(array.assign_coords(coords))
 
     def masks(self) -> dict[str, np.ndarray[Any, Any]]:
         """Return masks (sample, step) of the requested steps of either end, if some steps are padding."""
-        every = (one.replayed.run.mask for one in self.plan.network.recurrences)
+        every = (one.run.mask for one in self.plan.network.recurrences)
         known = [np.asarray(to_host(mask)) for mask in every if mask is not None]
-        found, ends = {}, self.ends
+        found, ends = {}, self.plan.ends
         for time, end, steps in ((OUT_TIME, ends.of, ends.out_times), (IN_TIME, ends.wrt, ends.in_times)):
             mask = next((mask for mask in known if mask.shape[1] == end.times), None)
             if mask is not None and steps is not None and not mask.all():

@@ -18,11 +18,9 @@ from ...typing import Array
 from ...vocabulary import TIME
 from ..axes import TensorLayouts, learned, refusal, refuse_unclear_steps, refuse_unknown, text_of
 from ..names import TensorName, refuse_lone_output
-from ..recurrent_layers import ReplayedLayers
-from .chain import known_chain
-from .ends import JacobianEnd, LinearisedCall
-from .request import JacobianRequest
-from .segments import OuterTensor, SegmentGraph
+from ..recurrent_layers import ReplayedCall, ReplayedLayers
+from .request import JacobianEnd, JacobianRequest
+from .segments import OuterTensor, SegmentGraph, known_chain
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ class JacobianNetwork:
         Layouts of the tensors at the two ends.
     """
 
-    recurrences: tuple[LinearisedCall, ...]
+    recurrences: tuple[ReplayedCall, ...]
     of: JacobianEnd
     wrt: JacobianEnd
     around: SegmentGraph = field(default_factory=SegmentGraph)
@@ -83,7 +81,8 @@ class JacobianNetwork:
     def dtype(self) -> np.dtype[Any]:
         """Dtype of the result: that of the replayed recurrences, else of the upper end."""
         if self.recurrences:
-            found: np.dtype[Any] = self.recurrences[0].work.numpy(self.recurrences[0].replayed.run.input[:0]).dtype
+            first = self.recurrences[0]
+            found: np.dtype[Any] = first.system.work.numpy(first.run.input[:0]).dtype
             return found
         assert self.of.port is not None
         return to_host(self.around.values[self.of.port]).dtype  # type: ignore[no-any-return]
@@ -91,7 +90,7 @@ class JacobianNetwork:
     @cached_property
     def returned_by(self) -> dict[Port, int]:
         """Index of the recurrence that returns a tensor, by port."""
-        return {port: i for i, one in enumerate(self.recurrences) for port in one.replayed.above()}
+        return {port: i for i, one in enumerate(self.recurrences) for port in one.above()}
 
     @cached_property
     def path(self) -> NetworkPath:
@@ -117,7 +116,7 @@ class JacobianNetwork:
                 entered.add(number)
                 one = self.recurrences[number]
                 ends_here = any(one is inner for inner in self.wrt.within)
-                gone[number] = any([ends_here] if ends_here else [from_tensor(port) for port in one.replayed.below()])
+                gone[number] = any([ends_here] if ends_here else [from_tensor(port) for port in one.below()])
             return gone[number]
 
         if self.of.port is not None:
@@ -131,11 +130,6 @@ class JacobianNetwork:
             tuple(reversed(gone)),
             cyclic,
         )
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether a path leads from one end to the other."""
-        return bool(self.path.recurrences) or self.of.port in self.path.tops
 
 
 @contextmanager
@@ -168,21 +162,20 @@ def reopen_network(request: JacobianRequest, network: JacobianNetwork) -> Iterat
 @contextmanager
 def _opened(request: JacobianRequest, inside: ReplayedLayers) -> Iterator[JacobianNetwork]:
     """Open the network around replayed recurrences; without cuts if recurrences read each other in a cycle."""
-    recurrences = tuple(LinearisedCall.of(replayed) for both in inside.replayed_calls.values() for replayed in both)
-    of, wrt = _inner(request.of, inside, recurrences, "of"), _inner(request.wrt, inside, recurrences, "wrt")
-    if of is not None and wrt is not None and not inside.entangled and _same(of, wrt):
-        yield JacobianNetwork(recurrences, of, wrt, inside=inside)
+    of, wrt = _inner(request.of, inside, "of"), _inner(request.wrt, inside, "wrt")
+    if of and wrt and not inside.entangled and {id(one) for one in of.within} == {id(one) for one in wrt.within}:
+        yield JacobianNetwork(inside.calls, of, wrt, inside=inside)
         return
     outer = [None if end is not None else _port(name) for end, name in ((of, request.of), (wrt, request.wrt))]
     layouts = TensorLayouts(request.layouts, request.adapter)
     chain = None if inside.entangled or request.layouts else known_chain(request, inside, outer[0], outer[1])
     if chain is not None:
-        yield _network(request, inside, recurrences, (of, wrt), chain, TensorLayouts({}, AxisConvention()))
+        yield _network(request, inside, (of, wrt), chain, TensorLayouts({}, AxisConvention()))
         return
     with _pullback(request, inside, outer, wrt) as pullback:
         tensors = _tensors(request, inside, pullback.values, outer, layouts)
-        around = SegmentGraph(pullback.values, pullback, tensors)
-        network = _network(request, inside, recurrences, (of, wrt), around, layouts)
+        around = SegmentGraph(dict(pullback.values), pullback, tensors)
+        network = _network(request, inside, (of, wrt), around, layouts)
         if inside.entangled or not network.path.is_cyclic:
             yield network
             return
@@ -210,19 +203,17 @@ def _look_inside(request: JacobianRequest) -> ReplayedLayers:
     return inside
 
 
-def _inner(
-    name: TensorName, inside: ReplayedLayers, recurrences: Sequence[LinearisedCall], role: str
-) -> JacobianEnd | None:
+def _inner(name: TensorName, inside: ReplayedLayers, role: str) -> JacobianEnd | None:
     """Return the end if it lies inside a recurrence where the framework has no tensor for it; else None."""
     if inside.entangled and _is_tensor(name, inside):
         return None
     if name.what in ("state", "final_state", "initial_state"):
-        return _state_end(name, _linearised(inside, name.layer, recurrences))
+        return _state_end(name, inside.layer(name.layer))
     if role == "wrt" or name.what != "output" or name.layer is None:
         return None
     if not any(node == name.layer or node.rpartition("#")[0] == name.layer for node in inside.replayed_calls):
         return None
-    within = _linearised(inside, name.layer, recurrences)
+    within = inside.layer(name.layer)
     return _output_end(name, within[0]) if len(within) == 1 else None
 
 
@@ -232,16 +223,9 @@ def _is_tensor(name: TensorName, inside: ReplayedLayers) -> bool:
     return inside.is_stepwise(name) or (bool(calls) and all(replayed.call.stepwise for replayed in calls))
 
 
-def _linearised(
-    inside: ReplayedLayers, layer: str | None, recurrences: Sequence[LinearisedCall]
-) -> list[LinearisedCall]:
-    replayed_calls = inside.layer(layer)
-    return [next(one for one in recurrences if one.replayed is replayed) for replayed in replayed_calls]
-
-
-def _state_end(name: TensorName, within: Sequence[LinearisedCall]) -> JacobianEnd:
+def _state_end(name: TensorName, within: Sequence[ReplayedCall]) -> JacobianEnd:
     """Return the end at a state of a recurrent layer."""
-    time, states = int(within[0].replayed.run.input.shape[1]), within[0].replayed.run.states
+    time, states = int(within[0].run.input.shape[1]), within[0].run.states
     if name.index >= len(states):
         got = f"{name.text}, state number {name.index} of {len(states)}"
         raise InputError(message(f"There is no {name.text}.", got=got))
@@ -249,16 +233,11 @@ def _state_end(name: TensorName, within: Sequence[LinearisedCall]) -> JacobianEn
     return JacobianEnd(name, tuple(within), None, name.what, name.index, size, time if name.what == "state" else None)
 
 
-def _output_end(name: TensorName, one: LinearisedCall) -> JacobianEnd:
+def _output_end(name: TensorName, one: ReplayedCall) -> JacobianEnd:
     """Return the end at the output of a unidirectional recurrent layer: a state, or a custom cell's own output."""
-    call = one.replayed.call
+    call = one.call
     times = int(call.input.shape[1]) if call.returns_sequences else None
-    return JacobianEnd(name, (one,), None, "output", one.output, int(call.output.shape[-1]), times)
-
-
-def _same(of: JacobianEnd, wrt: JacobianEnd) -> bool:
-    """Return whether both ends lie in the same recurrences."""
-    return {id(one) for one in of.within} == {id(one) for one in wrt.within}
+    return JacobianEnd(name, (one,), None, "output", one.run.output_state, int(call.output.shape[-1]), times)
 
 
 def _port(name: TensorName) -> Port:
@@ -270,13 +249,12 @@ def _pullback(
 ) -> Pullback:
     """Run the model once more, cut at every recurrence, or uncut if recurrences are entangled."""
     of_port, wrt_port = ports
-    replayed_calls = [replayed for both in inside.replayed_calls.values() for replayed in both]
-    starts = [*_some(of_port), *(port for replayed in replayed_calls for port in replayed.below())]
+    starts = [*_some(of_port), *(port for one in inside.calls for port in one.below())]
     if inside.entangled:
         cut: list[Port] = []
-        arrivals = [port for one in (() if wrt is None else wrt.within) for port in one.replayed.readers()]
+        arrivals = [port for one in (() if wrt is None else wrt.within) for port in one.readers()]
     else:
-        cut = arrivals = [port for replayed in replayed_calls for port in replayed.above()]
+        cut = arrivals = [port for one in inside.calls for port in one.above()]
     stops = dict.fromkeys([*arrivals, *_some(wrt_port)])
     return request.adapter.pullback(request.model, request.batch, list(dict.fromkeys(starts)), list(stops), cut)
 
@@ -299,9 +277,7 @@ def _tensors(
     if unknown:
         layouts.found |= learned(request.adapter, request.model, request.batch, unknown)
     # With a single step, experiments cannot determine the time axis.
-    single = bool(inside.replayed_calls) and all(
-        int(replayed.run.input.shape[1]) == 1 for both in inside.replayed_calls.values() for replayed in both
-    )
+    single = bool(inside.calls) and all(int(one.run.input.shape[1]) == 1 for one in inside.calls)
     tensors = {port: OuterTensor(port, tuple(int(n) for n in array.shape)) for port, array in values.items()}
     for port in () if layouts.samples_first else ends:
         layout = layouts.layout(port, tensors[port].shape)
@@ -335,22 +311,24 @@ def _samples_of(inside: ReplayedLayers) -> int:
 def _network(
     request: JacobianRequest,
     inside: ReplayedLayers,
-    recurrences: tuple[LinearisedCall, ...],
     inner: tuple[JacobianEnd | None, JacobianEnd | None],
     around: SegmentGraph,
     layouts: TensorLayouts,
 ) -> JacobianNetwork:
     """Return the network, with outer ends as framework tensors; raise if no path connects the ends."""
-    of, wrt = inner[0] or _outer_end(request.of, around), inner[1] or _outer_end(request.wrt, around)
-    network = JacobianNetwork(recurrences, of, wrt, around, not inside.entangled, inside, layouts)
-    if network.is_cut and not network.path.is_cyclic and not network.is_connected:
+    ends = list(inner)
+    for i, name in enumerate((request.of, request.wrt)):
+        if ends[i] is None:
+            tensor = around.tensors[_port(name)]
+            ends[i] = JacobianEnd(name, (), tensor.port, name.what, 0, tensor.features, tensor.times)
+    of, wrt = ends
+    assert of is not None
+    assert wrt is not None
+    network = JacobianNetwork(inside.calls, of, wrt, around, not inside.entangled, inside, layouts)
+    path = network.path
+    if network.is_cut and not path.is_cyclic and not path.recurrences and of.port not in path.tops:
         raise disconnected(of, wrt)
     return network
-
-
-def _outer_end(name: TensorName, around: SegmentGraph) -> JacobianEnd:
-    tensor = around.tensors[_port(name)]
-    return JacobianEnd(name, (), tensor.port, name.what, 0, tensor.features, tensor.times)
 
 
 def disconnected(of: JacobianEnd, wrt: JacobianEnd) -> DisconnectedError:

@@ -8,19 +8,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, Literal
 
 import numpy as np
 
 from ...errors import TooLargeError, UnsupportedError, message
-from ...recurrence.linear import System
 from ...recurrence.sweep_rows import BLOCK_BUDGET
 from ...settings import format_memory
 from ...vocabulary import DIRECTION, IN_FEATURE, IN_TIME, OUT_TIME, OUT_UNIT, SAMPLE
+from ..recurrent_layers import ReplayedCall
 from .direct import DirectRoute, direct_route
-from .ends import JacobianEnd, JacobianEnds, LinearisedCall, ends_of
 from .network import JacobianNetwork
-from .request import JacobianOptions
+from .request import JacobianEnd, JacobianEnds, JacobianOptions, ends_of
 
 
 @dataclass
@@ -62,8 +62,9 @@ def direct_pieces(direct: DirectRoute, mode: str, memory: int) -> tuple[list[Jac
     """Split the direct route into chunks of samples, then of steps; also return the bytes of one chunk."""
     ends, system = direct.ends, direct.one.system
     outs, ins = len(direct.times), len(direct.in_times)
-    groups = outs if mode == "reverse" else ins
-    per_group = direct.buffer_bytes(mode, 1) + _collected(ends, outs if mode == "forward" else ins, system)
+    groups, others = (outs, ins) if mode == "reverse" else (ins, outs)
+    collected = math.prod(ends.tail) if ends.measured_by is not None else ends.rows * ends.wrt.size
+    per_group = direct.buffer_bytes(mode, 1) + others * collected * system.work.itemsize
     block = min(BLOCK_BUDGET, system.time * system.numbers(True) * system.work.itemsize)
     units = direct.unit_bytes(mode)
     room = max(memory - block, per_group + units)
@@ -72,19 +73,13 @@ def direct_pieces(direct: DirectRoute, mode: str, memory: int) -> tuple[list[Jac
     pieces = []
     for rows in _slices(system.batch, samples):
         for part in _slices(groups, count):
-            whole = slice(0, ins if mode == "reverse" else outs)
+            whole = slice(0, others)
             pieces.append(JacobianPiece(rows, part, whole) if mode == "reverse" else JacobianPiece(rows, whole, part))
     return pieces, int(block * min(samples, system.batch) + samples * (count * per_group + units))
 
 
-def _collected(ends: JacobianEnds, steps: int, system: System) -> int:
-    """Return the bytes that a sweep collects per sample and group before they go to the result."""
-    numbers = math.prod(ends.tail) if ends.measured_by is not None else ends.rows * ends.wrt.size
-    return steps * numbers * system.work.itemsize
-
-
 def composed_pieces(
-    recurrences: Sequence[LinearisedCall], ends: JacobianEnds, memory: int, samples: int
+    recurrences: Sequence[ReplayedCall], ends: JacobianEnds, memory: int, samples: int
 ) -> tuple[list[JacobianPiece], int]:
     """Split the output steps into chunks whose cotangents fit into memory; also return the bytes of one chunk."""
     if not recurrences:
@@ -148,11 +143,6 @@ class JacobianPart:
     rtol: float | None = None
 
     @property
-    def ticks(self) -> int:
-        """Number of progress updates."""
-        return len(self.pieces) * (1 if self.direct is None else self.direct.one.system.time)
-
-    @property
     def result_bytes(self) -> int:
         """Bytes of the largest result of one piece."""
         numbers = self.pieces[0].count() * (self.ends.rows * self.ends.wrt.size if self.ends.measured_by is None else 1)
@@ -196,7 +186,8 @@ class JacobianPlan:
     @property
     def ticks(self) -> int:
         """Number of progress updates."""
-        return sum(part.ticks for part in self.parts)
+        steps = ((part, 1 if part.direct is None else part.direct.one.system.time) for part in self.parts)
+        return sum(len(part.pieces) * each for part, each in steps)
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{dim} {size}" for dim, size in zip(self.dims, self.shape, strict=False))
@@ -225,52 +216,42 @@ def plan_for(
     network: JacobianNetwork, ends: JacobianEnds, mode: str, rtol: float | None, memory: int, *, streamed: bool
 ) -> JacobianPlan:
     """Return the plan between two ends; ``streamed`` results are written to disk and take no memory."""
-    dims, dtype = _dims(ends), network.dtype
-    shape = (*(_sizes(ends, network.samples)[dim] for dim in dims), *ends.tail)
+    sizes, dtype = _sizes(ends, network.samples), network.dtype
+    shape = (*sizes.values(), *ends.tail)
     size = math.prod(shape) * dtype.itemsize
-    if not streamed:
-        _refuse_too_large(size, memory, ends)
+    if size > memory and not streamed:
+        raise _too_large(size, memory, ends)
     room = memory if streamed else max(memory - size, LEAST_ROOM)
     parts = tuple(_part(network, pair, place, mode, rtol, room) for pair, place in _by_direction(ends))
     taken = max(part.result_bytes for part in parts) if streamed else size
     peak = max(part.working_bytes for part in parts) + taken
-    return JacobianPlan(network, ends, parts, dims, shape, dtype, peak)
-
-
-def _dims(ends: JacobianEnds) -> tuple[str, ...]:
-    """Return the dimensions of the result."""
-    found = [] if ends.average else [SAMPLE]
-    found += [OUT_TIME] if ends.out_times is not None else []
-    found += [DIRECTION] if ends.of.bidirectional else []
-    found += [OUT_UNIT] if ends.measure is None else []
-    found += [IN_TIME] if ends.in_times is not None else []
-    found += [IN_DIRECTION] if ends.wrt.bidirectional else []
-    return tuple(found + ([IN_FEATURE] if ends.measure is None else []))
+    return JacobianPlan(network, ends, parts, tuple(sizes), shape, dtype, peak)
 
 
 def _sizes(ends: JacobianEnds, samples: int) -> dict[str, int]:
-    return {
-        SAMPLE: samples,
-        OUT_TIME: ends.groups,
-        DIRECTION: 2,
-        OUT_UNIT: ends.rows,
-        IN_TIME: ends.in_count,
-        IN_DIRECTION: 2,
-        IN_FEATURE: ends.wrt.size,
+    """Return the dimensions of the result with their sizes."""
+    sizes = {
+        SAMPLE: None if ends.average else samples,
+        OUT_TIME: None if ends.out_times is None else len(ends.out_times),
+        DIRECTION: 2 if ends.of.bidirectional else None,
+        OUT_UNIT: ends.rows if ends.measure is None else None,
+        IN_TIME: None if ends.in_times is None else len(ends.in_times),
+        IN_DIRECTION: 2 if ends.wrt.bidirectional else None,
+        IN_FEATURE: ends.wrt.size if ends.measure is None else None,
     }
+    return {dim: size for dim, size in sizes.items() if size is not None}
 
 
 def _by_direction(ends: JacobianEnds) -> Iterator[tuple[JacobianEnds, dict[str, int]]]:
     """Yield one pair of ends per direction of bidirectional ends, with its indices along the direction axes."""
-    for of, above in _directions(ends.of, DIRECTION):
-        for wrt, below in _directions(ends.wrt, IN_DIRECTION):
-            yield replace(ends, of=of, wrt=wrt), {**above, **below}
-
-
-def _directions(end: JacobianEnd, axis: str) -> list[tuple[JacobianEnd, dict[str, int]]]:
-    if not end.bidirectional:
-        return [(end, {})]
-    return [(replace(end, within=(one,)), {axis: i}) for i, one in enumerate(end.within)]
+    sides: list[list[tuple[JacobianEnd, dict[str, int]]]] = [
+        [(replace(end, within=(one,)), {axis: i}) for i, one in enumerate(end.within)]
+        if end.bidirectional
+        else [(end, {})]
+        for end, axis in ((ends.of, DIRECTION), (ends.wrt, IN_DIRECTION))
+    ]
+    for (of, above), (wrt, below) in product(*sides):
+        yield replace(ends, of=of, wrt=wrt), {**above, **below}
 
 
 def _part(
@@ -279,8 +260,9 @@ def _part(
     """Return the part between one pair of ends: its route, the chosen mode, and pieces that fit into memory."""
     network = replace(network, of=ends.of, wrt=ends.wrt)
     direct = direct_route(network, ends) if network.is_cut else None
-    mode = _chosen_mode(direct, mode)
     if direct is not None:
+        if mode == "auto":
+            mode = "forward" if direct.flops("forward") < direct.flops("reverse") else "reverse"
         pieces, size = direct_pieces(direct, mode, memory)
         return JacobianPart("direct", mode, network, ends, direct, tuple(pieces), size, place, rtol)
     if rtol is not None:
@@ -291,32 +273,21 @@ def _part(
                 hint="leave rtol= out, or of= and wrt= that enclose one recurrent layer",
             )
         )
+    if mode == "forward":
+        raise UnsupportedError(
+            message(
+                "A forward sweep goes through one recurrent layer with only time-local layers around it.",
+                got='mode="forward"',
+                hint='mode="reverse", or of= and wrt= that enclose one recurrent layer',
+            )
+        )
     pieces, size = composed_pieces(network.recurrences, ends, memory, network.samples)
     route: Literal["composed", "uncut"] = "composed" if network.is_cut else "uncut"
-    return JacobianPart(route, mode, network, ends, None, tuple(pieces), size, place)
+    return JacobianPart(route, "reverse", network, ends, None, tuple(pieces), size, place)
 
 
-def _chosen_mode(direct: DirectRoute | None, mode: str) -> str:
-    """Return the sweep mode: as requested, or the one with fewer operations."""
-    if direct is None:
-        if mode == "forward":
-            raise UnsupportedError(
-                message(
-                    "A forward sweep goes through one recurrent layer with only time-local layers around it.",
-                    got='mode="forward"',
-                    hint='mode="reverse", or of= and wrt= that enclose one recurrent layer',
-                )
-            )
-        return "reverse"
-    if mode != "auto":
-        return mode
-    return "forward" if direct.flops("forward") < direct.flops("reverse") else "reverse"
-
-
-def _refuse_too_large(size: int, memory: int, ends: JacobianEnds) -> None:
-    """Raise if a result would not fit into memory, with cheaper calls as a hint."""
-    if size <= memory:
-        return
+def _too_large(size: int, memory: int, ends: JacobianEnds) -> TooLargeError:
+    """Return the error for a result that would not fit into memory, with cheaper calls as a hint."""
     hints = []
     if ends.measured_by is None:
         pairs = size // max(1, ends.rows * ends.wrt.size)
@@ -329,7 +300,7 @@ def _refuse_too_large(size: int, memory: int, ends: JacobianEnds) -> None:
     if not ends.average:
         hints.append('across="mean"')
     hints.append('out="jacobian.zarr", which is written in chunks')
-    raise TooLargeError(
+    return TooLargeError(
         message(
             "The time Jacobian is larger than the memory limit.",
             got=f"a result of {format_memory(size)}",

@@ -1,20 +1,28 @@
-"""The request of a time Jacobian: names and options, resolved and checked once before the model runs."""
+"""The request of a time Jacobian: names and options, resolved and checked once; its two ends, their steps and rows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
+
+import numpy as np
 
 from ... import data
 from ...adapters.protocol import Adapter, Batch, Port
 from ...adapters.registry import adapter_for
 from ...autodiff.tensors import dtype_name
-from ...errors import InputError, UnsupportedError, message
+from ...errors import InputError, TooLargeError, UnsupportedError, message
 from ...layout import Layout
+from ...recurrence.reductions import REDUCTIONS, probe_signs, sketched
+from ...results.schema import to_host
+from ...settings import format_memory
+from ...typing import Array
+from ...vocabulary import IN_TIME, OUT_TIME
 from ..axes import InputCoordinates, TensorLayouts, named_layouts
 from ..names import Catalogue, TensorName, names_behind_ids, read_one, with_named_outputs
+from ..recurrent_layers import ReplayedCall
 
 
 @dataclass(frozen=True)
@@ -92,10 +100,13 @@ def read_request(
     adapter = adapter_for(model)
     known = with_named_outputs(adapter, model, batch, Catalogue(adapter, model, batch.x), ends)
     of, wrt = (read_one(text, known) for text in ends)
-    layouts = named_layouts(axes, known)
+    layouts = named_layouts(axes, known) if axes else {}
     given = InputCoordinates(batch.x, TensorLayouts(layouts, adapter))
-    _refuse_as_end(of, "of")
-    _refuse_as_end(wrt, "wrt")
+    for role, name in (("of", of), ("wrt", wrt)):
+        if name.what not in _ENDS[role]:
+            hint = "rl.gradients differentiates the loss, and by weights and gates"
+            what = f"{role}={name.text!r} has no time Jacobian."
+            raise UnsupportedError(message(what, expected=_EXAMPLES[role], hint=hint))
     if is_of_integers(wrt, batch):
         raise _integers(wrt, batch, names_behind_ids(adapter, model, batch, known))
     if batch.frozen and not known.sequences:
@@ -116,14 +127,6 @@ _EXAMPLES = {
 }
 
 
-def _refuse_as_end(name: TensorName, role: str) -> None:
-    """Raise for a tensor that cannot be this end of a time Jacobian."""
-    if name.what not in _ENDS[role]:
-        hint = "rl.gradients differentiates the loss, and by weights and gates"
-        what = f"{role}={name.text!r} has no time Jacobian."
-        raise UnsupportedError(message(what, expected=_EXAMPLES[role], hint=hint))
-
-
 def is_of_integers(wrt: TensorName, batch: Batch) -> bool:
     """Return whether a tensor is an input of the model that holds integers; raise if there is no such input."""
     if wrt.what != "input" or wrt.layer is not None:
@@ -131,15 +134,207 @@ def is_of_integers(wrt: TensorName, batch: Batch) -> bool:
     leaves = data.leaves_of(batch.x)
     if wrt.index >= len(leaves):
         raise InputError(message(f"The model has no {wrt.text}.", got=f"{len(leaves)} inputs"))
-    kind = _dtype(leaves[wrt.index])
+    leaf = leaves[wrt.index]
+    kind = dtype_name(leaf.data if data.is_packed(leaf) else leaf)
     return not ("float" in kind or "complex" in kind)
 
 
 def _integers(wrt: TensorName, batch: Batch, instead: Sequence[str]) -> InputError:
-    got = f"{wrt.text} of dtype {_dtype(data.leaves_of(batch.x)[wrt.index])}"
+    leaf = data.leaves_of(batch.x)[wrt.index]
+    got = f"{wrt.text} of dtype {dtype_name(leaf.data if data.is_packed(leaf) else leaf)}"
     hint = " or ".join(f'wrt="{name}"' for name in instead) or 'x.astype("float32")'
     return InputError(message("Integers have no derivative.", got=got, expected="floats", hint=hint))
 
 
-def _dtype(leaf: Any) -> str:
-    return dtype_name(leaf.data if data.is_packed(leaf) else leaf)
+Reduce = Callable[[Array], Array]
+Rows = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class JacobianEnd:
+    """One end of a time Jacobian: a state or output inside recurrences, or a tensor of the framework.
+
+    Attributes
+    ----------
+    within
+        The recurrences that contain it, one for each direction; empty if it lies outside of all.
+    port
+        The port of its framework tensor; None inside a recurrence.
+    what, state
+        Inside a recurrence: ``"state"``, ``"final_state"``, ``"initial_state"`` or ``"output"``, and the index of the
+        state.
+    size, times
+        Size per step, and number of steps; None without a time axis.
+    """
+
+    name: TensorName
+    within: tuple[ReplayedCall, ...]
+    port: Port | None
+    what: str
+    state: int
+    size: int
+    times: int | None
+
+    @property
+    def bidirectional(self) -> bool:
+        """Whether the end has a forward and a backward direction."""
+        return len(self.within) > 1
+
+
+@dataclass(frozen=True)
+class JacobianEnds:
+    """The two ends of a time Jacobian, their steps, and the reductions.
+
+    Attributes
+    ----------
+    out_times, in_times
+        Requested steps in the requested order; None without a time axis.
+    projection : (1, 1, row, unit) or None
+        Combinations of the output units that the user requested.
+    weights : (sample or 1, time or 1, row, unit) or None
+        Rows to pull back instead of single output units: the projection, or its contraction by a linear reduction.
+    measure
+        Name of the reduction; None for the whole matrix of every pair of steps.
+    sketch
+        Number of random probes that estimate the norm; None for the exact value.
+    average
+        Whether to average over samples.
+    """
+
+    of: JacobianEnd
+    wrt: JacobianEnd
+    out_times: list[int] | None
+    in_times: list[int] | None
+    projection: Rows | None
+    weights: Rows | None
+    measure: str | None
+    sketch: int | None
+    average: bool
+
+    @property
+    def measured_by(self) -> Reduce | None:
+        """Function that reduces a block (sample, group, out, in); None to keep it."""
+        if self.sketch is not None:
+            return sketched
+        return None if self.measure is None else REDUCTIONS[self.measure]
+
+    @property
+    def tail(self) -> tuple[int, ...]:
+        """Extra axes of the reduction: (2,) for a sketch, its estimate and variance."""
+        return () if self.sketch is None else (2,)
+
+    @property
+    def rows(self) -> int:
+        """Rows per output step."""
+        return self.of.size if self.weights is None else int(self.weights.shape[2])
+
+    @property
+    def groups(self) -> int:
+        """Number of output steps."""
+        return 1 if self.out_times is None else len(self.out_times)
+
+    @property
+    def in_count(self) -> int:
+        """Number of input steps."""
+        return 1 if self.in_times is None else len(self.in_times)
+
+    def rows_at(self, size: int) -> Rows:
+        """Return the pulled rows, (sample or 1, time or 1, row, unit); the identity without weights."""
+        return np.eye(size)[None, None] if self.weights is None else self.weights
+
+
+def ends_of(of: JacobianEnd, wrt: JacobianEnd, options: JacobianOptions, samples: int) -> JacobianEnds:
+    """Return the two ends with the steps, rows and reductions of a request.
+
+    Raises
+    ------
+    InputError
+        If a step does not exist, or ``reduce=`` does not fit the units.
+    TooLargeError
+        If the probes of a sketch would not fit into the memory.
+    """
+    projection = _projection(options.reduce, of.size)
+    measure = "norm" if options.sketch is not None else options.measure
+    weights = projection
+    if options.sketch is not None:
+        _refuse_many_probes(options.sketch, of, samples, options.memory)
+        weights = probe_signs(options.sketch, of.size, of.times or 1, samples, seed=0)
+    elif measure in ("sum", "mean"):
+        weights = _contracted(measure, projection, of.size)
+    outs = _chosen_times(options.at, OUT_TIME, of.times)
+    ins = _chosen_times(options.at, IN_TIME, wrt.times)
+    return JacobianEnds(of, wrt, outs, ins, projection, weights, measure, options.sketch, options.across is not None)
+
+
+def _contracted(measure: str, projection: Rows | None, size: int) -> Rows:
+    """Return the one row (1, 1, 1, unit) that sums or averages the output rows before differentiation."""
+    count = size if projection is None else int(projection.shape[2])
+    ones = np.ones((1, size)) if projection is None else np.ones((1, count)) @ projection[0, 0]
+    found: Rows = ((1.0 if measure == "sum" else 1.0 / count) * ones)[None, None]
+    return found
+
+
+def _projection(reduce: Any, size: int) -> Rows | None:
+    """Return rows (1, 1, k, unit) that contract the output units before differentiation; None to keep all units."""
+    if reduce is None:
+        return None
+    if isinstance(reduce, str):
+        return np.full((1, 1, 1, size), 1.0 / size if reduce == "mean" else 1.0)
+    matrix = np.atleast_2d(np.asarray(to_host(reduce), dtype=float))
+    if matrix.ndim != 2 or matrix.shape[1] != size or not np.isfinite(matrix).all():
+        raise InputError(
+            message(
+                "reduce= does not match the number of output units.",
+                got=f"shape {np.shape(to_host(reduce))}",
+                expected=f"({size},) or (k, {size}), finite",
+            )
+        )
+    found: Rows = matrix[None, None]
+    return found
+
+
+def _chosen_times(at: Mapping[str, Any], dim: str, count: int | None) -> list[int] | None:
+    """Return the requested step indices; negative ones count from the end. None without a time axis."""
+    times, argument = at.get(dim), f"at[{dim!r}]"
+    if count is None:
+        if times is not None:
+            raise InputError(
+                message(f"There is no {dim} to choose from: the tensor has no time axis.", got=f"at={dict(at)!r}")
+            )
+        return None
+    if times is None:
+        return list(range(count))
+    if isinstance(times, slice):
+        chosen = list(range(count))[times]
+        if not chosen:
+            raise InputError(
+                message(f"{argument} names no steps.", got=repr(times), expected=f"some of the {count} steps from 0")
+            )
+        return chosen
+    asked = np.atleast_1d(np.asarray(times))
+    if asked.ndim != 1 or not np.issubdtype(asked.dtype, np.integer) or asked.size == 0:
+        raise InputError(
+            message(f"{argument} names no steps.", got=repr(times), expected="an int, a list of int, a slice")
+        )
+    if ((asked < -count) | (asked >= count)).any():
+        raise InputError(
+            message(f"{argument} names a step that does not exist.", got=repr(times), expected=f"0 to {count - 1}")
+        )
+    found = [int(t) % count for t in asked]
+    if len(set(found)) < len(found):
+        raise InputError(message(f"{argument} names a step twice.", got=repr(times)))
+    return found
+
+
+def _refuse_many_probes(sketch: int, of: JacobianEnd, samples: int, limit: int) -> None:
+    """Raise if the probes for all samples, steps and units exceed the memory limit."""
+    each = 2 * 8 * of.size * (of.times or 1) * samples
+    if sketch * each > limit:
+        raise TooLargeError(
+            message(
+                "The random probes of sketch= are larger than the memory limit.",
+                got=f"sketch={sketch}: {format_memory(sketch * each)}",
+                expected=f"at most {format_memory(limit)} (memory=)",
+                hint=f"sketch={max(2, min(100, limit // each))}; without sketch= the norm is exact and often cheaper",
+            )
+        )

@@ -1,7 +1,8 @@
-"""Tensors outside of recurrences and the segments between them, found by probing the framework's differentiation.
+"""Tensors outside of recurrences and the segments between them.
 
-Unit cotangents give the matrices; random cotangents on subsets of the steps test whether steps are independent. If each
-step depends on the same step only, a segment is one small matrix per step, which is cheap to apply.
+Of a chain of known layers they are computed from weights and values. Of any other model they are found by probing the
+framework's differentiation: unit cotangents give the matrices, and random cotangents on subsets of the steps test
+whether steps are independent. A segment with independent steps is one small matrix per step, which is cheap to apply.
 """
 
 from __future__ import annotations
@@ -9,17 +10,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+from array_api_compat import array_namespace
 
-from ...adapters.protocol import Port, Pullback
+from ... import data
+from ...adapters.protocol import ChainLink, Port, Pullback
 from ...autodiff.tensors import like
 from ...layout import Layout, canonical_order
+from ...recurrence.activations import ACTIVATIONS
 from ...results.schema import to_host
 from ...typing import Array
 from ...vocabulary import SAMPLE, TIME
 from ..axes import patterns, refusal
+from ..recurrent_layers import ReplayedLayers
+from .request import JacobianRequest
 
 
 @dataclass(frozen=True)
@@ -137,10 +143,9 @@ class Segment:
 
     def at_every_step(self, rows: Array) -> Array:
         """Pull rows (sample or 1, time or 1, row, feature above) through a local segment or one of a single step."""
-        if self.kind == "step":
-            rows = rows[:, 0]
-            return (rows if self.block is None else like(rows, self.block) @ self.block)[:, None]
-        return rows if self.block is None else like(rows, self.block) @ self.block
+        rows = rows[:, 0] if self.kind == "step" else rows
+        rows = rows if self.block is None else like(rows, self.block) @ self.block
+        return rows[:, None] if self.kind == "step" else rows
 
 
 def probe(pull: Pull, top: OuterTensor, tensors: Mapping[Port, OuterTensor]) -> dict[Port, Segment]:
@@ -159,18 +164,11 @@ def probe(pull: Pull, top: OuterTensor, tensors: Mapping[Port, OuterTensor]) -> 
         if port == top.port or rows is None or not bool((rows != 0).any()):
             continue
         own, apart = rows[: len(units)], rows[len(units) : len(units) + len(steps)]
-        segments[port] = _segment(top, tensors[port], own, _vanishes_elsewhere(apart, on_steps))
+        segments[port] = _probed(top, tensors[port], own, _vanishes_elsewhere(apart, on_steps))
     return segments
 
 
-def refuse_coupled_rows(pull: Pull, top: OuterTensor) -> None:
-    """Raise if cotangents of some samples of ``top`` reach other samples."""
-    rows, on = _sample_rows(top)
-    if len(on):
-        _refuse_coupled(pull(top.port, rows), on)
-
-
-def _segment(above: OuterTensor, below: OuterTensor, rows: Array, each_step_by_itself: bool) -> Segment:
+def _probed(above: OuterTensor, below: OuterTensor, rows: Array, each_step_by_itself: bool) -> Segment:
     """Classify and return a segment, from the pulled-back unit cotangents."""
     if above.times is None:
         first = moved(rows, 0, 1)
@@ -240,7 +238,7 @@ class SegmentGraph:
         Known segments, by the upper port, then by the lower port.
     """
 
-    values: Mapping[Port, Array] = field(default_factory=dict)
+    values: dict[Port, Array] = field(default_factory=dict)
     pullback: Pullback | None = None
     tensors: dict[Port, OuterTensor] = field(default_factory=dict)
     segments: dict[Port, dict[Port, Segment]] = field(default_factory=dict)
@@ -278,5 +276,164 @@ class SegmentGraph:
     def refuse_coupled(self, port: Port) -> None:
         """Raise if cotangents of some samples of a tensor reach other samples; tested once."""
         if port not in self._uncoupled:
-            refuse_coupled_rows(self.pull, self.tensors[port])
+            rows, on = _sample_rows(self.tensors[port])
+            if len(on):
+                _refuse_coupled(self.pull(port, rows), on)
             self._uncoupled.add(port)
+
+
+def known_chain(
+    request: JacobianRequest, inside: ReplayedLayers, of: Port | None, wrt: Port | None
+) -> SegmentGraph | None:
+    """Return the segments around the recurrences if the model is a known chain that fits the captured run."""
+    layers = inside.chain or request.adapter.chain(request.model, training=request.batch.training)
+    if layers is None or any(len(both) != 1 for both in inside.replayed_calls.values()):
+        return None
+    chain = _Chain(layers, inside, data.leaves_of(request.batch.x))
+    return chain.graph(of, wrt) if chain.fits(inside.output) else None
+
+
+class _Chain:
+    """A chain of known layers, with the values before and after every layer, computed from the captured outputs."""
+
+    def __init__(self, layers: Sequence[ChainLink], inside: ReplayedLayers, leaves: Sequence[Any]) -> None:
+        self.layers, self.calls = list(layers), {one.call.layer: one for one in inside.calls}
+        first = to_host(leaves[0]) if len(leaves) == 1 else None
+        self.input = None if first is None or first.dtype.kind != "f" or not self._is_plain(0) else first
+        self.before: list[Any] = []
+        self.after: list[Any] = []
+
+    def fits(self, output: Any) -> bool:
+        """Compute all values; return whether they equal the inputs of recurrent layers and the model's output."""
+        if not self.calls or [e.name for e in self.layers if e.kind == "recurrent"] != list(self.calls):
+            return False
+        dtype = to_host(next(iter(self.calls.values())).call.input).dtype
+        value = self.input = None if self.input is None else self.input.astype(dtype, copy=False)
+        for i, layer in enumerate(self.layers):
+            self.before.append(value)
+            if layer.kind == "recurrent":
+                call = self.calls[layer.name].call
+                self.before[-1] = to_host(call.input)
+                if value is not None and not _is_close(self.before[-1], value):
+                    return False
+                self._set_table(i - 1, self.before[-1])
+                value = to_host(call.output)
+            elif layer.kind == "table":
+                value = None
+            elif value is not None and layer.kind == "dense":
+                value = _dense(layer, value)[1]
+            elif value is not None and layer.kind == "step":
+                value = value[:, layer.step]
+            self.after.append(value)
+        return value is None or output is None or not self._is_plain(-1) or _is_close(to_host(output), value)
+
+    def _set_table(self, at: int, value: Array) -> None:
+        """Set the unknown output of an embedding to the captured input of the recurrent layer above it."""
+        while at >= 0 and self.after[at] is None and self.layers[at].kind in ("table", "same"):
+            self.after[at] = value
+            at = -1 if self.layers[at].kind == "table" else at - 1
+
+    def _is_plain(self, place: int) -> bool:
+        """Return whether the framework's tensor after a layer has samples first, then time."""
+        axes = self.layers[place].axes
+        return axes[:1] in ((), (SAMPLE,)) and (TIME not in axes or axes[1] == TIME)
+
+    def graph(self, of: Port | None, wrt: Port | None) -> SegmentGraph | None:
+        """Return the segments below the upper end and below each recurrent layer; None if a value is unknown."""
+        layers = list(enumerate(self.layers))
+        if wrt is not None and any(
+            above.is_state and wrt == Port("output", self.layers[i - 1].name) for i, above in layers
+        ):
+            return None  # its final state is read instead
+        starts = {} if of is None else {of: self._place(of)}
+        found, outputs = SegmentGraph({}), []
+        for i, layer in layers:
+            if layer.kind == "recurrent":
+                below, *initial = self.calls[layer.name].below()
+                starts[below] = i - 1
+                outputs.append(self.calls[layer.name].above()[0])
+                found.segments |= {port: {} for port in initial}
+        for port in [*starts, *([] if wrt is None else [wrt]), *outputs]:
+            place = self._place(port)
+            value = None if place is None else self.input if place < 0 else self.after[place]
+            if value is None:
+                return None
+            found.tensors[port] = OuterTensor(port, tuple(value.shape))
+            found.values[port] = value
+        for port, place in starts.items():
+            assert place is not None
+            segments = self._segments(found.tensors, port, place, wrt)
+            if segments is None:
+                return None
+            found.segments[port] = segments
+        return found
+
+    def _place(self, port: Port) -> int | None:
+        """Return the index of the layer with this output port; -1 for the model's input.
+
+        None if there is no such layer, several calls of it, or if the framework's tensor has its axes in another order.
+        """
+        if port.index != 0:
+            return None
+        if port.layer is None:
+            place = -1 if port.kind == "input" else len(self.layers) - 1
+            return place if self._is_plain(max(place, 0)) else None
+        places = [i for i, layer in enumerate(self.layers) if layer.name == port.layer]
+        if len(places) != 1 or (self.layers[places[0]].kind != "recurrent" and not self._is_plain(places[0])):
+            return None
+        return places[0] - (0 if port.kind == "output" else 1)
+
+    def _segments(
+        self, tensors: Mapping[Port, OuterTensor], top: Port, place: int, wrt: Port | None
+    ) -> dict[Port, Segment] | None:
+        """Return the segments from a tensor down to the next recurrent layer; None if a value is unknown."""
+        block, found, step = None, {}, None
+        end = None if wrt is None else self._place(wrt)  # what one layer returns the next is fed: one place, two names
+        for i in range(place, -2, -1):
+            layer = self.layers[i] if i >= 0 else None
+            recurrent = layer is not None and layer.kind == "recurrent"
+            reached = [wrt] if wrt is not None and i == end else []
+            reached += [Port("output", layer.name)] if layer is not None and recurrent else []
+            for port in reached:
+                found[port] = _computed(tensors[top], tensors[port], block, step)
+            if layer is None or recurrent or layer.kind == "table":
+                break
+            before = self.before[i]
+            if layer.kind == "dense":
+                if before is None:
+                    return None
+                block = _pull_dense(layer, before if step is None else before[:, step], block)
+            step = layer.step if layer.kind == "step" else step
+        return found
+
+
+def _is_close(value: Array, computed: Array) -> bool:
+    return value.shape == computed.shape and np.allclose(value, computed, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def _dense(layer: ChainLink, value: Array) -> tuple[Array, Array]:
+    """Return pre-activation and output of a dense layer."""
+    z = value if layer.kernel is None else value @ layer.kernel
+    z = z if layer.bias is None else z + layer.bias
+    return z, ACTIVATIONS[layer.activation].value(z, array_namespace(z))
+
+
+def _pull_dense(layer: ChainLink, before: Array, block: Array | None) -> Array:
+    """Pull rows (sample or 1, [time or 1,] row, unit) back from a dense layer's output to its input."""
+    if block is None:
+        units = before.shape[-1] if layer.kernel is None else layer.kernel.shape[1]
+        block = np.eye(units, dtype=before.dtype)[(None,) * (before.ndim - 1)]
+    if layer.activation != "linear":
+        z, a = (v[..., None, :] for v in _dense(layer, before))
+        block = ACTIVATIONS[layer.activation].vjp(z, a, block, array_namespace(z))
+    return block if layer.kernel is None else block @ layer.kernel.T
+
+
+def _computed(above: OuterTensor, below: OuterTensor, block: Array | None, step: int | None) -> Segment:
+    """Return the segment of a chain with this matrix; None for the identity."""
+    if step is not None:
+        return Segment("step", above, below, block, step)
+    if above.times is not None:
+        return Segment("local", above, below, block)
+    block = np.eye(above.features)[None] if block is None else block
+    return Segment("flat", above, below, np.broadcast_to(block, (above.samples, *block.shape[1:])))

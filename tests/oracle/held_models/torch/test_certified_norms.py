@@ -7,7 +7,7 @@ from torch import nn
 
 import rnnlens as rl
 from rnnlens.recurrence.reductions import REDUCTIONS
-from rnnlens.verbs.time_jacobian.ends import LinearisedCall
+from rnnlens.verbs.recurrent_layers import ReplayedCall
 from rnnlens.verbs.time_jacobian.segments import Segment
 
 
@@ -90,14 +90,14 @@ def larger(original):
 
 
 def units_exchanged(original):
-    return lambda self, state, times, block: original(self, state, times, block[..., ::-1].copy())
+    return lambda self, state, times, block, **options: original(self, state, times, block[..., ::-1].copy(), **options)
 
 
 FAULTS = {
     "segments 1 % larger": (Segment, "at_every_step", larger, "one layer", "reverse"),
     "segments 1 % larger, forward": (Segment, "at_every_step", larger, "one layer", "forward"),
     "segments below 1 % larger": (Segment, "apply", larger, "two layers", "reverse"),
-    "units exchanged": (LinearisedCall, "points", units_exchanged, "one layer", "reverse"),
+    "units exchanged": (ReplayedCall, "points", units_exchanged, "one layer", "reverse"),
 }
 
 
@@ -115,7 +115,7 @@ def test_a_planted_fault_is_named(fault, options, monkeypatch):
 @pytest.mark.parametrize(("outputs", "factor"), [(1, 0.99), (1, 1.01), (3, 0.2)])
 def test_a_wrong_measure_is_named(kind, outputs, factor, monkeypatch):
     wrong = {**REDUCTIONS, kind: lambda block: REDUCTIONS[kind](block) * factor}
-    monkeypatch.setattr("rnnlens.verbs.time_jacobian.ends.REDUCTIONS", wrong)
+    monkeypatch.setattr("rnnlens.verbs.time_jacobian.request.REDUCTIONS", wrong)
     with pytest.warns(rl.errors.SelfCheckWarning, match="contradict the measured sizes"):
         found = asked(lambda: Net(outputs=outputs), measure=kind)
     assert found.attrs["certificate"].startswith("NOT certified")
