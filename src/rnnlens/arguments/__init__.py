@@ -11,27 +11,13 @@ rnnlens.errors.InputError: times= is a whole number.
   expected: a whole number, times >= 1
 """
 
-from .data import (
-    as_numbers,
-    as_numpy,
-    chunked,
-    data_set,
-    examples,
-    finite_states,
-    in_memory,
-    is_lazy,
-    many_examples,
-    one_batch,
-    plain_weights,
-    refuse_large,
-    states,
-    weights_of_samples,
-)
-from .door import Check, anything, checked
-from .words import (
+from .checks import (
+    Check,
+    anything,
     as_name,
     axes_by_name,
     called,
+    checked,
     class_weights,
     either,
     kept_steps,
@@ -48,6 +34,22 @@ from .words import (
     switch,
     text,
     whole,
+)
+from .data import (
+    as_numbers,
+    as_numpy,
+    chunked,
+    data_set,
+    examples,
+    finite_states,
+    in_memory,
+    is_lazy,
+    many_examples,
+    one_batch,
+    plain_weights,
+    refuse_large,
+    states,
+    weights_of_samples,
 )
 
 __all__ = [

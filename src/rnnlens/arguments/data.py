@@ -42,7 +42,7 @@ def data_set(name: str, value: Any) -> Any:
         raise InputError(message(f"{name} never ends.", got=shown(value), expected="batches that end"))
     if is_source(value):
         return value
-    if _is_map_style(value):
+    if is_instance(value, ("torch.utils.data", "Dataset")):
         hint = "torch.utils.data.DataLoader(dataset, batch_size=...)"
         what = f"{name} is a torch Dataset, which gives single samples."
         raise InputError(message(what, got=type(value).__name__, expected="batches", hint=hint))
@@ -61,7 +61,10 @@ def examples(name: str, value: Any) -> Any:
 
 def refuse_large(name: str, value: Any, hint: str = "fewer samples or steps at a time", *, share: float = 1.0) -> None:
     """Raise TooLargeError if ``share`` times the size of the arrays in ``value`` exceeds the memory granted."""
-    size = share * sum(_bytes(leaf) for leaf in _leaves(value))
+    size = 0.0
+    for leaf in _leaves(value):
+        itemsize = getattr(getattr(leaf, "dtype", None), "itemsize", None) or getattr(leaf, "itemsize", None) or 4
+        size += share * math.prod(shape_of(leaf) or (0,)) * int(itemsize)
     if size > current().memory:
         raise TooLargeError(
             message(
@@ -81,7 +84,7 @@ def many_examples(name: str, value: Any) -> Any:
     _refuse_depth(name, value)
     if not any(_is_array(leaf) for leaf in _leaves(value)):
         value = _from_numbers(name, value)
-    return _each(lambda where, leaf: _leaf(where, leaf), name, value)
+    return _each(_leaf, name, value)
 
 
 def weights_of_samples(name: str, value: Any) -> Any:
@@ -138,17 +141,13 @@ def in_memory(name: str, value: Any) -> Any:
     return value
 
 
-def is_lazy(tree: Any) -> bool:
+def is_lazy(tree: Any, depth: int = 0) -> bool:
     """Return whether an array, or any array in a tuple, list or dict, is backed by Dask; no data is read."""
-    return _has_lazy(tree, 0)
-
-
-def _has_lazy(tree: Any, depth: int) -> bool:
     if isinstance(tree, Mapping | tuple | list) and not has_attribute(tree, "batch_sizes"):
         parts = list(tree.values()) if isinstance(tree, Mapping) else tree
         # A long list of numbers is not gone through.
         numbers = isinstance(tree, tuple | list) and parts and isinstance(parts[0], int | float | str)
-        return depth <= _DEEPEST and not numbers and any(_has_lazy(part, depth + 1) for part in parts)
+        return depth <= _DEEPEST and not numbers and any(is_lazy(part, depth + 1) for part in parts)
     # A DataArray has the method also without Dask; its chunks are None then.
     return hasattr(type(tree), "__dask_graph__") and getattr(tree, "chunks", ()) is not None
 
@@ -182,31 +181,30 @@ def _arrays(given: Any) -> list[Any]:
 
 def is_source(x: Any) -> bool:
     """Return whether ``x`` is a source of batches: a data set, data loader, Keras sequence or iterator."""
-    return is_dataset(x) or is_loader(x) or is_sequence(x) or has_attribute(x, "__next__")
+    return is_instance(x, _TF_DATASET, ("torch.utils.data", "DataLoader"), *_SEQUENCES) or has_attribute(x, "__next__")
 
 
 def is_dataset(x: Any) -> bool:
-    """Return whether ``x`` is a ``tf.data.Dataset``, without importing TensorFlow."""
-    tf = sys.modules.get("tensorflow")
-    return tf is not None and isinstance(x, tf.data.Dataset)
-
-
-def is_loader(x: Any) -> bool:
-    """Return whether ``x`` is a torch ``DataLoader``, without importing torch."""
-    data = sys.modules.get("torch.utils.data")
-    return data is not None and isinstance(x, data.DataLoader)
-
-
-def _is_map_style(x: Any) -> bool:
-    data = sys.modules.get("torch.utils.data")
-    return data is not None and isinstance(x, data.Dataset)
+    """Return whether ``x`` is a ``tf.data.Dataset``."""
+    return is_instance(x, _TF_DATASET)
 
 
 def is_sequence(x: Any) -> bool:
     """Return whether ``x`` is a Keras ``PyDataset`` or a ``Sequence`` of tf_keras, which give batches by index."""
-    for package, kind in (("keras", "PyDataset"), ("tf_keras", "Sequence")):
-        base = getattr(getattr(sys.modules.get(package), "utils", None), kind, None)
-        if base is not None and isinstance(x, base):
+    return is_instance(x, *_SEQUENCES)
+
+
+_TF_DATASET = ("tensorflow", "data.Dataset")
+_SEQUENCES = (("keras", "utils.PyDataset"), ("tf_keras", "utils.Sequence"))
+
+
+def is_instance(x: Any, *classes: tuple[str, str]) -> bool:
+    """Return whether ``x`` is of one of these classes, by module and dotted name; no module is imported."""
+    for module, name in classes:
+        kind: Any = sys.modules.get(module)
+        for part in name.split("."):
+            kind = getattr(kind, part, None)
+        if kind is not None and isinstance(x, kind):
             return True
     return False
 
@@ -325,7 +323,8 @@ def _leaf(name: str, value: Any) -> Any:
         expected = "plain numbers; the mask of a masked array would be dropped"
         hint = f"{name}.filled(0), and a Masking layer or lengths for what is missing"
         raise InputError(message(f"{name} is a masked array.", got=shown(value), expected=expected, hint=hint))
-    in_memory(name, value)
+    if is_lazy(value):
+        in_memory(name, value)
     if not has_attribute(value, "dtype"):
         return _from_numbers(name, value)
     _refuse_absent(name, value)
@@ -356,26 +355,15 @@ def _refuse_kind(name: str, dtype: Any) -> None:
 
 def _refuse_absent(name: str, value: Any) -> None:
     """Raise InputError for arrays without values, and for ragged, quantized or sparse arrays."""
-    kind = type(value).__name__
+    kind, is_sparse = type(value).__name__, str(getattr(value, "layout", "")).startswith("torch.sparse")
     if getattr(value, "is_meta", False) or kind in ("KerasTensor", "SymbolicTensor", "ShapeDtypeStruct", "FakeTensor"):
         what, hint = "has a shape but no values", "a tensor with values, not a meta or symbolic tensor"
     elif getattr(value, "is_nested", False) or "Ragged" in kind:
         what, hint = "is ragged", "pad to one length and mask"
     elif getattr(value, "is_quantized", False):
         what, hint = "is quantized", f"{name}.dequantize()"
-    elif _is_sparse(value, kind):
+    elif "parse" in kind or hasattr(value, "tocsr") or kind in ("BCOO", "BCSR") or is_sparse:
         what, hint = "is sparse", f"{name}.to_dense(), .todense() or tf.sparse.to_dense({name})"
     else:
         return
     raise InputError(message(f"{name} {what}.", got=kind, expected="a plain array", hint=hint))
-
-
-def _is_sparse(value: Any, kind: str) -> bool:
-    layout = str(getattr(value, "layout", "torch.strided"))
-    return "parse" in kind or hasattr(value, "tocsr") or kind in ("BCOO", "BCSR") or layout.startswith("torch.sparse")
-
-
-def _bytes(leaf: Any) -> int:
-    """Return the size of an array in bytes; 4 bytes per entry if its dtype has no item size."""
-    itemsize = getattr(getattr(leaf, "dtype", None), "itemsize", None) or getattr(leaf, "itemsize", None) or 4
-    return math.prod(shape_of(leaf) or (0,)) * int(itemsize)

@@ -110,17 +110,17 @@ class Workspace:
     xp: Namespace
     like: Array
 
-    @property
+    @cached_property
     def is_numpy(self) -> bool:
         """Whether this workspace has NumPy arrays."""
         return bool(is_numpy_namespace(self.xp))
 
-    @property
+    @cached_property
     def is_torch(self) -> bool:
         """Whether this workspace has torch tensors."""
         return bool(is_torch_namespace(self.xp))
 
-    @property
+    @cached_property
     def itemsize(self) -> int:
         """Bytes per number."""
         size = getattr(self.like.dtype, "itemsize", None)
@@ -144,7 +144,7 @@ class Workspace:
             values = values.detach().cpu().numpy()
         return self.xp.asarray(values, dtype=self.like.dtype, device=self._device)
 
-    @property
+    @cached_property
     def _device(self) -> Any:
         return getattr(self.like, "device", None)
 

@@ -157,7 +157,7 @@ class ForwardSweep:
         self,
         system: System,
         entrances: Entrances,
-        sinks: dict[int, RowSink],
+        sinks: Mapping[int, RowSink],
         steps: frozenset[int],
         samples: slice,
         pruning: Pruning,

@@ -38,16 +38,7 @@ def _blas() -> list[Any]:
     return list(ThreadpoolController().select(user_api="blas").lib_controllers)
 
 
-def _set_threads(library: Any, count: int) -> None:
-    """Set the number of BLAS threads, from any thread."""
-    for _ in range(2):  # threadpoolctl obeys only its controlling thread: clear it before setting, and again afterwards
-        if hasattr(library, "clear_controlling_thread"):
-            library.clear_controlling_thread(force=True)
-        if library.get_num_threads() != count:
-            library.set_num_threads(count)
-
-
-class _OneThreadEach:
+class _ThreadLimit:
     """Reference count of callers that limit BLAS to one thread: the first sets the limit, the last removes it.
 
     The limit is global to the process. Without counting, two concurrent callers that each set and restore it could
@@ -59,43 +50,34 @@ class _OneThreadEach:
         self.users = 0
         self.before: list[int] = []
 
-    @property
-    def granted(self) -> int:
-        """Number of BLAS threads that the user allows."""
-        return max(self.before, default=1)
-
-    def enter(self) -> None:
-        """Count one more caller; the first sets the limit of one thread."""
-        with self.lock:
-            if self.users == 0:
-                self.before = [library.get_num_threads() or 1 for library in _blas()]
-                self.set([1] * len(self.before))
-            self.users += 1
-
-    def leave(self) -> None:
-        """Count one caller less; the last removes the limit."""
-        with self.lock:
-            self.users -= 1
-            if self.users == 0:
-                self.set(self.before)
-
     def set(self, counts: list[int]) -> None:
-        """Set the number of threads of each BLAS library."""
+        """Set the number of threads of each BLAS library, from any thread."""
         for library, count in zip(_blas(), counts, strict=True):
-            _set_threads(library, count)
+            for _ in range(2):  # threadpoolctl obeys only its controlling thread: clear it before and after setting
+                if hasattr(library, "clear_controlling_thread"):
+                    library.clear_controlling_thread(force=True)
+                if library.get_num_threads() != count:
+                    library.set_num_threads(count)
 
 
-_products = _OneThreadEach()
+_limit = _ThreadLimit()
 
 
 @contextmanager
 def one_thread_each() -> Iterator[int]:
     """Limit BLAS to one thread within the block; yield the number of threads that the user allows."""
-    _products.enter()
+    with _limit.lock:
+        if _limit.users == 0:
+            _limit.before = [library.get_num_threads() or 1 for library in _blas()]
+            _limit.set([1] * len(_limit.before))
+        _limit.users += 1
     try:
-        yield _products.granted
+        yield max(_limit.before, default=1)
     finally:
-        _products.leave()
+        with _limit.lock:
+            _limit.users -= 1
+            if _limit.users == 0:
+                _limit.set(_limit.before)
 
 
 @cache
@@ -115,9 +97,9 @@ _dealt = _Dealt()
 
 def _start_anew() -> None:
     """Reset the pool and its lock in a forked process, which has none of the threads."""
-    if _products.users:
-        _products.set(_products.before)
-    _products.lock, _products.users = threading.Lock(), 0
+    if _limit.users:
+        _limit.set(_limit.before)
+    _limit.lock, _limit.users = threading.Lock(), 0
     _pool.cache_clear()
 
 

@@ -142,7 +142,8 @@ class Collector:
         if t not in self.steps or values.shape[1] == 0:
             return
         values = values if self.readout is None else self.readout(t, values)
-        block = self._grouped(values)
+        shape = (int(values.shape[0]), int(values.shape[1]) // self.rows, self.rows, int(values.shape[2]))
+        block = self.work.xp.reshape(values, shape)
         if self.reduce is not None:
             block = self.reduce(_swap(block) if self.swapped else block)
         self.put(t, first // self.rows, block)
@@ -168,10 +169,6 @@ class Collector:
         """Add estimates (sample, probe, ...) of the squares of pruned rows to the error."""
         if t in self.steps:
             self.error_squares += float(squares.sum()) / int(squares.shape[1])
-
-    def _grouped(self, values: Array) -> Array:
-        shape = (int(values.shape[0]), int(values.shape[1]) // self.rows, self.rows, int(values.shape[2]))
-        return self.work.xp.reshape(values, shape)
 
 
 def _swap(block: Array) -> Array:

@@ -77,7 +77,8 @@ class Replay(Trajectory):
                 refuse_another_function(call, _at_first_step(run, output, call))
                 return run
         else:
-            refuse_other_states(call)
+            if call.cell.registered_for:
+                refuse_other_states(call)
             run = replay(
                 call.cell,
                 call.input,
@@ -175,7 +176,10 @@ def replay(
         _replay_in_sequence(run)
         run.residual = 0.0 if hidden is None else residual(run.states[0], hidden, mask, xp)
     else:
-        _replay_at_once(run, hidden)
+        hidden = hidden if mask is None else _fill_masked(hidden, run)
+        run.record = _gates_at_once(run, hidden)
+        run.states = (hidden, *_other_states(run, run.record.gates))
+        run.residual = _one_step_residual(run)
     return run
 
 
@@ -210,14 +214,6 @@ def _replay_in_sequence(run: Replay) -> None:
 def _of_all_steps(part: Array, time: int, xp: Namespace) -> Array:
     """Allocate an array (sample, time, ...) for values (sample, ...) per step."""
     return xp.empty((part.shape[0], time, *part.shape[1:]), dtype=part.dtype, device=device(part))
-
-
-def _replay_at_once(run: Replay, hidden: Array) -> None:
-    if run.mask is not None:
-        hidden = _fill_masked(hidden, run)
-    run.record = _gates_at_once(run, hidden)
-    run.states = (hidden, *_other_states(run, run.record.gates))
-    run.residual = _one_step_residual(run)
 
 
 def _gates_at_once(run: Replay, hidden: Array) -> Record:
@@ -421,7 +417,7 @@ def refuse_other_states(call: Any) -> None:
         If the number or the sizes of the states differ.
     """
     sizes = tuple(int(s.shape[-1]) for s in call.initial_state)
-    if call.cell.registered_for and sizes != tuple(call.cell.state_sizes):
+    if sizes != tuple(call.cell.state_sizes):
         raise UnsupportedError(
             message(
                 f"{type(call.cell).__name__} has different states than {call.cell.registered_for} in {call.layer!r}.",

@@ -179,6 +179,10 @@ def compute_with_record(lazy: Any, tasks: LazyTasks, **kwargs: Any) -> tuple[Any
     return values, found
 
 
+#: Sentence of a result without a certificate.
+_NOT_CERTIFIED = Certificate().sentence
+
+
 def record(checks: Iterable[Check], certificate: Certificate | None = None) -> dict[str, str]:
     """Return attributes that store self-checks and a certificate.
 
@@ -186,7 +190,7 @@ def record(checks: Iterable[Check], certificate: Certificate | None = None) -> d
     """
     found: dict[str, Any] = {"checks": [check.to_dict() for check in checks]}
     if certificate is None:
-        return {RECORD: json.dumps(found)}
+        return {RECORD: json.dumps(found), CERTIFICATE: _NOT_CERTIFIED}
     return {RECORD: json.dumps({**found, "certificate": certificate.to_dict()}), CERTIFICATE: certificate.sentence}
 
 

@@ -268,7 +268,8 @@ class InputCoordinates:
     """
 
     def __init__(self, x: Any, layouts: TensorLayouts) -> None:
-        self.leaves = data.leaves_of(x) if data_arrays_of(x) else []
+        leaves = data.leaves_of(x)
+        self.leaves = leaves if any(isinstance(leaf, xr.DataArray) for leaf in leaves) else []
         self._by_leaf = [_labels(leaf, index, layouts) for index, leaf in enumerate(self.leaves)]
 
     def find(self, dim: str, size: int, leaf: int | None = None) -> Array | None:
@@ -294,11 +295,6 @@ class InputCoordinates:
             if tuple(leaf.shape) == values.shape and np.array_equal(np.asarray(leaf), values):
                 return index
         return None
-
-
-def data_arrays_of(x: Any) -> list[xr.DataArray]:
-    """Return the DataArrays among the inputs of a call."""
-    return [leaf for leaf in data.leaves_of(x) if isinstance(leaf, xr.DataArray)]
 
 
 def _labels(leaf: Any, index: int, layouts: TensorLayouts) -> dict[str, Array]:

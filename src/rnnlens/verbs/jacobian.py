@@ -34,7 +34,6 @@ from ..arguments.data import is_source
 from ..errors import InputError, message, shown
 from ..recurrence.reductions import REDUCTIONS
 from ..results.array import ResultArray, record
-from ..results.certificate import Certificate
 from ..results.checks import warn_about
 from ..settings import current, parse_memory
 from ..vocabulary import IN_TIME, OUT_TIME
@@ -241,7 +240,8 @@ def _of_batch(
         named = (request.of, request.wrt)
         certified = options.out is not None or needs_certificate(model, "jacobian", batch, named, *looked)
         claim = claim_of(request, plan, found) if certified else None
-    certificate = Certificate() if claim is None else certify(request, plan, claim)
-    found.attrs |= record(found.checks, certificate)
-    warn_about(certificate.checks)
+    if claim is not None:
+        certificate = certify(request, plan, claim)
+        found.attrs |= record(found.checks, certificate)
+        warn_about(certificate.checks)
     return found

@@ -277,6 +277,8 @@ class ReplayedLayers:
         output: Any = None,
     ) -> None:
         self.replayed_calls, self.entangled = dict(replayed_calls), entangled
+        #: All calls, in the order in which the layers ran.
+        self.calls = tuple(one for both in replayed_calls.values() for one in both)
         self.chain, self.output = chain, output
         #: Samples of whole-sequence layers, where no recurrent call is replayed.
         self.samples = 0
@@ -305,11 +307,6 @@ class ReplayedLayers:
         for both in replayed_calls.values():
             both.sort(key=lambda replayed: replayed.call.bidirectional and replayed.call.direction == "backward")
         return cls(replayed_calls, entangled, chain, output)
-
-    @property
-    def calls(self) -> tuple[ReplayedCall, ...]:
-        """All calls, in the order in which the layers ran."""
-        return tuple(one for both in self.replayed_calls.values() for one in both)
 
     def perturbed(self) -> ReplayedLayers:
         """Return replays in which every value inside the layers is perturbed by one rounding."""

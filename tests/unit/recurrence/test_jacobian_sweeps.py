@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rnnlens.recurrence.cells.linearise import UnitVectorSystem
+from rnnlens.recurrence.cells.affine import UnitVectorSystem
 from rnnlens.recurrence.jacobian import Entrances, Taps, forward, reverse
 from rnnlens.recurrence.linear import state_columns
 from rnnlens.recurrence.reductions import REDUCTIONS, Collector, Extent, FieldCollector, Reduction

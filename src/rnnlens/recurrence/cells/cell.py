@@ -23,7 +23,7 @@ from ..activations import ACTIVATIONS
 from ..linear import System
 from ..trajectory import Adjoint, Record, Trajectory
 from . import affine
-from .linearise import Pulled, UnitVectorSystem
+from .affine import Pulled, UnitVectorSystem
 
 
 class StepDerivatives(Protocol):

@@ -19,8 +19,8 @@ from ..arrays import Array, Namespace
 from ..linear import ProductSteps, System
 from ..trajectory import Adjoint, Record, Trajectory
 from . import affine
+from .affine import GateSystem, Pulled
 from .cell import Cell, are_elementwise, by_name, flat_gate_grad
-from .linearise import GateSystem, Pulled
 
 _GATES = 3
 

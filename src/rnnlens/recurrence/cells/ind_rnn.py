@@ -15,8 +15,8 @@ from ..arrays import Array, Namespace
 from ..linear import Kernels, System, diagonal
 from ..trajectory import Adjoint, Record, Trajectory
 from . import affine
+from .affine import Pulled
 from .cell import Cell, are_elementwise, by_name
-from .linearise import Pulled
 
 RECURRENT_WEIGHT = Quantity(
     "recurrent_weight", (GATE, UNIT), "recurrent weight", "1", "u: from h_{t-1} of a unit to the same unit"

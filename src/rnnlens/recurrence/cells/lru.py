@@ -18,8 +18,8 @@ from ..arrays import Array, Namespace
 from ..linear import Kernels, System, complex_diagonal
 from ..trajectory import Adjoint, Record, Trajectory
 from . import affine
+from .affine import Pulled
 from .cell import Cell, by_name, flat_gate_grad
-from .linearise import Pulled
 
 _MODE, _INTO = ("mode",), (FEATURE, "mode")
 

@@ -16,8 +16,8 @@ from ..arrays import Array, Namespace
 from ..linear import ProductSteps, System
 from ..trajectory import Adjoint, Record, Trajectory
 from . import affine
+from .affine import GateSystem, Pulled
 from .cell import Cell, are_elementwise, by_name, of_every_gate
-from .linearise import GateSystem, Pulled
 
 _GATES = 4
 

@@ -15,8 +15,8 @@ from ..activations import ACTIVATIONS
 from ..arrays import Array, Namespace
 from ..trajectory import Adjoint, Record, Trajectory
 from . import affine
+from .affine import Pulled
 from .cell import Cell, by_name, flat_gate_grad
-from .linearise import Pulled
 from .lstm import LSTM
 
 

@@ -16,8 +16,8 @@ from ..activations import ACTIVATIONS
 from ..arrays import Array, Namespace
 from ..trajectory import Adjoint, Record, Trajectory
 from . import affine
+from .affine import Pulled
 from .cell import Cell, by_name, of_every_gate
-from .linearise import Pulled
 from .lstm import LSTM
 
 _PEEPHOLES = by_name(

@@ -15,8 +15,8 @@ from ..arrays import Array, Namespace
 from ..linear import Kernels, System, diagonal
 from ..trajectory import Adjoint, Record, Trajectory
 from . import affine
+from .affine import Pulled
 from .cell import Cell, are_elementwise, by_name
-from .linearise import Pulled
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,8 +16,8 @@ from ...typing import Array, Namespace
 from ...vocabulary import unnamed_states
 from ..linear import ProductSteps, System
 from ..trajectory import Trajectory
+from .affine import TrajectorySystem
 from .cell import Cell
-from .linearise import TrajectorySystem
 
 
 class StepCell(Cell):

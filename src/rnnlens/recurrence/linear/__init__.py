@@ -18,8 +18,7 @@ made by                    A_t                                            number
 """
 
 from .inputs import Inputs, Kernels, Matrices
-from .products import Dense, Gated, ProductSteps, ProductSystem
-from .protocol import LinearStep, Pattern, System, state_columns, walk
+from .steps import Dense, Gated, LinearStep, Pattern, ProductSteps, ProductSystem, System, state_columns, walk
 from .systems import StructuredSystem, complex_diagonal, dense, diagonal, minus_rank_one, per_head, with_output
 
 __all__ = [

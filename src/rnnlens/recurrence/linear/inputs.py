@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from ..arrays import Array, Workspace, namespace
-from .products import transposed
+from .steps import transposed
 
 
 class InputAt(Protocol):

@@ -12,8 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..arrays import Array, Workspace
-from .products import transposed
-from .protocol import Pattern
+from .steps import Pattern, transposed
 
 
 class Transition(Protocol):

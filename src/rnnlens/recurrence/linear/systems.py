@@ -11,8 +11,7 @@ from typing import Any, Literal
 
 from ..arrays import Array, Workspace, namespace
 from .inputs import InputAt, Inputs, Matrices, as_inputs
-from .products import ProductSteps, ProductSystem
-from .protocol import LinearStep, LinearSteps, Pattern, System
+from .steps import LinearStep, LinearSteps, Pattern, ProductSteps, ProductSystem, System
 from .structured import ComplexDiagonal, Diagonal, MinusLowRank, PerHead, Transition
 
 Order = Literal["forward", "backward"]

@@ -1,4 +1,6 @@
-"""Steps with one *product* matrix [A | B] per sample, built once and shared by all cotangents or tangents.
+"""Linear systems and their steps: the interfaces that sweeps call, iteration over steps, dense and gated steps.
+
+A dense or gated step has one *product* matrix [A | B] per sample, built once and shared by all cotangents or tangents.
 
 gated (LSTM)
     Only two unit x unit blocks of A_t are dense, the rest is diagonal. :meth:`Gated.arrive` computes the total gradient
@@ -13,12 +15,196 @@ branches. Columns of ``product``: the state before, then the input.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Protocol
+
+import numpy as np
 
 from ..arrays import Array, Workspace
-from .protocol import Pattern
+from ..parallel import still_wanted
+
+
+class LinearStep(Protocol):
+    """Interface of one linear step of some samples: ds_t = A ds_{t-1} + B dx_t.
+
+    ``rows`` are (sample, row, state), with the columns of each state given by :func:`state_columns`. A row is a
+    cotangent in a reverse sweep and a tangent in a forward sweep. ``out`` is written to, and must not overlap the
+    arguments. Masked steps have A = I and B = 0.
+    """
+
+    def arrive(self, rows: Array, fresh: int) -> None:
+        """Convert cotangents of the states after the step to total gradients, in place.
+
+        In an LSTM, c_t also changes h_t of the same step, so that the total gradient of c_t includes a path through
+        h_t. Only the first ``fresh`` rows received new cotangents at this step.
+        """
+
+    def pull(self, rows: Array, out: Array, *, inputs: bool) -> None:
+        """Compute rows @ A and, with ``inputs``, rows @ B, for rows that went through :meth:`arrive`.
+
+        out : (sample, row, state), with ``inputs`` (sample, row, state + feature)
+        """
+
+    def push(self, rows: Array, out: Array) -> None:
+        """Compute rows @ A^T, which pushes tangents of the states before the step forward; out .
+
+        (sample, row, state).
+        """
+
+    def inject(self, block: Array | None, out: Array) -> None:
+        """Write the states' tangents for tangents of the input: block @ B^T; out : (sample, row, state).
+
+        block : (sample or 1, row, feature), or None for the unit vectors of the input
+        """
+
+    def spread(self, rows: Array, state: int, columns: slice) -> None:
+        """Add the effect of one produced state's tangents on the step's other results, in place.
+
+        ``columns`` are the columns of the state in a row. All other columns must be zero.
+        """
+
+    def produced(self, rows: Array, state: int, columns: slice) -> Array:
+        """Return cotangents (sample, row, size) of one state as the step produces it.
+
+        The rows went through :meth:`arrive`.
+        """
+
+    def after(self, earlier: Any) -> LinearStep:
+        """Return the composition with an earlier step of the same structure, A = A_self A_earlier, without B."""
+
+    def input_matrix(self) -> Array:
+        """Return B (sample, state, feature), for the states after the step."""
+
+
+class LinearSteps(Protocol):
+    """Sequence of consecutive steps in chronological order."""
+
+    def __getitem__(self, at: int, /) -> LinearStep:
+        """Return the step at a position, counted from 0."""
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Colouring of a state's units: cotangents of units of one colour never reach the same columns, at any step.
+
+    Therefore a sweep can pull back the sum of the units of one colour as a single row.
+    Curtis, Powell, Reid 1974, "On the estimation of sparse Jacobian matrices", doi:10.1093/imamat/13.1.117.
+
+    Attributes
+    ----------
+    colour : (unit,)
+        Colour of each unit of the state, counted from 0.
+    reach : (unit, column)
+        Columns of a row that the cotangent of a unit can reach, ascending. The sets of columns of two units are equal
+        or disjoint, and each set is reached by the same number of units.
+    """
+
+    colour: np.ndarray[Any, Any]
+    reach: np.ndarray[Any, Any]
+
+    @property
+    def count(self) -> int:
+        """Number of colours."""
+        return int(self.colour.max()) + 1
+
+    @property
+    def entries(self) -> int:
+        """Number of pairs of a unit and a column that it can reach."""
+        return int(self.reach.size)
+
+    def cells(self) -> Pattern:
+        """Return a pattern with one colour, and one unit for each set of columns that units reach."""
+        _, first = np.unique(self.reach[:, 0], return_index=True)
+        return Pattern(np.zeros(first.size, dtype=int), self.reach[first])
+
+
+class System(Protocol):
+    """Interface of one recurrent call, linearised around its trajectory on demand.
+
+    Attributes
+    ----------
+    state_sizes
+        Size of each state.
+    rows
+        Total size of the states: the length of a row.
+    columns
+        Columns of a step's matrix product without the input: all states of a dense system, h of a gated one. The other
+        columns are computed element by element.
+    scratch
+        Numbers of temporary memory per row, besides the rows and the result.
+    """
+
+    work: Workspace
+    batch: int
+    time: int
+    features: int
+    order: Literal["forward", "backward"]
+    state_sizes: tuple[int, ...]
+    rows: int
+    columns: int
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """State indices in the order of their columns in a row."""
+
+    @property
+    def scratch(self) -> int:
+        """Numbers of temporary memory per row, besides the rows and the result."""
+
+    def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> LinearSteps:
+        """Linearise the chronological steps ``first ... stop - 1`` of some samples; without B unless ``inputs``."""
+
+    def multiplications(self, inputs: bool) -> int:
+        """Return the number of multiplications per row, step and sample: by A and, with ``inputs``, by B."""
+
+    def numbers(self, inputs: bool) -> int:
+        """Return how many numbers are stored per step and sample."""
+
+    def pattern(self, state: int) -> Pattern | None:
+        """Return the pattern of a state whose units do not all meet in a reverse sweep; else None."""
+
+    def moduli(self) -> Array | None:
+        """Return |eigenvalue| of A_t (sample, time, state) if all A_t have the same eigenvectors; else None.
+
+        The growth of products of such steps then follows without matrix products.
+        """
+
+
+def state_columns(system: System, state: int) -> slice:
+    """Return the columns of a state in a row of a sweep.
+
+    Rows are [c | h] in gated systems, otherwise the states in their order.
+    """
+    start = 0
+    for other in system.layout:
+        if other == state:
+            break
+        start += system.state_sizes[other]
+    return slice(start, start + system.state_sizes[state])
+
+
+def walk(
+    system: System, samples: slice, *, reverse: bool, inputs: bool, budget: int, steps: Sequence[int] | None = None
+) -> Iterator[tuple[int, LinearStep]]:
+    """Yield (time index, linear step) in the order of the recurrence, or with ``reverse`` in the opposite order.
+
+    Steps are built in blocks that fit into ``budget`` bytes. ``steps`` restricts the iteration to consecutive steps,
+    given in either order; None for all steps.
+    """
+    count = len(range(*samples.indices(system.batch)))
+    per_step = max(1, count * system.numbers(inputs) * system.work.itemsize)
+    length = max(1, min(system.time, budget // per_step))
+    chronological = (system.order == "forward") != reverse
+    first, end = (0, system.time) if steps is None else (min(steps), max(steps) + 1)
+    starts = range(first, end, length)
+    for start in starts if chronological else reversed(starts):
+        stop = min(start + length, end)
+        block = system.build(start, stop, samples, inputs=inputs)
+        inner = range(start, stop) if chronological else range(stop - 1, start - 1, -1)
+        for t in inner:
+            still_wanted()
+            yield t, block[t - start]
 
 
 @dataclass
@@ -101,18 +287,14 @@ class Gated:
     keep: Array
     lift: Array
 
-    @property
-    def _units(self) -> int:
-        return self.keep.shape[2]
-
     def arrive(self, rows: Array, fresh: int) -> None:
         """Add lift * dh to dc, in place, so that dc is the total gradient of c_t."""
-        units = self._units
+        units = self.keep.shape[2]
         self.work.add_product(rows[:, :, :units], rows[:, :, units:], self.lift)
 
     def pull(self, rows: Array, out: Array, *, inputs: bool) -> None:
         """Compute [dc | dh] @ product = [dh before | dx], and dc before element by element."""
-        units = self._units
+        units = self.keep.shape[2]
         if inputs:
             self.work.matmul(rows, self.product, out[:, :, units:])
         else:
@@ -121,21 +303,21 @@ class Gated:
 
     def push(self, rows: Array, out: Array) -> None:
         """Push tangents [c | h] forward: h by one matrix product, c element by element."""
-        units = self._units
+        units = self.keep.shape[2]
         self.work.matmul(rows[:, :, units:], transposed(self.product[:, :, :units]), out)
         self.work.add_product(out[:, :, :units], rows[:, :, :units], self.keep)
         self.work.add_product(out[:, :, units:], out[:, :, :units], self.lift)
 
     def inject(self, block: Array | None, out: Array) -> None:
         """Write the tangents of [c | h] for a block of input tangents, or for unit vectors if the block is None."""
-        units = self._units
+        units = self.keep.shape[2]
         into = transposed(self.product[:, :, units:])
         out[...] = into if block is None else self.work.xp.matmul(block, into)
         self.work.add_product(out[:, :, units:], out[:, :, :units], self.lift)
 
     def spread(self, rows: Array, state: int, columns: slice) -> None:
         """Add the effect of tangents of c_t on h_t, in place."""
-        units = self._units
+        units = self.keep.shape[2]
         if state == 1:
             rows[:, :, units:] = rows[:, :, :units] * self.lift
 
@@ -148,7 +330,7 @@ class Gated:
         return Dense(self.work, self.work.xp.matmul(self._matrix(), earlier._matrix()))
 
     def _matrix(self) -> Array:
-        size = 2 * self._units
+        size = 2 * self.keep.shape[2]
         unit = self.work.empty(int(self.product.shape[0]), size, size)
         unit[...] = self.work.eye(size)
         out = self.work.empty(*unit.shape)
@@ -158,7 +340,7 @@ class Gated:
 
     def input_matrix(self) -> Array:
         """Return B (sample, [c | h], feature)."""
-        units = self._units
+        units = self.keep.shape[2]
         lifted = self.product[:, :, units:] * 1
         self.work.add_product(lifted[:, units:], lifted[:, :units], self.work.xp.permute_dims(self.lift, (0, 2, 1)))
         return lifted

@@ -1,25 +1,98 @@
-"""Checks of numbers, switches, names and paths: functions of an argument's name and its value."""
+"""Checks of arguments: the decorator ``checked``, and checks of numbers, switches, names and paths.
+
+A check is a function of an argument's name and its value, and returns the value that the function receives.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import operator
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from itertools import islice
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from ..errors import FileError, InputError, RnnlensError, did_you_mean, has_attribute, message, shown
+from ..errors import CallError, FileError, InputError, RnnlensError, did_you_mean, has_attribute, message, shown
 from ..settings import parse_memory
-from .door import Check
 
 #: Most items that are read from an iterator, which may be endless.
 MOST = 1_000_000
 #: Longest file name that common file systems accept.
 _LONGEST_NAME = 255
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+#: ``check(name, value)`` returns the value, converted where needed, or raises InputError.
+Check = Callable[[str, Any], Any]
+
+
+#: Arguments of other libraries that users may expect, each with a hint what to use instead.
+_ELSEWHERE = {
+    "feed_dict": 'net = rl.tf1.graph(session, inputs={"x": placeholder}, outputs={"y": tensor}, loss=loss, '
+    "targets=labels, feed={keep_prob: 1.0}) declares inputs, outputs and loss once; then rl.trace(net, x, y)",
+}
+
+
+def anything(name: str, value: Any) -> Any:
+    """Return any value unchanged, for an argument that the function checks itself."""
+    return value
+
+
+def checked(**table: Check) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a function so that a table of checks validates and converts its arguments; defaults are not checked.
+
+    Parameters
+    ----------
+    **table
+        A check for each parameter, except one that collects further keywords (``**line``).
+
+    Raises
+    ------
+    CallError
+        At the call, for an unknown argument or a missing one.
+    InputError
+        At the call, for a value that does not pass its check.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+        unknown = table.keys() - signature.parameters.keys()
+        assert not unknown, f"{function.__name__} has no {unknown}"
+
+        @functools.wraps(function)
+        def with_checks(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                bound = signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise _unbound(function, signature, kwargs, error) from None
+            for name, value in bound.arguments.items():
+                if name in table and value is not signature.parameters[name].default:
+                    bound.arguments[name] = table[name](name, value)
+            return function(*bound.args, **bound.kwargs)
+
+        with_checks.table = table  # type: ignore[attr-defined]
+        return with_checks
+
+    return decorate
+
+
+def _unbound(
+    function: Callable[..., Any], signature: inspect.Signature, kwargs: Mapping[str, Any], error: TypeError
+) -> CallError:
+    """Return the error for arguments that a function does not have, or misses."""
+    known = [n for n, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD and n != "self"]
+    strange = next((name for name in kwargs if name not in known), None)
+    called = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+    hint = f"{called}({', '.join(known)})" if strange is None else did_you_mean(strange, known)
+    if strange in _ELSEWHERE and not hint.startswith("did you mean"):
+        hint = _ELSEWHERE[strange]
+    return CallError(message(f"{called} cannot be called like this: {error}.", hint=hint))
 
 
 def switch(name: str, value: Any) -> bool:
