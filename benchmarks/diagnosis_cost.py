@@ -27,7 +27,7 @@ from rnnlens.measures import lyapunov_spectrum
 from rnnlens.recurrence.cells import LSTM, SimpleRNN
 from rnnlens.recurrence.replay import replay
 
-BAR, QR_BAR = 12.0, 2.0
+BAR, QR_BAR = 8.0, 2.0
 
 
 class Stack(nn.Module):

@@ -169,7 +169,7 @@ def environment_of(suite: Suite, compiled: str) -> dict[str, str]:
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # none of what is installed is asked for
         # Many small programs are compiled and run once: what XLA would gain by optimising costs more than it saves.
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false",
+        "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
         # The same small programs come again, in other tests and in the processes that tests start.
         "JAX_COMPILATION_CACHE_DIR": compiled,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

@@ -118,7 +118,7 @@ class Experiment:
             place += 1
             return leaf[:LOOKED_INTO, :steps] if place in self.samples.sequences else leaf[:LOOKED_INTO]
 
-        request = CaptureRequest(inputs=False, gradients=False, weight_grads=False)
+        request = CaptureRequest(inputs=False, gradients=False, weight_grads=False, calls=False)
         whole = to_host(self._leaf(self.capture.outputs))
         try:
             x = self.given(data.map_leaves(cut, self.samples.x))
@@ -129,7 +129,7 @@ class Experiment:
 
     def outputs(self, x: Any, initial_state: Any = None) -> Array:
         """Run the model and return its output (sample, output) at the examined step."""
-        request = CaptureRequest(inputs=False, gradients=False, weight_grads=False)
+        request = CaptureRequest(inputs=False, gradients=False, weight_grads=False, calls=False)
         given = self.given(x)
         capture = self.adapter.capture(self.model, Batch(given, initial_state=initial_state), request)
         whole = self._turned(to_host(self._leaf(capture.outputs)), given, data.len_of(x))

@@ -144,7 +144,7 @@ def measure_memory(experiment: Experiment) -> Memory:
         return Memory(steps, skills, False, "the output has seen one step only", later=later)
     if not variance:
         return Memory(steps, skills, False, "the prediction does not vary over the samples")
-    probes = search(experiment.exchanged, steps, 2 * variance, (USED, RARE))
+    probes = search(experiment.exchanged, steps, 2 * variance, (USED, RARE), decreasing=True)
     why = _doubt(len(prediction), skills)
     return _summary(experiment, probes, variance, windows, skills, why, later)
 
@@ -291,7 +291,7 @@ def _later(experiment: Experiment, variance: float) -> tuple[int, int]:
         return change, change
 
     # The search counts context lengths from 1, so k = 1 keeps no later step.
-    probes = search(lambda k: probe(k - 1), rest + 1, 2 * variance, (USED,))
+    probes = search(lambda k: probe(k - 1), rest + 1, 2 * variance, (USED,), decreasing=True)
     curve = {k: float(change.mean()) / (2 * variance) for k, change in probes.change.items()}
     return memory_length(curve, rest + 1) - 1, rest
 

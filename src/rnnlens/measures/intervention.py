@@ -15,6 +15,8 @@ from ..typing import Array
 
 #: Share of the variance of the prediction up to which older inputs count as not used.
 USED = 0.05
+#: Use below which a search of a curve that does not grow with k leaves the rest of its grid out.
+_NEGLIGIBLE = 1e-4
 #: Share of the mean square of a prediction up to which its variance counts as rounding.
 _CONSTANT = 1e-10
 
@@ -156,7 +158,14 @@ class Probes:
     score: dict[int, Array]
 
 
-def search(probe: Callable[[int], tuple[Array, Array]], steps: int, scale: float, levels: tuple[float, ...]) -> Probes:
+def search(
+    probe: Callable[[int], tuple[Array, Array]],
+    steps: int,
+    scale: float,
+    levels: tuple[float, ...],
+    *,
+    decreasing: bool = False,
+) -> Probes:
     """Find where U falls to each of ``levels`` with few probes: on a doubling grid, then by bisection.
 
     Parameters
@@ -165,6 +174,9 @@ def search(probe: Callable[[int], tuple[Array, Array]], steps: int, scale: float
         Function that returns (change, score), (sample,) each, for a context length k.
     scale
         The denominator of U(k), 2 sum Var f.
+    decreasing
+        Whether U(k) is known not to grow with k, as the total Sobol index of all inputs older than k. The grid then
+        ends where U is negligible, with one more probe at the oldest step.
     """
     found: dict[int, tuple[Array, Array]] = {}
 
@@ -173,7 +185,11 @@ def search(probe: Callable[[int], tuple[Array, Array]], steps: int, scale: float
             found[k] = probe(k)
         return float(found[k][0].mean()) / scale
 
-    for k in _grid(steps):
+    grid = _grid(steps)
+    for k in grid[:-1]:
+        if use_at(k) < _NEGLIGIBLE and decreasing:
+            break
+    for k in grid[-1:]:
         use_at(k)
     for level in levels:
         curve = {k: use_at(k) for k in sorted(found)}

@@ -267,14 +267,27 @@ def _scaled_stride(x: Array) -> int:
     Windows are compared up to scale and offset.
     """
     values = np.asarray(x, dtype=np.float64).reshape(*x.shape[:2], -1)
-    for stride in range(1, x.shape[1] // 2 + 1):
-        parts = [values[:-1, stride:], values[1:, : x.shape[1] - stride]]
-        a, b = (p - p.mean(axis=1, keepdims=True) for p in parts)
-        sizes = np.sqrt((a**2).sum(axis=1) * (b**2).sum(axis=1))
-        alike = (np.sum(a * b, axis=1) > 0.9999 * sizes) & (sizes > 0)
-        if alike.all(axis=1).mean() > 0.9:
+    pairs, steps = len(values) - 1, values.shape[1]
+    block = pairs // 10 + 1  # one block without windows that continue rules a shift out
+    for stride in range(1, steps // 2 + 1):
+        different = 0
+        for start in range(0, pairs, block):
+            stop = min(start + block, pairs)
+            alike = _proportional(values[start:stop, stride:], values[start + 1 : stop + 1, : steps - stride])
+            different += int((~alike).sum())
+            if different >= 0.1 * pairs:
+                break
+        else:
             return stride
     return 0
+
+
+def _proportional(one: Array, other: Array) -> Array:
+    """Return whether two windows (sample, time, feature) are equal up to scale and offset, (sample,)."""
+    a, b = (part - part.mean(axis=1, keepdims=True) for part in (one, other))
+    sizes = np.sqrt((a**2).sum(axis=1) * (b**2).sum(axis=1))
+    alike: Array = ((np.sum(a * b, axis=1) > 0.9999 * sizes) & (sizes > 0)).all(axis=1)
+    return alike
 
 
 def _in_line(after: Array) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -509,3 +511,15 @@ def test_a_packed_classifier_keeps_the_callers_order():
             ours, true = got[name].values[sample, :length], alone["rnn"][name].values[0, :length]
             np.testing.assert_allclose(ours, true, atol=1e-6, err_msg=name)
         assert (got.input_grad.values[sample, length:] == 0).all()
+
+
+def test_outputs_alone_are_those_of_a_whole_capture():
+    torch.manual_seed(0)
+    net, (x, _) = Tagger(), data()
+    request = CaptureRequest(inputs=False, gradients=False, weight_grads=False)
+    whole = adapter.capture(net, Batch(x), request)
+    alone = adapter.capture(net, Batch(x), replace(request, calls=False))
+    assert whole.calls
+    assert not alone.calls
+    assert torch.equal(alone.outputs, whole.outputs)
+    assert not alone.outputs.requires_grad

@@ -53,8 +53,9 @@ def test_a_dip_on_the_way_is_not_the_end():
     assert measures.memory_length({1: 0.9, 2: 0.01, 4: 0.9, 8: 0.01}, 10) == 8
 
 
+@pytest.mark.parametrize("decreasing", [False, True])
 @pytest.mark.parametrize("need", [1, 2, 7, 23, 29, 30])
-def test_the_search_finds_what_all_contexts_would(x, need):
+def test_the_search_finds_what_all_contexts_would(x, need, decreasing):
     weights = np.zeros(30)
     weights[need - 1] = 1
     f, samples, probed = linear(weights), x[:500], []
@@ -65,10 +66,13 @@ def test_the_search_finds_what_all_contexts_would(x, need):
         return change, change
 
     variance = measures.total_variance(f(samples))
-    found = search(probe, 30, 2 * variance, (0.05, 0.01))
+    found = search(probe, 30, 2 * variance, (0.05, 0.01), decreasing=decreasing)
     curve = {k: c.mean() / (2 * variance) for k, c in found.change.items()}
     assert measures.memory_length(curve, 30) == need
     assert len(probed) == len(set(probed)) <= 13
+    # A decreasing curve is not probed further once it is 0, but at the oldest step.
+    assert 29 in probed
+    assert (16 in probed) == (need > 8 or not decreasing)
 
 
 def test_skill_and_benefit_by_hand():

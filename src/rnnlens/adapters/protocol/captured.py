@@ -48,6 +48,8 @@ class CaptureRequest:
     ``chain``: also find out whether the model is one plain chain of well-known layers in this pass
     (:attr:`Capture.chain`).
     ``scans``: capture the coefficients and outputs of whole-sequence layers.
+    ``calls``: record recurrent calls. If False, only the outputs of the model are needed; an adapter that can run it
+    more cheaply without recording does so.
     ``all_must_run``: raise an error for a requested layer that does not run or is not supported. If False, such a layer
     is left out, and a note gives the reason for an unsupported one.
     """
@@ -61,6 +63,7 @@ class CaptureRequest:
     all_must_run: bool = True
     chain: bool = False
     scans: bool = True
+    calls: bool = True
 
 
 @dataclass
