@@ -19,6 +19,19 @@ def leaves_of(tree: Any) -> list[Any]:
     return [] if tree is None else [tree]
 
 
+def named_leaves(tree: Any) -> tuple[str, ...]:
+    """Return a name for every array of :func:`leaves_of`: its key or field, and ``key.1`` inside a nested part."""
+    if isinstance(tree, Mapping):
+        parts = [(str(key), part) for key, part in tree.items()]
+    elif is_record(tree):
+        parts = [(field.name, getattr(tree, field.name)) for field in dataclasses.fields(tree)]
+    elif isinstance(tree, tuple | list) and not is_packed(tree):
+        parts = list(zip(getattr(tree, "_fields", map(str, range(len(tree)))), tree, strict=True))
+    else:
+        return () if tree is None else ("",)
+    return tuple(f"{key}.{inner}" if inner else key for key, part in parts for inner in named_leaves(part))
+
+
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """Return a tree of the same structure with ``function`` applied to every array; None stays None."""
     if isinstance(tree, Mapping):

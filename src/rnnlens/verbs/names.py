@@ -17,6 +17,7 @@ from ..adapters.protocol import Adapter, Batch, CaptureRequest, LayerInfo, Layer
 from ..errors import InputError, LayerNotFoundError, RnnlensError, did_you_mean, message
 from ..layout import Layout, dims_of
 from ..recurrence.cells import cell_of_kind, kinds
+from ..trees import named_leaves
 from ..typing import Array
 from ..vocabulary import FEATURE, SAMPLE, unnamed_states
 from .weight_layout import dims_of_weight, sources
@@ -167,7 +168,7 @@ class Catalogue:
 
 
 def with_named_outputs(adapter: Adapter, model: Any, batch: Batch, known: Catalogue, texts: Iterable[Any]) -> Catalogue:
-    """Return the catalogue with output keys, if one of ``texts`` needs them and the model returns a dict.
+    """Return the catalogue with output names, if one of ``texts`` needs them: keys of a dict, fields of a record.
 
     The output keys of a torch model are known only after a run, so the model is run once more.
     """
@@ -175,7 +176,7 @@ def with_named_outputs(adapter: Adapter, model: Any, batch: Batch, known: Catalo
     if known.outputs or not any(m and m["what"] == "output" and not m["which"].isdigit() for m in asked):
         return known
     outputs = adapter.capture(model, batch, CaptureRequest(inputs=False, gradients=False, weight_grads=False)).outputs
-    return Catalogue(adapter, model, known.x, tuple(map(str, outputs))) if isinstance(outputs, Mapping) else known
+    return Catalogue(adapter, model, known.x, tuple(filter(None, named_leaves(outputs))))
 
 
 def read(text: str, known: Catalogue) -> list[TensorName]:

@@ -398,8 +398,8 @@ def reinforcement_learning_step_loop():
         return -(chosen * (returns - values.detach())).mean() + functional.mse_loss(values, returns)
 
     dones = torch.zeros(BATCH, STEPS)
-    dones[1, 3] = 1  # an episode that ends: its state is wiped, the recurrence begins anew
-    return ActorCritic(), (series(), dones), torch.randn(BATCH, STEPS), loss, ["rnn#0", "rnn#1"]
+    dones[1, 3] = 1  # an episode that ends: the state of one sample is wiped, the others go on
+    return ActorCritic(), (series(), dones), torch.randn(BATCH, STEPS), loss, ["rnn"]
 
 
 @entry

@@ -95,7 +95,8 @@ class LayerWeights:
     """Weights of one layer: by name, and as one known cell per direction if the layer is a known cell.
 
     ``trainable``: whether the optimizer changes a weight. ``statistics``: names of statistics that the layer updates
-    itself. ``tables``: names of weights whose rows are looked up by integers.
+    itself. ``tables``: names of weights whose rows are looked up by integers. ``repeated``: names of weights that an
+    earlier layer has too (tied weights): one variable, which a norm over all weights counts once.
     """
 
     values: dict[str, Array]
@@ -104,6 +105,7 @@ class LayerWeights:
     penalties: dict[str, Callable[[Any], Any]] = field(default_factory=dict)
     statistics: frozenset[str] = frozenset()
     tables: frozenset[str] = frozenset()
+    repeated: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)

@@ -152,6 +152,8 @@ def cell_candidates(model: nn.Module) -> list[tuple[str, nn.Module]]:
             continue  # whole sequences at a time; scans are found by their functions
         elif any(path.startswith(f"{outer}.") for outer in whole):
             continue
+        elif inner and module is named[0][1]:
+            continue  # the whole model, which contains every recurrent layer
         elif not any(other == path or other.startswith(f"{path}.") for other in inner) and _takes_two(module):
             found.append((path, module))
     return found

@@ -161,7 +161,7 @@ def _fused(recorder: CallRecorder, func: Any, owner: CallOwner, order: Tensor | 
         torch.cat([recorder.handed(owner, piece.finals[i]) for piece in pieces]).clone() for i in range(len(fed))
     )
     handed = tuple(state.clone() for state in taps)
-    visit = CallRecord(pieces, taps, StateLink(call.state, fed, raw, handed, taps, before), packing=packing)
+    visit = CallRecord(pieces, taps, StateLink(call.state, fed, raw, handed, taps, before, x), packing=packing)
     recorder.add(owner, visit, continues=before is not None)
     output = x.clone()
     return (output.transpose(0, 1) if call.batch_first and packing is None else output, *handed)

@@ -37,6 +37,9 @@ class StateLink:
         Originals of ``handed``: the same values, inside the graph, not accessible to the user's code.
     before
         Link to the call before in the same recurrence; None for its first call.
+    output
+        Output (time, sample, unit) of a layer's call, whose last step is its (upper) hidden state; None for a cell,
+        whose output and state are one tensor.
     """
 
     given: States
@@ -45,6 +48,7 @@ class StateLink:
     handed: States
     kept: States
     before: Continuation | None = None
+    output: Tensor | None = None
 
     def __post_init__(self) -> None:
         self._versions = tuple(tensor._version for tensor in self.handed)
@@ -119,6 +123,7 @@ class StateLink:
         """
         old, count, probe = self.kept[index], new.shape[0], probe_like(new)
         to_old, *arrived = _pulled_back(new, [old, *sources], probe)
+        to_old = to_old + self._to_output(new, index, probe)
         passed, kept = is_old & _rows_equal(to_old, probe), torch.zeros_like(is_before)
         for at in arrived:
             kept = kept | _rows_equal(at, probe)
@@ -126,6 +131,15 @@ class StateLink:
             kept = kept | (self._origins(count, new.device) == 0)
         kept = kept & is_before & ~_any_in_rows(to_old)
         return passed if bool((passed | kept).all()) else None
+
+    def _to_output(self, new: Tensor, index: int, probe: Tensor) -> Tensor | float:
+        """Return the cotangent that comes back to the last step of the output of one layer; NaN where steps mix."""
+        if index or self.output is None or len(self.kept[0]) > 1:
+            return 0.0
+        (steps,) = torch.autograd.grad(new, [self.output], probe, retain_graph=True, allow_unused=True)
+        if steps is None:
+            return 0.0
+        return steps[-1:] if not bool((steps[:-1] != 0).any()) else torch.full_like(probe, torch.nan)
 
     def _origins(self, count: int, device: torch.device) -> Tensor:
         if self.origin is None:
@@ -166,7 +180,7 @@ def follows(given: States, link: StateLink, stops: Container[Any] = (), seen: se
 
     Paths through ``stops`` do not count. Nodes in ``seen`` are known to lead nowhere, and further ones are added.
     """
-    ends = {tensor.grad_fn for tensor in link.kept}
+    ends = {tensor.grad_fn for tensor in (*link.kept, *([] if link.output is None else [link.output]))}
     seen = set() if seen is None else seen
     waiting = [tensor.grad_fn for tensor in given]
     while waiting:

@@ -21,7 +21,7 @@ from .record import (
 
 
 def join_changed_states(recorder: CallRecorder) -> None:
-    """Join recurrences of a cell where the user's code changes the state between most of the steps.
+    """Join recurrences of a cell where the user's code changes the state between the steps, or between some of them.
 
     A call continues the one before if both are made from the same line of the user's code, with the same number of
     samples, and its state was computed from the states that the call before returned.
@@ -34,7 +34,7 @@ def join_changed_states(recorder: CallRecorder) -> None:
     """
     if len({run.owner.key for run in recorder.runs}) == len(recorder.runs):
         return
-    chains = [chain for chain in _changed_chains(recorder.runs) if _is_mostly_changed(chain)]
+    chains = [chain for chain in _changed_chains(recorder.runs) if len(chain) > 1]
     partly = {chain[0].owner.key for chain in chains if any(len(run.visits) > 1 for run in chain)}
     if not partly <= recorder.rules.never_inside:
         recorder.rules.never_inside |= partly
@@ -79,11 +79,6 @@ def _continues_changed(before: CallRecord, call: CallRecord, stops: set[Any], se
         return False
     same_samples = call.link.raw[0].shape == before.link.raw[0].shape
     return same_samples and follows(call.link.given, before.link, stops, seen)
-
-
-def _is_mostly_changed(chain: Sequence[Recurrence]) -> bool:
-    """Return whether the state is changed before more than half of the steps after the first."""
-    return 2 * (len(chain) - 1) > sum(len(run.visits) for run in chain) - 1
 
 
 def mark_endings(recorder: CallRecorder) -> None:

@@ -118,6 +118,7 @@ def layer_weights(named: Sequence[tuple[str, nn.Module]], node_name: Any) -> dic
     _refuse_without_values(named)
     result: dict[str, LayerWeights] = {}
     within: tuple[str, ...] = ()
+    seen: set[int] = set()
     for path, module in named:
         known = registered(module)
         if known is not None:
@@ -132,6 +133,8 @@ def layer_weights(named: Sequence[tuple[str, nn.Module]], node_name: Any) -> dic
                 values = {name: p.detach().clone() for name, p in own.items()}
                 tables = frozenset({"weight"} if isinstance(module, TABLES) else ())
                 result[path] = LayerWeights(values, {name: p.requires_grad for name, p in own.items()}, tables=tables)
+                result[path].repeated = {name for name, p in own.items() if id(p) in seen}
+                seen |= {id(p) for p in own.values()}
             continue
         for layer, direction, weights in cell_weights(module):
             entry = result.setdefault(node_name(path, module, layer), LayerWeights({}, {}))
@@ -141,6 +144,8 @@ def layer_weights(named: Sequence[tuple[str, nn.Module]], node_name: Any) -> dic
             for slot, value in weights.items():
                 entry.values[prefix + NAMES[slot]] = ours(found[0], slot, value.detach()).clone()
                 entry.trainable[prefix + NAMES[slot]] = value.requires_grad
+                entry.repeated |= {prefix + NAMES[slot]} if id(value) in seen else set()
+                seen.add(id(value))
     return result
 
 

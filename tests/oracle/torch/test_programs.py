@@ -1,0 +1,192 @@
+"""Whole programs of tutorials and of strangers: every verb against autograd on the untouched model, in float64."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch_programs
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch_programs import STRANGERS, TUTORIALS, leaves
+
+import rnnlens as rl
+
+PROGRAMS = TUTORIALS | STRANGERS
+STEPPED = [(name, path) for name, program in PROGRAMS.items() for path in program.states]
+
+
+@pytest.fixture(autouse=True)
+def _loud():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # torch.compile itself reads .grad of every tensor that it traces.
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+        yield
+
+
+def built(name):
+    torch.manual_seed(0)
+    program = PROGRAMS[name]
+    return program, program.build().double().eval(), program.x()
+
+
+def called(model, x):
+    return model(*x) if isinstance(x, tuple) else model(x)
+
+
+def loss_of(output, target=None):
+    return torch_programs.wave(output)
+
+
+def tapped(model, x, path):
+    """The model's output, and the tensors that a module returned, call by call; the model goes on with copies."""
+    calls = []
+
+    def hook(module, inputs, output):
+        calls.append(list({id(leaf): leaf for leaf in leaves(output)}.values()))
+        copies = {id(leaf): leaf.clone() for leaf in calls[-1]}
+        return pytree.tree_map(lambda leaf: copies[id(leaf)], output)
+
+    handle = model.get_submodule(path).register_forward_hook(hook)
+    output = called(model, x)
+    handle.remove()
+    return output, calls
+
+
+def same(got, expected):
+    assert np.shape(got) == np.shape(expected)
+    np.testing.assert_allclose(np.asarray(got), expected, rtol=0, atol=1e-12 * max(np.abs(expected).max(), 1e-3))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_layers_and_loss(name):
+    program, model, x = built(name)
+    trace = rl.trace(model, x, loss=loss_of, **program.options)
+    assert list(trace) == program.layers
+    assert trace.certificate.state == "passed"
+    assert trace.loss == pytest.approx(float(loss_of(called(model, x)).detach()), rel=1e-12)
+    listed = [info.name for info in rl.layers(model)]
+    assert {layer.partition("#")[0] for layer in trace} <= set(listed)
+    assert type(model).__name__.lower() not in listed
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_gradients_of_all_weights(name):
+    program, model, x = built(name)
+    parameters = [p for _, p in model.named_parameters(remove_duplicate=False)]
+    expected = torch.autograd.grad(loss_of(called(model, x)), parameters, allow_unused=True)
+    found = rl.gradients(model, x, loss=loss_of, wrt="weights", **program.options)
+    assert found.certificate.state == "passed"
+    numbers = np.concatenate([np.ravel(array) for layer in found for array in found[layer].dataset.values()])
+    theirs = torch.cat([grad.flatten() for grad in expected if grad is not None]).numpy()
+    same(np.sort(numbers), np.sort(theirs))
+
+
+@pytest.mark.parametrize(("name", "path"), STEPPED)
+def test_states_and_their_total_gradients(name, path):
+    program, model, x = built(name)
+    output, calls = tapped(model, x, path)
+    kept = [[call[place] for place in program.states[path]] for call in calls]
+    flat = [tensor for step in kept for tensor in step]
+    pulled = iter(torch.autograd.grad(loss_of(output), flat, allow_unused=True))
+    samples = len(leaves(x)[0])
+    grads = [
+        sum(0 if grad is None else grad.reshape(samples, -1) for grad in (next(pulled) for _ in step)) for step in kept
+    ]
+    expected = torch.stack([torch.zeros(samples, flat[0].shape[-1]) + grad for grad in grads], 1).numpy()
+    states = torch.stack([step[-1].detach().reshape(samples, -1) for step in kept], 1).numpy()
+    layer = rl.trace(model, x, loss=loss_of, **program.options)[path]
+    same(layer.hidden, states)
+    same(layer.hidden_grad, expected)
+    found = rl.gradients(model, x, loss=loss_of, wrt=f"{path}.hidden", **program.options)
+    same(found, expected)
+    assert found.certificate.state == "passed"
+
+
+def start_of(program, model, x):
+    """The model's output, and the tensors that the Jacobian starts at: one list for all steps, or one per step."""
+    if program.wrt.startswith("input"):
+        first, *rest = x if isinstance(x, tuple) else (x,)
+        leaf = first.clone().requires_grad_()
+        return called(model, (leaf, *rest)), [[leaf]]
+    path, _, kind = program.wrt.rpartition(".")
+    output, calls = tapped(model, x, path)
+    return output, [call[:1] for call in calls] if kind == "output" else calls
+
+
+def by_autograd(output, steps, samples):
+    """The Jacobian (sample, ..., ...) of an output whose samples do not mix."""
+    flat, leaf = output.reshape(samples, -1), steps[0][0]
+    rows = []
+    for column in flat.sum(0):
+        pulled = iter(
+            torch.autograd.grad(column, [t for step in steps for t in step], retain_graph=True, allow_unused=True)
+        )
+        grads = [
+            sum(0 if grad is None else grad.reshape(leaf.shape) for grad in (next(pulled) for _ in step))
+            for step in steps
+        ]
+        grads = [torch.zeros_like(leaf) + (grad if torch.is_tensor(grad) else 0) for grad in grads]
+        grads = [grad if len(grad) == samples else grad.transpose(0, 1) for grad in grads]
+        rows.append(grads[0] if len(grads) == 1 else torch.stack([grad.reshape(samples, -1) for grad in grads], 1))
+    return torch.stack(rows, 1).reshape(*output.shape, *rows[0].shape[1:]).numpy()
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_time_jacobians(name):
+    program, model, x = built(name)
+    output, steps = start_of(program, model, x)
+    output = program.arranged(leaves(output)[0])
+    expected = by_autograd(output, steps, len(output))
+    found = rl.jacobian(model, x, of=program.of, wrt=program.wrt, **program.options)
+    assert found.size == expected.size
+    same(np.asarray(found).reshape(expected.shape), expected)
+    assert found.certificate.state in (("passed",) if program.wrt.startswith("input") else ("passed", "could not"))
+
+
+class NestedOutput(nn.Module):
+    """Returns a dict, a dataclass or a named tuple with parts that are nested or None."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.rnn, self.form = nn.GRU(3, 2, batch_first=True), form
+
+    def forward(self, x):
+        y = self.rnn(x)[0]
+        forms = {
+            "dict": {"none": None, "aux": (2 * y, 3 * y), "z": 4 * y},
+            "record": torch_programs.Prediction(2 * y, 3 * y, {"z": 4 * y}),
+            "named tuple": torch_programs.Memory(2 * y, [3 * y, 4 * y]),
+        }
+        return forms[self.form]
+
+
+@pytest.mark.parametrize(
+    ("form", "names"),
+    {
+        "dict": ["aux.0", "aux.1", "z"],
+        "record": ["logits", "hidden", "loss.z"],
+        "named tuple": ["h", "c.0", "c.1"],
+    }.items(),
+)
+def test_outputs_have_the_names_of_their_places(form, names):
+    torch.manual_seed(0)
+    model, x = NestedOutput(form).double(), torch.randn(2, 4, 3, dtype=torch.float64)
+    plain = np.asarray(rl.jacobian(model, x, of="rnn.output"))
+    for factor, name in enumerate(names, 2):
+        same(rl.jacobian(model, x, of=f"output[{name}]"), factor * plain)
+    with pytest.raises(rl.errors.LayerNotFoundError, match=rf"did you mean|one of: '{names[0]}'"):
+        rl.jacobian(model, x, of="output[w]")
+
+
+def test_a_tied_weight_counts_once_in_the_norm_of_all_weights():
+    _, model, x = built("language model")
+    found = rl.gradients(model, x, loss=loss_of, clip={"global_clipnorm": 0.5})
+    loss_of(called(model, x)).backward()
+    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+    assert found.clip["norm"] == pytest.approx(norm, rel=1e-12)
+    for layer in ("encoder", "decoder"):
+        same(found.clipped[layer].dataset["weight"], (model.encoder.weight.grad * (1 + 1e-6 / norm)).numpy())
