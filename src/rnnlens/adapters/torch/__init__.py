@@ -31,7 +31,7 @@ from ..protocol import (
 )
 from ..shared.registered_cells import with_composed
 from .axes import layouts
-from .capture import capture
+from .capture import capture, capture_outputs
 from .cells import put_together
 from .chain import capture_chain
 from .discover import describe, named_modules, node_name, unwrapped
@@ -78,6 +78,8 @@ class TorchAdapter(Adapter):
 
     def capture(self, model: nn.Module, batch: Batch, request: CaptureRequest) -> Capture:
         """Run one forward pass and, with a loss, one backward pass, and return the recorded calls."""
+        if not (request.calls or batch.initial_state):
+            return capture_outputs(model, batch)
         return capture_chain(model, batch, request) or capture(model, batch, request)
 
     def pullback(

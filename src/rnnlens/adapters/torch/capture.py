@@ -55,8 +55,6 @@ from .scans import ScanRecord, ScanRecorder, refuse_unread, seams
 def capture(model: nn.Module, batch: Batch, request: CaptureRequest) -> Capture:
     """Run and record a model on one batch: see :meth:`rnnlens.adapters.protocol.Adapter.capture`."""
     model = unwrapped(model)
-    if not (request.calls or batch.initial_state):
-        return _outputs(model, batch)
     asked = RequestedLayers.of(model, request.layers)
     if not request.scans:
         asked = replace(asked, sequences=frozenset())
@@ -75,8 +73,9 @@ def capture(model: nn.Module, batch: Batch, request: CaptureRequest) -> Capture:
             keep_gradients = True
 
 
-def _outputs(model: nn.Module, batch: Batch) -> Capture:
-    """Run a model without gradients and recordings."""
+def capture_outputs(model: nn.Module, batch: Batch) -> Capture:
+    """Run a model without gradients and recordings, and return its outputs."""
+    model = unwrapped(model)
     x = as_tensors(batch.x, model, "x")
     with borrowed(model, training=batch.training, seed=batch.seed), torch.no_grad():
         return Capture([], outputs=on_leaves(call_model(model, x), _detached))
