@@ -6,7 +6,6 @@ importing Dask in the same way.
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,7 +43,8 @@ def to_numpy(value: Any) -> np.ndarray[Any, Any]:
     Memory is shared where possible.
     """
     if engine_of(value) == "torch":
-        return _torch().to_numpy(value)  # type: ignore[no-any-return]
+        value = value.detach().cpu()
+        value = (value.float() if dtype_name(value) == "bfloat16" else value).resolve_conj().resolve_neg().numpy()
     values = np.asarray(value)
     return values.astype(np.float32) if values.dtype.name == "bfloat16" else values
 
@@ -61,7 +61,7 @@ def like(array: Any, reference: Any) -> Array:
     """Convert an array to the kind, dtype and device of another."""
     engine = engine_of(reference)
     if engine == "torch":
-        return _torch().like(array, reference)
+        return array.to(reference) if engine_of(array) == "torch" else reference.new_tensor(np.asarray(array))
     name = dtype_name(reference)
     return np.asarray(to_numpy(array), dtype=reference.dtype if engine is None else _WIDENED.get(name, name))
 
@@ -69,7 +69,7 @@ def like(array: Any, reference: Any) -> Array:
 def join(parts: Sequence[Any], axis: int) -> Array:
     """Concatenate arrays of one library along an axis."""
     if engine_of(parts[0]) == "torch":
-        return _torch().join(parts, axis)
+        return sys.modules["torch"].cat([part.detach() for part in parts], dim=axis)
     return np.concatenate([np.asarray(part) for part in parts], axis=axis)
 
 
@@ -84,10 +84,6 @@ def dtype_name(value: Any) -> str:
     """Return the name of an array's dtype without its library's prefix, such as "float32"."""
     dtype = getattr(value, "dtype", None) or np.asarray(value).dtype
     return str(getattr(dtype, "name", dtype)).rpartition(".")[2]
-
-
-def _torch() -> Any:
-    return importlib.import_module("rnnlens.autodiff.torch")
 
 
 def running_engines() -> set[str]:

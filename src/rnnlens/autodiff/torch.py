@@ -15,25 +15,6 @@ from ..typing import Array
 from .protocol import Keep, Memo, Program, Tap, as_it_is
 
 
-def to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Convert a tensor to NumPy, sharing memory on the CPU; bfloat16 becomes float32."""
-    tensor = tensor.detach().cpu()
-    if tensor.dtype == torch.bfloat16:
-        tensor = tensor.float()
-    array: np.ndarray[Any, Any] = tensor.resolve_conj().resolve_neg().numpy()
-    return array
-
-
-def like(array: Any, reference: torch.Tensor) -> torch.Tensor:
-    """Convert an array or a tensor to a tensor with the dtype and device of ``reference``."""
-    return array.to(reference) if isinstance(array, torch.Tensor) else reference.new_tensor(np.asarray(array))
-
-
-def join(parts: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
-    """Concatenate tensors along an axis, detached from the graph."""
-    return torch.cat([part.detach() for part in parts], dim=axis)
-
-
 def pulled(
     targets: Sequence[torch.Tensor],
     sources: Sequence[torch.Tensor],

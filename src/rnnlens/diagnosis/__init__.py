@@ -16,7 +16,7 @@ from ..measures.residual import Missed
 from ..results.diagnosis import Diagnosis
 from ..results.schema import to_host
 from ..verbs.axes import an_axes_table
-from ..verbs.turns import in_turn
+from ..verbs.request import in_turn
 from .carried import measure_carried
 from .experiment import Experiment
 from .findings import MODEL, findings, headline, layer_sentence

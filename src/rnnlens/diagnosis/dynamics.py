@@ -24,7 +24,7 @@ from ..results.dynamics import FixedPoints
 from ..results.schema import to_host
 from ..typing import Array
 from ..verbs.axes import an_axes_table
-from ..verbs.turns import in_turn
+from ..verbs.request import in_turn
 from .experiment import in_numpy
 from .samples import Orientation, refuse_without_time
 

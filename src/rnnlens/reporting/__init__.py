@@ -17,7 +17,7 @@ from ..errors import FileError, InputError, message, shown
 from ..results.base import Result
 from ..results.diagnosis import Diagnosis
 from ..verbs.axes import an_axes_table
-from ..verbs.turns import in_turn
+from ..verbs.request import in_turn
 from .material import Material, look, look_at
 from .page import ReportOrigin, render
 from .samples import ReportRequest

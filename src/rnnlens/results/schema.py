@@ -283,10 +283,13 @@ def _dims(name: str, array: np.ndarray[Any, Any], bidirectional: bool, cell: str
     Candidates are with or without direction and time; weights may have a leading time.
     """
     space = cell_of_kind(cell).space
-    full = with_space(quantity(name, cell).dims, space)
+    full: tuple[str, ...] = quantity(name, cell).dims
+    last: tuple[str, ...] = (SAMPLE, UNIT)
+    if space:
+        full, last = with_space(full, space), with_space(last, space)
     candidates = [full]
     if name in ("output", "output_grad"):
-        candidates = [full, with_space((SAMPLE, UNIT), space), (SAMPLE,)]
+        candidates = [full, last, (SAMPLE,)]
         candidates += [(SAMPLE, *(f"axis_{i}" for i in range(1, array.ndim - 1)), UNIT)]
     elif weight_of(name.removesuffix("_grad"), cell) is not None:
         candidates = [full, (TIME, *full)]

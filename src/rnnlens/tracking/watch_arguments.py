@@ -12,7 +12,7 @@ from ..adapters.protocol import Adapter
 from ..arguments import Check, anything, called, checked, loss, names, path, switch, whole
 from ..arguments import listed as some_of
 from ..errors import InputError, LayerNotFoundError, did_you_mean, message, shown
-from ..verbs.tracing.request import TraceRequest
+from ..verbs.tracing.datasets import TraceSelection
 
 POWERS = "powers of two"
 Every = int | str | Callable[[int, int], bool]
@@ -135,7 +135,7 @@ def quantities_of(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
         If a name is unknown.
     """
     found = listed(value)
-    TraceRequest.of(None, found, True)
+    TraceSelection.of(None, found, True)
     return found
 
 

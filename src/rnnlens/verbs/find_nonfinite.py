@@ -30,7 +30,7 @@ from .axes import an_axes_table
 from .nonfinite.backward import in_the_backward_pass, reaches
 from .nonfinite.forward import in_the_forward_pass, in_the_loss
 from .nonfinite.observe import ObservedRun, in_the_data, in_the_weights
-from .turns import in_turn
+from .request import in_turn
 
 
 @checked(

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import xarray as xr
 
-from ..adapters.protocol import Adapter, Batch
+from ..adapters.protocol import Batch
 from ..adapters.registry import adapter_for
 from ..arguments import (
     anything,
@@ -36,17 +36,17 @@ from ..results.gradients import Answer, Gradients, Reason
 from ..results.schema import labelled
 from ..typing import Array
 from ..vocabulary import FEATURE, GATE, SAMPLE, TIME
-from .axes import ModelAxes, an_axes_table
+from .axes import an_axes_table
 from .batches import DataSetBatches
 from .chunked.of_gradients import gradients_of_chunks
 from .chunked.samples import SampleChunks
 from .differentiation.clipping import a_clipping, clipped, rule
 from .differentiation.gather import DataSetGradients, gather
-from .differentiation.request import GradientArguments, GradientRequest, Of, a_target, ask, trainable
+from .differentiation.request import GradientArguments, GradientRequest, Of, a_target, read_request, trainable
 from .differentiation.target import Reduction, Target, a_reduction
-from .names import Catalogue, TensorName, with_reduction
+from .names import TensorName
+from .request import ModelRequest, in_turn
 from .scan_gradients import scan_gradient, scan_tensor
-from .turns import in_turn
 
 __all__ = ["Gradients", "gradients"]
 
@@ -172,21 +172,18 @@ def gradients(
     ----------
     Gradients of and through recurrent states: Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, eqs. 3-5.
     """
-    adapter = adapter_for(model)
     run = Batch(x, y, sample_weight, class_weight, loss, training, initial_state, seed)
     arguments = GradientArguments(of, wrt, at or {}, reduce, per_sample, measure, across, combine, clip, memory, axes)
     if is_lazy((x, y, sample_weight)):
-        return _lazy(adapter, run, model, arguments, batch_size)
-    scanned = scan_tensor(adapter, model, wrt)
+        return _lazy(model, run, arguments, batch_size)
+    scanned = scan_tensor(adapter_for(model), model, wrt)
     if scanned is not None:
         others = ("loss", "sample_weight", "class_weight", "initial_state", "training", "seed")
         given = vars(arguments) | {name: getattr(run, name) for name in others}
         return scan_gradient(model, x, y, scanned, _changed(given, batch_size))
-    request = ask(adapter, model, run, arguments)
+    request = read_request(model, run, arguments)
     found = gather(request, DataSetBatches(run, batch_size, request.axes, request.with_loss))
-    provenance = adapter.provenance(model)
-    if request.with_loss:
-        provenance = with_reduction(provenance, adapter, model, loss)
+    provenance = request.provenance(with_loss=request.with_loss)
     if request.lone and clip is None:
         return _array(request, found, provenance)
     result = _mapping(request, found, provenance)
@@ -202,16 +199,12 @@ def _changed(given: Mapping[str, Any], batch_size: int | None) -> dict[str, Any]
     return {n: v for n, v in every.items() if n != "wrt" and v is not None and (n == "seed" or v != defaults.get(n))}
 
 
-def _lazy(
-    adapter: Adapter, run: Batch, model: Any, arguments: GradientArguments, batch_size: int | None
-) -> ResultArray | Gradients:
+def _lazy(model: Any, run: Batch, arguments: GradientArguments, batch_size: int | None) -> ResultArray | Gradients:
     """Return gradients of data in Dask chunks, which are computed when they are asked for."""
-    axes = ModelAxes(adapter, model, arguments.axes, Catalogue(adapter, model, run.x) if arguments.axes else None)
-    chunks = SampleChunks.of(axes, run, batch_size)
-    provenance = adapter.provenance(model)
-    if arguments.of == "loss":
-        provenance = with_reduction(provenance, adapter, model, run.loss)
-    request, arrays, explanation, graph = gradients_of_chunks(adapter, model, chunks, arguments, _label, provenance)
+    resolved = ModelRequest.resolve(model, run, arguments.axes)
+    chunks = SampleChunks.of(resolved.axes, run, batch_size)
+    provenance = resolved.provenance(with_loss=arguments.of == "loss")
+    request, arrays, explanation, graph = gradients_of_chunks(model, chunks, arguments, _label, provenance)
     if request.lone:
         name = request.asked[0]
         if name.text not in arrays:

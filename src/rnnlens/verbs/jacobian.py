@@ -9,7 +9,6 @@ from os import PathLike
 from typing import Any, Literal
 
 from ..adapters.protocol import Batch
-from ..adapters.registry import adapter_for
 from ..arguments import (
     anything,
     as_numbers,
@@ -37,18 +36,17 @@ from ..results.array import ResultArray, record
 from ..results.checks import warn_about
 from ..settings import current, parse_memory
 from ..vocabulary import IN_TIME, OUT_TIME
-from .axes import ModelAxes, an_axes_table
+from .axes import an_axes_table
 from .batches import DataSetBatches
 from .certificates.of_jacobian import certify, claim_of
 from .chunked.of_results import JacobianWork, lazy_jacobian
 from .chunked.samples import SampleChunks
-from .names import Catalogue
+from .request import ModelRequest, in_turn
 from .time_jacobian.execute import execute
 from .time_jacobian.label import JacobianLabels, mean_over, refuse_for_chunks, refuse_without_mean
 from .time_jacobian.network import open_network
 from .time_jacobian.plan import make_plan
 from .time_jacobian.request import JacobianOptions, read_request
-from .turns import in_turn, needs_certificate
 
 __all__ = ["jacobian"]
 
@@ -199,9 +197,9 @@ def jacobian(
     if batch_size is None and not is_source(x):
         return _of_batch(model, run, (of, wrt), options, axes)
     refuse_without_mean(options)
-    room = ModelAxes(adapter_for(model), model, axes, Catalogue(adapter_for(model), model, x))
-    batches = DataSetBatches(run, batch_size, room, with_loss=False)
-    return mean_over((_of_batch(model, batch, (of, wrt), options, axes), room.samples(batch)) for batch in batches)
+    roles = ModelRequest.resolve(model, run, axes).axes
+    batches = DataSetBatches(run, batch_size, roles, with_loss=False)
+    return mean_over((_of_batch(model, batch, (of, wrt), options, axes), roles.samples(batch)) for batch in batches)
 
 
 def _lazy(
@@ -214,13 +212,12 @@ def _lazy(
 ) -> ResultArray:
     """Return the time Jacobian of data in Dask chunks, which is computed when it is asked for."""
     refuse_for_chunks(options)
-    adapter = adapter_for(model)
-    room = ModelAxes(adapter, model, axes, Catalogue(adapter, model, run.x) if axes else None)
     verb = partial(_of_run, ends=ends, options=options, axes=axes)
     by_sample = partial(_of_run, ends=ends, options=replace(options, across=None), axes=axes)
     mean = options.across is not None
     work = JacobianWork(verb, by_sample, mean, sums_samples=mean and options.measure is None)
-    return lazy_jacobian(model, SampleChunks.of(room, run, batch_size), work, ends[0].partition(".")[0])
+    chunks = SampleChunks.of(ModelRequest.resolve(model, run, axes).axes, run, batch_size)
+    return lazy_jacobian(model, chunks, work, ends[0].partition(".")[0])
 
 
 def _of_run(model: Any, batch: Batch, **keywords: Any) -> ResultArray:
@@ -235,10 +232,10 @@ def _of_batch(
     request = read_request(model, batch, ends, options, axes)
     with open_network(request) as network:
         plan = make_plan(options, network)
-        found = execute(JacobianLabels(plan, request.provenance, request.coordinates, batch.frozen), options.out)
+        found = execute(JacobianLabels(plan, request.provenance(), request.coordinates, batch.frozen), options.out)
         looked = (options.measure, options.across, options.sketch, options.reduce is None, batch.frozen)
         named = (request.of, request.wrt)
-        certified = options.out is not None or needs_certificate(model, "jacobian", batch, named, *looked)
+        certified = options.out is not None or request.needs_certificate("jacobian", batch, named, *looked)
         claim = claim_of(request, plan, found) if certified else None
     if claim is not None:
         certificate = certify(request, plan, claim)

@@ -101,10 +101,21 @@ class Catalogue:
 
     def __init__(self, adapter: Adapter, model: Any, x: Any = None, outputs: tuple[str, ...] = ()) -> None:
         self.adapter, self.model, self.x = adapter, model, x
-        known = known_model(adapter, model)
-        self.facts: ModelFacts = known.facts or adapter.facts(model)
-        self.recurrent, self.sequences, known.facts = known.recurrent, known.sequences, self.facts
-        self.outputs = outputs or self.facts.outputs
+        self._kept = known_model(adapter, model)
+        self.recurrent, self.sequences = self._kept.recurrent, self._kept.sequences
+        if outputs:
+            self.outputs = outputs
+
+    @cached_property
+    def facts(self) -> ModelFacts:
+        """Facts of the model that need no run."""
+        self._kept.facts = self._kept.facts or self.adapter.facts(self.model)
+        return self._kept.facts
+
+    @cached_property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the outputs; empty if they are not known."""
+        return self.facts.outputs
 
     @cached_property
     def weights(self) -> Mapping[str, LayerWeights]:
@@ -364,9 +375,3 @@ def _matches(pattern: str, name: str) -> bool:
     """Match a shell pattern with ``*`` and ``?`` only, as brackets are part of torch names such as ``rnn[1]``."""
     expression = re.escape(pattern).replace(r"\*", ".*").replace(r"\?", ".")
     return re.fullmatch(expression, name) is not None
-
-
-def with_reduction(provenance: Mapping[str, str], adapter: Adapter, model: Any, loss: Any = None) -> Mapping[str, str]:
-    """Return the provenance, with ``loss_reduction`` added if the loss has one."""
-    reduction = adapter.reduction(model, loss)
-    return provenance if reduction is None else {**provenance, "loss_reduction": reduction}

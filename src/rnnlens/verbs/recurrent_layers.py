@@ -6,6 +6,7 @@ adjoint inside the layer with the framework's own differentiation outside, joine
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -31,7 +32,7 @@ from ..recurrence.replay import Replay
 from ..recurrence.rounding import perturbed, replay_sensitivity
 from ..recurrence.sweep_rows import PointRows
 from ..recurrence.trajectory import Adjoint, over_time
-from ..results.checks import CEILING, REPLAY, Check, epsilon, rounding_bound
+from ..results.checks import CEILING, REPLAY, Check, epsilon, rounding_bound, weight_sum_check
 from ..results.schema import to_host
 from ..typing import Array
 from .names import TensorName
@@ -128,6 +129,29 @@ def weights_to_check(
     return weight_gradients(run, result, probes=PROBES), probed(reference, PROBES)
 
 
+class WeightSum:
+    """Weight gradients summed over time and over calls that share the weights, to compare with the framework's."""
+
+    def __init__(self, call: RecurrentCall, reference: Mapping[str, Array]) -> None:
+        self.layer, self.reference, self.steps = call.layer.partition("#")[0], reference, 0
+        self.dtype = call.compute_dtype or str(call.input.dtype)
+        self.total: dict[str, Array] = {}
+        self.scale = 0.0
+
+    def add(self, grads: Mapping[str, Array], steps: int, scale: float) -> None:
+        """Add the weight gradients of one call, and their rounding scale (:class:`rounding.Rounding`)."""
+        self.steps += steps
+        self.scale = math.hypot(self.scale, scale)
+        for name, grad in grads.items():
+            self.total[name] = self.total[name] + grad if name in self.total else grad
+
+    def check(self) -> Check:
+        """Compare the sums with the framework's dL/dW."""
+        return weight_sum_check(
+            self.layer, self.total, self.reference, steps=self.steps, dtype=self.dtype, scale=self.scale
+        )
+
+
 def weight_norms_by_time(run: Replay, result: Adjoint) -> dict[str, Array]:
     """Return Frobenius norms of each step's contribution to dL/dW: (time, gate), or (time,) without gates.
 
@@ -183,7 +207,7 @@ class ReplayedCall:
     @cached_property
     def system(self) -> System:
         """The call, linearised around its replayed states."""
-        return self.run.linear_system(masked_output=self.call.masked_output)
+        return self.call.cell.linear_system(self.run, self.call.masked_output)
 
     def output_moves(self) -> Array | None:
         """Return a mask (sample, time) of where the output depends on the state; None for everywhere."""
@@ -384,9 +408,8 @@ def _with_reads(states: Mapping[int, Array], reads: Mapping[int, Array | None]) 
 def outputs_of(adapter: Adapter, model: Any, batch: Batch, layers: tuple[str, ...]) -> dict[str, Array]:
     """Return the outputs of layers by node, without a loss; layers that do not run are left out."""
     request = CaptureRequest(layers, inputs=False, gradients=False, weight_grads=False)
-    quiet = replace(batch, y=None, loss=None, sample_weight=None, class_weight=None)
     try:
-        capture = adapter.capture(model, quiet, request)
+        capture = adapter.capture(model, batch.without_loss(), request)
     except (LayerNotFoundError, ModelError):
         return {}
     return {call.layer: to_host(call.output) for call in capture.plain} | {

@@ -10,7 +10,7 @@ from typing import Any
 
 import xarray as xr
 
-from ..adapters.protocol import Adapter, Batch, Capture
+from ..adapters.protocol import Batch, Capture
 from ..adapters.registry import adapter_for
 from ..arguments import (
     anything,
@@ -35,15 +35,13 @@ from ..results.checks import warn_about
 from ..results.trace import Trace
 from ..settings import current
 from ..vocabulary import SAMPLE
-from .axes import InputCoordinates, ModelAxes, an_axes_table
+from .axes import an_axes_table
 from .certificates.comparisons import ReplayedValues, certify, plainly
 from .chunked.of_results import lazy_datasets
 from .chunked.samples import SampleChunks
-from .names import Catalogue, known_model, with_reduction
-from .tracing.datasets import plain_datasets, recurrent_datasets, with_coordinates
-from .tracing.request import TraceRequest
+from .request import ModelRequest, in_turn
+from .tracing.datasets import TraceSelection, plain_datasets, recurrent_datasets, with_coordinates
 from .tracing.sequences import chosen_positions, selected, sequence_datasets
-from .turns import in_turn, needs_certificate
 
 
 @checked(
@@ -137,19 +135,17 @@ def trace(
     Total gradients: Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, eqs. 3-5.
     """
     adapter = adapter_for(model)
-    wanted = TraceRequest.of(layers, quantities, y is not None or loss is not None or adapter.has_own_loss(model))
+    wanted = TraceSelection.of(layers, quantities, y is not None or loss is not None or adapter.has_own_loss(model))
     batch = Batch(x, y, sample_weight, class_weight, loss, training, initial_state, seed)
     if is_lazy((x, y, sample_weight)):
-        return _lazy(adapter, model, batch, wanted, at or {}, axes)
-    certified = needs_certificate(model, "trace", batch)
+        return _lazy(model, batch, wanted, at or {}, axes)
+    request = ModelRequest.resolve(model, batch, axes)
+    certified = request.needs_certificate("trace", batch)
     wanted = replace(wanted, weighed=certified or current().certify != "first")
     capture = adapter.capture(model, batch, wanted.request(certified))
-    provenance = adapter.provenance(model)
-    if wanted.has_loss:
-        provenance = with_reduction(provenance, adapter, model, loss)
+    provenance = request.provenance(with_loss=wanted.has_loss)
     ours = ReplayedValues(capture) if certified else None
-    known = known_model(adapter, model)
-    described = {**known.recurrent, **known.sequences}
+    described = {**request.known.recurrent, **request.known.sequences}
     with nullcontext(None) if ours is None else plainly(adapter, model, batch, ours) as made:
         made_of = partial(recurrent_datasets, described, capture, wanted, provenance)
         datasets, checks = made_of(ours)
@@ -159,11 +155,10 @@ def trace(
             datasets, checks = {**datasets, **scans}, [*checks, *compared]
         if ours is not None:
             ours.include_scans(capture.sequences)
-        room = ModelAxes(adapter, model, axes, Catalogue(adapter, model, x) if axes else None)
-        datasets |= plain_datasets(capture.plain, room, batch, wanted, provenance)
+        datasets |= plain_datasets(capture.plain, request.axes, batch, wanted, provenance)
         wanted.refuse_absent(datasets, list(described))
         words = _words(datasets, wanted.has_loss)
-        datasets = with_coordinates(datasets, InputCoordinates(x, room))
+        datasets = with_coordinates(datasets, request.coordinates)
         certificate = Certificate()
         if ours is not None and made is not None:
             certificate = certify(adapter, model, batch, ours, made, partial(_perturbed, made_of, capture), **words)
@@ -182,10 +177,9 @@ def trace(
 
 
 def _lazy(
-    adapter: Adapter,
     model: Any,
     batch: Batch,
-    wanted: TraceRequest,
+    wanted: TraceSelection,
     at: Mapping[str, Any],
     axes: Mapping[str, Any] | None,
 ) -> Trace:
@@ -193,11 +187,11 @@ def _lazy(
     if SAMPLE in at:
         hint = "select the samples of x and y before: x.isel(sample=...), or x[...] of a dask array"
         raise UnsupportedError(message("at= selects no samples of lazy data.", got=f"at={dict(at)!r}", hint=hint))
-    room = ModelAxes(adapter, model, axes, Catalogue(adapter, model, batch.x) if axes else None)
-    chunks = SampleChunks.of(room, batch)
+    request = ModelRequest.resolve(model, batch, axes)
+    chunks = SampleChunks.of(request.axes, batch)
     stated = {name: layout.axes for name, layout in axes.items()} if axes else None
     verb = partial(_of_batch, layers=wanted.layers, quantities=wanted.quantities, at=at or None, axes=stated)
-    found = lazy_datasets(adapter, model, chunks, verb, "trace", sums=False, with_loss=wanted.has_loss)
+    found = lazy_datasets(request.adapter, model, chunks, verb, "trace", sums=False, with_loss=wanted.has_loss)
     template, datasets, graph = found
     quantities = None if wanted.quantities is None else sorted(wanted.quantities)
     notes = [*template.notes, *chunks.notes]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,34 +12,12 @@ from ..adapters.protocol import Adapter, Batch, Capture, CaptureRequest, LayerWe
 from ..errors import TooLargeError, UnsupportedError, message
 from ..recurrence.replay import Replay
 from ..recurrence.rounding import rounding_of
-from ..results.checks import Check, weight_sum_check
+from ..results.checks import Check
 from ..results.schema import to_host
 from ..settings import current, format_memory
 from ..typing import Array
-from .recurrent_layers import on_host, sweep, weight_norms_by_time, weights_of
-
-
-class WeightSum:
-    """Weight gradients summed over time and over calls that share the weights, to compare with the framework's."""
-
-    def __init__(self, call: RecurrentCall, reference: Mapping[str, Array]) -> None:
-        self.layer, self.reference, self.steps = call.layer.partition("#")[0], reference, 0
-        self.dtype = call.compute_dtype or str(call.input.dtype)
-        self.total: dict[str, Array] = {}
-        self.scale = 0.0
-
-    def add(self, grads: Mapping[str, Array], steps: int, scale: float) -> None:
-        """Add the weight gradients of one call, and their rounding scale (:class:`rounding.Rounding`)."""
-        self.steps += steps
-        self.scale = math.hypot(self.scale, scale)
-        for name, grad in grads.items():
-            self.total[name] = self.total[name] + grad if name in self.total else grad
-
-    def check(self) -> Check:
-        """Compare the sums with the framework's dL/dW."""
-        return weight_sum_check(
-            self.layer, self.total, self.reference, steps=self.steps, dtype=self.dtype, scale=self.scale
-        )
+from .recurrent_layers import WeightSum, on_host, sweep, weight_norms_by_time, weights_of
+from .request import ModelRequest
 
 
 @dataclass
@@ -68,19 +45,17 @@ class FoundGradients:
 
 
 def find_gradients(
-    adapter: Adapter,
-    model: Any,
-    batch: Batch,
+    call: ModelRequest,
     weights: Mapping[str, LayerWeights],
     *,
     by_time: bool | str,
 ) -> FoundGradients:
     """Differentiate the loss by all weights; ``by_time`` gives each step's part for recurrent layers."""
-    found = FoundGradients()
+    found, adapter, model, batch = FoundGradients(), call.adapter, call.model, call.batch
     recurrent = {name for name, layer in weights.items() if layer.cells}
     if recurrent:
         # A layer whose variables are all another layer's has no entry, but a part in their gradients.
-        tied = {layer.name for layer in adapter.describe(model)} - weights.keys()
+        tied = {*call.known.recurrent, *call.known.sequences} - weights.keys()
         request = CaptureRequest(layers=tuple(sorted(recurrent | tied)), boundaries=True)
         found.capture = adapter.capture(model, batch, request)
         found.loss = found.capture.loss

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import xarray as xr
 
-from ..adapters.protocol import Adapter, Batch, LayerWeights
+from ..adapters.protocol import Batch, LayerWeights
 from ..adapters.registry import adapter_for
 from ..arguments import (
     anything,
@@ -35,11 +35,10 @@ from ..results.checks import warn_about
 from ..results.layers import LayerTable
 from ..results.schema import to_host
 from ..results.weights import Weights
-from .axes import ModelAxes
 from .certificates.of_gradients import certify_weights
 from .chunked.of_results import lazy_datasets
 from .chunked.samples import SampleChunks
-from .turns import in_turn, needs_certificate
+from .request import ModelRequest, in_turn
 from .weight_gradients import FoundGradients, find_gradients
 from .weight_layout import LabelledWeight, label_cell, label_plain, node_dataset
 
@@ -134,23 +133,22 @@ def weights(
         )
     if x is None and (by_time or y is not None or loss is not None):
         raise InputError(message("Gradients of weights need data.", got="x=None", hint="rl.weights(model, x, y)"))
-    adapter = adapter_for(model)
-    found = _selected(adapter.weights(model), layers)
+    request = ModelRequest.resolve(model, Batch(x, y, sample_weight, class_weight, loss, training, None, seed))
+    found = _selected(request.adapter.weights(model), layers)
     labelled = {name: _label(layer) for name, layer in found.items()}
-    provenance, differentiated = adapter.provenance(model), FoundGradients()
-    batch = Batch(x, y, sample_weight, class_weight, loss, training, None, seed)
+    provenance, differentiated = request.provenance(), FoundGradients()
     if is_lazy((x, y, sample_weight)):
-        return _lazy(adapter, model, batch, layers, by_time, measure)
-    certified = x is not None and needs_certificate(model, "weights", batch)
+        return _lazy(request, layers, by_time, measure)
+    certified = x is not None and request.needs_certificate("weights", request.batch)
     if x is not None:
         steps = measure or by_time
-        differentiated = find_gradients(adapter, model, batch, found, by_time=steps)
+        differentiated = find_gradients(request, found, by_time=steps)
         for name, gradients in _labelled_gradients(differentiated, found, steps).items():
             labelled[name] |= gradients
     datasets = {name: node_dataset(name, variables, provenance) for name, variables in labelled.items()}
     certificate = None if x is None else Certificate()
     if certified:
-        certificate = certify_weights(adapter, model, batch, found, datasets, differentiated)
+        certificate = certify_weights(request, found, datasets, differentiated)
     warn_about([*differentiated.checks, *(certificate.checks if certificate else ())])
     return Weights(
         datasets,
@@ -163,14 +161,12 @@ def weights(
     )
 
 
-def _lazy(
-    adapter: Adapter, model: Any, batch: Batch, layers: str | Iterable[str] | None, by_time: bool, measure: str | None
-) -> Weights:
+def _lazy(request: ModelRequest, layers: str | Iterable[str] | None, by_time: bool, measure: str | None) -> Weights:
     """Return weights, and their gradients of data in Dask chunks, which are computed when they are asked for."""
     if measure is not None:
         hint = "leave measure= out, compute, and take the norm over units"
         raise UnsupportedError(message("measure= is of the sum over all samples.", got="lazy data", hint=hint))
-    chunks = SampleChunks.of(ModelAxes(adapter, model, None, None), batch)
+    adapter, model, chunks = request.adapter, request.model, SampleChunks.of(request.axes, request.batch)
     verb = partial(_of_batch, layers=layers, by_time=by_time)
     template, datasets, graph = lazy_datasets(adapter, model, chunks, verb, "weights", sums=True, with_loss=True)
     notes = [*template.notes, *chunks.notes]

@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from rnnlens.adapters.protocol import Batch, Port
-from rnnlens.adapters.registry import adapter_for
 from rnnlens.verbs.differentiation.plan import fits, layers_inside, plan
-from rnnlens.verbs.differentiation.request import BatchTarget, GradientArguments, ask
+from rnnlens.verbs.differentiation.request import BatchTarget, GradientArguments, read_request
 from rnnlens.verbs.recurrent_layers import ReplayedLayers
 
 
@@ -36,7 +35,7 @@ def planned(of, wrt, **options):
     request = GradientArguments(
         of, wrt, options.pop("at", {}), options.pop("reduce", None), **{"per_sample": False, **options}
     )
-    question = ask(adapter_for(model), model, batch, request)
+    question = read_request(model, batch, request)
     part = BatchTarget(batch, question.target)
     inside = ReplayedLayers.look(question.adapter, model, batch, layers_inside(question))
     return question, part, plan(question, part, inside)

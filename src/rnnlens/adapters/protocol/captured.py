@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ...recurrence.cells import Cell
@@ -33,6 +33,10 @@ class Batch:
     initial_state: Mapping[str, Sequence[Any]] | None = None
     seed: int | None = None
     frozen: bool = False
+
+    def without_loss(self) -> Batch:
+        """Return the batch without target, weights and loss."""
+        return replace(self, y=None, loss=None, sample_weight=None, class_weight=None)
 
 
 @dataclass(frozen=True)

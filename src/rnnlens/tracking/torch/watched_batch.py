@@ -19,8 +19,7 @@ from ...results.trace import Trace
 from ...results.weights import Weights
 from ...settings import options
 from ...verbs.trace import trace
-from ...verbs.tracing.datasets import recurrent_datasets
-from ...verbs.tracing.request import TraceRequest
+from ...verbs.tracing.datasets import TraceSelection, recurrent_datasets
 from ...verbs.weight_layout import label_cell, node_dataset
 from ...vocabulary import DIRECTION, SAMPLE, TIME, UNIT
 from ..batches import DIRECT, Batch
@@ -71,7 +70,7 @@ class WatchedBatch(Batch):
     def direct(self) -> Trace:
         """Outputs and direct gradients captured in the training step, as a trace."""
         adapter = adapter_for(self._model)
-        wanted = TraceRequest.of(None, DIRECT, True)
+        wanted = TraceSelection.of(None, DIRECT, True)
         capture = Capture(direct_calls(self._calls, self.scale))
         provenance = adapter.provenance(self._model)
         described = {info.name: info for info in adapter.describe(self._model)}

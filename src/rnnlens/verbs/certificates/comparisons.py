@@ -242,7 +242,7 @@ def _as_captured(batch: Batch, capture: Capture) -> Batch:
     """Return the batch, without targets and weights if the capture has no loss."""
     if capture.loss is not None:
         return batch
-    return replace(batch, y=None, loss=None, sample_weight=None, class_weight=None)
+    return batch.without_loss()
 
 
 def _has_gradients(capture: Capture) -> bool:

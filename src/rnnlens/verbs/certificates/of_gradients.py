@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import xarray as xr
 
 from ... import data
-from ...adapters.protocol import Adapter, Batch, Capture, CaptureRequest, LayerWeights, ReferenceRun
+from ...adapters.protocol import Adapter, Capture, CaptureRequest, LayerWeights, ReferenceRun
 from ...errors import UnsupportedError
 from ...recurrence.adjoint import weight_gradients
 from ...recurrence.rounding import rounding_of
@@ -25,6 +24,7 @@ from ..axes import BatchAxes, in_order
 from ..differentiation.request import BatchGradients, BatchTarget, GradientRequest
 from ..names import TensorName, uncalled
 from ..recurrent_layers import weights_of
+from ..request import ModelRequest
 from ..weight_gradients import FoundGradients
 from .comparisons import LOSS, PROBES, WEIGHTS, Comparisons, attempt, filled, probed, steadied
 
@@ -94,9 +94,10 @@ def _without_a_share(request: GradientRequest, part: BatchTarget) -> str:
     """Return why gradients by sample do not sum to that of the batch; "" if the loss depends on outputs alone."""
     if not (request.of_loss and part.target.per_sample):
         return ""
-    bare = replace(part.batch, y=None, sample_weight=None, class_weight=None, loss=None)
     try:
-        request.adapter.loss_of(request.model, part.batch, request.adapter.outputs_of(request.model, bare))
+        request.adapter.loss_of(
+            request.model, part.batch, request.adapter.outputs_of(request.model, part.batch.without_loss())
+        )
     except UnsupportedError:
         return "the loss depends directly on weights of the model, which cannot be divided among samples"
     return ""
@@ -267,14 +268,13 @@ def _dtype(request: GradientRequest, answer: BatchGradients) -> str:
 
 
 def certify_weights(
-    adapter: Adapter,
-    model: object,
-    batch: Batch,
+    request: ModelRequest,
     found: Mapping[str, LayerWeights],
     datasets: Mapping[str, xr.Dataset],
     gradients: FoundGradients,
 ) -> Certificate:
     """Compare the weight gradients in ``datasets`` with a reference run; norms of single steps are not compared."""
+    adapter, model, batch = request.adapter, request.model, request.batch
     engine, capture, loss = adapter.engine, gradients.capture, gradients.loss
     run, why = attempt(lambda: adapter.reference_run(model, batch))
     if run is None:

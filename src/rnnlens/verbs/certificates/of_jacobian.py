@@ -386,7 +386,7 @@ def _computed_in(request: JacobianRequest, plan: JacobianPlan) -> str:
     """Return the coarsest dtype among those of the result, of the model and of its layers."""
     layers = (one.call.compute_dtype for one in plan.network.recurrences)
     others = (part.dtype for part in request.adapter.facts(request.model).submodules.values())
-    kinds = [str(plan.dtype), request.provenance.get("dtype", ""), *layers, *others]
+    kinds = [str(plan.dtype), request.provenance().get("dtype", ""), *layers, *others]
     return functools.reduce(coarser, (kind or "" for kind in kinds))
 
 

@@ -23,7 +23,7 @@ from ...results.checks import Check
 from ...settings import Settings, current, options
 from ...typing import Array
 from ...vocabulary import SAMPLE
-from ..turns import in_turn
+from ..request import in_turn
 from .samples import ChunkRows, SampleChunks
 
 #: Engines that compile a run for each number of samples.

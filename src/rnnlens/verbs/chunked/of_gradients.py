@@ -12,7 +12,6 @@ import xarray as xr
 
 from ... import data
 from ...adapters.protocol import Adapter, Batch
-from ...adapters.registry import adapter_for
 from ...cluster.worker import kept
 from ...errors import UnsupportedError, message
 from ...results.certificate import Certificate
@@ -24,8 +23,7 @@ from ..certificates.of_gradients import certify_answer
 from ..differentiation.gather import Accumulator, DataSetGradients, combination
 from ..differentiation.missing_gradient import Explanation, explain
 from ..differentiation.pull import answer
-from ..differentiation.request import BatchTarget, GradientArguments, GradientRequest, ask
-from ..turns import needs_certificate
+from ..differentiation.request import BatchTarget, GradientArguments, GradientRequest, read_request
 from .graph import ChunkGraph, ChunkValues
 from .samples import ChunkRows, SampleChunks
 
@@ -48,11 +46,11 @@ class GradientWork:
         if self.of_loss and self.arguments.combine is None and self.combine is not None:
             refuse_other_loss(request.adapter, model, batch, self.combine)
         target = request.target if self.of_loss else replace(request.target, total=rows.total, rows=(0, 0))
-        batch = batch if request.with_loss else _without_loss(batch)
+        batch = batch if request.with_loss else batch.without_loss()
         part = BatchTarget(batch, target.of_rows(rows.start, rows.stop))
         found = answer(request, part)
         certificate = Certificate()
-        if needs_certificate(request.model, "gradients", batch):
+        if request.needs_certificate("gradients", batch):
             certificate = certify_answer(request, part, found)
         found.swept = {}
         total = Accumulator(self.combine, self.arguments.measure, self.arguments.across)  # type: ignore[arg-type]
@@ -60,7 +58,7 @@ class GradientWork:
         return self._values(total, certificate, rows, padded, found.samples)
 
     def _request(self, model: Any, batch: Batch) -> GradientRequest:
-        request = ask(adapter_for(model), model, batch, self.arguments)
+        request = read_request(model, batch, self.arguments)
         request.axes.inputs, request.axes.is_cut = (None if self.layouts is None else self.layouts["x"]), True
         return request
 
@@ -85,7 +83,6 @@ class GradientWork:
 
 
 def gradients_of_chunks(
-    adapter: Adapter,
     model: Any,
     chunks: SampleChunks,
     arguments: GradientArguments,
@@ -100,9 +97,7 @@ def gradients_of_chunks(
         If the gradients of chunks do not combine to that of the whole data set, or an option needs all of it.
     """
     _refuse_options(arguments)
-    request, part, template = template_of(
-        lambda batch: _gradients_of_template(adapter, model, chunks, arguments, batch), chunks
-    )
+    request, part, template = template_of(lambda batch: _gradients_of_template(model, chunks, arguments, batch), chunks)
     combine = _combination(request, part.batch, chunks)
     summed = any(SAMPLE not in dims or arguments.across is not None for dims in template.dims.values())
     work = GradientWork(arguments, combine, chunks.total, chunks.layouts, request.of_loss, summed)
@@ -132,11 +127,11 @@ def template_of(make: Callable[[Batch], Any], chunks: SampleChunks) -> Any:
 
 
 def _gradients_of_template(
-    adapter: Adapter, model: Any, chunks: SampleChunks, arguments: GradientArguments, batch: Batch
+    model: Any, chunks: SampleChunks, arguments: GradientArguments, batch: Batch
 ) -> tuple[GradientRequest, BatchTarget, DataSetGradients]:
-    request = ask(adapter, model, batch, arguments)
+    request = read_request(model, batch, arguments)
     request.axes.inputs, request.axes.is_cut = (None if chunks.layouts is None else chunks.layouts["x"]), True
-    part = BatchTarget(batch if request.with_loss else _without_loss(batch), request.target)
+    part = BatchTarget(batch if request.with_loss else batch.without_loss(), request.target)
     found = answer(request, part)
     total = Accumulator(None, arguments.measure, arguments.across)
     total.add(found)
@@ -148,10 +143,6 @@ def _gradients_of_template(
         if name.what != "weight" and SAMPLE not in found.dims[name]:
             refuse_unknown("Putting chunks together", name.text, dims)
     return request, part, DataSetGradients(total.result(), total.dims, found.value, explanation, Certificate())
-
-
-def _without_loss(batch: Batch) -> Batch:
-    return replace(batch, y=None, sample_weight=None, loss=None, class_weight=None)
 
 
 def _combination(request: GradientRequest, template: Batch, chunks: SampleChunks) -> str | None:

@@ -11,7 +11,7 @@ import numpy as np
 import xarray as xr
 
 from ... import data
-from ...adapters.protocol import Batch, Capture, CaptureRequest, Port
+from ...adapters.protocol import Capture, CaptureRequest, Port
 from ...autodiff.tensors import dtype_name, like
 from ...errors import LayerNotFoundError, RnnlensError, message
 from ...layout import dims_of, direction_axis
@@ -30,7 +30,7 @@ def observed_value(request: GradientRequest, part: BatchTarget) -> Array:
     batch, with_loss = part.batch, request.with_loss
     layers = tuple(dict.fromkeys(str(leaf.layer) for leaf in request.leaves if leaf.layer is not None))
     wanted = CaptureRequest(layers or _any_layer(request), gradients=with_loss, weight_grads=False)
-    batch = batch if with_loss else replace(batch, y=None, loss=None, sample_weight=None, class_weight=None)
+    batch = batch if with_loss else batch.without_loss()
     capture = request.adapter.capture(request.model, batch, wanted)
     outside = BatchAxes(request.axes, request.axes.samples(batch))
     values = [_leaf(request, leaf, capture, outside) for leaf in request.leaves]
@@ -114,7 +114,7 @@ class Experiments:
         """Masks by node, of the recurrent layers that have one."""
         try:
             wanted = CaptureRequest(None, gradients=False, weight_grads=False)
-            capture = self.request.adapter.capture(self.request.model, self._without_loss(), wanted)
+            capture = self.request.adapter.capture(self.request.model, self.batch.without_loss(), wanted)
         except RnnlensError:
             return {}
         return {call.layer: to_host(call.mask) for call in capture.calls if call.mask is not None}
@@ -148,9 +148,6 @@ class Experiments:
             return observed_value(request, replace(part, batch=moved))
         with request.adapter.perturbed_port(request.model, port, size) as possible:
             return observed_value(request, part) if possible else None
-
-    def _without_loss(self) -> Batch:
-        return replace(self.batch, y=None, loss=None, sample_weight=None, class_weight=None)
 
 
 def nudged_port(name: TensorName, known: Catalogue) -> Port:

@@ -20,7 +20,6 @@ from ..axes import refuse_unknown
 from ..batches import DataSetBatches
 from ..certificates.of_gradients import certify_answer
 from ..names import TensorName
-from ..turns import needs_certificate
 from .missing_gradient import Explanation, explain
 from .pull import answer
 from .request import BatchGradients, BatchTarget, GradientRequest
@@ -285,7 +284,7 @@ def _parts(request: GradientRequest, target: Target, stream: Iterable[Batch]) ->
 def _add(request: GradientRequest, part: BatchTarget, total: Accumulator) -> None:
     """Compute and accumulate the gradients of one batch; certify the first batch by a reference run."""
     found = answer(request, part)
-    if total.batches == 0 and needs_certificate(request.model, "gradients", part.batch):
+    if total.batches == 0 and request.needs_certificate("gradients", part.batch):
         total.certificate = certify_answer(request, part, found)
     found.swept = {}
     total.add(found, _shapes(part.batch), part.target.picked)

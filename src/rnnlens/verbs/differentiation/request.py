@@ -8,17 +8,17 @@ from typing import Any
 
 import xarray as xr
 
-from ...adapters.protocol import Adapter, Batch
+from ...adapters.protocol import Batch
 from ...arguments import as_name, text
-from ...arguments.data import is_source
 from ...errors import InputError, UnsupportedError, message, shown
 from ...layout import Layout
 from ...recurrence.trajectory import Adjoint
 from ...settings import current, parse_memory
 from ...typing import Array
-from ..axes import BatchAxes, InputCoordinates, ModelAxes, refuse_unknown
-from ..names import Catalogue, TensorName, read, read_all, read_one, with_named_outputs
+from ..axes import BatchAxes, refuse_unknown
+from ..names import Catalogue, TensorName, read, read_all, read_one
 from ..recurrent_layers import ReplayedCall
+from ..request import ModelRequest
 from ..weight_layout import sources
 from .target import Combine, Reduction, Target
 
@@ -47,15 +47,13 @@ class GradientArguments:
 
 
 @dataclass(frozen=True)
-class GradientRequest:
+class GradientRequest(ModelRequest):
     """A target and the tensors to differentiate it by, with every name resolved.
 
     Attributes
     ----------
     arguments
         Arguments of the user's call.
-    known, axes
-        Catalogue of the model's tensors, and their layouts; both are completed while the model runs.
     named
         The tensors of which the target is a function; None for all outputs of the model.
     function
@@ -68,22 +66,15 @@ class GradientRequest:
         Loss scale: cotangents are multiplied by it, and gradients divided at the end.
     memory
         Bytes that per-sample gradients of weights may use at a time.
-    coordinates
-        Coordinates of the inputs that are DataArrays.
     cotangents
         Known cotangents of the tensors in ``named``; the target is then not evaluated. None otherwise.
     """
 
-    adapter: Adapter
-    model: Any
     arguments: GradientArguments
-    known: Catalogue
-    axes: ModelAxes
     named: tuple[TensorName, ...] | None
     function: Callable[..., Any] | None
     target: Target
     wrt: tuple[TensorName, ...]
-    coordinates: InputCoordinates
     asked: tuple[TensorName, ...] = ()
     lone: bool = False
     scale: float = 1.0
@@ -150,7 +141,7 @@ class BatchGradients:
     swept: dict[str, list[tuple[ReplayedCall, Adjoint]]] = field(default_factory=dict)
 
 
-def ask(adapter: Adapter, model: Any, run: Batch, arguments: GradientArguments) -> GradientRequest:
+def read_request(model: Any, run: Batch, arguments: GradientArguments) -> GradientRequest:
     """Resolve all names of ``rl.gradients`` against the model and check the arguments.
 
     Raises
@@ -158,31 +149,25 @@ def ask(adapter: Adapter, model: Any, run: Batch, arguments: GradientArguments) 
     InputError, LayerNotFoundError, UnsupportedError
         If the target is not valid, a name matches nothing, or arguments exclude each other.
     """
-    known = Catalogue(adapter, model, run.x)
-    if not is_source(run.x):
-        texts = [arguments.wrt] if isinstance(arguments.wrt, str) else list(arguments.wrt)
-        known = with_named_outputs(adapter, model, _without_loss(run), known, [arguments.of, *texts])
+    texts = [arguments.wrt] if isinstance(arguments.wrt, str) else list(arguments.wrt)
+    resolved = ModelRequest.resolve(model, run, arguments.axes, [arguments.of, *texts])
+    known = resolved.known
     named, function, words = _target(arguments.of, known)
     asked, lone = _tensors(arguments.wrt, known)
     if named and named[0].what == "loss" and function is None and (arguments.at or arguments.reduce is not None):
         raise InputError(message("The loss is one number, so at= and reduce= do not apply.", got="at= or reduce="))
-    axes = ModelAxes(adapter, model, arguments.axes, known)
     wrt = asked if arguments.clip is None else _with_all_clipped(asked, arguments, known)
     return GradientRequest(
-        adapter,
-        model,
-        arguments,
-        known,
-        axes,
-        named,
-        function,
-        Target(words, arguments.at, arguments.reduce, arguments.per_sample),
-        tuple(wrt),
-        InputCoordinates(() if is_source(run.x) else run.x, axes),
-        tuple(asked),
-        lone,
-        known.facts.loss_scale if named and named[0].what == "loss" else 1.0,
-        current().memory if arguments.memory is None else parse_memory(arguments.memory),
+        **vars(resolved),
+        arguments=arguments,
+        named=named,
+        function=function,
+        target=Target(words, arguments.at, arguments.reduce, arguments.per_sample),
+        wrt=tuple(wrt),
+        asked=tuple(asked),
+        lone=lone,
+        scale=known.facts.loss_scale if named and named[0].what == "loss" else 1.0,
+        memory=current().memory if arguments.memory is None else parse_memory(arguments.memory),
     )
 
 
@@ -265,7 +250,3 @@ def _with_all_clipped(asked: Sequence[TensorName], arguments: GradientArguments,
 def _check_samples(target: Target, whole: xr.DataArray) -> None:
     if target.per_sample and target.text != "loss" and whole.ndim:
         refuse_unknown("per_sample=True", target.text, [str(dim) for dim in whole.dims])
-
-
-def _without_loss(run: Batch) -> Batch:
-    return Batch(run.x, training=run.training, initial_state=run.initial_state, seed=run.seed)

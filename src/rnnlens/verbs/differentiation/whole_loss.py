@@ -60,7 +60,7 @@ class WholeLoss:
         digests: list[list[bytes]] = []
         counts: list[int] = []
         for batch in batches:
-            part = adapter.outputs_of(model, _without_loss(batch))
+            part = adapter.outputs_of(model, batch.without_loss())
             counts.append(request.axes.samples(batch))
             digests.append(_digest(batch.x))
             parts.append(part if not parts else replace(part, tree=None))
@@ -124,7 +124,7 @@ def output_layouts(axes: ModelAxes, first: Batch, second: Batch) -> OutputLayout
     if mixing != "?":
         raise UnsupportedError(_mixed(f"layer {mixing!r} uses statistics of its batch"))
     few, more = _two_sizes(axes, first, second)
-    some, all_ = (adapter.outputs_of(model, _without_loss(batch)) for batch in (few, more))
+    some, all_ = (adapter.outputs_of(model, batch.without_loss()) for batch in (few, more))
     ports = [Port("output", index=i) for i in range(len(some.leaves))]
     axes.learn(more, ports)
     layouts = [
@@ -181,7 +181,7 @@ def _companions_matter(
         return True
     others = [data.piece(more.x, axes.inputs, 0, kept, total)] * (1 + (total - 1) // kept)
     beside = data.piece(data.join(others, axes.inputs), axes.inputs, 0, total, kept * len(others))
-    again = axes.adapter.outputs_of(axes.model, _without_loss(replace(more, x=beside))).leaves
+    again = axes.adapter.outputs_of(axes.model, replace(more, x=beside).without_loss()).leaves
     rows = ((layouts[i].cut(outputs[i], 0, *counts), layouts[i].cut(again[i], 0, *counts)) for i in changed)
     return any(mine.shape != other.shape or not _close(mine, other) for mine, other in rows)
 
@@ -202,10 +202,6 @@ def _two_sizes(axes: ModelAxes, first: Batch, second: Batch) -> tuple[Batch, Bat
 def _close(one: Array, other: Array) -> bool:
     bound = 1e3 * float(np.finfo(one.dtype).eps) * max(float(np.max(np.abs(one), initial=0.0)), 1e-6)
     return bool(np.allclose(one, other, rtol=0.0, atol=bound, equal_nan=True))
-
-
-def _without_loss(batch: Batch) -> Batch:
-    return replace(batch, y=None, sample_weight=None, loss=None, class_weight=None)
 
 
 def _joined(parts: list[Array], layout: Layout, counts: Sequence[int], index: int) -> Array:

@@ -16,7 +16,7 @@ from ...errors import DisconnectedError, InputError, ModelError, UnsupportedErro
 from ...results.schema import to_host
 from ...typing import Array
 from ...vocabulary import TIME
-from ..axes import TensorLayouts, learned, refusal, refuse_unclear_steps, refuse_unknown, text_of
+from ..axes import TensorLayouts, refusal, refuse_unclear_steps, refuse_unknown, text_of
 from ..names import TensorName, refuse_lone_output
 from ..recurrent_layers import ReplayedCall, ReplayedLayers
 from .request import JacobianEnd, JacobianRequest
@@ -167,15 +167,14 @@ def _opened(request: JacobianRequest, inside: ReplayedLayers) -> Iterator[Jacobi
         yield JacobianNetwork(inside.calls, of, wrt, inside=inside)
         return
     outer = [None if end is not None else _port(name) for end, name in ((of, request.of), (wrt, request.wrt))]
-    layouts = TensorLayouts(request.layouts, request.adapter)
-    chain = None if inside.entangled or request.layouts else known_chain(request, inside, outer[0], outer[1])
+    chain = None if inside.entangled or request.axes.stated else known_chain(request, inside, outer[0], outer[1])
     if chain is not None:
         yield _network(request, inside, (of, wrt), chain, TensorLayouts({}, AxisConvention()))
         return
     with _pullback(request, inside, outer, wrt) as pullback:
-        tensors = _tensors(request, inside, pullback.values, outer, layouts)
+        tensors = _tensors(request, inside, pullback.values, outer)
         around = SegmentGraph(dict(pullback.values), pullback, tensors)
-        network = _network(request, inside, (of, wrt), around, layouts)
+        network = _network(request, inside, (of, wrt), around, request.axes)
         if inside.entangled or not network.path.is_cyclic:
             yield network
             return
@@ -268,19 +267,16 @@ def _tensors(
     inside: ReplayedLayers,
     values: Mapping[Port, Array],
     ports: Sequence[Port | None],
-    layouts: TensorLayouts,
 ) -> dict[Port, OuterTensor]:
     """Return all framework tensors by port; ends outside of recurrences get their layouts."""
     samples = _samples_of(inside)
     ends = list(dict.fromkeys(port for port in ports if port is not None and port.layer not in inside.replayed_calls))
-    unknown = [port for port in ends if port not in layouts.stated]
-    if unknown:
-        layouts.found |= learned(request.adapter, request.model, request.batch, unknown)
+    request.axes.learn(request.batch, ends)
     # With a single step, experiments cannot determine the time axis.
     single = bool(inside.calls) and all(int(one.run.input.shape[1]) == 1 for one in inside.calls)
     tensors = {port: OuterTensor(port, tuple(int(n) for n in array.shape)) for port, array in values.items()}
-    for port in () if layouts.samples_first else ends:
-        layout = layouts.layout(port, tensors[port].shape)
+    for port in () if request.axes.samples_first else ends:
+        layout = request.axes.layout(port, tensors[port].shape)
         if layout.coupled:
             raise refusal("The time Jacobian", port)
         if samples > 1:

@@ -10,19 +10,17 @@ from typing import Any
 import numpy as np
 
 from ... import data
-from ...adapters.protocol import Adapter, Batch, Port
-from ...adapters.registry import adapter_for
+from ...adapters.protocol import Batch, Port
 from ...autodiff.tensors import dtype_name
 from ...errors import InputError, TooLargeError, UnsupportedError, message
-from ...layout import Layout
 from ...recurrence.reductions import REDUCTIONS, probe_signs, sketched
 from ...results.schema import to_host
 from ...settings import format_memory
 from ...typing import Array
 from ...vocabulary import IN_TIME, OUT_TIME
-from ..axes import InputCoordinates, TensorLayouts, named_layouts
-from ..names import Catalogue, TensorName, names_behind_ids, read_one, with_named_outputs
+from ..names import TensorName, names_behind_ids, read_one
 from ..recurrent_layers import ReplayedCall
+from ..request import ModelRequest
 
 
 @dataclass(frozen=True)
@@ -54,33 +52,18 @@ class JacobianOptions:
 
 
 @dataclass(frozen=True)
-class JacobianRequest:
+class JacobianRequest(ModelRequest):
     """A time Jacobian to compute: model, batch, the two ends by name, and options.
 
     Attributes
     ----------
-    known
-        Catalogue of the model's tensors.
     of, wrt
         Names of the upper and the lower end, valid for a time Jacobian.
-    layouts
-        Layouts stated by the user.
-    provenance
-        Framework, version, engine, dtype and device.
-    coordinates
-        Coordinates of the inputs that are DataArrays.
     """
 
-    adapter: Adapter
-    model: Any
-    batch: Batch
-    known: Catalogue
     of: TensorName
     wrt: TensorName
     options: JacobianOptions
-    layouts: Mapping[Port, Layout]
-    provenance: Mapping[str, str]
-    coordinates: InputCoordinates
 
 
 def read_request(
@@ -97,24 +80,21 @@ def read_request(
     InputError
         If the input is integer, or ``axes=`` does not name tensors of the model.
     """
-    adapter = adapter_for(model)
-    known = with_named_outputs(adapter, model, batch, Catalogue(adapter, model, batch.x), ends)
-    of, wrt = (read_one(text, known) for text in ends)
-    layouts = named_layouts(axes, known) if axes else {}
-    given = InputCoordinates(batch.x, TensorLayouts(layouts, adapter))
+    resolved = ModelRequest.resolve(model, batch, axes, ends)
+    of, wrt = (read_one(text, resolved.known) for text in ends)
     for role, name in (("of", of), ("wrt", wrt)):
         if name.what not in _ENDS[role]:
             hint = "rl.gradients differentiates the loss, and by weights and gates"
             what = f"{role}={name.text!r} has no time Jacobian."
             raise UnsupportedError(message(what, expected=_EXAMPLES[role], hint=hint))
     if is_of_integers(wrt, batch):
-        raise _integers(wrt, batch, names_behind_ids(adapter, model, batch, known))
-    if batch.frozen and not known.sequences:
+        raise _integers(wrt, batch, names_behind_ids(resolved.adapter, model, batch, resolved.known))
+    if batch.frozen and not resolved.known.sequences:
         what = "frozen=True holds the coefficients of whole-sequence layers, and this model has none."
         raise InputError(
             message(what, got=type(model).__name__, expected="a model with a layer of Mamba or a delta rule")
         )
-    return JacobianRequest(adapter, model, batch, known, of, wrt, options, layouts, adapter.provenance(model), given)
+    return JacobianRequest(**vars(resolved), of=of, wrt=wrt, options=options)
 
 
 _ENDS = {

@@ -1,4 +1,4 @@
-"""Labelled datasets of captured layer calls, replayed and swept: one dataset per layer call."""
+"""What a trace keeps, and labelled datasets of captured layer calls, replayed and swept: one per layer call."""
 
 from __future__ import annotations
 
@@ -10,19 +10,121 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from ...adapters.protocol import Batch, Capture, LayerInfo, NonRecurrentCall, Port, RecurrentCall
+from ...adapters.protocol import Batch, Capture, CaptureRequest, LayerInfo, NonRecurrentCall, Port, RecurrentCall
+from ...errors import InputError, LayerNotFoundError, did_you_mean, message
+from ...recurrence.cells import kinds
 from ...recurrence.replay import Replay
 from ...recurrence.rounding import Rounding, rounding_of
 from ...results.checks import Check, coarser
 from ...results.schema import layer_dataset, to_host
 from ...typing import Array
-from ...vocabulary import CHANNEL, FEATURE, FORWARD, SPACE, UNIT
+from ...vocabulary import CHANNEL, FEATURE, FORWARD, QUANTITIES, SPACE, UNIT
 from ..axes import BatchAxes, InputCoordinates, ModelAxes, in_order
 from ..certificates.comparisons import INITIAL, LAYER_INPUT, PROBES, BoundaryGradients, ReplayedValues
 from ..certificates.of_trace import initial_state_gradients, input_gradient, weight_sums
-from ..recurrent_layers import on_host, replay_check, sweep, weights_to_check
-from ..weight_gradients import WeightSum
-from .request import TraceRequest
+from ..recurrent_layers import WeightSum, on_host, replay_check, sweep, weights_to_check
+
+_STATE = re.compile(r"(?:previous_)?(?P<state>.+?)(_grad)?")
+_BOUNDARY = re.compile(r"(initial|final)_(?P<state>.+)_grad")
+
+#: Quantities that need no replay of the recurrence.
+CAPTURED = frozenset({"input", "mask", "output", "output_grad", "final_state_grad"})
+
+
+@dataclass(frozen=True)
+class TraceSelection:
+    """Requested layers and quantities (None for all), whether there is a loss, and whether weights are checked."""
+
+    layers: tuple[str, ...] | None
+    quantities: frozenset[str] | None
+    has_loss: bool
+    weighed: bool = True
+
+    @classmethod
+    def of(
+        cls, layers: str | Iterable[str] | None, quantities: str | Iterable[str] | None, has_loss: bool
+    ) -> TraceSelection:
+        """Check the arguments ``layers`` and ``quantities``.
+
+        Raises
+        ------
+        InputError
+            If a quantity does not exist, or is a gradient and there is no loss.
+        """
+        named = None if layers is None else (layers,) if isinstance(layers, str) else tuple(layers)
+        if quantities is None:
+            return cls(named, None, has_loss)
+        names = frozenset([quantities] if isinstance(quantities, str) else quantities)
+        for name in sorted(names):
+            _check(name, has_loss)
+        return cls(named, names, has_loss)
+
+    def has(self, quantity: str) -> bool:
+        """Return whether a quantity is requested."""
+        return self.quantities is None or quantity in self.quantities
+
+    @property
+    def replayed(self) -> bool:
+        """Whether the recurrence has to be replayed."""
+        return self.quantities is None or bool(self.quantities - CAPTURED)
+
+    @property
+    def swept(self) -> bool:
+        """Whether total gradients are requested."""
+        return self.quantities is None or any(name.endswith("_grad") for name in self.quantities - CAPTURED)
+
+    def request(self, certified: bool) -> CaptureRequest:
+        """Return the capture request for the adapter."""
+        quantities = self.quantities
+        gradients = self.has_loss and (quantities is None or any(name.endswith("_grad") for name in quantities))
+        return CaptureRequest(
+            layers=self.layers,
+            inputs=self.replayed or bool((quantities or frozenset()) & {"input", "mask"}),
+            gradients=gradients,
+            weight_grads=gradients and self.swept and self.weighed,
+            boundaries=certified,
+            loss=self.has_loss,
+        )
+
+    def refuse_absent(self, datasets: Mapping[str, xr.Dataset], known: Sequence[str]) -> None:
+        """Raise for requested layers and quantities that are not in the result."""
+        for name in self.layers or ():
+            if not any(node == name or node.startswith((f"{name}#", f"{name}[")) for node in datasets):
+                what = f"No layer, and no call of one, is named {name!r} in this forward pass."
+                raise LayerNotFoundError(
+                    message(what, hint=did_you_mean(name, list(dict.fromkeys([*datasets, *known]))))
+                )
+        found = {str(name) for dataset in datasets.values() for name in dataset.data_vars}
+        missing = [] if self.quantities is None else sorted(self.quantities - found)
+        impossible = [name for name in missing if name not in QUANTITIES]
+        if impossible or (missing and not found):
+            absent, layer = (impossible or missing)[0], next(iter(datasets), "")
+            hint = did_you_mean(absent, found) if found else f"rl.trace(model, x, ...)[{layer!r}] lists what there is"
+            got = f"quantities={', '.join(missing)}"
+            raise InputError(message(f"No layer here has {absent!r}.", got=got, hint=hint))
+
+
+def _check(name: str, has_loss: bool) -> None:
+    """Raise for an unknown quantity, and for a gradient without a loss."""
+    if not _is_quantity(name):
+        raise InputError(message(f"There is no quantity {name!r}.", hint=did_you_mean(name, QUANTITIES)))
+    if name.endswith("_grad") and not has_loss:
+        raise InputError(
+            message(
+                f"{name!r} is a gradient of the loss, and there is no loss.",
+                got="neither y nor loss",
+                hint="pass the target: rl.trace(model, x, y)",
+            )
+        )
+
+
+def _is_quantity(name: str) -> bool:
+    """Return whether a name is a quantity, a state of a cell or its gradient, or that of a first or last state."""
+    if name in QUANTITIES:
+        return True
+    states = {state for cell in kinds().values() for state in cell.states}
+    found = _BOUNDARY.fullmatch(name) or _STATE.fullmatch(name)
+    return found is not None and (found["state"] in states or re.fullmatch(r"state_\d+", found["state"]) is not None)
 
 
 @dataclass
@@ -34,14 +136,14 @@ class TracedCall:
     weights: Mapping[str, Array] | None = None
     rounding: Rounding = field(default_factory=Rounding)
 
-    def present(self, wanted: TraceRequest | None) -> Arrays:
+    def present(self, wanted: TraceSelection | None) -> Arrays:
         """Return the existing arrays, limited to the requested quantities unless ``wanted`` is None."""
         found = {name: array for name, array in self.arrays.items() if array is not None}
         return found if wanted is None else {name: array for name, array in found.items() if wanted.has(name)}
 
 
 def trace_call(
-    call: RecurrentCall, wanted: TraceRequest, sums: dict[str, WeightSum], replayed: Callable[[RecurrentCall], Replay]
+    call: RecurrentCall, wanted: TraceSelection, sums: dict[str, WeightSum], replayed: Callable[[RecurrentCall], Replay]
 ) -> TracedCall:
     """Replay a call and, with a loss, sweep back through it; add its weight gradients to ``sums``."""
     names = call.cell.state_names
@@ -124,7 +226,7 @@ def _direction_axis(name: str, array: np.ndarray[Any, Any], half: Arrays) -> int
 def recurrent_datasets(
     described: Mapping[str, LayerInfo],
     capture: Capture,
-    wanted: TraceRequest,
+    wanted: TraceSelection,
     provenance: Mapping[str, str],
     ours: ReplayedValues | None,
     replayed: Callable[[RecurrentCall], Replay] = Replay.from_call,
@@ -209,7 +311,7 @@ def plain_datasets(
     calls: Sequence[NonRecurrentCall],
     axes: ModelAxes,
     batch: Batch,
-    wanted: TraceRequest,
+    wanted: TraceSelection,
     provenance: Mapping[str, str],
 ) -> dict[str, xr.Dataset]:
     """Return the outputs of non-recurrent layers, with samples and time as the first axes where known."""

@@ -19,7 +19,7 @@ from ...results.checks import REPLAY, Check, rounding_bound
 from ...results.schema import layer_dataset, to_host
 from ...settings import current, format_memory
 from ...vocabulary import SAMPLE, TIME
-from .request import TraceRequest
+from .datasets import TraceSelection
 
 #: Quantities of a whole-sequence layer; those of the second row need a loss.
 VALUES = ("state", "decay", "write", "read", "gate", "output")
@@ -34,7 +34,7 @@ def chosen_positions(name: str, value: Any) -> dict[str, Any]:
 def sequence_datasets(
     described: Mapping[str, LayerInfo],
     calls: Sequence[SequenceCall],
-    wanted: TraceRequest,
+    wanted: TraceSelection,
     provenance: Mapping[str, str],
     at: Mapping[str, Any],
 ) -> tuple[dict[str, xr.Dataset], list[Check]]:
@@ -51,7 +51,7 @@ def sequence_datasets(
 def _dataset(
     call: SequenceCall,
     info: LayerInfo | None,
-    wanted: TraceRequest,
+    wanted: TraceSelection,
     provenance: Mapping[str, str],
     at: Mapping[str, Any],
 ) -> xr.Dataset:

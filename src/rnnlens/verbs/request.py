@@ -1,0 +1,146 @@
+"""The request of a verb: model, data, names and axes, resolved once. One call runs at a time.
+
+A call sets modes and hooks on the user's model, and restores flags, attributes and process-wide random generators
+afterwards. Two calls at once would restore each other's changes, even for two models, as these may share layers and do
+share the generators. So only one call runs at a time. A nested call (a loss that traces) runs within the outer one.
+Forward passes of the model in other threads are not captured.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+
+from .. import data
+from ..adapters.protocol import Adapter, Batch
+from ..adapters.registry import adapter_for, adapter_of
+from ..arguments.data import is_source
+from ..autodiff.tensors import needs_no_threads, running_engines
+from ..errors import UnsupportedError, message
+from ..layout import Layout
+from ..recurrence.parallel import one_thread_each
+from ..settings import current
+from .axes import InputCoordinates, ModelAxes
+from .names import Catalogue, with_named_outputs
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_turn = threading.RLock()
+#: Engines that ran in this process, and engines that ran in the parent process before a fork.
+_ran: set[str] = set()
+_lost: set[str] = set()
+
+
+def in_turn(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function of a model so that only one decorated call runs at a time."""
+
+    @functools.wraps(function)
+    def alone(*args: P.args, **kwargs: P.kwargs) -> R:
+        adapter = adapter_of(args[0] if args else kwargs.get("model"))
+        engine = None if adapter is None else adapter.engine
+        if engine in _lost and not needs_no_threads(engine):
+            raise _forked(engine)
+        with _turn, one_thread_each():
+            if engine is not None:
+                _ran.add(engine)
+            return function(*args, **kwargs)
+
+    return alone
+
+
+def _forked(engine: str) -> UnsupportedError:
+    return UnsupportedError(
+        message(
+            f"This process was forked after {engine} had started its threads, which a fork does not copy.",
+            got="a call that would not return",
+            expected="a process started by spawn",
+            hint='multiprocessing.get_context("spawn"); plots, measures and files work here',
+        )
+    )
+
+
+def _start_anew() -> None:
+    global _turn
+    _turn = threading.RLock()
+    _lost.update(_ran | running_engines())
+    _ran.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_anew)
+
+
+#: By model: the calls that had a certificate already, for ``certify="first"``.
+_certified: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class ModelRequest:
+    """A call of a verb, resolved on its model once; the requests of the verbs extend it.
+
+    Attributes
+    ----------
+    batch
+        The data and options of the run: one batch, or a data set.
+    known, axes
+        Catalogue of the model's tensors, and their layouts; both are completed while the model runs.
+    coordinates
+        Coordinates of the inputs that are DataArrays.
+    """
+
+    adapter: Adapter
+    model: Any
+    batch: Batch
+    known: Catalogue
+    axes: ModelAxes
+    coordinates: InputCoordinates
+
+    @classmethod
+    def resolve(
+        cls, model: Any, batch: Batch, axes: Mapping[str, Layout] | None = None, texts: Iterable[Any] = ()
+    ) -> ModelRequest:
+        """Resolve the layouts that the user states; ``texts`` are names that may need the keys of the outputs.
+
+        Raises
+        ------
+        InputError, LayerNotFoundError
+            If ``axes`` does not name tensors of the model.
+        """
+        adapter, several = adapter_for(model), is_source(batch.x)
+        known = Catalogue(adapter, model, batch.x)
+        if texts and not several:
+            known = with_named_outputs(adapter, model, batch.without_loss(), known, texts)
+        roles = ModelAxes(adapter, model, axes, known)
+        return ModelRequest(adapter, model, batch, known, roles, InputCoordinates(() if several else batch.x, roles))
+
+    def provenance(self, *, with_loss: bool = False) -> Mapping[str, str]:
+        """Return framework, version, engine, dtype and device; ``with_loss`` also the reduction of the loss."""
+        found = self.adapter.provenance(self.model)
+        reduction = self.adapter.reduction(self.model, self.batch.loss) if with_loss else None
+        return found if reduction is None else {**found, "loss_reduction": reduction}
+
+    def needs_certificate(self, verb: str, batch: Batch, *what: Any) -> bool:
+        """Return whether ``rl.options(certify=...)`` requires a certificate of a batch.
+
+        With ``certify="first"``, only the first call for a model, verb, mode, input shapes and ``what`` has one.
+        """
+        how = current().certify
+        if how == "auto":
+            how = "first" if verb == "jacobian" else "always"
+        if how != "first":
+            return how == "always"
+        leaves = [leaf.data if data.is_packed(leaf) else leaf for leaf in data.leaves_of(batch.x)]
+        shapes = tuple((tuple(np.shape(leaf)), str(getattr(leaf, "dtype", ""))) for leaf in leaves)
+        known = _certified.setdefault(self.model, set())
+        key = (verb, batch.training, shapes, *what)
+        fresh = key not in known
+        known.add(key)
+        return fresh
