@@ -209,6 +209,34 @@ class ReplayedCall:
         """The call, linearised around its replayed states."""
         return self.call.cell.linear_system(self.run, self.call.masked_output)
 
+    def flat(self) -> ReplayedCall:
+        """Return the call with its axes of space flattened into the last axis, channel last; itself without them."""
+        if len(self.run.input.shape) == 3:
+            return self
+
+        def unfolded(array: Any) -> Any:
+            return None if array is None else array.reshape((*array.shape[:2], -1))
+
+        def states(arrays: Any) -> Any:
+            return None if arrays is None else tuple(array.reshape((array.shape[0], -1)) for array in arrays)
+
+        call, run, sequences = self.call, self.run, self.call.returns_sequences
+        output = unfolded(call.output) if sequences else call.output.reshape((call.output.shape[0], -1))
+        call = replace(
+            call,
+            input=unfolded(call.input),
+            output=output,
+            initial_state=states(call.initial_state),
+            final_state=states(call.final_state),
+        )
+        initial = states(run.initial_state)
+        found = ReplayedCall(
+            call,
+            replace(run, input=unfolded(run.input), states=tuple(map(unfolded, run.states)), initial_state=initial),
+        )
+        found.system = self.system
+        return found
+
     def output_moves(self) -> Array | None:
         """Return a mask (sample, time) of where the output depends on the state; None for everywhere."""
         if self.call.masked_output == "zero" and self.call.mask is not None and self.run.output_is_state:

@@ -5,7 +5,7 @@ import pytest
 from spoken_keras import engine, keras
 
 import rnnlens as rl
-from rnnlens.errors import UnsupportedError
+from rnnlens.errors import TooLargeError, UnsupportedError
 
 LAYERS = {1: keras.layers.ConvLSTM1D, 2: keras.layers.ConvLSTM2D, 3: keras.layers.ConvLSTM3D}
 SPACE = {1: (6,), 2: (5, 4), 3: (4, 3, 3)}
@@ -133,11 +133,31 @@ def test_an_input_of_another_size_has_axes_of_its_own():
     assert dims == ("sample", "time", "input_height", "input_width", "feature")
 
 
+@pytest.mark.parametrize("case", OPTIONS)
+def test_time_jacobians_by_norms_over_places_and_channels(case):
+    rank, options = OPTIONS[case]
+    model, x, y = build(rank, **options)
+    by_input = rl.jacobian(model, x, measure="norm")
+    expected = gradient(lambda tensor: keras.ops.sum(model(tensor)), x)
+    assert by_input.dims == ("sample", "in_time")
+    np.testing.assert_allclose(by_input, np.sqrt((expected.reshape(2, TIME, -1) ** 2).sum(2)), rtol=1e-4)
+    assert by_input.certificate.state == "passed", by_input.certificate
+    within = rl.jacobian(model, x, of="conv.hidden", wrt="conv.hidden", measure="norm")
+    assert within.dims == ("sample", "out_time", "in_time")
+    numbers = np.prod(rl.trace(model, x, y)["conv"].hidden.shape[2:])
+    np.testing.assert_allclose(np.diagonal(within, axis1=1, axis2=2), np.sqrt(numbers), rtol=1e-6)
+    later = np.tril(np.ones((TIME, TIME)), -1) if options.get("go_backwards") else np.triu(np.ones((TIME, TIME)), 1)
+    assert not (within.values * later).any()
+    assert within.certificate.state == "passed", within.certificate
+
+
+def test_a_step_matrix_that_does_not_fit_is_refused_by_name():
+    model, x, _ = build(2)
+    with pytest.raises(TooLargeError, match=r"One step of 'conv' is linearised .*\n.*3x2x2 numbers: "):
+        rl.jacobian(model, x, measure="norm", memory=2000)
+
+
 REFUSED = {
-    "jacobian": (
-        lambda model, x, y: rl.jacobian(model, x, measure="norm"),
-        "rnnlens does not compute the time Jacobian",
-    ),
     "fixed points": (
         lambda model, x, y: rl.fixed_points(model, x, layer="conv"),
         "rnnlens does not compute fixed points",

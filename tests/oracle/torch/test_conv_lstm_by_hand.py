@@ -121,3 +121,24 @@ def test_weights_inputs_and_jacobians():
     np.testing.assert_allclose(jacobian, np.stack(expected).reshape(jacobian.shape), atol=1e-13)
     norms = rl.jacobian(model, x, measure="norm")
     np.testing.assert_allclose(norms, np.sqrt((np.stack(expected) ** 2).sum(axis=(1, 3, 4, 5))), rtol=1e-10)
+
+
+def test_norms_between_images_step_by_step():
+    """The norm over places and channels of every state by every earlier state and input: (out_time, in_time)."""
+    model, x, _ = built(layers=1)
+    calls = []
+    handle = model.rnn.cell_list[0].register_forward_hook(lambda cell, inputs, outputs: calls.append(outputs[0]))
+    model(source := x.clone().requires_grad_())
+    handle.remove()
+    expected = np.zeros((2, B, T, T))
+    for out_time, state in enumerate(calls):
+        for number in state.flatten(1).sum(0):
+            grads = torch.autograd.grad(number, [source, *calls[: out_time + 1]], retain_graph=True)
+            expected[0, :, out_time] += (grads[0].flatten(2) ** 2).sum(2).numpy()
+            for in_time, grad in enumerate(grads[1:]):
+                expected[1, :, out_time, in_time] += (grad.flatten(1) ** 2).sum(1).numpy()
+    for squares, wrt in zip(expected, ("input", "rnn.cell_list.0.hidden"), strict=True):
+        found = rl.jacobian(model, x, of="rnn.cell_list.0.hidden", wrt=wrt, measure="norm")
+        assert found.dims == ("sample", "out_time", "in_time")
+        np.testing.assert_allclose(found, np.sqrt(squares), atol=1e-13)
+        assert found.certificate.state == "passed"

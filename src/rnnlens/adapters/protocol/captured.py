@@ -159,7 +159,7 @@ class RecurrentCall:
     @property
     def returns_sequences(self) -> bool:
         """Whether ``output`` has a time axis."""
-        return len(self.output.shape) == 3 + len(self.cell.space)
+        return len(self.output.shape) > len(self.initial_state[0].shape)
 
 
 @dataclass

@@ -6,7 +6,9 @@ Dropout multipliers are as in Keras and torch: ``scale`` is None, an array (samp
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import cache
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -122,9 +124,10 @@ class TrajectorySystem(ProductSystem):
     def __init__(self, run: Trajectory) -> None:
         self.run = run
         self.work = Workspace(run.xp, run.input)
-        self.batch, self.time, self.features = (int(n) for n in run.input.shape)
+        self.batch, self.time = (int(n) for n in run.input.shape[:2])
+        self.features = prod(run.input.shape[2:])
         self.order = run.order
-        self.state_sizes = tuple(int(s.shape[-1]) for s in run.states)
+        self.state_sizes = tuple(prod(s.shape[2:]) for s in run.states)
         self.rows = self.columns = sum(self.state_sizes)
 
     def empty(self, first: int, stop: int, samples: slice, inputs: bool) -> Array:
@@ -206,7 +209,13 @@ class GateSystem(TrajectorySystem):
 
 
 class UnitVectorSystem(TrajectorySystem):
-    """Dense product matrices of any cell with known equations, by pulling back unit cotangents of the states."""
+    """Dense product matrices of any cell with known equations, by pulling back unit cotangents of the states.
+
+    Axes of space are flattened, channel last: a row is one number of a state at one place.
+    """
+
+    #: Largest number of cotangents that are pulled back at once.
+    ROOM = 2**22
 
     def __init__(self, cell: Any, run: Trajectory) -> None:
         super().__init__(run)
@@ -216,27 +225,41 @@ class UnitVectorSystem(TrajectorySystem):
         """Linearise the steps ``first ... stop - 1`` by one unit cotangent per number of the state."""
         run, xp, at = self.run, self.run.xp, (samples, slice(first, stop))
         product = self.empty(first, stop, samples, inputs)
-        dz, carry, _ = self._pulled(at)
-        parts = list(carry)
-        if inputs:
-            scale = scale_of_samples(run.input_scale, samples)
-            x = _spread(run.input[at], self.rows, xp)
-            parts.append(self.cell.input_gradient(x, join_gates(dz, xp), scale, xp))
-        product[...] = xp.reshape(xp.concat(parts, axis=-1), product.shape)
+        for rows in self._blocks(at):
+            dz, carry, _ = self._pulled(at, rows)
+            parts = list(carry)
+            if inputs:
+                scale = scale_of_samples(run.input_scale, samples)
+                x = _spread(run.input[at], len(rows), xp)
+                parts.append(self.cell.input_gradient(x, join_gates(dz, xp), scale, xp))
+            block = product[:, :, rows.start : rows.stop]
+            block[...] = xp.reshape(self._flat(parts), block.shape)
         self.mask_product(product, at)
         produced = cache(lambda: self._produced(at)) if len(self.state_sizes) > 1 else None
         return ProductSteps(self.work, product, produced=produced)
 
-    def _pulled(self, at: tuple[slice, slice]) -> Pulled:
-        """Pull one unit cotangent per number of the state back through each step: (sample, step * row, size) each."""
-        run, xp, size = self.run, self.run.xp, self.rows
+    def _blocks(self, at: tuple[slice, slice]) -> Iterator[range]:
+        """Yield ranges of rows that together fit into :attr:`ROOM`."""
+        lead = self.run.states[0][at].shape[:2]
+        size = max(1, self.ROOM // (lead[0] * lead[1] * self.rows))
+        return (range(start, min(start + size, self.rows)) for start in range(0, self.rows, size))
+
+    def _flat(self, parts: Sequence[Array]) -> Array:
+        """Join arrays (sample, step * row, ...) side by side, with their last axes flattened."""
+        xp = self.run.xp
+        return xp.concat([xp.reshape(part, (*part.shape[:2], -1)) for part in parts], axis=-1)
+
+    def _pulled(self, at: tuple[slice, slice], rows: range) -> Pulled:
+        """Pull unit cotangents of some numbers of the state back through each step: (sample, step * row, ...) each."""
+        run, xp, size = self.run, self.run.xp, len(rows)
         lead = run.states[0][at].shape[:2]
         record = run.known_record.map(lambda part: _spread(part[at], size, xp))
-        basis = xp.broadcast_to(self.work.eye(size), (lead[0], lead[1], size, size))
-        basis = xp.reshape(basis, (lead[0], lead[1] * size, size))
+        basis = xp.broadcast_to(self.work.eye(self.rows)[rows.start : rows.stop], (*lead, size, self.rows))
+        basis = xp.reshape(basis, (lead[0], lead[1] * size, self.rows))
         cotangent, start = [], 0
-        for width in self.state_sizes:
-            cotangent.append(basis[:, :, start : start + width])
+        for width, state in zip(self.state_sizes, run.states, strict=True):
+            part = basis[:, :, start : start + width]
+            cotangent.append(xp.reshape(part, (*part.shape[:2], *state.shape[2:])))
             start += width
         before = [_spread(s[at], size, xp) for s in run.states_before()]
         after = [_spread(s[at], size, xp) for s in run.states]
@@ -250,7 +273,8 @@ class UnitVectorSystem(TrajectorySystem):
         They are the identity at masked steps.
         """
         xp, lead = self.run.xp, self.run.states[0][at].shape[:2]
-        made = xp.reshape(xp.concat(list(self._pulled(at)[2]), axis=-1), (*lead, self.rows, self.rows))
+        blocks = [(len(rows), self._flat(self._pulled(at, rows)[2])) for rows in self._blocks(at)]
+        made = xp.concat([xp.reshape(block, (*lead, count, self.rows)) for count, block in blocks], axis=2)
         if self.run.mask is None:
             return made
         return xp.where(self.run.mask[at][:, :, None, None], made, self.work.eye(self.rows))

@@ -175,21 +175,8 @@ class _ConvLSTM(LSTM):
         return
 
     def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
-        """Raise UnsupportedError: a dense A_t would have (height * width * channel)^2 numbers.
-
-        Raises
-        ------
-        UnsupportedError
-            Always.
-        """
-        raise UnsupportedError(
-            message(
-                "rnnlens does not compute the time Jacobian of a ConvLSTM.",
-                got=f"states of {'x'.join(str(n) for n in run.states[0].shape[2:])} numbers",
-                expected="a layer whose states are (sample, time, unit)",
-                hint='rl.gradients(..., wrt="<layer>.hidden") gives the total gradient at every step and place',
-            )
-        )
+        """Linearise with flattened axes of space: a dense A_t of (place * channel)^2 numbers per pair of states."""
+        return affine.UnitVectorSystem(self, run)
 
     def map_at(self, x: Array, xp: Namespace) -> NoReturn:
         """Raise UnsupportedError: the search for fixed points needs states without spatial axes.

@@ -12,8 +12,9 @@ import numpy as np
 
 from ...adapters.protocol import AxisConvention, CaptureRequest, Port, Pullback
 from ...data import leaves_of
-from ...errors import DisconnectedError, InputError, ModelError, UnsupportedError, message
+from ...errors import DisconnectedError, InputError, ModelError, TooLargeError, UnsupportedError, message
 from ...results.schema import to_host
+from ...settings import format_memory
 from ...typing import Array
 from ...vocabulary import TIME
 from ..axes import TensorLayouts, refusal, refuse_unclear_steps, refuse_unknown, text_of
@@ -198,8 +199,37 @@ def _look_inside(request: JacobianRequest) -> ReplayedLayers:
         refuse_lone_output((request.of, request.wrt), len(outputs))
     first = outputs[0] if outputs else None
     inside = ReplayedLayers.of(capture.calls, capture.entangled or not capture.calls, capture.chain, first)
+    for name, both in inside.replayed_calls.items():
+        inside.replayed_calls[name] = [_flattened(one, request.options.memory) for one in both]
+    inside.calls = tuple(one for both in inside.replayed_calls.values() for one in both)
     inside.samples = next(iter(capture.scanned.values()), 0)
     return inside
+
+
+def _flattened(one: ReplayedCall, memory: int) -> ReplayedCall:
+    """Return a call with flattened axes of space, if the step matrix between two images fits into the memory.
+
+    Raises
+    ------
+    TooLargeError
+        If it does not.
+    """
+    flat = one.flat()
+    if flat is not one:
+        rows, columns = flat.system.rows, flat.system.rows + flat.system.features
+        size = 2 * rows * columns * flat.system.work.itemsize
+        if size > memory:
+            places = "x".join(str(n) for n in one.run.states[0].shape[2:])
+            raise TooLargeError(
+                message(
+                    f"One step of {one.call.layer!r} is linearised as a matrix that exceeds the memory limit.",
+                    got=f"states of {places} numbers: {format_memory(size)}",
+                    expected=f"at most {format_memory(memory)}",
+                    hint=f'smaller images, or rl.gradients(..., wrt="{one.call.layer}.hidden"), the total gradient at '
+                    "every step and place",
+                )
+            )
+    return flat
 
 
 def _inner(name: TensorName, inside: ReplayedLayers, role: str) -> JacobianEnd | None:
