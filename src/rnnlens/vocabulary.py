@@ -57,6 +57,7 @@ QUANTITIES: dict[str, Quantity] = {
     for q in (
         Quantity("input", (SAMPLE, TIME, FEATURE), "layer input", "1", "x_t, the input of the layer at step t"),
         Quantity("mask", (SAMPLE, TIME), "mask", "1", "True at real steps, False at padding"),
+        Quantity("reset", (SAMPLE, TIME), "reset", "1", "True where the state before step t was set anew"),
         Quantity("hidden", _STU, "hidden state", "1", "h_t after step t; carried over at masked steps"),
         Quantity("cell", _STU, "cell state", "1", "c_t after step t; carried over at masked steps"),
         Quantity("gates", _STGU, "gate activation", "1", "gate values after their activation function"),

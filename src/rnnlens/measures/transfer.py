@@ -121,7 +121,8 @@ def state_transfer(
     ends : (sample,) of int, optional
         Time step after which each sample's state is taken; the last of the recurrence by default.
     """
-    refuse_changed_states(run)
+    if run.reset is None:
+        refuse_changed_states(run)
     order, begin = list(run.steps(reverse=True)), np.zeros(int(run.input.shape[0]), dtype=int)
     if ends is not None:
         begin = np.array([order.index(int(end)) for end in ends])
@@ -138,6 +139,8 @@ def state_transfer(
     logs = [total.mean(axis=1)]
     for position, t in enumerate(order):
         new = run.cell.pull_rows(run, t, rows)
+        if run.reset is not None:
+            new = [np.where(np.asarray(run.reset[:, t])[:, None, None], 0.0, part).astype(dtype) for part in new]
         moves = begin <= position
         if run.mask is not None:
             moves = moves & np.asarray(run.mask[:, t])
@@ -174,13 +177,15 @@ def step_jacobians(run: Replay) -> Iterator[Array]:
     UnsupportedError
         If the model's code changes the states between the steps.
     """
-    refuse_changed_states(run)
+    if run.reset is None:
+        refuse_changed_states(run)
     sizes = [int(s.shape[-1]) for s in run.states]
     samples, dtype = int(run.input.shape[0]), np.asarray(run.states[0][:1, :1]).dtype
     unit = np.broadcast_to(np.eye(sum(sizes), dtype=dtype), (samples, sum(sizes), sum(sizes)))
     rows = [np.ascontiguousarray(part) for part in np.split(unit, np.cumsum(sizes)[:-1], axis=2)]
     for t in run.steps():
         a = np.concatenate(run.cell.pull_rows(run, t, rows), axis=2)
+        a = a if run.reset is None else np.where(np.asarray(run.reset[:, t])[:, None, None], 0.0, a).astype(dtype)
         yield a if run.mask is None else np.where(np.asarray(run.mask[:, t])[:, None, None], a, unit)
 
 
@@ -193,7 +198,7 @@ def refuse_changed_states(run: Replay) -> None:
         raise UnsupportedError(
             message(
                 "The model's code changes the state between the steps of this loop; that change is part of each step.",
-                got="a state that is scaled or mixed before the next step",
+                got="a state that is scaled, mixed or reset before the next step",
                 expected="a loop that passes the state on as the cell returned it",
                 hint="move the change into the cell's forward; rl.gradients and rl.jacobian include it as it is",
             )

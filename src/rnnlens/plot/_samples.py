@@ -83,10 +83,10 @@ def without_padding(array: xr.DataArray) -> xr.DataArray:
 
 def notes_of(array: xr.DataArray) -> list[str | None]:
     """Return the notes on non-finite values at real steps, and on padding."""
-    padded = hidden(array)
+    padded, resets = hidden(array), "dashed: the state begins anew" if "reset" in array.coords else None
     if padded is None:
-        return [nonfinite_note(array.values)]
-    return [nonfinite_note(array.where(~padded, 0.0).values), NOTE]
+        return [nonfinite_note(array.values), resets]
+    return [nonfinite_note(array.where(~padded, 0.0).values), NOTE, resets]
 
 
 def mean_of_real(array: xr.DataArray) -> xr.DataArray:
@@ -96,6 +96,18 @@ def mean_of_real(array: xr.DataArray) -> xr.DataArray:
         return array.mean(SAMPLE, skipna=False)  # a missing value in any sample stays visible
     count = (~padded).sum(SAMPLE) if SAMPLE in padded.dims else (~padded) * array.sizes[SAMPLE]
     return array.where(~padded, 0.0).sum(SAMPLE, skipna=False) / count.where(count > 0)
+
+
+def mark_resets(ax: Any, array: xr.DataArray, steps: Numbers) -> None:
+    """Draw a dashed line before each step at which the state of a sample was set anew, fainter for a few of many."""
+    reset = array.coords.get("reset")
+    if reset is None or TIME not in reset.dims:
+        return
+    share = np.asarray(reset.mean([dim for dim in reset.dims if dim != TIME]), dtype=float)
+    for step, part in zip(np.asarray(steps, dtype=float), share, strict=True):
+        if part > 0:
+            look = {"color": "#444444", "linestyle": (0, (3, 2)), "linewidth": 0.9, "alpha": 0.3 + 0.6 * part}
+            ax.axvline(step - 0.5, gid="reset", **look)
 
 
 def shade(ax: Any, steps: Numbers, padded: Numbers) -> None:

@@ -23,7 +23,7 @@ from ._colour import line_colours
 from ._data import DirectionView, Numbers, dataset_of, halves, labelled, layers_of, positions, require_dim, unit_dim
 from ._data import value_label as label_of_values
 from ._frame import Grid, Panels, open_panels
-from ._samples import hidden, notes_of, shade
+from ._samples import hidden, mark_resets, notes_of, shade
 
 #: Gradients that are drawn for each layer that has them: label, colour, line style.
 GRADIENTS = {

@@ -52,7 +52,7 @@ from ._images import (
     slots_of,
     steps_for,
 )
-from ._samples import by_loss, hidden, notes_of, rms_picture, without_padding
+from ._samples import by_loss, hidden, mark_resets, notes_of, rms_picture, without_padding
 
 
 @drawing(AxesImage, extra=IMSHOW, samples=one_of("panels", "rms"))
@@ -200,6 +200,8 @@ def _draw_maps(ax: Any, data: xr.DataArray, slot: tuple[dict[str, int], str], to
         look={**look, **kind.keywords},
         limits=kind.limits,
     )
+    if kind.across == TIME:
+        mark_resets(ax, one, positions(data, TIME))
     ax.set_title(name, fontsize="small", pad=3)
     ax.tick_params(labelsize="small")
     if kind.stacked:

@@ -66,11 +66,12 @@ class Replay(Trajectory):
     @classmethod
     def from_call(cls, call: Any) -> Replay:
         """Replay a captured call (``adapters.protocol.RecurrentCall``) and compare it with the captured values."""
-        xp = array_namespace(call.input)
+        xp, resets = array_namespace(call.input), call.reset if call.resets_only else None
         if call.cell.by_framework:
             run = replay_custom(
                 call.cell, call.input, call.received or call.initial_state, mask=call.mask, order=call.direction
             )
+            run.reset = resets
             if call.returns_sequences:
                 output = cast(Array, run.step_output)
                 run.residual = residual(output, call.output, call.mask, xp)
@@ -88,6 +89,7 @@ class Replay(Trajectory):
                 hidden=call.output if _output_is_hidden(call, xp) else None,
                 scales=Scales(call.input_scale, call.state_scale),
             )
+            run.reset = resets
             if call.cell.registered_for:
                 if call.returns_sequences:
                     refuse_other_equations(call, _at_first_step(run, run.states[0], call))

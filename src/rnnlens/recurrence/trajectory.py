@@ -59,6 +59,9 @@ class Trajectory:
     received : one (sample, time, size) array per state, or None
         States that each step started from, if the user's code changes them between the steps; None if each step
         started from the states after the step before it.
+    reset : (sample, time) of bool, or None
+        True where a step started from a new state, if the user's code does nothing else to the states between the
+        steps; None if it does, or if no step did.
     """
 
     xp: Namespace
@@ -72,6 +75,7 @@ class Trajectory:
     input_scale: Array | None = None
     state_scale: Array | None = None
     received: tuple[Array, ...] | None = None
+    reset: Array | None = None
 
     @property
     def preactivation(self) -> Array | None:
@@ -109,6 +113,7 @@ class Trajectory:
             input_scale=scale_of_samples(self.input_scale, some),
             state_scale=scale_of_samples(self.state_scale, some),
             received=None if self.received is None else tuple(s[some, ...] for s in self.received),
+            reset=None if self.reset is None else self.reset[some, ...],
         )
 
     def steps(self, *, reverse: bool = False) -> Iterator[int]:

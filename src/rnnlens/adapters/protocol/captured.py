@@ -110,6 +110,10 @@ class RecurrentCall:
         States that each step started from, if the user's code changes the states between the steps. The direct
         gradients of a step's output and states then include all paths through later steps. None if each step starts
         from the states of the step before.
+    reset : (sample, time) of bool, or None
+        True where a step started from a state through which no gradient passes to the step before.
+    resets_only
+        Whether the user's code does nothing else to the states between the steps.
     input_scale, state_scale : (sample, n) or (gate, sample, n), or None
         Dropout multipliers, equal at every step.
     compute_dtype
@@ -146,6 +150,8 @@ class RecurrentCall:
     stepwise: bool = False
     between: bool = False
     received: tuple[Array, ...] | None = None
+    reset: Array | None = None
+    resets_only: bool = False
     input_scale: Array | None = None
     state_scale: Array | None = None
     compute_dtype: str = ""

@@ -82,6 +82,7 @@ class Assembler:
                 _sequence(run, lambda v, i=i: v.pieces[layer].fed[i])  # type: ignore[misc]
                 for i in range(count)
             )
+            call.reset, call.resets_only = _resets(run), not any(visit.mixed for visit in run.visits)
         computed = owner.autocast or first.pieces[layer].output.dtype
         if computed in (torch.bfloat16, torch.float16):
             call.compute_dtype = str(computed).removeprefix("torch.")
@@ -291,6 +292,14 @@ def _mask(run: Recurrence) -> Tensor | None:
     packing = run.visits[0].packing
     mask = packing.mask if packing is not None else run.valid()
     return None if mask is None or bool(mask.all()) else mask.T.contiguous()
+
+
+def _resets(run: Recurrence) -> Tensor | None:
+    """Return where a step started from a state without a path to the step before, (sample, time); None if nowhere."""
+    rows = [visit.reset for visit in run.visits]
+    none = next(torch.zeros_like(one) for one in rows if one is not None)
+    found = torch.stack([none if one is None else one for one in rows], 1)
+    return found if bool(found.any()) else None
 
 
 def _carried(output: Tensor, mask: Tensor, start: Tensor) -> Tensor:

@@ -193,6 +193,24 @@ def follows(given: States, link: StateLink, stops: Container[Any] = (), seen: se
     return False
 
 
+def rows_reset(given: States, link: StateLink) -> tuple[Tensor, bool]:
+    """Return the samples whose state does not depend on what a call returned, (sample,), and whether only these changed.
+
+    The others are unchanged if they have the returned state, through a path that leaves gradients unchanged.
+    """
+    reset, unchanged = (torch.ones(len(given[0]), dtype=torch.bool, device=given[0].device) for _ in range(2))
+    for index, new in enumerate(given):
+        if not new.requires_grad:
+            unchanged = torch.zeros_like(unchanged)
+            continue
+        probe = probe_like(new)
+        pulled = _pulled_back(new, list(link.kept), probe)
+        for grad in pulled:
+            reset = reset & ~_any_in_rows(grad)
+        unchanged = unchanged & _rows_equal(new, link.kept[index]) & _rows_equal(pulled[index], probe)
+    return reset, bool((reset | unchanged).all())
+
+
 def probe_like(tensor: Tensor) -> Tensor:
     """Return fixed random numbers between 0.5 and 1.5 of the tensor's shape, without using torch's global generator."""
     generator = torch.Generator().manual_seed(tensor.numel())

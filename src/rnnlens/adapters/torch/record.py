@@ -129,7 +129,8 @@ class CallRecord:
     gradients; None where the state is also the output. ``rows`` (sample,) is False for samples whose state was not
     passed on. ``trail`` tracks, while the model runs, the tensors that the user's code makes of the states. ``site`` is
     the place in the model's code from which the call was made. ``changed``: the call started from a state that the
-    user's code had computed from that of the call before.
+    user's code had computed from that of the call before; ``reset`` (sample,) is True where no gradient passes there,
+    and ``mixed`` is True if some other sample's state is not the returned one.
     """
 
     pieces: list[LayerRecord]
@@ -140,6 +141,8 @@ class CallRecord:
     trail: StateTrail | None = None
     site: Hashable = None
     changed: bool = False
+    reset: Tensor | None = None
+    mixed: bool = False
 
     @property
     def steps(self) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import UnsupportedError, message
-from .lineage import follows, probe_like
+from .lineage import follows, probe_like, rows_reset
 from .public import note_cells
 from .record import (
     CallRecord,
@@ -41,12 +41,17 @@ def join_changed_states(recorder: CallRecorder) -> None:
         raise JoinedWronglyError
     for first, *others in chains:
         for run in others:
-            run.visits[0].changed = True
+            call = run.visits[0]
+            call.reset, is_reset = rows_reset(call.link.given, first.visits[-1].link)
+            call.changed, call.mixed = True, not is_reset
             first.visits += run.visits
             recorder.runs.remove(run)
+        what = "changes the state" if any(v.mixed for v in first.visits) else "resets the state of some samples"
+        is_marked = any(v.reset is not None and bool(v.reset.any()) for v in first.visits)
+        marked = " (reset marks where it begins anew)" if is_marked else ""
         recorder.notes.append(
-            f"{first.owner.name}: the model's code changes the state between its steps: previous_hidden is the state "
-            "that each step started from, hidden_grad the total gradient of the state that it returned."
+            f"{first.owner.name}: the model's code {what} between its steps: previous_hidden is the state "
+            f"that each step started from{marked}, hidden_grad the total gradient of the state that it returned."
         )
 
 

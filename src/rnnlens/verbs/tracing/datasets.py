@@ -16,9 +16,9 @@ from ...recurrence.cells import kinds
 from ...recurrence.replay import Replay
 from ...recurrence.rounding import Rounding, rounding_of
 from ...results.checks import Check, coarser
-from ...results.schema import layer_dataset, to_host
+from ...results.schema import describe, layer_dataset, to_host
 from ...typing import Array
-from ...vocabulary import CHANNEL, FEATURE, FORWARD, QUANTITIES, SPACE, UNIT
+from ...vocabulary import CHANNEL, FEATURE, FORWARD, QUANTITIES, SAMPLE, SPACE, TIME, UNIT
 from ..axes import BatchAxes, InputCoordinates, ModelAxes, in_order
 from ..certificates.comparisons import INITIAL, LAYER_INPUT, PROBES, BoundaryGradients, ReplayedValues
 from ..certificates.of_trace import initial_state_gradients, input_gradient, weight_sums
@@ -248,6 +248,9 @@ def recurrent_datasets(
         if ours is not None:
             _collect(ours, dataset, replayed_calls, traced)
             dataset = dataset.drop_vars([v for v in dataset.data_vars if not wanted.has(str(v))])
+        if replayed_calls[0].reset is not None:
+            reset = xr.Variable((SAMPLE, TIME), to_host(replayed_calls[0].reset), describe("reset"))
+            dataset = dataset.assign_coords(reset=reset)
         datasets[name] = _with_space(dataset, getattr(replayed_calls[0].cell, "shapes", {}))
     checks += [total.check() for total in sums.values()]
     return datasets, checks
