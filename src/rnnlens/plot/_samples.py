@@ -10,7 +10,7 @@ import xarray as xr
 from ..arguments import as_numbers
 from ..errors import InputError, message
 from ..measures.profiles import rms_of_shapes, typical_first
-from ..vocabulary import IN_TIME, OUT_TIME, SAMPLE
+from ..vocabulary import IN_TIME, OUT_TIME, SAMPLE, TIME
 from ._data import Numbers, names_of, nonfinite_note, require_dim
 
 
@@ -98,9 +98,8 @@ def mean_of_real(array: xr.DataArray) -> xr.DataArray:
     return array.where(~padded, 0.0).sum(SAMPLE, skipna=False) / count.where(count > 0)
 
 
-def mark_resets(ax: Any, array: xr.DataArray, steps: Numbers) -> None:
+def mark_resets(ax: Any, reset: xr.DataArray | None, steps: Numbers) -> None:
     """Draw a dashed line before each step at which the state of a sample was set anew, fainter for a few of many."""
-    reset = array.coords.get("reset")
     if reset is None or TIME not in reset.dims:
         return
     share = np.asarray(reset.mean([dim for dim in reset.dims if dim != TIME]), dtype=float)

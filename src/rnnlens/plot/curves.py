@@ -35,6 +35,7 @@ from ._data import (
 )
 from ._frame import Grid, Panels, open_panels
 from ._images import slots_of
+from ._samples import mark_resets, notes_of
 
 #: Largest number of points of one line, by number of panels; longer lines are reduced to the lowest and highest value
 #: of each run (about two points per pixel).
@@ -109,11 +110,12 @@ def curves(
         for place, (gate, index) in zip(axes, slots, strict=True):
             values = _panel_values(half.data, by, along, index, gate, lines)
             note = _draw(place, half, values, line, most) or note
+            mark_resets(place, half.data.coords.get("reset"), positions(half.data, TIME))
             place.set_title(_panel_title(array, by, index, gates[gate]), fontsize="small", pad=3)
     _finish(panels, array, shown, shared=shared, log=log)
     _name_lines(panels, array, along, lines, line)
     cloud = f"{len(lines)} {along}s, black: their median" if len(lines) > MOST_NAMED else None
-    panels.title(title or title_of(array), [thinned, fewer, cloud, note, nonfinite_note(array.values)])
+    panels.title(title or title_of(array), [thinned, fewer, cloud, note, *notes_of(array)])
     return panels.result()
 
 

@@ -53,6 +53,8 @@ class FadingLine:
         Number of steps at which the gradient is 0 in every sample.
     bad, padded
         Steps with a non-finite value; steps that are padding in every sample.
+    reset
+        Where a sample's state was set anew, with a time axis; None if nowhere.
     """
 
     gid: str
@@ -66,6 +68,7 @@ class FadingLine:
     bad: Numbers
     padded: Numbers
     time_label: str
+    reset: xr.DataArray | None = None
     notes: tuple[str, ...] = ()
     colour: Any = "#0072b2"
     style: str = "-"
@@ -228,7 +231,8 @@ def _fading(quantity: str, half: DirectionView, count: int, *, from_start: bool)
     reach = gradient_reach(real_first(norms[:, against], real[:, against], xp=np)) if recurrent else 0
     zeros = int(((norms == 0) | ~real).all(axis=0).sum() - nowhere.sum())
     label = half.time_label
-    return FadingLine(quantity, "", steps, median, low, high, reach, zeros, steps[bad], steps[nowhere], label)
+    line = FadingLine(quantity, "", steps, median, low, high, reach, zeros, steps[bad], steps[nowhere], label)
+    return replace(line, reset=values.coords.get("reset"))
 
 
 def _open(keys: Sequence[tuple[str, str | None]], ax: Any, figure: Any) -> Panels:
@@ -266,6 +270,7 @@ def _draw(ax: Any, lines: Sequence[FadingLine], keywords: Mapping[str, Any], val
         mark_steps(ax, one.bad)
     longest = max(lines, key=lambda one: len(one.steps))
     shade(ax, longest.padded, np.ones(len(longest.padded), dtype=bool))
+    mark_resets(ax, longest.reset, longest.steps)
     log_values(ax)
     log_limits(ax, np.maximum(values, np.where(values > 0, FLOOR, 0)), room=2)
     if ax.get_ylim()[0] < FLOOR or (values == 0).any():

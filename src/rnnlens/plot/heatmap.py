@@ -201,7 +201,7 @@ def _draw_maps(ax: Any, data: xr.DataArray, slot: tuple[dict[str, int], str], to
         limits=kind.limits,
     )
     if kind.across == TIME:
-        mark_resets(ax, one, positions(data, TIME))
+        mark_resets(ax, one.coords.get("reset"), positions(data, TIME))
     ax.set_title(name, fontsize="small", pad=3)
     ax.tick_params(labelsize="small")
     if kind.stacked:

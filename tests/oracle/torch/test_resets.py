@@ -2,6 +2,7 @@
 
 import warnings
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
@@ -242,3 +243,19 @@ def test_diagnosis_of_a_loop_with_resets():
     done = torch.rand(160, T, generator=torch.Generator().manual_seed(1)) < 0.1
     found = rl.diagnose(model, (x, done), torch.randn(160, T, 2), loss=nn.functional.mse_loss)
     assert "cell" in str(found.layers)
+
+
+def test_figures_mark_resets():
+    model, (x, done), y = built("gru", "times")
+    trace = rl.trace(model, (x, done), y, loss=loss_of)
+    layer = trace["cell"]
+    every = [1.5, 3.5, 5.5, 6.5]
+    for axes, expected in (
+        (rl.plot.heatmap(layer.hidden), [3.5]),  # a panel for each sample
+        (rl.plot.curves(layer.hidden), every),
+        (rl.plot.gradient_flow(trace), every),
+    ):
+        first = np.atleast_1d(axes)[0]
+        assert sorted(line.get_xdata()[0] for line in first.get_lines() if line.get_gid() == "reset") == expected
+        assert "begins anew" in " ".join(text.get_text() for text in first.figure.texts)
+        plt.close("all")
