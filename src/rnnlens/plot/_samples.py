@@ -54,6 +54,8 @@ def rms_picture(array: xr.DataArray, figure: str) -> xr.DataArray:
     attrs = {**array.attrs, "long_name": f"{words}, RMS over {count} samples, each by its own peak", "units": "1"}
     attrs.pop("definition", None)
     picture = first.copy(data=rms_of_shapes(ordered.values, where)).assign_attrs(attrs)
+    if "reset" in array.coords:
+        picture = picture.assign_coords(reset=array.coords["reset"].mean(SAMPLE))
     if padded is None or SAMPLE not in padded.dims:
         return picture
     return picture.drop_vars(MASKS, errors="ignore").assign_coords(mask=~padded.all(SAMPLE))

@@ -251,7 +251,8 @@ def test_figures_mark_resets():
     layer = trace["cell"]
     every = [1.5, 3.5, 5.5, 6.5]
     for axes, expected in (
-        (rl.plot.heatmap(layer.hidden), [3.5]),  # a panel for each sample
+        (rl.plot.heatmap(layer.hidden), every),
+        (rl.plot.heatmap(layer.hidden, samples="panels"), [3.5]),
         (rl.plot.curves(layer.hidden), every),
         (rl.plot.gradient_flow(trace), every),
     ):

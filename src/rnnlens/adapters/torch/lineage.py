@@ -194,7 +194,7 @@ def follows(given: States, link: StateLink, stops: Container[Any] = (), seen: se
 
 
 def rows_reset(given: States, link: StateLink) -> tuple[Tensor, bool]:
-    """Return the samples whose state does not depend on what a call returned, (sample,), and whether only these changed.
+    """Return which samples, (sample,), do not depend on what a call returned, and whether no other state changed.
 
     The others are unchanged if they have the returned state, through a path that leaves gradients unchanged.
     """
