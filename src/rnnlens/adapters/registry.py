@@ -27,6 +27,8 @@ GROUP = "rnnlens.adapters"
 
 #: Cache of the entries that served a model before, an adapter or a function each; reading entry points is slow.
 _joined: list[Any] = []
+#: Base classes of models whose framework has a supported version.
+_new_enough: set[type] = set()
 
 
 def adapter_for(model: Any) -> Adapter:
@@ -59,7 +61,9 @@ def adapter_of(model: Any) -> Adapter | None:
     for module_name, owner, where in _KNOWN:
         base = _within(sys.modules.get(module_name), owner)
         if base is not None and isinstance(model, base):
-            refuse_old(module_name)
+            if base not in _new_enough:
+                refuse_old(module_name)
+                _new_enough.add(base)
             home, _, name = where.partition(":")
             adapter: Adapter = getattr(importlib.import_module(home), name)
             if adapter.owns(model):

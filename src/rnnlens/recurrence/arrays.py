@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, Self
 
@@ -110,43 +110,35 @@ class Workspace:
     xp: Namespace
     like: Array
 
-    @cached_property
-    def is_numpy(self) -> bool:
-        """Whether this workspace has NumPy arrays."""
-        return bool(is_numpy_namespace(self.xp))
+    #: Whether arrays are of NumPy, or of torch; bytes per number.
+    is_numpy: bool = field(init=False, repr=False, compare=False)
+    is_torch: bool = field(init=False, repr=False, compare=False)
+    itemsize: int = field(init=False, repr=False, compare=False)
 
-    @cached_property
-    def is_torch(self) -> bool:
-        """Whether this workspace has torch tensors."""
-        return bool(is_torch_namespace(self.xp))
-
-    @cached_property
-    def itemsize(self) -> int:
-        """Bytes per number."""
-        size = getattr(self.like.dtype, "itemsize", None)
-        return int(size) if size is not None else int(np.dtype(str(self.like.dtype).rpartition(".")[2]).itemsize)
+    def __post_init__(self) -> None:
+        dtype = self.like.dtype
+        size = getattr(dtype, "itemsize", None) or np.dtype(str(dtype).rpartition(".")[2]).itemsize
+        for name, value in (("is_numpy", is_numpy_namespace), ("is_torch", is_torch_namespace)):
+            object.__setattr__(self, name, bool(value(self.xp)))
+        object.__setattr__(self, "itemsize", int(size))
 
     def empty(self, *shape: int) -> Array:
         """Return an uninitialised array."""
-        return self.xp.empty(shape, dtype=self.like.dtype, device=self._device)
+        return self.xp.empty(shape, dtype=self.like.dtype, device=getattr(self.like, "device", None))
 
     def zeros(self, *shape: int) -> Array:
         """Return an array of zeros; the operating system allocates its memory on the first write."""
-        return self.xp.zeros(shape, dtype=self.like.dtype, device=self._device)
+        return self.xp.zeros(shape, dtype=self.like.dtype, device=getattr(self.like, "device", None))
 
     def eye(self, n: int) -> Array:
         """Return the identity matrix."""
-        return self.xp.eye(n, dtype=self.like.dtype, device=self._device)
+        return self.xp.eye(n, dtype=self.like.dtype, device=getattr(self.like, "device", None))
 
     def asarray(self, values: Any) -> Array:
         """Convert numbers of any library to an array of this dtype on this device."""
         if not self.is_torch and hasattr(values, "detach"):
             values = values.detach().cpu().numpy()
-        return self.xp.asarray(values, dtype=self.like.dtype, device=self._device)
-
-    @cached_property
-    def _device(self) -> Any:
-        return getattr(self.like, "device", None)
+        return self.xp.asarray(values, dtype=self.like.dtype, device=getattr(self.like, "device", None))
 
     def matmul(self, a: Any, b: Any, out: Any) -> None:
         """Compute ``out = a @ b``, batched over the first axis. ``out`` must not overlap ``a`` or ``b``."""

@@ -49,19 +49,17 @@ def reverse(
     if isinstance(source, Units):
         with system.work.quiet():
             return UnitSweep(system, source, taps, samples, pruning or NoPruning()).run(progress)
-    length = 0 if taps.states or pruning is not None or source.lasting else _block_length(system, source, taps)
+    length = 0
+    if not taps.states and pruning is None and not source.lasting:
+        order = list(steps(system.time, system.order, reverse=True))
+        wanted = [i for i, t in enumerate(order) if taps.wants(t)]
+        stop = system.time if taps.initial or not wanted else wanted[-1] + 1
+        alive = [source.count - source.first(t) for t in order[:stop]]
+        length = plan_blocks(system, alive, system.features if wanted and taps.input is not None else 0).length
     with system.work.quiet():
         if length:
             return BlockedSweep(system, source, taps, samples, length).run(progress)
         return ReverseSweep(system, source, taps, samples, pruning or NoPruning()).run(progress)
-
-
-def _block_length(system: System, source: RowSource, taps: Taps) -> int:
-    order = list(steps(system.time, system.order, reverse=True))
-    wanted = [i for i, t in enumerate(order) if taps.wants(t)]
-    stop = system.time if taps.initial or not wanted else wanted[-1] + 1
-    alive = [source.count - source.first(t) for t in order[:stop]]
-    return plan_blocks(system, alive, system.features if wanted and taps.input is not None else 0).length
 
 
 def forward(

@@ -11,6 +11,7 @@ doi:10.1137/1.9780898717761, chapter 10).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,7 +54,7 @@ class ReverseSweep:
         shape = (self.count, source.count + pruning.probes, self.width)
         self.old, self.new = self.work.empty(*shape), self.work.empty(*shape)
         self.start = self.stop = source.count
-        self.cost = Cost(0.0, 2 * elements(self.old) * self.work.itemsize)
+        self.cost = Cost(0.0, 2 * math.prod(shape) * self.work.itemsize)
         # Attribute lookups outside the loop over steps.
         self.columns = [state_columns(system, state) for state in range(len(system.state_sizes))]
         self.whole = slice(0, system.rows)

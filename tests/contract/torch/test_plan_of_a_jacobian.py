@@ -62,28 +62,28 @@ def nothing_computed(monkeypatch):
 class TestRoutes:
     def test_one_recurrence_with_local_layers_around_it(self):
         with planned(Tagger(), at={"out_time": [4]}) as found:
-            assert (found.route, found.mode) == ("direct", "reverse")
+            assert (found.parts[0].route, found.parts[0].mode) == ("direct", "reverse")
             assert found.dims == ("sample", "out_time", "out_unit", "in_time", "in_feature")
             assert found.shape == (B, 1, 2, T, F)
             assert found.dtype == np.float32
 
     def test_few_features_and_many_units_go_forward(self):
         with planned(Tagger(outputs=40)) as found:
-            assert (found.route, found.mode) == ("direct", "forward")
+            assert (found.parts[0].route, found.parts[0].mode) == ("direct", "forward")
 
     def test_two_layers_are_composed(self):
         with planned(Tagger(layers=2)) as found:
-            assert (found.route, found.mode) == ("composed", "reverse")
+            assert (found.parts[0].route, found.parts[0].mode) == ("composed", "reverse")
             assert found.network.path.recurrences == {0, 1}
 
     def test_feedback_is_left_to_the_framework(self):
         with planned(Feedback()) as found:
-            assert found.route == "uncut"
+            assert found.parts[0].route == "uncut"
 
     def test_only_what_lies_on_the_path_is_gone_through(self):
         with planned(Tagger(layers=3), of="rnn[1].hidden", wrt="rnn[0].output") as found:
             assert found.network.path.recurrences == {1}
-            assert found.route == "direct"
+            assert found.parts[0].route == "direct"
 
     def test_both_directions_have_a_part_each(self):
         with planned(Tagger(bidirectional=True), of="rnn.hidden") as found:

@@ -107,7 +107,10 @@ class Cell:
 
     def with_weights(self, convert: Callable[[Array], Array]) -> Self:
         """Return a copy of the cell with ``convert`` applied to every weight, such as to change the precision."""
-        return self.holding({name: convert(value) for name, value in self.weights().items()})
+        changed = copy(self)
+        for name, value in self.weights().items():
+            object.__setattr__(changed, name, convert(value))
+        return changed
 
     def holding(self, weights: Mapping[str, Array]) -> Self:
         """Return a copy of the cell with some weights replaced."""

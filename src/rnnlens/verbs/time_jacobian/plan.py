@@ -174,16 +174,6 @@ class JacobianPlan:
     peak_bytes: int
 
     @property
-    def route(self) -> str:
-        """Route of the first part."""
-        return self.parts[0].route
-
-    @property
-    def mode(self) -> str:
-        """Mode of the first part, forward or reverse."""
-        return self.parts[0].mode
-
-    @property
     def ticks(self) -> int:
         """Number of progress updates."""
         steps = ((part, 1 if part.direct is None else part.direct.one.system.time) for part in self.parts)
@@ -222,7 +212,17 @@ def plan_for(
     if size > memory and not streamed:
         raise _too_large(size, memory, ends)
     room = memory if streamed else max(memory - size, LEAST_ROOM)
-    parts = tuple(_part(network, pair, place, mode, rtol, room) for pair, place in _by_direction(ends))
+    # One part per direction of a bidirectional end.
+    sides: list[list[tuple[JacobianEnd, dict[str, int]]]] = [
+        [(replace(end, within=(one,)), {axis: i}) for i, one in enumerate(end.within)]
+        if end.bidirectional
+        else [(end, {})]
+        for end, axis in ((ends.of, DIRECTION), (ends.wrt, IN_DIRECTION))
+    ]
+    parts = tuple(
+        _part(network, replace(ends, of=of, wrt=wrt), {**above, **below}, mode, rtol, room)
+        for (of, above), (wrt, below) in product(*sides)
+    )
     taken = max(part.result_bytes for part in parts) if streamed else size
     peak = max(part.working_bytes for part in parts) + taken
     return JacobianPlan(network, ends, parts, tuple(sizes), shape, dtype, peak)
@@ -240,18 +240,6 @@ def _sizes(ends: JacobianEnds, samples: int) -> dict[str, int]:
         IN_FEATURE: ends.wrt.size if ends.measure is None else None,
     }
     return {dim: size for dim, size in sizes.items() if size is not None}
-
-
-def _by_direction(ends: JacobianEnds) -> Iterator[tuple[JacobianEnds, dict[str, int]]]:
-    """Yield one pair of ends per direction of bidirectional ends, with its indices along the direction axes."""
-    sides: list[list[tuple[JacobianEnd, dict[str, int]]]] = [
-        [(replace(end, within=(one,)), {axis: i}) for i, one in enumerate(end.within)]
-        if end.bidirectional
-        else [(end, {})]
-        for end, axis in ((ends.of, DIRECTION), (ends.wrt, IN_DIRECTION))
-    ]
-    for (of, above), (wrt, below) in product(*sides):
-        yield replace(ends, of=of, wrt=wrt), {**above, **below}
 
 
 def _part(

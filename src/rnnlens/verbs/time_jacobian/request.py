@@ -233,7 +233,7 @@ def ends_of(of: JacobianEnd, wrt: JacobianEnd, options: JacobianOptions, samples
     TooLargeError
         If the probes of a sketch would not fit into the memory.
     """
-    projection = _projection(options.reduce, of.size)
+    projection = None if options.reduce is None else _projection(options.reduce, of.size)
     measure = "norm" if options.sketch is not None else options.measure
     weights = projection
     if options.sketch is not None:
@@ -254,10 +254,8 @@ def _contracted(measure: str, projection: Rows | None, size: int) -> Rows:
     return found
 
 
-def _projection(reduce: Any, size: int) -> Rows | None:
-    """Return rows (1, 1, k, unit) that contract the output units before differentiation; None to keep all units."""
-    if reduce is None:
-        return None
+def _projection(reduce: Any, size: int) -> Rows:
+    """Return rows (1, 1, k, unit) that contract the output units before differentiation."""
     if isinstance(reduce, str):
         return np.full((1, 1, 1, size), 1.0 / size if reduce == "mean" else 1.0)
     matrix = np.atleast_2d(np.asarray(to_host(reduce), dtype=float))

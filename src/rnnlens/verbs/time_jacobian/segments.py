@@ -316,7 +316,12 @@ class _Chain:
                 self.before[-1] = to_host(call.input)
                 if value is not None and not _is_close(self.before[-1], value):
                     return False
-                self._set_table(i - 1, self.before[-1])
+                for at in range(i - 1, -1, -1):  # an embedding returns what the layer above it is fed
+                    if self.after[at] is not None or self.layers[at].kind not in ("table", "same"):
+                        break
+                    self.after[at] = self.before[-1]
+                    if self.layers[at].kind == "table":
+                        break
                 value = to_host(call.output)
             elif layer.kind == "table":
                 value = None
@@ -326,12 +331,6 @@ class _Chain:
                 value = value[:, layer.step]
             self.after.append(value)
         return value is None or output is None or not self._is_plain(-1) or _is_close(to_host(output), value)
-
-    def _set_table(self, at: int, value: Array) -> None:
-        """Set the unknown output of an embedding to the captured input of the recurrent layer above it."""
-        while at >= 0 and self.after[at] is None and self.layers[at].kind in ("table", "same"):
-            self.after[at] = value
-            at = -1 if self.layers[at].kind == "table" else at - 1
 
     def _is_plain(self, place: int) -> bool:
         """Return whether the framework's tensor after a layer has samples first, then time."""
