@@ -227,8 +227,10 @@ def _write_netcdf(tree: xr.DataTree, target: Path) -> None:
     from .disk.netcdf import check_room, sealed
 
     check_room(target, tree.nbytes)
-    image = tree.to_netcdf(None, engine="h5netcdf", format="NETCDF4", encoding=_no_fill_values(tree))
-    atomic.write_file(target, sealed(memoryview(image)))
+    encoding = _no_fill_values(tree)
+    # Released here: CPython 3.12.1 crashes, and 3.13.0 reports a BufferError, if a BytesIO is collected with open views.
+    with memoryview(tree.to_netcdf(None, engine="h5netcdf", format="NETCDF4", encoding=encoding)) as image:
+        atomic.write_file(target, sealed(image))
 
 
 def _write_zarr(tree: xr.DataTree, target: Path) -> None:

@@ -1,3 +1,4 @@
+import io
 import json
 import math
 import os
@@ -337,3 +338,14 @@ def test_a_missing_library_is_named(trace, tmp_path, monkeypatch):
     assert str(caught.value) == (
         "Files in .nc need h5netcdf.\n  got:      not installed\n  try:      pip install h5netcdf"
     )
+
+
+def test_a_failed_save_leaves_no_view_of_the_image(trace, tmp_path, monkeypatch):
+    """CPython 3.12.1 crashes when a BytesIO with open views is collected, and 3.13.0 reports an error."""
+    image = io.BytesIO(b"x" * 100)
+    monkeypatch.setattr(xr.DataTree, "to_netcdf", lambda *_, **__: image.getbuffer())
+    monkeypatch.setattr(atomic, "write_file", lambda target, parts: list(parts) and 1 / 0)
+    with pytest.raises(ZeroDivisionError) as kept:
+        save(trace, tmp_path / "a.nc")
+    image.truncate(0)  # raises BufferError while there is a view
+    assert kept.value.__traceback__
