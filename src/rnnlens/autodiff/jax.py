@@ -98,10 +98,10 @@ class JaxEngine:
         self,
         program: Callable[[Any, Tap], tuple[dict[str, Any], Any]],
         arguments: Any,
-        memo: Memo,
+        memo: Memo | None,
     ) -> Any:
         """Run ``program(arguments, tap) -> (targets, aux)`` once, and return it ready for vector-Jacobian products."""
-        return _JaxProgram(program, arguments, memo, self._keep)
+        return _JaxProgram(program, arguments, memo or Memo(), self._keep)
 
     def per_step(self, function: Callable[..., Any]) -> _JaxSteps:
         """Return a cell's step function together with its derivatives."""

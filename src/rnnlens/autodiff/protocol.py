@@ -120,9 +120,12 @@ class Engine(Protocol):
         self,
         program: Callable[[Any, Tap], tuple[dict[str, Any], Any]],
         arguments: Any,
-        memo: Memo,
+        memo: Memo | None,
     ) -> LinearisedProgram:
-        """Run ``program(arguments, tap) -> (targets, aux)`` once, and return it ready for vector-Jacobian products."""
+        """Run ``program(arguments, tap) -> (targets, aux)`` once, and return it ready for vector-Jacobian products.
+
+        Without a memo the engine need not compile: the program is short, and few products of it are computed.
+        """
 
     def per_step(self, function: Callable[..., Any]) -> PerStep:
         """Return the derivatives of a cell's step, a pure function ``(x, states, weights) -> (output, new states)``."""

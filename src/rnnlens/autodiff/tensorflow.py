@@ -94,9 +94,11 @@ class TensorFlowEngine:
         self,
         program: Callable[[Any, Tap], tuple[dict[str, Any], Any]],
         arguments: Any,
-        memo: Memo,
+        memo: Memo | None,
     ) -> Any:
         """Run ``program(arguments, tap) -> (targets, aux)`` once, and return it ready for vector-Jacobian products."""
+        if memo is None:
+            return _EagerTensorFlowProgram(program, arguments, self._keep)
         return _TensorFlowProgram(program, arguments, memo, self._keep)
 
     def per_step(self, function: Callable[..., Any]) -> _TensorFlowSteps:
@@ -183,9 +185,7 @@ class _TensorFlowProgram:
 
             with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
                 targets, _ = program(arguments, tap)
-            for name, target in targets.items():
-                found = tape.gradient(target, points) if target.dtype.is_floating else {}
-                paths[name] = {key for key, g in found.items() if g is not None}
+            paths.update(_paths(tape, targets, points))
 
         _graph(trace, (arguments,))
         return shapes, variables, paths
@@ -206,6 +206,30 @@ class _TensorFlowProgram:
                     found = self._pull_inside(given)
             rows.append({key: tf.convert_to_tensor(found[key]).numpy() for key in sources})
         return {key: np.stack([row[key] for row in rows]) if key in sources else None for key in self._sources}
+
+
+class _EagerTensorFlowProgram(_TensorFlowProgram):
+    """A forward pass executed op by op under a persistent tape: quicker than a graph that is used once."""
+
+    def __init__(self, program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any, keep: Keep) -> None:
+        points: dict[str, Any] = {}
+
+        def tap(key: str, tensor: Any) -> Any:
+            points[key], value = _point(tensor, keep)
+            tape.watch(points[key])
+            return value
+
+        with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
+            self.targets, self.aux = program(arguments, tap)
+        self._tape, self._sources, self._paths = tape, points, _paths(tape, self.targets, points)
+        self._pull_inside = lambda given: _TensorFlowProgram(program, arguments, Memo(), keep)._pull_inside(given)
+        self.tracing = nullcontext
+
+
+def _paths(tape: Any, targets: Mapping[str, Any], points: dict[str, Any]) -> dict[str, set[str]]:
+    """Return per target the keys of the tensors in ``points`` that it depends on."""
+    found = {name: tape.gradient(t, points) if t.dtype.is_floating else {} for name, t in targets.items()}
+    return {name: {key for key, g in gradients.items() if g is not None} for name, gradients in found.items()}
 
 
 def _gradients(

@@ -159,7 +159,7 @@ class TorchEngine:
         self,
         program: Callable[[Any, Tap], tuple[dict[str, Any], Any]],
         arguments: Any,
-        memo: Memo,
+        memo: Memo | None,
     ) -> Any:
         """Run ``program(arguments, tap) -> (targets, aux)`` once, and return it ready for vector-Jacobian products."""
         del memo  # nothing is compiled

@@ -1,11 +1,17 @@
 """Whatever fails in a watch, ``fit`` returns its History; a model without ``Input`` is followed."""
 
+import errno
 import gc
+import os
+import pickle
+import shutil
 import warnings
+import weakref
 
-import keras
 import numpy as np
 import pytest
+from spoken_keras import engine, keras
+from zarr.storage import LocalStore
 
 import rnnlens as rl
 from rnnlens.errors import TrackingWarning
@@ -13,6 +19,7 @@ from rnnlens.errors import TrackingWarning
 random = np.random.default_rng(0)
 X = random.normal(size=(20, 6, 3)).astype("float32")
 Y = X.sum((1, 2))[:, None].astype("float32")
+STEPS = 6
 
 
 def network():
@@ -23,8 +30,17 @@ def network():
     return model
 
 
-def losses(*callbacks):
-    return network().fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=[*callbacks]).history["loss"]
+def with_input():
+    """Built before its first batch."""
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((6, 3)), keras.layers.LSTM(4, name="lstm"), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    return model
+
+
+def losses(*callbacks, network=network):
+    fitted = network().fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=[*callbacks])
+    return fitted.history["loss"]
 
 
 @pytest.mark.parametrize("mode", ["probe", "batch"])
@@ -44,43 +60,176 @@ def test_a_model_without_input_is_followed(tmp_path, mode):
 
 
 class Logger:
+    """Raises at the records whose numbers are listed, and at its end."""
+
+    def __init__(self, wrong, close=False):
+        self.wrong, self.fails_at_close, self.records = wrong, close, 0
+
     def write(self, record):
-        if record.step == 4:
-            raise ConnectionError("gone")
+        self.records += 1
+        if self.records in self.wrong:
+            raise ConnectionError(f"no answer after {self.records} s")
 
     def close(self, reason):
-        raise ConnectionError("gone")
+        if self.fails_at_close:
+            raise ConnectionError("gone")
 
 
-@pytest.mark.one_engine
-def test_a_logger_that_raises_leaves_the_history(tmp_path):
-    watch = rl.keras.Watch(tmp_path / "a.zarr", every=2, loggers=Logger())
-    with pytest.warns(TrackingWarning, match="the logger Logger; training goes on") as told:
-        watched = losses(watch)
-    np.testing.assert_array_equal(watched, losses())
-    assert len([one for one in told if one.category is TrackingWarning]) == 1
-    assert rl.open(tmp_path / "a.zarr").steps.values.tolist() == [2, 4, 6]
-    assert [(gap.where, gap.first, gap.records) for gap in watch.gaps] == [("the logger Logger", 4, 2)]
+def watched_losses(watch, *callbacks):
+    """Losses of a training that is watched, and the number of warnings of rnnlens."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = losses(watch, *callbacks, network=with_input)
+    return found, [str(one.message) for one in told if issubclass(one.category, TrackingWarning)]
 
 
-@pytest.mark.one_engine
-def test_a_disk_that_is_full_until_the_end_leaves_the_history(tmp_path, monkeypatch):
-    from zarr.storage import LocalStore
+@pytest.mark.product(keep=("three in between",))
+@pytest.mark.parametrize(
+    ("wrong", "close", "missing"),
+    [((1,), False, 1), ((STEPS,), False, 1), ((2, 3, 5), False, 3), ((), True, 1)],
+    ids=["first record", "last record", "three in between", "close"],
+)
+def test_a_logger_that_raises_costs_its_own_records_alone(tmp_path, wrong, close, missing):
+    watch = rl.keras.Watch(tmp_path / "a.zarr", every=1, loggers=Logger(wrong, close))
+    found, told = watched_losses(watch)
+    np.testing.assert_array_equal(found, losses(network=with_input))
+    assert len(told) == 1
+    assert "the logger Logger; training goes on" in told[0]
+    run = rl.open(tmp_path / "a.zarr")
+    assert run.steps.values.tolist() == list(range(1, STEPS + 1))
+    assert run.ended == "finished"
+    (gap,) = watch.gaps if close else run.gaps
+    assert (gap.where, gap.records) == ("the logger Logger", missing)
+    if not close:
+        assert (gap.first, gap.last) == (min(wrong), max(wrong))
 
-    real = LocalStore.set
-    full = []
+
+@pytest.mark.product(keep=("ENOSPC-until the end", "EIO-for a while"))
+@pytest.mark.parametrize("until", [4, None], ids=["for a while", "until the end"])
+@pytest.mark.parametrize("code", ["ENOSPC", "ESTALE", "EIO"])
+def test_a_disk_that_takes_nothing_leaves_the_history(tmp_path, monkeypatch, code, until):
+    """Disk full, a network drive that is lost."""
+    real, broken, trained = LocalStore.set, [False], []
 
     async def failing(self, key, value):
-        if full:
-            raise OSError(28, "No space left on device")
+        if broken[0]:
+            raise OSError(getattr(errno, code), os.strerror(getattr(errno, code)))
         await real(self, key, value)
 
+    def after_step(batch, logs=None):
+        trained.append(batch)
+        broken[0] = len(trained) >= 2 and (until is None or len(trained) < until)
+
     monkeypatch.setattr(LocalStore, "set", failing)
-    fills = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: full.append(batch))
-    with pytest.warns(TrackingWarning, match="No space left"):
-        watched = losses(rl.keras.Watch(tmp_path / "a.zarr", every=1), fills)
-    np.testing.assert_array_equal(watched, losses())
-    assert rl.open(tmp_path / "a.zarr").steps.values.tolist() == [1]
+    path = tmp_path / "a.zarr"
+    breaks = keras.callbacks.LambdaCallback(on_train_batch_end=after_step)
+    watch = rl.keras.Watch(path, every=1)
+    found, told = watched_losses(watch, breaks)
+    broken[0] = False
+    np.testing.assert_array_equal(found, losses(network=with_input))
+    assert told
+    assert all("the run; training goes on" in one for one in told)
+    assert len(told) <= 2  # of a step, and of the end
+    run = rl.open(path)
+    if until is None:
+        assert run.steps.values.tolist() == [1, 2]
+        assert watch.gaps[0].records >= STEPS - 2
+    else:
+        assert run.steps.values.tolist() == [1, 2, 5, 6]
+        assert [(gap.where, gap.first, gap.last, gap.records) for gap in run.gaps] == [("the run", 3, 4, 2)]
+
+
+@pytest.mark.product(keep=("deleted",))
+@pytest.mark.parametrize("how", ["deleted", "emptied", "replaced"])
+def test_a_folder_that_is_gone_is_said_once(tmp_path, how):
+    path, trained = tmp_path / "a.zarr", []
+
+    def after_step(batch, logs=None):
+        trained.append(batch)
+        if len(trained) == 3:
+            if how == "emptied":
+                for child in path.iterdir():
+                    shutil.rmtree(child) if child.is_dir() else child.unlink()
+            else:
+                path.rename(tmp_path / "elsewhere")
+            if how == "replaced":
+                path.mkdir()
+
+    watch = rl.keras.Watch(path, every=1)
+    found, told = watched_losses(watch, keras.callbacks.LambdaCallback(on_train_batch_end=after_step))
+    np.testing.assert_array_equal(found, losses(network=with_input))
+    assert len(told) == 1
+    assert "was removed or replaced" in told[0]
+    assert [(gap.where, gap.first) for gap in watch.gaps] == [("the run", 4)]
+    assert not path.exists() or not list(path.rglob("*"))
+
+
+def test_a_probe_that_cannot_be_traced_is_a_gap(tmp_path, monkeypatch):
+    def failing(*_, **__):
+        raise ZeroDivisionError("of the probe")
+
+    monkeypatch.setattr("rnnlens.tracking.probe.trace", failing)
+    watch = rl.keras.Watch(tmp_path / "a.zarr", every=2, probe=(X[:5], Y[:5]))
+    found, told = watched_losses(watch)
+    np.testing.assert_array_equal(found, losses(network=with_input))
+    assert len(told) == 1
+    (gap,) = watch.gaps
+    assert (gap.where, gap.first, gap.last, gap.records) == ("probe", 0, STEPS, 4)
+    assert [tuple(one) for one in rl.open(tmp_path / "a.zarr").gaps] == [tuple(gap)]
+
+
+class Saving(keras.callbacks.Callback):
+    """Saves the whole model, and copies it, in the middle of training; keeps an average of the weights."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path, self.copies, self.average = path, [], None
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.save(self.path)
+        copied = keras.models.clone_model(self.model)
+        copied.set_weights(self.model.get_weights())
+        self.copies.append((keras.models.load_model(self.path), copied, self.model.get_weights()))
+        now = self.model.get_weights()
+        self.average = (
+            now if self.average is None else [0.9 * a + 0.1 * b for a, b in zip(self.average, now, strict=True)]
+        )
+
+
+@pytest.mark.parametrize("direct", [(), ("lstm",)], ids=["separate", "direct"])
+def test_whole_models_saved_and_copied_in_a_watch_are_models(tmp_path, direct):
+    path = tmp_path / "model.keras"
+    alone, within = Saving(path), Saving(path)
+    expected = losses(alone, network=with_input)
+    watch = rl.keras.Watch(tmp_path / "a.zarr", every=1, direct=direct)
+    found, told = watched_losses(watch, within)
+    np.testing.assert_array_equal(found, expected)
+    assert not told
+    assert not watch.gaps
+    for mine, others in zip(within.average, alone.average, strict=True):
+        np.testing.assert_array_equal(mine, others)
+    before = rl.open(tmp_path / "a.zarr").steps.size
+    for loaded, copied, weights in within.copies:
+        for made in (loaded, copied):
+            for mine, others in zip(made.get_weights(), weights, strict=True):
+                np.testing.assert_array_equal(mine, others)
+        np.testing.assert_allclose(loaded.predict(X, verbose=0), copied.predict(X, verbose=0), rtol=1e-5, atol=1e-6)
+    loaded, _, _ = within.copies[-1]
+    loaded.fit(X, Y, batch_size=8, verbose=0)  # goes on without a watch
+    assert rl.open(tmp_path / "a.zarr").steps.size == before == STEPS
+    assert pickle.loads(pickle.dumps(loaded.get_config()))
+
+
+def test_nothing_holds_the_users_locals(tmp_path):
+    class Mine:
+        pass
+
+    mine = Mine()
+    alive = weakref.ref(mine)
+    losses(rl.keras.Watch(tmp_path / "a.zarr", every=2), network=with_input)
+    del mine
+    gc.collect()
+    assert alive() is None
 
 
 @pytest.mark.one_engine
@@ -147,7 +296,7 @@ def test_an_error_of_ours_within_the_step_leaves_the_history(tmp_path, monkeypat
     for one, other in zip(trained, weights, strict=True):
         np.testing.assert_array_equal(one, other)
     met = "taps" not in place and "_loop" not in place and "_turned" not in place
-    on_taps = bool(direct) and keras.backend.backend() in ("torch", "tensorflow")
+    on_taps = bool(direct) and engine() in ("torch", "tensorflow")
     if met or on_taps:
         assert watch.gaps
         assert all("ours" in gap.reason for gap in watch.gaps)

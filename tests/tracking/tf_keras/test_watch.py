@@ -73,3 +73,16 @@ def test_so_is_a_layer_that_draws_without_a_rate():
     model.compile("sgd", "mse")
     with pytest.raises(UnsupportedError, match="Layer 'shifted' draws random numbers in training"):
         model.fit(X, Y, verbose=0, callbacks=[rl.keras.Watch(batches=1)])
+
+
+def test_a_record_of_a_short_batch_traces_no_graph(tmp_path, monkeypatch):
+    """Tracing a graph takes seconds, at each record anew."""
+    from rnnlens.autodiff import tensorflow
+
+    traced = []
+    graph = tensorflow._graph
+    monkeypatch.setattr(tensorflow, "_graph", lambda *given: traced.append(given) or graph(*given))
+    fitted(0.0, rl.keras.Watch(tmp_path / "a.zarr", every=1))
+    run = rl.open(tmp_path / "a.zarr")
+    assert run.steps.values.tolist() == list(range(1, 9))
+    assert not traced

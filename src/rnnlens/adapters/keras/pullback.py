@@ -72,16 +72,21 @@ class KerasPullback:
                 values[port] = values[port][:, -1]
         self.values = values
 
-    def _memo(self, job: RunRequest, arguments: Any) -> Memo:
-        """Return the compiled functions of an earlier pullback of the same model and ports, or an empty memo."""
-        boundaries = (frozenset(self._spots.keys[port] for port in ports) for ports in (self._of, self._cut))
-        return memo_for(job, arguments, *boundaries) or Memo()
+    def _memo(self, job: RunRequest, arguments: Any) -> Memo | None:
+        """Return the compiled functions of an earlier pullback of the same model and ports, or an empty memo.
 
-    def _linearised(self, job: RunRequest, arguments: Any, memo: Memo) -> Any:
+        Return None for a loss of a short run: its single product takes less time eagerly than a graph to trace.
+        """
+        boundaries = (frozenset(self._spots.keys[port] for port in ports) for ports in (self._of, self._cut))
+        found = memo_for(job, arguments, *boundaries)
+        return found if found is not None or all(port.kind == "loss" for port in self._of) else Memo()
+
+    def _linearised(self, job: RunRequest, arguments: Any, memo: Memo | None) -> Any:
         try:
             return self._engine.linearise(self._program(job), arguments, memo)
         except BaseException:
-            forget(job.model, memo)
+            if memo is not None:
+                forget(job.model, memo)
             raise
 
     def _job(self, model: Any, batch: Batch, loss: Loss | None) -> RunRequest:
