@@ -269,3 +269,17 @@ def test_an_error_that_cannot_be_joined_with_ours_is_ours_alone():
 class _LastError(Exception):
     def __init_subclass__(cls):
         raise TypeError("final")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: rl.plot.input_map(STATES, x=STATES, shape=np.broadcast_to(0, (10**9, 9, 3))),
+        lambda: rl.plot.heatmap(STATES, ax=np.broadcast_to(0.0, (10**9, 9, 3))),
+        lambda: rl.plot.before_after(STATES, STATES, limit=1e308),
+    ],
+    ids=["shape", "ax", "limit"],
+)
+def test_numbers_without_bounds_are_refused_before_they_are_read(call):
+    with pytest.raises(InputError):
+        call()

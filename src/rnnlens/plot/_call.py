@@ -74,7 +74,7 @@ COMMON: dict[str, Check] = {
     "absolute": switch,
     "as_computed": switch,
     "colorbar": switch,
-    "limit": number(above=0),
+    "limit": number(above=0, below=1e300),
     "delays": _delays,
     "losses": anything,
     "epsilon": number(above=0, below=1, what="is a share"),

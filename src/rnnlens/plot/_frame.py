@@ -263,7 +263,7 @@ def given_axes(ax: Any, count: int, figure: str) -> list[Any]:
         If there are more or fewer Axes than panels.
     """
     if isinstance(ax, np.ndarray):
-        ax = ax.reshape(-1).tolist()
+        ax = list(ax.flat[: count + 1]) if ax.dtype == object else []
     found = [ax] if isinstance(ax, Axes) else listed(ax, most=count + 1) or []
     found = [one for part in found for one in (part if isinstance(part, list | tuple | np.ndarray) else [part])]
     if len(found) != count or not all(isinstance(one, Axes) for one in found):

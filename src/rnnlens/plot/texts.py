@@ -272,8 +272,9 @@ def _target(array: xr.DataArray) -> str | None:
 
 def _sides(shape: Any, count: int) -> tuple[int, int]:
     """Return rows and columns of an image with ``count`` pixels."""
-    sizes = np.atleast_1d(as_numbers("shape", shape)).astype(int)
-    if sizes.size != 2 or int(sizes.prod()) != count or (sizes < 1).any():
+    given = np.atleast_1d(as_numbers("shape", shape))
+    sizes = given.flat[:3].astype(int)
+    if given.size != 2 or int(sizes.prod()) != count or (sizes < 1).any():
         got = f"shape={tuple(sizes.tolist())} for {count} steps"
         raise InputError(message("shape= is not that of the image.", got=got, expected=f"rows x columns = {count}"))
     return int(sizes[0]), int(sizes[1])

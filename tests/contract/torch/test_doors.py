@@ -61,6 +61,11 @@ WRONG = {
     "endless": (lambda m: rl.trace(m, _itself()), InputError, "nested too deeply"),
     "huge x": (lambda m: rl.trace(m, np.broadcast_to(X[0, 0], (10**9, 9, 3))), TooLargeError, "at most 2 GiB"),
     "huge y": (lambda m: rl.trace(m, X, np.broadcast_to(Y[0], (10**9, 5, 2)), loss=mse), TooLargeError, "y alone"),
+    "huge reduce": (
+        lambda m: rl.jacobian(m, X, reduce=np.broadcast_to(0.0, (10**9, 9, 3))),
+        InputError,
+        "output units",
+    ),
     "huge batch": (lambda m: rl.gradients(m, np.broadcast_to(X[0], (10**9, 5, 3))), TooLargeError, "batch_size="),
     "training": (lambda m: rl.trace(m, X, training="yes"), InputError, "training= is a switch."),
     "seed": (lambda m: rl.trace(m, X, seed=-1), InputError, "seed >= 0"),

@@ -258,7 +258,9 @@ def _projection(reduce: Any, size: int) -> Rows:
     """Return rows (1, 1, k, unit) that contract the output units before differentiation."""
     if isinstance(reduce, str):
         return np.full((1, 1, 1, size), 1.0 / size if reduce == "mean" else 1.0)
-    matrix = np.atleast_2d(np.asarray(to_host(reduce), dtype=float))
+    matrix = np.atleast_2d(to_host(reduce))
+    if matrix.ndim == 2 and matrix.shape[1] == size:
+        matrix = matrix.astype(float)
     if matrix.ndim != 2 or matrix.shape[1] != size or not np.isfinite(matrix).all():
         raise InputError(
             message(
