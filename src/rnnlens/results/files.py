@@ -228,7 +228,7 @@ def _write_netcdf(tree: xr.DataTree, target: Path) -> None:
 
     check_room(target, tree.nbytes)
     encoding = _no_fill_values(tree)
-    # Released here: CPython 3.12.1 crashes, and 3.13.0 reports a BufferError, if a BytesIO is collected with open views.
+    # Released: if a BytesIO is collected with open views, CPython 3.12.1 crashes and 3.13.0 reports a BufferError.
     with memoryview(tree.to_netcdf(None, engine="h5netcdf", format="NETCDF4", encoding=encoding)) as image:
         atomic.write_file(target, sealed(image))
 
