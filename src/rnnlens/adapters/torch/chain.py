@@ -13,7 +13,8 @@ import threading
 import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,10 +62,6 @@ class _ChainTensor:
     steps: int = 0
     layers: int = 0
 
-    @classmethod
-    def of(cls, tensor: Tensor, axes: Sequence[str], links: Sequence[ChainLink], **sizes: int) -> _ChainTensor:
-        return cls(tensor, tensor._version, tuple(axes), tuple(links), **sizes)
-
     def with_link(self, link: ChainLink, axes: Sequence[str]) -> _ChainTensor:
         """Return the tensor after one more link, with other axes."""
         return replace(self, links=(*self.links, replace(link, axes=tuple(axes))), axes=tuple(axes))
@@ -72,30 +69,18 @@ class _ChainTensor:
 
 @dataclass
 class _LayerTensors:
-    """Tensors of one call of a recurrent module at which gradients are read, with their versions after the call."""
+    """Tensors of one call of a recurrent module at which gradients are read; its weights by slot.
+
+    ``returned`` is the output and the final states, ``versions`` their versions after the call.
+    """
 
     path: str
     module: Any
     input: Tensor
     initial: tuple[Tensor, ...]
-    output: Tensor = field(default_factory=lambda: torch.empty(0))
-    final: tuple[Tensor, ...] = ()
+    weights: dict[str, Tensor]
+    returned: tuple[Tensor, ...] = ()
     versions: tuple[int, ...] = ()
-
-    def returned(self, output: Any) -> None:
-        """Store the tensors that the module returned."""
-        self.output, self.final = output[0], output[1] if isinstance(self.module, nn.LSTM) else (output[1],)
-        self.versions = tuple(tensor._version for tensor in (self.output, *self.final))
-
-    @property
-    def is_unchanged(self) -> bool:
-        """Whether nothing has written into the returned tensors."""
-        return self.versions == tuple(tensor._version for tensor in (self.output, *self.final))
-
-    @property
-    def weights(self) -> dict[str, Tensor]:
-        """Parameters by slot, of the only layer and direction."""
-        return {slot: getattr(self.module, f"{slot}_l0") for slot in slots(len(self.module._flat_weights))}
 
 
 class ChainRecorder:
@@ -118,10 +103,14 @@ class ChainRecorder:
         #: The tensors that the module called last returned; empty if the model is no chain.
         self._reached: list[_ChainTensor] = []
         self._modules = {path: m for path, m in model.named_modules() if path and type(m) in _KNOWN}
-        unchanged = type(model) not in _KNOWN and not any(map(_is_changed, self._modules.values()))
-        scripted = isinstance(model, torch.jit.ScriptModule)
-        self._is_chain = unchanged and not scripted and not module_calls._global_forward_hooks
-        self._weights = {path: _identities(module) for path, module in self._modules.items()}
+        #: A hook, a parametrisation or an own forward may change what a library module computes.
+        changed = any(
+            "forward" in vars(m) or "parametrizations" in m._modules or any(getattr(m, hooks) for hooks in _HOOKS)
+            for m in self._modules.values()
+        )
+        known = type(model) in _KNOWN or isinstance(model, torch.jit.ScriptModule)
+        self._is_chain = not changed and not known and not module_calls._global_forward_hooks
+        self._weights = {path: [id(w) for w in m._parameters.values()] for path, m in self._modules.items()}
         #: Roles of the axes ``first`` and ``second`` of the model's input, known after a recurrent layer.
         self._roles: dict[str, str] = {}
         self._input_axes: tuple[str, ...] = ()
@@ -135,8 +124,9 @@ class ChainRecorder:
             handles = [self.model.register_forward_pre_hook(self._enter, with_kwargs=True)]
             for path, module in self._modules.items():
                 if self.calls is not None and isinstance(module, _RECURRENT):
-                    handles.append(module.register_forward_pre_hook(self._fed(path), with_kwargs=True))
-                handles.append(module.register_forward_hook(self._noted(path), with_kwargs=True))
+                    before = partial(self._with_initial_states, path)
+                    handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                handles.append(module.register_forward_hook(partial(self._follow, path), with_kwargs=True))
         try:
             yield
         finally:
@@ -174,25 +164,22 @@ class ChainRecorder:
     def _named(self, axes: Sequence[str]) -> tuple[str, ...]:
         return tuple(self._roles.get(axis, axis) for axis in axes)
 
-    def _fed(self, path: str) -> Any:
-        """Return a forward pre-hook of a recurrent module that gives it initial states and keeps them."""
-
-        def hook(module: Any, args: Any, kwargs: Any) -> Any:
-            if threading.get_ident() != self._thread or self.calls is None:
-                return None
-            if len(args) != 1 or kwargs or type(args[0]) is not Tensor or args[0].dim() != 3 or path in self.calls:
-                self._is_chain = False
-                return None
-            x: Tensor = args[0]
-            if self.separate:
-                x = (x if x.requires_grad else x.detach().requires_grad_()).clone()
-            shape = (1, int(x.shape[0 if module.batch_first else 1]), module.hidden_size)
-            count = 2 if isinstance(module, nn.LSTM) else 1
-            zeros = tuple(x.new_zeros(shape).requires_grad_(self.separate) for _ in range(count))
-            self.calls[path] = _LayerTensors(path, module, x, zeros)
-            return (x, zeros if count == 2 else zeros[0]), {}
-
-        return hook
+    def _with_initial_states(self, path: str, module: Any, args: Any, kwargs: Any) -> Any:
+        """Give a recurrent module initial states and keep them (forward pre-hook)."""
+        if threading.get_ident() != self._thread or self.calls is None:
+            return None
+        if len(args) != 1 or kwargs or type(args[0]) is not Tensor or args[0].dim() != 3 or path in self.calls:
+            self._is_chain = False
+            return None
+        x: Tensor = args[0]
+        if self.separate:
+            x = (x if x.requires_grad else x.detach().requires_grad_()).clone()
+        shape = (1, int(x.shape[0 if module.batch_first else 1]), module.hidden_size)
+        count = 2 if isinstance(module, nn.LSTM) else 1
+        zeros = tuple(x.new_zeros(shape).requires_grad_(self.separate) for _ in range(count))
+        weights = {slot: getattr(module, f"{slot}_l0") for slot in slots(len(module._flat_weights))}
+        self.calls[path] = _LayerTensors(path, module, x, zeros, weights)
+        return (x, zeros if count == 2 else zeros[0]), {}
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if threading.get_ident() != self._thread:
@@ -202,24 +189,23 @@ class ChainRecorder:
             self._input_axes = (_FIRST, _SECOND, FEATURE)[: args[0].dim()]
             self._input_shape = tuple(map(int, args[0].shape))
             start = ChainLink("", "same", axes=self._input_axes)
-            self._reached = [_ChainTensor.of(args[0], self._input_axes, (start,))]
+            self._reached = [_ChainTensor(args[0], args[0]._version, self._input_axes, (start,))]
 
-    def _noted(self, path: str) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if self._is_chain and threading.get_ident() == self._thread:
-                plain = torch.is_grad_enabled() and not kwargs and len(args) == 1 + self._is_tapped(path)
-                # torch.func.functional_call runs a module with other weights.
-                plain = plain and _identities(module) == self._weights[path]
-                fed = self._found(args[0]) if plain else None
-                self._reached = [] if fed is None else self._after(path, module, fed, output)
-                self._is_chain = bool(self._reached)
-                if self._is_chain and self._is_tapped(path):
-                    self.calls[path].returned(output)  # type: ignore[index]
-
-        return hook
-
-    def _is_tapped(self, path: str) -> bool:
-        return self.calls is not None and path in self.calls
+    def _follow(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Record what a library module returned (forward hook)."""
+        if not self._is_chain or threading.get_ident() != self._thread:
+            return
+        tapped = None if self.calls is None else self.calls.get(path)
+        plain = torch.is_grad_enabled() and not kwargs and len(args) == 1 + (tapped is not None)
+        # torch.func.functional_call runs a module with other weights.
+        plain = plain and [id(weight) for weight in module._parameters.values()] == self._weights[path]
+        fed = self._found(args[0]) if plain else None
+        self._reached = [] if fed is None else self._after(path, module, fed, output)
+        self._is_chain = bool(self._reached)
+        if self._is_chain and tapped is not None:
+            finals = output[1] if isinstance(module, nn.LSTM) else (output[1],)
+            tapped.returned = (output[0], *finals)
+            tapped.versions = tuple(tensor._version for tensor in tapped.returned)
 
     def _after(self, path: str, module: nn.Module, fed: _ChainTensor, output: Any) -> list[_ChainTensor]:
         """Return the tensors of the chain that a module returned; empty for a call that links cannot express."""
@@ -230,7 +216,7 @@ class ChainRecorder:
         if link is None or type(output) is not Tensor or axes[-1] != FEATURE:
             return []
         after = fed.with_link(link, axes)
-        return [_ChainTensor.of(output, axes, after.links, steps=fed.steps)]
+        return [_ChainTensor(output, output._version, axes, after.links, fed.steps)]
 
     def _after_recurrent(self, path: str, module: Any, fed: _ChainTensor, output: Any) -> list[_ChainTensor]:
         """Return the output of a recurrent module and its final hidden state, one link per stacked layer."""
@@ -246,8 +232,9 @@ class ChainRecorder:
             fed = fed.with_link(ChainLink(name, "recurrent"), wanted)
         whole, state = output[0], output[1][0] if isinstance(module, nn.LSTM) else output[1]
         steps = int(whole.shape[wanted.index(TIME)])
-        final = _ChainTensor.of(state, (_LAYER, SAMPLE, FEATURE), fed.links, steps=steps, layers=module.num_layers)
-        return [_ChainTensor.of(whole, wanted, fed.links, steps=steps), final]
+        axes = (_LAYER, SAMPLE, FEATURE)
+        final = _ChainTensor(state, state._version, axes, fed.links, steps, module.num_layers)
+        return [_ChainTensor(whole, whole._version, wanted, fed.links, steps), final]
 
     def _found(self, tensor: Any) -> _ChainTensor | None:
         """Return the tensor as one of the chain, by the graph nodes that lead to it; None if it is not."""
@@ -309,35 +296,22 @@ def _after_node(reached: _ChainTensor, node: Any) -> _ChainTensor | None:
     if name == "PermuteBackward0":
         return replace(reached, axes=tuple(axes[_signed(dim)] for dim in node._saved_dims))
     if name == "SqueezeBackward1" and axes[_signed(node._saved_dim)] == _LAYER and reached.layers == 1:
-        return _selected(reached, _LAYER, 0)
-    if name == "SelectBackward0":
-        return _selected(reached, axes[_signed(node._saved_dim)], _signed(node._saved_index))
-    return None
-
-
-def _selected(reached: _ChainTensor, axis: str, index: int) -> _ChainTensor | None:
-    """Return one step of a tensor, or the last layer of a final state, which is the last step of the output."""
-    axes = tuple(other for other in reached.axes if other != axis)
+        axis, index = _LAYER, 0
+    elif name == "SelectBackward0":
+        axis, index = axes[_signed(node._saved_dim)], _signed(node._saved_index)
+    else:
+        return None
+    rest = [other for other in axes if other != axis]
     if axis == TIME:
-        return reached.with_link(ChainLink("", "step", step=index % reached.steps), axes)
-    if axis == _LAYER and index % reached.layers == reached.layers - 1:
-        return reached.with_link(ChainLink("", "step", step=reached.steps - 1, is_state=True), axes)
+        return reached.with_link(ChainLink("", "step", step=index % reached.steps), rest)
+    if axis == _LAYER and index % reached.layers == reached.layers - 1:  # it is the last step of the output
+        return reached.with_link(ChainLink("", "step", step=reached.steps - 1, is_state=True), rest)
     return None
 
 
 def _signed(number: int) -> int:
     """Return a saved index of autograd, which stores negative ones as unsigned 64-bit numbers."""
     return number - 2**64 if number >= 2**63 else number
-
-
-def _identities(module: nn.Module) -> list[int]:
-    """Return the identities of a module's own weights."""
-    return [id(weight) for weight in module._parameters.values()]
-
-
-def _is_changed(module: nn.Module) -> bool:
-    """Return whether a hook, a parametrisation or an own forward may change what a library module computes."""
-    return "forward" in vars(module) or "parametrizations" in module._modules or any(getattr(module, h) for h in _HOOKS)
 
 
 def _link(path: str, module: nn.Module, value: Tensor) -> ChainLink | None:
@@ -373,36 +347,28 @@ def remember_chain(model: nn.Module, links: Sequence[ChainLink], layers: Sequenc
 
 
 def capture_chain(model: nn.Module, batch: Batch, request: CaptureRequest) -> Capture | None:
-    """Capture a model that an earlier pass showed to be a chain; None if this pass cannot be captured like that."""
-    if model not in _CHAINS or not _is_capturable(model, batch, request):
+    """Capture a model that an earlier pass showed to be a chain; None if this pass cannot be captured like that.
+
+    Hooks of modules alone capture a chain on a CPU, without autocast, tied or frozen weights.
+    """
+    if model not in _CHAINS or batch.initial_state or batch.frozen or torch.is_autocast_enabled("cpu"):
         return None
-    capture = _captured(model, batch, request)
-    if capture is None:
-        del _CHAINS[model]
-    return capture
-
-
-def _is_capturable(model: nn.Module, batch: Batch, request: CaptureRequest) -> bool:
-    """Return whether hooks of modules alone can capture a chain: on a CPU, without autocast, tied or frozen weights."""
     named = dict(model.named_modules())
-    if (
-        batch.initial_state
-        or batch.frozen
-        or torch.is_autocast_enabled("cpu")
-        or any(n not in named for n in request.layers or ())
-    ):
-        return False
-    if any(not isinstance(named[name], _RECURRENT) for name in request.layers or ()):
-        return False
-    owned = [parameter for module in named.values() for parameter in module._parameters.values()]
+    if any(not isinstance(named.get(name), _RECURRENT) for name in request.layers or ()):
+        return None
+    ids = [id(parameter) for module in named.values() for parameter in module._parameters.values()]
     weights = [w for m in named.values() if isinstance(m, _RECURRENT) for w in m._parameters.values()]
-    ids = [id(parameter) for parameter in owned]
     good = all(
         w is not None and w.requires_grad and w.device.type == "cpu" and w.dtype in (torch.float32, torch.float64)
         and ids.count(id(w)) == 1
         for w in weights
     )  # fmt: skip
-    return good and _CHAINS[model] == fingerprint(model)
+    if not good or _CHAINS[model] != fingerprint(model):
+        return None
+    capture = _captured(model, batch, request)
+    if capture is None:
+        del _CHAINS[model]
+    return capture
 
 
 def _captured(model: nn.Module, batch: Batch, request: CaptureRequest) -> Capture | None:
@@ -417,7 +383,11 @@ def _captured(model: nn.Module, batch: Batch, request: CaptureRequest) -> Captur
         with recorder.watch():
             outputs = call_model(model, x)
         links, tensors = recorder.chain(outputs), recorder.calls or {}
-        if links is None or type(outputs) is not Tensor or not all(call.is_unchanged for call in tensors.values()):
+        if (
+            links is None
+            or type(outputs) is not Tensor
+            or not all(call.versions == tuple(t._version for t in call.returned) for call in tensors.values())
+        ):
             return None
         loss = None
         if batch.loss is not None or batch.y is not None:
@@ -445,7 +415,7 @@ def _gradients(
     model: nn.Module, x: Tensor, loss: Tensor, calls: Sequence[_LayerTensors], request: CaptureRequest
 ) -> dict[int, Tensor] | None:
     """Return the gradients of the loss by the identity of tensors; None if no path leads to a layer."""
-    taps = [t for call in calls for t in (call.output, *call.final)]
+    taps = [t for call in calls for t in call.returned]
     inside = len(taps)
     if request.weight_grads:
         taps += [weight for call in calls for weight in call.weights.values()]
@@ -464,25 +434,26 @@ def _gradients(
 
 def _call(call: _LayerTensors, gradients: Mapping[int, Tensor] | None, request: CaptureRequest) -> RecurrentCall:
     """Return one call of a recurrent module as the protocol has it, samples first."""
-    kind, weights = _CELLS[type(call.module)], call.weights
-
-    def compact(value: Tensor) -> Tensor:
-        return value.clone(memory_format=torch.contiguous_format)
+    kind, (output, *finals) = _CELLS[type(call.module)], call.returned
 
     def steps(value: Tensor) -> Tensor:
-        return compact(value.detach() if call.module.batch_first else value.detach().transpose(0, 1))
+        first = value.detach() if call.module.batch_first else value.detach().transpose(0, 1)
+        return first.clone(memory_format=torch.contiguous_format)
+
+    def by_name(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        compact = torch.contiguous_format
+        return {
+            NAMES[slot]: ours(kind, slot, value.detach()).clone(memory_format=compact) for slot, value in values.items()
+        }
 
     found = RecurrentCall(
         layer=call.path,
         direction="forward",
-        cell=kind(
-            activation=getattr(call.module, "nonlinearity", "tanh"),
-            **{NAMES[slot]: compact(ours(kind, slot, weight.detach())) for slot, weight in weights.items()},
-        ),
+        cell=kind(activation=getattr(call.module, "nonlinearity", "tanh"), **by_name(call.weights)),
         input=steps(call.input),
         initial_state=tuple(state.detach()[0].clone() for state in call.initial),
-        output=steps(call.output),
-        final_state=tuple(state.detach()[0].clone() for state in call.final),
+        output=steps(output),
+        final_state=tuple(state.detach()[0].clone() for state in finals),
         weights_key=call.path,
     )
     if gradients is None:
@@ -491,11 +462,10 @@ def _call(call: _LayerTensors, gradients: Mapping[int, Tensor] | None, request: 
     def gradient(value: Tensor) -> Tensor:
         return gradients[id(value)] if id(value) in gradients else torch.zeros_like(value)
 
-    found.output_grad = steps(gradient(call.output))
-    found.final_state_grad = tuple(gradient(state)[0].clone() for state in call.final)
+    found.output_grad = steps(gradient(output))
+    found.final_state_grad = tuple(gradient(state)[0].clone() for state in finals)
     if request.weight_grads:
-        grads = {slot: gradient(weight) for slot, weight in weights.items()}
-        found.weight_grads = {NAMES[slot]: compact(ours(kind, slot, grad)) for slot, grad in grads.items()}
+        found.weight_grads = by_name({slot: gradient(weight) for slot, weight in call.weights.items()})
     if request.boundaries:
         found.framework_input_grad = steps(gradient(call.input))
         found.framework_initial_state_grad = tuple(gradient(state)[0].clone() for state in call.initial)

@@ -22,6 +22,7 @@ import torch
 from ...autodiff.torch import set_seed
 
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
 
 @contextmanager
@@ -102,7 +103,8 @@ def at_once() -> Iterator[None]:
 def _random_states(model: torch.nn.Module) -> Iterator[None]:
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
-    put_back = [_saved(value) for module in model.modules() for value in list(module.__dict__.values())]
+    attributes = [value for module in model.modules() for value in list(module.__dict__.values())]
+    put_back = [_saved(value) for value in attributes if isinstance(value, _GENERATORS)]
     try:
         with torch.random.fork_rng(devices=sorted(devices)):
             yield
@@ -113,23 +115,13 @@ def _random_states(model: torch.nn.Module) -> Iterator[None]:
             again()
 
 
-def _saved(value: Any) -> Callable[[], object]:
-    """Return a function that restores the present state of a random generator.
-
-    For any other value the function does nothing.
-    """
-    if isinstance(value, random.Random):
-        return partial(value.setstate, value.getstate())
-    if isinstance(value, np.random.Generator):
-        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
-    if isinstance(value, (np.random.RandomState, torch.Generator)):
-        state = value.get_state()
-        return partial(value.set_state, state)
-    return _nothing
-
-
-def _nothing() -> None:
-    """Do nothing."""
+def _saved(generator: Any) -> Callable[[], object]:
+    """Return a function that restores the present state of a random generator."""
+    if isinstance(generator, random.Random):
+        return partial(generator.setstate, generator.getstate())
+    if isinstance(generator, np.random.Generator):
+        return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+    return partial(generator.set_state, generator.get_state())
 
 
 @contextmanager
@@ -175,27 +167,20 @@ def _buffers(model: torch.nn.Module) -> Iterator[None]:
 @contextmanager
 def restored_attributes(model: torch.nn.Module) -> Iterator[None]:
     """Restore the attributes of all modules after the block, including the content of containers within them."""
-    before = [(module, _shallow(module.__dict__)) for module in model.modules() if hasattr(module, "__dict__")]
-    try:
-        yield
-    finally:
-        for module, (attributes, contents) in before:
-            _put_back(module.__dict__, attributes)
-            for container, content in contents:
-                _put_back(container, content)
-
-
-def _shallow(attributes: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[Any, Any]]]:
-    """Return a copy of the attributes, and copies of all containers within them, nested ones included."""
+    before = [(module.__dict__, dict(module.__dict__)) for module in model.modules() if hasattr(module, "__dict__")]
     contents: dict[int, tuple[Any, Any]] = {}
-    waiting = [value for value in attributes.values() if type(value) in _CONTAINERS]
+    waiting = [value for _, attributes in before for value in attributes.values() if type(value) in _CONTAINERS]
     while waiting:
         value = waiting.pop()
         if id(value) not in contents:
             contents[id(value)] = value, copy.copy(value)
             items = value.values() if isinstance(value, dict) else value
             waiting += [item for item in items if type(item) in _CONTAINERS]
-    return dict(attributes), list(contents.values())
+    try:
+        yield
+    finally:
+        for container, content in (*before, *contents.values()):
+            _put_back(container, content)
 
 
 def _put_back(container: Any, content: Any) -> None:

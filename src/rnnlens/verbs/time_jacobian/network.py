@@ -199,9 +199,10 @@ def _look_inside(request: JacobianRequest) -> ReplayedLayers:
         refuse_lone_output((request.of, request.wrt), len(outputs))
     first = outputs[0] if outputs else None
     inside = ReplayedLayers.of(capture.calls, capture.entangled or not capture.calls, capture.chain, first)
-    for name, both in inside.replayed_calls.items():
-        inside.replayed_calls[name] = [_flattened(one, request.options.memory) for one in both]
-    inside.calls = tuple(one for both in inside.replayed_calls.values() for one in both)
+    if any(one.call.cell.space for one in inside.calls):
+        for name, both in inside.replayed_calls.items():
+            inside.replayed_calls[name] = [_flattened(one, request.options.memory) for one in both]
+        inside.calls = tuple(one for both in inside.replayed_calls.values() for one in both)
     inside.samples = next(iter(capture.scanned.values()), 0)
     return inside
 
