@@ -84,6 +84,18 @@ MODELS = {
         "RecurrentGemma",
         {**_ATTENTION, "lru_width": 16, "attention_window_size": 32, "head_dim": 8, "num_hidden_layers": 3},
     ),
+    "rwkv": ("rwkv", "Rwkv", {"context_length": 64, "attention_hidden_size": 16}),
+    "xlstm": (
+        "mlstm",
+        "xLSTM",
+        {"num_heads": 2, "chunk_size": 8, "pad_token_id": 0},
+    ),
+    "minimax": (
+        "lightning",
+        "MiniMax",
+        {**_ATTENTION, "head_dim": 8, "block_size": 8, "num_local_experts": 2, "num_experts_per_tok": 1}
+        | {"layer_types": ["linear_attention", "full_attention"], "experts_implementation": "eager"},
+    ),
 }
 
 
@@ -98,6 +110,8 @@ def build(name: str, *, seed: int = 0, scale: float = 0.3, **options: object) ->
         for key, weight in model.named_parameters():
             if weight.dim() >= 2 and not key.endswith("A_log"):
                 weight.normal_(0.0, scale)
+        if name == "rwkv":
+            model(tokens(1, 2))  # its first evaluation pass rescales the weights
     return model
 
 

@@ -19,7 +19,17 @@ from scan_models import MODELS, build, tokens
 from torch.nn import functional
 
 import rnnlens as rl
-from rnnlens.adapters.torch.scans import FUNCTIONS, METHODS, scan, scan_of, sequence_modules
+from rnnlens.adapters.torch.scan_families import (
+    FUNCTIONS,
+    Family,
+    Reading,
+    families,
+    register,
+    scan_of,
+    sequence_modules,
+)
+from rnnlens.adapters.torch.scans import scan
+from rnnlens.recurrence.sequence import SequenceCell
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -88,7 +98,49 @@ def rg_lru(a):
     return states, torch.stack(states, 1)
 
 
+def rwkv(a):
+    """Sums relative to the running maximum, as the model's cache has them: (numerator, denominator)."""
+    rate, key = -torch.exp(a["time_decay"]), a["key"]
+    top, state, states = torch.full_like(key[:, 0], -1e38), 0.0, []
+    for t in range(key.shape[1]):
+        new = torch.maximum(top + rate, key[:, t]).detach()
+        wrote = torch.exp(key[:, t] - new)[..., None] * torch.stack([a["value"][:, t], torch.ones_like(key[:, t])], -1)
+        state = torch.exp(top + rate - new)[..., None] * state + wrote
+        states.append(state)
+        top = new
+    return states, torch.stack(states, 1)
+
+
+def mlstm(a):
+    """Matrix and normaliser side by side, relative to the running maximum."""
+    q, k, v = (a[name].transpose(1, 2) for name in ("query", "key", "value"))
+    write, keep = a["igate"].transpose(1, 2), functional.logsigmoid(a["fgate"]).transpose(1, 2)
+    top, state, states, out = torch.zeros_like(write[:, 0]), 0.0, [], []
+    for t in range(q.shape[1]):
+        new = torch.maximum(keep[:, t] + top, write[:, t])
+        values = torch.cat([v[:, t], torch.ones_like(v[:, t, :, :1])], -1)
+        wrote = torch.exp(write[:, t] - new)[..., None, None] * k[:, t, :, :, None] * values[:, :, None]
+        state = torch.exp(keep[:, t] + top - new)[..., None, None] * state + wrote
+        states.append(state)
+        out.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t] / k.shape[-1] ** 0.5))
+        top = new
+    return states, torch.stack(out, 1)
+
+
+def lightning(a):
+    layer, x = a["self"], a["hidden_states"]
+    parts = layer.act_fn(layer.qkv_proj(x)).reshape(*x.shape[:2], layer.num_attention_heads, 3, layer.head_dim)
+    q, k, v = parts.unbind(3)
+    state, states, out = 0.0, [], []
+    for t in range(x.shape[1]):
+        state = torch.exp(-layer.slope_rate) * state + k[:, t, :, :, None] * v[:, t, :, None]
+        states.append(state)
+        out.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
+    return states, torch.stack(out, 1)
+
+
 LOOPS = {"mamba": mamba, "mamba2": mamba2, "gated_delta": delta, "kimi_delta": delta, "rg_lru": rg_lru}
+LOOPS |= {"rwkv": rwkv, "mlstm": mlstm, "lightning": lightning}
 
 
 @contextmanager
@@ -124,7 +176,7 @@ def scan_arguments(model, ids):
     return [{k: v.double() if is_float(v) else v for k, v in one.items()} for one in found]
 
 
-SLOW = [name for name, (family, *_) in MODELS.items() if family != "rg_lru"]
+SLOW = [name for name, (family, *_) in MODELS.items() if family not in ("rg_lru", "rwkv", "mlstm", "lightning")]
 
 
 @pytest.mark.parametrize(("name", "slow"), [*((name, False) for name in MODELS), *((name, True) for name in SLOW)])
@@ -185,7 +237,9 @@ def test_jacobian_of_a_logit_by_embeddings_is_autograds(name):
             assert not grad[1 - sample].any()
 
 
-@pytest.mark.parametrize("name", ["mamba", "mamba2", "qwen3_next", "kimi_linear", "recurrent_gemma"])
+@pytest.mark.parametrize(
+    "name", ["mamba", "mamba2", "qwen3_next", "kimi_linear", "recurrent_gemma", "rwkv", "xlstm", "minimax"]
+)
 def test_frozen_map_is_the_matrix_of_the_scan(name):
     """With its coefficients held constant a layer has another map, as causal as the total one."""
     model, ids = build(name), tokens(1, 7)
@@ -221,7 +275,7 @@ def test_frozen_map_of_mamba_in_closed_form():
 
 def test_gradients_of_coefficients_are_autograds():
     """The backward of the linear-time scan, by every coefficient, against autograd through the loop."""
-    for name in ("mamba", "mamba2", "qwen3_next", "kimi_linear"):
+    for name in ("mamba", "mamba2", "qwen3_next", "kimi_linear", "xlstm"):
         model, ids = build(name).double(), tokens(2, 37)
         (arguments, *_) = scan_arguments(model, ids)
         leaves = {
@@ -230,7 +284,7 @@ def test_gradients_of_coefficients_are_autograds():
             if isinstance(v, torch.Tensor) and v.is_floating_point()
         }
         _, expected = LOOPS[MODELS[name][0]]({**arguments, **leaves})
-        family = next(f for f in (*FUNCTIONS.values(), *METHODS.values()) if f.name == MODELS[name][0])
+        family = next(f for f in families() if f.name == MODELS[name][0])
         y, _ = scan(family.read(SimpleNamespace(**{**arguments, **leaves}), lambda t: t).cell)
         assert torch.allclose(y, expected, rtol=1e-11, atol=1e-13)
         cotangent = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(1))
@@ -311,19 +365,6 @@ def test_rows_of_layers_and_no_false_recurrences():
         )
     )
     assert len(rl.layers(t5)) == len(rl.layers(bart)) == 0
-
-
-def test_scans_without_a_reader_are_refused_by_name():
-    from transformers import RwkvConfig, RwkvForCausalLM
-
-    common = {"vocab_size": 23, "hidden_size": 16, "num_hidden_layers": 2}
-    model = RwkvForCausalLM(
-        RwkvConfig(context_length=64, attention_hidden_size=16, intermediate_size=16, **common)
-    ).eval()
-    with pytest.raises(rl.errors.UnsupportedError, match=r"(?s)attention.*RWKV-4.*rl.gradients"):
-        rl.trace(model, tokens(1, 6))
-    gradients = rl.gradients(model, tokens(1, 6), tokens(1, 6)[:, 0], loss=loss_of, wrt="weights")
-    assert len(gradients) > 3
 
 
 def test_a_moved_seam_is_refused_with_the_version_that_works(monkeypatch):
@@ -408,7 +449,7 @@ def test_padding_half_precision_and_training_mode():
     ids = tokens(4, 16)
     mask = (torch.arange(16)[None] >= torch.arange(4)[:, None]).long()
     padded = {"input_ids": ids, "attention_mask": mask}
-    for name in ("mamba", "mamba2", "qwen3_next"):
+    for name in ("mamba", "mamba2", "qwen3_next", "minimax"):
         for model, x, training in (
             (build(name), padded, False),
             (build(name).bfloat16(), ids, False),
@@ -417,3 +458,73 @@ def test_padding_half_precision_and_training_mode():
         ):
             trace = rl.trace(model, x, ids[:, 0], loss=loss_of, training=training)
             assert trace.certificate.state == "passed", (name, training)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_listed_sizes_are_those_of_the_states(name):
+    model = build(name)
+    trace = rl.trace(model, tokens(1, 3), at={"time": [-1]}, quantities=["state"])
+    for row in rl.layers(model):
+        if row.name in trace:
+            assert dict(row.state_axes) == {dim: trace[row.name].state.sizes[dim] for dim, _ in row.state_axes}
+
+
+def test_rwkv_before_its_weights_are_rescaled_is_refused_with_what_to_type():
+    model = build("rwkv").train()
+    model(tokens(1, 4))
+    with pytest.raises(rl.errors.UnsupportedError, match=r"(?s)changes its weights.*model\.eval\(\); model\(x\) once"):
+        rl.trace(model, tokens(1, 4), training=False)
+
+
+def test_states_of_rwkv_are_those_of_the_models_cache():
+    model, ids = build("rwkv"), tokens(2, 12)
+    trace = rl.trace(model, ids, at={"time": [-1]})
+    cache = model(ids, use_cache=True).state
+    for number, layer in enumerate(trace):
+        for part in (0, 1):
+            expected = cache[2 + part][:, :, number].detach()
+            assert np.allclose(trace[layer].state[:, 0, :, part], expected, rtol=1e-5, atol=1e-7)
+
+
+def my_leaky_scan(x, keep):
+    """A third party's scan: s_t = keep s_{t-1} + x_t."""
+    state, states = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        state = keep * state + x[:, t]
+        states.append(state)
+    return torch.stack(states, 1)
+
+
+class ThirdParty(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.width, self.keep = 4, torch.nn.Parameter(torch.tensor([0.5, 0.8, 0.9, 1.0]))
+        self.project = torch.nn.Linear(3, 4)
+
+    def forward(self, x):
+        return my_leaky_scan(self.project(x), self.keep)
+
+
+def test_a_third_party_registers_its_family(monkeypatch):
+    def read(call, hold):
+        cell = SequenceCell(("channel",), (hold(call.keep)[None, None],), (call.x,), logarithmic=False)
+        return Reading(cell, lambda states, last: states)
+
+    monkeypatch.setattr("rnnlens.adapters.torch.scan_families.FUNCTIONS", dict(FUNCTIONS))
+    family = Family("leaky", ("channel",), (("width",),), read)
+    register("my_leaky_scan", family)
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(ThirdParty(), torch.nn.Linear(4, 1)), torch.randn(2, 9, 3)
+    (row,) = rl.layers(model)
+    assert (row.name, row.cell, row.state_axes) == ("0", "leaky", (("channel", 4),))
+    trace = rl.trace(model, x, loss=lambda y: (y[:, -1] ** 2).sum())
+    assert trace.certificate.state == "passed"
+    states = my_leaky_scan(model[0].project(x), model[0].keep)
+    states.retain_grad()
+    assert np.allclose(trace["0"].state, states.detach(), rtol=1e-6)
+    total = rl.jacobian(model, x, of="output", wrt="input", measure="norm")
+    assert total.certificate.state == "passed"
+    with pytest.raises(rl.errors.InputError, match=r"exists[\s\S]*known: mamba"):
+        register("my_leaky_scan", family)
+    with pytest.raises(rl.errors.InputError, match="name of a scan function"):
+        register("a name", family)

@@ -23,7 +23,7 @@ from .discover import named_modules, unwrapped
 from .inputs import as_tensors, leaves_of
 from .pullback import TorchPullback
 from .record import ALL
-from .scans import sequence_modules
+from .scan_families import sequence_modules
 from .sizes import Shape, shrinking
 
 Values = np.ndarray[Any, Any]

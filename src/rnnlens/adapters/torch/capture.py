@@ -49,7 +49,7 @@ from .recurrences import (
     own_cells_only,
 )
 from .restore import borrowed, differentiable_weights
-from .scans import ScanRecord, ScanRecorder, refuse_unread, seams
+from .scans import ScanRecord, ScanRecorder, seams
 
 
 def capture(model: nn.Module, batch: Batch, request: CaptureRequest) -> Capture:
@@ -239,7 +239,6 @@ def _read(
     around: ModelTensors,
 ) -> Capture:
     if not recorder.runs and not recorder.plain and not recorder.scans.ran:
-        refuse_unread(asked.modules)
         refuse_scripts(asked.modules)
         refuse_own_loops([(path, module) for path, module in asked.recurrent if path in asked.ran])
         raise ModelError(

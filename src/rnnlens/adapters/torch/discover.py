@@ -17,7 +17,7 @@ from ...recurrence.cells import registered
 from ..protocol import LayerInfo
 from .cells import described, has_own_forward
 from .public import ANY_SCAN, is_disproved, loops_of, named_cell, scans_of
-from .scans import Family, sequence_modules, state_sizes
+from .scan_families import Family, sequence_modules, state_sizes
 from .weights import class_of
 
 _STATE_PARAMETER = re.compile(r"^(h|c|hx|hc|hidden|state|states|carry|prev|memory)$|hidden|state")

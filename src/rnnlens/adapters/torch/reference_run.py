@@ -25,7 +25,7 @@ from .discover import named_modules, unwrapped
 from .inputs import as_tensors, call_model, on_leaves
 from .losses import evaluate
 from .restore import borrowed, differentiable_weights
-from .scans import sequence_modules, state_sizes
+from .scan_families import sequence_modules, state_sizes
 
 #: Torch's order of gates, from the documentation of its modules.
 _GATES: dict[Any, tuple[type[Cell], tuple[str, ...]]] = {

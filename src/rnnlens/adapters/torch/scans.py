@@ -1,15 +1,11 @@
-"""Scans of whole-sequence layers: the functions of Hugging Face models that run a linear recurrence over all steps.
+"""Scans of whole-sequence layers: replaced for one pass by a linear recurrence that keeps states and is swept back.
 
-Each family has one reader: it turns the arguments of the model's own scan function into a
-:class:`~rnnlens.recurrence.sequence.SequenceCell`, and the outputs y_t of the cell into what that function returns. For
-one forward pass :func:`seams` replaces these functions in the modelling modules of a model; the replacement runs in
-time and memory linear in the number of steps.
+For one forward pass :func:`seams` replaces the scan functions of the families (``scan_families``) in the modelling
+modules of a model; the replacement runs in time and memory linear in the number of steps.
 """
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,235 +14,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as functional
 from torch import Tensor, nn
 
 from ...errors import UnsupportedError, message
 from ...recurrence.sequence import SequenceCell, forward, sweep
 from ..shared.threads import hook_in_this_thread, substitute_in_this_thread
 from .public import ANY_SCAN, in_order_of_time, note_scan
-
-#: Versions of transformers whose scan functions the readers were tested with.
-TESTED = "transformers 5.23"
-
-Hold = Callable[[Tensor], Tensor]
-
-
-@dataclass
-class Reading:
-    """A scan call read by its family: the cell, the gate, and what the replaced function returns for outputs y_t."""
-
-    cell: SequenceCell
-    finish: Callable[[Tensor, Tensor], Any]
-    gate: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Family:
-    """Layers that share a scan function.
-
-    Attributes
-    ----------
-    name
-        Name in results, as ``LayerInfo.cell``.
-    axes
-        Axes of a state.
-    sizes
-        Names of the module's attributes that may have the size of each axis.
-    read
-        Reader of a call, given its arguments by name; ``hold`` is applied to the coefficients of the recurrence.
-    is_quadratic
-        Whether the time of the model's own backward pass grows with the square of the number of steps.
-    """
-
-    name: str
-    axes: tuple[str, ...]
-    sizes: tuple[tuple[str, ...], ...]
-    read: Callable[..., Reading]
-    is_quadratic: bool = False
-
-
-def _wide(*tensors: Tensor) -> list[Tensor]:
-    """Convert tensors to the widest dtype among them, at least float32, in which the models' own scans compute."""
-    widest = torch.float32
-    for tensor in tensors:
-        widest = torch.promote_types(widest, tensor.dtype)
-    return [tensor.to(widest) for tensor in tensors]
-
-
-def _selective(call: Any, hold: Hold) -> Reading:
-    """Read Mamba's scan: a = exp(dt A), W = dt B x, diagonal; Gu, Dao 2023, arXiv:2312.00752, eqs. 2-4."""
-    kind = call.hidden_states.dtype
-    x, dt, rate, write, read = _wide(call.hidden_states, call.dt, call.A, call.B, call.C)
-    dt = dt if call.delta_bias is None else dt + call.delta_bias.to(dt.dtype)[..., None]
-    dt = hold(functional.softplus(dt) if call.delta_softplus else dt).transpose(1, 2)
-    cell = SequenceCell(
-        ("channel", "state_unit"),
-        decay=(dt[..., None], hold(rate)[None, None]),
-        write=((dt * x.transpose(1, 2))[..., None], hold(write).transpose(1, 2)[:, :, None]),
-        read=hold(read).transpose(1, 2)[:, :, None],
-    )
-    gate = None if call.z is None else functional.silu(call.z)
-
-    def finish(y: Tensor, last: Tensor) -> Any:
-        out = y.transpose(1, 2)
-        out = out if call.D is None else out + x * call.D[None, :, None]
-        out = out if gate is None else out * gate
-        out = out if kind == x.dtype else out.to(kind)
-        return (out, last) if call.return_last_state else out
-
-    return Reading(cell, finish, None if gate is None else gate.transpose(1, 2))
-
-
-def _chunked(call: Any, hold: Hold) -> Reading:
-    """Read Mamba-2's scan: one decay per head; Dao, Gu 2024, arXiv:2405.21060, section 7."""
-    x, dt, rate, *coefficients = _wide(call.hidden_states, call.dt, call.A, call.B, call.C)
-    dt = dt if call.dt_bias is None else dt + call.dt_bias.to(dt.dtype)
-    dt = hold((functional.softplus(dt) if call.dt_softplus else dt).clamp(*call.dt_limit))
-    heads = x.shape[2] // call.B.shape[2]
-    write, read = (hold(t).repeat_interleave(heads, 2)[:, :, :, None] for t in coefficients)
-    cell = SequenceCell(
-        ("head", "channel", "state_unit"),
-        decay=((dt * hold(rate).to(dt.dtype))[..., None, None],),
-        write=((dt[..., None] * x)[..., None], write),
-        read=read,
-        initial=call.initial_states,
-    )
-
-    def finish(y: Tensor, last: Tensor) -> Any:
-        out = y if call.D is None else y + call.D[..., None] * x
-        return (out, last) if call.return_final_states else out
-
-    return Reading(cell, finish)
-
-
-def _delta(call: Any, hold: Hold) -> Reading:
-    """Read a gated delta rule: (I - beta k k^T) a for each head, with one decay a per head or per key.
-
-    Yang, Kautz, Hatamizadeh 2024, arXiv:2412.06464, eq. 10; Kimi delta attention: arXiv:2510.26692, eq. 1.
-    """
-    kind = call.query.dtype
-    query, key, value, decay, beta = _wide(call.query, call.key, call.value, call.g, call.beta)
-    heads = value.shape[2] // key.shape[2]
-    query, key = (t.repeat_interleave(heads, 2) for t in (query, key))
-    if call.use_qk_l2norm_in_kernel:
-        query, key = _normalised(query), _normalised(key)
-    key, beta = hold(key), hold(beta)[..., None]
-    decay = decay[..., None] if decay.dim() == 3 else decay
-    cell = SequenceCell(
-        ("head", "key", "value"),
-        decay=(hold(decay)[..., None],),
-        write=((beta * key)[..., None], value[..., None, :]),
-        read=hold(query * key.shape[-1] ** -0.5)[..., None],
-        left=(beta * key)[..., None],
-        right=key[..., None],
-        contracted=-2,
-        initial=call.initial_state,
-    )
-    return Reading(cell, lambda y, last: (y.to(kind), last if call.output_final_state else None))
-
-
-def _normalised(x: Tensor) -> Tensor:
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
-
-
-def _gated_linear(call: Any, hold: Hold) -> Reading:
-    """Read the scan of an RG-LRU: diagonal, the output is the state; De et al. 2024, arXiv:2402.19427, eqs. 1-4."""
-    kind = call.hidden_states.dtype
-    x, gate = _wide(call.hidden_states, call.recurrent_gate)
-    start = None if call.recurrent_states is None else call.recurrent_states.to(x.dtype)
-    cell = SequenceCell(("channel",), (hold(gate) * ~call.reset,), (x,), logarithmic=False, initial=start)
-    return Reading(cell, lambda y, last: (y.to(kind), last))
-
-
-_MIXER = (("intermediate_size",), ("ssm_state_size",))
-_HEADS = (("num_heads",), ("head_dim",), ("ssm_state_size",))
-_KEYS = (("num_v_heads", "num_heads"), ("head_k_dim", "head_dim"), ("head_v_dim", "head_dim"))
-
-#: Families by the name of their scan function in a modelling module.
-FUNCTIONS = {
-    "mamba_selective_scan": Family("mamba", ("channel", "state_unit"), _MIXER, _selective, is_quadratic=True),
-    "mamba2_chunk_scan": Family("mamba2", ("head", "channel", "state_unit"), _HEADS, _chunked),
-    "torch_chunk_gated_delta_rule": Family("gated_delta", ("head", "key", "value"), _KEYS, _delta),
-    "chunk_kimi_delta_attention": Family("kimi_delta", ("head", "key", "value"), _KEYS, _delta),
-}
-#: Families by the name of the method that is their scan.
-METHODS = {"_rnn_scan": Family("rg_lru", ("channel",), (("lru_width",),), _gated_linear)}
-#: Recurrences that run over all steps in one call and have no reader: function that the layer calls, or its class.
-UNREAD = {
-    "rwkv_linear_attention": "RWKV-4: numerator and denominator with a running maximum",
-    "xLSTMBackend": "xLSTM: a matrix and a normaliser per head with a running maximum",
-    "MiniMaxLightningAttention": "MiniMax: lightning attention with a fixed decay",
-}
-
-
-def scan_of(kind: type[nn.Module]) -> tuple[Any, str, Family] | None:
-    """Return the owner of the scan that a class of layers calls, its name there and its family; None for no scan."""
-    for name, family in METHODS.items():
-        if name in vars(kind):
-            return kind, name, family
-    module = sys.modules.get(kind.__module__)
-    called = _called(kind)
-    for name, family in FUNCTIONS.items():
-        if name in called and callable(getattr(module, name, None)):
-            return module, name, family
-    return None
-
-
-def unread(module: nn.Module) -> str | None:
-    """Return the description of a whole-sequence recurrence that no family reads; None for other modules."""
-    called = {name for name in _called(type(module)) if name.islower()}
-    return next((words for name, words in UNREAD.items() if name in {type(module).__name__, *called}), None)
-
-
-def refuse_unread(named: Sequence[tuple[str, nn.Module]]) -> None:
-    """Raise ``UnsupportedError`` if a model has a whole-sequence recurrence that no family reads."""
-    for path, module in named:
-        words = unread(module)
-        if words is not None:
-            raise UnsupportedError(
-                message(
-                    f"Layer {path!r} runs its recurrence inside one call, in a form that rnnlens does not read yet.",
-                    got=f"{type(module).__name__} ({words})",
-                    expected="one of: " + ", ".join(f.name for f in (*FUNCTIONS.values(), *METHODS.values())),
-                    hint='rl.gradients(model, x, y, loss=..., wrt="weights") differentiates the model as it is',
-                )
-            )
-
-
-def _called(kind: type) -> set[str]:
-    """Return the global names that the methods of a class use."""
-    found: set[str] = set()
-    for method in vars(kind).values():
-        code = getattr(inspect.unwrap(method), "__code__", None) if inspect.isfunction(method) else None
-        found.update(() if code is None else code.co_names)
-    return found
-
-
-def sequence_modules(named: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module, Family]]:
-    """List the whole-sequence layers among named modules, with their families."""
-    found = []
-    for path, module in named:
-        scan = None if type(module).__module__.startswith("torch.") else scan_of(type(module))
-        if scan is not None:
-            found.append((path, module, scan[2]))
-    return found
-
-
-def state_sizes(module: nn.Module, family: Family) -> tuple[tuple[str, int], ...]:
-    """Return the axes of a layer's state with their sizes; 0 where the module does not have the size."""
-    holders = [module, *(h for h in (getattr(module, "config", None),) if h is not None)]
-
-    def size(names: Sequence[str]) -> int:
-        found = (getattr(holder, name, None) for name in names for holder in holders)
-        return next((n for n in found if isinstance(n, int)), _width(module) if family.name == "rg_lru" else 0)
-
-    return tuple((axis, size(names)) for axis, names in zip(family.axes, family.sizes, strict=True))
-
-
-def _width(module: nn.Module) -> int:
-    parameter = getattr(module, "recurrent_param", None)
-    return int(parameter.shape[0]) if isinstance(parameter, Tensor) else 0
+from .scan_families import TESTED, Family, Hold, read_call, scan_of, sequence_modules, version, widened
 
 
 class _Scan(torch.autograd.Function):  # type: ignore[misc]
@@ -341,7 +115,7 @@ class ScanRecorder:
         count = sum(path.startswith("scan") for path in self.ran)
         path = name or (f"scan_{count}" if count else "scan")
         axes = ("unit",) if a.dim() == 3 else ("head", "channel")
-        x, decay = _wide(b, a)
+        x, decay = widened(b, a)
         cell = SequenceCell(axes, (decay.detach() if self.held else decay,), (x,), logarithmic=False, initial=initial)
         states, _ = scan(cell)
         self.ran[path] = (cell.shape[0], cell.steps)
@@ -362,7 +136,7 @@ class ScanRecorder:
 
         def replaced(*args: Any, **kwargs: Any) -> Any:
             hold: Hold = (lambda t: t.detach()) if self.held else (lambda t: t)
-            reading = _read_call(original, family, hold, args, kwargs)
+            reading = read_call(original, family, hold, args, kwargs)
             y, last = scan(reading.cell)
             path = self.inside[-1] if self.inside else ""
             self.ran[path] = (reading.cell.shape[0], reading.cell.steps)
@@ -374,30 +148,21 @@ class ScanRecorder:
             result = reading.finish(y, last)
             if (self.wanted is None or path in self.wanted) and self.compared:
                 with torch.no_grad():
-                    record.mismatch = _mismatch(result, original(*args, **kwargs))
+                    record.mismatch = _mismatch(result, original(*map(_unhooked, args), **kwargs))
             return result
 
         return substitute_in_this_thread(replaced, original)
 
 
-def _read_call(original: Any, family: Family, hold: Hold, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Reading:
-    """Read a call by the names of its arguments; raise ``UnsupportedError`` if the function has other ones."""
-    bound = inspect.signature(original).bind(*args, **kwargs)
-    bound.apply_defaults()
-    try:
-        return family.read(SimpleNamespace(**bound.arguments), hold)
-    except AttributeError as error:
-        raise UnsupportedError(
-            message(
-                f"The scan function of {family.name} takes other arguments than rnnlens reads.",
-                got=f"transformers {_version()}: {original.__module__}.{original.__name__}, {error}",
-                expected=f"the arguments of {TESTED}",
-            )
-        ) from error
-
-
-def _version() -> str:
-    return str(getattr(sys.modules.get("transformers"), "__version__", "?"))
+def _unhooked(value: Any) -> Any:
+    """Return an object with a module's attributes, whose submodules are called without their hooks."""
+    if not isinstance(value, nn.Module):
+        return value
+    names = {*vars(value), *value._buffers, *value._parameters, *dir(type(value))} - set(dir(nn.Module))
+    plain = SimpleNamespace(**{name: getattr(value, name) for name in names})
+    for name, child in value.named_children():
+        setattr(plain, name, child.forward)
+    return plain
 
 
 def _coarsest(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
@@ -424,6 +189,7 @@ def seams(modules: Sequence[tuple[str, nn.Module]], recorder: ScanRecorder) -> I
         After the block, for a layer that ran without a call of its scan function.
     """
     layers = sequence_modules(modules)
+    _refuse_rescaling(modules)
     entered: set[str] = set()
     with ExitStack() as stack:
         for path, module, _ in layers:
@@ -440,6 +206,20 @@ def seams(modules: Sequence[tuple[str, nn.Module]], recorder: ScanRecorder) -> I
     for path, module, family in layers:
         if path in entered and path not in recorder.ran:
             raise _bypassed(path, module, family)
+
+
+def _refuse_rescaling(modules: Sequence[tuple[str, nn.Module]]) -> None:
+    """Raise ``UnsupportedError`` for an RWKV that would rescale its weights in place in the coming pass."""
+    for path, module in modules:
+        if getattr(module, "layers_are_rescaled", None) == module.training and module.config.rescale_every > 0:
+            mode = "train()" if module.training else "eval()"
+            raise UnsupportedError(
+                message(
+                    f"{type(module).__name__} ({path!r}) changes its weights in its first pass in this mode.",
+                    got="weights that are not rescaled yet",
+                    hint=f"model.{mode}; model(x) once, then rnnlens",
+                )
+            )
 
 
 def _entering(recorder: ScanRecorder, path: str, entered: set[str]) -> Callable[..., None]:
@@ -459,7 +239,7 @@ def _bypassed(path: str, module: nn.Module, family: Family) -> UnsupportedError:
     return UnsupportedError(
         message(
             f"Layer {path!r} ({type(module).__name__}, {family.name}) ran without a call of its scan function.",
-            got=f"transformers {_version()}, {'training' if module.training else 'evaluation'} mode",
+            got=f"transformers {version()}, {'training' if module.training else 'evaluation'} mode",
             expected=f"the PyTorch scan of {TESTED}, over more than one step",
             hint="training=False, at least 2 steps, use_cache=False, and a model without fused kernels",
         )
