@@ -227,7 +227,9 @@ def check_batches(model, x, y):
     """A batch size that leaves a short last batch gives the gradients of the whole."""
     if x.dtype.kind == "i":
         return None
-    _, by_input, _ = reference(model, x, y)
+    # In batches, as the framework rounds them: parts that Keras computes in float32 differ by the size of a batch.
+    parts = [(reference(model, x[part], y[part])[1], len(x[part])) for part in (slice(3), slice(3, None))]
+    by_input = np.concatenate([np.asarray(part) * (count / len(x)) for part, count in parts])
     ours = rl.gradients(model, x, y, wrt="input", batch_size=3)
     same("gradients in batches: input", ours, by_input)
     return ours.certificate

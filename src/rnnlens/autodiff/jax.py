@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,9 @@ from jax.extend import core
 
 from ..typing import Array
 from .protocol import Keep, Memo, Program, Tap, as_it_is
+
+#: Float types in the text of a lowered program, the coarsest first, and their names.
+_FLOATS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
 
 
 class JaxEngine:
@@ -68,10 +72,10 @@ class JaxEngine:
         """Trace and compile ``function``; an executable of the same trace is taken from ``memo``."""
         return _compiled(function, arguments, memo)
 
-    def coarsest_dtype(self, function: Callable[[], Any]) -> str:
-        """Return "": single operations are not observed on this engine."""
-        del function
-        return ""
+    def coarsest_dtype(self, function: Callable[..., Any], arguments: Sequence[Any] = ()) -> str:
+        """Lower a function for these arguments, without running it; return its coarsest float dtype, or ""."""
+        text = jax.jit(function).lower(*arguments).as_text()
+        return next((name for short, name in _FLOATS.items() if re.search(rf"[<x]{short}>", text)), "")
 
     def settings(self) -> Hashable:
         """Return the JAX settings that compiled programs depend on, such as 64-bit mode."""

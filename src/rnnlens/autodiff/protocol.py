@@ -104,8 +104,8 @@ class Engine(Protocol):
         that ``function`` reads from outside are therefore never out of date.
         """
 
-    def coarsest_dtype(self, function: Callable[[], Any]) -> str:
-        """Call a function; return the name of the coarsest float dtype in which its operations computed, or ""."""
+    def coarsest_dtype(self, function: Callable[..., Any], arguments: Sequence[Any] = ()) -> str:
+        """Call or trace a function; return the coarsest float dtype in which its operations compute, or ""."""
 
     def settings(self) -> Hashable:
         """Return the engine's own settings that compiled programs depend on."""

@@ -12,6 +12,9 @@ import tensorflow as tf
 from ..typing import Array
 from .protocol import Keep, Memo, Program, Tap, as_it_is
 
+#: Float types, the coarsest first.
+_FLOATS = (tf.bfloat16, tf.float16, tf.float32, tf.float64)
+
 
 class TensorFlowEngine:
     """Differentiation, compilation and arrays of TensorFlow; see :class:`rnnlens.autodiff.Engine`."""
@@ -71,10 +74,12 @@ class TensorFlowEngine:
         del memo  # the cost is in the tracing, which has to be repeated in any case
         return _graph(function, arguments)
 
-    def coarsest_dtype(self, function: Callable[[], Any]) -> str:
-        """Return "": single operations are not observed on this engine."""
-        del function
-        return ""
+    def coarsest_dtype(self, function: Callable[..., Any], arguments: Sequence[Any] = ()) -> str:
+        """Trace a function into a graph for these arguments; return the coarsest float dtype of its operations."""
+        graphs = [_traced(function, arguments).graph]
+        graphs += [called.graph for called in graphs[0]._functions.values() if hasattr(called, "graph")]
+        found = {t.dtype for graph in graphs for op in graph.get_operations() for t in op.outputs if t.dtype.is_floating}
+        return next((dtype.name for dtype in _FLOATS if dtype in found), "")
 
     def settings(self) -> Hashable:
         """Return an empty tuple: compiled programs depend on no setting."""
@@ -108,6 +113,12 @@ class TensorFlowEngine:
 
 def _graph(function: Callable[..., Any], arguments: Sequence[Any]) -> Callable[..., Any]:
     """Trace ``function`` once into a graph for arguments of these shapes and dtypes; return it as a function."""
+    graph = _traced(function, arguments)
+    return lambda *given: graph(_tensors(given))
+
+
+def _traced(function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    """Trace ``function`` into a concrete function of the tensors in ``arguments``."""
     absent = tf.nest.map_structure(lambda leaf: leaf is None, arguments)
 
     def flat(leaves: list[Any]) -> Any:
@@ -115,8 +126,7 @@ def _graph(function: Callable[..., Any], arguments: Sequence[Any]) -> Callable[.
 
     # No autograph: Keras layers do not need it, and it changes the text of user exceptions. A concrete function avoids
     # TensorFlow's warning about frequent retracing.
-    graph = tf.function(flat, autograph=False).get_concrete_function(_tensors(arguments))
-    return lambda *given: graph(_tensors(given))
+    return tf.function(flat, autograph=False).get_concrete_function(_tensors(arguments))
 
 
 def _tensors(tree: Any) -> list[Any]:

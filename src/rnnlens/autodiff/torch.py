@@ -129,10 +129,10 @@ class TorchEngine:
         del arguments, memo
         return function
 
-    def coarsest_dtype(self, function: Callable[[], Any]) -> str:
+    def coarsest_dtype(self, function: Callable[..., Any], arguments: Sequence[Any] = ()) -> str:
         """Call a function; return the name of the coarsest float dtype in which its operations computed, or ""."""
         with _DtypeRecorder() as recorder:
-            function()
+            function(*arguments)
         return "" if recorder.coarsest is None else str(recorder.coarsest).removeprefix("torch.")
 
     def settings(self) -> Hashable:

@@ -38,7 +38,7 @@ from .dialect import dialect, dialect_of
 from .losses import combination, loss_of, mixes_samples, outputs_of
 from .model_facts import facts, provenance, reduction
 from .pullback import KerasPullback, differentiate
-from .reference_run import place, reference_run
+from .reference_run import coarsest_dtype, place, reference_run
 from .variants import between, chain, nudged, reinitialised
 from .weights import layer_weights
 
@@ -152,9 +152,8 @@ class KerasAdapter(Adapter):
         return reference_run(model, batch, cotangents, gradients=gradients, regularised=regularised)
 
     def coarsest_dtype(self, model: Any, batch: Batch) -> str:
-        """Run the user's unmodified model on torch; return the coarsest float dtype of its operations."""
-        engine = dialect_of(model).engine
-        return engine.coarsest_dtype(lambda: reference_run(model, batch, gradients=False))
+        """Return the coarsest float dtype of the operations of the user's unmodified model, loss included."""
+        return coarsest_dtype(model, batch)
 
     def place(self, model: Any, layer: str, direction: str | None, key: str) -> WeightLocation | None:
         """Return the Keras variable that contains the weight ``key`` of a layer, or None if there is no single one."""

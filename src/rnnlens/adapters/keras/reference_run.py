@@ -8,6 +8,7 @@ only a closed model (see ``keras3_stamps.py``) reuses what was compiled here.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -43,23 +44,35 @@ def reference_run(
     if batch.initial_state:
         raise CertificateError("initial_state= was set by rnnlens; the model on its own starts from other states")
     keras = dialect_of(model)
-    engine = keras.engine
     with_loss = batch.loss is not None or batch.y is not None or (gradients and cotangents is None)
-    loss = losses.plan(model, batch) if with_loss else None
-    job = RunRequest(model, prepare(model, batch), (), {}, batch.training, batch.seed)
-    stamp = keras.stamp(model, batch.loss) if engine.compiles else None
-    with as_found(model, keras, batch.seed), keras.undisturbed(model, regularised=regularised):
-        arguments = job.arguments()
-        arguments["values"], watched = keras.plain_values(job.variables)
-        run = _ReferenceFunction(job, watched, loss, arguments, (regularised, stamp))
+    with _reference_function(model, batch, with_loss, regularised) as run:
         outputs, value, found = run.forward() if not gradients else run.backward(cotangents)
     names = names_of(model)
-    grads = dict(zip(map(id, watched or job.variables), found[1], strict=True)) if found else {}
+    grads = dict(zip(map(id, run.watched or run.job.variables), found[1], strict=True)) if found else {}
     weights = {name: grads.get(key) for key, name in names.items() if grads}
     is_flat = isinstance(batch.x, dict) and not any(map(keras.tree.is_nested, batch.x.values()))
     keys = tuple(map(str, batch.x)) if is_flat else ()
     by_input = [found[0][i] for i in input_order(keras, batch.x)] if found else []
     return ReferenceRun(outputs, value, by_input, weights, keys)
+
+
+def coarsest_dtype(model: Any, batch: Batch) -> str:
+    """Return the coarsest float dtype of the operations of the user's model, loss included; "" if it has none."""
+    with _reference_function(model, batch, batch.loss is not None or batch.y is not None, regularised=False) as run:
+        return run.engine.coarsest_dtype(run.program, run.split(None))
+
+
+@contextmanager
+def _reference_function(model: Any, batch: Batch, with_loss: bool, regularised: bool) -> Iterator[_ReferenceFunction]:
+    """Yield the reference run of a model; restore the model after the block."""
+    keras = dialect_of(model)
+    loss = losses.plan(model, batch) if with_loss else None
+    job = RunRequest(model, prepare(model, batch), (), {}, batch.training, batch.seed)
+    stamp = keras.stamp(model, batch.loss) if keras.engine.compiles else None
+    with as_found(model, keras, batch.seed), keras.undisturbed(model, regularised=regularised):
+        arguments = job.arguments()
+        arguments["values"], watched = keras.plain_values(job.variables)
+        yield _ReferenceFunction(job, watched, loss, arguments, (regularised, stamp))
 
 
 class _ReferenceFunction:
@@ -81,14 +94,14 @@ class _ReferenceFunction:
 
     def forward(self) -> tuple[list[Array], float | None, None]:
         """Run the model; return its outputs, the loss (None if there is none) and None for the gradients."""
-        (value, outputs), _ = self._run("forward", lambda sources, rest: (self._program(sources, rest), None))
+        value, outputs = self._run("forward", self.program)
         return (*self._told(outputs, value), None)
 
     def backward(self, cotangents: Cotangents | None) -> tuple[list[Array], float | None, Any]:
         """Run and differentiate; return outputs, loss, and gradients at the leaves of x and at the variables."""
         given: list[Any] | None = None
         if cotangents is not None:
-            (_, values), _ = self._run("forward", lambda sources, rest: (self._program(sources, rest), None))
+            _, values = self._run("forward", self.program)
             found = cotangents([np.asarray(self.engine.to_array(t)) for t in values])
             given = [
                 None if c is None else self.keras.ops.convert_to_tensor(c, dtype=t.dtype)
@@ -108,11 +121,7 @@ class _ReferenceFunction:
 
         A closed model reuses what was compiled before.
         """
-        rest = {**{key: self.arguments[key] for key in ("y", "sample_weight", "seeds")}, "given": given}
-        every = [*self.x, *self.arguments["values"]]
-        sources = [t for t, is_float in zip(every, self.floats, strict=True) if is_float]
-        others = [t for t, is_float in zip(every, self.floats, strict=True) if not is_float]
-        arguments = (sources, {**rest, "others": others})
+        arguments = self.split(given)
         eager = getattr(self.job.model, "run_eagerly", False) or (self.stamp is None and self.keras.is_short(self.x))
         if eager or not self.engine.compiles:
             return function(*arguments)
@@ -122,7 +131,15 @@ class _ReferenceFunction:
         )
         return memo.once("run", lambda: self.engine.compile(function, arguments, memo))(*arguments)
 
-    def _program(self, sources: Sequence[Any], rest: Any) -> tuple[Any, list[Any]]:
+    def split(self, given: list[Any] | None) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments of :meth:`program`: the floats of x and of the variables, and everything else."""
+        rest = {**{key: self.arguments[key] for key in ("y", "sample_weight", "seeds")}, "given": given}
+        every = [*self.x, *self.arguments["values"]]
+        sources = [t for t, is_float in zip(every, self.floats, strict=True) if is_float]
+        others = [t for t, is_float in zip(every, self.floats, strict=True) if not is_float]
+        return sources, {**rest, "others": others}
+
+    def program(self, sources: Sequence[Any], rest: Any) -> tuple[Any, list[Any]]:
         """Run the model on the given values; return (loss or None, outputs)."""
         mine, others = iter(sources), iter(rest["others"])
         every = [next(mine) if is_float else next(others) for is_float in self.floats]
@@ -142,7 +159,7 @@ class _ReferenceFunction:
         given = rest["given"]
 
         def target(sources: Sequence[Any]) -> tuple[Any, Any]:
-            value, outputs = self._program(sources, rest)
+            value, outputs = self.program(sources, rest)
             if given is None:
                 return value, (value, outputs)
             parts = [self.keras.ops.sum(t * c) for t, c in zip(outputs, given, strict=True) if c is not None]
