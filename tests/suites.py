@@ -128,6 +128,7 @@ SUITES = (
             *(f"tests/contract/keras/test_{name}.py" for name in TF_KERAS),
             "tests/oracle/keras/test_registered_cells.py",
             "tests/oracle/keras/test_cell_loops.py",
+            "tests/oracle/keras/test_programs.py",
         ),
         # KERAS_BACKEND chooses which cases of a product are run, see tests/conftest.py.
         environment={"RNNLENS_TESTED_KERAS": "tf_keras", "TF_USE_LEGACY_KERAS": "1", "KERAS_BACKEND": "tensorflow"},

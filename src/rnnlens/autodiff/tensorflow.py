@@ -78,7 +78,9 @@ class TensorFlowEngine:
         """Trace a function into a graph for these arguments; return the coarsest float dtype of its operations."""
         graphs = [_traced(function, arguments).graph]
         graphs += [called.graph for called in graphs[0]._functions.values() if hasattr(called, "graph")]
-        found = {t.dtype for graph in graphs for op in graph.get_operations() for t in op.outputs if t.dtype.is_floating}
+        found = {
+            t.dtype for graph in graphs for op in graph.get_operations() for t in op.outputs if t.dtype.is_floating
+        }
         return next((dtype.name for dtype in _FLOATS if dtype in found), "")
 
     def settings(self) -> Hashable:

@@ -55,8 +55,11 @@ def find_gradients(
     recurrent = {name for name, layer in weights.items() if layer.cells}
     if recurrent:
         # A layer whose variables are all another layer's has no entry, but a part in their gradients.
-        tied = {*call.known.recurrent, *call.known.sequences} - weights.keys()
-        request = CaptureRequest(layers=tuple(sorted(recurrent | tied)), boundaries=True)
+        described = {**call.known.recurrent, **call.known.sequences}
+        tied = described.keys() - weights.keys()
+        # The forward pass need not call every layer, but a layer that cannot be captured is refused.
+        strict = any("refused" in info.options and name in recurrent | tied for name, info in described.items())
+        request = CaptureRequest(layers=tuple(sorted(recurrent | tied)), boundaries=True, all_must_run=strict)
         found.capture = adapter.capture(model, batch, request)
         found.loss = found.capture.loss
         for name in recurrent:

@@ -22,7 +22,8 @@ class TappedPorts:
     """All ports of one pullback: the tap key of each, and the layers and weights to hook for them.
 
     ``inputs``: for each input of the model, its index among the leaves of ``x`` in Keras' order. ``turned``: ports
-    whose time axis is reversed; ``ending``: ports of which only the last step is meant.
+    whose time axis is reversed; ``ending``: ports of which only the last step is meant; ``stepped``: layers that the
+    user's code calls one step at a time.
     """
 
     found: Places
@@ -33,6 +34,7 @@ class TappedPorts:
     sites: dict[int, RecurrentSite] = field(default_factory=dict)
     plain: dict[str, Any] = field(default_factory=dict)
     weights: dict[str, Any] = field(default_factory=dict)
+    stepped: frozenset[str] = frozenset()
 
     def add(self, port: Port, model: Any) -> None:
         """Find the tap key of ``port`` and note the layers or weights to hook for it.
@@ -105,7 +107,7 @@ class TappedPorts:
         if site.refusal is not None:
             raise UnsupportedError(site.refusal)
         self.sites[id(site)] = site
-        if site.is_loop:
+        if site.is_loop or site.name in self.stepped:
             return self._of_loop(port, site, index)
         name: str = port.kind
         count = len(site.keras.tree.flatten(site.keras.state_size(site.layer)))

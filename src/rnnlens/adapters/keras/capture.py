@@ -170,7 +170,7 @@ class _Assembly:
 
     def _recurrent(self, call: LayerCall, request: CaptureRequest) -> RecurrentCall:
         site = self._sites[call.place, call.half]
-        if site.is_loop:
+        if call.is_loop:
             return self._loop(call, site, request)
         layer, get = site.layer, self._getter(call)
         known = class_of(layer.cell) is not None

@@ -16,7 +16,7 @@ from ...errors import InputError, RnnlensError, UnsupportedError, message
 from ..shared.threads import substitute_in_this_thread
 from .dialect import Dialect
 from .discover import RecurrentSite
-from .loops import CellHook, LayerCall, Starts
+from .loops import CellHook, LayerCall, Starts, SteppedLayerError, StepRecorder
 from .weights import known_class
 
 
@@ -46,7 +46,8 @@ class LayerRecorder:
 
     ``wanted`` contains what to tap: a kind of tensor (``"output"``) at every call, or one tensor of one call
     (``"lstm|0|1|final_state/0"``), at every step of a loop over a cell. ``keep`` contains the kinds to record besides
-    the tapped ones. ``starts`` and ``spoiled`` are for loops over cells, see :class:`.loops.CellHook`.
+    the tapped ones. ``starts`` and ``spoiled`` are for loops over cells, see :class:`.loops.StepRecorder`. ``stepped``
+    names the layers whose calls with one step are joined; with None, no layer's are.
     """
 
     keras: Dialect
@@ -57,8 +58,11 @@ class LayerRecorder:
     training: bool = False
     starts: Starts = field(default_factory=dict)
     spoiled: str = ""
+    stepped: frozenset[str] | None = None
     calls: list[LayerCall] = field(default_factory=list)
     is_inside_a_layer: bool = False
+    _recorders: dict[str, StepRecorder] = field(default_factory=dict)
+    _returned: dict[str, list[Any]] = field(default_factory=dict)
 
     @contextmanager
     def inside_a_layer(self) -> Iterator[None]:
@@ -85,18 +89,53 @@ class LayerRecorder:
                 half = halves[site.name] = halves.get(site.name, -1) + 1
                 if site.is_loop:
                     refuse_random(site, self.training)
-                    hook = CellHook(self, site, self.starts.get(site.name), self.spoiled == site.name)
-                    override(site.layer.cell, "call", own_errors(hook))
+                    override(site.layer.cell, "call", own_errors(CellHook(self, site, self._steps_of(site))))
                 else:
                     site.keras.listen(self, site, half, override)
             for name, layer in plain.items():
                 override(layer, "call", self._plain(name, layer))
             yield
 
-    def starts_call(self, place: str, half: int = 0) -> LayerCall:
+    def _steps_of(self, site: RecurrentSite) -> StepRecorder:
+        if site.name not in self._recorders:
+            starts, spoiled = self.starts.get(site.name), self.spoiled == site.name
+            self._recorders[site.name] = StepRecorder(self, site, starts, spoiled)
+        return self._recorders[site.name]
+
+    def steps_of(self, site: RecurrentSite, sequence: Any, states: Any, mask: Any) -> StepRecorder | None:
+        """Return the recorder of steps for a call of a layer with one step; None for any other call.
+
+        Only a layer of a known cell that returns its states can be called in a loop over the steps.
+
+        Raises
+        ------
+        SteppedLayerError
+            If the call starts from the states that the layer's last call returned, and the layer is not in ``stepped``.
+        """
+        layer, training = site.layer, self.training
+        masked = mask is not None or site.bidirectional or layer.stateful
+        random = training and any(getattr(layer.cell, name, 0.0) for name in ("dropout", "recurrent_dropout"))
+        known = known_class(layer.cell)
+        if self.stepped is None or masked or random or not layer.return_state or known is None or known.space:
+            return None
+        if sequence.shape[1] != 1:
+            return None
+        if site.name in self.stepped:
+            return self._steps_of(site)
+        before = self._returned.get(site.name, [])
+        now = self.keras.tree.flatten(states)
+        if before and len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True)):
+            raise SteppedLayerError(site.name)
+        return None
+
+    def returns(self, site: RecurrentSite, states: Any) -> None:
+        """Note the states that a layer returns, to recognise them where its next call starts from them."""
+        self._returned[site.name] = self.keras.tree.flatten(states)
+
+    def starts_call(self, place: str, half: int = 0, *, is_loop: bool = False) -> LayerCall:
         """Add a record for a new call of a layer, and return it."""
         index = sum(call.place == place and call.half == half for call in self.calls)
-        call = LayerCall(place, half, index)
+        call = LayerCall(place, half, index, is_loop=is_loop)
         self.calls.append(call)
         return call
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -87,6 +88,11 @@ def listen(listener: LayerRecorder, site: RecurrentSite, half: int, override: Ov
         with own_errors_unchanged():
             mask = given[-1]["mask"]
             swapped, mask = _samples_first(layer, sequence), None if mask is None else _samples_first(layer, mask)
+            steps = listener.steps_of(site, swapped, state, mask)
+            if steps is not None:
+                run, x, state = steps.enter(swapped[:, 0], state)
+                given[-1]["step"] = partial(steps.leave, run)
+                return _samples_first(layer, x[:, None]), state, constants
             call, swapped, state = listener.enters(site, half, swapped, state, mask)
         given[-1]["call"] = call
         return _samples_first(layer, swapped), state, constants
@@ -100,8 +106,11 @@ def listen(listener: LayerRecorder, site: RecurrentSite, half: int, override: Ov
         given.append({"mask": mask, "training": bound.arguments.get("training")})
         with listener.inside_a_layer():
             result = run(*args, **kwargs)
+        heard = given.pop()
         with own_errors_unchanged():
-            return _heard(listener, site, result, **given.pop())
+            if "step" in heard:
+                return _of_one_step(layer, result, heard["step"])
+            return _heard(listener, site, result, **heard)
 
     override(layer, "_process_inputs", process)
     if fused:
@@ -133,7 +142,18 @@ def _heard(
         output = _samples_first(layer, listener.hears(call, "output", _samples_first(layer, output)))
     else:
         output = listener.hears(call, "output", output)
-    return output if states is None else [output, *listener.hears_all(call, "final_state", states)]
+    if states is None:
+        return output
+    states = listener.hears_all(call, "final_state", states)
+    listener.returns(site, states)
+    return [output, *states]
+
+
+def _of_one_step(layer: Any, result: Any, leave: Any) -> Any:
+    """Record the states of a layer that was called with one step; return its output and states to continue with."""
+    output, states = leave(result[1], list(result[1:]))
+    sequence = _samples_first(layer, output[:, None])
+    return [sequence if layer.return_sequences else output, *states]
 
 
 def _samples_first(layer: Any, tensor: Any) -> Any:

@@ -14,6 +14,7 @@ import keras
 from ...errors import UnsupportedError, message
 from .discover import RecurrentSite
 from .hooks import LayerRecorder, own_errors_unchanged, refuse_random
+from .loops import StepRecorder
 
 if TYPE_CHECKING:
     from .dialect import Override
@@ -48,6 +49,9 @@ def _loop(listener: LayerRecorder, site: RecurrentSite, half: int) -> Callable[.
         with own_errors_unchanged():
             _refuse_triple(site, mask)
             refuse_random(site, bool(training))
+            steps = listener.steps_of(site, sequences, initial_state, mask)
+            if steps is not None:
+                return _one_step(steps, sequences, initial_state)
             call, sequences, initial_state = listener.enters(site, half, sequences, initial_state, mask)
         if "dropout" in listener.keep and training:
             call.arrays.update(dropout(layer))
@@ -59,7 +63,15 @@ def _loop(listener: LayerRecorder, site: RecurrentSite, half: int) -> Callable[.
             last = listener.hears(call, "output", last)
         if layer.return_state:
             states = listener.hears_all(call, "final_state", states)
+            listener.returns(site, states)
         return last, outputs, states
+
+    def _one_step(steps: StepRecorder, sequences: Any, initial_state: Any) -> Any:
+        run, x, states = steps.enter(sequences[:, 0], initial_state)
+        with listener.inside_a_layer():
+            _, _, states = original(keras.ops.expand_dims(x, 1), states, None, training=listener.training)
+        last, states = steps.leave(run, states[0], states)
+        return last, keras.ops.expand_dims(last, 1), states
 
     return inner_loop
 

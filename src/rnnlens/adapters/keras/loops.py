@@ -1,4 +1,4 @@
-"""Loops of the model's own code over a recurrent cell: the calls of the cell are recorded as one recurrence.
+"""Loops of the model's own code over a recurrent cell, or over a layer with one step a call: one recurrence.
 
 At each call two tensors are tapped: the state as the cell made it (its *total* gradient), and the state as the user's
 code receives it (its *direct* gradient). The next call gets the first in place of the second, so that nothing that goes
@@ -9,7 +9,7 @@ tensor is put in the place of another, and the gradient at the state that the co
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ class LayerCall:
     half: int
     index: int
     arrays: dict[str, Any] = field(default_factory=dict)
+    is_loop: bool = False
 
     @property
     def key(self) -> str:
@@ -43,7 +44,7 @@ class CallRecorder(Protocol):
     is_inside_a_layer: bool
     keep: frozenset[str]
 
-    def starts_call(self, place: str, half: int = 0) -> LayerCall:
+    def starts_call(self, place: str, half: int = 0, *, is_loop: bool = False) -> LayerCall:
         """Add the record of a call."""
 
     def hears(self, call: LayerCall, name: str, tensor: Any) -> Any:
@@ -57,6 +58,14 @@ class ChangedStateError(RnnlensError):
     """Signal that a cell received a state that it did not return; which calls start a recurrence must be found out."""
 
 
+class SteppedLayerError(ChangedStateError):
+    """Signal that the user's code calls a layer one step at a time; its calls must be recorded as one recurrence."""
+
+    def __init__(self, layer: str) -> None:
+        super().__init__(layer)
+        self.layer = layer
+
+
 @dataclass
 class CellRun:
     """One recurrence over a cell: its record, the states given to the user's code, and those that the cell made."""
@@ -68,8 +77,8 @@ class CellRun:
     steps: int = 0
 
 
-class CellHook:
-    """Hook on the ``call`` of one cell; see the module.
+class StepRecorder:
+    """Recorder of single steps of one cell or layer, joined to recurrences; see the module.
 
     ``starts`` are the numbers of the calls that start a recurrence if the user's code changes states, else None.
     ``spoiled``: replace the states that the user's code receives by NaN, to find out which calls depend on them.
@@ -80,39 +89,26 @@ class CellHook:
     ) -> None:
         self._listener, self._site, self._starts, self._spoiled = listener, site, starts, spoiled
         self._keras: Dialect = site.keras
-        self._original = site.layer.cell.call
-        self._names = list(inspect.signature(self._original).parameters)[:2]
         self._context = self._keras.engine.context()
         self._runs: list[CellRun] = []
         self._count = 0
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the cell's own ``call``, and record and tap its input, states and output."""
-        given = dict(zip(self._names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in self._names}
-        if self._listener.is_inside_a_layer or len(given) < 2:
-            return self._original(*args, **kwargs)
+    def enter(self, x: Any, states: Any) -> tuple[CellRun, Any, Any]:
+        """Record and tap the input (sample, feature) and the states of a step; return its run and the tapped ones."""
         self._refuse_compiled_loop()
-        x, states = (given[name] for name in self._names)
         flat = self._keras.tree.flatten(states)
         run = self._run_of(flat)
         self._count += 1
         x, flat = self._enter(run, x, flat)
-        states = self._keras.tree.pack_sequence_as(states, flat)
-        kwargs = {k: v for k, v in kwargs.items() if k not in self._names}
-        result = self._original(x, states, *args[2:], **kwargs)
-        if not isinstance(result, tuple | list) or len(result) != 2:
-            raise UnsupportedError(
-                message(
-                    f"Cell {self._site.name!r} did not return an output and its states.",
-                    got=type(result).__name__,
-                    expected="(output, states), as keras.layers.LSTMCell returns them",
-                )
-            )
+        return run, x, self._keras.tree.pack_sequence_as(states, flat)
+
+    def leave(self, run: CellRun, output: Any, states: Any) -> tuple[Any, Any]:
+        """Record and tap the output and the new states of a step; return those that the user's code receives."""
         if self._listener.training:
             self._dropout(run)
-        output, new = self._leave(run, *result)
+        output, states = self._leave(run, output, states)
         run.steps += 1
-        return output, new
+        return output, states
 
     def _refuse_compiled_loop(self) -> None:
         if self._keras.engine.context() != self._context:
@@ -137,7 +133,7 @@ class CellHook:
                     return run
             if self._runs:
                 raise ChangedStateError(self._site.name)
-        self._runs.append(CellRun(self._listener.starts_call(self._site.name)))
+        self._runs.append(CellRun(self._listener.starts_call(self._site.name, is_loop=True)))
         return self._runs[-1]
 
     def _enter(self, run: CellRun, x: Any, states: Sequence[Any]) -> tuple[Any, list[Any]]:
@@ -184,6 +180,33 @@ class CellHook:
             run.call.arrays.update(found)
 
 
+class CellHook:
+    """Hook on the ``call`` of a cell: its calls from outside of a recurrent layer are steps of a recurrence."""
+
+    def __init__(self, listener: CallRecorder, site: RecurrentSite, steps: StepRecorder) -> None:
+        self._listener, self._site, self._steps = listener, site, steps
+        self._original = site.layer.cell.call
+        self._names = list(inspect.signature(self._original).parameters)[:2]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the cell's own ``call``, and record and tap its input, states and output."""
+        given = dict(zip(self._names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in self._names}
+        if self._listener.is_inside_a_layer or len(given) < 2:
+            return self._original(*args, **kwargs)
+        run, x, states = self._steps.enter(*(given[name] for name in self._names))
+        kwargs = {k: v for k, v in kwargs.items() if k not in self._names}
+        result = self._original(x, states, *args[2:], **kwargs)
+        if not isinstance(result, tuple | list) or len(result) != 2:
+            raise UnsupportedError(
+                message(
+                    f"Cell {self._site.name!r} did not return an output and its states.",
+                    got=type(result).__name__,
+                    expected="(output, states), as keras.layers.LSTMCell returns them",
+                )
+            )
+        return self._steps.leave(run, *result)
+
+
 def stacked(keras: Dialect, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Join tensors of single steps, named ``"output@3"``, along a time axis: ``"output"`` (sample, time, unit)."""
     steps: dict[str, list[Any]] = {}
@@ -194,15 +217,15 @@ def stacked(keras: Dialect, tensors: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def starts_of(sites: Sequence[RecurrentSite], spoil: Callable[[str], Sequence[Any]]) -> dict[str, frozenset[int]]:
-    """Return the calls of each cell that start a recurrence, because no state of it depends on an earlier call.
+def starts_of(names: Iterable[str], spoil: Callable[[str], Sequence[Any]]) -> dict[str, frozenset[int]]:
+    """Return the calls of each cell or layer that start a recurrence: no state of theirs depends on an earlier call.
 
     ``spoil(name)`` runs the model with NaN in all that the cell ``name`` returns, and returns its received states.
     """
     found = {}
-    for site in (site for site in sites if site.is_loop):
-        spoiled = [bool(any(map(_has_nan, states))) for states in spoil(site.name)]
-        found[site.name] = frozenset(number for number, is_spoiled in enumerate(spoiled) if not is_spoiled)
+    for name in names:
+        spoiled = [bool(any(map(_has_nan, states))) for states in spoil(name)]
+        found[name] = frozenset(number for number, is_spoiled in enumerate(spoiled) if not is_spoiled)
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,9 +20,8 @@ from .boundaries import TappedPorts
 from .dialect import Dialect, dialect_of
 from .discover import given_states, places
 from .inputs import input_order, prepare
-from .loops import ChangedStateError
 from .restore import as_found
-from .run import Loss, RunRequest, forget, memo_for, program, with_starts
+from .run import Loss, RunRequest, forget, memo_for, program, with_loops
 
 #: Largest size in bytes of one chunk of cotangents, intermediate tensors included.
 _CHUNK = 512 * 2**20
@@ -36,10 +36,8 @@ class KerasPullback:
     ) -> None:
         self._keras = dialect_of(model)
         self._engine: Engine = self._keras.engine
-        self._spots = TappedPorts(places(model), input_order(self._keras, batch.x))
-        for port in (*of, *wrt, *cut):
-            self._spots.add(port, model)
         self._of, self._wrt, self._cut = tuple(of), tuple(wrt), tuple(cut)
+        self._spots = self._taps(model, batch, frozenset())
         self._linear: Any = None
         self.values: Mapping[Port, Array] = {}
         self.outputs = 0
@@ -48,11 +46,21 @@ class KerasPullback:
     def _run(self, model: Any, batch: Batch) -> None:
         with_loss = any(port.kind == "loss" for port in (*self._of, *self._wrt))
         loss = losses.plan(model, batch) if with_loss else None
-        job = self._job(model, batch, loss)
-        try:
+
+        def attempt(job: RunRequest) -> None:
+            if job.stepped != self._spots.stepped:  # the tensors of such layers have taps of their own
+                self._spots = self._taps(model, batch, job.stepped)
+                job = replace(self._job(model, batch, loss), stepped=job.stepped, starts=job.starts)
             self._open(job, model, batch)
-        except ChangedStateError:
-            self._open(with_starts(job), model, batch)
+
+        with_loops(self._job(model, batch, loss), attempt)
+
+    def _taps(self, model: Any, batch: Batch, stepped: frozenset[str]) -> TappedPorts:
+        """Return the taps of all ports; ``stepped`` are the layers that are called one step at a time."""
+        spots = TappedPorts(places(model), input_order(self._keras, batch.x), stepped=stepped)
+        for port in (*self._of, *self._wrt, *self._cut):
+            spots.add(port, model)
+        return spots
 
     def _open(self, job: RunRequest, model: Any, batch: Batch) -> None:
         with as_found(model, self._keras, batch.seed):

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,11 +19,12 @@ from .dialect import Dialect, dialect_of
 from .discover import RecurrentSite
 from .hooks import LayerRecorder
 from .inputs import TensorBatch
-from .loops import ChangedStateError, LayerCall, Starts, stacked, starts_of
+from .loops import ChangedStateError, LayerCall, Starts, SteppedLayerError, stacked, starts_of
 from .restore import as_found, unchanged
 
 #: Function of (x, y, outputs, sample weights) that returns the loss as a scalar tensor.
 Loss = Callable[[Any, Any, Any, Any], Any]
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -45,6 +46,7 @@ class RunRequest:
     tap_inputs: bool = False
     starts: Starts = field(default_factory=dict)
     spoiled: str = ""
+    stepped: frozenset[str] = frozenset()
     calls: list[LayerCall] = field(default_factory=list)
 
     @cached_property
@@ -75,6 +77,7 @@ def program(job: RunRequest, arguments: Mapping[str, Any], tap: Tap) -> tuple[An
         training=job.training,
         starts=job.starts,
         spoiled=job.spoiled,
+        stepped=job.stepped,
     )
     x, y, weight = arguments["x"], arguments["y"], arguments["sample_weight"]
     if job.tap_inputs:
@@ -124,10 +127,19 @@ class RunResult:
 
 def run(job: RunRequest) -> RunResult:
     """Run ``job`` and differentiate its loss with respect to each tap; the model is restored afterwards."""
-    try:
-        return _run(job)
-    except ChangedStateError:
-        return _run(with_starts(job))
+    return with_loops(job, _run)
+
+
+def with_loops(job: RunRequest, attempt: Callable[[RunRequest], Result]) -> Result:
+    """Return ``attempt(job)``, with the loops over cells and layers in the request that are met on the way."""
+    changed = False
+    while True:
+        try:
+            return attempt(with_starts(job) if changed else job)
+        except SteppedLayerError as error:
+            job = replace(job, stepped=job.stepped | {error.layer}, calls=[])
+        except ChangedStateError:
+            changed = True
 
 
 def _run(job: RunRequest) -> RunResult:
@@ -141,13 +153,13 @@ def _run(job: RunRequest) -> RunResult:
         ):
             raw, calls = _compiled_or_eager(job, arguments, engine, memo)
     value, (arrays, outputs), gradients = raw
-    made = [LayerCall(c.place, c.half, c.index, a) for c, a in zip(calls, arrays, strict=True)]
+    made = [replace(c, arrays=a) for c, a in zip(calls, arrays, strict=True)]
     return RunResult(made, stacked(job.keras, gradients), value, outputs)
 
 
 def with_starts(job: RunRequest) -> RunRequest:
     """Return the request with the calls of each cell that start a recurrence, found by one run per cell."""
-    always: Starts = {site.name: frozenset() for site in job.sites if site.is_loop}
+    always: Starts = {site.name: frozenset() for site in job.sites if site.is_loop or site.name in job.stepped}
 
     def spoil(name: str) -> list[list[Array]]:
         trial = replace(job, spoiled=name, starts=always, gradients=False, loss=None, keep=frozenset(), calls=[])
@@ -157,7 +169,7 @@ def with_starts(job: RunRequest) -> RunRequest:
         received = [np.asarray(job.keras.value_of(a)) for key, a in arrays.items() if key.startswith("received/")]
         return [[array[:, t] for array in received] for t in range(received[0].shape[1] if received else 0)]
 
-    return replace(job, starts=starts_of(job.sites, spoil), calls=[])
+    return replace(job, starts=starts_of(always, spoil), calls=[])
 
 
 def _body(job: RunRequest, arguments: Any, engine: Engine) -> Any:
@@ -173,7 +185,7 @@ def _compiled_or_eager(
     if memo is not None:
         try:
             run = memo.once("run", lambda: engine.compile(lambda a: _body(job, a, engine), (arguments,), memo))
-            calls = memo.once("calls", lambda: [LayerCall(c.place, c.half, c.index) for c in job.calls])
+            calls = memo.once("calls", lambda: [replace(c, arrays={}) for c in job.calls])
             return run(arguments), calls
         except ChangedStateError:
             forget(job.model, memo)
@@ -190,7 +202,7 @@ def memo_for(job: RunRequest, arguments: Any, *more: Hashable) -> Memo | None:
         return None
     names = tuple((site.name, site.direction) for site in job.sites), tuple(job.plain), tuple(job.weights)
     options = (job.training, job.loss is None, job.gradients, job.tap_inputs, job.wanted, job.keep)
-    more = (*more, tuple(sorted(job.starts.items())))
+    more = (*more, tuple(sorted(job.starts.items())), job.stepped)
     question = (names, options, stamp_of_tensors(job.keras, arguments), *more)
     stamp = job.keras.stamp(job.model, job.loss_given)
     if stamp is None and job.keras.is_short(job.data.x):
