@@ -85,7 +85,8 @@ class Result(Mapping[str, Any]):
         checks: Iterable[Check | Mapping[str, Any]] = (),
         certificate: Certificate | Mapping[str, Any] | None = None,
     ) -> None:
-        self._tree = datasets if isinstance(datasets, xr.DataTree) else _tree(datasets)
+        #: Data as given; they are joined to one tree on first use, which takes as long as a small replay.
+        self._datasets = datasets if isinstance(datasets, xr.DataTree) else dict(datasets)
         self._paths = _found(datasets) if isinstance(datasets, xr.DataTree) else to_paths(datasets)
         self._tasks: LazyTasks | None = None
         self.provenance = with_version(provenance)
@@ -117,7 +118,7 @@ class Result(Mapping[str, Any]):
         lazy = {name: self.dataset(name) for name in self}
         datasets, found = compute_with_record(lazy, self._tasks, **kwargs)
         result = copy.copy(self)
-        result._tree, result._tasks = _tree(datasets), None
+        result._datasets, result._tasks = dict(datasets), None
         result._complete(found)
         return result
 
@@ -131,7 +132,10 @@ class Result(Mapping[str, Any]):
     @property
     def tree(self) -> xr.DataTree:
         """All data as one xarray DataTree: one node per layer, nested models as groups."""
-        return self._tree
+        if not isinstance(self._datasets, xr.DataTree):
+            nodes = {self._paths[name]: dataset for name, dataset in self._datasets.items()}
+            self._datasets = xr.DataTree.from_dict(nodes)
+        return self._datasets
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -146,7 +150,7 @@ class Result(Mapping[str, Any]):
         LayerNotFoundError
             If no layer has that name, or if a short name is ambiguous.
         """
-        node: Any = self._tree[self._paths[self._resolve(name)]]
+        node: Any = self.tree[self._paths[self._resolve(name)]]
         dataset: xr.Dataset = node.to_dataset(inherit=False)
         return dataset
 
@@ -186,7 +190,7 @@ class Result(Mapping[str, Any]):
 
     def _stored(self) -> tuple[xr.DataTree, list[str]]:
         """Return the tree to write to a file, and the names of its nodes in order."""
-        return self._tree, list(self.layers)
+        return self.tree, list(self.layers)
 
     @classmethod
     def _restore(cls, tree: xr.DataTree, meta: Mapping[str, Any]) -> Self:
@@ -290,11 +294,6 @@ def refuse_no_name(name: object, known: Iterable[str], where: str) -> None:
 def _chunk_name(array: xr.DataArray, tasks: LazyTasks) -> str | None:
     """Return the name of a lazy array's part in the values of a chunk; None if it does not keep samples."""
     return tasks.names.get(getattr(array.data, "name", ""))
-
-
-def _tree(datasets: Mapping[str, xr.Dataset]) -> xr.DataTree:
-    paths = to_paths(datasets)
-    return xr.DataTree.from_dict({paths[name]: dataset for name, dataset in datasets.items()})
 
 
 def _found(tree: xr.DataTree) -> dict[str, str]:

@@ -36,7 +36,7 @@ from ..results.trace import Trace
 from ..settings import current
 from ..vocabulary import SAMPLE
 from .axes import an_axes_table
-from .certificates.comparisons import ReplayedValues, certify, plainly
+from .certificates.comparisons import ReplayedValues, certify, start_reference_run
 from .chunked.of_results import lazy_datasets
 from .chunked.samples import SampleChunks
 from .request import ModelRequest, in_turn
@@ -135,40 +135,42 @@ def trace(
     Total gradients: Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, eqs. 3-5.
     """
     adapter = adapter_for(model)
-    wanted = TraceSelection.of(layers, quantities, y is not None or loss is not None or adapter.has_own_loss(model))
+    selection = TraceSelection.of(layers, quantities, y is not None or loss is not None or adapter.has_own_loss(model))
     batch = Batch(x, y, sample_weight, class_weight, loss, training, initial_state, seed)
     if is_lazy((x, y, sample_weight)):
-        return _lazy(model, batch, wanted, at or {}, axes)
+        return _lazy(model, batch, selection, at or {}, axes)
     request = ModelRequest.resolve(model, batch, axes)
     certified = request.needs_certificate("trace", batch)
-    wanted = replace(wanted, weighed=certified or current().certify != "first")
-    capture = adapter.capture(model, batch, wanted.request(certified))
-    provenance = request.provenance(with_loss=wanted.has_loss)
-    ours = ReplayedValues(capture) if certified else None
+    selection = replace(selection, weighed=certified or current().certify != "first")
+    capture = adapter.capture(model, batch, selection.request(certified))
+    provenance = request.provenance(with_loss=selection.has_loss)
+    claim = ReplayedValues(capture) if certified else None
     described = {**request.known.recurrent, **request.known.sequences}
-    with nullcontext(None) if ours is None else plainly(adapter, model, batch, ours) as made:
-        made_of = partial(recurrent_datasets, described, capture, wanted, provenance)
-        datasets, checks = made_of(ours)
+    with nullcontext(None) if claim is None else start_reference_run(adapter, model, batch, claim) as reference_run:
+        datasets_of = partial(recurrent_datasets, described, capture, selection, provenance)
+        datasets, checks = datasets_of(claim)
         scans: dict[str, xr.Dataset] = {}
         if capture.sequences:
-            scans, compared = sequence_datasets(described, capture.sequences, wanted, provenance, at or {})
+            scans, compared = sequence_datasets(described, capture.sequences, selection, provenance, at or {})
             datasets, checks = {**datasets, **scans}, [*checks, *compared]
-        if ours is not None:
-            ours.include_scans(capture.sequences)
-        datasets |= plain_datasets(capture.plain, request.axes, batch, wanted, provenance)
-        wanted.refuse_absent(datasets, list(described))
-        words = _words(datasets, wanted.has_loss)
+        if claim is not None:
+            claim.include_scans(capture.sequences)
+        datasets |= plain_datasets(capture.plain, request.axes, batch, selection, provenance)
+        selection.refuse_absent(datasets, list(described))
+        words = _words(datasets, selection.has_loss)
         datasets = with_coordinates(datasets, request.coordinates)
         certificate = Certificate()
-        if ours is not None and made is not None:
-            certificate = certify(adapter, model, batch, ours, made, partial(_perturbed, made_of, capture), **words)
+        if claim is not None and reference_run is not None:
+            certificate = certify(
+                adapter, model, batch, claim, reference_run, partial(_perturbed, datasets_of, capture), **words
+            )
     if at:
         datasets = {name: found if name in scans else selected(found, at) for name, found in datasets.items()}
     warn_about([*checks, *certificate.checks])
     return Trace(
         datasets,
         loss=capture.loss,
-        quantities=None if wanted.quantities is None else sorted(wanted.quantities),
+        quantities=None if selection.quantities is None else sorted(selection.quantities),
         provenance=provenance,
         notes=capture.notes,
         checks=checks,
@@ -179,7 +181,7 @@ def trace(
 def _lazy(
     model: Any,
     batch: Batch,
-    wanted: TraceSelection,
+    selection: TraceSelection,
     at: Mapping[str, Any],
     axes: Mapping[str, Any] | None,
 ) -> Trace:
@@ -190,10 +192,10 @@ def _lazy(
     request = ModelRequest.resolve(model, batch, axes)
     chunks = SampleChunks.of(request.axes, batch)
     stated = {name: layout.axes for name, layout in axes.items()} if axes else None
-    verb = partial(_of_batch, layers=wanted.layers, quantities=wanted.quantities, at=at or None, axes=stated)
-    found = lazy_datasets(request.adapter, model, chunks, verb, "trace", sums=False, with_loss=wanted.has_loss)
+    verb = partial(_of_batch, layers=selection.layers, quantities=selection.quantities, at=at or None, axes=stated)
+    found = lazy_datasets(request.adapter, model, chunks, verb, "trace", sums=False, with_loss=selection.has_loss)
     template, datasets, graph = found
-    quantities = None if wanted.quantities is None else sorted(wanted.quantities)
+    quantities = None if selection.quantities is None else sorted(selection.quantities)
     notes = [*template.notes, *chunks.notes]
     result = Trace(datasets, quantities=quantities, provenance=template.provenance, notes=notes)
     return result.pending(graph)
@@ -206,11 +208,11 @@ def _of_batch(model: Any, batch: Batch, **keywords: Any) -> Trace:
     return trace(model, batch.x, batch.y, **given)
 
 
-def _perturbed(made_of: Callable[..., Any], capture: Capture) -> ReplayedValues:
+def _perturbed(datasets_of: Callable[..., Any], capture: Capture) -> ReplayedValues:
     """Compute the compared values again, from replays perturbed by one rounding."""
-    ours = ReplayedValues(capture)
-    made_of(ours, replayed=lambda call: perturbed(Replay.from_call(call)))
-    return ours
+    claim = ReplayedValues(capture)
+    datasets_of(claim, replayed=lambda call: perturbed(Replay.from_call(call)))
+    return claim
 
 
 def _words(datasets: Mapping[str, xr.Dataset], has_loss: bool) -> dict[str, Any]:

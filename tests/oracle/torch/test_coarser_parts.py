@@ -11,7 +11,7 @@ from rnnlens.adapters.registry import adapter_for
 from rnnlens.autodiff import engine
 from rnnlens.results.certificate import Certificate
 from rnnlens.results.checks import Check
-from rnnlens.verbs.certificates.comparisons import steadied
+from rnnlens.verbs.certificates.comparisons import recheck_failure
 
 
 class Mixed(nn.Module):
@@ -49,7 +49,7 @@ def test_a_difference_of_one_float32_rounding_is_a_fault_of_a_model_in_float64_a
     adapter, batch = adapter_for(model), Batch(x)
     failed = Certificate.of("torch", [Check("plain outputs", "", 1e-7, 1e-14)], certified=("outputs",))
     run = adapter.reference_run(model, batch, gradients=False)
-    assert steadied(failed, adapter, model, batch, run, steps=64).state == state
+    assert recheck_failure(failed, adapter, model, batch, run, steps=64).state == state
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -39,7 +39,7 @@ from .losses import combination, loss_of, mixes_samples, outputs_of
 from .model_facts import facts, provenance, reduction
 from .pullback import KerasPullback, differentiate
 from .reference_run import coarsest_dtype, place, reference_run
-from .variants import between, chain, nudged, reinitialised
+from .variants import between, chain, perturbed_port, reinitialised
 from .weights import layer_weights
 
 
@@ -190,7 +190,7 @@ class KerasAdapter(Adapter):
 
     def perturbed_port(self, model: Any, port: Port, size: float) -> AbstractContextManager[bool]:
         """Perturb a weight or a layer's output within the block; yield False if that is not possible."""
-        return nudged(model, port, size)
+        return perturbed_port(model, port, size)
 
 
 adapter = KerasAdapter()

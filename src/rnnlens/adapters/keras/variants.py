@@ -19,7 +19,7 @@ from .weights import named_variables
 
 
 @contextmanager
-def nudged(model: Any, port: Port, size: float) -> Iterator[bool]:
+def perturbed_port(model: Any, port: Port, size: float) -> Iterator[bool]:
     """Temporarily perturb a weight or a layer's output by ``size`` times its own spread.
 
     The pattern is random and fixed. Yields False if the port cannot be perturbed.

@@ -33,7 +33,7 @@ from .opened import opened
 from .public import Net
 from .pullback import GraphPullback, differentiate
 from .reference_run import prepared, reference_run
-from .weights import listed, nudged, place_of
+from .weights import listed, perturbed_port, place_of
 
 
 class TfGraphAdapter(Adapter):
@@ -119,7 +119,7 @@ class TfGraphAdapter(Adapter):
 
         The user's session keeps its value.
         """
-        return nudged(net_of(model), port, size)
+        return perturbed_port(net_of(model), port, size)
 
     def mixes_samples(self, model: Any, training: bool) -> str | None:
         """Return "?" (unknown): batch statistics in a graph depend on the value fed to its phase."""

@@ -253,7 +253,7 @@ def place_of(found: Opened, layer: str, direction: str | None, key: str) -> Weig
 
 
 @contextmanager
-def nudged(net: Net, port: Port, size: float) -> Iterator[bool]:
+def perturbed_port(net: Net, port: Port, size: float) -> Iterator[bool]:
     """Perturb the variables of a weight while the context is active; see :meth:`Adapter.perturbed_port`.
 
     The context value is False for ports that are no weight.

@@ -40,7 +40,7 @@ from .losses import combination, loss_of, mixes_samples
 from .model_facts import facts, fingerprint
 from .pullback import TorchPullback, differentiate, outputs_of
 from .reference_run import place, reference_run
-from .variants import nudged, reinitialised
+from .variants import perturbed_port, reinitialised
 from .weights import layer_weights, load_weights
 
 __all__ = ["adapter"]
@@ -146,7 +146,7 @@ class TorchAdapter(Adapter):
 
     def perturbed_port(self, model: nn.Module, port: Port, size: float) -> AbstractContextManager[bool]:
         """Perturb a weight or the output of a layer within a block. The block gets False if that is not possible."""
-        return nudged(model, port, size)
+        return perturbed_port(model, port, size)
 
     def load_weights(self, model: nn.Module, path: Path, *, unsafe: bool = False) -> None:
         """Load the weights of a model from a file with a state dict."""

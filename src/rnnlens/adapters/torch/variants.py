@@ -19,7 +19,7 @@ from .weights import NAMES
 
 
 @contextmanager
-def nudged(model: nn.Module, port: Port, size: float) -> Iterator[bool]:
+def perturbed_port(model: nn.Module, port: Port, size: float) -> Iterator[bool]:
     """Perturb a weight or output within the block by ``size`` times its root mean square, in a fixed random pattern.
 
     Yield False if that is not possible.

@@ -53,7 +53,7 @@ def _raised(error: Exception) -> str:
     return f"the reference run of the model raised {type(error).__name__}: {first}"
 
 
-def steadied(
+def recheck_failure(
     failed: Certificate, adapter: Adapter, model: Any, batch: Batch, first: ReferenceRun, *, steps: int
 ) -> Certificate:
     """Return a failed certificate, or what it is by the rounding of the dtypes that really ran.
@@ -171,10 +171,10 @@ class ReplayedValues:
         """Return a copy with rounding scales at least as large as the effect of one more rounding."""
         unit, scales = epsilon(self.dtype), dict(self.scales)
         for key, array in self.weights.items():
-            scales[key[0]] = max(scales.get(key[0], 0.0), _apart(array, perturbed.weights[key]) / unit)
+            scales[key[0]] = max(scales.get(key[0], 0.0), _mismatch(array, perturbed.weights[key]) / unit)
         boundaries = []
         for boundary, other in zip(self.boundaries, perturbed.boundaries, strict=True):
-            apart = [_apart(a, b) for (a, _), (b, _) in zip(boundary.pairs, other.pairs, strict=True)]
+            apart = [_mismatch(a, b) for (a, _), (b, _) in zip(boundary.pairs, other.pairs, strict=True)]
             boundaries.append(boundary._replace(scale=max(boundary.scale, *(size / unit for size in apart))))
         return replace(self, scales=scales, boundaries=boundaries)
 
@@ -219,15 +219,15 @@ class Comparisons:
 
 
 @contextmanager
-def plainly(adapter: Adapter, model: Any, batch: Batch, ours: ReplayedValues | None) -> Iterator[Attempt]:
+def start_reference_run(adapter: Adapter, model: Any, batch: Batch, claim: ReplayedValues | None) -> Iterator[Attempt]:
     """Start the reference run in a thread beside the replay, if the adapter can prepare it separately.
 
     It starts after the capture, so that two runs never take memory at once. Without values to compare nothing is run.
     """
-    if ours is None:
+    if claim is None:
         yield lambda: (None, "")
         return
-    batch, gradients = _as_captured(batch, ours.capture), _has_gradients(ours.capture)
+    batch, gradients = _as_captured(batch, claim.capture), _has_gradients(claim.capture)
     with ThreadPoolExecutor(1) as thread:
         ready, why = attempt(lambda: adapter.prepared_reference_run(model, batch, gradients=gradients))
         if why:
@@ -253,7 +253,7 @@ def certify(
     adapter: Adapter,
     model: Any,
     batch: Batch,
-    ours: ReplayedValues | None,
+    claim: ReplayedValues | None,
     made: Attempt,
     perturbed: Callable[[], ReplayedValues],
     **words: Any,
@@ -263,37 +263,37 @@ def certify(
     ``perturbed`` recomputes the replayed values with one more rounding; it is called only if the comparison fails.
     ``words`` as in :meth:`Certificate.of`. Without replayed values the certificate is empty.
     """
-    if ours is None:
+    if claim is None:
         return Certificate()
-    altered, engine = ours.capture.altered, adapter.engine
+    altered, engine = claim.capture.altered, adapter.engine
     run, why = made()
     if run is None:
         return Certificate("could not", engine, why=why)
     held = partial(_held, adapter, model, batch, run, words)
-    certificate = held(ours)
+    certificate = held(claim)
     if certificate.state == "failed":
-        certificate = held(ours.beside(perturbed()))
+        certificate = held(claim.beside(perturbed()))
     if certificate.state == "failed":
-        batch = _as_captured(batch, ours.capture)
-        certificate = steadied(certificate, adapter, model, batch, run, steps=ours.steps)
+        batch = _as_captured(batch, claim.capture)
+        certificate = recheck_failure(certificate, adapter, model, batch, run, steps=claim.steps)
     if altered and certificate.state != "failed":
         return Certificate("could not", engine, why=altered)
     return certificate
 
 
 def _held(
-    adapter: Adapter, model: Any, batch: Batch, run: ReferenceRun, words: Mapping[str, Any], ours: ReplayedValues
+    adapter: Adapter, model: Any, batch: Batch, run: ReferenceRun, words: Mapping[str, Any], claim: ReplayedValues
 ) -> Certificate:
-    comparisons = compared(adapter, model, batch, ours, run, gradients=_has_gradients(ours.capture))
+    comparisons = compared(adapter, model, batch, claim, run, gradients=_has_gradients(claim.capture))
     return comparisons.certificate(adapter.engine, **words)
 
 
 def compared(
-    adapter: Adapter, model: Any, batch: Batch, ours: ReplayedValues, run: ReferenceRun, *, gradients: bool = True
+    adapter: Adapter, model: Any, batch: Batch, claim: ReplayedValues, run: ReferenceRun, *, gradients: bool = True
 ) -> Comparisons:
     """Compare all quantities that both the capture and the reference run have."""
-    comparisons = Comparisons(ours.steps, ours.dtype)
-    capture = ours.capture
+    comparisons = Comparisons(claim.steps, claim.dtype)
+    capture = claim.capture
     if capture.loss is not None and run.loss is not None:
         comparisons.compare(LOSS, "", [(capture.loss, run.loss)])
     outputs = [to_host(leaf) for leaf in outputs_of(capture.outputs)]
@@ -308,8 +308,8 @@ def compared(
         comparisons.compare(INPUTS, "", [filled(a, b) for x, a, b in sides if not _flags(x)])
         if any(_flags(x) for x, _, _ in sides):
             comparisons.left_out["inputs whose values are only 0 and 1"] = None
-    _compare_weights(comparisons, adapter, model, ours, run)
-    for boundary in ours.boundaries:
+    _compare_weights(comparisons, adapter, model, claim, run)
+    for boundary in claim.boundaries:
         comparisons.compare(boundary.comparison, boundary.layer, boundary.pairs, scale=boundary.scale)
     return comparisons
 
@@ -320,16 +320,16 @@ def outputs_of(tree: Any) -> list[Any]:
 
 
 def _compare_weights(
-    comparisons: Comparisons, adapter: Adapter, model: Any, ours: ReplayedValues, run: ReferenceRun
+    comparisons: Comparisons, adapter: Adapter, model: Any, claim: ReplayedValues, run: ReferenceRun
 ) -> None:
     """Compare weight gradients with the framework's, minus the framework's gradient along other paths."""
-    beside, whole = ours.capture.beside, ours.capture.whole
+    beside, whole = claim.capture.beside, claim.capture.whole
     by_place: dict[tuple[str, str], list[Any]] = {}
-    for key, array in ours.weights.items():
+    for key, array in claim.weights.items():
         place = adapter.place(model, *key)
         if place is not None:
             by_place.setdefault((place.name, place.part), []).append((key, place, array))
-    computed = {name for (name, _), entries in by_place.items() if any(key in ours.computed for key, *_ in entries)}
+    computed = {name for (name, _), entries in by_place.items() if any(key in claim.computed for key, *_ in entries)}
     swept = {name for name, _ in by_place} - computed
     by_layer: dict[str, list[tuple[Any, Any]]] = {}
     for (name, _), entries in by_place.items():
@@ -337,18 +337,18 @@ def _compare_weights(
         if name in computed:
             comparisons.left_out[f"weights of {key[0]}, which the model computes from its parameters"] = None
             continue
-        if any(one in ours.incomplete for one, _, _ in entries) or (name in whole and place.tied):
+        if any(one in claim.incomplete for one, _, _ in entries) or (name in whole and place.tied):
             comparisons.left_out[f"weights of {key[0]}, which are shared with other layers"] = None
             continue
         total = _difference(run.weight_grads.get(name), None if name in whole else beside.get(name))
         mine = sum(array for _, _, array in entries)
         theirs = np.zeros_like(mine) if total is None else place.take(total)
-        if total is not None and key in ours.probed:
+        if total is not None and key in claim.probed:
             theirs = probed(theirs)
         by_layer.setdefault(key[0], []).append((mine, theirs))
     for layer, pairs in by_layer.items():
-        comparisons.compare(WEIGHTS, layer, pairs, scale=ours.scales[layer])
-    unfollowed = ours.capture.inside - swept - whole
+        comparisons.compare(WEIGHTS, layer, pairs, scale=claim.scales[layer])
+    unfollowed = claim.capture.inside - swept - whole
     if any(run.weight_grads.get(name) is not None for name in unfollowed):
         comparisons.left_out["weights of recurrent layers whose gradients were not requested"] = None
     others = [name for name in beside if name in whole or name not in swept | unfollowed]
@@ -395,7 +395,7 @@ def _largest(array: Array) -> float:
 
 
 @np.errstate(invalid="ignore")
-def _apart(one: Array, other: Array) -> float:
+def _mismatch(one: Array, other: Array) -> float:
     """Return the largest finite difference of two arrays."""
     difference = np.abs(_array(one) - _array(other))
     return float(np.max(difference, where=np.isfinite(difference), initial=0.0))

@@ -26,7 +26,7 @@ from ..names import TensorName, uncalled
 from ..recurrent_layers import weights_of
 from ..request import ModelRequest
 from ..weight_gradients import FoundGradients
-from .comparisons import LOSS, PROBES, WEIGHTS, Comparisons, attempt, filled, probed, steadied
+from .comparisons import LOSS, PROBES, WEIGHTS, Comparisons, attempt, filled, probed, recheck_failure
 
 GRADIENT = "reference gradient"
 
@@ -76,7 +76,7 @@ def certify_answer(request: GradientRequest, part: BatchTarget, answer: BatchGra
     reason = _without_a_share(request, part)
     if reason:
         return Certificate("could not", engine, why=reason)
-    return steadied(certificate, request.adapter, request.model, batch, run, steps=_steps(answer))
+    return recheck_failure(certificate, request.adapter, request.model, batch, run, steps=_steps(answer))
 
 
 def _out_of_reach(request: GradientRequest, part: BatchTarget) -> str:
@@ -307,7 +307,7 @@ def certify_weights(
     certificate = comparisons.certificate(engine, certified=certified, uncertified=open_ends)
     if certificate.state != "failed":
         return certificate
-    return steadied(certificate, adapter, model, batch, run, steps=comparisons.steps)
+    return recheck_failure(certificate, adapter, model, batch, run, steps=comparisons.steps)
 
 
 def _key(name: str, weights: LayerWeights) -> str | None:

@@ -30,7 +30,7 @@ from ..time_jacobian.execute import numbers
 from ..time_jacobian.network import open_network, reopen_network
 from ..time_jacobian.plan import JacobianPlan, WorkCount, make_plan, plan_for
 from ..time_jacobian.request import JacobianEnds, JacobianOptions, JacobianRequest, is_of_integers
-from .comparisons import Comparisons, attempt, outputs_of, steadied
+from .comparisons import Comparisons, attempt, outputs_of, recheck_failure
 
 #: Values of ``measure`` for which the result is linear in the rows of the Jacobian.
 LINEAR = (None, "sum", "mean")
@@ -298,7 +298,7 @@ def certify(
     if certificate.state != "failed":
         return certificate
     longest = max(int(size) for size in (64, *plan.shape))
-    return steadied(certificate, request.adapter, request.model, request.batch, run, steps=longest)
+    return recheck_failure(certificate, request.adapter, request.model, request.batch, run, steps=longest)
 
 
 def _held(

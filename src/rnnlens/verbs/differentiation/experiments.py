@@ -97,7 +97,7 @@ class Experiments:
         ``request`` and ``target`` replace those of the experiments.
         """
         request, target = request or self.request, target or self.target
-        port = nudged_port(name, request.known)
+        port = port_to_perturb(name, request.known)
         key = (target.text, port)
         if key not in self._answers:
             self._answers[key] = self._experiment(port, request, target)
@@ -133,7 +133,7 @@ class Experiments:
             self._values[target.text] = observed_value(request, part)
         moves = []
         for size in (MUCH, LITTLE, LESS):
-            value = self._nudged_value(port, size, request, part)
+            value = self._perturbed_value(port, size, request, part)
             if value is None:
                 return "unknown"
             moves.append(float(np.abs(value - self._values[target.text]).max()))
@@ -142,7 +142,7 @@ class Experiments:
             return "not"
         return "smoothly" if less and LITTLE / LESS / 3 < little / less < 3 * LITTLE / LESS else "in jumps"
 
-    def _nudged_value(self, port: Port, size: float, request: GradientRequest, part: BatchTarget) -> Array | None:
+    def _perturbed_value(self, port: Port, size: float, request: GradientRequest, part: BatchTarget) -> Array | None:
         if port.kind == "input":
             moved = replace(part.batch, x=_moved_input(part.batch.x, port.index, size))
             return observed_value(request, replace(part, batch=moved))
@@ -150,7 +150,7 @@ class Experiments:
             return observed_value(request, part) if possible else None
 
 
-def nudged_port(name: TensorName, known: Catalogue) -> Port:
+def port_to_perturb(name: TensorName, known: Catalogue) -> Port:
     """Return the port to perturb in an experiment on a tensor."""
     if name.what == "weight":
         return Port("weight", str(name.layer), key=sources(known.weights[str(name.layer)])[name.key][0].key)

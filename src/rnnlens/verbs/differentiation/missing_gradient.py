@@ -16,7 +16,7 @@ from ...results.gradients import Reason
 from ...typing import Array
 from ...vocabulary import SAMPLE, TIME
 from ..names import TensorName, names_behind_ids
-from .experiments import Experiments, is_integer, nudged_port
+from .experiments import Experiments, is_integer, port_to_perturb
 from .pull import answer
 from .request import BatchTarget, GradientRequest, is_trainable
 from .target import Target
@@ -42,8 +42,8 @@ def cause(trials: Experiments, name: TensorName, *, exists: bool) -> Reason:
 def _blocked(trials: Experiments, name: TensorName) -> Reason | None:
     """Return the obstacle that the adapter finds in the model's structure."""
     request = trials.request
-    of = [leaf.port() if leaf.layer is None else nudged_port(leaf, request.known) for leaf in request.leaves]
-    wrt = nudged_port(name, request.known)
+    of = [leaf.port() if leaf.layer is None else port_to_perturb(leaf, request.known) for leaf in request.leaves]
+    wrt = port_to_perturb(name, request.known)
     found = request.adapter.find_obstacle(request.model, trials.batch, of, wrt)
     return None if found is None else Reason(name.text, found.code, found.sentence, found.remedy)
 

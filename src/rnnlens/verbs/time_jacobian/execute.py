@@ -22,7 +22,7 @@ from ...typing import Array
 from ...vocabulary import DIRECTION, IN_FEATURE, IN_TIME, OUT_TIME, OUT_UNIT, SAMPLE
 from ..recurrent_layers import replay_check
 from .composed import compose_piece, pull_piece
-from .label import JacobianLabels
+from .label import JacobianLabels, ZarrTarget
 from .plan import IN_DIRECTION, JacobianPart, JacobianPiece, JacobianPlan, WorkCount
 
 Advance = Callable[[], None]
@@ -198,8 +198,6 @@ def execute(labels: JacobianLabels, out: str | PathLike[str] | None = None) -> R
     if out is None:
         found = labels.array(numbers(plan, tally), tally, checks)
     else:
-        from .label import ZarrTarget  # which loads Zarr
-
         with ZarrTarget(out, labels, tally, checks) as target, Progress("time Jacobian", plan.ticks) as progress:
             for part in plan.parts:
                 _fill(target, plan, part, tally, progress.advance)

@@ -136,21 +136,24 @@ class TracedCall:
     weights: Mapping[str, Array] | None = None
     rounding: Rounding = field(default_factory=Rounding)
 
-    def present(self, wanted: TraceSelection | None) -> Arrays:
-        """Return the existing arrays, limited to the requested quantities unless ``wanted`` is None."""
+    def present(self, selection: TraceSelection | None) -> Arrays:
+        """Return the existing arrays, limited to the requested quantities unless ``selection`` is None."""
         found = {name: array for name, array in self.arrays.items() if array is not None}
-        return found if wanted is None else {name: array for name, array in found.items() if wanted.has(name)}
+        return found if selection is None else {name: array for name, array in found.items() if selection.has(name)}
 
 
 def trace_call(
-    call: RecurrentCall, wanted: TraceSelection, sums: dict[str, WeightSum], replayed: Callable[[RecurrentCall], Replay]
+    call: RecurrentCall,
+    selection: TraceSelection,
+    sums: dict[str, WeightSum],
+    replayed: Callable[[RecurrentCall], Replay],
 ) -> TracedCall:
     """Replay a call and, with a loss, sweep back through it; add its weight gradients to ``sums``."""
     names = call.cell.state_names
     arrays: Arrays = {"input": call.input, "mask": call.mask, "output": call.output, "output_grad": call.output_grad}
     if call.final_state_grad is not None:
         arrays |= _boundary("final", names, call.final_state_grad)
-    if not wanted.replayed:
+    if not selection.replayed:
         return TracedCall(arrays, [])
     run, steps = replayed(call), int(call.input.shape[1])
     arrays |= dict(zip(names, run.states, strict=True))
@@ -159,16 +162,16 @@ def trace_call(
         arrays |= {f"previous_{name}": state for name, state in zip(names, call.received, strict=True)}
         arrays["output_grad"] = None
     traced = TracedCall(arrays, [replay_check(call, run)])
-    if call.output_grad is None or not wanted.swept:
+    if call.output_grad is None or not selection.swept:
         return traced
-    spend = not wanted.has("gate_preactivation") and not wanted.weighed
+    spend = not selection.has("gate_preactivation") and not selection.weighed
     result = sweep(call, run, call.output_grad, call.final_state_grad, call.state_grad, spend=spend)
     if spend:
         arrays["gate_preactivation"] = None
     arrays |= {f"{name}_grad": grad for name, grad in zip(names, result.state_grads, strict=True)}
     arrays |= {"gate_grad": result.gate_grad if call.cell.gates else None, "input_grad": result.input_grad}
     arrays |= _boundary("initial", names, result.initial_state_grad)
-    if not wanted.weighed:
+    if not selection.weighed:
         return traced
     traced.weights, reference = weights_to_check(call, run, result)
     traced.rounding = rounding_of(run, result)
@@ -226,9 +229,9 @@ def _direction_axis(name: str, array: np.ndarray[Any, Any], half: Arrays) -> int
 def recurrent_datasets(
     described: Mapping[str, LayerInfo],
     capture: Capture,
-    wanted: TraceSelection,
+    selection: TraceSelection,
     provenance: Mapping[str, str],
-    ours: ReplayedValues | None,
+    claim: ReplayedValues | None,
     replayed: Callable[[RecurrentCall], Replay] = Replay.from_call,
 ) -> tuple[dict[str, xr.Dataset], list[Check]]:
     """Return one dataset per node in the order of the calls, and the self-checks."""
@@ -236,18 +239,18 @@ def recurrent_datasets(
     sums: dict[str, WeightSum] = {}
     datasets = {}
     for name, replayed_calls in _by_node(capture.calls).items():
-        traced = [trace_call(call, wanted, sums, replayed) for call in replayed_calls]
+        traced = [trace_call(call, selection, sums, replayed) for call in replayed_calls]
         checks += [check for one in traced for check in one.checks]
         info = described.get(name) or described.get(name.rpartition("#")[0])
         dataset = layer_dataset(
-            join_directions([one.present(wanted if ours is None else None) for one in traced]),
+            join_directions([one.present(selection if claim is None else None) for one in traced]),
             info={**(vars(info) if info else {}), "name": name},
             provenance=provenance,
             bidirectional=len(replayed_calls) > 1,
         )
-        if ours is not None:
-            _collect(ours, dataset, replayed_calls, traced)
-            dataset = dataset.drop_vars([v for v in dataset.data_vars if not wanted.has(str(v))])
+        if claim is not None:
+            _collect(claim, dataset, replayed_calls, traced)
+            dataset = dataset.drop_vars([v for v in dataset.data_vars if not selection.has(str(v))])
         if replayed_calls[0].reset is not None:
             reset = xr.Variable((SAMPLE, TIME), to_host(replayed_calls[0].reset), describe("reset"))
             dataset = dataset.assign_coords(reset=reset)
@@ -286,26 +289,26 @@ def _by_node(calls: Iterable[RecurrentCall]) -> dict[str, list[RecurrentCall]]:
 
 
 def _collect(
-    ours: ReplayedValues, dataset: xr.Dataset, replayed_calls: Sequence[RecurrentCall], traced: Sequence[TracedCall]
+    claim: ReplayedValues, dataset: xr.Dataset, replayed_calls: Sequence[RecurrentCall], traced: Sequence[TracedCall]
 ) -> None:
     """Add the values of one layer that a certificate compares, from its labelled arrays where possible."""
     # Without a captured input the number of steps is unknown if only the last output is returned; units replace it.
     timed = replayed_calls[0].output[0] if replayed_calls[0].input is None else replayed_calls[0].input[0]
-    ours.steps = max(ours.steps, int(timed.shape[0]))
-    ours.dtype = coarser(ours.dtype, replayed_calls[0].compute_dtype or str(replayed_calls[0].output.dtype))
+    claim.steps = max(claim.steps, int(timed.shape[0]))
+    claim.dtype = coarser(claim.dtype, replayed_calls[0].compute_dtype or str(replayed_calls[0].output.dtype))
     for call, one in zip(replayed_calls, traced, strict=True):
         if one.weights is None:
             continue
-        ours.add_weights(call, weight_sums(dataset, call, PROBES) or one.weights, one.rounding.weights)
+        claim.add_weights(call, weight_sums(dataset, call, PROBES) or one.weights, one.rounding.weights)
         grads = initial_state_gradients(dataset, call, call.cell.state_names)
         if call.framework_initial_state_grad is not None and grads is not None:
             pairs = zip(grads, call.framework_initial_state_grad, strict=True)
-            ours.boundaries.append(BoundaryGradients(INITIAL, call.layer, list(pairs), one.rounding.initial))
+            claim.boundaries.append(BoundaryGradients(INITIAL, call.layer, list(pairs), one.rounding.initial))
     mine = input_gradient(dataset)
     theirs = [call.framework_input_grad for call in replayed_calls if call.framework_input_grad is not None]
     if theirs and mine is not None:
         scale = max(one.rounding.input for one in traced)
-        ours.boundaries.append(
+        claim.boundaries.append(
             BoundaryGradients(LAYER_INPUT, replayed_calls[0].layer, [(mine, sum(map(to_host, theirs)))], scale)
         )
 
@@ -314,7 +317,7 @@ def plain_datasets(
     calls: Sequence[NonRecurrentCall],
     axes: ModelAxes,
     batch: Batch,
-    wanted: TraceSelection,
+    selection: TraceSelection,
     provenance: Mapping[str, str],
 ) -> dict[str, xr.Dataset]:
     """Return the outputs of non-recurrent layers, with samples and time as the first axes where known."""
@@ -325,7 +328,7 @@ def plain_datasets(
         arrays: dict[str, Array] = {}
         dims: dict[str, tuple[str, ...]] = {}
         for name, array in (("output", call.output), ("output_grad", call.output_grad)):
-            if array is not None and outside is not None and wanted.has(name):
+            if array is not None and outside is not None and selection.has(name):
                 opened = outside.opened(Port("output", call.layer), to_host(array))
                 arrays[name], dims[name] = in_order(*opened)
         info = {"name": call.layer}

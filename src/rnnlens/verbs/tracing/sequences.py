@@ -34,7 +34,7 @@ def chosen_positions(name: str, value: Any) -> dict[str, Any]:
 def sequence_datasets(
     described: Mapping[str, LayerInfo],
     calls: Sequence[SequenceCall],
-    wanted: TraceSelection,
+    requested: TraceSelection,
     provenance: Mapping[str, str],
     at: Mapping[str, Any],
 ) -> tuple[dict[str, xr.Dataset], list[Check]]:
@@ -42,7 +42,7 @@ def sequence_datasets(
     datasets, checks = {}, []
     for call in calls:
         info = described.get(call.layer) or described.get(call.layer.rpartition("#")[0])
-        datasets[call.layer] = _dataset(call, info, wanted, provenance, at)
+        datasets[call.layer] = _dataset(call, info, requested, provenance, at)
         bound = rounding_bound(call.compute_dtype, call.cell.steps)
         checks.append(Check(REPLAY, call.layer, call.mismatch, bound))
     return datasets, checks
@@ -51,12 +51,12 @@ def sequence_datasets(
 def _dataset(
     call: SequenceCall,
     info: LayerInfo | None,
-    wanted: TraceSelection,
+    requested: TraceSelection,
     provenance: Mapping[str, str],
     at: Mapping[str, Any],
 ) -> xr.Dataset:
     selection = SequenceSelection.of(call, at)
-    names = [name for name in (*VALUES, *(GRADIENTS if call.output_grad is not None else ())) if wanted.has(name)]
+    names = [name for name in (*VALUES, *(GRADIENTS if call.output_grad is not None else ())) if requested.has(name)]
     names = [name for name in names if not _absent(name, call)]
     selection.refuse_large(call, names)
     pieces: dict[str, list[np.ndarray[Any, Any]]] = {name: [] for name in names}
