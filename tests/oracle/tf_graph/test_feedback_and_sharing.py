@@ -67,6 +67,30 @@ def test_a_time_jacobian_through_what_is_fed_back():
     np.testing.assert_allclose(jacobian.transpose("sample", "out_time", ...).values, truth, rtol=1e-10, atol=1e-13)
 
 
+@pytest.mark.parametrize("projection", [None, 2])
+@pytest.mark.parametrize("read", [[-1], [1, -1], [0, 1, 2]])
+def test_a_cell_state_that_the_head_reads(read, projection):
+    """The cell state of some steps, besides the last hidden state: each is a tensor that TensorFlow differentiates by."""
+    x = tf.placeholder(tf.float64, [SAMPLES, STEPS, FEATURES])
+    with tf.variable_scope("m"):
+        cell, states = cells.LSTMCell(UNITS, num_proj=projection), []
+        state = cell.zero_state(SAMPLES, tf.float64)
+        for t in range(STEPS):
+            _, state = cell(x[:, t], state)
+            states.append(state)
+    y = tf.layers.dense(tf.concat([*(states[t].c for t in read), state.h], 1), 2)
+    net, data = net_of({"x": x}, y, None), DRAW(size=(SAMPLES, STEPS, FEATURES))
+    ends = {"input": None, "m.hidden": [s.h for s in states], "m.cell": [s.c for s in states]}
+    for wrt, tensors in ends.items():
+        found = rl.jacobian(net, data, wrt=wrt)
+        by = [tf.stack(tf.gradients(y[:, k], tensors), 1) if tensors else tf.gradients(y[:, k], x)[0] for k in range(2)]
+        truth = net.session.run(tf.stack(by, 1), {x: data})
+        np.testing.assert_allclose(found.transpose("sample", "out_unit", ...).values, truth, rtol=1e-10, atol=1e-13)
+        summed = rl.gradients(net, data, of="output", wrt=wrt, reduce="sum")
+        np.testing.assert_allclose(summed.values, truth.sum(1), rtol=1e-10, atol=1e-13)
+        assert {found.certificate.state, summed.certificate.state} == {"passed"}
+
+
 def test_feedback_of_a_state_that_is_no_output_is_refused():
     x = tf.placeholder(tf.float64, [SAMPLES, UNITS])
     cell, given = cells.BasicLSTMCell(UNITS), x

@@ -192,10 +192,11 @@ def at_boundary(loop: Loop, port: Port) -> Spot:
     boundary: LoopBoundary | None = None
     stop: tuple[Any, ...] = ()
     index = port.index
-    if loop.carried and (port.kind == "state_read" or (port.kind == "output" and not index)):
-        spot = direct_state(loop, index)
+    if loop.kind == "unrolled" and port.kind == "state_read":
         # State 0 is the output as well, whose port already has its gradient.
-        return replace(spot, sources=()) if port.kind == "state_read" and not index else spot
+        return direct_state(loop, index) if index else replace(direct_state(loop, 0), sources=())
+    if loop.carried and port.kind == "output" and not index:
+        return direct_state(loop, 0)
     if port.kind == "input":
         boundary = loop.input
     elif port.kind == "output" and not port.index:
@@ -227,14 +228,13 @@ def direct_state(loop: Loop, index: int) -> Spot:
     states = loop.states[index]
     if loop.carried and index == 0:
         return Spot(chronological(loop, states), (*states.tensors, *loop.carried[0].tensors), loop, states)
-    stop = (*every_state(loop), *(tensor for boundary in loop.states for tensor in boundary.tensors))
-    return Spot(chronological(loop, states), states.tensors, loop, states, stop=stop)
+    return Spot(chronological(loop, states), states.tensors, loop, states, stop=every_state(loop))
 
 
 def every_state(loop: Loop) -> tuple[Any, ...]:
     """Return all tensors that an unrolled loop passes from one step to the next."""
     output = () if loop.output is None else loop.output.tensors
-    return (*output, *(tensor for boundary in loop.final for tensor in boundary.tensors))
+    return (*output, *(tensor for boundary in (*loop.final, *loop.states) for tensor in boundary.tensors))
 
 
 def joined(spot: Spot, parts: Sequence[Any]) -> Any:

@@ -49,6 +49,7 @@ class Step:
 
 def unrolled(ends: Iterable[Any]) -> list[Loop]:
     """Return the unrolled recurrences among the ancestors of some tensors: chains of at least two equal steps."""
+    ends = list(ends)
     ops = [op for op in ancestors(ends) if not _in_a_loop(op)]
     forms, groups = Forms({}, Source()), defaultdict(list)
     for step in _steps(forms, ops):
@@ -56,7 +57,7 @@ def unrolled(ends: Iterable[Any]) -> list[Loop]:
         key = (match.cell, tuple(sorted(match.options.items(), key=str)), _frozen(match.weights))
         groups[key].append(step)
     chains = [chain for steps in groups.values() for chain in _chains(steps)]
-    loops = [loop for chain in chains if (loop := _loop(forms, chain)) is not None]
+    loops = [loop for chain in chains if (loop := _loop(forms, chain, ends)) is not None]
     return [*loops, *_conditional(ops, {loop.scope for loop in loops}, groups.values())]
 
 
@@ -151,7 +152,7 @@ def _chains(steps: Sequence[Step]) -> list[list[Step]]:
     return chains
 
 
-def _loop(forms: Forms, chain: Sequence[Step]) -> Loop | None:
+def _loop(forms: Forms, chain: Sequence[Step], ends: Iterable[Any]) -> Loop | None:
     sources = [_tensor(forms, step.match.source) for step in chain]
     starts = [_tensor(forms, old) for old in chain[0].before]
     if any(t is None for t in (*sources, *starts)):
@@ -163,10 +164,11 @@ def _loop(forms: Forms, chain: Sequence[Step]) -> Loop | None:
     cell = known_cell(match)
     carried: tuple[LoopBoundary, ...] = ()
     hidden = {id(t) for t in states[0].tensors}
-    if any(id(t) in hidden for t in _behind(sources)):  # the output is fed back to the cell as input
-        others = {id(t) for boundary in states[1:] for t in boundary.tensors}
-        if any(id(t) in others for t in _behind(sources, hidden)):
-            cell = replace(cell, refused=_feedback_of_another_state(scope))
+    others = {id(t) for boundary in states[1:] for t in boundary.tensors}
+    fed_back = any(id(t) in hidden for t in _behind(sources))
+    if fed_back and any(id(t) in others for t in _behind(sources, hidden)):
+        cell = replace(cell, refused=_feedback_of_another_state(scope))
+    if fed_back or any(id(t) in others for t in _behind(ends, hidden | others)):  # or a cell state is read outside
         carried = _carried(chain, edges)
     return Loop(
         _name(scope),
