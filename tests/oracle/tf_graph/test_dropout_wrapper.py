@@ -123,6 +123,30 @@ def test_all_options(check, case):
     check(*case)
 
 
+class Leaky(cells.BasicRNNCell):
+    """h' = (h + tanh(W [x, h])) / 2: no cell of the library."""
+
+    def call(self, x, h):
+        new = (h + super().call(x, h)[0]) / 2
+        return new, new
+
+
+@pytest.mark.parametrize("around", ["alone", "stack"])
+def test_a_cell_of_ones_own_where_all_is_kept(around, monkeypatch):
+    """Dropout that drops nothing is no random number in the step of a cell with unknown equations."""
+    monkeypatch.setitem(KINDS, "own", Leaky)
+    keep = tf.placeholder_with_default(tf.constant(0.5, tf.float64), [], name="keep")
+    x, outputs, loss, session, gradients = built("own", around, (True, True, True), False, keep)
+    net = rl.tf1.graph(session, inputs=x, outputs=outputs, loss=loss, feed={keep: 1.0})
+    trace = rl.trace(net, X)
+    assert trace.certificate.state == "passed"
+    np.testing.assert_allclose(
+        trace["rnn"].input_grad, session.run(gradients["x"], {x: X, keep: 1.0}), rtol=1e-10, atol=1e-12
+    )
+    with pytest.raises(rl.errors.UnsupportedError, match="random numbers that are drawn anew"):
+        rl.trace(rl.tf1.graph(session, inputs=x, outputs=outputs, loss=loss), X)
+
+
 def test_another_value_is_another_cell():
     """One graph, two nets: what one sets its rate to does not count for the other."""
     keep = tf.placeholder(tf.float64, [], name="keep")

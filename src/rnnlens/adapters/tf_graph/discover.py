@@ -14,6 +14,7 @@ from .found import Loop, LoopBoundary
 from .frames import Frame, conditions_with_loops, frames_of
 from .labels import common_scope, course_words, fused, kind_of, known_cell, masking, of_a_branch, refused, runs_through
 from .loops import unrolled
+from .record import rewire
 from .sequences import GraphSettings, course_of, sequences
 
 
@@ -75,7 +76,7 @@ def _loops(
     if not anatomy.states:
         return []
     if settings.used and (may_vary or not as_set.covered):
-        anatomy = take_apart(frame)
+        anatomy = take_apart(frame if may_vary else _without_dropout(as_set))
     if len(anatomy.matches) > 1 and any(anatomy.variables <= stack for stack in stacks):
         return taken_apart(anatomy, as_one=True)
     if anatomy is as_set or anatomy.covered or not as_set.covered:
@@ -83,6 +84,19 @@ def _loops(
     first, *others = _cells(as_set)
     conditions = (*first.cell.conditions, *settings.conditions(frame.name))
     return [replace(first, cell=replace(first.cell, conditions=conditions)), *others]
+
+
+def _without_dropout(anatomy: Anatomy) -> Frame:
+    """Return a loop without the dropout that drops nothing at the present settings; its readers read what is dropped.
+
+    The copy of the graph is made anew where a setting changes.
+    """
+    frame, kept = anatomy.frame, dict[int, Any]()
+    for op in frame.ops:
+        if op.type in ("Select", "SelectV2") and anatomy.forms.holds(op.inputs[0]):
+            kept[id(op.outputs[0])] = op.inputs[1]
+            rewire(op.outputs[0], op.inputs[1])
+    return replace(frame, variables=tuple(replace(v, after=kept.get(id(v.after), v.after)) for v in frame.variables))
 
 
 def _cells(anatomy: Anatomy) -> list[Loop]:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from tensorflow.python.framework.tensor_util import constant_value
 
-from .blocks import Source, block_of, constant_of, window_of
+from .blocks import Source, behind_identities, block_of, constant_of, window_of
 from .sequences import NO_SETTINGS, GraphSettings, is_filled_with
 
 #: Factor of the products of a form. The first entry is its kind; see :class:`Forms`.
@@ -152,15 +152,16 @@ class Forms:
                 continue
             made = self._found[id(current)] = self._made(current)
             self.tensors[id(current)] = current
-            if isinstance(made, TensorForm):
-                self._by_form[made].append(current)
+            self._by_form[self._alone(made)].append(current)
             waiting.pop()
         return self._found[id(tensor)]
 
     def form(self, tensor: Any) -> TensorForm:
         """Return the form of a tensor; a concatenation becomes a single leaf."""
-        found = self.of(tensor)
-        return found if isinstance(found, TensorForm) else self.leaf(("columns", found.parts))
+        return self._alone(self.of(tensor))
+
+    def _alone(self, value: Value) -> TensorForm:
+        return value if isinstance(value, TensorForm) else self.leaf(("columns", value.parts))
 
     def tensors_of(self, form: TensorForm) -> list[Any]:
         """Return the tensors, of those converted so far, that have the given form."""
@@ -464,17 +465,17 @@ class Forms:
     def _where(self, op: Any, values: list[Any]) -> Value | None:
         if values[1] is None or values[2] is None:
             return None
-        if self._holds(op.inputs[0]):
+        if self.holds(op.inputs[0]):
             return values[1]  # type: ignore[no-any-return]
         condition = id(op.inputs[0])
         self.tensors[condition] = op.inputs[0]
         return self._elementwise(lambda a, b: self.single(("where", condition, a, b)), values[1], values[2])
 
-    def _holds(self, condition: Any) -> bool:
+    def holds(self, condition: Any) -> bool:
         """Return whether a condition is always true, such as dropout's "uniform draw >= rate" at a rate of 0."""
-        if condition.op.type != "GreaterEqual":
+        if condition.op.type != "GreaterEqual" or not condition.op.inputs[0].dtype.is_floating:
             return False
-        drawn, rate = (self._found.get(id(t)) for t in condition.op.inputs)
+        drawn, rate = map(self.of, condition.op.inputs)
         return _is_uniform(drawn) and isinstance(rate, TensorForm) and rate.constant is not None and rate.constant <= 0
 
     def _cut_of(self, tensor: Any, values: list[Any]) -> Value | None:
@@ -491,7 +492,8 @@ class Forms:
             width = tensor.shape[-1]
             if width is None or value is None:
                 return None
-            parts += [(value, int(width))] if isinstance(value, TensorForm) else list(value.parts)
+            whole = isinstance(value, TensorForm) or behind_identities(tensor).op.type == "ConcatV2"
+            parts += [(self._alone(value), int(width))] if whole else list(value.parts)
         return Columns(tuple(parts))
 
 
