@@ -70,7 +70,7 @@ def test_a_time_jacobian_through_what_is_fed_back():
 @pytest.mark.parametrize("projection", [None, 2])
 @pytest.mark.parametrize("read", [[-1], [1, -1], [0, 1, 2]])
 def test_a_cell_state_that_the_head_reads(read, projection):
-    """The cell state of some steps, besides the last hidden state: each is a tensor that TensorFlow differentiates by."""
+    """The head reads the cell state of some steps, besides the last hidden state; all are tensors of the graph."""
     x = tf.placeholder(tf.float64, [SAMPLES, STEPS, FEATURES])
     with tf.variable_scope("m"):
         cell, states = cells.LSTMCell(UNITS, num_proj=projection), []

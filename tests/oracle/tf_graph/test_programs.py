@@ -263,4 +263,6 @@ def test_jacobian(name):
         out = [d for d in found.dims if d.startswith("out_")]
         rest = [d for d in found.dims if d not in ("sample", *out)]
         close(found.transpose("sample", *out, *rest).values.reshape(truth.shape), truth)
-        assert found.certificate.state == ("passed" if n not in one.program.states or name == "sampling" else "could not")
+        assert found.certificate.state == (
+            "passed" if n not in one.program.states or name == "sampling" else "could not"
+        )

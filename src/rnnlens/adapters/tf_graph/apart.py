@@ -15,7 +15,7 @@ from .cells import Match
 from .forms import TensorForm
 from .found import FoundCell, Loop, LoopBoundary
 from .frames import CannotCopyError
-from .labels import common_scope, course_words, flat_mask, kind_of, known_cell, refused, runs_through
+from .labels import common_scope, course_words, flat_mask, kind_of, known_cell, masking, refused, runs_through
 from .record import CannotRecordError, CarriedState, LoopRecorder, rewire
 from .sequences import course_of, same
 
@@ -23,9 +23,8 @@ from .sequences import course_of, same
 def taken_apart(anatomy: Anatomy, *, as_one: bool = False) -> list[Loop]:
     """Split a while loop into recurrences with boundaries of their own.
 
-    Where that is impossible, a single refused loop with the reason is returned.
-
-    ``as_one``: treat all cells as a single one, even if each of them is known.
+    Where that is impossible, a single refused loop with the reason is returned. ``as_one``: treat all cells as a single
+    one, even if each of them is known.
     """
     try:
         return _Apart(anatomy, as_one).loops()
@@ -83,12 +82,8 @@ class _Apart:
         Another condition is recorded over all steps; without any, the mapping is empty.
         """
         anatomy = self.anatomy
-        if anatomy.condition is None:
-            return {}
-        if anatomy.mask is not None:
-            mask = anatomy.mask
-            steps = None if mask.steps is None else flat_mask(mask.steps.stacked, mask.inverted)
-            return {"lengths": mask.lengths, "mask": steps}
+        if anatomy.condition is None or anatomy.mask is not None:
+            return masking(anatomy)
         condition, where = anatomy.condition
         self._known([condition])
         return {"mask": flat_mask(self.recorder.steps[id(condition)], where)}

@@ -135,9 +135,8 @@ def _cut(variable: Any, cuts: list[Any]) -> Block | None:
 def window_of(tensor: Any) -> tuple[Any, ...] | None:
     """Return the range that a slice or split takes along each axis.
 
-    None if it is not constant. An axis that is dropped has one index in place of a range.
-
-    The last axis always has a range.
+    None if it is not constant. An axis that is dropped has one index in place of a range. The last axis always has a
+    range.
     """
     op = tensor.op
     if op.type in ("Split", "SplitV", "Unpack"):

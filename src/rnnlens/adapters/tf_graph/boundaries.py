@@ -220,10 +220,8 @@ def at_boundary(loop: Loop, port: Port) -> Spot:
 def direct_state(loop: Loop, index: int) -> Spot:
     """Return the port of an unrolled loop's state at every step, set up for its direct gradient.
 
-    The path through the loop's own next step is excluded.
-
-    If the output is fed back to the cell as input, stopping differentiation at all states would be wrong. Then the
-    gradient by what the next step reads is subtracted.
+    The path through the loop's own next step is excluded. If the output is fed back to the cell as input, stopping
+    differentiation at all states would be wrong. Then the gradient by what the next step reads is subtracted.
     """
     states = loop.states[index]
     if loop.carried and index == 0:

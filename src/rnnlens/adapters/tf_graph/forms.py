@@ -488,11 +488,14 @@ class Forms:
         if axis is None or rank is None or int(axis) % rank != rank - 1:
             return None
         parts: list[tuple[TensorForm, int]] = []
+        multiplied = {reader.type for reader in op.outputs[0].consumers()} == {"MatMul"}
         for tensor, value in zip(op.inputs[:-1], values[:-1], strict=True):
             width = tensor.shape[-1]
             if width is None or value is None:
                 return None
-            whole = isinstance(value, TensorForm) or behind_identities(tensor).op.type == "ConcatV2"
+            # A concatenation in [x, h] @ W is the input x; in a state it is several states.
+            input_of_cell = multiplied and behind_identities(tensor).op.type == "ConcatV2"
+            whole = input_of_cell or isinstance(value, TensorForm)
             parts += [(self._alone(value), int(width))] if whole else list(value.parts)
         return Columns(tuple(parts))
 

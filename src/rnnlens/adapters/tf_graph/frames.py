@@ -307,9 +307,8 @@ class Paths:
     def new_at_each_step(self, targets: Iterable[Any]) -> list[Any]:
         """Return the step's inputs: the tensors behind the targets that change per step and depend on no state.
 
-        Of such tensors, those nearest to the targets are returned.
-
-        A condition that changes from step to step is replaced by the numbers that it is computed from.
+        Of such tensors, those nearest to the targets are returned. A condition that changes from step to step is
+        replaced by the numbers that it is computed from.
         """
         found: dict[int, Any] = {}
         waiting, seen = list(targets), set()
@@ -370,9 +369,8 @@ class Paths:
     def behind(self, targets: Iterable[Any], stop: Container[int] = ()) -> Iterator[Any]:
         """Yield the tensors of the body from which the targets are computed, the targets included.
 
-        The search ends at tensors whose id is in ``stop``.
-
-        Operations that only read the shape of a tensor are not followed.
+        The search ends at tensors whose id is in ``stop``. Operations that only read the shape of a tensor are not
+        followed.
         """
         waiting, seen = list(targets), set()
         while waiting:

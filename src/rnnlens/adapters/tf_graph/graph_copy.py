@@ -106,9 +106,8 @@ def _rename_functions(definition: Any, own: set[str], mark: str) -> None:
 def seeded(meta: Any, seed: int) -> Any:
     """Return the definition with seeds for all random operations, and loops that run one step at a time.
 
-    Equal runs then draw equal random numbers.
-
-    A loop with parallel iterations may draw the numbers of a later step first.
+    Equal runs then draw equal random numbers. A loop with parallel iterations may draw the numbers of a later step
+    first.
     """
     nodes = [*meta.graph_def.node, *(node for f in meta.graph_def.library.function for node in f.node_def)]
     drawn = [node for node in nodes if node.op in RANDOM]

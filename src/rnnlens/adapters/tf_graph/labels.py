@@ -48,9 +48,8 @@ def flat_mask(stacked: Any, inverted: bool) -> Any:
 def runs_through(anatomy: Anatomy, stacked: Any) -> tuple[Condition, ...]:
     """Return the condition that the loop runs over all steps of the sequence it reads.
 
-    It is empty if the loop has lengths, or if the number of steps run is unknown.
-
-    With lengths, the loop may end early, since all later steps are padding.
+    It is empty if the loop has lengths, or if the number of steps run is unknown. With lengths, the loop may end early,
+    since all later steps are padding.
     """
     mask, count = anatomy.mask, steps_run(anatomy.frame)
     if (mask is not None and mask.lengths is not None) or count is None:
@@ -114,8 +113,13 @@ def of_a_branch(scope: str) -> Loop:
         expected="a recurrence that is always run",
         hint="tf.cond around its input or its result: tf.cond(switch, lambda: outputs, lambda: others)",
     )
-    cell = FoundCell("unknown", 0, refused=words)
-    return Loop(scope, "unrolled", cell, (), (), LoopBoundary(()), None, scope=scope)
+    return without_steps(scope, scope, 0, words)
+
+
+def without_steps(name: str, scope: str, units: int, words: str) -> Loop:
+    """Return a refused loop of which no step can be read."""
+    cell = FoundCell("unknown", units, refused=words)
+    return Loop(name, "unrolled", cell, (), (), LoopBoundary(()), None, scope=scope)
 
 
 #: Operations that run a whole recurrence, or cell; its steps are not in the graph.
@@ -136,6 +140,5 @@ def fused(ends: Iterable[Any]) -> list[Loop]:
                 expected="a loop of steps",
                 hint="tf.nn.dynamic_rnn with tf.nn.rnn_cell.LSTMCell or GRUCell, on the same weights",
             )
-            cell = FoundCell("unknown", 0, refused=words)
-            found.setdefault(scope, Loop(scope, "unrolled", cell, (), (), LoopBoundary(()), None, scope=scope))
+            found.setdefault(scope, without_steps(scope, scope, 0, words))
     return list(found.values())

@@ -15,9 +15,9 @@ from ...errors import message
 from .blocks import Source, behind_identities, block_of, reached
 from .cells import Match, Pair, steps_to
 from .forms import Forms, TensorForm
-from .found import FoundCell, Loop, LoopBoundary
+from .found import Loop, LoopBoundary
 from .frames import ancestors
-from .labels import common_scope, known_cell
+from .labels import common_scope, known_cell, without_steps
 
 _MAKES_A_STATE = frozenset(
     {"Add", "AddV2", "AddN", "Sub", "Mul", "MatMul", "Maximum", "Minimum", "ClipByValue", "BiasAdd", "Tanh", "Sigmoid"}
@@ -100,16 +100,7 @@ def _refused(scope: str, units: int) -> Loop:
         expected="steps that are all run",
         hint="tf.nn.dynamic_rnn(sequence_length=), or static_rnn without sequence_length",
     )
-    return Loop(
-        _name(scope),
-        "unrolled",
-        FoundCell("unknown", units, refused=words),
-        (),
-        (),
-        LoopBoundary(()),
-        None,
-        scope=scope,
-    )
+    return without_steps(_name(scope), scope, units, words)
 
 
 def _frozen(weights: Any) -> tuple[Any, ...]:

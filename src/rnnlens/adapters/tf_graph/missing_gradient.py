@@ -90,8 +90,6 @@ def _first_block(targets: Sequence[Any], above: set[Any], sources: set[Any]) -> 
     """Walk back from the targets through operations that pass gradients, and return the main obstacle.
 
     None is returned if a source is reached, or if no operation blocks gradients.
-
-    None is returned if a source is reached.
     """
     waiting, seen, blocks = [t for t in targets if t.op in above], set(), []
     while waiting:

@@ -144,9 +144,8 @@ def uncalled(found: Opened) -> list[str]:
 def within_reach(found: Opened, request: CaptureRequest) -> tuple[tuple[str, ...] | None, list[str]]:
     """Return the requested layers and notes on those left out.
 
-    If not all layers have to run, those that cannot be captured are left out.
-
-    Layers without an output, such as variables outside of all layers, are left out as well.
+    If not all layers have to run, those that cannot be captured are left out. Layers without an output, such as
+    variables outside of all layers, are left out as well.
     """
     if request.all_must_run or request.layers is None:
         return request.layers, [] if request.layers is not None else uncalled(found)

@@ -151,9 +151,8 @@ def _is_weight(tensor: Any) -> bool:
 def block(pieces: Sequence[WeightPiece], values: Mapping[str, Array], *, added: bool = False) -> Array:
     """Assemble a weight, or its gradient, from blocks of variables.
 
-    With ``added=True`` the constants that the graph adds to the variables are included.
-
-    Leading axes of the values are kept.
+    With ``added=True`` the constants that the graph adds to the variables are included. Leading axes of the values are
+    kept.
     """
     parts = []
     for piece in pieces:
