@@ -539,7 +539,7 @@ def diagnoses(model: Any, x: Any, y: Any) -> list[Target]:
         },
         "noise": {"some": one(0.1), "negative": one(-1.0)},
         "tolerance": {"none": one(0.0), "all": one(1e9)},
-        "diagnoses": {
+        "models": {
             "two": lambda: {"a": found, "b": found},
             "one": lambda: {"a": found},
             "by number": lambda: {1: found},
@@ -551,7 +551,7 @@ def diagnoses(model: Any, x: Any, y: Any) -> list[Target]:
     data = {"model": one(model), "x": one(x)}
     cases: list[tuple[str, Any, dict[str, Any]]] = [
         ("diagnose", rl.diagnose, {**data, "y": one(y)}),
-        ("compare", rl.compare, {"diagnoses": lambda: {"a": found}}),
+        ("compare", rl.compare, {"models": lambda: {"a": found}}),
         ("lyapunov", rl.lyapunov, data),
         ("fixed_points", rl.fixed_points, {**data, "most": one(8)}),
         ("step_eigenvalues", rl.step_eigenvalues, data),

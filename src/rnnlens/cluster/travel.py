@@ -130,7 +130,7 @@ def _keras_parts(model: Any, package: str) -> dict[str, Any]:
             model.save(path)
             archive = Path(path).read_bytes()
     except Exception as error:
-        raise _cannot_travel(model, type(model).__name__, error) from error
+        raise _cannot_travel(type(model).__name__, error) from error
     return {
         "package": package,
         "backend": keras.backend.backend() if package == "keras" else "tensorflow",
@@ -176,7 +176,7 @@ def _pickled(parts: Mapping[str, Any], model: Any) -> bytes:
         return dumps(dict(parts))
     except Exception as error:
         path, cause = blamed(model)
-        raise _cannot_travel(model, path, cause or error) from error
+        raise _cannot_travel(path, cause or error) from error
 
 
 def dumps(value: Any) -> bytes:
@@ -195,6 +195,21 @@ def dumps(value: Any) -> bytes:
 
     Pickler(stream).dump(value)
     return stream.getvalue()
+
+
+def dumps_arguments(value: Any, parts: Mapping[str, Any]) -> bytes:
+    """Pickle a value that is made of arguments of the user, given by name.
+
+    Raises
+    ------
+    UnsupportedError
+        If an argument cannot be sent; the message names it.
+    """
+    try:
+        return dumps(value)
+    except Exception as error:
+        path, cause = blamed(parts, "arguments")
+        raise _cannot_travel(path, cause or error) from error
 
 
 def _parametrize() -> ModuleType | None:
@@ -240,14 +255,14 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
                 yield name, part
 
 
-def _cannot_travel(model: Any, path: str, error: Exception) -> UnsupportedError:
+def _cannot_travel(path: str, error: Exception) -> UnsupportedError:
     reason = next(iter(str(error).strip().splitlines()), "")
     return UnsupportedError(
         message(
-            f"The model cannot be sent to workers: {path} cannot be serialised.",
+            f"Not everything can be sent to workers: {path} cannot be serialised.",
             got=f"{type(error).__name__}: {reason}",
             expected="parts that pickle, or a Keras model whose save() works",
-            hint=f"take {path} out of the model (open files, locks and generators cannot travel), or x.compute()",
+            hint=f"take {path} out (open files, locks and generators cannot travel), or compute without a cluster",
         )
     )
 
@@ -259,19 +274,20 @@ def _rebuilt(data: bytes, elsewhere: bool) -> Any:
         if digest not in _models:
             if elsewhere:
                 fit_process()
-            _models[digest] = _unpacked(data)
+            _models[digest] = unpacked(data)
             while len(_models) > _KEPT:
                 _models.popitem(last=False)
         _models.move_to_end(digest)
         return _models[digest]
 
 
-def _unpacked(data: bytes) -> Any:
+def unpacked(data: bytes) -> Any:
+    """Rebuild the model that :func:`packed` serialised."""
     parts = pickle.loads(data)
     if "archive" not in parts:
         return parts["model"]
     if parts["package"] == "keras":
-        _use_backend(parts["backend"])
+        use_backend(parts["backend"])
     keras = importlib.import_module(parts["package"])
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "model.keras")
@@ -287,7 +303,7 @@ def _unpacked(data: bytes) -> Any:
     return model
 
 
-def _use_backend(backend: str) -> None:
+def use_backend(backend: str) -> None:
     """Choose Keras' engine in this process, or raise if another one was chosen before."""
     if "keras" not in sys.modules:
         os.environ["KERAS_BACKEND"] = backend

@@ -7,7 +7,7 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -97,3 +97,26 @@ def client() -> Any:
     """Return the Dask client in use, or None; Dask is not imported."""
     distributed: Any = sys.modules.get("distributed")
     return None if distributed is None else distributed.client._get_global_client()
+
+
+def results_of(connected: Any, futures: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield each future as it ends, with its result or the exception; cancel those that are left at an interrupt.
+
+    A lost scheduler ends all futures that are left with the error of the connection.
+    """
+    distributed = importlib.import_module("distributed")
+    left = dict.fromkeys(futures)
+    try:
+        for future in distributed.as_completed(futures, loop=connected.loop):
+            try:
+                found = future.result()
+            except Exception as error:
+                found = error
+            del left[future]
+            yield future, found
+    except (OSError, distributed.CancelledError) as error:
+        yield from ((future, error) for future in list(left))
+        left.clear()
+    finally:
+        if left:
+            connected.cancel(list(left))

@@ -1,72 +1,171 @@
-"""``rl.compare``: tabulate diagnoses of checkpoints, seeds or architectures."""
+"""``rl.compare``: diagnose and tabulate checkpoints, seeds or architectures."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xarray as xr
 
-from ..errors import InputError, message, shown
+from ..arguments import anything, checked, data_set, many_examples
+from ..errors import CallError, InputError, did_you_mean, message, shown
 from ..measures.intervention import USED, memory_length
 from ..measures.resampling import interval, resampling_weights
 from ..results.comparison import Comparison
 from ..results.diagnosis import Diagnosis
 from ..typing import Array
+from . import diagnose
+from .many_models import Outcome, diagnoses_of, refuse_unloadable
 
 _NONE = (float("nan"), None)
 _SHARED = ("skill", "memory", "memory_1_percent", "memory_needed")
 
 
-def compare(diagnoses: Mapping[str, Diagnosis]) -> Comparison:
-    """Tabulate several diagnoses, with differences from the first.
+def _a_function(name: str, value: Any) -> Any:
+    if not callable(value):
+        raise InputError(message(f"{name}= is a function.", got=shown(value), expected="a function of one value"))
+    return value
+
+
+def _a_client(name: str, value: Any) -> Any:
+    if not all(callable(getattr(value, method, None)) for method in ("submit", "scatter", "cancel")):
+        expected, hint = "a Dask client", "from dask.distributed import Client; client=Client()"
+        raise InputError(message(f"{name}= is no client.", got=shown(value), expected=expected, hint=hint))
+    return value
+
+
+@checked(models=anything, x=data_set, y=many_examples, load=_a_function, client=_a_client)
+def compare(
+    models: Mapping[str, Any] | Sequence[Any],
+    x: Any = None,
+    y: Any = None,
+    *,
+    load: Callable[[Any], Any] | None = None,
+    client: Any = None,
+    **keywords: Any,
+) -> Comparison:
+    """Tabulate diagnoses of several models, with differences from the first; models are diagnosed before.
 
     Parameters
     ----------
-    diagnoses
-        Diagnoses by name, of checkpoints, seeds or architectures, on the same samples in the same order.
+    models
+        By name, or in a list: diagnoses as ``rl.diagnose`` returns them; models; functions without arguments that
+        return a model; paths of ``.keras`` files; or any values that ``load`` takes. A list is named by its values:
+        the stems of paths, words, seeds; otherwise by position.
+    x, y
+        Samples of ``rl.diagnose`` (sample, time, ...), the same for all models; not needed for diagnoses.
+    load
+        Function that takes one value of ``models`` and returns the model, such as
+        ``lambda path: restored(Net(), path)``. It runs where the model is diagnosed, so that one model at a time is
+        in memory, and paths are those of that machine.
+    client
+        Client of a Dask cluster. Each model is then diagnosed by a task of its own on a worker; x and y are sent once
+        to each worker. Without a client the models are diagnosed here, one after another.
+    **keywords
+        Further arguments of ``rl.diagnose``, such as ``step`` or ``samples``.
 
     Returns
     -------
     Comparison
-        ``print(c)`` shows a table; ``c.table`` is a Dataset over ``name``. The difference of the memory from that of
-        the first diagnosis has a paired interval, from the same resamples of both. It is NaN if the numbers of samples
-        differ.
+        ``print(c)`` shows a table; ``c.table`` is a Dataset over ``name``; ``c.diagnoses`` has the diagnoses by name.
+        The difference of the memory from that of the first diagnosis has a paired interval, from the same resamples of
+        both. It is NaN if the numbers of samples differ. A model that fails is a row of NaN with its error in
+        ``c.table.error``; the others are not affected.
 
     Raises
     ------
     InputError
-        If there is no diagnosis, or another object among them.
+        If there is nothing to compare, models come without data, or ``load`` is needed.
+    UnsupportedError
+        If x, y or another argument cannot be sent to workers.
 
     References
     ----------
     Efron 1979, "Bootstrap methods: another look at the jackknife", Annals of Statistics 7(1).
     """
-    if not isinstance(diagnoses, Mapping) or not diagnoses:
-        raise InputError(
-            message("Nothing to compare.", got=shown(diagnoses), hint='rl.compare({"lstm": d1, "gru": d2})')
-        )
-    wrong = [name for name, d in diagnoses.items() if not isinstance(d, Diagnosis)]
-    if wrong:
-        got = ", ".join(f"{name}: {type(diagnoses[name]).__name__}" for name in wrong)
-        raise InputError(message("These are no diagnoses.", got=got, expected="what rl.diagnose returns"))
-    models = [d["model"] for d in diagnoses.values()]
+    by_name = _by_name(models)
+    _refuse_keywords(keywords)
+    wrong = {name: value for name, value in by_name.items() if not isinstance(value, Diagnosis)}
+    if wrong and x is None:
+        got = ", ".join(f"{name}: {type(value).__name__}" for name, value in wrong.items())
+        expected, hint = "what rl.diagnose returns", "rl.compare(models, x, y) diagnoses models"
+        raise InputError(message("These are no diagnoses.", got=got, expected=expected, hint=hint))
+    if wrong and hasattr(x, "__next__"):
+        what, hint = "x is an iterator, which the first model would use up.", "x=list(x), or arrays"
+        raise InputError(message(what, got=type(x).__name__, hint=hint))
+    for name, value in wrong.items():
+        if load is None:
+            refuse_unloadable(name, value)
+    outcomes = diagnoses_of(by_name, load, client, {"x": x, "y": y, **keywords})
+    diagnoses = {name: found for name, found in outcomes.items() if isinstance(found, Diagnosis)}
+    provenance = next((d.provenance for d in diagnoses.values()), None)
+    return Comparison({"comparison": _table(outcomes)}, diagnoses=diagnoses, provenance=provenance)
+
+
+def _by_name(models: Any) -> dict[Any, Any]:
+    if isinstance(models, Mapping):
+        by_name = dict(models)
+    elif isinstance(models, list | tuple):
+        names = _names(models)
+        by_name = dict(zip(names, models, strict=True))
+        if len(by_name) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise InputError(message("Two models have the same name.", got=twice, hint="a dict with a name for each"))
+    else:
+        by_name = {}
+    if not by_name:
+        hint = 'rl.compare({"lstm": d1, "gru": d2})'
+        raise InputError(message("Nothing to compare.", got=shown(models), hint=hint))
+    return by_name
+
+
+def _names(models: Sequence[Any]) -> list[str]:
+    paths = [isinstance(value, str | os.PathLike) for value in models]
+    if all(paths):
+        stems = [Path(value).stem for value in models]
+        return stems if len(set(stems)) == len(stems) else [str(value) for value in models]
+    return [str(value if isinstance(value, str | int) else i) for i, value in enumerate(models)]
+
+
+def _refuse_keywords(keywords: Mapping[str, Any]) -> None:
+    """Raise for arguments that ``rl.diagnose`` does not have, or that do not pass its checks."""
+    known: Any = inspect.signature(diagnose).parameters
+    for name, value in keywords.items():
+        if name not in known or name == "model":
+            hint = did_you_mean(name, [*known][1:])
+            raise CallError(message(f"compare and diagnose have no argument {name!r}.", hint=hint))
+        if value is not known[name].default:
+            diagnose.table[name](name, value)  # type: ignore[attr-defined]
+
+
+def _table(outcomes: Mapping[Any, Outcome]) -> xr.Dataset:
+    """Return the Dataset over ``name``; rows of failures are NaN."""
+    models = [d["model"] if isinstance(d, Diagnosis) else xr.Dataset(attrs={"known": False}) for d in outcomes.values()]
+    ran = [isinstance(d, Diagnosis) for d in outcomes.values()]
     variables: dict[str, Any] = {}
     for key in _SHARED:
         filled = [_one(model, key) for model in models]
         variables[key] = ("name", np.array([value for value, _ in filled]))
         variables[f"{key}_interval"] = (("name", "bound"), np.stack([bounds for _, bounds in filled]))
-    first = _lengths(models[0])
+    reference = ran.index(True) if any(ran) else 0
+    first = _lengths(models[reference])
     samples = [model.sizes.get("sample", 0) for model in models]
-    shared = [_lengths(m) if count == samples[0] else _NONE for m, count in zip(models, samples, strict=True)]
+    same = [count == samples[reference] for count in samples]
+    shared = [_lengths(model) if equal else _NONE for model, equal in zip(models, same, strict=True)]
     differences = [_difference(first, lengths) for lengths in shared]
     variables["difference"] = ("name", np.array([v for v, _ in differences]))
     variables["difference_interval"] = (("name", "bound"), np.array([b for _, b in differences]))
-    variables["findings"] = ("name", np.array([" ".join(d.codes) for d in diagnoses.values()]))
+    codes = [" ".join(d.codes) if isinstance(d, Diagnosis) else "" for d in outcomes.values()]
+    variables["findings"] = ("name", np.array(codes))
     variables["known"] = ("name", np.array([bool(model.attrs["known"]) for model in models]))
-    table = xr.Dataset(variables, coords={"name": list(diagnoses), "bound": ["low", "high"]})
-    return Comparison({"comparison": table}, provenance=next(iter(diagnoses.values())).provenance)
+    errors = ["" if isinstance(d, Diagnosis) else d for d in outcomes.values()]
+    variables["error"] = ("name", np.array(errors))
+    coords = {"name": list(outcomes), "bound": ["low", "high"]}
+    return xr.Dataset(variables, coords=coords, attrs={"reference": reference})
 
 
 def _one(model: xr.Dataset, key: str) -> tuple[float, Array]:

@@ -1,0 +1,117 @@
+"""A program: lazy results of a Keras model against the same verbs in memory, and compilations, printed as JSON.
+
+KERAS_BACKEND=jax python tests/helpers/chunked_keras.py keras
+"""
+
+import importlib
+import json
+import sys
+
+import dask
+import dask.array as da
+import numpy as np
+
+import rnnlens as rl
+
+CHUNK, COUNT, STEPS, FEATURES = 16, 50, 12, 3
+
+
+def built(package):
+    keras = importlib.import_module(package)
+    keras.utils.set_random_seed(0)
+    layers = keras.layers
+    model = keras.Sequential(
+        [
+            layers.Input((STEPS, FEATURES)),
+            layers.LSTM(6, return_sequences=True, name="lstm"),
+            layers.GRU(4, name="gru"),
+            layers.Dense(1, name="out"),
+        ]
+    )
+    model.compile(loss="mse")
+    return model
+
+
+def arrays(result):
+    """Yield the name and the numbers of every float array of a result."""
+    if hasattr(result, "tensors"):
+        for name in result.tensors:
+            yield name, np.asarray(result[name].values)
+    elif hasattr(result, "layers"):
+        for layer in result.layers:
+            for name, array in result.dataset(layer).data_vars.items():
+                if array.dtype.kind == "f":
+                    yield f"{layer}/{name}", np.asarray(array.values)
+    else:
+        yield "values", np.asarray(result.values)
+
+
+def furthest(found, expected):
+    """Return by name the largest difference, relative to the largest number of the array."""
+    pairs = zip(arrays(found), arrays(expected), strict=True)
+    sizes = {name: (np.abs(a - b).max(), np.abs(b).max()) for (name, a), (_, b) in pairs}
+    return {name: float(off / largest) if largest else float(off) for name, (off, largest) in sizes.items()}
+
+
+class Compilations:
+    """Counts what JAX compiles and what TensorFlow traces into graphs."""
+
+    def __init__(self):
+        self.count = 0
+        if "jax" in sys.modules:
+            jax = sys.modules["jax"]
+            jax.monitoring.register_event_duration_secs_listener(self._heard)
+        if "tensorflow" in sys.modules:
+            module = importlib.import_module("tensorflow.python.framework.func_graph")
+            trace = module.func_graph_from_py_func
+
+            def counted(*args, **kwargs):
+                self.count += 1
+                return trace(*args, **kwargs)
+
+            module.func_graph_from_py_func = counted
+
+    def _heard(self, event, duration, **_):
+        self.count += event.endswith("backend_compile_duration")
+
+    def of(self, run):
+        before = self.count
+        run()
+        return self.count - before
+
+
+def main():
+    model = built(sys.argv[1])
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(COUNT, STEPS, FEATURES)).astype("float32")
+    y = rng.normal(size=(COUNT, 1)).astype("float32")
+    lazy_x, lazy_y = da.from_array(x, chunks=(CHUNK, -1, -1)), da.from_array(y, chunks=(CHUNK, -1))
+    batches = {"batch_size": CHUNK}
+    calls = {
+        "gradients by input": (rl.gradients, (x, y), (lazy_x, lazy_y), {"wrt": "input"}, batches),
+        "gradients by weights": (rl.gradients, (x, y), (lazy_x, lazy_y), {}, batches),
+        "jacobian": (rl.jacobian, (x,), (lazy_x,), {"measure": "norm"}, {}),
+        "weights": (rl.weights, (x, y), (lazy_x, lazy_y), {}, {}),
+        "trace": (rl.trace, (x, y), (lazy_x, lazy_y), {}, {}),
+    }
+    report = {"apart": {}, "compiled": {}}
+    compilations = Compilations()
+    with dask.config.set(scheduler="synchronous"):
+        for name, (verb, plain, data, keywords, more) in calls.items():
+            result = verb(model, *data, **keywords)
+            first = compilations.of(
+                lambda verb=verb, keywords=keywords, data=data: one_chunk(model, verb, data, keywords)
+            )
+            again = compilations.of(result.compute)
+            report["compiled"][name] = [first, again]
+            report["apart"][name] = furthest(result.compute(), verb(model, *plain, **keywords, **more))
+    print(json.dumps(report))
+
+
+def one_chunk(model, verb, data, keywords):
+    """Compute the first two chunks, after which every compiled function exists."""
+    verb(model, *[part[: 2 * CHUNK] for part in data], **keywords).compute()
+
+
+if __name__ == "__main__":
+    main()
