@@ -85,7 +85,7 @@ def measure(model, keywords, asked):
     seconds = {}
     for workers in (1, 2):
         with (
-            LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=None) as cluster,
+            LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=":0") as cluster,
             Client(cluster) as client,
         ):
             lazy = rl.gradients(model, x, y, **keywords)

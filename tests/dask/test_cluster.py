@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark
 
 @pytest.fixture(scope="module")
 def client():
-    options = {"processes": True, "threads_per_worker": 1, "dashboard_address": None, "memory_limit": "4GiB"}
+    options = {"processes": True, "threads_per_worker": 1, "dashboard_address": ":0", "memory_limit": "4GiB"}
     with LocalCluster(n_workers=2, **options) as cluster, Client(cluster) as client:
         yield client
 

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark
 
 @pytest.fixture(scope="module")
 def client():
-    options = {"processes": True, "threads_per_worker": 1, "dashboard_address": None, "memory_limit": "4GiB"}
+    options = {"processes": True, "threads_per_worker": 1, "dashboard_address": ":0", "memory_limit": "4GiB"}
     with LocalCluster(n_workers=2, **options) as cluster, Client(cluster, set_as_default=False) as client:
         yield client
 
@@ -85,7 +85,7 @@ def test_a_model_that_kills_its_worker_is_a_row(checkpoints, tmp_path):
     home = os.getpid()
     for number in range(4):
         (tmp_path / str(number)).touch()
-    options = {"threads_per_worker": 1, "dashboard_address": None}
+    options = {"threads_per_worker": 1, "dashboard_address": ":0"}
     with (
         dask.config.set({"distributed.scheduler.allowed-failures": 0}),
         LocalCluster(n_workers=1, **options) as cluster,

@@ -1,0 +1,34 @@
+"""Lazy results of Keras models on each engine, in a process of its own: numbers, and compilations of the last chunk."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).resolve().parents[1] / "helpers" / "chunked_keras.py"
+BAR = 1e-6
+#: Results in which samples are kept: their last, smaller chunk is padded.
+KEEP_SAMPLES = ("gradients by input", "jacobian", "trace")
+
+
+@pytest.mark.parametrize(
+    ("package", "engine"),
+    [("keras", "torch"), ("keras", "jax"), ("keras", "tensorflow"), ("tf_keras", "tensorflow")],
+    ids=["keras-torch", "keras-jax", "keras-tensorflow", "tf_keras"],
+)
+def test_equal_to_results_in_memory_and_compiled_once(package, engine):
+    legacy = {"TF_USE_LEGACY_KERAS": "1"} if package == "tf_keras" else {}
+    environment = {**os.environ, "KERAS_BACKEND": engine, "PYTHONWARNINGS": "ignore", **legacy}
+    command = [sys.executable, str(PROGRAM), package]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert run.returncode == 0, run.stderr
+    report = json.loads(run.stdout.splitlines()[-1])
+    apart = {f"{call}: {name}": value for call, each in report["apart"].items() for name, value in each.items()}
+    assert len(apart) > 40
+    assert {name: value for name, value in apart.items() if not value <= BAR} == {}
+    compiled = report["compiled"]
+    assert {name: compiled[name][1] for name in KEEP_SAMPLES} == dict.fromkeys(KEEP_SAMPLES, 0)
+    assert engine == "torch" or compiled["gradients by input"][0] > 0
