@@ -264,7 +264,9 @@ def _weight_path(text: str, known: Catalogue) -> list[TensorName]:
     """Resolve ``layer/key``, ``pattern/key`` or ``layer.key`` to weights."""
 
     def meant(layer: str, key: str) -> bool:
-        return any(_matches(text, f"{name}{sep}{key}") for name in (layer, _short(layer)) for sep in "/.")
+        return any(
+            _matches(text, f"{name}{sep}{key}") for name in (layer, _short(layer), _stacked(layer)) for sep in "/."
+        )
 
     return [_weight(layer, key) for layer in known.weights for key in known.keys(layer) if meant(layer, key)]
 
@@ -342,11 +344,17 @@ def _state(what: str) -> re.Match[str] | None:
 
 
 def _layers(pattern: str, names: Iterable[str], text: str, known: Catalogue) -> list[str]:
-    """Return the layers that match exactly, by one call (``lstm#0``), by the last part of the name, or by pattern."""
+    """Return the layers that match exactly, by one call (``lstm#0``), by the last part of the name, or by pattern.
+
+    A module of stacked layers (``lstm`` for ``lstm[0]`` and ``lstm[1]``) gives all of them.
+    """
     names = list(names)
     if pattern in names or _uncalled(pattern, names) in names:
         return [pattern]
     found = [name for name in names if _matches(pattern, name)]
+    stacked = [name for name in names if _stacked(name) == pattern != name]
+    if stacked and not found:
+        return stacked
     found = found or [name for name in names if _matches(pattern, _short(name))]
     found = found or [name for name in names if name.endswith(f".{pattern}")]
     if len(found) > 1 and "*" not in pattern and "?" not in pattern:
@@ -365,6 +373,11 @@ def _uncalled(layer: str, names: Iterable[str]) -> str:
 
 def _short(layer: str) -> str:
     return layer.rpartition("/")[2]
+
+
+def _stacked(layer: str) -> str:
+    """Return the module of a stacked layer: ``lstm`` for ``lstm[0]``; any other name unchanged."""
+    return re.sub(r"\[\d+\]$", "", layer)
 
 
 def _weight(layer: str, key: str) -> TensorName:

@@ -82,3 +82,26 @@ def test_gradients_of_all_weights(used, spare, frozen):
     trace = rl.trace(model, x, y, loss=nn.functional.mse_loss)
     assert list(trace) == ["rnn"]
     assert trace.certificate.state == "passed"
+
+
+def test_the_name_of_a_module_stands_for_all_of_its_stacked_layers():
+    torch.manual_seed(0)
+    model = Model("library", "stacked").double()
+    model.rnn = nn.GRU(F, H, 2, batch_first=True).double()
+    x = torch.randn(4, 6, F, dtype=torch.float64)
+
+    def loss(output):
+        return output.sum()
+
+    found = rl.gradients(model, x, loss=loss, wrt="rnn.weights")
+    assert list(found) == ["rnn[0]", "rnn[1]"]
+    every = rl.gradients(model, x, loss=loss)
+    for layer in found:
+        assert found[layer].dataset.identical(every[layer].dataset)
+    unused = rl.gradients(model, x, loss=loss, wrt="spare.weights").disconnected
+    assert {name.partition("/")[0] for name in unused} == {"spare[0]", "spare[1]"}
+    assert {reason.code for reason in unused.values()} == {"unused_layer"}
+    with pytest.raises(rl.errors.InputError, match=r'expected: one of "rnn\[0\].hidden", "rnn\[1\].hidden"'):
+        rl.gradients(model, x, loss=loss, wrt="rnn.hidden")
+    with pytest.raises(rl.errors.InputError, match=r"'rnn\[0\].hidden', 'rnn\[1\].hidden'"):
+        rl.jacobian(model, x, wrt="rnn.hidden")
