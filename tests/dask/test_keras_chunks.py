@@ -31,4 +31,5 @@ def test_equal_to_results_in_memory_and_compiled_once(package, engine):
     assert {name: value for name, value in apart.items() if not value <= BAR} == {}
     compiled = report["compiled"]
     assert {name: compiled[name][1] for name in KEEP_SAMPLES} == dict.fromkeys(KEEP_SAMPLES, 0)
-    assert engine == "torch" or compiled["gradients by input"][0] > 0
+    compiles = package == "keras" and engine != "torch"  # tf_keras runs operation by operation
+    assert (compiled["gradients by input"][0] > 0) == compiles
