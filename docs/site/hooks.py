@@ -34,6 +34,13 @@ def on_page_content(content: str, **_: Any) -> str:
     return TABLE.sub(lambda found: labelled(found[0]), content)
 
 
+def on_post_page(output: str, **_: Any) -> str:
+    """Name the dialog of the search for screen readers."""
+    return output.replace(
+        'data-md-component="search" role="dialog"', 'data-md-component="search" role="dialog" aria-label="Search"'
+    )
+
+
 def labelled(table: str) -> str:
     """Give each cell of a table the heading of its column, which the style sheet shows on narrow screens."""
     heads = [html.escape(re.sub("<[^>]+>", "", head)) for head in re.findall(r"<th[^>]*>(.*?)</th>", table, re.DOTALL)]

@@ -15,12 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import TextIO
 
-#: Description of the exit codes in ``--help``.
-EXIT_CODES = (
-    "Exit codes: 0 success; 1 an error nobody foresaw; 2 wrong arguments, or something refused with a reason; "
-    "3 a finding named with --fail-on; 130 interrupted."
-)
-
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with one of its exit codes.

@@ -10,12 +10,25 @@ import typer
 
 from ..errors import FileError, message
 from ..settings import options
-from . import EXIT_CODES, console
+from . import console
 from .diagnose import diagnose
 from .report import report
 from .show import print_summary, show
 from .tail import tail
-from .words import LARGEST_SEED, AsJson, Imports, LayerNames, Loss, Memory, Model, Saved, Unsafe, Weights, split
+from .words import (
+    EXIT_CODES,
+    LARGEST_SEED,
+    AsJson,
+    Imports,
+    LayerNames,
+    Loss,
+    Memory,
+    Model,
+    Saved,
+    Unsafe,
+    Weights,
+    split,
+)
 
 app = typer.Typer(
     name="rnnlens",

@@ -10,6 +10,12 @@ import typer
 #: Largest seed that NumPy and Keras accept.
 LARGEST_SEED = 2**32 - 1
 
+#: Description of the exit codes in ``--help``.
+EXIT_CODES = (
+    "Exit codes: 0 success; 1 an error nobody foresaw; 2 wrong arguments, or something refused with a reason; "
+    "3 a finding named with --fail-on; 130 interrupted."
+)
+
 Model = Annotated[str, typer.Argument(help="A .keras file, or package.module:factory.", metavar="MODEL")]
 Weights = Annotated[Path | None, typer.Option(help="Weights file for the model of a factory.")]
 Imports = Annotated[

@@ -1,0 +1,66 @@
+"""The site, opened from disk: rules of axe-core, search, and no request to any other address."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+
+pytestmark = pytest.mark.browser
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ["index.html", "start.html", "gallery.html", "following-training.html", "findings/VANISHING.html"]
+VIEWS = {
+    "light": {"color_scheme": "light"},
+    "dark": {"color_scheme": "dark"},
+    "phone": {"viewport": {"width": 390, "height": 800}},
+}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    return folder
+
+
+@pytest.fixture
+def opened(browser, site):
+    """Open a page of the site from disk; the page and the list of its requests."""
+    contexts = []
+
+    def open_page(name, **options):
+        contexts.append(browser.new_context(**options))
+        requests, sheet = [], contexts[-1].new_page()
+        sheet.on("request", lambda request: requests.append(request.url))
+        sheet.goto((site / name).as_uri())
+        return sheet, requests
+
+    yield open_page
+    for context in contexts:
+        context.close()
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_has_no_violations_and_asks_nobody_else(opened, name, view):
+    sheet, requests = opened(name, **VIEWS[view])
+    found = Axe().run(sheet).response["violations"]
+    broken = [
+        f"{rule['id']}: {node['html'][:150]}: {node['failureSummary']}" for rule in found for node in rule["nodes"]
+    ]
+    assert broken == []
+    assert all(url.startswith(("file:", "data:")) for url in requests)
+    assert sheet.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+
+
+def test_search_works_from_disk(opened):
+    sheet, requests = opened("index.html")
+    sheet.fill(".md-search__input", "vanishing gradient")
+    sheet.wait_for_selector(".md-search-result__item a")
+    assert sheet.locator(".md-search-result__item a").count() > 3
+    assert all(url.startswith(("file:", "data:", "blob:")) for url in requests)
