@@ -12,7 +12,7 @@ A call is a good one in which one to three arguments are replaced, drawn by the 
     refused      one error of rnnlens, with a text of at most 8000 characters
     foreign      an error of something else
     unreadable   an error of rnnlens without a text, or with an endless one
-    hang         more than 60 s by the clock
+    hang         more than 60 s by the clock and 30 s of processor time, or more than 600 s by the clock
     slow         more than 5 s of processor time; 30 s for a training that is watched, which is compiled anew
     memory       more than 576 MiB beyond what was used before
     altered      after the call, weights, flags, hooks, gradients or random states of the model differ

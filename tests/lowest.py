@@ -4,7 +4,8 @@
 
 uv resolves the dependencies with ``--resolution lowest-direct``, of versions that have a wheel for this Python, and
 installs them into ``.venv-lowest-3.11`` with the newest pytest. Run there: saving and opening of results and of
-followed trainings, without any framework; and with the lowest Keras and JAX (``FRAMEWORKS``) every verb and a ``fit``.
+followed trainings, without any framework; and with the lowest Keras on the lowest JAX and TensorFlow every verb and a
+``fit``.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 UV = Path(sys.executable).parent / "uv"
+PROGRAM = ROOT / "tests" / "helpers" / "lowest_program.py"
 #: Lowest versions of frameworks with which every verb works; docs/reliability.md states them.
 FRAMEWORKS = ("keras==3.10.0", "jax==0.7.0")
+#: The lowest TensorFlow, on Python 3.11 and in an environment of its own: it needs NumPy 1, and JAX NumPy 2.
+TENSORFLOW = ("keras==3.10.0", "tensorflow==2.16.1")
 TESTED = (
     "tests/unit/results/test_files.py",
     "tests/unit/results/test_kinds.py",
@@ -56,8 +60,19 @@ def main() -> int:
         tests = subprocess.run((python, "-m", "pytest", *OPTIONS, *TESTED), cwd=ROOT, env=environment, check=False)
     _uv("pip", "install", "-q", "-p", str(python), *FRAMEWORKS)  # JAX needs a newer NumPy than rnnlens
     environment["KERAS_BACKEND"] = "jax"
-    program = subprocess.run((python, ROOT / "tests" / "helpers" / "lowest_program.py"), env=environment, check=False)
-    return tests.returncode or program.returncode
+    program = subprocess.run((python, PROGRAM), env=environment, check=False)
+    on_tensorflow = use_tensorflow(interpreter, environment) if chosen.python == "3.11" else 0
+    return tests.returncode or program.returncode or on_tensorflow
+
+
+def use_tensorflow(interpreter: str, environment: dict[str, str]) -> int:
+    """Run the program with the lowest Keras on the lowest TensorFlow; return its exit status."""
+    folder = ROOT / ".venv-lowest-tensorflow"
+    python = folder / "bin" / "python"
+    _uv("venv", "-q", "--clear", "-p", interpreter, str(folder))
+    _uv("pip", "install", "-q", "-p", str(python), "-r", "pyproject.toml", *TENSORFLOW)
+    environment = {**environment, "KERAS_BACKEND": "tensorflow"}
+    return subprocess.run((python, PROGRAM), env=environment, check=False).returncode
 
 
 def _interpreter(version: str) -> str | None:

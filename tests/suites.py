@@ -129,6 +129,7 @@ SUITES = (
             "tests/oracle/keras/test_registered_cells.py",
             "tests/oracle/keras/test_cell_loops.py",
             "tests/oracle/keras/test_programs.py",
+            "tests/tracking/keras/test_failures.py",
         ),
         # KERAS_BACKEND chooses which cases of a product are run, see tests/conftest.py.
         environment={"RNNLENS_TESTED_KERAS": "tf_keras", "TF_USE_LEGACY_KERAS": "1", "KERAS_BACKEND": "tensorflow"},

@@ -27,8 +27,8 @@ import xarray as xr
 
 import rnnlens as rl
 
-#: Seconds by the clock after which a call counts as hanging, on a machine that may be busy.
-LIMIT_S = 60
+#: Seconds by the clock after which a call counts as hanging if it computes, and if it waits, as on a busy machine too.
+LIMIT_S, LIMIT_WAITING_S = 60, 600
 #: Seconds of processor time that one call may take, and a short training that is watched, compiled anew each time.
 LIMIT_CPU_S, LIMIT_TRAINING_S = 5.0, 30.0
 #: Bytes that calls may use, and what frameworks take beside that for programs they compile.
@@ -285,9 +285,11 @@ def attempt(words: str, function: Callable[..., Any], arguments: dict[str, Any])
     """Make one call, within its time and memory."""
 
     def late(*_: object) -> None:
-        raise HangError
+        if time.process_time() - start > LIMIT_TRAINING_S or time.monotonic() - began >= LIMIT_WAITING_S:
+            raise HangError
+        signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
 
-    before, start = _peak(), time.process_time()
+    before, start, began = _peak(), time.process_time(), time.monotonic()
     previous = signal.signal(signal.SIGALRM, late)
     signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
     try:

@@ -277,8 +277,9 @@ class _LastError(Exception):
         lambda: rl.plot.input_map(STATES, x=STATES, shape=np.broadcast_to(0, (10**9, 9, 3))),
         lambda: rl.plot.heatmap(STATES, ax=np.broadcast_to(0.0, (10**9, 9, 3))),
         lambda: rl.plot.before_after(STATES, STATES, limit=1e308),
+        lambda: rl.plot.gates(GATES, mask=np.broadcast_to(0.0, (10**9, 9, 3))),
     ],
-    ids=["shape", "ax", "limit"],
+    ids=["shape", "ax", "limit", "mask"],
 )
 def test_numbers_without_bounds_are_refused_before_they_are_read(call):
     with pytest.raises(InputError):

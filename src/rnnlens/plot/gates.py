@@ -138,11 +138,11 @@ def _mask_of(layer: Any, mask: Any, array: Any) -> Numbers | None:
         mask = dataset["mask"] if dataset is not None and "mask" in dataset else None
     if mask is None or SAMPLE not in array.dims:
         return None
-    values = as_numbers("mask", mask.values if isinstance(mask, xr.DataArray) else mask) != 0
+    values = as_numbers("mask", mask.values if isinstance(mask, xr.DataArray) else mask)
     wanted = tuple(array.sizes.get(dim, 1) for dim in (SAMPLE, TIME))
     if values.shape != wanted:
         raise InputError(message("mask= does not fit the gates.", got=f"shape {values.shape}", expected=f"{wanted}"))
-    return np.asarray(values)
+    return np.asarray(values != 0)
 
 
 def _summary(half: DirectionView, number: int, valid: Numbers | None) -> _Gate:

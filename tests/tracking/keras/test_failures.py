@@ -10,7 +10,7 @@ import weakref
 
 import numpy as np
 import pytest
-from spoken_keras import engine, keras
+from spoken_keras import LEGACY, engine, keras
 from zarr.storage import LocalStore
 
 import rnnlens as rl
@@ -258,9 +258,8 @@ def test_ctrl_c_is_recorded_as_interrupted(tmp_path, mode):
 
 def dense_and_dropout():
     keras.utils.set_random_seed(1)
-    model = keras.Sequential(
-        [keras.Input((6, 3)), keras.layers.LSTM(4, name="lstm"), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
-    )
+    dropout = [] if LEGACY else [keras.layers.Dropout(0.5)]  # refused in batches of tf_keras
+    model = keras.Sequential([keras.Input((6, 3)), keras.layers.LSTM(4, name="lstm"), *dropout, keras.layers.Dense(1)])
     model.compile("adam", "mse")
     return model
 
@@ -296,7 +295,7 @@ def test_an_error_of_ours_within_the_step_leaves_the_history(tmp_path, monkeypat
     for one, other in zip(trained, weights, strict=True):
         np.testing.assert_array_equal(one, other)
     met = "taps" not in place and "_loop" not in place and "_turned" not in place
-    on_taps = bool(direct) and engine() in ("torch", "tensorflow")
+    on_taps = bool(direct) and not LEGACY and engine() in ("torch", "tensorflow")
     if met or on_taps:
         assert watch.gaps
         assert all("ours" in gap.reason for gap in watch.gaps)

