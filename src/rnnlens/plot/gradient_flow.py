@@ -292,12 +292,10 @@ def _point_down(ax: Any, one: FadingLine) -> None:
     if not inner:
         return
     if not any(text.get_gid() == "below" for text in ax.texts):
-        rises = (
-            inner[-1] + 1 < len(below) and one.median[inner[-1] + 1] >= floor
-        )  # the text is on the line's other side
+        rises = inner[-1] + 1 < len(below) and one.median[inner[-1] + 1] >= floor  # the text is under the line
         box = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
-        ax.annotate(f"below {power_of_ten(floor)}", (float(one.steps[inner[-1]]), 0), (-6 if rises else 6, 4),
-                    ax.get_xaxis_transform(), "offset points", ha="right" if rises else "left", fontsize="x-small",
+        ax.annotate(f"below {power_of_ten(floor)}", (float(one.steps[inner[-1]]), 0), (12 if rises else -12, 2),
+                    ax.get_xaxis_transform(), "offset points", ha="left" if rises else "right", fontsize="x-small",
                     color="0.3", bbox=box, zorder=5, gid="below")  # fmt: skip
     look = {"marker": "v", "markersize": 6, "linestyle": "", "clip_on": False, "zorder": 4, "color": one.colour}
     ax.plot(one.steps[inner], np.zeros(len(inner)), transform=ax.get_xaxis_transform(), gid="below", **look)
