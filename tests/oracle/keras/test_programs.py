@@ -171,6 +171,24 @@ def test_time_jacobians(name):
         close(np.tensordot(np.asarray(ours), signs, (range(1, 1 + signs.ndim), range(signs.ndim))), expected)
 
 
+def test_samples_on_another_axis_are_asked_for():
+    model, x, _ = program("time first")
+    with pytest.raises(rl.errors.InputError, match="step along the first axis of the input") as refused:
+        rl.jacobian(model, x)
+    assert '"input": ("time", "sample", "feature")' in str(refused.value)
+    stated = {"input": ("time", "sample", "feature"), "output": ("time", "sample", "unit")}
+    ours = rl.jacobian(model, x, axes=stated)
+    assert ours.certificate.state == "passed", ours.certificate
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], ours.shape[1:3])
+
+    def combined(leaves):
+        with keras.StatelessScope():
+            return keras.ops.sum(model(leaves[0]) * keras.ops.convert_to_tensor(signs[:, None]))
+
+    _, (expected,) = differentiated(combined, [x])
+    close(np.tensordot(np.asarray(ours), signs, ((1, 2), (0, 1))).swapaxes(0, 1), expected)
+
+
 class Heard:
     """Calls of a cell, with numbers that were added to its new hidden state: their gradients are the total ones."""
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...adapters.protocol import AxisConvention, CaptureRequest, Port, Pullback
+from ...adapters.protocol import AxisConvention, CaptureRequest, Port, Pullback, RecurrentCall
 from ...data import leaves_of
 from ...errors import DisconnectedError, InputError, ModelError, TooLargeError, UnsupportedError, message
 from ...results.schema import to_host
@@ -194,6 +194,7 @@ def _look_inside(request: JacobianRequest) -> ReplayedLayers:
         raise _nothing_recurrent(request) from error
     if not capture.calls and not capture.scanned:
         raise _nothing_recurrent(request)
+    _refuse_samples_elsewhere(request, capture.calls)
     outputs = leaves_of(capture.outputs)
     if len(outputs) > 1 and not request.known.outputs:
         refuse_lone_output((request.of, request.wrt), len(outputs))
@@ -205,6 +206,24 @@ def _look_inside(request: JacobianRequest) -> ReplayedLayers:
         inside.calls = tuple(one for both in inside.replayed_calls.values() for one in both)
     inside.samples = next(iter(capture.scanned.values()), 0)
     return inside
+
+
+def _refuse_samples_elsewhere(request: JacobianRequest, calls: Sequence[RecurrentCall]) -> None:
+    """Refuse a model whose first axis counts steps where the framework's convention is samples first.
+
+    Raises
+    ------
+    InputError
+        If all recurrent calls step along the first axis of the input.
+    """
+    length = request.axes.samples(request.batch)
+    if not request.axes.samples_first or not calls:
+        return
+    if all(call.input.shape[0] != length == call.input.shape[1] for call in calls):
+        samples = calls[0].input.shape[0]
+        what = "The recurrent layers step along the first axis of the input, where this framework has the samples."
+        hint = 'axes={"input": ("time", "sample", "feature"), "output": ("time", "sample", "unit")}, or transpose outside'
+        raise InputError(message(what, got=f"{length} steps and {samples} samples", expected="samples first", hint=hint))
 
 
 def _flattened(one: ReplayedCall, memory: int) -> ReplayedCall:
