@@ -198,16 +198,25 @@ def rows_reset(given: States, link: StateLink) -> tuple[Tensor, bool]:
 
     The others are unchanged if they have the returned state, through a path that leaves gradients unchanged.
     """
-    reset, unchanged = (torch.ones(len(given[0]), dtype=torch.bool, device=given[0].device) for _ in range(2))
+    first = 0 if link.output is None else 1  # a layer's states and output have the samples on the second axis
+    count = given[0].shape[first]
+    sources = [*link.kept, *([] if link.output is None else [link.output])]
+    reset, unchanged = (torch.ones(count, dtype=torch.bool, device=given[0].device) for _ in range(2))
+
+    def rows(tensor: Tensor) -> Tensor:
+        return tensor.movedim(first, 0)[:count]
+
     for index, new in enumerate(given):
         if not new.requires_grad:
             unchanged = torch.zeros_like(unchanged)
             continue
         probe = probe_like(new)
-        pulled = _pulled_back(new, list(link.kept), probe)
+        pulled = _at_sources(new, sources, probe)
         for grad in pulled:
-            reset = reset & ~_any_in_rows(grad)
-        unchanged = unchanged & _rows_equal(new, link.kept[index]) & _rows_equal(pulled[index], probe)
+            reset = reset if grad is None else reset & ~_any_in_rows(rows(grad))
+        same = _rows_equal(rows(new), rows(link.kept[index]))
+        passed = pulled[index]
+        unchanged = unchanged & same & (False if passed is None else _rows_equal(rows(passed), rows(probe)))
     return reset, bool((reset | unchanged).all())
 
 
@@ -220,11 +229,15 @@ def probe_like(tensor: Tensor) -> Tensor:
 
 def _pulled_back(value: Tensor, sources: list[Tensor], cotangent: Tensor) -> list[Tensor]:
     """Return gradients at the first rows of the sources; zero where no path leads."""
-    count = value.shape[0]
+    pulled = _at_sources(value, sources, cotangent)
+    return [torch.zeros_like(cotangent) if g is None else g[: value.shape[0]] for g in pulled]
+
+
+def _at_sources(value: Tensor, sources: list[Tensor], cotangent: Tensor) -> list[Tensor | None]:
+    """Return gradients at the sources; None where no path leads."""
     live = [source for source in sources if source.requires_grad]
     found = iter(torch.autograd.grad(value, live, cotangent, retain_graph=True, allow_unused=True))
-    pulled = [next(found) if source.requires_grad else None for source in sources]
-    return [torch.zeros_like(cotangent) if g is None else g[:count] for g in pulled]
+    return [next(found) if source.requires_grad else None for source in sources]
 
 
 def _rows_equal(a: Tensor, b: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterator
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ...recurrence.cells import registered
 from ..protocol import ModelFacts, Role, Submodule
@@ -61,7 +62,8 @@ def _state_of(module: nn.Module) -> Iterator[Any]:
     yield getattr(inspect.getattr_static(type(module), "forward", None), "__code__", None)
     for name, value in vars(module).items():
         if name in ("_parameters", "_buffers"):
-            tensors = {key: tensor for key, tensor in value.items() if tensor is not None}
+            # A lazy module's parameters have no shape before its first batch.
+            tensors = {key: tensor for key, tensor in value.items() if tensor is not None and not is_lazy(tensor)}
             yield tuple((key, tuple(t.shape), t.dtype, t.requires_grad) for key, t in tensors.items())
         elif name == "_modules" or "hook" in name:
             yield tuple((key, id(part)) for key, part in (value.items() if isinstance(value, dict) else ()))

@@ -211,7 +211,8 @@ def seams(modules: Sequence[tuple[str, nn.Module]], recorder: ScanRecorder) -> I
 def _refuse_rescaling(modules: Sequence[tuple[str, nn.Module]]) -> None:
     """Raise ``UnsupportedError`` for an RWKV that would rescale its weights in place in the coming pass."""
     for path, module in modules:
-        if getattr(module, "layers_are_rescaled", None) == module.training and module.config.rescale_every > 0:
+        rescaled = getattr(module, "layers_are_rescaled", None)
+        if rescaled is not None and rescaled == module.training and module.config.rescale_every > 0:
             mode = "train()" if module.training else "eval()"
             raise UnsupportedError(
                 message(

@@ -222,8 +222,9 @@ def _refuse_samples_elsewhere(request: JacobianRequest, calls: Sequence[Recurren
     if all(call.input.shape[0] != length == call.input.shape[1] for call in calls):
         samples = calls[0].input.shape[0]
         what = "The recurrent layers step along the first axis of the input, where this framework has the samples."
-        hint = 'axes={"input": ("time", "sample", "feature"), "output": ("time", "sample", "unit")}, or transpose outside'
-        raise InputError(message(what, got=f"{length} steps and {samples} samples", expected="samples first", hint=hint))
+        got = f"{length} steps and {samples} samples"
+        hint = 'axes={"input": ("time", "sample", "feature"), "output": ("time", "sample", "unit")}'
+        raise InputError(message(what, got=got, expected="samples first", hint=hint))
 
 
 def _flattened(one: ReplayedCall, memory: int) -> ReplayedCall:
