@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import importlib
 import io
+import json
 import os
 import pickle
 import sys
 import tempfile
 import threading
 import warnings
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -303,10 +305,20 @@ def unpacked(data: bytes) -> Any:
     return model
 
 
+def imported_backend() -> str | None:
+    """Return Keras' engine in this process; None where Keras is not imported."""
+    return importlib.import_module("keras").backend.backend() if "keras" in sys.modules else None
+
+
+def propose_backend(backend: str | None) -> None:
+    """Choose Keras' engine in this process unless Keras is imported already."""
+    if backend is not None and "keras" not in sys.modules:
+        os.environ["KERAS_BACKEND"] = backend
+
+
 def use_backend(backend: str) -> None:
     """Choose Keras' engine in this process, or raise if another one was chosen before."""
-    if "keras" not in sys.modules:
-        os.environ["KERAS_BACKEND"] = backend
+    propose_backend(backend)
     there = importlib.import_module("keras").backend.backend()
     if there != backend:
         raise ModelError(
@@ -317,3 +329,14 @@ def use_backend(backend: str) -> None:
                 hint=f"start the workers with KERAS_BACKEND={backend}",
             )
         )
+
+
+def keras_file(path: Path, backend: str | None) -> Any:
+    """Load a ``.keras`` file with the Keras that wrote it; its Lambda layers are refused by Keras, being code."""
+    with zipfile.ZipFile(path) as archive:
+        written = json.loads(archive.read("metadata.json"))["keras_version"]
+    if written.startswith("2."):
+        return importlib.import_module("tf_keras").models.load_model(path)
+    if backend is not None:
+        use_backend(backend)
+    return importlib.import_module("keras").models.load_model(path)

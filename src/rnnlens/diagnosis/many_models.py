@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
-import json
 import os
 import pickle
-import sys
 import uuid
-import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..adapters.registry import adapter_for
-from ..cluster.travel import dumps, dumps_arguments, packed, unpacked, use_backend
+from ..cluster.travel import (
+    dumps,
+    dumps_arguments,
+    imported_backend,
+    keras_file,
+    packed,
+    propose_backend,
+    unpacked,
+)
 from ..cluster.worker import fit_process, results_of
 from ..errors import InputError, message, shown
 from ..results.diagnosis import Diagnosis
@@ -45,7 +49,7 @@ class Candidate:
         if self.load is not None:
             return self.load(self.value)
         if isinstance(self.value, str | os.PathLike):
-            return _keras_file(Path(self.value), self.backend)
+            return keras_file(Path(self.value), self.backend)
         return self.value() if is_function(self.value) else self.value
 
     def pack(self) -> tuple[str | None, bytes]:
@@ -105,7 +109,7 @@ def diagnoses_of(
         Keywords of :func:`rnnlens.diagnose`, x and y included.
     """
     outcomes: dict[Any, Outcome] = {name: value for name, value in models.items() if isinstance(value, Diagnosis)}
-    backend = sys.modules["keras"].backend.backend() if "keras" in sys.modules else None
+    backend = imported_backend()
     candidates = {name: Candidate(value, load, backend) for name, value in models.items() if name not in outcomes}
     run = _run_here(candidates, arguments) if client is None else _run_on_workers(candidates, client, arguments)
     with Progress("diagnoses", len(candidates)) as progress:
@@ -161,8 +165,7 @@ def _run_on_workers(
 def diagnose_on_worker(backend: str | None, model: bytes, data: bytes) -> Outcome:
     """Rebuild one candidate and diagnose it; the function of the tasks."""
     fit_process()
-    if backend is not None and "keras" not in sys.modules:
-        os.environ["KERAS_BACKEND"] = backend
+    propose_backend(backend)
     try:
         candidate, arguments = pickle.loads(model), pickle.loads(data)
     except Exception as error:
@@ -172,14 +175,3 @@ def diagnose_on_worker(backend: str | None, model: bytes, data: bytes) -> Outcom
 
 def _text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _keras_file(path: Path, backend: str | None) -> Any:
-    """Load a ``.keras`` file with the Keras that wrote it; its Lambda layers are refused by Keras, being code."""
-    with zipfile.ZipFile(path) as archive:
-        written = json.loads(archive.read("metadata.json"))["keras_version"]
-    if written.startswith("2."):
-        return importlib.import_module("tf_keras").models.load_model(path)
-    if backend is not None:
-        use_backend(backend)
-    return importlib.import_module("keras").models.load_model(path)
