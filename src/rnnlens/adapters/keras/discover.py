@@ -293,7 +293,7 @@ def _info(site: RecurrentSite) -> LayerInfo:
     options = {
         "return_state": layer.return_state,
         "go_backwards": layer.go_backwards,
-        "unroll": layer.unroll,
+        "unroll": getattr(layer, "unroll", False),  # layers of cuDNN have none
         "dropout": getattr(cell, "dropout", 0.0),
         "recurrent_dropout": getattr(cell, "recurrent_dropout", 0.0),
     }

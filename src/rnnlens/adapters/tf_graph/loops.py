@@ -159,9 +159,8 @@ def _loop(forms: Forms, chain: Sequence[Step], ends: Iterable[Any]) -> Loop | No
     fed_back = any(id(t) in hidden for t in _behind(sources))
     if fed_back and any(id(t) in others for t in _behind(sources, hidden)):
         cell = replace(cell, refused=_feedback_of_another_state(scope))
-    if fed_back or any(
-        id(t) in others for t in _behind(list(ends), hidden | others)
-    ):  # or a cell state is read outside
+    # Or a cell state is read outside.
+    if fed_back or any(id(t) in others for t in _behind(list(ends), hidden | others)):
         carried = _carried(chain, edges)
     return Loop(
         _name(scope),
