@@ -39,7 +39,8 @@ def class_of(cell: Any) -> type[Cell] | None:
 
 def kind_of(cell: Any) -> str:
     """Return one word for a cell: the kind of the class with its equations, else its own class name."""
-    ours = class_of(cell)
+    # A layer of cuDNN has a named tuple for a cell.
+    ours = class_of(cell) if hasattr(cell, "__dict__") else None
     return type(cell).__name__ if ours is None else ours.kind
 
 
