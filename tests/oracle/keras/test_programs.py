@@ -182,8 +182,11 @@ def test_samples_on_another_axis_are_asked_for():
     signs = np.random.default_rng(0).choice([-1.0, 1.0], ours.shape[1:3])
 
     def combined(leaves):
+        combination = keras.ops.convert_to_tensor(signs[:, None])
+        if LEGACY:
+            return keras.ops.sum(model(keras.ops.convert_to_tensor(leaves[0])) * combination)
         with keras.StatelessScope():
-            return keras.ops.sum(model(leaves[0]) * keras.ops.convert_to_tensor(signs[:, None]))
+            return keras.ops.sum(model(keras.ops.convert_to_tensor(leaves[0])) * combination)
 
     _, (expected,) = differentiated(combined, [x])
     close(np.tensordot(np.asarray(ours), signs, ((1, 2), (0, 1))).swapaxes(0, 1), expected)

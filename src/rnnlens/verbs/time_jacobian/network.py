@@ -216,9 +216,9 @@ def _refuse_samples_elsewhere(request: JacobianRequest, calls: Sequence[Recurren
     InputError
         If all recurrent calls step along the first axis of the input.
     """
-    length = request.axes.samples(request.batch)
     if not request.axes.samples_first or not calls:
         return
+    length = request.axes.samples(request.batch)
     if all(call.input.shape[0] != length == call.input.shape[1] for call in calls):
         samples = calls[0].input.shape[0]
         what = "The recurrent layers step along the first axis of the input, where this framework has the samples."
