@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Training of one network, about 15 seconds on two cores: layer name, epochs and learning rate."""
+    """Training of one network, about 10 seconds on two cores: layer name, epochs and learning rate."""
 
     layer: str
     epochs: int
@@ -40,9 +40,9 @@ class Recipe:
 
 #: Recipe by Keras layer. SimpleRNN's steps are cheaper; at a higher rate its trained dynamics are unstable.
 RECIPES = {
-    "SimpleRNN": Recipe("simple_rnn", 150, 1e-3),
-    "GRU": Recipe("gru", 80, 3e-3),
-    "LSTM": Recipe("lstm", 80, 3e-3),
+    "SimpleRNN": Recipe("simple_rnn", 40, 1e-3),
+    "GRU": Recipe("gru", 40, 3e-3),
+    "LSTM": Recipe("lstm", 40, 3e-3),
 }
 HELD_OUT = 360
 
@@ -78,7 +78,7 @@ def run(
     units
         Units per layer.
     epochs
-        Passes over the training digits; if not given, so many that each network takes about 15 seconds.
+        Passes over the training digits; if not given, so many that each network takes about 10 seconds.
     train
         Number of training digits; all that are not held out if not given.
     seed
