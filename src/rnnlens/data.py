@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from .arguments.data import is_dataset, is_sequence, is_source, refuse_large
 from .autodiff import tensors
-from .errors import InputError, message
+from .errors import InputError
 from .layout import Layout
 from .trees import is_packed, leaves_of, map_leaves
 
@@ -89,18 +89,16 @@ def batches(
     [(2, 3), (2, 3), (1, 3)]
     """
     if batch_size is not None and batch_size < 1:
-        raise InputError(message("The batch size must be positive.", got=f"batch_size={batch_size}"))
+        raise InputError("The batch size must be positive.", got=f"batch_size={batch_size}")
     if not is_source(x):
         yield from _slices(DataBatch(x, y, sample_weight), batch_size, layouts)
         return
     if y is not None or sample_weight is not None:
         raise InputError(
-            message(
-                f"A {type(x).__name__} has its own targets and weights.",
-                got="y or sample_weight beside it",
-                expected="batches of x, (x, y) or (x, y, sample_weight)",
-                hint="zip y into the data set: batches of (x, y)",
-            )
+            f"A {type(x).__name__} has its own targets and weights.",
+            got="y or sample_weight beside it",
+            expected="batches of x, (x, y) or (x, y, sample_weight)",
+            hint="zip y into the data set: batches of (x, y)",
         )
     empty = True
     for element in _elements(x, batch_size):
@@ -108,12 +106,10 @@ def batches(
         yield _as_batch(element, as_numpy)
     if empty:
         raise InputError(
-            message(
-                "The data set is empty.",
-                got=f"a {type(x).__name__} without batches",
-                expected="at least 1 batch",
-                hint="a generator can be read only once: create a new one for every call",
-            )
+            "The data set is empty.",
+            got=f"a {type(x).__name__} without batches",
+            expected="at least 1 batch",
+            hint="a generator can be read only once: create a new one for every call",
         )
 
 
@@ -140,21 +136,17 @@ def len_of(x: Any, layouts: Sequence[Layout | None] | None = None) -> int:
     """Return the number of samples of an array, or of the arrays in a tuple, list or dict."""
     leaves = leaves_of(x)
     if not leaves:
-        raise InputError(message("There is no data.", got=f"{x!r}", expected="an array with at least 1 sample"))
+        raise InputError("There is no data.", got=f"{x!r}", expected="an array with at least 1 sample")
     lengths = {size_of(leaf, layout) for leaf, layout in zip(leaves, layouts or [None] * len(leaves), strict=True)}
     if len(lengths) > 1:
         raise InputError(
-            message(
-                "The arrays have different numbers of samples.",
-                got=", ".join(map(str, sorted(lengths))),
-                hint='if another axis counts samples, name the axes: axes={"input": ("time", "sample", "feature")}',
-            )
+            "The arrays have different numbers of samples.",
+            got=", ".join(map(str, sorted(lengths))),
+            hint='if another axis counts samples, name the axes: axes={"input": ("time", "sample", "feature")}',
         )
     count = lengths.pop()
     if count == 0:
-        raise InputError(
-            message("Batch is empty.", got=f"x of shape {_shape(leaves[0])}", expected="at least 1 sample")
-        )
+        raise InputError("Batch is empty.", got=f"x of shape {_shape(leaves[0])}", expected="at least 1 sample")
     return count
 
 
@@ -196,11 +188,9 @@ def size_of(leaf: Any, layout: Layout | None) -> int:
     size = _shape(leaf)[axis]
     if len(layout.axes[axis]) > 1:
         raise InputError(
-            message(
-                "The sample axis of x is merged with another axis, so samples cannot be counted.",
-                got=f"an axis of {' and '.join(layout.axes[axis])}, of length {size}",
-                hint="an array with an axis for samples alone",
-            )
+            "The sample axis of x is merged with another axis, so samples cannot be counted.",
+            got=f"an axis of {' and '.join(layout.axes[axis])}, of length {size}",
+            hint="an array with an axis for samples alone",
         )
     return size
 
@@ -262,12 +252,10 @@ def _check_lengths(data: DataBatch) -> None:
         part = getattr(data, name)
         if part is not None and len_of(part) != count:
             raise InputError(
-                message(
-                    f"x and {name} have different numbers of samples.",
-                    got=f"{count} and {len_of(part)}, the lengths of the first axes of x and {name}",
-                    hint='if another axis counts samples, name the axes: axes={"input": ("time", "sample", "feature"), '
-                    f'"{name}": ("time", "sample")}}',
-                )
+                f"x and {name} have different numbers of samples.",
+                got=f"{count} and {len_of(part)}, the lengths of the first axes of x and {name}",
+                hint='if another axis counts samples, name the axes: axes={"input": ("time", "sample", "feature"), '
+                f'"{name}": ("time", "sample")}}',
             )
 
 
@@ -284,11 +272,9 @@ def _elements(x: Any, batch_size: int | None) -> Iterator[Any]:
         return iter(x if batch_size is None else x.rebatch(batch_size))
     if batch_size is not None:
         raise InputError(
-            message(
-                f"A {type(x).__name__} has its own batches.",
-                got=f"batch_size={batch_size}",
-                hint="set the batch size when creating the data set",
-            )
+            f"A {type(x).__name__} has its own batches.",
+            got=f"batch_size={batch_size}",
+            hint="set the batch size when creating the data set",
         )
     return (x[i] for i in range(len(x))) if is_sequence(x) else iter(x)
 
@@ -301,12 +287,10 @@ def _as_batch(element: Any, as_numpy: bool) -> DataBatch:
     parts = tuple(element) if isinstance(element, tuple | list) else (element,)
     if not 1 <= len(parts) <= 3:
         raise InputError(
-            message(
-                "An element of the data set has too many parts.",
-                got=f"{len(parts)} parts",
-                expected="x, (x, y) or (x, y, sample_weight)",
-                hint="put several inputs into one tuple or dict: ((x1, x2), y)",
-            )
+            "An element of the data set has too many parts.",
+            got=f"{len(parts)} parts",
+            expected="x, (x, y) or (x, y, sample_weight)",
+            hint="put several inputs into one tuple or dict: ((x1, x2), y)",
         )
     if as_numpy or _is_tf(parts):
         parts = tuple(None if part is None else map_leaves(_numpy, part) for part in parts)
@@ -335,11 +319,9 @@ def _length(leaf: Any) -> int:
     shape = _shape(leaf)
     if not shape:
         raise InputError(
-            message(
-                "This data cannot be split into batches.",
-                got=f"{type(leaf).__name__}",
-                expected="an array with samples first, tf.data.Dataset, DataLoader, generator or Zarr array",
-            )
+            "This data cannot be split into batches.",
+            got=f"{type(leaf).__name__}",
+            expected="an array with samples first, tf.data.Dataset, DataLoader, generator or Zarr array",
         )
     return int(shape[0])
 

@@ -14,7 +14,11 @@ from contextlib import contextmanager
 
 
 class RnnlensError(Exception):
-    """Base class of all errors of rnnlens."""
+    """Base class of all errors of rnnlens: the problem, the value given, the value expected and a hint."""
+
+    def __init__(self, what: str = "", *, got: object = None, expected: object = None, hint: str | None = None) -> None:
+        is_text = got is None and expected is None and hint is None and "\n" in what  # as a pickle passes it on
+        super().__init__(what if is_text else message(what, got=got, expected=expected, hint=hint))
 
 
 class InputError(RnnlensError, ValueError):

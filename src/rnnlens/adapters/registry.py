@@ -8,7 +8,7 @@ import sys
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from ..errors import ModelError, UnsupportedError, message
+from ..errors import ModelError, UnsupportedError
 from .protocol import Adapter
 
 #: (module that must be loaded already, base class within it, import path of the adapter). The first match counts, so a
@@ -46,12 +46,10 @@ def adapter_for(model: Any) -> Adapter:
     adapter = adapter_of(model)
     if adapter is None:
         raise ModelError(
-            message(
-                "This is not a model of a supported framework.",
-                got=f"{type(model).__module__}.{type(model).__qualname__}",
-                expected="a model or layer of Keras 3 or tf_keras, a torch.nn.Module, or a net of rl.tf1.graph",
-                hint="pass the model itself, not its path, its output or its weights",
-            )
+            "This is not a model of a supported framework.",
+            got=f"{type(model).__module__}.{type(model).__qualname__}",
+            expected="a model or layer of Keras 3 or tf_keras, a torch.nn.Module, or a net of rl.tf1.graph",
+            hint="pass the model itself, not its path, its output or its weights",
         )
     return adapter
 
@@ -81,7 +79,7 @@ def refuse_old(package: str) -> None:
             least = ".".join(map(str, _LEAST[name]))
             what = f"This version of {name} is too old for rnnlens."
             hint = f'pip install "{name}>={least}"'
-            raise UnsupportedError(message(what, got=words, expected=f"{least} or newer", hint=hint))
+            raise UnsupportedError(what, got=words, expected=f"{least} or newer", hint=hint)
 
 
 def _keras_engine() -> str:
@@ -128,11 +126,9 @@ def _loaded(entry: EntryPoint) -> Any:
         return entry.load()
     except Exception as error:
         raise ModelError(
-            message(
-                f"The adapter {entry.name!r} of another package cannot be loaded.",
-                got=f"{entry.value}: {type(error).__name__}: {error}",
-                hint="mend or remove that package",
-            )
+            f"The adapter {entry.name!r} of another package cannot be loaded.",
+            got=f"{entry.value}: {type(error).__name__}: {error}",
+            hint="mend or remove that package",
         ) from error
 
 

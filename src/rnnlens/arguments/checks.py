@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from ..errors import CallError, FileError, InputError, RnnlensError, did_you_mean, has_attribute, message, shown
+from ..errors import CallError, FileError, InputError, RnnlensError, did_you_mean, has_attribute, shown
 from ..settings import parse_memory
 
 #: Most items that are read from an iterator, which may be endless.
@@ -92,13 +92,13 @@ def _unbound(
     hint = f"{called}({', '.join(known)})" if strange is None else did_you_mean(strange, known)
     if strange in _ELSEWHERE and not hint.startswith("did you mean"):
         hint = _ELSEWHERE[strange]
-    return CallError(message(f"{called} cannot be called like this: {error}.", hint=hint))
+    return CallError(f"{called} cannot be called like this: {error}.", hint=hint)
 
 
 def switch(name: str, value: Any) -> bool:
     """Check that ``value`` is True or False, of Python or NumPy, and return a Python bool."""
     if not isinstance(value, bool | np.bool_):
-        raise InputError(message(f"{name}= is a switch.", got=shown(value), expected="True or False"))
+        raise InputError(f"{name}= is a switch.", got=shown(value), expected="True or False")
     return bool(value)
 
 
@@ -107,7 +107,7 @@ def one_of(*words: str) -> Check:
 
     def check(name: str, value: Any) -> str:
         if not isinstance(value, str) or value not in words:
-            raise InputError(message(f"{name}= is not understood.", got=shown(value), hint=did_you_mean(value, words)))
+            raise InputError(f"{name}= is not understood.", got=shown(value), hint=did_you_mean(value, words))
         return str(value)
 
     return check
@@ -124,7 +124,7 @@ def whole(*, least: int | None = None, most: int | None = None) -> Check:
         if number is None or (least is not None and number < least) or (most is not None and number > most):
             bounds = [f"{name} >= {least}"] * (least is not None) + [f"{name} <= {most}"] * (most is not None)
             expected = ", ".join(["a whole number", *bounds])
-            raise InputError(message(f"{name}= is a whole number.", got=shown(value), expected=expected))
+            raise InputError(f"{name}= is a whole number.", got=shown(value), expected=expected)
         return number
 
     return check
@@ -145,7 +145,7 @@ def number(
             found = math.nan
         if not math.isfinite(found) or not least <= found < below or (above is not None and found <= above):
             expected = "a finite number" if words == "{name}" else words.format(name=name)
-            raise InputError(message(f"{name}= {what}.", got=shown(value), expected=expected))
+            raise InputError(f"{name}= {what}.", got=shown(value), expected=expected)
         return found
 
     return check
@@ -162,7 +162,7 @@ def text(name: str, value: Any) -> str:
     """Check that ``value`` is a non-empty string. For a TensorFlow graph tensor, its name is returned."""
     value = as_name(value)
     if not isinstance(value, str) or not value.strip():
-        raise InputError(message(f"{name}= is a name.", got=shown(value), expected="a string"))
+        raise InputError(f"{name}= is a name.", got=shown(value), expected="a string")
     return str(value)
 
 
@@ -175,10 +175,10 @@ def names(name: str, value: Any) -> str | tuple[str, ...]:
     found = None if found is None else list(map(as_name, found))
     if not found or not all(isinstance(one, str) and one.strip() for one in found):
         got = "no names" if found is not None and not found else shown(value)
-        raise InputError(message(f"{name}= names nothing.", got=got, expected="a name, or a list of names"))
+        raise InputError(f"{name}= names nothing.", got=got, expected="a name, or a list of names")
     counts = Counter(map(str, found))
     if twice := next((one for one, count in counts.items() if count > 1), None):
-        raise InputError(message(f"{name}= names {twice!r} twice.", got=shown(found), expected="each name once"))
+        raise InputError(f"{name}= names {twice!r} twice.", got=shown(found), expected="each name once")
     return tuple(counts)
 
 
@@ -212,7 +212,7 @@ def refuse_without_order(name: str, value: Any) -> None:
     if isinstance(value, Set | Mapping | Iterator):
         kind, expected = type(value).__name__, "an int, a list of int, a slice"
         hint = "sorted(...)" if isinstance(value, Set) else "list(...)"
-        raise InputError(message(f"{name}= takes numbers in an order.", got=f"a {kind}", expected=expected, hint=hint))
+        raise InputError(f"{name}= takes numbers in an order.", got=f"a {kind}", expected=expected, hint=hint)
 
 
 def kept_steps(name: str, value: Any) -> int | slice | list[int]:
@@ -223,7 +223,7 @@ def kept_steps(name: str, value: Any) -> int | slice | list[int]:
             if part is not None:
                 whole_number(name, part)
         if value.step is not None and operator.index(value.step) == 0:
-            raise InputError(message(f"{name}= is a slice with step 0.", got=shown(value)))
+            raise InputError(f"{name}= is a slice with step 0.", got=shown(value))
         return value
     refuse_without_order(name, value)
     found = value.tolist() if has_attribute(value, "tolist") and np.ndim(value) <= 1 else value
@@ -232,7 +232,7 @@ def kept_steps(name: str, value: Any) -> int | slice | list[int]:
     steps = listed(found)
     if not steps or any(isinstance(one, bool | np.bool_) or not has_attribute(one, "__index__") for one in steps):
         got = "no steps" if steps is not None and not steps else shown(value)
-        raise InputError(message(f"{name}= names no steps.", got=got, expected="an int, a list of int, a slice"))
+        raise InputError(f"{name}= names no steps.", got=got, expected="an int, a list of int, a slice")
     return [int(whole_number(name, one)) for one in steps]
 
 
@@ -243,10 +243,10 @@ def path(name: str, value: Any) -> str:
     except Exception:
         found = None
     if not isinstance(found, str) or not found.strip() or "\0" in found:
-        raise InputError(message(f"{name}= is the path of a file.", got=shown(value), expected="a string or a Path"))
+        raise InputError(f"{name}= is the path of a file.", got=shown(value), expected="a string or a Path")
     if max(map(len, map(os.fsencode, found.split(os.sep)))) > _LONGEST_NAME:
         expected = f"no part longer than {_LONGEST_NAME} letters"
-        raise FileError(message(f"{name}= is too long for a file's name.", got=shown(value), expected=expected))
+        raise FileError(f"{name}= is too long for a file's name.", got=shown(value), expected=expected)
     return found
 
 
@@ -264,18 +264,16 @@ def _one_loss(name: str, value: Any) -> Any:
     value = as_name(value)
     if isinstance(value, type):
         raise InputError(
-            message(
-                f"{name}= is a class, not an instance of it.",
-                got=value.__name__,
-                expected="an instance of it, or a function",
-                hint=f"{name}={value.__name__}()",
-            )
+            f"{name}= is a class, not an instance of it.",
+            got=value.__name__,
+            expected="an instance of it, or a function",
+            hint=f"{name}={value.__name__}()",
         )
     if isinstance(value, str) and value.strip():
         return str(value)
     if isinstance(value, str) or not callable(value):
         expected = "a function of the target and the output, in the framework's order, or the name of a loss"
-        raise InputError(message(f"{name}= cannot be called.", got=shown(value), expected=expected))
+        raise InputError(f"{name}= cannot be called.", got=shown(value), expected=expected)
     return value
 
 
@@ -283,7 +281,7 @@ def class_weights(name: str, value: Any) -> dict[int, float]:
     """Check a dict from class index to weight, such as ``{0: 1.0, 1: 5.0}``."""
     if not isinstance(value, Mapping) or not value:
         expected = "a dict from class to weight, such as {0: 1.0, 1: 5.0}"
-        raise InputError(message(f"{name}= has no entry.", got=shown(value), expected=expected))
+        raise InputError(f"{name}= has no entry.", got=shown(value), expected=expected)
     label, weight = whole(least=0), number(least=0)
     return {label(f"{name} (a class)", key): weight(f"{name}[{key!r}]", one) for key, one in value.items()}
 
@@ -292,7 +290,7 @@ def axes_by_name(name: str, value: Any) -> dict[str, Any]:
     """Check a dict with dimension names as keys and any values, such as ``{"time": 10, "unit": [0, 1]}``."""
     if not isinstance(value, Mapping) or not all(isinstance(dim, str) for dim in value):
         expected = 'a dict by dimension, such as {"time": 10, "unit": [0, 1]}'
-        raise InputError(message(f"{name}= selects by dimension.", got=shown(value), expected=expected))
+        raise InputError(f"{name}= selects by dimension.", got=shown(value), expected=expected)
     return dict(value)
 
 
@@ -305,7 +303,7 @@ def either(*checks: Check, expected: str, what: str = "is not understood") -> Ch
                 return one(name, value)
             except RnnlensError:
                 continue
-        raise InputError(message(f"{name}= {what}.", got=shown(value), expected=expected))
+        raise InputError(f"{name}= {what}.", got=shown(value), expected=expected)
 
     return check
 
@@ -313,5 +311,5 @@ def either(*checks: Check, expected: str, what: str = "is not understood") -> Ch
 def called(name: str, value: Any) -> Any:
     """Check that ``value`` is callable and not a class."""
     if not callable(value) or isinstance(value, type):
-        raise InputError(message(f"{name}= cannot be called.", got=shown(value), expected="a function"))
+        raise InputError(f"{name}= cannot be called.", got=shown(value), expected="a function")
     return value

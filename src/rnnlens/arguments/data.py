@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..autodiff.tensors import to_numpy
-from ..errors import InputError, TooLargeError, UnsupportedError, has_attribute, message, shape_of, shown
+from ..errors import InputError, TooLargeError, UnsupportedError, has_attribute, shape_of, shown
 from ..settings import current, format_memory
 
 _NUMBERS = re.compile(r"(bool|u?int|float|bfloat|half|double|long|short|e?char)[0-9a-z_]*")
@@ -26,12 +26,10 @@ def one_batch(name: str, value: Any) -> Any:
     """
     if is_source(value):
         raise InputError(
-            message(
-                f"{name} is a data set, and this function takes one batch.",
-                got=type(value).__name__,
-                expected="an array, or a tuple, list or dict of arrays",
-                hint="take one batch from it; rl.gradients(model, data_set) goes through all of them",
-            )
+            f"{name} is a data set, and this function takes one batch.",
+            got=type(value).__name__,
+            expected="an array, or a tuple, list or dict of arrays",
+            hint="take one batch from it; rl.gradients(model, data_set) goes through all of them",
         )
     return examples(name, data_set(name, value))
 
@@ -39,16 +37,16 @@ def one_batch(name: str, value: Any) -> Any:
 def data_set(name: str, value: Any) -> Any:
     """Check that ``value`` is one batch of arrays or a source of batches, which is returned unchanged."""
     if isinstance(value, repeat | cycle | count):
-        raise InputError(message(f"{name} never ends.", got=shown(value), expected="batches that end"))
+        raise InputError(f"{name} never ends.", got=shown(value), expected="batches that end")
     if is_source(value):
         return value
     if is_instance(value, ("torch.utils.data", "Dataset")):
         hint = "torch.utils.data.DataLoader(dataset, batch_size=...)"
         what = f"{name} is a torch Dataset, which gives single samples."
-        raise InputError(message(what, got=type(value).__name__, expected="batches", hint=hint))
+        raise InputError(what, got=type(value).__name__, expected="batches", hint=hint)
     found = many_examples(name, value)
     if shape_of(found) == ():
-        raise InputError(message(f"{name} is a single number.", got="shape ()", expected="(sample, time, feature)"))
+        raise InputError(f"{name} is a single number.", got="shape ()", expected="(sample, time, feature)")
     return found
 
 
@@ -67,12 +65,10 @@ def refuse_large(name: str, value: Any, hint: str = "fewer samples or steps at a
         size += share * math.prod(shape_of(leaf) or (0,)) * int(itemsize)
     if size > current().memory:
         raise TooLargeError(
-            message(
-                f"{name} alone is larger than the memory limit.",
-                got=format_memory(size),
-                expected=f"at most {format_memory(current().memory)} (rl.options(memory=...))",
-                hint=hint,
-            )
+            f"{name} alone is larger than the memory limit.",
+            got=format_memory(size),
+            expected=f"at most {format_memory(current().memory)} (rl.options(memory=...))",
+            hint=hint,
         )
 
 
@@ -95,7 +91,7 @@ def weights_of_samples(name: str, value: Any) -> Any:
 def plain_weights(name: str, value: Any) -> Any:
     """Check ``sample_weight=`` like :func:`weights_of_samples`; values may be NaN or infinite."""
     if has_attribute(value, "batch_sizes"):
-        raise InputError(message(f"{name} is a packed sequence.", got=shown(value), expected="one number per sample"))
+        raise InputError(f"{name} is a packed sequence.", got=shown(value), expected="one number per sample")
     return many_examples(name, value)
 
 
@@ -112,9 +108,7 @@ def _finite(name: str, tree: Any) -> Any:
         values = as_numpy(leaf)
         if values.dtype.kind == "f" and not np.isfinite(values).all():
             hint = "rl.find_nonfinite(model, x, y, ...) follows such numbers through the model"
-            raise InputError(
-                message(f"{name} is not finite.", got="NaN or infinity", expected="finite numbers", hint=hint)
-            )
+            raise InputError(f"{name} is not finite.", got="NaN or infinity", expected="finite numbers", hint=hint)
     return tree
 
 
@@ -125,7 +119,7 @@ def chunked(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
         if not is_lazy(value):
             return check(name, value)
         if shape_of(value) == ():
-            raise InputError(message(f"{name} is a single number.", got="shape ()", expected="(sample, time, feature)"))
+            raise InputError(f"{name} is a single number.", got="shape ()", expected="(sample, time, feature)")
         _refuse_depth(name, value)
         return _each(lambda where, leaf: _lazy_leaf(where, leaf) if is_lazy(leaf) else _leaf(where, leaf), name, value)
 
@@ -137,7 +131,7 @@ def in_memory(name: str, value: Any) -> Any:
     if is_lazy(value):
         hint = f"{name}.compute(), or fewer samples: {name}[:512].compute()"
         what = f"{name} is lazy, and this call needs numbers: it would be computed here, all of it."
-        raise InputError(message(what, got=type(value).__name__, expected="an array in memory", hint=hint))
+        raise InputError(what, got=type(value).__name__, expected="an array in memory", hint=hint)
     return value
 
 
@@ -155,7 +149,7 @@ def is_lazy(tree: Any, depth: int = 0) -> bool:
 def _lazy_leaf(name: str, value: Any) -> Any:
     if getattr(value, "chunks", None) is None or not hasattr(value, "dtype"):
         expected = "a dask array, or a DataArray of one"
-        raise InputError(message(f"{name} is lazy, and no array.", got=shown(type(value).__name__), expected=expected))
+        raise InputError(f"{name} is lazy, and no array.", got=shown(type(value).__name__), expected=expected)
     _refuse_kind(name, value.dtype)
     return value
 
@@ -164,7 +158,7 @@ def states(name: str, value: Any) -> dict[str, Any]:
     """Check initial states, a dict from layer name to its states, and return a list of arrays for each layer."""
     if not isinstance(value, Mapping) or not value or not all(isinstance(layer, str) for layer in value):
         expected = 'a dict from layer to its states, such as {"lstm": [h, c]}'
-        raise InputError(message(f"{name}= is given by layer.", got=shown(value), expected=expected))
+        raise InputError(f"{name}= is given by layer.", got=shown(value), expected=expected)
     return {layer: _arrays(examples(f"{name}[{layer!r}]", given)) for layer, given in value.items()}
 
 
@@ -221,7 +215,7 @@ def as_numpy(value: Any) -> np.ndarray[Any, Any]:
         array = to_numpy(value)
     except Exception as error:
         expected = "an array with values"
-        raise InputError(message("This cannot be read as an array.", got=shown(value), expected=expected)) from error
+        raise InputError("This cannot be read as an array.", got=shown(value), expected=expected) from error
     if array.dtype.name.startswith(("bfloat16", "float8", "float128", "longdouble")):
         return array.astype(np.float64 if array.dtype.itemsize > 8 else np.float32)
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
@@ -246,19 +240,17 @@ def _refuse_depth(name: str, value: Any, depth: int = 0, seen: list[int] | None 
     seen = [0] if seen is None else seen
     if depth > _DEEPEST:
         expected = f"at most {_DEEPEST} nested lists"
-        raise InputError(message(f"{name} is nested too deeply.", got=type(value).__name__, expected=expected))
+        raise InputError(f"{name} is nested too deeply.", got=type(value).__name__, expected=expected)
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
             got = ", ".join(shown(key) for key in list(value)[:3])
-            raise InputError(
-                message(f"{name} is a dict whose keys are not strings.", got=got, expected='{"name": array}')
-            )
+            raise InputError(f"{name} is a dict whose keys are not strings.", got=got, expected='{"name": array}')
         value = list(value.values())
     if not isinstance(value, tuple | list):
         return
     seen[0] += len(value)
     if seen[0] > _LONGEST:
-        raise InputError(message(f"{name} is too long for a list.", got=type(value).__name__, expected="an array"))
+        raise InputError(f"{name} is too long for a list.", got=type(value).__name__, expected="an array")
     for part in value:
         if isinstance(part, Mapping | tuple | list):
             _refuse_depth(name, part, depth + 1, seen)
@@ -288,21 +280,21 @@ def _from_numbers(name: str, value: Any) -> np.ndarray[Any, Any]:
     """Convert nested lists of numbers to one NumPy array, or raise InputError."""
     if isinstance(value, Mapping) or value is None or (isinstance(value, tuple | list) and not _leaves(value)):
         got = "None" if value is None else shown(value)
-        raise InputError(message(f"{name} holds no data.", got=got, expected="an array with at least 1 sample"))
+        raise InputError(f"{name} holds no data.", got=got, expected="an array with at least 1 sample")
     strange = next((leaf for leaf in _leaves(value) if not _is_number(leaf)), None)
     if strange is not None:
         expected = "an array, or a tuple, list or dict of arrays"
-        raise InputError(message(f"{name} is not numeric data.", got=shown(value), expected=expected))
+        raise InputError(f"{name} is not numeric data.", got=shown(value), expected=expected)
     try:
         array = np.asarray(value)
     except Exception:
         what = f"{name} is not an array: its rows differ in length, or contain something other than numbers."
         raise InputError(
-            message(what, got=shown(value), expected="rows of one length", hint="pad them to one length and mask")
+            what, got=shown(value), expected="rows of one length", hint="pad them to one length and mask"
         ) from None
     _refuse_kind(name, array.dtype)
     if array.ndim == 0:
-        raise InputError(message(f"{name} is a single number.", got=shown(value), expected="(sample, time, feature)"))
+        raise InputError(f"{name} is a single number.", got=shown(value), expected="(sample, time, feature)")
     return array
 
 
@@ -322,7 +314,7 @@ def _leaf(name: str, value: Any) -> Any:
     if isinstance(value, np.ma.MaskedArray):
         expected = "plain numbers; the mask of a masked array would be dropped"
         hint = f"{name}.filled(0), and a Masking layer or lengths for what is missing"
-        raise InputError(message(f"{name} is a masked array.", got=shown(value), expected=expected, hint=hint))
+        raise InputError(f"{name} is a masked array.", got=shown(value), expected=expected, hint=hint)
     if is_lazy(value):
         in_memory(name, value)
     if not has_attribute(value, "dtype"):
@@ -341,16 +333,14 @@ def _refuse_kind(name: str, dtype: Any) -> None:
     words = str(getattr(dtype, "name", dtype)).rpartition(".")[2]
     if words.startswith("complex") or words in ("cfloat", "cdouble"):
         raise UnsupportedError(
-            message(
-                f"{name} is complex: its imaginary part would be dropped.",
-                got=words,
-                expected="real numbers",
-                hint="real and imaginary part as two features",
-            )
+            f"{name} is complex: its imaginary part would be dropped.",
+            got=words,
+            expected="real numbers",
+            hint="real and imaginary part as two features",
         )
     if not _NUMBERS.fullmatch(words):
         hint = "encode text as integer ids first" if words.startswith(("str", "object", "bytes")) else None
-        raise InputError(message(f"{name} is not numeric.", got=f"dtype {dtype}", expected="numbers", hint=hint))
+        raise InputError(f"{name} is not numeric.", got=f"dtype {dtype}", expected="numbers", hint=hint)
 
 
 def _refuse_absent(name: str, value: Any) -> None:
@@ -366,4 +356,4 @@ def _refuse_absent(name: str, value: Any) -> None:
         what, hint = "is sparse", f"{name}.to_dense(), .todense() or tf.sparse.to_dense({name})"
     else:
         return
-    raise InputError(message(f"{name} {what}.", got=kind, expected="a plain array", hint=hint))
+    raise InputError(f"{name} {what}.", got=kind, expected="a plain array", hint=hint)

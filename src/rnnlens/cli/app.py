@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import FileError, message
+from ..errors import FileError
 from ..settings import options
 from . import console
 from .diagnose import diagnose
@@ -69,7 +69,7 @@ def check_folder() -> None:
     try:
         os.getcwd()
     except OSError as error:
-        raise FileError(message("The current folder is gone.", got=str(error), hint="cd to one that exists")) from error
+        raise FileError("The current folder is gone.", got=str(error), hint="cd to one that exists") from error
 
 
 @app.command()

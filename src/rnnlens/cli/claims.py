@@ -12,7 +12,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from ..errors import FileError, TooLargeError, message
+from ..errors import FileError, TooLargeError
 from ..settings import current, format_memory
 
 #: Compression ratio that Deflate exceeds only for repetitive data.
@@ -39,7 +39,7 @@ def check_unpacked(path: Path, sizes: list[tuple[int, int]]) -> None:
     packed, unpacked = (sum(column) for column in zip(*sizes, strict=True)) if sizes else (0, 0)
     if unpacked > _HARMLESS and unpacked > _LARGEST_RATIO * packed:
         got = f"{path}: {format_memory(packed)} that would become {format_memory(unpacked)}"
-        raise FileError(message("This file unpacks to far more than it holds.", got=got, hint="numpy.savez instead"))
+        raise FileError("This file unpacks to far more than it holds.", got=got, hint="numpy.savez instead")
 
 
 def check_archive(path: Path) -> None:
@@ -65,12 +65,10 @@ def check_fits(path: Path, size: int) -> None:
     """
     if size > current().memory:
         raise TooLargeError(
-            message(
-                "These arrays are larger than the memory granted.",
-                got=f"{path}: {format_memory(size)}",
-                expected=f"at most {format_memory(current().memory)}",
-                hint=f'--memory "{format_memory(size + size // 10)}"',
-            )
+            "These arrays are larger than the memory granted.",
+            got=f"{path}: {format_memory(size)}",
+            expected=f"at most {format_memory(current().memory)}",
+            hint=f'--memory "{format_memory(size + size // 10)}"',
         )
 
 
@@ -89,5 +87,5 @@ def check_header(path: Path, stream: IO[bytes], size: int) -> None:
     claimed, there = int(np.prod(shape, dtype=object)) * dtype.itemsize, size - (stream.tell() - start)
     if claimed > there and not dtype.hasobject:
         got = f"{path}: {format_memory(claimed)} announced, {format_memory(there)} there"
-        raise FileError(message("This data file is damaged.", got=got))
+        raise FileError("This data file is damaged.", got=got)
     stream.seek(start)

@@ -12,7 +12,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from ..errors import FileError, InputError, RnnlensError, did_you_mean, message
+from ..errors import FileError, InputError, RnnlensError, did_you_mean
 from . import claims
 
 
@@ -33,7 +33,7 @@ class Data:
         if count is None:
             return self
         if count < 1:
-            raise InputError(message("The number of samples must be positive.", got=f"--samples {count}"))
+            raise InputError("The number of samples must be positive.", got=f"--samples {count}")
         return Data(_head(self.x, count), _head(self.y, count), _head(self.sample_weight, count))
 
 
@@ -66,7 +66,7 @@ def read_data(
         wanted = [*names, *targets, *weights]
         for name in wanted:
             if name not in held:
-                raise InputError(message(f"No array named {name!r} in {path}.", hint=did_you_mean(name, held)))
+                raise InputError(f"No array named {name!r} in {path}.", hint=did_you_mean(name, held))
         claims.check_fits(path, sum(arrays.size(name) for name in dict.fromkeys(wanted)))
         found = {name: arrays.read(name) for name in dict.fromkeys(wanted)}
     return Data(*(_one_or_all([found[name] for name in part]) for part in (names, targets, weights)))
@@ -114,7 +114,7 @@ def _opened(path: Path) -> Iterator[_Arrays]:
     try:
         if not path.is_file():
             expected = "a .npz file, as numpy.savez writes"
-            raise FileError(message("There is no such data file.", got=str(path), expected=expected))
+            raise FileError("There is no such data file.", got=str(path), expected=expected)
         with path.open("rb") as stream:
             yield _Arrays(path, stream)
     except RnnlensError:
@@ -124,9 +124,7 @@ def _opened(path: Path) -> Iterator[_Arrays]:
         if "Object arrays" in reason:
             reason = "it holds Python objects, which could run code on loading"
         expected = "plain arrays, saved with numpy.savez(path, x=..., y=...)"
-        raise FileError(
-            message("This data file cannot be read.", got=f"{path}: {reason}", expected=expected)
-        ) from error
+        raise FileError("This data file cannot be read.", got=f"{path}: {reason}", expected=expected) from error
 
 
 def _one_or_all(arrays: Sequence[Any]) -> Any:

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..diagnosis import diagnose
-from ..errors import FileError, InputError, MissingDependencyError, message
+from ..errors import FileError, InputError, MissingDependencyError
 from ..verbs.trace import trace
 from .portrait import Portrait, draw, sentence, table
 
@@ -96,7 +96,7 @@ def run(
         Without Keras, an engine for it, or scikit-learn.
     """
     if epochs is not None and epochs < 1:
-        raise InputError(message("Nothing to compare without training.", got=f"epochs={epochs}", expected=">= 1"))
+        raise InputError("Nothing to compare without training.", got=f"epochs={epochs}", expected=">= 1")
     folder = make_folder(Path(output))
     console = console or Console()
     keras = load_keras()
@@ -124,7 +124,7 @@ def make_folder(folder: Path) -> Path:
             pass
     except OSError as error:
         got = f"{folder}: {error.strerror}"
-        raise FileError(message("Figures cannot be written there.", got=got, expected="a folder")) from error
+        raise FileError("Figures cannot be written there.", got=got, expected="a folder") from error
     return folder
 
 
@@ -136,7 +136,7 @@ def load_keras() -> Any:
         import keras
     except ImportError as error:
         raise MissingDependencyError(
-            message("The demo trains Keras models.", got=str(error), hint="pip install 'rnnlens[demo]'")
+            "The demo trains Keras models.", got=str(error), hint="pip install 'rnnlens[demo]'"
         ) from error
     return keras
 
@@ -159,7 +159,7 @@ def load_digits(train: int | None, seed: int) -> Digits:
         from sklearn.datasets import load_digits as bundled
     except ImportError as error:
         raise MissingDependencyError(
-            message("The demo reads scikit-learn's digits.", got=str(error), hint="pip install 'rnnlens[demo]'")
+            "The demo reads scikit-learn's digits.", got=str(error), hint="pip install 'rnnlens[demo]'"
         ) from error
     pixels, names = bundled(return_X_y=True)
     order = np.random.default_rng(seed).permutation(len(names))

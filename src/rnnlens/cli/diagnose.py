@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import InputError, did_you_mean, message
+from ..errors import InputError, did_you_mean
 from . import console
 from .words import AsJson, Imports, Model, Saved, Unsafe, Weights, split
 
@@ -77,5 +77,5 @@ def _codes(named: list[str] | None) -> list[str]:
     asked = [code.upper() for code in split(named) or ()]
     for code in asked:
         if code not in CODES:
-            raise InputError(message("There is no such finding.", got=code, hint=did_you_mean(code, CODES)))
+            raise InputError("There is no such finding.", got=code, hint=did_you_mean(code, CODES))
     return asked

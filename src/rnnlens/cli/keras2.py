@@ -17,7 +17,7 @@ from typing import Any
 
 import h5py
 
-from ..errors import FileError, MissingDependencyError, message
+from ..errors import FileError, MissingDependencyError
 
 #: Packages that a configuration may name; a module of None or "" denotes a registered name.
 _HARMLESS = ("keras", "tf_keras", "tensorflow.keras", "tensorflow.python.keras")
@@ -59,7 +59,7 @@ def _tf_keras() -> Any:
     except ImportError as error:
         hint = "pip install --no-deps tf_keras==2.21.0, with tensorflow 2.21"
         what = "A model that Keras 2 wrote needs tf_keras."
-        raise MissingDependencyError(message(what, got=str(error), hint=hint)) from error
+        raise MissingDependencyError(what, got=str(error), hint=hint) from error
 
 
 def _configuration(path: Path) -> dict[str, Any]:
@@ -108,11 +108,9 @@ def _entries(tree: Any) -> Iterator[tuple[str, Any]]:
 
 def _refusal(path: Path, got: str, first: str = "") -> FileError:
     return FileError(
-        message(
-            "This model file is not loaded, because doing so could run code that it contains.",
-            got=f"{path}: {got}",
-            hint=f"{first}--unsafe, if you trust whoever made the file",
-        )
+        "This model file is not loaded, because doing so could run code that it contains.",
+        got=f"{path}: {got}",
+        hint=f"{first}--unsafe, if you trust whoever made the file",
     )
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..adapters.registry import adapter_for, adapter_of
-from ..errors import FileError, InputError, MissingDependencyError, ModelError, RnnlensError, message
+from ..errors import FileError, InputError, MissingDependencyError, ModelError, RnnlensError
 from .claims import check_archive
 from .console import say
 from .keras2 import load_keras2, written_by_keras2
@@ -55,13 +55,11 @@ def load_model(spec: str, *, weights: Path | None = None, imports: Iterable[str]
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     if Path(spec).suffix in _FILES or (Path(spec) / "saved_model.pb").is_file():
         if weights is not None:
-            raise InputError(
-                message("A model file has its own weights.", got=f"--weights {weights}", hint="leave it out")
-            )
+            raise InputError("A model file has its own weights.", got=f"--weights {weights}", hint="leave it out")
         return _load_keras(Path(spec), imports, unsafe)
     if not _FACTORY.fullmatch(spec):
         expected = "a path ending in .keras or .h5, the folder of a SavedModel, or package.module:factory"
-        raise InputError(message("This names no model.", got=repr(spec), expected=expected))
+        raise InputError("This names no model.", got=repr(spec), expected=expected)
     _choose_engine(announce=False)
     _names_in(imports)
     model = _make(spec)
@@ -72,7 +70,7 @@ def load_model(spec: str, *, weights: Path | None = None, imports: Iterable[str]
 
 def _load_keras(path: Path, imports: Iterable[str], unsafe: bool) -> Any:
     if not path.exists():
-        raise FileError(message("There is no such model file.", got=str(path), expected="a file written by model.save"))
+        raise FileError("There is no such model file.", got=str(path), expected="a file written by model.save")
     check_archive(path)
     if written_by_keras2(path):
         return _load_legacy(path, imports, unsafe)
@@ -113,7 +111,7 @@ def _import_keras() -> Any:
             return importlib.import_module("keras")
     except ImportError as error:
         hint = "pip install keras, and one of jax, torch, tensorflow"
-        raise MissingDependencyError(message("A Keras model needs Keras.", got=str(error), hint=hint)) from error
+        raise MissingDependencyError("A Keras model needs Keras.", got=str(error), hint=hint) from error
 
 
 @contextmanager
@@ -139,23 +137,19 @@ def _keras_refusal(path: Path, error: Exception) -> RnnlensError:
     if "safe_mode" in text or "unsafe_deserialization" in text or "arbitrary code" in text:
         what = "a Lambda layer" if "Lambda" in text or "lambda" in text else "content"
         return FileError(
-            message(
-                "This model file is not loaded, because doing so could run code that it contains.",
-                got=f"{path}: {what} that Keras' safe mode refuses",
-                hint="--unsafe, if you trust whoever made the file",
-            )
+            "This model file is not loaded, because doing so could run code that it contains.",
+            got=f"{path}: {what} that Keras' safe mode refuses",
+            hint="--unsafe, if you trust whoever made the file",
         )
     missing = re.search(r"(?:Could not locate (?:class|function)|Unknown \w+:) '([^']+)'", text)
     if missing:
         return ModelError(
-            message(
-                f"The model uses {missing[1]!r}, which is not known here.",
-                got=str(path),
-                hint="--import your.module, where it is defined",
-            )
+            f"The model uses {missing[1]!r}, which is not known here.",
+            got=str(path),
+            hint="--import your.module, where it is defined",
         )
     lines = text.strip().splitlines() or [type(error).__name__]
-    return FileError(message("This model file cannot be loaded.", got=f"{path}: {lines[-1][:300]}"))
+    return FileError("This model file cannot be loaded.", got=f"{path}: {lines[-1][:300]}")
 
 
 def _choose_engine(*, announce: bool) -> None:
@@ -206,7 +200,7 @@ def _import(name: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         hint = "run from the folder that holds it, or install it"
-        raise InputError(message(f"There is no module {error.name!r}.", got=name, hint=hint)) from error
+        raise InputError(f"There is no module {error.name!r}.", got=name, hint=hint) from error
 
 
 def resolve(spec: str) -> Any:
@@ -221,7 +215,7 @@ def resolve(spec: str) -> Any:
     found = _import(module_name)
     for part in dotted.split("."):
         if not hasattr(found, part):
-            raise InputError(message(f"{module_name} has nothing named {dotted!r}.", got=spec))
+            raise InputError(f"{module_name} has nothing named {dotted!r}.", got=spec)
         found = getattr(found, part)
     return found
 
@@ -232,16 +226,16 @@ def _make(spec: str) -> Any:
     if not isinstance(found, type) and adapter_of(found) is not None:
         return found
     if not callable(found):
-        raise InputError(message(f"{spec} is neither a model nor a function.", got=type(found).__name__))
+        raise InputError(f"{spec} is neither a model nor a function.", got=type(found).__name__)
     try:
         return found()
     except TypeError as error:
         hint = "write a function without parameters that returns the model"
-        raise InputError(message(f"{spec} cannot be called without arguments.", got=str(error), hint=hint)) from error
+        raise InputError(f"{spec} cannot be called without arguments.", got=str(error), hint=hint) from error
 
 
 def _load_weights(model: Any, path: Path, unsafe: bool) -> None:
     if not path.is_file():
-        raise FileError(message("There is no such weights file.", got=str(path)))
+        raise FileError("There is no such weights file.", got=str(path))
     check_archive(path)
     adapter_for(model).load_weights(model, path, unsafe=unsafe)

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import InputError, RnnlensError, message
+from ..errors import InputError, RnnlensError
 from .data import Data
 
 
@@ -30,7 +30,7 @@ def on_data(run: Callable[..., Any], model: Any, batch: Data, **arguments: Any) 
         reason = (str(error).strip().splitlines() or [""])[0]
         got = f"{batch}: {type(error).__name__}: {reason}"
         hint = "look whether x and y have the shapes that the model and its loss expect; --debug shows where it failed"
-        raise InputError(message("The model or its loss cannot be run on these data.", got=got, hint=hint)) from error
+        raise InputError("The model or its loss cannot be run on these data.", got=got, hint=hint) from error
 
 
 def loss_of(text: str | None) -> Any:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import FileError, InputError, message
+from ..errors import FileError, InputError
 from ..settings import options
 from . import console
 from .words import LARGEST_SEED, Imports, LayerNames, Loss, Memory, Unsafe, Weights, split
@@ -98,7 +98,7 @@ def _refuse_of_models(context: typer.Context) -> None:
     for parameter in context.command.params:
         if parameter.name in told:
             got, hint = parameter.opts[0], "leave it out, or report on the model and its data"
-            raise InputError(message("A saved result is shown as it is.", got=got, hint=hint))
+            raise InputError("A saved result is shown as it is.", got=got, hint=hint)
 
 
 def _data(path: Path | None) -> Data:
@@ -107,7 +107,7 @@ def _data(path: Path | None) -> Data:
 
     if path is None:
         hint = "rnnlens report MODEL DATA.npz; or a saved result instead of a model"
-        raise InputError(message("A report of a model needs data.", got="no DATA", hint=hint))
+        raise InputError("A report of a model needs data.", got="no DATA", hint=hint)
     batch = read_data(path)
     if batch.sample_weight is not None:
         console.say("sample_weight is left out: a report counts every sample once")
@@ -120,7 +120,7 @@ def _saved(path: str, data: Path | None, baseline: str | None) -> list[Any]:
     others = [str(one) for one in (data, baseline) if one is not None]
     for one in others:
         if Path(one).suffix not in _SAVED:
-            raise InputError(message("Beside a saved result go saved results.", got=one, expected=".nc or .zarr"))
+            raise InputError("Beside a saved result go saved results.", got=one, expected=".nc or .zarr")
     return [read(one) for one in (path, *others)]
 
 
@@ -137,4 +137,4 @@ def _lines(path: Path) -> list[str]:
     try:
         return path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise FileError(message("The tokens cannot be read.", got=f"{path}: {error}", expected="UTF-8 text")) from error
+        raise FileError("The tokens cannot be read.", got=f"{path}: {error}", expected="UTF-8 text") from error

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import InputError, did_you_mean, message
+from ..errors import InputError, did_you_mean
 from ..settings import options
 from . import console
 from .words import Memory
@@ -82,10 +82,10 @@ def _part(result: Any, name: str) -> Any:
     """Return a layer of a result, or one of its variables: ``lstm``, ``lstm.hidden_grad``."""
     if not hasattr(result, "layers"):
         expected = "no layer name: this file holds a single array"
-        raise InputError(message("There are no layers in this result.", got=name, expected=expected))
+        raise InputError("There are no layers in this result.", got=name, expected=expected)
     layer, dot, quantity = name.rpartition(".")
     if name in result or not dot:
         return result[name]
     if layer in result:
         return result[layer][quantity]
-    raise InputError(message(f"Nothing named {name!r} in this result.", hint=did_you_mean(name, result.layers)))
+    raise InputError(f"Nothing named {name!r} in this result.", hint=did_you_mean(name, result.layers))

@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import FileError, message
+from ..errors import FileError
 from . import console
 
 if TYPE_CHECKING:
@@ -72,10 +72,10 @@ def _states(path: Path, *, wait: bool, every: float, once: bool) -> Iterator[Tra
 
     while not is_run(path):
         if path.exists() and not path.is_dir():
-            raise FileError(message("This is no run.", got=str(path), expected="a folder that a training writes"))
+            raise FileError("This is no run.", got=str(path), expected="a folder that a training writes")
         if not wait:
             hint = "--wait, if the training is yet to begin"
-            raise FileError(message("There is no run here.", got=str(path), hint=hint))
+            raise FileError("There is no run here.", got=str(path), hint=hint)
         time.sleep(every)
     while True:
         run = _read(path)
@@ -95,7 +95,7 @@ def _read(path: Path) -> TrainingRun | None:
             return read_run(path)
         except (FileNotFoundError, KeyError, ValueError):
             if not path.is_dir():
-                raise FileError(message("The run is gone.", got=str(path))) from None
+                raise FileError("The run is gone.", got=str(path)) from None
             time.sleep(0.05 * attempt)
     return None
 
@@ -106,7 +106,7 @@ def _serve(states: Iterator[TrainingRun], port: int) -> None:
     try:
         serve(states, port)
     except OSError as error:
-        raise FileError(message("The port cannot be used.", got=f"{port} ({error})", hint="--port 0")) from error
+        raise FileError("The port cannot be used.", got=f"{port} ({error})", hint="--port 0") from error
 
 
 @dataclass(frozen=True)

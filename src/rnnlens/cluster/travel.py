@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import Any
 
 from ..autodiff.tensors import to_numpy
-from ..errors import ModelError, UnsupportedError, message
+from ..errors import ModelError, UnsupportedError
 from .worker import fit_process
 
 #: Number of models that a worker process keeps at once; a comparison of many models drops the least recently used.
@@ -82,7 +82,7 @@ class TravellingModel:
             return _rebuilt(self.pack(), self._home != (gethostname(), os.getpid()))
         if self._digest(self._model) != self.digest:
             what = "The model's weights changed after this lazy result was made, so it would mix two models."
-            raise ModelError(message(what, hint="make the lazy result again, or compute it before training goes on"))
+            raise ModelError(what, hint="make the lazy result again, or compute it before training goes on")
         return self._model
 
     def __getstate__(self) -> dict[str, Any]:
@@ -105,11 +105,9 @@ def packed(model: Any, engine: str) -> bytes:
         return _pickled(_keras_parts(model, package), model)
     if engine == "tensorflow":
         raise UnsupportedError(
-            message(
-                "A TensorFlow-1 graph belongs to its session and cannot be sent to workers.",
-                got=type(model).__name__,
-                hint="x.compute() a part of the data here, or load the checkpoint as a tf_keras model",
-            )
+            "A TensorFlow-1 graph belongs to its session and cannot be sent to workers.",
+            got=type(model).__name__,
+            hint="x.compute() a part of the data here, or load the checkpoint as a tf_keras model",
         )
     return _pickled({"model": model}, model)
 
@@ -260,12 +258,10 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 def _cannot_travel(path: str, error: Exception) -> UnsupportedError:
     reason = next(iter(str(error).strip().splitlines()), "")
     return UnsupportedError(
-        message(
-            f"Not everything can be sent to workers: {path} cannot be serialised.",
-            got=f"{type(error).__name__}: {reason}",
-            expected="parts that pickle, or a Keras model whose save() works",
-            hint=f"take {path} out (open files, locks and generators cannot travel), or compute without a cluster",
-        )
+        f"Not everything can be sent to workers: {path} cannot be serialised.",
+        got=f"{type(error).__name__}: {reason}",
+        expected="parts that pickle, or a Keras model whose save() works",
+        hint=f"take {path} out (open files, locks and generators cannot travel), or compute without a cluster",
     )
 
 
@@ -322,12 +318,10 @@ def use_backend(backend: str) -> None:
     there = importlib.import_module("keras").backend.backend()
     if there != backend:
         raise ModelError(
-            message(
-                "This worker runs Keras on another engine than the client.",
-                got=there,
-                expected=backend,
-                hint=f"start the workers with KERAS_BACKEND={backend}",
-            )
+            "This worker runs Keras on another engine than the client.",
+            got=there,
+            expected=backend,
+            hint=f"start the workers with KERAS_BACKEND={backend}",
         )
 
 

@@ -11,7 +11,7 @@ from ..adapters.registry import adapter_for
 from ..arguments import anything, checked, data_set, either, many_examples, text, whole
 from ..arguments import loss as a_loss
 from ..arguments import seed as random_seed
-from ..errors import InputError, message
+from ..errors import InputError
 from ..measures.residual import Missed
 from ..results.diagnosis import Diagnosis
 from ..results.schema import to_host
@@ -149,11 +149,9 @@ def _mask(experiment: Experiment) -> Any:
 
 def _check(task: str | None, samples: int) -> None:
     if task not in (None, "classes", "binary", "values"):
-        raise InputError(
-            message("task= is not understood.", got=repr(task), expected='"classes", "binary", "values" or None')
-        )
+        raise InputError("task= is not understood.", got=repr(task), expected='"classes", "binary", "values" or None')
     if samples < 2:
-        raise InputError(message("samples= is too small.", got=samples, expected="2 or more; 128 for intervals"))
+        raise InputError("samples= is too small.", got=samples, expected="2 or more; 128 for intervals")
 
 
 def _compiled(model: Any) -> Any:
@@ -167,7 +165,7 @@ def _baseline(baseline: Any, experiment: Experiment) -> tuple[str, Memory] | Non
     if baseline is None:
         return None
     if isinstance(baseline, str) and baseline != "init":
-        raise InputError(message("baseline= is not understood.", got=repr(baseline), expected='"init" or a model'))
+        raise InputError("baseline= is not understood.", got=repr(baseline), expected='"init" or a model')
     if isinstance(baseline, str):
         name, model = "re-initialised", experiment.adapter.reinitialised(experiment.model, experiment.seed)
     else:

@@ -12,7 +12,7 @@ import numpy as np
 import xarray as xr
 
 from ..arguments import anything, checked, data_set, many_examples
-from ..errors import CallError, InputError, did_you_mean, message, shown
+from ..errors import CallError, InputError, did_you_mean, shown
 from ..measures.intervention import USED, memory_length
 from ..measures.resampling import interval, resampling_weights
 from ..results.comparison import Comparison
@@ -27,14 +27,14 @@ _SHARED = ("skill", "memory", "memory_1_percent", "memory_needed")
 
 def _a_function(name: str, value: Any) -> Any:
     if not callable(value):
-        raise InputError(message(f"{name}= is a function.", got=shown(value), expected="a function of one value"))
+        raise InputError(f"{name}= is a function.", got=shown(value), expected="a function of one value")
     return value
 
 
 def _a_client(name: str, value: Any) -> Any:
     if not all(callable(getattr(value, method, None)) for method in ("submit", "scatter", "cancel")):
         expected, hint = "a Dask client", "from dask.distributed import Client; client=Client()"
-        raise InputError(message(f"{name}= is no client.", got=shown(value), expected=expected, hint=hint))
+        raise InputError(f"{name}= is no client.", got=shown(value), expected=expected, hint=hint)
     return value
 
 
@@ -93,10 +93,10 @@ def compare(
     if wrong and x is None:
         got = ", ".join(f"{name}: {type(value).__name__}" for name, value in wrong.items())
         expected, hint = "what rl.diagnose returns", "rl.compare(models, x, y) diagnoses models"
-        raise InputError(message("These are no diagnoses.", got=got, expected=expected, hint=hint))
+        raise InputError("These are no diagnoses.", got=got, expected=expected, hint=hint)
     if wrong and hasattr(x, "__next__"):
         what, hint = "x is an iterator, which the first model would use up.", "x=list(x), or arrays"
-        raise InputError(message(what, got=type(x).__name__, hint=hint))
+        raise InputError(what, got=type(x).__name__, hint=hint)
     for name, value in wrong.items():
         if load is None:
             refuse_unloadable(name, value)
@@ -114,12 +114,12 @@ def _by_name(models: Any) -> dict[Any, Any]:
         by_name = dict(zip(names, models, strict=True))
         if len(by_name) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
-            raise InputError(message("Two models have the same name.", got=twice, hint="a dict with a name for each"))
+            raise InputError("Two models have the same name.", got=twice, hint="a dict with a name for each")
     else:
         by_name = {}
     if not by_name:
         hint = 'rl.compare({"lstm": d1, "gru": d2})'
-        raise InputError(message("Nothing to compare.", got=shown(models), hint=hint))
+        raise InputError("Nothing to compare.", got=shown(models), hint=hint)
     return by_name
 
 
@@ -137,7 +137,7 @@ def _refuse_keywords(keywords: Mapping[str, Any]) -> None:
     for name, value in keywords.items():
         if name not in known or name == "model":
             hint = did_you_mean(name, [*known][1:])
-            raise CallError(message(f"compare and diagnose have no argument {name!r}.", hint=hint))
+            raise CallError(f"compare and diagnose have no argument {name!r}.", hint=hint)
         if value is not known[name].default:
             diagnose.table[name](name, value)  # type: ignore[attr-defined]
 

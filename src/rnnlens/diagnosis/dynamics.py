@@ -14,7 +14,7 @@ from ..adapters.protocol import Batch, CaptureRequest
 from ..adapters.registry import adapter_for
 from ..arguments import anything, as_numbers, checked, number, one_batch, text, whole
 from ..arguments import seed as random_seed
-from ..errors import InputError, LayerNotFoundError, ModelError, did_you_mean, has_attribute, message, shown
+from ..errors import InputError, LayerNotFoundError, ModelError, did_you_mean, has_attribute, shown
 from ..measures.fixed_points import find_points, iterate, step_map
 from ..measures.spectrum import lyapunov_spectrum
 from ..measures.spectrum import step_eigenvalues as eigenvalues_of_steps
@@ -94,7 +94,7 @@ def lyapunov(
     name, run = _run(model, x, layer, samples, axes)
     width = sum(int(s.shape[-1]) for s in run.states)
     if count is not None and count > width:
-        raise InputError(message("count= is beyond the states.", got=f"count={count}", expected=f"at most {width}"))
+        raise InputError("count= is beyond the states.", got=f"count={count}", expected=f"at most {width}")
     found = lyapunov_spectrum(run, count=count, seed=seed)
     words = {"units": "1 / step"}
     return xr.Dataset(
@@ -248,11 +248,11 @@ def fixed_points(
     """
     if x is None:
         raise InputError(
-            message("fixed_points needs a batch to run the layer once.", got="x=None", hint="rl.fixed_points(model, x)")
+            "fixed_points needs a batch to run the layer once.", got="x=None", hint="rl.fixed_points(model, x)"
         )
     if period * most > MOST_STEPS:
         got = f"period={period}, most={most}"
-        raise InputError(message("The search is too large.", got=got, expected=f"period * most <= {MOST_STEPS}"))
+        raise InputError("The search is too large.", got=got, expected=f"period * most <= {MOST_STEPS}")
     name, run = _run(model, x, layer, 64, axes)
     constant = _input(input, run)
     begin = _starts(starts, name, run, most, noise, seed)
@@ -292,16 +292,14 @@ def _run(model: Any, x: Any, layer: str | None, most: int, axes: Mapping[str, An
     calls = adapter.capture(model, Batch(few), CaptureRequest(gradients=False, weight_grads=False)).calls
     names = list(dict.fromkeys(call.layer for call in calls))
     if not names:
-        raise ModelError(message("No recurrent layer ran in this forward pass.", hint="rl.layers(model)"))
+        raise ModelError("No recurrent layer ran in this forward pass.", hint="rl.layers(model)")
     chosen = [call for call in calls if layer in (None, call.layer)]
     if not chosen or (layer is None and len(names) > 1):
-        raise LayerNotFoundError(
-            message("Which recurrent layer?", got=f"layer={layer!r}", hint=did_you_mean(str(layer), names))
-        )
+        raise LayerNotFoundError("Which recurrent layer?", got=f"layer={layer!r}", hint=did_you_mean(str(layer), names))
     run = Replay.from_call(in_numpy(chosen[0]))
     if not all(np.isfinite(to_host(values)).all() for values in (run.input, *run.states)):
         name, hint = chosen[0].layer, "rl.find_nonfinite(model, x) finds the first one"
-        raise InputError(message(f"The inputs or states of {name!r} are not finite.", got="NaN or infinity", hint=hint))
+        raise InputError(f"The inputs or states of {name!r} are not finite.", got="NaN or infinity", hint=hint)
     refuse_changed_states(run)
     return chosen[0].layer, run
 
@@ -311,17 +309,15 @@ def _input(given: Any, run: Replay) -> Array:
     values = np.asarray(to_host(run.input))
     if isinstance(given, str):
         if given not in ("mean", "zero"):
-            raise InputError(
-                message("input= is not understood.", got=repr(given), expected='"mean", "zero" or an array')
-            )
+            raise InputError("input= is not understood.", got=repr(given), expected='"mean", "zero" or an array')
         return values.mean(axis=(0, 1)) if given == "mean" else np.zeros(features, dtype=values.dtype)
     if not hasattr(given, "__array__") and not hasattr(given, "__dlpack__"):
-        raise InputError(message("The input does not fit.", got=shown(given), expected=f"({features},) numbers"))
+        raise InputError("The input does not fit.", got=shown(given), expected=f"({features},) numbers")
     array = np.asarray(to_host(given), dtype=values.dtype)
     if array.shape != (features,):
-        raise InputError(message("The input does not fit.", got=f"shape {array.shape}", expected=f"({features},)"))
+        raise InputError("The input does not fit.", got=f"shape {array.shape}", expected=f"({features},)")
     if not np.isfinite(array).all():
-        raise InputError(message("The input is not finite.", got="NaN or infinity in input="))
+        raise InputError("The input is not finite.", got="NaN or infinity in input=")
     return array
 
 
@@ -331,13 +327,11 @@ def _starts(starts: Any, name: str, run: Replay, most: int, noise: float, seed: 
     parts = [np.atleast_2d(np.asarray(to_host(s))) for s in given]
     shapes = ", ".join(str(part.shape) for part in parts) or "nothing"
     if sum(part.shape[-1] for part in parts) != width or len({part.shape[:-1] for part in parts}) > 1:
-        raise InputError(
-            message("The shape of starts differs from the states'.", got=shapes, expected=f"(start, {width})")
-        )
+        raise InputError("The shape of starts differs from the states'.", got=shapes, expected=f"(start, {width})")
     lead = parts[0].shape[:-1]
     count = math.prod(lead)
     if not count:
-        raise InputError(message("There are no starts.", got=shapes))
+        raise InputError("There are no starts.", got=shapes)
 
     def states(chosen: Array) -> Array:
         at = np.unravel_index(chosen, lead)
@@ -346,7 +340,7 @@ def _starts(starts: Any, name: str, run: Replay, most: int, noise: float, seed: 
     rng = np.random.default_rng(seed)
     chosen = states(rng.permutation(count)[:most] if count < _MANY else rng.integers(count, size=min(most, _MANY)))
     if not np.isfinite(chosen).all():
-        raise InputError(message("The starts are not finite.", got="NaN or infinity among them"))
+        raise InputError("The starts are not finite.", got="NaN or infinity among them")
     # Saddles lie between attractors, so every second start is a random point between two states.
     half, share = chosen[::2], rng.uniform(size=(len(chosen[::2]), 1))
     chosen[::2] = share * half + (1 - share) * states(rng.integers(count, size=len(half)))
@@ -360,5 +354,5 @@ def _states_of(starts: Any, name: str, count: int) -> list[Any]:
     node: Any = starts.get(name)
     if not hasattr(node, "data_vars"):
         got = ", ".join(map(str, starts)) or "nothing"
-        raise InputError(message(f"There are no states of {name!r} among the starts.", got=got, expected="a trace"))
+        raise InputError(f"There are no states of {name!r} among the starts.", got=got, expected="a trace")
     return [node[quantity] for quantity in ("hidden", "cell") if quantity in node][:count]

@@ -14,7 +14,7 @@ import numpy as np
 from .. import data
 from ..adapters.protocol import Adapter, Batch, Capture, CaptureRequest, RecurrentCall
 from ..adapters.registry import adapter_for
-from ..errors import InputError, ModelError, RnnlensError, UnsupportedError, message, shown
+from ..errors import InputError, ModelError, RnnlensError, UnsupportedError, shown
 from ..layout import Layout, dims_of
 from ..measures.intervention import donors, score, squared_change
 from ..recurrence.replay import Replay
@@ -148,9 +148,7 @@ class Experiment:
             return names.index(self.output)
         if isinstance(self.output, str) or not -count <= self.output < count:
             expected = f"0 to {count - 1}" + (f"; {', '.join(map(repr, names))}" if names else "")
-            raise InputError(
-                message("output= exceeds the number of outputs.", got=repr(self.output), expected=expected)
-            )
+            raise InputError("output= exceeds the number of outputs.", got=repr(self.output), expected=expected)
         return self.output % count
 
     def refuse_loss(self, loss: Any) -> None:
@@ -172,7 +170,7 @@ class Experiment:
             words = str(getattr(value, "dtype", type(value).__name__))
             if value is None or isinstance(value, str | bytes) or "complex" in words:
                 got = f"{getattr(loss, '__name__', 'loss')} returned {shown(value)}"
-                raise InputError(message("The loss returns no real number.", got=got, expected="a tensor of numbers"))
+                raise InputError("The loss returns no real number.", got=got, expected="a tensor of numbers")
 
     def _leaf(self, outputs: Any) -> Any:
         return data.leaves_of(outputs)[self.which]
@@ -189,15 +187,11 @@ class Experiment:
                     f"targets {', '.join(map(repr, y))}" if isinstance(y, Mapping) else f"{len(targets)} without names"
                 )
                 hint = f"y={{{', '.join(f'{key!r}: ...' for key in outputs)}}}, or the one of output={name!r} alone"
-                raise InputError(
-                    message("The outputs have names, so the targets need the same names.", got=got, hint=hint)
-                )
+                raise InputError("The outputs have names, so the targets need the same names.", got=got, hint=hint)
             return data.leaves_of(y[name])[0]
         if len(targets) != len(data.leaves_of(outputs)):
             got = f"{len(targets)} targets for {len(data.leaves_of(outputs))} outputs"
-            raise InputError(
-                message("rnnlens cannot tell which target belongs to the output.", got=got, hint="pass that one")
-            )
+            raise InputError("rnnlens cannot tell which target belongs to the output.", got=got, hint="pass that one")
         return targets[self.which]
 
     def _turned(self, whole: Array, given: Any, samples: int) -> Array:
@@ -220,7 +214,7 @@ class Experiment:
         if self.step == -1 and self._are_steps_of_the_data(steps):
             return self.lengths[:count] - 1
         if not -steps <= self.step < steps:
-            raise InputError(message("step= is beyond the output.", got=self.step, expected=f"{-steps} to {steps - 1}"))
+            raise InputError("step= is beyond the output.", got=self.step, expected=f"{-steps} to {steps - 1}")
         return np.full(count, self.step % steps)
 
     def ends(self, call: RecurrentCall) -> Array | None:
@@ -338,13 +332,11 @@ def _host_tree(value: Any) -> Any:
 def _without_recurrences(capture: Capture) -> RnnlensError:
     """Return the error for a model without cells, which says what there is for whole-sequence layers."""
     if not capture.scanned:
-        return ModelError(message("No recurrent layer ran in this forward pass.", hint="rl.layers(model)"))
+        return ModelError("No recurrent layer ran in this forward pass.", hint="rl.layers(model)")
     layer = next(iter(capture.scanned))
     return UnsupportedError(
-        message(
-            "rl.diagnose exchanges states of cells, and only whole-sequence layers ran in this forward pass.",
-            got=", ".join(capture.scanned),
-            expected="a model with an LSTM, GRU, RNN or a cell of your own",
-            hint=f"rl.measures.decay_half_life(rl.trace(model, x)[{layer!r}].decay), or rl.jacobian",
-        )
+        "rl.diagnose exchanges states of cells, and only whole-sequence layers ran in this forward pass.",
+        got=", ".join(capture.scanned),
+        expected="a model with an LSTM, GRU, RNN or a cell of your own",
+        hint=f"rl.measures.decay_half_life(rl.trace(model, x)[{layer!r}].decay), or rl.jacobian",
     )

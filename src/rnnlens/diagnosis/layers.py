@@ -11,7 +11,7 @@ import xarray as xr
 
 from .. import data
 from ..adapters.protocol import RecurrentCall
-from ..errors import UnsupportedError, message
+from ..errors import UnsupportedError
 from ..layout import canonical_order
 from ..measures.facts import Census, census, dead_units, gate_timescale, stuck_gates
 from ..measures.profiles import Band, attributed_memory, attribution, band
@@ -104,11 +104,9 @@ def measure_layers(experiment: Experiment) -> tuple[list[LayerFacts], Attributio
     for call, _ in experiment.runs:
         if call.cell.space:
             raise UnsupportedError(
-                message(
-                    f"Layer {call.layer!r} cannot be diagnosed: its states have axes of space.",
-                    expected="layers whose states are (sample, time, unit)",
-                    hint="rl.trace and rl.gradients give its gates and total gradients at every step and place",
-                )
+                f"Layer {call.layer!r} cannot be diagnosed: its states have axes of space.",
+                expected="layers whose states are (sample, time, unit)",
+                hint="rl.trace and rl.gradients give its gates and total gradients at every step and place",
             )
     found = _output_gradients(experiment)
     layers = [

@@ -23,7 +23,7 @@ from ..cluster.travel import (
     unpacked,
 )
 from ..cluster.worker import fit_process, results_of
-from ..errors import InputError, message, shown
+from ..errors import InputError, shown
 from ..results.diagnosis import Diagnosis
 from ..settings import Progress
 from . import diagnose
@@ -83,12 +83,10 @@ def refuse_unloadable(name: str, value: Any) -> None:
         return
     if is_path or isinstance(value, Mapping | int | float | tuple | list) or value is None:
         raise InputError(
-            message(
-                f"models[{name!r}] is no model.",
-                got=shown(value),
-                expected="a model, a function that returns one, the path of a .keras file, or a diagnosis",
-                hint="give load=, a function that takes this value and returns the model",
-            )
+            f"models[{name!r}] is no model.",
+            got=shown(value),
+            expected="a model, a function that returns one, the path of a .keras file, or a diagnosis",
+            hint="give load=, a function that takes this value and returns the model",
         )
 
 

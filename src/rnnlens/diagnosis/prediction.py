@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..errors import InputError, message
+from ..errors import InputError
 from ..results.schema import to_host
 from ..typing import Array
 
@@ -198,11 +198,11 @@ def read_target(y: Any, raw: Array, step: int | None, task: str | None, loss: An
     samples, outputs = raw.shape
     if values.dtype.kind not in "fiub" or values.shape[0] != samples:
         got = f"y of shape {values.shape}, dtype {values.dtype}, for {samples} samples"
-        raise InputError(message("The target does not fit.", got=got, expected="numbers, one row for each sample"))
+        raise InputError("The target does not fit.", got=got, expected="numbers, one row for each sample")
     if step is not None and values.ndim >= 2:
         if not -values.shape[1] <= step < values.shape[1]:
             got, expected = f"step {step} of y of shape {values.shape}", "a target for every step of the output"
-            raise InputError(message("The target does not reach to that step.", got=got, expected=expected))
+            raise InputError("The target does not reach to that step.", got=got, expected=expected)
         values = values[:, step]
     words = _words(loss)
     kind = task or _guess(values, outputs, words)
@@ -213,7 +213,7 @@ def read_target(y: Any, raw: Array, step: int | None, task: str | None, loss: An
     flat = values.reshape(samples, -1).astype(np.float64)
     if flat.shape[1] != outputs:
         got = f"y of shape {values.shape}, output of shape {raw.shape}"
-        raise InputError(message("The target does not fit the output.", got=got, hint='task="classes" or "values"'))
+        raise InputError("The target does not fit the output.", got=got, hint='task="classes" or "values"')
     if kind == "binary":
         return PredictionTarget("binary", flat, _takes_logits(loss)).with_form(raw)
     return PredictionTarget("values", flat)
@@ -278,7 +278,7 @@ def _one_hot(values: Array, outputs: int) -> Array:
     labels = flat[:, 0].astype(np.int64)
     if flat.shape[1] != 1 or labels.min() < 0 or labels.max() >= outputs:
         got = f"y of shape {values.shape}, {labels.min()} to {labels.max()}"
-        raise InputError(message("The classes do not fit the output.", got=got, expected=f"0 to {outputs - 1}"))
+        raise InputError("The classes do not fit the output.", got=got, expected=f"0 to {outputs - 1}")
     return np.eye(outputs)[labels]
 
 

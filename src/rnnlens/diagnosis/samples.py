@@ -11,7 +11,7 @@ import numpy as np
 from .. import data
 from ..adapters.protocol import Adapter, Batch, CaptureRequest, Port
 from ..arguments.data import is_source
-from ..errors import InputError, RnnlensError, UnsupportedError, message, shown
+from ..errors import InputError, RnnlensError, UnsupportedError, shown
 from ..layout import Layout, canonical_order
 from ..results.schema import to_host
 from ..typing import Array
@@ -116,11 +116,9 @@ class Orientation:
         fitting = [names for names, fit in fits.items() if fit]
         if len(fitting) != 1:
             raise InputError(
-                message(
-                    "rnnlens could not determine which axis of y counts samples.",
-                    got=f"shape {leaf.shape} for {count} samples of {steps} steps",
-                    hint='name the axes: axes={"y": ("time", "sample", "unit")}, one name for each axis',
-                )
+                "rnnlens could not determine which axis of y counts samples.",
+                got=f"shape {leaf.shape} for {count} samples of {steps} steps",
+                hint='name the axes: axes={"y": ("time", "sample", "unit")}, one name for each axis',
             )
         return Layout.plain(fitting[0])
 
@@ -148,11 +146,9 @@ class Orientation:
         layout = self.axes.layout(port, array.shape)
         if SAMPLE not in layout.names:
             raise InputError(
-                message(
-                    "rnnlens could not determine which axis of the output counts samples.",
-                    got=f"shape {array.shape}",
-                    hint='name the axes: axes={"output": ("time", "sample", "unit")}',
-                )
+                "rnnlens could not determine which axis of the output counts samples.",
+                got=f"shape {array.shape}",
+                hint='name the axes: axes={"output": ("time", "sample", "unit")}',
             )
         turned = _turned(layout.opened(array, samples), Layout.plain(layout.names))
         return turned[:, :, None] if set(layout.names) == {SAMPLE, TIME} else turned
@@ -175,7 +171,7 @@ def _first_few(x: Any) -> Any:
 def _turned(array: Array, layout: Layout) -> Array:
     if len(layout.names) != array.ndim:
         got = f"axes ({', '.join(layout.names)}) for shape {array.shape}"
-        raise InputError(message("axes= does not fit.", got=got, expected="one name for each axis"))
+        raise InputError("axes= does not fit.", got=got, expected="one name for each axis")
     return np.ascontiguousarray(np.transpose(array, canonical_order(layout.names)))
 
 
@@ -289,7 +285,7 @@ def read_samples(x: Any, y: Any, most: int, orient: Orient | None = None) -> Sam
     count = data.len_of(x)
     if y is not None and any(leaf.shape[:1] != (count,) for leaf in data.leaves_of(y)):
         got = f"y of shape {', '.join(str(leaf.shape) for leaf in data.leaves_of(y))} for {count} samples"
-        raise InputError(message("The target does not fit.", got=got, expected="one row for each sample"))
+        raise InputError("The target does not fit.", got=got, expected="one row for each sample")
     if count > most:
         chosen = np.sort(np.random.default_rng(0).permutation(count)[:most])
         x = data.map_leaves(lambda leaf: leaf[chosen], x)
@@ -307,11 +303,9 @@ def _joined_or_refused(trees: Sequence[Any]) -> Any:
     except ValueError as error:
         shapes = dict.fromkeys(str([tuple(leaf.shape) for leaf in data.leaves_of(tree)]) for tree in trees)
         raise InputError(
-            message(
-                "The batches differ in other axes than the number of samples.",
-                got=", then ".join(shapes),
-                hint="pad all batches to one length, or pass one of them",
-            )
+            "The batches differ in other axes than the number of samples.",
+            got=", then ".join(shapes),
+            hint="pad all batches to one length, or pass one of them",
         ) from error
 
 
@@ -323,21 +317,19 @@ def refuse_without_time(x: Any, *, least: int = 2) -> None:
     leaves = data.leaves_of(x)
     if any(data.is_packed(leaf) for leaf in leaves):
         raise UnsupportedError(
-            message(
-                "rl.diagnose replaces the first steps of a sample by another sample's, which packed sequences do not "
-                "allow.",
-                got="PackedSequence",
-                hint="pass padded arrays, and pack within the model",
-            )
+            "rl.diagnose replaces the first steps of a sample by another sample's, which packed sequences do not "
+            "allow.",
+            got="PackedSequence",
+            hint="pass padded arrays, and pack within the model",
         )
     shapes = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
     if not all(shapes):
-        raise InputError(message("x holds what has no axes.", got=shown(x), expected="arrays with samples first"))
+        raise InputError("x holds what has no axes.", got=shown(x), expected="arrays with samples first")
     if not any(len(shape) >= 2 and min(shape[:2]) >= least for shape in shapes):
         got = ", ".join(map(str, shapes))
         what = "The data has no earlier time step" + (", or no other sample to compare with." if least > 1 else ".")
         expected = f"x of shape (sample, time, ...), at least {least} of each"
-        raise InputError(message(what, got=got, expected=expected))
+        raise InputError(what, got=got, expected=expected)
 
 
 def _batches(source: Any, most: int) -> list[tuple[Any, Any]]:

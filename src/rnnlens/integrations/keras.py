@@ -446,6 +446,6 @@ def _warn(what: str, error: Exception) -> None:
 
 def _probe(given: Any, layers: Sequence[str] | None, keep: tuple[str, ...]) -> Probe:
     if not isinstance(given, tuple | list) or not 1 <= len(given) <= 3:
-        raise InputError(message("probe= is a batch.", got=shown(given), expected="(x, y) or (x, y, sample_weight)"))
+        raise InputError("probe= is a batch.", got=shown(given), expected="(x, y) or (x, y, sample_weight)")
     x, y, weight = (*given, None, None)[:3]
     return Probe(x, y, weight, layers, keep)

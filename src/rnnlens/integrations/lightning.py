@@ -14,7 +14,7 @@ from os import PathLike
 from typing import Any
 
 from ..adapters.torch.discover import recurrent_modules
-from ..errors import MissingDependencyError, message
+from ..errors import MissingDependencyError
 from ..results.training_run import Gap
 from ..tracking.torch.plan import Plan
 from ..tracking.torch.steps import weights_in
@@ -121,7 +121,7 @@ def _callbacks() -> tuple[type, ...]:
         except ModuleNotFoundError:
             continue
     if not loaded:
-        raise MissingDependencyError(message("rl.lightning needs Lightning.", hint="pip install lightning"))
+        raise MissingDependencyError("rl.lightning needs Lightning.", hint="pip install lightning")
     return tuple(dict.fromkeys(package.Callback for package in loaded))
 
 

@@ -12,7 +12,7 @@ from os import PathLike
 from typing import Any, Self
 
 from ..adapters.torch.training_capture import ModuleHook
-from ..errors import MissingDependencyError, message
+from ..errors import MissingDependencyError
 from ..results.training_run import Gap
 from ..tracking.torch.plan import Plan
 from ..tracking.torch.watch import TorchWatch, reason_of
@@ -114,7 +114,7 @@ try:
     from transformers import TrainerCallback
 except ImportError as error:
     raise MissingDependencyError(
-        message("rl.transformers needs transformers and accelerate.", hint="pip install 'transformers[torch]'")
+        "rl.transformers needs transformers and accelerate.", hint="pip install 'transformers[torch]'"
     ) from error
 
 __all__ = ["Watch"]

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from ..errors import UnsupportedError, message
+from ..errors import UnsupportedError
 from ..recurrence.replay import Replay
 from ..typing import Array
 
@@ -196,12 +196,10 @@ def refuse_changed_states(run: Replay) -> None:
     """
     if run.received is not None:
         raise UnsupportedError(
-            message(
-                "The model's code changes the state between the steps of this loop; that change is part of each step.",
-                got="a state that is scaled, mixed or reset before the next step",
-                expected="a loop that passes the state on as the cell returned it",
-                hint="move the change into the cell's forward; rl.gradients and rl.jacobian include it as it is",
-            )
+            "The model's code changes the state between the steps of this loop; that change is part of each step.",
+            got="a state that is scaled, mixed or reset before the next step",
+            expected="a loop that passes the state on as the cell returned it",
+            hint="move the change into the cell's forward; rl.gradients and rl.jacobian include it as it is",
         )
 
 

@@ -15,7 +15,7 @@ from matplotlib.cbook import normalize_kwargs
 
 from ..arguments import Check, anything, as_numbers, listed, names, number, one_of, switch, text, whole
 from ..arguments import checked as check_arguments
-from ..errors import InputError, RnnlensError, did_you_mean, has_attribute, message, shown
+from ..errors import InputError, RnnlensError, did_you_mean, has_attribute, shown
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,14 +36,14 @@ def _several(name: str, value: Any) -> tuple[str, ...]:
 def _words(name: str, value: Any) -> str:
     """Check that a value is a string, which may be empty."""
     if not isinstance(value, str):
-        raise InputError(message(f"{name}= is text.", got=shown(value), expected="a string"))
+        raise InputError(f"{name}= is text.", got=shown(value), expected="a string")
     return value
 
 
 def two_titles(name: str, value: Any) -> tuple[str, str]:
     """Check that a value is a pair of titles."""
     if not isinstance(value, tuple | list) or len(value) != 2 or not all(isinstance(part, str) for part in value):
-        raise InputError(message(f"{name}= is two titles.", got=shown(value), expected='such as ("before", "after")'))
+        raise InputError(f"{name}= is two titles.", got=shown(value), expected='such as ("before", "after")')
     return (value[0], value[1])
 
 
@@ -53,7 +53,7 @@ def _delays(name: str, value: Any) -> Any:
     several = [value] if alone else listed(value, most=_DELAYS)
     found = np.empty(0) if several == [] else None if several is None else np.asarray(as_numbers(name, several))
     if found is None or found.ndim > 1 or found.dtype.kind not in "fiu" or not (found >= 0).all():
-        raise InputError(message(f"{name}= are lags.", got=shown(value), expected="a few numbers from 0 on"))
+        raise InputError(f"{name}= are lags.", got=shown(value), expected="a few numbers from 0 on")
     return found.astype(float)
 
 
@@ -144,7 +144,7 @@ def drawing(artist: type, *, extra: Sequence[str] = (), **table: Check) -> Calla
                     raise
                 got = ", ".join(f"{name}={shown(value)}" for name, value in handed_on.items())
                 what = f"matplotlib cannot draw plot.{function.__name__} like this: {error}"
-                raise InputError(message(what, got=got, expected="values that matplotlib knows")) from error
+                raise InputError(what, got=got, expected="values that matplotlib knows") from error
 
         draw.__doc__ = _documented(function, artist, extra)
         return check_arguments(**own)(draw)
@@ -201,12 +201,10 @@ def known_properties(
     for name in given:
         if name not in known:
             raise InputError(
-                message(
-                    f"plot.{figure} and matplotlib's {artist.__name__} know no such keyword.",
-                    got=f"{name}=",
-                    expected=f"a property of {artist.__name__}",
-                    hint=did_you_mean(name, sorted(known)).split(" Known:")[0],
-                )
+                f"plot.{figure} and matplotlib's {artist.__name__} know no such keyword.",
+                got=f"{name}=",
+                expected=f"a property of {artist.__name__}",
+                hint=did_you_mean(name, sorted(known)).split(" Known:")[0],
             )
     clear = normalize_kwargs(dict(given), artist)
     return {**(defaults or {}), **clear}

@@ -12,7 +12,7 @@ import numpy as np
 import xarray as xr
 
 from ..arguments import as_numbers, as_numpy, refuse_large
-from ..errors import InputError, did_you_mean, has_attribute, message, shape_of
+from ..errors import InputError, did_you_mean, has_attribute, shape_of
 from ..vocabulary import BACKWARD, DIRECTION, FEATURE, GATE, IN_TIME, OUT_TIME, SAMPLE, TIME, UNIT, UNIT_IN
 
 Numbers = np.ndarray[Any, Any]
@@ -56,9 +56,7 @@ def numbers(data: Any, figure: str) -> Numbers:
         return values.astype(np.float64)
     if values.dtype.kind != "f":
         raise InputError(
-            message(
-                f"plot.{figure} draws real numbers.", got=f"dtype {values.dtype}", expected="an array of real numbers"
-            )
+            f"plot.{figure} draws real numbers.", got=f"dtype {values.dtype}", expected="an array of real numbers"
         )
     return values
 
@@ -82,15 +80,11 @@ def labelled(
         array = xr.DataArray(values, dims=_dims_of(values, figure, dims, guess or OVER_TIME))
     if len(set(array.dims)) < array.ndim:
         raise InputError(
-            message(
-                f"plot.{figure} needs a name of its own for each dimension.",
-                got=f"dimensions ({', '.join(map(str, array.dims))})",
-            )
+            f"plot.{figure} needs a name of its own for each dimension.",
+            got=f"dimensions ({', '.join(map(str, array.dims))})",
         )
     if array.size == 0:
-        raise InputError(
-            message(f"plot.{figure} got an empty array.", got=str(dict(array.sizes)), expected="values to draw")
-        )
+        raise InputError(f"plot.{figure} got an empty array.", got=str(dict(array.sizes)), expected="values to draw")
     return array
 
 
@@ -99,21 +93,17 @@ def _refuse_whole_results(data: Any, figure: str) -> None:
     if isinstance(dataset, xr.Dataset):
         names = ", ".join(str(name) for name in dataset.data_vars)
         raise InputError(
-            message(
-                f"plot.{figure} draws one variable.",
-                got=f"a whole layer with {names}",
-                expected="a DataArray or an array",
-                hint='pass one of them, such as trace["lstm"].hidden_grad',
-            )
+            f"plot.{figure} draws one variable.",
+            got=f"a whole layer with {names}",
+            expected="a DataArray or an array",
+            hint='pass one of them, such as trace["lstm"].hidden_grad',
         )
     if isinstance(data, Mapping) or has_attribute(data, "keys"):
         raise InputError(
-            message(
-                f"plot.{figure} draws one variable.",
-                got=type(data).__name__,
-                expected="a DataArray or an array",
-                hint='pass one variable of one layer, such as trace["lstm"].hidden_grad',
-            )
+            f"plot.{figure} draws one variable.",
+            got=type(data).__name__,
+            expected="a DataArray or an array",
+            hint='pass one variable of one layer, such as trace["lstm"].hidden_grad',
         )
 
 
@@ -123,22 +113,18 @@ def _dims_of(
     if dims is not None:
         if len(dims) != values.ndim:
             raise InputError(
-                message(
-                    "dims= does not fit the array.",
-                    got=f"{tuple(dims)} for shape {values.shape}",
-                    expected=f"{values.ndim} names",
-                )
+                "dims= does not fit the array.",
+                got=f"{tuple(dims)} for shape {values.shape}",
+                expected=f"{values.ndim} names",
             )
         return tuple(dims)
     if values.ndim not in guess:
         known = "; ".join(f"{rank}: ({', '.join(names)})" for rank, names in guess.items())
         raise InputError(
-            message(
-                f"plot.{figure} cannot tell the dimensions of this array.",
-                got=f"shape {values.shape}",
-                expected=f"a DataArray, or an array of rank {known}",
-                hint=f"name them, such as dims={tuple(guess[max(guess)])!r}",
-            )
+            f"plot.{figure} cannot tell the dimensions of this array.",
+            got=f"shape {values.shape}",
+            expected=f"a DataArray, or an array of rank {known}",
+            hint=f"name them, such as dims={tuple(guess[max(guess)])!r}",
         )
     return tuple(guess[values.ndim])
 
@@ -148,12 +134,10 @@ def require_dim(array: xr.DataArray, dim: str, figure: str, *, hint: str | None 
     if dim not in array.dims:
         known = [str(d) for d in array.dims]
         raise InputError(
-            message(
-                f"plot.{figure} needs a dimension that this array does not have.",
-                got=f"dimensions ({', '.join(known)})",
-                expected=f"{dim!r} among them",
-                hint=hint or did_you_mean(dim, known),
-            )
+            f"plot.{figure} needs a dimension that this array does not have.",
+            got=f"dimensions ({', '.join(known)})",
+            expected=f"{dim!r} among them",
+            hint=hint or did_you_mean(dim, known),
         )
 
 
@@ -162,11 +146,9 @@ def refuse_places_of_others(array: xr.DataArray, dim: str | None, figure: str, *
     if dim is not None and dim in others:
         free = [str(d) for d in array.dims if d not in others]
         raise InputError(
-            message(
-                f"plot.{figure} has a place of its own for {dim!r}.",
-                got=f"{dim!r} asked for elsewhere",
-                expected=f"one of {', '.join(map(repr, free))}" if free else "another dimension",
-            )
+            f"plot.{figure} has a place of its own for {dim!r}.",
+            got=f"{dim!r} asked for elsewhere",
+            expected=f"one of {', '.join(map(repr, free))}" if free else "another dimension",
         )
 
 
@@ -312,7 +294,7 @@ def choose(count: int, limit: int, words: str, *, page: int | None = None) -> tu
     ``limit``.
     """
     if limit < 1:
-        raise InputError(message(f"At least one of the {words} has to be drawn.", got=limit, expected="1 or more"))
+        raise InputError(f"At least one of the {words} has to be drawn.", got=limit, expected="1 or more")
     if page is None:
         if count <= limit:
             return list(range(count)), None
@@ -320,7 +302,7 @@ def choose(count: int, limit: int, words: str, *, page: int | None = None) -> tu
         return [int(i) for i in picked], f"{limit} of {count} {words}, evenly spaced"
     pages = math.ceil(count / limit)
     if not 0 <= page < pages:
-        raise InputError(message("There is no such page.", got=f"page={page}", expected=f"0 to {pages - 1}"))
+        raise InputError("There is no such page.", got=f"page={page}", expected=f"0 to {pages - 1}")
     shown = list(range(page * limit, min(count, (page + 1) * limit)))
     return shown, f"{words} {shown[0]}-{shown[-1]} of {count} (page {page} of 0-{pages - 1})"
 
@@ -360,12 +342,10 @@ def layers_of(result: Any, figure: str) -> dict[str, xr.Dataset]:
         found = {}
     if not found:
         raise InputError(
-            message(
-                f"plot.{figure} draws the layers of a trace.",
-                got=type(result).__name__,
-                expected="a trace, one layer of it, or a Dataset",
-                hint="pass what rl.trace(model, x, y) returned",
-            )
+            f"plot.{figure} draws the layers of a trace.",
+            got=type(result).__name__,
+            expected="a trace, one layer of it, or a Dataset",
+            hint="pass what rl.trace(model, x, y) returned",
         )
     return found
 
@@ -387,11 +367,9 @@ def variable(result: Any, name: str, figure: str) -> Any:
         layers = layers_of(result, figure)
         if len(layers) > 1:
             raise InputError(
-                message(
-                    f"plot.{figure} draws one layer.",
-                    got=f"layers {', '.join(layers)}",
-                    hint=f"pass one, such as result[{next(iter(layers))!r}]",
-                )
+                f"plot.{figure} draws one layer.",
+                got=f"layers {', '.join(layers)}",
+                hint=f"pass one, such as result[{next(iter(layers))!r}]",
             )
         dataset = next(iter(layers.values()))
     if dataset is None:
@@ -399,6 +377,6 @@ def variable(result: Any, name: str, figure: str) -> Any:
     if name not in dataset:
         known = [str(key) for key in dataset.data_vars]
         raise InputError(
-            message(f"plot.{figure} needs {name!r}, which this layer does not have.", hint=did_you_mean(name, known))
+            f"plot.{figure} needs {name!r}, which this layer does not have.", hint=did_you_mean(name, known)
         )
     return dataset[name]

@@ -21,7 +21,7 @@ from matplotlib.lines import Line2D
 
 from ..arguments import as_numbers, listed
 from ..arguments import path as path_of
-from ..errors import FileError, InputError, message
+from ..errors import FileError, InputError
 from ._axes import OVER_TIME, mark_top
 
 LETTERS_PER_INCH = 12
@@ -74,10 +74,10 @@ class Drawing(np.ndarray[Any, Any]):
         try:
             self.figure.savefig(to, **options)
         except OSError as error:
-            raise FileError(message("The picture cannot be written.", got=f"{to}: {error}")) from error
+            raise FileError("The picture cannot be written.", got=f"{to}: {error}") from error
         except Exception as error:
             known = ", ".join(sorted(self.figure.canvas.get_supported_filetypes()))
-            raise InputError(message("matplotlib cannot save this.", got=str(error), expected=known)) from error
+            raise InputError("matplotlib cannot save this.", got=str(error), expected=known) from error
 
     def mark(self, *steps: float, label: str | None = None) -> Drawing:
         """Draw a thin vertical line at each given time step, in every panel with a horizontal time axis.
@@ -100,7 +100,7 @@ class Drawing(np.ndarray[Any, Any]):
         """
         places = [ax for ax in self.reshape(-1) if ax.get_gid() == OVER_TIME]
         if not places:
-            raise InputError(message("No panel of this figure has time across.", hint="mark the Axes by themselves"))
+            raise InputError("No panel of this figure has time across.", hint="mark the Axes by themselves")
         numbers = np.atleast_1d(as_numbers("steps", list(steps)))
         for ax in places:
             for step in numbers:
@@ -268,12 +268,10 @@ def given_axes(ax: Any, count: int, figure: str) -> list[Any]:
     found = [one for part in found for one in (part if isinstance(part, list | tuple | np.ndarray) else [part])]
     if len(found) != count or not all(isinstance(one, Axes) for one in found):
         raise InputError(
-            message(
-                f"plot.{figure} needs one Axes per panel in ax=.",
-                got=f"{len(found)} of type {type(found[0]).__name__ if found else 'nothing'}",
-                expected=f"{count} matplotlib Axes",
-                hint="pass figure= (a Figure or SubFigure) and let the panels be made, or select fewer panels",
-            )
+            f"plot.{figure} needs one Axes per panel in ax=.",
+            got=f"{len(found)} of type {type(found[0]).__name__ if found else 'nothing'}",
+            expected=f"{count} matplotlib Axes",
+            hint="pass figure= (a Figure or SubFigure) and let the panels be made, or select fewer panels",
         )
     return found
 
@@ -282,11 +280,9 @@ def check_figure(figure: Any, name: str) -> None:
     """Raise InputError unless ``figure`` is None, a Figure or a SubFigure."""
     if figure is not None and not isinstance(figure, Figure | SubFigure):
         raise InputError(
-            message(
-                f"plot.{name} got a figure= that is none.",
-                got=type(figure).__name__,
-                expected="a matplotlib Figure or SubFigure",
-            )
+            f"plot.{name} got a figure= that is none.",
+            got=type(figure).__name__,
+            expected="a matplotlib Figure or SubFigure",
         )
 
 

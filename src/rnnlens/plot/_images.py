@@ -13,7 +13,7 @@ import xarray as xr
 from matplotlib.colors import SymLogNorm
 from matplotlib.ticker import NullLocator
 
-from ..errors import InputError, message
+from ..errors import InputError
 from ..vocabulary import DIRECTION, GATE, SAMPLE, TIME
 from ._axes import decade_ticks, power_of_ten, step_axis
 from ._data import Numbers, finite_range, place_words, refuse_places_of_others, require_dim, unit_dim
@@ -267,12 +267,10 @@ def axes_of(array: xr.DataArray, figure: str, x: str | None = None, y: str | Non
     free = [str(d) for d in array.dims if d not in (DIRECTION, x, y)]
     if len(free) + (x is not None) + (y is not None) < 2:
         raise InputError(
-            message(
-                f"plot.{figure} needs two dimensions.",
-                got=f"dimensions ({', '.join(map(str, array.dims))})",
-                expected="at least two besides direction",
-                hint="draw it with plot.curves or plot.points",
-            )
+            f"plot.{figure} needs two dimensions.",
+            got=f"dimensions ({', '.join(map(str, array.dims))})",
+            expected="at least two besides direction",
+            hint="draw it with plot.curves or plot.points",
         )
     if x is None:
         x = TIME if TIME in free else next(d for d in reversed(free) if d != GATE)

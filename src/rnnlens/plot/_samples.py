@@ -8,7 +8,7 @@ import numpy as np
 import xarray as xr
 
 from ..arguments import as_numbers
-from ..errors import InputError, message
+from ..errors import InputError
 from ..measures.profiles import rms_of_shapes, typical_first
 from ..vocabulary import IN_TIME, OUT_TIME, SAMPLE, TIME
 from ._data import Numbers, names_of, nonfinite_note, require_dim
@@ -28,11 +28,9 @@ def by_loss(array: xr.DataArray, losses: Any, figure: str) -> xr.DataArray:
     values = as_numbers("losses", losses)
     if values.size != array.sizes[SAMPLE]:
         raise InputError(
-            message(
-                "losses= has one number for each sample.",
-                got=f"{values.size} numbers",
-                expected=f"{array.sizes[SAMPLE]} of them",
-            )
+            "losses= has one number for each sample.",
+            got=f"{values.size} numbers",
+            expected=f"{array.sizes[SAMPLE]} of them",
         )
     values = values.reshape(-1).astype(float)
     order = typical_first(values)

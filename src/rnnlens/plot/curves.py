@@ -9,7 +9,7 @@ import numpy as np
 import xarray as xr
 from matplotlib.collections import LineCollection, PathCollection
 
-from ..errors import InputError, message
+from ..errors import InputError
 from ..measures.profiles import far_out, finite_median
 from ..vocabulary import DIRECTION, GATE, SAMPLE, TIME
 from ._axes import MOST_NAMED, limits_of, log_scale, mark_below, mark_steps, step_axis, zero_line
@@ -131,12 +131,10 @@ def _roles(array: xr.DataArray, panel: str | None) -> tuple[str | None, str | No
     leftover = [d for d in rest if d != along]
     if leftover:
         raise InputError(
-            message(
-                "plot.curves has no place for that many dimensions.",
-                got=f"dimensions ({', '.join(map(str, array.dims))})",
-                expected="time, one for the panels, one for the lines, gate and direction",
-                hint=f"select one, such as .isel({leftover[0]}=0)",
-            )
+            "plot.curves has no place for that many dimensions.",
+            got=f"dimensions ({', '.join(map(str, array.dims))})",
+            expected="time, one for the panels, one for the lines, gate and direction",
+            hint=f"select one, such as .isel({leftover[0]}=0)",
         )
     return wanted, along
 
@@ -350,12 +348,10 @@ def _open(array: xr.DataArray, halves: list[str | None], count: int, ax: Any, fi
 def _refuse_time(array: xr.DataArray) -> None:
     if TIME in array.dims:
         raise InputError(
-            message(
-                "plot.points draws values without time.",
-                got=f"dimensions ({', '.join(map(str, array.dims))})",
-                expected="no time among them",
-                hint="select a step, such as .isel(time=-1), or use plot.curves",
-            )
+            "plot.points draws values without time.",
+            got=f"dimensions ({', '.join(map(str, array.dims))})",
+            expected="no time among them",
+            hint="select a step, such as .isel(time=-1), or use plot.curves",
         )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import xarray as xr
 from matplotlib.lines import Line2D
 
-from ..errors import InputError, message
+from ..errors import InputError
 from ..results.diagnosis import Diagnosis
 from ._axes import log_ticks, power_of_ten, step_axis, whole_numbers
 from ._call import drawing
@@ -51,7 +51,7 @@ def diagnosis(
     """
     if not isinstance(d, Diagnosis):
         hint = "rl.plot.diagnosis(rl.diagnose(model, x, y))"
-        raise InputError(message("plot.diagnosis draws a diagnosis.", got=type(d).__name__, hint=hint))
+        raise InputError("plot.diagnosis draws a diagnosis.", got=type(d).__name__, hint=hint)
     model = d["model"]
     node = d[layer or next(name for name in d if name != "model")]
     node = node.isel(direction=0) if "direction" in node.dims else node

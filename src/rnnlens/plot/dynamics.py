@@ -12,7 +12,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.lines import Line2D
 
 from ..arguments import as_numbers, as_numpy, refuse_large
-from ..errors import InputError, message, shown
+from ..errors import InputError, shown
 from ..measures.profiles import carriers, lorenz, typical_first
 from ..recurrence.measures import safe_norm
 from ..results.dynamics import FixedPoints
@@ -80,12 +80,10 @@ def _of(values: Any) -> tuple[Numbers, Numbers, str, str]:
     refuse_large("values", array, "fewer samples or steps", share=16 / max(array.itemsize, 1))
     if array.dtype.kind not in "cf" or array.ndim == 0 or array.size == 0:
         raise InputError(
-            message(
-                "plot.eigenvalues draws eigenvalues.",
-                got=shown(values),
-                expected="numbers, the last axis counting modes",
-                hint="rl.step_eigenvalues(model, x)",
-            )
+            "plot.eigenvalues draws eigenvalues.",
+            got=shown(values),
+            expected="numbers, the last axis counting modes",
+            hint="rl.step_eigenvalues(model, x)",
         )
     flat = array.reshape(-1, array.shape[-1]).astype(complex)
     return flat, np.zeros(len(flat)), "", ""
@@ -162,9 +160,7 @@ def fixed_points(
     """
     if not isinstance(points, FixedPoints):
         raise InputError(
-            message(
-                "plot.fixed_points draws fixed points.", got=type(points).__name__, hint="rl.fixed_points(model, x)"
-            )
+            "plot.fixed_points draws fixed points.", got=type(points).__name__, hint="rl.fixed_points(model, x)"
         )
     panels = open_panels(1, name="fixed_points", grid=Grid((5.2, 4.4)), ax=ax, figure=figure)
     place = panels.axes[0]
@@ -242,7 +238,7 @@ def gradient_carriers(
     ordered = array.transpose(SAMPLE, ...).values.reshape(array.sizes[SAMPLE], -1)
     if values.size != len(ordered):
         got, expected = f"{values.size} numbers", f"{len(ordered)} of them"
-        raise InputError(message("losses= has one number for each sample.", got=got, expected=expected))
+        raise InputError("losses= has one number for each sample.", got=got, expected=expected)
     values = values.reshape(-1).astype(float)
     norms = np.asarray(safe_norm(ordered.astype(np.float64), axis=1, xp=np))
     panels = open_panels(2, name="gradient_carriers", grid=Grid((3.5, 3.1), shape=(1, 2)), ax=ax, figure=figure)

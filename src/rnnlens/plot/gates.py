@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.quiver import Quiver
 
 from ..arguments import as_numbers
-from ..errors import InputError, message
+from ..errors import InputError
 from ..measures.profiles import finite_median, spread_of
 from ..recurrence.measures import finite_mean, masked_mean, quantiles, saturation_share
 from ..results.schema import with_mask
@@ -141,7 +141,7 @@ def _mask_of(layer: Any, mask: Any, array: Any) -> Numbers | None:
     values = as_numbers("mask", mask.values if isinstance(mask, xr.DataArray) else mask)
     wanted = tuple(array.sizes.get(dim, 1) for dim in (SAMPLE, TIME))
     if values.shape != wanted:
-        raise InputError(message("mask= does not fit the gates.", got=f"shape {values.shape}", expected=f"{wanted}"))
+        raise InputError("mask= does not fit the gates.", got=f"shape {values.shape}", expected=f"{wanted}")
     return np.asarray(values != 0)
 
 
@@ -396,11 +396,9 @@ def _refuse_others(before: xr.DataArray, after: xr.DataArray) -> None:
     kinds = [(names_of(one, GATE), one.sizes.get(unit), one.sizes.get("direction")) for one in (before, after)]
     if kinds[0] != kinds[1]:
         raise InputError(
-            message(
-                "plot.saturation_arrows compares the same gates and units.",
-                got=" and ".join(f"{count} units with gates {', '.join(gates)}" for gates, count, _ in kinds),
-                hint="trace the same layer of the model twice",
-            )
+            "plot.saturation_arrows compares the same gates and units.",
+            got=" and ".join(f"{count} units with gates {', '.join(gates)}" for gates, count, _ in kinds),
+            hint="trace the same layer of the model twice",
         )
 
 

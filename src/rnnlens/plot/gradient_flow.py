@@ -12,7 +12,7 @@ import xarray as xr
 from matplotlib.lines import Line2D
 
 from ..arguments import one_of
-from ..errors import InputError, message
+from ..errors import InputError
 from ..measures.profiles import gradient_reach, peak_band
 from ..recurrence.measures import real_first, safe_norm
 from ..results.schema import with_mask
@@ -136,7 +136,7 @@ def gradient_flow(
     content = _of_one(layers, as_computed) if layers is not None else _of_several(networks or {}, quantity, as_computed)
     if not content:
         expected, hint = " or ".join(GRADIENTS), "trace with a loss: rl.trace(model, x, y)"
-        raise InputError(message("plot.gradient_flow found no gradient.", expected=expected, hint=hint))
+        raise InputError("plot.gradient_flow found no gradient.", expected=expected, hint=hint)
     panels = _open(list(content), ax, figure)
     everything = np.concatenate([part for lines in content.values() for one in lines for part in (one.median, one.low)])
     for place, ((layer, way), lines) in zip(panels.axes, content.items(), strict=True):

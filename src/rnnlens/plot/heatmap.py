@@ -15,7 +15,7 @@ from matplotlib.colors import Normalize
 from matplotlib.image import AxesImage
 
 from ..arguments import one_of
-from ..errors import InputError, message
+from ..errors import InputError
 from ..vocabulary import DIRECTION, GATE, SAMPLE, TIME
 from ._axes import is_positive
 from ._call import drawing
@@ -368,7 +368,7 @@ def _pairs(before: Any, after: Any, quantity: str, dims: Any) -> dict[str, tuple
             got = f"{dict(array.sizes)} and {dict(other.sizes) if other is not None else f'no layer {name!r}'}"
             hint = "trace the same layers of the model with the same batch"
             what = "plot.before_after compares two results of the same dimensions and sizes."
-            raise InputError(message(what, got=got, hint=hint))
+            raise InputError(what, got=got, hint=hint)
         found[name] = (array, other.transpose(*array.dims))
     return found
 

@@ -11,7 +11,7 @@ from matplotlib.patches import StepPatch
 from matplotlib.ticker import MaxNLocator
 
 from ..arguments import either, one_of, switch
-from ..errors import InputError, message
+from ..errors import InputError
 from ._call import drawing
 from ._colour import line_colours
 from ._data import (
@@ -207,11 +207,9 @@ def histogram(
     """
     if (bins is not None and bins < 1) or clip_peaks < 0:
         raise InputError(
-            message(
-                "A histogram needs bins.",
-                got=f"bins={bins}, clip_peaks={clip_peaks}",
-                expected="bins >= 1, clip_peaks >= 0",
-            )
+            "A histogram needs bins.",
+            got=f"bins={bins}, clip_peaks={clip_peaks}",
+            expected="bins >= 1, clip_peaks >= 0",
         )
     layers = _layers(data, dims, overlay)
     first = next(iter(layers.values()))
@@ -245,15 +243,11 @@ def _layers(data: Any, dims: Sequence[str] | None, overlay: str | None) -> dict[
     if isinstance(data, Mapping) and dataset_of(data) is None:
         if overlay is not None:
             raise InputError(
-                message(
-                    "A mapping is overlaid already.", got=f"overlay={overlay!r} and a mapping", expected="one of them"
-                )
+                "A mapping is overlaid already.", got=f"overlay={overlay!r} and a mapping", expected="one of them"
             )
         found = {str(name): labelled(array, "histogram", dims=dims, guess=GUESS) for name, array in data.items()}
         if not found:
-            raise InputError(
-                message("plot.histogram got nothing to draw.", got="an empty mapping", expected="arrays by name")
-            )
+            raise InputError("plot.histogram got nothing to draw.", got="an empty mapping", expected="arrays by name")
         return found
     array = labelled(data, "histogram", dims=dims, guess=GUESS)
     if overlay is None:

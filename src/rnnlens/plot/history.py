@@ -10,7 +10,7 @@ import xarray as xr
 from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 
-from ..errors import InputError, message
+from ..errors import InputError
 from ..measures.profiles import peak_band, quartiles, sample_peaks
 from ..recurrence.measures import safe_norm
 from ..results.schema import with_mask
@@ -83,12 +83,10 @@ def weight_norms(
         layers.setdefault(layer, {})[weight] = values
     if len(layers) > max_panels:
         raise InputError(
-            message(
-                "Too many layers for one figure.",
-                got=f"{len(layers)} layers",
-                expected=f"at most {max_panels}",
-                hint="select layers, or raise max_panels=",
-            )
+            "Too many layers for one figure.",
+            got=f"{len(layers)} layers",
+            expected=f"at most {max_panels}",
+            hint="select layers, or raise max_panels=",
         )
     size = (5.0, 3.0) if len(layers) == 1 else (3.4, 2.1)
     drawn: dict[str, dict[str, Any]] = {}
@@ -125,12 +123,10 @@ def _lines_of(history: Any) -> tuple[dict[tuple[str, str], Numbers], Numbers, st
                 "training step",
             )
     raise InputError(
-        message(
-            "plot.weight_norms draws a history of norms.",
-            got=type(history).__name__,
-            expected="a DataArray or Dataset over training steps, or a mapping from names to equally long sequences",
-            hint="history = rl.weight_norms(model, history=history) after every epoch",
-        )
+        "plot.weight_norms draws a history of norms.",
+        got=type(history).__name__,
+        expected="a DataArray or Dataset over training steps, or a mapping from names to equally long sequences",
+        hint="history = rl.weight_norms(model, history=history) after every epoch",
     )
 
 
@@ -143,13 +139,11 @@ def _parted(name: str) -> tuple[str, str]:
 def _labelled_lines(history: xr.Dataset | xr.DataArray) -> tuple[dict[tuple[str, str], Numbers], Numbers, str]:
     arrays = {str(n): a for n, a in history.data_vars.items()} if isinstance(history, xr.Dataset) else {"": history}
     if not arrays:
-        raise InputError(message("plot.weight_norms draws a history of norms.", got="nothing in it"))
+        raise InputError("plot.weight_norms draws a history of norms.", got="nothing in it")
     first = next(iter(arrays.values()))
     dims = [str(d) for d in first.dims]
     if not dims:
-        raise InputError(
-            message("plot.weight_norms draws a history of norms.", got="norms without a training dimension")
-        )
+        raise InputError("plot.weight_norms draws a history of norms.", got="norms without a training dimension")
     along = next((name for name in ROWS if name in dims), dims[0])
     found: dict[tuple[str, str], Numbers] = {}
     for name, array in arrays.items():
@@ -157,7 +151,7 @@ def _labelled_lines(history: xr.Dataset | xr.DataArray) -> tuple[dict[tuple[str,
         if along not in flat.dims:
             got = f"{name!r} with dimensions ({', '.join(map(str, flat.dims))})"
             expected = f"{along!r} among them, as in the others"
-            raise InputError(message("plot.weight_norms draws a history of norms.", got=got, expected=expected))
+            raise InputError("plot.weight_norms draws a history of norms.", got=got, expected=expected)
         others = [d for d in flat.dims if d != along]
         names = [""]
         for dim in others:
@@ -289,22 +283,18 @@ def _moments(history: Any, quantity: str) -> dict[Any, xr.DataArray]:
         along = next((name for name in ROWS if name in history.dims and name != TIME), None)
         if along is None:
             raise InputError(
-                message(
-                    "plot.norm_history needs a training dimension.",
-                    got=f"dimensions ({', '.join(map(str, history.dims))})",
-                    expected=f"one of {', '.join(name for name in ROWS if name != TIME)}",
-                )
+                "plot.norm_history needs a training dimension.",
+                got=f"dimensions ({', '.join(map(str, history.dims))})",
+                expected=f"one of {', '.join(name for name in ROWS if name != TIME)}",
             )
         found = {step: history.isel({along: i}, drop=True) for i, step in enumerate(positions(history, along).tolist())}
     elif isinstance(history, Mapping) and history and dataset_of(history) is None:
         found = {name: _variable(one, quantity) for name, one in history.items()}
     else:
         raise InputError(
-            message(
-                "plot.norm_history draws one moment after the other.",
-                got=type(history).__name__,
-                expected="a mapping from training steps to layers of traces, or an array with such a dimension",
-            )
+            "plot.norm_history draws one moment after the other.",
+            got=type(history).__name__,
+            expected="a mapping from training steps to layers of traces, or an array with such a dimension",
         )
     arrays = {name: labelled(array, "norm_history") for name, array in found.items()}
     for array in arrays.values():
@@ -314,7 +304,7 @@ def _moments(history: Any, quantity: str) -> dict[Any, xr.DataArray]:
     ways = {array.sizes.get(DIRECTION) for array in arrays.values()}
     if len(lengths) > 1 or len(ways) > 1:
         got = f"{', '.join(str(length) for length in sorted(lengths))} time steps"
-        raise InputError(message("The moments differ in their steps or directions.", got=got))
+        raise InputError("The moments differ in their steps or directions.", got=got)
     return arrays
 
 

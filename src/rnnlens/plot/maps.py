@@ -10,7 +10,7 @@ import xarray as xr
 from matplotlib.image import AxesImage
 
 from ..arguments import as_numbers, whole
-from ..errors import InputError, message
+from ..errors import InputError
 from ..recurrence.measures import safe_norm
 from ..vocabulary import CHANNEL, DIRECTION, SAMPLE, SPACE, TIME
 from ._axes import is_positive
@@ -141,16 +141,16 @@ def _space(array: xr.DataArray) -> list[str]:
     got = f"dimensions ({', '.join(map(str, array.dims))})"
     if not found:
         what, hint = "plot.maps needs axes of space.", "draw units by time with plot.heatmap; name axes with dims="
-        raise InputError(message(what, got=got, expected="height and width, or width alone", hint=hint))
+        raise InputError(what, got=got, expected="height and width, or width alone", hint=hint)
     if len(found) > 2:
         what, depth = "plot.maps draws at most two axes of space.", found[0]
         hint = f"select a slice, array.isel({depth}=0), or take the norm, (array**2).sum({depth!r}) ** 0.5"
-        raise InputError(message(what, got=got, expected=f"one value of {depth!r}", hint=hint))
+        raise InputError(what, got=got, expected=f"one value of {depth!r}", hint=hint)
     known = {SAMPLE, TIME, DIRECTION, _channels(array), *found}
     others = [str(dim) for dim in array.dims if dim not in known]
     if others:
         what, hint = "plot.maps has no place for this dimension.", f"select one, array.isel({others[0]}=0)"
-        raise InputError(message(what, got=", ".join(others), expected="sample, time, space and channel", hint=hint))
+        raise InputError(what, got=", ".join(others), expected="sample, time, space and channel", hint=hint)
     return found
 
 
@@ -174,7 +174,7 @@ def _place(array: xr.DataArray, dim: str | None, index: int) -> xr.DataArray:
             f"{name}={index} of {count}" if count else f"{name}={index}, dimensions ({', '.join(map(str, array.dims))})"
         )
         expected = f"{name}=0 to {count - 1}" if count else f"an array with {name}s"
-        raise InputError(message(f"There is no such {name}.", got=got, expected=expected))
+        raise InputError(f"There is no such {name}.", got=got, expected=expected)
     return array.isel({dim: index}, drop=True)
 
 
@@ -204,7 +204,7 @@ def _steps(array: xr.DataArray, steps: Any) -> list[int]:
     absent = [step for step in wanted.tolist() if step not in known]
     if absent or not wanted.size:
         got = f"steps={wanted.tolist()}"
-        raise InputError(message("There is no such step.", got=got, expected=f"steps from {known[0]} to {known[-1]}"))
+        raise InputError("There is no such step.", got=got, expected=f"steps from {known[0]} to {known[-1]}")
     return [int(np.flatnonzero(known == step)[0]) for step in wanted]
 
 

@@ -16,7 +16,7 @@ from matplotlib.collections import PathCollection
 from matplotlib.lines import Line2D
 
 from ..arguments import one_of
-from ..errors import InputError, message
+from ..errors import InputError
 from ..measures.profiles import finite_median, kept_by_gates, own_diagonal, peak_band
 from ..recurrence import measures
 from ..vocabulary import BACKWARD, DIRECTION, GATE, IN_FEATURE, IN_TIME, OUT_TIME, OUT_UNIT, SAMPLE, TIME
@@ -260,7 +260,7 @@ def memory_lifetime(
     if keep is None:
         expected = "a forget gate (LSTM) or an update gate (GRU)"
         got = f"gates {', '.join(names_of(gates, GATE))}"
-        raise InputError(message("No gate of this cell keeps its state.", got=got, expected=expected))
+        raise InputError("No gate of this cell keeps its state.", got=got, expected=expected)
     array = labelled(jacobian, "memory_lifetime", guess={4: (SAMPLE, OUT_TIME, OUT_UNIT, IN_FEATURE)})
     ways = names_of(gates, DIRECTION) if DIRECTION in gates.dims else [None]
     mask = _mask(layer, gates)
@@ -324,12 +324,10 @@ def _median(values: Numbers) -> Numbers:
 
 def _refuse(array: xr.DataArray) -> None:
     raise InputError(
-        message(
-            "The Jacobian does not fit the gates.",
-            got=f"dimensions {dict(array.sizes)}",
-            expected="(sample, out_time, out_unit, in_feature) of one state and the same batch",
-            hint='rl.jacobian(model, x, of="lstm.cell", wrt="lstm.initial_cell")',
-        )
+        "The Jacobian does not fit the gates.",
+        got=f"dimensions {dict(array.sizes)}",
+        expected="(sample, out_time, out_unit, in_feature) of one state and the same batch",
+        hint='rl.jacobian(model, x, of="lstm.cell", wrt="lstm.initial_cell")',
     )
 
 

@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
 from ..arguments import anything, as_numbers, listed, text, whole
-from ..errors import InputError, message, shown
+from ..errors import InputError, shown
 from ..measures.profiles import by_own_peak, input_sensitivity, peak_band
 from ..recurrence.measures import safe_norm
 from ..vocabulary import DIRECTION, FEATURE, GATE, SAMPLE, TIME
@@ -55,11 +55,9 @@ def tokens_of(tokens: Any, count: int, figure: str) -> list[str]:
     several = isinstance(tokens, str | Sequence) or (isinstance(tokens, np.ndarray) and tokens.ndim == 1)
     if not several or len(tokens) != count:
         raise InputError(
-            message(
-                f"plot.{figure} writes one token for each step.",
-                got=f"{len(tokens)} tokens" if several else shown(tokens),
-                expected=f"{count} of them",
-            )
+            f"plot.{figure} writes one token for each step.",
+            got=f"{len(tokens)} tokens" if several else shown(tokens),
+            expected=f"{count} of them",
         )
     return [str(token).replace("\n", "↵").replace("\t", "→") or " " for token in tokens]
 
@@ -224,9 +222,7 @@ def _sensitivity(array: xr.DataArray, x: Any) -> tuple[Numbers, str | None]:
         return np.asarray(safe_norm(ordered, axis=2, xp=np), dtype=np.float64), None
     given = np.asarray(as_numbers("x", x))
     if given.size != ordered.size or (lead and list(given.shape[:2]) != list(ordered.shape[:2])):
-        raise InputError(
-            message("x= is not the input of this gradient.", got=f"shape {given.shape}", expected=f"{array.shape}")
-        )
+        raise InputError("x= is not the input of this gradient.", got=f"shape {given.shape}", expected=f"{array.shape}")
     whole: Numbers = given.reshape(ordered.shape)
     if len(whole) > 1:
         return input_sensitivity(ordered, whole), None
@@ -248,9 +244,7 @@ def _picked_input_map(values: Numbers, sample: int | None) -> Numbers:
     if sample is None:
         return values
     if sample >= len(values):
-        raise InputError(
-            message("There is no such sample.", got=f"sample={sample}", expected=f"0 to {len(values) - 1}")
-        )
+        raise InputError("There is no such sample.", got=f"sample={sample}", expected=f"0 to {len(values) - 1}")
     return values[sample : sample + 1]
 
 
@@ -276,7 +270,7 @@ def _sides(shape: Any, count: int) -> tuple[int, int]:
     sizes = given.flat[:3].astype(int)
     if given.size != 2 or int(sizes.prod()) != count or (sizes < 1).any():
         got = f"shape={tuple(sizes.tolist())} for {count} steps"
-        raise InputError(message("shape= is not that of the image.", got=got, expected=f"rows x columns = {count}"))
+        raise InputError("shape= is not that of the image.", got=got, expected=f"rows x columns = {count}")
     return int(sizes[0]), int(sizes[1])
 
 
@@ -362,7 +356,7 @@ def unit_over_text(
     if SAMPLE in array.dims:
         if sample >= array.sizes[SAMPLE]:
             got, expected = f"sample={sample}", f"0 to {array.sizes[SAMPLE] - 1}"
-            raise InputError(message("There is no such sample.", got=got, expected=expected))
+            raise InputError("There is no such sample.", got=got, expected=expected)
         array = array.isel({SAMPLE: sample})
     names = tokens_of(tokens, array.sizes[TIME], "unit_over_text")
     picked, thinned = _picked_unit_text(units, array.sizes[unit], max_panels)
@@ -389,12 +383,12 @@ def _one_gate(array: xr.DataArray, gate: str | None) -> xr.DataArray:
     if GATE not in array.dims:
         if gate is not None:
             got = f"gate={gate!r} for dimensions ({', '.join(map(str, array.dims))})"
-            raise InputError(message("This array has no gates.", got=got, hint='pass trace["lstm"].gates'))
+            raise InputError("This array has no gates.", got=got, hint='pass trace["lstm"].gates')
         return array
     known = names_of(array, GATE)
     if gate not in known:
         what, got = "plot.unit_over_text draws one gate.", "all gates" if gate is None else f"gate={gate!r}"
-        raise InputError(message(what, got=got, expected=f"one of {', '.join(known)}", hint=f"gate={known[0]!r}"))
+        raise InputError(what, got=got, expected=f"one of {', '.join(known)}", hint=f"gate={known[0]!r}")
     label = gate if gate == "candidate" else f"{gate} gate"
     return array.isel({GATE: known.index(gate)}, drop=True).assign_attrs(array.attrs, long_name=label)
 
@@ -405,5 +399,5 @@ def _picked_unit_text(units: Any, count: int, most: int) -> tuple[list[int], str
         return choose(count, most, "units")
     given = listed(units, most=count) if not isinstance(units, int | np.integer) else [units]
     if not given or not all(isinstance(index, int | np.integer) and 0 <= index < count for index in given):
-        raise InputError(message("There is no such unit.", got=f"units={shown(units)}", expected=f"0 to {count - 1}"))
+        raise InputError("There is no such unit.", got=f"units={shown(units)}", expected=f"0 to {count - 1}")
     return [int(index) for index in given], None

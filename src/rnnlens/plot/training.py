@@ -16,7 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from ..arguments import anything, as_numbers, names, number
-from ..errors import InputError, did_you_mean, message, shown
+from ..errors import InputError, did_you_mean, shown
 from ..measures.profiles import share_of_peak
 from ..vocabulary import DIRECTION, TIME
 from ._axes import log_ticks, mark_steps, whole_numbers
@@ -102,14 +102,12 @@ def moments_of(moments: Mapping[str, float] | None, steps: Numbers) -> dict[str,
         return {}
     if not isinstance(moments, Mapping):
         expected = 'names by step: {"the first digit is right": 300}'
-        raise InputError(message("moments= names moments of training.", got=shown(moments), expected=expected))
+        raise InputError("moments= names moments of training.", got=shown(moments), expected=expected)
     found = {str(name): float(as_numbers("moments", [step])[0]) for name, step in moments.items()}
     for name, step in found.items():
         if not steps.min() <= step <= steps.max():
             expected = f"{steps.min():g} to {steps.max():g}"
-            raise InputError(
-                message(f"The moment {name!r} is not in this run.", got=f"step {step:g}", expected=expected)
-            )
+            raise InputError(f"The moment {name!r} is not in this run.", got=f"step {step:g}", expected=expected)
     return dict(sorted(found.items(), key=lambda moment: moment[1]))  # numbered by time
 
 
@@ -228,11 +226,11 @@ def _strips(run: Any, layers: Any, quantity: str) -> dict[str, xr.DataArray]:
     held = {name: run[name] for name in run} if isinstance(run, Mapping) and hasattr(run, "scalars") else None
     if held is None:
         expected = 'a followed training: rl.open("runs/a.zarr")'
-        raise InputError(message("plot.film draws a run.", got=shown(run), expected=expected))
+        raise InputError("plot.film draws a run.", got=shown(run), expected=expected)
     wanted = list(held) if layers is None else [layers] if isinstance(layers, str) else list(layers)
     for name in wanted:
         if name not in held:
-            raise InputError(message(f"No layer {name!r} in this run.", hint=did_you_mean(name, held)))
+            raise InputError(f"No layer {name!r} in this run.", hint=did_you_mean(name, held))
     found: dict[str, xr.DataArray] = {}
     for name in wanted:
         if quantity not in held[name]:
@@ -245,11 +243,9 @@ def _strips(run: Any, layers: Any, quantity: str) -> dict[str, xr.DataArray]:
             found[f"{name} ({way})"] = profile.isel({DIRECTION: i})
     if not found or not next(iter(found.values())).sizes[STEP]:
         raise InputError(
-            message(
-                f"No {quantity} was recorded in this run.",
-                got=f"{len(held)} layers: {', '.join(held) or 'none'}",
-                hint="records need a loss; see run.notes",
-            )
+            f"No {quantity} was recorded in this run.",
+            got=f"{len(held)} layers: {', '.join(held) or 'none'}",
+            hint="records need a loss; see run.notes",
         )
     return found
 
@@ -258,7 +254,7 @@ def _under(run: Any, below: Any) -> xr.DataArray | None:
     if isinstance(below, xr.DataArray):
         if below.dims != (STEP,) or STEP not in below.coords:
             expected = f"one dimension, {STEP!r}, with the steps of the records"
-            raise InputError(message("below= goes over training.", got=str(below.dims), expected=expected))
+            raise InputError("below= goes over training.", got=str(below.dims), expected=expected)
         return below
     if isinstance(below, str) and not below:
         return None
@@ -267,7 +263,7 @@ def _under(run: Any, below: Any) -> xr.DataArray | None:
     if chosen is None:
         return None
     if chosen not in present:
-        raise InputError(message(f"No scalar {chosen!r} in this run.", hint=did_you_mean(chosen, present)))
+        raise InputError(f"No scalar {chosen!r} in this run.", hint=did_you_mean(chosen, present))
     scalar: xr.DataArray = run.scalars[chosen]
     return scalar
 
@@ -363,7 +359,7 @@ def timeline(
     groups = _groups(_selected(run, select))
     if len(groups) > max_panels:
         got, hint = f"{len(groups)} panels", 'select="*/reach", or raise max_panels='
-        raise InputError(message("Too many kinds of numbers for one figure.", got=got, hint=hint))
+        raise InputError("Too many kinds of numbers for one figure.", got=got, hint=hint)
     columns = 1 if len(groups) < 4 else 2
     shape = (-(-len(groups) // columns), columns)
     panels = open_panels(len(groups), name="timeline", grid=Grid((4.6, 1.6), (1.0, 0.9), shape), ax=ax, figure=figure)
@@ -385,13 +381,13 @@ def _selected(run: Any, select: Any) -> dict[str, xr.DataArray]:
     scalars = getattr(run, "scalars", None)
     if not isinstance(scalars, xr.Dataset):
         expected = 'a followed training: rl.open("runs/a.zarr")'
-        raise InputError(message("plot.timeline draws a run.", got=shown(run), expected=expected))
+        raise InputError("plot.timeline draws a run.", got=shown(run), expected=expected)
     present = list(map(str, scalars.data_vars))
     patterns = ["*"] if select is None else [select] if isinstance(select, str) else list(select)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in present):
             hint = did_you_mean(pattern, present) if present else "nothing was recorded in this run yet"
-            raise InputError(message(f"No scalar of this run is called {pattern!r}.", hint=hint))
+            raise InputError(f"No scalar of this run is called {pattern!r}.", hint=hint)
     chosen = [name for name in present if any(fnmatchcase(name, pattern) for pattern in patterns)]
     return {name: scalars[name] for name in chosen}
 

@@ -12,7 +12,7 @@ import xarray as xr
 from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 
-from ..errors import InputError, message
+from ..errors import InputError
 from ..measures.profiles import lag_shares
 from ..recurrence.cells import kinds
 from ..recurrence.measures import quantiles, safe_norm
@@ -70,12 +70,10 @@ def kernels_of(weights: Any, figure: str, *, grad: bool = False) -> tuple[list[K
     dataset = getattr(weights, "dataset", weights)
     if not isinstance(dataset, xr.Dataset | Mapping):
         raise InputError(
-            message(
-                f"plot.{figure} draws the weights of one layer.",
-                got=type(weights).__name__,
-                expected="a Dataset or a mapping from names to arrays",
-                hint='pass rl.weights(model)["lstm"]',
-            )
+            f"plot.{figure} draws the weights of one layer.",
+            got=type(weights).__name__,
+            expected="a Dataset or a mapping from names to arrays",
+            hint='pass rl.weights(model)["lstm"]',
         )
     names = {str(name): name for name in (dataset.data_vars if isinstance(dataset, xr.Dataset) else dataset)}
     wanted = [name for name in names if name.endswith("_grad") == grad and not _is_derived(name)]
@@ -86,12 +84,10 @@ def kernels_of(weights: Any, figure: str, *, grad: bool = False) -> tuple[list[K
     found = [kernel for name, array in arrays.items() for kernel in _split(name, array)]
     if not found:
         raise InputError(
-            message(
-                f"plot.{figure} found no {'gradients of ' if grad else ''}weights here.",
-                got=f"variables {', '.join(names) or 'none'}",
-                expected="kernel, recurrent_kernel, bias" + (" with _grad" if grad else ""),
-                hint="pass data to rl.weights(model, x, y) for gradients" if grad else 'pass rl.weights(model)["lstm"]',
-            )
+            f"plot.{figure} found no {'gradients of ' if grad else ''}weights here.",
+            got=f"variables {', '.join(names) or 'none'}",
+            expected="kernel, recurrent_kernel, bias" + (" with _grad" if grad else ""),
+            hint="pass data to rl.weights(model, x, y) for gradients" if grad else 'pass rl.weights(model)["lstm"]',
         )
     return found, dict(dataset.attrs) if isinstance(dataset, xr.Dataset) else {}
 
@@ -331,14 +327,10 @@ def weight_lags(
     found = {name: array for name, array in given if array is not None}
     if dataset is None or not found:
         raise InputError(
-            message(
-                "plot.weight_lags needs gradients of the weights by time.",
-                got=type(weights).__name__
-                if dataset is None
-                else f"variables {', '.join(map(str, dataset.data_vars))}",
-                expected="recurrent_kernel_grad (time, unit_in, gate, unit), or its norm (time, gate)",
-                hint='pass rl.weights(model, x, y, by_time=True)["lstm"]',
-            )
+            "plot.weight_lags needs gradients of the weights by time.",
+            got=type(weights).__name__ if dataset is None else f"variables {', '.join(map(str, dataset.data_vars))}",
+            expected="recurrent_kernel_grad (time, unit_in, gate, unit), or its norm (time, gate)",
+            hint='pass rl.weights(model, x, y, by_time=True)["lstm"]',
         )
     first = next(iter(found.values()))
     ways = names_of(first, DIRECTION) if DIRECTION in first.dims else [None]

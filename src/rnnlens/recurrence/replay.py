@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 
 from array_api_compat import array_namespace, device
 
-from ..errors import UnsupportedError, message, no_function_of_its_own
+from ..errors import UnsupportedError, no_function_of_its_own
 from .arrays import Array, Namespace
 from .cells import Cell, StepCell
 from .linear import System
@@ -382,12 +382,10 @@ def refuse_other_equations(call: Any, off: float) -> None:
     if _is_beyond_rounding(call, off):
         cell = call.cell
         raise UnsupportedError(
-            message(
-                f"The equations of {type(cell).__name__} differ from {cell.registered_for} in {call.layer!r}.",
-                got=f"outputs that differ by {off:.2g} (relative)",
-                expected="what the layer itself returns",
-                hint="compare step with the layer's own; the order of gates and weights= in rl.cells.register",
-            )
+            f"The equations of {type(cell).__name__} differ from {cell.registered_for} in {call.layer!r}.",
+            got=f"outputs that differ by {off:.2g} (relative)",
+            expected="what the layer itself returns",
+            hint="compare step with the layer's own; the order of gates and weights= in rl.cells.register",
         )
 
 
@@ -401,12 +399,10 @@ def refuse_other_ends(call: Any, off: float, off_at_the_end: float) -> None:
     """
     if _is_beyond_rounding(call, off_at_the_end) and not _is_beyond_rounding(call, off):
         raise UnsupportedError(
-            message(
-                f"{type(call.cell).__name__} has different states than {call.cell.registered_for} in {call.layer!r}.",
-                got=f"states after the last step that differ by {off_at_the_end:.2g} (relative)",
-                expected=f"{', '.join(call.cell.states)}, in this order",
-                hint="the layer's states in the order of its cell, its output first",
-            )
+            f"{type(call.cell).__name__} has different states than {call.cell.registered_for} in {call.layer!r}.",
+            got=f"states after the last step that differ by {off_at_the_end:.2g} (relative)",
+            expected=f"{', '.join(call.cell.states)}, in this order",
+            hint="the layer's states in the order of its cell, its output first",
         )
 
 
@@ -421,12 +417,10 @@ def refuse_other_states(call: Any) -> None:
     sizes = tuple(int(s.shape[-1]) for s in call.initial_state)
     if sizes != tuple(call.cell.state_sizes):
         raise UnsupportedError(
-            message(
-                f"{type(call.cell).__name__} has different states than {call.cell.registered_for} in {call.layer!r}.",
-                got=f"states of sizes {sizes}",
-                expected=f"{', '.join(call.cell.states)} of sizes {tuple(call.cell.state_sizes)}",
-                hint="the layer's states in the order of its cell, its output first; state_sizes in the class",
-            )
+            f"{type(call.cell).__name__} has different states than {call.cell.registered_for} in {call.layer!r}.",
+            got=f"states of sizes {sizes}",
+            expected=f"{', '.join(call.cell.states)} of sizes {tuple(call.cell.state_sizes)}",
+            hint="the layer's states in the order of its cell, its output first; state_sizes in the class",
         )
 
 

@@ -13,7 +13,7 @@ import xarray as xr
 
 from ..arguments import Check, anything, checked, data_set, either, listed, loss, names, seed, switch, text, whole
 from ..arguments import path as path_of
-from ..errors import FileError, InputError, message, shown
+from ..errors import FileError, InputError, shown
 from ..results.base import Result
 from ..results.diagnosis import Diagnosis
 from ..verbs.axes import an_axes_table
@@ -30,7 +30,7 @@ def _switch_or(kind: type, expected: str) -> Check:
 
     def finished(name: str, value: Any) -> Any:
         if not isinstance(value, kind):
-            raise InputError(message(f"{name}= is not understood.", got=shown(value)))
+            raise InputError(f"{name}= is not understood.", got=shown(value))
         return value
 
     return either(switch, finished, expected=expected)
@@ -45,7 +45,7 @@ def _tokens(name: str, value: Any) -> Any:
     """Check a mapping from number to text."""
     if not (callable(value) or isinstance(value, Mapping | Sequence)) or isinstance(value, str):
         expected = "a list or mapping from number to text, or a function"
-        raise InputError(message(f"{name}= gives no text.", got=shown(value), expected=expected))
+        raise InputError(f"{name}= gives no text.", got=shown(value), expected=expected)
     return value
 
 
@@ -137,11 +137,11 @@ def report(
     results = _results(model)
     if results is not None:
         if x is not None or y is not None:
-            raise InputError(message("A finished result takes no data.", got="x or y beside it", hint="leave them out"))
+            raise InputError("A finished result takes no data.", got="x or y beside it", hint="leave them out")
         material, code = look_at(results), f"rl.report(result, path={str(path)!r})"
     else:
         if x is None:
-            raise InputError(message("A report of a model needs data.", got="x=None", hint="rl.report(model, x, y)"))
+            raise InputError("A report of a model needs data.", got="x=None", hint="rl.report(model, x, y)")
         names = (layers,) if isinstance(layers, str) else None if layers is None else tuple(layers)
         material = look(
             model,
@@ -161,7 +161,7 @@ def write(target: Path, material: Material, origin: ReportOrigin) -> None:
         partial.write_text(text, "utf-8")
         os.replace(partial, target)
     except OSError as error:
-        raise FileError(message("The report cannot be written.", got=f"{target}: {error}")) from error
+        raise FileError("The report cannot be written.", got=f"{target}: {error}") from error
     finally:
         partial.unlink(missing_ok=True)
 
@@ -175,11 +175,11 @@ def check_path(path: Path) -> Path:
         If it does not end in ``.html``, or its folder does not exist or cannot be written to.
     """
     if path.suffix.lower() not in (".html", ".htm"):
-        raise FileError(message("A report is an HTML file.", got=str(path), expected="a path ending in .html"))
+        raise FileError("A report is an HTML file.", got=str(path), expected="a path ending in .html")
     if not path.parent.is_dir():
-        raise FileError(message("There is no such folder.", got=str(path.parent), hint="create it first"))
+        raise FileError("There is no such folder.", got=str(path.parent), hint="create it first")
     if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise FileError(message("The report cannot be written.", got=str(path), expected="a file in a writable folder"))
+        raise FileError("The report cannot be written.", got=str(path), expected="a file in a writable folder")
     return path
 
 
@@ -191,9 +191,7 @@ def _results(model: Any) -> list[Any] | None:
     if found is None:
         return None
     if not found or not all(isinstance(one, Result | xr.DataArray) for one in found):
-        raise InputError(
-            message("This is neither a model nor results.", got=shown(model), expected="results of rnnlens")
-        )
+        raise InputError("This is neither a model nor results.", got=shown(model), expected="results of rnnlens")
     return found
 
 

@@ -13,7 +13,7 @@ from .. import data
 from ..adapters.protocol import Adapter, Batch, CaptureRequest
 from ..adapters.registry import adapter_for
 from ..diagnosis import diagnose
-from ..errors import InputError, RnnlensError, TooLargeError, message, shown
+from ..errors import InputError, RnnlensError, TooLargeError, shown
 from ..measures.facts import padding_share
 from ..measures.profiles import attribution
 from ..recurrence.cells import kinds
@@ -252,7 +252,7 @@ def _baseline(material: Material, adapter: Adapter, model: Any, held: ReportSamp
         material.moments.append(moment("baseline", given))
     elif isinstance(given, str) and given != "init":
         expected = '"init", another model, or a trace'
-        raise InputError(message("baseline= is not understood.", got=shown(given), expected=expected))
+        raise InputError("baseline= is not understood.", got=shown(given), expected=expected)
     else:
         other = adapter.reinitialised(model, request.seed) if isinstance(given, str) else given
         x, y = held.take(material.numbers)
@@ -261,12 +261,10 @@ def _baseline(material: Material, adapter: Adapter, model: Any, held: ReportSamp
     after, before = material.moments
     if _shape(after) != _shape(before):
         raise InputError(
-            message(
-                "The baseline does not fit the model.",
-                got="; ".join(f"{t.title} of {t.units} units, {t.steps} steps" for t in before.tracks) or "no layers",
-                expected="; ".join(f"{t.title} of {t.units} units, {t.steps} steps" for t in after.tracks),
-                hint="a model with the same layers, traced on the same samples",
-            )
+            "The baseline does not fit the model.",
+            got="; ".join(f"{t.title} of {t.units} units, {t.steps} steps" for t in before.tracks) or "no layers",
+            expected="; ".join(f"{t.title} of {t.units} units, {t.steps} steps" for t in after.tracks),
+            hint="a model with the same layers, traced on the same samples",
         )
     if isinstance(given, str):
         after.name = "after training"
@@ -284,7 +282,7 @@ def _words(held: ReportSamples, numbers: Sequence[int], tokens: Any) -> list[lis
     if leaf.dtype.kind not in "iu" or leaf.ndim != 2:
         if tokens is not None:
             got = f"{leaf.dtype} of shape {leaf.shape}"
-            raise InputError(message("tokens= is for inputs of integers.", got=got, expected="(sample, time) of int"))
+            raise InputError("tokens= is for inputs of integers.", got=got, expected="(sample, time) of int")
         return None
     rows = leaf[np.asarray(numbers, dtype=int)]
     if callable(tokens):
@@ -295,7 +293,7 @@ def _words(held: ReportSamples, numbers: Sequence[int], tokens: Any) -> list[lis
         return [[str(tokens[int(i)]) for i in row] for row in rows]
     except (KeyError, IndexError, TypeError) as error:
         expected = "a list or mapping from number to text, or a function"
-        raise InputError(message("tokens= has no text for a token.", got=shown(error), expected=expected)) from error
+        raise InputError("tokens= has no text for a token.", got=shown(error), expected=expected) from error
 
 
 def _weights(material: Material, model: Any, request: ReportRequest) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from ..errors import InputError, message
+from ..errors import InputError
 from ..results.schema import to_host
 from ..settings import options
 from ..typing import Array
@@ -116,7 +116,7 @@ def of_array(found: xr.DataArray) -> TimeMap:
     """
     if IN_TIME not in found.dims:
         got = f"dimensions ({', '.join(map(str, found.dims))})"
-        raise InputError(message("jacobian= is no time Jacobian.", got=got, expected="what rl.jacobian returned"))
+        raise InputError("jacobian= is no time Jacobian.", got=got, expected="what rl.jacobian returned")
     return _labelled(found, "", int(found.sizes.get(SAMPLE, 0)), 0, [])
 
 

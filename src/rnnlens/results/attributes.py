@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from ..errors import FileError, InputError, message
+from ..errors import FileError, InputError
 from .disk.limits import TEXT
 
 _MARK = "json:"
@@ -31,7 +31,7 @@ def encode(tree: xr.DataTree) -> None:
     _change(tree, _to_file)
     if name := _too_long(tree):
         expected = f"at most {TEXT} characters as JSON"
-        raise InputError(message(f"The attribute {name!r} is too long for a file.", expected=expected))
+        raise InputError(f"The attribute {name!r} is too long for a file.", expected=expected)
 
 
 def decode(tree: xr.DataTree) -> None:
@@ -43,9 +43,7 @@ def decode(tree: xr.DataTree) -> None:
         If a text attribute is longer than ``TEXT`` characters.
     """
     if name := _too_long(tree):
-        raise FileError(
-            message(f"The attribute {name!r} is too long to be read.", expected=f"at most {TEXT} characters")
-        )
+        raise FileError(f"The attribute {name!r} is too long to be read.", expected=f"at most {TEXT} characters")
     _change(tree, _from_file)
     _convert(tree, _with_times)
 
@@ -79,7 +77,7 @@ def _with_times(variable: xr.Variable) -> xr.Variable | None:
     dtype = variable.attrs[DTYPE]
     times = dtype != "object"
     if not _DTYPES.fullmatch(str(dtype)) or (times and variable.dtype != np.int64):
-        raise FileError(message("A variable is damaged.", got=f"{variable.dtype} values as {dtype!r}"))
+        raise FileError("A variable is damaged.", got=f"{variable.dtype} values as {dtype!r}")
     attrs = {name: value for name, value in variable.attrs.items() if name != DTYPE}
     values = np.asarray(variable.values)
     return xr.Variable(variable.dims, values.view(dtype) if times else values.astype(object), attrs)

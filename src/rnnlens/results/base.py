@@ -24,7 +24,7 @@ import xarray as xr
 
 from ..arguments import checked
 from ..arguments import path as path_of
-from ..errors import LayerNotFoundError, did_you_mean, message, shown
+from ..errors import LayerNotFoundError, did_you_mean, shown
 from .array import LazyTasks, aligned, compute_with_record
 from .certificate import Certificate
 from .checks import Check
@@ -212,11 +212,11 @@ class Result(Mapping[str, Any]):
             return candidates[0]
         if not candidates:
             raise LayerNotFoundError(
-                message(f"No layer named {name!r} in this {self.kind}.", hint=did_you_mean(name, self._paths))
+                f"No layer named {name!r} in this {self.kind}.", hint=did_you_mean(name, self._paths)
             )
         why = "was called more than once" if calls else "exists more than once"
         listing = ", ".join(repr(candidate) for candidate in candidates)
-        raise LayerNotFoundError(message(f"Layer {name!r} {why}.", got=repr(name), expected=f"one of: {listing}"))
+        raise LayerNotFoundError(f"Layer {name!r} {why}.", got=repr(name), expected=f"one of: {listing}")
 
     def __getitem__(self, name: str) -> Any:
         return self._node(self._resolve(name))
@@ -286,9 +286,7 @@ class Result(Mapping[str, Any]):
 def refuse_no_name(name: object, known: Iterable[str], where: str) -> None:
     """Raise LayerNotFoundError if ``name`` is not a string."""
     if not isinstance(name, str):
-        raise LayerNotFoundError(
-            message(f"{where} is indexed by name.", got=shown(name), hint=did_you_mean(name, known))
-        )
+        raise LayerNotFoundError(f"{where} is indexed by name.", got=shown(name), hint=did_you_mean(name, known))
 
 
 def _chunk_name(array: xr.DataArray, tasks: LazyTasks) -> str | None:

@@ -30,7 +30,7 @@ import xarray as xr
 from ..arguments import checked, switch
 from ..arguments import memory as memory_of
 from ..arguments import path as path_of
-from ..errors import FileError, InputError, MissingDependencyError, RnnlensError, message
+from ..errors import FileError, InputError, MissingDependencyError, RnnlensError
 from ..settings import current
 from ..vocabulary import SAMPLE
 from .array import as_result, record_of
@@ -86,7 +86,7 @@ def save_chunks(result: Result | xr.DataArray, tasks: Any, path: str | PathLike[
     """Compute a lazy result chunk by chunk into the Zarr folder ``path``, as :meth:`LazyArray.save` describes it."""
     target = check_path(path)
     if _engine(target) != "zarr":
-        raise FileError(message("A lazy result is written chunk by chunk.", got=str(path), expected="a path in .zarr"))
+        raise FileError("A lazy result is written chunk by chunk.", got=str(path), expected="a path in .zarr")
     tree = _to_tree(result)
     tree.attrs[SEALED] = 1
     names = {
@@ -173,18 +173,16 @@ def open(
     given = Path(path)
     engine = _engine(given)
     if lazy and engine != "zarr":
-        raise InputError(
-            message("Only Zarr can be read lazily.", got=str(given), hint="save to a path ending in .zarr")
-        )
+        raise InputError("Only Zarr can be read lazily.", got=str(given), hint="save to a path ending in .zarr")
     limit = int(current().memory if memory is None else memory)
     with _reading(given):
         followed = engine == "zarr" and (given / "zarr.json").is_file()
     if followed:
         if lazy:
-            raise InputError(message("A run is read whole.", got="lazy=True", hint="leave it out, or raise memory="))
+            raise InputError("A run is read whole.", got="lazy=True", hint="leave it out, or raise memory=")
         return _open_run(given, None if memory is None else limit, skip_damaged=skip_damaged)
     if skip_damaged:
-        raise InputError(message("skip_damaged= applies only to the run of a followed training.", got=str(given)))
+        raise InputError("skip_damaged= applies only to the run of a followed training.", got=str(given))
     with _reading(given):
         if engine == "zarr":
             return _steadily(given, lambda: _open_zarr(given, limit, lazy=lazy))
@@ -219,7 +217,7 @@ def _marked_tree(result: Any) -> xr.DataTree:
         dataset, kind, meta = result, "dataset", {}
     else:
         expected = "a result of rnnlens, a DataArray or a Dataset"
-        raise InputError(message("This cannot be saved.", got=type(result).__qualname__, expected=expected))
+        raise InputError("This cannot be saved.", got=type(result).__qualname__, expected=expected)
     return xr.DataTree(dataset.copy(deep=False).assign_attrs(root_attrs(kind, meta)))
 
 
@@ -279,7 +277,7 @@ def _open_run(source: Path, memory: int | None, *, skip_damaged: bool) -> Any:
         attributes = read_metadata(Path(os.path.realpath(source)), "", sealed=False)["attributes"]
     if attributes.get(KIND) != "run":
         hint = f"xarray.open_datatree({str(source)!r}, engine='zarr')"
-        raise FileError(message("This folder was not written by rnnlens.", got=str(source), hint=hint))
+        raise FileError("This folder was not written by rnnlens.", got=str(source), hint=hint)
     with _reading(source):
         return read_run(source, memory=memory, skip_damaged=skip_damaged)
 
@@ -299,7 +297,7 @@ def _steadily(source: Path, read: Callable[[], tuple[Any, bool]]) -> Any:
         else:
             if certain or _identity(source) == before:
                 return found
-    raise FileError(message("This folder was replaced repeatedly while it was being read.", got=str(source)))
+    raise FileError("This folder was replaced repeatedly while it was being read.", got=str(source))
 
 
 def _identity(path: Path) -> tuple[int, ...]:
@@ -325,11 +323,7 @@ def _from_tree(tree: xr.DataTree, source: Path, *, sealed: bool) -> Any:
     cls = result_class(kind)
     if cls is None and kind not in ("array", "dataset"):
         raise FileError(
-            message(
-                "This version of rnnlens has no such kind of result.",
-                got=f"{kind!r} in {source}",
-                hint="upgrade rnnlens",
-            )
+            "This version of rnnlens has no such kind of result.", got=f"{kind!r} in {source}", hint="upgrade rnnlens"
         )
     if SEALED in tree.attrs and not sealed:
         raise damaged(source, "its checksum is missing: the file was truncated, or another program changed it")
@@ -365,9 +359,7 @@ def _unmarked(tree: xr.DataTree, source: Path) -> Any:
     ]
     if not schemas or tree.children or len(schemas) != len(dataset.data_vars):
         raise FileError(
-            message(
-                "This file was not written by rnnlens.", got=str(source), hint=f"xarray.open_datatree({str(source)!r})"
-            )
+            "This file was not written by rnnlens.", got=str(source), hint=f"xarray.open_datatree({str(source)!r})"
         )
     for schema in schemas:
         _check_schema(schema, None, source)
@@ -382,12 +374,10 @@ def _check_schema(schema: Any, version: Any, source: Path) -> None:
     if schema > SCHEMA_VERSION:
         writer = f"schema {schema}" + (f", written by rnnlens {version}" if version else "")
         raise FileError(
-            message(
-                "This file was written by a newer rnnlens.",
-                got=f"{source}: {writer}",
-                expected=f"schema {SCHEMA_VERSION} or older",
-                hint="pip install --upgrade rnnlens",
-            )
+            "This file was written by a newer rnnlens.",
+            got=f"{source}: {writer}",
+            expected=f"schema {SCHEMA_VERSION} or older",
+            hint="pip install --upgrade rnnlens",
         )
 
 
@@ -402,12 +392,10 @@ def _reading(source: Path) -> Iterator[None]:
         reason = str(error).strip().splitlines()
         locked = isinstance(error, BlockingIOError)
         raise FileError(
-            message(
-                "This file cannot be read.",
-                got=f"{source}: {type(error).__name__}" + (f": {reason[0]}" if reason else ""),
-                expected="a result saved by rnnlens, as netCDF (.nc) or Zarr (.zarr)",
-                hint="try again after the program that is writing it has finished" if locked else None,
-            )
+            "This file cannot be read.",
+            got=f"{source}: {type(error).__name__}" + (f": {reason[0]}" if reason else ""),
+            expected="a result saved by rnnlens, as netCDF (.nc) or Zarr (.zarr)",
+            hint="try again after the program that is writing it has finished" if locked else None,
         ) from error
 
 
@@ -419,7 +407,7 @@ def _writing(target: Path) -> Iterator[None]:
     except RnnlensError:
         raise
     except OSError as error:
-        raise FileError(message("The file cannot be written.", got=f"{target}: {error}")) from error
+        raise FileError("The file cannot be written.", got=f"{target}: {error}") from error
 
 
 def _no_fill_values(tree: xr.DataTree) -> dict[str, Any]:
@@ -436,7 +424,7 @@ def _path(path: Any) -> Path:
 
 def _check_exists(source: Path) -> None:
     if not source.exists():
-        raise FileError(message("There is no such file.", got=str(source), expected="a result saved by rnnlens"))
+        raise FileError("There is no such file.", got=str(source), expected="a result saved by rnnlens")
 
 
 def _every_chunk(tree: xr.DataTree) -> dict[str, Any]:
@@ -454,23 +442,21 @@ def _engine(path: Path) -> str:
     engine = _ENGINES.get(path.suffix.lower())
     if engine is None:
         raise FileError(
-            message("The suffix of the path must name the format.", got=str(path), expected="a path in .nc or .zarr")
+            "The suffix of the path must name the format.", got=str(path), expected="a path in .nc or .zarr"
         )
     if importlib.util.find_spec(engine) is None:
         hint = f"pip install {engine}"
-        raise MissingDependencyError(message(f"Files in {path.suffix} need {engine}.", got="not installed", hint=hint))
+        raise MissingDependencyError(f"Files in {path.suffix} need {engine}.", got="not installed", hint=hint)
     return engine
 
 
 def _check_target(target: Path, engine: str) -> None:
     if not target.parent.is_dir():
-        raise FileError(message("There is no such folder.", got=str(target.parent), hint="create it first"))
+        raise FileError("There is no such folder.", got=str(target.parent), hint="create it first")
     if not os.access(target.parent, os.W_OK):
-        raise FileError(message("This folder is not writable.", got=str(target.parent)))
+        raise FileError("This folder is not writable.", got=str(target.parent))
     store = any((target / name).is_file() for name in (".zgroup", "zarr.json"))
     if target.is_dir() and not (engine == "zarr" and (store or not any(target.iterdir()))):
-        raise FileError(message("A folder is in the way.", got=str(target), hint="save under another name"))
+        raise FileError("A folder is in the way.", got=str(target), hint="save under another name")
     if target.is_file() and engine == "zarr":
-        raise FileError(
-            message("A file exists where the Zarr folder would be created.", got=str(target), hint="another name")
-        )
+        raise FileError("A file exists where the Zarr folder would be created.", got=str(target), hint="another name")

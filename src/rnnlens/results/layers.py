@@ -8,7 +8,7 @@ from typing import Any, overload
 
 import xarray as xr
 
-from ..errors import LayerNotFoundError, QuantityNotFoundError, did_you_mean, message
+from ..errors import LayerNotFoundError, QuantityNotFoundError, did_you_mean
 from .base import refuse_no_name
 from .page import Row, around, page
 
@@ -68,7 +68,7 @@ class LayerTable(Sequence[Any]):
         for info in self._infos:
             if info.name == key:
                 return info
-        raise LayerNotFoundError(message(f"No recurrent layer named {key!r}.", hint=did_you_mean(key, self.names)))
+        raise LayerNotFoundError(f"No recurrent layer named {key!r}.", hint=did_you_mean(key, self.names))
 
     def __len__(self) -> int:
         return len(self._infos)

@@ -16,7 +16,7 @@ import xarray as xr
 
 from .. import __version__
 from ..autodiff.tensors import dtype_name, to_numpy
-from ..errors import InputError, message
+from ..errors import InputError
 from ..layout import direction_axis, with_space
 from ..recurrence.cells import cell_of_kind, kinds
 from ..vocabulary import (
@@ -299,11 +299,9 @@ def _dims(name: str, array: np.ndarray[Any, Any], bidirectional: bool, cell: str
         if len(candidate) == array.ndim:
             return candidate
     raise InputError(
-        message(
-            f"{name!r} has a wrong number of axes.",
-            got=f"shape {array.shape}",
-            expected=" or ".join(f"({', '.join(c)})" for c in candidates),
-        )
+        f"{name!r} has a wrong number of axes.",
+        got=f"shape {array.shape}",
+        expected=" or ".join(f"({', '.join(c)})" for c in candidates),
     )
 
 

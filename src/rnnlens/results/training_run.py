@@ -145,7 +145,7 @@ class TrainingRun(Result, kind="run"):
 
         if name not in self.scalars:
             hint = did_you_mean(name, map(str, self.scalars.data_vars))
-            raise QuantityNotFoundError(message(f"No scalar named {name!r} in this run.", hint=hint))
+            raise QuantityNotFoundError(f"No scalar named {name!r} in this run.", hint=hint)
         return self.scalars[name]
 
     @property
@@ -172,7 +172,7 @@ class TrainingRun(Result, kind="run"):
         if self.path is None:
             if kind == self.of:
                 return self
-            raise FileError(message(f"This run was saved without its {kind} records.", got=f"{self.of} records"))
+            raise FileError(f"This run was saved without its {kind} records.", got=f"{self.of} records")
         memory, skip_damaged = self._reading
         return read_run(self.path, of=kind, memory=memory, skip_damaged=skip_damaged)
 
@@ -236,7 +236,7 @@ def refuse_newer(path: Path, attributes: Mapping[str, Any]) -> None:
         If the schema of the run is newer.
     """
     if attributes.get("rnnlens_schema", 0) > SCHEMA_VERSION:
-        raise FileError(message("This run was written by a newer rnnlens.", got=str(path), hint="upgrade rnnlens"))
+        raise FileError("This run was written by a newer rnnlens.", got=str(path), hint="upgrade rnnlens")
 
 
 def read_run(
@@ -293,7 +293,7 @@ def _read_run(path: Path, of: str | None, memory: int | None, *, skip_damaged: b
     kind = of or (there[0] if there else "probe")
     if of is not None and of not in there:
         listing = " and ".join(there) or "nothing"
-        raise _NoRecordsError(message(f"This run has no {of} records.", got=f"{path}: {listing}"))
+        raise _NoRecordsError(f"This run has no {of} records.", got=f"{path}: {listing}")
     sessions = attrs.get("sessions") or [{}]
     common = {
         "provenance": sessions[-1].get("provenance"),
@@ -317,7 +317,7 @@ def _read_run(path: Path, of: str | None, memory: int | None, *, skip_damaged: b
     if what and not skip_damaged:
         many = f"{int(bad.sum())} of {count} {kind} records do not match their checksums"
         hint = "rl.open(path, skip_damaged=True) leaves them out"
-        raise FileError(message("This run is damaged.", got=f"{path}: {many}: {_listing(what)}", hint=hint))
+        raise FileError("This run is damaged.", got=f"{path}: {many}: {_listing(what)}", hint=hint)
     keep = ~bad
     lost = [f"damaged on disk: {_listing(list(dict.fromkeys([*broken, *what])))}"] if broken or what else []
     steps = values[STEP][bad]

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..adapters.protocol import Adapter, Batch, Capture, CaptureRequest, Port, RecurrentCall
 from ..arguments import anything, checked, number
-from ..errors import InputError, message
+from ..errors import InputError
 from .reference import bptt, through_hidden, weight_gradients
 
 _CALL = "check_adapter(adapter_for(model), model, Batch(x, y, loss=loss))"
@@ -45,7 +45,7 @@ def check_adapter(adapter: Adapter, model: Any, batch: Batch, *, rtol: float = 1
     """
     if not isinstance(adapter, Adapter) or not isinstance(batch, Batch) or not adapter.owns(model):
         got = f"{type(adapter).__name__}, {type(model).__name__}, {type(batch).__name__}"
-        raise InputError(message("These are no adapter, model of it, and batch.", got=got, hint=_CALL))
+        raise InputError("These are no adapter, model of it, and batch.", got=got, hint=_CALL)
     capture = adapter.capture(model, batch, CaptureRequest())
     checks: list[tuple[str, Callable[[], None]]] = [
         ("describe names every node", lambda: _check_names(adapter, model, capture)),

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import UnsupportedError, message
+from ..errors import UnsupportedError
 from ..recurrence.cells import Cell
 
 Matrix = np.ndarray[Any, Any]
@@ -62,11 +62,9 @@ def step(cell: Any, x: Matrix, state: Sequence[Matrix]) -> list[Matrix]:
     equations = EQUATIONS.get(cell.kind)
     if equations is None:
         raise UnsupportedError(
-            message(
-                f"The reference has no equations of the cell {cell.kind!r}.",
-                expected=f"one of {', '.join(EQUATIONS)}",
-                hint="add a function to rnnlens.testing.reference.EQUATIONS",
-            )
+            f"The reference has no equations of the cell {cell.kind!r}.",
+            expected=f"one of {', '.join(EQUATIONS)}",
+            hint="add a function to rnnlens.testing.reference.EQUATIONS",
         )
     return equations(cell, x, state)
 

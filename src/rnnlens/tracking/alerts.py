@@ -26,7 +26,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, Literal
 
-from ..errors import InputError, did_you_mean, message, shown
+from ..errors import InputError, did_you_mean, shown
 from .records import TrainingRecord
 from .watch_arguments import listed
 
@@ -87,7 +87,7 @@ def checked_stop_on(value: str | Iterable[str]) -> tuple[Finding, ...]:
     for name in given:
         if name not in FINDINGS:
             hint = did_you_mean(str(name), FINDINGS)
-            raise InputError(message("stop_on= names no finding.", got=shown(name), hint=hint))
+            raise InputError("stop_on= names no finding.", got=shown(name), hint=hint)
     return given  # type: ignore[return-value]
 
 

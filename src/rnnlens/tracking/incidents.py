@@ -11,7 +11,7 @@ from typing import Any
 
 from .. import data
 from ..adapters.protocol import Batch
-from ..errors import InputError, message, shown
+from ..errors import InputError, shown
 from ..results.files import save
 from ..results.nonfinite import Incident
 from .batches import TrainedBatch
@@ -30,7 +30,7 @@ def checked_on_nonfinite(value: Any) -> str | None:
         For any other value.
     """
     if not (value is None or (isinstance(value, str) and value == REPORT)):
-        raise InputError(message("on_nonfinite= is not understood.", got=shown(value), expected=f"None or {REPORT!r}"))
+        raise InputError("on_nonfinite= is not understood.", got=shown(value), expected=f"None or {REPORT!r}")
     return REPORT if value is not None else None
 
 

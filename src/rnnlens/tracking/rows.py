@@ -13,7 +13,7 @@ import zarr
 from numcodecs import BitRound
 from zarr.codecs import BloscCodec
 
-from ..errors import FileError, message
+from ..errors import FileError
 from ..results.disk.run_folder import committed, committed_count, row_sums
 from ..results.names import to_paths
 from ..typing import Array
@@ -101,12 +101,10 @@ class Rows:
                 now = {"step": there.shape[0], **{str(dim): size for dim, size in array.sizes.items()}}
                 if list(before) != list(now) or any(before[dim] != now[dim] for dim in before if dim not in _FREE):
                     raise FileError(
-                        message(
-                            "This run was recorded from another network.",
-                            got=f"{layer}.{name} with {', '.join(f'{dim} {now[dim]}' for dim in list(now)[1:])}",
-                            expected=", ".join(f"{dim} {before[dim]}" for dim in list(before)[1:]),
-                            hint="a different path for each network, or resume=False",
-                        )
+                        "This run was recorded from another network.",
+                        got=f"{layer}.{name} with {', '.join(f'{dim} {now[dim]}' for dim in list(now)[1:])}",
+                        expected=", ".join(f"{dim} {before[dim]}" for dim in list(before)[1:]),
+                        hint="a different path for each network, or resume=False",
                     )
 
     def cut(self, step: int) -> int:

@@ -31,7 +31,7 @@ from typing import Any
 import zarr
 from zarr.storage import LocalStore
 
-from ..errors import FileError, message
+from ..errors import FileError
 from ..results.disk.run_folder import SealedMetadata, read_metadata
 from ..results.files import root_attrs
 from ..results.training_run import is_run, refuse_newer
@@ -154,9 +154,7 @@ class Store:
             If the store was closed, or another training of this process took over the run.
         """
         if self._closed:
-            raise FileError(
-                message("This run is closed.", got=str(self.path), hint="a different path for each training")
-            )
+            raise FileError("This run is closed.", got=str(self.path), hint="a different path for each training")
         self._check_folder()
         try:
             if record.kind not in self._kinds:
@@ -202,7 +200,7 @@ class Store:
         """
         if _identity(self.path) != self._folder or not (self.path / "zarr.json").is_file():
             what = "The folder of this run was removed or replaced while it was being written."
-            raise FileError(message(what, got=str(self.path)))
+            raise FileError(what, got=str(self.path))
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
@@ -223,18 +221,16 @@ def _said_as_ours(path: Path) -> Iterator[None]:
         raise
     except OSError as error:
         got = f"{path}: {error.strerror or error}"
-        raise FileError(message("This run cannot be written.", got=got, expected="a folder to write to")) from error
+        raise FileError("This run cannot be written.", got=got, expected="a folder to write to") from error
 
 
 def _refuse_what_is_in_the_way(path: Path) -> None:
     if path.suffix.lower() != ".zarr":
-        raise FileError(message("A run is a folder of Zarr.", got=str(path), expected="a path ending in .zarr"))
+        raise FileError("A run is a folder of Zarr.", got=str(path), expected="a path ending in .zarr")
     if path.is_file():
-        raise FileError(
-            message("A file exists where the run folder would be created.", got=str(path), hint="another name")
-        )
+        raise FileError("A file exists where the run folder would be created.", got=str(path), hint="another name")
     if path.is_dir() and any(path.iterdir()) and not is_run(path) and not _only_begun(path):
-        raise FileError(message("The folder exists and is not a run of rnnlens.", got=str(path), hint="another name"))
+        raise FileError("The folder exists and is not a run of rnnlens.", got=str(path), hint="another name")
 
 
 def _only_begun(path: Path) -> bool:
@@ -255,7 +251,7 @@ def _locked(path: Path) -> int | None:
     except BlockingIOError:
         os.close(handle)
         raise FileError(
-            message("Another process is writing this run.", got=str(path), hint="a different path for each training")
+            "Another process is writing this run.", got=str(path), hint="a different path for each training"
         ) from None
     except OSError:  # a file system without locks
         pass

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 from ..adapters.protocol import Adapter
 from ..arguments import Check, anything, called, checked, loss, names, path, switch, whole
 from ..arguments import listed as some_of
-from ..errors import InputError, LayerNotFoundError, did_you_mean, message, shown
+from ..errors import InputError, LayerNotFoundError, did_you_mean, shown
 from ..verbs.tracing.datasets import TraceSelection
 
 POWERS = "powers of two"
@@ -45,16 +45,14 @@ class Schedule:
         known = isinstance(self.every, str) and self.every == POWERS
         if not (known or _is_whole(self.every) or callable(self.every)):
             raise InputError(
-                message(
-                    "every= is no schedule.",
-                    got=shown(self.every),
-                    expected=f"a number of steps (0: never), {POWERS!r}, or a function (step, epoch) -> bool",
-                )
+                "every= is no schedule.",
+                got=shown(self.every),
+                expected=f"a number of steps (0: never), {POWERS!r}, or a function (step, epoch) -> bool",
             )
         given = some_of(self.epochs)
         if given is None or not all(map(_is_whole, given)):
             got = shown(self.epochs)
-            raise InputError(message("epochs= are whole numbers from 0.", got=got, expected="such as (4, 9)"))
+            raise InputError("epochs= are whole numbers from 0.", got=got, expected="such as (4, 9)")
         object.__setattr__(self, "epochs", tuple(map(int, given)))
 
     @property
@@ -150,7 +148,7 @@ def refuse_unknown(layers: Iterable[str] | None, adapter: Adapter, model: Any) -
     known = {info.name: None for info in adapter.describe(model)} | dict.fromkeys(adapter.facts(model).submodules)
     for name in layers or ():
         if name not in known and name.partition("#")[0] not in known:
-            raise LayerNotFoundError(message(f"No layer is called {name!r}.", hint=did_you_mean(name, known)))
+            raise LayerNotFoundError(f"No layer is called {name!r}.", hint=did_you_mean(name, known))
 
 
 def refuse_idle(probe: Any, batches: Any, epochs: Collection[int], of_batches: Mapping[str, Any]) -> None:
@@ -168,9 +166,9 @@ def refuse_idle(probe: Any, batches: Any, epochs: Collection[int], of_batches: M
     """
     if epochs and probe is None:
         what = "epochs= schedules a probe, and there is no probe."
-        raise InputError(message(what, got=f"epochs={tuple(epochs)}", hint="probe=(x, y)"))
+        raise InputError(what, got=f"epochs={tuple(epochs)}", hint="probe=(x, y)")
     if probe is not None and batches is None:
         for name, value in of_batches.items():
             if value:
                 what = f"{name}= applies to training batches, which are not recorded when there is a probe."
-                raise InputError(message(what, got="batches=None", hint="batches=50, or leave out probe="))
+                raise InputError(what, got="batches=None", hint="batches=50, or leave out probe=")

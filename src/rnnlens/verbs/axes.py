@@ -10,7 +10,7 @@ import xarray as xr
 
 from .. import data
 from ..adapters.protocol import Adapter, AxisConvention, Batch, Port
-from ..errors import InputError, UnsupportedError, message, shown
+from ..errors import InputError, UnsupportedError, shown
 from ..layout import Axis, Layout, canonical_order, dims_of
 from ..results.schema import to_host
 from ..typing import Array
@@ -26,7 +26,7 @@ _EXAMPLE = 'axes={"input": ("time", "sample", "feature"), "output": (("time", "s
 def an_axes_table(name: str, value: Any) -> dict[str, Layout]:
     """Parse ``axes=``: axis names by tensor. Several names in a tuple are folded into one axis, outermost first."""
     if not isinstance(value, Mapping):
-        raise InputError(message(f"{name}= names the axes of tensors.", got=shown(value), expected=_EXAMPLE))
+        raise InputError(f"{name}= names the axes of tensors.", got=shown(value), expected=_EXAMPLE)
     return {str(tensor): _read_layout(f"{name}[{tensor!r}]", listed) for tensor, listed in value.items()}
 
 
@@ -37,13 +37,11 @@ def _read_layout(where: str, listed: Any) -> Layout:
     )
     names = [name for part in parts for name in part] if sound else []
     if not names or len(set(names)) < len(names) or any(len(part) > 2 for part in parts):
-        raise InputError(
-            message(f"{where} is not a list of distinct axis names.", got=shown(listed), expected=_EXAMPLE)
-        )
+        raise InputError(f"{where} is not a list of distinct axis names.", got=shown(listed), expected=_EXAMPLE)
     folded = [part for part in parts if len(part) > 1]
     if len(folded) > 1 or any(SAMPLE not in part for part in folded):
         raise InputError(
-            message(f"{where} merges axes, but none of them is the sample axis.", got=shown(listed), expected=_EXAMPLE)
+            f"{where} merges axes, but none of them is the sample axis.", got=shown(listed), expected=_EXAMPLE
         )
     return Layout(tuple(tuple(part) for part in parts))
 
@@ -74,11 +72,9 @@ class TensorLayouts:
             return self.rule.layout(port, shape, integer=integer)
         if len(known.axes) != len(shape):
             raise InputError(
-                message(
-                    f"axes= does not match {text_of(port)!r}.",
-                    got=f"{len(known.axes)} axes: {', '.join(map(str, known.names))}",
-                    expected=f"{len(shape)} axes, for shape {tuple(shape)}",
-                )
+                f"axes= does not match {text_of(port)!r}.",
+                got=f"{len(known.axes)} axes: {', '.join(map(str, known.names))}",
+                expected=f"{len(shape)} axes, for shape {tuple(shape)}",
             )
         return known
 
@@ -189,7 +185,7 @@ def _port(text: str, known: Catalogue) -> Port:
     name = read_one(text, known)
     if name.what not in ("input", "output"):
         expected = f'"input", "output", "layer.output", "layer.input"; {", ".join(map(repr, DATA))}'
-        raise InputError(message(f"axes= does not take {text!r}.", got=repr(text), expected=expected))
+        raise InputError(f"axes= does not take {text!r}.", got=repr(text), expected=expected)
     return name.port()
 
 
@@ -212,11 +208,9 @@ def refuse_unknown(what: str, name: str, names: Sequence[str], wanted: str = SAM
     if wanted not in names:
         counts = {SAMPLE: "samples", TIME: "steps"}[wanted]
         raise InputError(
-            message(
-                f"{what} needs the axis of {name!r} that counts {counts}, and rnnlens could not determine it.",
-                got=f"axes ({', '.join(names)})",
-                hint=f"name the axes: axes={{{name!r}: (..., {wanted!r}, ...)}}, one name for each axis",
-            )
+            f"{what} needs the axis of {name!r} that counts {counts}, and rnnlens could not determine it.",
+            got=f"axes ({', '.join(names)})",
+            hint=f"name the axes: axes={{{name!r}: (..., {wanted!r}, ...)}}, one name for each axis",
         )
 
 
@@ -239,7 +233,7 @@ def refuse_unclear_steps(what: str, name: str, layout: Layout) -> None:
         flat = tuple(other if axis == (axes,) else axis[0] if len(axis) == 1 else axis for axis in layout.axes)
         ways = f"axes={{{name!r}: {flat}}} where it holds {other}s of all steps, or {ways}"
     got = f"axes ({', '.join(layout.names)})"
-    raise InputError(message(f"{what} needs the axis that counts steps: {problem}.", got=got, hint=f"say {ways}"))
+    raise InputError(f"{what} needs the axis that counts steps: {problem}.", got=got, hint=f"say {ways}")
 
 
 def axes_to_type(name: str, axes: Sequence[Axis], unclear: Sequence[str]) -> str:
@@ -439,12 +433,10 @@ def refusal(what: str, port: Port) -> UnsupportedError:
     """Return the error for samples that depend on each other."""
     where = "the model's " + port.kind if port.layer is None else f"{port.layer}.{port.kind}"
     return UnsupportedError(
-        message(
-            f"{what}: the samples of this batch depend on each other.",
-            got=f"a change of one sample changes others, at {where}",
-            expected="samples that are computed independently",
-            hint="batch statistics: training=False; else a batch of one sample, or the gradient of the whole batch",
-        )
+        f"{what}: the samples of this batch depend on each other.",
+        got=f"a change of one sample changes others, at {where}",
+        expected="samples that are computed independently",
+        hint="batch statistics: training=False; else a batch of one sample, or the gradient of the whole batch",
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from .. import data
 from ..adapters.protocol import Batch, Capture, CaptureRequest, Port
 from ..arguments.data import is_source, refuse_large
-from ..errors import InputError, ModelError, RnnlensError, UnsupportedError, message
+from ..errors import InputError, ModelError, RnnlensError, UnsupportedError
 from ..layout import Layout
 from ..typing import Array
 from ..vocabulary import SAMPLE
@@ -202,14 +202,12 @@ def _unknown(name: str, shapes: Sequence[tuple[int, ...]], failure: Exception | 
     if isinstance(failure, RnnlensError) and isinstance(failure, InputError):
         return failure
     error = InputError(
-        message(
-            f"rnnlens could not determine which axis of {name} counts samples, so it cannot be split into batches.",
-            got=f"shape {', '.join(map(str, shapes))}",
-            hint=(
-                f'name the axes: axes={{"{name}": ("time", "sample", ...)}}, one name for each axis; or leave '
-                "batch_size out"
-            ),
-        )
+        f"rnnlens could not determine which axis of {name} counts samples, so it cannot be split into batches.",
+        got=f"shape {', '.join(map(str, shapes))}",
+        hint=(
+            f'name the axes: axes={{"{name}": ("time", "sample", ...)}}, one name for each axis; or leave '
+            "batch_size out"
+        ),
     )
     error.__cause__ = failure
     return error
@@ -272,12 +270,10 @@ class DataSetBatches:
         """Iterate over the data from the start a second time; raise for a generator."""
         if not self.can_be_read_again:
             raise UnsupportedError(
-                message(
-                    "The loss of the whole data set cannot be computed from the losses "
-                    "of its batches, and a generator can be read only once.",
-                    expected='combine="mean" or "sum", if the loss is a mean or a sum over samples',
-                    hint="arrays, or a data set that can be read twice: this loss needs the outputs of all batches",
-                )
+                "The loss of the whole data set cannot be computed from the losses "
+                "of its batches, and a generator can be read only once.",
+                expected='combine="mean" or "sum", if the loss is a mean or a sum over samples',
+                hint="arrays, or a data set that can be read twice: this loss needs the outputs of all batches",
             )
         return iter(self)
 
@@ -287,12 +283,10 @@ class DataSetBatches:
             return (self.whole.y, self.whole.sample_weight) if self.with_loss else (None, None)
         if self.axes.inputs is not None and any(layout is not None and layout.sample for layout in self.axes.inputs):
             raise UnsupportedError(
-                message(
-                    "The loss of this data set needs the targets of all batches, and rnnlens cannot determine their "
-                    "sample axis.",
-                    got="a source of batches in which samples do not come first",
-                    expected='combine="mean" or "sum", or arrays',
-                )
+                "The loss of this data set needs the targets of all batches, and rnnlens cannot determine their "
+                "sample axis.",
+                got="a source of batches in which samples do not come first",
+                expected='combine="mean" or "sum", or arrays',
             )
         return data.join([batch.y for batch in batches]), data.join([batch.sample_weight for batch in batches])
 

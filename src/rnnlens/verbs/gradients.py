@@ -30,7 +30,7 @@ from ..arguments import (
     whole,
 )
 from ..arguments import loss as a_loss
-from ..errors import DisconnectedError, message
+from ..errors import DisconnectedError
 from ..results.array import LazyArray, ResultArray, record
 from ..results.gradients import Answer, Gradients, Reason
 from ..results.schema import labelled
@@ -230,7 +230,7 @@ def _array(request: GradientRequest, found: DataSetGradients, provenance: Mappin
 
 def _disconnected(request: GradientRequest, reason: Reason) -> DisconnectedError:
     what = f"There is no gradient of {request.target.text} with respect to {reason.name!r} [{reason.code}]."
-    error = DisconnectedError(message(what, got=reason.sentence, hint=reason.remedy))
+    error = DisconnectedError(what, got=reason.sentence, hint=reason.remedy)
     error.reason = reason
     return error
 

@@ -30,7 +30,7 @@ from ..arguments import (
     whole,
 )
 from ..arguments.data import is_source
-from ..errors import InputError, message, shown
+from ..errors import InputError, shown
 from ..recurrence.reductions import REDUCTIONS
 from ..results.array import ResultArray, record
 from ..results.checks import warn_about
@@ -55,7 +55,7 @@ def a_contraction(name: str, value: Any) -> Any:
     """Check ``reduce=``: "mean", "sum", or weights of the output units."""
     if isinstance(value, str) and value in REDUCTIONS and value not in ("mean", "sum"):
         what = f"{name}= applies before the differentiation, and {value!r} after it."
-        raise InputError(message(what, got=f"{name}={value!r}", hint=f"measure={value!r}"))
+        raise InputError(what, got=f"{name}={value!r}", hint=f"measure={value!r}")
     return one_of("mean", "sum")(name, value) if isinstance(value, str) else as_numbers(name, value)
 
 
@@ -65,9 +65,7 @@ def chosen_steps(name: str, value: Any) -> dict[str, Any]:
     for dim in found:
         if dim not in (OUT_TIME, IN_TIME):
             expected = f'steps, {{"{OUT_TIME}": ..., "{IN_TIME}": ...}}; weights of output units are reduce='
-            raise InputError(
-                message(f"{name}= of a time Jacobian has no {dim!r}.", got=shown(value), expected=expected)
-            )
+            raise InputError(f"{name}= of a time Jacobian has no {dim!r}.", got=shown(value), expected=expected)
     return {dim: kept_steps(f"{name}[{dim!r}]", steps) for dim, steps in found.items()}
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from .. import data
 from ..adapters.protocol import Adapter, Batch, CaptureRequest, LayerInfo, LayerWeights, ModelFacts, Port
-from ..errors import InputError, LayerNotFoundError, RnnlensError, did_you_mean, message
+from ..errors import InputError, LayerNotFoundError, RnnlensError, did_you_mean
 from ..layout import Layout, dims_of
 from ..recurrence.cells import cell_of_kind, kinds
 from ..trees import named_leaves
@@ -203,9 +203,7 @@ def read(text: str, known: Catalogue) -> list[TensorName]:
         if found:
             return found
     raise LayerNotFoundError(
-        message(
-            f"Nothing in this model is named {text!r}.", got=repr(text), hint=did_you_mean(text, known.suggestions())
-        )
+        f"Nothing in this model is named {text!r}.", got=repr(text), hint=did_you_mean(text, known.suggestions())
     )
 
 
@@ -214,7 +212,7 @@ def read_one(text: str, known: Catalogue) -> TensorName:
     found = read(text, known)
     if len(found) > 1:
         listing = ", ".join(repr(name.text) for name in found)
-        raise InputError(message(f"{text!r} names several tensors.", got=listing, expected="one of them"))
+        raise InputError(f"{text!r} names several tensors.", got=listing, expected="one of them")
     return found[0]
 
 
@@ -227,7 +225,7 @@ def refuse_lone_output(names: Sequence[TensorName], count: int) -> None:
     """Raise for ``"output"`` of a model with several outputs, since the name is ambiguous."""
     if any(name.text == "output" for name in names):
         expected = ", ".join(f'"output[{i}]"' for i in range(count))
-        raise InputError(message("The model returns several tensors.", got='"output"', expected=expected))
+        raise InputError("The model returns several tensors.", got='"output"', expected=expected)
 
 
 def uncalled(layer: str | None, known: Mapping[str, Any] | None = None) -> str:
@@ -257,7 +255,7 @@ def _indexed(text: str, what: str, which: str, known: Catalogue) -> TensorName:
     if which.isdigit() and (not names or int(which) < len(names)):
         label = names[int(which)] if names else which
         return TensorName(f"{what}[{label}]", what, index=int(which))  # type: ignore[arg-type]
-    raise LayerNotFoundError(message(f"This model has no {text}.", hint=did_you_mean(which, names)))
+    raise LayerNotFoundError(f"This model has no {text}.", hint=did_you_mean(which, names))
 
 
 def _weight_path(text: str, known: Catalogue) -> list[TensorName]:
@@ -317,22 +315,18 @@ def _inner(layer: str, what: str, state: re.Match[str] | None, info: LayerInfo) 
     if state is None:
         if not cell_of_kind(info.cell).gates:
             raise LayerNotFoundError(
-                message(
-                    f"{layer!r} has a custom cell, whose gates are not known.",
-                    got=f"{layer}.{what}",
-                    expected=f"{layer}.hidden, {layer}.output or {layer}.weights",
-                )
+                f"{layer!r} has a custom cell, whose gates are not known.",
+                got=f"{layer}.{what}",
+                expected=f"{layer}.hidden, {layer}.output or {layer}.weights",
             )
         return TensorName(f"{layer}.{what}", what, layer)  # type: ignore[arg-type]
     when = {"initial_": "initial_state", "final_": "final_state", None: "state"}[state["when"]]
     names = cell_of_kind(info.cell).states if info.cell in kinds() else unnamed_states(8)
     if state["state"] not in names:
         raise LayerNotFoundError(
-            message(
-                f"{layer!r} is a {info.cell} layer: it has no state named {state['state']!r}.",
-                got=f"{layer}.{what}",
-                hint=", ".join(f"{layer}.{name}" for name in names),
-            )
+            f"{layer!r} is a {info.cell} layer: it has no state named {state['state']!r}.",
+            got=f"{layer}.{what}",
+            hint=", ".join(f"{layer}.{name}" for name in names),
         )
     return TensorName(f"{layer}.{what}", when, layer, names.index(state["state"]))  # type: ignore[arg-type]
 
@@ -359,10 +353,10 @@ def _layers(pattern: str, names: Iterable[str], text: str, known: Catalogue) -> 
     found = found or [name for name in names if name.endswith(f".{pattern}")]
     if len(found) > 1 and "*" not in pattern and "?" not in pattern:
         listing = ", ".join(repr(name) for name in found)
-        raise LayerNotFoundError(message(f"{pattern!r} is the name of several layers.", got=text, expected=listing))
+        raise LayerNotFoundError(f"{pattern!r} is the name of several layers.", got=text, expected=listing)
     if not found:
         hint = did_you_mean(text, known.suggestions())
-        raise LayerNotFoundError(message(f"Nothing in this model is named {text!r}.", got=repr(text), hint=hint))
+        raise LayerNotFoundError(f"Nothing in this model is named {text!r}.", got=repr(text), hint=hint)
     return found
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..adapters.protocol import Adapter, Batch, CaptureRequest, ChainLink, Port, RecurrentCall
 from ..autodiff.tensors import like, shared
-from ..errors import LayerNotFoundError, ModelError, message
+from ..errors import LayerNotFoundError, ModelError
 from ..recurrence.adjoint import (
     adjoint,
     adjoint_custom,
@@ -389,8 +389,8 @@ class ReplayedLayers:
         calls = [node for node in self.replayed_calls if node.rpartition("#")[0] == name]
         if calls:
             expected = "one of: " + ", ".join(repr(call) for call in calls)
-            raise LayerNotFoundError(message(f"Layer {name!r} was called more than once.", expected=expected))
-        raise LayerNotFoundError(message(f"Layer {name!r} was not called in this forward pass."))
+            raise LayerNotFoundError(f"Layer {name!r} was called more than once.", expected=expected)
+        raise LayerNotFoundError(f"Layer {name!r} was not called in this forward pass.")
 
     def masks(self) -> dict[str, Array]:
         """Return the masks by layer, of the layers that have one."""

@@ -23,7 +23,7 @@ from ..adapters.protocol import Adapter, Batch
 from ..adapters.registry import adapter_for, adapter_of
 from ..arguments.data import is_source
 from ..autodiff.tensors import needs_no_threads, running_engines
-from ..errors import UnsupportedError, message
+from ..errors import UnsupportedError
 from ..layout import Layout
 from ..recurrence.parallel import one_thread_each
 from ..settings import current
@@ -58,12 +58,10 @@ def in_turn(function: Callable[P, R]) -> Callable[P, R]:
 
 def _forked(engine: str) -> UnsupportedError:
     return UnsupportedError(
-        message(
-            f"This process was forked after {engine} had started its threads, which a fork does not copy.",
-            got="a call that would not return",
-            expected="a process started by spawn",
-            hint='multiprocessing.get_context("spawn"); plots, measures and files work here',
-        )
+        f"This process was forked after {engine} had started its threads, which a fork does not copy.",
+        got="a call that would not return",
+        expected="a process started by spawn",
+        hint='multiprocessing.get_context("spawn"); plots, measures and files work here',
     )
 
 

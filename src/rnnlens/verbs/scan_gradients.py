@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..adapters.protocol import Adapter
-from ..errors import UnsupportedError, message
+from ..errors import UnsupportedError
 from ..results.array import ResultArray, record
 from .names import known_model
 from .trace import trace
@@ -40,12 +40,10 @@ def scan_gradient(model: Any, x: Any, y: Any, tensor: tuple[str, str], options: 
     others = [name for name in options if name not in known]
     if others:
         raise UnsupportedError(
-            message(
-                f"A gradient with respect to the {quantity} of a whole-sequence layer is one of the loss of a batch.",
-                got=", ".join(f"{name}=" for name in others),
-                expected=f'rl.gradients(model, x, y, loss=..., wrt="{layer}.{quantity}")',
-                hint="loss=lambda output: ..., any scalar of the output; steps are chosen by rl.trace(..., at=)",
-            )
+            f"A gradient with respect to the {quantity} of a whole-sequence layer is one of the loss of a batch.",
+            got=", ".join(f"{name}=" for name in others),
+            expected=f'rl.gradients(model, x, y, loss=..., wrt="{layer}.{quantity}")',
+            hint="loss=lambda output: ..., any scalar of the output; steps are chosen by rl.trace(..., at=)",
         )
     name = f"{quantity}_grad"
     result = trace(model, x, y, layers=layer, quantities=[name], **options)

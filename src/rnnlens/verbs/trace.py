@@ -27,7 +27,7 @@ from ..arguments import (
     weights_of_samples,
 )
 from ..arguments import loss as a_loss
-from ..errors import UnsupportedError, message
+from ..errors import UnsupportedError
 from ..recurrence.replay import Replay
 from ..recurrence.rounding import perturbed
 from ..results.certificate import Certificate
@@ -188,7 +188,7 @@ def _lazy(
     """Return a trace of data in Dask chunks, which is computed when it is asked for."""
     if SAMPLE in at:
         hint = "select the samples of x and y before: x.isel(sample=...), or x[...] of a dask array"
-        raise UnsupportedError(message("at= selects no samples of lazy data.", got=f"at={dict(at)!r}", hint=hint))
+        raise UnsupportedError("at= selects no samples of lazy data.", got=f"at={dict(at)!r}", hint=hint)
     request = ModelRequest.resolve(model, batch, axes)
     chunks = SampleChunks.of(request.axes, batch)
     stated = {name: layout.axes for name, layout in axes.items()} if axes else None

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..adapters.protocol import Adapter, Batch, Capture, CaptureRequest, LayerWeights, Port, RecurrentCall
-from ..errors import TooLargeError, UnsupportedError, message
+from ..errors import TooLargeError, UnsupportedError
 from ..recurrence.replay import Replay
 from ..recurrence.rounding import rounding_of
 from ..results.checks import Check
@@ -184,13 +184,11 @@ def _must_align(calls: Sequence[RecurrentCall], by_time: bool | str) -> None:
     asked = ', measure="norm"' if by_time == "norm" else ""
     if several and (by_time == "norm" or (by_time and len(lengths) > 1)):
         raise UnsupportedError(
-            message(
-                f"Layer {whole[0].layer.partition('#')[0]!r} is called more than once, and the calls have no common "
-                "time axis.",
-                got=f"by_time=True{asked} over {len(whole)} calls of {' and '.join(map(str, lengths))} steps",
-                expected="calls of one length, and by_time=True",
-                hint="rl.weights(...) without by_time, or a model that calls the layer once",
-            )
+            f"Layer {whole[0].layer.partition('#')[0]!r} is called more than once, and the calls have no common "
+            "time axis.",
+            got=f"by_time=True{asked} over {len(whole)} calls of {' and '.join(map(str, lengths))} steps",
+            expected="calls of one length, and by_time=True",
+            hint="rl.weights(...) without by_time, or a model that calls the layer once",
         )
 
 
@@ -202,10 +200,8 @@ def _must_fit(call: RecurrentCall, by_time: bool | str) -> None:
     size, limit = steps * values * to_host(call.input[:1, :1]).itemsize, current().memory
     if size > limit:
         raise TooLargeError(
-            message(
-                f"The weight gradients of {call.layer!r} at each of {steps} steps exceed the memory limit.",
-                got=format_memory(size),
-                expected=f"at most {format_memory(limit)} (rl.options(memory=...))",
-                hint='measure="norm" keeps one norm per step and gate',
-            )
+            f"The weight gradients of {call.layer!r} at each of {steps} steps exceed the memory limit.",
+            got=format_memory(size),
+            expected=f"at most {format_memory(limit)} (rl.options(memory=...))",
+            hint='measure="norm" keeps one norm per step and gate',
         )

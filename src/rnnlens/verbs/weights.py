@@ -29,7 +29,7 @@ from ..arguments import (
     whole,
 )
 from ..arguments import loss as a_loss
-from ..errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean, message, raised_by, shown
+from ..errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean, raised_by, shown
 from ..results.certificate import Certificate
 from ..results.checks import warn_about
 from ..results.layers import LayerTable
@@ -128,11 +128,9 @@ def weights(
     dL/dW as the sum of per-step contributions: Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, eq. 3.
     """
     if measure is not None and not by_time:
-        raise InputError(
-            message("measure= applies to gradients by step.", got=f"measure={measure!r}", expected="by_time=True")
-        )
+        raise InputError("measure= applies to gradients by step.", got=f"measure={measure!r}", expected="by_time=True")
     if x is None and (by_time or y is not None or loss is not None):
-        raise InputError(message("Gradients of weights need data.", got="x=None", hint="rl.weights(model, x, y)"))
+        raise InputError("Gradients of weights need data.", got="x=None", hint="rl.weights(model, x, y)")
     request = ModelRequest.resolve(model, Batch(x, y, sample_weight, class_weight, loss, training, None, seed))
     found = _selected(request.adapter.weights(model), layers)
     labelled = {name: _label(layer) for name, layer in found.items()}
@@ -165,7 +163,7 @@ def _lazy(request: ModelRequest, layers: str | Iterable[str] | None, by_time: bo
     """Return weights, and their gradients of data in Dask chunks, which are computed when they are asked for."""
     if measure is not None:
         hint = "leave measure= out, compute, and take the norm over units"
-        raise UnsupportedError(message("measure= is of the sum over all samples.", got="lazy data", hint=hint))
+        raise UnsupportedError("measure= is of the sum over all samples.", got="lazy data", hint=hint)
     adapter, model, chunks = request.adapter, request.model, SampleChunks.of(request.axes, request.batch)
     verb = partial(_of_batch, layers=layers, by_time=by_time)
     template, datasets, graph = lazy_datasets(adapter, model, chunks, verb, "weights", sums=True, with_loss=True)
@@ -203,7 +201,7 @@ def _selected(found: Mapping[str, LayerWeights], layers: str | Iterable[str] | N
     names = [layers] if isinstance(layers, str) else list(layers)
     for name in names:
         if name not in found:
-            raise LayerNotFoundError(message(f"No layer named {name!r} with weights.", hint=did_you_mean(name, found)))
+            raise LayerNotFoundError(f"No layer named {name!r} with weights.", hint=did_you_mean(name, found))
     return {name: found[name] for name in names}
 
 
@@ -226,7 +224,7 @@ def _a_history(name: str, value: Any) -> xr.Dataset:
     """Check a history of norms returned by an earlier call."""
     if not isinstance(value, xr.Dataset) or not value.sizes.get("step") or value["step"].dtype.kind not in "iu":
         expected = "the result of rl.weight_norms, with a dimension step"
-        raise InputError(message(f"{name}= is not a history of norms.", got=shown(value), expected=expected))
+        raise InputError(f"{name}= is not a history of norms.", got=shown(value), expected=expected)
     return value
 
 
@@ -287,9 +285,7 @@ def _refuse_unknown_dims(found: Weights, over: str | Iterable[str] | None) -> No
     known = {str(dim): None for layer in found for dim in found.dataset(layer).dims}
     for dim in [over] if isinstance(over, str) else over or ():
         if dim not in known:
-            raise InputError(
-                message(f"No weight has a dimension {dim!r}.", got=f"over={over!r}", hint=did_you_mean(dim, known))
-            )
+            raise InputError(f"No weight has a dimension {dim!r}.", got=f"over={over!r}", hint=did_you_mean(dim, known))
 
 
 def _norm(values: xr.DataArray, over: str | Iterable[str] | None, ord: Any) -> xr.DataArray:

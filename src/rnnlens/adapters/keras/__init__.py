@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from ...errors import FileError, message
+from ...errors import FileError
 from ...typing import Array
 from ..protocol import (
     Adapter,
@@ -84,9 +84,7 @@ class KerasAdapter(Adapter):
         try:
             model.load_weights(path)
         except Exception as error:  # Keras raises many types of errors; users get one
-            raise FileError(
-                message("The shapes of these weights do not match the model.", got=f"{path}: {error}")
-            ) from error
+            raise FileError("The shapes of these weights do not match the model.", got=f"{path}: {error}") from error
 
     def reinitialised(self, model: Any, seed: int) -> Any:
         """Return a copy of the model with freshly drawn weights."""

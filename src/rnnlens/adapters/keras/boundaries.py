@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from ...errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean, message
+from ...errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean
 from ..protocol import Port
 from ..shared.registered_cells import ComposedWeight
 from .discover import Places, RecurrentSite, base_name, hooked_beside, places
@@ -69,7 +69,7 @@ class TappedPorts:
             return f"model|{port.kind}/{port.index}"
         if port.kind == "loss":
             return "model|loss"
-        raise InputError(message(f"A model has no {port.kind}.", hint="name a recurrent layer"))
+        raise InputError(f"A model has no {port.kind}.", hint="name a recurrent layer")
 
     def _of_layer(self, port: Port) -> str:
         assert port.layer is not None
@@ -81,17 +81,15 @@ class TappedPorts:
         if port.direction is None and halves[0].bidirectional:
             if port.kind not in ("input", "output"):
                 raise InputError(
-                    message(
-                        f"{port.kind} of the bidirectional layer {name!r} exists once per direction.",
-                        hint='direction="forward" or direction="backward"',
-                    )
+                    f"{port.kind} of the bidirectional layer {name!r} exists once per direction.",
+                    hint='direction="forward" or direction="backward"',
                 )
             return self._of_plain(port, name + _WHOLE, halves[0].owner, index)
         return self._of_site(port, halves, index)
 
     def _of_plain(self, port: Port, place: str, layer: Any, index: str) -> str:
         if port.kind not in ("input", "output"):
-            raise InputError(message(f"Layer {port.layer!r} has no {port.kind}: it is not recurrent."))
+            raise InputError(f"Layer {port.layer!r} has no {port.kind}: it is not recurrent.")
         self.plain[place] = layer
         return f"{place}|0|{index}|{port.kind}/{port.index}"
 
@@ -99,9 +97,7 @@ class TappedPorts:
         half = next((i for i, s in enumerate(halves) if port.direction in (None, s.direction)), None)
         if half is None:
             raise InputError(
-                message(
-                    f"Layer {port.layer!r} does not run {port.direction}.", expected=f"{halves[0].direction!r} or None"
-                )
+                f"Layer {port.layer!r} does not run {port.direction}.", expected=f"{halves[0].direction!r} or None"
             )
         site = halves[half]
         if site.refusal is not None:
@@ -121,7 +117,7 @@ class TappedPorts:
             name = f"{port.kind}/{port.index}"
         if name.startswith("final_state") and not site.layer.return_state:
             raise InputError(
-                message(f"Layer {port.layer!r} does not return its final state.", hint="make it with return_state=True")
+                f"Layer {port.layer!r} does not return its final state.", hint="make it with return_state=True"
             )
         return f"{site.name}|{half}|{index}|{name}"
 
@@ -148,7 +144,7 @@ class TappedPorts:
         if port.key not in variables:
             where = "the model" if port.layer is None else f"layer {port.layer!r}"
             raise LayerNotFoundError(
-                message(f"There is no weight {port.key!r} in {where}.", hint=did_you_mean(port.key, variables))
+                f"There is no weight {port.key!r} in {where}.", hint=did_you_mean(port.key, variables)
             )
         variable = variables[port.key]
         # Paths are not unique: each of two nested models may have an "lstm/lstm_cell/kernel".
@@ -182,6 +178,4 @@ def put_together(model: Any) -> Callable[[Port], ComposedWeight | None]:
 
 def _check_index(port: Port, count: int) -> None:
     if not 0 <= port.index < count:
-        raise InputError(
-            message(f"Layer {port.layer!r} has no state number {port.index}.", expected=f"0 to {count - 1}")
-        )
+        raise InputError(f"Layer {port.layer!r} has no state number {port.index}.", expected=f"0 to {count - 1}")

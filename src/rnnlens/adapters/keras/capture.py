@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ...autodiff import Engine, tensors
-from ...errors import InputError, LayerNotFoundError, ModelError, did_you_mean, message
+from ...errors import InputError, LayerNotFoundError, ModelError, did_you_mean
 from ...typing import Array
 from ..protocol import NOT_LOOKED_INTO, Batch, Capture, CaptureRequest, NonRecurrentCall, RecurrentCall
 from . import losses
@@ -115,7 +115,7 @@ def _tied(model: Any, sites: Iterable[RecurrentSite]) -> set[int]:
 def _as_number(loss: Any) -> float:
     """Return the value of a loss; raise InputError if it is complex."""
     if np.iscomplexobj(loss):
-        raise InputError(message("The loss is not a real number.", got=f"dtype {loss.dtype}", expected="a real tensor"))
+        raise InputError("The loss is not a real number.", got=f"dtype {loss.dtype}", expected="a real tensor")
     return float(loss)
 
 
@@ -291,14 +291,10 @@ class _Assembly:
         for name in silent:
             base = name.rpartition("#")[0]
             if base and base in self._times:
-                raise LayerNotFoundError(message(f"There is no call {name!r}.", hint=did_you_mean(name, nodes)))
-            raise ModelError(
-                message(f"Layer {name!r} did not run in this forward pass.", hint=did_you_mean(name, nodes))
-            )
+                raise LayerNotFoundError(f"There is no call {name!r}.", hint=did_you_mean(name, nodes))
+            raise ModelError(f"Layer {name!r} did not run in this forward pass.", hint=did_you_mean(name, nodes))
         if not calls and not plain:
-            raise ModelError(
-                message("No recurrent layer ran in this forward pass.", hint="does call() use its layers?")
-            )
+            raise ModelError("No recurrent layer ran in this forward pass.", hint="does call() use its layers?")
 
     def _notes(self, loss: float | None) -> list[str]:
         notes = []

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ...autodiff import Engine, Tap
-from ...errors import UnsupportedError, message
+from ...errors import UnsupportedError
 from ...recurrence.cells import Cell
 from ...typing import Array, Namespace
 
@@ -276,11 +276,9 @@ def dialect_of(thing: Any) -> Dialect:
     found = _of_type(type(thing))
     if found is not None and found.is_graph(thing):
         raise UnsupportedError(
-            message(
-                f"{type(thing).__name__} was created without eager execution.",
-                expected="a model that runs eagerly or in a tf.function",
-                hint="create it before tf.compat.v1.disable_eager_execution(), or in a process that does not call it",
-            )
+            f"{type(thing).__name__} was created without eager execution.",
+            expected="a model that runs eagerly or in a tf.function",
+            hint="create it before tf.compat.v1.disable_eager_execution(), or in a process that does not call it",
         )
     if found is None:
         raise TypeError(f"{type(thing).__name__} belongs to no Keras")

@@ -64,11 +64,9 @@ def places(model: Any) -> Places:
     """
     if not model.built:
         raise ModelError(
-            message(
-                f"Model {model.name!r} is not built: its weights do not exist yet.",
-                expected="a model that knows the shape of its input",
-                hint="model.build((None, steps, features)), or call it once on a batch: model(x)",
-            )
+            f"Model {model.name!r} is not built: its weights do not exist yet.",
+            expected="a model that knows the shape of its input",
+            hint="model.build((None, steps, features)), or call it once on a batch: model(x)",
         )
     sites: list[RecurrentSite] = []
     plain: dict[str, Any] = {}
@@ -105,11 +103,9 @@ def choose(found: Places, wanted: tuple[str, ...] | None) -> tuple[list[Recurren
     if wanted is None:
         if not found.sites:
             raise ModelError(
-                message(
-                    "There is no recurrent layer in this model.",
-                    expected="a keras.layers.RNN, SimpleRNN, LSTM, GRU or Bidirectional",
-                    hint="name the layers to look at: layers=[...], " + did_you_mean("", found.names()),
-                )
+                "There is no recurrent layer in this model.",
+                expected="a keras.layers.RNN, SimpleRNN, LSTM, GRU or Bidirectional",
+                hint="name the layers to look at: layers=[...], " + did_you_mean("", found.names()),
             )
         chosen, others = list(found.sites), {}
     else:
@@ -136,7 +132,7 @@ def given_states(found: Places, initial_state: Mapping[str, Any] | None) -> list
     for name in names:
         if name not in known:
             what = f"initial_state= names {name!r}, which is not a recurrent layer of this model."
-            raise LayerNotFoundError(message(what, hint=did_you_mean(name, known)))
+            raise LayerNotFoundError(what, hint=did_you_mean(name, known))
     return names
 
 
@@ -163,7 +159,7 @@ def base_name(name: str, found: Places) -> str:
     base, mark, call = name.rpartition("#")
     if mark and call.isdigit() and base in known:
         return base
-    raise LayerNotFoundError(message(f"No layer is called {name!r}.", hint=did_you_mean(name, known)))
+    raise LayerNotFoundError(f"No layer is called {name!r}.", hint=did_you_mean(name, known))
 
 
 def _walk(model: Any) -> Iterator[tuple[str, Any, Any]]:

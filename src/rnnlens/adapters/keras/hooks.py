@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...autodiff import Tap
-from ...errors import InputError, RnnlensError, UnsupportedError, message
+from ...errors import InputError, RnnlensError, UnsupportedError
 from ..shared.threads import substitute_in_this_thread
 from .dialect import Dialect
 from .discover import RecurrentSite
@@ -190,11 +190,9 @@ class LayerRecorder:
         shapes = [tuple(s.shape) for s in given]
         if any(len(s) < 1 for s in shapes) or [s[1:] for s in shapes] != [tuple(s.shape)[1:] for s in own]:
             raise InputError(
-                message(
-                    f"The initial state given for {site.name!r} has another shape than the layer's states.",
-                    got=f"shapes {shapes}",
-                    expected=f"shapes {[tuple(s.shape) for s in own]}",
-                )
+                f"The initial state given for {site.name!r} has another shape than the layer's states.",
+                got=f"shapes {shapes}",
+                expected=f"shapes {[tuple(s.shape) for s in own]}",
             )
         cast = [self.keras.ops.cast(new, old.dtype) for new, old in zip(given, own, strict=True)]
         return self.keras.tree.pack_sequence_as(state, cast)
@@ -242,20 +240,16 @@ def refuse_random(site: RecurrentSite, training: bool) -> None:
     layer = site.layer
     if training and known_class(layer.cell) is None and _takes_statistics(site.keras, layer.cell):
         raise UnsupportedError(
-            message(
-                f"Layer {site.name!r}: batch normalisation in the cell {type(layer.cell).__name__} mixes the samples "
-                "of the batch.",
-                got="training=True",
-                expected="a cell whose step depends only on its input, its state and its weights",
-                hint="training=False",
-            )
+            f"Layer {site.name!r}: batch normalisation in the cell {type(layer.cell).__name__} mixes the samples "
+            "of the batch.",
+            got="training=True",
+            expected="a cell whose step depends only on its input, its state and its weights",
+            hint="training=False",
         )
     if training and known_class(layer.cell) is None and _is_random(site.keras, layer.cell):
         raise UnsupportedError(
-            message(
-                f"Layer {site.name!r}: dropout inside the cell {type(layer.cell).__name__} cannot be replayed.",
-                hint="training=False, or dropout between the layers instead of inside the cell",
-            )
+            f"Layer {site.name!r}: dropout inside the cell {type(layer.cell).__name__} cannot be replayed.",
+            hint="training=False, or dropout between the layers instead of inside the cell",
         )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...arguments import as_numpy
 from ...autodiff.tensors import to_numpy
-from ...errors import InputError, message, raised_by
+from ...errors import InputError, raised_by
 from ...typing import Array
 from ..protocol import Batch
 from .dialect import Dialect, dialect_of
@@ -101,12 +101,10 @@ def _leaf(keras: Dialect, value: Any, name: str) -> Any:
     array = as_numpy(value)
     if array.dtype.kind not in "fiubc":
         raise InputError(
-            message(
-                f"{name} is not numeric.",
-                got=f"dtype {array.dtype}",
-                expected="numbers",
-                hint="encode text as integer ids first, for example with keras.layers.TextVectorization",
-            )
+            f"{name} is not numeric.",
+            got=f"dtype {array.dtype}",
+            expected="numbers",
+            hint="encode text as integer ids first, for example with keras.layers.TextVectorization",
         )
     return array
 
@@ -126,7 +124,7 @@ def _check_shapes(model: Any, x: Any) -> None:
     for i, leaf in enumerate(leaves):
         name = "x" if len(leaves) == 1 else f"x[{i}]"
         if leaf is None:
-            raise InputError(message(f"{name} is None.", got="None among arrays", expected="an array for every input"))
+            raise InputError(f"{name} is None.", got="None among arrays", expected="an array for every input")
         shape = tuple(leaf.shape)
         if not shape or 0 in shape:
             _raise_empty(name, shape)
@@ -134,12 +132,10 @@ def _check_shapes(model: Any, x: Any) -> None:
             _check_shape(name, shape, expected[i])
     if expected is not None and getattr(model, "inputs", None) and len(expected) != len(leaves):
         raise InputError(
-            message(
-                "The number of inputs does not match the model.",
-                got=f"{len(leaves)} array(s)",
-                expected=f"{len(expected)}, of shapes {', '.join(map(_shape_in_words, expected))}",
-                hint="pass the inputs as a list, a tuple or a dict of arrays",
-            )
+            "The number of inputs does not match the model.",
+            got=f"{len(leaves)} array(s)",
+            expected=f"{len(expected)}, of shapes {', '.join(map(_shape_in_words, expected))}",
+            hint="pass the inputs as a list, a tuple or a dict of arrays",
         )
 
 
@@ -155,10 +151,10 @@ def _by_name(model: Any, x: Any) -> Any:
 
 def _raise_empty(name: str, shape: tuple[int, ...]) -> None:
     if not shape:
-        raise InputError(message(f"{name} is a single number.", got="shape ()", expected="(sample, time, feature)"))
+        raise InputError(f"{name} is a single number.", got="shape ()", expected="(sample, time, feature)")
     what = {0: "Batch is empty.", 1: "Sequence is empty."}.get(shape.index(0), "An axis of the data is empty.")
     least = {0: "at least 1 sample", 1: "at least 1 time step"}.get(shape.index(0), "no axis of length 0")
-    raise InputError(message(what, got=f"{name} of shape {shape}", expected=least))
+    raise InputError(what, got=f"{name} of shape {shape}", expected=least)
 
 
 def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int | None, ...]) -> None:
@@ -175,12 +171,10 @@ def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int | None, 
     wrong = "rank" if len(shape) != len(expected) else "feature count" if differing[-1] == len(shape) - 1 else "shape"
     batch_is_wrong = len(shape) == len(expected) and differing == [0]
     raise InputError(
-        message(
-            f"The {wrong} of {name} does not match the model.",
-            got=f"{name} of shape {shape}",
-            expected=_shape_in_words(expected),
-            hint="a stateful layer keeps one state per sample of its batch" if batch_is_wrong else None,
-        )
+        f"The {wrong} of {name} does not match the model.",
+        got=f"{name} of shape {shape}",
+        expected=_shape_in_words(expected),
+        hint="a stateful layer keeps one state per sample of its batch" if batch_is_wrong else None,
     )
 
 
@@ -220,11 +214,9 @@ def _check_count(keras: Dialect, name: str, value: Any, count: int) -> None:
     for leaf in keras.tree.flatten(value):
         if leaf is not None and (not leaf.shape or leaf.shape[0] != count):
             raise InputError(
-                message(
-                    f"{name} has another number of samples than x.",
-                    got=f"{name} of shape {tuple(leaf.shape)}",
-                    expected=f"{count} samples",
-                )
+                f"{name} has another number of samples than x.",
+                got=f"{name} of shape {tuple(leaf.shape)}",
+                expected=f"{count} samples",
             )
 
 
@@ -233,9 +225,9 @@ def _sample_weight(model: Any, batch: Batch, y: Any) -> Any:
     if batch.class_weight is None:
         return None if batch.sample_weight is None else _structure(keras, batch.sample_weight, "sample_weight")
     if batch.sample_weight is not None:
-        raise InputError(message("Both class_weight and sample_weight were given.", hint="multiply them into one"))
+        raise InputError("Both class_weight and sample_weight were given.", hint="multiply them into one")
     if y is None or keras.tree.is_nested(y):
-        raise InputError(message("class_weight needs one y.", got="no y" if y is None else "several"))
+        raise InputError("class_weight needs one y.", got="no y" if y is None else "several")
     labels = _labels(np.asarray(to_numpy(y)), model)
     weight = np.ones(labels.shape, dtype=keras.floatx())
     for label, value in batch.class_weight.items():
@@ -253,16 +245,14 @@ def _labels(y: Array, model: Any) -> Array:
         one_hot = np.isin(y, (0, 1)).all() and (y.sum(axis=-1) == 1).all()
         if not one_hot and rank is not None:
             raise InputError(
-                message(
-                    "class_weight needs class labels.",
-                    got=f"y of shape {y.shape} that is not one-hot",
-                    expected="one whole number per sample or step, or one-hot vectors",
-                    hint="sample_weight=",
-                )
+                "class_weight needs class labels.",
+                got=f"y of shape {y.shape} that is not one-hot",
+                expected="one whole number per sample or step, or one-hot vectors",
+                hint="sample_weight=",
             )
         y = y.argmax(axis=-1) if one_hot else y
     if not np.array_equal(y, np.round(y)):
-        raise InputError(message("class_weight needs class labels.", got="y that is not whole", hint="sample_weight="))
+        raise InputError("class_weight needs class labels.", got="y that is not whole", hint="sample_weight=")
     return y
 
 

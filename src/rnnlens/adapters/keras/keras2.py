@@ -21,7 +21,7 @@ from tf_keras.src.layers.rnn import base_conv_lstm, gru_v1, lstm_v1
 from tf_keras.src.utils import losses_utils
 
 from ...autodiff import Engine, Tap, engine
-from ...errors import UnsupportedError, message
+from ...errors import UnsupportedError
 from ...recurrence.cells import GRU, LSTM, Cell, ConvLSTM1D, ConvLSTM2D, ConvLSTM3D, SimpleRNN
 from ...typing import Array, Namespace
 from . import keras2_run
@@ -56,12 +56,10 @@ _OF_TENSORFLOW = {
 
 if not str(tf_keras.__version__).startswith(_VERSIONS):
     raise UnsupportedError(
-        message(
-            "rnnlens is not tested with this version of tf_keras.",
-            got=f"tf_keras {tf_keras.__version__}",
-            expected=", ".join(f"tf_keras {version}x" for version in _VERSIONS),
-            hint="pip install --no-deps 'tf_keras==2.21.*', with tensorflow 2.21",
-        )
+        "rnnlens is not tested with this version of tf_keras.",
+        got=f"tf_keras {tf_keras.__version__}",
+        expected=", ".join(f"tf_keras {version}x" for version in _VERSIONS),
+        hint="pip install --no-deps 'tf_keras==2.21.*', with tensorflow 2.21",
     )
 
 

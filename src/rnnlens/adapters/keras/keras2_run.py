@@ -20,7 +20,7 @@ from tensorflow.python.trackable import data_structures
 from tf_keras.src import backend
 from tf_keras.src.layers.rnn import base_conv_lstm, base_conv_rnn, base_cudnn_rnn, gru_v1, lstm_v1
 
-from ...errors import UnsupportedError, message, no_function_of_its_own
+from ...errors import UnsupportedError, no_function_of_its_own
 from .discover import RecurrentSite
 from .hooks import LayerRecorder, own_errors_unchanged, refuse_random
 from .loops import LayerCall
@@ -134,9 +134,7 @@ def _heard(
     output, states = (result[0], result[1:]) if layer.return_state else (result, None)
     if tf.nest.is_nested(output):
         raise UnsupportedError(
-            message(
-                f"Layer {site.name!r}: the cell has several outputs.", expected="one tensor of shape (sample, unit)"
-            )
+            f"Layer {site.name!r}: the cell has several outputs.", expected="one tensor of shape (sample, unit)"
         )
     if layer.return_sequences:
         output = _samples_first(layer, listener.hears(call, "output", _samples_first(layer, output)))
@@ -166,22 +164,18 @@ def _samples_first(layer: Any, tensor: Any) -> Any:
 def _refuse_nested(site: RecurrentSite, sequence: Any, constants: Any) -> None:
     if tf.nest.is_nested(sequence):
         raise UnsupportedError(
-            message(f"Layer {site.name!r}: its input is nested.", hint="concatenate the parts along the last axis")
+            f"Layer {site.name!r}: its input is nested.", hint="concatenate the parts along the last axis"
         )
     if constants:
-        raise UnsupportedError(
-            message(f"Layer {site.name!r}: its cell takes constants.", hint="make them a part of the input")
-        )
+        raise UnsupportedError(f"Layer {site.name!r}: its cell takes constants.", hint="make them a part of the input")
 
 
 def _refuse_ragged(site: RecurrentSite, inputs: Any) -> None:
     if any(isinstance(part, tf.RaggedTensor) for part in (inputs if isinstance(inputs, list) else [inputs])):
         raise UnsupportedError(
-            message(
-                f"Layer {site.name!r}: its input is a RaggedTensor.",
-                expected="a tensor of shape (sample, time, feature), with a mask for samples that are shorter",
-                hint="x.to_tensor(), and a Masking layer",
-            )
+            f"Layer {site.name!r}: its input is a RaggedTensor.",
+            expected="a tensor of shape (sample, time, feature), with a mask for samples that are shorter",
+            hint="x.to_tensor(), and a Masking layer",
         )
 
 

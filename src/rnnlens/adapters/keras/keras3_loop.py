@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from ...errors import UnsupportedError, message
+from ...errors import UnsupportedError
 from .discover import RecurrentSite
 from .hooks import LayerRecorder, own_errors_unchanged, refuse_random
 from .loops import StepRecorder
@@ -88,10 +88,8 @@ def _refuse_triple(site: RecurrentSite, mask: Any) -> None:
     layer = site.layer
     if keras.backend.backend() == "torch" and layer.unroll and layer.go_backwards and mask is not None:
         raise UnsupportedError(
-            message(
-                f"Layer {site.name!r}: Keras on torch cannot run unroll=True with go_backwards=True and a mask.",
-                hint="unroll=False",
-            )
+            f"Layer {site.name!r}: Keras on torch cannot run unroll=True with go_backwards=True and a mask.",
+            hint="unroll=False",
         )
 
 

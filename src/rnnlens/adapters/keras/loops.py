@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ...errors import RnnlensError, UnsupportedError, message
+from ...errors import RnnlensError, UnsupportedError
 from .dialect import Dialect
 from .discover import RecurrentSite
 
@@ -113,13 +113,11 @@ class StepRecorder:
     def _refuse_compiled_loop(self) -> None:
         if self._keras.engine.context() != self._context:
             raise UnsupportedError(
-                message(
-                    f"Cell {self._site.name!r} is called in a loop that the framework compiles, whose steps rnnlens "
-                    "cannot record.",
-                    got="a cell called inside scan, while_loop, fori_loop, tf.while_loop, map_fn or another function",
-                    expected="a Python loop over the steps, or a keras.layers.RNN around the cell",
-                    hint="keras.layers.RNN(cell, return_sequences=True)",
-                )
+                f"Cell {self._site.name!r} is called in a loop that the framework compiles, whose steps rnnlens "
+                "cannot record.",
+                got="a cell called inside scan, while_loop, fori_loop, tf.while_loop, map_fn or another function",
+                expected="a Python loop over the steps, or a keras.layers.RNN around the cell",
+                hint="keras.layers.RNN(cell, return_sequences=True)",
             )
 
     def _run_of(self, states: Sequence[Any]) -> CellRun:
@@ -169,11 +167,9 @@ class StepRecorder:
         found = self._keras.dropout(self._site.layer)
         if run.steps and any(found.get(name) is not mask for name, mask in run.masks.items()):
             raise UnsupportedError(
-                message(
-                    f"Cell {self._site.name!r} draws new dropout at each step of the model's own loop.",
-                    expected="one mask for all steps",
-                    hint="training=False, or keras.layers.RNN(cell)",
-                )
+                f"Cell {self._site.name!r} draws new dropout at each step of the model's own loop.",
+                expected="one mask for all steps",
+                hint="training=False, or keras.layers.RNN(cell)",
             )
         run.masks = found
         if "dropout" in self._listener.keep:
@@ -198,11 +194,9 @@ class CellHook:
         result = self._original(x, states, *args[2:], **kwargs)
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise UnsupportedError(
-                message(
-                    f"Cell {self._site.name!r} did not return an output and its states.",
-                    got=type(result).__name__,
-                    expected="(output, states), as keras.layers.LSTMCell returns them",
-                )
+                f"Cell {self._site.name!r} did not return an output and its states.",
+                got=type(result).__name__,
+                expected="(output, states), as keras.layers.LSTMCell returns them",
             )
         return self._steps.leave(run, *result)
 

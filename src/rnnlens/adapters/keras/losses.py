@@ -46,13 +46,11 @@ def _check_weight(keras: Dialect, weight: Any, y_pred: Any) -> None:
     if len(weight.shape) == 1 and len(y_pred.shape) == 3:
         samples, steps = y_pred.shape[0], y_pred.shape[1]
         raise InputError(
-            message(
-                "A loss at every step needs one weight per sample and step: Keras would apply weights per sample to "
-                "the steps.",
-                got=f"sample_weight of shape {tuple(weight.shape)}, output of shape {tuple(y_pred.shape)}",
-                expected=f"shape ({samples}, {steps}), or ({samples}, 1)",
-                hint="sample_weight[:, None]",
-            )
+            "A loss at every step needs one weight per sample and step: Keras would apply weights per sample to "
+            "the steps.",
+            got=f"sample_weight of shape {tuple(weight.shape)}, output of shape {tuple(y_pred.shape)}",
+            expected=f"shape ({samples}, {steps}), or ({samples}, 1)",
+            hint="sample_weight[:, None]",
         )
 
 
@@ -73,31 +71,25 @@ def _compiled(model: Any, batch: Batch) -> Loss:
     keras = dialect_of(model)
     if not isinstance(model, keras.Model):
         raise ModelError(
-            message("A layer on its own has no compiled loss.", hint="pass loss=, a name or a function of (y, output)")
+            "A layer on its own has no compiled loss.", hint="pass loss=, a name or a function of (y, output)"
         )
     overridden = keras.is_overridden(model)
     if not keras.is_compiled(model) and not overridden:
         raise ModelError(
-            message(
-                f"Model {model.name!r} has no loss: it is not compiled.",
-                hint='model.compile(loss=...), or pass loss=, such as loss="mse"',
-            )
+            f"Model {model.name!r} has no loss: it is not compiled.",
+            hint='model.compile(loss=...), or pass loss=, such as loss="mse"',
         )
     has_loss = keras.compiled_loss(model) is not None
     if has_loss and batch.y is None and not overridden:
-        raise InputError(
-            message("The compiled loss needs a target.", got="y=None", hint="pass y, or loss= of outputs alone")
-        )
+        raise InputError("The compiled loss needs a target.", got="y=None", hint="pass y, or loss= of outputs alone")
 
     def compiled(x: Any, y: Any, y_pred: Any, weight: Any) -> Any:
         _check_weight(keras, weight, y_pred)
         value = keras.whole_loss(model, x, y, y_pred, weight, batch.training)
         if value is None and not overridden:
             raise ModelError(
-                message(
-                    f"Model {model.name!r} was compiled without a loss.",
-                    hint="model.compile(loss=...), or pass loss=, with the loss that your own train_step computes",
-                )
+                f"Model {model.name!r} was compiled without a loss.",
+                hint="model.compile(loss=...), or pass loss=, with the loss that your own train_step computes",
             )
         return _scalar(keras, value)
 
@@ -117,18 +109,14 @@ def _given(keras: Dialect, batch: Batch) -> Callable[[Any, Any, Any], Any]:
         return keras.compiled_form(loss)
     if not callable(loss):
         raise InputError(
-            message(
-                "loss cannot be used.",
-                got=repr(loss),
-                expected=f"a function of (y_true, y_pred), a {keras.name}.losses.Loss, or the name of a Keras loss",
-            )
+            "loss cannot be used.",
+            got=repr(loss),
+            expected=f"a function of (y_true, y_pred), a {keras.name}.losses.Loss, or the name of a Keras loss",
         )
     if batch.sample_weight is not None or batch.class_weight is not None:
         raise InputError(
-            message(
-                "A loss function of (y_true, y_pred) cannot take sample weights.",
-                hint=f"pass a {keras.name}.losses.Loss or a name, or weight inside the function",
-            )
+            "A loss function of (y_true, y_pred) cannot take sample weights.",
+            hint=f"pass a {keras.name}.losses.Loss or a name, or weight inside the function",
         )
     return lambda y, y_pred, weight: loss(*_aligned(keras, y, y_pred))
 
@@ -145,7 +133,7 @@ def _named(keras: Dialect, loss: Any) -> Any:
         return keras.losses.get(loss)
     except ValueError:
         raise InputError(
-            message("Keras has no loss of that name.", got=repr(loss), hint='a name such as "mse", or a function')
+            "Keras has no loss of that name.", got=repr(loss), hint='a name such as "mse", or a function'
         ) from None
 
 
@@ -159,21 +147,19 @@ def _is_own_function(keras: Dialect, loss: Any) -> bool:
 
 def _need_target(batch: Batch) -> None:
     if batch.y is None:
-        raise InputError(message("This loss needs a target.", got="y=None", hint="pass y"))
+        raise InputError("This loss needs a target.", got="y=None", hint="pass y")
 
 
 def _scalar(keras: Dialect, loss: Any) -> Any:
     if loss is None:
-        raise InputError(message("The loss is None.", expected="one number", hint="return the loss from the function"))
+        raise InputError("The loss is None.", expected="one number", hint="return the loss from the function")
     loss = keras.ops.convert_to_tensor(loss)
     if tuple(loss.shape) != ():
         raise InputError(
-            message(
-                "The loss is not one number.",
-                got=f"shape {tuple(loss.shape)}",
-                expected="shape ()",
-                hint=f"{keras.says_mean} or {keras.says_sum} around it",
-            )
+            "The loss is not one number.",
+            got=f"shape {tuple(loss.shape)}",
+            expected="shape ()",
+            hint=f"{keras.says_mean} or {keras.says_sum} around it",
         )
     return loss
 

@@ -149,7 +149,7 @@ class KerasPullback:
         Returns K gradients per ``wrt`` port, or None for a port without a path.
         """
         if self._linear is None:
-            raise InputError(message("This pullback is closed.", hint="use it inside its with block"))
+            raise InputError("This pullback is closed.", hint="use it inside its with block")
         refuse_misfits(cotangents, self._of, self.values)
         given = {self._spots.keys[p]: self._turned(p, c, axis=2) for p, c in cotangents.items()}
         count = len(next(iter(given.values())))
@@ -210,10 +210,10 @@ def _undone(model: Any, keras: Dialect, seed: int | None) -> Iterator[None]:
 def _check_targets(keras: Dialect, of: set[str], heard: Mapping[str, Any]) -> None:
     for key in of:
         if key not in heard:
-            raise LayerNotFoundError(message(f"{_tensor_name(key)} does not appear in this forward pass."))
+            raise LayerNotFoundError(f"{_tensor_name(key)} does not appear in this forward pass.")
         if not keras.is_float(heard[key]):
             kind = keras.dtype_of(heard[key])
-            raise InputError(message(f"{_tensor_name(key)} cannot be differentiated.", got=f"dtype {kind}"))
+            raise InputError(f"{_tensor_name(key)} cannot be differentiated.", got=f"dtype {kind}")
 
 
 def _tensor_name(key: str) -> str:
@@ -247,11 +247,9 @@ def differentiate(function: Callable[..., Any], arrays: Sequence[Array], keras: 
             value = function(*(tap(str(i), tensor) for i, tensor in enumerate(arguments)))
         if not keras.ops.is_tensor(value) or not keras.is_float(value):
             raise InputError(
-                message(
-                    "The function must return one tensor of floats, computed with the framework's operations.",
-                    got=f"{type(value).__name__}",
-                    expected=f"a tensor of {engine.name}, such as {keras.says_mean}",
-                )
+                "The function must return one tensor of floats, computed with the framework's operations.",
+                got=f"{type(value).__name__}",
+                expected=f"a tensor of {engine.name}, such as {keras.says_mean}",
             )
         return {"value": value}, None
 
@@ -264,10 +262,8 @@ def differentiate(function: Callable[..., Any], arrays: Sequence[Array], keras: 
         parts = [found[str(i)] for i in range(len(tensors))]
         if all(part is None for part in parts):
             raise InputError(
-                message(
-                    "The function's value does not depend on its tensors in a way that can be differentiated.",
-                    hint="use differentiable operations of the framework: no NumPy, no argmax, no conversion to int",
-                )
+                "The function's value does not depend on its tensors in a way that can be differentiated.",
+                hint="use differentiable operations of the framework: no NumPy, no argmax, no conversion to int",
             )
         return [
             np.zeros_like(a) if p is None else np.asarray(engine.to_array(p))[0]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from ...errors import LayerNotFoundError, UnsupportedError, did_you_mean, message
+from ...errors import LayerNotFoundError, UnsupportedError, did_you_mean
 from ...typing import Array
 from .dialect import dialect_of
 from .discover import RecurrentSite, places
@@ -174,8 +174,6 @@ def _sites(model: Any, layers: Sequence[str]) -> list[RecurrentSite]:
             is_loop = any(site.is_loop for site in sites if site.name == name)
             kind = "a cell in a loop" if is_loop else "a bidirectional layer"
             what = f"The direct gradients of {name!r}, {kind}, cannot be recorded in the training step."
-            raise UnsupportedError(
-                message(what, hint="leave direct= out: rnnlens then computes them when you access them")
-            )
-        raise LayerNotFoundError(message(f"No recurrent layer named {name!r}.", hint=did_you_mean(name, known)))
+            raise UnsupportedError(what, hint="leave direct= out: rnnlens then computes them when you access them")
+        raise LayerNotFoundError(f"No recurrent layer named {name!r}.", hint=did_you_mean(name, known))
     return [known[name] for name in layers]

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import UnsupportedError, message
+from ...errors import UnsupportedError
 from .dialect import dialect_of
 from .step_gradients import DirectGradients
 
@@ -189,11 +189,9 @@ def listen(model: Any, direct: Sequence[str] = ()) -> TrainStep:
     """
     if getattr(model, "train_function", None) is None:
         raise UnsupportedError(
-            message(
-                "This model does not train through Keras' own fit, so its batches cannot be recorded.",
-                got=type(model).__name__,
-                hint="probe= instead of batches=, or rl.trace within your loop",
-            )
+            "This model does not train through Keras' own fit, so its batches cannot be recorded.",
+            got=type(model).__name__,
+            hint="probe= instead of batches=, or rl.trace within your loop",
         )
     strategy = getattr(model, "_distribute_strategy", None) or getattr(model, "_distribution_strategy", None)
     if strategy is not None:
@@ -201,11 +199,9 @@ def listen(model: Any, direct: Sequence[str] = ()) -> TrainStep:
     random = _random_layer(model) if dialect_of(model).name == "tf_keras" else None
     if random is not None:
         raise UnsupportedError(
-            message(
-                f"Layer {random!r} draws random numbers in training, which tf_keras cannot repeat.",
-                expected="a model of tf_keras without dropout, or of Keras 3",
-                hint="probe= instead of batches=",
-            )
+            f"Layer {random!r} draws random numbers in training, which tf_keras cannot repeat.",
+            expected="a model of tf_keras without dropout, or of Keras 3",
+            hint="probe= instead of batches=",
         )
     _refuse_compiled_masks(model)
     if isinstance(model.train_function, TrainStep):
@@ -216,7 +212,7 @@ def listen(model: Any, direct: Sequence[str] = ()) -> TrainStep:
 def _spread(got: str) -> UnsupportedError:
     """Return the error for training under a ``tf.distribute`` strategy, which splits each batch over replicas."""
     what = "Batches cannot be followed under a tf.distribute strategy."
-    return UnsupportedError(message(what, got=got, hint="probe= instead of batches="))
+    return UnsupportedError(what, got=got, hint="probe= instead of batches=")
 
 
 def _refuse_compiled_masks(model: Any) -> None:
@@ -229,13 +225,10 @@ def _refuse_compiled_masks(model: Any) -> None:
     if keras.name != "keras" or keras.engine.name == "jax" or random is None:
         return
     raise UnsupportedError(
-        message(
-            f"Layer {random!r} draws random numbers in a compiled training step, which cannot be repeated outside of "
-            "it.",
-            got=f"jit_compile=True on {keras.engine.name}",
-            expected="jit_compile=False, or a model without dropout",
-            hint="probe= instead of batches=",
-        )
+        f"Layer {random!r} draws random numbers in a compiled training step, which cannot be repeated outside of it.",
+        got=f"jit_compile=True on {keras.engine.name}",
+        expected="jit_compile=False, or a model without dropout",
+        hint="probe= instead of batches=",
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import UnsupportedError, message
+from ...errors import UnsupportedError
 from ...typing import Array
 from ..protocol import ChainLink, Port
 from .dialect import Dialect, dialect_of
@@ -107,11 +107,9 @@ def reinitialised(model: Any, seed: int) -> Any:
         _compile_like(keras, twin, model)
     except Exception as error:
         raise UnsupportedError(
-            message(
-                f"Model {model.name!r} cannot be rebuilt from its configuration.",
-                got=f"{type(error).__name__}: {error}",
-                hint="pass a copy of the model from before training: baseline=that_model",
-            )
+            f"Model {model.name!r} cannot be rebuilt from its configuration.",
+            got=f"{type(error).__name__}: {error}",
+            hint="pass a copy of the model from before training: baseline=that_model",
         ) from error
     del seed  # Keras draws from its global random state
     return twin

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ...autodiff import Engine
-from ...errors import UnsupportedError, message
+from ...errors import UnsupportedError
 from ...recurrence.cells import Cell, registered
 from ...recurrence.cells.registry import Registration
 from ...typing import Array
@@ -259,9 +259,7 @@ def refuse_penalties(named: Mapping[str, Any], layer: Any) -> None:
     for name, variable in named.items():
         if id(variable) in penalties:
             raise UnsupportedError(
-                message(
-                    f"Layer {layer.name!r}: weight {name!r} of its registered cell has a regularizer, which "
-                    "registered cells do not support.",
-                    expected="add the penalty to the loss, or do not register the cell",
-                )
+                f"Layer {layer.name!r}: weight {name!r} of its registered cell has a regularizer, which "
+                "registered cells do not support.",
+                expected="add the penalty to the loss, or do not register the cell",
             )

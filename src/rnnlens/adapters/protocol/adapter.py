@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import LayerNotFoundError, ModelError, UnsupportedError, did_you_mean, message
+from ...errors import LayerNotFoundError, ModelError, UnsupportedError, did_you_mean
 from ...layout import Layout, dims_of, input_dims
 from ...trees import leaves_of
 from ...typing import Array
@@ -212,11 +212,9 @@ class Adapter(AxisConvention, ABC):
     def loss_function(self, model: Any, batch: Batch) -> Callable[..., Any]:
         """Return the loss of a batch as a function of the model's output leaves, for ``differentiate``."""
         raise UnsupportedError(
-            message(
-                f"The adapter of {self.name} cannot evaluate a loss on the outputs of several batches.",
-                expected='combine="mean" or "sum", if the loss is a mean or a sum over samples',
-                hint="all samples as one batch",
-            )
+            f"The adapter of {self.name} cannot evaluate a loss on the outputs of several batches.",
+            expected='combine="mean" or "sum", if the loss is a mean or a sum over samples',
+            hint="all samples as one batch",
         )
 
     def find_obstacle(self, model: Any, batch: Batch, of: Sequence[Port], wrt: Port) -> Obstacle | None:
@@ -239,11 +237,9 @@ class Adapter(AxisConvention, ABC):
             If the file is damaged, refused as unsafe, or belongs to another model.
         """
         raise UnsupportedError(
-            message(
-                f"The adapter of {self.name} does not read weight files.",
-                got=str(path),
-                hint="a factory that returns the model with its weights",
-            )
+            f"The adapter of {self.name} does not read weight files.",
+            got=str(path),
+            hint="a factory that returns the model with its weights",
         )
 
     def perturbed_port(self, model: Any, port: Port, size: float) -> AbstractContextManager[bool]:
@@ -262,11 +258,9 @@ class Adapter(AxisConvention, ABC):
             If the adapter cannot rebuild the model. The user then has to pass the model from before training.
         """
         raise UnsupportedError(
-            message(
-                'baseline="init" needs an adapter that can re-initialise a model.',
-                got=self.name,
-                hint="pass a copy of the model from before training: baseline=that_model",
-            )
+            'baseline="init" needs an adapter that can re-initialise a model.',
+            got=self.name,
+            hint="pass a copy of the model from before training: baseline=that_model",
         )
 
 
@@ -299,21 +293,17 @@ def _chosen(adapter: Adapter, model: Any, request: CaptureRequest) -> tuple[list
     infos = {info.name: info for info in adapter.describe(model)}
     known = list(dict.fromkeys([*infos, *adapter.facts(model).submodules]))
     if request.layers is None and not infos:
-        raise ModelError(
-            message("There is no recurrent layer in this model.", hint=f"name a layer: {', '.join(known)}")
-        )
+        raise ModelError("There is no recurrent layer in this model.", hint=f"name a layer: {', '.join(known)}")
     asked = list(infos if request.layers is None else dict.fromkeys(n.partition("#")[0] for n in request.layers))
     for name in asked:
         if name not in known:
-            raise LayerNotFoundError(message(f"No layer is called {name!r}.", hint=did_you_mean(name, known)))
+            raise LayerNotFoundError(f"No layer is called {name!r}.", hint=did_you_mean(name, known))
         if name in infos and (infos[name].direction != "forward" or infos[name].masked):
             raise UnsupportedError(
-                message(
-                    f"Layer {name!r} cannot be traced inside: the adapter of {adapter.name} gives its input and "
-                    "output only.",
-                    got="a mask, or a recurrence that runs backwards",
-                    expected="one that runs forwards over every step",
-                )
+                f"Layer {name!r} cannot be traced inside: the adapter of {adapter.name} gives its input and "
+                "output only.",
+                got="a mask, or a recurrence that runs backwards",
+                expected="one that runs forwards over every step",
             )
     return [name for name in asked if name in infos], [name for name in asked if name not in infos]
 

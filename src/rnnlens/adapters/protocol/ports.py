@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from ...errors import InputError, message
+from ...errors import InputError
 from ...typing import Array
 
 
@@ -64,13 +64,11 @@ def refuse_misfits(cotangents: Mapping[Port, Array], of: Sequence[Port], values:
     """
     for port, cotangent in cotangents.items():
         if port not in of:
-            raise InputError(message("A cotangent was given for a tensor that is not among of=.", got=port))
+            raise InputError("A cotangent was given for a tensor that is not among of=.", got=port)
         shape = tuple(values[port].shape)
         if tuple(cotangent.shape)[1:] != shape:
             raise InputError(
-                message(
-                    "The shape of a cotangent differs from its tensor's.",
-                    got=tuple(cotangent.shape),
-                    expected=("K", *shape),
-                )
+                "The shape of a cotangent differs from its tensor's.",
+                got=tuple(cotangent.shape),
+                expected=("K", *shape),
             )

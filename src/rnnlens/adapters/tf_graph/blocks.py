@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 from tensorflow.python.framework import tensor_util
 
-from ...errors import ModelError, UnsupportedError, message
+from ...errors import ModelError, UnsupportedError
 from ...typing import Array
 
 #: Range (start, stop) along one axis; ``(0, None)`` is the whole axis.
@@ -251,12 +251,10 @@ def read(session: Any, names: Iterable[str]) -> dict[str, Array]:
         values = session.run(tensors) if tensors else []
     except tf.errors.FailedPreconditionError as error:
         raise ModelError(
-            message(
-                "A variable of the graph has no value in this session.",
-                got=(re.search(r"node ([\w/.-]+)", error.message) or [error.message[:80]] * 2)[1],
-                hint="session.run(tf.compat.v1.global_variables_initializer()), or restore a checkpoint first; of a "
-                "tf_keras model: model.get_weights(), since Keras sets its variables when they are first read",
-            )
+            "A variable of the graph has no value in this session.",
+            got=(re.search(r"node ([\w/.-]+)", error.message) or [error.message[:80]] * 2)[1],
+            hint="session.run(tf.compat.v1.global_variables_initializer()), or restore a checkpoint first; of a "
+            "tf_keras model: model.get_weights(), since Keras sets its variables when they are first read",
         ) from error
     return {name: np.array(value) for name, value in zip(wanted, values, strict=True)}
 
@@ -271,9 +269,7 @@ def _readable(operation: Any) -> Any:
         if plain and reader._get_control_flow_context() is None:
             return reader.outputs[0]
     raise UnsupportedError(
-        message(
-            f"The graph has no operation that reads the variable {operation.name!r}, and none is added to it.",
-            expected="tf.compat.v1.get_variable, which makes one",
-            hint="variable.read_value(), before the graph is finalised",
-        )
+        f"The graph has no operation that reads the variable {operation.name!r}, and none is added to it.",
+        expected="tf.compat.v1.get_variable, which makes one",
+        hint="variable.read_value(), before the graph is finalised",
     )

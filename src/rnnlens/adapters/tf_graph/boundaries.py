@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from ...errors import InputError, LayerNotFoundError, did_you_mean, message
+from ...errors import InputError, LayerNotFoundError, did_you_mean
 from ..protocol import Batch, Port
 from .blocks import dtype_of, is_variable
 from .found import Loop, LoopBoundary, WeightPiece
@@ -114,14 +114,14 @@ class PortTensors:
         if port.kind == "output":
             if port.index >= len(self._opened.outputs):
                 known = ", ".join(self._opened.net.outputs) or "none: rl.tf1.graph(..., outputs={...})"
-                raise InputError(message(f"The graph has no output number {port.index}.", expected=known))
+                raise InputError(f"The graph has no output number {port.index}.", expected=known)
             output = self._opened.outputs[port.index]
             return Spot(output, (output,))
         if port.kind == "input":
             names = names_of_inputs(self._opened.net, self._batch.x)
             alike = self._opened.inputs[list(self._opened.net.inputs).index(names[port.index])]
             return Spot(alike[0], alike)
-        raise InputError(message(f"A graph has no {port.kind}.", hint="name a recurrent layer"))
+        raise InputError(f"A graph has no {port.kind}.", hint="name a recurrent layer")
 
     def _of_layer(self, port: Port) -> Spot:
         loops = self._opened.layer(str(port.layer))
@@ -132,17 +132,15 @@ class PortTensors:
         if len(loops) > 1:
             return self._of_both(port, loops)
         if not loops:
-            raise InputError(message(f"Layer {port.layer!r} does not run {port.direction}."))
+            raise InputError(f"Layer {port.layer!r} does not run {port.direction}.")
         return at_boundary(loops[0], port)
 
     def _of_both(self, port: Port, loops: Sequence[Loop]) -> Spot:
         """Return the input port of a bidirectional layer: one tensor that both directions read, in opposite orders."""
         if port.kind != "input":
             raise InputError(
-                message(
-                    f"{port.kind} of the bidirectional layer {port.layer!r} exists once per direction.",
-                    hint='direction="forward" or direction="backward"',
-                )
+                f"{port.kind} of the bidirectional layer {port.layer!r} exists once per direction.",
+                hint='direction="forward" or direction="backward"',
             )
         halves = tuple(at_boundary(loop, port) for loop in loops)
         return Spot(halves[0].value, (), halves=halves)
@@ -151,9 +149,7 @@ class PortTensors:
         tensor = self._named(str(port.layer))
         if port.kind != "output" or tensor is None:
             known = dict.fromkeys([*(loop.name for loop in self._opened.loops), *self._layers])
-            raise LayerNotFoundError(
-                message(f"No layer is called {port.layer!r}.", hint=did_you_mean(str(port.layer), known))
-            )
+            raise LayerNotFoundError(f"No layer is called {port.layer!r}.", hint=did_you_mean(str(port.layer), known))
         return Spot(_read(tensor), (tensor,))
 
     def _named(self, name: str) -> Any:
@@ -172,7 +168,7 @@ class PortTensors:
         if pieces is None:
             known = [] if layer is None else list(layer.weights)
             raise LayerNotFoundError(
-                message(f"There is no weight {port.key!r} in {port.layer!r}.", hint=did_you_mean(port.key, known))
+                f"There is no weight {port.key!r} in {port.layer!r}.", hint=did_you_mean(port.key, known)
             )
         names = dict.fromkeys(piece.variable for piece in pieces)
         graph = self._opened.copy.graph
@@ -210,7 +206,7 @@ def at_boundary(loop: Loop, port: Port) -> Spot:
         boundary = loop.initial[index] if index < len(loop.initial) else None
     if boundary is None:
         raise InputError(
-            message(f"Layer {port.layer!r} has no {port.kind} number {index}.", expected=f"0 to {len(loop.final) - 1}")
+            f"Layer {port.layer!r} has no {port.kind} number {index}.", expected=f"0 to {len(loop.final) - 1}"
         )
     # If only the last state of a loop is read, it is the output too: its gradient is counted once.
     counted = port.kind == "final_state" and index == 0 and loop.output is None

@@ -19,7 +19,7 @@ import tensorflow.compat.v1 as tf
 from tensorflow.core.protobuf import control_flow_pb2
 from tensorflow.python.framework import meta_graph
 
-from ...errors import UnsupportedError, message
+from ...errors import UnsupportedError
 from ...typing import Array
 from .blocks import is_variable
 from .found import Loop, LoopBoundary
@@ -60,11 +60,9 @@ def definition(graph: Any) -> Any:
         if "2GB" not in str(error) and "2 GB" not in str(error) and "too large" not in str(error):
             raise
         raise UnsupportedError(
-            message(
-                "The graph is larger than the 2 GB that a GraphDef can have, so it cannot be copied.",
-                got=str(error),
-                hint="hold large constants (a frozen embedding) in a variable, or feed them through a placeholder",
-            )
+            "The graph is larger than the 2 GB that a GraphDef can have, so it cannot be copied.",
+            got=str(error),
+            hint="hold large constants (a frozen embedding) in a variable, or feed them through a placeholder",
         ) from error
 
 
@@ -377,10 +375,8 @@ def _refuse_sources(operations: Iterable[Any]) -> None:
     for operation in operations:
         if operation.type.startswith(_SOURCES):
             raise UnsupportedError(
-                message(
-                    f"The graph takes its data from {operation.name!r}, which our copy must not empty or wait for.",
-                    got=operation.type,
-                    expected="data that is fed",
-                    hint=f'inputs={{"x": "{operation.name}:0"}}: the batch tensor itself can be fed',
-                )
+                f"The graph takes its data from {operation.name!r}, which our copy must not empty or wait for.",
+                got=operation.type,
+                expected="data that is fed",
+                hint=f'inputs={{"x": "{operation.name}:0"}}: the batch tensor itself can be fed',
             )

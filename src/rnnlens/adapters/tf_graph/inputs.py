@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from ...errors import InputError, LayerNotFoundError, UnsupportedError, UserCodeError, did_you_mean, message, shown
+from ...errors import InputError, LayerNotFoundError, UnsupportedError, UserCodeError, did_you_mean, shown
 from ...trees import leaves_of
 from ...typing import Array
 from ..protocol import Batch
@@ -31,23 +31,21 @@ def names_of_inputs(net: Net, x: Any) -> list[str]:
     known = list(net.inputs)
     if not known:
         raise InputError(
-            message(
-                "A session by itself does not say what x is fed to.",
-                expected="a net: a part of its graph as a model, with names for what it is fed and what it returns",
-                hint='net = rl.tf1.graph(session, inputs={"x": placeholder}, outputs={"y": tensor}, loss=loss, '
-                "targets=labels, feed={keep_prob: 1.0}), and then rl.trace(net, x, y)",
-            )
+            "A session by itself does not say what x is fed to.",
+            expected="a net: a part of its graph as a model, with names for what it is fed and what it returns",
+            hint='net = rl.tf1.graph(session, inputs={"x": placeholder}, outputs={"y": tensor}, loss=loss, '
+            "targets=labels, feed={keep_prob: 1.0}), and then rl.trace(net, x, y)",
         )
     if isinstance(x, Mapping):
         unknown = [key for key in x if key not in known]
         if unknown or len(x) < len(known):
             missing = [name for name in known if name not in x]
             got = f"{list(map(str, x))}" + (f", without {missing}" if missing else "")
-            raise InputError(message("x does not fit the inputs of the graph.", got=got, expected=", ".join(known)))
+            raise InputError("x does not fit the inputs of the graph.", got=got, expected=", ".join(known))
         return list(x)
     if len(leaves_of(x)) != len(known):
         got, expected = f"{len(leaves_of(x))} arrays", f"{len(known)}: {', '.join(known)}"
-        raise InputError(message("x does not fit the inputs of the graph.", got=got, expected=expected))
+        raise InputError("x does not fit the inputs of the graph.", got=got, expected=expected)
     return known
 
 
@@ -69,7 +67,7 @@ def fed_in(net: Net, graph: Any, batch: Batch) -> dict[Any, Array]:
         given = {tensor.name: _fitting(f"x[{name!r}]", tensor, leaf) for tensor in net.inputs[name]}
         if any(0 in array.shape for array in given.values()):
             got, expected = f"x[{name!r}] of shape {np.shape(leaf)}", "at least 1 sample and 1 time step"
-            raise InputError(message("x is empty.", got=got, expected=expected))
+            raise InputError("x is empty.", got=got, expected=expected)
         feed |= given
     if net.keras is not None:
         feed |= {name: np.asarray(value) for name, value in keras_v1.phase_feed(net, batch.training).items()}
@@ -87,7 +85,7 @@ def _targets(net: Net, batch: Batch) -> dict[str, Array]:
         got = f"{len(leaves)} array{'s' * (len(leaves) != 1)}"
         expected = f"{len(net.targets)}, one for each of targets=" if net.targets else "none: the net has no targets="
         hint = "rl.tf1.graph(..., targets=labels) says what y is fed to"
-        raise InputError(message("y does not fit the targets of the graph.", got=got, expected=expected, hint=hint))
+        raise InputError("y does not fit the targets of the graph.", got=got, expected=expected, hint=hint)
     pairs = list(zip(net.targets, leaves, strict=True))
     feed = {tensor.name: _fitting("y", tensor, _ranked(net, tensor, leaf)) for alike, leaf in pairs for tensor in alike}
     if net.keras is not None:
@@ -108,19 +106,15 @@ def _refuse(net: Net, batch: Batch) -> None:
         return
     if batch.training:
         raise UnsupportedError(
-            message(
-                "A graph has no training mode of its own: it has what you feed for it.",
-                got="training=True",
-                hint="rl.tf1.graph(..., feed={phase: True})",
-            )
+            "A graph has no training mode of its own: it has what you feed for it.",
+            got="training=True",
+            hint="rl.tf1.graph(..., feed={phase: True})",
         )
     for name in ("sample_weight", "class_weight"):
         if getattr(batch, name) is not None:
             raise UnsupportedError(
-                message(
-                    f"{name}= has no place in a graph: its loss weighs as it was built.",
-                    hint="feed the weights: rl.tf1.graph(..., targets=(labels, weights)), y=(labels, weights)",
-                )
+                f"{name}= has no place in a graph: its loss weighs as it was built.",
+                hint="feed the weights: rl.tf1.graph(..., targets=(labels, weights)), y=(labels, weights)",
             )
 
 
@@ -129,11 +123,11 @@ def _started(found: Opened, layer: str, states: Sequence[Any]) -> dict[Any, Arra
     loops = found.layer(layer)
     if not loops:
         names = [loop.name for loop in found.loops]
-        raise LayerNotFoundError(message(f"No layer is called {layer!r}.", hint=did_you_mean(layer, names)))
+        raise LayerNotFoundError(f"No layer is called {layer!r}.", hint=did_you_mean(layer, names))
     entries = [boundary.tensors[0] for loop in loops for boundary in loop.initial]
     if len(states) != len(entries):
         got, expected = f"{len(states)} states", f"{len(entries)}"
-        raise InputError(message(f"initial_state[{layer!r}] does not fit.", got=got, expected=expected))
+        raise InputError(f"initial_state[{layer!r}] does not fit.", got=got, expected=expected)
     return {tap: _fitting(f"initial_state[{layer!r}]", tap, state) for tap, state in zip(entries, states, strict=True)}
 
 
@@ -148,15 +142,13 @@ def _fitting(where: str, tensor: Any, value: Any) -> Array:
     dtype = tensor.dtype.base_dtype
     array = np.asarray(value.detach().cpu().numpy() if hasattr(value, "detach") else value)
     if array.dtype.kind in "OUS" and dtype != tf.string:
-        raise InputError(
-            message(f"{where} holds no numbers.", got=shown(value), expected=f"{tensor.name} {dtype.name}")
-        )
+        raise InputError(f"{where} holds no numbers.", got=shown(value), expected=f"{tensor.name} {dtype.name}")
     if not tensor.shape.is_compatible_with(array.shape):
         got, expected = f"shape {array.shape}", f"{tensor.name} {tensor.shape}"
-        raise InputError(message(f"{where} does not fit the graph.", got=got, expected=expected))
+        raise InputError(f"{where} does not fit the graph.", got=got, expected=expected)
     if not (dtype.is_floating or dtype.is_complex) and array.dtype.kind == "f" and not np.all(array == np.round(array)):
         got, expected = f"{array.dtype}", f"{tensor.name} {dtype.name}"
-        raise InputError(message(f"{where} does not fit the graph.", got=got, expected=expected))
+        raise InputError(f"{where} does not fit the graph.", got=got, expected=expected)
     return array.astype(dtype.as_numpy_dtype, copy=False) if dtype != tf.string else array
 
 
@@ -191,11 +183,9 @@ def said_clearly(net: Net) -> Iterator[None]:
             hint = f"of rl.tf1.graph: feed={{{unfed[1]!r}: ...}}, or targets={unfed[1]!r} if it is what y is fed to"
             hint = "y, which is fed to targets=" if unfed[1] in known else hint
             raise InputError(
-                message(f"The placeholder {unfed[1]!r} is not fed.", expected="a value in every run", hint=hint)
+                f"The placeholder {unfed[1]!r} is not fed.", expected="a value in every run", hint=hint
             ) from error
         said = [line.strip() for line in (error.message or "").splitlines() if line.strip()]
         told = [line for line in said if not line.startswith(_NOISE)]
         first = next(iter(told or said), type(error).__name__)
-        raise UserCodeError(
-            message("The graph failed on this batch.", got=f"{type(error).__name__}: {first}")
-        ) from error
+        raise UserCodeError("The graph failed on this batch.", got=f"{type(error).__name__}: {first}") from error

@@ -34,11 +34,9 @@ def net_of(model: Any) -> Net:
     inputs, outputs = _flat(getattr(model, "inputs", None)), _flat(getattr(model, "outputs", None))
     if not inputs or not outputs:
         raise ModelError(
-            message(
-                f"Model {model.name!r} has no graph yet.",
-                expected="a model that was called on its inputs",
-                hint="model.fit or model.predict on a batch; with eager disabled that is when its graph is built",
-            )
+            f"Model {model.name!r} has no graph yet.",
+            expected="a model that was called on its inputs",
+            hint="model.fit or model.predict on a batch; with eager disabled that is when its graph is built",
         )
     from tf_keras.src import backend
 
@@ -273,11 +271,9 @@ def phase_feed(net: Net, training: bool) -> dict[str, bool]:
     if isinstance(phase, bool):
         if phase != training:
             raise UnsupportedError(
-                message(
-                    "The model was built under K.set_learning_phase, for one phase alone.",
-                    got=f"training={training}",
-                    expected=f"training={phase}",
-                )
+                "The model was built under K.set_learning_phase, for one phase alone.",
+                got=f"training={training}",
+                expected=f"training={phase}",
             )
         return {}
     return {} if phase is None else {phase: training}
@@ -291,7 +287,7 @@ def sample_weights(batch: Batch) -> list[Array | None]:
     if batch.class_weight is None:
         return found
     if len(targets) != 1:
-        raise InputError(message("class_weight= is for models with one target.", got=f"{len(targets)} targets"))
+        raise InputError("class_weight= is for models with one target.", got=f"{len(targets)} targets")
     labels = targets[0].argmax(-1) if targets[0].ndim > 1 and targets[0].shape[-1] > 1 else targets[0]
     labels = labels.reshape(len(labels), -1)[:, 0].astype(int)
     weights = np.array([dict(batch.class_weight).get(int(label), 1.0) for label in labels])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from ...errors import InputError, UnsupportedError, message, raised_by, shown
+from ...errors import InputError, UnsupportedError, raised_by, shown
 from ...trees import leaves_of
 from ...typing import Array
 from ..protocol import Batch
@@ -86,7 +86,7 @@ def _of_graph(net: Net, get: Get, batch: Batch) -> Any:
     given = net.loss if batch.loss is None else scalar(tensor_of(net.graph, "loss", batch.loss))
     if given is None:
         hint = "model.compile(loss=...)" if net.keras is not None else "rl.tf1.graph(..., loss=tensor)"
-        raise InputError(message("There is no loss.", expected="loss=, or a model that has one", hint=hint))
+        raise InputError("There is no loss.", expected="loss=, or a model that has one", hint=hint)
     return get(given.name)
 
 
@@ -133,14 +133,14 @@ def _terms(net: Net, batch: Batch, outputs: Sequence[Any], count: int) -> list[_
     scales = names.scales if compiled and names.scales != () else [1.0] * len(outputs)
     if scales is None:
         what, hint = "loss_weights of a compiled model are tensors, and samples are weighed.", "loss_weights of numbers"
-        raise UnsupportedError(message(what, hint=hint))
+        raise UnsupportedError(what, hint=hint)
     masks = [*names.masks, *[None] * len(outputs)]
     losses = _by_output(names.loss if compiled else batch.loss, list(net.outputs), len(outputs))
     every = zip(outputs, losses, masks, scales, strict=False)
     terms = [_Term(*one) for one in every if one[1] is not None]
     if len(terms) != count:
         expected = f"{len(terms)}, one for each output that has a loss"
-        raise InputError(message("y does not fit the loss.", got=f"{count} arrays", expected=expected))
+        raise InputError("y does not fit the loss.", got=f"{count} arrays", expected=expected)
     return terms
 
 
@@ -178,7 +178,7 @@ def _by_output(loss: Any, names: Sequence[str], count: int) -> list[Any]:
 def _one_number(value: Any) -> Any:
     if not hasattr(value, "op") or value.shape.rank not in (None, 0):
         got = f"shape {value.shape}" if hasattr(value, "shape") else shown(value)
-        raise InputError(message("loss= has to return one number.", got=got, hint="tf.reduce_mean of it"))
+        raise InputError("loss= has to return one number.", got=got, hint="tf.reduce_mean of it")
     return value
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import tensorflow.compat.v1 as tf
 
-from ...errors import LayerNotFoundError, ModelError, UnsupportedError, did_you_mean, message
+from ...errors import LayerNotFoundError, ModelError, UnsupportedError, did_you_mean
 from ..protocol import NOT_LOOKED_INTO, CaptureRequest, LayerInfo, ModelFacts, Role, Submodule
 from .found import Loop
 from .opened import Opened, opened
@@ -167,7 +167,7 @@ def chosen(found: Opened, wanted: tuple[str, ...] | None) -> tuple[list[Loop], l
     if wanted is None:
         if not infos and not refused:
             raise ModelError(
-                message("There is no recurrent loop on the way to the outputs or the loss.", hint="outputs= and loss=")
+                "There is no recurrent loop on the way to the outputs or the loss.", hint="outputs= and loss="
             )
         asked = infos
     else:
@@ -184,6 +184,6 @@ def chosen(found: Opened, wanted: tuple[str, ...] | None) -> tuple[list[Loop], l
     for name in others:
         if name not in layers and ":" not in name:
             raise LayerNotFoundError(
-                message(f"No layer is called {name!r}.", hint=did_you_mean(name, dict.fromkeys([*infos, *layers])))
+                f"No layer is called {name!r}.", hint=did_you_mean(name, dict.fromkeys([*infos, *layers]))
             )
     return loops, others

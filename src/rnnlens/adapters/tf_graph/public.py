@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ...arguments import anything, checked
-from ...errors import InputError, LayerNotFoundError, UnsupportedError, message, shown
+from ...errors import InputError, LayerNotFoundError, UnsupportedError, shown
 from .sequences import before_transpose, course_of
 
 __all__ = ["Net", "graph"]
@@ -141,7 +141,7 @@ def graph(
     """
     session = raw_session(session)
     if not isinstance(feed, Mapping | None):
-        raise InputError(message("feed= is given by tensor.", got=shown(feed), expected="{tensor or its name: value}"))
+        raise InputError("feed= is given by tensor.", got=shown(feed), expected="{tensor or its name: value}")
     find = _Finder(session.graph)
     fed = {name: find.alike(f"inputs[{name!r}]", t) for name, t in _named("input", inputs).items()}
     kind = TimeMajorNet if is_time_major(session.graph, [t for alike in fed.values() for t in alike]) else Net
@@ -195,9 +195,7 @@ def raw_session(session: Any) -> Any:
     found = inner() if callable(inner) else session
     if not (hasattr(found, "run") and hasattr(found, "graph") and hasattr(found.graph, "get_tensor_by_name")):
         raise InputError(
-            message(
-                "This is no session.", got=shown(session), expected="tf.compat.v1.Session", hint="rl.tf1.graph(sess)"
-            )
+            "This is no session.", got=shown(session), expected="tf.compat.v1.Session", hint="rl.tf1.graph(sess)"
         )
     refuse_closed(found)
     return found
@@ -212,7 +210,7 @@ def refuse_closed(session: Any) -> None:
         If the session is closed.
     """
     if getattr(session, "_closed", False):
-        raise InputError(message("The session is closed, and its variables with it.", hint="an open session"))
+        raise InputError("The session is closed, and its variables with it.", hint="an open session")
 
 
 def scalar(loss: Any) -> Any:
@@ -225,12 +223,10 @@ def scalar(loss: Any) -> Any:
     """
     if not loss.dtype.base_dtype.is_floating:
         got = f"{loss.name}, {loss.dtype.base_dtype.name}"
-        raise InputError(message("A loss that is no floating number has no gradient.", got=got, expected="a float"))
+        raise InputError("A loss that is no floating number has no gradient.", got=got, expected="a float")
     if loss.shape.rank not in (None, 0):
         expected, hint = "one number", "tf.reduce_mean(loss), in your graph"
-        raise InputError(
-            message("A loss is one number.", got=f"{loss.name}, shape {loss.shape}", expected=expected, hint=hint)
-        )
+        raise InputError("A loss is one number.", got=f"{loss.name}, shape {loss.shape}", expected=expected, hint=hint)
     return loss
 
 
@@ -247,10 +243,10 @@ def tensor_of(graph: Any, where: str, given: Any) -> Any:
     found = getattr(given, "_graph_element", given) if hasattr(given, "assign") else given
     if not (hasattr(found, "op") and hasattr(found, "graph")):
         expected = 'a tensor of the graph, or its name: "output/dense/BiasAdd:0"'
-        raise InputError(message(f"{where} is no tensor.", got=shown(given), expected=expected))
+        raise InputError(f"{where} is no tensor.", got=shown(given), expected=expected)
     if found.graph is not graph:
         expected = "a tensor of the session's graph"
-        raise InputError(message(f"{where} belongs to another graph.", got=found.name, expected=expected))
+        raise InputError(f"{where} belongs to another graph.", got=found.name, expected=expected)
     return found
 
 
@@ -260,7 +256,7 @@ def _by_name(graph: Any, where: str, name: str) -> Any:
         return graph.get_tensor_by_name(full)
     except (KeyError, ValueError):
         hint = _similar(graph, name.partition(":")[0])
-        raise LayerNotFoundError(message(f"{where}: no tensor of the graph is called {full!r}.", hint=hint)) from None
+        raise LayerNotFoundError(f"{where}: no tensor of the graph is called {full!r}.", hint=hint) from None
 
 
 def _similar(graph: Any, name: str) -> str:
@@ -286,7 +282,7 @@ class _Finder:
         found = tuple(self.one(where, one) for one in several)
         if not found or len({tensor.dtype.base_dtype for tensor in found}) > 1:
             got = [f"{tensor.name} {tensor.dtype.name}" for tensor in found]
-            raise InputError(message(f"{where} cannot be fed alike.", got=got, expected="tensors of one dtype"))
+            raise InputError(f"{where} cannot be fed alike.", got=got, expected="tensors of one dtype")
         return found
 
 
@@ -297,7 +293,7 @@ def _named(what: str, given: Any) -> Mapping[str, Any]:
     if isinstance(given, Mapping):
         if not all(isinstance(name, str) and name for name in given):
             expected = f'{{"name": tensor}}: {what}s by name'
-            raise InputError(message(f"{what}s= is given by name.", got=shown(given), expected=expected))
+            raise InputError(f"{what}s= is given by name.", got=shown(given), expected=expected)
         return given
     if what == "output" and isinstance(given, list | tuple):
         return {f"output_{i}" if len(given) > 1 else "output": tensor for i, tensor in enumerate(given)}
@@ -325,4 +321,4 @@ def refuse_remote(session: Any) -> None:
     target = getattr(session, "sess_str", b"") or b""
     if target and target != b"local":
         hint = "load a checkpoint into a local tf.compat.v1.Session()"
-        raise UnsupportedError(message("The session is one of another process.", got=target.decode(), hint=hint))
+        raise UnsupportedError("The session is one of another process.", got=target.decode(), hint=hint)

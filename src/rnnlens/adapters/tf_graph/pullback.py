@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from ...errors import InputError, UnsupportedError, message, raised_by, shown
+from ...errors import InputError, UnsupportedError, raised_by, shown
 from ...typing import Array
 from ..protocol import Batch, Port, Pullback, refuse_misfits
 from .boundaries import PortTensors, Spot, as_run, joined
@@ -40,11 +40,9 @@ def gradients(
             made = tf.gradients(list(ys), sources, grad_ys=given, stop_gradients=list(stop) or None)
         except LookupError as error:
             raise UnsupportedError(
-                message(
-                    "An operation on the way has no gradient in TensorFlow.",
-                    got=str(error).removesuffix("."),
-                    hint="tf.stop_gradient around it, or another operation for the same",
-                )
+                "An operation on the way has no gradient in TensorFlow.",
+                got=str(error).removesuffix("."),
+                hint="tf.stop_gradient around it, or another operation for the same",
             ) from error
         for i, gradient in zip(usable, made, strict=True):
             found[i] = _dense(gradient)
@@ -73,7 +71,7 @@ def differentiate(
             value = function(*tensors)
         if not isinstance(value, tf.Tensor) or value.graph is not graph:
             expected = "a tensor, made of its arguments by TensorFlow"
-            raise InputError(message("The function returned no tensor.", got=shown(value), expected=expected))
+            raise InputError("The function returned no tensor.", got=shown(value), expected=expected)
         result = np.asarray(session.run(value))
 
     def pull(cotangent: Array) -> list[Array]:

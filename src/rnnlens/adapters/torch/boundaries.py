@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from ...errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean, message
+from ...errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean
 from ...recurrence.cells import Cell
 from ..protocol import Port
 from .assemble import half, sequence
@@ -73,13 +73,11 @@ class PortTable:
     def _of_model(self, port: Port) -> PortTensors:
         if port.kind == "loss":
             if self.loss is None:
-                raise InputError(
-                    message("There is no loss to differentiate.", hint="pass loss=callable(output, target)")
-                )
+                raise InputError("There is no loss to differentiate.", hint="pass loss=callable(output, target)")
             return single(self.loss)
         values: Sequence[Any] = self.inputs if port.kind == "input" else self.outputs
         if port.index >= len(values):
-            raise InputError(message(f"The model has no {port.kind} {port.index}.", expected=f"0 to {len(values) - 1}"))
+            raise InputError(f"The model has no {port.kind} {port.index}.", expected=f"0 to {len(values) - 1}")
         value = values[port.index]
         if isinstance(value, PackedSequence):
             packing = Packing.of(value.batch_sizes, value.unsorted_indices, value.data.device)
@@ -93,10 +91,10 @@ class PortTable:
             raise self._not_called(port, base, len(calls))
         takes, returns = calls[int(number or 0)]
         if port.kind not in ("input", "output"):
-            raise UnsupportedError(message(f"Layer {port.layer!r} is not recurrent and has no {port.kind}."))
+            raise UnsupportedError(f"Layer {port.layer!r} is not recurrent and has no {port.kind}.")
         side = takes if port.kind == "input" else returns
         if port.index >= len(side):
-            raise InputError(message(f"Layer {port.layer!r} has no {port.kind} tensor number {port.index}."))
+            raise InputError(f"Layer {port.layer!r} has no {port.kind} tensor number {port.index}.")
         return single(side[port.index])
 
     def _not_called(self, port: Port, base: str, calls: int) -> LayerNotFoundError:
@@ -104,9 +102,9 @@ class PortTable:
         several = several or [f"{base}#{i}" for i in range(calls)]
         if several:
             what, listing = f"Layer {port.layer!r} was called more than once.", ", ".join(map(repr, several))
-            return LayerNotFoundError(message(what, expected=f"one of {listing}"))
+            return LayerNotFoundError(what, expected=f"one of {listing}")
         what = f"Layer {port.layer!r} was not called in this forward pass."
-        return LayerNotFoundError(message(what, hint=did_you_mean(str(port.layer), [*self.nodes, *self.plain])))
+        return LayerNotFoundError(what, hint=did_you_mean(str(port.layer), [*self.nodes, *self.plain]))
 
     def _weight(self, port: Port) -> PortTensors:
         direction, _, name = port.key.rpartition("/")
@@ -126,7 +124,7 @@ class PortTable:
         if found is None:
             wanted = f"{port.layer}.{port.key}"
             known = [f"{path}.{n}" for path, m in self.modules.items() for n, _ in m.named_parameters(recurse=False)]
-            raise LayerNotFoundError(message("No weight of that name.", got=wanted, hint=did_you_mean(wanted, known)))
+            raise LayerNotFoundError("No weight of that name.", got=wanted, hint=did_you_mean(wanted, known))
         cell = class_of(self.modules[str(port.layer).partition("[")[0]])
         if cell is not None:  # a forward that does not call torch's kernel
             slot = {theirs: mine for mine, theirs in NAMES.items()}[name]
@@ -161,7 +159,7 @@ def _of_run(run: Recurrence, layer: int, port: Port) -> PortTensors:
         return final_boundary(run, port.index)
     if port.kind in ("initial_state", "final_state"):
         return _of_state(run, layer, port, direction)
-    raise UnsupportedError(message(f"Layer {port.layer!r} has no port {port.kind!r}."))
+    raise UnsupportedError(f"Layer {port.layer!r} has no port {port.kind!r}.")
 
 
 def _of_sequence(run: Recurrence, layer: int, kind: str, direction: int | None) -> PortTensors:

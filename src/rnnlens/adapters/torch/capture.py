@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import ModelError, message, raised_by
+from ...errors import ModelError, raised_by
 from ..protocol import Batch, Capture, CaptureRequest, RecurrentCall, SequenceCall
 from ..shared.threads import hook_in_this_thread
 from .assemble import Assembler
@@ -242,12 +242,10 @@ def _read(
         refuse_scripts(asked.modules)
         refuse_own_loops([(path, module) for path, module in asked.recurrent if path in asked.ran])
         raise ModelError(
-            message(
-                "No recurrent layer ran in this forward pass.",
-                expected="nn.RNN, nn.LSTM, nn.GRU, one of their cells, or a custom cell",
-                hint="rl.torch.cell(module) names a custom cell; in a loop over your own "
-                "equations write h = rl.torch.step(lambda x, h: torch.tanh(x @ W + h @ U), x[:, t], h)",
-            )
+            "No recurrent layer ran in this forward pass.",
+            expected="nn.RNN, nn.LSTM, nn.GRU, one of their cells, or a custom cell",
+            hint="rl.torch.cell(module) names a custom cell; in a loop over your own "
+            "equations write h = rl.torch.step(lambda x, h: torch.tanh(x @ W + h @ U), x[:, t], h)",
         )
     notes = list(recorder.notes)
     if kept:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from ...errors import LayerNotFoundError, ModelError, UnsupportedError, did_you_mean, message
+from ...errors import LayerNotFoundError, ModelError, UnsupportedError, did_you_mean
 from ...recurrence.cells import registered
 from ..protocol import LayerInfo
 from .cells import described, has_own_forward
@@ -39,12 +39,10 @@ def unwrapped(module: nn.Module) -> nn.Module:
     for path, part in module.named_modules():
         if isinstance(part, LazyModuleMixin):
             raise ModelError(
-                message(
-                    f"{path or 'The model'!r} is not built: its weights do not exist yet.",
-                    got=type(part).__name__,
-                    expected="a module that knows the shape of its input",
-                    hint="call the model once on a batch, model(x)",
-                )
+                f"{path or 'The model'!r} is not built: its weights do not exist yet.",
+                got=type(part).__name__,
+                expected="a module that knows the shape of its input",
+                hint="call the model once on a batch, model(x)",
             )
     return module
 
@@ -91,20 +89,16 @@ def refuse(path: str, module: nn.Module) -> None:
     original = str(getattr(module, "original_name", "")) if script else ""
     if original in _RECURRENT_SCRIPT and named_cell(module) is None:
         raise UnsupportedError(
-            message(
-                f"Layer {path!r} is a {original} inside TorchScript, whose steps cannot be recorded.",
-                got="torch.jit.script or torch.jit.trace",
-                expected="the Python module before torch.jit",
-                hint="trace the module before scripting it; load_state_dict() takes the scripted weights",
-            )
+            f"Layer {path!r} is a {original} inside TorchScript, whose steps cannot be recorded.",
+            got="torch.jit.script or torch.jit.trace",
+            expected="the Python module before torch.jit",
+            hint="trace the module before scripting it; load_state_dict() takes the scripted weights",
         )
     if "quantized" in type(module).__module__ and type(module).__name__ in _RECURRENT_SCRIPT:
         raise UnsupportedError(
-            message(
-                f"Layer {path!r} is quantized; integer kernels have no gradient.",
-                got=f"{type(module).__module__}.{type(module).__name__}",
-                expected="the floating-point model",
-            )
+            f"Layer {path!r} is quantized; integer kernels have no gradient.",
+            got=f"{type(module).__module__}.{type(module).__name__}",
+            expected="the floating-point model",
         )
 
 
@@ -113,11 +107,9 @@ def refuse_scripts(named: list[tuple[str, nn.Module]]) -> None:
     for path, module in named:
         if isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedError(
-                message(
-                    f"No recurrent layer ran in Python, and {path!r} is TorchScript, which cannot be recorded.",
-                    got="torch.jit.script, torch.jit.trace or torch.jit.freeze",
-                    expected="the Python module before torch.jit",
-                )
+                f"No recurrent layer ran in Python, and {path!r} is TorchScript, which cannot be recorded.",
+                got="torch.jit.script, torch.jit.trace or torch.jit.freeze",
+                expected="the Python module before torch.jit",
             )
 
 
@@ -126,13 +118,11 @@ def refuse_own_loops(recurrent: list[tuple[str, nn.Module]]) -> None:
     for path, module in recurrent:
         if has_own_forward(module):
             raise UnsupportedError(
-                message(
-                    f"Layer {path!r} computes its steps in its own forward, which cannot be recorded.",
-                    got=f"{type(module).__name__}.forward, which does not call torch's kernel",
-                    expected="super().forward(x, state), or one call of a cell per step",
-                    hint="in its loop write h = rl.torch.step(lambda x, h: ..., x[:, t], h); "
-                    "rl.gradients by inputs and weights works unchanged",
-                )
+                f"Layer {path!r} computes its steps in its own forward, which cannot be recorded.",
+                got=f"{type(module).__name__}.forward, which does not call torch's kernel",
+                expected="super().forward(x, state), or one call of a cell per step",
+                hint="in its loop write h = rl.torch.step(lambda x, h: ..., x[:, t], h); "
+                "rl.gradients by inputs and weights works unchanged",
             )
 
 
@@ -298,9 +288,7 @@ class RequestedLayers:
             found = [(path, module) for path, module in modules if path == base]
             if not found:
                 known = dict.fromkeys([*nodes, *(path for path, _ in modules[1:])])
-                raise LayerNotFoundError(
-                    message("No layer of that name.", got=repr(name), hint=did_you_mean(name, known))
-                )
+                raise LayerNotFoundError("No layer of that name.", got=repr(name), hint=did_you_mean(name, known))
             plain.extend(found)
         wanted = {name.split("#")[0].split("[")[0] for name in names}
         bases = {name.split("#")[0] for name in names}

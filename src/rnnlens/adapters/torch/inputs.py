@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ...arguments import as_numpy
-from ...errors import InputError, message, raised_by
+from ...errors import InputError, raised_by
 from ...trees import is_record, map_fields
 from .cells import has_own_forward
 
@@ -63,7 +63,7 @@ def as_tensors(data: Any, model: nn.Module, what: str) -> Any:
         return _tensor(value, device, dtype, what)
 
     if isinstance(data, (int, float, bool, str)):
-        raise InputError(message(f"{what} is not numeric data.", got=repr(data), expected="a tensor or an array"))
+        raise InputError(f"{what} is not numeric data.", got=repr(data), expected="a tensor or an array")
     if isinstance(data, list) and data and all(isinstance(row, (int, float, list)) for row in data):
         data = np.asarray(data)
     return on_leaves(data, one)
@@ -76,7 +76,7 @@ def _tensor(value: Any, device: torch.device, dtype: torch.dtype, what: str) -> 
         array = as_numpy(value)
         if array.dtype.kind not in "fiubc":
             raise InputError(
-                message(f"{what} is not numeric.", got=f"dtype {array.dtype}", expected="numbers: a tensor or an array")
+                f"{what} is not numeric.", got=f"dtype {array.dtype}", expected="numbers: a tensor or an array"
             )
         tensor = torch.tensor(
             np.ascontiguousarray(array).reshape(array.shape),
@@ -85,11 +85,9 @@ def _tensor(value: Any, device: torch.device, dtype: torch.dtype, what: str) -> 
         )
     if 0 in tensor.shape:
         raise InputError(
-            message(
-                f"{what} is empty.",
-                got=f"shape {tuple(tensor.shape)}",
-                expected="at least 1 sample and at least 1 time step",
-            )
+            f"{what} is empty.",
+            got=f"shape {tuple(tensor.shape)}",
+            expected="at least 1 sample and at least 1 time step",
         )
     return tensor
 
@@ -139,20 +137,16 @@ def check_features(name: str, module: nn.Module, value: Any) -> None:
         return
     if ranks and value.dim() not in ranks:
         raise InputError(
-            message(
-                f"Layer {name!r} received data with a wrong number of axes.",
-                got=f"shape {tuple(value.shape)}",
-                expected=" or ".join(f"{rank} axes" for rank in ranks),
-            )
+            f"Layer {name!r} received data with a wrong number of axes.",
+            got=f"shape {tuple(value.shape)}",
+            expected=" or ".join(f"{rank} axes" for rank in ranks),
         )
     size = getattr(module, "input_size", getattr(module, "in_features", None))
     if value.dim() and isinstance(size, int) and value.shape[-1] != size:
         raise InputError(
-            message(
-                f"Layer {name!r} received data with a wrong number of features.",
-                got=f"shape {tuple(value.shape)}, {value.shape[-1]} features",
-                expected=f"{size} features on the last axis",
-            )
+            f"Layer {name!r} received data with a wrong number of features.",
+            got=f"shape {tuple(value.shape)}, {value.shape[-1]} features",
+            expected=f"{size} features on the last axis",
         )
 
 

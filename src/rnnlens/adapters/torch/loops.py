@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ...errors import InputError, UnsupportedError, message
+from ...errors import InputError, UnsupportedError
 from ...recurrence.cells import StepCell, registered
 from .cells import CellForm, TorchStepCell, leaves
 from .discover import input_argument
@@ -101,7 +101,7 @@ class StepListener:
         name = name or (f"loop_{count}" if count else "loop")
         if name in dict(self.model.named_modules()):
             what = f"rl.torch.step(..., name={name!r}): a module has that name."
-            raise InputError(message(what, expected="a different name for each loop"))
+            raise InputError(what, expected="a different name for each loop")
         hook = CellHook(self.recorder, name, LoopStep(function, self.names))
         # The same key in every pass over the model: ``never_by_row`` is passed on from pass to pass.
         hook.owner.key, hook.owner.named = hash((name, id(self.model))), True
@@ -276,10 +276,8 @@ class CellHook:
     def _give_up(self, reason: Exception) -> None:
         if self.owner.named:
             raise UnsupportedError(
-                message(
-                    f"Module {self.owner.name!r} was declared a cell but cannot be recorded as one: {reason}.",
-                    expected="calls that map (input, state) to state or to (output, state)",
-                )
+                f"Module {self.owner.name!r} was declared a cell but cannot be recorded as one: {reason}.",
+                expected="calls that map (input, state) to state or to (output, state)",
             )
         self.active = False
         self.recorder.runs = [run for run in self.recorder.runs if run.owner is not self.owner]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from ...errors import InputError, UnsupportedError, did_you_mean, message
+from ...errors import InputError, UnsupportedError, did_you_mean
 from ...typing import Array
 from ..protocol import Batch, Outputs
 from .discover import named_modules, unwrapped
@@ -52,23 +52,19 @@ def evaluate(batch: Batch, outputs: Any, model: nn.Module) -> torch.Tensor | Non
     if batch.loss is None:
         if batch.y is not None:
             raise InputError(
-                message(
-                    "A target was given, but no loss: torch models have no compiled loss.",
-                    expected="loss=callable(output, target)",
-                    hint="loss=torch.nn.functional.mse_loss",
-                )
+                "A target was given, but no loss: torch models have no compiled loss.",
+                expected="loss=callable(output, target)",
+                hint="loss=torch.nn.functional.mse_loss",
             )
         return None
     loss = resolved(batch.loss)
     if batch.y is None:
         if _required(loss) >= 2:
             raise InputError(
-                message(
-                    "The loss takes a target and none was given.",
-                    got=f"loss={label(loss)}, y=None",
-                    expected="y, or a loss of the output alone",
-                    hint="rl.trace(model, x, y, loss=...) or loss=lambda output: output.sum()",
-                )
+                "The loss takes a target and none was given.",
+                got=f"loss={label(loss)}, y=None",
+                expected="y, or a loss of the output alone",
+                hint="rl.trace(model, x, y, loss=...) or loss=lambda output: output.sum()",
             )
         return _scalar(loss(outputs), loss)
     target = as_tensors(batch.y, model, "y")
@@ -82,13 +78,13 @@ def resolved(loss: Any) -> Callable[..., Any]:
     """Return the callable of a loss: itself, or the function of that name in ``torch.nn.functional``."""
     if not isinstance(loss, str):
         if not callable(loss):
-            raise InputError(message("The loss is not callable.", got=repr(loss), expected="loss(output, target)"))
+            raise InputError("The loss is not callable.", got=repr(loss), expected="loss(output, target)")
         return loss  # type: ignore[no-any-return]
     known = [name for name in dir(nn.functional) if name.endswith("loss") or "entropy" in name]
     name = loss if loss in known else f"{loss}_loss"
     if name not in known:
         raise InputError(
-            message("torch.nn.functional has no loss of that name.", got=repr(loss), hint=did_you_mean(loss, known))
+            "torch.nn.functional has no loss of that name.", got=repr(loss), hint=did_you_mean(loss, known)
         )
     return getattr(nn.functional, name)  # type: ignore[no-any-return]
 
@@ -106,12 +102,10 @@ def _scalar(value: Any, loss: Any) -> torch.Tensor:
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
         raise InputError(
-            message(
-                "The loss is not a scalar.",
-                got=f"{label(loss)} returned {'shape ' if isinstance(shape, tuple) else ''}{shape}",
-                expected="a tensor with one value",
-                hint="reduce it: .mean() or .sum(), or reduction='mean'",
-            )
+            "The loss is not a scalar.",
+            got=f"{label(loss)} returned {'shape ' if isinstance(shape, tuple) else ''}{shape}",
+            expected="a tensor with one value",
+            hint="reduce it: .mean() or .sum(), or reduction='mean'",
         )
     return value.reshape(())
 
@@ -144,12 +138,10 @@ def _check(output: tuple[int, ...], target: tuple[int, ...]) -> None:
         return
     if len(output) != len(target) and math.prod(both) > max(math.prod(output), math.prod(target)):
         raise InputError(
-            message(
-                "The loss would broadcast the target against the output, every sample with every other.",
-                got=f"output {output} and target {target}: {both}",
-                expected=f"a target of shape {output}",
-                hint="y[:, None], or output.squeeze(-1) in the loss",
-            )
+            "The loss would broadcast the target against the output, every sample with every other.",
+            got=f"output {output} and target {target}: {both}",
+            expected=f"a target of shape {output}",
+            hint="y[:, None], or output.squeeze(-1) in the loss",
         )
 
 
@@ -217,11 +209,9 @@ def _values(loss: Any, outputs: Any, target: Any) -> Tensor:
         values = loss(outputs, target, reduction="none")
     if not isinstance(values, Tensor):
         raise UnsupportedError(
-            message(
-                "sample_weight and class_weight need a loss that can be computed per sample.",
-                got=label(loss),
-                expected="a loss of torch.nn with reduction=, or your own weighting inside the loss",
-            )
+            "sample_weight and class_weight need a loss that can be computed per sample.",
+            got=label(loss),
+            expected="a loss of torch.nn with reduction=, or your own weighting inside the loss",
         )
     return values
 
@@ -253,11 +243,9 @@ def _must_agree(loss: Any, ours: Tensor, own: Tensor) -> None:
         ours.to(own).reshape(()), own.reshape(()), rtol=slack, atol=slack, equal_nan=True
     ):
         raise UnsupportedError(
-            message(
-                "rnnlens cannot tell how this loss averages its values, so it cannot apply weights.",
-                got=f"{label(loss)} with reduction={reduction(loss)!r}",
-                expected='reduction="sum" or a mean over values, or your own weighting inside the loss',
-            )
+            "rnnlens cannot tell how this loss averages its values, so it cannot apply weights.",
+            got=f"{label(loss)} with reduction={reduction(loss)!r}",
+            expected='reduction="sum" or a mean over values, or your own weighting inside the loss',
         )
 
 
@@ -270,11 +258,9 @@ def _beside(weight: Tensor, values: Tensor, name: str) -> Tensor:
     )
     if not fits or weight.dim() == 0 or (weight.shape[0] != values.shape[0]):
         raise InputError(
-            message(
-                f"{name} does not match the shape of the loss values.",
-                got=f"shape {tuple(weight.shape)}",
-                expected=f"the first axes of {tuple(values.shape)}: one weight per sample, or per sample and step",
-            )
+            f"{name} does not match the shape of the loss values.",
+            got=f"shape {tuple(weight.shape)}",
+            expected=f"the first axes of {tuple(values.shape)}: one weight per sample, or per sample and step",
         )
     return weight.reshape(*weight.shape, *([1] * (values.dim() - weight.dim())))
 
@@ -288,7 +274,7 @@ def _of_classes(target: Tensor, outputs: Any, table: Mapping[Any, Any]) -> Tenso
         labels = target.argmax(dim=1) if one_hot else target
     if (several and not one_hot) or not torch.equal(labels, labels.round()):
         raise InputError(
-            message("class_weight needs class labels.", got="targets that are not whole numbers", hint="sample_weight=")
+            "class_weight needs class labels.", got="targets that are not whole numbers", hint="sample_weight="
         )
     weight = torch.ones(labels.shape, device=labels.device, dtype=torch.float64)
     for key, value in table.items():
@@ -352,12 +338,10 @@ def loss_of(model: nn.Module, batch: Batch, outputs: Outputs) -> tuple[float, li
         grads = [next(found) if t.requires_grad else None for t in leaves]
         if any(grad is not None for grad in found):
             raise UnsupportedError(
-                message(
-                    "The loss depends directly on weights of the model, not only on its outputs.",
-                    got=f"{label(batch.loss)} over several batches",
-                    expected='combine="mean" or "sum", or all samples as one batch',
-                    hint="differentiate the weight penalty separately: it needs no data",
-                )
+                "The loss depends directly on weights of the model, not only on its outputs.",
+                got=f"{label(batch.loss)} over several batches",
+                expected='combine="mean" or "sum", or all samples as one batch',
+                hint="differentiate the weight penalty separately: it needs no data",
             )
     return float(loss.detach()), [None if grad is None else host_array(grad) for grad in grads]
 

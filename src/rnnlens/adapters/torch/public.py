@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import InputError, message
+from ...errors import InputError
 from ...recurrence.cells import registered
 
 __all__ = ["cell", "scan", "step"]
@@ -119,9 +119,7 @@ def cell(*modules: nn.Module) -> _NamedCells:
     """
     for module in modules or (None,):
         if not isinstance(module, nn.Module):
-            raise InputError(
-                message("A cell must be a torch module.", got=type(module).__name__, expected="a torch.nn.Module")
-            )
+            raise InputError("A cell must be a torch module.", got=type(module).__name__, expected="a torch.nn.Module")
     return _NamedCells(tuple(getattr(module, "_orig_mod", module) for module in modules))
 
 
@@ -148,11 +146,9 @@ def step(function: Callable[..., Any], x: Tensor, *state: Any, name: str | None 
     """
     if not callable(function) or not state:
         raise InputError(
-            message(
-                "rl.torch.step takes a function, its input and its state.",
-                got=f"{type(function).__name__} and {len(state)} states",
-                expected="rl.torch.step(lambda x, h: ..., x[:, t], h)",
-            )
+            "rl.torch.step takes a function, its input and its state.",
+            got=f"{type(function).__name__} and {len(state)} states",
+            expected="rl.torch.step(lambda x, h: ..., x[:, t], h)",
         )
     listener = LISTENER.get()
     return function(x, *state) if listener is None else listener(function, x, state, name)
@@ -203,10 +199,10 @@ def scan(
     if not (isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.dim() in (3, 4)):
         shapes = " and ".join(str(tuple(getattr(t, "shape", ()))) for t in (a, b))
         expected = "a and b (sample, time, unit) or (sample, time, head, channel)"
-        raise InputError(message("rl.torch.scan takes two tensors of one shape.", got=shapes, expected=expected))
+        raise InputError("rl.torch.scan takes two tensors of one shape.", got=shapes, expected=expected)
     if initial is not None and tuple(initial.shape) != (b.shape[0], *b.shape[2:]):
         expected = f"{(b.shape[0], *b.shape[2:])}"
-        raise InputError(message("initial= is one state.", got=str(tuple(initial.shape)), expected=expected))
+        raise InputError("initial= is one state.", got=str(tuple(initial.shape)), expected=expected)
     listener = SCANS.get()
     if listener is not None:
         return listener(a, b, initial, function, name)

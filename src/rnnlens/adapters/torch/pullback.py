@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ...autodiff.torch import PullMany
-from ...errors import InputError, ModelError, UnsupportedError, message, raised_by
+from ...errors import InputError, ModelError, UnsupportedError, raised_by
 from ...layout import Layout
 from ...typing import Array
 from ..protocol import Batch, Outputs, Port
@@ -140,7 +140,7 @@ class TorchPullback:
     def vjp(self, cotangents: Mapping[Port, Any]) -> dict[Port, Tensor | None]:
         """Pull cotangents (K, ...) back to every ``wrt`` port; None for a port that no path leads to."""
         if self._starts is None:
-            raise ModelError(message("This pullback was closed.", expected="use inside its with block"))
+            raise ModelError("This pullback was closed.", expected="use inside its with block")
         pairs = [(self._starts[port], torch.as_tensor(c).to(self._starts[port])) for port, c in cotangents.items()]
         pairs = [(start, c) for start, c in pairs if start.requires_grad]
         count = len(torch.as_tensor(next(iter(cotangents.values()))))
@@ -250,20 +250,16 @@ def differentiate(function: Callable[..., Any], arrays: Sequence[Array], model: 
             value = function(*tensors)
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         raise InputError(
-            message(
-                "The function must return one tensor of floats, computed with the framework's operations.",
-                got=f"{type(value).__name__}",
-                expected="a torch.Tensor, such as output.mean()",
-            )
+            "The function must return one tensor of floats, computed with the framework's operations.",
+            got=f"{type(value).__name__}",
+            expected="a torch.Tensor, such as output.mean()",
         )
 
     def pull(cotangent: Array) -> list[Array]:
         if not value.requires_grad:
             raise InputError(
-                message(
-                    "The function's value does not depend on its tensors in a way that can be differentiated.",
-                    hint="use differentiable operations of the framework: no NumPy, no argmax, no conversion to int",
-                )
+                "The function's value does not depend on its tensors in a way that can be differentiated.",
+                hint="use differentiable operations of the framework: no NumPy, no argmax, no conversion to int",
             )
         seed = torch.as_tensor(np.asarray(cotangent), dtype=value.dtype, device=value.device)
         with raised_by("The backward pass of your function"):
@@ -280,9 +276,7 @@ def outputs_of(model: nn.Module, batch: Batch) -> Outputs:
     leaves = leaves_of(tree)
     if any(isinstance(leaf, PackedSequence) for leaf in leaves):
         raise UnsupportedError(
-            message(
-                "The model returns packed sequences, and packed sequences of several batches cannot be concatenated.",
-                hint="pad_packed_sequence(..., total_length=x.shape[1]) in the model, or all samples as one batch",
-            )
+            "The model returns packed sequences, and packed sequences of several batches cannot be concatenated.",
+            hint="pad_packed_sequence(..., total_length=x.shape[1]) in the model, or all samples as one batch",
         )
     return Outputs([host_array(leaf) for leaf in leaves], tree)

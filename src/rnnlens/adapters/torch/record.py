@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...arguments import as_numpy
-from ...errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean, message
+from ...errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean
 from ...recurrence.cells import Cell
 from .lineage import Continuation, StateLink
 from .scans import ScanRecorder
@@ -294,11 +294,9 @@ class CallRecorder:
         rows = all(state.shape[0] in (1, o.shape[0]) for state, o in zip(given, own, strict=False) if state.dim())
         if len(given) != len(own) or not all(fit) or not rows:
             raise InputError(
-                message(
-                    f"The initial state given for {name!r} has another shape than the layer's states.",
-                    got=f"shapes {[tuple(state.shape) for state in given]}",
-                    expected=f"shapes {[tuple(o.shape) for o in own]}",
-                )
+                f"The initial state given for {name!r} has another shape than the layer's states.",
+                got=f"shapes {[tuple(state.shape) for state in given]}",
+                expected=f"shapes {[tuple(o.shape) for o in own]}",
             )
         return tuple(s.to(o).expand_as(o).clone() for s, o in zip(given, own, strict=True))
 
@@ -308,7 +306,7 @@ class CallRecorder:
             if name not in self.begun:
                 what = f"initial_state= names {name!r}: no recorded recurrent layer has that name."
                 hint = f"{did_you_mean(name, known)}; or pass the state to the model, in x"
-                raise LayerNotFoundError(message(what, hint=hint))
+                raise LayerNotFoundError(what, hint=hint)
 
     def fed(self, tensor: Tensor) -> Tensor:
         """Return the input tensor for a layer: a copy if boundaries are kept separate, else ``tensor`` itself."""
@@ -392,12 +390,10 @@ def refuse_transformed(name: str, values: Iterable[Any]) -> None:
     """
     if any(isinstance(v, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(v) for v in values):
         raise UnsupportedError(
-            message(
-                f"Layer {name!r} runs inside torch.vmap or torch.func, where tensors cannot be recorded.",
-                got="a transformed tensor",
-                expected="a direct call of the layer, with samples on an axis of its input",
-                hint="call the layer on the whole batch, outside of torch.vmap and torch.func",
-            )
+            f"Layer {name!r} runs inside torch.vmap or torch.func, where tensors cannot be recorded.",
+            got="a transformed tensor",
+            expected="a direct call of the layer, with samples on an axis of its input",
+            hint="call the layer on the whole batch, outside of torch.vmap and torch.func",
         )
 
 
@@ -412,12 +408,10 @@ def refuse_hooked(recorder: CallRecorder) -> None:
     for run in recorder.runs:
         if any(visit.link.is_hooked for visit in run.visits[:-1]):
             raise UnsupportedError(
-                message(
-                    f"A tensor hook on a state of {run.owner.name!r} acts on the gradient that flows through time.",
-                    got="register_hook() on a state that the next step starts from",
-                    expected="a recurrence whose gradient is that of its own equations",
-                    hint="remove the hook for this call; rl.trace returns the gradients that the hook would receive",
-                )
+                f"A tensor hook on a state of {run.owner.name!r} acts on the gradient that flows through time.",
+                got="register_hook() on a state that the next step starts from",
+                expected="a recurrence whose gradient is that of its own equations",
+                hint="remove the hook for this call; rl.trace returns the gradients that the hook would receive",
             )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import UnsupportedError, message
+from ...errors import UnsupportedError
 from .lineage import follows, probe_like, rows_reset
 from .public import note_cells
 from .record import (
@@ -264,10 +264,8 @@ def _refuse_chance(name: str, cell: nn.Module) -> None:
         dropout = isinstance(inner, nn.modules.dropout._DropoutNd) and inner.p > 0
         if inner.training and (dropout or isinstance(inner, nn.modules.batchnorm._BatchNorm)):
             raise UnsupportedError(
-                message(
-                    f"Cell {name!r} contains a {type(inner).__name__} ({path!r}) that is active in training mode.",
-                    got="training=True",
-                    expected="a cell whose step depends only on its input, its state and its weights",
-                    hint="trace with training=False",
-                )
+                f"Cell {name!r} contains a {type(inner).__name__} ({path!r}) that is active in training mode.",
+                got="training=True",
+                expected="a cell whose step depends only on its input, its state and its weights",
+                hint="trace with training=False",
             )

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
-from ...errors import InputError, UnsupportedError, message
+from ...errors import InputError, UnsupportedError
 from ...recurrence.sequence import SequenceCell
 
 #: Versions of transformers whose scan functions the readers were tested with.
@@ -232,7 +232,7 @@ def _lightning(call: Any, hold: Hold) -> Reading:
     """
     layer, x = call.self, call.hidden_states
     if call.past_key_values is not None:
-        raise UnsupportedError(message("MiniMax runs with a cache.", expected="use_cache=False"))
+        raise UnsupportedError("MiniMax runs with a cache.", expected="use_cache=False")
     states = layer.act_fn(layer.qkv_proj(x))
     states = sys.modules[type(layer).__module__].apply_mask_to_padding_states(states, call.attention_mask)
     states = states.reshape(*x.shape[:2], layer.num_attention_heads, 3 * layer.head_dim)
@@ -310,10 +310,10 @@ def register(function: str, family: Family) -> None:
         If the name is no identifier, or a family of that function or of that name exists.
     """
     if not (function.isidentifier() and isinstance(family, Family)):
-        raise InputError(message("A family needs the name of a scan function.", got=f"{function!r}, {family!r}"))
+        raise InputError("A family needs the name of a scan function.", got=f"{function!r}, {family!r}")
     if function in FUNCTIONS or family.name in {known.name for known in families()}:
         known_names = ", ".join(f"{known.name}" for known in families())
-        raise InputError(message(f"A family of {function!r} or {family.name!r} exists.", got=f"known: {known_names}"))
+        raise InputError(f"A family of {function!r} or {family.name!r} exists.", got=f"known: {known_names}")
     FUNCTIONS[function] = family
 
 
@@ -374,11 +374,9 @@ def read_call(original: Any, family: Family, hold: Hold, args: Sequence[Any], kw
         return family.read(SimpleNamespace(**bound.arguments), hold)
     except AttributeError as error:
         raise UnsupportedError(
-            message(
-                f"The scan function of {family.name} takes other arguments than rnnlens reads.",
-                got=f"transformers {version()}: {original.__module__}.{original.__name__}, {error}",
-                expected=f"the arguments of {TESTED}",
-            )
+            f"The scan function of {family.name} takes other arguments than rnnlens reads.",
+            got=f"transformers {version()}: {original.__module__}.{original.__name__}, {error}",
+            expected=f"the arguments of {TESTED}",
         ) from error
 
 

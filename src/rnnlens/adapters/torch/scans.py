@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import UnsupportedError, message
+from ...errors import UnsupportedError
 from ...recurrence.sequence import SequenceCell, forward, sweep
 from ..shared.threads import hook_in_this_thread, substitute_in_this_thread
 from .public import ANY_SCAN, in_order_of_time, note_scan
@@ -215,11 +215,9 @@ def _refuse_rescaling(modules: Sequence[tuple[str, nn.Module]]) -> None:
         if rescaled is not None and rescaled == module.training and module.config.rescale_every > 0:
             mode = "train()" if module.training else "eval()"
             raise UnsupportedError(
-                message(
-                    f"{type(module).__name__} ({path!r}) changes its weights in its first pass in this mode.",
-                    got="weights that are not rescaled yet",
-                    hint=f"model.{mode}; model(x) once, then rnnlens",
-                )
+                f"{type(module).__name__} ({path!r}) changes its weights in its first pass in this mode.",
+                got="weights that are not rescaled yet",
+                hint=f"model.{mode}; model(x) once, then rnnlens",
             )
 
 
@@ -238,10 +236,8 @@ def _left(recorder: ScanRecorder) -> None:
 
 def _bypassed(path: str, module: nn.Module, family: Family) -> UnsupportedError:
     return UnsupportedError(
-        message(
-            f"Layer {path!r} ({type(module).__name__}, {family.name}) ran without a call of its scan function.",
-            got=f"transformers {version()}, {'training' if module.training else 'evaluation'} mode",
-            expected=f"the PyTorch scan of {TESTED}, over more than one step",
-            hint="training=False, at least 2 steps, use_cache=False, and a model without fused kernels",
-        )
+        f"Layer {path!r} ({type(module).__name__}, {family.name}) ran without a call of its scan function.",
+        got=f"transformers {version()}, {'training' if module.training else 'evaluation'} mode",
+        expected=f"the PyTorch scan of {TESTED}, over more than one step",
+        hint="training=False, at least 2 steps, use_cache=False, and a model without fused kernels",
     )

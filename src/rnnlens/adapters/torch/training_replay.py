@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from ...errors import UnsupportedError, message
+from ...errors import UnsupportedError
 from ..protocol import RecurrentCall
 from .assemble import half
 from .cells import replayable
@@ -96,12 +96,10 @@ class CallReplay(nn.Module):  # type: ignore[misc]
             self.deviation = max(self.deviation, far)
             if not far <= CLOSE.get(before.dtype, 1e-4):
                 raise UnsupportedError(
-                    message(
-                        f"Repeating the calls of {call.path!r} gives other numbers than the training step.",
-                        got=f"a deviation of {far:.1g} of the largest number, from a {type(call.module).__name__}",
-                        expected="a layer whose output is that of torch's own kernel",
-                        hint="the direct gradients of the step are right; probe mode records the rest",
-                    )
+                    f"Repeating the calls of {call.path!r} gives other numbers than the training step.",
+                    got=f"a deviation of {far:.1g} of the largest number, from a {type(call.module).__name__}",
+                    expected="a layer whose output is that of torch's own kernel",
+                    hint="the direct gradients of the step are right; probe mode records the rest",
                 )
 
     def _put(self, call: TrainingCall) -> nn.Module:
@@ -182,12 +180,10 @@ def _same(value: Any) -> Any:
 
 def _unseen_dropout(call: TrainingCall) -> UnsupportedError:
     return UnsupportedError(
-        message(
-            f"Dropout between the stacked layers of {call.path!r} was drawn by a generator of the device.",
-            got=f"dropout={call.module.dropout} on {call.returned[0].device.type}",
-            expected="dropout=0, or training on the CPU",
-            hint="one nn module per layer with nn.Dropout between them; output_grad is recorded in any case",
-        )
+        f"Dropout between the stacked layers of {call.path!r} was drawn by a generator of the device.",
+        got=f"dropout={call.module.dropout} on {call.returned[0].device.type}",
+        expected="dropout=0, or training on the CPU",
+        hint="one nn module per layer with nn.Dropout between them; output_grad is recorded in any case",
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import UnsupportedError, message
+from ...errors import UnsupportedError
 from ..protocol import Port
 from ..shared.threads import hook_in_this_thread
 from .discover import unwrapped
@@ -100,11 +100,9 @@ def reinitialised(model: nn.Module, seed: int) -> nn.Module:
             reset = getattr(module, "reset_parameters", None)
             if reset is None:
                 raise UnsupportedError(
-                    message(
-                        f"Module {name or type(module).__name__!r} cannot be re-initialised.",
-                        got=f"{type(module).__name__} without reset_parameters()",
-                        hint="pass a copy of the model from before training: baseline=that_model",
-                    )
+                    f"Module {name or type(module).__name__!r} cannot be re-initialised.",
+                    got=f"{type(module).__name__} without reset_parameters()",
+                    hint="pass a copy of the model from before training: baseline=that_model",
                 )
             reset()
     return twin

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import FileError, ModelError, message
+from ...errors import FileError, ModelError
 from ...recurrence.cells import GRU, LSTM, Cell, SimpleRNN, registered
 from ..protocol import LayerWeights
 from .cells import (
@@ -154,11 +154,9 @@ def _refuse_without_values(named: Sequence[tuple[str, nn.Module]]) -> None:
     empty = next((name for name, weight in every if weight.is_meta), None)
     if empty is not None:
         raise ModelError(
-            message(
-                "The weights of this model have no values (meta device).",
-                got=f"{empty} on the meta device",
-                hint="model.to_empty(device=...), and load_state_dict",
-            )
+            "The weights of this model have no values (meta device).",
+            got=f"{empty} on the meta device",
+            hint="model.to_empty(device=...), and load_state_dict",
         )
 
 
@@ -168,9 +166,7 @@ def load_weights(model: torch.nn.Module, path: Path, *, unsafe: bool = False) ->
     try:
         model.load_state_dict(state)
     except (RuntimeError, TypeError, AttributeError) as error:
-        raise FileError(
-            message("The shapes of these weights do not match the model.", got=f"{path}: {error}")
-        ) from error
+        raise FileError("The shapes of these weights do not match the model.", got=f"{path}: {error}") from error
 
 
 def _read_state(path: Path, unsafe: bool) -> Any:
@@ -179,15 +175,13 @@ def _read_state(path: Path, unsafe: bool) -> Any:
         state = torch.load(path, map_location="cpu", weights_only=not unsafe)
     except pickle.UnpicklingError as error:
         raise FileError(
-            message(
-                "This weights file is not loaded, because doing so could run code that it contains.",
-                got=f"{path}: more than tensors (torch.load with weights_only=True refuses it)",
-                expected="torch.save(model.state_dict(), path)",
-                hint="--unsafe, if you trust whoever made the file",
-            )
+            "This weights file is not loaded, because doing so could run code that it contains.",
+            got=f"{path}: more than tensors (torch.load with weights_only=True refuses it)",
+            expected="torch.save(model.state_dict(), path)",
+            hint="--unsafe, if you trust whoever made the file",
         ) from error
     except Exception as error:  # a damaged file raises RuntimeError, EOFError, KeyError, ...
-        raise FileError(message("This weights file cannot be read.", got=f"{path}: {type(error).__name__}")) from error
+        raise FileError("This weights file cannot be read.", got=f"{path}: {type(error).__name__}") from error
     if isinstance(state, torch.nn.Module):
         return state.state_dict()
     for key in ("state_dict", "model_state_dict"):

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 
-from ...errors import UnsupportedError, message
+from ...errors import UnsupportedError
 from ...typing import Array, Namespace
 from ...vocabulary import GATE, Quantity
 from ..activations import ACTIVATIONS
@@ -214,12 +214,10 @@ class Cell:
     def _differentiator(self) -> StepDerivatives:
         if self.autodiff is None:
             raise UnsupportedError(
-                message(
-                    f"The cell {self.kind!r} has no derivative outside of a framework's layer.",
-                    got=f"{type(self).__name__} without pull_back, outside of a framework's layer",
-                    expected="a cell whose class defines pull_back, or a cell in a traced model",
-                    hint="write pull_back in its class, or rl.cells.register it for the framework's cell",
-                )
+                f"The cell {self.kind!r} has no derivative outside of a framework's layer.",
+                got=f"{type(self).__name__} without pull_back, outside of a framework's layer",
+                expected="a cell whose class defines pull_back, or a cell in a traced model",
+                hint="write pull_back in its class, or rl.cells.register it for the framework's cell",
             )
         return self.autodiff
 
@@ -298,12 +296,10 @@ class Cell:
         saturated gates.
         """
         raise UnsupportedError(
-            message(
-                f"The cell {self.kind!r} has no gradient by gate values.",
-                got=f"{type(self).__name__} without gate_gradient",
-                expected="gate_preactivation, hidden, output or weights",
-                hint="write gate_gradient(run, result) in its class",
-            )
+            f"The cell {self.kind!r} has no gradient by gate values.",
+            got=f"{type(self).__name__} without gate_gradient",
+            expected="gate_preactivation, hidden, output or weights",
+            hint="write gate_gradient(run, result) in its class",
         )
 
     # Linear systems and maps derived from the step.

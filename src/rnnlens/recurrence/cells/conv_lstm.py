@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
-from ...errors import UnsupportedError, message
+from ...errors import UnsupportedError
 from ...vocabulary import BIAS_BY_CHANNEL, CHANNEL, FEATURE, GATE, SPACE, Quantity
 from ..arrays import Array, Namespace
 from ..convolution import Window, convolve, convolve_back, kernel_gradient
@@ -187,11 +187,9 @@ class _ConvLSTM(LSTM):
             Always.
         """
         raise UnsupportedError(
-            message(
-                "rnnlens does not compute fixed points of a ConvLSTM.",
-                got="a state with axes of space",
-                expected="a layer whose states are (sample, time, unit)",
-            )
+            "rnnlens does not compute fixed points of a ConvLSTM.",
+            got="a state with axes of space",
+            expected="a layer whose states are (sample, time, unit)",
         )
 
 

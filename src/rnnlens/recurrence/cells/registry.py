@@ -10,7 +10,7 @@ from typing import Any
 
 from array_api_compat import array_namespace
 
-from ...errors import InputError, UnsupportedError, did_you_mean, message
+from ...errors import InputError, UnsupportedError, did_you_mean
 from ...typing import Array
 from ...vocabulary import GATE, QUANTITIES
 from .cell import Cell
@@ -85,11 +85,9 @@ class Registration:
         found = {name: self._taken(name, source, by_name, used) for name, source in named.items()}
         if left := sorted(set(by_name) - used):
             raise InputError(
-                message(
-                    f"The registration of {self.cell.kind!r} leaves out a weight of the framework's cell.",
-                    got=f"weights= without {', '.join(map(repr, left))}",
-                    expected="every weight of the cell",
-                )
+                f"The registration of {self.cell.kind!r} leaves out a weight of the framework's cell.",
+                got=f"weights= without {', '.join(map(repr, left))}",
+                expected="every weight of the cell",
             )
         return found
 
@@ -117,10 +115,8 @@ class Registration:
         key, turned = (source[:-2], True) if source.endswith(".T") and source not in by_name else (source, False)
         if key not in by_name:
             raise InputError(
-                message(
-                    f"The registration maps weight {name!r} to {key!r}, which the framework's cell does not have.",
-                    hint=did_you_mean(key, by_name),
-                )
+                f"The registration maps weight {name!r} to {key!r}, which the framework's cell does not have.",
+                hint=did_you_mean(key, by_name),
             )
         used.add(key)
         return by_name[key].T if turned else by_name[key]
@@ -139,11 +135,9 @@ class Registration:
             cell: Cell = made(**given)
         except TypeError as error:
             raise InputError(
-                message(
-                    f"{self.cell.__name__} does not accept the options registered for {type(layer).__name__}.",
-                    got=str(error),
-                    expected=", ".join(given),
-                )
+                f"{self.cell.__name__} does not accept the options registered for {type(layer).__name__}.",
+                got=str(error),
+                expected=", ".join(given),
             ) from error
         _check_shapes(cell, type(layer).__name__)
         object.__setattr__(cell, "registered_for", type(layer).__name__)
@@ -203,9 +197,7 @@ def register(
     >>> register(MyCell, LSTM, weights={"kernel": "w", "recurrent_kernel": "u", "bias": "b"})
     """
     if not isinstance(layer, type):
-        raise InputError(
-            message("rl.cells.register takes a class.", got=repr(layer), expected="the class of the cells")
-        )
+        raise InputError("rl.cells.register takes a class.", got=repr(layer), expected="the class of the cells")
     _check_class(cell)
     known = dict(options) if isinstance(options, Mapping) else {}
     told: Callable[[Any], Mapping[str, Any]] = options if callable(options) else lambda _: known
@@ -216,7 +208,7 @@ def register(
 def _check_class(cell: Any) -> None:
     """Raise an error for a cell class that lacks a required attribute, or that reuses another cell's kind."""
     if not (isinstance(cell, type) and issubclass(cell, Cell)):
-        raise InputError(message("The equations must be a subclass of rl.cells.Cell.", got=repr(cell)))
+        raise InputError("The equations must be a subclass of rl.cells.Cell.", got=repr(cell))
     problems = [
         (cell.step is Cell.step, "no step", "def step(self, projected, before, scale, xp)"),
         (not _NAME.fullmatch(cell.kind) or cell.kind == Cell.kind, f"kind = {cell.kind!r}", "one word of its own"),
@@ -242,13 +234,11 @@ def _check_class(cell: Any) -> None:
     ]
     for wrong, got, expected in problems:
         if wrong:
-            raise InputError(message(f"{cell.__name__} is not a complete cell.", got=got, expected=expected))
+            raise InputError(f"{cell.__name__} is not a complete cell.", got=got, expected=expected)
     other = _KINDS.get(cell.kind)
     if other is not None and (other.__module__, other.__qualname__) != (cell.__module__, cell.__qualname__):
         what = f"A cell of kind {cell.kind!r} is already registered."
-        raise InputError(
-            message(what, got=cell.__qualname__, expected=f"another kind than that of {other.__qualname__}")
-        )
+        raise InputError(what, got=cell.__qualname__, expected=f"another kind than that of {other.__qualname__}")
 
 
 def _check_shapes(cell: Cell, layer: str) -> None:
@@ -259,10 +249,8 @@ def _check_shapes(cell: Cell, layer: str) -> None:
         gated = GATE in known.dims and int(value.shape[-1]) % len(cell.gates)
         if len(value.shape) != rank or gated:
             raise UnsupportedError(
-                message(
-                    f"Weight {name!r} of {layer} does not have the shape that {type(cell).__name__} declares.",
-                    got=f"shape {tuple(value.shape)}",
-                    expected=f"({', '.join(known.dims)})".replace("gate, ", "gate * "),
-                    hint='in weights= of register: "name.T" for a transposed one, a tuple of names for one per gate',
-                )
+                f"Weight {name!r} of {layer} does not have the shape that {type(cell).__name__} declares.",
+                got=f"shape {tuple(value.shape)}",
+                expected=f"({', '.join(known.dims)})".replace("gate, ", "gate * "),
+                hint='in weights= of register: "name.T" for a transposed one, a tuple of names for one per gate',
             )

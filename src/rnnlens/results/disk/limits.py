@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...errors import FileError, TooLargeError, message
+from ...errors import FileError, TooLargeError
 from ...settings import format_memory
 
 #: Groups within groups.
@@ -19,15 +19,13 @@ LABEL = 80
 
 def damaged(path: Path, what: str) -> FileError:
     """Build the FileError for a file whose content does not match its metadata or checksums."""
-    return FileError(message("This file is damaged.", got=f"{path}: {what}"))
+    return FileError("This file is damaged.", got=f"{path}: {what}")
 
 
 def foreign(path: Path, what: str) -> FileError:
     """Build the FileError for content that rnnlens never writes and that could do harm."""
     return FileError(
-        message(
-            "This file contains something that rnnlens does not read.", got=f"{path}: {what}", expected="plain arrays"
-        )
+        "This file contains something that rnnlens does not read.", got=f"{path}: {what}", expected="plain arrays"
     )
 
 
@@ -43,10 +41,8 @@ def check_size(path: Path, size: int, memory: int, *, lazily: bool = False) -> N
         return
     enough = format_memory(size + size // 10)
     raise TooLargeError(
-        message(
-            "This file is larger than the memory limit.",
-            got=f"{path}: arrays of {format_memory(size)}",
-            expected=f"at most {format_memory(memory)} (memory=)",
-            hint=f'memory="{enough}"' + (" or lazy=True" if lazily else ""),
-        )
+        "This file is larger than the memory limit.",
+        got=f"{path}: arrays of {format_memory(size)}",
+        expected=f"at most {format_memory(memory)} (memory=)",
+        hint=f'memory="{enough}"' + (" or lazy=True" if lazily else ""),
     )

@@ -19,7 +19,7 @@ from typing import IO, Any
 import h5py
 import numpy as np
 
-from ...errors import TooLargeError, message
+from ...errors import TooLargeError
 from ...settings import format_memory
 from .limits import COUNT, DEPTH, LABEL, TEXT, check_size, damaged, foreign
 
@@ -50,7 +50,7 @@ def check_room(target: Path, size: int) -> None:
         hint = "a path ending in .zarr, which is written in chunks"
         got = f"{target}: {format_memory(size)}, twice"
         raise TooLargeError(
-            message("A netCDF file of this result is larger than the memory limit.", got=got, hint=hint)
+            "A netCDF file of this result is larger than the memory limit.", got=got, hint=hint
         ) from error
 
 

@@ -136,11 +136,9 @@ def _connected(distributed: Any) -> Iterator[None]:
         if isinstance(error, RnnlensError):
             raise
         raise FileError(
-            message(
-                "The connection to the Dask scheduler was lost before all chunks were written.",
-                got=f"{type(error).__name__}: {error}",
-                hint="connect a new Client and call save with the same path: it goes on with the missing chunks",
-            )
+            "The connection to the Dask scheduler was lost before all chunks were written.",
+            got=f"{type(error).__name__}: {error}",
+            hint="connect a new Client and call save with the same path: it goes on with the missing chunks",
         ) from error
 
 

@@ -24,7 +24,7 @@ from numcodecs import blosc
 from zarr.abc.store import Store
 from zarr.storage import WrapperStore
 
-from ...errors import FileError, message
+from ...errors import FileError
 from ...typing import Array
 from .limits import DEPTH, TEXT, check_size, damaged, foreign
 
@@ -138,7 +138,7 @@ class SealedMetadata(WrapperStore):  # type: ignore[misc]
             content = json.dumps({**metadata, "attributes": {**attributes, SUM: _digest(metadata)}}).encode()
             if len(content) > TEXT:
                 got = f"{len(content)} bytes in {key}"
-                raise FileError(message("The metadata of this run exceeds its limit.", got=got))
+                raise FileError("The metadata of this run exceeds its limit.", got=got)
             value = type(value).from_bytes(content)
         await self._store.set(key, value)
 

@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from ...errors import InputError, MissingDependencyError, did_you_mean, message, shown
+from ...errors import InputError, MissingDependencyError, did_you_mean, shown
 from ..records import Sink
 
 #: Import name of each tool -> name of the package to install.
@@ -92,14 +92,12 @@ def _home(logger: Any) -> str:
 
 def _by_name(name: str, directory: Path) -> Sink:
     if name not in TOOLS:
-        raise InputError(message("No logger has that name.", got=repr(name), hint=did_you_mean(name, TOOLS)))
+        raise InputError("No logger has that name.", got=repr(name), hint=did_you_mean(name, TOOLS))
     try:
         tool = importlib.import_module(name)
     except ImportError as error:
         raise MissingDependencyError(
-            message(
-                f"loggers={name!r}: its client is not installed.", got=str(error), hint=f"pip install {TOOLS[name]}"
-            )
+            f"loggers={name!r}: its client is not installed.", got=str(error), hint=f"pip install {TOOLS[name]}"
         ) from error
     if name == "tensorboard":
         from .tools import TensorBoard
@@ -126,19 +124,15 @@ def _event_writer(directory: Path) -> Any:
 
         return tf.summary.create_file_writer(str(directory))
     raise MissingDependencyError(
-        message(
-            "TensorBoard's event files are written by torch or TensorFlow, and neither is loaded.",
-            hint="give a writer of your own, loggers=[writer], such as tensorboardX.SummaryWriter(directory)",
-        )
+        "TensorBoard's event files are written by torch or TensorFlow, and neither is loaded.",
+        hint="give a writer of your own, loggers=[writer], such as tensorboardX.SummaryWriter(directory)",
     )
 
 
 def _unknown(logger: Any) -> InputError:
     return InputError(
-        message(
-            "loggers= contains an object that is not a logger.",
-            got=f"{type(logger).__module__}.{type(logger).__qualname__}: {shown(logger)}",
-            expected="a SummaryWriter, a run of wandb or mlflow, 'tensorboard', 'wandb', 'mlflow', "
-            "or an object with write(record) and close(reason)",
-        )
+        "loggers= contains an object that is not a logger.",
+        got=f"{type(logger).__module__}.{type(logger).__qualname__}: {shown(logger)}",
+        expected="a SummaryWriter, a run of wandb or mlflow, 'tensorboard', 'wandb', 'mlflow', "
+        "or an object with write(record) and close(reason)",
     )

@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from ...errors import InputError, UnsupportedError, message, shown
+from ...errors import InputError, UnsupportedError, shown
 from ..alerts import checked_stop_on
 from ..batches import DIRECT
 from ..incidents import checked_on_nonfinite
@@ -108,15 +108,13 @@ def _check_probe(probe: Any, loss: Any) -> None:
     if probe is None:
         return
     if not isinstance(probe, tuple | list) or not 1 <= len(probe) <= 3:
-        raise InputError(message("probe= is a batch.", got=shown(probe), expected="(x, y) or (x, y, sample_weight)"))
+        raise InputError("probe= is a batch.", got=shown(probe), expected="(x, y) or (x, y, sample_weight)")
     if loss is None:
         raise InputError(
-            message(
-                "A probe of a torch model needs a loss.",
-                got="loss=None",
-                expected="loss=callable(output, target)",
-                hint="loss=torch.nn.functional.cross_entropy",
-            )
+            "A probe of a torch model needs a loss.",
+            got="loss=None",
+            expected="loss=callable(output, target)",
+            hint="loss=torch.nn.functional.cross_entropy",
         )
 
 
@@ -132,22 +130,18 @@ def plain_model(model: Any) -> nn.Module:
     """
     if isinstance(model, nn.DataParallel):
         raise UnsupportedError(
-            message(
-                "nn.DataParallel copies the model for every batch, and the copies cannot be recorded.",
-                got="nn.DataParallel",
-                expected="nn.parallel.DistributedDataParallel, or the module by itself",
-            )
+            "nn.DataParallel copies the model for every batch, and the copies cannot be recorded.",
+            got="nn.DataParallel",
+            expected="nn.parallel.DistributedDataParallel, or the module by itself",
         )
     if any(cls.__name__ in ("FullyShardedDataParallel", "FSDPModule") for cls in type(model).__mro__):
         raise UnsupportedError(
-            message("No process has the whole weights of a sharded model.", got=type(model).__name__, expected="DDP")
+            "No process has the whole weights of a sharded model.", got=type(model).__name__, expected="DDP"
         )
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     if not isinstance(model, nn.Module):
-        raise InputError(
-            message("rl.torch.watch takes a torch module.", got=type(model).__name__, expected="torch.nn.Module")
-        )
+        raise InputError("rl.torch.watch takes a torch module.", got=type(model).__name__, expected="torch.nn.Module")
     return model
 
 

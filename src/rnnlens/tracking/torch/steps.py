@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...adapters.torch.training_capture import TrainingCapture
-from ...errors import InputError, UnsupportedError, message
+from ...errors import InputError, UnsupportedError
 
 #: Number of stack frames above an optimizer's hook in which its GradScaler is searched.
 _DEPTH = 12
@@ -147,12 +147,10 @@ def _plain(optimizer: Any) -> Any:
         inner = getattr(optimizer, "optimizer", None)
         if inner is None:
             raise InputError(
-                message(
-                    "optimizer= contains an object that is not an optimizer.",
-                    got=type(optimizer).__name__,
-                    expected="a torch.optim.Optimizer, a list of them, or None to find them as they step",
-                    hint="in a loop without an optimizer call watch.step()",
-                )
+                "optimizer= contains an object that is not an optimizer.",
+                got=type(optimizer).__name__,
+                expected="a torch.optim.Optimizer, a list of them, or None to find them as they step",
+                hint="in a loop without an optimizer call watch.step()",
             )
         optimizer = inner
     return optimizer
@@ -183,10 +181,7 @@ def refuse_unheard(listener: TrainingCapture) -> None:
     """Raise UnsupportedError if batch mode can capture none of the watched layers."""
     if not listener.heard:
         raise UnsupportedError(
-            message(
-                "Batch mode records nn.RNN, nn.LSTM, nn.GRU and their cells, and none of them is among the watched "
-                "layers.",
-                got=", ".join(listener.others) or "no recurrent layer of torch's own",
-                hint="a probe records every layer: rl.torch.watch(model, path, probe=(x, y), loss=loss)",
-            )
+            "Batch mode records nn.RNN, nn.LSTM, nn.GRU and their cells, and none of them is among the watched layers.",
+            got=", ".join(listener.others) or "no recurrent layer of torch's own",
+            hint="a probe records every layer: rl.torch.watch(model, path, probe=(x, y), loss=loss)",
         )

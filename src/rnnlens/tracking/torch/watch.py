@@ -58,7 +58,7 @@ class TorchWatch:
 
     def __enter__(self) -> Self:
         if self._open:
-            raise InputError(message("This watch is open already.", hint="one with block at a time"))
+            raise InputError("This watch is open already.", hint="one with block at a time")
         refuse_unknown(self.plan.layers, adapter_for(self.model), self.model)
         self.rank, self.world = rank_and_world()
         scheduled = self.plan.heard if self.plan.probes.off else self.plan.probes
@@ -173,7 +173,7 @@ class TorchWatch:
         one = value is None or (value.numel() == 1 if hasattr(value, "numel") else isinstance(value, Real))
         if not one:
             got = f"shape {tuple(value.shape)}" if hasattr(value, "shape") else shown(value)
-            raise InputError(message("watch.loss is one number.", got=got, hint="watch.loss = loss.mean()"))
+            raise InputError("watch.loss is one number.", got=got, hint="watch.loss = loss.mean()")
         self._loss = value
 
     def set_loss(self, value: Any) -> None:
@@ -258,10 +258,8 @@ class TorchWatch:
             return
         if self._steps.counted:
             raise InputError(
-                message(
-                    "watch.step() counts a step that optimizer.step() has already counted.",
-                    hint="leave it out; watch.loss = loss before optimizer.step() records the loss",
-                )
+                "watch.step() counts a step that optimizer.step() has already counted.",
+                hint="leave it out; watch.loss = loss before optimizer.step() records the loss",
             )
         self.loss = loss
         self._stepped()

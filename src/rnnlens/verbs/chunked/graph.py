@@ -18,7 +18,7 @@ from ...adapters.registry import adapter_for
 from ...autodiff.tensors import to_numpy
 from ...cluster.travel import TravellingModel
 from ...cluster.worker import client, naming_samples, warn
-from ...errors import InputError, SelfCheckWarning, message
+from ...errors import InputError, SelfCheckWarning
 from ...results.checks import Check
 from ...settings import Settings, current, options
 from ...typing import Array
@@ -282,7 +282,7 @@ def _checked_shape(found: Array, name: str, shape: tuple[int, ...]) -> Array:
     if found.shape != tuple(shape):
         what = f"A chunk has another shape of {name!r} than the others, so they cannot be put together."
         hint = "pad all samples to one length and mask the padding"
-        raise InputError(message(what, got=found.shape, expected=tuple(shape), hint=hint))
+        raise InputError(what, got=found.shape, expected=tuple(shape), hint=hint)
     return found
 
 

@@ -13,7 +13,7 @@ import xarray as xr
 from ... import data
 from ...adapters.protocol import Adapter, Batch
 from ...cluster.worker import kept
-from ...errors import UnsupportedError, message
+from ...errors import UnsupportedError
 from ...results.certificate import Certificate
 from ...settings import options
 from ...typing import Array
@@ -156,12 +156,10 @@ def _combination(request: GradientRequest, template: Batch, chunks: SampleChunks
         how = combination(request.target, request.function is not None, arguments.combine)
     if how is None:
         raise UnsupportedError(
-            message(
-                f"{request.target.text} of all samples does not follow from that of each chunk.",
-                got=f"{len(chunks.bounds)} chunks, and a loss or reduction that is no known mean or sum over samples",
-                expected='combine="mean" or combine="sum" if it is one of these over samples; or per_sample=True',
-                hint="x.compute() and batch_size=, which evaluates any loss on the outputs of all samples",
-            )
+            f"{request.target.text} of all samples does not follow from that of each chunk.",
+            got=f"{len(chunks.bounds)} chunks, and a loss or reduction that is no known mean or sum over samples",
+            expected='combine="mean" or combine="sum" if it is one of these over samples; or per_sample=True',
+            hint="x.compute() and batch_size=, which evaluates any loss on the outputs of all samples",
         )
     return how
 
@@ -171,33 +169,27 @@ def refuse_other_loss(adapter: Adapter, model: Any, batch: Batch, combine: str) 
     how = adapter.combination(model, batch)
     if how != combine:
         raise UnsupportedError(
-            message(
-                "The loss of this chunk does not combine with the others: it is no plain mean or sum over its samples.",
-                got="targets that the loss ignores or weights" if how is None else f"a {how}",
-                expected=f"a {combine} over samples",
-                hint="x.compute() and batch_size=, which evaluates any loss on the outputs of all samples",
-            )
+            "The loss of this chunk does not combine with the others: it is no plain mean or sum over its samples.",
+            got="targets that the loss ignores or weights" if how is None else f"a {how}",
+            expected=f"a {combine} over samples",
+            hint="x.compute() and batch_size=, which evaluates any loss on the outputs of all samples",
         )
 
 
 def _refuse_options(arguments: GradientArguments) -> None:
     if arguments.clip is not None:
         hint = "compute the gradients of all weights, then clip; or x.compute()"
-        raise UnsupportedError(message("clip= needs the norm over all samples.", got="clip= and lazy data", hint=hint))
+        raise UnsupportedError("clip= needs the norm over all samples.", got="clip= and lazy data", hint=hint)
     if SAMPLE in arguments.at:
         hint = "select the samples of x and y before: x.isel(sample=...), or x[...] of a dask array"
-        raise UnsupportedError(
-            message("at= selects no samples of lazy data.", got=f"at={dict(arguments.at)!r}", hint=hint)
-        )
+        raise UnsupportedError("at= selects no samples of lazy data.", got=f"at={dict(arguments.at)!r}", hint=hint)
 
 
 def _refuse_measure(name: str) -> None:
     raise UnsupportedError(
-        message(
-            f"The norm of the gradient with respect to {name!r} is that of the sum over all samples.",
-            got="measure= and lazy data",
-            hint="leave measure= out, compute, and take the norm: numpy.linalg.norm(g)",
-        )
+        f"The norm of the gradient with respect to {name!r} is that of the sum over all samples.",
+        got="measure= and lazy data",
+        hint="leave measure= out, compute, and take the norm: numpy.linalg.norm(g)",
     )
 
 

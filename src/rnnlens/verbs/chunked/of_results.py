@@ -13,7 +13,7 @@ import xarray as xr
 
 from ...adapters.protocol import Adapter, Batch
 from ...adapters.registry import adapter_for
-from ...errors import UnsupportedError, message
+from ...errors import UnsupportedError
 from ...results.array import RECORD, LazyArray
 from ...typing import Array
 from ...vocabulary import SAMPLE
@@ -153,12 +153,10 @@ def _combination(adapter: Adapter, model: Any, chunks: SampleChunks) -> str | No
     how = adapter.combination(model, chunks.template())
     if how is None:
         raise UnsupportedError(
-            message(
-                "The loss of all samples does not follow from that of each chunk.",
-                got=f"{len(chunks.bounds)} chunks, and a loss that is no known mean or sum over samples",
-                expected="a loss of the framework with reduction mean or sum",
-                hint='rl.gradients(..., combine="mean") where it is a mean; or one batch in memory: x.compute()',
-            )
+            "The loss of all samples does not follow from that of each chunk.",
+            got=f"{len(chunks.bounds)} chunks, and a loss that is no known mean or sum over samples",
+            expected="a loss of the framework with reduction mean or sum",
+            hint='rl.gradients(..., combine="mean") where it is a mean; or one batch in memory: x.compute()',
         )
     return how
 

@@ -13,7 +13,7 @@ import xarray as xr
 from ... import data
 from ...adapters.protocol import Batch
 from ...arguments.data import is_lazy
-from ...errors import InputError, TooLargeError, UnsupportedError, message
+from ...errors import InputError, TooLargeError, UnsupportedError
 from ...layout import Layout
 from ...settings import current, format_memory
 from ...typing import Array
@@ -81,10 +81,10 @@ class SampleChunks:
         for leaf in data.leaves_of(run.x):
             if 0 in leaf.shape:
                 got = f"x of shape {tuple(leaf.shape)}"
-                raise InputError(message("Batch is empty.", got=got, expected="at least 1 sample"))
+                raise InputError("Batch is empty.", got=got, expected="at least 1 sample")
         if is_lazy(run.initial_state):
             hint = "compute them first: one row for each sample, or one for all"
-            raise UnsupportedError(message("initial_state= is lazy.", expected="arrays in memory", hint=hint))
+            raise UnsupportedError("initial_state= is lazy.", expected="arrays in memory", hint=hint)
         stand_in = [data.map_leaves(_shape_only, getattr(run, name)) for name in _PARTS]
         template = replace(run, x=None, y=None, sample_weight=None)
         layouts = layouts_to_cut(axes, template, *stand_in)
@@ -170,7 +170,7 @@ class SampleChunks:
         for array, axis in self.leaves(name):
             if array.shape[axis] != total:
                 got = f"{total} and {array.shape[axis]}"
-                raise InputError(message(f"x and {name} have different numbers of samples.", got=got))
+                raise InputError(f"x and {name} have different numbers of samples.", got=got)
 
     def _refuse_large(self) -> None:
         largest = max(rows.count for rows in self.bounds)
@@ -178,12 +178,10 @@ class SampleChunks:
         size = size * largest // self.total
         if size > current().memory:
             raise TooLargeError(
-                message(
-                    f"A chunk of {largest} samples alone would not fit into the memory granted.",
-                    got=format_memory(size),
-                    expected=f"at most {format_memory(current().memory)} (rl.options(memory=...))",
-                    hint="chunks of fewer samples: x.chunk(sample=...) of a DataArray, x.rechunk(...) of a dask array",
-                )
+                f"A chunk of {largest} samples alone would not fit into the memory granted.",
+                got=format_memory(size),
+                expected=f"at most {format_memory(current().memory)} (rl.options(memory=...))",
+                hint="chunks of fewer samples: x.chunk(sample=...) of a DataArray, x.rechunk(...) of a dask array",
             )
 
 
@@ -206,12 +204,10 @@ def _refuse_unknown_chunks(name: str, tree: Any) -> None:
     for leaf in data.leaves_of(tree):
         if any(isinstance(size, float) and math.isnan(size) for size in getattr(leaf, "shape", ())):
             raise InputError(
-                message(
-                    f"{name} has chunks of unknown sizes.",
-                    got=f"shape {tuple(leaf.shape)}",
-                    expected="a known number of samples in every chunk",
-                    hint=f"{name}.compute_chunk_sizes()",
-                )
+                f"{name} has chunks of unknown sizes.",
+                got=f"shape {tuple(leaf.shape)}",
+                expected="a known number of samples in every chunk",
+                hint=f"{name}.compute_chunk_sizes()",
             )
 
 
@@ -226,11 +222,9 @@ def _axis(name: str, layout: Layout | None) -> int:
     axis = next(i for i, names in enumerate(layout.axes) if SAMPLE in names)
     if len(layout.axes[axis]) > 1:
         raise UnsupportedError(
-            message(
-                f"The samples of {name} are folded with {layout.axes[axis]}, so lazy data cannot be cut along them.",
-                expected="an axis of samples alone",
-                hint=f"{name}.compute() for one batch in memory",
-            )
+            f"The samples of {name} are folded with {layout.axes[axis]}, so lazy data cannot be cut along them.",
+            expected="an axis of samples alone",
+            hint=f"{name}.compute() for one batch in memory",
         )
     return axis
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...adapters.protocol import ModelFacts
 from ...arguments import number
-from ...errors import InputError, ModelError, did_you_mean, message, shown
+from ...errors import InputError, ModelError, did_you_mean, shown
 from ...typing import Array
 from ..names import Catalogue, TensorName
 from ..weight_layout import WeightSource, sources
@@ -26,13 +26,11 @@ def a_clipping(name: str, value: Any) -> str | dict[str, float]:
         unknown = [kind for kind in value if kind not in KINDS]
         if unknown or len(value) != 1:
             hint = did_you_mean(unknown[0] if unknown else "", KINDS)
-            raise InputError(message(f"{name}= takes exactly one way to clip.", got=shown(value), hint=hint))
+            raise InputError(f"{name}= takes exactly one way to clip.", got=shown(value), hint=hint)
         return {kind: number(above=0)(f"{name}[{kind!r}]", threshold) for kind, threshold in value.items()}
     if not isinstance(value, str) or value != "optimizer":
         expected, hint = '"optimizer" or a dict', '{"global_clipnorm": 1.0}'
-        raise InputError(
-            message(f"{name}= is not a way to clip gradients.", got=shown(value), expected=expected, hint=hint)
-        )
+        raise InputError(f"{name}= is not a way to clip gradients.", got=shown(value), expected=expected, hint=hint)
     return value
 
 
@@ -50,15 +48,12 @@ def rule(clip: str | Mapping[str, float], facts: ModelFacts) -> tuple[str, float
     if facts.clipping is not None:
         return facts.clipping
     raise ModelError(
-        message(
-            "The optimizer of this model does not clip gradients.",
-            got=facts.optimizer or "no optimizer",
-            expected="a compiled Keras model whose optimizer has clipvalue, clipnorm or global_clipnorm",
-            hint=(
-                'state the clipping: clip={"global_clipnorm": 1.0}; torch clips in the training loop, not in its '
-                "optimizers"
-            ),
-        )
+        "The optimizer of this model does not clip gradients.",
+        got=facts.optimizer or "no optimizer",
+        expected="a compiled Keras model whose optimizer has clipvalue, clipnorm or global_clipnorm",
+        hint=(
+            'state the clipping: clip={"global_clipnorm": 1.0}; torch clips in the training loop, not in its optimizers'
+        ),
     )
 
 

@@ -13,7 +13,7 @@ import xarray as xr
 from ... import data
 from ...adapters.protocol import Capture, CaptureRequest, Port
 from ...autodiff.tensors import dtype_name, like
-from ...errors import LayerNotFoundError, RnnlensError, message
+from ...errors import LayerNotFoundError, RnnlensError
 from ...layout import dims_of, direction_axis
 from ...results.schema import to_host
 from ...typing import Array
@@ -63,7 +63,7 @@ def _value(request: GradientRequest, leaf: TensorName, capture: Capture) -> Arra
             return to_host(call.output)
     replayed_calls = [to_host(call.output) for call in capture.calls if call.layer == leaf.layer]
     if not replayed_calls:
-        raise LayerNotFoundError(message(f"Layer {leaf.layer!r} was not called in this forward pass."))
+        raise LayerNotFoundError(f"Layer {leaf.layer!r} was not called in this forward pass.")
     return (
         replayed_calls[0]
         if len(replayed_calls) == 1

@@ -82,13 +82,9 @@ class Accumulator:
         self.samples += answer.samples
         if self.batches > 1 and self.combine is None:
             raise UnsupportedError(
-                message(
-                    "The target over several batches cannot be computed from the targets of each batch.",
-                    got="a norm or a callable over more than one batch",
-                    expected=(
-                        'combine="sum" or combine="mean", if it is a sum or a mean over samples; or per_sample=True'
-                    ),
-                )
+                "The target over several batches cannot be computed from the targets of each batch.",
+                got="a norm or a callable over more than one batch",
+                expected=('combine="sum" or combine="mean", if it is a sum or a mean over samples; or per_sample=True'),
             )
         weight = answer.samples if count is None else count
         self._weights.append(weight)

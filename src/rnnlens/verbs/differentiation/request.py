@@ -10,7 +10,7 @@ import xarray as xr
 
 from ...adapters.protocol import Batch
 from ...arguments import as_name, text
-from ...errors import InputError, UnsupportedError, message, shown
+from ...errors import InputError, UnsupportedError, shown
 from ...layout import Layout
 from ...recurrence.trajectory import Adjoint
 from ...settings import current, parse_memory
@@ -155,7 +155,7 @@ def read_request(model: Any, run: Batch, arguments: GradientArguments) -> Gradie
     named, function, words = _target(arguments.of, known)
     asked, lone = _tensors(arguments.wrt, known)
     if named and named[0].what == "loss" and function is None and (arguments.at or arguments.reduce is not None):
-        raise InputError(message("The loss is one number, so at= and reduce= do not apply.", got="at= or reduce="))
+        raise InputError("The loss is one number, so at= and reduce= do not apply.", got="at= or reduce=")
     wrt = asked if arguments.clip is None else _with_all_clipped(asked, arguments, known)
     return GradientRequest(
         **vars(resolved),
@@ -190,7 +190,7 @@ def a_target(name: str, value: Any) -> Any:
     is_one = callable(function) and not isinstance(function, type)
     if not is_one or (value is not function and not of_what) or not all(isinstance(part, str) for part in of_what):
         expected = f"{_OF}; a callable; (callable, name, ...)"
-        raise InputError(message(f"{name}= is not understood.", got=shown(value), expected=expected))
+        raise InputError(f"{name}= is not understood.", got=shown(value), expected=expected)
     return value if value is function else parts
 
 
@@ -211,7 +211,7 @@ def _target(of: Of, known: Catalogue) -> tuple[tuple[TensorName, ...] | None, Ca
         leaf = read_one(of, known)
         if leaf.what in _NO_TARGET:
             raise UnsupportedError(
-                message(f"{of!r} cannot be differentiated; it can be differentiated with respect to.", expected=_OF)
+                f"{of!r} cannot be differentiated; it can be differentiated with respect to.", expected=_OF
             )
         return (leaf,), None, leaf.text
     if callable(of):
@@ -229,13 +229,13 @@ def _tensors(wrt: str | Iterable[str], known: Catalogue) -> tuple[list[TensorNam
     """Return the requested tensors, and whether ``wrt`` is one name; raise if that name has several tensors."""
     names = read(wrt, known) if isinstance(wrt, str) else read_all(wrt, known)
     if not names:
-        raise InputError(message("wrt= names nothing.", got=repr(wrt), hint='wrt="weights"'))
+        raise InputError("wrt= names nothing.", got=repr(wrt), hint='wrt="weights"')
     if not isinstance(wrt, str) or "*" in wrt or "?" in wrt or wrt.endswith("weights"):
         return names, False
     if len(names) > 1:
         several = ", ".join(f'"{name.text}"' for name in names)
         expected = f'one of {several}; or wrt=["{wrt}"] for all of them'
-        raise InputError(message(f"{wrt!r} names several tensors.", got=f"wrt={wrt!r}", expected=expected))
+        raise InputError(f"{wrt!r} names several tensors.", got=f"wrt={wrt!r}", expected=expected)
     return names, True
 
 
@@ -243,7 +243,7 @@ def _with_all_clipped(asked: Sequence[TensorName], arguments: GradientArguments,
     """Return the requested weights and all trainable ones, as an optimizer clips by the norm of all."""
     if any(name.what != "weight" for name in asked) or arguments.per_sample or arguments.measure is not None:
         got = "clip= with other tensors, per_sample or measure"
-        raise InputError(message("Optimizers clip the weight gradients of a whole batch.", got=got))
+        raise InputError("Optimizers clip the weight gradients of a whole batch.", got=got)
     return list(dict.fromkeys([*asked, *trainable(known)]))
 
 

@@ -32,7 +32,7 @@ def a_reduction(name: str, value: Any) -> Reduction:
     """Check ``reduce=``: the name of a reduction, a function, or weights."""
     if isinstance(value, str):
         if value not in REDUCTIONS:
-            raise InputError(message(f"No reduction named {value!r}.", hint=did_you_mean(value, REDUCTIONS)))
+            raise InputError(f"No reduction named {value!r}.", hint=did_you_mean(value, REDUCTIONS))
         return value
     if callable(value) and not isinstance(value, type) and not hasattr(value, "dtype"):
         return value
@@ -75,11 +75,9 @@ class Target:
             return replace(self, rows=rows)
         if self.total is None:
             raise InputError(
-                message(
-                    "Samples can be selected only from data of known length.",
-                    got=f"at={dict(self.at)!r} of a source of batches",
-                    hint="at= without sample, and per_sample=True",
-                )
+                "Samples can be selected only from data of known length.",
+                got=f"at={dict(self.at)!r} of a source of batches",
+                hint="at= without sample, and per_sample=True",
             )
         whole = xr.DataArray(np.zeros(self.total), dims=SAMPLE)
         chosen = np.arange(self.total)[_index(whole, SAMPLE, self.at[SAMPLE])]
@@ -131,11 +129,9 @@ class Target:
         expected = () if samples is None else (samples,)
         if value.shape != expected:
             raise InputError(
-                message(
-                    "reduce= must leave one number" + (" per sample." if expected else "."),
-                    got=f"shape {value.shape} from a selection of shape {values.shape}",
-                    expected=f"shape {expected}",
-                )
+                "reduce= must leave one number" + (" per sample." if expected else "."),
+                got=f"shape {value.shape} from a selection of shape {values.shape}",
+                expected=f"shape {expected}",
             )
         return value, pull(np.ones_like(value))[0]
 
@@ -151,11 +147,9 @@ class Target:
                 raise ValueError
         except (TypeError, ValueError):
             raise InputError(
-                message(
-                    "The weights of reduce= do not match the shape of the target.",
-                    got=f"shape {np.shape(self.reduce)}",
-                    expected=f"what broadcasts to {_sized(chosen)}; or one of {', '.join(REDUCTIONS)}, or a callable",
-                )
+                "The weights of reduce= do not match the shape of the target.",
+                got=f"shape {np.shape(self.reduce)}",
+                expected=f"what broadcasts to {_sized(chosen)}; or one of {', '.join(REDUCTIONS)}, or a callable",
             ) from None
         return weights
 
@@ -193,14 +187,12 @@ def select(whole: xr.DataArray, at: Mapping[str, Any], name: str) -> xr.DataArra
             unnamed = [one for one in names if one.startswith("axis_")]
             say = dim == TIME and unnamed and not name.startswith("<")
             raise InputError(
-                message(
-                    f"The target has no dimension {dim!r}.",
-                    got=f"at={dict(at)!r}",
-                    expected=_sized(whole),
-                    hint=f"name the axis that counts steps: {axes_to_type(name, [(one,) for one in names], unnamed)}"
-                    if say
-                    else did_you_mean(dim, names),
-                )
+                f"The target has no dimension {dim!r}.",
+                got=f"at={dict(at)!r}",
+                expected=_sized(whole),
+                hint=f"name the axis that counts steps: {axes_to_type(name, [(one,) for one in names], unnamed)}"
+                if say
+                else did_you_mean(dim, names),
             )
         positions = positions.isel({dim: _index(whole, dim, index)})
     return positions
@@ -218,22 +210,20 @@ def _index(whole: xr.DataArray, dim: str, index: Any) -> Any:
         labels = {DIRECTION: ["forward", "backward"]}.get(dim, [])
         unknown = [label for label in np.atleast_1d(wanted) if label not in labels]
         if unknown:
-            raise InputError(message(f"{dim!r} has no {unknown[0]!r}.", expected=", ".join(labels) or "numbers"))
+            raise InputError(f"{dim!r} has no {unknown[0]!r}.", expected=", ".join(labels) or "numbers")
         wanted = np.vectorize(labels.index)(wanted)
     if wanted.dtype == bool and wanted.ndim == 1 and wanted.size == size:
         wanted = np.flatnonzero(wanted)
     whole_numbers = wanted.dtype.kind in "iu" and wanted.ndim <= 1
     if not whole_numbers or not wanted.size or wanted.min() < -size or wanted.max() >= size:
         raise InputError(
-            message(
-                f"at= selects {'nothing of' if not wanted.size else 'beyond'} the target along {dim!r}.",
-                got=f"{dim}={shown(index)}",
-                expected=f"whole numbers from {-size} to {size - 1}",
-            )
+            f"at= selects {'nothing of' if not wanted.size else 'beyond'} the target along {dim!r}.",
+            got=f"{dim}={shown(index)}",
+            expected=f"whole numbers from {-size} to {size - 1}",
         )
     if np.unique(wanted % size).size < wanted.size:
         what = f"at= selects a position along {dim!r} twice."
-        raise InputError(message(what, got=f"{dim}={shown(index)}", expected="each one once"))
+        raise InputError(what, got=f"{dim}={shown(index)}", expected="each one once")
     return int(wanted) if wanted.ndim == 0 else wanted
 
 

@@ -213,11 +213,9 @@ def _joined(parts: list[Array], layout: Layout, counts: Sequence[int], index: in
     if len({part.shape[:axis] + part.shape[axis + 1 :] for part in opened}) > 1:
         got = " and ".join(dict.fromkeys(str(part.shape) for part in parts))
         raise UnsupportedError(
-            message(
-                "Outputs of batches differ in length, so they cannot be concatenated.",
-                got=f"output {index} of shapes {got}",
-                hint="pad all batches to one length; in torch pad_packed_sequence(..., total_length=x.shape[1])",
-            )
+            "Outputs of batches differ in length, so they cannot be concatenated.",
+            got=f"output {index} of shapes {got}",
+            hint="pad all batches to one length; in torch pad_packed_sequence(..., total_length=x.shape[1])",
         )
     return layout.closed(np.concatenate(opened, axis=axis))
 

@@ -14,7 +14,7 @@ import numpy as np
 import xarray as xr
 import zarr
 
-from ...errors import FileError, InputError, RnnlensError, UnsupportedError, message
+from ...errors import FileError, InputError, RnnlensError, UnsupportedError
 from ...results.array import ResultArray, record
 from ...results.checks import Check
 from ...results.disk.atomic import replacing_folder
@@ -40,7 +40,7 @@ def refuse_without_mean(options: JacobianOptions) -> None:
     """
     if options.across is None:
         expected = 'across="mean"; or one batch, whose samples are kept'
-        raise InputError(message("The time Jacobian of a data set keeps no samples.", expected=expected))
+        raise InputError("The time Jacobian of a data set keeps no samples.", expected=expected)
     refuse_for_chunks(options, "a data set")
 
 
@@ -56,7 +56,7 @@ def refuse_for_chunks(options: JacobianOptions, of: str = "lazy data") -> None:
         if getattr(options, name) is not None:
             what = f"{name}= applies to one batch, not to {of}."
             hint = 'result.save("jacobian.zarr") writes chunk by chunk' if (name, of) == ("out", "lazy data") else None
-            raise UnsupportedError(message(what, got=f"{name}= and {of}", expected="one batch", hint=hint))
+            raise UnsupportedError(what, got=f"{name}= and {of}", expected="one batch", hint=hint)
 
 
 def mean_over(jacobians: Iterable[tuple[ResultArray, int]]) -> ResultArray:
@@ -73,7 +73,7 @@ def mean_over(jacobians: Iterable[tuple[ResultArray, int]]) -> ResultArray:
         first = found if first is None else first
         if found.shape != first.shape:
             got, hint = f"{found.sizes} after {first.sizes}", "pad all batches to one length"
-            raise InputError(message("Batches differ in length, so their mean is not defined.", got=got, hint=hint))
+            raise InputError("Batches differ in length, so their mean is not defined.", got=got, hint=hint)
         total, samples = total + found.values.astype(np.float64) * count, samples + count
         for check in found.checks:
             known = checks.setdefault((check.name, check.layer), check)
@@ -206,7 +206,7 @@ class ZarrTarget:
         self, path: str | PathLike[str], labels: JacobianLabels, tally: WorkCount, checks: Sequence[Check]
     ) -> None:
         if Path(path).suffix.lower() != ".zarr":
-            raise FileError(message("out= is written in chunks.", got=str(path), expected="a path in .zarr"))
+            raise FileError("out= is written in chunks.", got=str(path), expected="a path in .zarr")
         self.path, self.asked = check_path(path), Path(path)
         self.labels, self.tally, self.checks = labels, tally, checks
         self.shape, self.dtype = labels.plan.shape, labels.plan.dtype
@@ -262,7 +262,7 @@ class ZarrTarget:
         except RnnlensError:
             raise
         except OSError as error:
-            raise FileError(message("The file cannot be written.", got=f"{self.asked}: {error}")) from error
+            raise FileError("The file cannot be written.", got=f"{self.asked}: {error}") from error
 
     def result(self) -> ResultArray:
         """Return the written Jacobian, loaded lazily."""

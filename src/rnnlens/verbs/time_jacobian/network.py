@@ -12,7 +12,7 @@ import numpy as np
 
 from ...adapters.protocol import AxisConvention, CaptureRequest, Port, Pullback, RecurrentCall
 from ...data import leaves_of
-from ...errors import DisconnectedError, InputError, ModelError, TooLargeError, UnsupportedError, message
+from ...errors import DisconnectedError, InputError, ModelError, TooLargeError, UnsupportedError
 from ...results.schema import to_host
 from ...settings import format_memory
 from ...typing import Array
@@ -224,7 +224,7 @@ def _refuse_samples_elsewhere(request: JacobianRequest, calls: Sequence[Recurren
         what = "The recurrent layers step along the first axis of the input, where this framework has the samples."
         got = f"{length} steps and {samples} samples"
         hint = 'axes={"input": ("time", "sample", "feature"), "output": ("time", "sample", "unit")}'
-        raise InputError(message(what, got=got, expected="samples first", hint=hint))
+        raise InputError(what, got=got, expected="samples first", hint=hint)
 
 
 def _flattened(one: ReplayedCall, memory: int) -> ReplayedCall:
@@ -242,13 +242,11 @@ def _flattened(one: ReplayedCall, memory: int) -> ReplayedCall:
         if size > memory:
             places = "x".join(str(n) for n in one.run.states[0].shape[2:])
             raise TooLargeError(
-                message(
-                    f"One step of {one.call.layer!r} is linearised as a matrix that exceeds the memory limit.",
-                    got=f"states of {places} numbers: {format_memory(size)}",
-                    expected=f"at most {format_memory(memory)}",
-                    hint=f'smaller images, or rl.gradients(..., wrt="{one.call.layer}.hidden"), the total gradient at '
-                    "every step and place",
-                )
+                f"One step of {one.call.layer!r} is linearised as a matrix that exceeds the memory limit.",
+                got=f"states of {places} numbers: {format_memory(size)}",
+                expected=f"at most {format_memory(memory)}",
+                hint=f'smaller images, or rl.gradients(..., wrt="{one.call.layer}.hidden"), the total gradient at '
+                "every step and place",
             )
     return flat
 
@@ -278,7 +276,7 @@ def _state_end(name: TensorName, within: Sequence[ReplayedCall]) -> JacobianEnd:
     time, states = int(within[0].run.input.shape[1]), within[0].run.states
     if name.index >= len(states):
         got = f"{name.text}, state number {name.index} of {len(states)}"
-        raise InputError(message(f"There is no {name.text}.", got=got))
+        raise InputError(f"There is no {name.text}.", got=got)
     size = int(states[name.index].shape[-1])
     return JacobianEnd(name, tuple(within), None, name.what, name.index, size, time if name.what == "state" else None)
 
@@ -345,12 +343,10 @@ def _samples_of(inside: ReplayedLayers) -> int:
     if len(set(counts.values())) > 1:
         listing = ", ".join(f"{layer}: {count}" for layer, count in counts.items())
         raise UnsupportedError(
-            message(
-                "Recurrent layers run on different numbers of samples: some merge the sample axis with another axis.",
-                got=listing,
-                expected="one number of samples, for a time Jacobian of (sample, out_time, in_time)",
-                hint="a Jacobian of the inner layer alone: of= and wrt= in a model of that part",
-            )
+            "Recurrent layers run on different numbers of samples: some merge the sample axis with another axis.",
+            got=listing,
+            expected="one number of samples, for a time Jacobian of (sample, out_time, in_time)",
+            hint="a Jacobian of the inner layer alone: of= and wrt= in a model of that part",
         )
     return next(iter(counts.values()), inside.samples)
 
@@ -383,23 +379,19 @@ def disconnected(of: JacobianEnd, wrt: JacobianEnd) -> DisconnectedError:
     if of.name == wrt.name:
         what = f"{of.name.text} is the output of the layer: no step of it is computed from another."
         hint = f'of="{of.name.layer}.hidden", wrt="{of.name.layer}.hidden": from state to state'
-        return DisconnectedError(message(what, got=f"of={of.name.text!r} and wrt={wrt.name.text!r}", hint=hint))
+        return DisconnectedError(what, got=f"of={of.name.text!r} and wrt={wrt.name.text!r}", hint=hint)
     return DisconnectedError(
-        message(
-            f"{of.name.text} does not depend on {wrt.name.text}.",
-            got="a gradient that is zero for every sample, step and unit",
-            expected="wrt= below of=",
-            hint="rl.gradients(...) says why; rl.layers(model) lists the recurrent layers in the order of their calls",
-        )
+        f"{of.name.text} does not depend on {wrt.name.text}.",
+        got="a gradient that is zero for every sample, step and unit",
+        expected="wrt= below of=",
+        hint="rl.gradients(...) says why; rl.layers(model) lists the recurrent layers in the order of their calls",
     )
 
 
 def _nothing_recurrent(request: JacobianRequest) -> ModelError:
     return ModelError(
-        message(
-            "A time Jacobian goes through recurrent layers, and none ran in this forward pass.",
-            got=type(request.model).__name__,
-            expected="a model with at least one recurrent layer, as rl.layers(model) lists them",
-            hint='for one output unit, rl.gradients(model, x, of="output", at={"unit": 0}, reduce="sum", wrt="input")',
-        )
+        "A time Jacobian goes through recurrent layers, and none ran in this forward pass.",
+        got=type(request.model).__name__,
+        expected="a model with at least one recurrent layer, as rl.layers(model) lists them",
+        hint='for one output unit, rl.gradients(model, x, of="output", at={"unit": 0}, reduce="sum", wrt="input")',
     )

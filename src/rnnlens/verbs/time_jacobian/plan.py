@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ...errors import TooLargeError, UnsupportedError, message
+from ...errors import TooLargeError, UnsupportedError
 from ...recurrence.sweep_rows import BLOCK_BUDGET
 from ...settings import format_memory
 from ...vocabulary import DIRECTION, IN_FEATURE, IN_TIME, OUT_TIME, OUT_UNIT, SAMPLE
@@ -255,19 +255,15 @@ def _part(
         return JacobianPart("direct", mode, network, ends, direct, tuple(pieces), size, place, rtol)
     if rtol is not None:
         raise UnsupportedError(
-            message(
-                "rtol= prunes sweeps through one recurrent layer with only time-local layers around it.",
-                got=f"rtol={rtol}",
-                hint="leave rtol= out, or of= and wrt= that enclose one recurrent layer",
-            )
+            "rtol= prunes sweeps through one recurrent layer with only time-local layers around it.",
+            got=f"rtol={rtol}",
+            hint="leave rtol= out, or of= and wrt= that enclose one recurrent layer",
         )
     if mode == "forward":
         raise UnsupportedError(
-            message(
-                "A forward sweep goes through one recurrent layer with only time-local layers around it.",
-                got='mode="forward"',
-                hint='mode="reverse", or of= and wrt= that enclose one recurrent layer',
-            )
+            "A forward sweep goes through one recurrent layer with only time-local layers around it.",
+            got='mode="forward"',
+            hint='mode="reverse", or of= and wrt= that enclose one recurrent layer',
         )
     pieces, size = composed_pieces(network.recurrences, ends, memory, network.samples)
     route: Literal["composed", "uncut"] = "composed" if network.is_cut else "uncut"
@@ -289,10 +285,8 @@ def _too_large(size: int, memory: int, ends: JacobianEnds) -> TooLargeError:
         hints.append('across="mean"')
     hints.append('out="jacobian.zarr", which is written in chunks')
     return TooLargeError(
-        message(
-            "The time Jacobian is larger than the memory limit.",
-            got=f"a result of {format_memory(size)}",
-            expected=f"at most {format_memory(memory)} (memory=)",
-            hint="; or ".join(hints),
-        )
+        "The time Jacobian is larger than the memory limit.",
+        got=f"a result of {format_memory(size)}",
+        expected=f"at most {format_memory(memory)} (memory=)",
+        hint="; or ".join(hints),
     )

@@ -12,7 +12,7 @@ import numpy as np
 from ... import data
 from ...adapters.protocol import Batch, Port
 from ...autodiff.tensors import dtype_name
-from ...errors import InputError, TooLargeError, UnsupportedError, message
+from ...errors import InputError, TooLargeError, UnsupportedError
 from ...recurrence.reductions import REDUCTIONS, probe_signs, sketched
 from ...results.schema import to_host
 from ...settings import format_memory
@@ -43,12 +43,12 @@ class JacobianOptions:
             return
         if self.measure not in (None, "norm") or self.reduce is not None:
             got = f"measure={self.measure!r}" if self.reduce is None else "reduce="
-            raise InputError(message("A sketch estimates the norm over all units.", got=got, expected='measure="norm"'))
+            raise InputError("A sketch estimates the norm over all units.", got=got, expected='measure="norm"')
         if self.mode == "forward":
-            raise InputError(message("A sketch is pulled back.", got='mode="forward"', expected='"auto" or "reverse"'))
+            raise InputError("A sketch is pulled back.", got='mode="forward"', expected='"auto" or "reverse"')
         if self.out is not None:
             what = "A sketch cannot be written in chunks."
-            raise InputError(message(what, got="sketch= and out=", hint="save it"))
+            raise InputError(what, got="sketch= and out=", hint="save it")
 
 
 @dataclass(frozen=True)
@@ -86,14 +86,12 @@ def read_request(
         if name.what not in _ENDS[role]:
             hint = "rl.gradients differentiates the loss, and by weights and gates"
             what = f"{role}={name.text!r} has no time Jacobian."
-            raise UnsupportedError(message(what, expected=_EXAMPLES[role], hint=hint))
+            raise UnsupportedError(what, expected=_EXAMPLES[role], hint=hint)
     if is_of_integers(wrt, batch):
         raise _integers(wrt, batch, names_behind_ids(resolved.adapter, model, batch, resolved.known))
     if batch.frozen and not resolved.known.sequences:
         what = "frozen=True holds the coefficients of whole-sequence layers, and this model has none."
-        raise InputError(
-            message(what, got=type(model).__name__, expected="a model with a layer of Mamba or a delta rule")
-        )
+        raise InputError(what, got=type(model).__name__, expected="a model with a layer of Mamba or a delta rule")
     return JacobianRequest(**vars(resolved), of=of, wrt=wrt, options=options)
 
 
@@ -113,7 +111,7 @@ def is_of_integers(wrt: TensorName, batch: Batch) -> bool:
         return False
     leaves = data.leaves_of(batch.x)
     if wrt.index >= len(leaves):
-        raise InputError(message(f"The model has no {wrt.text}.", got=f"{len(leaves)} inputs"))
+        raise InputError(f"The model has no {wrt.text}.", got=f"{len(leaves)} inputs")
     leaf = leaves[wrt.index]
     kind = dtype_name(leaf.data if data.is_packed(leaf) else leaf)
     return not ("float" in kind or "complex" in kind)
@@ -123,7 +121,7 @@ def _integers(wrt: TensorName, batch: Batch, instead: Sequence[str]) -> InputErr
     leaf = data.leaves_of(batch.x)[wrt.index]
     got = f"{wrt.text} of dtype {dtype_name(leaf.data if data.is_packed(leaf) else leaf)}"
     hint = " or ".join(f'wrt="{name}"' for name in instead) or 'x.astype("float32")'
-    return InputError(message("Integers have no derivative.", got=got, expected="floats", hint=hint))
+    return InputError("Integers have no derivative.", got=got, expected="floats", hint=hint)
 
 
 Reduce = Callable[[Array], Array]
@@ -263,11 +261,9 @@ def _projection(reduce: Any, size: int) -> Rows:
         matrix = matrix.astype(float)
     if matrix.ndim != 2 or matrix.shape[1] != size or not np.isfinite(matrix).all():
         raise InputError(
-            message(
-                "reduce= does not match the number of output units.",
-                got=f"shape {np.shape(to_host(reduce))}",
-                expected=f"({size},) or (k, {size}), finite",
-            )
+            "reduce= does not match the number of output units.",
+            got=f"shape {np.shape(to_host(reduce))}",
+            expected=f"({size},) or (k, {size}), finite",
         )
     found: Rows = matrix[None, None]
     return found
@@ -278,9 +274,7 @@ def _chosen_times(at: Mapping[str, Any], dim: str, count: int | None) -> list[in
     times, argument = at.get(dim), f"at[{dim!r}]"
     if count is None:
         if times is not None:
-            raise InputError(
-                message(f"There is no {dim} to choose from: the tensor has no time axis.", got=f"at={dict(at)!r}")
-            )
+            raise InputError(f"There is no {dim} to choose from: the tensor has no time axis.", got=f"at={dict(at)!r}")
         return None
     if times is None:
         return list(range(count))
@@ -288,21 +282,17 @@ def _chosen_times(at: Mapping[str, Any], dim: str, count: int | None) -> list[in
         chosen = list(range(count))[times]
         if not chosen:
             raise InputError(
-                message(f"{argument} names no steps.", got=repr(times), expected=f"some of the {count} steps from 0")
+                f"{argument} names no steps.", got=repr(times), expected=f"some of the {count} steps from 0"
             )
         return chosen
     asked = np.atleast_1d(np.asarray(times))
     if asked.ndim != 1 or not np.issubdtype(asked.dtype, np.integer) or asked.size == 0:
-        raise InputError(
-            message(f"{argument} names no steps.", got=repr(times), expected="an int, a list of int, a slice")
-        )
+        raise InputError(f"{argument} names no steps.", got=repr(times), expected="an int, a list of int, a slice")
     if ((asked < -count) | (asked >= count)).any():
-        raise InputError(
-            message(f"{argument} names a step that does not exist.", got=repr(times), expected=f"0 to {count - 1}")
-        )
+        raise InputError(f"{argument} names a step that does not exist.", got=repr(times), expected=f"0 to {count - 1}")
     found = [int(t) % count for t in asked]
     if len(set(found)) < len(found):
-        raise InputError(message(f"{argument} names a step twice.", got=repr(times)))
+        raise InputError(f"{argument} names a step twice.", got=repr(times))
     return found
 
 
@@ -311,10 +301,8 @@ def _refuse_many_probes(sketch: int, of: JacobianEnd, samples: int, limit: int) 
     each = 2 * 8 * of.size * (of.times or 1) * samples
     if sketch * each > limit:
         raise TooLargeError(
-            message(
-                "The random probes of sketch= are larger than the memory limit.",
-                got=f"sketch={sketch}: {format_memory(sketch * each)}",
-                expected=f"at most {format_memory(limit)} (memory=)",
-                hint=f"sketch={max(2, min(100, limit // each))}; without sketch= the norm is exact and often cheaper",
-            )
+            "The random probes of sketch= are larger than the memory limit.",
+            got=f"sketch={sketch}: {format_memory(sketch * each)}",
+            expected=f"at most {format_memory(limit)} (memory=)",
+            hint=f"sketch={max(2, min(100, limit // each))}; without sketch= the norm is exact and often cheaper",
         )

@@ -11,7 +11,7 @@ import numpy as np
 import xarray as xr
 
 from ...adapters.protocol import Batch, Capture, CaptureRequest, LayerInfo, NonRecurrentCall, Port, RecurrentCall
-from ...errors import InputError, LayerNotFoundError, did_you_mean, message
+from ...errors import InputError, LayerNotFoundError, did_you_mean
 from ...recurrence.cells import kinds
 from ...recurrence.replay import Replay
 from ...recurrence.rounding import Rounding, rounding_of
@@ -91,9 +91,7 @@ class TraceSelection:
         for name in self.layers or ():
             if not any(node == name or node.startswith((f"{name}#", f"{name}[")) for node in datasets):
                 what = f"No layer, and no call of one, is named {name!r} in this forward pass."
-                raise LayerNotFoundError(
-                    message(what, hint=did_you_mean(name, list(dict.fromkeys([*datasets, *known]))))
-                )
+                raise LayerNotFoundError(what, hint=did_you_mean(name, list(dict.fromkeys([*datasets, *known]))))
         found = {str(name) for dataset in datasets.values() for name in dataset.data_vars}
         missing = [] if self.quantities is None else sorted(self.quantities - found)
         impossible = [name for name in missing if name not in QUANTITIES]
@@ -101,20 +99,18 @@ class TraceSelection:
             absent, layer = (impossible or missing)[0], next(iter(datasets), "")
             hint = did_you_mean(absent, found) if found else f"rl.trace(model, x, ...)[{layer!r}] lists what there is"
             got = f"quantities={', '.join(missing)}"
-            raise InputError(message(f"No layer here has {absent!r}.", got=got, hint=hint))
+            raise InputError(f"No layer here has {absent!r}.", got=got, hint=hint)
 
 
 def _check(name: str, has_loss: bool) -> None:
     """Raise for an unknown quantity, and for a gradient without a loss."""
     if not _is_quantity(name):
-        raise InputError(message(f"There is no quantity {name!r}.", hint=did_you_mean(name, QUANTITIES)))
+        raise InputError(f"There is no quantity {name!r}.", hint=did_you_mean(name, QUANTITIES))
     if name.endswith("_grad") and not has_loss:
         raise InputError(
-            message(
-                f"{name!r} is a gradient of the loss, and there is no loss.",
-                got="neither y nor loss",
-                hint="pass the target: rl.trace(model, x, y)",
-            )
+            f"{name!r} is a gradient of the loss, and there is no loss.",
+            got="neither y nor loss",
+            hint="pass the target: rl.trace(model, x, y)",
         )
 
 

@@ -12,7 +12,7 @@ import xarray as xr
 
 from ...adapters.protocol import LayerInfo, SequenceCall
 from ...arguments import axes_by_name, kept_steps
-from ...errors import InputError, TooLargeError, did_you_mean, message, shown
+from ...errors import InputError, TooLargeError, did_you_mean, shown
 from ...recurrence.arrays import Array
 from ...recurrence.sequence import SequenceChunk, chunks, forward, run, sweep
 from ...results.checks import REPLAY, Check, rounding_bound
@@ -175,12 +175,10 @@ class SequenceSelection:
             return
         largest = max(each, key=each.__getitem__)
         raise TooLargeError(
-            message(
-                f"The trace of {call.layer!r} would not fit into the memory granted.",
-                got=f"{format_memory(size)} for {', '.join(names)}",
-                expected=f"at most {format_memory(current().memory)} (rl.options(memory=...))",
-                hint=f'at={{"time": [{self.sizes[TIME] - 1}]}}, or quantities= without {largest!r}',
-            )
+            f"The trace of {call.layer!r} would not fit into the memory granted.",
+            got=f"{format_memory(size)} for {', '.join(names)}",
+            expected=f"at most {format_memory(current().memory)} (rl.options(memory=...))",
+            hint=f'at={{"time": [{self.sizes[TIME] - 1}]}}, or quantities= without {largest!r}',
         )
 
 
@@ -193,7 +191,7 @@ def _shape(call: SequenceCall, name: str) -> tuple[int, ...]:
 def _positions(dim: str, steps: Any, sizes: Mapping[str, int]) -> list[int]:
     if dim not in sizes:
         what = f"at= has no dimension {dim!r} in a whole-sequence layer."
-        raise InputError(message(what, got=shown({dim: steps}), hint=did_you_mean(dim, sizes)))
+        raise InputError(what, got=shown({dim: steps}), hint=did_you_mean(dim, sizes))
     size = sizes[dim]
     if isinstance(steps, slice):
         return list(range(*steps.indices(size)))
@@ -201,5 +199,5 @@ def _positions(dim: str, steps: Any, sizes: Mapping[str, int]) -> list[int]:
     outside = [step for step in listed if not -size <= step < size]
     if outside:
         expected = f"{-size} to {size - 1}"
-        raise InputError(message(f"at={{{dim!r}: ...}} lies outside.", got=shown(outside[0]), expected=expected))
+        raise InputError(f"at={{{dim!r}: ...}} lies outside.", got=shown(outside[0]), expected=expected)
     return sorted({step % size for step in listed})

@@ -1,0 +1,29 @@
+"""Errors format what, got, expected and hint, and a pickle keeps their whole text."""
+
+import inspect
+import pickle
+
+import pytest
+
+from rnnlens import errors
+
+CLASSES = [
+    value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, errors.RnnlensError)
+]
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_an_error_is_formatted_like_a_message(kind):
+    error = kind("Batch is empty.", got="x of shape (0, 5)", expected="at least 1 sample", hint="x[:1]")
+    expected = "Batch is empty.\n  got:      x of shape (0, 5)\n  expected: at least 1 sample\n  try:      x[:1]"
+    assert str(error) == expected
+    assert isinstance(error, errors.RnnlensError)
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_pickle_keeps_the_whole_text(kind):
+    error = kind("a" * 1500, got="b" * 1500, hint="c" * 3000)
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is kind
+    assert str(again) == str(error)
+    assert len(str(again)) > 5000
