@@ -10,42 +10,32 @@ from ...vocabulary import BIAS, KERNEL, PROJECTION, RECURRENT_BIAS, RECURRENT_KE
 from ..activations import sigmoid
 from ..trajectory import Record
 from .cell import Cell, by_name
-from .cifg import CIFG
-from .conv_lstm import ConvLSTM1D, ConvLSTM2D, ConvLSTM3D
-from .gru import GRU, gru_tensorflow1, gru_torch
-from .ind_rnn import IndRNN
-from .lru import LRU
-from .lstm import LSTM
-from .lstm_layer_norm import LayerNormLSTM
-from .lstm_peephole import PeepholeLSTM
-from .min_gru import MinGRU
-from .min_lstm import MinLSTM
+from .cifg import CIFG as CIFG
+from .conv_lstm import ConvLSTM1D as ConvLSTM1D
+from .conv_lstm import ConvLSTM2D as ConvLSTM2D
+from .conv_lstm import ConvLSTM3D as ConvLSTM3D
+from .gru import GRU as GRU
+from .gru import gru_tensorflow1, gru_torch
+from .ind_rnn import IndRNN as IndRNN
+from .lru import LRU as LRU
+from .lstm import LSTM as LSTM
+from .lstm_layer_norm import LayerNormLSTM as LayerNormLSTM
+from .lstm_peephole import PeepholeLSTM as PeepholeLSTM
+from .min_gru import MinGRU as MinGRU
+from .min_lstm import MinLSTM as MinLSTM
 from .registry import cell_of_kind, kinds, register, registered
-from .simple_rnn import SimpleRNN
+from .simple_rnn import SimpleRNN as SimpleRNN
 from .stepped import StepCell
 
 __all__ = [
     "BIAS",
-    "CIFG",
-    "GRU",
     "KERNEL",
-    "LRU",
-    "LSTM",
     "PROJECTION",
     "RECURRENT_BIAS",
     "RECURRENT_KERNEL",
     "Cell",
-    "ConvLSTM1D",
-    "ConvLSTM2D",
-    "ConvLSTM3D",
-    "IndRNN",
-    "LayerNormLSTM",
-    "MinGRU",
-    "MinLSTM",
-    "PeepholeLSTM",
     "Quantity",
     "Record",
-    "SimpleRNN",
     "StepCell",
     "by_name",
     "cell_of_kind",
@@ -56,3 +46,4 @@ __all__ = [
     "registered",
     "sigmoid",
 ]
+__all__ += [cell.__name__ for cell in kinds().values()]

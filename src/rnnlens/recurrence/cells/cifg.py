@@ -18,8 +18,10 @@ from . import affine
 from .affine import Pulled
 from .cell import Cell, by_name, of_every_gate
 from .lstm import LSTM
+from .registry import built_in
 
 
+@built_in
 @dataclass(frozen=True, eq=False)
 class CIFG(Cell):
     """A long short-term memory cell whose input gate is one minus its forget gate.

@@ -22,6 +22,7 @@ from ..trajectory import Adjoint, Trajectory
 from . import affine
 from .cell import by_name, flat_gate_grad
 from .lstm import LSTM
+from .registry import built_in
 
 
 def _parameters(rank: int) -> Any:
@@ -198,6 +199,7 @@ def _over_time(scale: Array, x: Array) -> Array:
     return scale[(slice(None), *[None] * (x.ndim - scale.ndim))]
 
 
+@built_in
 class ConvLSTM1D(_ConvLSTM):
     """A convolutional LSTM with one spatial axis."""
 
@@ -206,6 +208,7 @@ class ConvLSTM1D(_ConvLSTM):
     parameters = _parameters(1)
 
 
+@built_in
 class ConvLSTM2D(_ConvLSTM):
     """A convolutional LSTM with two spatial axes."""
 
@@ -214,6 +217,7 @@ class ConvLSTM2D(_ConvLSTM):
     parameters = _parameters(2)
 
 
+@built_in
 class ConvLSTM3D(_ConvLSTM):
     """A convolutional LSTM with three spatial axes."""
 

@@ -21,6 +21,7 @@ from ..trajectory import Adjoint, Record, Trajectory
 from . import affine
 from .affine import GateSystem, Pulled
 from .cell import Cell, are_elementwise, by_name, flat_gate_grad
+from .registry import built_in
 
 _GATES = 3
 
@@ -33,6 +34,7 @@ def _candidate_scale(scale: Array | None) -> Array | None:
     return scale if scale is None or len(scale.shape) == 2 else scale[2]
 
 
+@built_in
 @dataclass(frozen=True, eq=False)
 class GRU(Cell):
     """A gated recurrent unit.

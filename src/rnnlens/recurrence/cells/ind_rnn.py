@@ -17,12 +17,14 @@ from ..trajectory import Adjoint, Record, Trajectory
 from . import affine
 from .affine import Pulled
 from .cell import Cell, are_elementwise, by_name
+from .registry import built_in
 
 RECURRENT_WEIGHT = Quantity(
     "recurrent_weight", (GATE, UNIT), "recurrent weight", "1", "u: from h_{t-1} of a unit to the same unit"
 )
 
 
+@built_in
 @dataclass(frozen=True, eq=False)
 class IndRNN(Cell):
     """An independently recurrent cell; its only gate is the state itself.

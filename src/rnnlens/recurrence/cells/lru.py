@@ -20,10 +20,12 @@ from ..trajectory import Adjoint, Record, Trajectory
 from . import affine
 from .affine import Pulled
 from .cell import Cell, by_name, flat_gate_grad
+from .registry import built_in
 
 _MODE, _INTO = ("mode",), (FEATURE, "mode")
 
 
+@built_in
 @dataclass(frozen=True, eq=False)
 class LRU(Cell):
     """A linear recurrent unit without its readout.

@@ -18,10 +18,12 @@ from ..trajectory import Adjoint, Record, Trajectory
 from . import affine
 from .affine import GateSystem, Pulled
 from .cell import Cell, are_elementwise, by_name, of_every_gate
+from .registry import built_in
 
 _GATES = 4
 
 
+@built_in
 @dataclass(frozen=True, eq=False)
 class LSTM(Cell):
     """A long short-term memory cell.

@@ -18,8 +18,10 @@ from . import affine
 from .affine import Pulled
 from .cell import Cell, by_name, flat_gate_grad
 from .lstm import LSTM
+from .registry import built_in
 
 
+@built_in
 @dataclass(frozen=True, eq=False)
 class LayerNormLSTM(Cell):
     """A long short-term memory cell with layer normalisation.

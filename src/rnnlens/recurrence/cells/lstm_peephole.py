@@ -19,6 +19,7 @@ from . import affine
 from .affine import Pulled
 from .cell import Cell, by_name, of_every_gate
 from .lstm import LSTM
+from .registry import built_in
 
 _PEEPHOLES = by_name(
     *(
@@ -28,6 +29,7 @@ _PEEPHOLES = by_name(
 )
 
 
+@built_in
 @dataclass(frozen=True, eq=False)
 class PeepholeLSTM(Cell):
     """A long short-term memory cell with peepholes.

@@ -17,8 +17,10 @@ from ..trajectory import Adjoint, Record, Trajectory
 from . import affine
 from .affine import Pulled
 from .cell import Cell, are_elementwise, by_name
+from .registry import built_in
 
 
+@built_in
 @dataclass(frozen=True, eq=False)
 class MinGRU(Cell):
     """A minimal GRU.

@@ -17,8 +17,10 @@ from ..trajectory import Adjoint, Record, Trajectory
 from . import affine
 from .affine import Pulled
 from .cell import Cell, are_elementwise, by_name
+from .registry import built_in
 
 
+@built_in
 @dataclass(frozen=True, eq=False)
 class MinLSTM(Cell):
     """A minimal LSTM with the single state h, which is its output. Gates in results are those before normalisation.

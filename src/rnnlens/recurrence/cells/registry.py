@@ -1,4 +1,4 @@
-"""Cells by kind, and the registry of equations for cell classes of a framework."""
+"""Cells by kind, and the equations that users register for cell classes of a framework."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from array_api_compat import array_namespace
 
@@ -14,17 +14,6 @@ from ...errors import InputError, UnsupportedError, did_you_mean
 from ...typing import Array
 from ...vocabulary import GATE, QUANTITIES
 from .cell import Cell
-from .cifg import CIFG
-from .conv_lstm import ConvLSTM1D, ConvLSTM2D, ConvLSTM3D
-from .gru import GRU
-from .ind_rnn import IndRNN
-from .lru import LRU
-from .lstm import LSTM
-from .lstm_layer_norm import LayerNormLSTM
-from .lstm_peephole import PeepholeLSTM
-from .min_gru import MinGRU
-from .min_lstm import MinLSTM
-from .simple_rnn import SimpleRNN
 
 #: Function from the weights (or gradients) of a framework's cell to those of the rnnlens cell, both by name.
 Layout = Callable[[Mapping[str, Array]], Mapping[str, Array]]
@@ -34,22 +23,15 @@ Weights = Mapping[str, str | Sequence[str]] | Layout
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
-_OURS = (
-    SimpleRNN,
-    LSTM,
-    GRU,
-    PeepholeLSTM,
-    CIFG,
-    LayerNormLSTM,
-    MinGRU,
-    MinLSTM,
-    LRU,
-    IndRNN,
-    ConvLSTM1D,
-    ConvLSTM2D,
-    ConvLSTM3D,
-)
-_KINDS: dict[str, type[Cell]] = {cell.kind: cell for cell in _OURS}
+_KINDS: dict[str, type[Cell]] = {}
+
+KnownCell = TypeVar("KnownCell", bound=type[Cell])
+
+
+def built_in(cell: KnownCell) -> KnownCell:
+    """Decorate a cell class of rnnlens, so that :func:`kinds` contains it."""
+    _KINDS[cell.kind] = cell
+    return cell
 
 
 def kinds() -> dict[str, type[Cell]]:

@@ -13,8 +13,10 @@ from ..trajectory import Adjoint, Record, Trajectory
 from . import affine
 from .affine import GateSystem, Pulled
 from .cell import Cell, are_elementwise, by_name, of_every_gate
+from .registry import built_in
 
 
+@built_in
 @dataclass(frozen=True, eq=False)
 class SimpleRNN(Cell):
     """A simple recurrent cell; its only gate is the state itself.
