@@ -4,50 +4,35 @@ No function here computes statistics, calls ``show()``, or changes global settin
 Save one with ``.save("run.png")``, or let a notebook display the returned value, which is an array of its Axes.
 """
 
-from .curves import curves, points
-from .diagnosis import diagnosis
-from .dynamics import eigenvalues, fixed_points, gradient_carriers
-from .gates import gates, gates_over_time, saturation_arrows
-from .gradient_flow import gradient_flow
-from .heatmap import before_after, heatmap
-from .histograms import histogram, weights_histogram
-from .history import norm_history, weight_norms
-from .maps import maps
-from .memory import lag_profile, memory_lifetime
-from .texts import input_map, unit_over_text
-from .time_jacobian import jacobian_margins, time_jacobian
-from .training import film, timeline
-from .weights import weight_lags, weights_heatmap
+from .curves import curves as curves
+from .curves import points as points
+from .diagnosis import diagnosis as diagnosis
+from .dynamics import eigenvalues as eigenvalues
+from .dynamics import fixed_points as fixed_points
+from .dynamics import gradient_carriers as gradient_carriers
+from .gates import gates as gates
+from .gates import gates_over_time as gates_over_time
+from .gates import saturation_arrows as saturation_arrows
+from .gradient_flow import gradient_flow as gradient_flow
+from .heatmap import before_after as before_after
+from .heatmap import heatmap as heatmap
+from .histograms import histogram as histogram
+from .histograms import weights_histogram as weights_histogram
+from .history import norm_history as norm_history
+from .history import weight_norms as weight_norms
+from .maps import maps as maps
+from .memory import lag_profile as lag_profile
+from .memory import memory_lifetime as memory_lifetime
+from .texts import input_map as input_map
+from .texts import unit_over_text as unit_over_text
+from .time_jacobian import jacobian_margins as jacobian_margins
+from .time_jacobian import time_jacobian as time_jacobian
+from .training import film as film
+from .training import timeline as timeline
+from .weights import weight_lags as weight_lags
+from .weights import weights_heatmap as weights_heatmap
 
-__all__ = [
-    "before_after",
-    "curves",
-    "diagnosis",
-    "eigenvalues",
-    "film",
-    "fixed_points",
-    "gates",
-    "gates_over_time",
-    "gradient_carriers",
-    "gradient_flow",
-    "heatmap",
-    "histogram",
-    "input_map",
-    "jacobian_margins",
-    "lag_profile",
-    "maps",
-    "memory_lifetime",
-    "norm_history",
-    "points",
-    "saturation_arrows",
-    "time_jacobian",
-    "timeline",
-    "unit_over_text",
-    "weight_lags",
-    "weight_norms",
-    "weights_heatmap",
-    "weights_histogram",
-]
+__all__ = sorted(name for name, figure in vars().items() if getattr(figure, "__module__", "").startswith(__name__))
 
 
 def __dir__() -> list[str]:
