@@ -46,24 +46,45 @@ def _read_layout(where: str, listed: Any) -> Layout:
     return Layout(tuple(tuple(part) for part in parts))
 
 
-class TensorLayouts:
+#: Largest number of input shapes for which layouts of one model are kept.
+_MOST_SHAPES = 64
+
+
+class ModelAxes:
     """Layouts of a model's tensors: stated by the user, else found by experiment, else by the framework's convention.
 
     Parameters
     ----------
-    stated, found
-        Layouts stated by the user, and layouts found by experiment.
+    stated
+        Layouts stated by the user, by the name of a tensor, or ``"y"`` and ``"sample_weight"``.
+    known
+        Catalogue of the model's tensors, to resolve these names; None if nothing is stated.
     rule
-        Axis convention of the framework.
+        Axis convention; by default that of the adapter.
     """
 
     def __init__(
-        self, stated: Mapping[Port, Layout], rule: AxisConvention, found: Mapping[Port, Layout] | None = None
+        self,
+        adapter: Adapter,
+        model: Any,
+        stated: Mapping[str, Layout] | None = None,
+        known: Catalogue | None = None,
+        rule: AxisConvention | None = None,
     ) -> None:
-        self.stated, self.found = dict(stated), dict(found or {})
-        self.rule = rule
+        self.adapter, self.model, self.rule = adapter, model, rule or adapter
+        tensors = {} if known is None else {t: layout for t, layout in (stated or {}).items() if t not in DATA}
+        self.stated = {_port(text, known): layout for text, layout in tensors.items() if known is not None}
+        self.data = {name: layout for name, layout in (stated or {}).items() if name in DATA}
+        #: Layouts found by experiment, and the ports for which an experiment was made.
+        self.found: dict[Port, Layout] = {}
+        self._learned: set[Port] = set()
+        #: Layouts of the inputs if they are cut into batches; None if samples come first.
+        self.inputs: Sequence[Layout | None] | None = None
+        self.is_cut = False
         #: Whether every tensor has its samples on the first axis, by the framework's convention and by ``axes=``.
-        self.samples_first = rule.samples_first and all(layout.axes[0] == (SAMPLE,) for layout in stated.values())
+        self.samples_first = self.rule.samples_first and all(
+            layout.axes[0] == (SAMPLE,) for layout in self.stated.values()
+        )
 
     def layout(self, port: Port, shape: Sequence[int], *, integer: bool = False) -> Layout:
         """Return the layout of a tensor of the given shape, with axes in the framework's order."""
@@ -78,79 +99,43 @@ class TensorLayouts:
             )
         return known
 
-
-def learned(
-    adapter: Adapter, model: Any, batch: Batch, ports: Iterable[Port], shown: Mapping[Port, Layout] | None = None
-) -> Mapping[Port, Layout]:
-    """Return the layouts of some tensors of a model; run an experiment unless they are cached for such data.
-
-    ``shown``: layouts that a pass on this batch showed already. Layouts in which every axis is known are cached per
-    model and input shapes, until the model's fingerprint changes.
-    """
-    if adapter.samples_first:
-        return {}
-    asked = list(ports)
-    known = _layouts_kept(adapter, model, batch)
-    if known is not None and all(port in known for port in asked):
-        return {port: known[port] for port in asked}
-    if shown and all(port in shown for port in asked):
-        found = shown
-    else:
-        quiet = Batch(batch.x, training=batch.training, initial_state=batch.initial_state, seed=batch.seed)
-        found = adapter.layouts(model, quiet, asked)
-    if known is not None:
-        sure = {port: layout for port, layout in found.items() if not layout.coupled and not layout.is_uncertain}
-        known |= sure
-    return found
-
-
-#: Largest number of input shapes for which layouts of one model are kept.
-_MOST_SHAPES = 64
-
-
-def _layouts_kept(adapter: Adapter, model: Any, batch: Batch) -> dict[Port, Layout] | None:
-    """Return the mutable cache of layouts for data of these shapes; None if nothing may be cached."""
-    leaves = data.leaves_of(batch.x)
-    if any(map(data.is_packed, leaves)):
-        return None
-    known = known_model(adapter, model)
-    if known.fingerprint is None:
-        return None
-    if len(known.layouts) > _MOST_SHAPES:
-        known.layouts.clear()
-    names = tuple(batch.x) if isinstance(batch.x, Mapping) else ()
-    shapes = tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
-    return known.layouts.setdefault((names, shapes, batch.training, tuple(batch.initial_state or ())), {})
-
-
-class ModelAxes(TensorLayouts):
-    """Layouts of the tensors of one model, found when they are needed.
-
-    Parameters
-    ----------
-    stated
-        Layouts stated by the user, by the name of a tensor, or ``"y"`` and ``"sample_weight"``.
-    known
-        Catalogue of the model's tensors, to resolve these names; None if nothing is stated.
-    """
-
-    def __init__(
-        self, adapter: Adapter, model: Any, stated: Mapping[str, Layout] | None, known: Catalogue | None
-    ) -> None:
-        super().__init__({} if known is None else named_layouts(stated, known), adapter)
-        self.adapter, self.model = adapter, model
-        self.data = {name: layout for name, layout in (stated or {}).items() if name in DATA}
-        #: Layouts of the inputs if they are cut into batches; None if samples come first.
-        self.inputs: Sequence[Layout | None] | None = None
-        self.is_cut = False
-        self._asked: set[Port] = set()
-
     def learn(self, batch: Batch, ports: Iterable[Port], shown: Mapping[Port, Layout] | None = None) -> None:
-        """Find the layouts of those ports that have none yet; ``shown`` as in :func:`learned`."""
-        new = [port for port in dict.fromkeys(ports) if port not in self._asked and port not in self.stated]
+        """Find the layouts of those ports that have none yet, by an experiment unless they are kept for such data.
+
+        ``shown``: layouts that a pass on this batch showed already. Layouts in which every axis is known are kept per
+        model and input shapes, until the model's fingerprint changes.
+        """
+        new = [port for port in dict.fromkeys(ports) if port not in self._learned and port not in self.stated]
         if new and not self.samples_first:
-            self.found |= learned(self.adapter, self.model, batch, new, shown)
-            self._asked |= set(new)
+            self.found |= {} if self.adapter.samples_first else self._find(new, batch, shown or {})
+            self._learned |= set(new)
+
+    def _find(self, ports: list[Port], batch: Batch, shown: Mapping[Port, Layout]) -> Mapping[Port, Layout]:
+        """Return layouts that are kept or shown, else those of an experiment, which are kept where they are certain."""
+        kept = self._kept(batch)
+        if kept is not None and all(port in kept for port in ports):
+            return {port: kept[port] for port in ports}
+        found = shown
+        if not all(port in shown for port in ports):
+            quiet = Batch(batch.x, training=batch.training, initial_state=batch.initial_state, seed=batch.seed)
+            found = self.adapter.layouts(self.model, quiet, ports)
+        if kept is not None:
+            kept |= {port: one for port, one in found.items() if not one.coupled and not one.is_uncertain}
+        return found
+
+    def _kept(self, batch: Batch) -> dict[Port, Layout] | None:
+        """Return the mutable cache of layouts for data of these shapes; None if nothing may be cached."""
+        leaves = data.leaves_of(batch.x)
+        if any(map(data.is_packed, leaves)):
+            return None
+        known = known_model(self.adapter, self.model)
+        if known.fingerprint is None:
+            return None
+        if len(known.layouts) > _MOST_SHAPES:
+            known.layouts.clear()
+        names = tuple(batch.x) if isinstance(batch.x, Mapping) else ()
+        shapes = tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
+        return known.layouts.setdefault((names, shapes, batch.training, tuple(batch.initial_state or ())), {})
 
     def samples(self, batch: Batch) -> int:
         """Return the number of samples of a batch by its known layouts, else the length of its first axis."""
@@ -168,17 +153,6 @@ def text_of(port: Port) -> str:
     """Return the name of a port as a user writes it."""
     index = f"[{port.index}]" if port.index else ""
     return f"{port.kind}{index}" if port.layer is None else f"{port.layer}.{port.kind}{index}"
-
-
-def named_layouts(stated: Mapping[str, Layout] | None, known: Catalogue) -> dict[Port, Layout]:
-    """Return the layouts that the user states, by port.
-
-    Raises
-    ------
-    InputError
-        If a name is neither an input nor an output.
-    """
-    return {_port(text, known): layout for text, layout in (stated or {}).items() if text not in DATA}
 
 
 def _port(text: str, known: Catalogue) -> Port:
@@ -261,7 +235,7 @@ class InputCoordinates:
         Layouts of inputs whose dimensions are not called ``sample``, ``time`` and ``feature``.
     """
 
-    def __init__(self, x: Any, layouts: TensorLayouts) -> None:
+    def __init__(self, x: Any, layouts: ModelAxes) -> None:
         leaves = data.leaves_of(x)
         self.leaves = leaves if any(isinstance(leaf, xr.DataArray) for leaf in leaves) else []
         self._by_leaf = [_labels(leaf, index, layouts) for index, leaf in enumerate(self.leaves)]
@@ -291,7 +265,7 @@ class InputCoordinates:
         return None
 
 
-def _labels(leaf: Any, index: int, layouts: TensorLayouts) -> dict[str, Array]:
+def _labels(leaf: Any, index: int, layouts: ModelAxes) -> dict[str, Array]:
     """Return the index coordinates of one input by the role of their axis."""
     if not isinstance(leaf, xr.DataArray):
         return {}
@@ -307,7 +281,7 @@ def _labels(leaf: Any, index: int, layouts: TensorLayouts) -> dict[str, Array]:
 class BatchAxes:
     """Converts tensors of one batch between the framework's layout and one axis per name."""
 
-    def __init__(self, axes: TensorLayouts, samples: int) -> None:
+    def __init__(self, axes: ModelAxes, samples: int) -> None:
         self.axes, self.samples = axes, samples
 
     def layout(self, port: Port, array: Any, lead: int = 0) -> Layout:

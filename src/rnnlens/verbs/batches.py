@@ -23,17 +23,9 @@ _MOST_WAYS = 64
 _FEW, _MORE = 2, 3
 
 
-@dataclass(frozen=True)
-class SampleAxis:
-    """Position of the sample axis among ``count`` axes of an array; None for a packed sequence."""
-
-    axis: int | None
-    count: int
-
-    @property
-    def layout(self) -> Layout:
-        """Layout in which only the sample axis is known."""
-        return Layout.plain(SAMPLE if i == self.axis else f"axis_{i}" for i in range(self.count))
+def _with_samples_on(axis: int | None, count: int) -> Layout:
+    """Return the layout of ``count`` axes in which only the sample axis is known."""
+    return Layout.plain(SAMPLE if i == axis else f"axis_{i}" for i in range(count))
 
 
 def layouts_to_cut(axes: ModelAxes, template: Batch, x: Any, y: Any, sample_weight: Any) -> data.DataLayouts | None:
@@ -75,49 +67,36 @@ def layouts_of_inputs(axes: ModelAxes, template: Batch, x: Any) -> list[Layout |
             failure = failure or error
         else:
             if _only_samples_moved(few, more):
-                return [cut if isinstance(cut, Layout) else None if cut.axis is None else cut.layout for cut in way]
+                return list(way)
     raise _unknown("input", [tuple(getattr(leaf, "shape", ())) for leaf in leaves], failure)
 
 
-def _ways(leaves: Sequence[Any], stated: Sequence[Layout | None]) -> Iterator[tuple[SampleAxis | Layout, ...]]:
-    """Yield every choice of one sample axis per input for which all inputs have the same number of samples."""
-    options: list[list[SampleAxis | Layout]] = []
+def _ways(leaves: Sequence[Any], stated: Sequence[Layout | None]) -> Iterator[tuple[Layout | None, ...]]:
+    """Yield every choice of one sample axis per input, None for a packed one, with which all have as many samples."""
+    options: list[list[Layout | None]] = []
     for leaf, layout in zip(leaves, stated, strict=True):
-        shape = tuple(getattr(leaf, "shape", ()))
+        count = len(getattr(leaf, "shape", ()))
         if layout is not None and layout.sample is not None:
             options.append([layout])
         elif data.is_packed(leaf):
-            options.append([SampleAxis(None, 0)])
+            options.append([None])
         else:
-            options.append([SampleAxis(axis, len(shape)) for axis in range(len(shape))])
+            options.append([_with_samples_on(axis, count) for axis in range(count)])
     for way in product(*options):
-        sizes = {_size(leaf, cut) for leaf, cut in zip(leaves, way, strict=True)}
-        if len(sizes) == 1:
+        if len({data.size_of(leaf, layout) for leaf, layout in zip(leaves, way, strict=True)}) == 1:
             yield way
 
 
-def _size(leaf: Any, cut: SampleAxis | Layout) -> int:
-    return data.size_of(leaf, cut if isinstance(cut, Layout) else None if cut.axis is None else cut.layout)
-
-
-def _short(x: Any, way: Sequence[SampleAxis | Layout], size: int) -> Any:
+def _short(x: Any, way: Sequence[Layout | None], size: int) -> Any:
     """Return the inputs cut to ``size`` samples; the first ones repeat if there are fewer."""
-    cuts = iter(way)
-
-    def one(leaf: Any) -> Any:
-        cut = next(cuts)
-        if isinstance(cut, SampleAxis) and cut.axis is None:
-            return data.samples_of(leaf, None, 0, min(size, data.size_of(leaf, None)))
-        layout = cut if isinstance(cut, Layout) else cut.layout
-        return _first(leaf, layout, size)
-
-    return data.map_leaves(one, x)
+    layouts = iter(way)
+    return data.map_leaves(lambda leaf: _first(leaf, next(layouts), size), x)
 
 
-def _first(leaf: Any, layout: Layout, size: int) -> Any:
+def _first(leaf: Any, layout: Layout | None, size: int) -> Any:
     whole = data.size_of(leaf, layout)
     some = data.samples_of(leaf, layout, 0, min(size, whole))
-    if whole >= size or layout.sample is None:
+    if whole >= size or layout is None or layout.sample is None:
         return some
     index = (slice(None),) * layout.sample + (np.arange(size) % whole,)
     return some[index]
@@ -157,7 +136,7 @@ def _beside(
     found: list[Layout | None] = []
     for leaf in leaves:
         shape = tuple(getattr(leaf, "shape", ()))
-        fitting = [SampleAxis(axis, len(shape)).layout for axis, size in enumerate(shape) if size == count]
+        fitting = [_with_samples_on(axis, len(shape)) for axis, size in enumerate(shape) if size == count]
         if len(fitting) > 1 and len(leaves) == 1:
             fitting = [layout for layout in fitting if _loss_takes(axes, template, x, inputs, y, layout)]
         if len(fitting) != 1:
@@ -170,11 +149,10 @@ def _loss_takes(
     axes: ModelAxes, template: Batch, x: Any, inputs: Sequence[Layout | None], y: Any, layout: Layout
 ) -> bool:
     """Return whether the loss works on fewer samples with targets cut so, and fails for unequal numbers."""
-    way = [SampleAxis(None, 0) if layout is None else layout for layout in inputs]
     works = []
     for size, targets in ((_MORE, _MORE), (_MORE, _FEW), (_FEW, _MORE)):
         try:
-            _run(axes, template, _short(x, way, size), _first(data.leaves_of(y)[0], layout, targets))
+            _run(axes, template, _short(x, inputs, size), _first(data.leaves_of(y)[0], layout, targets))
         except Exception:
             works.append(False)
         else:
@@ -188,11 +166,11 @@ def _weight(axes: ModelAxes, leaf: Any, y: Any, targets: Sequence[Layout | None]
         return axes.data["sample_weight"]
     shape = tuple(getattr(leaf, "shape", ()))
     if len(shape) == 1 and shape[0] == count:
-        return SampleAxis(0, 1).layout
+        return _with_samples_on(0, 1)
     for target, layout in zip(data.leaves_of(y), targets, strict=True):
         if layout is not None and tuple(target.shape[: len(shape)]) == shape and (layout.sample or 0) < len(shape):
-            return SampleAxis(layout.sample, len(shape)).layout
-    fitting = [SampleAxis(axis, len(shape)).layout for axis, size in enumerate(shape) if size == count]
+            return _with_samples_on(layout.sample, len(shape))
+    fitting = [_with_samples_on(axis, len(shape)) for axis, size in enumerate(shape) if size == count]
     if len(fitting) != 1:
         raise _unknown("sample_weight", [shape], None)
     return fitting[0]

@@ -17,7 +17,7 @@ from ...results.schema import to_host
 from ...settings import format_memory
 from ...typing import Array
 from ...vocabulary import TIME
-from ..axes import TensorLayouts, refusal, refuse_unclear_steps, refuse_unknown, text_of
+from ..axes import ModelAxes, refusal, refuse_unclear_steps, refuse_unknown, text_of
 from ..names import TensorName, refuse_lone_output
 from ..recurrent_layers import ReplayedCall, ReplayedLayers
 from .request import JacobianEnd, JacobianRequest
@@ -54,6 +54,8 @@ class JacobianNetwork:
     ----------
     recurrences
         All recurrent calls in the order in which they ran.
+    layouts
+        Layouts of the tensors at the two ends.
     around
         The segments between tensors outside of recurrences.
     is_cut
@@ -61,17 +63,15 @@ class JacobianNetwork:
         differentiates through them as well.
     inside
         Replays of all recurrent calls.
-    layouts
-        Layouts of the tensors at the two ends.
     """
 
     recurrences: tuple[ReplayedCall, ...]
     of: JacobianEnd
     wrt: JacobianEnd
+    layouts: ModelAxes
     around: SegmentGraph = field(default_factory=SegmentGraph)
     is_cut: bool = True
     inside: ReplayedLayers = field(default_factory=lambda: ReplayedLayers({}))
-    layouts: TensorLayouts = field(default_factory=lambda: TensorLayouts({}, AxisConvention()))
 
     @property
     def samples(self) -> int:
@@ -165,12 +165,13 @@ def _opened(request: JacobianRequest, inside: ReplayedLayers) -> Iterator[Jacobi
     """Open the network around replayed recurrences; without cuts if recurrences read each other in a cycle."""
     of, wrt = _inner(request.of, inside, "of"), _inner(request.wrt, inside, "wrt")
     if of and wrt and not inside.entangled and {id(one) for one in of.within} == {id(one) for one in wrt.within}:
-        yield JacobianNetwork(inside.calls, of, wrt, inside=inside)
+        yield JacobianNetwork(inside.calls, of, wrt, request.axes, inside=inside)
         return
     outer = [None if end is not None else _port(name) for end, name in ((of, request.of), (wrt, request.wrt))]
     chain = None if inside.entangled or request.axes.stated else known_chain(request, inside, outer[0], outer[1])
     if chain is not None:
-        yield _network(request, inside, (of, wrt), chain, TensorLayouts({}, AxisConvention()))
+        samples_first = ModelAxes(request.adapter, request.model, rule=AxisConvention())
+        yield _network(request, inside, (of, wrt), chain, samples_first)
         return
     with _pullback(request, inside, outer, wrt) as pullback:
         tensors = _tensors(request, inside, pullback.values, outer)
@@ -356,7 +357,7 @@ def _network(
     inside: ReplayedLayers,
     inner: tuple[JacobianEnd | None, JacobianEnd | None],
     around: SegmentGraph,
-    layouts: TensorLayouts,
+    layouts: ModelAxes,
 ) -> JacobianNetwork:
     """Return the network, with outer ends as framework tensors; raise if no path connects the ends."""
     ends = list(inner)
@@ -367,7 +368,7 @@ def _network(
     of, wrt = ends
     assert of is not None
     assert wrt is not None
-    network = JacobianNetwork(inside.calls, of, wrt, around, not inside.entangled, inside, layouts)
+    network = JacobianNetwork(inside.calls, of, wrt, layouts, around, not inside.entangled, inside)
     path = network.path
     if network.is_cut and not path.is_cyclic and not path.recurrences and of.port not in path.tops:
         raise disconnected(of, wrt)
