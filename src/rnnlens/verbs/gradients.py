@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -9,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import xarray as xr
 
-from ..adapters.protocol import Batch
+from ..adapters.protocol import Adapter, Batch
 from ..adapters.registry import adapter_for
 from ..arguments import (
     anything,
@@ -30,7 +31,7 @@ from ..arguments import (
     whole,
 )
 from ..arguments import loss as a_loss
-from ..errors import DisconnectedError
+from ..errors import DisconnectedError, UnsupportedError
 from ..results.array import LazyArray, ResultArray, record
 from ..results.gradients import Answer, Gradients, Reason
 from ..results.schema import labelled
@@ -44,12 +45,14 @@ from .differentiation.clipping import a_clipping, clipped, rule
 from .differentiation.gather import DataSetGradients, gather
 from .differentiation.request import GradientArguments, GradientRequest, Of, a_target, read_request, trainable
 from .differentiation.target import Reduction, Target, a_reduction
-from .names import TensorName
+from .names import TensorName, known_model
 from .request import ModelRequest, in_turn
-from .scan_gradients import scan_gradient, scan_tensor
+from .trace import trace
 
 __all__ = ["Gradients", "gradients"]
 
+#: Quantities of a whole-sequence layer that the loss can be differentiated by.
+SCAN_QUANTITIES = ("state", "decay", "write", "read")
 _ROWS_APART = (
     "Keras on TensorFlow clips each looked-up row of an embedding by itself, before the rows of one id are added. "
     "Where ids repeat in a batch, "
@@ -176,11 +179,11 @@ def gradients(
     arguments = GradientArguments(of, wrt, at or {}, reduce, per_sample, measure, across, combine, clip, memory, axes)
     if is_lazy((x, y, sample_weight)):
         return _lazy(model, run, arguments, batch_size)
-    scanned = scan_tensor(adapter_for(model), model, wrt)
+    scanned = _scan_tensor(adapter_for(model), model, wrt)
     if scanned is not None:
         others = ("loss", "sample_weight", "class_weight", "initial_state", "training", "seed")
         given = vars(arguments) | {name: getattr(run, name) for name in others}
-        return scan_gradient(model, x, y, scanned, _changed(given, batch_size))
+        return _scan_gradient(model, x, y, scanned, _changed(given, batch_size))
     request = read_request(model, run, arguments)
     found = gather(request, DataSetBatches(run, batch_size, request.axes, request.with_loss))
     provenance = request.provenance(with_loss=request.with_loss)
@@ -190,6 +193,46 @@ def gradients(
     if clip is not None:
         _add_clipped(result, request, found, clip)
     return result
+
+
+def _scan_tensor(adapter: Adapter, model: Any, wrt: Any) -> tuple[str, str] | None:
+    """Return layer and quantity that ``wrt`` names in a whole-sequence layer; None for any other tensor."""
+    named = (
+        re.fullmatch(rf"(?P<layer>.+)\.(?P<quantity>{'|'.join(SCAN_QUANTITIES)})", wrt)
+        if isinstance(wrt, str)
+        else None
+    )
+    if named is None:
+        return None
+    layers = list(known_model(adapter, model).sequences)
+    found = [name for name in layers if name == named["layer"] or name.endswith(f".{named['layer']}")]
+    return (found[0], named["quantity"]) if len(found) == 1 else None
+
+
+def _scan_gradient(model: Any, x: Any, y: Any, tensor: tuple[str, str], options: Mapping[str, Any]) -> ResultArray:
+    """Return the gradient of the loss by a state or coefficient of a scan, with checks and certificate.
+
+    ``options``: the other arguments of ``rl.gradients`` that are not at their defaults.
+
+    Raises
+    ------
+    UnsupportedError
+        For a target other than the loss, or a reduction of it.
+    """
+    (layer, quantity), known = tensor, ("loss", "sample_weight", "class_weight", "training", "seed", "axes")
+    others = [name for name in options if name not in known]
+    if others:
+        raise UnsupportedError(
+            f"A gradient with respect to the {quantity} of a whole-sequence layer is one of the loss of a batch.",
+            got=", ".join(f"{name}=" for name in others),
+            expected=f'rl.gradients(model, x, y, loss=..., wrt="{layer}.{quantity}")',
+            hint="loss=lambda output: ..., any scalar of the output; steps are chosen by rl.trace(..., at=)",
+        )
+    name = f"{quantity}_grad"
+    result = trace(model, x, y, layers=layer, quantities=[name], **options)
+    array = ResultArray(result[layer][name])
+    array.attrs |= record([check for check in result.checks if check.layer], result.certificate)
+    return array
 
 
 def _changed(given: Mapping[str, Any], batch_size: int | None) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -40,17 +39,9 @@ def attempt(run: Callable[[], T]) -> tuple[T | None, str]:
         return run(), ""
     except CertificateError as reason:
         return None, str(reason)
-    except AttributeError as error:
-        if error.name == "plain":
-            return None, "the adapter of this framework has no reference run"
-        return None, _raised(error)
     except Exception as error:
-        return None, _raised(error)
-
-
-def _raised(error: Exception) -> str:
-    first = next(iter(str(error).strip().splitlines()), "")
-    return f"the reference run of the model raised {type(error).__name__}: {first}"
+        first = next(iter(str(error).strip().splitlines()), "")
+        return None, f"the reference run of the model raised {type(error).__name__}: {first}"
 
 
 def recheck_failure(
@@ -70,22 +61,18 @@ def recheck_failure(
             return failed
     again = _rerun_difference(adapter, model, batch, first)
     if again > 1e-6:
-        return _could_not(failed, "two reference runs of the model give different numbers")
+        return Certificate("could not", failed.against, why="two reference runs of the model give different numbers")
     if batch.training and _rerun_difference(adapter, model, replace(batch, seed=(batch.seed or 0) + 1), first) > 1e-6:
         why = "the model draws random numbers in training mode, and drew others in the traced run"
-        return _could_not(failed, why)
+        return Certificate("could not", failed.against, why=why)
     unit = epsilon(adapter.provenance(model).get("dtype"))
     moved = _rerun_difference(
         adapter, model, replace(batch, x=data.map_leaves(lambda leaf: _perturbed_leaf(leaf, unit), batch.x)), first
     )
     if all(check.ok or check.residual <= check.bound * moved / unit for check in failed.checks):
         why = f"the model is chaotic: rounding its input changes its outputs by {moved:.1g}"
-        return _could_not(failed, why)
+        return Certificate("could not", failed.against, why=why)
     return failed
-
-
-def _could_not(failed: Certificate, why: str) -> Certificate:
-    return Certificate("could not", failed.against, why=why)
 
 
 def _rerun_difference(adapter: Adapter, model: Any, batch: Batch, first: ReferenceRun) -> float:
@@ -219,14 +206,11 @@ class Comparisons:
 
 
 @contextmanager
-def start_reference_run(adapter: Adapter, model: Any, batch: Batch, claim: ReplayedValues | None) -> Iterator[Attempt]:
+def start_reference_run(adapter: Adapter, model: Any, batch: Batch, claim: ReplayedValues) -> Iterator[Attempt]:
     """Start the reference run in a thread beside the replay, if the adapter can prepare it separately.
 
-    It starts after the capture, so that two runs never take memory at once. Without values to compare nothing is run.
+    It starts after the capture, so that two runs never take memory at once.
     """
-    if claim is None:
-        yield lambda: (None, "")
-        return
     batch, gradients = _as_captured(batch, claim.capture), _has_gradients(claim.capture)
     with ThreadPoolExecutor(1) as thread:
         ready, why = attempt(lambda: adapter.prepared_reference_run(model, batch, gradients=gradients))
@@ -240,9 +224,7 @@ def start_reference_run(adapter: Adapter, model: Any, batch: Batch, claim: Repla
 
 def _as_captured(batch: Batch, capture: Capture) -> Batch:
     """Return the batch, without targets and weights if the capture has no loss."""
-    if capture.loss is not None:
-        return batch
-    return batch.without_loss()
+    return batch if capture.loss is not None else batch.without_loss()
 
 
 def _has_gradients(capture: Capture) -> bool:
@@ -253,7 +235,7 @@ def certify(
     adapter: Adapter,
     model: Any,
     batch: Batch,
-    claim: ReplayedValues | None,
+    claim: ReplayedValues,
     made: Attempt,
     perturbed: Callable[[], ReplayedValues],
     **words: Any,
@@ -261,36 +243,29 @@ def certify(
     """Compare replayed values with the reference run; return "could not" if that run is not reproducible itself.
 
     ``perturbed`` recomputes the replayed values with one more rounding; it is called only if the comparison fails.
-    ``words`` as in :meth:`Certificate.of`. Without replayed values the certificate is empty.
+    ``words`` as in :meth:`Certificate.of`.
     """
-    if claim is None:
-        return Certificate()
     altered, engine = claim.capture.altered, adapter.engine
     run, why = made()
     if run is None:
         return Certificate("could not", engine, why=why)
-    held = partial(_held, adapter, model, batch, run, words)
-    certificate = held(claim)
+
+    def compare(claim: ReplayedValues) -> Certificate:
+        comparisons = compared(adapter, model, batch, claim, run)
+        return comparisons.certificate(engine, **words)
+
+    certificate = compare(claim)
     if certificate.state == "failed":
-        certificate = held(claim.beside(perturbed()))
+        certificate = compare(claim.beside(perturbed()))
     if certificate.state == "failed":
-        batch = _as_captured(batch, claim.capture)
-        certificate = recheck_failure(certificate, adapter, model, batch, run, steps=claim.steps)
+        compared_batch = _as_captured(batch, claim.capture)
+        certificate = recheck_failure(certificate, adapter, model, compared_batch, run, steps=claim.steps)
     if altered and certificate.state != "failed":
         return Certificate("could not", engine, why=altered)
     return certificate
 
 
-def _held(
-    adapter: Adapter, model: Any, batch: Batch, run: ReferenceRun, words: Mapping[str, Any], claim: ReplayedValues
-) -> Certificate:
-    comparisons = compared(adapter, model, batch, claim, run, gradients=_has_gradients(claim.capture))
-    return comparisons.certificate(adapter.engine, **words)
-
-
-def compared(
-    adapter: Adapter, model: Any, batch: Batch, claim: ReplayedValues, run: ReferenceRun, *, gradients: bool = True
-) -> Comparisons:
+def compared(adapter: Adapter, model: Any, batch: Batch, claim: ReplayedValues, run: ReferenceRun) -> Comparisons:
     """Compare all quantities that both the capture and the reference run have."""
     comparisons = Comparisons(claim.steps, claim.dtype)
     capture = claim.capture
@@ -300,7 +275,7 @@ def compared(
     if outputs or run.outputs:
         same = len(outputs) == len(run.outputs)
         comparisons.compare(OUTPUTS, "", zip(outputs, run.outputs, strict=True) if same else [(np.inf, 1.0)])
-    if not gradients:
+    if not _has_gradients(capture):
         return comparisons
     if capture.input_grads:
         sides = list(zip(outputs_of(batch.x), capture.input_grads, run.input_grads, strict=True))
