@@ -299,7 +299,7 @@ def _from_numbers(name: str, value: Any) -> np.ndarray[Any, Any]:
 
 
 def _is_array(leaf: Any) -> bool:
-    """Return whether an object of a class with ``shape`` and ``dtype``, or with an attribute ``shape``."""
+    """Return whether an object is an array: it is no class, and it or its class has an attribute ``shape``."""
     return not isinstance(leaf, type) and (hasattr(type(leaf), "shape") or has_attribute(leaf, "shape"))
 
 

@@ -262,7 +262,7 @@ def _followers(x: Array) -> tuple[Array, Array]:
 
 
 def _scaled_stride(x: Array) -> int:
-    """Return the smallest shift at which each window continues in the next sample; 0 if there is none.
+    """Return how many steps later each overlapping sample starts than the one before it; 0 if samples do not overlap.
 
     Windows are compared up to scale and offset.
     """

@@ -288,7 +288,7 @@ def _mask(layer: Any, gates: xr.DataArray) -> Numbers | None:
 def _values(
     gates: xr.DataArray, array: xr.DataArray, keep: str, half: int | None, mask: Numbers | None, *, most: int
 ) -> tuple[Numbers, Numbers, Numbers]:
-    """Return (step, unit) of the product of the gates and of the measured derivative, and the steps."""
+    """Return the product of the gates and the measured derivative, (step, unit) each, and the steps."""
     backward = half is not None and names_of(gates, DIRECTION)[half] == BACKWARD
     backward = backward or (half is None and gates.attrs.get("direction") == BACKWARD)
     if half is not None:

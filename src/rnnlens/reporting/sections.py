@@ -132,7 +132,7 @@ def _fewer_features(values: Array, material: Material) -> Array:
 
 
 def _of_tracks(material: Material, shown: ShownSamples) -> list[Section]:
-    """Return a section for each direction of each layer: gradients, gates, states, weights."""
+    """Return one section of the report for each direction of each layer: gradients, gates, states, weights."""
     sections = []
     for number, track in enumerate(material.moments[0].tracks):
         tracks = [m.tracks[number] for m in material.moments]

@@ -180,7 +180,7 @@ class Result(Mapping[str, Any]):
         return self.dataset(name)
 
     def _meta(self) -> dict[str, Any]:
-        """Return the data beside the tree that :meth:`_restore` needs to rebuild the result; serialisable as JSON."""
+        """Return what :meth:`_restore` needs besides the tree of arrays to rebuild the result, serialisable as JSON."""
         return {
             "provenance": self.provenance,
             "notes": self.notes,

@@ -105,7 +105,7 @@ class ModelRequest:
     def resolve(
         cls, model: Any, batch: Batch, axes: Mapping[str, Layout] | None = None, texts: Iterable[Any] = ()
     ) -> ModelRequest:
-        """Resolve the layouts that the user states; ``texts`` are names that may need the keys of the outputs.
+        """Resolve a call on its model, stated layouts included; ``texts`` are names that may need output keys.
 
         Raises
         ------

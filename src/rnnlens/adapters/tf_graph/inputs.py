@@ -153,7 +153,7 @@ def _fitting(where: str, tensor: Any, value: Any) -> Array:
 
 
 def loss_tensor(found: Opened, batch: Batch) -> Any:
-    """Return the scalar of the copy that is differentiated; see :func:`losses.loss_in`."""
+    """Return the scalar tensor, in the copy of the graph, that is differentiated; see :func:`losses.loss_in`."""
     return loss_in(found.net, found.copy.graph, found.copy.tensor, batch, found.copy.built).tensor
 
 

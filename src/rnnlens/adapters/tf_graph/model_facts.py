@@ -133,7 +133,7 @@ def refusals(found: Opened) -> dict[str, str]:
 
 
 def uncalled(found: Opened) -> list[str]:
-    """Return a note with the recurrent Keras layers that the outputs and the loss do not depend on.
+    """Return a list of one note, which names the recurrent Keras layers that outputs and loss do not depend on.
 
     The list is empty if there are none.
     """

@@ -61,7 +61,7 @@ class Mask:
 
 
 def same(tensor: Any, outer: Source) -> Any:
-    """Return the tensor behind identities and loop invariants."""
+    """Return the tensor that identity operations and loop invariants pass on unchanged."""
     while True:
         tensor = outer.settled(tensor)
         if tensor.op.type not in ("Identity", "Enter", "EnsureShape"):

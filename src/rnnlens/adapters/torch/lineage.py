@@ -228,13 +228,13 @@ def probe_like(tensor: Tensor) -> Tensor:
 
 
 def _pulled_back(value: Tensor, sources: list[Tensor], cotangent: Tensor) -> list[Tensor]:
-    """Return gradients at the first rows of the sources; zero where no path leads."""
+    """Pull the cotangent of ``value`` back to the first rows of each source, as many as it has; zero without a path."""
     pulled = _at_sources(value, sources, cotangent)
     return [torch.zeros_like(cotangent) if g is None else g[: value.shape[0]] for g in pulled]
 
 
 def _at_sources(value: Tensor, sources: list[Tensor], cotangent: Tensor) -> list[Tensor | None]:
-    """Return gradients at the sources; None where no path leads."""
+    """Pull the cotangent of ``value`` back to each source; None without a path."""
     live = [source for source in sources if source.requires_grad]
     found = iter(torch.autograd.grad(value, live, cotangent, retain_graph=True, allow_unused=True))
     return [next(found) if source.requires_grad else None for source in sources]

@@ -317,7 +317,7 @@ class CallRecorder:
         return differentiable(state).clone()
 
     def handed(self, owner: CallOwner, tensor: Tensor) -> Tensor:
-        """Return a returned tensor as a point where gradients from above can be read.
+        """Return an output tensor of a layer as a point where gradients from above can be read.
 
         If the layer is cut, the tensor is a new leaf, so gradients end there.
         """

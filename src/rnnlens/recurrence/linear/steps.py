@@ -378,7 +378,7 @@ class ProductSystem:
         return self.rows * (self.columns + (self.features if inputs else 0))
 
     def numbers(self, inputs: bool) -> int:
-        """Return the number of entries of the product matrix."""
+        """Return the number of entries of the product matrix of one step of one sample."""
         return self.multiplications(inputs)
 
     def pattern(self, state: int) -> Pattern | None:

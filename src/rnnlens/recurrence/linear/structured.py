@@ -162,7 +162,7 @@ class ComplexDiagonal:
         return 2 * self.states
 
     def numbers(self) -> int:
-        """Return twice the number of complex states."""
+        """Return how many real numbers are stored per step and sample: two for each complex state."""
         return self.states
 
     def moduli(self) -> Array | None:

@@ -397,7 +397,7 @@ def _number(loss: Any) -> float | None:
 
 
 def reason_of(kind: type[BaseException] | None) -> str:
-    """Return the reason of the end of a training from the exception that left its block."""
+    """Return why a training ended, from the type of the exception that left its ``with`` block."""
     if kind is None:
         return "finished"
     return "interrupted" if issubclass(kind, KeyboardInterrupt) else kind.__name__

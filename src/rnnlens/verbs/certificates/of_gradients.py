@@ -155,7 +155,7 @@ def _compare_named(
 
 
 def _leaf_of(name: TensorName, run: ReferenceRun) -> int | None:
-    """Return the index of the leaf of x behind a name: by its key if x has keys; None if there is none."""
+    """Return the index, among the arrays of x, of the named input: by its key if x has keys; None if there is none."""
     key = name.text.partition("[")[2].rstrip("]")
     if run.input_names and key:
         return run.input_names.index(key) if key in run.input_names else None

@@ -158,7 +158,7 @@ class Experiments:
 
 
 def port_to_perturb(name: TensorName, known: Catalogue) -> Port:
-    """Return the port to perturb in an experiment on a tensor."""
+    """Return the port that is perturbed to test a tensor: the weight, the input, or its layer's output."""
     if name.what == "weight":
         return Port("weight", str(name.layer), key=sources(known.weights[str(name.layer)])[name.key][0].key)
     if name.layer is None:

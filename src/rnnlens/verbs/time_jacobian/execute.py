@@ -226,7 +226,7 @@ def _fill(target: Any, plan: JacobianPlan, part: JacobianPart, tally: WorkCount,
 
 
 def _results(part: JacobianPart, tally: WorkCount, advance: Advance) -> Iterator[tuple[JacobianPiece, Values]]:
-    """Yield each piece with its values; averaged over samples if requested."""
+    """Compute one part of a plan; yield each piece with its values, averaged over samples if requested."""
     waiting: dict[tuple[int, int], Values] = {}
     for piece in sorted(part.pieces, key=lambda p: (p.outs.start, p.ins.start, p.samples.start)):
         if part.route == "direct":

@@ -54,7 +54,7 @@ class OuterTensor:
 
     @property
     def times(self) -> int | None:
-        """Number of steps; None without a time axis."""
+        """Number of steps of the tensor; None without a time axis."""
         if self.layout is not None:
             return self._sizes.get(TIME)
         return self.shape[1] if len(self.shape) > 2 else None

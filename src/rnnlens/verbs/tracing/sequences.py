@@ -138,7 +138,7 @@ class SequenceSelection:
 
     @property
     def times(self) -> list[int]:
-        """Steps to keep."""
+        """Steps of the recurrence that the result keeps."""
         return self.positions.get(TIME, list(range(self.sizes[TIME])))
 
     def axes(self, call: SequenceCall, name: str) -> tuple[str, ...]:
