@@ -65,7 +65,7 @@ class Net:
 
     @property
     def graph(self) -> Any:
-        """User's graph."""
+        """The user's TensorFlow graph, as the session has it."""
         return self.session.graph
 
     @property
