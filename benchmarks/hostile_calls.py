@@ -10,6 +10,7 @@ A call is a good one in which one to three arguments are replaced, drawn by the 
 
     result       a result
     refused      one error of rnnlens, with a text of at most 8000 characters
+    own          an error of the user's on_batch, which rnnlens does not catch
     foreign      an error of something else
     unreadable   an error of rnnlens without a text, or with an endless one
     hang         more than 60 s by the clock and 30 s of processor time, or more than 600 s by the clock
@@ -17,7 +18,7 @@ A call is a good one in which one to three arguments are replaced, drawn by the 
     memory       more than 576 MiB beyond what was used before
     altered      after the call, weights, flags, hooks, gradients or random states of the model differ
 
-All but the first two are faults. The exit status is 1 if there is one; each place is printed with its first call.
+All but the first three are faults. The exit status is 1 if there is one; each place is printed with its first call.
 """
 
 from __future__ import annotations
@@ -346,7 +347,7 @@ def main() -> int:
 
 def make(targets: list[Any], values: dict[str, Any], state: Callable[[], Any], count: int, seed: int) -> list[Any]:
     """Make ``count`` calls, each followed by a look at the model."""
-    from hostile import MEMORY, Outcome, attempt, calls
+    from hostile import FINE, MEMORY, Outcome, attempt, calls
 
     import rnnlens as rl
 
@@ -359,7 +360,7 @@ def make(targets: list[Any], values: dict[str, Any], state: Callable[[], Any], c
             if (after := state()) != before:
                 different = [index for index, pair in enumerate(zip(before, after, strict=False)) if pair[0] != pair[1]]
                 outcomes.append(Outcome(call[0], "altered", f"places {different} of the state"))
-            if outcomes[-1].kind not in ("result", "refused"):
+            if outcomes[-1].kind not in FINE:
                 last = outcomes[-1]
                 print(f"{last.kind}: {last.call}\n    {last.where}", flush=True)
             if number % 200 == 0:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from .arguments.data import is_dataset, is_sequence, is_source, refuse_large
 from .autodiff import tensors
-from .errors import InputError
+from .errors import InputError, raised_by
 from .layout import Layout
 from .trees import is_packed, leaves_of, map_leaves
 
@@ -268,15 +268,23 @@ def _natural_size(x: Any, layouts: DataLayouts | None = None) -> int:
 
 
 def _elements(x: Any, batch_size: int | None) -> Iterator[Any]:
-    if is_dataset(x):
-        return iter(x if batch_size is None else x.rebatch(batch_size))
-    if batch_size is not None:
+    """Yield the elements of a source; an exception of the user's source becomes a UserCodeError."""
+    if batch_size is not None and not is_dataset(x):
         raise InputError(
             f"A {type(x).__name__} has its own batches.",
             got=f"batch_size={batch_size}",
             hint="set the batch size when creating the data set",
         )
-    return (x[i] for i in range(len(x))) if is_sequence(x) else iter(x)
+    whose, end = f"Your data set, a {type(x).__name__},", object()
+    with raised_by(whose):
+        source = x if batch_size is None else x.rebatch(batch_size)
+        elements = (x[i] for i in range(len(x))) if is_sequence(x) else iter(source)
+    while True:
+        with raised_by(whose):
+            element = next(elements, end)
+        if element is end:
+            return
+        yield element
 
 
 def _as_batch(element: Any, as_numpy: bool) -> DataBatch:

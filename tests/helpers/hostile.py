@@ -35,6 +35,10 @@ LIMIT_CPU_S, LIMIT_TRAINING_S = 5.0, 30.0
 MEMORY, ALLOWANCE = 64 * 2**20, 512 * 2**20
 
 
+#: Ends of a call that are no faults; "own" is an error of the user's ``on_batch``, which is not caught.
+FINE = ("result", "refused", "own")
+
+
 class HangError(BaseException):
     """A call took longer than its limit; no `except Exception` can hide it."""
 
@@ -302,7 +306,7 @@ def attempt(words: str, function: Callable[..., Any], arguments: dict[str, Any])
     except HangError:
         outcome = Outcome(words, "hang")
     except Exception as error:
-        outcome = Outcome(words, "foreign", _where(error))
+        outcome = Outcome(words, "own" if _of_on_batch(error) else "foreign", _where(error))
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
@@ -325,7 +329,7 @@ def run(targets: list[Target], foreign: dict[str, Callable[[], Any]], count: int
 
 def faults(outcomes: list[Outcome]) -> str:
     """What must not be, place by place with the first call that led there; empty where all is well."""
-    bad = [outcome for outcome in outcomes if outcome.kind not in ("result", "refused")]
+    bad = [outcome for outcome in outcomes if outcome.kind not in FINE]
     places = Counter((outcome.kind, outcome.where) for outcome in bad)
     first = {(outcome.kind, outcome.where): outcome.call for outcome in reversed(bad)}
     return "\n".join(f"{count} x {kind}: {first[kind, where]}\n    {where}" for (kind, where), count in places.items())
@@ -339,6 +343,12 @@ def _readable(error: Exception) -> bool:
     """Whether an error says something, in a length that can be read."""
     said = str(error)
     return 10 < len(said) < 8000 and bool(said.splitlines()[0].strip())
+
+
+def _of_on_batch(error: Exception) -> bool:
+    """Whether rnnlens was calling the user's ``on_batch`` when an error was raised."""
+    ours = [f for f in traceback.extract_tb(error.__traceback__) if "/rnnlens/" in f.filename]
+    return bool(ours) and "on_batch(" in (ours[-1].line or "")
 
 
 def _where(error: Exception) -> str:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rnnlens import data
-from rnnlens.errors import InputError
+from rnnlens.errors import InputError, UserCodeError
 
 X = np.arange(30, dtype=np.float32).reshape(10, 3)
 Y = np.arange(10)
@@ -93,6 +93,18 @@ def test_generator_of_x_of_pairs_and_of_triples():
     for element, filled in ((X, 1), ((X, Y), 2), ((X, Y, Y * 1.0), 3)):
         (batch,) = data.batches(iter([element]))
         assert [part is not None for part in batch] == [True] * filled + [False] * (3 - filled)
+
+
+def test_what_the_users_source_raises_is_named_and_keeps_its_class():
+    read = data.batches(1 / number for number in [1, 0])
+    next(read)
+    with pytest.raises(ZeroDivisionError, match="division by zero") as caught:
+        next(read)
+    assert isinstance(caught.value, UserCodeError)
+    assert str(caught.value) == (
+        "Your data set, a generator, raised ZeroDivisionError.\n  got:      division by zero\n"
+        "  try:      the first traceback shows where"
+    )
 
 
 def test_zarr_is_read_chunk_by_chunk(tmp_path):
