@@ -29,7 +29,7 @@ _HOME = {
     "weights": "rnnlens.verbs.weights",
     "weight_norms": "rnnlens.verbs.weights",
     "find_nonfinite": "rnnlens.verbs.find_nonfinite",
-    "open": "rnnlens.results.files",
+    "open": "rnnlens.results.opening",
     "options": "rnnlens.settings",
     "report": "rnnlens.reporting",
 }

@@ -14,7 +14,7 @@ ROOT = Path(rnnlens.__file__).parent
 IMPORTS_IN_FUNCTIONS = {"cli", "results", "tracking"}
 
 #: Packages with import circles, those by imports under TYPE_CHECKING included; as above.
-IMPORT_CIRCLES = {"results"}
+IMPORT_CIRCLES = set()
 
 
 def modules(root=ROOT):

@@ -119,7 +119,7 @@ def trace(
     unsafe: Unsafe = False,
 ) -> None:
     """Trace a model on one batch: states, gates, and gradients of every time step."""
-    from ..results.files import check_path
+    from ..results.saving import check_path
     from ..verbs.trace import trace as run
     from .data import read_data
     from .models import load_model

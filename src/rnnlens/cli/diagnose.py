@@ -54,7 +54,7 @@ def diagnose(
 ) -> None:
     """Diagnose a trained network: how much of its past it uses, what it misses, and why."""
     from ..diagnosis import diagnose as run
-    from ..results.files import check_path
+    from ..results.saving import check_path
     from .data import read_data
     from .models import load_model
 

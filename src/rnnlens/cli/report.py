@@ -115,7 +115,7 @@ def _data(path: Path | None) -> Data:
 
 
 def _saved(path: str, data: Path | None, baseline: str | None) -> list[Any]:
-    from ..results.files import open as read
+    from ..results.opening import open as read
 
     others = [str(one) for one in (data, baseline) if one is not None]
     for one in others:
@@ -125,7 +125,7 @@ def _saved(path: str, data: Path | None, baseline: str | None) -> list[Any]:
 
 
 def _baseline(text: str, imports: list[str] | None, unsafe: bool) -> Any:
-    from ..results.files import open as read
+    from ..results.opening import open as read
     from .models import load_model
 
     if text == "init":

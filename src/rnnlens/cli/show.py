@@ -22,7 +22,7 @@ def show(
     memory: Memory = None,
 ) -> None:
     """Print a saved result, or one layer or quantity of it."""
-    from ..results.files import open as read
+    from ..results.opening import open as read
 
     options(memory=memory)
     result = read(path)

@@ -18,6 +18,7 @@ from ..arguments import path as path_of
 from .certificate import Certificate
 from .checks import Check
 from .page import Row, page
+from .saving import save, save_chunks, tree_of
 from .schema import origin, provenance_of
 
 #: Attributes of an array that store checks and certificate; other results have these as Python attributes.
@@ -102,9 +103,7 @@ class ResultArray(xr.DataArray):  # type: ignore[no-untyped-call]  # xarray's ow
         FileError
             If the path cannot be written, or has another suffix.
         """
-        from .files import save
-
-        save(self, path)
+        save(tree_of(self), path)
 
 
 class LazyArray(ResultArray):  # type: ignore[no-untyped-call]
@@ -150,13 +149,11 @@ class LazyArray(ResultArray):  # type: ignore[no-untyped-call]
         FileError
             If the path cannot be written or does not end in ``.zarr``, the disk is full, or the scheduler is lost.
         """
-        from .files import save, save_chunks
-
         tasks = getattr(self, "_tasks", None)
         if tasks is None or self.data.name not in tasks.names:
-            save(self.compute(), path)
+            self.compute().save(path)
         else:
-            save_chunks(self, tasks, path)
+            save_chunks(tree_of(self), tasks, path, lambda found, array: {array: record_of(found)})
 
 
 class LazyTasks(Protocol):

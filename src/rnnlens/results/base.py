@@ -30,6 +30,7 @@ from .certificate import Certificate
 from .checks import Check
 from .names import from_path, to_paths
 from .page import Row, Said, page
+from .saving import META, root_attrs, save, save_chunks
 from .schema import origin, with_version
 
 #: Name, description and data of one part of a result.
@@ -166,14 +167,25 @@ class Result(Mapping[str, Any]):
         FileError
             If the path cannot be written, or has another suffix.
         """
-        from .files import save, save_chunks
-
         if self._tasks is None:
-            save(self, path)
+            save(self._marked_tree(), path)
         elif all(_chunk_name(v, self._tasks) for name in self for v in self.dataset(name).data_vars.values()):
-            save_chunks(copy.copy(self), self._tasks, path)
+            save_chunks(self._marked_tree(), self._tasks, path, self._attributes_of_chunks)
         else:
-            save(self.compute(), path)
+            self.compute().save(path)
+
+    def _marked_tree(self) -> xr.DataTree:
+        """Return the tree to write to a file, with the attributes of its root."""
+        stored, layers = self._stored()
+        tree = stored.copy(deep=False)
+        tree.attrs = root_attrs(self.kind, {**self._meta(), "layers": layers})
+        return tree
+
+    def _attributes_of_chunks(self, found: Mapping[str, Any], _: str) -> dict[str, Any]:
+        """Return the attributes of the root once all chunks are written; ``found`` is their reduced record."""
+        result = copy.copy(self)
+        result._complete(found)
+        return {"": {META: result._marked_tree().attrs[META]}}
 
     def _node(self, name: str) -> Any:
         """Return the value of ``result[name]``: the layer's dataset, or a view of it in subclasses."""

@@ -12,7 +12,6 @@ from typing import Any
 from .. import data
 from ..adapters.protocol import Batch
 from ..errors import InputError, shown
-from ..results.files import save
 from ..results.nonfinite import Incident
 from .batches import TrainedBatch
 
@@ -77,7 +76,7 @@ class Incidents:
         parts = {name: _unpacked(getattr(batch, name)) for name in ("x", "y", "sample_weight")}
         incident = Incident.of(parts, weights, when, provenance=self._provenance)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        save(incident, self.path)
+        incident.save(self.path)
         self.written = self.path
         _log.warning(
             "Step %d of training is not finite%s. Its batch and the weights that it met are in %s; rl.open reads them.",

@@ -33,7 +33,7 @@ from zarr.storage import LocalStore
 
 from ..errors import FileError
 from ..results.disk.run_folder import SealedMetadata, read_metadata
-from ..results.files import root_attrs
+from ..results.saving import root_attrs
 from ..results.training_run import is_run, refuse_newer
 from .records import KINDS, TrainingRecord
 from .rows import Rows

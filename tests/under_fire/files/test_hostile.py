@@ -19,7 +19,7 @@ import zarr
 import rnnlens as rl
 from rnnlens.errors import FileError, InputError, RnnlensError, TooLargeError
 from rnnlens.results.disk.store import MANIFEST, manifest
-from rnnlens.results.files import root_attrs, save
+from rnnlens.results.saving import root_attrs, save, tree_of
 from rnnlens.results.trace import Trace
 
 from .conftest import made, values
@@ -276,7 +276,7 @@ def test_zarr(python, tmp_path):
 def save_in_three_chunks(path):
     found = xr.Dataset({"x": ("t", np.arange(3000.0))})
     found["x"].encoding["chunks"] = (1000,)
-    save(found, path)
+    save(tree_of(found), path)
     assert sorted(p.name for p in (path / "x").iterdir() if p.name.isdigit()) == ["0", "1", "2"]
 
 
@@ -356,7 +356,7 @@ def test_what_could_not_be_opened_again_is_not_saved(tmp_path, suffix):
     """JSON of megabytes takes seconds to read; nothing that rnnlens computes has such attributes."""
     long = xr.Dataset(attrs={"long": list(range(1_000_000))})
     with pytest.raises(InputError, match="'long'"):
-        save(long, tmp_path / f"run{suffix}")
+        save(tree_of(long), tmp_path / f"run{suffix}")
     assert os.listdir(tmp_path) == []
 
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from rnnlens.results import files
+from rnnlens.results import opening
 from rnnlens.results.base import Result, result_class
 from rnnlens.results.gradients import Answer, Gradients, Reason
 from rnnlens.results.weights import Weights
@@ -29,7 +29,7 @@ def weights():
 def test_they_come_back(make, tmp_path, suffix):
     result = make()
     result.save(tmp_path / f"run{suffix}")
-    back = files.open(tmp_path / f"run{suffix}")
+    back = opening.open(tmp_path / f"run{suffix}")
     assert type(back) is type(result)
     assert repr(back) == repr(result)
     assert back._meta() == result._meta()
@@ -48,7 +48,7 @@ def test_a_new_kind_needs_a_constructor_and_its_metadata_only(tmp_path):
             return {**super()._meta(), "exponents": self.exponents}
 
     Spectrum({"b": lstm_dataset("b"), "a": lstm_dataset("a")}, exponents=[0.5, -1.0]).save(tmp_path / "run.nc")
-    back = files.open(tmp_path / "run.nc")
+    back = opening.open(tmp_path / "run.nc")
     assert isinstance(back, Spectrum)
     assert back.exponents == [0.5, -1.0]
     assert back.layers == ("b", "a")

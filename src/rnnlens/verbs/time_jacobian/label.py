@@ -19,8 +19,8 @@ from ...results.array import ResultArray, record
 from ...results.checks import Check
 from ...results.disk.atomic import replacing_folder
 from ...results.disk.store import new_recording, recording
-from ...results.files import check_path
-from ...results.files import open as open_result
+from ...results.opening import open as open_result
+from ...results.saving import check_path
 from ...results.schema import labelled, to_host
 from ...vocabulary import BACKWARD, FEATURE, FORWARD, IN_FEATURE, IN_TIME, OUT_TIME, SAMPLE, TIME
 from ..axes import InputCoordinates

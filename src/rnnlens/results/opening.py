@@ -1,25 +1,13 @@
-"""Saving and opening results: netCDF-4 (through h5netcdf) and Zarr.
+"""Opening results that :mod:`rnnlens.results.saving` wrote, and runs of watched trainings.
 
-Saving and opening preserves values, dtypes, coordinates, attributes, class, notes, checks, and a loss of NaN. The root
-of a file has these attributes:
-
-=================  =====================================================================
-``rnnlens_kind``   kind of the result class (``"trace"``, ...), or ``"array"`` or ``"dataset"``
-``rnnlens_schema`` version of the layout; older versions of rnnlens refuse newer layouts
-``rnnlens_meta``   JSON: data of the class beside labelled arrays
-``rnnlens_order``  JSON: order of the variables per node, which a folder does not preserve
-``rnnlens_sealed`` 1 if checksums were written; the file is then refused without them
-=================  =====================================================================
-
-Atomic writing and the checks before reading are in ``disk``.
+The checks before anything is read are in ``disk``.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -30,106 +18,25 @@ import xarray as xr
 from ..arguments import checked, switch
 from ..arguments import memory as memory_of
 from ..arguments import path as path_of
-from ..errors import FileError, InputError, MissingDependencyError, RnnlensError
+from ..errors import FileError, InputError, RnnlensError
 from ..settings import current
-from ..vocabulary import SAMPLE
-from .array import as_result, record_of
-from .attributes import decode, encode
+from .array import as_result
+from .attributes import decode
 from .base import Result, result_class
-from .disk import atomic
+from .disk.atomic import recover
 from .disk.limits import damaged
-from .disk.regions import complete, records_of, write_regions
+from .disk.netcdf import check_contents, check_seal
+from .disk.run_folder import read_metadata
+from .disk.store import root_attributes, verified
+from .saving import KIND, META, ORDER, SCHEMA, SEALED, VERSION, ZARR_FORMAT, engine_of
 from .schema import SCHEMA_VERSION
+from .training_run import read_run
 
-KIND, SCHEMA, VERSION = "rnnlens_kind", "rnnlens_schema", "rnnlens_version"
-META, ORDER, SEALED = "rnnlens_meta", "rnnlens_order", "rnnlens_sealed"
 _MARKS = (KIND, SCHEMA, VERSION, META, ORDER, SEALED)
-
-_ENGINES = {".nc": "h5netcdf", ".zarr": "zarr"}
-#: Zarr format 2, in which text labels are specified; format 3 has no specification of them yet.
-_ZARR_FORMAT = 2
 #: No variable is a calendar time; those with units such as "seconds" must stay numbers.
 _DECODE: dict[str, Any] = {"decode_times": False, "decode_timedelta": False}
 #: Number of attempts to read a folder that is replaced while it is read.
 _ATTEMPTS = 50
-
-
-def save(result: Result | xr.DataArray | xr.Dataset, path: str | PathLike[str]) -> None:
-    """Write a result to ``path``: netCDF for ``.nc``, Zarr for ``.zarr``.
-
-    An existing result is replaced atomically once the new one is complete, and keeps its permissions; a link is
-    followed. After an error, an interrupt or a full disk the old file is unchanged; the next save into that folder
-    removes temporary files of killed processes. Checksums are written too, and :func:`open` verifies them. A netCDF
-    file is first built in memory, which takes as much memory again as the result; Zarr is written chunk by chunk.
-
-    Raises
-    ------
-    FileError
-        If the path has another suffix, its folder does not exist, or it cannot be written.
-    InputError
-        If ``result`` is no result of rnnlens, DataArray or Dataset.
-    TooLargeError
-        If there is not enough memory to build a netCDF file.
-    """
-    engine = _engine(_path(path))
-    tree = _to_tree(result)
-    tree.attrs[SEALED] = 1
-    target = check_path(path)
-    with _writing(target):
-        if engine == "zarr":
-            _write_zarr(tree, target)
-        else:
-            _write_netcdf(tree, target)
-
-
-def save_chunks(result: Result | xr.DataArray, tasks: Any, path: str | PathLike[str]) -> None:
-    """Compute a lazy result chunk by chunk into the Zarr folder ``path``, as :meth:`LazyArray.save` describes it."""
-    target = check_path(path)
-    if _engine(target) != "zarr":
-        raise FileError("A lazy result is written chunk by chunk.", got=str(path), expected="a path in .zarr")
-    tree = _to_tree(result)
-    tree.attrs[SEALED] = 1
-    names = {
-        (node.path, key): getattr(v.data, "name", "") for node in tree.subtree for key, v in node.variables.items()
-    }
-    places = {
-        tasks.names[lazy]: (f"{path}/{key}", tree[path].variables[key].dims.index(SAMPLE))
-        for (path, key), lazy in names.items()
-        if lazy in tasks.names
-    }
-    with _writing(target):
-        folder = write_regions(tree, places, tasks, target)
-        count = len(tasks.arguments)
-        found = tasks.reduced(records_of(folder, count))
-        if isinstance(result, Result):
-            result._complete(found)
-            meta = {**result._meta(), "layers": result._stored()[1]}
-            attributes = {"": {META: json.dumps(meta)}}
-        else:
-            path_of_array = next(iter(places.values()))[0]
-            attributes = {path_of_array: record_of(found)}
-        complete(folder, target, count, attributes)
-
-
-def check_path(path: str | PathLike[str]) -> Path:
-    """Check before a long computation that a result could be saved to ``path``.
-
-    Returns
-    -------
-    Path
-        The target of the save, with links resolved.
-
-    Raises
-    ------
-    FileError
-        In the same cases as :func:`save`.
-    """
-    given = _path(path)
-    engine = _engine(given)
-    with _writing(given):
-        target = Path(os.path.realpath(given))
-        _check_target(target, engine)
-    return target
 
 
 @checked(path=path_of, lazy=switch, memory=memory_of, skip_damaged=switch)
@@ -171,7 +78,7 @@ def open(
         If the arrays exceed ``memory``.
     """
     given = Path(path)
-    engine = _engine(given)
+    engine = engine_of(given)
     if lazy and engine != "zarr":
         raise InputError("Only Zarr can be read lazily.", got=str(given), hint="save to a path ending in .zarr")
     limit = int(current().memory if memory is None else memory)
@@ -190,59 +97,7 @@ def open(
         return _open_netcdf(given, limit)
 
 
-def root_attrs(kind: str, meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes that mark the root of a file as written by rnnlens."""
-    from .. import __version__
-
-    return {KIND: kind, SCHEMA: SCHEMA_VERSION, VERSION: __version__, META: json.dumps(dict(meta))}
-
-
-def _to_tree(result: Any) -> xr.DataTree:
-    tree = _marked_tree(result)
-    encode(tree)
-    tree.attrs[ORDER] = json.dumps({node.path: list(node.data_vars) for node in tree.subtree if node.has_data})
-    return tree
-
-
-def _marked_tree(result: Any) -> xr.DataTree:
-    if isinstance(result, Result):
-        stored, layers = result._stored()
-        tree = stored.copy(deep=False)
-        tree.attrs = root_attrs(result.kind, {**result._meta(), "layers": layers})
-        return tree
-    if isinstance(result, xr.DataArray):
-        name = result.name or "values"
-        dataset, kind, meta = result.to_dataset(name=name), "array", {"name": name}
-    elif isinstance(result, xr.Dataset):
-        dataset, kind, meta = result, "dataset", {}
-    else:
-        expected = "a result of rnnlens, a DataArray or a Dataset"
-        raise InputError("This cannot be saved.", got=type(result).__qualname__, expected=expected)
-    return xr.DataTree(dataset.copy(deep=False).assign_attrs(root_attrs(kind, meta)))
-
-
-def _write_netcdf(tree: xr.DataTree, target: Path) -> None:
-    from .disk.netcdf import check_room, sealed
-
-    check_room(target, tree.nbytes)
-    encoding = _no_fill_values(tree)
-    # Released: if a BytesIO is collected with open views, CPython 3.12.1 crashes and 3.13.0 reports a BufferError.
-    with memoryview(tree.to_netcdf(None, engine="h5netcdf", format="NETCDF4", encoding=encoding)) as image:
-        atomic.write_file(target, sealed(image))
-
-
-def _write_zarr(tree: xr.DataTree, target: Path) -> None:
-    from .disk.store import new_recording
-
-    with atomic.replacing_folder(target) as folder, new_recording(folder) as store:
-        encoding = _every_chunk(tree)
-        tree.to_zarr(store, mode="w-", zarr_format=_ZARR_FORMAT, consolidated=True, encoding=encoding)
-        store.seal()
-
-
 def _open_netcdf(source: Path, limit: int) -> Any:
-    from .disk.netcdf import check_contents, check_seal
-
     sealed = check_seal(source)
     check_contents(source, limit)
     with xr.open_datatree(source, engine="h5netcdf", chunks=None, **_DECODE) as opened:
@@ -252,15 +107,13 @@ def _open_netcdf(source: Path, limit: int) -> Any:
 
 def _open_zarr(source: Path, limit: int, *, lazy: bool) -> tuple[Any, bool]:
     """Read a Zarr folder; return the result, and True if all its files were verified by checksums."""
-    from .disk.store import root_attributes, verified
-
     root = Path(os.path.realpath(source))
-    atomic.recover(root)
+    recover(root)
     _check_exists(source)
     marks = root_attributes(root)
     _check_schema(marks.get(SCHEMA), marks.get(VERSION), source)
     store = verified(root, limit, lazy=lazy)
-    options: dict[str, Any] = {**_DECODE, "consolidated": False, "zarr_format": _ZARR_FORMAT, "chunks": None}
+    options: dict[str, Any] = {**_DECODE, "consolidated": False, "zarr_format": ZARR_FORMAT, "chunks": None}
     opened = xr.open_datatree(store, engine="zarr", **options)
     if not lazy:
         with opened:
@@ -270,9 +123,6 @@ def _open_zarr(source: Path, limit: int, *, lazy: bool) -> tuple[Any, bool]:
 
 def _open_run(source: Path, memory: int | None, *, skip_damaged: bool) -> Any:
     """Read the complete records of a watched training."""
-    from .disk.run_folder import read_metadata
-    from .training_run import read_run
-
     with _reading(source):
         attributes = read_metadata(Path(os.path.realpath(source)), "", sealed=False)["attributes"]
     if attributes.get(KIND) != "run":
@@ -399,64 +249,6 @@ def _reading(source: Path) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def _writing(target: Path) -> Iterator[None]:
-    """Convert an OSError while writing a file to a FileError."""
-    try:
-        yield
-    except RnnlensError:
-        raise
-    except OSError as error:
-        raise FileError("The file cannot be written.", got=f"{target}: {error}") from error
-
-
-def _no_fill_values(tree: xr.DataTree) -> dict[str, Any]:
-    """Return an encoding without fill values, so that NaN is stored as a value and not as missing."""
-    return {
-        node.path: {name: {"_FillValue": None} for name, v in node.variables.items() if v.dtype.kind == "f"}
-        for node in tree.subtree
-    }
-
-
-def _path(path: Any) -> Path:
-    return Path(path_of("path", path))
-
-
 def _check_exists(source: Path) -> None:
     if not source.exists():
         raise FileError("There is no such file.", got=str(source), expected="a result saved by rnnlens")
-
-
-def _every_chunk(tree: xr.DataTree) -> dict[str, Any]:
-    """Return an encoding that writes every chunk, also chunks of zeros, so that a missing chunk is an error."""
-    return {
-        node.path: {
-            name: {"write_empty_chunks": True, **{key: v.encoding[key] for key in ("chunks",) if key in v.encoding}}
-            for name, v in node.variables.items()
-        }
-        for node in tree.subtree
-    }
-
-
-def _engine(path: Path) -> str:
-    engine = _ENGINES.get(path.suffix.lower())
-    if engine is None:
-        raise FileError(
-            "The suffix of the path must name the format.", got=str(path), expected="a path in .nc or .zarr"
-        )
-    if importlib.util.find_spec(engine) is None:
-        hint = f"pip install {engine}"
-        raise MissingDependencyError(f"Files in {path.suffix} need {engine}.", got="not installed", hint=hint)
-    return engine
-
-
-def _check_target(target: Path, engine: str) -> None:
-    if not target.parent.is_dir():
-        raise FileError("There is no such folder.", got=str(target.parent), hint="create it first")
-    if not os.access(target.parent, os.W_OK):
-        raise FileError("This folder is not writable.", got=str(target.parent))
-    store = any((target / name).is_file() for name in (".zgroup", "zarr.json"))
-    if target.is_dir() and not (engine == "zarr" and (store or not any(target.iterdir()))):
-        raise FileError("A folder is in the way.", got=str(target), hint="save under another name")
-    if target.is_file() and engine == "zarr":
-        raise FileError("A file exists where the Zarr folder would be created.", got=str(target), hint="another name")

@@ -1,0 +1,202 @@
+"""Saving results: netCDF-4 (through h5netcdf) and Zarr.
+
+Saving and opening preserves values, dtypes, coordinates, attributes, class, notes, checks, and a loss of NaN. The root
+of a file has these attributes:
+
+=================  =====================================================================
+``rnnlens_kind``   kind of the result class (``"trace"``, ...), or ``"array"`` or ``"dataset"``
+``rnnlens_schema`` version of the layout; older versions of rnnlens refuse newer layouts
+``rnnlens_meta``   JSON: data of the class beside labelled arrays
+``rnnlens_order``  JSON: order of the variables per node, which a folder does not preserve
+``rnnlens_sealed`` 1 if checksums were written; the file is then refused without them
+=================  =====================================================================
+
+Atomic writing and the checks before reading are in ``disk``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import xarray as xr
+
+from .. import __version__
+from ..arguments import path as path_of
+from ..errors import FileError, RnnlensError
+from ..vocabulary import SAMPLE
+from .attributes import encode
+from .disk.atomic import replacing_folder, write_file
+from .disk.netcdf import check_room, sealed
+from .disk.regions import complete, records_of, write_regions
+from .disk.store import new_recording
+from .schema import SCHEMA_VERSION
+
+KIND, SCHEMA, VERSION = "rnnlens_kind", "rnnlens_schema", "rnnlens_version"
+META, ORDER, SEALED = "rnnlens_meta", "rnnlens_order", "rnnlens_sealed"
+
+_ENGINES = {".nc": "h5netcdf", ".zarr": "zarr"}
+#: Zarr format 2, in which text labels are specified; format 3 has no specification of them yet.
+ZARR_FORMAT = 2
+
+
+def root_attrs(kind: str, meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attributes that mark the root of a file as written by rnnlens."""
+    return {KIND: kind, SCHEMA: SCHEMA_VERSION, VERSION: __version__, META: json.dumps(dict(meta))}
+
+
+def tree_of(data: xr.DataArray | xr.Dataset) -> xr.DataTree:
+    """Return an array or a dataset as a tree with the attributes of a root."""
+    if isinstance(data, xr.Dataset):
+        dataset, attrs = data, root_attrs("dataset", {})
+    else:
+        name = data.name or "values"
+        dataset, attrs = data.to_dataset(name=name), root_attrs("array", {"name": name})
+    return xr.DataTree(dataset.copy(deep=False).assign_attrs(attrs))
+
+
+def save(tree: xr.DataTree, path: str | PathLike[str]) -> None:
+    """Write a tree whose root has :func:`root_attrs` to ``path``: netCDF for ``.nc``, Zarr for ``.zarr``.
+
+    An existing result is replaced atomically once the new one is complete, and keeps its permissions; a link is
+    followed. After an error, an interrupt or a full disk the old file is unchanged; the next save into that folder
+    removes temporary files of killed processes. Checksums are written too, and ``rl.open`` verifies them. A netCDF
+    file is first built in memory, which takes as much memory again as the result; Zarr is written chunk by chunk.
+
+    Raises
+    ------
+    FileError
+        If the path has another suffix, its folder does not exist, or it cannot be written.
+    TooLargeError
+        If there is not enough memory to build a netCDF file.
+    """
+    target = check_path(path)
+    _prepare(tree)
+    with _writing(target):
+        if engine_of(target) == "zarr":
+            _write_zarr(tree, target)
+        else:
+            _write_netcdf(tree, target)
+
+
+def save_chunks(
+    tree: xr.DataTree,
+    tasks: Any,
+    path: str | PathLike[str],
+    attributes: Callable[[dict[str, Any], str], dict[str, Any]],
+) -> None:
+    """Compute a lazy result chunk by chunk into the Zarr folder ``path``, as :meth:`LazyArray.save` describes it.
+
+    Parameters
+    ----------
+    attributes
+        Function of the reduced record of all chunks, and of the path of the first array. It returns attributes by path
+        that are written at the end.
+    """
+    target = check_path(path)
+    if engine_of(target) != "zarr":
+        raise FileError("A lazy result is written chunk by chunk.", got=str(path), expected="a path in .zarr")
+    _prepare(tree)
+    places = {
+        tasks.names[lazy]: (f"{node.path}/{key}", v.dims.index(SAMPLE))
+        for node in tree.subtree
+        for key, v in node.variables.items()
+        if (lazy := getattr(v.data, "name", "")) in tasks.names
+    }
+    with _writing(target):
+        folder = write_regions(tree, places, tasks, target)
+        count = len(tasks.arguments)
+        found = tasks.reduced(records_of(folder, count))
+        complete(folder, target, count, attributes(found, next(iter(places.values()))[0]))
+
+
+def check_path(path: str | PathLike[str]) -> Path:
+    """Check before a long computation that a result could be saved to ``path``.
+
+    Returns
+    -------
+    Path
+        The target of the save, with links resolved.
+
+    Raises
+    ------
+    FileError
+        In the same cases as :func:`save`.
+    """
+    given = Path(path_of("path", path))
+    engine = engine_of(given)
+    with _writing(given):
+        target = Path(os.path.realpath(given))
+        _check_target(target, engine)
+    return target
+
+
+def engine_of(path: Path) -> str:
+    """Return xarray's name of the format that the suffix of a path names."""
+    engine = _ENGINES.get(path.suffix.lower())
+    if engine is None:
+        raise FileError(
+            "The suffix of the path must name the format.", got=str(path), expected="a path in .nc or .zarr"
+        )
+    return engine
+
+
+def _check_target(target: Path, engine: str) -> None:
+    if not target.parent.is_dir():
+        raise FileError("There is no such folder.", got=str(target.parent), hint="create it first")
+    if not os.access(target.parent, os.W_OK):
+        raise FileError("This folder is not writable.", got=str(target.parent))
+    store = any((target / name).is_file() for name in (".zgroup", "zarr.json"))
+    if target.is_dir() and not (engine == "zarr" and (store or not any(target.iterdir()))):
+        raise FileError("A folder is in the way.", got=str(target), hint="save under another name")
+    if target.is_file() and engine == "zarr":
+        raise FileError("A file exists where the Zarr folder would be created.", got=str(target), hint="another name")
+
+
+def _prepare(tree: xr.DataTree) -> None:
+    """Add the order of variables and the mark of checksums to a tree; convert attributes that files cannot store."""
+    encode(tree)
+    tree.attrs[ORDER] = json.dumps({node.path: list(node.data_vars) for node in tree.subtree if node.has_data})
+    tree.attrs[SEALED] = 1
+
+
+def _write_netcdf(tree: xr.DataTree, target: Path) -> None:
+    check_room(target, tree.nbytes)
+    # Without fill values, so that NaN is stored as a value and not as missing.
+    encoding = {
+        node.path: {name: {"_FillValue": None} for name, v in node.variables.items() if v.dtype.kind == "f"}
+        for node in tree.subtree
+    }
+    # Released: if a BytesIO is collected with open views, CPython 3.12.1 crashes and 3.13.0 reports a BufferError.
+    with memoryview(tree.to_netcdf(None, engine="h5netcdf", format="NETCDF4", encoding=encoding)) as image:
+        write_file(target, sealed(image))
+
+
+def _write_zarr(tree: xr.DataTree, target: Path) -> None:
+    # Every chunk is written, also chunks of zeros, so that a missing chunk is an error.
+    encoding = {
+        node.path: {
+            name: {"write_empty_chunks": True, **{key: v.encoding[key] for key in ("chunks",) if key in v.encoding}}
+            for name, v in node.variables.items()
+        }
+        for node in tree.subtree
+    }
+    with replacing_folder(target) as folder, new_recording(folder) as store:
+        tree.to_zarr(store, mode="w-", zarr_format=ZARR_FORMAT, consolidated=True, encoding=encoding)
+        store.seal()
+
+
+@contextmanager
+def _writing(target: Path) -> Iterator[None]:
+    """Convert an OSError while writing a file to a FileError."""
+    try:
+        yield
+    except RnnlensError:
+        raise
+    except OSError as error:
+        raise FileError("The file cannot be written.", got=f"{target}: {error}") from error
