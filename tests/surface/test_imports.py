@@ -11,7 +11,7 @@ ROOT = Path(rnnlens.__file__).parent
 
 #: Packages in which functions still import modules of rnnlens. Every other package is clean and stays so: a package
 #: that is listed without need has to be taken out.
-IMPORTS_IN_FUNCTIONS = {"cli", "results", "tracking"}
+IMPORTS_IN_FUNCTIONS = {"cli"}
 
 #: Packages with import circles, those by imports under TYPE_CHECKING included; as above.
 IMPORT_CIRCLES = set()

@@ -15,8 +15,7 @@ from ..arguments import anything, checked, data_set, many_examples
 from ..errors import CallError, InputError, did_you_mean, shown
 from ..measures.intervention import USED, memory_length
 from ..measures.resampling import interval, resampling_weights
-from ..results.comparison import Comparison
-from ..results.diagnosis import Diagnosis
+from ..results.diagnosis import Comparison, Diagnosis
 from ..typing import Array
 from . import diagnose
 from .many_models import Outcome, diagnoses_of, refuse_unloadable

@@ -36,9 +36,8 @@ from ..tracking.batches import TrainedBatch, direct_trace
 from ..tracking.incidents import Incidents, checked_on_nonfinite, is_finite
 from ..tracking.loggers import beside
 from ..tracking.loggers import sinks as sinks_of
-from ..tracking.probe import Probe
 from ..tracking.recorder import Recorder
-from ..tracking.records import TrainingRecord
+from ..tracking.records import Probe, TrainingRecord
 from ..tracking.store import Store
 from ..tracking.watch_arguments import Every, Schedule, at_the_door, listed, quantities_of, refuse_idle, refuse_unknown
 

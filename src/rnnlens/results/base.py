@@ -28,7 +28,7 @@ from ..errors import LayerNotFoundError, did_you_mean, shown
 from .array import LazyTasks, aligned, compute_with_record
 from .certificate import Certificate
 from .checks import Check
-from .names import from_path, to_paths
+from .encoding import from_path, to_paths
 from .page import Row, Said, page
 from .saving import META, root_attrs, save, save_chunks
 from .schema import origin, with_version
@@ -40,7 +40,7 @@ _CLASSES: dict[str, type[Result]] = {}
 
 
 #: Module of each kind whose module has another name than the kind.
-_MODULES = {"run": "training_run", "incident": "nonfinite"}
+_MODULES = {"run": "training_run", "incident": "nonfinite", "comparison": "diagnosis"}
 
 
 def result_class(kind: str) -> type[Result] | None:

@@ -13,8 +13,8 @@ from ..errors import QuantityNotFoundError, did_you_mean, message
 from .base import Part, Result, refuse_no_name
 from .certificate import Certificate
 from .checks import Check
+from .encoding import to_paths
 from .layers import LayerView
-from .names import to_paths
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,13 @@ from ..arguments import path as path_of
 from ..errors import FileError, InputError, RnnlensError
 from ..settings import current
 from .array import as_result
-from .attributes import decode
 from .base import Result, result_class
 from .disk.atomic import recover
 from .disk.limits import damaged
 from .disk.netcdf import check_contents, check_seal
 from .disk.run_folder import read_metadata
 from .disk.store import root_attributes, verified
+from .encoding import decode
 from .saving import KIND, META, ORDER, SCHEMA, SEALED, VERSION, ZARR_FORMAT, engine_of
 from .schema import SCHEMA_VERSION
 from .training_run import read_run

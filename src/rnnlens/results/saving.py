@@ -30,11 +30,11 @@ from .. import __version__
 from ..arguments import path as path_of
 from ..errors import FileError, RnnlensError
 from ..vocabulary import SAMPLE
-from .attributes import encode
 from .disk.atomic import replacing_folder, write_file
 from .disk.netcdf import check_room, sealed
 from .disk.regions import complete, records_of, write_regions
 from .disk.store import new_recording
+from .encoding import encode
 from .schema import SCHEMA_VERSION
 
 KIND, SCHEMA, VERSION = "rnnlens_kind", "rnnlens_schema", "rnnlens_version"

@@ -25,8 +25,8 @@ from .disk.run_folder import (
     read_metadata,
     row_sums,
 )
+from .encoding import from_path, to_paths
 from .layers import LayerView
-from .names import from_path, to_paths
 from .schema import SCHEMA_VERSION
 
 STEP, WRITTEN = "step", "written"

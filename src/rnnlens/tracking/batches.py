@@ -22,8 +22,7 @@ from ..verbs.find_nonfinite import find_nonfinite
 from ..verbs.gradients import gradients
 from ..verbs.trace import trace
 from ..verbs.weights import weights
-from .probe import norms_of_weights, wanted
-from .records import TrainingRecord, summary
+from .records import TrainingRecord, norms_of_weights, summary, wanted
 from .watch_arguments import listed
 
 #: Quantities captured in the training step, without a replay.

@@ -15,7 +15,7 @@ from zarr.codecs import BloscCodec
 
 from ..errors import FileError
 from ..results.disk.run_folder import committed, committed_count, row_sums
-from ..results.names import to_paths
+from ..results.encoding import to_paths
 from ..typing import Array
 from .records import TrainingRecord
 

@@ -168,7 +168,7 @@ def test_a_probe_that_cannot_be_traced_is_a_gap(tmp_path, monkeypatch):
     def failing(*_, **__):
         raise ZeroDivisionError("of the probe")
 
-    monkeypatch.setattr("rnnlens.tracking.probe.trace", failing)
+    monkeypatch.setattr("rnnlens.tracking.records.trace", failing)
     watch = rl.keras.Watch(tmp_path / "a.zarr", every=2, probe=(X[:5], Y[:5]))
     found, told = watched_losses(watch)
     np.testing.assert_array_equal(found, losses(network=with_input))

@@ -82,7 +82,7 @@ def test_tensorboard(tmp_path, given):
 
 def test_the_film_says_when_and_where():
     """Brightest at the peak of each record, black where there is nothing; the first record on top."""
-    from rnnlens.tracking.loggers.names import Film
+    from rnnlens.tracking.loggers import Film
 
     film = Film()
     for peak in (1, 6):

@@ -13,9 +13,8 @@ import xarray as xr
 
 from rnnlens.results.checks import Check
 from rnnlens.results.diagnosis import Diagnosis, Finding
-from rnnlens.results.profiles import of_array, of_dataset
+from rnnlens.results.profiles import blocks, of_array, of_dataset, svg
 from rnnlens.results.schema import layer_dataset
-from rnnlens.results.sparkline import blocks, svg
 from rnnlens.results.summary import summary_of
 from rnnlens.results.trace import Trace
 

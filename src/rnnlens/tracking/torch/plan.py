@@ -14,7 +14,7 @@ from ...errors import InputError, UnsupportedError, shown
 from ..alerts import checked_stop_on
 from ..batches import DIRECT
 from ..incidents import checked_on_nonfinite
-from ..probe import NEEDED
+from ..records import NEEDED
 from ..watch_arguments import Every, Schedule, listed, quantities_of, refuse_idle
 
 

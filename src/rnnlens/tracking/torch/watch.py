@@ -14,9 +14,8 @@ from ...results.training_run import Gap
 from ..alerts import Alerts
 from ..incidents import Incidents
 from ..loggers import beside, sinks
-from ..probe import Probe
 from ..recorder import Recorder
-from ..records import TrainingRecord
+from ..records import Probe, TrainingRecord
 from ..store import Store
 from ..watch_arguments import Schedule, listed, refuse_unknown
 from .lookout import Lookout

@@ -23,8 +23,7 @@ from ...verbs.tracing.datasets import TraceSelection, recurrent_datasets
 from ...verbs.weight_layout import label_cell, node_dataset
 from ...vocabulary import DIRECTION, SAMPLE, TIME, UNIT
 from ..batches import DIRECT, Batch
-from ..probe import norms_of_weights
-from ..records import TrainingRecord, summary
+from ..records import TrainingRecord, norms_of_weights, summary
 from .plan import Plan
 
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rnnlens.results.names import from_path, to_paths
+from rnnlens.results.encoding import from_path, to_paths
 
 part = st.text(st.characters(exclude_characters="/", exclude_categories=["Cs"]), max_size=6)
 name = st.lists(part, min_size=1, max_size=3).map("/".join)

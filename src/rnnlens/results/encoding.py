@@ -1,11 +1,19 @@
-"""Conversion of what files cannot store: attributes (True, None, lists, mappings) as JSON text, times as integers."""
+"""Conversion of what files cannot store: names of layers, attributes and times.
+
+Names become paths of a DataTree, attributes (True, None, lists, mappings) JSON text, times integers.
+
+A layer of a nested model, ``"encoder/lstm"``, is the node ``lstm`` of the group ``encoder``. Groups of a tree share
+their coordinates with their children, whose sizes must then agree. So a layer that has variables and also contains
+layers keeps its variables in a child named ``"@"``.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import xarray as xr
@@ -13,6 +21,7 @@ import xarray as xr
 from ..errors import FileError, InputError
 from .disk.limits import TEXT
 
+OWN, EMPTY = "@", "%"
 _MARK = "json:"
 #: Attribute with the dtype of a variable that is stored as integers, or as text of a fixed width.
 DTYPE = "rnnlens_dtype"
@@ -122,3 +131,38 @@ def _from_file(value: Any) -> Any:
 def _plain(value: Any) -> Any:
     """Convert a value that JSON cannot represent: arrays to lists, anything else to its text."""
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
+
+
+def to_paths(names: Iterable[str]) -> dict[str, str]:
+    """Return the tree path of each layer name.
+
+    >>> to_paths(["lstm#0", "encoder/gru", "rnn[1]"])
+    {'lstm#0': '/lstm#0', 'encoder/gru': '/encoder/gru', 'rnn[1]': '/rnn[1]'}
+    >>> to_paths(["encoder", "encoder/gru"])
+    {'encoder': '/encoder/@', 'encoder/gru': '/encoder/gru'}
+    """
+    names = list(names)
+    parents = {"/".join(parts[:i]) for parts in (name.split("/") for name in names) for i in range(1, len(parts))}
+    return {name: _path(name) + (f"/{OWN}" if name in parents else "") for name in names}
+
+
+def from_path(path: str) -> str:
+    """Return the layer name for a tree path.
+
+    >>> from_path("/encoder/@"), from_path("/encoder/gru")
+    ('encoder', 'encoder/gru')
+    """
+    parts = path.removesuffix(f"/{OWN}").removeprefix("/").split("/")
+    return "/".join("" if part == EMPTY else unquote(part) for part in parts)
+
+
+def _path(name: str) -> str:
+    return "".join(f"/{_quote(part)}" for part in name.split("/"))
+
+
+def _quote(part: str) -> str:
+    """Escape a part of a name for use in a path: an empty part, ``.``, ``..``, ``@``, percent sign and backslash."""
+    escaped = part.replace("%", "%25").replace("\\", "%5C")
+    if escaped in (".", "..", OWN):
+        return "".join(f"%{ord(character):02X}" for character in escaped)
+    return escaped or EMPTY

@@ -1,0 +1,415 @@
+"""Loggers: records written to TensorBoard, Weights & Biases and MLflow, each through its own client.
+
+Names are the same in every tool, with slashes by which it groups them: ``rnnlens/probe/lstm/reach``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from ..errors import InputError, MissingDependencyError, did_you_mean, shown
+from ..typing import Array
+from ..vocabulary import DIRECTION, GATE
+from .records import Sink, TrainingRecord
+
+#: First part of all logged names, which groups them.
+ROOM = "rnnlens"
+
+#: Name of the adjoint over time in a record.
+PROFILE = "adjoint_profile"
+
+
+def numbers(record: TrainingRecord) -> dict[str, float]:
+    """Return all scalars of a record by logged name, including those that are not finite."""
+    return {f"{ROOM}/{record.kind}/{name}": float(value) for name, value in record.scalars.items()}
+
+
+def distributions(record: TrainingRecord) -> Iterator[tuple[str, Array]]:
+    """Yield name and finite values, flattened, of every labelled array, one entry per gate; empty ones are skipped."""
+    for layer, arrays in record.layers.items():
+        for name, array in arrays.items():
+            stem = f"{ROOM}/{record.kind}/{layer}/{name}"
+            for suffix, part in _by_gate(array):
+                values = np.asarray(part, dtype=np.float64).ravel()
+                values = values[np.isfinite(values)]
+                if values.size:
+                    yield stem + suffix, values
+
+
+def _by_gate(array: xr.DataArray) -> Iterator[tuple[str, xr.DataArray]]:
+    if GATE not in array.dims:
+        yield "", array
+        return
+    names = array.coords[GATE].values if GATE in array.coords else range(array.sizes[GATE])
+    for index, gate in enumerate(names):
+        yield f"/{gate}", array.isel({GATE: index})
+
+
+#: Decades below the peak of a record that the colours cover.
+DECADES = 6.0
+#: Smallest number of pixels of each side of an image.
+PIXELS = 240
+
+
+class Film:
+    """Adjoint profiles of all records of each layer, drawn as one image per layer."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, list[Array]] = {}
+        self._count = 0
+
+    def add(self, record: TrainingRecord) -> bool:
+        """Add the profiles of a record; return True when a new picture is due: at 2, 4, 8, ... records."""
+        found = False
+        for layer, arrays in record.layers.items():
+            if PROFILE in arrays:
+                found = True
+                for side, row in _sides(arrays[PROFILE]):
+                    name = f"{ROOM}/{record.kind}/{layer}{side}/film"
+                    self._rows.setdefault(name, []).append(row)
+        self._count += found
+        return found and self._count >= 2 and math.log2(self._count).is_integer()
+
+    def pictures(self) -> dict[str, Array]:
+        """Return images by name, (height, width, 3) of uint8: first record on top, first time step on the left."""
+        return {name: _drawn(rows) for name, rows in self._rows.items() if len(rows) > 1}
+
+
+def _sides(profile: xr.DataArray) -> Iterator[tuple[str, Array]]:
+    """Yield suffix and profile over time, one for each direction."""
+    if DIRECTION not in profile.dims:
+        yield "", np.asarray(profile, dtype=np.float64)
+        return
+    for side in map(str, profile[DIRECTION].values):
+        yield f"/{side}", np.asarray(profile.sel({DIRECTION: side}), dtype=np.float64)
+
+
+def _drawn(rows: list[Array]) -> Array:
+    from matplotlib import colormaps
+
+    width = max(len(row) for row in rows)
+    image = np.full((len(rows), width), np.nan)
+    for index, row in enumerate(rows):
+        peak = np.max(row, where=np.isfinite(row), initial=0.0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            image[index, : len(row)] = np.log10(row / peak)
+    shades = np.clip(1 + image / DECADES, 0.0, 1.0)
+    colours = colormaps["magma"](np.ma.masked_invalid(np.where(np.isneginf(image), 0.0, shades)), bytes=True)[..., :3]
+    high, wide = (max(1, -(-PIXELS // size)) for size in image.shape)
+    pixels: Array = np.repeat(np.repeat(colours, high, axis=0), wide, axis=1)
+    return pixels
+
+
+class TensorBoard:
+    """Sink that writes through a ``SummaryWriter`` of torch or tensorboardX, or a writer of ``tf.summary``.
+
+    Parameters
+    ----------
+    writer
+        Writer of the user. It is flushed at the end, and closed only if ``owned``.
+    """
+
+    def __init__(self, writer: Any, *, owned: bool = False) -> None:
+        self._writer, self._owned, self._film, self._last = writer, owned, Film(), 0
+        self._write: Any = _Torch(writer) if hasattr(writer, "add_scalar") else _TensorFlow(writer)
+
+    def write(self, record: TrainingRecord) -> None:
+        """Write one point per scalar and one histogram per array at the step of the record."""
+        self._last = record.step
+        for name, value in numbers(record).items():
+            self._write.scalar(name, value, record.step)
+        for name, values in distributions(record):
+            self._write.histogram(name, values, record.step)
+        if self._film.add(record):
+            self._draw()
+
+    def close(self, reason: str) -> None:
+        """Write the film of all records, flush the writer, and close it if it is owned."""
+        self._draw()
+        self._writer.flush()
+        if self._owned:
+            self._writer.close()
+
+    def _draw(self) -> None:
+        for name, picture in self._film.pictures().items():
+            self._write.image(name, picture, self._last)
+
+
+class _Torch:
+    """Adapter to the methods of torch's ``SummaryWriter``."""
+
+    def __init__(self, writer: Any) -> None:
+        self.writer = writer
+
+    def scalar(self, name: str, value: float, step: int) -> None:
+        self.writer.add_scalar(name, value, step)
+
+    def histogram(self, name: str, values: Any, step: int) -> None:
+        self.writer.add_histogram(name, values, step)
+
+    def image(self, name: str, picture: Any, step: int) -> None:
+        self.writer.add_image(name, picture, step, dataformats="HWC")
+
+
+class _TensorFlow:
+    """Adapter to the functions of ``tf.summary``, called within the writer."""
+
+    def __init__(self, writer: Any) -> None:
+        import tensorflow as tf
+
+        self.writer, self.summary = writer, tf.summary
+
+    def scalar(self, name: str, value: float, step: int) -> None:
+        with self.writer.as_default():
+            self.summary.scalar(name, value, step=step)
+
+    def histogram(self, name: str, values: Any, step: int) -> None:
+        with self.writer.as_default():
+            self.summary.histogram(name, values, step=step)
+
+    def image(self, name: str, picture: Any, step: int) -> None:
+        with self.writer.as_default():
+            self.summary.image(name, picture[None], step=step)
+
+
+#: Metric used as the horizontal axis of all charts.
+STEP = f"{ROOM}/step"
+
+
+class WandB:
+    """Sink that writes to a ``wandb`` run.
+
+    W&B keeps one row per committed ``run.log``, and drops values logged for an earlier row. In a run that the user logs
+    to, a record is added to the open row without committing it, as ``wandb.watch`` does. In an owned run every record
+    is a row.
+
+    Parameters
+    ----------
+    run
+        Return value of ``wandb.init()``. It is finished at the end only if ``owned``.
+    """
+
+    def __init__(self, run: Any, *, owned: bool = False) -> None:
+        self._run, self._owned, self._film = run, owned, Film()
+        self._open: int | None = None
+        self._lost = 0
+        run.define_metric(STEP, hidden=True)
+        run.define_metric(f"{ROOM}/*", step_metric=STEP)
+
+    def write(self, record: TrainingRecord) -> None:
+        """Log scalars as numbers, arrays as histograms, and the film when it is due."""
+        from wandb import Histogram
+
+        self._lost += self._open is not None and self._open == self._run.step
+        row: dict[str, Any] = {STEP: record.step, **numbers(record)}
+        row |= {name: Histogram(values) for name, values in distributions(record)}
+        if self._film.add(record):
+            row |= self._pictures()
+        self._log(row)
+
+    def close(self, reason: str) -> None:
+        """Log the film of all records and the reason of the end; warn once if rows were overwritten."""
+        self._log(self._pictures())
+        self._run.summary[f"{ROOM}/ended"] = reason
+        if self._owned:
+            self._run.finish()
+        elif self._lost:
+            warnings.warn(
+                f"{self._lost} records came between two run.log() of yours, and W&B keeps one row for each of these: "
+                "its charts show the last. The run on disk has all. For all in W&B log once per record, or name the "
+                'logger, loggers=["wandb"], without a run of yours.',
+                stacklevel=2,
+            )
+
+    def _log(self, row: dict[str, Any]) -> None:
+        if not row:
+            return
+        self._open = None if self._owned else self._run.step
+        self._run.log(row, commit=self._owned)
+
+    def _pictures(self) -> dict[str, Any]:
+        from wandb import Image
+
+        return {name: Image(picture) for name, picture in self._film.pictures().items()}
+
+
+_FORBIDDEN = re.compile(r"[^\w\-. /]")
+
+
+class MLflow:
+    """Sink that writes to an MLflow run.
+
+    MLflow has no histograms, and no brackets in names: ``lstm[1]`` becomes ``lstm.1``. Numbers that are not finite are
+    not logged, but counted in a metric whose name ends in ``.not_finite``.
+
+    Parameters
+    ----------
+    run
+        An ``mlflow.ActiveRun`` or ``mlflow.entities.Run``. It is ended by ``close`` only if ``owned``.
+    """
+
+    def __init__(self, run: Any, *, owned: bool = False, client: Any = None) -> None:
+        from mlflow import MlflowClient
+
+        self._id, self._owned, self._film = run.info.run_id, owned, Film()
+        self._client = MlflowClient() if client is None else client
+        self._broken: dict[str, int] = {}
+
+    def write(self, record: TrainingRecord) -> None:
+        """Log all scalars at the step of the record in one call, and the film when it is due."""
+        from mlflow.entities import Metric
+
+        now, metrics = int(time.time() * 1000), []
+        for name, value in numbers(record).items():
+            key = allowed(name)
+            if not math.isfinite(value):
+                self._broken[key] = self._broken.get(key, 0) + 1
+                key, value = f"{key}.not_finite", float(self._broken[key])
+            metrics.append(Metric(key, value, now, record.step))
+        if metrics:
+            self._client.log_batch(self._id, metrics=metrics)
+        if self._film.add(record):
+            self._draw()
+
+    def close(self, reason: str) -> None:
+        """Log the film of all records, and the reason of the end as a tag; end the run if it is owned."""
+        self._draw()
+        self._client.set_tag(self._id, f"{ROOM}.ended", reason)
+        if self._owned:
+            import mlflow
+
+            mlflow.end_run()
+
+    def _draw(self) -> None:
+        for name, picture in self._film.pictures().items():
+            self._client.log_image(self._id, picture, artifact_file=f"{allowed(name)}.png")
+
+
+def allowed(name: str) -> str:
+    """Convert a name to the characters that MLflow allows."""
+    return _FORBIDDEN.sub("_", name.replace("[", ".").replace("]", "").replace("#", "."))
+
+
+#: Import name of each tool -> name of the package to install.
+TOOLS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny"}
+
+
+def beside(path: str | PathLike[str] | None) -> Path:
+    """Return the folder of TensorBoard's files for a run: ``runs/a`` for ``runs/a.zarr``, ``runs`` without a path."""
+    return Path("runs") if path is None else Path(path).with_suffix("")
+
+
+def sinks(loggers: Any, directory: str | Path) -> list[Sink]:
+    """Return a sink for each logger.
+
+    Parameters
+    ----------
+    loggers
+        One, or a list, of: a ``SummaryWriter`` (torch, tensorboardX, ``tf.summary``); a run of ``wandb`` or ``mlflow``;
+        a logger of Lightning; ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, which use the active run or start one; or
+        any object with ``write(record)`` and ``close(reason)``.
+    directory
+        Folder of TensorBoard's files if it is given by name.
+
+    Raises
+    ------
+    InputError
+        For any other object.
+    MissingDependencyError
+        If a tool was named that is not installed.
+    """
+    if loggers is None:
+        return []
+    given = loggers if isinstance(loggers, list | tuple | set) else [loggers]  # a run of mlflow can be iterated, too
+    return [_sink(logger, Path(directory)) for logger in given]
+
+
+def _sink(logger: Any, directory: Path) -> Sink:
+    if isinstance(logger, str):
+        return _by_name(logger, directory)
+    if _home(logger) == "lightning":
+        return _of_lightning(logger)
+    return _of(_home(logger), logger)
+
+
+def _of_lightning(logger: Any) -> Sink:
+    """Return a sink for the client inside a logger of Lightning."""
+    inner = getattr(logger, "experiment", logger)
+    if _home(inner) == "mlflow":
+        return MLflow(inner.get_run(logger.run_id), client=inner)
+    return _of(_home(inner), inner)
+
+
+def _of(home: str, logger: Any) -> Sink:
+    if hasattr(logger, "add_scalar") or (home == "tensorflow" and hasattr(logger, "as_default")):
+        return TensorBoard(logger)
+    if home == "wandb" and hasattr(logger, "define_metric"):
+        return WandB(logger)
+    if home == "mlflow" and hasattr(logger, "info"):
+        return MLflow(logger)
+    if isinstance(logger, Sink):
+        return logger
+    raise _unknown(logger)
+
+
+def _home(logger: Any) -> str:
+    """Return the top-level package of an object's class; ``"lightning"`` for all loggers of Lightning."""
+    for cls in type(logger).__mro__:
+        module = cls.__module__
+        if module.startswith(("lightning.", "pytorch_lightning.", "lightning_fabric.")):
+            return "lightning"
+    return type(logger).__module__.partition(".")[0]
+
+
+def _by_name(name: str, directory: Path) -> Sink:
+    if name not in TOOLS:
+        raise InputError("No logger has that name.", got=repr(name), hint=did_you_mean(name, TOOLS))
+    try:
+        tool = importlib.import_module(name)
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"loggers={name!r}: its client is not installed.", got=str(error), hint=f"pip install {TOOLS[name]}"
+        ) from error
+    if name == "tensorboard":
+        return TensorBoard(_event_writer(directory), owned=True)
+    if name == "wandb":
+        return WandB(tool.init(), owned=True) if tool.run is None else WandB(tool.run)
+    active = tool.active_run()
+    return MLflow(tool.start_run(), owned=True) if active is None else MLflow(active)
+
+
+def _event_writer(directory: Path) -> Any:
+    """Return a writer of TensorBoard event files, from torch if it is imported, else from TensorFlow."""
+    if "torch" in sys.modules:
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(str(directory))
+    if "tensorflow" in sys.modules:
+        import tensorflow as tf
+
+        return tf.summary.create_file_writer(str(directory))
+    raise MissingDependencyError(
+        "TensorBoard's event files are written by torch or TensorFlow, and neither is loaded.",
+        hint="give a writer of your own, loggers=[writer], such as tensorboardX.SummaryWriter(directory)",
+    )
+
+
+def _unknown(logger: Any) -> InputError:
+    return InputError(
+        "loggers= contains an object that is not a logger.",
+        got=f"{type(logger).__module__}.{type(logger).__qualname__}: {shown(logger)}",
+        expected="a SummaryWriter, a run of wandb or mlflow, 'tensorboard', 'wandb', 'mlflow', "
+        "or an object with write(record) and close(reason)",
+    )
