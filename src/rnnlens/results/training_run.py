@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import xarray as xr
 
-from ..errors import FileError, RnnlensError, TooLargeError, did_you_mean, message
+from ..errors import FileError, QuantityNotFoundError, RnnlensError, TooLargeError, did_you_mean, message
 from ..settings import current
 from .base import Part, Result
 from .disk.limits import damaged, foreign
@@ -141,8 +141,6 @@ class TrainingRun(Result, kind="run"):
         QuantityNotFoundError
             If no scalar of that name was recorded.
         """
-        from ..errors import QuantityNotFoundError
-
         if name not in self.scalars:
             hint = did_you_mean(name, map(str, self.scalars.data_vars))
             raise QuantityNotFoundError(f"No scalar named {name!r} in this run.", hint=hint)
