@@ -28,7 +28,7 @@ from ..errors import LayerNotFoundError, did_you_mean, shown
 from .array import LazyTasks, aligned, compute_with_record
 from .certificate import Certificate
 from .checks import Check
-from .encoding import from_path, to_paths
+from .encoding import datasets_of, from_path, to_paths
 from .page import Row, Said, page
 from .saving import META, root_attrs, save, save_chunks
 from .schema import origin, with_version
@@ -207,9 +207,8 @@ class Result(Mapping[str, Any]):
     @classmethod
     def _restore(cls, tree: xr.DataTree, meta: Mapping[str, Any]) -> Self:
         """Rebuild the result from its tree and its metadata: the mapping of :meth:`_meta` and the layer names."""
-        meta = dict(meta)
-        nodes: dict[str, Any] = {name: tree[path] for name, path in to_paths(meta.pop("layers")).items()}
-        return cls({name: node.to_dataset(inherit=False) for name, node in nodes.items()}, **meta)
+        rest = {key: value for key, value in meta.items() if key != "layers"}
+        return cls(datasets_of(tree, meta["layers"]), **rest)
 
     def _resolve(self, name: str) -> str:
         """Return the full name of a layer, given its exact or an unambiguous short name (the last part of the path)."""

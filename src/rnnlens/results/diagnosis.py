@@ -11,8 +11,6 @@ from typing import Any, Literal
 import xarray as xr
 
 from .base import Part, Result
-from .certificate import Certificate
-from .checks import Check
 from .page import Said
 
 Severity = Literal["fault", "caution", "fact", "unknown"]
@@ -80,12 +78,9 @@ class Diagnosis(Result, kind="diagnosis"):
         *,
         sentences: Mapping[str, str] | None = None,
         findings: Iterable[Finding | Mapping[str, Any]] = (),
-        provenance: Mapping[str, str] | None = None,
-        notes: Iterable[str] = (),
-        checks: Iterable[Check | Mapping[str, Any]] = (),
-        certificate: Certificate | Mapping[str, Any] | None = None,
+        **common: Any,
     ) -> None:
-        super().__init__(datasets, provenance=provenance, notes=notes, checks=checks, certificate=certificate)
+        super().__init__(datasets, **common)
         self.sentences = dict(sentences or {})
         self.findings = [f if isinstance(f, Finding) else Finding(**f) for f in findings]
 

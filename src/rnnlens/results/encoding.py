@@ -146,6 +146,12 @@ def to_paths(names: Iterable[str]) -> dict[str, str]:
     return {name: _path(name) + (f"/{OWN}" if name in parents else "") for name in names}
 
 
+def datasets_of(tree: xr.DataTree, names: Iterable[str]) -> dict[str, xr.Dataset]:
+    """Return the dataset of each named layer of a tree."""
+    nodes: dict[str, Any] = {name: tree[path] for name, path in to_paths(names).items()}
+    return {name: node.to_dataset(inherit=False) for name, node in nodes.items()}
+
+
 def from_path(path: str) -> str:
     """Return the layer name for a tree path.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
@@ -11,10 +11,8 @@ import xarray as xr
 
 from ..errors import QuantityNotFoundError, did_you_mean, message
 from .base import Part, Result, refuse_no_name
-from .certificate import Certificate
-from .checks import Check
-from .encoding import to_paths
-from .layers import LayerView
+from .encoding import datasets_of
+from .layers import LayerView, sizes_of
 
 
 @dataclass(frozen=True)
@@ -67,9 +65,8 @@ class LayerGradients(LayerView):
             f"The gradient of {name!r} was not computed for layer {self.name!r}.", hint=did_you_mean(name, self)
         )
 
-    def __repr__(self) -> str:
-        lines = [f"<rnnlens LayerGradients {self.name!r}>"]
-        return "\n".join(lines + [f"  {name}  {_summary(self.dataset[name])}" for name in self])
+    def _variables(self) -> list[tuple[str, str]]:
+        return [(name, _summary(self.dataset[name])) for name in self]
 
 
 #: Prefix, in a file, of the layer names of clipped gradients.
@@ -103,13 +100,9 @@ class Gradients(Result, kind="gradients"):
         self,
         datasets: Mapping[str, xr.Dataset] | xr.DataTree,
         answer: Answer | None = None,
-        *,
-        provenance: Mapping[str, str] | None = None,
-        notes: Iterable[str] = (),
-        checks: Iterable[Check | Mapping[str, Any]] = (),
-        certificate: Certificate | Mapping[str, Any] | None = None,
+        **common: Any,
     ) -> None:
-        super().__init__(datasets, provenance=provenance, notes=notes, checks=checks, certificate=certificate)
+        super().__init__(datasets, **common)
         answer = answer or Answer()
         self.of = answer.of
         self.value = np.asarray(answer.value)[()] if answer.value is not None else None
@@ -166,8 +159,7 @@ class Gradients(Result, kind="gradients"):
 
     @classmethod
     def _restore(cls, tree: xr.DataTree, meta: Mapping[str, Any]) -> Self:
-        nodes: dict[str, Any] = {name: tree[path] for name, path in to_paths(meta["layers"]).items()}
-        datasets = {name: node.to_dataset(inherit=False) for name, node in nodes.items()}
+        datasets = datasets_of(tree, meta["layers"])
         before = {name: dataset for name, dataset in datasets.items() if not name.startswith(_CLIPPED)}
         answer = Answer(meta["of"], meta["value"], _reasons(meta["disconnected"]), _reasons(meta["flags"]))
         common = {key: meta[key] for key in ("provenance", "notes", "checks", "certificate")}
@@ -201,7 +193,7 @@ class Gradients(Result, kind="gradients"):
 
 def _summary(array: xr.DataArray) -> str:
     """Format dimensions, norm, range and share of masked steps of an array in a few words."""
-    sizes = ", ".join(f"{dim}: {size}" for dim, size in array.sizes.items()) or "one number"
+    sizes = sizes_of(array) or "one number"
     if array.chunks is not None:
         return f"({sizes})  lazy, {array.data.npartitions} chunks"
     touched = f", {array.attrs['touched_rows']} rows touched" if "touched_rows" in array.attrs else ""

@@ -9,6 +9,7 @@ from typing import Any, overload
 import xarray as xr
 
 from ..errors import LayerNotFoundError, QuantityNotFoundError, did_you_mean
+from .array import aligned
 from .base import refuse_no_name
 from .page import Row, around, page
 
@@ -128,6 +129,19 @@ class LayerView(Mapping[str, xr.DataArray]):
         """Return the message for a variable that does not exist: the reason, and what to do."""
         raise NotImplementedError
 
+    def _title(self) -> str:
+        """Return the text after the layer's name in the first line of the repr."""
+        return ""
+
+    def _variables(self) -> list[tuple[str, str]]:
+        """Return name and description of each variable, for the repr."""
+        rows = ((name, self.dataset[name]) for name in self)
+        return [(name, f"({sizes_of(array)})  {array.attrs.get('long_name', '')}".rstrip()) for name, array in rows]
+
+    def __repr__(self) -> str:
+        title = f"<rnnlens {type(self).__name__} {self.name!r}> {self._title()}"
+        return aligned(title.rstrip(), self._variables())
+
     def _found(self, name: str) -> xr.DataArray:
         return self.dataset[name]
 
@@ -167,4 +181,9 @@ class LayerView(Mapping[str, xr.DataArray]):
         return list(self)
 
     def _repr_html_(self) -> str:
-        return page(f"Layer {self.name}", [Row.of(self.name, "", self.dataset)], [])
+        return page(f"Layer {self.name}", [Row.of(self.name, self._title(), self.dataset)], [])
+
+
+def sizes_of(array: xr.DataArray) -> str:
+    """Format the dimensions of an array: ``sample: 4, time: 20``."""
+    return ", ".join(f"{dim}: {size}" for dim, size in array.sizes.items())

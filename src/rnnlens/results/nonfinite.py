@@ -85,6 +85,18 @@ _WHEN = {
 _QUANTITY_WORDS = {"gate_preactivation": "pre-activation", "gates": "gate"}
 
 
+def _of_origin(name: str, words: str) -> property:
+    """Return a property with a field of the origin, or its position along a dimension; None without an origin."""
+
+    def read(found: NonFinite) -> Any:
+        if found.origin is None or name in (TIME, SAMPLE, UNIT):
+            return None if found.origin is None else found.origin.index.get(name)
+        value = getattr(found.origin, name)
+        return None if name == "gate" and not value else value
+
+    return property(read, doc=words)
+
+
 class NonFinite(Result, kind="nonfinite"):
     """Result of ``rl.find_nonfinite``: false where every number is finite, and then it prints "none".
 
@@ -129,53 +141,15 @@ class NonFinite(Result, kind="nonfinite"):
         )
         return f"{self.origin.sentence}. {reach}"
 
-    @property
-    def phase(self) -> str | None:
-        """Phase in which the number appears, such as ``"forward"``; None if all numbers are finite."""
-        return None if self.origin is None else self.origin.phase
-
-    @property
-    def layer(self) -> str | None:
-        """Layer in which the number appears; None if all numbers are finite."""
-        return None if self.origin is None else self.origin.layer
-
-    @property
-    def quantity(self) -> str | None:
-        """Quantity of the layer in which the number appears, such as ``"hidden"``; None if all are finite."""
-        return None if self.origin is None else self.origin.quantity
-
-    @property
-    def gate(self) -> str | None:
-        """Name of the gate in which the number appears; None outside of gates."""
-        return None if self.origin is None else self.origin.gate or None
-
-    @property
-    def value(self) -> float | None:
-        """The number itself; None if all numbers are finite."""
-        return None if self.origin is None else self.origin.value
-
-    @property
-    def fed_by(self) -> str | None:
-        """Inputs of the computation that gave the number, in words; None if all numbers are finite."""
-        return None if self.origin is None else self.origin.fed_by
-
-    @property
-    def step(self) -> int | None:
-        """Time step of the number, counted from 0; None without a time axis."""
-        return self._at(TIME)
-
-    @property
-    def sample(self) -> int | None:
-        """Sample of the batch, counted from 0; None without a sample axis."""
-        return self._at(SAMPLE)
-
-    @property
-    def unit(self) -> int | None:
-        """Unit of the layer, counted from 0; None without a unit axis."""
-        return self._at(UNIT)
-
-    def _at(self, dim: str) -> int | None:
-        return None if self.origin is None else self.origin.index.get(dim)
+    phase = _of_origin("phase", 'Phase in which the number appears, such as ``"forward"``; None if all are finite.')
+    layer = _of_origin("layer", "Layer in which the number appears; None if all numbers are finite.")
+    quantity = _of_origin("quantity", 'Quantity of the layer, such as ``"hidden"``; None if all numbers are finite.')
+    gate = _of_origin("gate", "Name of the gate in which the number appears; None outside of gates.")
+    value = _of_origin("value", "The number itself; None if all numbers are finite.")
+    fed_by = _of_origin("fed_by", "Inputs of the computation that gave the number, in words; None if all are finite.")
+    step = _of_origin(TIME, "Time step of the number, counted from 0; None without a time axis.")
+    sample = _of_origin(SAMPLE, "Sample of the batch, counted from 0; None without a sample axis.")
+    unit = _of_origin(UNIT, "Unit of the layer, counted from 0; None without a unit axis.")
 
     def _meta(self) -> dict[str, Any]:
         origin = None if self.origin is None else {**asdict(self.origin), "value": repr(self.origin.value)}

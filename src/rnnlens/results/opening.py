@@ -28,8 +28,7 @@ from .disk.netcdf import check_contents, check_seal
 from .disk.run_folder import read_metadata
 from .disk.store import root_attributes, verified
 from .encoding import decode
-from .saving import KIND, META, ORDER, SCHEMA, SEALED, VERSION, ZARR_FORMAT, engine_of
-from .schema import SCHEMA_VERSION
+from .saving import KIND, META, ORDER, SCHEMA, SEALED, VERSION, ZARR_FORMAT, check_schema, engine_of
 from .training_run import read_run
 
 _MARKS = (KIND, SCHEMA, VERSION, META, ORDER, SEALED)
@@ -111,7 +110,7 @@ def _open_zarr(source: Path, limit: int, *, lazy: bool) -> tuple[Any, bool]:
     recover(root)
     _check_exists(source)
     marks = root_attributes(root)
-    _check_schema(marks.get(SCHEMA), marks.get(VERSION), source)
+    check_schema(marks, source)
     store = verified(root, limit, lazy=lazy)
     options: dict[str, Any] = {**_DECODE, "consolidated": False, "zarr_format": ZARR_FORMAT, "chunks": None}
     opened = xr.open_datatree(store, engine="zarr", **options)
@@ -164,7 +163,7 @@ def _told(tree: xr.DataTree, source: Path, *, sealed: bool) -> Any:
     decode(tree)
     if KIND not in tree.attrs:
         return _unmarked(tree, source)
-    _check_schema(tree.attrs.get(SCHEMA), tree.attrs.get(VERSION), source)
+    check_schema(tree.attrs, source)
     return _from_tree(tree, source, sealed=sealed)
 
 
@@ -212,23 +211,8 @@ def _unmarked(tree: xr.DataTree, source: Path) -> Any:
             "This file was not written by rnnlens.", got=str(source), hint=f"xarray.open_datatree({str(source)!r})"
         )
     for schema in schemas:
-        _check_schema(schema, None, source)
+        check_schema({SCHEMA: schema}, source)
     return as_result(next(iter(dataset.data_vars.values()))) if len(schemas) == 1 else dataset
-
-
-def _check_schema(schema: Any, version: Any, source: Path) -> None:
-    if schema is None:
-        return
-    if not isinstance(schema, int) or isinstance(schema, bool):
-        raise damaged(source, f"a schema of {schema!r}")
-    if schema > SCHEMA_VERSION:
-        writer = f"schema {schema}" + (f", written by rnnlens {version}" if version else "")
-        raise FileError(
-            "This file was written by a newer rnnlens.",
-            got=f"{source}: {writer}",
-            expected=f"schema {SCHEMA_VERSION} or older",
-            hint="pip install --upgrade rnnlens",
-        )
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from ..arguments import path as path_of
 from ..errors import FileError, RnnlensError
 from ..vocabulary import SAMPLE
 from .disk.atomic import replacing_folder, write_file
+from .disk.limits import damaged
 from .disk.netcdf import check_room, sealed
 from .disk.regions import complete, records_of, write_regions
 from .disk.store import new_recording
@@ -48,6 +49,29 @@ ZARR_FORMAT = 2
 def root_attrs(kind: str, meta: Mapping[str, Any]) -> dict[str, Any]:
     """Return the attributes that mark the root of a file as written by rnnlens."""
     return {KIND: kind, SCHEMA: SCHEMA_VERSION, VERSION: __version__, META: json.dumps(dict(meta))}
+
+
+def check_schema(attributes: Mapping[Any, Any], source: Path) -> None:
+    """Refuse a file whose root attributes name the schema of a newer rnnlens, or none that exists.
+
+    Raises
+    ------
+    FileError
+        In both cases.
+    """
+    schema, version = attributes.get(SCHEMA, SCHEMA_VERSION), attributes.get(VERSION)
+    if schema is None:
+        return
+    if not isinstance(schema, int) or isinstance(schema, bool):
+        raise damaged(source, f"a schema of {schema!r}")
+    if schema > SCHEMA_VERSION:
+        writer = f"schema {schema}" + (f", written by rnnlens {version}" if version else "")
+        raise FileError(
+            "This file was written by a newer rnnlens.",
+            got=f"{source}: {writer}",
+            expected=f"schema {SCHEMA_VERSION} or older",
+            hint="pip install --upgrade rnnlens",
+        )
 
 
 def tree_of(data: xr.DataArray | xr.Dataset) -> xr.DataTree:

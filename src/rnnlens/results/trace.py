@@ -14,10 +14,7 @@ from ..errors import did_you_mean, message
 from ..recurrence.cells import cell_of_kind
 from ..vocabulary import QUANTITIES, SAMPLE, TIME
 from .base import Result
-from .certificate import Certificate
-from .checks import Check
 from .layers import LayerView
-from .page import Row, page
 from .schema import quantity, with_mask
 
 
@@ -59,17 +56,8 @@ class LayerTrace(LayerView):
             return message(f"{where}: it is not among quantities=.", got=", ".join(self._asked), hint=f"add {name!r}")
         return message(f"{where}: it does not exist for {cell}.", expected=f"one of: {', '.join(self)}")
 
-    def __repr__(self) -> str:
-        lines = [f"<rnnlens LayerTrace {self.name!r}> {describe_layer(self.dataset)}"]
-        width = max((len(name) for name in self), default=0)
-        for name in self:
-            array = self.dataset[name]
-            shape = ", ".join(f"{dim}: {size}" for dim, size in array.sizes.items())
-            lines.append(f"  {name:<{width}}  ({shape})  {array.attrs.get('long_name', '')}")
-        return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        return page(f"Layer {self.name}", [Row.of(self.name, describe_layer(self.dataset), self.dataset)], [])
+    def _title(self) -> str:
+        return describe_layer(self.dataset)
 
 
 class Trace(Result, kind="trace"):
@@ -93,12 +81,9 @@ class Trace(Result, kind="trace"):
         *,
         loss: float | None = None,
         quantities: Iterable[str] | None = None,
-        provenance: Mapping[str, str] | None = None,
-        notes: Iterable[str] = (),
-        checks: Iterable[Check | Mapping[str, Any]] = (),
-        certificate: Certificate | Mapping[str, Any] | None = None,
+        **common: Any,
     ) -> None:
-        super().__init__(datasets, provenance=provenance, notes=notes, checks=checks, certificate=certificate)
+        super().__init__(datasets, **common)
         self.loss = None if loss is None else float(loss)
         self.quantities = None if quantities is None else tuple(quantities)
 

@@ -25,9 +25,9 @@ from .disk.run_folder import (
     read_metadata,
     row_sums,
 )
-from .encoding import from_path, to_paths
+from .encoding import datasets_of, from_path
 from .layers import LayerView
-from .schema import SCHEMA_VERSION
+from .saving import KIND, check_schema
 
 STEP, WRITTEN = "step", "written"
 _KINDS = ("probe", "batch")
@@ -64,15 +64,6 @@ class LayerRun(LayerView):
 
     def _absence(self, name: str) -> str:
         return message(f"{name!r} was not recorded for layer {self.name!r}.", hint=did_you_mean(name, self))
-
-    def __repr__(self) -> str:
-        lines = [f"<rnnlens LayerRun {self.name!r}>"]
-        width = max((len(name) for name in self), default=0)
-        for name in self:
-            array = self.dataset[name]
-            shape = ", ".join(f"{dim}: {size}" for dim, size in array.sizes.items())
-            lines.append(f"  {name:<{width}}  ({shape})  {array.attrs.get('long_name', '')}".rstrip())
-        return "\n".join(lines)
 
 
 class TrainingRun(Result, kind="run"):
@@ -190,9 +181,7 @@ class TrainingRun(Result, kind="run"):
     def _restore(cls, tree: xr.DataTree, meta: Mapping[str, Any]) -> Self:
         meta = dict(meta)
         scalars = _scalars(meta.pop("index"), meta.pop("scalars"))
-        names = meta.pop("layers")
-        nodes: dict[str, Any] = {name: tree[path] for name, path in to_paths(names).items()}
-        return cls({name: node.to_dataset(inherit=False) for name, node in nodes.items()}, scalars, **meta)
+        return cls(datasets_of(tree, meta.pop("layers")), scalars, **meta)
 
     def _headline(self) -> str:
         count = self.steps.size
@@ -220,21 +209,9 @@ class TrainingRun(Result, kind="run"):
 def is_run(path: Path) -> bool:
     """Return whether a folder is a run, complete or not."""
     try:
-        return bool(read_metadata(path, "", sealed=False)["attributes"]["rnnlens_kind"] == "run")
+        return bool(read_metadata(path, "", sealed=False)["attributes"][KIND] == "run")
     except (FileError, OSError, KeyError):
         return False
-
-
-def refuse_newer(path: Path, attributes: Mapping[str, Any]) -> None:
-    """Refuse a run with the schema of a newer rnnlens.
-
-    Raises
-    ------
-    FileError
-        If the schema of the run is newer.
-    """
-    if attributes.get("rnnlens_schema", 0) > SCHEMA_VERSION:
-        raise FileError("This run was written by a newer rnnlens.", got=str(path), hint="upgrade rnnlens")
 
 
 def read_run(
@@ -286,7 +263,7 @@ class _NoRecordsError(FileError):
 def _read_run(path: Path, of: str | None, memory: int | None, *, skip_damaged: bool) -> TrainingRun:
     root = Path(os.path.realpath(path))
     attrs = read_metadata(root, "")["attributes"]
-    refuse_newer(path, attrs)
+    check_schema(attrs, path)
     there = [kind for kind in _KINDS if (root / kind).is_dir()]
     kind = of or (there[0] if there else "probe")
     if of is not None and of not in there:

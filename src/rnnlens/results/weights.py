@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import xarray as xr
 
 from ..errors import did_you_mean, message
 from .base import Result
-from .certificate import Certificate
-from .checks import Check
-from .layers import LayerView
+from .layers import LayerView, sizes_of
 
 
 class LayerWeights(LayerView):
@@ -36,16 +34,10 @@ class LayerWeights(LayerView):
             hint = "pass data for gradients: rl.weights(model, x, y)"
         return message(f"Layer {self.name!r} has no {name!r} here.", hint=hint)
 
-    def __repr__(self) -> str:
-        lines = [f"<rnnlens LayerWeights {self.name!r}>"]
+    def _variables(self) -> list[tuple[str, str]]:
+        flags = {name: f"  {count} NaN or infinite" for name, count in self.nonfinite.items()}
         shown = [name for name in self if not name.endswith("_count")]
-        width = max((len(name) for name in shown), default=0)
-        bad = self.nonfinite
-        for name in shown:
-            shape = ", ".join(f"{dim}: {size}" for dim, size in self.dataset[name].sizes.items())
-            flag = f"  {bad[name]} NaN or infinite" if name in bad else ""
-            lines.append(f"  {name:<{width}}  ({shape}){flag}")
-        return "\n".join(lines)
+        return [(name, f"({sizes_of(self.dataset[name])}){flags.get(name, '')}") for name in shown]
 
 
 class Weights(Result, kind="weights"):
@@ -65,12 +57,9 @@ class Weights(Result, kind="weights"):
         *,
         penalties: Mapping[str, float] | None = None,
         loss: float | None = None,
-        provenance: Mapping[str, str] | None = None,
-        notes: Iterable[str] = (),
-        checks: Iterable[Check | Mapping[str, Any]] = (),
-        certificate: Certificate | Mapping[str, Any] | None = None,
+        **common: Any,
     ) -> None:
-        super().__init__(datasets, provenance=provenance, notes=notes, checks=checks, certificate=certificate)
+        super().__init__(datasets, **common)
         self.penalties = dict(penalties or {})
         self.loss = loss
 

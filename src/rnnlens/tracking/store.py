@@ -33,8 +33,8 @@ from zarr.storage import LocalStore
 
 from ..errors import FileError
 from ..results.disk.run_folder import SealedMetadata, read_metadata
-from ..results.saving import root_attrs
-from ..results.training_run import is_run, refuse_newer
+from ..results.saving import check_schema, root_attrs
+from ..results.training_run import is_run
 from .records import KINDS, TrainingRecord
 from .rows import Rows
 
@@ -97,7 +97,7 @@ class Store:
         if not (self.path / "zarr.json").is_file():  # created with attributes, which make it a run at once
             attributes = root_attrs("run", {})
             zarr.create_group(SealedMetadata(LocalStore(self.path)), zarr_format=3, attributes=attributes)
-        refuse_newer(self.path, read_metadata(self.path, "")["attributes"])
+        check_schema(read_metadata(self.path, "")["attributes"], self.path)
         self._root = zarr.open_group(SealedMetadata(LocalStore(self.path)), mode="r+", zarr_format=3)
         began = {"time": time.time(), "provenance": dict(provenance or {})}
         sessions = [*self._root.attrs.get("sessions", []), began]
