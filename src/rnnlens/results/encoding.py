@@ -29,13 +29,7 @@ _DTYPES = re.compile(r"(datetime64|timedelta64)\[(s|ms|us|ns)\]|object")
 
 
 def encode(tree: xr.DataTree) -> None:
-    """Convert all attributes, dates and durations of a tree to types that files can store, in place.
-
-    Raises
-    ------
-    InputError
-        If a text attribute is longer than ``TEXT`` characters, which :func:`decode` would refuse.
-    """
+    """Convert attributes, dates and durations of a tree to types that files can store, in place; refuse long texts."""
     _convert(tree, _without_times)
     _change(tree, _to_file)
     if name := _too_long(tree):
@@ -44,13 +38,7 @@ def encode(tree: xr.DataTree) -> None:
 
 
 def decode(tree: xr.DataTree) -> None:
-    """Convert the attributes of a tree read from a file back to plain Python values, and its dates, in place.
-
-    Raises
-    ------
-    FileError
-        If a text attribute is longer than ``TEXT`` characters.
-    """
+    """Convert attributes, dates and durations of a tree that was read from a file back, in place; refuse long texts."""
     if name := _too_long(tree):
         raise FileError(f"The attribute {name!r} is too long to be read.", expected=f"at most {TEXT} characters")
     _change(tree, _from_file)

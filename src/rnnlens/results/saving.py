@@ -52,13 +52,7 @@ def root_attrs(kind: str, meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_schema(attributes: Mapping[Any, Any], source: Path) -> None:
-    """Refuse a file whose root attributes name the schema of a newer rnnlens, or none that exists.
-
-    Raises
-    ------
-    FileError
-        In both cases.
-    """
+    """Raise FileError if root attributes name the schema of a newer rnnlens, or none that exists."""
     schema, version = attributes.get(SCHEMA, SCHEMA_VERSION), attributes.get(VERSION)
     if schema is None:
         return
@@ -140,18 +134,7 @@ def save_chunks(
 
 
 def check_path(path: str | PathLike[str]) -> Path:
-    """Check before a long computation that a result could be saved to ``path``.
-
-    Returns
-    -------
-    Path
-        The target of the save, with links resolved.
-
-    Raises
-    ------
-    FileError
-        In the same cases as :func:`save`.
-    """
+    """Return the target of a save, with links resolved; raise FileError where :func:`save` would, before computing."""
     given = Path(path_of("path", path))
     engine = engine_of(given)
     with _writing(given):

@@ -76,13 +76,7 @@ class Alert:
 
 
 def checked_stop_on(value: str | Iterable[str]) -> tuple[Finding, ...]:
-    """Return the findings that end training as a tuple of names.
-
-    Raises
-    ------
-    InputError
-        If a name is no finding.
-    """
+    """Return the findings that end training as a tuple; raise InputError for a name that is no finding."""
     given = listed(value) or ()
     for name in given:
         if name not in FINDINGS:

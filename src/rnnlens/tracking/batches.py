@@ -241,13 +241,7 @@ def _part(found: Trace, layers: Sequence[str], names: Sequence[str]) -> Trace:
 
 
 def direct_trace(model: Any, arrays: Mapping[str, Mapping[str, Any]], loss: float | None) -> Trace | None:
-    """Build a trace from outputs and direct gradients captured in a training step; None without any.
-
-    Parameters
-    ----------
-    arrays
-        ``output`` and ``output_grad`` of each layer by name, in chronological order of steps.
-    """
+    """Build a trace from ``output`` and ``output_grad`` of layers by name, captured in a step; None without any."""
     if not arrays:
         return None
     adapter = adapter_for(model)

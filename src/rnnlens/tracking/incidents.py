@@ -21,13 +21,7 @@ REPORT = "report"
 
 
 def checked_on_nonfinite(value: Any) -> str | None:
-    """Check the argument ``on_nonfinite=``; return ``None`` or ``"report"``.
-
-    Raises
-    ------
-    InputError
-        For any other value.
-    """
+    """Return ``on_nonfinite=`` if it is ``None`` or ``"report"``; raise InputError for any other value."""
     if not (value is None or (isinstance(value, str) and value == REPORT)):
         raise InputError("on_nonfinite= is not understood.", got=shown(value), expected=f"None or {REPORT!r}")
     return REPORT if value is not None else None
@@ -55,21 +49,10 @@ class Incidents:
         self._provenance = dict(provenance or {})
 
     def report(self, batch: Batch, weights: Mapping[str, Any], when: Mapping[str, Any]) -> Path | None:
-        """Write a batch and the weights before its update, unless an incident was written before.
+        """Write a batch and the weights before its update, and return the path; None if a batch was written before.
 
-        Parameters
-        ----------
-        batch
-            Data ``x``, ``y`` and ``sample_weight`` of the batch, None where not known.
-        weights
-            Weights before the update, by the framework's own names, in its order and layout.
-        when
-            ``step``, ``epoch``, ``loss``, and ``found``: the sentence of ``rl.find_nonfinite``, if it was run.
-
-        Returns
-        -------
-        Path
-            Path of the file; None if an incident was written before.
+        ``weights`` are by the framework's own names, in its order and layout. ``when`` has ``step``, ``epoch``,
+        ``loss``, and ``found``: the sentence of ``rl.find_nonfinite``, if it was run.
         """
         if self.written is not None:
             return None
@@ -89,14 +72,7 @@ class Incidents:
     def report_trained(self, trained: TrainedBatch, weights: Callable[[], Mapping[str, Any]], loss: Any) -> Path | None:
         """Write a batch of training, the weights before its update, and the place of its first non-finite number.
 
-        Parameters
-        ----------
-        trained
-            The batch.
-        weights
-            Function that returns the current weights of the model; it is called with the old weights set.
-        loss
-            Loss of the batch; None where it is not known.
+        ``weights`` returns the current weights; it is called while the model has the old ones.
         """
         batch = Batch(trained.x, trained.y, trained.sample_weight)
         when = {

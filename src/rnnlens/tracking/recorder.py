@@ -82,10 +82,7 @@ class Recorder:
     ) -> None:
         """Call ``make`` for a record and pass it to every sink; a failure becomes a gap, and training continues.
 
-        Parameters
-        ----------
-        before
-            True before training begins: errors of arguments that do not fit the model are then raised.
+        ``before`` training begins, errors of arguments that do not fit the model are raised.
         """
         try:
             self.write(make())
@@ -125,13 +122,7 @@ class Recorder:
         self._note_gap(step, what, error, f"Step {step} was not recorded; training goes on.")
 
     def close(self, reason: str, *, steps: int = 0) -> None:
-        """End the records of a training of ``steps`` batches; a second call does nothing.
-
-        Warns
-        -----
-        TrackingWarning
-            If nothing was recorded of what was due, or not of every batch, and why; if a sink could not be closed.
-        """
+        """End the records of a training of ``steps`` batches, once, and warn of what is missing."""
         if self.closed:
             return
         self.closed = True

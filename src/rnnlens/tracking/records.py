@@ -98,12 +98,7 @@ _WORDS = {
 def summary(trace: Trace, *, keep: Collection[str] = ()) -> tuple[dict[str, float], dict[str, dict[str, xr.DataArray]]]:
     """Return scalars by name, and profiles by layer and name; see :class:`TrainingRecord`.
 
-    Parameters
-    ----------
-    trace
-        Trace with at least hidden states and gates; quantities that a layer does not have are left out.
-    keep
-        Names of quantities that are recorded as whole arrays, such as ``"hidden_grad"``.
+    Quantities that a layer does not have are left out; those of ``keep`` are recorded as whole arrays.
     """
     scalars = {} if trace.loss is None else {"loss": float(trace.loss)}
     layers: dict[str, dict[str, xr.DataArray]] = {}
@@ -169,11 +164,7 @@ def _profiles(
 
 
 def _by_lag(adjoint: Array, where: Array, half: str | None) -> tuple[Array, Array]:
-    """Reorder the adjoint by lag.
-
-    (sample, lag), and a mask of the lags that each sample has. Lags are counted from the last processed step, which is
-    the first in time for the backward direction.
-    """
+    """Reorder the adjoint by lag from the last processed step, (sample, lag); and a mask of the lags of each sample."""
     ends_first = half == BACKWARD
     ordered, real = (adjoint, where) if ends_first else (adjoint[:, ::-1], where[:, ::-1])
     moved = np.asarray(real_first(ordered, real))

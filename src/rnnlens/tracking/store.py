@@ -136,23 +136,11 @@ class Store:
         return taken
 
     def cut(self, step: int) -> int:
-        """Drop the records of steps after ``step``, because training continues from older weights.
-
-        Returns
-        -------
-        int
-            Number of dropped records.
-        """
+        """Drop the records after ``step``, because training continues from older weights; return their number."""
         return sum(kind.cut(step) for kind in self._kinds.values())
 
     def write(self, record: TrainingRecord) -> None:
-        """Append a record; on return it is complete on disk.
-
-        Raises
-        ------
-        FileError
-            If the store was closed, or another training of this process took over the run.
-        """
+        """Append a record, complete on disk on return; raise FileError if the run was closed or its folder replaced."""
         if self._closed:
             raise FileError("This run is closed.", got=str(self.path), hint="a different path for each training")
         self._check_folder()
@@ -191,13 +179,7 @@ class Store:
             self._unlock()
 
     def _check_folder(self) -> None:
-        """Raise FileError if the folder of the run was removed or replaced meanwhile.
-
-        Raises
-        ------
-        FileError
-            If the folder has another identity, or its ``zarr.json`` is missing.
-        """
+        """Raise FileError if the folder of the run was removed or replaced meanwhile."""
         if _identity(self.path) != self._folder or not (self.path / "zarr.json").is_file():
             what = "The folder of this run was removed or replaced while it was being written."
             raise FileError(what, got=str(self.path))

@@ -35,13 +35,7 @@ class Schedule:
     epochs: Collection[int] = ()
 
     def __post_init__(self) -> None:
-        """Check the fields.
-
-        Raises
-        ------
-        InputError
-            If ``every`` is negative or another word, or if ``epochs`` are no whole numbers.
-        """
+        """Check the fields; raise InputError for another ``every``, or ``epochs`` that are no whole numbers."""
         known = isinstance(self.every, str) and self.every == POWERS
         if not (known or _is_whole(self.every) or callable(self.every)):
             raise InputError(
@@ -125,26 +119,14 @@ def listed(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
 
 
 def quantities_of(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
-    """Check names of trace quantities; return them as a tuple, None for None.
-
-    Raises
-    ------
-    InputError
-        If a name is unknown.
-    """
+    """Return names of trace quantities as a tuple, None for None; raise InputError for an unknown name."""
     found = listed(value)
     TraceSelection.of(None, found, True)
     return found
 
 
 def refuse_unknown(layers: Iterable[str] | None, adapter: Adapter, model: Any) -> None:
-    """Refuse names of layers that the model does not have; ``"lstm#0"`` (one of several calls) matches ``"lstm"``.
-
-    Raises
-    ------
-    LayerNotFoundError
-        If a layer does not exist; the message lists the existing ones.
-    """
+    """Raise LayerNotFoundError for a layer that the model lacks; ``"lstm#0"`` (one of several calls) is ``"lstm"``."""
     known = {info.name: None for info in adapter.describe(model)} | dict.fromkeys(adapter.facts(model).submodules)
     for name in layers or ():
         if name not in known and name.partition("#")[0] not in known:
@@ -152,18 +134,7 @@ def refuse_unknown(layers: Iterable[str] | None, adapter: Adapter, model: Any) -
 
 
 def refuse_idle(probe: Any, batches: Any, epochs: Collection[int], of_batches: Mapping[str, Any]) -> None:
-    """Refuse an argument that has no effect in combination with the others.
-
-    Parameters
-    ----------
-    of_batches
-        Arguments, by name, that apply only to batches of training; false values count as not given.
-
-    Raises
-    ------
-    InputError
-        For ``epochs`` without a probe, and for arguments of batches if no batches are captured.
-    """
+    """Raise InputError for ``epochs`` without a probe, and for arguments ``of_batches`` if no batches are captured."""
     if epochs and probe is None:
         what = "epochs= schedules a probe, and there is no probe."
         raise InputError(what, got=f"epochs={tuple(epochs)}", hint="probe=(x, y)")

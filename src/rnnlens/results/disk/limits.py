@@ -30,13 +30,7 @@ def foreign(path: Path, what: str) -> FileError:
 
 
 def check_size(path: Path, size: int, memory: int, *, lazily: bool = False) -> None:
-    """Refuse to read arrays that exceed the memory limit.
-
-    Raises
-    ------
-    TooLargeError
-        If ``size`` is more than ``memory``.
-    """
+    """Raise TooLargeError if arrays of ``size`` bytes exceed ``memory``."""
     if size <= memory:
         return
     enough = format_memory(size + size // 10)

@@ -37,13 +37,7 @@ _FILTERS = (_DEFLATE, h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_FLETCHER32)
 
 
 def check_room(target: Path, size: int) -> None:
-    """Test that the system can allocate memory for a netCDF image. HDF5 may crash if an allocation fails.
-
-    Raises
-    ------
-    TooLargeError
-        If there is not enough memory for an image of ``size`` bytes and its copy while it grows.
-    """
+    """Raise TooLargeError if there is no memory for a netCDF image and its copy; HDF5 may crash instead."""
     try:
         mmap.mmap(-1, 2 * size + size // 4 + _ROOM).close()
     except (OSError, ValueError, OverflowError) as error:
@@ -62,13 +56,7 @@ def sealed(image: memoryview) -> Iterator[bytes | memoryview]:
 
 
 def check_seal(path: Path) -> bool:
-    """Verify the checksum at the end of a file; return False if the file has none.
-
-    Raises
-    ------
-    FileError
-        If the checksum does not match: a bit flipped, or another program changed the file.
-    """
+    """Verify the checksum at the end of a file; return False if there is none, raise FileError if it differs."""
     with path.open("rb") as stream:
         proper = max(os.fstat(stream.fileno()).st_size - _SEAL_BYTES, 0)
         stream.seek(proper)
@@ -92,12 +80,8 @@ def _digest(stream: IO[bytes], size: int) -> bytes:
 def check_contents(path: Path, memory: int) -> None:
     """Check the metadata of a netCDF file, without reading its arrays.
 
-    Raises
-    ------
-    FileError
-        If it refers to other files (links, external storage), contains cycles, or declares values that it lacks.
-    TooLargeError
-        If its arrays exceed ``memory``.
+    FileError: links, external storage, cycles, values that are declared and not there. TooLargeError: arrays that
+    exceed ``memory``.
     """
     file_size = path.stat().st_size
     with h5py.File(path, "r") as file:

@@ -106,13 +106,7 @@ def committed(count: int) -> Array:
 
 
 def committed_count(values: Array, path: Path) -> int:
-    """Return the number of complete records from the array ``committed``.
-
-    Raises
-    ------
-    FileError
-        If the checksum of the number does not match.
-    """
+    """Return the number of complete records from the array ``committed``; raise FileError if its checksum differs."""
     if values.shape != (2,) or values[0] < 0 or not np.array_equal(committed(int(values[0])), values):
         raise damaged(path, "the number of its records does not match its checksum")
     return int(values[0])
@@ -155,13 +149,7 @@ class SealedMetadata(WrapperStore):  # type: ignore[misc]
 
 
 def read_metadata(root: Path, key: str, *, sealed: bool = True) -> dict[str, Any]:
-    """Read and verify the ``zarr.json`` of a group or an array. With ``sealed=False`` a missing checksum is accepted.
-
-    Raises
-    ------
-    FileError
-        If the ``zarr.json`` is no plain file, too large, or does not match its checksum.
-    """
+    """Read and verify the ``zarr.json`` of a group or an array; with ``sealed=False`` it may have no checksum."""
     content = _content(root, f"{key}/{METADATA}" if key else METADATA, TEXT)
     try:
         found = json.loads(content)
@@ -191,13 +179,7 @@ def _content(root: Path, key: str, most: float) -> bytes:
 
 
 def chunk_files(root: Path, kind: str) -> dict[str, list[str]]:
-    """List the chunk files of one kind of records: array name to chunk names.
-
-    Raises
-    ------
-    FileError
-        For links, pipes and devices anywhere in the run, and for more files than a run has.
-    """
+    """List the chunk names of each array of one kind of records; refuse links, pipes, devices and too many files."""
     found: dict[str, list[str]] = {}
     seen = 0
     waiting = [("", 0)]
@@ -253,13 +235,7 @@ class RunArray:
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     def rows(self, count: int, files: list[str]) -> tuple[Array, list[slice]]:
-        """Read the first ``count`` rows; return them, and the row ranges of chunks that cannot be read.
-
-        Parameters
-        ----------
-        files
-            Names of the chunks that exist, such as ``"0/0"``.
-        """
+        """Return the first ``count`` rows from the chunks ``files``, and the row ranges of unreadable chunks."""
         values = np.full((count, *self.shape[1:]), self.fill, dtype=self.dtype)
         lost: list[slice] = []
         for name in files:
@@ -293,13 +269,7 @@ class RunArray:
 
 
 def read_array(root: Path, key: str) -> RunArray:
-    """Read and check the metadata of an array.
-
-    Raises
-    ------
-    FileError
-        If the metadata is damaged, or describes an array that rnnlens does not write.
-    """
+    """Read and check the metadata of an array; raise FileError for arrays that rnnlens does not write."""
     found = read_metadata(root, key)
     try:
         shape = tuple(int(size) for size in found["shape"])
@@ -321,15 +291,7 @@ def read_array(root: Path, key: str) -> RunArray:
 
 
 def check_total(root: Path, arrays: Mapping[str, RunArray], count: int, memory: int, *, granted: bool) -> None:
-    """Refuse records larger than ``memory``.
-
-    Unless ``granted``, arrays above 128 MiB may also be at most 1000 times as large as their files.
-
-    Raises
-    ------
-    TooLargeError
-        If the records exceed the limit.
-    """
+    """Raise TooLargeError if records exceed ``memory``, or unless ``granted`` are large and 1000 times their files."""
     total = sum(count * array.row_bytes for array in arrays.values())
     check_size(root, max([total, *(a.row_bytes for a in arrays.values())], default=0), memory)
     if not granted and total > _USUAL:

@@ -224,12 +224,8 @@ class Verified(WrapperStore):  # type: ignore[misc]
 def verified(root: Path, memory: int, *, lazy: bool) -> Verified:
     """Check the metadata of a Zarr folder, and return a store that reads from it.
 
-    Raises
-    ------
-    FileError
-        If it contains links, content that rnnlens never writes, or lacks a part.
-    TooLargeError
-        If its arrays (or the largest chunk, with ``lazy``) exceed ``memory``.
+    FileError: links, content that rnnlens never writes, missing parts. TooLargeError: arrays (with ``lazy``
+    the largest chunk) that exceed ``memory``.
     """
     there, listed = set(_files(root)), manifest(root)
     for key in (listed or {}).keys() - there:
