@@ -23,7 +23,7 @@ print("alive", values(rl.open("run{suffix}")))
 """
 
 
-@pytest.mark.parametrize("limit", [100, 5_000, 60_000, 400_000])
+@pytest.mark.parametrize("limit", [100, 5_000, 60_000, 200_000, 400_000])
 def test_netcdf(python, tmp_path, limit):
     made(1).save(tmp_path / "run.nc")
     done = python(SAVE.format(limit=limit, steps=400, suffix=".nc"))
@@ -32,7 +32,7 @@ def test_netcdf(python, tmp_path, limit):
     assert os.listdir(tmp_path) == ["run.nc"]
 
 
-@pytest.mark.parametrize("limit", [10, 300, 1_000])
+@pytest.mark.parametrize("limit", [10, 100, 300, 1_000, 3_000])
 def test_zarr(python, tmp_path, limit):
     made(1).save(tmp_path / "run.zarr")
     done = python(SAVE.format(limit=limit, steps=400, suffix=".zarr"))
