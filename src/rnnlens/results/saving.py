@@ -83,15 +83,10 @@ def save(tree: xr.DataTree, path: str | PathLike[str]) -> None:
 
     An existing result is replaced atomically once the new one is complete, and keeps its permissions; a link is
     followed. After an error, an interrupt or a full disk the old file is unchanged; the next save into that folder
-    removes temporary files of killed processes. Checksums are written too, and ``rl.open`` verifies them. A netCDF
-    file is first built in memory, which takes as much memory again as the result; Zarr is written chunk by chunk.
-
-    Raises
-    ------
-    FileError
-        If the path has another suffix, its folder does not exist, or it cannot be written.
-    TooLargeError
-        If there is not enough memory to build a netCDF file.
+    removes temporary files of killed processes. Checksums are written too, and ``rl.open`` verifies them. A netCDF file
+    is first built in memory, which takes as much memory again as the result; Zarr is written chunk by chunk. Raise
+    FileError if the path has another suffix, its folder does not exist, or it cannot be written. Raise TooLargeError if
+    there is not enough memory to build a netCDF file.
     """
     target = check_path(path)
     _prepare(tree)
