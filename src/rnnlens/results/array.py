@@ -15,8 +15,7 @@ import xarray as xr
 
 from ..arguments import checked
 from ..arguments import path as path_of
-from .certificate import Certificate
-from .checks import Check
+from .checks import Certificate, Check
 from .page import Row, page
 from .saving import save, save_chunks, tree_of
 from .schema import origin, provenance_of

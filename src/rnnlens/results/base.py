@@ -26,8 +26,7 @@ from ..arguments import checked
 from ..arguments import path as path_of
 from ..errors import LayerNotFoundError, did_you_mean, shown
 from .array import LazyTasks, aligned, compute_with_record
-from .certificate import Certificate
-from .checks import Check
+from .checks import Certificate, Check
 from .encoding import datasets_of, from_path, to_paths
 from .page import Row, Said, page
 from .saving import META, root_attrs, save, save_chunks
@@ -65,7 +64,7 @@ class Result(Mapping[str, Any]):
     checks
         Self-checks, as :class:`~rnnlens.results.checks.Check` or as mappings.
     certificate
-        Comparison with a reference run of the model, as :class:`~rnnlens.results.certificate.Certificate` or as a
+        Comparison with a reference run of the model, as :class:`~rnnlens.results.checks.Certificate` or as a
         mapping. Its comparisons are also in ``checks``.
     """
 

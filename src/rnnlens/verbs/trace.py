@@ -30,8 +30,7 @@ from ..arguments import loss as a_loss
 from ..errors import UnsupportedError
 from ..recurrence.replay import Replay
 from ..recurrence.rounding import perturbed
-from ..results.certificate import Certificate
-from ..results.checks import warn_about
+from ..results.checks import Certificate, warn_about
 from ..results.trace import Trace
 from ..settings import current
 from ..vocabulary import SAMPLE

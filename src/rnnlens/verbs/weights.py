@@ -30,8 +30,7 @@ from ..arguments import (
 )
 from ..arguments import loss as a_loss
 from ..errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean, raised_by, shown
-from ..results.certificate import Certificate
-from ..results.checks import warn_about
+from ..results.checks import Certificate, warn_about
 from ..results.layers import LayerTable
 from ..results.schema import to_host
 from ..results.weights import Weights

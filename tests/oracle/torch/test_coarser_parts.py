@@ -9,8 +9,7 @@ import rnnlens as rl
 from rnnlens.adapters.protocol import Batch
 from rnnlens.adapters.registry import adapter_for
 from rnnlens.autodiff import engine
-from rnnlens.results.certificate import Certificate
-from rnnlens.results.checks import Check
+from rnnlens.results.checks import Certificate, Check
 from rnnlens.verbs.certificates.comparisons import recheck_failure
 
 

@@ -1,6 +1,5 @@
 import rnnlens as rl
-from rnnlens.results.certificate import Certificate
-from rnnlens.results.checks import Check
+from rnnlens.results.checks import Certificate, Check
 from rnnlens.results.trace import Trace
 
 PASSED, FAILED = Check("reference loss", "", 1e-8, 1e-5), Check("reference weight gradients", "lstm", 0.01, 1e-5)

@@ -22,8 +22,7 @@ from ...autodiff.tensors import like
 from ...errors import CertificateError
 from ...recurrence.cells import affine
 from ...recurrence.rounding import one_rounding
-from ...results.certificate import Certificate
-from ...results.checks import Check, coarser, epsilon, residual, rounding_bound, underflow_unit
+from ...results.checks import Certificate, Check, coarser, epsilon, residual, rounding_bound, underflow_unit
 from ...results.schema import to_host
 from ...typing import Array
 

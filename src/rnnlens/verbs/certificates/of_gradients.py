@@ -15,8 +15,7 @@ from ...adapters.protocol import Adapter, Capture, CaptureRequest, LayerWeights,
 from ...errors import UnsupportedError
 from ...recurrence.adjoint import weight_gradients
 from ...recurrence.rounding import rounding_of
-from ...results.certificate import Certificate
-from ...results.checks import coarser
+from ...results.checks import Certificate, coarser
 from ...results.schema import to_host
 from ...typing import Array
 from ...vocabulary import DIRECTION, GATE, SAMPLE, TIME

@@ -19,8 +19,7 @@ import xarray as xr
 from ... import data
 from ...adapters.protocol import Cotangents, Port, ReferenceRun
 from ...errors import CertificateError, RnnlensError, TooLargeError
-from ...results.certificate import Certificate
-from ...results.checks import Check, coarser, epsilon, residual, rounding_bound
+from ...results.checks import Certificate, Check, coarser, epsilon, residual, rounding_bound
 from ...results.schema import to_host
 from ...typing import Array
 from ...vocabulary import FEATURE, IN_FEATURE, IN_TIME, OUT_TIME, OUT_UNIT, SAMPLE, TIME, UNIT

@@ -14,7 +14,7 @@ from ... import data
 from ...adapters.protocol import Adapter, Batch
 from ...cluster.worker import kept
 from ...errors import UnsupportedError
-from ...results.certificate import Certificate
+from ...results.checks import Certificate
 from ...settings import options
 from ...typing import Array
 from ...vocabulary import SAMPLE

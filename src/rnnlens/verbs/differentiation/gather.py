@@ -11,8 +11,7 @@ import numpy as np
 from ... import data
 from ...adapters.protocol import Batch
 from ...errors import InputError, UnsupportedError, message
-from ...results.certificate import Certificate
-from ...results.checks import warn_about
+from ...results.checks import Certificate, warn_about
 from ...settings import Progress
 from ...typing import Array
 from ...vocabulary import DIRECTION, SAMPLE, TIME
