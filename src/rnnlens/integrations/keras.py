@@ -16,6 +16,7 @@ from functools import partial
 from os import PathLike
 from typing import Any
 
+from ..adapters.keras.run import CompiledTraining
 from ..adapters.keras.training_capture import (
     Heard,
     batches_per_execution,
@@ -196,6 +197,7 @@ class Watch(_Callback):
         self._recorder: Recorder | None = None
         self._standing_notes: tuple[str, ...] = ()
         self._waits = False
+        self._training: Any = None
         self._finalizer: Any = None
         self._listening: Any = None
         self._step = self._start = self._epoch = self._in_epoch = 0
@@ -223,6 +225,7 @@ class Watch(_Callback):
         if not self._active:
             return
         self._interrupted()  # closes the run of an earlier training that ended by an error or Ctrl-C
+        self._training = CompiledTraining(self.model)
         rank, workers = worker(self.model)
         schedule = self._schedule if self._probe is not None else self._batches
         self._recorder = Recorder([], schedule, rank=rank, alerts=self._alerts)
@@ -290,6 +293,12 @@ class Watch(_Callback):
         """Count the steps of the execution, and record the batch and the probe where the schedules require it."""
         if self._recorder is None:
             return
+        with self._training():
+            self._after_execution(batch, logs)
+
+    def _after_execution(self, batch: int, logs: Any) -> None:
+        """See :meth:`on_train_batch_end`."""
+        assert self._recorder is not None
         heard = None if self._listening is None else self._listening.taken()
         # The last execution of an epoch may have fewer steps than ``batch`` implies.
         through = min(batch + 1, self.params.get("steps") or batch + 1)
@@ -324,6 +333,7 @@ class Watch(_Callback):
             self._finalizer.detach()
         self._stop_listening()
         stopped = getattr(self.model, "stop_training", False)
+        self._training = None
         self._recorder.close("stopped" if stopped else "finished", steps=self._step - self._start)
 
     def _stop_listening(self) -> None:

@@ -13,6 +13,7 @@ from ...recurrence.cells import StepCell
 from ...typing import Array
 from .dialect import Dialect, dialect_of
 from .restore import as_found
+from .run import compiled_cell
 from .weights import cell_variables
 
 #: Largest size in bytes of the Jacobians of one chunk of steps.
@@ -27,20 +28,23 @@ class KerasStepCell(StepCell):
 
     def __init__(self, cell: Any, keras: Dialect) -> None:
         self._cell, self._keras, self._engine = cell, keras, keras.engine
-        self._template = keras.template(cell)
-        self.state_sizes = tuple(int(size) for size in keras.tree.flatten(self._template))
+        self.state_sizes = tuple(int(size) for size in keras.tree.flatten(keras.template(cell)))
         size = keras.output_size(cell)
         self.output_size = self.state_sizes[0] if size is None else int(size)
-        self.output_state, self.output_is_state = 0, False
-        self._variables = cell_variables(cell)
-        self._weights = {name: _frozen(v) for name, v in self._variables.items()}
+        self.output_state = 0
+        self._weights = {name: _frozen(v) for name, v in cell_variables(cell).items()}
         self._dtype = getattr(cell, "compute_dtype", keras.floatx())
-        self._per_step = self._engine.per_step(self._pure)
+        self._steps = compiled_cell(keras, cell, lambda: _Steps(cell, keras))
+
+    @property
+    def output_is_state(self) -> bool:  # type: ignore[override]
+        """Whether the output is the first new state; False before the first step."""
+        return self._steps.output_is_state
 
     def advance(self, x: Array, state: Sequence[Array]) -> tuple[Array, tuple[Array, ...]]:
         """Run one step: x (n, feature) and states (n, size) to output (n, output_size) and new states."""
         with self._left_alone():
-            output, new = self._per_step.step(*self._inputs(x, state))
+            output, new = self._steps.per_step.step(*self._inputs(x, state))
         return self._engine.to_array(output), tuple(self._engine.to_array(s) for s in new)
 
     def vjp(
@@ -63,7 +67,7 @@ class KerasStepCell(StepCell):
         """Pull dL/dy_t and dL/ds_t back to each new state at the operation that computes it, for each row."""
         cotangents = (self._tensor(output_cotangent), [self._tensor(c) for c in state_cotangent])
         with self._left_alone():
-            found = self._per_step.produced(self._inputs(x, state), cotangents)
+            found = self._steps.per_step.produced(self._inputs(x, state), cotangents)
         return tuple(self._engine.to_array(s) for s in found)
 
     def jacobian(self, x: Array, state: Sequence[Array]) -> tuple[Array, Array]:
@@ -84,13 +88,13 @@ class KerasStepCell(StepCell):
 
     def _jacobian(self, x: Array, state: Sequence[Array]) -> tuple[Array, Array]:
         with self._left_alone():
-            by_state, by_input = self._per_step.jacobian(self._inputs(x, state))
+            by_state, by_input = self._steps.per_step.jacobian(self._inputs(x, state))
         return self._engine.to_array(by_state), self._engine.to_array(by_input)
 
     def _pull(self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]) -> Any:
         cotangents = (self._tensor(output_cotangent), [self._tensor(c) for c in state_cotangent])
         with self._left_alone():
-            return self._per_step.vjp(self._inputs(x, state), cotangents)
+            return self._steps.per_step.vjp(self._inputs(x, state), cotangents)
 
     def _inputs(self, x: Array, state: Sequence[Array]) -> tuple[Any, list[Any], dict[str, Any]]:
         return self._tensor(x), [self._tensor(s) for s in state], self._weights
@@ -103,13 +107,23 @@ class KerasStepCell(StepCell):
         with as_found(self._cell, self._keras), runs_again(type(self._cell).__name__):
             yield
 
+
+class _Steps:
+    """The step of a Keras cell as a pure function of (x, states, weights), and its derivatives."""
+
+    def __init__(self, cell: Any, keras: Dialect) -> None:
+        self._cell, self._keras = cell, keras
+        self._template, self._variables = keras.template(cell), cell_variables(cell)
+        self.per_step = keras.engine.per_step(self._pure)
+        self.output_is_state = False
+
     def _pure(self, x: Any, states: Sequence[Any], weights: Mapping[str, Any]) -> tuple[Any, list[Any]]:
         keras = self._keras
         mapping = [(self._variables[name], value) for name, value in weights.items()]
         with keras.stepping(self._cell, mapping):
             output, new = keras.step(self._cell, x, keras.tree.pack_sequence_as(self._template, list(states)))
         flat = keras.tree.flatten(new)
-        self.output_is_state = output is flat[self.output_state]
+        self.output_is_state = output is flat[0]
         return output, flat
 
 

@@ -235,8 +235,12 @@ class Dialect(Protocol):
     def is_short(self, x: Any) -> bool:
         """Return whether ``x`` is so short that eager execution takes less time than tracing a graph for one run."""
 
-    def stamp(self, model: Any, loss: Any) -> Hashable | None:
-        """Return a hashable that changes with everything a run reads; None if that is not known."""
+    def stamp(self, model: Any, loss: Any, within: Any = None) -> Hashable | None:
+        """Return a hashable that changes with everything a run reads; None if that is not known.
+
+        ``within`` is the :class:`CompiledTraining` in which user code counts as a constant, except for the attributes
+        of its layers.
+        """
 
     # -- the loss
     def is_overridden(self, model: Any) -> bool:

@@ -319,9 +319,9 @@ class Keras2:
         """Return whether ``x`` has at most 64 steps: tracing takes longer than running these eagerly."""
         return all(len(t.shape) < 2 or t.shape[1] <= _SHORT for t in tf.nest.flatten(x))
 
-    def stamp(self, model: Any, loss: Any) -> Hashable | None:
+    def stamp(self, model: Any, loss: Any, within: Any = None) -> Hashable | None:
         """Return None: it is not known what a run reads, so every run is traced."""
-        del model, loss
+        del model, loss, within
         return None
 
     # -- the loss

@@ -317,9 +317,9 @@ class Keras3:
         del x
         return False
 
-    def stamp(self, model: Any, loss: Any) -> Hashable | None:
+    def stamp(self, model: Any, loss: Any, within: Any = None) -> Hashable | None:
         """Return a hashable that changes with everything a run reads; None if that is not known."""
-        return stamp_of(model, loss, self.engine)
+        return stamp_of(model, loss, self.engine, within)
 
     # -- the loss
     def is_overridden(self, model: Any) -> bool:

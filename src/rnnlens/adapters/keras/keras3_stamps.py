@@ -3,7 +3,8 @@
 A *closed* model consists of Keras' own models, layers, cells, operations, activations, losses and regularisers, of
 exactly these types, with plain values as settings. Any change of it changes the stamp, so its compiled run can be used
 again. A subclass, a Lambda, a user's function or an unknown object may read anything at any time. Such a model is
-*open*: it has no stamp, and each run is traced again.
+*open*: it has no stamp, and each run is traced again. While Keras trains it with a compiled step, which does not run
+user code again either, its layers are stamped by their attributes.
 """
 
 from __future__ import annotations
@@ -65,16 +66,16 @@ class _SameObject:
         return isinstance(other, _SameObject) and self._ref() is not None and self._ref() is other._ref()
 
 
-def stamp_of(model: Any, loss: Any, engine: Engine) -> Hashable | None:
+def stamp_of(model: Any, loss: Any, engine: Engine, within: Any = None) -> Hashable | None:
     """Return the stamp of a closed run with ``loss``, or with the compiled loss if it is None.
 
-    Returns None for an open run.
+    Returns None for an open run; during a compiled training ``within``, a stamp of the attributes of user layers.
     """
     given = getattr(model, "_compile_loss", None) if loss is None else loss
     config = keras.config
     settings = (config.floatx(), config.epsilon(), config.image_data_format(), config.is_flash_attention_enabled())
     try:
-        return (settings, engine.settings(), _Stamp().of(model), _Stamp().of(given))
+        return (settings, engine.settings(), _Stamp(within).of(model), _Stamp(within).of(given))
     except _DependsOnAnything:
         return None
 
@@ -82,7 +83,8 @@ def stamp_of(model: Any, loss: Any, engine: Engine) -> Hashable | None:
 class _Stamp:
     """Recursive computation of stamps; a repeated object is replaced by the number of its first occurrence."""
 
-    def __init__(self) -> None:
+    def __init__(self, within: Any) -> None:
+        self._within = within
         self._met: dict[int, int] = {}
 
     def of(self, value: Any) -> Hashable:
@@ -96,7 +98,7 @@ class _Stamp:
         if isinstance(value, np.ndarray) and value.nbytes <= _LARGEST and value.dtype != object:
             return (str(value.dtype), value.shape, value.tobytes())
         if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type)):
-            return _keras_own(value)
+            return _identity(value) if self._within is not None else _keras_own(value)
         return self._object(value)
 
     def _object(self, value: Any) -> Hashable:
@@ -119,15 +121,25 @@ class _Stamp:
             return str(value.name)
         if isinstance(value, KerasTensor):
             return self._symbol(value)
-        if not _is_keras(kind) or kind is keras.layers.Lambda or not hasattr(value, "__dict__"):
-            raise _DependsOnAnything
-        if not all(_written_by_keras(method) for method in _methods(kind)):
-            raise _DependsOnAnything
+        if not _is_closed(value):
+            return self._user_object(value)
         if isinstance(value, CompileLoss):
             told = (value._user_loss, value._user_loss_weights, value.output_names, value.reduction)
             return ("compiled", *map(self.of, told))
         graph = self._graph(value) if isinstance(value, Function) else None
         return (_SameObject(kind), _SameObject(value), graph, self._settings(value))
+
+    def _user_object(self, value: Any) -> Hashable:
+        """Return the stamp of an object with user code, where that code is fixed; else raise _DependsOnAnything."""
+        if self._within is None:
+            raise _DependsOnAnything
+        is_layer = isinstance(value, keras.layers.Layer)
+        return (
+            _identity(self._within),
+            _identity(type(value)),
+            _identity(value),
+            self._settings(value) if is_layer else None,
+        )
 
     def _settings(self, value: Any) -> Hashable:
         return tuple(
@@ -153,6 +165,22 @@ class _Stamp:
 
 def _is_keras(thing: Any) -> bool:
     return str(getattr(thing, "__module__", "")).startswith("keras.src.")
+
+
+def _is_closed(value: Any) -> bool:
+    """Return whether all code of an object is in Keras."""
+    kind = type(value)
+    if not _is_keras(kind) or kind is keras.layers.Lambda or not hasattr(value, "__dict__"):
+        return False
+    return all(_written_by_keras(method) for method in _methods(kind))
+
+
+def _identity(value: Any) -> Hashable:
+    """Return the stamp of an object's identity."""
+    try:
+        return _SameObject(value)
+    except TypeError:  # no weak references
+        return id(value)
 
 
 def _methods(kind: type) -> Iterator[Any]:

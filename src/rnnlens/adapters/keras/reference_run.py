@@ -24,7 +24,7 @@ from .cells import initial_state_weights
 from .dialect import dialect_of
 from .inputs import input_order, prepare
 from .restore import as_found
-from .run import RunRequest, memo_of, stamp_of_tensors
+from .run import RunRequest, memo_of, stamp_of_run, stamp_of_tensors
 from .weights import attributes, has_two_biases, registration_of
 
 
@@ -68,7 +68,7 @@ def _reference_function(model: Any, batch: Batch, with_loss: bool, regularised: 
     keras = dialect_of(model)
     loss = losses.plan(model, batch) if with_loss else None
     job = RunRequest(model, prepare(model, batch), (), {}, batch.training, batch.seed)
-    stamp = keras.stamp(model, batch.loss) if keras.engine.compiles else None
+    stamp = stamp_of_run(keras, model, batch.loss) if keras.engine.compiles else None
     with as_found(model, keras, batch.seed), keras.undisturbed(model, regularised=regularised):
         arguments = job.arguments()
         arguments["values"], watched = keras.plain_values(job.variables)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -204,7 +206,7 @@ def memo_for(job: RunRequest, arguments: Any, *more: Hashable) -> Memo | None:
     options = (job.training, job.loss is None, job.gradients, job.tap_inputs, job.wanted, job.keep)
     more = (*more, tuple(sorted(job.starts.items())), job.stepped)
     question = (names, options, stamp_of_tensors(job.keras, arguments), *more)
-    stamp = job.keras.stamp(job.model, job.loss_given)
+    stamp = stamp_of_run(job.keras, job.model, job.loss_given)
     if stamp is None and job.keras.is_short(job.data.x):
         return None
     return memo_of(job.model, question, stamp)
@@ -213,6 +215,47 @@ def memo_for(job: RunRequest, arguments: Any, *more: Hashable) -> Memo | None:
 def call_model(model: Any, x: Any, training: bool) -> Any:
     """Call ``model`` on ``x``, with ``training`` if its ``call`` has that argument; return its outputs."""
     return model(x, training=training) if dialect_of(model).asks_for_training(model) else model(x)
+
+
+class CompiledTraining:
+    """One training by Keras with a compiled step, which runs no user code again: nor do our runs within it.
+
+    Outside of training a run of user code is traced again at each call, since the code may read anything.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._eager = bool(getattr(model, "run_eagerly", False))
+        self._cells: dict[int, tuple[Hashable, Any]] = {}
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Keep what is compiled in this block for the later blocks of this training."""
+        token = _compiled_training.set(None if self._eager else self)
+        try:
+            yield
+        finally:
+            _compiled_training.reset(token)
+
+    def of_cell(self, cell: Any, stamp: Hashable, make: Callable[[], Result]) -> Result:
+        """Return ``make()``, or what it returned for this cell and stamp before."""
+        if self._cells.get(id(cell), (None, None))[0] != stamp:
+            self._cells[id(cell)] = stamp, make()
+        return self._cells[id(cell)][1]  # type: ignore[no-any-return]
+
+
+_compiled_training: ContextVar[CompiledTraining | None] = ContextVar("compiled_training", default=None)
+
+
+def stamp_of_run(keras: Dialect, model: Any, loss: Any) -> Hashable | None:
+    """Return a hashable that changes with everything a run reads; None if that is not known."""
+    return keras.stamp(model, loss, within=_compiled_training.get())
+
+
+def compiled_cell(keras: Dialect, cell: Any, make: Callable[[], Result]) -> Result:
+    """Return ``make()``, or what it returned for this cell before in the same training."""
+    training = _compiled_training.get()
+    stamp = None if training is None else stamp_of_run(keras, cell, None)
+    return make() if training is None or stamp is None else training.of_cell(cell, stamp, make)
 
 
 _memos: weakref.WeakKeyDictionary[Any, OrderedDict[Hashable, Memo]] = weakref.WeakKeyDictionary()

@@ -1,0 +1,69 @@
+"""Code of the user's own layers is traced once for all records of a compiled training, not once for each."""
+
+import keras
+import numpy as np
+import pytest
+
+import rnnlens as rl
+
+TRACED = []
+
+
+class Leaky(keras.layers.Layer):
+    """h_t = 0.8 h_{t-1} + tanh(W [x_t, h_{t-1}]), and a note of each time that the step's code runs."""
+
+    def __init__(self, units):
+        super().__init__()
+        self.units = self.state_size = self.output_size = units
+
+    def build(self, shape):
+        self.kernel = self.add_weight((shape[-1] + self.units, self.units), name="kernel")
+
+    def call(self, x, states):
+        TRACED.append("step")
+        h = 0.8 * states[0] + keras.ops.tanh(keras.ops.concatenate([x, states[0]], -1) @ self.kernel)
+        return h, [h]
+
+
+class Reader(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.layers.RNN(Leaky(3), return_sequences=True, name="inner")
+        self.outer = keras.layers.GRU(3, name="outer")
+        self.head = keras.layers.Dense(1, name="head")
+
+    def call(self, x):
+        TRACED.append("model")
+        return self.head(self.outer(self.inner(x)))
+
+
+class Note(keras.callbacks.Callback):
+    """The gradients of the trained batch, and how often user code has run by then."""
+
+    def __init__(self):
+        super().__init__()
+        self.runs, self.found = [], []
+
+    def look(self, batch):
+        self.found.append((batch, batch.trace["inner"].hidden_grad.values, batch.gradients["inner"]["kernel"].values))
+        self.runs.append(len(TRACED))
+
+
+@pytest.mark.one_engine("tensorflow")  # JAX keeps what is compiled in any case
+def test_later_records_run_no_user_code_and_have_the_numbers_of_fresh_runs():
+    keras.utils.set_random_seed(0)
+    x = np.random.default_rng(0).normal(size=(24, 6, 2)).astype("float32")
+    model, note = Reader(), Note()
+    model.compile(keras.optimizers.SGD(0.1), loss="mse")
+    model(x[:4])
+    watch = rl.keras.Watch(batches=1, on_batch=note.look)
+    model.fit(x, x[:, 0, :1], batch_size=4, epochs=1, verbose=0, shuffle=False, callbacks=[watch])
+    assert len(note.runs) == 6
+    assert len(set(note.runs[1:])) == 1, "user code ran again"
+    assert not np.allclose(note.found[1][1], note.found[5][1])
+    batch, hidden_grad, kernel_grad = note.found[-1]  # the training is over: these runs are traced again
+    before = len(TRACED)
+    with_fresh = batch.with_variables_before(lambda: rl.trace(model, batch.x, batch.y, training=True, seed=None))
+    assert len(TRACED) > before
+    np.testing.assert_allclose(hidden_grad, with_fresh["inner"].hidden_grad.values, rtol=1e-5, atol=1e-9)
+    assert np.abs(kernel_grad).max() > 0
