@@ -35,6 +35,7 @@ def build(rank, bidirectional=False, **options):
     return model, x, rng.normal(size=(2, 1)).astype("float32")
 
 
+@pytest.mark.product(keep=("2d relu, backwards",))
 @pytest.mark.parametrize("case", OPTIONS)
 def test_traces_and_gradients_are_certified(case):
     rank, options = OPTIONS[case]
@@ -133,6 +134,7 @@ def test_an_input_of_another_size_has_axes_of_its_own():
     assert dims == ("sample", "time", "input_height", "input_width", "feature")
 
 
+@pytest.mark.product(keep=("2d strides",))
 @pytest.mark.parametrize("case", OPTIONS)
 def test_time_jacobians_by_norms_over_places_and_channels(case):
     rank, options = OPTIONS[case]

@@ -83,7 +83,7 @@ def watched_losses(watch, *callbacks):
     return found, [str(one.message) for one in told if issubclass(one.category, TrackingWarning)]
 
 
-@pytest.mark.product(keep=("three in between",))
+@pytest.mark.one_engine
 @pytest.mark.parametrize(
     ("wrong", "close", "missing"),
     [((1,), False, 1), ((STEPS,), False, 1), ((2, 3, 5), False, 3), ((), True, 1)],
@@ -104,7 +104,7 @@ def test_a_logger_that_raises_costs_its_own_records_alone(tmp_path, wrong, close
         assert (gap.first, gap.last) == (min(wrong), max(wrong))
 
 
-@pytest.mark.product(keep=("ENOSPC-until the end", "EIO-for a while"))
+@pytest.mark.product(keep=("ENOSPC-until the end",))
 @pytest.mark.parametrize("until", [4, None], ids=["for a while", "until the end"])
 @pytest.mark.parametrize("code", ["ENOSPC", "ESTALE", "EIO"])
 def test_a_disk_that_takes_nothing_leaves_the_history(tmp_path, monkeypatch, code, until):
@@ -139,7 +139,7 @@ def test_a_disk_that_takes_nothing_leaves_the_history(tmp_path, monkeypatch, cod
         assert [(gap.where, gap.first, gap.last, gap.records) for gap in run.gaps] == [("the run", 3, 4, 2)]
 
 
-@pytest.mark.product(keep=("deleted",))
+@pytest.mark.one_engine
 @pytest.mark.parametrize("how", ["deleted", "emptied", "replaced"])
 def test_a_folder_that_is_gone_is_said_once(tmp_path, how):
     path, trained = tmp_path / "a.zarr", []
@@ -196,6 +196,7 @@ class Saving(keras.callbacks.Callback):
         )
 
 
+@pytest.mark.product(keep=("direct",))
 @pytest.mark.parametrize("direct", [(), ("lstm",)], ids=["separate", "direct"])
 def test_whole_models_saved_and_copied_in_a_watch_are_models(tmp_path, direct):
     path = tmp_path / "model.keras"
@@ -220,6 +221,7 @@ def test_whole_models_saved_and_copied_in_a_watch_are_models(tmp_path, direct):
     assert pickle.loads(pickle.dumps(loaded.get_config()))
 
 
+@pytest.mark.one_engine
 def test_nothing_holds_the_users_locals(tmp_path):
     class Mine:
         pass
@@ -273,6 +275,7 @@ PLACES = {
 }
 
 
+@pytest.mark.product(keep=("direct-taps in the step", "separate-the batch handed on"))
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize("direct", [(), ("lstm",)], ids=["separate", "direct"])
 def test_an_error_of_ours_within_the_step_leaves_the_history(tmp_path, monkeypatch, place, direct):
