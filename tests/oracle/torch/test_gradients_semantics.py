@@ -362,3 +362,33 @@ def test_a_name_of_several_tensors_is_no_name_of_one():
     )
     both = rl.gradients(TwoInputs(), x, of="output", reduce="sum", wrt=["input"])
     assert both.tensors == ("input[0]", "input[1]")
+
+
+class OneDict(nn.Module):
+    """Takes a whole batch of a data loader as its one argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, batch):
+        packed = nn.utils.rnn.pack_padded_sequence(batch["x"], batch["lengths"], batch_first=True, enforce_sorted=False)
+        return self.head(self.lstm(packed)[1][0][-1])
+
+
+class Packing(OneDict):
+    def forward(self, x, lengths):
+        return super().forward({"x": x, "lengths": lengths})
+
+
+@pytest.mark.parametrize("model", [OneDict(), Packing()], ids=["a dict", "two arguments"])
+def test_the_only_input_of_real_numbers_is_the_input(model):
+    model = model.double()
+    x, lengths = torch.randn(3, 5, 3, dtype=torch.float64, requires_grad=True), torch.tensor([2, 5, 3])
+    batch = {"x": x, "lengths": lengths} if type(model) is OneDict else (x, lengths)
+    (expected,) = torch.autograd.grad((model(batch) if isinstance(batch, dict) else model(*batch)).sum(), x)
+    handed = {"x": x.detach(), "lengths": lengths} if isinstance(batch, dict) else (x.detach(), lengths)
+    found = rl.gradients(model, handed, of="output", reduce="sum", wrt="input")
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+    jacobian = rl.jacobian(model, handed)
+    np.testing.assert_allclose(jacobian.sum("out_unit"), expected, rtol=0, atol=1e-12)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -95,15 +96,24 @@ def _tensor(value: Any, device: torch.device, dtype: torch.dtype, what: str) -> 
 def call_model(model: nn.Module, x: Any) -> Any:
     """Call ``model(x)``, ``model(*x)`` for a tuple or list, or ``model(**x)`` for a dict.
 
-    Tensors are copied, because the model may change them.
+    A dict whose keys are no parameters of ``forward`` is its one argument. Tensors are copied, because the model may
+    change them.
     """
     x = on_leaves(x, lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf)
     with raised_by("Your model's forward"), without_cache(model):
-        if isinstance(x, dict):
+        if isinstance(x, dict) and not is_one_argument(model, x):
             return model(**x)
         if isinstance(x, (tuple, list)) and not isinstance(x, PackedSequence):
             return model(*x)
         return model(x)
+
+
+def is_one_argument(model: nn.Module, x: dict[str, Any]) -> bool:
+    """Return whether ``forward`` takes a dict as its one positional argument: none of its parameters is a key of it."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    keywords = any(p.kind is p.VAR_KEYWORD or p.name in x for p in parameters)
+    required = [p for p in parameters if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
+    return not keywords and len(required) == 1
 
 
 @contextmanager
