@@ -18,6 +18,7 @@ from ..settings import current, format_memory
 from ..typing import Array
 from .recurrent_layers import WeightSum, on_host, sweep, weight_norms_by_time, weights_of
 from .request import ModelRequest
+from .weight_layout import outside_cells
 
 
 @dataclass
@@ -69,11 +70,11 @@ def find_gradients(
             found.recurrent[name], sums = _recurrent_gradients(calls, by_time)
             found.checks += [entry.check() for entry in sums]
             found.scales[name] = max((entry.scale for entry in sums), default=0.0)
-    others = [name for name in weights if name not in recurrent]
+    others = [(name, key) for name, layer in weights.items() for key in outside_cells(layer)]
     if others and not (
         found.capture and _captured_beside(adapter, model, found.capture, weights, others, found.others)
     ):
-        ports = [Port("weight", layer, key=key) for layer in others for key in weights[layer].values]
+        ports = [Port("weight", layer, key=key) for layer, key in others]
         found.loss = _by_framework(adapter, model, batch, ports, found.others)
     return found
 
@@ -83,15 +84,15 @@ def _captured_beside(
     model: Any,
     capture: Capture,
     weights: Mapping[str, LayerWeights],
-    layers: Sequence[str],
+    others: Sequence[tuple[str, str]],
     found: dict[str, dict[str, Array]],
 ) -> bool:
-    """Take gradients of weights outside of recurrent layers from the captured pass into ``found``.
+    """Take gradients of weights outside of known cells from the captured pass into ``found``.
 
     Return False, and take nothing, if the pass lacks one of them; a separate pass is then needed.
     """
     taken: dict[str, dict[str, Array]] = {}
-    for layer, key in [(name, key) for name in layers for key in weights[name].values]:
+    for layer, key in others:
         location = adapter.place(model, layer, None, key)
         if location is None or location.tied or capture.altered or location.name not in capture.beside:
             return False

@@ -54,6 +54,11 @@ def sources(weights: LayerWeights) -> dict[str, list[WeightSource]]:
     return found
 
 
+def outside_cells(weights: LayerWeights) -> dict[str, Array]:
+    """Return the weights of a layer that its known cells do not use: all of them if it has none."""
+    return {key: weights.values[key] for key, (first, *_) in sources(weights).items() if first.direction is None}
+
+
 def dims_of_weight(key: str, weights: LayerWeights, rank: int) -> tuple[str, ...]:
     """Return the axis names of a weight in results: names for known cells, positions for other layers."""
     found = sources(weights)[key]

@@ -39,7 +39,7 @@ from .chunked.of_results import lazy_datasets
 from .chunked.samples import SampleChunks
 from .request import ModelRequest, in_turn
 from .weight_gradients import FoundGradients, find_gradients
-from .weight_layout import LabelledWeight, label_cell, label_plain, node_dataset
+from .weight_layout import LabelledWeight, label_cell, label_plain, node_dataset, outside_cells
 
 
 @checked(model=anything)
@@ -190,7 +190,8 @@ def _labelled_gradients(
         for name, gradients in found.recurrent.items()
     }
     for name, gradients in found.others.items():
-        labelled[name] = label_plain({f"{key}_grad": gradient for key, gradient in gradients.items()})
+        plain = label_plain({f"{key}_grad": gradient for key, gradient in gradients.items()})
+        labelled[name] = labelled.get(name, {}) | plain
     return labelled
 
 
@@ -205,9 +206,8 @@ def _selected(found: Mapping[str, LayerWeights], layers: str | Iterable[str] | N
 
 
 def _label(layer: LayerWeights) -> dict[str, LabelledWeight]:
-    if layer.cells:
-        return label_cell({direction: cell.weights() for direction, cell in layer.cells.items()}, layer.cells)
-    return label_plain(layer.values)
+    cells = {direction: cell.weights() for direction, cell in layer.cells.items()}
+    return (label_cell(cells, layer.cells) if cells else {}) | label_plain(outside_cells(layer))
 
 
 def _penalties(found: Mapping[str, LayerWeights]) -> dict[str, float]:

@@ -392,3 +392,47 @@ def test_the_only_input_of_real_numbers_is_the_input(model):
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
     jacobian = rl.jacobian(model, handed)
     np.testing.assert_allclose(jacobian.sum("out_unit"), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("normed", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
+def test_a_weight_computed_from_others_counts_once_in_the_norm_of_all(normed):
+    model = nn.Sequential(nn.LSTM(3, 4, batch_first=True)).double()
+    normed(model[0], "weight_hh_l0")
+
+    def loss(out):
+        return (out[0] ** 2).sum()
+
+    x = torch.randn(2, 5, 3, dtype=torch.float64)
+    loss(model(x)).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    found = rl.gradients(model, x, loss=loss, wrt="0/kernel", clip={"global_clipnorm": 0.05})
+    np.testing.assert_allclose(found.clip["norm"], norm, rtol=1e-12)
+    kernel = found.clipped["0"]["kernel"].transpose("gate", "unit", "feature").values.reshape(16, 3)
+    np.testing.assert_allclose(kernel, model[0].weight_ih_l0.grad, rtol=1e-5)  # torch divides by the norm + 1e-6
+
+
+class Scaled(nn.LSTM):
+    """A library layer with a parameter of its own."""
+
+    def __init__(self, *sizes, **options):
+        super().__init__(*sizes, **options)
+        self.scale = nn.Parameter(torch.tensor([0.5, 1.0, 2.0]))
+
+    def forward(self, x, states=None):
+        return super().forward(x * self.scale, states)
+
+
+def test_a_parameter_that_a_subclass_adds_is_a_weight_of_the_layer():
+    model, x = Scaled(3, 4, 2, bidirectional=True, batch_first=True).double(), torch.randn(2, 5, 3, dtype=torch.float64)
+
+    def loss(out):
+        return (out[0] ** 2).sum()
+
+    loss(model(x)).backward()
+    layer = next(iter(rl.layers(model))).name
+    weights = rl.weights(model, x, loss=loss)
+    np.testing.assert_array_equal(weights[layer]["scale"], [0.5, 1.0, 2.0])
+    for found in (weights[layer]["scale_grad"], rl.gradients(model, x, loss=loss, wrt="weights")[layer]["scale"]):
+        np.testing.assert_allclose(found, model.scale.grad, rtol=1e-12)
+    assert weights.certificate.state == "passed"

@@ -95,8 +95,9 @@ class LayerWeights:
     """Weights of one layer: by name, and as one known cell per direction if the layer is a known cell.
 
     ``trainable``: whether the optimizer changes a weight. ``statistics``: names of statistics that the layer updates
-    itself. ``tables``: names of weights whose rows are looked up by integers. ``repeated``: names of weights that an
-    earlier layer has too (tied weights): one variable, which a norm over all weights counts once.
+    itself. ``tables``: names of weights whose rows are looked up by integers. ``uncounted``: names of weights that a
+    norm over all variables leaves out: those that an earlier layer has too (tied weights), and those that are computed
+    from variables, such as by torch's ``weight_norm``.
     """
 
     values: dict[str, Array]
@@ -105,7 +106,7 @@ class LayerWeights:
     penalties: dict[str, Callable[[Any], Any]] = field(default_factory=dict)
     statistics: frozenset[str] = frozenset()
     tables: frozenset[str] = frozenset()
-    repeated: set[str] = field(default_factory=set)
+    uncounted: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)

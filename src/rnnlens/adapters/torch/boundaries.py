@@ -17,7 +17,7 @@ from ..protocol import Port
 from .assemble import half, sequence
 from .cells import has_own_forward
 from .record import CallRecord, CallRecorder, Packing, Recurrence, last_steps, node_names
-from .weights import NAMES, class_of, library_parameter, ours
+from .weights import SLOTS, class_of, library_parameter, ours
 
 
 class PortTable:
@@ -107,32 +107,37 @@ class PortTable:
         return LayerNotFoundError(what, hint=did_you_mean(str(port.layer), [*self.nodes, *self.plain]))
 
     def _weight(self, port: Port) -> PortTensors:
-        direction, _, name = port.key.rpartition("/")
-        for node, (run, layer) in self.nodes.items():
-            if node.partition("#")[0] == str(port.layer).partition("#")[0] and run.owner.step_cell is None:
-                which = 1 if "backward" in (direction, port.direction) else 0
-                slot = {theirs: mine for mine, theirs in NAMES.items()}[name]
-                tensor = run.visits[0].pieces[layer].weights[which][slot]
-                own = library_parameter(self.modules.get(run.owner.name), layer, port.key)
-                if own is not None and (run.owner.key, f"{slot}/{layer}/{which}") in self.recorder.computed:
-                    return PortTensors([own], partial(_in_our_order, run.owner.cell, slot))
-                owned = self.recorder.behind(tensor)
-                parts = [tensor] if owned is None else [tensor, owned]
-                in_order = partial(_in_our_order, run.owner.cell, slot)
-                return PortTensors(parts, in_order, partial(in_order, [tensor]))
+        slot = SLOTS.get(port.key.rpartition("/")[2])
+        if slot is not None and (called := self._weight_of_call(port, slot)) is not None:
+            return called
         found = self.weights.get((str(port.layer), port.key))
         if found is None:
             wanted = f"{port.layer}.{port.key}"
             known = [f"{path}.{n}" for path, m in self.modules.items() for n, _ in m.named_parameters(recurse=False)]
             raise LayerNotFoundError("No weight of that name.", got=wanted, hint=did_you_mean(wanted, known))
         cell = class_of(self.modules[str(port.layer).partition("[")[0]])
-        if cell is not None:  # a forward that does not call torch's kernel
-            slot = {theirs: mine for mine, theirs in NAMES.items()}[name]
+        if cell is not None and slot is not None:  # a forward that does not call torch's kernel
             return PortTensors([found], partial(_in_our_order, cell[0], slot))
         taken = self.recorder.stand_in_for(found)
         if taken is not None:  # a parametrisation that returned the parameter itself, or a weight tied to a kernel's
             return PortTensors([found, taken], lambda parts: parts[0] + parts[1], lambda: found)
         return single(found)
+
+    def _weight_of_call(self, port: Port, slot: str) -> PortTensors | None:
+        """Return the weight of a kernel that ran; None if the layer has none such."""
+        backward = "backward" in (port.key.rpartition("/")[0], port.direction)
+        for node, (run, layer) in self.nodes.items():
+            if node.partition("#")[0] == str(port.layer).partition("#")[0] and run.owner.step_cell is None:
+                which = int(backward)
+                tensor = run.visits[0].pieces[layer].weights[which][slot]
+                own = library_parameter(self.modules.get(run.owner.name), layer, port.key)
+                in_order = partial(_in_our_order, run.owner.cell, slot)
+                if own is not None and (run.owner.key, f"{slot}/{layer}/{which}") in self.recorder.computed:
+                    return PortTensors([own], in_order)
+                owned = self.recorder.behind(tensor)
+                parts = [tensor] if owned is None else [tensor, owned]
+                return PortTensors(parts, in_order, partial(in_order, [tensor]))
+        return None
 
 
 def _in_our_order(cell: type[Cell], slot: str, parts: Sequence[Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ from ..protocol import Port
 from ..shared.threads import hook_in_this_thread
 from .discover import unwrapped
 from .inputs import on_leaves
-from .weights import NAMES
+from .weights import SLOTS
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def _is_meant(name: str, path: str, key: str) -> bool:
     Weights of other layers are compared by name.
     """
     direction, _, ours = key.rpartition("/")
-    slot = {theirs: mine for mine, theirs in NAMES.items()}.get(ours)
+    slot = SLOTS.get(ours)
     if slot is None or not name.startswith(slot):
         return name == key
     layer = path.partition("[")[2].rstrip("]") or "0"

@@ -6,6 +6,7 @@ Gates are reordered, kernels are (input, gate * unit), and the two biases stay s
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ NAMES = {
     "bias_hh": "recurrent_bias",
     "weight_hr": "projection",
 }
+#: Name in rnnlens -> torch's name.
+SLOTS = {name: slot for slot, name in NAMES.items()}
 
 
 #: Modules whose ``weight`` is a table of rows that integers select.
@@ -101,7 +104,7 @@ def library_parameter(module: nn.Module | None, layer: int, key: str) -> nn.Para
     None if absent.
     """
     direction, _, name = key.rpartition("/")
-    slot = {ours: slot for slot, ours in NAMES.items()}.get(name)
+    slot = SLOTS.get(name)
     suffix = f"_l{layer}{'_reverse' if direction == 'backward' else ''}" if isinstance(module, nn.RNNBase) else ""
     parameter = None if module is None else module._parameters.get(f"{slot}{suffix}")
     return parameter if isinstance(parameter, nn.Parameter) else None
@@ -133,7 +136,7 @@ def layer_weights(named: Sequence[tuple[str, nn.Module]], node_name: Any) -> dic
                 values = {name: p.detach().clone() for name, p in own.items()}
                 tables = frozenset({"weight"} if isinstance(module, TABLES) else ())
                 result[path] = LayerWeights(values, {name: p.requires_grad for name, p in own.items()}, tables=tables)
-                result[path].repeated = {name for name, p in own.items() if id(p) in seen}
+                result[path].uncounted = {name for name, p in own.items() if id(p) in seen}
                 seen |= {id(p) for p in own.values()}
             continue
         for layer, direction, weights in cell_weights(module):
@@ -144,9 +147,20 @@ def layer_weights(named: Sequence[tuple[str, nn.Module]], node_name: Any) -> dic
             for slot, value in weights.items():
                 entry.values[prefix + NAMES[slot]] = ours(found[0], slot, value.detach()).clone()
                 entry.trainable[prefix + NAMES[slot]] = value.requires_grad
-                entry.repeated |= {prefix + NAMES[slot]} if id(value) in seen else set()
+                if id(value) in seen or not isinstance(value, nn.Parameter):
+                    entry.uncounted.add(prefix + NAMES[slot])
                 seen.add(id(value))
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in seen:
+                _add_further(result, node_name, path, module, name, parameter)
     return result
+
+
+def _add_further(result: dict[str, LayerWeights], node_name: Any, path: str, module: Any, name: str, own: Any) -> None:
+    """Add a parameter that torch's cell does not use itself, such as ``weight_hh_l0_g`` of ``weight_norm``."""
+    layer = re.search(r"_l(\d+)", name) if isinstance(module, nn.RNNBase) else None
+    entry = result[node_name(path, module, int(layer[1]) if layer else 0)]
+    entry.values[name], entry.trainable[name] = own.detach().clone(), own.requires_grad
 
 
 def _refuse_without_values(named: Sequence[tuple[str, nn.Module]]) -> None:

@@ -69,7 +69,7 @@ def clipped(
         return {name: np.clip(g, -threshold, threshold) for name, g in gradients.items()}, largest
     norms = {variable: np.sqrt(total) for variable, total in _squares(gradients, known).items()}
     if kind == "global_clipnorm":
-        own = [n for (layer, key), n in norms.items() if key not in known.weights[layer].repeated]
+        own = [n for (layer, key), n in norms.items() if key not in known.weights[layer].uncounted]
         norm = float(np.sqrt(sum(n**2 for n in own)))
         factor = threshold / max(norm, threshold)
         return {name: g * g.dtype.type(factor) for name, g in gradients.items()}, norm
