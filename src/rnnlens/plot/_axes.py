@@ -268,13 +268,13 @@ def log_values(ax: Any) -> None:
     log_ticks(ax)
 
 
-def decade_ticks(limit: float, linear: float = 0.0, *, every: bool = False) -> list[float]:
-    """Return 0 and powers of ten up to ``limit``, both signs; every other one unless few lie above ``linear``.
+def decade_ticks(limit: float, linear: float = 0.0) -> list[float]:
+    """Return 0 and every other power of ten up to ``limit``, both signs; every one if few lie above ``linear``.
 
     Ticks within the linear part of the scale are left out, as they would overlap with 0.
     """
     top = 10.0 ** math.floor(math.log10(limit))
-    few = every or (linear > 0 and top < 200 * linear)
+    few = linear > 0 and top < 200 * linear
     powers = [top * 10.0**-k for k in range(0, DECADES, 1 if few else 2)]
     return sorted([0.0] + [sign * power for power in powers if power >= 1.5 * linear for sign in (1, -1)])
 

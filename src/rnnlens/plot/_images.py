@@ -15,7 +15,7 @@ from matplotlib.ticker import NullLocator
 
 from ..errors import InputError
 from ..vocabulary import DIRECTION, GATE, SAMPLE, TIME
-from ._axes import decade_ticks, power_of_ten, step_axis
+from ._axes import Powers, decade_ticks, power_of_ten, step_axis
 from ._data import Numbers, finite_range, place_words, refuse_places_of_others, require_dim, unit_dim
 from ._frame import LETTERS_PER_INCH, SEPARATOR, Panels
 
@@ -180,10 +180,12 @@ def _row(ax: Any) -> Any:
 
 
 def _log_ticks(bar: Any, low: float, high: float, linear: float) -> None:
-    """Set ticks at powers of ten, and at the end of a logarithmic scale, labelled such as ``≤ 1e-4``."""
-    end, signed = f"≤ {power_of_ten(linear)}", low < 0
-    ticks = [tick for tick in decade_ticks(max(abs(low), abs(high)), linear, every=not signed) if low <= tick <= high]
-    ticks = ticks if signed else [linear, *(tick for tick in ticks if tick > 1.5 * linear)]
+    """Set ticks at powers of ten, with 2 and 5 between few of them, and at the end of the scale: ``≤ 1e-4``."""
+    end = f"≤ {power_of_ten(linear)}"
+    if low < 0:
+        ticks = [tick for tick in decade_ticks(max(-low, high), linear) if low <= tick <= high]
+    else:
+        ticks = [linear, *Powers(6).tick_values(2 * linear, high)]
     labels = [f"|x| {end}" if tick == 0 else end if tick == linear else power_of_ten(tick) for tick in ticks]
     bar.set_ticks(ticks, labels=labels)
     bar.ax.yaxis.set_minor_locator(NullLocator())

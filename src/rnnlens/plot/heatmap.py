@@ -303,7 +303,8 @@ def before_after(
         ]
         if colorbar:
             colour_bar([one for i in range(len(chosen)) for one in axes[3 * i : 3 * i + 2]], drawn[-1][1], value)
-            ratio = colour_bar(axes[2::3], drawn[-1][2], "times as large")
+            times = "times the share" if samples == "rms" else "times as large"
+            ratio = colour_bar(axes[2::3], drawn[-1][2], times)
             ratio.set_ticks([-2, -1, 0, 1, 2], labels=["≤ 0.01", "0.1", "1", "10", "≥ 100"])
     first = rows[0][picked[0]]
     words = f"gate, {axis_label(first.before, first.down)}" if first.stacked else axis_label(first.before, first.down)

@@ -1,4 +1,4 @@
-"""``ResultArray``: a single labelled array with checks, certificate, provenance and ``save``."""
+"""``LabelledArray``: one quantity with its labels, units, checks, certificate, provenance and ``save``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .schema import origin, provenance_of
 RECORD, CERTIFICATE = "record", "certificate"
 
 
-#: Arrays of at most so many numbers are printed with their numbers, larger ones as a summary.
+#: Largest number of values that are printed below the summary.
 _SHOWN = 64
 
 
@@ -41,13 +41,18 @@ def aligned(head: str, rows: Iterable[tuple[str, str]]) -> str:
     return "\n".join(textwrap.fill(line, **wrap) if len(line) > room else line for line in lines)  # type: ignore[arg-type]
 
 
-class ResultArray(xr.DataArray):  # type: ignore[no-untyped-call]  # xarray's own __init_subclass__
-    """A DataArray with checks, certificate, provenance and :meth:`save`, like other results.
+class LabelledArray(xr.DataArray):  # type: ignore[no-untyped-call]  # xarray's own __init_subclass__
+    """A DataArray that prints as a summary, with checks, certificate, provenance and :meth:`save`.
 
     Arrays computed from it by xarray with attributes kept have them too.
     """
 
     __slots__ = ()
+
+    @classmethod
+    def around(cls, array: xr.DataArray) -> LabelledArray:
+        """Return the same array, not copied and not checked again, as a labelled array."""
+        return cls(array.variable, array._coords, name=array.name, indexes=array._indexes, fastpath=True)
 
     @property
     def checks(self) -> list[Check]:
@@ -66,10 +71,10 @@ class ResultArray(xr.DataArray):  # type: ignore[no-untyped-call]  # xarray's ow
         """Framework, versions, engine, dtype, device: plain strings."""
         return provenance_of(str(self.attrs.get("provenance", "")))
 
-    def __str__(self) -> str:
-        if self.size <= _SHOWN or "provenance" not in self.attrs:
-            return super().__repr__()
-        values = np.asarray(self.values)
+    def __repr__(self) -> str:
+        values = self.variable._data
+        if "provenance" not in self.attrs or not isinstance(values, np.ndarray) or not values.size:
+            return super().__repr__()  # values on disk or in Dask chunks are not read for a summary
         rows = [("dims", ", ".join(f"{dim}: {size}" for dim, size in self.sizes.items()))]
         if values.dtype.kind in "fiu":
             size = float(np.linalg.norm(values.astype(float)))
@@ -83,15 +88,18 @@ class ResultArray(xr.DataArray):  # type: ignore[no-untyped-call]  # xarray's ow
             )
         if "flagged" in self.attrs:
             rows.append(("flagged", str(self.attrs["flagged"])))
-        rows += [("certificate", self.certificate.sentence), ("from", origin(self.provenance))]
-        return aligned(str(self.attrs.get("long_name", self.name)), rows)
+        summary = aligned(str(self.attrs.get("long_name", self.name)), rows + self._remarks())
+        return summary if values.size > _SHOWN else f"{summary}\n{np.array2string(values, precision=4)}"
+
+    def _remarks(self) -> list[tuple[str, str]]:
+        """Return label and text of the lines on certificate and provenance; a layer's variable has no certificate."""
+        certificate = [("certificate", self.certificate.sentence)] if CERTIFICATE in self.attrs else []
+        return [*certificate, ("from", origin(self.provenance))]
 
     def _repr_html_(self) -> str:
         sizes = ", ".join(f"{dim}: {size}" for dim, size in self.sizes.items())
-        words = str(self.attrs.get("long_name", ""))
-        row = Row.of(str(self.name or "values"), f"{words} ({sizes})", xr.DataArray(self))
-        remarks = [("certificate", self.certificate.sentence), ("from", origin(self.provenance))]
-        return page("Result", [row], remarks)
+        row = Row.of(str(self.name or "values"), f"({sizes})", xr.DataArray(self))
+        return page(str(self.attrs.get("long_name", self.name)), [row], self._remarks())
 
     @checked(path=path_of)
     def save(self, path: str | PathLike[str]) -> None:
@@ -105,7 +113,7 @@ class ResultArray(xr.DataArray):  # type: ignore[no-untyped-call]  # xarray's ow
         save(tree_of(self), path)
 
 
-class LazyArray(ResultArray):  # type: ignore[no-untyped-call]
+class LazyArray(LabelledArray):  # type: ignore[no-untyped-call]
     """A result in Dask chunks: nothing is computed until it is asked for.
 
     :meth:`compute` also reduces checks and certificates over the chunks. Arrays made from it by xarray
@@ -122,16 +130,13 @@ class LazyArray(ResultArray):  # type: ignore[no-untyped-call]
         found._tasks = tasks
         return found
 
-    def compute(self, **kwargs: Any) -> ResultArray:  # type: ignore[override]
+    def compute(self, **kwargs: Any) -> LabelledArray:  # type: ignore[override]
         """Compute the values, with checks and certificate reduced over the chunks; warn of failed ones."""
         tasks = getattr(self, "_tasks", None)
         if tasks is None:
-            return ResultArray(xr.DataArray(self).compute(**kwargs))
+            return LabelledArray(xr.DataArray(self).compute(**kwargs))
         plain, found = compute_with_record(xr.DataArray(self), tasks, **kwargs)
-        return ResultArray(plain.assign_attrs(record_of(found)))
-
-    def __str__(self) -> str:
-        return repr(self)
+        return LabelledArray(plain.assign_attrs(record_of(found)))
 
     def _repr_html_(self) -> str:
         return str(xr.DataArray(self)._repr_html_())  # type: ignore[no-untyped-call]
@@ -197,8 +202,9 @@ def record_of(found: Mapping[str, Any]) -> dict[str, str]:
 
 
 def as_result(array: Any) -> Any:
-    """Convert a DataArray that has stored checks to a :class:`ResultArray`; return anything else unchanged."""
-    return ResultArray(array) if isinstance(array, xr.DataArray) and RECORD in array.attrs else array
+    """Convert a DataArray of rnnlens to a :class:`LabelledArray`; return anything else unchanged."""
+    known = isinstance(array, xr.DataArray) and "provenance" in array.attrs
+    return LabelledArray.around(array) if known else array
 
 
 def _record(array: xr.DataArray) -> Mapping[str, Any]:

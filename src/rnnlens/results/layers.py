@@ -9,7 +9,7 @@ from typing import Any, overload
 import xarray as xr
 
 from ..errors import LayerNotFoundError, QuantityNotFoundError, did_you_mean
-from .array import aligned
+from .array import LabelledArray, aligned
 from .base import refuse_no_name
 from .page import Row, around, page
 
@@ -151,7 +151,7 @@ class LayerView(Mapping[str, xr.DataArray]):
     def __getitem__(self, name: str) -> xr.DataArray:
         refuse_no_name(name, self, f"layer {self.name!r}")
         if self._has(name):
-            return self._found(name)
+            return LabelledArray.around(self._found(name))
         raise QuantityNotFoundError(self._absence(name))
 
     def __getattr__(self, name: str) -> xr.DataArray:

@@ -8,7 +8,7 @@ from typing import Any
 
 import xarray as xr
 
-from .array import ResultArray
+from .array import LabelledArray
 from .base import Part, Result
 from .diagnosis import Diagnosis
 from .profiles import of
@@ -46,7 +46,7 @@ def summary_of(result: Any) -> dict[str, Any]:
     sizes = {"dims": _sizes(result)}
     kind = "array" if isinstance(result, xr.DataArray) else "dataset"
     attributes = {str(key): value for key, value in result.attrs.items() if isinstance(value, str | int | float)}
-    trust = _trust(result) if isinstance(result, ResultArray) else {}
+    trust = _trust(result) if isinstance(result, LabelledArray) else {}
     attributes.pop("record", None)
     named = {"name": str(result.name)} if kind == "array" else {}
     return {

@@ -18,7 +18,7 @@ from .layers import LayerView
 from .schema import quantity, with_mask
 
 
-class LayerTrace(LayerView):
+class TracedLayer(LayerView):
     """Variables of one layer: ``trace["lstm"].hidden_grad``; coordinates are found by name as well."""
 
     def __init__(
@@ -61,7 +61,7 @@ class LayerTrace(LayerView):
 
 
 class Trace(Result, kind="trace"):
-    """Result of ``rl.trace``: a mapping from layer names to :class:`LayerTrace`.
+    """Result of ``rl.trace``: a mapping from layer names to :class:`TracedLayer`.
 
     Parameters
     ----------
@@ -87,15 +87,15 @@ class Trace(Result, kind="trace"):
         self.loss = None if loss is None else float(loss)
         self.quantities = None if quantities is None else tuple(quantities)
 
-    def __getitem__(self, name: str) -> LayerTrace:
+    def __getitem__(self, name: str) -> TracedLayer:
         return self._node(self._resolve(name))
 
     def _complete(self, found: Mapping[str, Any]) -> None:
         super()._complete(found)
         self.loss = None if found["value"] is None else float(found["value"])
 
-    def _node(self, name: str) -> LayerTrace:
-        return LayerTrace(name, self.dataset(name), loss=self.loss, asked=self.quantities)
+    def _node(self, name: str) -> TracedLayer:
+        return TracedLayer(name, self.dataset(name), loss=self.loss, asked=self.quantities)
 
     def _meta(self) -> dict[str, Any]:
         asked = None if self.quantities is None else list(self.quantities)
@@ -144,7 +144,8 @@ def describe_layer(dataset: xr.Dataset) -> str:
     attrs = dataset.attrs
     words = [str(attrs.get("kind") or attrs.get("cell") or "layer")]
     if "unit" in dataset.sizes:
-        words.append(f"{dataset.sizes['unit']} units")
+        count = dataset.sizes["unit"]
+        words.append(f"{count} unit{'s' * (count != 1)}")
     if attrs.get("direction", "forward") != "forward":
         words.append(str(attrs["direction"]))
     return ", ".join(words)

@@ -15,7 +15,7 @@ from ..adapters.registry import adapter_for
 from ..results.gradients import Gradients
 from ..results.nonfinite import NonFinite
 from ..results.schema import layer_dataset
-from ..results.trace import LayerTrace, Trace
+from ..results.trace import Trace, TracedLayer
 from ..results.weights import Weights
 from ..settings import options
 from ..verbs.find_nonfinite import find_nonfinite
@@ -100,7 +100,7 @@ class LayerOfBatch:
     def __getitem__(self, name: str) -> xr.DataArray:
         return self._layer(name)[name]
 
-    def _layer(self, quantity: str) -> LayerTrace:
+    def _layer(self, quantity: str) -> TracedLayer:
         direct = self._batch.direct
         if direct is not None and quantity in DIRECT and self.name in direct and quantity in direct[self.name]:
             return direct[self.name]

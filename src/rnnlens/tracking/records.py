@@ -15,7 +15,7 @@ import xarray as xr
 
 from ..measures import dead_units, gradient_decay, gradient_reach, saturation_share
 from ..recurrence.measures import masked_mean, real_first, safe_norm
-from ..results.trace import LayerTrace, Trace
+from ..results.trace import Trace, TracedLayer
 from ..settings import options
 from ..typing import Array
 from ..verbs.trace import trace
@@ -116,7 +116,7 @@ def summary(trace: Trace, *, keep: Collection[str] = ()) -> tuple[dict[str, floa
     return scalars, layers
 
 
-def _halves(layer: LayerTrace) -> Iterator[tuple[str | None, Mapping[str, xr.DataArray]]]:
+def _halves(layer: TracedLayer) -> Iterator[tuple[str | None, Mapping[str, xr.DataArray]]]:
     """Yield name and variables of each direction of a layer; the name is None for a unidirectional layer."""
     data = layer.dataset
     if DIRECTION not in data.dims:
@@ -127,7 +127,7 @@ def _halves(layer: LayerTrace) -> Iterator[tuple[str | None, Mapping[str, xr.Dat
         yield half, {str(name): array for name, array in one.data_vars.items()}
 
 
-def _mask(layer: LayerTrace) -> Array | None:
+def _mask(layer: TracedLayer) -> Array | None:
     mask = layer.dataset.get("mask")
     return None if mask is None else np.asarray(mask.values, dtype=bool)
 

@@ -32,7 +32,7 @@ from ..arguments import (
 )
 from ..arguments import loss as a_loss
 from ..errors import DisconnectedError, UnsupportedError
-from ..results.array import LazyArray, ResultArray, record
+from ..results.array import LabelledArray, LazyArray, record
 from ..results.gradients import Answer, Gradients, Reason
 from ..results.schema import labelled
 from ..typing import Array
@@ -107,7 +107,7 @@ def gradients(
     combine: Literal["mean", "sum"] | None = None,
     memory: str | int | None = None,
     axes: Mapping[str, Any] | None = None,
-) -> ResultArray | Gradients:
+) -> LabelledArray | Gradients:
     """Differentiate one number of a model with respect to any of its tensors.
 
     Parameters
@@ -209,7 +209,7 @@ def _scan_tensor(adapter: Adapter, model: Any, wrt: Any) -> tuple[str, str] | No
     return (found[0], named["quantity"]) if len(found) == 1 else None
 
 
-def _scan_gradient(model: Any, x: Any, y: Any, tensor: tuple[str, str], options: Mapping[str, Any]) -> ResultArray:
+def _scan_gradient(model: Any, x: Any, y: Any, tensor: tuple[str, str], options: Mapping[str, Any]) -> LabelledArray:
     """Return the gradient of the loss by a state or coefficient of a scan, with checks and certificate.
 
     ``options``: the other arguments of ``rl.gradients`` that are not at their defaults.
@@ -230,7 +230,7 @@ def _scan_gradient(model: Any, x: Any, y: Any, tensor: tuple[str, str], options:
         )
     name = f"{quantity}_grad"
     result = trace(model, x, y, layers=layer, quantities=[name], **options)
-    array = ResultArray(result[layer][name])
+    array = LabelledArray(result[layer][name])
     array.attrs |= record([check for check in result.checks if check.layer], result.certificate)
     return array
 
@@ -242,7 +242,7 @@ def _changed(given: Mapping[str, Any], batch_size: int | None) -> dict[str, Any]
     return {n: v for n, v in every.items() if n != "wrt" and v is not None and (n == "seed" or v != defaults.get(n))}
 
 
-def _lazy(model: Any, run: Batch, arguments: GradientArguments, batch_size: int | None) -> ResultArray | Gradients:
+def _lazy(model: Any, run: Batch, arguments: GradientArguments, batch_size: int | None) -> LabelledArray | Gradients:
     """Return gradients of data in Dask chunks, which are computed when they are asked for."""
     resolved = ModelRequest.resolve(model, run, arguments.axes)
     chunks = SampleChunks.of(resolved.axes, run, batch_size)
@@ -258,12 +258,12 @@ def _lazy(model: Any, run: Batch, arguments: GradientArguments, batch_size: int 
     return Gradients(datasets, answer, provenance=provenance, notes=chunks.notes).pending(graph)
 
 
-def _array(request: GradientRequest, found: DataSetGradients, provenance: Mapping[str, str]) -> ResultArray:
+def _array(request: GradientRequest, found: DataSetGradients, provenance: Mapping[str, str]) -> LabelledArray:
     """Return the single requested gradient as an array, with checks, certificate and reasons as attributes."""
     name, explanation = request.asked[0], found.explanation
     if name not in found.gradients:
         raise _disconnected(request, explanation.disconnected[name.text])
-    array = ResultArray(_label(request, name, found, provenance))
+    array = LabelledArray(_label(request, name, found, provenance))
     array.attrs |= record((), found.certificate)
     for word, reasons in (("disconnected", explanation.disconnected), ("flagged", explanation.flags)):
         for reason in reasons.values():

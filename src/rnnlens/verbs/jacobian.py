@@ -32,7 +32,7 @@ from ..arguments import (
 from ..arguments.data import is_source
 from ..errors import InputError, shown
 from ..recurrence.reductions import REDUCTIONS
-from ..results.array import ResultArray, record
+from ..results.array import LabelledArray, record
 from ..results.checks import warn_about
 from ..settings import current, parse_memory
 from ..vocabulary import IN_TIME, OUT_TIME
@@ -112,7 +112,7 @@ def jacobian(
     out: str | PathLike[str] | None = None,
     axes: Mapping[str, Any] | None = None,
     frozen: bool = False,
-) -> ResultArray:
+) -> LabelledArray:
     """Differentiate every output step by every input step.
 
     Parameters
@@ -207,7 +207,7 @@ def _lazy(
     options: JacobianOptions,
     batch_size: int | None,
     axes: Mapping[str, Any] | None,
-) -> ResultArray:
+) -> LabelledArray:
     """Return the time Jacobian of data in Dask chunks, which is computed when it is asked for."""
     refuse_for_chunks(options)
     verb = partial(_of_run, ends=ends, options=options, axes=axes)
@@ -218,13 +218,13 @@ def _lazy(
     return lazy_jacobian(model, chunks, work, ends[0].partition(".")[0])
 
 
-def _of_run(model: Any, batch: Batch, **keywords: Any) -> ResultArray:
+def _of_run(model: Any, batch: Batch, **keywords: Any) -> LabelledArray:
     return _of_batch(model, batch, **keywords)
 
 
 def _of_batch(
     model: Any, batch: Batch, ends: tuple[str, str], options: JacobianOptions, axes: Mapping[str, Any] | None
-) -> ResultArray:
+) -> LabelledArray:
     """Compute and certify the time Jacobian of one batch."""
     refuse_large("x", batch.x)
     request = read_request(model, batch, ends, options, axes)

@@ -504,6 +504,23 @@ def test_before_and_after_share_one_scale_and_their_ratio_has_its_own(gradient):
     assert bars[1].get_ylabel() == "times as large"
 
 
+def test_the_ratio_of_two_pictures_by_own_peaks_is_one_of_shares(gradient):
+    axes = rl.plot.before_after(gradient(samples=4), gradient(samples=4) * 1e-3, samples="rms")
+    bars = [one.get_ylabel() for one in axes[0].figure.axes if one not in list(axes)]
+    assert bars == ["RMS, share of the peak", "times the share"]
+    np.testing.assert_allclose(axes[2].images[0].get_array(), 0, atol=1e-6)  # the shape is the same
+
+
+@pytest.mark.parametrize("floor", [0.05, 6.4e-5, 1e-9])
+def test_a_bar_over_few_decades_or_many_has_ticks_that_do_not_touch(floor):
+    values = np.geomspace(floor, 0.94, 30).reshape(1, 5, 6)
+    bar = rl.plot.time_jacobian(values)[0].figure.axes[-1]
+    ticks = bar.get_yticks()
+    assert 4 <= len(ticks) <= 7
+    assert (ticks[1:] >= 1.9 * ticks[:-1]).all()
+    assert bar.get_yticklabels()[0].get_text().startswith("≤")
+
+
 def test_before_after_of_traces_has_rows_for_each_layer(layer):
     before, after = ({"low": layer(decay=d), "top": layer(decay=d, units=5, directions=True)} for d in (0.5, 0.9))
     axes = rl.plot.before_after(before, after, samples="rms")

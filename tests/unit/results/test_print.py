@@ -4,14 +4,18 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from rnnlens.results.array import ResultArray, aligned
+from rnnlens.results.array import LabelledArray, aligned, record
 
-ATTRIBUTES = {"long_name": "gradient of loss", "provenance": "engine: torch 2.13.0; dtype: float32; rnnlens: 0.1.0"}
+ATTRIBUTES = {
+    "long_name": "gradient of loss",
+    "provenance": "engine: torch 2.13.0; dtype: float32; rnnlens: 0.1.0",
+    **record([]),
+}
 
 
 def array(shape, **attributes):
     values = np.linspace(-1.0, 2.0, int(np.prod(shape))).reshape(shape)
-    return ResultArray(xr.DataArray(values, dims=("sample", "time"), attrs={**ATTRIBUTES, **attributes}))
+    return LabelledArray(xr.DataArray(values, dims=("sample", "time"), attrs={**ATTRIBUTES, **attributes}))
 
 
 def test_a_large_array_is_summarised():
@@ -27,8 +31,22 @@ def test_a_large_array_is_summarised():
 
 
 def test_a_small_array_shows_its_numbers():
-    assert "0.5" in str(array((3, 3)).round(3))
-    assert str(array((3, 3))) == repr(array((3, 3)))
+    lines = str(array((2, 2)).round(3)).splitlines()
+    assert lines[0] == "gradient of loss"
+    assert lines[-2:] == ["[[-1.  0.]", " [ 1.  2.]]"]
+
+
+@pytest.mark.parametrize("change", [lambda one: one.chunk(), lambda one: one[:0], lambda one: one.drop_attrs()])
+def test_what_is_lazy_empty_or_without_origin_is_shown_as_xarray_shows_it(change):
+    assert repr(change(array((40, 5)))).startswith("<xarray.LabelledArray")
+
+
+def test_a_variable_of_a_layer_folds_its_numbers_in_a_notebook(trace):
+    hidden = trace["zulu/gru"].hidden
+    assert type(hidden) is LabelledArray
+    page = hidden._repr_html_()
+    assert page.index("<strong>hidden state</strong>") < page.index("<details>") < page.index("xr-wrap")
+    assert "certificate" not in page + repr(hidden)  # that of the whole trace is the trace's
 
 
 @pytest.mark.parametrize("columns", [40, 100])

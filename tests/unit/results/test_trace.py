@@ -10,7 +10,7 @@ from rnnlens import __version__
 from rnnlens.errors import LayerNotFoundError, QuantityNotFoundError
 from rnnlens.results.checks import Check
 from rnnlens.results.schema import layer_dataset
-from rnnlens.results.trace import LayerTrace, Trace
+from rnnlens.results.trace import Trace, TracedLayer, describe_layer
 
 from .conftest import gru_dataset, lstm_dataset
 
@@ -22,7 +22,7 @@ def text(error):
 def test_it_is_a_mapping_of_layers_in_the_order_of_their_calls(trace):
     assert trace.layers == tuple(trace) == tuple(trace.keys()) == ("zulu/gru", "lstm#0", "lstm#1")
     assert len(trace) == 3
-    assert all(isinstance(layer, LayerTrace) for layer in trace.values())
+    assert all(isinstance(layer, TracedLayer) for layer in trace.values())
     assert "lstm#0" in trace
     assert "lstm" not in trace
     assert isinstance(trace.tree, xr.DataTree)
@@ -149,7 +149,7 @@ def test_the_repr_of_a_sound_trace_is_short():
 
 def test_the_repr_of_a_layer_lists_its_variables(trace):
     assert repr(trace["gru"]) == (
-        "<rnnlens LayerTrace 'zulu/gru'> Bidirectional, 3 units, bidirectional\n"
+        "<rnnlens TracedLayer 'zulu/gru'> Bidirectional, 3 units, bidirectional\n"
         "  mask    (sample: 3, time: 4)  mask\n"
         "  hidden  (sample: 3, time: 4, direction: 2, unit: 3)  hidden state\n"
         "  gates   (sample: 3, time: 4, direction: 2, gate: 3, unit: 3)  gate activation"
@@ -179,3 +179,7 @@ def test_copies_and_pickles(trace):
         assert repr(other) == repr(trace)
         assert math.isnan(other.loss)
         assert other["gru"].hidden.identical(trace["gru"].hidden)
+
+
+def test_one_unit_is_in_the_singular():
+    assert describe_layer(lstm_dataset(unit=1)) == "LSTM, 1 unit"

@@ -15,7 +15,7 @@ from ...recurrence.jacobian import Entrances, Taps, forward, reverse
 from ...recurrence.parallel import for_each, large_parts
 from ...recurrence.reductions import Collector, Extent, Reduction
 from ...recurrence.sweep_rows import PointRows, Units, Vanished
-from ...results.array import ResultArray
+from ...results.array import LabelledArray
 from ...results.checks import warn_about
 from ...settings import Progress
 from ...typing import Array
@@ -191,7 +191,7 @@ def _reorder(array: np.ndarray[Any, Any], order: list[int], axis: int) -> np.nda
 Values = np.ndarray[Any, Any]
 
 
-def execute(labels: JacobianLabels, out: str | PathLike[str] | None = None) -> ResultArray:
+def execute(labels: JacobianLabels, out: str | PathLike[str] | None = None) -> LabelledArray:
     """Run a plan and label its result; write it to a file piece by piece if ``out`` is given."""
     plan, tally = labels.plan, WorkCount()
     checks = [replay_check(one.call, one.run) for one in plan.network.recurrences]

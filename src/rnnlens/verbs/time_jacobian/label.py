@@ -15,7 +15,7 @@ import xarray as xr
 import zarr
 
 from ...errors import FileError, InputError, RnnlensError, UnsupportedError
-from ...results.array import ResultArray, record
+from ...results.array import LabelledArray, record
 from ...results.checks import Check
 from ...results.disk.atomic import replacing_folder
 from ...results.disk.store import new_recording, recording
@@ -59,7 +59,7 @@ def refuse_for_chunks(options: JacobianOptions, of: str = "lazy data") -> None:
             raise UnsupportedError(what, got=f"{name}= and {of}", expected="one batch", hint=hint)
 
 
-def mean_over(jacobians: Iterable[tuple[ResultArray, int]]) -> ResultArray:
+def mean_over(jacobians: Iterable[tuple[LabelledArray, int]]) -> LabelledArray:
     """Average Jacobians, weighted by their numbers of samples; keep the worst check of all batches.
 
     Raises
@@ -67,7 +67,7 @@ def mean_over(jacobians: Iterable[tuple[ResultArray, int]]) -> ResultArray:
     InputError
         If batches differ in length.
     """
-    first: ResultArray | None = None
+    first: LabelledArray | None = None
     total, samples, checks = np.zeros(()), 0, dict[tuple[str, str], Check]()
     for found, count in jacobians:
         first = found if first is None else first
@@ -84,7 +84,7 @@ def mean_over(jacobians: Iterable[tuple[ResultArray, int]]) -> ResultArray:
     compared = {(check.name, check.layer) for check in first.certificate.checks}
     own = [check for key, check in checks.items() if key not in compared]
     mean.attrs |= record(own, first.certificate) | {"samples": samples}
-    return ResultArray(mean)
+    return LabelledArray(mean)
 
 
 _WORDS = {
@@ -160,7 +160,7 @@ class JacobianLabels:
             found["pruned_rows"] = int(tally.pruned_rows)
         return found
 
-    def array(self, values: Any, tally: WorkCount, checks: Sequence[Check]) -> ResultArray:
+    def array(self, values: Any, tally: WorkCount, checks: Sequence[Check]) -> LabelledArray:
         """Label computed values; the last axis (estimate, variance) of a sketch becomes value and standard error."""
         dims, attrs, coords = self.plan.dims, self.attrs(tally, checks), {}
         if self.plan.ends.sketch is not None:
@@ -175,7 +175,7 @@ class JacobianLabels:
         coords |= {f"{time}_mask": xr.Variable((SAMPLE, time), mask, words) for time, mask in masks.items()}
         own, source = self.coords(), self.provenance
         array = labelled(values, dims, name="jacobian", attrs=attrs, coords=own, provenance=source)
-        return ResultArray(array.assign_coords(coords))
+        return LabelledArray(array.assign_coords(coords))
 
     def masks(self) -> dict[str, np.ndarray[Any, Any]]:
         """Return masks (sample, step) of the requested steps of either end, if some steps are padding."""
@@ -264,10 +264,10 @@ class ZarrTarget:
         except OSError as error:
             raise FileError("The file cannot be written.", got=f"{self.asked}: {error}") from error
 
-    def result(self) -> ResultArray:
+    def result(self) -> LabelledArray:
         """Return the written Jacobian, loaded lazily."""
         found = open_result(self.asked, lazy=True)
-        assert isinstance(found, ResultArray)
+        assert isinstance(found, LabelledArray)
         return found
 
 
