@@ -6,7 +6,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 
 import rnnlens as rl
-from rnnlens.cli import serve
+from rnnlens.cli import tail
 from rnnlens.tracking.records import TrainingRecord
 from rnnlens.tracking.store import Store
 
@@ -37,11 +37,11 @@ def address(tmp_path):
     for step in range(3):
         store.write(TrainingRecord(step, 0, "probe", {"loss": 1.0, "lstm/reach": float(step)}))
     store.close("finished")
-    page = serve.RunPage()
+    page = tail.RunPage()
     page.draw(rl.open(tmp_path / "a.zarr"))
-    with serve.ThreadingHTTPServer((serve.HOST, 0), serve.handler_of(page)) as server:
+    with tail.ThreadingHTTPServer((tail.HOST, 0), tail.handler_of(page)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://{serve.HOST}:{server.server_port}/"
+        yield f"http://{tail.HOST}:{server.server_port}/"
         server.shutdown()
 
 

@@ -1,33 +1,33 @@
-"""The commands of ``rnnlens``: each one loads its arguments, calls a public function, prints or saves the result."""
+"""The commands of ``rnnlens``: their arguments, and how each one calls a public function.
+
+Modules that load xarray or more are imported by the command that needs them, so that ``--help`` is shown at once.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TextIO
 
 import typer
 
-from ..errors import FileError
+from ..errors import FileError, RnnlensError, message
 from ..settings import options
 from . import console
-from .diagnose import diagnose
-from .report import report
-from .show import print_summary, show
-from .tail import tail
-from .words import (
-    EXIT_CODES,
-    LARGEST_SEED,
-    AsJson,
-    Imports,
-    LayerNames,
-    Loss,
-    Memory,
-    Model,
-    Saved,
-    Unsafe,
-    Weights,
-    split,
+from .interrupts import CODE as INTERRUPTED
+
+#: Largest seed that NumPy and Keras accept.
+LARGEST_SEED = 2**32 - 1
+#: Exit code if the diagnosis has a finding named with --fail-on.
+FOUND = 3
+#: Description of the exit codes in ``--help``.
+EXIT_CODES = (
+    "Exit codes: 0 success; 1 an unexpected error; 2 wrong arguments, or input that is refused with a reason; "
+    "3 a finding named with --fail-on; 130 interrupted."
 )
 
 app = typer.Typer(
@@ -38,6 +38,70 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+Model = Annotated[str, typer.Argument(help="A .keras file, or package.module:factory.", metavar="MODEL")]
+Weights = Annotated[Path | None, typer.Option(help="Weights file for the model of a factory.")]
+Imports = Annotated[
+    list[str] | None,
+    typer.Option("--import", metavar="MODULE", help="Module with custom layers to import first; may be repeated."),
+]
+Unsafe = Annotated[bool, typer.Option("--unsafe", help="Load also files whose content can run code.")]
+Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Largest size of a file in memory, such as '4 GiB'.")]
+Saved = Annotated[Path | None, typer.Option("--output", "-o", help="Save the result to this path: .nc or .zarr.")]
+Loss = Annotated[
+    str | None, typer.Option(help="Name of a loss, or package.module:function; default: the compiled loss.")
+]
+LayerNames = Annotated[
+    list[str] | None, typer.Option("--layers", "-l", metavar="NAME", help="Only this layer; may be repeated.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+HeldOut = Annotated[Path, typer.Argument(help="A .npz file with held-out arrays x and y.", metavar="DATA.npz")]
+Seed = Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Random seed.")]
+
+
+def run(arguments: Sequence[str] | None) -> int:
+    """Run one command with the given arguments, or those of the process, and return its exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        _check_folder()
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            app(args=[word for word in given if word != "--debug"], prog_name="rnnlens")
+        return 0
+    except SystemExit as ended:
+        return 0 if ended.code is None else ended.code if isinstance(ended.code, int) else 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:
+        if "--debug" in given:
+            traceback.print_exc()
+        if isinstance(error, RnnlensError):
+            console.print_error(str(error))
+            return 2
+        got = f"{type(error).__name__}: {error}"
+        console.print_error(message("An unexpected error.", got=got, hint="--debug shows where"))
+        return 1
+
+
+def _check_folder() -> None:
+    """Raise FileError if the working directory was deleted: libraries then fail with unclear errors."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise FileError("The current folder is gone.", got=str(error), hint="cd to one that exists") from error
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Print a warning as one yellow line, without its place in the code of rnnlens."""
+    if not issubclass(category, DeprecationWarning | PendingDeprecationWarning | ResourceWarning):
+        console.print_warning(str(message))
 
 
 def _print_version(wanted: bool) -> None:
@@ -58,29 +122,14 @@ def root(
     """See what a recurrent network learns through time."""
 
 
-def check_folder() -> None:
-    """Refuse to start if the current folder was deleted, because other libraries then fail with unclear errors.
-
-    Raises
-    ------
-    FileError
-        If the working directory was deleted.
-    """
-    try:
-        os.getcwd()
-    except OSError as error:
-        raise FileError("The current folder is gone.", got=str(error), hint="cd to one that exists") from error
-
-
 @app.command()
 def layers(
     model: Model, weights: Weights = None, imports: Imports = None, unsafe: Unsafe = False, as_json: AsJson = False
 ) -> None:
     """List the recurrent layers of a model."""
-    from ..verbs.weights import layers as find
-    from .models import load_model
+    from . import steps
 
-    found = find(load_model(model, weights=weights, imports=imports or (), unsafe=unsafe))
+    found = steps.layers(steps.load_model(model, weights=weights, imports=imports or (), unsafe=unsafe))
     if as_json:
         console.print_json([dict(zip(found.columns, row, strict=True)) for row in found.rows()])
     else:
@@ -119,23 +168,170 @@ def trace(
     unsafe: Unsafe = False,
 ) -> None:
     """Trace a model on one batch: states, gates, and gradients of every time step."""
-    from ..results.saving import check_path
-    from ..verbs.trace import trace as run
-    from .data import read_data
-    from .models import load_model
-    from .on_data import loss_of, on_data
+    from . import steps
 
     options(memory=memory)
     if output is not None:
-        check_path(output)
-    batch = read_data(data, x, y, sample_weight).head(samples)
-    loaded = load_model(model, weights=weights, imports=imports or (), unsafe=unsafe)
+        steps.check_path(output)
+    batch = steps.read_data(data, x, y, sample_weight).head(samples)
+    loaded = steps.load_model(model, weights=weights, imports=imports or (), unsafe=unsafe)
     wanted = {"layers": split(layer_names), "quantities": split(quantities)}
-    result = on_data(run, loaded, batch, loss=loss_of(loss), training=training, seed=seed, **wanted)
-    print_summary(result, as_json=as_json)
+    loss_function = steps.loss_of(loss)
+    result = steps.on_data(steps.trace, loaded, batch, loss=loss_function, training=training, seed=seed, **wanted)
+    steps.print_summary(result, as_json=as_json)
     if output is not None:
         result.save(output)
         console.say(f"wrote {output}")
+
+
+@app.command()
+def diagnose(
+    model: Model,
+    data: HeldOut,
+    output: Saved = None,
+    fail_on: Annotated[
+        list[str] | None,
+        typer.Option("--fail-on", metavar="CODE", help="Exit with code 3 on this finding; may be repeated."),
+    ] = None,
+    baseline: Annotated[
+        bool, typer.Option("--baseline", help="Also measure the memory of the re-initialised model.")
+    ] = False,
+    as_json: AsJson = False,
+    samples: Annotated[int, typer.Option("--samples", "-n", help="Largest number of samples.")] = 512,
+    seed: Seed = 0,
+    weights: Weights = None,
+    imports: Imports = None,
+    unsafe: Unsafe = False,
+) -> None:
+    """Diagnose a trained network: how much of its past it uses, what it misses, and why."""
+    from . import steps
+
+    named = steps.finding_codes(split(fail_on))
+    if output is not None:
+        steps.check_path(output)
+    batch = steps.read_data(data)
+    loaded = steps.load_model(model, weights=weights, imports=imports or (), unsafe=unsafe)
+    result = steps.diagnose(loaded, batch.x, batch.y, baseline="init" if baseline else None, samples=samples, seed=seed)
+    console.print_plain(result.to_json() if as_json else result)
+    if output is not None:
+        result.save(output)
+        console.say(f"wrote {output}")
+    if found := [code for code in named if code in result.codes]:
+        console.print_error(f"found: {', '.join(found)}")
+        raise typer.Exit(FOUND)
+
+
+@app.command()
+def report(
+    context: typer.Context,
+    model: Annotated[
+        str,
+        typer.Argument(help="A .keras file, package.module:factory, or a saved result (.nc, .zarr).", metavar="MODEL"),
+    ],
+    data: Annotated[
+        Path | None, typer.Argument(help="A .npz file with held-out arrays x and y.", metavar="[DATA.npz]")
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="HTML file to write.")] = Path("report.html"),
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL", help="Model to compare with: 'init' (re-initialised), a model, or a saved trace."
+        ),
+    ] = None,
+    loss: Loss = None,
+    layer_names: LayerNames = None,
+    samples: Annotated[int, typer.Option("--samples", "-n", min=1, help="Largest number of samples shown.")] = 64,
+    title: Annotated[str | None, typer.Option(help="Heading of the page.")] = None,
+    tokens: Annotated[
+        Path | None, typer.Option(help="A text file whose line i is the text of token i.", metavar="FILE")
+    ] = None,
+    diagnosis: Annotated[bool, typer.Option("--diagnosis/--no-diagnosis", help="Include the diagnosis.")] = True,
+    jacobian: Annotated[bool, typer.Option("--jacobian/--no-jacobian", help="Include the time Jacobian.")] = True,
+    seed: Seed = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print path and size of the report as JSON.")] = False,
+    memory: Memory = None,
+    weights: Weights = None,
+    imports: Imports = None,
+    unsafe: Unsafe = False,
+) -> None:
+    """Write an HTML report: findings, their evidence, and every step of every layer."""
+    from . import steps
+
+    options(memory=memory)
+    steps.check_report_path(output)
+    if steps.is_saved(model):
+        steps.refuse_options_of_models(context)
+        written = steps.report(steps.saved_results(model, data, baseline), path=output, title=title)
+    else:
+        batch = steps.unweighted(data)
+        loaded = steps.load_model(model, weights=weights, imports=imports or (), unsafe=unsafe)
+        given: dict[str, Any] = {"layers": split(layer_names), "title": title or Path(model).name}
+        given |= {"samples": samples, "diagnosis": diagnosis, "jacobian": jacobian, "seed": seed}
+        if baseline is not None:
+            given["baseline"] = steps.baseline_of(baseline, imports, unsafe)
+        if tokens is not None:
+            given["tokens"] = steps.lines_of(tokens)
+        written = steps.on_data(steps.report, loaded, batch, loss=steps.loss_of(loss), path=output, **given)
+    if as_json:
+        console.print_json({"report": str(written), "bytes": written.stat().st_size})
+    else:
+        console.say(f"wrote {written}")
+
+
+@app.command()
+def show(
+    path: Annotated[Path, typer.Argument(help="A saved result.", metavar="RUN.nc")],
+    name: Annotated[str | None, typer.Argument(help="A layer, or layer.quantity.", metavar="[LAYER]")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; for one quantity with all its values.")] = False,
+    memory: Memory = None,
+) -> None:
+    """Print a saved result, or one layer or quantity of it."""
+    from . import steps
+
+    options(memory=memory)
+    result = steps.open(path)
+    if name is None:
+        steps.print_summary(result, as_json=as_json)
+    elif as_json:
+        console.print_json(steps.json_of(steps.part_of(result, name)))
+    else:
+        console.print_plain(steps.part_of(result, name))
+
+
+@app.command()
+def tail(
+    path: Annotated[Path, typer.Argument(help="Folder of the run.", metavar="RUN.zarr")],
+    wait: Annotated[bool, typer.Option("--wait", help="Wait if the run does not exist yet.")] = False,
+    every: Annotated[
+        float, typer.Option(min=0.1, max=3600, metavar="SECONDS", help="Seconds between two reads of the run.")
+    ] = 1.0,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="NAME", help="Only scalars with this text in their name; may be repeated."),
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also the norm of each weight and of its gradient.")
+    ] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show the current state once, and exit.")] = False,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Serve a page of the run's figures to a browser on this machine.")
+    ] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0 for any that is free.")] = 8787,
+) -> None:
+    """Show a training while it runs in another process; Ctrl-C does not stop the training.
+
+    Example: rnnlens tail runs/a.zarr --only reach
+    """
+    from . import tail as view
+
+    states = view.states_of(path, wait=wait, every=every, once=once)
+    names = view.ChosenScalars(tuple(only or ()), everything)
+    if serve:
+        view.serve(states, port)
+    elif sys.stdout.isatty():
+        view.show_live(states, names)
+    else:
+        view.print_lines(states, names)
 
 
 @app.command()
@@ -147,12 +343,11 @@ def demo(
     ] = 0,
 ) -> None:
     """Train three networks on handwritten digits, and show what they learn through time."""
-    from .demo import run
+    from .demo import run as run_demo
 
-    run(output, epochs=epochs, seed=seed)
+    run_demo(output, epochs=epochs, seed=seed)
 
 
-app.command()(diagnose)
-app.command()(report)
-app.command()(show)
-app.command()(tail)
+def split(names: list[str] | None) -> list[str] | None:
+    """Split names given one by one or separated by commas; None without names."""
+    return [part.strip() for name in names for part in name.split(",") if part.strip()] if names else None

@@ -1,4 +1,8 @@
-"""Data files of the command line: ``.npz`` and ``.npy``, read without unpickling."""
+"""Data files of the command line: ``.npz`` and ``.npy``, read without unpickling once their declared sizes are checked.
+
+A header of a hundred bytes can announce terabytes, and a compressed file of megabytes can unpack to gigabytes (a "zip
+bomb"). Both show in the headers.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,13 @@ from typing import IO, Any
 
 import numpy as np
 
-from ..errors import FileError, InputError, RnnlensError, did_you_mean
-from . import claims
+from ..errors import FileError, InputError, RnnlensError, TooLargeError, did_you_mean
+from ..settings import current, format_memory
+
+#: Compression ratio that Deflate exceeds only for repetitive data.
+_LARGEST_RATIO = 500
+#: Size below which any file is unpacked.
+_HARMLESS = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -67,7 +76,7 @@ def read_data(
         for name in wanted:
             if name not in held:
                 raise InputError(f"No array named {name!r} in {path}.", hint=did_you_mean(name, held))
-        claims.check_fits(path, sum(arrays.size(name) for name in dict.fromkeys(wanted)))
+        _check_fits(path, sum(arrays.size(name) for name in dict.fromkeys(wanted)))
         found = {name: arrays.read(name) for name in dict.fromkeys(wanted)}
     return Data(*(_one_or_all([found[name] for name in part]) for part in (names, targets, weights)))
 
@@ -99,11 +108,11 @@ class _Arrays:
         if self.archive is None:
             return self._checked(self.stream, self.size(name))
         part = self.parts[name]
-        claims.check_unpacked(self.path, [(part.compress_size, part.file_size)])
+        _check_unpacked(self.path, [(part.compress_size, part.file_size)])
         return self._checked(io.BytesIO(self.archive.read(part)), part.file_size)
 
     def _checked(self, stream: IO[bytes], size: int) -> np.ndarray[Any, Any]:
-        claims.check_header(self.path, stream, size)
+        _check_header(self.path, stream, size)
         loaded: np.ndarray[Any, Any] = np.load(stream, allow_pickle=False)
         return loaded
 
@@ -140,3 +149,42 @@ def _head(arrays: Any, count: int) -> Any:
 
 def _shape(arrays: Any) -> str:
     return " and ".join(str(a.shape) for a in arrays) if isinstance(arrays, tuple) else str(arrays.shape)
+
+
+def _check_unpacked(path: Path, sizes: list[tuple[int, int]]) -> None:
+    """Raise FileError if the parts, of (packed, unpacked) bytes, exceed 256 MiB and 500 times their packed size."""
+    packed, unpacked = (sum(column) for column in zip(*sizes, strict=True)) if sizes else (0, 0)
+    if unpacked > _HARMLESS and unpacked > _LARGEST_RATIO * packed:
+        got = f"{path}: {format_memory(packed)} that would become {format_memory(unpacked)}"
+        raise FileError("This file unpacks to far more than it holds.", got=got, hint="numpy.savez instead")
+
+
+def check_archive(path: Path) -> None:
+    """Raise FileError for a zip archive that :func:`_check_unpacked` refuses; other files pass."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            _check_unpacked(path, [(part.compress_size, part.file_size) for part in archive.infolist()])
+
+
+def _check_fits(path: Path, size: int) -> None:
+    """Raise TooLargeError if ``size`` bytes are more than ``--memory`` or ``rl.options(memory=)`` allow."""
+    if size > current().memory:
+        raise TooLargeError(
+            "These arrays are larger than the memory granted.",
+            got=f"{path}: {format_memory(size)}",
+            expected=f"at most {format_memory(current().memory)}",
+            hint=f'--memory "{format_memory(size + size // 10)}"',
+        )
+
+
+def _check_header(path: Path, stream: IO[bytes], size: int) -> None:
+    """Raise FileError if the header of a ``.npy`` of ``size`` bytes declares more data; restore its position."""
+    start = stream.tell()
+    version: Any = np.lib.format.read_magic(stream)
+    reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = reader(stream)
+    claimed, there = int(np.prod(shape, dtype=object)) * dtype.itemsize, size - (stream.tell() - start)
+    if claimed > there and not dtype.hasobject:
+        got = f"{path}: {format_memory(claimed)} announced, {format_memory(there)} there"
+        raise FileError("This data file is damaged.", got=got)
+    stream.seek(start)

@@ -2,6 +2,11 @@
 
 A model file may contain code that runs on loading. Keras files are read in safe mode, torch weights with
 ``weights_only=True``; files that these refuse are refused here, with the reason, unless ``--unsafe`` is given.
+
+Models written by Keras 2 (``.keras``, HDF5, SavedModel folders) are loaded with ``tf_keras``. Their configuration may
+name any function of any installed module, and contain the byte code of a lambda; the graphs of a SavedModel are
+programs. Without ``--unsafe`` configurations are checked before a model is built from them, and of a SavedModel only
+the configuration and the weights are read.
 """
 
 from __future__ import annotations
@@ -13,20 +18,24 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+import zipfile
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import h5py
+
 from ..adapters.registry import adapter_for, adapter_of
 from ..errors import FileError, InputError, MissingDependencyError, ModelError, RnnlensError
-from .claims import check_archive
 from .console import say
-from .keras2 import load_keras2, written_by_keras2
+from .data import check_archive
 
 _FILES = (".keras", ".h5", ".hdf5")
 #: Backends in order of preference: the lightest first; torch before TensorFlow, as it needs no tracing.
 _ENGINES = ("jax", "torch", "tensorflow")
+#: Packages that a configuration of Keras 2 may name; a module of None or "" denotes a registered name.
+_HARMLESS = ("keras", "tf_keras", "tensorflow.keras", "tensorflow.python.keras")
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
@@ -72,7 +81,7 @@ def _load_keras(path: Path, imports: Iterable[str], unsafe: bool) -> Any:
     if not path.exists():
         raise FileError("There is no such model file.", got=str(path), expected="a file written by model.save")
     check_archive(path)
-    if written_by_keras2(path):
+    if _written_by_keras2(path):
         return _load_legacy(path, imports, unsafe)
     _choose_engine(announce=True)
     keras = _import_keras()
@@ -92,7 +101,7 @@ def _load_legacy(path: Path, imports: Iterable[str], unsafe: bool) -> Any:
     imports = tuple(imports)
     try:
         with _quiet_libraries():
-            return load_keras2(path, _names_in(imports), imports, unsafe)
+            return _load_keras2(path, _names_in(imports), imports, unsafe)
     except RnnlensError:
         raise
     except Exception as error:
@@ -136,11 +145,7 @@ def _keras_refusal(path: Path, error: Exception) -> RnnlensError:
     text = str(error)
     if "safe_mode" in text or "unsafe_deserialization" in text or "arbitrary code" in text:
         what = "a Lambda layer" if "Lambda" in text or "lambda" in text else "content"
-        return FileError(
-            "This model file is not loaded, because doing so could run code that it contains.",
-            got=f"{path}: {what} that Keras' safe mode refuses",
-            hint="--unsafe, if you trust whoever made the file",
-        )
+        return _refusal(path, f"{what} that Keras' safe mode refuses")
     missing = re.search(r"(?:Could not locate (?:class|function)|Unknown \w+:) '([^']+)'", text)
     if missing:
         return ModelError(
@@ -239,3 +244,112 @@ def _load_weights(model: Any, path: Path, unsafe: bool) -> None:
         raise FileError("There is no such weights file.", got=str(path))
     check_archive(path)
     adapter_for(model).load_weights(model, path, unsafe=unsafe)
+
+
+def _written_by_keras2(path: Path) -> bool:
+    """Return whether a file was written by Keras 2; a folder is a SavedModel, which only Keras 2 reads and writes."""
+    if path.is_dir():
+        return (path / "keras_metadata.pb").is_file()
+    try:
+        version = str(_configuration(path).get("keras_version", ""))
+    except (OSError, ValueError, KeyError):
+        return False
+    return version.partition(".")[0] in ("1", "2")
+
+
+def _load_keras2(path: Path, own: dict[str, Any], imports: Collection[str], unsafe: bool) -> Any:
+    """Load a model written by Keras 2; raise FileError if that could run code of the file, unless ``unsafe``."""
+    keras = _tf_keras()
+    if unsafe:
+        return keras.models.load_model(path, custom_objects=own, safe_mode=False)
+    if path.is_dir():
+        return _from_numbers(keras, path, own, imports)
+    _refuse_code(path, _configuration(path), imports)
+    with keras.src.saving.serialization_lib.SafeModeScope(True):
+        return keras.models.load_model(path, custom_objects=own)
+
+
+def _tf_keras() -> Any:
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    try:
+        return importlib.import_module("tf_keras")
+    except ImportError as error:
+        hint = "pip install --no-deps tf_keras==2.21.0, with tensorflow 2.21"
+        what = "A model that Keras 2 wrote needs tf_keras."
+        raise MissingDependencyError(what, got=str(error), hint=hint) from error
+
+
+def _configuration(path: Path) -> dict[str, Any]:
+    """Read the configuration in a ``.keras`` or HDF5 file: version, layers, loss."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            found = json.loads(archive.read("metadata.json"))
+            return {**found, "model": json.loads(archive.read("config.json"))}
+    with h5py.File(path, "r") as file:
+        names = ("keras_version", "model_config", "training_config")
+        known = {name: file.attrs[name] for name in names if name in file.attrs}
+        words = {name: value.decode() if isinstance(value, bytes) else str(value) for name, value in known.items()}
+        training = words.get("training_config")
+        return {
+            "keras_version": words["keras_version"],
+            "model": json.loads(words["model_config"]),
+            "training": None if training is None else json.loads(training),
+        }
+
+
+def _refuse_code(path: Path, configuration: Any, imports: Collection[str]) -> None:
+    """Raise FileError if a configuration contains byte code, or names a module that is not allowed.
+
+    Allowed are Keras modules and those in ``imports``.
+    """
+    for key, value in _entries(configuration):
+        if key == "function_type" and value == "lambda":
+            raise _refusal(path, "a Lambda layer that holds Python code")
+        if not key.endswith("module") or not isinstance(value, str) or value in ("", "builtins"):
+            continue
+        allowed = (*_HARMLESS, *imports)
+        if not any(value == name or value.startswith(f"{name}.") for name in allowed):
+            raise _refusal(path, f"it names the module {value!r}", f"--import {value}, if that is yours; or ")
+
+
+def _entries(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Yield all keys of nested dicts and lists with their values."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield str(key), value
+            yield from _entries(value)
+    elif isinstance(tree, list):
+        for part in tree:
+            yield from _entries(part)
+
+
+def _refusal(path: Path, got: str, first: str = "") -> FileError:
+    """Build the error for a file that could run code."""
+    return FileError(
+        "This model file is not loaded, because doing so could run code that it contains.",
+        got=f"{path}: {got}",
+        hint=f"{first}--unsafe, if you trust whoever made the file",
+    )
+
+
+def _from_numbers(keras: Any, path: Path, own: dict[str, Any], imports: Collection[str]) -> Any:
+    """Rebuild a SavedModel from its configuration, and load the weights of its checkpoint."""
+    from tf_keras.protobuf import saved_metadata_pb2
+
+    metadata = saved_metadata_pb2.SavedMetadata()
+    metadata.ParseFromString((path / "keras_metadata.pb").read_bytes())
+    root = next(json.loads(node.metadata) for node in metadata.nodes if node.node_path == "root")
+    _refuse_code(path, root, imports)
+    if root["class_name"] not in ("Sequential", "Functional", "Model") and root["class_name"] not in own:
+        raise _refusal(path, f"a subclassed model, {root['class_name']}, is in there as graphs only")
+    with keras.src.saving.serialization_lib.SafeModeScope(True):
+        described = {"class_name": root["class_name"], "config": root["config"]}
+        model = keras.models.model_from_json(json.dumps(described), custom_objects=own)
+    if not model.built:
+        model.build(root.get("build_input_shape"))
+    model.load_weights(path / "variables" / "variables").assert_existing_objects_matched().expect_partial()
+    if root.get("training_config"):
+        from tf_keras.src.saving.legacy.saving_utils import compile_args_from_training_config
+
+        model.compile(**compile_args_from_training_config(root["training_config"], own))
+    return model

@@ -1,75 +1,34 @@
-"""``rnnlens tail``: shows a training while it runs, as a live table in a terminal or as lines in a pipe."""
+"""``rnnlens tail``: a training while it runs, as a live table, as lines in a pipe, or as a page on this machine."""
 
 from __future__ import annotations
 
+import html
+import io
 import math
-import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import FileError
+from ..errors import FileError, RnnlensError
+from ..results.training_run import TrainingRun, age, is_run, read_run
 from . import console
-
-if TYPE_CHECKING:
-    from ..results.training_run import TrainingRun
 
 _BARS = "▁▂▃▄▅▆▇█"
 #: Largest number of bars in a row, and of rows in the table.
 _WIDE, _LONG = 32, 24
 
 
-def tail(
-    path: Annotated[Path, typer.Argument(help="Folder of the run.", metavar="RUN.zarr")],
-    wait: Annotated[bool, typer.Option("--wait", help="Wait if the run does not exist yet.")] = False,
-    every: Annotated[
-        float, typer.Option(min=0.1, max=3600, metavar="SECONDS", help="Seconds between two reads of the run.")
-    ] = 1.0,
-    only: Annotated[
-        list[str] | None,
-        typer.Option("--only", metavar="NAME", help="Only scalars with this text in their name; may be repeated."),
-    ] = None,
-    everything: Annotated[
-        bool, typer.Option("--all", help="Also the norm of each weight and of its gradient.")
-    ] = False,
-    once: Annotated[bool, typer.Option("--once", help="Show the current state once, and exit.")] = False,
-    serve: Annotated[
-        bool, typer.Option("--serve", help="Serve a page of the run's figures to a browser on this machine.")
-    ] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0 for any that is free.")] = 8787,
-) -> None:
-    """Show a training while it runs in another process; Ctrl-C does not stop the training.
-
-    Example: rnnlens tail runs/a.zarr --only reach
-    """
-    states = _states(path, wait=wait, every=every, once=once)
-    names = Chosen(tuple(only or ()), everything)
-    if serve:
-        _serve(states, port)
-    elif sys.stdout.isatty():
-        _live(states, names)
-    else:
-        _lines(states, names)
-
-
-def _states(path: Path, *, wait: bool, every: float, once: bool) -> Iterator[TrainingRun]:
-    """Yield the run repeatedly, until it has ended.
-
-    Raises
-    ------
-    FileError
-        If the run does not exist and ``wait`` is False, or the path is no folder.
-    """
-    from ..results.training_run import is_run
-
+def states_of(path: Path, *, wait: bool, every: float, once: bool) -> Iterator[TrainingRun]:
+    """Yield the run repeatedly, until it has ended; raise FileError if there is none and ``wait`` is False."""
     while not is_run(path):
         if path.exists() and not path.is_dir():
             raise FileError("This is no run.", got=str(path), expected="a folder that a training writes")
@@ -88,8 +47,6 @@ def _states(path: Path, *, wait: bool, every: float, once: bool) -> Iterator[Tra
 
 def _read(path: Path) -> TrainingRun | None:
     """Read the run in its current state; return None if its writer is replacing files."""
-    from ..results.training_run import read_run
-
     for attempt in (1, 2, 3):
         try:
             return read_run(path)
@@ -100,17 +57,8 @@ def _read(path: Path) -> TrainingRun | None:
     return None
 
 
-def _serve(states: Iterator[TrainingRun], port: int) -> None:
-    from .serve import serve
-
-    try:
-        serve(states, port)
-    except OSError as error:
-        raise FileError("The port cannot be used.", got=f"{port} ({error})", hint="--port 0") from error
-
-
 @dataclass(frozen=True)
-class Chosen:
+class ChosenScalars:
     """Which scalars are shown: those whose name contains one of ``only``; norms of weights only if ``everything``."""
 
     only: tuple[str, ...] = ()
@@ -126,7 +74,7 @@ class Chosen:
         return sorted(present, key=lambda name: (name != "loss", not name.endswith("/reach")))
 
 
-def _lines(states: Iterator[TrainingRun], chosen: Chosen) -> None:
+def print_lines(states: Iterator[TrainingRun], chosen: ChosenScalars) -> None:
     """Print one plain line per new record, and the reason of the end."""
     told, last = 0, None
     for run in states:
@@ -139,14 +87,14 @@ def _lines(states: Iterator[TrainingRun], chosen: Chosen) -> None:
         console.print_plain(f"ended={last.ended} records={told}")
 
 
-def _numbers(run: TrainingRun, i: int, chosen: Chosen) -> Iterator[tuple[str, float]]:
+def _numbers(run: TrainingRun, i: int, chosen: ChosenScalars) -> Iterator[tuple[str, float]]:
     for name in chosen.names(run):
         value = float(run.scalars[name].values[i])
         if not math.isnan(value) or name == "loss":
             yield name, value
 
 
-def _live(states: Iterator[TrainingRun], chosen: Chosen) -> None:
+def show_live(states: Iterator[TrainingRun], chosen: ChosenScalars) -> None:
     """Show a table that is redrawn as the run grows; the last state remains on the screen."""
     out = console.out()
     with Live(console=out, auto_refresh=False, transient=False) as live:
@@ -158,7 +106,7 @@ def _live(states: Iterator[TrainingRun], chosen: Chosen) -> None:
             raise
 
 
-def picture(run: TrainingRun, chosen: Chosen = Chosen(), *, height: int = 40) -> Group:
+def picture(run: TrainingRun, chosen: ChosenScalars = ChosenScalars(), *, height: int = 40) -> Group:
     """Return the state of a run: current step, latest and first numbers, their course, and notes."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for title, side in (("", "left"), ("latest", "right"), ("first", "right"), ("over training", "left")):
@@ -176,8 +124,6 @@ def picture(run: TrainingRun, chosen: Chosen = Chosen(), *, height: int = 40) ->
 
 
 def _headline(run: TrainingRun) -> Text:
-    from ..results.training_run import age
-
     count = run.steps.size
     words = Text("run" if run.path is None else run.path.name, style="bold", no_wrap=True, overflow="ellipsis")
     words.append(f"  {count} {'record' if count == 1 else 'records'}", style="not bold")
@@ -225,3 +171,151 @@ def bars(values: list[float], wide: int = _WIDE) -> Text:
         else:
             drawn.append("!", style="bold red")
     return drawn
+
+
+#: Only this machine can open the page.
+HOST = "127.0.0.1"
+#: Nothing is loaded from elsewhere, and nothing but the script of the page runs.
+POLICY = (
+    "default-src 'none'; img-src 'self' data:; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'"
+)
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1b1b1b; --paper: #fff; --soft: #595959; --line: #ddd }
+@media (prefers-color-scheme: dark) { :root { --ink: #e8e8e8; --paper: #16181c; --soft: #a8a8a8; --line: #3a3d42 } }
+body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 0 auto; padding: 1rem;
+  max-width: 62rem }
+h1 { font-size: 1.3rem; margin: 0 } p { margin: .3rem 0; color: var(--soft) }
+figure { margin: 1.2rem 0; padding: .5rem; background: #fff; border: 1px solid var(--line); border-radius: 6px }
+figure img { display: block; width: 100%; height: auto } h2 { font-size: 1rem; margin: 1.2rem 0 0 }
+"""
+#: Replaces the contents of the page where the run has grown; leaves it as it is where the server has ended.
+_SCRIPT = """
+const main = document.querySelector("main");
+setInterval(async () => {
+  try {
+    const text = await (await fetch("state")).text();
+    const next = new DOMParser().parseFromString(text, "text/html").querySelector("main");
+    if (next.dataset.version !== main.dataset.version) {
+      main.dataset.version = next.dataset.version;
+      main.replaceChildren(...next.childNodes);
+    }
+  } catch (error) {}
+}, 1000);
+"""
+
+
+class RunPage:
+    """The page of a run and its pictures, as bytes by path; replaced as a whole when the run has grown."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, tuple[str, bytes]] = {}
+
+    def draw(self, run: TrainingRun) -> None:
+        """Draw the figures of the run in its current state."""
+        version = f"{run.steps.size}-{run.ended}"
+        pictures = dict(_pictures(run)) if run.steps.size else {}
+        sections = "".join(
+            f'<h2>{html.escape(title)}</h2><figure><img src="{name}.png?{version}" alt="{html.escape(words)}"></figure>'
+            for name, (title, words, _) in pictures.items()
+        )
+        title = html.escape("run" if run.path is None else run.path.name)
+        page = (
+            f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+            '<meta name="viewport" content="width=device-width"><link rel="icon" href="data:,">'
+            '<link rel="stylesheet" href="style.css">'
+            f'</head><body><main data-version="{html.escape(version)}"><h1>{title}</h1>'
+            f"<p>{html.escape(_state(run))}</p>{sections}</main>"
+            '<script src="script.js"></script></body></html>'
+        ).encode()
+        self.files = {
+            **dict.fromkeys(("/", "/state"), ("text/html; charset=utf-8", page)),
+            "/style.css": ("text/css", _STYLE.encode()),
+            "/script.js": ("text/javascript", _SCRIPT.encode()),
+            **{f"/{name}.png": ("image/png", content) for name, (_, _, content) in pictures.items()},
+        }
+
+
+def serve(states: Iterable[TrainingRun], port: int) -> None:
+    """Serve the page of a run until it is interrupted, also after the run has ended; FileError if the port is taken."""
+    page = RunPage()
+    try:
+        server = ThreadingHTTPServer((HOST, port), handler_of(page))
+    except OSError as error:
+        raise FileError("The port cannot be used.", got=f"{port} ({error})", hint="--port 0") from error
+    with server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address, drawn = f"http://{HOST}:{server.server_port}/", None
+        try:
+            for run in states:
+                if (state := (run.steps.size, run.ended)) != drawn:
+                    page.draw(run)
+                    if drawn is None:
+                        console.say(f"serving {address} on this machine only; Ctrl-C ends it")
+                    drawn = state
+            threading.Event().wait()  # the run has ended; the page stays
+        finally:
+            server.shutdown()
+
+
+def handler_of(page: RunPage) -> type[BaseHTTPRequestHandler]:
+    """Return the class that answers requests for the files of a page."""
+
+    class Handler(BaseHTTPRequestHandler):
+        """Answers GET with a file of the page; requests under another host name are refused."""
+
+        timeout = 10
+
+        def do_GET(self) -> None:
+            host = self.headers.get("Host", "").rpartition(":")[0]
+            kind, content = page.files.get(self.path.partition("?")[0], ("", b""))
+            if host not in (HOST, "localhost"):
+                self.send_error(403)
+            elif not kind:
+                self.send_error(404)
+            else:
+                self.send_response(200)
+                for name, value in (("Content-Type", kind), ("Content-Length", str(len(content)))):
+                    self.send_header(name, value)
+                self.send_header("Content-Security-Policy", POLICY)
+                self.send_header("X-Content-Type-Options", "nosniff")
+                self.send_header("Cache-Control", "no-store")
+                self.end_headers()
+                self.wfile.write(content)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Print nothing: the terminal is the user's."""
+
+    return Handler
+
+
+def _state(run: TrainingRun) -> str:
+    """Return one line on how far the run is."""
+    count = run.steps.size
+    if not count:
+        return "Nothing recorded yet."
+    words = f"{count} {'record' if count == 1 else 'records'}, step {int(run.steps[-1])}"
+    if "loss" in run.scalars:
+        words += f", loss {float(run.scalars['loss'].values[-1]):.4g}"
+    return f"{words}. {'Being recorded.' if run.ended is None else f'Ended: {run.ended}.'}"
+
+
+def _pictures(run: TrainingRun) -> Iterable[tuple[str, tuple[str, str, bytes]]]:
+    """Yield name, and title, description and PNG of each figure that this run has data for."""
+    from .. import plot  # a table in a terminal needs no matplotlib
+
+    names = [str(name) for name in run.scalars.data_vars]
+    chosen = [name for name in names if name == "loss" or name.endswith(("/reach", "/decay", "/adjoint"))] or names[:4]
+    figures: dict[str, tuple[str, Callable[[], Any]]] = {
+        "numbers": ("Numbers over training", lambda: plot.timeline(run, chosen)),
+        "film": ("Gradient at every time step over training", lambda: plot.film(run)),
+    }
+    for name, (title, draw) in figures.items():
+        try:
+            figure = draw()[0].figure
+        except RnnlensError:
+            continue  # no profiles recorded, or too many kinds for one figure
+        with io.BytesIO() as file:
+            figure.savefig(file, format="png", dpi=150)
+            yield name, (title, f"{title}: {_state(run)}", file.getvalue())

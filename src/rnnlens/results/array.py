@@ -75,7 +75,8 @@ class LabelledArray(xr.DataArray):  # type: ignore[no-untyped-call]  # xarray's 
         values = self.variable._data
         if "provenance" not in self.attrs or not isinstance(values, np.ndarray) or not values.size:
             return super().__repr__()  # values on disk or in Dask chunks are not read for a summary
-        rows = [("dims", ", ".join(f"{dim}: {size}" for dim, size in self.sizes.items()))]
+        rows = [("definition", str(self.attrs["definition"]))] if "definition" in self.attrs else []
+        rows += [("dims", ", ".join(f"{dim}: {size}" for dim, size in self.sizes.items()))]
         if values.dtype.kind in "fiu":
             size = float(np.linalg.norm(values.astype(float)))
             rows.append(("values", f"{np.min(values):.3g} to {np.max(values):.3g}, norm {size:.3g}, {values.dtype}"))

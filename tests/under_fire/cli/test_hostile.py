@@ -152,7 +152,7 @@ def test_an_error_nobody_foresaw_is_one_line_and_code_1(command, folder):
     done = command("layers", "own:make")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.splitlines() == [
-        "This went wrong in a way that nobody foresaw.",
+        "An unexpected error.",
         "  got:      KeyError: 'my own'",
         "  try:      --debug shows where",
     ]
@@ -165,7 +165,7 @@ def test_an_error_nobody_foresaw_is_one_line_and_code_1(command, folder):
 
 def test_the_codes_are_said_where_users_look(command):
     said = " ".join(command("--help").stdout.split())
-    for words in ("0 success", "1 an error nobody foresaw", "2 wrong arguments", "130 interrupted", "--debug"):
+    for words in ("0 success", "1 an unexpected error", "2 wrong arguments", "130 interrupted", "--debug"):
         assert words in said
     assert command("no-such-command").returncode == 2
     assert command("--version").returncode == 0

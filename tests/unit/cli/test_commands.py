@@ -1,12 +1,14 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import rnnlens as rl
 from rnnlens import settings
+from rnnlens.cli import steps
 
 from .conftest import TORCH
 
@@ -305,7 +307,7 @@ def test_an_interrupt_ends_with_its_own_code(rnnlens, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rnnlens.cli.models.load_model", interrupt)
+    monkeypatch.setattr("rnnlens.cli.steps.load_model", interrupt)
     assert rnnlens("layers", "m:f").code == 130
 
 
@@ -439,3 +441,8 @@ def test_diagnose_prints_json_of_a_stable_layout(rnnlens, folder, module):
     assert whole["measures"]["model"]["memory"] == 1
     first = whole["findings"][0]
     assert set(first) == {"code", "severity", "layer", "sentence", "evidence", "threshold", "remedy"}
+
+
+def test_every_finding_with_a_page_can_be_named_by_fail_on():
+    pages = Path(__file__).parents[3] / "docs" / "findings"
+    assert sorted(steps.CODES) == sorted(page.stem for page in pages.glob("*.md") if page.stem != "README")

@@ -13,8 +13,17 @@ import pytest
 import xarray as xr
 from rich.console import Console
 
-from rnnlens.cli.demo import load_digits, load_keras, run
-from rnnlens.cli.portrait import Portrait, draw_samples, draw_steps, draw_units, sentence, table
+from rnnlens.cli.demo import (
+    Portrait,
+    draw_samples,
+    draw_steps,
+    draw_units,
+    load_digits,
+    load_keras,
+    run,
+    sentence,
+    table,
+)
 from rnnlens.errors import InputError
 from rnnlens.results.diagnosis import Diagnosis
 from rnnlens.results.schema import layer_dataset

@@ -33,6 +33,8 @@ def test_a_large_array_is_summarised():
 def test_a_small_array_shows_its_numbers():
     lines = str(array((2, 2)).round(3)).splitlines()
     assert lines[0] == "gradient of loss"
+    assert not any("definition" in line for line in lines)
+    assert str(array((2, 2), definition="dL/dh_t")).splitlines()[1] == "  definition   dL/dh_t"
     assert lines[-2:] == ["[[-1.  0.]", " [ 1.  2.]]"]
 
 

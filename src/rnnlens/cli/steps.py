@@ -1,0 +1,199 @@
+"""Steps of the commands: run a public function on the data of a file, print its result, read what an option names."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import typer
+import xarray as xr
+from rich.table import Table
+from rich.text import Text
+
+from ..diagnosis import diagnose
+from ..errors import FileError, InputError, RnnlensError, did_you_mean
+from ..reporting import check_path as check_report_path
+from ..reporting import report
+from ..results.base import Result
+from ..results.opening import open
+from ..results.profiles import of as profiles_of
+from ..results.saving import check_path
+from ..results.summary import parts_of, summary_of, values_of
+from ..verbs.trace import trace
+from ..verbs.weights import layers
+from . import console
+from .data import Data, read_data
+from .models import load_model, resolve
+
+__all__ = [
+    "check_path", "check_report_path", "diagnose", "layers", "load_model", "open", "read_data", "report", "trace",
+]  # fmt: skip
+
+#: Codes of all findings, which ``--fail-on`` accepts.
+CODES = (
+    "NO_SKILL",
+    "MISCALIBRATED",
+    "MISSED_DEPENDENCY",
+    "VANISHING",
+    "PATH_OPEN",
+    "EXPLODING",
+    "CHAOTIC",
+    "LAST_STEP_ONLY",
+    "DEAD_UNITS",
+    "PADDING_DOMINATES",
+    "CONSTANT_INPUT",
+    "STATIC_INPUT",
+    "GRADIENT_MEMORY_DISAGREE",
+    "NONFINITE",
+    "UNDERFLOW",
+    "UNEQUAL_LAYERS",
+    "FEW_SAMPLES",
+)
+
+_SAVED = (".nc", ".zarr")
+#: Options that apply only to models.
+_OF_MODELS = (
+    "loss",
+    "layer_names",
+    "samples",
+    "tokens",
+    "diagnosis",
+    "jacobian",
+    "seed",
+    "weights",
+    "imports",
+    "unsafe",
+)
+
+
+def on_data(run: Callable[..., Any], model: Any, batch: Data, **arguments: Any) -> Any:
+    """Return ``run(model, x, y, ...)``; raise InputError with the shapes where the framework raises."""
+    weighted = {} if batch.sample_weight is None else {"sample_weight": batch.sample_weight}
+    try:
+        with warnings.catch_warnings():
+            # torch broadcasts targets of another shape, and only warns
+            warnings.filterwarnings("error", message="Using a target size")
+            return run(model, batch.x, batch.y, **weighted, **arguments)
+    except RnnlensError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        got = f"{batch}: {type(error).__name__}: {reason}"
+        hint = "look whether x and y have the shapes that the model and its loss expect; --debug shows where it failed"
+        raise InputError("The model or its loss cannot be run on these data.", got=got, hint=hint) from error
+
+
+def loss_of(text: str | None) -> Any:
+    """Return the function that ``package.module:function`` names; any other loss name unchanged."""
+    return resolve(text) if text is not None and ":" in text else text
+
+
+def print_summary(result: Any, *, as_json: bool = False) -> None:
+    """Print heading, a row with a curve for each layer, checks and notes of a result; or its JSON."""
+    if as_json:
+        console.print_json(summary_of(result))
+        return
+    parts = parts_of(result)
+    known = isinstance(result, Result) and not result._said()
+    # Results with findings print them first; others print their heading and then their parts.
+    console.print_plain(f"<rnnlens {type(result).__name__}> {result._headline()}" if known else result)
+    curves = [(name, words, profiles_of(data)) for name, words, data in parts]
+    if known or any(found for _, _, found in curves):
+        console.out().print(_table(curves))
+    rest = result._beside() if known else []
+    width = max((len(label) for label, _ in rest), default=0)
+    for label, text in rest:
+        console.print_plain(f"  {label:<{width}}  {text}")
+
+
+def _table(parts: list[tuple[str, str, dict[str, Any]]]) -> Table:
+    """Return the table of ``rnnlens show``: one row for each layer and direction, with its curve over time."""
+    table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, pad_edge=False)
+    for column in ("name", "what", "curve", "of", "peak"):
+        table.add_column(column, overflow="fold", no_wrap=column in ("curve", "peak"))
+    for name, words, curves in parts:
+        for place, (direction, curve) in enumerate(curves.items() or [("", None)]):
+            said = (Text(name), Text(words)) if place == 0 else ("", "")
+            label = "" if curve is None else f"{curve.label} over {curve.over}{f', {direction}' if direction else ''}"
+            blocks, peak = ("", "") if curve is None else (curve.blocks(24), f"{curve.peak:.2g}")
+            table.add_row(*said, Text(blocks), Text(label), Text(peak))
+    return table
+
+
+def json_of(part: Any) -> Any:
+    """Return a layer as a summary, or a variable with all its values, for JSON."""
+    return values_of(part) if isinstance(part, xr.DataArray) else summary_of(part.dataset)
+
+
+def part_of(result: Any, name: str) -> Any:
+    """Return a layer of a result, or one of its variables: ``lstm``, ``lstm.hidden_grad``."""
+    if not hasattr(result, "layers"):
+        expected = "no layer name: this file holds a single array"
+        raise InputError("There are no layers in this result.", got=name, expected=expected)
+    layer, dot, quantity = name.rpartition(".")
+    if name in result or not dot:
+        return result[name]
+    if layer in result:
+        return result[layer][quantity]
+    raise InputError(f"Nothing named {name!r} in this result.", hint=did_you_mean(name, result.layers))
+
+
+def finding_codes(names: Sequence[str] | None) -> list[str]:
+    """Return codes of findings in capital letters; raise InputError for an unknown one."""
+    asked = [code.upper() for code in names or ()]
+    for code in asked:
+        if code not in CODES:
+            raise InputError("There is no such finding.", got=code, hint=did_you_mean(code, CODES))
+    return asked
+
+
+def refuse_options_of_models(context: typer.Context) -> None:
+    """Raise InputError if an option that needs a model was given with a saved result."""
+    told = [name for name in _OF_MODELS if str(context.get_parameter_source(name)).endswith("COMMANDLINE")]
+    for parameter in context.command.params:
+        if parameter.name in told:
+            got, hint = parameter.opts[0], "leave it out, or report on the model and its data"
+            raise InputError("A saved result is shown as it is.", got=got, hint=hint)
+
+
+def unweighted(path: Path | None) -> Data:
+    """Read the samples of a file without sample weights, because a report counts every sample once."""
+    if path is None:
+        hint = "rnnlens report MODEL DATA.npz; or a saved result instead of a model"
+        raise InputError("A report of a model needs data.", got="no DATA", hint=hint)
+    batch = read_data(path)
+    if batch.sample_weight is not None:
+        console.say("sample_weight is left out: a report counts every sample once")
+    return replace(batch, sample_weight=None)
+
+
+def is_saved(path: str) -> bool:
+    """Return whether a path names a saved result."""
+    return Path(path).suffix in _SAVED
+
+
+def saved_results(path: str, data: Path | None, baseline: str | None) -> list[Any]:
+    """Read saved results; raise InputError if one of the paths names anything else."""
+    others = [str(one) for one in (data, baseline) if one is not None]
+    for one in others:
+        if not is_saved(one):
+            raise InputError("Beside a saved result go saved results.", got=one, expected=".nc or .zarr")
+    return [open(one) for one in (path, *others)]
+
+
+def baseline_of(text: str, imports: list[str] | None, unsafe: bool) -> Any:
+    """Return ``"init"``, a saved trace, or a model."""
+    if text == "init":
+        return text
+    return open(text) if is_saved(text) else load_model(text, imports=imports or (), unsafe=unsafe)
+
+
+def lines_of(path: Path) -> list[str]:
+    """Return the lines of a text file: the texts of tokens."""
+    try:
+        return path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileError("The tokens cannot be read.", got=f"{path}: {error}", expected="UTF-8 text") from error
