@@ -64,7 +64,7 @@ class LightningEvents:
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         """Record the batch's loss, undoing Lightning's division by accumulated batches and its loss scaling."""
-        if self.watch is not None and (self.watch.listens or self.watch.reports):
+        if self.watch is not None and (self.watch.captures or self.watch.reports):
             scaler = self.watch.plan.scaler
             scale = 1.0 if scaler is None else float(scaler.get_scale())
             self.watch.set_loss(loss.detach() * (trainer.accumulate_grad_batches / scale))
@@ -72,7 +72,7 @@ class LightningEvents:
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Check the gradients for non-finite numbers; Lightning has just finished the backward pass."""
         if self.watch is not None and self.watch.reports:
-            self.watch.look()
+            self.watch.check_finite()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Ask the trainer to stop if a finding listed in ``stop_on`` was recorded."""

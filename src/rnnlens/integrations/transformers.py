@@ -87,7 +87,7 @@ class TransformersEvents:
     def _told(self, model: Any, args: Any, output: Any) -> None:
         """Record the loss in the output of a Hugging Face model: the hook after its forward pass."""
         watch = self.watch
-        if watch is not None and (watch.listens or watch.reports) and model.training:
+        if watch is not None and (watch.captures or watch.reports) and model.training:
             watch.set_loss(own_loss(output))
 
     def _close(self, reason: str, *, failed: bool = False) -> None:

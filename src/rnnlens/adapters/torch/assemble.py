@@ -11,7 +11,7 @@ from ...recurrence.cells import Cell, registered
 from ..protocol import NonRecurrentCall, RecurrentCall
 from .cells import arranged, described, replayable
 from .record import CallOwner, CallRecord, CallRecorder, OutputRecord, Recurrence, last_steps, node_names
-from .weights import NAMES, known_cell, ours
+from .weights import NAMES, from_torch, known_cell
 
 #: Function from a recorded tensor to its gradient; None where no path leads to it.
 Gradients = Callable[[Tensor], Tensor | None]
@@ -69,7 +69,7 @@ class Assembler:
             input=_sequence(run, lambda v: v.pieces[layer].seen),
             mask=mask,
             initial_state=tuple(_state(first, state[direction]) for state in first.pieces[layer].fed),
-            output=_sequence(run, lambda v: half(v.pieces[layer].output, owner.directions, direction)),
+            output=_sequence(run, lambda v: units_of_direction(v.pieces[layer].output, owner.directions, direction)),
             final_state=self._final_state(run, layer, direction),
             weights_key=key,
             stepwise=not owner.stacked,
@@ -165,7 +165,7 @@ class Assembler:
             if arrived is not None:
                 grad = torch.cat([grad[:-1], grad[-1:] + arrived[layer : layer + 1]])
             grads[id(visit)] = grad
-        return _sequence(run, lambda v: half(grads[id(v)], owner.directions, direction))
+        return _sequence(run, lambda v: units_of_direction(grads[id(v)], owner.directions, direction))
 
     def _final_state(self, run: Recurrence, layer: int, direction: int) -> tuple[Tensor, ...]:
         valid = run.valid()
@@ -217,7 +217,9 @@ class Assembler:
                 if pulled is not None and bool((pulled != 0).any()):
                     at[id(visit)] = pulled[layer : layer + 1]
             if at:
-                found[i] = _sequence(run, lambda v, i=i, at=at: _at_end(v, v.pieces[layer].finals[i], at.get(id(v))))  # type: ignore[misc]
+                found[i] = _sequence(
+                    run, lambda v, i=i, at=at: at_last_step(v, v.pieces[layer].finals[i], at.get(id(v)))
+                )  # type: ignore[misc]
         return found or None
 
     def _pulled(self, tap: Tensor) -> Tensor | None:
@@ -235,7 +237,7 @@ class Assembler:
             return arranged(known, grads) if whole else {}
         if owner.step_cell is not None:
             return {name: replayable(grad) for name, grad in grads.items()}
-        return {NAMES[slot]: replayable(ours(owner.cell, slot, grad)) for slot, grad in grads.items()}
+        return {NAMES[slot]: replayable(from_torch(owner.cell, slot, grad)) for slot, grad in grads.items()}
 
 
 def _together(weights: Mapping[str, Tensor]) -> tuple[int, ...]:
@@ -247,15 +249,13 @@ def _or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if grad is None else grad
 
 
-def _at_end(visit: CallRecord, like: Tensor, grad: Tensor | None) -> Tensor:
-    """Return a gradient (time, sample, unit) of one call that is zero at all steps but the last."""
-    whole = like.detach().new_zeros((visit.steps, *like.shape[1:]))
-    if grad is not None:
-        whole[-1] = grad[0]
-    return whole
+def at_last_step(visit: CallRecord, final: Tensor, grad: Tensor | None) -> Tensor:
+    """Return a gradient (time, sample, unit) at a state of one call: zero at all steps but the last."""
+    last = torch.zeros_like(final.detach()[:1]) if grad is None else grad
+    return torch.cat([torch.zeros_like(last)] * (visit.steps - 1) + [last])
 
 
-def half(value: Tensor, directions: int, direction: int) -> Tensor:
+def units_of_direction(value: Tensor, directions: int, direction: int) -> Tensor:
     """Return the units of one direction of a tensor (..., direction * unit)."""
     size = value.shape[-1] // directions
     return value[..., direction * size : (direction + 1) * size]

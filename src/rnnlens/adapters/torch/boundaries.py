@@ -14,10 +14,10 @@ from torch.nn.utils.rnn import PackedSequence
 from ...errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean
 from ...recurrence.cells import Cell
 from ..protocol import Port
-from .assemble import half, sequence
+from .assemble import at_last_step, sequence, units_of_direction
 from .cells import has_own_forward
 from .record import CallRecord, CallRecorder, Packing, Recurrence, last_steps, node_names
-from .weights import SLOTS, class_of, library_parameter, ours
+from .weights import SLOTS, class_of, from_torch, library_parameter
 
 
 class PortTable:
@@ -117,7 +117,7 @@ class PortTable:
             raise LayerNotFoundError("No weight of that name.", got=wanted, hint=did_you_mean(wanted, known))
         cell = class_of(self.modules[str(port.layer).partition("[")[0]])
         if cell is not None and slot is not None:  # a forward that does not call torch's kernel
-            return PortTensors([found], partial(_in_our_order, cell[0], slot))
+            return PortTensors([found], partial(_from_torch_summed, cell[0], slot))
         taken = self.recorder.stand_in_for(found)
         if taken is not None:  # a parametrisation that returned the parameter itself, or a weight tied to a kernel's
             return PortTensors([found, taken], lambda parts: parts[0] + parts[1], lambda: found)
@@ -131,7 +131,7 @@ class PortTable:
                 which = int(backward)
                 tensor = run.visits[0].pieces[layer].weights[which][slot]
                 own = library_parameter(self.modules.get(run.owner.name), layer, port.key)
-                in_order = partial(_in_our_order, run.owner.cell, slot)
+                in_order = partial(_from_torch_summed, run.owner.cell, slot)
                 if own is not None and (run.owner.key, f"{slot}/{layer}/{which}") in self.recorder.computed:
                     return PortTensors([own], in_order)
                 owned = self.recorder.behind(tensor)
@@ -140,13 +140,13 @@ class PortTable:
         return None
 
 
-def _in_our_order(cell: type[Cell], slot: str, parts: Sequence[Tensor]) -> Tensor:
+def _from_torch_summed(cell: type[Cell], slot: str, parts: Sequence[Tensor]) -> Tensor:
     """Sum the gradients of a weight and reorder them to the layout of rnnlens.
 
     The parts are the gradient through the layer and the one at the user's own parameter, such as of a penalty in the
     loss.
     """
-    return ours(cell, slot, parts[0] if len(parts) == 1 else parts[0] + parts[1])
+    return from_torch(cell, slot, parts[0] if len(parts) == 1 else parts[0] + parts[1])
 
 
 def _of_run(run: Recurrence, layer: int, port: Port) -> PortTensors:
@@ -183,7 +183,7 @@ def _of_sequence(run: Recurrence, layer: int, kind: str, direction: int | None) 
             for p, v in zip(parts, run.visits, strict=True)
         ]
         whole = sequence(run, timed)
-        return half(whole, owner.directions, direction) if outputs and direction is not None else whole
+        return units_of_direction(whole, owner.directions, direction) if outputs and direction is not None else whole
 
     return PortTensors(tensors, gather)
 
@@ -230,14 +230,6 @@ def stand_ins(modules: Sequence[tuple[str, nn.Module]], ports: Sequence[Port]) -
                 if held is parameter:
                     holder._parameters[name] = leaf
     return found
-
-
-def zeros_for(tensors: Sequence[Tensor], grads: Sequence[Tensor | None], count: int) -> list[Tensor]:
-    """Return gradients (count, ...), with zeros in place of None."""
-    return [
-        torch.zeros((count, *t.shape), dtype=t.dtype, device=t.device) if g is None else g
-        for t, g in zip(tensors, grads, strict=True)
-    ]
 
 
 @dataclass
@@ -319,7 +311,11 @@ def read_boundary(run: Recurrence, layer: int, index: int) -> PortTensors:
         arrived = iter(parts)
         found = [None if tap is None else next(arrived)[layer : layer + 1] for tap in taps]
         return sequence(
-            run, [_at_end(visit, layer, index, part) for visit, part in zip(run.visits, found, strict=True)]
+            run,
+            [
+                at_last_step(visit, visit.pieces[layer].finals[index], part)
+                for visit, part in zip(run.visits, found, strict=True)
+            ],
         )
 
     return PortTensors([tap for tap in taps if tap is not None], gather)
@@ -366,11 +362,3 @@ def _chosen(real: Tensor, new: Tensor, held: Tensor | None) -> Tensor:
     if held is not None:
         old = torch.cat([held, old[len(held) :]])[:count]
     return torch.where(real[:count, None], new, old)
-
-
-def _at_end(visit: CallRecord, layer: int, index: int, part: Tensor | None) -> Tensor:
-    """Return a gradient (time, sample, unit) of one call that is zero at all steps but the last."""
-    final = visit.pieces[layer].finals[index].detach()
-    zero = torch.zeros_like(final[:1]) if part is None else torch.zeros_like(part)
-    last = zero if part is None else part
-    return torch.cat([zero] * (visit.steps - 1) + [last])

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from .discover import (
     unwrapped,
 )
 from .fused import CallOwners, KernelInterceptor
-from .inputs import as_tensors, call_model, on_leaves
+from .inputs import as_tensors, call_model, on_leaves, tensors_of
 from .loops import CellHook, listening
 from .losses import evaluate
 from .public import ANY_SCAN, SCANS
@@ -51,6 +51,8 @@ from .recurrences import (
 from .restore import borrowed, differentiable_weights
 from .scans import ScanRecord, ScanRecorder, seams
 
+Recorded = TypeVar("Recorded")
+
 
 def capture(model: nn.Module, batch: Batch, request: CaptureRequest) -> Capture:
     """Run and record a model on one batch: see :meth:`rnnlens.adapters.protocol.Adapter.capture`."""
@@ -59,18 +61,11 @@ def capture(model: nn.Module, batch: Batch, request: CaptureRequest) -> Capture:
     if not request.scans:
         asked = replace(asked, sequences=frozenset())
     x = as_tensors(batch.x, model, "x")
-    rules, keep_gradients = JoinRules(), False
-    while True:
-        try:
-            found = _pass(model, batch, x, request, asked, rules, keep_gradients)
-            others = asked.cells or asked.sequences - {ANY_SCAN} or found.sequences
-            if found.chain is not None and request.layers is None and not others:
-                remember_chain(model, found.chain, [call.layer for call in found.calls])
-            return found
-        except JoinedWronglyError:
-            continue
-        except _NoGradientsError:
-            keep_gradients = True
+    found = run_until_recorded(lambda rules, keep: _pass(model, batch, x, request, asked, rules, keep))
+    others = asked.cells or asked.sequences - {ANY_SCAN} or found.sequences
+    if found.chain is not None and request.layers is None and not others:
+        remember_chain(model, found.chain, [call.layer for call in found.calls])
+    return found
 
 
 def capture_outputs(model: nn.Module, batch: Batch) -> Capture:
@@ -81,8 +76,48 @@ def capture_outputs(model: nn.Module, batch: Batch) -> Capture:
         return Capture([], outputs=on_leaves(call_model(model, x), _detached))
 
 
-class _NoGradientsError(Exception):
+class NoGradientsError(Exception):
     """Signal that the model's forward runs under ``torch.no_grad`` and must be run again with gradients."""
+
+
+def run_until_recorded(run: Callable[[JoinRules, bool], Recorded]) -> Recorded:
+    """Call ``run(rules, keep_gradients)``; again if calls were joined wrongly or the model ran without gradients."""
+    rules, keep_gradients = JoinRules(), False
+    while True:
+        try:
+            return run(rules, keep_gradients)
+        except JoinedWronglyError:
+            continue
+        except NoGradientsError:
+            keep_gradients = True
+
+
+def recorded_pass(
+    model: nn.Module,
+    batch: Batch,
+    x: Any,
+    recorder: CallRecorder,
+    asked: RequestedLayers,
+    *,
+    keep_gradients: bool,
+    with_loss: bool = True,
+) -> tuple[Any, Tensor | None, ChainRecorder, bool]:
+    """Run a model once and join the recorded calls to recurrences.
+
+    Return outputs, loss, the record of a chain, and whether the forward ran without gradients. The caller opens
+    :func:`borrowed`.
+    """
+    chain = ChainRecorder(model)
+    with chain.watch(), watched(model, recorder, asked, batch, keep_gradients) as interceptor:
+        outputs = call_model(model, x)
+    join_changed_states(recorder)
+    own_cells_only(recorder, training=batch.training)
+    mark_endings(recorder)
+    refuse_hooked(recorder)
+    with raised_by("Your loss"):
+        loss = evaluate(batch, outputs, model) if with_loss else None
+    check_joints(recorder, [*tensors_of(outputs), *([] if loss is None else [loss])])
+    return outputs, loss, chain, interceptor.cut_gradients and not keep_gradients
 
 
 def _pass(
@@ -102,23 +137,10 @@ def _pass(
     ):
         x, sources = with_sources(x) if boundaries else (x, [])
         around = ModelTensors(sources, dict(model.named_parameters()) if boundaries else {})
-        chain = ChainRecorder(model)
-        with (
-            chain.watch(),
-            watched(model, recorder, asked, batch, keep_gradients) as interceptor,
-        ):
-            outputs = call_model(model, x)
-        join_changed_states(recorder)
-        own_cells_only(recorder, training=batch.training)
-        mark_endings(recorder)
-        refuse_hooked(recorder)
-        with raised_by("Your loss"):
-            loss = evaluate(batch, outputs, model)
-        check_joints(recorder, [*tensors_of(outputs), *([] if loss is None else [loss])])
-        if loss is not None and not loss.requires_grad and interceptor.cut_gradients and not keep_gradients:
-            raise _NoGradientsError
+        outputs, loss, chain, unseen = recorded_pass(model, batch, x, recorder, asked, keep_gradients=keep_gradients)
+        if loss is not None and not loss.requires_grad and unseen:
+            raise NoGradientsError
         found = _read(recorder, asked, request, loss, outputs, keep_gradients, around)
-        unseen = interceptor.cut_gradients and not keep_gradients
         found.chain = None if unseen else chain.chain(outputs)
         if not request.gradients:  # needed only where gradients are computed later
             found.entangled = unseen or entangled(recorder.runs, tensors_of(outputs))
@@ -169,7 +191,7 @@ def _source(value: Any) -> Tensor:
 
 
 def _weights_of(run: Recurrence) -> list[Tensor]:
-    return [w for visit in run.visits for piece in visit.pieces for half in piece.weights for w in half.values()]
+    return [w for visit in run.visits for piece in visit.pieces for weights in piece.weights for w in weights.values()]
 
 
 def _maybe(grad: Tensor | None) -> Any:
@@ -298,7 +320,7 @@ def _gradients(recorder: CallRecorder, loss: Tensor, notes: list[str], around: M
         for visit in run.visits:
             wanted = [*(piece.output for piece in visit.pieces), *(tap for tap in visit.state_taps if tap is not None)]
             if recorder.weight_grads:
-                wanted.extend(w for piece in visit.pieces for half in piece.weights for w in half.values())
+                wanted.extend(w for piece in visit.pieces for weights in piece.weights for w in weights.values())
             taps.update((id(tap), tap) for tap in wanted if tap.requires_grad)
     others = [*(v.output for v in recorder.plain), *(v.output for v in recorder.scans.records)]
     taps.update((id(output), output) for output in others if output.requires_grad)
@@ -364,13 +386,6 @@ def _numbered(assembler: Assembler) -> list[Any]:
             seen[call.layer] = index + 1
             call.layer = f"{call.layer}#{index}"
     return calls
-
-
-def tensors_of(outputs: Any) -> list[Tensor]:
-    """Return all tensors in the model's output."""
-    found: list[Tensor] = []
-    on_leaves(outputs, lambda value: found.append(value) if isinstance(value, Tensor) else None)
-    return found
 
 
 def _detached(value: Any) -> Any:

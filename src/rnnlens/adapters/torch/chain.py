@@ -31,7 +31,7 @@ from .inputs import as_tensors, call_model
 from .losses import evaluate
 from .model_facts import fingerprint
 from .restore import borrowed, differentiable_weights
-from .weights import NAMES, ours, slots
+from .weights import NAMES, from_torch, slots
 
 _RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
 _PASSING = (nn.Dropout, nn.Identity)
@@ -443,7 +443,8 @@ def _call(call: _LayerTensors, gradients: Mapping[int, Tensor] | None, request: 
     def by_name(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         compact = torch.contiguous_format
         return {
-            NAMES[slot]: ours(kind, slot, value.detach()).clone(memory_format=compact) for slot, value in values.items()
+            NAMES[slot]: from_torch(kind, slot, value.detach()).clone(memory_format=compact)
+            for slot, value in values.items()
         }
 
     found = RecurrentCall(

@@ -160,6 +160,13 @@ def check_features(name: str, module: nn.Module, value: Any) -> None:
         )
 
 
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return all tensors within nested values, in order; of a packed sequence its data."""
+    found: list[Tensor] = []
+    on_leaves(value, lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None)
+    return found
+
+
 def leaves_of(value: Any) -> list[Any]:
     """Return tensors and packed sequences within nested tuples, lists, dicts and records, in order."""
     if isinstance(value, (Tensor, PackedSequence)):

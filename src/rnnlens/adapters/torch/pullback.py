@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,18 +18,13 @@ from ...layout import Layout
 from ...typing import Array
 from ..protocol import Batch, Outputs, Port
 from ..shared.threads import hook_in_this_thread
-from .boundaries import PortTable, PortTensors, stand_ins, zeros_for
-from .capture import tensors_of, watched
+from .boundaries import PortTable, PortTensors, stand_ins
+from .capture import NoGradientsError, recorded_pass, run_until_recorded
 from .cells import replayable
-from .chain import ChainRecorder
 from .discover import RequestedLayers, named_modules, unwrapped
-from .inputs import as_tensors, call_model, home_of, leaves_of, on_leaves
-from .losses import (
-    evaluate,
-    host_array,
-)
-from .record import CallRecorder, JoinRules, refuse_hooked, refuse_transformed
-from .recurrences import JoinedWronglyError, check_joints, join_changed_states, mark_endings, own_cells_only
+from .inputs import as_tensors, home_of, leaves_of, on_leaves, tensors_of
+from .losses import host_array
+from .record import CallRecorder, JoinRules, refuse_transformed
 from .restore import borrowed
 
 #: Function that pulls a cotangent of the value back to one cotangent per argument.
@@ -61,7 +57,7 @@ class TorchPullback:
         self.returned: Any = None
         #: Roles of axes that this pass showed, where the model is a plain chain of library modules.
         self.layouts: Mapping[Port, Layout] = {}
-        boundaries = self._passed(model, batch, cut)
+        boundaries = run_until_recorded(partial(self._run, model, batch, cut))
         self.outputs = len(boundaries.outputs)
         self._found = boundaries
         self.keep(boundaries)
@@ -73,49 +69,31 @@ class TorchPullback:
             self._starts = {port: self._boundaries[port].value for port in self.of}
         self.values: Mapping[Port, Any] = {port: replayable(b.value) for port, b in self._boundaries.items()}
 
-    def _passed(self, model: nn.Module, batch: Batch, cut: Sequence[Port]) -> PortTable:
-        """Run the forward pass, and repeat it if it ran without gradients or if calls were joined wrongly."""
-        rules, keep_gradients = JoinRules(), False
-        while True:
-            try:
-                boundaries = self._run(model, batch, cut, rules, keep_gradients)
-            except JoinedWronglyError:
-                continue
-            if boundaries is not None:
-                return boundaries
-            keep_gradients = True
-
     def _run(
         self, model: nn.Module, batch: Batch, cut: Sequence[Port], rules: JoinRules, keep_gradients: bool
-    ) -> PortTable | None:
-        """Run one forward pass; return None if it must be repeated because it ran without gradients."""
+    ) -> PortTable:
+        """Run one forward pass; raise ``NoGradientsError`` if it must be repeated because it ran without gradients."""
         modules = named_modules(model)
         asked = replace(RequestedLayers.of(model, None), sequences=frozenset())
         recorder = CallRecorder(rules, separate=True, cut={_path(port) for port in cut})
         plain: dict[str, list[Any]] = {}
-        inputs, chain = on_leaves(as_tensors(batch.x, model, "x"), _source), ChainRecorder(model)
+        inputs = on_leaves(as_tensors(batch.x, model, "x"), _source)
+        wanted = any(port.kind == "loss" for port in (*self.of, *self.wrt))
         with borrowed(model, training=batch.training, seed=batch.seed):
             weights = stand_ins(modules, (*self.of, *self.wrt))
             handles = self._watch_plain(modules, asked, recorder, plain)
             try:
-                with watched(model, recorder, asked, batch, keep_gradients) as interceptor, chain.watch():
-                    outputs = call_model(model, inputs)
+                outputs, loss, chain, unseen = recorded_pass(
+                    model, batch, inputs, recorder, asked, keep_gradients=keep_gradients, with_loss=wanted
+                )
             finally:
                 for handle in handles:
                     handle.remove()
-            join_changed_states(recorder)
-            own_cells_only(recorder, training=batch.training)
-            mark_endings(recorder)
-            refuse_hooked(recorder)
-            wanted = any(port.kind == "loss" for port in (*self.of, *self.wrt))
-            with raised_by("Your loss"):
-                loss = evaluate(batch, outputs, model) if wanted else None
-            check_joints(recorder, [*tensors_of(outputs), *([] if loss is None else [loss])])
         self.returned = on_leaves(outputs, lambda t: t.detach() if isinstance(t, Tensor) else t)
         leaves = leaves_of(outputs)
         self.layouts = chain.layouts(outputs)
-        if interceptor.cut_gradients and not keep_gradients and not any(_has_path(t) for t in (*leaves, loss)):
-            return None
+        if unseen and not any(t.requires_grad for t in (*tensors_of(outputs), *([] if loss is None else [loss]))):
+            raise NoGradientsError
         return PortTable(recorder, leaves_of(inputs), leaves, loss, plain, weights, modules)
 
     def _watch_plain(
@@ -164,7 +142,8 @@ class TorchPullback:
         grads = [found.get(id(tensor)) for tensor in boundary.tensors]
         if all(grad is None for grad in grads):
             return None
-        whole = zeros_for(boundary.tensors, grads, count)
+        pairs = zip(boundary.tensors, grads, strict=True)
+        whole = [t.new_zeros((count, *t.shape)) if grad is None else grad for t, grad in pairs]
         if count == 1:
             return replayable(boundary.gather([grad[0] for grad in whole])).unsqueeze(0)
         return replayable(torch.vmap(lambda *parts: boundary.gather(parts))(*whole))
@@ -227,11 +206,6 @@ def _source(value: Any) -> Any:
     if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
         return value.detach().requires_grad_()
     return value
-
-
-def _has_path(value: Any) -> bool:
-    tensor = getattr(value, "data", None) if hasattr(value, "batch_sizes") else value
-    return isinstance(tensor, Tensor) and tensor.requires_grad
 
 
 def differentiate(function: Callable[..., Any], arrays: Sequence[Array], model: torch.nn.Module) -> tuple[Array, Pull]:

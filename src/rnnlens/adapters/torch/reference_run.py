@@ -13,16 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 
 from ...errors import CertificateError
 from ...recurrence.cells import GRU, LSTM, Cell, SimpleRNN, registered
-from ...trees import is_record
 from ...typing import Array
 from ..protocol import Batch, Cotangents, ReferenceRun, WeightLocation
 from .cells import has_own_step
 from .discover import named_modules, unwrapped
-from .inputs import as_tensors, call_model, on_leaves
+from .inputs import as_tensors, call_model, tensors_of
 from .losses import evaluate
 from .restore import borrowed, differentiable_weights
 from .scan_families import sequence_modules, state_sizes
@@ -69,7 +67,7 @@ def reference_run(
             x, sources = _sources(given_x)
             outputs = call_model(model, x)
             loss = evaluate(batch, outputs, model)
-            leaves = _leaves(outputs)
+            leaves = tensors_of(outputs)
             starts, given = ([loss], [None]) if cotangents is None else _started(leaves, cotangents)
             weights = dict(model.named_parameters())
             found = _pulled(starts, given, [*sources, *weights.values()]) if gradients else None
@@ -91,7 +89,7 @@ def _refuse_quadratic(model: nn.Module, x: Any) -> None:
     Hugging Face's selective scan indexes ``discrete_A[:, :, t]`` in a loop, and the backward pass of each index fills
     an array of all steps with zeros.
     """
-    shapes = [leaf.shape for leaf in _leaves(x) if leaf.dim() > 1]
+    shapes = [leaf.shape for leaf in tensors_of(x) if leaf.dim() > 1]
     samples, steps = max(((s[0], s[1]) for s in shapes), key=lambda shape: shape[1], default=(0, 0))
     axes = [state_sizes(m, family) for _, m, family in sequence_modules(named_modules(model)) if family.is_quadratic]
     operations = float(samples * steps**2 * sum(math.prod(size for _, size in sizes) for sizes in axes))
@@ -136,10 +134,10 @@ def _within(module: Any, layer: int, direction: str | None, key: str) -> tuple[A
     parameter = module._parameters.get(name)
     if parameter is None:
         return None
-    ours, theirs = _GATES[kind or _CELLS[cell]]
+    known, order = _GATES[kind or _CELLS[cell]]
     if slot == "weight_hr":
         return parameter, lambda array: array.T
-    rows = [theirs.index(gate) for gate in ours.gates]
+    rows = [order.index(gate) for gate in known.gates]
 
     def take(array: Array) -> Array:
         """Reorder (gate * unit, ...) in torch's gate order to (..., gate * unit) in the order of rnnlens."""
@@ -180,19 +178,6 @@ def _pulled(starts: Sequence[Any], given: Sequence[Any], sources: Sequence[Tenso
     grads = torch.autograd.grad([s for s, _ in pairs], wanted, [c for _, c in pairs], allow_unused=True)
     by_source = {id(s): g for s, g in zip(wanted, grads, strict=True)}
     return [None if by_source.get(id(s)) is None else _array(by_source[id(s)]) for s in sources]
-
-
-def _leaves(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def note(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        return leaf
-
-    if isinstance(value, (Tensor, PackedSequence, tuple, list, dict)) or is_record(value):
-        on_leaves(value, note)
-    return found
 
 
 def _array(tensor: Any) -> Array:

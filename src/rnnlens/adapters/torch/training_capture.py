@@ -11,192 +11,24 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from .cells import has_own_forward
 from .discover import describe, recurrent_modules, unwrapped
 from .inputs import on_leaves
 from .record import autocast_around
-from .training_weights import TrainingCall, WeightGradientCapture
+from .training_calls import TrainingCall, TrainingLoop, TrainingLoops, joined, record_inner_gradients
+from .training_weights import WeightGradientCapture
 from .weights import cell_weights
 
-#: Arguments of a cell: its input, and a list of its states, empty if it starts from zeros.
-Fed = tuple[Tensor, list[Tensor]]
 #: Number for no backward pass: torch counts them from 0.
 NO_PASS = -1
-
-
-@dataclass(eq=False)
-class TrainingLoop:
-    """Successive calls of one cell that pass its state on: inputs, states and gradients by step.
-
-    Attributes
-    ----------
-    call
-        Record of the whole loop, with the fields that are known at its first step.
-    inputs, states
-        Detached inputs, and lists of the cell's new states, by step. Initial states are in ``initial``.
-    grads, through
-        Total gradient by (state index, step), and the part of it that came through the cell itself.
-    fed_itself
-        Whether the state was the input as well; then the two paths of a gradient cannot be separated.
-    """
-
-    call: TrainingCall
-    initial: list[Tensor]
-    inputs: list[Tensor] = field(default_factory=list)
-    states: list[list[Tensor]] = field(default_factory=list)
-    grads: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    through: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    fed_itself: bool = False
-
-    @property
-    def backwards(self) -> set[int]:
-        """Numbers of the backward passes that reached these calls."""
-        return self.call.backwards
-
-    @property
-    def number(self) -> int:
-        """Position in the order of the calls."""
-        return self.call.number
-
-    def finished(self) -> TrainingCall:
-        """Return the loop as one call: states (sample, time, unit), and their direct gradients."""
-        call, count = self.call, len(self.initial)
-        call.returned = [_stacked([states[place] for states in self.states]) for place in range(count)]
-        call.grads = {
-            place: _stacked([self._direct(place, step) for step in range(len(self))]) for place in range(count)
-        }
-        call.args = (_stacked(self.inputs), tuple(_rows(state) for state in self.initial)) if self.inputs else ()
-        return call
-
-    def __len__(self) -> int:
-        return len(self.states)
-
-    def _direct(self, place: int, step: int) -> Tensor:
-        total, through = self.grads.get((place, step)), self.through.get((place, step))
-        if total is None:
-            return torch.zeros_like(self.states[step][place])
-        return total if through is None else total - through
-
-
-class TrainingLoops:
-    """Table of the running loops: a call continues the loop that returned the very tensors it gets as its state.
-
-    Only weak references are stored: a loop is dropped when the tensors of its last step, and their graph, are gone.
-    """
-
-    def __init__(self) -> None:
-        self._at: Any = WeakTensorKeyDictionary()
-
-    def step(self, fed: Fed, new: list[Tensor], begin: Callable[[], TrainingCall]) -> TrainingLoop:
-        """Record a cell call and return its loop.
-
-        ``fed`` is input and state, ``new`` the returned states, and ``begin`` makes the call of a new loop.
-        """
-        _, given = fed
-        loop = self._continued(given)
-        if loop is None:
-            start = given or [torch.zeros_like(state) for state in new]
-            loop = TrainingLoop(begin(), [state.detach().clone() for state in start])
-        for place, state in enumerate(new):
-            self._at[state] = (loop, place)
-        loop.states.append([state.detach() for state in new])
-        return loop
-
-    def _continued(self, given: Sequence[Tensor]) -> TrainingLoop | None:
-        known = [self._at.get(state) for state in given]
-        if not known or None in known or [place for _, place in known] != list(range(len(known))):
-            return None
-        loop: TrainingLoop = known[0][0]
-        latest = all(state.data_ptr() == last.data_ptr() for state, last in zip(given, loop.states[-1], strict=True))
-        return loop if latest and all(other is loop for other, _ in known) else None
-
-
-def listen_inside(loop: TrainingLoop, fed: Fed, new: list[Tensor], on: Callable[[], bool]) -> None:
-    """Record the gradients that pass through a loop's last call to the states it was fed, and between its new states.
-
-    Nothing is recorded while ``on()`` is False.
-
-    Gradients between new states occur in an LSTM, whose hidden state is computed from its new cell state.
-    """
-    step, (x, given) = len(loop) - 1, fed
-    loop.fed_itself |= any(x is state for state in given)
-    ends = {(state.grad_fn, state.output_nr): (place, step) for place, state in enumerate(new)}
-    if step:
-        ends |= {(state.grad_fn, state.output_nr): (place, step - 1) for place, state in enumerate(given)}
-
-    def heard(edge: int, at: tuple[int, int]) -> Any:
-        def hook(inner: tuple[Tensor | None, ...], outer: Any) -> None:
-            grad = inner[edge]
-            if grad is not None and on():
-                known = loop.through.get(at)
-                loop.through[at] = grad.detach().clone() if known is None else known + grad.detach()
-
-        return hook
-
-    for node, edge, parent in _edges([state.grad_fn for state in new], [x.grad_fn, *(s.grad_fn for s in given)]):
-        if parent in ends:
-            node.register_hook(heard(edge, ends[parent]))
-
-
-def _edges(first: Iterable[Any], boundaries: Iterable[Any]) -> Iterator[tuple[Any, int, tuple[Any, int]]]:
-    """Yield the edges of the graph from given nodes back to its boundaries: node, gradient index, parent edge."""
-    waiting, done = list(first), {None, *boundaries}
-    while waiting:
-        node = waiting.pop()
-        if node in done:
-            continue
-        done.add(node)
-        for edge, parent in enumerate(node.next_functions):
-            yield node, edge, parent
-            waiting.append(parent[0])
-
-
-def joined(calls: Iterable[TrainingCall | TrainingLoop]) -> tuple[list[TrainingCall], list[str]]:
-    """Return all calls, with finished loops as one call each, and notes.
-
-    Cells whose state is changed at every step, or is also their input, are left out.
-    """
-    calls = list(calls)
-    lengths: dict[str, list[int]] = {}
-    for call in calls:
-        if isinstance(call, TrainingLoop):
-            lengths.setdefault(call.call.path, []).append(len(call))
-    changed = {path for path, found in lengths.items() if len(found) > 2 and max(found) == 1}
-    itself = {call.call.path for call in calls if isinstance(call, TrainingLoop) and call.fed_itself}
-    words = ((changed, "its state is changed between its steps"), (itself, "its own state is also its input"))
-    notes = [
-        f"{path}: {why}, so it is not recorded in batch mode. A probe records it."
-        for paths, why in words
-        for path in sorted(paths)
-    ]
-    apart = changed | itself
-    notes += [
-        f"{path}: the state was not passed on unchanged from call to call; its {sum(found)} calls are {len(found)} "
-        f"recurrences of {min(found)} to {max(found)} steps."
-        for path, found in lengths.items()
-        if len(found) > 1 and path not in apart
-    ]
-    kept = [call for call in calls if not (isinstance(call, TrainingLoop) and call.call.path in apart)]
-    return [call.finished() if isinstance(call, TrainingLoop) else call for call in kept], notes
-
-
-def _rows(value: Tensor) -> Tensor:
-    """Return a state as (sample, unit), also for a single sample without sample axis."""
-    return value[None] if value.dim() == 1 else value
-
-
-def _stacked(steps: Sequence[Tensor]) -> Tensor:
-    return torch.stack([_rows(value) for value in steps], dim=1)
 
 
 class ModuleHook:
@@ -271,18 +103,18 @@ class TrainingCapture:
         self._handles: list[Any] = []
         self._loops = TrainingLoops()
         # A cell subclass with its own forward is left out: it may take its arguments in any order.
-        self.heard = [
+        self.modules = [
             (path, m)
             for path, m in recurrent_modules(self.model)
             if not (isinstance(m, nn.RNNCellBase) and has_own_forward(m))
         ]
-        own = dict(self.heard)
+        own = dict(self.modules)
         self.others = [row.name for row in describe(self.model) if row.name.partition("[")[0] not in own]
         if layers is not None:
             wanted = {name.partition("[")[0] for name in layers}
-            self.heard = [(path, m) for path, m in self.heard if path in wanted]
-        self.weights = WeightGradientCapture(self.heard, self.model.parameters())
-        for path, module in self.heard:
+            self.modules = [(path, m) for path, m in self.modules if path in wanted]
+        self.weights = WeightGradientCapture(self.modules, self.model.parameters())
+        for path, module in self.modules:
             if isinstance(module, nn.RNNBase):
                 before = ModuleHook(module, self._before(path), self._on_failure)
                 self._handles.append(module.register_forward_pre_hook(before, prepend=True))
@@ -300,7 +132,7 @@ class TrainingCapture:
 
     def batch(self) -> tuple[list[TrainingCall], list[str]]:
         """Return the calls recorded since :meth:`forget`, in the order of the forward pass, and notes about them."""
-        return joined(sorted(self.calls, key=lambda call: call.number))
+        return joined(sorted(self.calls, key=lambda call: _record_of(call).number))
 
     def remove(self) -> None:
         """Remove every hook and drop all records."""
@@ -332,8 +164,8 @@ class TrainingCapture:
     def _after(self, path: str) -> Any:
         def hook(module: Any, args: Any, kwargs: Any, output: Any) -> None:
             if self.on:
-                hear = self._hear if isinstance(module, nn.RNNBase) else self._hear_cell
-                hear(path, module, args, kwargs, output)
+                record = self._record_layer if isinstance(module, nn.RNNBase) else self._record_cell
+                record(path, module, args, kwargs, output)
 
         return hook
 
@@ -348,7 +180,7 @@ class TrainingCapture:
         self.without_graph += self.model.training and not graph
         return self.model.training and graph
 
-    def _begun(self, path: str, module: Any, returned: Sequence[Tensor]) -> TrainingCall:
+    def _new_call(self, path: str, module: Any, returned: Sequence[Tensor]) -> TrainingCall:
         """Return the record of a new call, with the fields common to fused layers and loops of cells."""
         self._forward += 1
         weights = _weights(module, _copied if self.whole else Tensor.detach)
@@ -356,23 +188,23 @@ class TrainingCapture:
         call.number, call.autocast = self._forward, autocast_around(returned[0])
         return call
 
-    def _hear_cell(self, path: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+    def _record_cell(self, path: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         new = [output] if isinstance(output, Tensor) else list(output)
         if not self._trains(new):
             return
-        given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-        state = given.get("hx")
-        fed = given["input"], [] if state is None else [state] if isinstance(state, Tensor) else list(state)
-        loop = self._loops.step(fed, new, lambda: self._begun(path, module, new))
+        bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+        state = bound.get("hx")
+        arguments = bound["input"], [] if state is None else [state] if isinstance(state, Tensor) else list(state)
+        loop = self._loops.step(arguments, new, lambda: self._new_call(path, module, new))
         if self.whole:
-            loop.inputs.append(_copied(fed[0]))
-        listener = weakref.ref(self)
-        listen_inside(loop, fed, new, lambda: (here := listener()) is not None and here.on)
+            loop.inputs.append(_copied(arguments[0]))
+        capture = weakref.ref(self)
+        record_inner_gradients(loop, arguments, new, lambda: (here := capture()) is not None and here.on)
         for place, tensor in enumerate(new):
             if tensor.requires_grad:
-                tensor.register_hook(self._arrival(loop, (place, len(loop) - 1)))
+                tensor.register_hook(self._gradient_hook(loop, (place, len(loop) - 1)))
 
-    def _hear(self, path: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+    def _record_layer(self, path: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         state = self._states.pop(id(module), None)
         if not isinstance(output, tuple) or len(output) != 2:
             return  # a subclass whose own forward returns something else
@@ -381,21 +213,21 @@ class TrainingCapture:
         tensors += [finals] if isinstance(finals, Tensor) else list(finals)
         if not self._trains(tensors):
             return
-        call = self._begun(path, module, tensors)
+        call = self._new_call(path, module, tensors)
         call.random = state
         call.packed = first if isinstance(first, PackedSequence) else None
         if self.whole:
             call.args, call.kwargs = on_leaves(args, _copied), on_leaves(kwargs, _copied)
         for place, tensor in enumerate(tensors):
             if tensor.requires_grad:
-                tensor.register_hook(self._arrival(call, place))
+                tensor.register_hook(self._gradient_hook(call, place))
 
-    def _arrival(self, call: TrainingCall | TrainingLoop, place: Any) -> Any:
+    def _gradient_hook(self, call: TrainingCall | TrainingLoop, place: Any) -> Any:
         # Only the tensor hook refers to the call: without a backward pass the call is freed with the graph.
-        listener = weakref.ref(self)
+        capture = weakref.ref(self)
 
         def hook(grad: Tensor | None) -> None:
-            here = listener()
+            here = capture()
             # None: only another returned tensor of this call has a gradient.
             if grad is None or here is None or not here.on:
                 return
@@ -403,41 +235,49 @@ class TrainingCapture:
                 here.differentiates_gradients = True
                 return
             try:
-                here._arrived(call, place, grad.detach().clone())
+                here._add_gradient(call, place, grad.detach().clone())
             except Exception as error:
                 here._on_failure(error)
 
         return hook
 
-    def _arrived(self, call: Any, place: Any, grad: Tensor) -> None:
+    def _add_gradient(self, call: Any, place: Any, grad: Tensor) -> None:
         task = torch._C._current_graph_task_id()
         if task != self.backward:
-            self._begin(task, call)
+            self._begin_backward(task, call)
         if call not in self.calls:
             self.calls.append(call)
-        call.backwards.add(task)
+        _record_of(call).backwards.add(task)
         call.grads[place] = grad if place not in call.grads else call.grads[place] + grad
 
-    def _begin(self, task: int, call: TrainingCall | TrainingLoop) -> None:
+    def _begin_backward(self, task: int, call: TrainingCall | TrainingLoop) -> None:
         """Start the record of a backward pass that reached a layer: the first of this step, or a further one."""
         self.backward = task
-        fresh = self.weights.is_fresh((call.call if isinstance(call, TrainingLoop) else call).module)
+        fresh = self.weights.is_fresh(_record_of(call).module)
         self.carried = not fresh if not self.passes else self.carried and not fresh
         self.passes = 1 if fresh else self.passes + 1
         if fresh:
             self.weights.begin()
-        if self.calls and not any(call is known for known in self.calls) and call.number > self.calls[-1].number:
+        if (
+            self.calls
+            and not any(call is known for known in self.calls)
+            and _record_of(call).number > _record_of(self.calls[-1]).number
+        ):
             self.calls = []
             self.weights.forget_own()
         _queue(self._backward_ended)
 
     def _backward_ended(self) -> None:
         # Queue again, to run after the callbacks in which distributed training averages gradients.
-        _queue(self._gradients_are_there)
+        _queue(self._read_accumulated)
 
-    def _gradients_are_there(self) -> None:
+    def _read_accumulated(self) -> None:
         if self.on:
             self.weights.accumulated()
+
+
+def _record_of(call: TrainingCall | TrainingLoop) -> TrainingCall:
+    return call.call if isinstance(call, TrainingLoop) else call
 
 
 def _queue(function: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Records one recurrent call of a training step, and the gradients of the recurrent weights in that step.
+"""Records the gradients of the recurrent weights in a training step.
 
 Three gradients are recorded: of the backward passes themselves, accumulated in ``.grad``, and as applied by the
 optimizer. They are copies; the user's ``.grad`` is not changed.
@@ -13,46 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 
 from .discover import node_name
-from .weights import NAMES, cell_weights, class_of, ours
-
-
-@dataclass(eq=False)
-class TrainingCall:
-    """One call of a fused recurrent module, or the whole loop of a cell: inputs, returned tensors, gradients.
-
-    Attributes
-    ----------
-    args, kwargs
-        Detached copies of the arguments; empty if no replay is needed. For a loop: all inputs (sample, time, feature)
-        and the initial states.
-    weights
-        Weights by layer index and direction, under torch's names; copies if a replay is needed, because the step
-        changes the user's.
-    random
-        State of the random generator before dropout between stacked layers; None if no such dropout was active.
-    returned
-        Detached output (for a packed sequence its data), then the final states. For a loop: every state by step
-        (sample, time, unit).
-    grads
-        Gradients by index in ``returned``, summed over backward passes. The scale of a GradScaler is not divided out.
-    """
-
-    path: str
-    module: Any
-    training: bool
-    weights: dict[tuple[int, str], dict[str, Tensor]]
-    returned: list[Tensor]
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    packed: PackedSequence | None = None
-    random: Tensor | None = None
-    autocast: torch.dtype | None = None
-    grads: dict[int, Tensor] = field(default_factory=dict)
-    backwards: set[int] = field(default_factory=set)
-    number: int = 0
+from .weights import NAMES, cell_weights, class_of, from_torch
 
 
 @dataclass(frozen=True)
@@ -113,7 +76,7 @@ class WeightGradients:
         found: dict[str, dict[str, dict[str, Tensor]]] = {}
         for slot, grad in getattr(self, which).items():
             there = found.setdefault(slot.layer, {}).setdefault(slot.direction, {})
-            there[slot.key] = ours(slot.cell, slot.slot, grad).contiguous()
+            there[slot.key] = from_torch(slot.cell, slot.slot, grad).contiguous()
         return found
 
 
@@ -144,8 +107,8 @@ class WeightGradientCapture:
         self._reached: set[int] = set()  # parameters with gradients of this step; ``.grad`` of others may be old
         self._accumulated: dict[int, Tensor] = {}
         for path, module in modules:
-            self._know(path, module)
-        self._handles = [p.register_hook(self._arrival(key)) for key, p in self.parameters.items()]
+            self._add_slots(path, module)
+        self._handles = [p.register_hook(self._gradient_hook(key)) for key, p in self.parameters.items()]
 
     def remove(self) -> None:
         """Remove the hooks and drop all records."""
@@ -208,7 +171,7 @@ class WeightGradientCapture:
     def _by_slot(self, grads: Mapping[int, Tensor], scale: float) -> dict[WeightSlot, Tensor]:
         return {self.slots[key]: unscaled(grad, scale) for key, grad in grads.items()}
 
-    def _know(self, path: str, module: Any) -> None:
+    def _add_slots(self, path: str, module: Any) -> None:
         known = class_of(module)
         assert known is not None
         for layer, direction, weights in cell_weights(module):
@@ -219,7 +182,7 @@ class WeightGradientCapture:
                     )
                     self.parameters[id(weight)] = weight
 
-    def _arrival(self, key: int) -> Any:
+    def _gradient_hook(self, key: int) -> Any:
         def hook(grad: Tensor) -> None:
             if self.on:
                 self._reached.add(key)

@@ -66,8 +66,8 @@ def _is_meant(name: str, path: str, key: str) -> bool:
 
     Weights of other layers are compared by name.
     """
-    direction, _, ours = key.rpartition("/")
-    slot = SLOTS.get(ours)
+    direction, _, weight = key.rpartition("/")
+    slot = SLOTS.get(weight)
     if slot is None or not name.startswith(slot):
         return name == key
     layer = path.partition("[")[2].rstrip("]") or "0"

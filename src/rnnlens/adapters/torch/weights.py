@@ -39,6 +39,10 @@ NAMES = {
 SLOTS = {name: slot for slot, name in NAMES.items()}
 
 
+#: Name in rnnlens -> torch's name.
+SLOTS = {name: slot for slot, name in NAMES.items()}
+
+
 #: Modules whose ``weight`` is a table of rows that integers select.
 TABLES = (nn.Embedding, nn.EmbeddingBag)
 
@@ -52,7 +56,7 @@ def slots(count: int) -> tuple[str, ...]:
     return (*names, "weight_hr") if count % 2 else names
 
 
-def ours(cell: type[Cell], slot: str, value: Any) -> Any:
+def from_torch(cell: type[Cell], slot: str, value: Any) -> Any:
     """Convert a weight, or its gradient, from torch's layout to that of rnnlens. Additional leading axes are kept.
 
     A result with reordered gates is a copy; a transposed LSTM kernel is a view.
@@ -69,7 +73,7 @@ def ours(cell: type[Cell], slot: str, value: Any) -> Any:
 
 def known_cell(cell: type[Cell], weights: Mapping[str, Any], activation: str = "tanh") -> Cell:
     """Build the cell of one layer and direction from torch's weights by slot name."""
-    arrays: dict[str, Any] = {NAMES[slot]: replayable(ours(cell, slot, value)) for slot, value in weights.items()}
+    arrays: dict[str, Any] = {NAMES[slot]: replayable(from_torch(cell, slot, value)) for slot, value in weights.items()}
     made: Any = cell
     return made(activation=activation, **arrays)  # type: ignore[no-any-return]
 
@@ -145,7 +149,7 @@ def layer_weights(named: Sequence[tuple[str, nn.Module]], node_name: Any) -> dic
             entry.cells[direction] = cell
             prefix = f"{direction}/" if getattr(module, "bidirectional", False) else ""
             for slot, value in weights.items():
-                entry.values[prefix + NAMES[slot]] = ours(found[0], slot, value.detach()).clone()
+                entry.values[prefix + NAMES[slot]] = from_torch(found[0], slot, value.detach()).clone()
                 entry.trainable[prefix + NAMES[slot]] = value.requires_grad
                 if id(value) in seen or not isinstance(value, nn.Parameter):
                     entry.uncounted.add(prefix + NAMES[slot])

@@ -75,7 +75,7 @@ class Plan:
         return Schedule(self.every, self.epochs) if self.probe is not None else Schedule(0)
 
     @property
-    def heard(self) -> Schedule:
+    def batch_schedule(self) -> Schedule:
         """Schedule of batch records; without ``batches=`` and probe it is that of ``every=``."""
         if self.batches is not None:
             return Schedule(self.batches)
@@ -84,7 +84,7 @@ class Plan:
     @property
     def off(self) -> bool:
         """True if nothing is ever due."""
-        return self.probes.off and self.heard.off and self.on_nonfinite is None
+        return self.probes.off and self.batch_schedule.off and self.on_nonfinite is None
 
     @property
     def recorded(self) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ class Steps:
 
     Parameters
     ----------
-    model, heard
+    model, recurrent
         The module, and the ids of the weights of its captured recurrent layers.
     optimizers
         Optimizers given by the user; if empty, optimizers are found as they step.
@@ -38,13 +38,13 @@ class Steps:
     def __init__(
         self,
         model: nn.Module,
-        heard: Collection[int],
+        recurrent: Collection[int],
         optimizers: Iterable[Any],
         *,
         before: Callable[[torch.optim.Optimizer, float], None],
         after: Callable[[], None],
     ) -> None:
-        self._own, self._heard = {id(p) for p in model.parameters()}, frozenset(heard)
+        self._own, self._recurrent = {id(p) for p in model.parameters()}, frozenset(recurrent)
         self._before, self._after = before, after
         self._known: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self._handles: list[Any] = []
@@ -82,11 +82,11 @@ class Steps:
             return
         self._listen(optimizer)
         counting = None if self.counting is None else self.counting()
-        better = theirs & self._heard and not (counting is not None and self._known.get(counting))
+        better = theirs & self._recurrent and not (counting is not None and self._known.get(counting))
         if counting is None or better:
             self.counting = weakref.ref(optimizer)
             self._passed = counting is not None  # the previous counting optimizer has counted this step
-        self._known[optimizer] = bool(theirs & self._heard)
+        self._known[optimizer] = bool(theirs & self._recurrent)
 
     def _listen(self, optimizer: Any) -> None:
         self._known[optimizer] = True
@@ -159,29 +159,28 @@ def _plain(optimizer: Any) -> Any:
 NO_STEP = "no optimizer with weights of the model has stepped; call watch.step() in loops without an optimizer"
 
 
-def why_unheard(listener: TrainingCapture) -> str:
+def why_not_captured(capture: TrainingCapture) -> str:
     """Return the reason why no gradient of a recurrent layer was captured in a batch that was due."""
-    names = ", ".join(path for path, _ in listener.heard)
-    if listener.differentiates_gradients:
+    names = ", ".join(path for path, _ in capture.modules)
+    if capture.differentiates_gradients:
         return (
             "the step differentiates a gradient again (create_graph=True, as a gradient penalty does), so the "
-            "gradient at {names} is not that "
-            "of the loss alone; use a probe instead"
+            f"gradient at {names} is not that of the loss alone; use a probe instead"
         )
-    if listener.forwards == 0:
+    if capture.forwards == 0:
         return f"{names} did not run in Python in the batches that were due"
-    if listener.evaluations == listener.forwards:
+    if capture.evaluations == capture.forwards:
         return "the model was in evaluation mode, as in a validation: model.train()"
-    if listener.without_graph:
+    if capture.without_graph:
         return f"the output of {names} does not require a gradient (torch.no_grad, or frozen weights and inputs)"
     return f"{names} got no gradient: the differentiated loss does not depend on it"
 
 
-def refuse_unheard(listener: TrainingCapture) -> None:
+def refuse_no_layers(capture: TrainingCapture) -> None:
     """Raise UnsupportedError if batch mode can capture none of the watched layers."""
-    if not listener.heard:
+    if not capture.modules:
         raise UnsupportedError(
             "Batch mode records nn.RNN, nn.LSTM, nn.GRU and their cells, and none of them is among the watched layers.",
-            got=", ".join(listener.others) or "no recurrent layer of torch's own",
+            got=", ".join(capture.others) or "no recurrent layer of torch's own",
             hint="a probe records every layer: rl.torch.watch(model, path, probe=(x, y), loss=loss)",
         )

@@ -18,9 +18,9 @@ from ..recorder import Recorder
 from ..records import Probe, TrainingRecord
 from ..store import Store
 from ..watch_arguments import Schedule, listed, refuse_unknown
-from .lookout import Lookout
+from .nonfinite import NonfiniteCheck
 from .plan import Plan, plain_model, rank_and_world
-from .steps import NO_STEP, Steps, refuse_unheard, scaler_on_stack, steps_taken, why_unheard
+from .steps import NO_STEP, Steps, refuse_no_layers, scaler_on_stack, steps_taken, why_not_captured
 from .watched_batch import WatchedBatch, record_of
 
 
@@ -46,10 +46,10 @@ class TorchWatch:
         self._open = False
         self._failed = False  # True if the capture of this step's batch failed
         self._taken: int | None = None  # number of the backward pass captured for the next step
-        self._listener: TrainingCapture | None = None
+        self._capture: TrainingCapture | None = None
         self._steps: Steps | None = None
         self._store: Store | None = None
-        self._lookout: Lookout | None = None
+        self._nonfinite: NonfiniteCheck | None = None
         self.fed: Any = None
         self.target: Any = None
 
@@ -60,7 +60,7 @@ class TorchWatch:
             raise InputError("This watch is open already.", hint="one with block at a time")
         refuse_unknown(self.plan.layers, adapter_for(self.model), self.model)
         self.rank, self.world = rank_and_world()
-        scheduled = self.plan.heard if self.plan.probes.off else self.plan.probes
+        scheduled = self.plan.batch_schedule if self.plan.probes.off else self.plan.probes
         self._recorder = Recorder([], scheduled, rank=self.rank, alerts=Alerts(stop_on=self.plan.stop_on))
         self._open = True
         try:
@@ -99,14 +99,14 @@ class TorchWatch:
             self._open_sinks()
         self.steps = self._begun = self._trained_before()
         self._recorder.start(self.steps)
-        if not self.plan.heard.off:
-            self._hear()
+        if not self.plan.batch_schedule.off:
+            self._start_capture()
         if self.plan.on_nonfinite is not None and self._recorder.writes:
             provenance = adapter_for(self.model).provenance(self.model)
             incidents = Incidents(self.plan.path, provenance)
-            self._lookout = Lookout(self.model, self.plan.loss, incidents, self._own_loss)
-        heard = () if self._listener is None else self._listener.weights.slots
-        self._steps = Steps(self.model, heard, self.plan.optimizers, before=self._step_begins, after=self._stepped)
+            self._nonfinite = NonfiniteCheck(self.model, self.plan.loss, incidents, self._own_loss)
+        recurrent = () if self._capture is None else self._capture.weights.slots
+        self._steps = Steps(self.model, recurrent, self.plan.optimizers, before=self._step_begins, after=self._stepped)
         if self._store is None or self._store.last_step_of("probe") != self.steps:
             self._record_probe_if_due()
         self._prepare()
@@ -130,27 +130,27 @@ class TorchWatch:
         taken = steps_taken(self.plan.optimizers)
         return taken if self._store is None else self._store.go_on(taken)
 
-    def _hear(self) -> None:
-        self._listener = TrainingCapture(self.model, self.plan.layers, whole=not self.plan.only_direct)
-        self._listener.failed = self._capture_failed
-        refuse_unheard(self._listener)
+    def _start_capture(self) -> None:
+        self._capture = TrainingCapture(self.model, self.plan.layers, whole=not self.plan.only_direct)
+        self._capture.failed = self._capture_failed
+        refuse_no_layers(self._capture)
 
     def _unhook(self) -> None:
-        for part in (self._listener, self._steps, self._lookout):
+        for part in (self._capture, self._steps, self._nonfinite):
             if part is not None:
                 part.remove()
 
     # ---- called by the training loop
 
     @property
-    def listens(self) -> bool:
+    def captures(self) -> bool:
         """True if the current or next batch is captured."""
-        return self._listener is not None and self._listener.on
+        return self._capture is not None and self._capture.on
 
     @property
     def reports(self) -> bool:
         """True while batches are tested for non-finite numbers."""
-        return self._lookout is not None and self._lookout.looks
+        return self._nonfinite is not None and self._nonfinite.is_active
 
     @property
     def record(self) -> TrainingRecord | None:
@@ -217,24 +217,22 @@ class TorchWatch:
 
         With a loss scale the gradients are not yet unscaled; they are then captured when the optimizer steps.
         """
-        if self.plan.scaler is None and self._listener is not None and self._listener.on and self._listener.calls:
+        if self.plan.scaler is None and self._capture is not None and self._capture.on and self._capture.calls:
             self._taken = None
             self._take_once()
 
-    def look(self) -> None:
+    def check_finite(self) -> None:
         """Test loss and gradients after the backward pass and before the weights change; called by trainers.
 
         A batch that is not finite is written if ``on_nonfinite=`` is set.
-
-        A batch that is not finite is written, where ``on_nonfinite=`` asks for it.
         """
-        if self._lookout is not None:
+        if self._nonfinite is not None:
             when = {"step": self.steps + 1, "epoch": self._epoch, "loss": _number(self.loss)}
             try:
-                self._lookout.look(when, self.fed, self.target)
+                self._nonfinite.check(when, self.fed, self.target)
             except Exception as error:
-                self._lookout.remove()
-                self._lookout = None
+                self._nonfinite.remove()
+                self._nonfinite = None
                 _warn(
                     f"Step {self.steps + 1} is not finite, and its incident could not be saved; training goes on.",
                     error,
@@ -267,21 +265,21 @@ class TorchWatch:
 
     def _prepare(self) -> None:
         """Switch the capture of the next batch on or off, according to the schedule."""
-        if self._listener is not None:
-            self._listener.on = self._open and self._is_due(self.plan.heard, self.steps + 1)
+        if self._capture is not None:
+            self._capture.on = self._open and self._is_due(self.plan.batch_schedule, self.steps + 1)
 
     def _step_begins(self, optimizer: Any, applied_scale: float) -> None:
         # A closure runs the batch within the step, so there are no gradients to test yet.
         if not (self._steps is not None and self._steps.runs_batch):
-            self.look()
+            self.check_finite()
         self._take_once(applied_scale)
 
     def _take_once(self, applied_scale: float = 1.0) -> None:
         """Capture the batch of the last backward pass, unless it was captured; a failure leaves this step out."""
-        listener = self._listener
-        if listener is None or not listener.on or not listener.calls or self._taken == listener.backward:
+        capture = self._capture
+        if capture is None or not capture.on or not capture.calls or self._taken == capture.backward:
             return
-        if listener.differentiates_gradients:
+        if capture.differentiates_gradients:
             return
         try:
             self._take(applied_scale)
@@ -295,21 +293,21 @@ class TorchWatch:
 
     def _take(self, applied_scale: float = 1.0) -> None:
         """Build the batch of the last backward pass, with the gradients passed to the optimizer."""
-        assert self._listener is not None
+        assert self._capture is not None
         scaler = self.plan.scaler or scaler_on_stack()
         scale = 1.0 if scaler is None else float(scaler.get_scale())
-        calls, notes = self._listener.batch()
+        calls, notes = self._capture.batch()
         batch = WatchedBatch(
             self.model,
             calls,
-            self._listener.weights.read(scale, applied_scale),
+            self._capture.weights.read(scale, applied_scale),
             step=self.steps + 1,
             scale=scale,
-            passes=self._listener.passes,
+            passes=self._capture.passes,
             notes=[*self._standing(), *notes],
         )
         batch.loss, batch.epoch = _number(self.loss), self._epoch
-        self.latest, self._taken = batch, self._listener.backward
+        self.latest, self._taken = batch, self._capture.backward
 
     def _standing(self) -> list[str]:
         notes = []
@@ -318,17 +316,17 @@ class TorchWatch:
                 f"Written by rank {self.rank} of {self.world}, from its own samples; accumulated and applied weight "
                 "gradients are those that the processes averaged."
             )
-        if self._listener is not None and self._listener.others and self.plan.layers is None:
-            cells = ", ".join(self._listener.others)
+        if self._capture is not None and self._capture.others and self.plan.layers is None:
+            cells = ", ".join(self._capture.others)
             notes.append(
                 f"Not recorded in batch mode, since not layers of torch itself: {cells}. A probe records them."
             )
-        if self._listener is not None and self._taken not in (None, self._listener.backward):
+        if self._capture is not None and self._taken not in (None, self._capture.backward):
             notes.append(
                 "Another optimizer stepped in between, after a backward pass of its own, "
                 "which is not recorded; optimizer= selects the optimizer to follow."
             )
-        if self._listener is not None and self._listener.carried:
+        if self._capture is not None and self._capture.carried:
             notes.append("Weight gradients were not zeroed before the step, so they include earlier steps.")
         return notes
 
@@ -336,8 +334,8 @@ class TorchWatch:
         """Count a step, after the weights changed, and write the records that are due."""
         if not self._open:
             return
-        listener = self._listener
-        if listener is not None and listener.on:
+        capture = self._capture
+        if capture is not None and capture.on:
             self._take_once()  # where a closure ran the batch within the step
             self.steps += 1
             self._record_batch()
@@ -350,17 +348,17 @@ class TorchWatch:
     # ---- records
 
     def _record_batch(self) -> None:
-        assert self._listener is not None
+        assert self._capture is not None
         batch = self.latest if self._taken is not None and not self._failed else None
         if self._failed:
             pass  # a gap already
         elif batch is None:
-            self._recorder.missed(why_unheard(self._listener))
+            self._recorder.missed(why_not_captured(self._capture))
         elif self._recorder.writes and self._recorder.sinks:
             self._recorder.record(self.steps, lambda: self._record_of(batch), what="batch")
         else:
             self._recorder.counted()
-        self._listener.forget()
+        self._capture.forget()
         if batch is not None and self.plan.on_batch is not None:
             self.plan.on_batch(batch)
 

@@ -18,7 +18,7 @@ from ...verbs.find_nonfinite import find_nonfinite
 from ..incidents import Incidents, is_finite, told
 
 
-class Lookout:
+class NonfiniteCheck:
     """Test for non-finite loss or gradients; the first such batch is written with the weights.
 
     Parameters
@@ -41,7 +41,7 @@ class Lookout:
         own_loss: Callable[..., Any] | None = None,
     ) -> None:
         self._model, self._loss, self._own_loss, self.incidents = model, loss, own_loss, incidents
-        self._fed: Any = None
+        self._input: Any = None
         self._handle = model.register_forward_pre_hook(
             ModuleHook(model, hook_in_this_thread(self._remember), _ignore), with_kwargs=True
         )
@@ -49,31 +49,31 @@ class Lookout:
     def remove(self) -> None:
         """Remove the hook and the stored input."""
         self._handle.remove()
-        self._fed = None
+        self._input = None
 
     def _remember(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if module.training:
-            self._fed = None  # remains None if the signature of forward cannot be read
-            self._fed = _as_given(module, args, kwargs)
+            self._input = None  # remains None if the signature of forward cannot be read
+            self._input = _call_as_value(module, args, kwargs)
 
     @property
-    def looks(self) -> bool:
+    def is_active(self) -> bool:
         """True until an incident was written."""
         return self.incidents.written is None
 
-    def look(self, when: Mapping[str, Any], given: Any, target: Any) -> None:
+    def check(self, when: Mapping[str, Any], reported: Any, target: Any) -> None:
         """Test loss and gradients before the weights change; write the batch if one is not finite.
 
-        ``given`` is the input as a trainer reports it, used if only a submodule of the model is called.
+        ``reported`` is the input as a trainer reports it, used if only a submodule of the model is called.
         """
-        if not self.looks:
+        if not self.is_active:
             return
-        fed, self._fed = given if self._fed is None else self._fed, None
+        x, self._input = reported if self._input is None else self._input, None
         if is_finite(when.get("loss")) and self._gradients_are_finite():
             return
         weights = {name: value.detach().cpu() for name, value in self._model.state_dict().items()}
-        found = told(lambda: self._sentence(fed, target))
-        self.incidents.report(Batch(fed, target), weights, {**when, "found": found})
+        found = told(lambda: self._sentence(x, target))
+        self.incidents.report(Batch(x, target), weights, {**when, "found": found})
 
     def _gradients_are_finite(self) -> bool:
         """Return whether all gradients are finite. Their sum is tested first, with one device synchronisation."""
@@ -85,18 +85,18 @@ class Lookout:
         # The sum may overflow although all gradients are finite.
         return all(bool(torch.isfinite(grad).all()) for grad in grads)
 
-    def _sentence(self, fed: Any, target: Any) -> str:
+    def _sentence(self, x: Any, target: Any) -> str:
         adapter_for(self._model)
-        if fed is None:
+        if x is None:
             return "the model itself was not called, so its input was not recorded"
         loss = self._own_loss if target is None else self._loss
-        found = find_nonfinite(self._model, fed, None if loss is None else target, loss=loss, training=True)
+        found = find_nonfinite(self._model, x, None if loss is None else target, loss=loss, training=True)
         if not found and loss is None:
             return "in the loss or after it: set watch.target and pass loss= to the watch to locate it"
         return found.sentence
 
 
-def _as_given(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _call_as_value(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Return the arguments of a call as one value: one argument, a tuple of them, or a dict by name."""
     if kwargs:
         return dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
