@@ -13,7 +13,7 @@ from typing import Any
 
 from ...autodiff import Tap
 from ...errors import InputError, RnnlensError, UnsupportedError
-from ..shared.threads import substitute_in_this_thread
+from ..shared import substitute_in_this_thread
 from .dialect import Dialect
 from .discover import RecurrentSite
 from .loops import CellHook, LayerCall, Starts, SteppedLayerError, StepRecorder

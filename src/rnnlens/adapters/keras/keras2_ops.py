@@ -11,7 +11,7 @@ from tensorflow.python.util import nest
 from tf_keras.src.engine.compile_utils import LossesContainer
 
 from ...autodiff.tensors import to_numpy
-from ..shared.threads import substitute_in_this_thread
+from ..shared import substitute_in_this_thread
 
 
 class Ops:

@@ -22,7 +22,7 @@ from keras.src.utils.tracking import Tracker
 from ...autodiff import Engine, Tap, engine
 from ...recurrence.cells import GRU, LSTM, Cell, ConvLSTM1D, ConvLSTM2D, ConvLSTM3D, SimpleRNN
 from ...typing import Array, Namespace
-from ..shared.threads import substitute_in_this_thread
+from ..shared import substitute_in_this_thread
 from . import keras3_loop
 from .dialect import Dialect, own_array
 from .keras3_stamps import stamp_of

@@ -217,9 +217,8 @@ class Assembler:
                 if pulled is not None and bool((pulled != 0).any()):
                     at[id(visit)] = pulled[layer : layer + 1]
             if at:
-                found[i] = _sequence(
-                    run, lambda v, i=i, at=at: at_last_step(v, v.pieces[layer].finals[i], at.get(id(v)))
-                )  # type: ignore[misc]
+                parts = [at_last_step(v, v.pieces[layer].finals[i], at.get(id(v))) for v in run.visits]
+                found[i] = replayable(sequence(run, parts))
         return found or None
 
     def _pulled(self, tap: Tensor) -> Tensor | None:

@@ -7,30 +7,22 @@ the rank of a tensor nor the equality of two sizes is used as evidence.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ...errors import RnnlensError
 from ...layout import Axis, Layout, named
 from ...vocabulary import FEATURE, SAMPLE, TIME, UNIT
 from ..protocol import Batch, Port
-from .discover import named_modules, unwrapped
-from .inputs import as_tensors, leaves_of
-from .pullback import TorchPullback
-from .record import ALL
-from .scan_families import sequence_modules
-from .sizes import Shape, shrinking
+from .axis_probe import AxisPlace, AxisProbe, DirectedCall, Shape, Values, binary_patterns
+from .inputs import as_tensors, leaves_of, on_leaves
 
-Values = np.ndarray[Any, Any]
-
-
-#: Largest number of elements of the cotangents in one pull.
-ROOM = 4 * 2**20
+#: Function from a batch to the (samples, steps) of every recurrent call, and the shapes of tensors by port.
+MeasureSizes = Callable[[Batch], tuple[list[tuple[int, int]], Mapping[Port, Shape]]]
 
 
 def layouts(model: nn.Module, batch: Batch, ports: Sequence[Port]) -> dict[Port, Layout]:
@@ -40,7 +32,7 @@ def layouts(model: nn.Module, batch: Batch, ports: Sequence[Port]) -> dict[Port,
     """
     inputs = [Port("input", index=i) for i in range(len(leaves_of(as_tensors(batch.x, model, "x"))))]
     wanted = list(dict.fromkeys([*ports, *inputs]))
-    with _Probe(model, batch, wanted, cut=True) as probe:
+    with AxisProbe(model, batch, wanted, cut=True) as probe:
         if not probe.calls:
             return {}
         counts = {call.samples for call in probe.calls}
@@ -48,7 +40,7 @@ def layouts(model: nn.Module, batch: Batch, ports: Sequence[Port]) -> dict[Port,
         times, unclear = _find_times(probe, wanted, samples.places)
         shapes = probe.shapes(wanted)
     if len(counts) > 1:  # samples are folded with another axis in some calls: propagate through the recurrences
-        with _Probe(model, batch, wanted, cut=False) as whole:
+        with AxisProbe(model, batch, wanted, cut=False) as whole:
             samples = _find_samples(whole, wanted)
     single = all(sequence.steps == 1 for sequence in _sequences(probe.calls))
     for port in wanted if single else ():
@@ -66,71 +58,109 @@ def _find_by_size(model: nn.Module, batch: Batch, asked: Sequence[Port], known: 
     """
     shapes, samples, times, count = known.shapes, known.samples.places, known.times, known.count
 
-    def look(fewer: Batch) -> tuple[list[tuple[int, int]], Mapping[Port, Shape]]:
-        with _Probe(model, fewer, list(shapes), cut=True) as probe:
+    def measure_sizes(fewer: Batch) -> tuple[list[tuple[int, int]], Mapping[Port, Shape]]:
+        with AxisProbe(model, fewer, list(shapes), cut=True) as probe:
             return [(call.samples, call.steps) for call in probe.calls], probe.shapes(list(shapes))
 
     rest = {port: len(shape) - (port in samples) for port, shape in shapes.items()}
     without = [port for port in asked if port not in times and port not in known.unclear and rest[port] > 1]
     if without and not single:
         axes = {port: place.axis for port, place in times.items()}
-        found = shrinking(model, batch, without, axes, look, counts=False)
+        found = _shrinking(model, batch, without, axes, measure_sizes, counts=False)
         for port, shorter in found.items():
             of_steps = [axis for axis in shorter if axis != getattr(samples.get(port), "axis", None)]
             if len(of_steps) == 1:
-                times[port] = _AxisPlace(of_steps[0], 1, shapes[port][of_steps[0]], 1)
+                times[port] = AxisPlace(of_steps[0], 1, shapes[port][of_steps[0]], 1)
             elif of_steps:
                 known.unclear[port] = tuple(of_steps)
     mixed = [port for port in asked if port not in samples and len(shapes[port]) > 1]
     if mixed and count > 1:
         axes = {port: place.axis for port, place in samples.items()}
-        found = shrinking(model, batch, mixed, axes, look, counts=True)
+        found = _shrinking(model, batch, mixed, axes, measure_sizes, counts=True)
         alone = {port: shorter[0] for port, shorter in found.items() if len(shorter) == 1}
-        samples |= {port: _AxisPlace(axis, 1, count, 1) for port, axis in alone.items() if shapes[port][axis] == count}
+        samples |= {port: AxisPlace(axis, 1, count, 1) for port, axis in alone.items() if shapes[port][axis] == count}
 
 
-@dataclass(frozen=True)
-class _AxisPlace:
-    """Position of an axis in a tensor: ``axis``, reshaped to (before, size, after)."""
+def _shrinking(
+    model: nn.Module,
+    batch: Batch,
+    ports: Sequence[Port],
+    known: Mapping[Port, int],
+    measure: MeasureSizes,
+    counts: bool,
+) -> dict[Port, tuple[int, ...]]:
+    """Find the axes of each port that are shorter when the batch has one step (or one sample) fewer.
 
-    axis: int
-    before: int
-    size: int
-    after: int
-
-    def opened(self, array: Values) -> Values:
-        """Reshape an array with one leading axis to (row, before, size, after, everything else)."""
-        moved = np.moveaxis(array, 1 + self.axis, 1)
-        return moved.reshape(len(array), self.before, self.size, self.after, -1)
-
-    def support(self, array: Values) -> Values:
-        """Return at which entries of this axis a boolean array has any True, (row, size)."""
-        return np.asarray(self.opened(array).any(axis=(1, 3, 4)))
-
-    def masked(self, shape: tuple[int, ...], patterns: Values) -> Values:
-        """Return random cotangents (row, *shape), zero outside the pattern of each row."""
-        on = np.broadcast_to(patterns[:, None, :, None], (len(patterns), self.before, self.size, self.after))
-        mask = on.reshape(len(patterns), *[1] * self.axis, -1, *[1] * (len(shape) - self.axis - 1))
-        noise: Values = np.random.default_rng(0).normal(size=(1, *shape)) * mask
-        return noise
+    Parameters
+    ----------
+    known
+        Axis that counts steps (or samples) of each input, as far as it is known. If none is known and there is only one
+        input, each of its axes is tried.
+    counts
+        True for samples, False for steps.
+    """
+    x = as_tensors(batch.x, model, "x")
+    calls, shapes = measure(replace(batch, x=x))
+    for axes in _ways(leaves_of(x), known):
+        try:
+            fewer, found = measure(replace(batch, x=_shorter(x, axes)))
+        except Exception:
+            continue
+        if len(fewer) == len(calls) and _moved(calls, fewer, counts):
+            return _shorter_axes(ports, shapes, found)
+    return {}
 
 
-@dataclass(frozen=True)
-class _DirectedCall:
-    """One direction of a recurrent call: its ports, whose tensors are (sample, time, feature)."""
+def _ways(leaves: Sequence[Any], known: Mapping[Port, int]) -> Iterator[dict[int, int]]:
+    """Yield choices of axes to shorten, by input index: the known ones, else each axis of a single input in turn."""
+    told = {i: known[port] for i in range(len(leaves)) if (port := Port("input", index=i)) in known}
+    if told:
+        yield told
+    elif len(leaves) == 1 and isinstance(leaves[0], Tensor):
+        yield from ({0: axis} for axis, size in enumerate(leaves[0].shape) if size > 1)
 
-    input: Port
-    output: Port
-    states: tuple[Port, ...]
-    samples: int
-    steps: int
+
+def _shorter(x: Any, axes: Mapping[int, int]) -> Any:
+    index = -1
+
+    def one(leaf: Any) -> Any:
+        nonlocal index
+        if not isinstance(leaf, Tensor):
+            return leaf
+        index += 1
+        return torch.narrow(leaf, axes[index], 0, leaf.shape[axes[index]] - 1) if index in axes else leaf
+
+    return on_leaves(x, one)
+
+
+def _moved(before: Sequence[tuple[int, int]], after: Sequence[tuple[int, int]], counts: bool) -> bool:
+    """Return whether the calls changed in the intended size only.
+
+    Samples must decrease in every call; steps must decrease in at least one.
+    """
+    fewer, same = (0, 1) if counts else (1, 0)
+    changed = [b[fewer] < a[fewer] for a, b in zip(before, after, strict=True)]
+    kept = all(b[same] == a[same] for a, b in zip(before, after, strict=True))
+    return kept and (all(changed) if counts else any(changed))
+
+
+def _shorter_axes(
+    ports: Sequence[Port], before: Mapping[Port, Shape], after: Mapping[Port, Shape]
+) -> dict[Port, tuple[int, ...]]:
+    found = {}
+    for port in ports:
+        if port in before and port in after and len(before[port]) == len(after[port]):
+            pairs = enumerate(zip(before[port], after[port], strict=True))
+            if axes := tuple(i for i, (a, b) in pairs if b == a - 1):
+                found[port] = axes
+    return found
 
 
 @dataclass
 class _SampleAxes:
     """Sample axes by port, and the ports at which every sample depends on other samples."""
 
-    places: dict[Port, _AxisPlace]
+    places: dict[Port, AxisPlace]
     coupled: set[Port]
 
 
@@ -144,124 +174,47 @@ class _KnownAxes:
 
     shapes: Mapping[Port, Shape]
     samples: _SampleAxes
-    times: dict[Port, _AxisPlace]
+    times: dict[Port, AxisPlace]
     count: int
     unclear: dict[Port, tuple[int, ...]]
 
 
-class _Probe(TorchPullback):
-    """Pullback with ports at the inputs, outputs and states of every recurrent call.
-
-    In a model without recurrent calls, of the whole-sequence layer that ran last: its input and output are (sample,
-    time, feature) in every family.
-    """
-
-    def __init__(self, model: nn.Module, batch: Batch, ports: Sequence[Port], *, cut: bool) -> None:
-        scans = [path for path, *_ in sequence_modules(named_modules(unwrapped(model)))]
-        around = [Port("output", path) for path in scans]
-        super().__init__(model, batch, (), (), [Port("output", ALL)] if cut else [], watch=[*ports, *around])
-        found: list[Port] = []
-        self.calls: list[_DirectedCall] = []
-        for node, (run, _) in self._found.nodes.items():
-            for direction in ("forward", "backward")[: run.owner.directions]:
-                half: Any = {"direction": direction if run.owner.directions > 1 else None}
-                inputs, output = Port("input", node), Port("output", node, **half)
-                count = len(run.visits[0].link.fed)
-                kinds: Any = ("initial_state", "final_state")
-                states = tuple(Port(kind, node, i, **half) for kind in kinds for i in range(count))
-                shape = self._found.find(inputs).value.shape
-                self.calls.append(_DirectedCall(inputs, output, states, int(shape[0]), int(shape[1])))
-                found += [inputs, output, *states]
-        ran = [(path, counts) for path, counts in self._found.recorder.scans.ran.items() if path in scans]
-        for path, (samples, steps) in [] if self.calls else ran[-1:]:
-            inputs, output = Port("input", path), Port("output", path)
-            self.calls.append(_DirectedCall(inputs, output, (), samples, steps))
-            found += [inputs, output]
-        self.of = self.wrt = tuple(dict.fromkeys([*found, *self._present(ports)]))
-        self.keep(self._found)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def _present(self, ports: Sequence[Port]) -> Iterator[Port]:
-        for port in ports:
-            try:
-                self._found.find(port)
-            except RnnlensError:
-                continue
-            yield port
-
-    def shapes(self, ports: Sequence[Port]) -> dict[Port, Shape]:
-        """Return the shapes of those ports that exist in this model."""
-        return {port: tuple(map(int, self.values[port].shape)) for port in ports if port in self.values}
-
-    def arrive(self, starts: Mapping[Port, tuple[_AxisPlace, Values]]) -> dict[Port, Values]:
-        """Pull random cotangents back and return where gradients are non-zero, (row, ...) of bool by port.
-
-        ``starts`` gives the axis place of each cotangent and its patterns (row, index).
-        """
-        count = len(next(iter(starts.values()))[1])
-        size = sum(self.values[port].numel() for port in {*starts, *self.wrt})
-        found: dict[Port, list[Values]] = {}
-        for rows in (slice(i, i + max(1, ROOM // size)) for i in range(0, count, max(1, ROOM // size))):
-            placed = {
-                port: torch.as_tensor(place.masked(tuple(self.values[port].shape), patterns[rows]))
-                for port, (place, patterns) in starts.items()
-            }
-            for port, arrived in self.vjp(placed).items():
-                if arrived is not None:
-                    found.setdefault(port, []).append((arrived != 0).cpu().numpy())
-        whole = {port: np.concatenate(parts) for port, parts in found.items()}
-        return {port: rows for port, rows in whole.items() if rows.any()}
-
-
-def _patterns(size: int) -> Values:
-    """Return boolean patterns (row, size) of the binary digits of each index, and their complements.
-
-    Any two indices differ in at least one row.
-    """
-    if size == 1:
-        return np.ones((1, 1), dtype=bool)
-    bits = (np.arange(size)[None, :] >> np.arange((size - 1).bit_length())[:, None]) & 1
-    return np.concatenate([bits, 1 - bits]).astype(bool)
-
-
-def _candidates(shape: tuple[int, ...], samples: int) -> list[_AxisPlace]:
+def _candidates(shape: tuple[int, ...], samples: int) -> list[AxisPlace]:
     """Return the axes that could count samples: axes of that size, and axes with samples folded into them."""
-    plain = [_AxisPlace(axis, 1, samples, 1) for axis, size in enumerate(shape) if size == samples]
+    plain = [AxisPlace(axis, 1, samples, 1) for axis, size in enumerate(shape) if size == samples]
     if samples == 1:
         return plain
     folded = [(axis, size // samples) for axis, size in enumerate(shape) if size > samples and size % samples == 0]
-    both = [(_AxisPlace(axis, 1, samples, rest), _AxisPlace(axis, rest, samples, 1)) for axis, rest in folded]
+    both = [(AxisPlace(axis, 1, samples, rest), AxisPlace(axis, rest, samples, 1)) for axis, rest in folded]
     return plain + [place for pair in both for place in pair]
 
 
-def _find_samples(probe: _Probe, ports: Sequence[Port]) -> _SampleAxes:
+def _find_samples(probe: AxisProbe, ports: Sequence[Port]) -> _SampleAxes:
     """Find sample axes, starting at the recurrent calls with the fewest samples and going on from the axes found."""
     count = min(call.samples for call in probe.calls)
-    first = _AxisPlace(0, 1, count, 1)
+    first = AxisPlace(0, 1, count, 1)
     fewest = [call for call in probe.calls if call.samples == count]
     known = {port: first for call in fewest for port in (call.input, call.output, *call.states)}
-    patterns = _patterns(count)
+    patterns = binary_patterns(count)
     coupled: set[Port] = set()
     waiting = [port for port in ports if port in probe.values]
     progress = True
     while waiting and progress:
-        found: dict[Port, _AxisPlace] = {}
-        arrived = probe.arrive({p: (place, patterns) for p, place in known.items()})
+        found: dict[Port, AxisPlace] = {}
+        arrived = probe.nonzero_gradients({p: (place, patterns) for p, place in known.items()})
         for port in waiting:
             if port in arrived:
-                _tell(found, coupled, port, _passing_as_sink(arrived[port], count, patterns))
+                _store_place(found, coupled, port, _passing_as_sink(arrived[port], count, patterns))
         for port in waiting:
             if port not in found:
-                _tell(found, coupled, port, _passing_as_source(probe, port, count, patterns, known))
+                _store_place(found, coupled, port, _passing_as_source(probe, port, count, patterns, known))
         known |= found
         waiting, progress = [port for port in waiting if port not in found], bool(found)
     alone = coupled - set(known) if count > 1 else set()
     return _SampleAxes({port: place for port, place in known.items() if port in ports}, alone)
 
 
-def _tell(found: dict[Port, _AxisPlace], coupled: set[Port], port: Port, passing: list[_AxisPlace] | None) -> None:
+def _store_place(found: dict[Port, AxisPlace], coupled: set[Port], port: Port, passing: list[AxisPlace] | None) -> None:
     """Store a place in ``found`` if it is the only one that passed; add the port to ``coupled`` if none passed.
 
     ``passing=None`` means that no cotangent reached the port.
@@ -274,14 +227,14 @@ def _tell(found: dict[Port, _AxisPlace], coupled: set[Port], port: Port, passing
         coupled.add(port)
 
 
-def _passing_as_sink(arrived: Values, count: int, patterns: Values) -> list[_AxisPlace]:
+def _passing_as_sink(arrived: Values, count: int, patterns: Values) -> list[AxisPlace]:
     candidates = _candidates(arrived.shape[1:], count)
     return [place for place in candidates if not (place.support(arrived) & ~patterns).any()]
 
 
 def _passing_as_source(
-    probe: _Probe, port: Port, count: int, patterns: Values, known: Mapping[Port, _AxisPlace]
-) -> list[_AxisPlace] | None:
+    probe: AxisProbe, port: Port, count: int, patterns: Values, known: Mapping[Port, AxisPlace]
+) -> list[AxisPlace] | None:
     """Return the axes of a port along which cotangents of some samples reach only the same samples of known ports.
 
     None if they reach no known port.
@@ -289,7 +242,7 @@ def _passing_as_source(
     passing, reached = [], False
     shape = tuple(probe.values[port].shape)
     for place in _candidates(shape, count):
-        arrived = probe.arrive({port: (place, patterns)})
+        arrived = probe.nonzero_gradients({port: (place, patterns)})
         sinks = {sink: rows for sink, rows in arrived.items() if sink in known}
         reached = reached or bool(sinks)
         if sinks and not any((known[sink].support(rows) & ~patterns).any() for sink, rows in sinks.items()):
@@ -298,16 +251,16 @@ def _passing_as_source(
 
 
 def _find_times(
-    probe: _Probe, ports: Sequence[Port], samples: Mapping[Port, _AxisPlace]
-) -> tuple[dict[Port, _AxisPlace], dict[Port, tuple[int, ...]]]:
+    probe: AxisProbe, ports: Sequence[Port], samples: Mapping[Port, AxisPlace]
+) -> tuple[dict[Port, AxisPlace], dict[Port, tuple[int, ...]]]:
     """Find the axis of each tensor that corresponds to the steps of a recurrence, else the axes that could."""
     sequences = [sequence for sequence in _sequences(probe.calls) if sequence.steps > 1]
     moving: dict[Port, list[_MovingAxis]] = {port: [] for port in ports if port in probe.values}
     axes = {port: _rest(tuple(probe.values[port].shape), samples.get(port)) for port in moving}
     above = {port: list(sequences) for port in moving}
     for sequence in sequences:
-        patterns = np.concatenate([_patterns(sequence.steps), _halves(sequence.steps)])
-        below = probe.arrive(sequence.placed(patterns))
+        patterns = np.concatenate([binary_patterns(sequence.steps), _halves(sequence.steps)])
+        below = probe.nonzero_gradients(sequence.placed(patterns))
         for port in [port for port in moving if port in below]:
             reached = [(p, p.support(below[port]), p.size == sequence.steps) for p in axes[port]]
             moving[port] += _moving_along(reached, patterns, sequence, is_below=True)
@@ -319,10 +272,10 @@ def _find_times(
 
 
 def _choose_times(
-    probe: _Probe, moving: Mapping[Port, Sequence[_MovingAxis]], samples: Mapping[Port, _AxisPlace]
-) -> tuple[dict[Port, _AxisPlace], dict[Port, tuple[int, ...]]]:
+    probe: AxisProbe, moving: Mapping[Port, Sequence[_MovingAxis]], samples: Mapping[Port, AxisPlace]
+) -> tuple[dict[Port, AxisPlace], dict[Port, tuple[int, ...]]]:
     """Choose the one axis of each tensor that follows steps and holds nothing else; the others are unclear."""
-    found: dict[Port, _AxisPlace] = {}
+    found: dict[Port, AxisPlace] = {}
     unclear: dict[Port, tuple[int, ...]] = {}
     for port, several in moving.items():
         places = sorted({one.place.axis for one in several})
@@ -340,23 +293,23 @@ def _choose_times(
 class _MovingAxis:
     """Axis that follows the steps of a recurrence, one by one (``is_exact``) or in order."""
 
-    place: _AxisPlace
+    place: AxisPlace
     is_exact: bool
     sequence: _StepSequence
     is_below: bool
 
 
-def _holds_more(probe: _Probe, port: Port, moving: _MovingAxis, has_samples: bool) -> bool:
+def _holds_more(probe: AxisProbe, port: Port, moving: _MovingAxis, has_samples: bool) -> bool:
     """Return whether an axis holds features beside steps: several entries of one step, or entries out of order.
 
     Where a tensor has another axis for features, entries in order are steps of a finer sequence.
     """
     shape, sequence = tuple(probe.values[port].shape), moving.sequence
     if moving.is_below:
-        arrived = probe.arrive(sequence.placed(np.eye(sequence.steps, dtype=bool)))
+        arrived = probe.nonzero_gradients(sequence.placed(np.eye(sequence.steps, dtype=bool)))
         reach: Values | None = moving.place.support(arrived[port]).T
     else:
-        reach = sequence.support(probe.arrive({port: (moving.place, np.eye(moving.place.size, dtype=bool))}))
+        reach = sequence.support(probe.nonzero_gradients({port: (moving.place, np.eye(moving.place.size, dtype=bool))}))
     if reach is None:
         return False
     reach = reach[reach.any(1)]
@@ -373,24 +326,24 @@ def _holds_more(probe: _Probe, port: Port, moving: _MovingAxis, has_samples: boo
 class _StepSequence:
     """Calls whose steps follow each other: one call, or all calls of a layer whose state is reset in between."""
 
-    calls: tuple[_DirectedCall, ...]
+    calls: tuple[DirectedCall, ...]
 
     @property
     def steps(self) -> int:
         return sum(call.steps for call in self.calls)
 
-    def placed(self, patterns: Values) -> dict[Port, tuple[_AxisPlace, Values]]:
+    def placed(self, patterns: Values) -> dict[Port, tuple[AxisPlace, Values]]:
         """Split patterns (row, step) over the calls: by input port, its time axis and its part of each pattern."""
         found, start = {}, 0
         for call in self.calls:
-            found[call.input] = _AxisPlace(1, 1, call.steps, 1), patterns[:, start : start + call.steps]
+            found[call.input] = AxisPlace(1, 1, call.steps, 1), patterns[:, start : start + call.steps]
             start += call.steps
         return found
 
     def support(self, arrived: Mapping[Port, Values]) -> Values | None:
         """Return at which output steps any gradient is non-zero, (row, step) of bool; None if all are zero."""
         parts = [
-            _AxisPlace(1, 1, call.steps, 1).support(arrived[call.output]) if call.output in arrived else None
+            AxisPlace(1, 1, call.steps, 1).support(arrived[call.output]) if call.output in arrived else None
             for call in self.calls
         ]
         rows = next((len(part) for part in parts if part is not None), None)
@@ -403,8 +356,8 @@ class _StepSequence:
         return np.concatenate(filled, axis=1)
 
 
-def _sequences(calls: Sequence[_DirectedCall]) -> list[_StepSequence]:
-    layers: dict[tuple[str, str | None], list[_DirectedCall]] = {}
+def _sequences(calls: Sequence[DirectedCall]) -> list[_StepSequence]:
+    layers: dict[tuple[str, str | None], list[DirectedCall]] = {}
     for call in calls:
         layers.setdefault((str(call.output.layer).partition("#")[0], call.output.direction), []).append(call)
     together = [_StepSequence(tuple(several)) for several in layers.values() if len(several) > 1]
@@ -416,37 +369,37 @@ def _halves(size: int) -> Values:
     return np.repeat(np.eye(2, dtype=bool), [size // 2, size - size // 2], axis=1)
 
 
-def _lone_step(port: Port, shape: tuple[int, ...], sample: _AxisPlace | None) -> dict[Port, _AxisPlace]:
+def _lone_step(port: Port, shape: tuple[int, ...], sample: AxisPlace | None) -> dict[Port, AxisPlace]:
     """Return an axis of size 1 as the time axis of a sequence of one step; empty if there is none.
 
     Tensors with at most two axes get none.
     """
     axes = [axis for axis, size in enumerate(shape) if size == 1 and (sample is None or axis != sample.axis)]
-    return {port: _AxisPlace(axes[0], 1, 1, 1)} if axes and len(shape) > 2 else {}
+    return {port: AxisPlace(axes[0], 1, 1, 1)} if axes and len(shape) > 2 else {}
 
 
-def _rest(shape: tuple[int, ...], sample: _AxisPlace | None) -> list[_AxisPlace]:
+def _rest(shape: tuple[int, ...], sample: AxisPlace | None) -> list[AxisPlace]:
     """Return every axis that does not count samples.
 
     Of an axis with samples folded into it, the other factor is returned.
     """
-    axes = [_AxisPlace(axis, 1, size, 1) for axis, size in enumerate(shape) if size > 1]
+    axes = [AxisPlace(axis, 1, size, 1) for axis, size in enumerate(shape) if size > 1]
     if sample is None:
         return axes
     others = [place for place in axes if place.axis != sample.axis]
     if sample.before > 1:
-        return [*others, _AxisPlace(sample.axis, 1, sample.before, sample.size)]
-    return [*others, _AxisPlace(sample.axis, sample.size, sample.after, 1)] if sample.after > 1 else others
+        return [*others, AxisPlace(sample.axis, 1, sample.before, sample.size)]
+    return [*others, AxisPlace(sample.axis, sample.size, sample.after, 1)] if sample.after > 1 else others
 
 
 def _from_above(
-    probe: _Probe, port: Port, sequences: Sequence[_StepSequence], axes: Sequence[_AxisPlace]
+    probe: AxisProbe, port: Port, sequences: Sequence[_StepSequence], axes: Sequence[AxisPlace]
 ) -> list[_MovingAxis]:
     """Find the axes whose halves reach different steps of the outputs of recurrences."""
-    reached: list[list[tuple[_AxisPlace, Values, bool]]] = [[] for _ in sequences]
+    reached: list[list[tuple[AxisPlace, Values, bool]]] = [[] for _ in sequences]
     for place in axes:
-        patterns = np.concatenate([_patterns(place.size), _halves(place.size)])
-        arrived = probe.arrive({port: (place, patterns)})
+        patterns = np.concatenate([binary_patterns(place.size), _halves(place.size)])
+        arrived = probe.nonzero_gradients({port: (place, patterns)})
         for sequence, found in zip(sequences, reached, strict=True):
             support = sequence.support(arrived)
             if support is not None:
@@ -457,7 +410,7 @@ def _from_above(
 
 
 def _moving_along(
-    axes: Sequence[tuple[_AxisPlace, Values, bool]], patterns: Values | None, sequence: _StepSequence, *, is_below: bool
+    axes: Sequence[tuple[AxisPlace, Values, bool]], patterns: Values | None, sequence: _StepSequence, *, is_below: bool
 ) -> list[_MovingAxis]:
     """Return the one axis that matches the steps exactly, else those whose halves reach different steps."""
     exact = [p for p, support, same in axes if same and (patterns is None or not (support & ~patterns).any())]
@@ -481,7 +434,7 @@ def _layout(port: Port, found: _KnownAxes) -> Layout:
     coupled = port in found.samples.coupled
     if sample is None and coupled:
         same = [axis for axis, size in enumerate(shape) if size == count and (time is None or axis != time.axis)]
-        sample = _AxisPlace(same[0], 1, count, 1) if len(same) == 1 else None
+        sample = AxisPlace(same[0], 1, count, 1) if len(same) == 1 else None
     known: dict[int, Axis] = {}
     if time is not None:
         known[time.axis] = (TIME,)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...errors import ModelError, raised_by
 from ..protocol import Batch, Capture, CaptureRequest, RecurrentCall, SequenceCall
-from ..shared.threads import hook_in_this_thread
+from ..shared import hook_in_this_thread
 from .assemble import Assembler
 from .cells import has_own_forward, replayable
 from .chain import ChainRecorder, remember_chain

@@ -103,7 +103,7 @@ class ChainRecorder:
         #: The tensors that the module called last returned; empty if the model is no chain.
         self._reached: list[_ChainTensor] = []
         self._modules = {path: m for path, m in model.named_modules() if path and type(m) in _KNOWN}
-        #: A hook, a parametrisation or an own forward may change what a library module computes.
+        # A hook, a parametrisation or an own forward may change what a library module computes.
         changed = any(
             "forward" in vars(m) or "parametrizations" in m._modules or any(getattr(m, hooks) for hooks in _HOOKS)
             for m in self._modules.values()
@@ -321,11 +321,8 @@ def _link(path: str, module: nn.Module, value: Tensor) -> ChainLink | None:
     if isinstance(module, nn.Embedding):
         return ChainLink(path, "table") if module.max_norm is None else None
     if type(module) in _ACTIVATIONS:
-        return (
-            None
-            if getattr(module, "inplace", False)
-            else ChainLink(path, "dense", activation=_ACTIVATIONS[type(module)])
-        )
+        link = ChainLink(path, "dense", activation=_ACTIVATIONS[type(module)])
+        return None if getattr(module, "inplace", False) else link
     if module.weight.dtype not in (torch.float32, torch.float64) or value.dtype != module.weight.dtype:
         return None
     kernel, bias = (None if w is None else w.detach().cpu().numpy().copy() for w in (module.weight, module.bias))
@@ -358,12 +355,9 @@ def capture_chain(model: nn.Module, batch: Batch, request: CaptureRequest) -> Ca
         return None
     ids = [id(parameter) for module in named.values() for parameter in module._parameters.values()]
     weights = [w for m in named.values() if isinstance(m, _RECURRENT) for w in m._parameters.values()]
-    good = all(
-        w is not None and w.requires_grad and w.device.type == "cpu" and w.dtype in (torch.float32, torch.float64)
-        and ids.count(id(w)) == 1
-        for w in weights
-    )  # fmt: skip
-    if not good or _CHAINS[model] != fingerprint(model):
+    usual = [w for w in weights if w is not None and w.requires_grad and ids.count(id(w)) == 1]
+    on_cpu = all(w.device.type == "cpu" and w.dtype in (torch.float32, torch.float64) for w in usual)
+    if len(usual) < len(weights) or not on_cpu or _CHAINS[model] != fingerprint(model):
         return None
     capture = _captured(model, batch, request)
     if capture is None:
@@ -383,20 +377,19 @@ def _captured(model: nn.Module, batch: Batch, request: CaptureRequest) -> Captur
         with recorder.watch():
             outputs = call_model(model, x)
         links, tensors = recorder.chain(outputs), recorder.calls or {}
-        if (
-            links is None
-            or type(outputs) is not Tensor
-            or not all(call.versions == tuple(t._version for t in call.returned) for call in tensors.values())
-        ):
+        changed = any(call.versions != tuple(t._version for t in call.returned) for call in tensors.values())
+        if links is None or type(outputs) is not Tensor or changed:
             return None
         loss = None
         if batch.loss is not None or batch.y is not None:
             with raised_by("Your loss"):
                 loss = evaluate(batch, outputs, model)
         wanted = [call for path, call in tensors.items() if request.layers is None or path in request.layers]
-        gradients = _gradients(model, x, loss, wanted, request) if loss is not None and request.gradients else None
-        if (gradients is None) is (loss is not None and request.gradients):
-            return None
+        gradients = None
+        if loss is not None and request.gradients:
+            gradients = _gradients(model, x, loss, wanted, request)
+            if gradients is None:
+                return None
     value = None if loss is None else float(loss.detach())
     notes = [] if value is None or math.isfinite(value) else [f"The loss is {value}."]
     calls = [_call(call, gradients, request) for call in wanted]
@@ -415,6 +408,8 @@ def _gradients(
     model: nn.Module, x: Tensor, loss: Tensor, calls: Sequence[_LayerTensors], request: CaptureRequest
 ) -> dict[int, Tensor] | None:
     """Return the gradients of the loss by the identity of tensors; None if no path leads to a layer."""
+    if not loss.requires_grad:
+        return None
     taps = [t for call in calls for t in call.returned]
     inside = len(taps)
     if request.weight_grads:
@@ -423,8 +418,6 @@ def _gradients(
         taps += [t for call in calls for t in (call.input, *call.initial)]
         taps += [t for t in (x, *model.parameters()) if t.requires_grad]
     taps = list({id(t): t for t in taps}.values())
-    if not loss.requires_grad:
-        return None
     with raised_by("The backward pass of your model or loss"):
         pulled = torch.autograd.grad(loss, taps, allow_unused=True)
     if all(grad is None for grad in pulled[:inside]):
@@ -434,18 +427,15 @@ def _gradients(
 
 def _call(call: _LayerTensors, gradients: Mapping[int, Tensor] | None, request: CaptureRequest) -> RecurrentCall:
     """Return one call of a recurrent module as the protocol has it, samples first."""
-    kind, (output, *finals) = _CELLS[type(call.module)], call.returned
+    kind, (output, *finals), compact = _CELLS[type(call.module)], call.returned, torch.contiguous_format
 
     def steps(value: Tensor) -> Tensor:
-        first = value.detach() if call.module.batch_first else value.detach().transpose(0, 1)
-        return first.clone(memory_format=torch.contiguous_format)
+        value = value.detach()
+        return (value if call.module.batch_first else value.transpose(0, 1)).clone(memory_format=compact)
 
     def by_name(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        compact = torch.contiguous_format
-        return {
-            NAMES[slot]: from_torch(kind, slot, value.detach()).clone(memory_format=compact)
-            for slot, value in values.items()
-        }
+        parts = {NAMES[slot]: from_torch(kind, slot, value.detach()) for slot, value in values.items()}
+        return {name: part.clone(memory_format=compact) for name, part in parts.items()}
 
     found = RecurrentCall(
         layer=call.path,

@@ -221,7 +221,7 @@ def _one_layer(
         }
         for direction in range(directions)
     ]
-    flat = [weight for half in stand_ins for weight in half.values()]
+    flat = [weight for weights in stand_ins for weight in weights.values()]
     hx: Any = states if len(states) > 1 else states[0]
     with _without_advice():
         if call.batch_sizes is not None:

@@ -236,11 +236,11 @@ def _divisor(loss: Any, values: Tensor, outputs: Any, target: Any) -> Tensor | f
     return float(max(values.numel(), 1))
 
 
-def _must_agree(loss: Any, ours: Tensor, own: Tensor) -> None:
+def _must_agree(loss: Any, reduced: Tensor, own: Tensor) -> None:
     """Raise ``UnsupportedError`` unless our unweighted reduction gives the user's loss."""
     slack = 1e3 * torch.finfo(own.dtype).eps
     if label(loss) in _BY_LENGTH or not torch.allclose(
-        ours.to(own).reshape(()), own.reshape(()), rtol=slack, atol=slack, equal_nan=True
+        reduced.to(own).reshape(()), own.reshape(()), rtol=slack, atol=slack, equal_nan=True
     ):
         raise UnsupportedError(
             "rnnlens cannot tell how this loss averages its values, so it cannot apply weights.",

@@ -17,7 +17,7 @@ from ...errors import InputError, ModelError, UnsupportedError, raised_by
 from ...layout import Layout
 from ...typing import Array
 from ..protocol import Batch, Outputs, Port
-from ..shared.threads import hook_in_this_thread
+from ..shared import hook_in_this_thread
 from .boundaries import PortTable, PortTensors, stand_ins
 from .capture import NoGradientsError, recorded_pass, run_until_recorded
 from .cells import replayable

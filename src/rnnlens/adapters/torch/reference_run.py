@@ -20,7 +20,7 @@ from ...typing import Array
 from ..protocol import Batch, Cotangents, ReferenceRun, WeightLocation
 from .cells import has_own_step
 from .discover import named_modules, unwrapped
-from .inputs import as_tensors, call_model, tensors_of
+from .inputs import as_tensors, call_model, on_leaves, tensors_of
 from .losses import evaluate
 from .restore import borrowed, differentiable_weights
 from .scan_families import sequence_modules, state_sizes
@@ -134,10 +134,10 @@ def _within(module: Any, layer: int, direction: str | None, key: str) -> tuple[A
     parameter = module._parameters.get(name)
     if parameter is None:
         return None
-    known, order = _GATES[kind or _CELLS[cell]]
+    cell_class, order = _GATES[kind or _CELLS[cell]]
     if slot == "weight_hr":
         return parameter, lambda array: array.T
-    rows = [order.index(gate) for gate in known.gates]
+    rows = [order.index(gate) for gate in cell_class.gates]
 
     def take(array: Array) -> Array:
         """Reorder (gate * unit, ...) in torch's gate order to (..., gate * unit) in the order of rnnlens."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ...errors import UnsupportedError
 from ...recurrence.sequence import SequenceCell, forward, sweep
-from ..shared.threads import hook_in_this_thread, substitute_in_this_thread
+from ..shared import hook_in_this_thread, substitute_in_this_thread
 from .public import ANY_SCAN, in_order_of_time, note_scan
 from .scan_families import TESTED, Family, Hold, read_call, scan_of, sequence_modules, version, widened
 
@@ -168,15 +168,15 @@ def _unhooked(value: Any) -> Any:
 def _coarsest(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Return the coarsest dtype of a call's tensors, at most float32, in which the models' own scans compute."""
     kinds = {t.dtype for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()}
-    half = sorted(str(kind) for kind in kinds if kind.itemsize < 4)
-    return (half[0] if half else "torch.float32").removeprefix("torch.")
+    coarser = sorted(str(kind) for kind in kinds if kind.itemsize < 4)
+    return (coarser[0] if coarser else "torch.float32").removeprefix("torch.")
 
 
-def _mismatch(ours: Any, theirs: Any) -> float:
+def _mismatch(replaced: Any, original: Any) -> float:
     """Return the largest difference of the outputs relative to the largest output."""
-    mine, reference = (value[0] if isinstance(value, tuple) else value for value in (ours, theirs))
+    result, reference = (value[0] if isinstance(value, tuple) else value for value in (replaced, original))
     largest = float(reference.abs().max()) if reference.numel() else 0.0
-    return float((mine.detach() - reference).abs().max()) / largest if largest else 0.0
+    return float((result.detach() - reference).abs().max()) / largest if largest else 0.0
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch import nn
 
 from ...errors import UnsupportedError
 from ..protocol import Port
-from ..shared.threads import hook_in_this_thread
+from ..shared import hook_in_this_thread
 from .discover import unwrapped
 from .inputs import on_leaves
 from .weights import SLOTS
