@@ -30,11 +30,18 @@ OTHER = {
     "mean": lambda output, hidden: output.mean(1),
     "hooked": lambda output, hidden: hooked(output)[:, -1],
     "hooked afterwards": lambda output, hidden: hooked(output[:, -1]),
+    "written to": lambda output, hidden: written(output)[:, -1],
 }
 
 
 def hooked(tensor):
     tensor.register_hook(lambda grad: 3 * grad)
+    return tensor
+
+
+def written(tensor):
+    """Change a tensor's values without a change of its version."""
+    tensor.data.mul_(0.5)
     return tensor
 
 
@@ -244,3 +251,29 @@ def test_what_hooks_of_modules_cannot_capture_goes_the_long_way(change):
         one, other = (rl.trace(model, x, y, **ask) for _ in range(2))
     assert one.certificate.state == other.certificate.state != "failed"
     assert_same(other, one)
+
+
+class Writer(Reader):
+    """Writes to the LSTM's output through ``.data``, which no version counter shows."""
+
+    def __init__(self, when):
+        super().__init__(None, layers=1)
+        self.when = when
+
+    def forward(self, x):
+        output, _ = self.lstm(x)
+        read = self.inner(written(output) if self.when == "before it is read" else output)
+        if self.when == "after it was read":
+            written(output)
+        return self.head(self.relu(read))
+
+
+@pytest.mark.parametrize("when", ["before it is read", "after it was read"])
+def test_a_write_that_changes_no_version_is_seen(when, x):
+    model = Writer(when).double()
+    leaf = x.clone().requires_grad_()
+    expected = torch.autograd.grad(model(leaf).square().mean(), leaf)[0].numpy()
+    for _ in range(2):  # a chain of the first pass would be captured by hooks of its modules in the second
+        trace = rl.trace(model, x, loss=lambda output: output.square().mean())
+        np.testing.assert_allclose(trace["lstm"].input_grad.values, expected, rtol=0, atol=1e-15)
+        assert trace.certificate.state == "passed"

@@ -50,13 +50,13 @@ _FIRST, _SECOND, _LAYER = "first", "second", "layer"
 
 @dataclass(frozen=True)
 class _ChainTensor:
-    """A tensor of a chain: its version, the roles of its axes, and the links from the model's input to it.
+    """A tensor of a chain: its mark, the roles of its axes, and the links from the model's input to it.
 
     ``steps`` is its number of steps; ``layers`` the number of stacked layers on the axis ``layer`` of a final state.
     """
 
     tensor: Tensor
-    version: int
+    mark: Hashable
     axes: tuple[str, ...]
     links: tuple[ChainLink, ...]
     steps: int = 0
@@ -71,7 +71,7 @@ class _ChainTensor:
 class _LayerTensors:
     """Tensors of one call of a recurrent module at which gradients are read; its weights by slot.
 
-    ``returned`` is the output and the final states, ``versions`` their versions after the call.
+    ``returned`` is the output and the final states, ``marks`` their marks after the call.
     """
 
     path: str
@@ -80,7 +80,7 @@ class _LayerTensors:
     initial: tuple[Tensor, ...]
     weights: dict[str, Tensor]
     returned: tuple[Tensor, ...] = ()
-    versions: tuple[int, ...] = ()
+    marks: tuple[Hashable, ...] = ()
 
 
 class ChainRecorder:
@@ -189,7 +189,7 @@ class ChainRecorder:
             self._input_axes = (_FIRST, _SECOND, FEATURE)[: args[0].dim()]
             self._input_shape = tuple(map(int, args[0].shape))
             start = ChainLink("", "same", axes=self._input_axes)
-            self._reached = [_ChainTensor(args[0], args[0]._version, self._input_axes, (start,))]
+            self._reached = [_ChainTensor(args[0], _mark(args[0]), self._input_axes, (start,))]
 
     def _follow(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Record what a library module returned (forward hook)."""
@@ -205,7 +205,7 @@ class ChainRecorder:
         if self._is_chain and tapped is not None:
             finals = output[1] if isinstance(module, nn.LSTM) else (output[1],)
             tapped.returned = (output[0], *finals)
-            tapped.versions = tuple(tensor._version for tensor in tapped.returned)
+            tapped.marks = tuple(map(_mark, tapped.returned))
 
     def _after(self, path: str, module: nn.Module, fed: _ChainTensor, output: Any) -> list[_ChainTensor]:
         """Return the tensors of the chain that a module returned; empty for a call that links cannot express."""
@@ -216,7 +216,7 @@ class ChainRecorder:
         if link is None or type(output) is not Tensor or axes[-1] != FEATURE:
             return []
         after = fed.with_link(link, axes)
-        return [_ChainTensor(output, output._version, axes, after.links, fed.steps)]
+        return [_ChainTensor(output, _mark(output), axes, after.links, fed.steps)]
 
     def _after_recurrent(self, path: str, module: Any, fed: _ChainTensor, output: Any) -> list[_ChainTensor]:
         """Return the output of a recurrent module and its final hidden state, one link per stacked layer."""
@@ -233,15 +233,15 @@ class ChainRecorder:
         whole, state = output[0], output[1][0] if isinstance(module, nn.LSTM) else output[1]
         steps = int(whole.shape[wanted.index(TIME)])
         axes = (_LAYER, SAMPLE, FEATURE)
-        final = _ChainTensor(state, state._version, axes, fed.links, steps, module.num_layers)
-        return [_ChainTensor(whole, whole._version, wanted, fed.links, steps), final]
+        final = _ChainTensor(state, _mark(state), axes, fed.links, steps, module.num_layers)
+        return [_ChainTensor(whole, _mark(whole), wanted, fed.links, steps), final]
 
     def _found(self, tensor: Any) -> _ChainTensor | None:
         """Return the tensor as one of the chain, by the graph nodes that lead to it; None if it is not."""
         if type(tensor) is not Tensor or tensor._backward_hooks:
             return None
         for start in self._reached:
-            if start.tensor._version != start.version or start.tensor._backward_hooks:
+            if _mark(start.tensor) != start.mark or start.tensor._backward_hooks:
                 return None
             nodes = _nodes_between(start.tensor, tensor)
             if nodes is None:
@@ -251,6 +251,13 @@ class ChainRecorder:
                 reached = None if reached is None else _after_node(reached, node)
             return None if reached is None or _LAYER in reached.axes else reached
         return None
+
+
+def _mark(tensor: Tensor) -> Hashable:
+    """Return version and sum of a tensor: a write to its values changes one of them, a write to ``.data`` the sum."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return tensor._version
+    return tensor._version, str(tensor.detach().sum().item())
 
 
 def _nodes_between(start: Tensor, end: Tensor) -> list[Any] | None:
@@ -377,7 +384,7 @@ def _captured(model: nn.Module, batch: Batch, request: CaptureRequest) -> Captur
         with recorder.watch():
             outputs = call_model(model, x)
         links, tensors = recorder.chain(outputs), recorder.calls or {}
-        changed = any(call.versions != tuple(t._version for t in call.returned) for call in tensors.values())
+        changed = any(call.marks != tuple(map(_mark, call.returned)) for call in tensors.values())
         if links is None or type(outputs) is not Tensor or changed:
             return None
         loss = None
