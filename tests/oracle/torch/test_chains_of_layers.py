@@ -30,7 +30,6 @@ OTHER = {
     "mean": lambda output, hidden: output.mean(1),
     "hooked": lambda output, hidden: hooked(output)[:, -1],
     "hooked afterwards": lambda output, hidden: hooked(output[:, -1]),
-    "written to": lambda output, hidden: written(output)[:, -1],
 }
 
 
