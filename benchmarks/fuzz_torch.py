@@ -251,9 +251,11 @@ def data_for(model: Stranger, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, torch.randn(*wanted, generator=generator, dtype=torch.float64)
 
 
-def same(what: str, ours: Any, theirs: Any, model: Stranger) -> None:
+def same(what: str, computed: Any, from_torch: Any, model: Stranger) -> None:
     """Compare two arrays in float64."""
-    _fuzz.same(what, ours, theirs, TOLERANCE["float32 part" if "float32 part" in model.choices.values() else "float64"])
+    _fuzz.same(
+        what, computed, from_torch, TOLERANCE["float32 part" if "float32 part" in model.choices.values() else "float64"]
+    )
 
 
 def reference(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
@@ -293,7 +295,7 @@ def check_states(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> Any:
     if not loops or model.shared:
         return None
     i, part = loops[0]
-    ours = rl.gradients(model, x, y, loss=loss_of, wrt=f"parts.{i}.cell.hidden")
+    computed = rl.gradients(model, x, y, loss=loss_of, wrt=f"parts.{i}.cell.hidden")
     taps: list[torch.Tensor] = []
 
     def returned(module, inputs, output):
@@ -306,8 +308,8 @@ def check_states(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> Any:
     handle.remove()
     grads = torch.autograd.grad(loss, taps, allow_unused=True)
     filled = [torch.zeros_like(tap) if grad is None else grad for tap, grad in zip(taps, grads, strict=True)]
-    same("gradients: hidden", ours, torch.stack(filled, 1), model)
-    return ours.certificate
+    same("gradients: hidden", computed, torch.stack(filled, 1), model)
+    return computed.certificate
 
 
 def check_jacobian(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> Any:
@@ -315,15 +317,15 @@ def check_jacobian(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> Any:
     if model.ids:
         return None
     of = {"tensor": "output", "tuple": "output[0]", "dict": "output[y]"}[model.returns]
-    ours = rl.jacobian(model, x, of=of)
+    computed = rl.jacobian(model, x, of=of)
 
     def function(sample: torch.Tensor) -> torch.Tensor:
         out = model(sample[None])
         return (out["y"] if isinstance(out, dict) else out[0] if isinstance(out, tuple) else out)[0]
 
-    theirs = np.stack([torch.autograd.functional.jacobian(function, sample).numpy() for sample in x])
-    same("jacobian", ours, theirs, model)
-    return ours.certificate
+    from_torch = np.stack([torch.autograd.functional.jacobian(function, sample).numpy() for sample in x])
+    same("jacobian", computed, from_torch, model)
+    return computed.certificate
 
 
 CHECKS = {"trace": check_trace, "gradients": check_gradients, "states": check_states, "jacobian": check_jacobian}

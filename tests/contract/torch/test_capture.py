@@ -508,8 +508,8 @@ def test_a_packed_classifier_keeps_the_callers_order():
     for sample, length in enumerate(lengths):
         alone = rl.trace(model, (x[sample : sample + 1], lengths[sample : sample + 1]), loss=lambda out: out.sum())
         for name in ("hidden", "hidden_grad", "input_grad"):
-            ours, true = got[name].values[sample, :length], alone["rnn"][name].values[0, :length]
-            np.testing.assert_allclose(ours, true, atol=1e-6, err_msg=name)
+            computed, true = got[name].values[sample, :length], alone["rnn"][name].values[0, :length]
+            np.testing.assert_allclose(computed, true, atol=1e-6, err_msg=name)
         assert (got.input_grad.values[sample, length:] == 0).all()
 
 

@@ -49,19 +49,19 @@ def keras_weights(module, cell, suffix):
 def test_one_trace(cell, both):
     torch.manual_seed(0)
     kind, name, options = KINDS[cell]
-    ours = Model(kind, both)
+    computed = Model(kind, both)
     layer = getattr(keras.layers, name)(H, return_sequences=True, **options)
     layer = keras.layers.Bidirectional(layer, name="rnn") if both else layer
     layer.name = "rnn"
-    theirs = keras.Sequential([keras.Input((T, F)), layer, keras.layers.Dense(2, name="head")])
-    weights = keras_weights(ours.rnn, cell, "")
-    layer.set_weights([*weights, *keras_weights(ours.rnn, cell, "_reverse")] if both else weights)
-    head = [ours.head.weight.detach().numpy().T, ours.head.bias.detach().numpy()]
-    theirs.get_layer("head").set_weights(head)
-    theirs.compile("sgd", "mse")
+    reference = keras.Sequential([keras.Input((T, F)), layer, keras.layers.Dense(2, name="head")])
+    weights = keras_weights(computed.rnn, cell, "")
+    layer.set_weights([*weights, *keras_weights(computed.rnn, cell, "_reverse")] if both else weights)
+    head = [computed.head.weight.detach().numpy().T, computed.head.bias.detach().numpy()]
+    reference.get_layer("head").set_weights(head)
+    reference.compile("sgd", "mse")
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(B, T, F)).astype("float32"), rng.normal(size=(B, T, 2)).astype("float32")
-    a, b = rl.trace(ours, x, y, loss=mse), rl.trace(theirs, x, y)
+    a, b = rl.trace(computed, x, y, loss=mse), rl.trace(reference, x, y)
     assert a.loss == pytest.approx(b.loss, rel=1e-6)
     assert list(a) == list(b) == ["rnn"]
     shared = set(a["rnn"].dataset) & set(b["rnn"].dataset)

@@ -57,14 +57,14 @@ def test_loss_and_weight_gradients_are_those_of_training(name):
     value = loss(model(*args, **named), y)
     value.backward()
     assert capture.loss == pytest.approx(value.item(), rel=1e-6)
-    ours = {}
+    computed = {}
     for call in capture.calls:
         for key, grad in call.weight_grads.items():
-            ours.setdefault((call.weights_key, key), grad)
+            computed.setdefault((call.weights_key, key), grad)
     recurrent = {call.layer.partition("#")[0].partition("[")[0] for call in capture.calls}
-    theirs = [p.grad for n, p in model.named_parameters() if any(n.startswith(f"{layer}.") for layer in recurrent)]
-    norm = sum(float((g.double() ** 2).sum()) for g in ours.values()) ** 0.5
-    assert norm == pytest.approx(sum(float((g.double() ** 2).sum()) for g in theirs) ** 0.5, rel=1e-5)
+    reference = [p.grad for n, p in model.named_parameters() if any(n.startswith(f"{layer}.") for layer in recurrent)]
+    norm = sum(float((g.double() ** 2).sum()) for g in computed.values()) ** 0.5
+    assert norm == pytest.approx(sum(float((g.double() ** 2).sum()) for g in reference) ** 0.5, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", zoo.ZOO)
@@ -85,9 +85,9 @@ def test_gradients_below_a_layer_are_those_of_the_pullback(name):
     for port in ports:
         call = next(c for c in calls[port.layer] if port.direction in (None, c.direction))
         run = Replay.from_call(call)
-        ours = sweep(call, run, call.output_grad, call.final_state_grad, call.state_grad).initial_state_grad[0]
+        computed = sweep(call, run, call.output_grad, call.final_state_grad, call.state_grad).initial_state_grad[0]
         if pulled[port] is None:  # the cell started from zeros of its own
             assert name == "minimal_gated_unit"
             continue
-        scale = float(ours.abs().max()) or 1.0
-        torch.testing.assert_close(pulled[port][0], ours, atol=1e-5 * scale, rtol=0)
+        scale = float(computed.abs().max()) or 1.0
+        torch.testing.assert_close(pulled[port][0], computed, atol=1e-5 * scale, rtol=0)

@@ -50,8 +50,8 @@ def test_states_and_total_gradients_are_those_of_a_loop(function):
     trace = rl.trace(model, x, loss=of_sum)
     assert trace.certificate.state == "passed"
     grads = torch.autograd.grad(of_sum(twin(x)), twin.taps)
-    ours = trace["memory"]
-    for found, expected in ((ours.state, twin.taps), (ours.state_grad, grads)):
+    computed = trace["memory"]
+    for found, expected in ((computed.state, twin.taps), (computed.state_grad, grads)):
         expected = torch.stack([t.detach() for t in expected], 1).numpy()
         assert np.abs(found.values - expected).max() <= 1e-12 * np.abs(expected).max()
     assert "5 units" in repr(rl.layers(model))

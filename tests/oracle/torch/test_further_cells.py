@@ -193,9 +193,9 @@ def loss(output):
     return (output**2).sum() + output.sum()
 
 
-def close(ours, theirs):
-    theirs = np.asarray(theirs.detach() if hasattr(theirs, "detach") else theirs)
-    np.testing.assert_allclose(np.asarray(ours), theirs, rtol=1e-9, atol=1e-11)
+def close(computed, reference):
+    reference = np.asarray(reference.detach() if hasattr(reference, "detach") else reference)
+    np.testing.assert_allclose(np.asarray(computed), reference, rtol=1e-9, atol=1e-11)
 
 
 def test_trace_has_the_states_and_total_gradients_of_torch(model):
@@ -220,11 +220,11 @@ def test_weights_and_gradients_are_those_of_torch(model):
         expected = weights(named)
     else:
         expected = {}
-        for ours, theirs in weights.items():
-            parts = [theirs] if isinstance(theirs, str) else theirs
+        for computed, reference in weights.items():
+            parts = [reference] if isinstance(reference, str) else reference
             grads = [getattr(model.cell, part.removesuffix(".T")).grad for part in parts]
             turned = [grad.T if part.endswith(".T") else grad for grad, part in zip(grads, parts, strict=True)]
-            expected[ours] = torch.cat(turned, dim=-1)
+            expected[computed] = torch.cat(turned, dim=-1)
     found = rl.weights(model, X, loss=loss, by_time=True)["cell"]
     for name, grad in expected.items():
         close(found[f"{name}_grad"].sum("time").values.reshape(grad.shape), grad)

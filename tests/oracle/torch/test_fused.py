@@ -140,7 +140,7 @@ def check(cell, layers, both, first, bias, feed, dtype, bound):
     trace = rl.trace(model, x, loss=lambda returned: functional(*canonical(returned, model.rnn, feed)))
     expected = loss.item()
     assert abs(trace.loss - expected) <= bound * max(1, abs(expected))
-    for layer, row in enumerate(reference.halves):
+    for layer, row in enumerate(reference.by_direction):
         node = trace[f"rnn[{layer}]" if layers > 1 else "rnn"]
         for side, half in enumerate(row):
             check_half(node, half, gradient, side, mask, bound)

@@ -134,8 +134,8 @@ def test_callable_of_the_output(model):
 
 
 def test_callable_of_named_tensors_inside_and_outside(model):
-    def mixed(hidden, cell, halves, out):
-        return (hidden[:, 2] * cell[:, 3]).sum() + (halves[:, 1, 0] ** 2).sum() + out.sum() ** 2
+    def mixed(hidden, cell, by_direction, out):
+        return (hidden[:, 2] * cell[:, 3]).sum() + (by_direction[:, 1, 0] ** 2).sum() + out.sum() ** 2
 
     names = ["lstm.hidden", "lstm.cell", "gru.hidden", "output"]
     value, expected = reference(lambda out: mixed(*(out[name] for name in names)))

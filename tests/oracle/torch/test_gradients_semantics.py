@@ -48,9 +48,9 @@ def autograd(model, value):
     found = {}
     for name, g in zip(names, grads, strict=True):
         if g is not None:
-            ours = rename.get(name, name.replace(".", "/"))
+            computed = rename.get(name, name.replace(".", "/"))
             array = g.numpy()
-            found[ours] = (
+            found[computed] = (
                 (array.T if array.ndim == 2 else array).reshape(*array.T.shape[:-1], 4, 4) if name in rename else array
             )
     return found
@@ -150,18 +150,18 @@ def test_what_batches_cannot_tell_is_refused(model):
 @pytest.mark.parametrize("reduce", ["sum", "mean", "norm", "weights", "callable"])
 def test_reductions(model, reduce):
     weights = np.random.default_rng(0).normal(size=(2,))
-    ours = {"weights": weights, "callable": lambda t: t.exp().mean()}.get(reduce, reduce)
+    computed = {"weights": weights, "callable": lambda t: t.exp().mean()}.get(reduce, reduce)
     out = model(X)
-    theirs = {
+    reference = {
         "sum": out.sum,
         "mean": out.mean,
         "norm": out.norm,
         "weights": lambda: (out * torch.tensor(weights)).sum(),
         "callable": lambda: out.exp().mean(),
     }[reduce]()
-    g = rl.gradients(model, X, of="output", reduce=ours)
-    np.testing.assert_allclose(g.value, theirs.item(), rtol=1e-12)
-    close(g, autograd(model, theirs))
+    g = rl.gradients(model, X, of="output", reduce=computed)
+    np.testing.assert_allclose(g.value, reference.item(), rtol=1e-12)
+    close(g, autograd(model, reference))
 
 
 def test_steps_and_units_are_selected_before_differentiation(model):

@@ -45,8 +45,8 @@ def loss(output):
     return (output**2).sum() + output.sum()
 
 
-def close(ours, theirs):
-    np.testing.assert_allclose(np.asarray(ours), theirs.detach().numpy(), rtol=1e-10, atol=1e-13)
+def close(computed, reference):
+    np.testing.assert_allclose(np.asarray(computed), reference.detach().numpy(), rtol=1e-10, atol=1e-13)
 
 
 def test_the_line_changes_nothing_outside_of_rnnlens():
@@ -72,10 +72,10 @@ def test_its_weights_are_the_parameters_that_the_function_used():
     (call,) = adapter_for(model).capture(model, Batch(X, loss=loss), CaptureRequest()).calls
     assert set(call.weight_grads) == {"W", "U"}
     run = Replay.from_call(call)
-    ours = weights_of(call, run, sweep(call, run, call.output_grad, call.final_state_grad, call.state_grad))
+    computed = weights_of(call, run, sweep(call, run, call.output_grad, call.final_state_grad, call.state_grad))
     for name, grad in (("W", plain.W.grad), ("U", plain.U.grad)):
         close(call.weight_grads[name], grad)
-        close(ours[name], grad)
+        close(computed[name], grad)
 
 
 def test_after_it_ran_it_has_a_name():

@@ -81,8 +81,8 @@ def test_gradients_of_all_weights(name):
     found = rl.gradients(model, x, loss=loss_of, wrt="weights", **program.options)
     assert found.certificate.state == "passed"
     numbers = np.concatenate([np.ravel(array) for layer in found for array in found[layer].dataset.values()])
-    theirs = torch.cat([grad.flatten() for grad in expected if grad is not None]).numpy()
-    same(np.sort(numbers), np.sort(theirs))
+    reference = torch.cat([grad.flatten() for grad in expected if grad is not None]).numpy()
+    same(np.sort(numbers), np.sort(reference))
 
 
 @pytest.mark.parametrize(("name", "path"), STEPPED)

@@ -82,9 +82,9 @@ def _states(model):
 def layer_ports(model):
     """Port, how to find it by hand, and how to cut a half out of it."""
     rows = []
-    halves = [("forward", 0), ("backward", 1)] if model.rnn.bidirectional else [(None, 0)]
+    by_direction = [("forward", 0), ("backward", 1)] if model.rnn.bidirectional else [(None, 0)]
     for layer in range(2):
-        for direction, d in halves:
+        for direction, d in by_direction:
             name = f"rnn[{layer}]"
             cut = slice(d * H, (d + 1) * H)
             rows.append((Port("output", name, direction=direction), f"out{layer}", None, (..., cut)))
@@ -171,16 +171,16 @@ def test_loss_and_every_weight():
     model.lin.weight.requires_grad_(True)
     loss(model(*x), y).backward()
     for port in ports:
-        ours = got[port][0]
+        computed = got[port][0]
         if not port.layer.startswith("rnn"):
-            torch.testing.assert_close(ours, model.get_submodule(port.layer)._parameters[port.key].grad)
+            torch.testing.assert_close(computed, model.get_submodule(port.layer)._parameters[port.key].grad)
             continue
         direction, name = port.key.split("/")
         slot = {"kernel": "weight_ih", "recurrent_kernel": "weight_hh", "bias": "bias_ih", "recurrent_bias": "bias_hh"}
         suffix = f"_l{port.layer[4]}" + ("_reverse" if direction == "backward" else "")
         r, z, n = getattr(model.rnn, slot[name] + suffix).grad.chunk(3)
         true = torch.cat([z, r, n])
-        torch.testing.assert_close(ours, true if true.dim() == 1 else true.T)
+        torch.testing.assert_close(computed, true if true.dim() == 1 else true.T)
 
 
 def test_unused_and_cut_off_layers_have_no_path():

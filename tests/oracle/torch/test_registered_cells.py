@@ -119,9 +119,9 @@ def loss(output):
     return (output**2).sum() + output.sum()
 
 
-def close(ours, theirs):
-    theirs = np.asarray(theirs.detach() if hasattr(theirs, "detach") else theirs)
-    np.testing.assert_allclose(np.asarray(ours), theirs, rtol=1e-10, atol=1e-12)
+def close(computed, reference):
+    reference = np.asarray(reference.detach() if hasattr(reference, "detach") else reference)
+    np.testing.assert_allclose(np.asarray(computed), reference, rtol=1e-10, atol=1e-12)
 
 
 def layout(model, take):
@@ -171,9 +171,9 @@ def test_weights_by_gate_and_step(model):
     values, grads = layout(model, lambda p: p.detach()), layout(model, lambda p: p.grad)
     found = rl.weights(model, X, loss=loss, by_time=True)["cell"]
     for name, expected in grads.items():
-        ours = found[f"{name}_grad"]
-        assert ours.sizes["time"] == X.shape[1]
-        close(ours.sum("time").values.reshape(expected.shape), expected)
+        computed = found[f"{name}_grad"]
+        assert computed.sizes["time"] == X.shape[1]
+        close(computed.sum("time").values.reshape(expected.shape), expected)
         close(found[name].values.reshape(expected.shape), values[name])
         asked = rl.gradients(model, X, loss=loss, wrt=f"cell/{name}")
         close(np.asarray(asked).reshape(expected.shape), expected)
@@ -240,7 +240,9 @@ def test_equations_of_something_else_are_refused(put_back):
 
 def layout_of(named):
     pairs = {"kernel": "into_{}.weight", "recurrent_kernel": "from_{}.weight"}
-    found = {ours: np.concatenate([np.asarray(named[t.format(g)]).T for g in "fn"], 1) for ours, t in pairs.items()}
+    found = {
+        computed: np.concatenate([np.asarray(named[t.format(g)]).T for g in "fn"], 1) for computed, t in pairs.items()
+    }
     return found | {"bias": np.concatenate([np.asarray(named[f"into_{g}.bias"]) for g in "fn"])}
 
 

@@ -131,10 +131,10 @@ def test_weights_and_gradients_by_inputs_are_autograds(kind, reset):
     model.zero_grad(set_to_none=True)
     found = rl.weights(model, (x, done), y, loss=loss_of)
     layers = [found[name] for name in found if name.startswith("cell")]
-    ours = [one[f"{name}_grad"].values.ravel() for one in layers for name in one if f"{name}_grad" in one]
+    computed = [one[f"{name}_grad"].values.ravel() for one in layers for name in one if f"{name}_grad" in one]
     # the gates of a weight stand in another order: the numbers are compared sorted
-    ours, expected = np.sort(np.concatenate(ours)), np.sort(torch.cat(expected).numpy())
-    assert np.abs(ours - expected).max() <= 1e-12 * np.abs(expected).max()
+    computed, expected = np.sort(np.concatenate(computed)), np.sort(torch.cat(expected).numpy())
+    assert np.abs(computed - expected).max() <= 1e-12 * np.abs(expected).max()
     by_input = rl.gradients(model, (x, done), y, loss=loss_of, wrt="input[0]")
     assert np.abs(by_input.values - inputs.grad.numpy()).max() <= 1e-12 * float(inputs.grad.abs().max())
 
@@ -150,8 +150,8 @@ def test_the_jacobian_across_a_reset_is_zero_and_autograds_elsewhere(kind, reset
     for t in range(T):
         for unit in range(2):
             (grad,) = torch.autograd.grad(outputs[:, t, unit].sum(), inputs, retain_graph=True)
-            ours = found.values[:, t, unit]
-            assert np.abs(ours - grad.numpy()).max() <= 1e-12
+            computed = found.values[:, t, unit]
+            assert np.abs(computed - grad.numpy()).max() <= 1e-12
     assert not found.values[0, 4:, :, :4].any()
     assert not found.values[3, 7:, :, :7].any()
     assert found.values[3, 6, :, 2].any()

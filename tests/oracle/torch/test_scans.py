@@ -200,14 +200,14 @@ def test_total_gradients_of_states_are_those_of_a_loop_in_float64(name, slow):
         cotangent = torch.tensor(found.output_grad.values)
         assert float(cotangent.abs().max()) > 0
         grads = torch.autograd.grad((out * cotangent).sum(), states)
-        for ours, theirs in (
+        for computed, reference in (
             (found.state, states),
             (found.state_grad, grads),
             (found.output, [out[:, t] for t in range(STEPS)]),
         ):
-            theirs = torch.stack([t.detach() for t in theirs], 1).numpy()
-            assert ours.dtype == np.float64
-            assert np.abs(ours.values - theirs).max() <= 1e-12 * np.abs(theirs).max()
+            reference = torch.stack([t.detach() for t in reference], 1).numpy()
+            assert computed.dtype == np.float64
+            assert np.abs(computed.values - reference).max() <= 1e-12 * np.abs(reference).max()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -232,8 +232,8 @@ def test_jacobian_of_a_logit_by_embeddings_is_autograds(name):
     for row, t in enumerate((4, 8)):
         for sample in range(2):
             (grad,) = torch.autograd.grad(outputs[sample, t, 5], values, retain_graph=True)
-            ours = found.values[sample, row, 0]
-            assert np.abs(ours - grad[sample].numpy()).max() <= 1e-4 * float(grad.abs().max())
+            computed = found.values[sample, row, 0]
+            assert np.abs(computed - grad[sample].numpy()).max() <= 1e-4 * float(grad.abs().max())
             assert not grad[1 - sample].any()
 
 
@@ -288,9 +288,9 @@ def test_gradients_of_coefficients_are_autograds():
         y, _ = scan(family.read(SimpleNamespace(**{**arguments, **leaves}), lambda t: t).cell)
         assert torch.allclose(y, expected, rtol=1e-11, atol=1e-13)
         cotangent = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(1))
-        ours = torch.autograd.grad((y * cotangent).sum(), list(leaves.values()), allow_unused=True)
-        theirs = torch.autograd.grad((expected * cotangent).sum(), list(leaves.values()), allow_unused=True)
-        for key, one, other in zip(leaves, ours, theirs, strict=True):
+        computed = torch.autograd.grad((y * cotangent).sum(), list(leaves.values()), allow_unused=True)
+        reference = torch.autograd.grad((expected * cotangent).sum(), list(leaves.values()), allow_unused=True)
+        for key, one, other in zip(leaves, computed, reference, strict=True):
             assert (one is None) == (other is None), key
             if other is not None:
                 assert float((one - other).abs().max()) <= 1e-12 * float(other.abs().max()), (name, key)

@@ -24,7 +24,7 @@ class Net(nn.Module):
         return self.head(self.rnn(x)[0][:, -1])
 
 
-def ours(kind, values):
+def computed(kind, values):
     """torch's (gate * unit, n) to (n, gate, unit), or (gate * unit,) to (gate, unit), gates in our order."""
     gates = len(ORDER[kind])
     split = values.reshape(gates, values.shape[0] // gates, *values.shape[1:])[ORDER[kind]]
@@ -57,10 +57,10 @@ def test_values_and_gradients_are_torchs(kind, options):
     ):
         pick = {"direction": direction} if options["bidirectional"] else {}
         node, steps = whole[f"rnn[{layer}]"], by_time[f"rnn[{layer}]"]
-        for name, theirs in names.items():
-            key = f"rnn.{theirs}_l{layer}{suffix}"
-            np.testing.assert_array_equal(node[name].isel(pick), ours(kind, parameters[key].detach().numpy()))
-            expected = ours(kind, grads[key].numpy())
+        for name, parameter in names.items():
+            key = f"rnn.{parameter}_l{layer}{suffix}"
+            np.testing.assert_array_equal(node[name].isel(pick), computed(kind, parameters[key].detach().numpy()))
+            expected = computed(kind, grads[key].numpy())
             np.testing.assert_allclose(node[f"{name}_grad"].isel(pick), expected, rtol=0, atol=1e-12)
             np.testing.assert_allclose(steps[f"{name}_grad"].sum("time").isel(pick), expected, rtol=0, atol=1e-12)
         if "proj_size" in options:

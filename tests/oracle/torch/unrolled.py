@@ -90,7 +90,7 @@ class Unrolled:
         kind = {"LSTM": "lstm", "GRU": "gru", "RNN": "rnn"}[type(module).__name__]
         activation = torch.relu if getattr(module, "nonlinearity", "tanh") == "relu" else torch.tanh
         directions = 2 if module.bidirectional else 1
-        self.halves = []
+        self.by_direction = []
         finals = []
         for layer in range(module.num_layers):
             row = []
@@ -105,13 +105,13 @@ class Unrolled:
                 row.append(Half(kind, weights, x, mask, start, backward=bool(d), activation=activation))
             x = torch.cat([half.output for half in row], dim=2)
             finals.extend(half.returned for half in row)
-            self.halves.append(row)
+            self.by_direction.append(row)
         self.output = x
         self.final = [torch.stack(column) for column in zip(*finals, strict=True)]
 
     def gradients(self, loss):
         """Differentiate with respect to every added zero, in place."""
-        groups = [half for row in self.halves for half in row]
+        groups = [half for row in self.by_direction for half in row]
         taps = [tap for half in groups for column in half.taps.values() for tap in column]
         ends = [tap for half in groups for tap in (half.x_tap, *half.state_taps, *half.final_taps)]
         pulled = torch.autograd.grad(loss, [*taps, *ends], allow_unused=True)

@@ -258,7 +258,8 @@ def test_nothing_holds_the_users_locals(tmp_path):
 def test_a_gradient_penalty_is_refused_by_name(tmp_path):
     """What arrives at a layer in a double backward pass is no gradient of the loss alone."""
     path = tmp_path / "a.zarr"
-    with pytest.warns(TrackingWarning, match=r"create_graph=True.*gradient at \w+ is not that of the loss alone; use a probe instead \(3 times\)"):
+    words = r"create_graph=True.*gradient at \w+ is not that of the loss alone; use a probe instead \(3 times\)"
+    with pytest.warns(TrackingWarning, match=words):
         losses, _ = train(lambda model: rl.torch.watch(model, path, every=1), penalty=lambda step: step % 2 == 1)
     assert losses == train(penalty=lambda step: step % 2 == 1)[0]
     assert rl.open(path).steps.values.tolist() == [1, 3, 5]

@@ -1,4 +1,4 @@
-"""Models and loops as strangers write them: what was heard is held against ``torch.autograd`` of an untouched copy."""
+"""Models and loops as strangers write them: captured gradients are compared with ``torch.autograd`` of a copy."""
 
 import copy
 from contextlib import nullcontext
@@ -98,7 +98,7 @@ def twin_of(model):
 
 
 def trained(model, x, y, steps=2, path=None):
-    """The last batch heard, and a copy of the model from before its update."""
+    """The last captured batch, and a copy of the model from before its update."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
     with rl.torch.watch(model, path, every=1) as watch:
         for _ in range(steps):
@@ -110,20 +110,20 @@ def trained(model, x, y, steps=2, path=None):
 
 
 @pytest.mark.parametrize("make", MODELS)
-def test_what_is_heard_is_what_a_trace_says(make):
+def test_a_captured_batch_equals_a_trace(make):
     torch.manual_seed(0)
     model, (x, y) = make(), data(4)
     batch, before = trained(model, x, y)
     expected = rl.trace(before, x, y, loss=mse_loss, training=True)
     assert expected.certificate.state == "passed"
-    heard = [name for name in expected if name in batch]
-    assert heard
-    for layer in heard:
+    captured = [name for name in expected if name in batch]
+    assert captured
+    for layer in captured:
         for name in ("output", "output_grad", "hidden", "gates", "hidden_grad", "gate_grad", "input_grad"):
-            mine, theirs = batch[layer][name], expected[layer][name]
-            assert mine.dims == theirs.dims
-            scale = max(float(abs(theirs).max()), 1e-30)
-            np.testing.assert_allclose(mine.values, theirs.values, atol=1e-5 * scale, err_msg=f"{layer}.{name}")
+            mine, reference = batch[layer][name], expected[layer][name]
+            assert mine.dims == reference.dims
+            scale = max(float(abs(reference).max()), 1e-30)
+            np.testing.assert_allclose(mine.values, reference.values, atol=1e-5 * scale, err_msg=f"{layer}.{name}")
 
 
 def test_a_direct_gradient_is_that_of_torch():
@@ -212,11 +212,11 @@ def test_autocast_and_a_loss_scale_at_once(tmp_path):
         grads = torch.autograd.grad(mse_loss(before(x), y), list(before.parameters()))
         found = rl.gradients(before, x, y, loss=mse_loss, wrt=asked, training=True)
     assert found.certificate.state == "passed"  # within what rounding in half precision explains
-    heard = batch["lstm"].output_grad, batch["lstm"].hidden_grad, batch.weights["lstm"].recurrent_kernel_grad
-    for name, mine in zip(asked, heard, strict=True):
-        theirs = found[name].values.reshape(mine.shape)
-        assert np.abs(theirs).max() > 1e-4
-        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6 * np.abs(theirs).max())
+    captured = batch["lstm"].output_grad, batch["lstm"].hidden_grad, batch.weights["lstm"].recurrent_kernel_grad
+    for name, mine in zip(asked, captured, strict=True):
+        reference = found[name].values.reshape(mine.shape)
+        assert np.abs(reference).max() > 1e-4
+        np.testing.assert_allclose(mine, reference, rtol=0, atol=1e-6 * np.abs(reference).max())
     run = rl.open(tmp_path / "a.zarr")
     assert float(run.scalars["grad_norm"][-1]) == pytest.approx(float(torch.stack([g.norm() for g in grads]).norm()))
     assert float(run.scalars["grad_norm_clipped"][-1]) == pytest.approx(0.05, rel=1e-3)
@@ -341,7 +341,7 @@ class Attentive(nn.Module):
 
 
 @pytest.mark.parametrize("make", [CellLoop, GRULoop, RNNLoop, Decoder, Attentive])
-def test_cells_in_a_loop_are_heard(make):
+def test_cells_in_a_loop_are_captured(make):
     """Direct gradients of h and c, and all that a replay makes of them, as a trace of the weights before has them."""
     torch.manual_seed(0)
     model, (x, y) = make(), data(4)
@@ -354,10 +354,10 @@ def test_cells_in_a_loop_are_heard(make):
         names = {"output", "output_grad", "final_state_grad", "hidden", "cell", "gates"}
         names |= {"hidden_grad", "cell_grad", "gate_grad", "input_grad", "initial_state_grad"}
         for name in names & set(expected[layer]):
-            mine, theirs = batch[layer][name], expected[layer][name]
-            assert mine.dims == theirs.dims, f"{layer}.{name}"
-            scale = max(float(abs(theirs).max()), 1e-30)
-            np.testing.assert_allclose(mine.values, theirs.values, atol=1e-5 * scale, err_msg=f"{layer}.{name}")
+            mine, reference = batch[layer][name], expected[layer][name]
+            assert mine.dims == reference.dims, f"{layer}.{name}"
+            scale = max(float(abs(reference).max()), 1e-30)
+            np.testing.assert_allclose(mine.values, reference.values, atol=1e-5 * scale, err_msg=f"{layer}.{name}")
     for name, slot in {"lower": "weight_hh", "cell": "weight_hh"}.items():
         if hasattr(before, name):
             weight = getattr(getattr(before, name), slot)
@@ -428,14 +428,14 @@ class OwnLoop(CellLoop):
         return self.head(self.lstm(torch.stack(states, 1))[0][:, -1])
 
 
-def test_what_is_heard_of_a_loop_in_pieces_and_what_is_not_is_named():
+def test_a_loop_in_pieces_is_captured_and_what_is_not_is_named():
     torch.manual_seed(0)
     batch, before = trained(Chunked(), *data(4))
     expected = rl.trace(before, *data(4), loss=mse_loss, training=True)
     assert any("its 12 calls are 2 recurrences of 6 to 6 steps" in note for note in batch.notes)
     for name in ("cell#0", "cell#1"):
-        theirs = expected[name].hidden_grad
-        np.testing.assert_allclose(batch[name].hidden_grad, theirs, atol=1e-5 * float(abs(theirs).max()))
+        reference = expected[name].hidden_grad
+        np.testing.assert_allclose(batch[name].hidden_grad, reference, atol=1e-5 * float(abs(reference).max()))
     batch, _ = trained(Masked(), *data(4))
     assert list(batch) == ["lstm"]
     assert any("cell: its state is changed between its steps" in note for note in batch.notes)
@@ -492,7 +492,7 @@ class Adversaries(nn.Module):
         return mse_loss(self.judged(self.make(noise)), torch.ones(len(noise), 1))
 
     def train_against(self, watched=None, followed="judge", steps=3):
-        """Weights before the last step of the one that is followed; what was heard."""
+        """Weights before the last step of the one that is followed; the captured batch."""
         judge = torch.optim.Adam([*self.judge.parameters(), *self.verdict.parameters()], 1e-2)
         maker = torch.optim.Adam([*self.maker.parameters(), *self.made.parameters()], 1e-2)
         x, noise = data(8)[0], data(8, seed=9)[0]
@@ -582,5 +582,5 @@ def test_a_layer_in_evaluation_mode_within_a_training():
     twin.load_state_dict(before)
     expected = rl.trace(twin, x, y, loss=mse_loss, training=True)
     for layer in expected:
-        theirs = expected[layer].hidden_grad
-        np.testing.assert_allclose(watch.latest[layer].hidden_grad, theirs, atol=1e-5 * float(abs(theirs).max()))
+        reference = expected[layer].hidden_grad
+        np.testing.assert_allclose(watch.latest[layer].hidden_grad, reference, atol=1e-5 * float(abs(reference).max()))

@@ -1,4 +1,4 @@
-"""A plain loop in torch is followed: nothing of it changes, and what was heard is what torch itself would say."""
+"""A plain loop in torch is followed: nothing of it changes, and captured gradients are those of torch."""
 
 import copy
 import warnings
@@ -107,10 +107,10 @@ def test_the_batch_that_was_trained_on(kind):
     weights = watch.latest.weights
     for layer in range(model.lstm.num_layers):
         node = weights[f"lstm[{layer}]" if model.lstm.num_layers > 1 else "lstm"]
-        theirs = weight_grads[f"lstm.weight_hh_l{layer}"].numpy()
+        reference = weight_grads[f"lstm.weight_hh_l{layer}"].numpy()
         mine = node.recurrent_kernel_grad
         mine = mine.sel(direction="forward") if "direction" in mine.dims else mine
-        assert np.linalg.norm(mine.values) == pytest.approx(np.linalg.norm(theirs), rel=1e-5)
+        assert np.linalg.norm(mine.values) == pytest.approx(np.linalg.norm(reference), rel=1e-5)
 
 
 def test_every_number_of_the_replay_is_that_of_the_step():
@@ -124,12 +124,12 @@ def test_every_number_of_the_replay_is_that_of_the_step():
             optimizer.zero_grad()
             mse_loss(model(x), y).backward()
             optimizer.step()
-    theirs = rl.trace(before, x, y, loss=mse_loss, training=True)
+    reference = rl.trace(before, x, y, loss=mse_loss, training=True)
     mine = watch.latest.trace
-    assert list(mine) == list(theirs)
-    for layer in theirs:
-        for name in theirs[layer]:
-            a, b = mine[layer][name].values, theirs[layer][name].values
+    assert list(mine) == list(reference)
+    for layer in reference:
+        for name in reference[layer]:
+            a, b = mine[layer][name].values, reference[layer][name].values
             np.testing.assert_allclose(a, b, atol=1e-5 * max(np.abs(b).max(), 1e-30), err_msg=f"{layer}.{name}")
     grads = rl.gradients(before, x, y, loss=mse_loss, wrt="lstm[0]/kernel", training=True)
     mine = watch.latest.weights["lstm[0]"].kernel_grad.values
@@ -344,9 +344,9 @@ def test_double_precision_stays_what_it_is():
     model, x = Reader().double(), data()[0][:8].double()
     model.dropout.p = 0.0
     asked = rl.trace(model, x, loss=lambda out: out.pow(2).sum(), training=True)["lstm"].hidden_grad.values
-    heard = one_step(model, x, lambda out: out.pow(2).sum()).latest.trace["lstm"].hidden_grad.values
-    assert heard.dtype == np.float64
-    np.testing.assert_allclose(heard, asked, rtol=0, atol=1e-13 * np.abs(asked).max())
+    captured = one_step(model, x, lambda out: out.pow(2).sum()).latest.trace["lstm"].hidden_grad.values
+    assert captured.dtype == np.float64
+    np.testing.assert_allclose(captured, asked, rtol=0, atol=1e-13 * np.abs(asked).max())
 
 
 def test_sparse_gradients_are_counted():
@@ -422,7 +422,7 @@ def test_two_optimizers_and_several_forwards(tmp_path):
     assert set(watch.latest.trace) == {"lstm#0", "lstm#1"}
 
 
-def test_closures_are_heard():
+def test_closures_are_captured():
     torch.manual_seed(0)
     model = Reader()
     model.dropout.p = 0.0
@@ -491,7 +491,7 @@ REFUSED = {
     "stop_on": (Reader, {"stop_on": 3}, InputError, "stop_on= names nothing"),
     "logger": (Reader, {"loggers": ["tensorbord"]}, InputError, "tensorboard"),
     "optimizer": (Reader, {"optimizer": 3}, InputError, "not an optimizer"),
-    "nothing to hear": (lambda: nn.Linear(3, 1), {}, UnsupportedError, "nn.LSTM"),
+    "no recurrent layer": (lambda: nn.Linear(3, 1), {}, UnsupportedError, "nn.LSTM"),
 }
 
 

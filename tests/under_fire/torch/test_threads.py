@@ -80,13 +80,13 @@ def test_models_of_their_own_with_dropout_by_seed():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_the_users_own_forward_in_another_thread_is_neither_heard_nor_changed(model):
+def test_the_users_own_forward_in_another_thread_is_neither_recorded_nor_changed(model):
     """It runs while our hooks are on the model: in the middle of our own forward pass."""
     model.eval()
-    expected, seen, theirs = model(X[:2]), [], threading.local()
+    expected, seen, reference = model(X[:2]), [], threading.local()
 
     def between(module, args, output):
-        if getattr(theirs, "own", False) or seen:
+        if getattr(reference, "own", False) or seen:
             return
         seen.append(None)  # once
         thread = threading.Thread(target=forward)
@@ -94,7 +94,7 @@ def test_the_users_own_forward_in_another_thread_is_neither_heard_nor_changed(mo
         thread.join(60)
 
     def forward():
-        theirs.own = True
+        reference.own = True
         seen.append(model(X[:2]))
 
     alone = rl.trace(model, X, Y, loss=LOSS, layers=["rnn", "drop"])
@@ -146,14 +146,14 @@ def test_the_users_own_training_in_another_thread_goes_on_as_alone():
 
     ended = []
 
-    def ours(model):
+    def computed(model):
         for _ in range(8):
             try:
                 ended.append(traced(model))
             except rl.errors.RnnlensError as error:
                 ended.append(error)
 
-    (alone, expected), (model, losses) = trained(300, lambda model: None), trained(300, ours)
+    (alone, expected), (model, losses) = trained(300, lambda model: None), trained(300, computed)
     assert len(ended) == 8, "one ended in an error of somebody else"
     assert losses == expected
     for one, other in zip(model.parameters(), alone.parameters(), strict=True):

@@ -255,9 +255,8 @@ class ChainRecorder:
 
 def _mark(tensor: Tensor) -> Hashable:
     """Return version and sum of a tensor: a write to its values changes one of them, a write to ``.data`` the sum."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return tensor._version
-    return tensor._version, str(tensor.detach().sum().item())
+    is_transformed = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return tensor._version, "" if is_transformed else str(tensor.detach().sum().item())
 
 
 def _nodes_between(start: Tensor, end: Tensor) -> list[Any] | None:

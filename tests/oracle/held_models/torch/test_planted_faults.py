@@ -273,7 +273,7 @@ def exchanged_layers(original):
 
 def exchanged_directions(halves_of):
     def plant(original):
-        return lambda halves: original(halves_of(halves))
+        return lambda by_direction: original(halves_of(by_direction))
 
     return plant
 

@@ -62,11 +62,11 @@ def test_gradients_are_those_of_autograd(model, loss):
     expected = dict(zip(parameters, grads, strict=True))
     found = rl.gradients(model, X, Y, loss=loss(model))
     assert found.certificate.state == "passed"
-    for ours, (theirs, gates, units) in PAIRS.items():
-        wanted = expected[theirs].numpy()
+    for computed, (reference, gates, units) in PAIRS.items():
+        wanted = expected[reference].numpy()
         if gates is not None:
             wanted = wanted.reshape(len(gates), units, -1)[list(gates)].transpose(2, 0, 1)
-        np.testing.assert_allclose(found[ours].values, wanted, rtol=1e-9, atol=1e-12, err_msg=ours)
+        np.testing.assert_allclose(found[computed].values, wanted, rtol=1e-9, atol=1e-12, err_msg=computed)
 
 
 @pytest.mark.filterwarnings("ignore::rnnlens.errors.SelfCheckWarning")
