@@ -14,6 +14,9 @@ from torch.utils._pytree import tree_leaves
 from ..typing import Array
 from .protocol import Keep, Memo, Program, Tap, as_it_is
 
+#: Largest memory, in bytes, of the gradients of the rows of a Jacobian that are pulled back at once.
+ROWS_BUDGET = 256 * 2**20
+
 
 def pulled(
     targets: Sequence[torch.Tensor],
@@ -266,10 +269,14 @@ def rows_of(stacked: torch.Tensor, sources: Sequence[torch.Tensor]) -> list[torc
     Entries along n must not depend on each other.
     """
     n, count = stacked.shape
-    # Samples do not mix within a step, so all samples share one unit cotangent per row of the Jacobian.
-    eye = torch.eye(count, dtype=stacked.dtype, device=stacked.device)[:, None, :].expand(count, n, count)
-    found = PullMany()([stacked], sources, [eye])
-    return [
-        source.new_zeros((n, count, source.shape[1])) if grad is None else grad.transpose(0, 1)
-        for source, grad in zip(sources, found, strict=True)
-    ]
+    pull, whole = PullMany(), [source.new_zeros((n, count, source.shape[1])) for source in sources]
+    numbers = n * (count + sum(source.shape[1] for source in sources))
+    at_once = max(1, ROWS_BUDGET // (4 * numbers * stacked.element_size()))
+    for first in range(0, count, at_once):
+        # Samples do not mix within a step, so all samples share one unit cotangent per row of the Jacobian.
+        rows = torch.arange(first, min(first + at_once, count), device=stacked.device)
+        unit = torch.nn.functional.one_hot(rows, count).to(stacked.dtype)[:, None, :].expand(-1, n, count)
+        for jacobian, grad in zip(whole, pull([stacked], sources, [unit]), strict=True):
+            if grad is not None:
+                jacobian[:, first : first + at_once] = grad.transpose(0, 1)
+    return whole

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import rnnlens as rl
+from rnnlens.errors import TooLargeError
 
 B, T, C, K, SIDE = 2, 4, 2, 3, (5, 6)
 
@@ -142,3 +143,13 @@ def test_norms_between_images_step_by_step():
         assert found.dims == ("sample", "out_time", "in_time")
         np.testing.assert_allclose(found, np.sqrt(squares), atol=1e-13)
         assert found.certificate.state == "passed"
+
+
+def test_a_step_too_large_for_memory_is_refused_before_it_is_computed():
+    """Step Jacobians are dense: the square of channels times places."""
+    model = Net(layers=1)
+    with pytest.raises(TooLargeError) as refused:
+        rl.jacobian(model, torch.randn(1, 2, C, 25, 25), measure="norm", memory="70 MB")
+    words = " ".join(str(refused.value).split())
+    assert words.startswith("The Jacobian of one step of 'rnn.cell_list.0' is larger than the memory limit.")
+    assert "3750 by 3750 states: 71.5 MiB" in words

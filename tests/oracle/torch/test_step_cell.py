@@ -9,6 +9,7 @@ from torch import nn
 import rnnlens as rl
 from rnnlens.adapters.protocol import Batch, CaptureRequest
 from rnnlens.adapters.torch import adapter, cells
+from rnnlens.autodiff import torch as autodiff
 
 B, T, F, H = 3, 4, 2, 3
 
@@ -109,6 +110,23 @@ def test_jacobian_and_pull_backs(name, batched, monkeypatch):
     row = torch.cat([*cotangents[1:], cotangents[0]], 1)[:, None]
     torch.testing.assert_close(dx, (row @ true_input)[:, 0])
     torch.testing.assert_close(torch.cat(ds, 1), (row @ true_state)[:, 0])
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_a_jacobian_pulled_back_in_parts(name, monkeypatch):
+    step = captured(name).cell
+    x = torch.randn(5, F, dtype=torch.float64)
+    state = [torch.randn(5, size, dtype=torch.float64) for size in step.state_sizes]
+    parts, pull = [], autodiff.PullMany.__call__
+    monkeypatch.setattr(autodiff.PullMany, "__call__", lambda *given: parts.append(given) or pull(*given))
+    whole = step.jacobian(x, state)
+    assert len(parts) == 1
+    columns = sum(step.state_sizes) + F
+    monkeypatch.setattr(autodiff, "ROWS_BUDGET", 2 * 4 * 8 * 5 * (whole[0].shape[1] + columns))
+    in_parts = step.jacobian(x, state)
+    assert len(parts) == 1 + -(-whole[0].shape[1] // 2)  # two rows at once
+    for one, other in zip(whole, in_parts, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_weight_pull_back_sums_over_rows():

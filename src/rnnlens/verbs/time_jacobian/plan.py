@@ -391,6 +391,8 @@ def _part(
 ) -> JacobianPart:
     """Return the part between one pair of ends: its route, the chosen mode, and pieces that fit into memory."""
     network = replace(network, of=ends.of, wrt=ends.wrt)
+    for one in network.recurrences:
+        _refuse_large_step(one, memory)
     direct = direct_route(network, ends) if network.is_cut else None
     if direct is not None:
         if mode == "auto":
@@ -412,6 +414,19 @@ def _part(
     pieces, size = composed_pieces(network.recurrences, ends, memory, network.samples)
     route: Literal["composed", "uncut"] = "composed" if network.is_cut else "uncut"
     return JacobianPart(route, "reverse", network, ends, None, tuple(pieces), size, place)
+
+
+def _refuse_large_step(recurrence: ReplayedCall, memory: int) -> None:
+    """Raise ``TooLargeError`` if the Jacobian of one step of one sample, as of a convolutional cell, does not fit."""
+    system = recurrence.system
+    size = system.numbers(True) * system.work.itemsize
+    if size > memory:
+        raise TooLargeError(
+            f"The Jacobian of one step of {recurrence.call.layer!r} is larger than the memory limit.",
+            got=f"{system.rows} by {system.columns} states: {format_memory(size)}",
+            expected=f"at most {format_memory(memory)} (memory=)",
+            hint="rl.gradients(model, x, of=..., wrt=...) of single outputs needs no such matrix",
+        )
 
 
 def _too_large(size: int, memory: int, ends: JacobianEnds) -> TooLargeError:
