@@ -56,10 +56,8 @@ class PortTable:
     def find(self, port: Port) -> PortTensors:
         """Return the tensors behind a port.
 
-        Raises
-        ------
-        LayerNotFoundError
-            If the port's layer was not called, or was called more than once and its name selects no call.
+        Raise LayerNotFoundError if the port's layer was not called, or was called more than once and its name selects
+        no call.
         """
         if port.layer is None:
             return self._of_model(port)

@@ -29,10 +29,7 @@ _RECURRENT_SCRIPT = {"RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell"}
 def unwrapped(module: nn.Module) -> nn.Module:
     """Return the plain module inside ``torch.compile(module)``; any other module unchanged.
 
-    Raises
-    ------
-    ModelError
-        If a lazy module has no weights yet, because it was never called.
+    Raise ModelError if a lazy module has no weights yet, because it was never called.
     """
     while hasattr(module, "_orig_mod"):
         module = module._orig_mod
@@ -66,10 +63,8 @@ def node_name(path: str, module: Any, layer: int) -> str:
 def recurrent_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """List torch's own recurrent modules and cells that can be recorded, in the order of their definition.
 
-    Raises
-    ------
-    UnsupportedError
-        For a recurrent layer inside TorchScript, or a quantized one: neither can be recorded from Python.
+    Raise UnsupportedError for a recurrent layer inside TorchScript, or a quantized one: neither can be recorded from
+    Python.
     """
     named = named_modules(model)
     cells = [path for path, module in named if named_cell(module) is not None]

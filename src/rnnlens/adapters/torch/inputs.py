@@ -51,10 +51,7 @@ def on_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
 def as_tensors(data: Any, model: nn.Module, what: str) -> Any:
     """Convert the user's arrays to tensors. NumPy floats take the model's dtype, tensors keep theirs.
 
-    Raises
-    ------
-    InputError
-        For data that is not numeric or has an empty axis.
+    Raise InputError for data that is not numeric or has an empty axis.
     """
     device, dtype = home_of(model)
 

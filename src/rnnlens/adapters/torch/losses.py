@@ -44,10 +44,8 @@ _PLAIN = {
 def evaluate(batch: Batch, outputs: Any, model: nn.Module) -> torch.Tensor | None:
     """Return the loss as a scalar tensor; None if the batch has no loss.
 
-    Raises
-    ------
-    InputError
-        If a target is given without a loss, the loss needs a target that is not given, or it is not a scalar.
+    Raise InputError if a target is given without a loss, the loss needs a target that is not given, or it is not a
+    scalar.
     """
     if batch.loss is None:
         if batch.y is not None:
@@ -148,12 +146,8 @@ def _check(output: tuple[int, ...], target: tuple[int, ...]) -> None:
 def weighted(loss: Any, outputs: Any, target: Any, batch: Batch, model: nn.Module) -> Tensor:
     """Return sum(weight * value) / divisor, with the divisor of the loss itself: 1 for a sum, the count for a mean.
 
-    Raises
-    ------
-    InputError
-        If the shape of the weights fits neither the samples nor the values of the loss.
-    UnsupportedError
-        If the loss has no form without reduction, or its divisor is unknown.
+    Raise InputError if the shape of the weights fits neither the samples nor the values of the loss. Raise
+    UnsupportedError if the loss has no form without reduction, or its divisor is unknown.
     """
     values, whole = _values(loss, outputs, target), loss(outputs, target)
     weight = values.new_ones(())
@@ -315,10 +309,8 @@ def mixes_samples(model: nn.Module, training: bool) -> str | None:
 def loss_of(model: nn.Module, batch: Batch, outputs: Outputs) -> tuple[float, list[Array | None]]:
     """Return the loss of joined outputs, and its gradient at each; None where the loss does not depend on one.
 
-    Raises
-    ------
-    UnsupportedError
-        If the loss uses the model's weights directly, so that its gradient does not pass through the outputs alone.
+    Raise UnsupportedError if the loss uses the model's weights directly, so that its gradient does not pass through the
+    outputs alone.
     """
     model = unwrapped(model)
     like = leaves_of(outputs.tree)

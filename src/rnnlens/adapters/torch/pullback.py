@@ -211,11 +211,8 @@ def _source(value: Any) -> Any:
 def differentiate(function: Callable[..., Any], arrays: Sequence[Array], model: torch.nn.Module) -> tuple[Array, Pull]:
     """Return the value of ``function(*tensors)`` on the model's device, and its vector-Jacobian product.
 
-    Raises
-    ------
-    InputError
-        If the function does not return one tensor of floats; from the pull-back also if the value does not depend on
-        the arguments.
+    Raise InputError if the function does not return one tensor of floats; from the pull-back also if the value does not
+    depend on the arguments.
     """
     device, _ = home_of(model)
     with torch.inference_mode(False), torch.enable_grad():

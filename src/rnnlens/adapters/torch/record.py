@@ -283,10 +283,7 @@ class CallRecorder:
     def given_state(self, name: str, own: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the user's initial states for a layer, in dtype, device and shape of ``own``.
 
-        Raises
-        ------
-        InputError
-            If their number or their sizes differ from those of ``own``.
+        Raise InputError if their number or their sizes differ from those of ``own``.
         """
         self.begun.add(name)
         given = [torch.as_tensor(as_numpy(state)) for state in self.initial_state[name]]
@@ -383,10 +380,7 @@ def autocast_around(tensor: Tensor) -> torch.dtype | None:
 def refuse_transformed(name: str, values: Iterable[Any]) -> None:
     """Raise for a layer inside ``torch.vmap`` or a ``torch.func`` transform: its tensors cannot be recorded.
 
-    Raises
-    ------
-    UnsupportedError
-        With the name of the layer.
+    Raise UnsupportedError with the name of the layer.
     """
     if any(isinstance(v, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(v) for v in values):
         raise UnsupportedError(
@@ -400,10 +394,7 @@ def refuse_transformed(name: str, values: Iterable[Any]) -> None:
 def refuse_hooked(recorder: CallRecorder) -> None:
     """Raise if the user hooked the gradient of a state: the hook would act on the gradient through time.
 
-    Raises
-    ------
-    UnsupportedError
-        With the name of the layer.
+    Raise UnsupportedError with the name of the layer.
     """
     for run in recorder.runs:
         if any(visit.link.is_hooked for visit in run.visits[:-1]):

@@ -24,13 +24,9 @@ def join_changed_states(recorder: CallRecorder) -> None:
     """Join recurrences of a cell where the user's code changes the state between the steps, or between some of them.
 
     A call continues the one before if both are made from the same line of the user's code, with the same number of
-    samples, and its state was computed from the states that the call before returned.
-
-    Raises
-    ------
-    JoinedWronglyError
-        If some calls of such a loop were joined already because their state was passed on unchanged. The owner was
-        added to ``never_inside`` of the recorder's rules, and the pass must be run again.
+    samples, and its state was computed from the states that the call before returned. Raise JoinedWronglyError if some
+    calls of such a loop were joined already because their state was passed on unchanged. The owner was added to
+    ``never_inside`` of the recorder's rules, and the pass must be run again.
     """
     if len({run.owner.key for run in recorder.runs}) == len(recorder.runs):
         return
@@ -197,10 +193,7 @@ class JoinedWronglyError(Exception):
 def check_joints(recorder: CallRecorder, targets: Sequence[Tensor]) -> None:
     """Raise if a target or a recurrence reads a state that a masked recurrence was recorded to drop.
 
-    Raises
-    ------
-    JoinedWronglyError
-        If so; the recurrence's owner was added to ``never_by_row`` of the recorder's rules.
+    Raise JoinedWronglyError if so; the recurrence's owner was added to ``never_by_row`` of the recorder's rules.
     """
     masked = [run for run in recorder.runs if run.valid() is not None]
     taps = [tap for run in masked for _, tap in _taps_by_step(run)]

@@ -86,10 +86,8 @@ def _moved(value: Any, size: float) -> Any:
 def reinitialised(model: nn.Module, seed: int) -> nn.Module:
     """Return a deep copy in which every module with own parameters was reset by its ``reset_parameters``.
 
-    Raises
-    ------
-    UnsupportedError
-        If a module with parameters of its own has no ``reset_parameters``, so that its initialisation is unknown.
+    Raise UnsupportedError if a module with parameters of its own has no ``reset_parameters``, so that its
+    initialisation is unknown.
     """
     twin = copy.deepcopy(model)
     with torch.random.fork_rng(), torch.no_grad():

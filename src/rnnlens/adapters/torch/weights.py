@@ -117,10 +117,7 @@ def library_parameter(module: nn.Module | None, layer: int, key: str) -> nn.Para
 def layer_weights(named: Sequence[tuple[str, nn.Module]], node_name: Any) -> dict[str, LayerWeights]:
     """Return the weights of all modules that have any; a recurrent module gives one entry per stacked layer.
 
-    Raises
-    ------
-    ModelError
-        If a weight is on the meta device and has no values.
+    Raise ModelError if a weight is on the meta device and has no values.
     """
     _refuse_without_values(named)
     result: dict[str, LayerWeights] = {}
