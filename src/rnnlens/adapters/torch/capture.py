@@ -97,17 +97,17 @@ def recorded_pass(
     batch: Batch,
     x: Any,
     recorder: CallRecorder,
+    chain: ChainRecorder,
     asked: RequestedLayers,
     *,
     keep_gradients: bool,
     with_loss: bool = True,
-) -> tuple[Any, Tensor | None, ChainRecorder, bool]:
+) -> tuple[Any, Tensor | None, bool]:
     """Run a model once and join the recorded calls to recurrences.
 
-    Return outputs, loss, the record of a chain, and whether the forward ran without gradients. The caller opens
-    :func:`borrowed`.
+    Return outputs, loss, and whether the forward ran without gradients. The caller opens :func:`borrowed`, and makes
+    the ``chain`` before it adds hooks of its own.
     """
-    chain = ChainRecorder(model)
     with chain.watch(), watched(model, recorder, asked, batch, keep_gradients) as interceptor:
         outputs = call_model(model, x)
     join_changed_states(recorder)
@@ -117,7 +117,7 @@ def recorded_pass(
     with raised_by("Your loss"):
         loss = evaluate(batch, outputs, model) if with_loss else None
     check_joints(recorder, [*tensors_of(outputs), *([] if loss is None else [loss])])
-    return outputs, loss, chain, interceptor.cut_gradients and not keep_gradients
+    return outputs, loss, interceptor.cut_gradients and not keep_gradients
 
 
 def _pass(
@@ -137,7 +137,8 @@ def _pass(
     ):
         x, sources = with_sources(x) if boundaries else (x, [])
         around = ModelTensors(sources, dict(model.named_parameters()) if boundaries else {})
-        outputs, loss, chain, unseen = recorded_pass(model, batch, x, recorder, asked, keep_gradients=keep_gradients)
+        chain = ChainRecorder(model)
+        outputs, loss, unseen = recorded_pass(model, batch, x, recorder, chain, asked, keep_gradients=keep_gradients)
         if loss is not None and not loss.requires_grad and unseen:
             raise NoGradientsError
         found = _read(recorder, asked, request, loss, outputs, keep_gradients, around)

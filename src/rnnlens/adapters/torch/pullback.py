@@ -21,6 +21,7 @@ from ..shared import hook_in_this_thread
 from .boundaries import PortTable, PortTensors, stand_ins
 from .capture import NoGradientsError, recorded_pass, run_until_recorded
 from .cells import replayable
+from .chain import ChainRecorder
 from .discover import RequestedLayers, named_modules, unwrapped
 from .inputs import as_tensors, home_of, leaves_of, on_leaves, tensors_of
 from .losses import host_array
@@ -77,14 +78,14 @@ class TorchPullback:
         asked = replace(RequestedLayers.of(model, None), sequences=frozenset())
         recorder = CallRecorder(rules, separate=True, cut={_path(port) for port in cut})
         plain: dict[str, list[Any]] = {}
-        inputs = on_leaves(as_tensors(batch.x, model, "x"), _source)
+        inputs, chain = on_leaves(as_tensors(batch.x, model, "x"), _source), ChainRecorder(model)
         wanted = any(port.kind == "loss" for port in (*self.of, *self.wrt))
         with borrowed(model, training=batch.training, seed=batch.seed):
             weights = stand_ins(modules, (*self.of, *self.wrt))
             handles = self._watch_plain(modules, asked, recorder, plain)
             try:
-                outputs, loss, chain, unseen = recorded_pass(
-                    model, batch, inputs, recorder, asked, keep_gradients=keep_gradients, with_loss=wanted
+                outputs, loss, unseen = recorded_pass(
+                    model, batch, inputs, recorder, chain, asked, keep_gradients=keep_gradients, with_loss=wanted
                 )
             finally:
                 for handle in handles:
