@@ -101,7 +101,6 @@ def recorded_pass(
     asked: RequestedLayers,
     *,
     keep_gradients: bool,
-    with_loss: bool = True,
 ) -> tuple[Any, Tensor | None, bool]:
     """Run a model once and join the recorded calls to recurrences.
 
@@ -115,7 +114,7 @@ def recorded_pass(
     mark_endings(recorder)
     refuse_hooked(recorder)
     with raised_by("Your loss"):
-        loss = evaluate(batch, outputs, model) if with_loss else None
+        loss = evaluate(batch, outputs, model)
     check_joints(recorder, [*tensors_of(outputs), *([] if loss is None else [loss])])
     return outputs, loss, interceptor.cut_gradients and not keep_gradients
 

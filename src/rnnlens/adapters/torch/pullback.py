@@ -79,13 +79,14 @@ class TorchPullback:
         recorder = CallRecorder(rules, separate=True, cut={_path(port) for port in cut})
         plain: dict[str, list[Any]] = {}
         inputs, chain = on_leaves(as_tensors(batch.x, model, "x"), _source), ChainRecorder(model)
-        wanted = any(port.kind == "loss" for port in (*self.of, *self.wrt))
+        if not any(port.kind == "loss" for port in (*self.of, *self.wrt)):
+            batch = batch.without_loss()
         with borrowed(model, training=batch.training, seed=batch.seed):
             weights = stand_ins(modules, (*self.of, *self.wrt))
             handles = self._watch_plain(modules, asked, recorder, plain)
             try:
                 outputs, loss, unseen = recorded_pass(
-                    model, batch, inputs, recorder, chain, asked, keep_gradients=keep_gradients, with_loss=wanted
+                    model, batch, inputs, recorder, chain, asked, keep_gradients=keep_gradients
                 )
             finally:
                 for handle in handles:

@@ -39,10 +39,6 @@ NAMES = {
 SLOTS = {name: slot for slot, name in NAMES.items()}
 
 
-#: Name in rnnlens -> torch's name.
-SLOTS = {name: slot for slot, name in NAMES.items()}
-
-
 #: Modules whose ``weight`` is a table of rows that integers select.
 TABLES = (nn.Embedding, nn.EmbeddingBag)
 
