@@ -206,10 +206,7 @@ def is_instance(x: Any, *classes: tuple[str, str]) -> bool:
 def as_numpy(value: Any) -> np.ndarray[Any, Any]:
     """Convert an array of any framework to NumPy, also one that requires grad, lies on a device or is in bfloat16.
 
-    Raises
-    ------
-    InputError
-        If it cannot be converted.
+    Raise InputError if it cannot be converted.
     """
     try:
         array = to_numpy(value)
@@ -224,10 +221,7 @@ def as_numpy(value: Any) -> np.ndarray[Any, Any]:
 def as_numbers(name: str, value: Any) -> np.ndarray[Any, Any]:
     """Convert an array of any framework, or nested lists of real numbers, to a NumPy array.
 
-    Raises
-    ------
-    InputError, UnsupportedError
-        For any other value, such as text, complex numbers or a sparse array.
+    Raise InputError or UnsupportedError for any other value, such as text, complex numbers or a sparse array.
     """
     if not _is_array(value):
         _refuse_depth(name, value)

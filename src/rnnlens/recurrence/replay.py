@@ -358,13 +358,8 @@ def refuse_another_function(call: Any, off: float) -> None:
 
     Rounding errors are not yet amplified at the first step.
 
-    Half precision is not tested here, but by the self-checks.
-
-    Raises
-    ------
-    UnsupportedError
-        If they differ: the cell depends on something other than its input, state and weights, such as an attribute set
-        by ``call`` or the training flag.
+    Half precision is not tested here, but by the self-checks. Raise UnsupportedError if they differ: the cell depends
+    on something other than its input, state and weights, such as an attribute set by ``call`` or the training flag.
     """
     if _is_beyond_rounding(call, off):
         cell = f"The cell of {call.layer!r}"
@@ -374,10 +369,7 @@ def refuse_another_function(call: Any, off: float) -> None:
 def refuse_other_equations(call: Any, off: float) -> None:
     """Raise an error if the residual ``off`` of registered equations at the first step exceeds rounding.
 
-    Raises
-    ------
-    UnsupportedError
-        If the layer's output differs from the output of the equations.
+    Raise UnsupportedError if the layer's output differs from the output of the equations.
     """
     if _is_beyond_rounding(call, off):
         cell = call.cell
@@ -392,10 +384,7 @@ def refuse_other_equations(call: Any, off: float) -> None:
 def refuse_other_ends(call: Any, off: float, off_at_the_end: float) -> None:
     """Raise an error if final states of registered equations differ although the outputs agree.
 
-    Raises
-    ------
-    UnsupportedError
-        If the layer returned its states in another order, or other states.
+    Raise UnsupportedError if the layer returned its states in another order, or other states.
     """
     if _is_beyond_rounding(call, off_at_the_end) and not _is_beyond_rounding(call, off):
         raise UnsupportedError(
@@ -409,10 +398,7 @@ def refuse_other_ends(call: Any, off: float, off_at_the_end: float) -> None:
 def refuse_other_states(call: Any) -> None:
     """Raise an error if a layer's states differ from those of its cell in number or size.
 
-    Raises
-    ------
-    UnsupportedError
-        If the number or the sizes of the states differ.
+    Raise UnsupportedError if the number or the sizes of the states differ.
     """
     sizes = tuple(int(s.shape[-1]) for s in call.initial_state)
     if sizes != tuple(call.cell.state_sizes):

@@ -91,10 +91,7 @@ class Trajectory:
     def known_record(self) -> Record:
         """Gates before and after their activation, for a cell with known equations.
 
-        Raises
-        ------
-        TypeError
-            If the framework runs the cell, so that gates are unknown.
+        Raise TypeError if the framework runs the cell, so that gates are unknown.
         """
         if self.record is None:
             raise TypeError("a cell without equations has no recorded gates")

@@ -178,10 +178,7 @@ def in_order(array: Array, names: Sequence[str], lead: int = 0) -> tuple[Array, 
 def refuse_unknown(what: str, name: str, names: Sequence[str], wanted: str = SAMPLE) -> None:
     """Raise if the axis ``wanted`` is not among the known axis names of a tensor.
 
-    Raises
-    ------
-    InputError
-        With the argument ``axes=`` that states the axis.
+    Raise InputError with the argument ``axes=`` that states the axis.
     """
     if wanted not in names:
         counts = {SAMPLE: "samples", TIME: "steps"}[wanted]
@@ -195,10 +192,7 @@ def refuse_unknown(what: str, name: str, names: Sequence[str], wanted: str = SAM
 def refuse_unclear_steps(what: str, name: str, layout: Layout) -> None:
     """Raise where the steps of a tensor cannot be told from its other axes.
 
-    Raises
-    ------
-    InputError
-        With the layouts to choose from.
+    Raise InputError with the layouts to choose from.
     """
     if not layout.unclear:
         return
@@ -383,10 +377,7 @@ def refuse_coupled(
 ) -> None:
     """Raise if cotangents of some samples are pulled back to other samples.
 
-    Raises
-    ------
-    UnsupportedError
-        With the tensor at which the samples mix.
+    Raise UnsupportedError with the tensor at which the samples mix.
     """
     if outside.samples < 2 or not seeds:
         return

@@ -212,12 +212,8 @@ def _scan_tensor(adapter: Adapter, model: Any, wrt: Any) -> tuple[str, str] | No
 def _scan_gradient(model: Any, x: Any, y: Any, tensor: tuple[str, str], options: Mapping[str, Any]) -> LabelledArray:
     """Return the gradient of the loss by a state or coefficient of a scan, with checks and certificate.
 
-    ``options``: the other arguments of ``rl.gradients`` that are not at their defaults.
-
-    Raises
-    ------
-    UnsupportedError
-        For a target other than the loss, or a reduction of it.
+    ``options``: the other arguments of ``rl.gradients`` that are not at their defaults. Raise UnsupportedError for a
+    target other than the loss, or a reduction of it.
     """
     (layer, quantity), known = tensor, ("loss", "sample_weight", "class_weight", "training", "seed", "axes")
     others = [name for name in options if name not in known]

@@ -193,10 +193,7 @@ def with_named_outputs(adapter: Adapter, model: Any, batch: Batch, known: Catalo
 def read(text: str, known: Catalogue) -> list[TensorName]:
     """Resolve a name, a pattern (``*``, ``?``) or ``"weights"`` to at least one tensor.
 
-    Raises
-    ------
-    LayerNotFoundError
-        If nothing matches; the message has the closest name.
+    Raise LayerNotFoundError if nothing matches; the message has the closest name.
     """
     for attempt in (_whole_model, _weight_path, _layer_quantity, _tensor):
         found = attempt(text, known)

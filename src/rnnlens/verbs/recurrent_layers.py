@@ -379,10 +379,7 @@ class ReplayedLayers:
     def layer(self, name: str | None) -> list[ReplayedCall]:
         """Return the directions of one call of a layer.
 
-        Raises
-        ------
-        LayerNotFoundError
-            If the layer was never called, or several times and the name does not select a call.
+        Raise LayerNotFoundError if the layer was never called, or several times and the name does not select a call.
         """
         if name in self.replayed_calls:
             return self.replayed_calls[name]

@@ -107,10 +107,7 @@ class ModelRequest:
     ) -> ModelRequest:
         """Resolve a call on its model, stated layouts included; ``texts`` are names that may need output keys.
 
-        Raises
-        ------
-        InputError, LayerNotFoundError
-            If ``axes`` does not name tensors of the model.
+        Raise InputError or LayerNotFoundError if ``axes`` does not name tensors of the model.
         """
         adapter, several = adapter_for(model), is_source(batch.x)
         known = Catalogue(adapter, model, batch.x)

@@ -79,10 +79,7 @@ def taken_from(plan: JacobianPlan, jacobian: xr.DataArray) -> JacobianClaim:
 def pushed_through(plan: JacobianPlan, jacobian: xr.DataArray | None, memory: int, dtype: str) -> JacobianClaim:
     """Sweep random signs through the plan of a measured Jacobian; check the measured values against them if given.
 
-    Raises
-    ------
-    TooLargeError
-        If not even the steps below one output step fit into the memory.
+    Raise TooLargeError if not even the steps below one output step fit into the memory.
     """
     chosen = _probed_steps(plan, memory)
     weights = _random_rows(plan, chosen)

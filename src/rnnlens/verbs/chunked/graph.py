@@ -262,13 +262,7 @@ def compute_chunk(task: ChunkTask, model: TravellingModel, rows: tuple[int, ...]
 
 
 def take_kept(values: ChunkValues, name: str, shape: tuple[int, ...], dtype: str) -> Array:
-    """Return one array of a chunk.
-
-    Raises
-    ------
-    InputError
-        If its shape is not that of the other chunks.
-    """
+    """Return one array of a chunk. Raise InputError if its shape is not that of the other chunks."""
     found = _checked_shape(values.kept[name], name, shape)
     return found.astype(dtype, copy=False)
 

@@ -91,10 +91,8 @@ def gradients_of_chunks(
 ) -> tuple[GradientRequest, dict[str, xr.DataArray], Explanation, ChunkGraph]:
     """Return lazy gradients by name, reasons for those that do not exist, and the graph of tasks.
 
-    Raises
-    ------
-    UnsupportedError
-        If the gradients of chunks do not combine to that of the whole data set, or an option needs all of it.
+    Raise UnsupportedError if the gradients of chunks do not combine to that of the whole data set, or an option needs
+    all of it.
     """
     _refuse_options(arguments)
     request, part, template = template_of(lambda batch: _gradients_of_template(model, chunks, arguments, batch), chunks)

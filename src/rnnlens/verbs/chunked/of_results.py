@@ -106,10 +106,7 @@ def lazy_datasets(
 ) -> tuple[Any, dict[str, xr.Dataset], ChunkGraph]:
     """Return the result of stand-in data, lazy datasets by layer, and the graph of tasks.
 
-    Raises
-    ------
-    UnsupportedError
-        If the loss of all samples does not follow from that of each chunk.
+    Raise UnsupportedError if the loss of all samples does not follow from that of each chunk.
     """
     template = template_of(partial(verb, model), chunks)
     combine = _combination(adapter, model, chunks) if with_loss else None

@@ -67,14 +67,9 @@ class SampleChunks:
     def of(cls, axes: ModelAxes, run: Batch, batch_size: int | None = None) -> SampleChunks:
         """Find the axis of samples of every array, and the cuts.
 
-        Raises
-        ------
-        InputError
-            If chunk sizes are not known, there are no samples, or numbers of samples differ.
-        UnsupportedError
-            If samples share an axis with something else, or initial states are lazy.
-        TooLargeError
-            If a chunk alone exceeds the memory granted.
+        Raise InputError if chunk sizes are not known, there are no samples, or numbers of samples differ. Raise
+        UnsupportedError if samples share an axis with something else, or initial states are lazy. Raise TooLargeError
+        if a chunk alone exceeds the memory granted.
         """
         for name in _PARTS:
             _refuse_unknown_chunks(name, getattr(run, name))

@@ -63,10 +63,7 @@ class Target:
     def of_rows(self, start: int, stop: int) -> Target:
         """Return the target's part on a batch with samples ``start`` to ``stop`` of ``total``.
 
-        Raises
-        ------
-        InputError
-            If samples are selected in a data set whose length is not known.
+        Raise InputError if samples are selected in a data set whose length is not known.
         """
         if self.rows is None:
             return self
@@ -93,10 +90,7 @@ class Target:
     def evaluate(self, whole: xr.DataArray, differentiate: Differentiate) -> tuple[Array, Array]:
         """Return the target's value, a scalar or (sample,), and the cotangent of ``whole``.
 
-        Raises
-        ------
-        InputError
-            If ``at`` does not fit, or if more than one number remains and ``reduce`` is None.
+        Raise InputError if ``at`` does not fit, or if more than one number remains and ``reduce`` is None.
         """
         if self.picked == 0:
             return np.zeros((0,) if self.per_sample else ()), np.zeros(whole.shape, np.result_type(whole, np.float32))

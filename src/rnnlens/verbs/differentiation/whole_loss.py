@@ -112,10 +112,7 @@ class WholeLoss:
 def output_layouts(axes: ModelAxes, first: Batch, second: Batch) -> OutputLayouts | None:
     """Return the layout of each model output by its sample axis; None if samples come first.
 
-    Raises
-    ------
-    UnsupportedError
-        If the outputs of a sample depend on the other samples of its batch.
+    Raise UnsupportedError if the outputs of a sample depend on the other samples of its batch.
     """
     adapter, model = axes.adapter, axes.model
     mixing = adapter.mixes_samples(model, first.training)

@@ -31,12 +31,8 @@ from .request import JacobianOptions
 def refuse_without_mean(options: JacobianOptions) -> None:
     """Raise for options that cannot be computed batch by batch.
 
-    Raises
-    ------
-    InputError
-        If samples would be kept.
-    UnsupportedError
-        If the results of batches do not combine to that of the data set.
+    Raise InputError if samples would be kept. Raise UnsupportedError if the results of batches do not combine to that
+    of the data set.
     """
     if options.across is None:
         expected = 'across="mean"; or one batch, whose samples are kept'
@@ -45,13 +41,7 @@ def refuse_without_mean(options: JacobianOptions) -> None:
 
 
 def refuse_for_chunks(options: JacobianOptions, of: str = "lazy data") -> None:
-    """Raise for options whose errors or file belong to one batch.
-
-    Raises
-    ------
-    UnsupportedError
-        With the option.
-    """
+    """Raise for options whose errors or file belong to one batch. Raise UnsupportedError with the option."""
     for name in ("sketch", "rtol", "out"):
         if getattr(options, name) is not None:
             what = f"{name}= applies to one batch, not to {of}."
@@ -62,10 +52,7 @@ def refuse_for_chunks(options: JacobianOptions, of: str = "lazy data") -> None:
 def mean_over(jacobians: Iterable[tuple[LabelledArray, int]]) -> LabelledArray:
     """Average Jacobians, weighted by their numbers of samples; keep the worst check of all batches.
 
-    Raises
-    ------
-    InputError
-        If batches differ in length.
+    Raise InputError if batches differ in length.
     """
     first: LabelledArray | None = None
     total, samples, checks = np.zeros(()), 0, dict[tuple[str, str], Check]()

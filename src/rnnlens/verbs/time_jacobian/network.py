@@ -137,16 +137,9 @@ class JacobianNetwork:
 def open_network(request: JacobianRequest, *, perturbed: bool = False) -> Iterator[JacobianNetwork]:
     """Run the model and keep, while the context is open, what differentiation between the two ends needs.
 
-    ``perturbed``: values inside recurrent layers are perturbed by one rounding.
-
-    Raises
-    ------
-    ModelError
-        If no recurrent layer ran.
-    DisconnectedError
-        If no path connects the ends.
-    UnsupportedError
-        If samples depend on each other, or recurrent layers run on different numbers of samples.
+    ``perturbed``: values inside recurrent layers are perturbed by one rounding. Raise ModelError if no recurrent layer
+    ran. Raise DisconnectedError if no path connects the ends. Raise UnsupportedError if samples depend on each other,
+    or recurrent layers run on different numbers of samples.
     """
     inside = _look_inside(request)
     with _opened(request, inside.perturbed() if perturbed else inside) as network:
@@ -211,10 +204,7 @@ def _look_inside(request: JacobianRequest) -> ReplayedLayers:
 def _refuse_samples_elsewhere(request: JacobianRequest, calls: Sequence[RecurrentCall]) -> None:
     """Refuse a model whose first axis counts steps where the framework's convention is samples first.
 
-    Raises
-    ------
-    InputError
-        If all recurrent calls step along the first axis of the input.
+    Raise InputError if all recurrent calls step along the first axis of the input.
     """
     if not request.axes.samples_first or not calls:
         return
@@ -230,10 +220,7 @@ def _refuse_samples_elsewhere(request: JacobianRequest, calls: Sequence[Recurren
 def _flattened(one: ReplayedCall, memory: int) -> ReplayedCall:
     """Return a call with flattened axes of space, if the step matrix between two images fits into the memory.
 
-    Raises
-    ------
-    TooLargeError
-        If it does not.
+    Raise TooLargeError if it does not.
     """
     flat = one.flat()
     if flat is not one:

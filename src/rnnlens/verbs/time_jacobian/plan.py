@@ -332,14 +332,9 @@ class JacobianPlan:
 def make_plan(options: JacobianOptions, network: JacobianNetwork) -> JacobianPlan:
     """Return the plan for the requested options on a network.
 
-    Raises
-    ------
-    InputError
-        If steps or projections do not fit the two ends.
-    TooLargeError
-        If the result would not fit into the memory; the message has cheaper calls.
-    UnsupportedError
-        If ``mode="forward"`` or ``rtol=`` is requested although the direct route does not apply.
+    Raise InputError if steps or projections do not fit the two ends. Raise TooLargeError if the result would not fit
+    into the memory; the message has cheaper calls. Raise UnsupportedError if ``mode="forward"`` or ``rtol=`` is
+    requested although the direct route does not apply.
     """
     ends = ends_of(network.of, network.wrt, options, network.samples)
     mode = "reverse" if options.sketch is not None else options.mode

@@ -71,14 +71,8 @@ def read_request(
 ) -> JacobianRequest:
     """Resolve the names of the two ends on the model, and check all arguments that need no run.
 
-    Raises
-    ------
-    LayerNotFoundError
-        If a name matches nothing.
-    UnsupportedError
-        If the tensor cannot be an end of a time Jacobian.
-    InputError
-        If the input is integer, or ``axes=`` does not name tensors of the model.
+    Raise LayerNotFoundError if a name matches nothing. Raise UnsupportedError if the tensor cannot be an end of a time
+    Jacobian. Raise InputError if the input is integer, or ``axes=`` does not name tensors of the model.
     """
     resolved = ModelRequest.resolve(model, batch, axes, ends)
     of, wrt = (read_one(text, resolved.known) for text in ends)
@@ -224,12 +218,8 @@ class JacobianEnds:
 def ends_of(of: JacobianEnd, wrt: JacobianEnd, options: JacobianOptions, samples: int) -> JacobianEnds:
     """Return the two ends with the steps, rows and reductions of a request.
 
-    Raises
-    ------
-    InputError
-        If a step does not exist, or ``reduce=`` does not fit the units.
-    TooLargeError
-        If the probes of a sketch would not fit into the memory.
+    Raise InputError if a step does not exist, or ``reduce=`` does not fit the units. Raise TooLargeError if the probes
+    of a sketch would not fit into the memory.
     """
     projection = None if options.reduce is None else _projection(options.reduce, of.size)
     measure = "norm" if options.sketch is not None else options.measure

@@ -151,10 +151,7 @@ class Segment:
 def probe(pull: Pull, top: OuterTensor, tensors: Mapping[Port, OuterTensor]) -> dict[Port, Segment]:
     """Find the segments that start at a tensor by pulling probe cotangents, by the lower tensor.
 
-    Raises
-    ------
-    UnsupportedError
-        If cotangents of some samples reach other samples.
+    Raise UnsupportedError if cotangents of some samples reach other samples.
     """
     units, (steps, on_steps), (samples, on_samples) = _unit_rows(top), _step_rows(top), _sample_rows(top)
     found = pull(top.port, np.concatenate([units, steps, samples]))

@@ -46,10 +46,7 @@ class TraceSelection:
     ) -> TraceSelection:
         """Check the arguments ``layers`` and ``quantities``.
 
-        Raises
-        ------
-        InputError
-            If a quantity does not exist, or is a gradient and there is no loss.
+        Raise InputError if a quantity does not exist, or is a gradient and there is no loss.
         """
         named = None if layers is None else (layers,) if isinstance(layers, str) else tuple(layers)
         if quantities is None:
