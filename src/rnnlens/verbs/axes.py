@@ -176,10 +176,7 @@ def in_order(array: Array, names: Sequence[str], lead: int = 0) -> tuple[Array, 
 
 
 def refuse_unknown(what: str, name: str, names: Sequence[str], wanted: str = SAMPLE) -> None:
-    """Raise if the axis ``wanted`` is not among the known axis names of a tensor.
-
-    Raise InputError with the argument ``axes=`` that states the axis.
-    """
+    """Raise InputError, with the ``axes=`` to type, if the axis ``wanted`` is not among a tensor's axis names."""
     if wanted not in names:
         counts = {SAMPLE: "samples", TIME: "steps"}[wanted]
         raise InputError(
@@ -190,10 +187,7 @@ def refuse_unknown(what: str, name: str, names: Sequence[str], wanted: str = SAM
 
 
 def refuse_unclear_steps(what: str, name: str, layout: Layout) -> None:
-    """Raise where the steps of a tensor cannot be told from its other axes.
-
-    Raise InputError with the layouts to choose from.
-    """
+    """Raise InputError, with the layouts to choose from, where a tensor's steps cannot be told from its other axes."""
     if not layout.unclear:
         return
     axes, ways = " and ".join(layout.unclear), axes_to_type(name, layout.axes, layout.unclear)
@@ -375,10 +369,7 @@ def patterns(size: int) -> np.ndarray[Any, Any]:
 def refuse_coupled(
     outside: BatchAxes, seeds: Mapping[Port, Array], pull: Callable[[Mapping[Port, Array]], Mapping[Port, Array | None]]
 ) -> None:
-    """Raise if cotangents of some samples are pulled back to other samples.
-
-    Raise UnsupportedError with the tensor at which the samples mix.
-    """
+    """Raise UnsupportedError, with the tensor, if cotangents of some samples are pulled back to other samples."""
     if outside.samples < 2 or not seeds:
         return
     rows = patterns(outside.samples)

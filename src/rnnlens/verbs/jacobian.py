@@ -236,7 +236,7 @@ def _of_batch(
         certified = options.out is not None or request.needs_certificate("jacobian", batch, named, *looked)
         claim = claim_of(request, plan, found) if certified else None
     if claim is not None:
-        certificate = certify(request, plan, claim)
+        certificate = certify(request, claim)
         found.attrs |= record(found.checks, certificate)
         warn_about(certificate.checks)
     return found

@@ -45,6 +45,8 @@ class JacobianClaim:
 
     Attributes
     ----------
+    request, plan
+        The Jacobian: the user's, or d output / d input through its recurrences if its ends lie inside the model.
     ends
         The ends that ``pulled`` was computed for.
     cotangent
@@ -59,6 +61,8 @@ class JacobianClaim:
         Comparison of a result reduced to norms with the product.
     """
 
+    request: JacobianRequest
+    plan: JacobianPlan
     ends: JacobianEnds
     cotangent: xr.DataArray
     pulled: xr.DataArray
@@ -68,19 +72,21 @@ class JacobianClaim:
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def taken_from(plan: JacobianPlan, jacobian: xr.DataArray) -> JacobianClaim:
+def taken_from(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataArray) -> JacobianClaim:
     """Multiply a finished Jacobian by random signs; it must be linear in its rows."""
     signs = _signs(plan)
     bare = jacobian.drop_vars(list(jacobian.coords))
-    return JacobianClaim(plan.ends, _on_units(signs, plan.ends), _contracted(bare, signs), _spread(bare))
+    pulled = _contracted(bare, signs)
+    return JacobianClaim(request, plan, plan.ends, _on_units(signs, plan.ends), pulled, _spread(bare))
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def pushed_through(plan: JacobianPlan, jacobian: xr.DataArray | None, memory: int, dtype: str) -> JacobianClaim:
+def pushed_through(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataArray | None) -> JacobianClaim:
     """Sweep random signs through the plan of a measured Jacobian; check the measured values against them if given.
 
     Raise TooLargeError if not even the steps below one output step fit into the memory.
     """
+    memory = request.options.memory
     chosen = _probed_steps(plan, memory)
     weights = _random_rows(plan, chosen)
     times = None if plan.ends.out_times is None else [plan.ends.out_times[i] for i in chosen]
@@ -88,12 +94,12 @@ def pushed_through(plan: JacobianPlan, jacobian: xr.DataArray | None, memory: in
     modes = {part.mode for part in plan.parts}
     probe = plan_for(plan.network, ends, modes.pop() if len(modes) == 1 else "auto", None, memory, streamed=False)
     rows = xr.DataArray(numbers(probe, WorkCount()), dims=probe.dims)
-    check = () if jacobian is None else _bound(plan, jacobian, rows, chosen, dtype)
+    check = () if jacobian is None else _bound(plan, jacobian, rows, chosen, _computed_in(request, plan))
     pulled = rows.isel({OUT_UNIT: 0})
     pulled = pulled.sum(OUT_TIME) if OUT_TIME in rows.dims else pulled
     cotangent = xr.DataArray(weights[:, :, 0].astype(plan.dtype), dims=(SAMPLE, TIME, UNIT))
     cotangent = cotangent.isel({TIME: 0 if times is None else times})
-    return JacobianClaim(ends, cotangent, pulled, _spread(rows), True, check)
+    return JacobianClaim(request, plan, ends, cotangent, pulled, _spread(rows), True, check)
 
 
 def _probed_steps(plan: JacobianPlan, memory: int) -> list[int]:
@@ -186,18 +192,7 @@ SubnetworkRun = Callable[[Array], tuple[Array, Callable[[Array], list[Array | No
 _MEASURED = {"norm": "norms", "spectral": "largest singular values", "abs_mean": "mean magnitudes"}
 
 
-@dataclass(frozen=True)
-class WholeModelClaim:
-    """Claim on d output / d input, through the recurrences of a Jacobian between ends inside the model."""
-
-    request: JacobianRequest
-    plan: JacobianPlan
-    claim: JacobianClaim
-
-
-def claim_of(
-    request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataArray
-) -> JacobianClaim | WholeModelClaim | Certificate:
+def claim_of(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataArray) -> JacobianClaim | Certificate:
     """Return a claim on a finished Jacobian for a reference run, or a certificate with the reason why there is none."""
     if request.options.out is not None:
         return Certificate("could not", why="it was written to disk in chunks, which are not read back")
@@ -227,7 +222,7 @@ def _why_not(request: JacobianRequest, plan: JacobianPlan) -> str:
     return ""
 
 
-def _through_whole_model(request: JacobianRequest, plan: JacobianPlan) -> WholeModelClaim | Certificate:
+def _through_whole_model(request: JacobianRequest, plan: JacobianPlan) -> JacobianClaim | Certificate:
     """Return the claim on an output by an input of the model, through all recurrences between two inner ends.
 
     A reference run has no tensor for inner ends. The claim sweeps the same recurrences and segments in the same order,
@@ -246,8 +241,7 @@ def _through_whole_model(request: JacobianRequest, plan: JacobianPlan) -> WholeM
                 on_path = network.path.recurrences if network.is_cut else range(len(network.recurrences))
                 whole_plan = make_plan(options, network)
                 if needed <= {network.recurrences[number].call.layer for number in on_path}:
-                    claim = pushed_through(whole_plan, None, options.memory, _computed_in(whole, whole_plan))
-                    return WholeModelClaim(whole, whole_plan, claim)
+                    return pushed_through(whole, whole_plan, None)
         except TooLargeError:
             raise
         except RnnlensError:
@@ -261,18 +255,19 @@ def _has_inner_end(request: JacobianRequest) -> bool:
     return _is_inside(request.of) or _is_inside(request.wrt)
 
 
-def certify(
-    request: JacobianRequest, plan: JacobianPlan, claim: JacobianClaim | WholeModelClaim | Certificate
-) -> Certificate:
-    """Compare a claim with the gradient at the model's input in a reference run."""
+def certify(request: JacobianRequest, claim: JacobianClaim | Certificate) -> Certificate:
+    """Compare a claim on a requested Jacobian with the gradient at the model's input in a reference run."""
     if isinstance(claim, Certificate):
         return claim
-    if isinstance(claim, WholeModelClaim):
-        certificate = certify(claim.request, claim.plan, claim.claim)
-        through = f"d {claim.request.of.text} / d {claim.request.wrt.text} through the same recurrences"
-        rests = f"d {request.of.text} / d {request.wrt.text}"
-        return replace(certificate, certified=(through,), resting=(rests,)) if certificate.checks else certificate
-    engine = request.adapter.engine
+    certificate = _compared(claim)
+    if claim.request is request or not certificate.checks:
+        return certificate
+    through = f"d {claim.request.of.text} / d {claim.request.wrt.text} through the same recurrences"
+    return replace(certificate, certified=(through,), resting=(f"d {request.of.text} / d {request.wrt.text}",))
+
+
+def _compared(claim: JacobianClaim) -> Certificate:
+    request, plan, engine = claim.request, claim.plan, claim.request.adapter.engine
     outside = BatchAxes(plan.network.layouts, plan.network.samples)
     pulled = partial(_cotangents, outside, request.of, claim)
     if _has_inner_end(request):
@@ -285,25 +280,21 @@ def certify(
     arrived = _arrived(outside, request.wrt, run.input_grads, request.batch.x, steps=steps)
     if (TIME in arrived.dims) != steps:
         return Certificate("could not", engine, why="the steps of the input are not compared")
-    held = partial(_held, request, plan, claim, _asked(arrived, claim.ends))
-    certificate = held(claim.spread)
-    if certificate.state != "failed":
-        return certificate
-    moved = _pulled(request, perturbed=True) - _pulled(request)
-    certificate = held(max(claim.spread, float(abs(moved).max()) / epsilon(_computed_in(request, plan))))
-    if certificate.state != "failed":
-        return certificate
-    longest = max(int(size) for size in (64, *plan.shape))
-    return recheck_failure(certificate, request.adapter, request.model, request.batch, run, steps=longest)
+    theirs = _asked(arrived, claim.ends).transpose(*claim.pulled.dims)
+    dtype, longest = _computed_in(request, plan), max((64, *plan.shape))
 
+    def compare(scale: float) -> Certificate:
+        comparisons = Comparisons(longest, dtype)
+        comparisons.compare(JACOBIAN, "", [(claim.pulled, theirs)], scale=scale)
+        return comparisons.certificate(engine, claim.checks, **_words(claim))
 
-def _held(
-    request: JacobianRequest, plan: JacobianPlan, claim: JacobianClaim, theirs: xr.DataArray, scale: float
-) -> Certificate:
-    """Compare a claim with the framework's product; rounding is relative to ``scale``."""
-    comparisons = Comparisons(max(int(size) for size in (64, *plan.shape)), _computed_in(request, plan))
-    comparisons.compare(JACOBIAN, "", [(claim.pulled, theirs.transpose(*claim.pulled.dims))], scale=scale)
-    return comparisons.certificate(request.adapter.engine, claim.checks, **_words(plan, claim))
+    certificate = compare(claim.spread)
+    if certificate.state == "failed":
+        moved = _pulled(request, perturbed=True) - _pulled(request)
+        certificate = compare(max(claim.spread, float(abs(moved).max()) / epsilon(dtype)))
+    if certificate.state == "failed":
+        return recheck_failure(certificate, request.adapter, request.model, request.batch, run, steps=longest)
+    return certificate
 
 
 def _pulled(request: JacobianRequest, *, perturbed: bool = False) -> xr.DataArray:
@@ -320,8 +311,8 @@ def _pulled(request: JacobianRequest, *, perturbed: bool = False) -> xr.DataArra
 
 def _claimed(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataArray | None) -> JacobianClaim:
     if plan.ends.measure in LINEAR and jacobian is not None:
-        return taken_from(plan, jacobian)
-    return pushed_through(plan, jacobian, request.options.memory, _computed_in(request, plan))
+        return taken_from(request, plan, jacobian)
+    return pushed_through(request, plan, jacobian)
 
 
 def _is_inside(name: TensorName) -> bool:
@@ -370,12 +361,13 @@ def _pulled_through(
     return ReferenceRun(whole.outputs, input_grads=pull(np.asarray(cotangent)))
 
 
-def _words(plan: JacobianPlan, claim: JacobianClaim) -> dict[str, tuple[str, ...]]:
+def _words(claim: JacobianClaim) -> dict[str, tuple[str, ...]]:
     """Return the names that a certificate prints: certified quantities, and those that rest on them."""
-    if not claim.probed or plan.ends.measure is None:
+    measure = claim.plan.ends.measure
+    if not claim.probed or measure is None:
         return {"certified": ("random combinations of its rows",)}
     before = "random combinations of the rows before they were measured"
-    return {"certified": (before,), "resting": (_MEASURED[str(plan.ends.measure)],)}
+    return {"certified": (before,), "resting": (_MEASURED[measure],)}
 
 
 def _computed_in(request: JacobianRequest, plan: JacobianPlan) -> str:

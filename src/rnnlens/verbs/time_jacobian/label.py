@@ -29,11 +29,7 @@ from .request import JacobianOptions
 
 
 def refuse_without_mean(options: JacobianOptions) -> None:
-    """Raise for options that cannot be computed batch by batch.
-
-    Raise InputError if samples would be kept. Raise UnsupportedError if the results of batches do not combine to that
-    of the data set.
-    """
+    """Raise InputError if samples would be kept, UnsupportedError if results of batches do not combine."""
     if options.across is None:
         expected = 'across="mean"; or one batch, whose samples are kept'
         raise InputError("The time Jacobian of a data set keeps no samples.", expected=expected)
@@ -41,7 +37,7 @@ def refuse_without_mean(options: JacobianOptions) -> None:
 
 
 def refuse_for_chunks(options: JacobianOptions, of: str = "lazy data") -> None:
-    """Raise for options whose errors or file belong to one batch. Raise UnsupportedError with the option."""
+    """Raise UnsupportedError for options whose errors or file belong to one batch."""
     for name in ("sketch", "rtol", "out"):
         if getattr(options, name) is not None:
             what = f"{name}= applies to one batch, not to {of}."
