@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from math import prod
 from typing import Any
 
 from .arrays import Array, namespace
@@ -85,11 +84,6 @@ class SequenceCell:
     def steps(self) -> int:
         """Number of steps."""
         return int(self.shape[1])
-
-    @property
-    def state_numbers(self) -> int:
-        """Number of states of one sample."""
-        return prod(self.shape[2:])
 
     @property
     def axis(self) -> int:

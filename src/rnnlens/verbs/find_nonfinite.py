@@ -163,7 +163,7 @@ def _way_there(looked: ObservedRun, origin: Origin) -> dict[str, xr.Dataset]:
     if origin.phase not in ("forward", "backward") or sample is None:
         return {}
     for node in looked.nodes:
-        for replayed in node.replayed_calls:
+        for replayed in node.directions:
             if node.name == origin.layer and origin.direction in ("", replayed.call.direction):
                 words = {
                     "long_name": f"largest magnitude in {node.name} of sample {sample}",

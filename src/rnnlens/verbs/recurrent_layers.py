@@ -7,7 +7,7 @@ adjoint inside the layer with the framework's own differentiation outside, joine
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -25,8 +25,7 @@ from ..recurrence.adjoint import (
     unmasked_output_cotangent,
     weight_gradients,
 )
-from ..recurrence.cells import Cell, affine
-from ..recurrence.cells.cell import has_gates
+from ..recurrence.cells import Cell
 from ..recurrence.linear import System
 from ..recurrence.replay import Replay
 from ..recurrence.rounding import perturbed, replay_sensitivity
@@ -152,23 +151,6 @@ class WeightSum:
         )
 
 
-def weight_norms_by_time(run: Replay, result: Adjoint) -> dict[str, Array]:
-    """Return Frobenius norms of each step's contribution to dL/dW: (time, gate), or (time,) without gates.
-
-    Eight steps are computed at a time, so that memory stays at a few copies of the weights.
-    """
-    cell, xp, time = run.cell, run.xp, run.input.shape[1]
-    parts: dict[str, list[Array]] = {}
-    for start in range(0, time, 8):
-        grads = weight_gradients(run, result, by_time=True, times=slice(start, start + 8))
-        for name, grad in grads.items():
-            gated = has_gates(cell.parameters[name])
-            split = affine.split_gates(grad, len(cell.gates), xp) if gated else grad
-            axes = tuple(i for i in range(1, len(split.shape)) if not gated or i != len(split.shape) - 2)
-            parts.setdefault(name, []).append(xp.sqrt(xp.sum(split * split, axis=axes)))
-    return {name: xp.concat(pieces, axis=0) for name, pieces in parts.items()}
-
-
 def _place_output(
     call: RecurrentCall, run: Replay, output_grad: Array | None
 ) -> tuple[list[Array | None], Array | None]:
@@ -209,6 +191,10 @@ class ReplayedCall:
         """The call, linearised around its replayed states."""
         return self.call.cell.linear_system(self.run, self.call.masked_output)
 
+    def perturbed(self) -> ReplayedCall:
+        """Return the call with every value inside the layer perturbed by one rounding."""
+        return ReplayedCall(self.call, perturbed(self.run))
+
     def flat(self) -> ReplayedCall:
         """Return the call with its axes of space flattened into the last axis, channel last; itself without them."""
         if len(self.run.input.shape) == 3:
@@ -229,11 +215,8 @@ class ReplayedCall:
             initial_state=states(call.initial_state),
             final_state=states(call.final_state),
         )
-        initial = states(run.initial_state)
-        found = ReplayedCall(
-            call,
-            replace(run, input=unfolded(run.input), states=tuple(map(unfolded, run.states)), initial_state=initial),
-        )
+        initial, every = states(run.initial_state), tuple(map(unfolded, run.states))
+        found = ReplayedCall(call, replace(run, input=unfolded(run.input), states=every, initial_state=initial))
         found.system = self.system
         return found
 
@@ -290,7 +273,11 @@ class ReplayedCall:
 
     def sweep(self, states: Mapping[int, Array], arrived: Mapping[Port, Array | None]) -> Adjoint:
         """Compute total gradients from cotangents of states and from gradients at the upper ports."""
-        states = _with_reads(states, {i: arrived.get(self.port("state_read", i)) for i in range(len(self.run.states))})
+        states = dict(states)
+        for i in range(len(self.run.states)):
+            read = arrived.get(self.port("state_read", i))  # by the user's code, between the steps
+            if read is not None:
+                states[i] = like(read, states[i]) + states[i] if i in states else read
         output = arrived.get(self.port("output"))
         final = [arrived.get(self.port("final_state", i)) for i in range(len(self.run.states))]
         ending = None
@@ -323,17 +310,20 @@ class ReplayedLayers:
 
     def __init__(
         self,
-        replayed_calls: Mapping[str, list[ReplayedCall]],
+        by_layer: Mapping[str, list[ReplayedCall]],
         entangled: bool = False,
         chain: list[ChainLink] | None = None,
         output: Any = None,
     ) -> None:
-        self.replayed_calls, self.entangled = dict(replayed_calls), entangled
-        #: All calls, in the order in which the layers ran.
-        self.calls = tuple(one for both in replayed_calls.values() for one in both)
+        self.by_layer, self.entangled = dict(by_layer), entangled
         self.chain, self.output = chain, output
         #: Samples of whole-sequence layers, where no recurrent call is replayed.
         self.samples = 0
+
+    @property
+    def calls(self) -> tuple[ReplayedCall, ...]:
+        """All calls, in the order in which the layers ran."""
+        return tuple(one for directions in self.by_layer.values() for one in directions)
 
     @classmethod
     def look(cls, adapter: Adapter, model: Any, batch: Batch, layers: Iterable[str]) -> ReplayedLayers:
@@ -353,81 +343,53 @@ class ReplayedLayers:
         output: Any = None,
     ) -> ReplayedLayers:
         """Replay captured calls."""
-        replayed_calls: dict[str, list[ReplayedCall]] = {}
+        by_layer: dict[str, list[ReplayedCall]] = {}
         for call in on_host(calls):
-            replayed_calls.setdefault(call.layer, []).append(ReplayedCall(call, Replay.from_call(call)))
-        for both in replayed_calls.values():
-            both.sort(key=lambda replayed: replayed.call.bidirectional and replayed.call.direction == "backward")
-        return cls(replayed_calls, entangled, chain, output)
+            by_layer.setdefault(call.layer, []).append(ReplayedCall(call, Replay.from_call(call)))
+        for directions in by_layer.values():
+            directions.sort(key=lambda one: one.call.bidirectional and one.call.direction == "backward")
+        return cls(by_layer, entangled, chain, output)
 
-    def perturbed(self) -> ReplayedLayers:
-        """Return replays in which every value inside the layers is perturbed by one rounding."""
-        replayed_calls = {
-            name: [ReplayedCall(one.call, perturbed(one.run)) for one in both]
-            for name, both in self.replayed_calls.items()
-        }
-        return ReplayedLayers(replayed_calls, self.entangled, self.chain, self.output)
+    def map(self, change: Callable[[ReplayedCall], ReplayedCall]) -> ReplayedLayers:
+        """Return the same layers with every replayed call changed."""
+        by_layer = {name: [change(one) for one in directions] for name, directions in self.by_layer.items()}
+        return ReplayedLayers(by_layer, self.entangled, self.chain, self.output)
 
     def is_stepwise(self, name: TensorName) -> bool:
         """Return whether a tensor belongs to a cell called step by step, so that the framework has it."""
-        if name.what not in ("state", "final_state", "initial_state", "input") or name.layer is None:
-            return False
-        return name.layer in self.replayed_calls and all(
-            replayed.call.stepwise for replayed in self.replayed_calls[name.layer]
-        )
+        directions = self.by_layer.get(str(name.layer), [])
+        kinds = ("state", "final_state", "initial_state", "input")
+        return name.what in kinds and bool(directions) and all(one.call.stepwise for one in directions)
 
     def layer(self, name: str | None) -> list[ReplayedCall]:
         """Return the directions of one call of a layer.
 
         Raise LayerNotFoundError if the layer was never called, or several times and the name does not select a call.
         """
-        if name in self.replayed_calls:
-            return self.replayed_calls[name]
-        calls = [node for node in self.replayed_calls if node.rpartition("#")[0] == name]
+        if name in self.by_layer:
+            return self.by_layer[name]
+        calls = [node for node in self.by_layer if node.rpartition("#")[0] == name]
         if calls:
             expected = "one of: " + ", ".join(repr(call) for call in calls)
             raise LayerNotFoundError(f"Layer {name!r} was called more than once.", expected=expected)
         raise LayerNotFoundError(f"Layer {name!r} was not called in this forward pass.")
 
-    def masks(self) -> dict[str, Array]:
-        """Return the masks by layer, of the layers that have one."""
-        found = {name: replayed_calls[0].run.mask for name, replayed_calls in self.replayed_calls.items()}
-        return {name: to_host(mask) for name, mask in found.items() if mask is not None}
-
     def value(self, name: TensorName) -> Array:
         """Return a state of a layer, with a direction axis for a bidirectional layer."""
-        return _join(
-            [_pick(replayed, replayed.run.states[name.index], name) for replayed in self.layer(name.layer)], name
-        )
+        return _join([_pick(one, one.run.states[name.index], name) for one in self.layer(name.layer)], name)
 
     def on_states(self, name: TensorName, cotangent: Array) -> list[dict[int, Array]]:
         """Return, for each direction, the cotangent of ``value(name)`` over all steps, by state index."""
-        replayed_calls = self.layer(name.layer)
-        axis = 2 if name.what == "state" else 1
-        parts = (
-            [cotangent]
-            if len(replayed_calls) == 1
-            else [np.take(cotangent, d, axis=axis) for d in range(len(replayed_calls))]
-        )
-        return [
-            {name.index: _placed(replayed, part, name)} for replayed, part in zip(replayed_calls, parts, strict=True)
-        ]
+        directions, axis = self.layer(name.layer), 2 if name.what == "state" else 1
+        parts = [cotangent] if len(directions) == 1 else list(np.moveaxis(cotangent, axis, 0))
+        return [{name.index: _placed(one, part, name)} for one, part in zip(directions, parts, strict=True)]
 
     def gradient(self, name: TensorName, swept: Sequence[Adjoint]) -> Array:
         """Return the gradient of a tensor inside a layer from its finished sweeps."""
-        pairs = list(zip(self.layer(name.layer), swept, strict=True))
         if name.what == "input":
             return np.sum([to_host(result.input_grad) for result in swept], axis=0)
-        return _join([_gradient(replayed, result, name) for replayed, result in pairs], name)
-
-
-def _with_reads(states: Mapping[int, Array], reads: Mapping[int, Array | None]) -> dict[int, Array]:
-    """Add gradients of states that the user's code reads to the cotangents by state."""
-    found = dict(states)
-    for index, grad in reads.items():
-        if grad is not None:
-            found[index] = like(grad, found[index]) + found[index] if index in found else grad
-    return found
+        pairs = zip(self.layer(name.layer), swept, strict=True)
+        return _join([_gradient(one, result, name) for one, result in pairs], name)
 
 
 def outputs_of(adapter: Adapter, model: Any, batch: Batch, layers: tuple[str, ...]) -> dict[str, Array]:

@@ -10,13 +10,17 @@ import numpy as np
 
 from ..adapters.protocol import Adapter, Batch, Capture, CaptureRequest, LayerWeights, Port, RecurrentCall
 from ..errors import TooLargeError, UnsupportedError
+from ..recurrence.adjoint import weight_gradients
+from ..recurrence.cells import affine
+from ..recurrence.cells.cell import has_gates
 from ..recurrence.replay import Replay
 from ..recurrence.rounding import rounding_of
+from ..recurrence.trajectory import Adjoint
 from ..results.checks import Check
 from ..results.schema import to_host
 from ..settings import current, format_memory
 from ..typing import Array
-from .recurrent_layers import WeightSum, on_host, sweep, weight_norms_by_time, weights_of
+from .recurrent_layers import WeightSum, on_host, sweep, weights_of
 from .request import ModelRequest
 from .weight_layout import outside_cells
 
@@ -173,8 +177,25 @@ def _of_call(call: RecurrentCall, by_time: bool | str, sums: dict[str, WeightSum
             whole, int(call.input.shape[1]), rounding_of(run, result).weights
         )
     if by_time == "norm":
-        return weight_norms_by_time(run, result)
+        return _norms_by_time(run, result)
     return weights_of(call, run, result, by_time=True) if by_time else whole
+
+
+def _norms_by_time(run: Replay, result: Adjoint) -> dict[str, Array]:
+    """Return Frobenius norms of each step's contribution to dL/dW: (time, gate), or (time,) without gates.
+
+    Eight steps are computed at a time, so that memory stays at a few copies of the weights.
+    """
+    cell, xp, time = run.cell, run.xp, run.input.shape[1]
+    parts: dict[str, list[Array]] = {}
+    for start in range(0, time, 8):
+        grads = weight_gradients(run, result, by_time=True, times=slice(start, start + 8))
+        for name, grad in grads.items():
+            gated = has_gates(cell.parameters[name])
+            split = affine.split_gates(grad, len(cell.gates), xp) if gated else grad
+            axes = tuple(i for i in range(1, len(split.shape)) if not gated or i != len(split.shape) - 2)
+            parts.setdefault(name, []).append(xp.sqrt(xp.sum(split * split, axis=axes)))
+    return {name: xp.concat(pieces, axis=0) for name, pieces in parts.items()}
 
 
 def _must_align(calls: Sequence[RecurrentCall], by_time: bool | str) -> None:

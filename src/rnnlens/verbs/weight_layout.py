@@ -124,9 +124,9 @@ def label_cell(
     order = [direction for direction in (FORWARD, BACKWARD) if direction in by_direction]
     labelled = {}
     for name in by_direction[order[0]]:
-        replayed_calls = [_split(name, to_host(by_direction[direction][name]), cell, by_time) for direction in order]
+        parts = [_split(name, to_host(by_direction[direction][name]), cell, by_time) for direction in order]
         dims, words = _dims(name, cell, by_time), _words(name, cell, suffix, by_time)
-        values = np.stack(replayed_calls) if len(order) > 1 else replayed_calls[0]
+        values = np.stack(parts) if len(order) > 1 else parts[0]
         key = f"{name}{suffix}_norm" if by_time == "norm" else name + suffix
         labelled[key] = LabelledWeight(values, (DIRECTION, *dims) if len(order) > 1 else dims, words, cell.kind)
     if cell.biases_add_up and not by_time and "recurrent_bias" in labelled:

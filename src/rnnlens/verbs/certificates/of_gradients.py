@@ -219,13 +219,13 @@ def _compare_swept(
     ``beside`` has gradients of weights by other paths than the recurrences, which the sweeps do not have.
     """
     known = request.known
-    for layer, replayed_calls in answer.swept.items():
+    for layer, directions in answer.swept.items():
         base = uncalled(layer, known.recurrent)
         penalties = known.weights[base].penalties if base in known.weights else {}
         if layer != base or (regularised and penalties):
             continue
         pairs, scale = [], 0.0
-        for replayed, swept in replayed_calls:
+        for replayed, swept in directions:
             call = replayed.call
             scale = math.hypot(scale, rounding_of(replayed.run, swept).weights / request.scale)
             is_known = not call.cell.by_framework
@@ -250,9 +250,7 @@ def _steps(answer: BatchGradients) -> int:
     """Return the largest number of steps of any array, at least 64."""
     pairs = [(answer.dims[name], grad.shape) for name, grad in answer.gradients.items() if grad is not None]
     lengths: list[int] = [shape[dims.index(TIME)] for dims, shape in pairs if TIME in dims]
-    lengths += [
-        replayed.run.input.shape[1] for replayed_calls in answer.swept.values() for replayed, _ in replayed_calls
-    ]
+    lengths += [replayed.run.input.shape[1] for directions in answer.swept.values() for replayed, _ in directions]
     return max([*lengths, 64])
 
 
@@ -262,7 +260,7 @@ def _dtype(request: GradientRequest, answer: BatchGradients) -> str:
         if name in words:
             return name
     kinds = [str(grad.dtype) for grad in answer.gradients.values() if grad is not None][:1]
-    kinds += [replayed.call.compute_dtype for replayed_calls in answer.swept.values() for replayed, _ in replayed_calls]
+    kinds += [replayed.call.compute_dtype for directions in answer.swept.values() for replayed, _ in directions]
     return functools.reduce(coarser, kinds, "")
 
 

@@ -74,14 +74,10 @@ def _value(request: GradientRequest, leaf: TensorName, capture: Capture) -> Arra
     for call in capture.plain:
         if call.layer == leaf.layer:
             return to_host(call.output)
-    replayed_calls = [to_host(call.output) for call in capture.calls if call.layer == leaf.layer]
-    if not replayed_calls:
+    outputs = [to_host(call.output) for call in capture.calls if call.layer == leaf.layer]
+    if not outputs:
         raise LayerNotFoundError(f"Layer {leaf.layer!r} was not called in this forward pass.")
-    return (
-        replayed_calls[0]
-        if len(replayed_calls) == 1
-        else np.stack(replayed_calls, axis=direction_axis(dims_of(replayed_calls[0].shape)))
-    )
+    return outputs[0] if len(outputs) == 1 else np.stack(outputs, axis=direction_axis(dims_of(outputs[0].shape)))
 
 
 class Experiments:

@@ -118,8 +118,8 @@ def _place(name: TensorName, known: Catalogue, inside: ReplayedLayers) -> Tensor
         ports = tuple(Port("weight", name.layer, key=source.key) for source in found)
         return TensorPlace(name, swept, free, stepwise, ports, ports, ports)
     if swept:
-        replayed_calls = inside.layer(name.layer)
-        below = tuple(port for replayed in replayed_calls for port in replayed.below())
+        directions = inside.layer(name.layer)
+        below = tuple(port for replayed in directions for port in replayed.below())
         return TensorPlace(
             name,
             swept,
@@ -127,7 +127,7 @@ def _place(name: TensorName, known: Catalogue, inside: ReplayedLayers) -> Tensor
             stepwise,
             (),
             below,
-            tuple(port for replayed in replayed_calls for port in replayed.readers()),
+            tuple(port for replayed in directions for port in replayed.readers()),
         )
     at = _ports(name, known, stepwise)
     return TensorPlace(name, swept, free, stepwise, at, at, tuple(_total(port) for port in at))
@@ -163,12 +163,12 @@ def captured(request: GradientRequest, part: BatchTarget) -> BatchGradients | No
     grads: dict[TensorName, Array | None] = {}
     swept: dict[str, list[tuple[ReplayedCall, Adjoint]]] = {}
     for name in request.wrt:
-        replayed_calls = inside.layer(name.layer)
+        directions = inside.layer(name.layer)
         if name.what == "output":
-            grads[name] = side_by_side([to_host(replayed.call.output_grad)[None] for replayed in replayed_calls])
+            grads[name] = side_by_side([to_host(replayed.call.output_grad)[None] for replayed in directions])
         else:
-            sweeps = [replayed.sweep(replayed.call.state_grad or {}, replayed.arrived()) for replayed in replayed_calls]
-            swept[str(name.layer)] = list(zip(replayed_calls, sweeps, strict=True))
+            sweeps = [replayed.sweep(replayed.call.state_grad or {}, replayed.arrived()) for replayed in directions]
+            swept[str(name.layer)] = list(zip(directions, sweeps, strict=True))
             grads[name] = inside.gradient(name, sweeps)
     if any(grad is None or not np.any(grad) for grad in grads.values()):
         return None

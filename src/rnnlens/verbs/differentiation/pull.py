@@ -259,13 +259,13 @@ class _Pull:
         """Return the gradient of a tensor that is not a weight; None if no path leads there."""
         if not place.swept:
             return side_by_side([arrived.get(port) for port in place.above])
-        replayed_calls, layer = self.inside.layer(place.name.layer), str(place.name.layer)
-        on_states = self.on_states.get(layer) or self.on_steps.get(layer) or [{} for _ in replayed_calls]
+        directions, layer = self.inside.layer(place.name.layer), str(place.name.layer)
+        on_states = self.on_states.get(layer) or self.on_steps.get(layer) or [{} for _ in directions]
         flat = {port: None if a is None else a[0] for port, a in arrived.items()}
         if all(flat.get(port) is None for port in place.above) and not any(on_states):
             return None
-        sweeps = [replayed.sweep(states, flat) for replayed, states in zip(replayed_calls, on_states, strict=True)]
-        self.swept[layer] = list(zip(replayed_calls, sweeps, strict=True))
+        sweeps = [replayed.sweep(states, flat) for replayed, states in zip(directions, on_states, strict=True)]
+        self.swept[layer] = list(zip(directions, sweeps, strict=True))
         return self.inside.gradient(place.name, sweeps)
 
     def _weights_by_sample(self, arrived: Arrived) -> dict[TensorName, Array | None]:

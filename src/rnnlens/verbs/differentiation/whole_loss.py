@@ -187,9 +187,9 @@ def _two_sizes(axes: ModelAxes, first: Batch, second: Batch) -> tuple[Batch, Bat
     """Return two batches of different size that share samples."""
     count = axes.samples(first)
     if count > 1:
-        replayed = count // 2
-        x = data.piece(first.x, axes.inputs, 0, replayed, count)
-        return replace(first, x=x, initial_state=data.take(first.initial_state, 0, replayed)), first
+        fewer = count // 2
+        x = data.piece(first.x, axes.inputs, 0, fewer, count)
+        return replace(first, x=x, initial_state=data.take(first.initial_state, 0, fewer)), first
     if any(map(data.is_packed, data.leaves_of(first.x))):
         return first, first
     states = None if first.initial_state is None else data.join([first.initial_state, second.initial_state])

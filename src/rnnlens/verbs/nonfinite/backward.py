@@ -28,7 +28,7 @@ def in_the_backward_pass(looked: ObservedRun) -> Iterator[Origin]:
     yield from gradient_at_the_outputs(looked)
     above, recurrent = "the loss", False
     for node in reversed(looked.nodes):
-        for replayed in node.replayed_calls:
+        for replayed in node.directions:
             yield from _in_recurrence(replayed, _source(node.name, above, recurrent))
         for one in node.plain:
             grad = None if one.output_grad is None else to_host(one.output_grad)
@@ -36,9 +36,9 @@ def in_the_backward_pass(looked: ObservedRun) -> Iterator[Origin]:
             if spot is not None:
                 fed = f"{_source(one.layer, above, recurrent)}{_value_there(to_host(one.output), grad)}"
                 yield Origin("backward", one.layer, "output_grad", spot.value, spot.index, fed_by=fed)
-        for replayed in node.replayed_calls:
+        for replayed in node.directions:
             yield from _at_weights(replayed)
-        above, recurrent = node.name, bool(node.replayed_calls)
+        above, recurrent = node.name, bool(node.directions)
     yield from _at_the_boundaries(looked, _source("the input", above, recurrent))
 
 
@@ -57,7 +57,7 @@ def is_sick(looked: ObservedRun) -> bool:
     if any(grad is not None and not np.all(np.isfinite(to_host(grad))) for grad in tensors):
         return True
     # The replay also shows values beyond the range of half precision, and gradients between steps only.
-    return any(_spot(replayed) is not None for node in looked.nodes for replayed in node.replayed_calls)
+    return any(_spot(replayed) is not None for node in looked.nodes for replayed in node.directions)
 
 
 def _swept(replayed: ObservedCall) -> Adjoint | None:

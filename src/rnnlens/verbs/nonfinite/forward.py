@@ -126,7 +126,7 @@ _HALVES = ("float16", "bfloat16")
 def in_the_forward_pass(looked: ObservedRun) -> Iterator[Origin]:
     """Yield origins in layer outputs, in all values of a recurrent step, then in the model's outputs."""
     for node in looked.nodes:
-        for replayed in node.replayed_calls:
+        for replayed in node.directions:
             yield from _in_recurrence(looked, node, replayed)
         for one in node.plain:
             port, array = Port("output", one.layer), to_host(one.output)

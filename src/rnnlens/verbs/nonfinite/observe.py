@@ -59,7 +59,7 @@ class Node:
     """One call of one layer: replayed calls of a recurrent layer, or the outputs of any other."""
 
     name: str
-    replayed_calls: list[ObservedCall] = field(default_factory=list)
+    directions: list[ObservedCall] = field(default_factory=list)
     plain: list[NonRecurrentCall] = field(default_factory=list)
 
 
@@ -96,11 +96,11 @@ class ObservedRun:
         found: dict[str, Node] = {name: Node(name) for name in self.capture.order or self.facts.submodules}
         for call in on_host(self.capture.calls):
             dtype = call.compute_dtype or call.output.dtype
-            found.setdefault(call.layer, Node(call.layer)).replayed_calls.append(ObservedCall(call, largest(dtype)))
+            found.setdefault(call.layer, Node(call.layer)).directions.append(ObservedCall(call, largest(dtype)))
         for one in self.capture.plain:
             name = one.layer if one.layer in found else one.layer.rpartition("[")[0]
             found.setdefault(name, Node(one.layer)).plain.append(one)
-        return [node for node in found.values() if node.replayed_calls or node.plain]
+        return [node for node in found.values() if node.directions or node.plain]
 
     @property
     def inputs(self) -> list[Array]:
@@ -183,7 +183,7 @@ class ObservedRun:
         for other in reversed(self.nodes[: self.nodes.index(node)]):
             for one in other.plain:
                 yield one.layer, Port("output", one.layer), to_host(one.output)
-            for replayed in other.replayed_calls:
+            for replayed in other.directions:
                 yield other.name, Port("output", other.name), to_host(replayed.call.output)
         for i, leaf in enumerate(self.inputs):
             yield "input", Port("input", index=i), leaf

@@ -142,7 +142,7 @@ def open_network(request: JacobianRequest, *, perturbed: bool = False) -> Iterat
     or recurrent layers run on different numbers of samples.
     """
     inside = _look_inside(request)
-    with _opened(request, inside.perturbed() if perturbed else inside) as network:
+    with _opened(request, inside.map(ReplayedCall.perturbed) if perturbed else inside) as network:
         yield network
 
 
@@ -172,7 +172,7 @@ def _opened(request: JacobianRequest, inside: ReplayedLayers) -> Iterator[Jacobi
         if inside.entangled or not network.path.is_cyclic:
             yield network
             return
-    with _opened(request, ReplayedLayers(inside.replayed_calls, entangled=True)) as network:
+    with _opened(request, ReplayedLayers(inside.by_layer, entangled=True)) as network:
         yield network
 
 
@@ -194,9 +194,7 @@ def _look_inside(request: JacobianRequest) -> ReplayedLayers:
     first = outputs[0] if outputs else None
     inside = ReplayedLayers.of(capture.calls, capture.entangled or not capture.calls, capture.chain, first)
     if any(one.call.cell.space for one in inside.calls):
-        for name, both in inside.replayed_calls.items():
-            inside.replayed_calls[name] = [_flattened(one, request.options.memory) for one in both]
-        inside.calls = tuple(one for both in inside.replayed_calls.values() for one in both)
+        inside = inside.map(lambda one: _flattened(one, request.options.memory))
     inside.samples = next(iter(capture.scanned.values()), 0)
     return inside
 
@@ -246,7 +244,7 @@ def _inner(name: TensorName, inside: ReplayedLayers, role: str) -> JacobianEnd |
         return _state_end(name, inside.layer(name.layer))
     if role == "wrt" or name.what != "output" or name.layer is None:
         return None
-    if not any(node == name.layer or node.rpartition("#")[0] == name.layer for node in inside.replayed_calls):
+    if not any(node == name.layer or node.rpartition("#")[0] == name.layer for node in inside.by_layer):
         return None
     within = inside.layer(name.layer)
     return _output_end(name, within[0]) if len(within) == 1 else None
@@ -254,7 +252,7 @@ def _inner(name: TensorName, inside: ReplayedLayers, role: str) -> JacobianEnd |
 
 def _is_tensor(name: TensorName, inside: ReplayedLayers) -> bool:
     """Return whether the framework has this state or output as a tensor, of a cell called step by step."""
-    calls = inside.replayed_calls.get(str(name.layer), []) if name.what == "output" else []
+    calls = inside.by_layer.get(str(name.layer), []) if name.what == "output" else []
     return inside.is_stepwise(name) or (bool(calls) and all(replayed.call.stepwise for replayed in calls))
 
 
@@ -306,7 +304,7 @@ def _tensors(
 ) -> dict[Port, OuterTensor]:
     """Return all framework tensors by port; ends outside of recurrences get their layouts."""
     samples = _samples_of(inside)
-    ends = list(dict.fromkeys(port for port in ports if port is not None and port.layer not in inside.replayed_calls))
+    ends = list(dict.fromkeys(port for port in ports if port is not None and port.layer not in inside.by_layer))
     request.axes.learn(request.batch, ends)
     # With a single step, experiments cannot determine the time axis.
     single = bool(inside.calls) and all(int(one.run.input.shape[1]) == 1 for one in inside.calls)
@@ -326,7 +324,7 @@ def _tensors(
 
 def _samples_of(inside: ReplayedLayers) -> int:
     """Return the number of samples of all recurrent calls; raise if they differ."""
-    counts = {name: int(replayed_calls[0].run.input.shape[0]) for name, replayed_calls in inside.replayed_calls.items()}
+    counts = {name: int(directions[0].run.input.shape[0]) for name, directions in inside.by_layer.items()}
     if len(set(counts.values())) > 1:
         listing = ", ".join(f"{layer}: {count}" for layer, count in counts.items())
         raise UnsupportedError(

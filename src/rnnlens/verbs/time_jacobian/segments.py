@@ -284,7 +284,7 @@ def known_chain(
 ) -> SegmentGraph | None:
     """Return the segments around the recurrences if the model is a known chain that fits the captured run."""
     layers = inside.chain or request.adapter.chain(request.model, training=request.batch.training)
-    if layers is None or any(len(both) != 1 for both in inside.replayed_calls.values()):
+    if layers is None or any(len(both) != 1 for both in inside.by_layer.values()):
         return None
     chain = _Chain(layers, inside, data.leaves_of(request.batch.x))
     return chain.graph(of, wrt) if chain.fits(inside.output) else None

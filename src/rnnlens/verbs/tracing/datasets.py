@@ -189,9 +189,9 @@ _SHARED, _SUMMED = frozenset({"input", "mask"}), frozenset({"input_grad"})
 _WITHOUT_TIME = ("initial_", "final_")
 
 
-def join_directions(replayed_calls: Sequence[Arrays]) -> dict[str, np.ndarray[Any, Any]]:
+def join_directions(directions: Sequence[Arrays]) -> dict[str, np.ndarray[Any, Any]]:
     """Stack the arrays of two directions on an axis after time, or after sample without a time axis."""
-    ready = [{name: _stack_states(array) for name, array in replayed.items()} for replayed in replayed_calls]
+    ready = [{name: _stack_states(array) for name, array in replayed.items()} for replayed in directions]
     if len(ready) == 1:
         return ready[0]
     first, second = ready
@@ -231,23 +231,23 @@ def recurrent_datasets(
     checks: list[Check] = []
     sums: dict[str, WeightSum] = {}
     datasets = {}
-    for name, replayed_calls in _by_node(capture.calls).items():
-        traced = [trace_call(call, selection, sums, replayed) for call in replayed_calls]
+    for name, directions in _by_node(capture.calls).items():
+        traced = [trace_call(call, selection, sums, replayed) for call in directions]
         checks += [check for one in traced for check in one.checks]
         info = described.get(name) or described.get(name.rpartition("#")[0])
         dataset = layer_dataset(
             join_directions([one.present(selection if claim is None else None) for one in traced]),
             info={**(vars(info) if info else {}), "name": name},
             provenance=provenance,
-            bidirectional=len(replayed_calls) > 1,
+            bidirectional=len(directions) > 1,
         )
         if claim is not None:
-            _collect(claim, dataset, replayed_calls, traced)
+            _collect(claim, dataset, directions, traced)
             dataset = dataset.drop_vars([v for v in dataset.data_vars if not selection.has(str(v))])
-        if replayed_calls[0].reset is not None:
-            reset = xr.Variable((SAMPLE, TIME), to_host(replayed_calls[0].reset), describe("reset"))
+        if directions[0].reset is not None:
+            reset = xr.Variable((SAMPLE, TIME), to_host(directions[0].reset), describe("reset"))
             dataset = dataset.assign_coords(reset=reset)
-        datasets[name] = _with_space(dataset, getattr(replayed_calls[0].cell, "shapes", {}))
+        datasets[name] = _with_space(dataset, getattr(directions[0].cell, "shapes", {}))
     checks += [total.check() for total in sums.values()]
     return datasets, checks
 
@@ -276,20 +276,20 @@ def _by_node(calls: Iterable[RecurrentCall]) -> dict[str, list[RecurrentCall]]:
     """Group calls by node, the forward direction first."""
     nodes: dict[str, list[RecurrentCall]] = {}
     for call in on_host(calls):
-        replayed_calls = nodes.setdefault(call.layer, [])
-        replayed_calls.insert(0 if call.direction == FORWARD else len(replayed_calls), call)
+        directions = nodes.setdefault(call.layer, [])
+        directions.insert(0 if call.direction == FORWARD else len(directions), call)
     return nodes
 
 
 def _collect(
-    claim: ReplayedValues, dataset: xr.Dataset, replayed_calls: Sequence[RecurrentCall], traced: Sequence[TracedCall]
+    claim: ReplayedValues, dataset: xr.Dataset, directions: Sequence[RecurrentCall], traced: Sequence[TracedCall]
 ) -> None:
     """Add the values of one layer that a certificate compares, from its labelled arrays where possible."""
     # Without a captured input the number of steps is unknown if only the last output is returned; units replace it.
-    timed = replayed_calls[0].output[0] if replayed_calls[0].input is None else replayed_calls[0].input[0]
+    timed = directions[0].output[0] if directions[0].input is None else directions[0].input[0]
     claim.steps = max(claim.steps, int(timed.shape[0]))
-    claim.dtype = coarser(claim.dtype, replayed_calls[0].compute_dtype or str(replayed_calls[0].output.dtype))
-    for call, one in zip(replayed_calls, traced, strict=True):
+    claim.dtype = coarser(claim.dtype, directions[0].compute_dtype or str(directions[0].output.dtype))
+    for call, one in zip(directions, traced, strict=True):
         if one.weights is None:
             continue
         claim.add_weights(call, weight_sums(dataset, call, PROBES) or one.weights, one.rounding.weights)
@@ -298,11 +298,11 @@ def _collect(
             pairs = zip(grads, call.framework_initial_state_grad, strict=True)
             claim.boundaries.append(BoundaryGradients(INITIAL, call.layer, list(pairs), one.rounding.initial))
     mine = input_gradient(dataset)
-    theirs = [call.framework_input_grad for call in replayed_calls if call.framework_input_grad is not None]
+    theirs = [call.framework_input_grad for call in directions if call.framework_input_grad is not None]
     if theirs and mine is not None:
         scale = max(one.rounding.input for one in traced)
         claim.boundaries.append(
-            BoundaryGradients(LAYER_INPUT, replayed_calls[0].layer, [(mine, sum(map(to_host, theirs)))], scale)
+            BoundaryGradients(LAYER_INPUT, directions[0].layer, [(mine, sum(map(to_host, theirs)))], scale)
         )
 
 
