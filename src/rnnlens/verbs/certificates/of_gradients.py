@@ -11,7 +11,7 @@ import numpy as np
 import xarray as xr
 
 from ... import data
-from ...adapters.protocol import Adapter, Capture, CaptureRequest, LayerWeights, ReferenceRun
+from ...adapters.protocol import Adapter, CaptureRequest, LayerWeights, ReferenceRun
 from ...errors import UnsupportedError
 from ...recurrence.adjoint import weight_gradients
 from ...recurrence.rounding import rounding_of
@@ -45,7 +45,7 @@ def certify_answer(request: GradientRequest, part: BatchTarget, answer: BatchGra
         return found
 
     # A sweep through a layer does not include the gradient of its weight regularisers.
-    regularised = not part.target.per_sample
+    regularised, steps = not part.target.per_sample, _steps(answer)
     run, why = attempt(
         lambda: request.adapter.reference_run(
             request.model, batch, None if of_loss else cotangents, regularised=regularised
@@ -55,7 +55,7 @@ def certify_answer(request: GradientRequest, part: BatchTarget, answer: BatchGra
         return Certificate("could not", engine, why=why)
 
     def compared(beside: Mapping[str, Any]) -> Certificate:
-        comparisons = Comparisons(_steps(answer), _dtype(request, answer))
+        comparisons = Comparisons(steps, _dtype(request, answer))
         theirs: Any = run.loss if of_loss else value[0]
         if np.shape(theirs) == np.shape(answer.value):
             comparisons.compare(LOSS if of_loss else "reference target", "", [(answer.value, theirs)])
@@ -72,10 +72,10 @@ def certify_answer(request: GradientRequest, part: BatchTarget, answer: BatchGra
         certificate = compared(beside) if any(grad is not None for grad in beside.values()) else certificate
     if certificate.state != "failed":
         return certificate
-    reason = _without_a_share(request, part)
-    if reason:
+    if of_loss and not regularised and _reads_weights(request, part):
+        reason = "the loss depends directly on weights of the model, which cannot be divided among samples"
         return Certificate("could not", engine, why=reason)
-    return recheck_failure(certificate, request.adapter, request.model, batch, run, steps=_steps(answer))
+    return recheck_failure(certificate, request.adapter, request.model, batch, run, steps=steps)
 
 
 def _out_of_reach(request: GradientRequest, part: BatchTarget) -> str:
@@ -89,17 +89,14 @@ def _out_of_reach(request: GradientRequest, part: BatchTarget) -> str:
     return ""
 
 
-def _without_a_share(request: GradientRequest, part: BatchTarget) -> str:
-    """Return why gradients by sample do not sum to that of the batch; "" if the loss depends on outputs alone."""
-    if not (request.of_loss and part.target.per_sample):
-        return ""
+def _reads_weights(request: GradientRequest, part: BatchTarget) -> bool:
+    """Return whether the loss depends on weights directly, so that it is no function of the outputs alone."""
     try:
-        request.adapter.loss_of(
-            request.model, part.batch, request.adapter.outputs_of(request.model, part.batch.without_loss())
-        )
+        outputs = request.adapter.outputs_of(request.model, part.batch.without_loss())
+        request.adapter.loss_of(request.model, part.batch, outputs)
     except UnsupportedError:
-        return "the loss depends directly on weights of the model, which cannot be divided among samples"
-    return ""
+        return True
+    return False
 
 
 def _evaluated(
@@ -185,25 +182,16 @@ def named_pairs(
             if theirs is not None:
                 yield np.zeros_like(theirs), theirs
             continue
-        array, left = _summed(np.asarray(mine), list(dims))
-        if both:
-            array = np.take(array, d, axis=left.index(DIRECTION))
-            left.remove(DIRECTION)
-        if GATE in left:
-            array = array.reshape(*array.shape[: left.index(GATE)], -1)
+        whole = xr.DataArray(mine, dims=dims).sum([dim for dim in (SAMPLE, TIME) if dim in dims], skipna=False)
+        whole = whole.isel({DIRECTION: d}) if both else whole
+        array = whole.values
+        if GATE in whole.dims:
+            array = array.reshape(*array.shape[: whole.dims.index(GATE)], -1)
         yield array, np.zeros_like(array) if theirs is None else place.take(theirs)
 
 
 def _without(gradient: Any, beside: Any) -> Any:
     return gradient if beside is None else gradient - to_host(beside)
-
-
-def _summed(array: Array, dims: list[str]) -> tuple[Array, list[str]]:
-    for dim in (SAMPLE, TIME):
-        if dim in dims:
-            array = array.sum(axis=dims.index(dim))
-            dims.remove(dim)
-    return array, dims
 
 
 def _compare_swept(
@@ -278,10 +266,13 @@ def certify_weights(
         return Certificate("could not", engine, why=why)
     if capture is not None and capture.altered:
         return Certificate("could not", engine, why=capture.altered)
-    comparisons = Comparisons(_steps_of_datasets(datasets, capture), _dtype_of_capture(capture))
+    calls = [] if capture is None else capture.calls
+    lengths = [int(call.input.shape[1]) for call in calls]
+    lengths += [int(dataset.sizes[TIME]) for dataset in datasets.values() if TIME in dataset.sizes]
+    dtype = functools.reduce(coarser, [call.compute_dtype for call in calls], "")
+    comparisons = Comparisons(max([*lengths, 64]), dtype)
     comparisons.compare(LOSS, "", [(loss, run.loss)] if loss is not None else [])
     beside = {} if capture is None else {n: g for n, g in capture.beside.items() if n not in capture.whole}
-    calls = [] if capture is None else capture.calls
     computed = {(call.layer.partition("#")[0], key) for call in calls for key in call.computed}
     norms = []
     for layer, dataset in datasets.items():
@@ -320,13 +311,3 @@ def _in_our_order(variable: xr.DataArray, weights: LayerWeights) -> tuple[Array,
     if GATE in variable.dims and variable[GATE].dtype.kind in "UO":
         variable = variable.sel({GATE: list(next(iter(weights.cells.values())).gates)})
     return np.asarray(variable.values), tuple(map(str, variable.dims))
-
-
-def _steps_of_datasets(datasets: Mapping[str, xr.Dataset], capture: Capture | None) -> int:
-    lengths = [int(call.input.shape[1]) for call in (capture.calls if capture else [])]
-    lengths += [int(dataset.sizes[TIME]) for dataset in datasets.values() if TIME in dataset.sizes]
-    return max([*lengths, 64])
-
-
-def _dtype_of_capture(capture: Capture | None) -> str:
-    return functools.reduce(coarser, [call.compute_dtype for call in (capture.calls if capture else [])], "")

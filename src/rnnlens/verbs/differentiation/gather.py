@@ -10,7 +10,7 @@ import numpy as np
 
 from ... import data
 from ...adapters.protocol import Batch
-from ...errors import InputError, UnsupportedError, message
+from ...errors import InputError, UnsupportedError
 from ...results.checks import Certificate, warn_about
 from ...settings import Progress
 from ...typing import Array
@@ -148,7 +148,11 @@ class Accumulator:
         if at is None or len(others) > 1 or len(self._shapes) > 1:
             first = shapes[0]
             other = next(part.shape for part, shape in zip(parts, shapes, strict=True) if shape != first)
-            raise InputError(_uneven(name, parts[0].shape, other))
+            raise InputError(
+                f"Batches differ in shape, so their gradients with respect to {name.text!r} cannot be concatenated.",
+                got=f"{parts[0].shape} and {other}",
+                hint="pad all batches to one length and mask the padding, or call it batch by batch",
+            )
         longest = max(part.shape[at] for part in parts)
         width = [[(0, longest - part.shape[at] if i == at else 0) for i in range(part.ndim)] for part in parts]
         return [np.pad(part, pads) for part, pads in zip(parts, width, strict=True)]
@@ -174,14 +178,6 @@ def _norm(grad: Array, dims: tuple[str, ...]) -> tuple[Array, tuple[str, ...]]:
     axes = tuple(i for i, dim in enumerate(dims) if dim not in _KEPT_BY_NORM)
     norm = np.sqrt(np.sum(np.square(grad, dtype=np.float64), axis=axes))
     return norm, tuple(dim for dim in dims if dim in _KEPT_BY_NORM)
-
-
-def _uneven(name: TensorName, first: tuple[int, ...], other: tuple[int, ...]) -> str:
-    return message(
-        f"Batches differ in shape, so their gradients with respect to {name.text!r} cannot be concatenated.",
-        got=f"{first} and {other}",
-        hint="pad all batches to one length and mask the padding, or call it batch by batch",
-    )
 
 
 @dataclass

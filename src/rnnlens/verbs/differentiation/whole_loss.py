@@ -20,7 +20,7 @@ import numpy as np
 
 from ... import data
 from ...adapters.protocol import Batch, Outputs, Port
-from ...errors import UnsupportedError, message
+from ...errors import UnsupportedError
 from ...layout import Layout
 from ...results.schema import to_host
 from ...typing import Array
@@ -78,7 +78,11 @@ class WholeLoss:
         value, cotangents = adapter.loss_of(model, whole, replace(parts[0], leaves=joined, masks=masks))
         for i, (layout, cotangent) in enumerate(zip(layouts, cotangents, strict=True)):
             if layout.sample is None and cotangent is not None and np.any(cotangent):
-                raise UnsupportedError(_not_by_sample(i))
+                raise UnsupportedError(
+                    "The loss uses an output without a sample axis, so it cannot be computed from batches.",
+                    got=f"output {i} of the model",
+                    expected='combine="mean" or "sum", or all samples as one batch',
+                )
         return cls(np.asarray(value), joined, cotangents, layouts, sum(counts), parts[0].own_losses, digests)
 
     def questions(
@@ -95,7 +99,7 @@ class WholeLoss:
             count = request.axes.samples(batch)
             stop = start + count
             if number >= len(self.digests) or _digest(batch.x) != self.digests[number]:
-                raise UnsupportedError(_another_order())
+                raise _another_order()
             cotangents = [self.layouts[i].cut(self.cotangents[i], start, stop, self.samples) for i in pulled]
             leaves = [names[i] for i in pulled]
             if own:
@@ -106,7 +110,7 @@ class WholeLoss:
             yield put, BatchTarget(bare, Target("<loss>", {}, None, request.target.per_sample))
             start = stop
         if start != self.samples:
-            raise UnsupportedError(_another_order())
+            raise _another_order()
 
 
 def output_layouts(axes: ModelAxes, first: Batch, second: Batch) -> OutputLayouts | None:
@@ -119,7 +123,7 @@ def output_layouts(axes: ModelAxes, first: Batch, second: Batch) -> OutputLayout
     if mixing is None:
         return None
     if mixing != "?":
-        raise UnsupportedError(_mixed(f"layer {mixing!r} uses statistics of its batch"))
+        raise _mixed(f"layer {mixing!r} uses statistics of its batch")
     few, more = _two_sizes(axes, first, second)
     some, all_ = (adapter.outputs_of(model, batch.without_loss()) for batch in (few, more))
     ports = [Port("output", index=i) for i in range(len(some.leaves))]
@@ -138,7 +142,7 @@ def output_layouts(axes: ModelAxes, first: Batch, second: Batch) -> OutputLayout
             if _rows_change(layout, mine, other, counts)
         ]
         if changed and _companions_matter(axes, more, counts, layouts, changed, all_.leaves):
-            raise UnsupportedError(_mixed("the output of a sample changes with the other samples of its batch"))
+            raise _mixed("the output of a sample changes with the other samples of its batch")
     return layouts
 
 
@@ -223,8 +227,8 @@ def _digest(tree: Any) -> list[bytes]:
     return [hashlib.blake2b(np.ascontiguousarray(leaf).tobytes()).digest() for leaf in leaves]
 
 
-def _mixed(why: str) -> str:
-    return message(
+def _mixed(why: str) -> UnsupportedError:
+    return UnsupportedError(
         "The samples depend on each other, so the result of the whole data set cannot be computed batch by batch.",
         got=why,
         expected="a model that treats samples independently, or all samples as one batch",
@@ -232,16 +236,8 @@ def _mixed(why: str) -> str:
     )
 
 
-def _not_by_sample(index: int) -> str:
-    return message(
-        "The loss uses an output without a sample axis, so it cannot be computed from batches.",
-        got=f"output {index} of the model",
-        expected='combine="mean" or "sum", or all samples as one batch',
-    )
-
-
-def _another_order() -> str:
-    return message(
+def _another_order() -> UnsupportedError:
+    return UnsupportedError(
         "The data set returned other samples when read a second time, and this loss needs the outputs of all samples.",
         expected='combine="mean" or "sum", if the loss is a mean or a sum over samples; or data in a fixed order',
         hint="shuffle=False",
