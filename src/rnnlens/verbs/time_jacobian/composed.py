@@ -102,21 +102,9 @@ class _Descent:
 
     def _entering(self, number: int) -> PointRows | FieldRows | None:
         """Combine all rows at the upper ports of a recurrence; None if there are none."""
-        one, points = self.network.recurrences[number], self.points.get(number)
-        output, *finals = one.above()
-        top, ends = self.arriving.pop(output, None), [self.arriving.pop(port, None) for port in finals]
-        flat = {i: e for i, e in enumerate(ends) if e is not None}
-        if top is not None and not one.call.returns_sequences:
-            top = _where_last_moves(one, top)
-            state = one.run.output_state
-            flat[state] = flat[state] + like(top, flat[state]) if state in flat else top
-            top = None
-        if top is None and not flat:
-            return points
-        if top is None and points is None:
-            blocks = {state: like(e, one.run.input)[:, None] for state, e in flat.items()}
-            return PointRows([one.last], blocks, one.system.order)
-        return _as_field(one, top, flat, points)
+        one = self.network.recurrences[number]
+        arrived = {port: self.arriving.pop(port) for port in one.above() if port in self.arriving}
+        return entering(one, arrived, self.points.get(number))
 
     def _through(self, one: ReplayedCall, rows: PointRows | FieldRows) -> None:
         below = [port for port in one.below() if port in self.network.path.tops]
@@ -132,33 +120,56 @@ class _Descent:
             self.arriving[port] = rows if here is None else here + like(rows, here)
 
 
-def _as_field(one: ReplayedCall, top: Array | None, flat: Mapping[int, Array], points: PointRows | None) -> FieldRows:
-    """Add rows over all steps, at the last step and at single steps into fields over all steps."""
-    work, time = one.system.work, one.system.time
-    first = top if top is not None else next(iter(flat.values()), None)
+def entering(
+    one: ReplayedCall, arrived: Mapping[Port, Array], points: PointRows | None = None
+) -> PointRows | FieldRows | None:
+    """Combine rows at the output, the final states and the states read between steps with rows at single steps."""
+    top = arrived.get(one.port("output"))
+    flat = {port.index: rows for port, rows in arrived.items() if port.kind == "final_state"}
+    reads = {port.index: rows for port, rows in arrived.items() if port.kind == "state_read"}
+    if top is not None and not one.call.returns_sequences:
+        top, state = _where_last_moves(one, top), one.run.output_state
+        flat[state] = flat[state] + like(top, flat[state]) if state in flat else top
+        top = None
+    if top is None and not reads and points is None and flat:
+        blocks = {state: like(rows, one.run.input)[:, None] for state, rows in flat.items()}
+        return PointRows([one.last], blocks, one.system.order)
+    return points if top is None and not reads and not flat else _as_field(one, top, flat, reads, points)
+
+
+def _as_field(
+    one: ReplayedCall,
+    top: Array | None,
+    flat: Mapping[int, Array],
+    reads: Mapping[int, Array],
+    points: PointRows | None,
+) -> FieldRows:
+    """Add rows of the output and of states over all steps, at the last step and at single steps into fields."""
+    work, run = one.system.work, one.run
+    first = top if top is not None else next(iter([*flat.values(), *reads.values()]), None)
     count = points.count if first is None and points is not None else int(first.shape[1])  # type: ignore[union-attr]
-    sizes, batch = one.system.state_sizes, one.system.batch
     fields: dict[int, Array] = {}
 
-    def at(state: int) -> Array:
+    def add(state: int, steps: Any, rows: Array, some: slice = slice(None)) -> None:
         if state not in fields:
-            fields[state] = work.zeros(batch, count, time, sizes[state])
-        return fields[state]
+            fields[state] = work.zeros(one.system.batch, count, one.system.time, one.system.state_sizes[state])
+        target = fields[state][:, some, steps]
+        target[...] = target + like(rows, run.input)
 
     if top is not None:
-        top, moves = like(top, one.run.input), one.output_moves()
+        top, moves = like(top, run.input), one.output_moves()
         if moves is not None:
             top = work.xp.where(moves[:, None, :, None], top, work.xp.zeros_like(top))
-        fields[one.run.output_state] = top + 0
-    for state, value in flat.items():
-        target = at(state)[:, :, one.last]
-        target[...] = target + like(value, one.run.input)
+        add(run.output_state, slice(None), top)
+    for state, rows in reads.items():
+        add(state, slice(None), rows)
+    for state, rows in flat.items():
+        add(state, one.last, rows)
     if points is not None:
         for g, t in enumerate(points.times):  # rows of fields are in the requested order, not in that of the sweep
-            rows = slice(g * points.group, (g + 1) * points.group)
-            for state, part in points.parts(t, rows.start, rows.stop, slice(None)).items():
-                target = at(state)[:, rows, t]
-                target[...] = target + part
+            group = slice(g * points.group, (g + 1) * points.group)
+            for state, part in points.parts(t, group.start, group.stop, slice(None)).items():
+                add(state, t, part, group)
     return FieldRows(fields, one.system.order)
 
 
@@ -237,9 +248,9 @@ def pull_piece(part: JacobianPart, piece: JacobianPiece, tally: WorkCount) -> np
     if wrt.port is not None and wrt.port in arrived:
         found.append(arrived[wrt.port])
     for one in wrt.within:
-        field = _entering_uncut(one, arrived)
-        if field is not None:
-            found.append(swept_through(one, field, (), wrt, tally)[1])
+        rows = entering(one, {port: arrived[port] for port in one.readers() if port in arrived})
+        if rows is not None:
+            found.append(swept_through(one, rows, (), wrt, tally)[1])
     parts = [rows for rows in found if rows is not None]
     if not parts:
         raise disconnected(part.ends.of, wrt)
@@ -271,29 +282,3 @@ def _arrived(part: JacobianPart, seeds: Mapping[Port, Array]) -> dict[Port, Arra
     """Pull seeds back by the framework: rows (sample, row, [time,] feature) at every tensor that they reach."""
     pulled = part.network.around.pull_all({port: moved(rows, 0, 1) for port, rows in seeds.items()})
     return {port: moved(rows, 0, 1) for port, rows in pulled.items() if rows is not None}
-
-
-def _entering_uncut(one: ReplayedCall, arrived: Mapping[Port, Array]) -> FieldRows | None:
-    """Combine all rows at the upper ports of an uncut recurrence into fields on its states."""
-    work, time = one.system.work, one.system.time
-    fields: dict[int, Array] = {}
-
-    def put(state: int, steps: Any, rows: Array) -> None:
-        rows = like(rows, one.run.input)
-        if state not in fields:
-            fields[state] = work.zeros(one.system.batch, int(rows.shape[1]), time, one.system.state_sizes[state])
-        target = fields[state][:, :, steps]
-        target[...] = target + rows
-
-    for port, rows in arrived.items():
-        if port not in one.readers():
-            continue
-        if port.kind == "output":
-            moves = one.output_moves()
-            rows = like(rows, one.run.input)
-            if moves is not None:
-                rows = work.xp.where(moves[:, None, :, None], rows, work.xp.zeros_like(rows))
-            put(one.run.output_state, slice(None) if one.call.returns_sequences else one.last, rows)
-        else:
-            put(port.index, slice(None) if port.kind == "state_read" else one.last, rows)
-    return FieldRows(fields, one.system.order) if fields else None
