@@ -148,13 +148,13 @@ def _computed(looked: ObservedRun) -> Iterator[Origin]:
 
 
 def _left_out(looked: ObservedRun) -> list[str]:
-    told = looked.attempt(lambda: looked.capture.notes) or []
-    return [note for note in told if note.startswith(NOT_LOOKED_INTO)]
+    notes = looked.attempt(lambda: looked.capture.notes) or []
+    return [note for note in notes if note.startswith(NOT_LOOKED_INTO)]
 
 
 def _reached(looked: ObservedRun) -> tuple[str, ...]:
-    told = looked.attempt(lambda: reaches(looked)) or {}
-    return tuple(name for name, sick in told.items() if sick)
+    reached = looked.attempt(lambda: reaches(looked)) or {}
+    return tuple(name for name, sick in reached.items() if sick)
 
 
 def _way_there(looked: ObservedRun, origin: Origin) -> dict[str, xr.Dataset]:

@@ -276,12 +276,12 @@ def _disconnected(request: GradientRequest, reason: Reason) -> DisconnectedError
 
 def _mapping(request: GradientRequest, found: DataSetGradients, provenance: Mapping[str, str]) -> Gradients:
     """Return all requested gradients by layer, with reasons for the missing ones."""
-    said = found.explanation
+    explanation = found.explanation
     return Gradients(
         _datasets(request, found, provenance),
-        Answer(request.target.text, found.value, said.disconnected, said.flags),
+        Answer(request.target.text, found.value, explanation.disconnected, explanation.flags),
         provenance=provenance,
-        notes=said.notes,
+        notes=explanation.notes,
         certificate=found.certificate,
     )
 

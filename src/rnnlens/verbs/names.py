@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -225,10 +225,10 @@ def refuse_lone_output(names: Sequence[TensorName], count: int) -> None:
         raise InputError("The model returns several tensors.", got='"output"', expected=expected)
 
 
-def uncalled(layer: str | None, known: Mapping[str, Any] | None = None) -> str:
-    """Return the layer of a node: ``lstm`` for ``lstm#0``."""
+def uncalled(layer: str | None, known: Collection[str] | None = None) -> str:
+    """Return the layer of a node: ``lstm`` for ``lstm#0``, unless the name itself is in ``known``."""
     name = str(layer)
-    return name if known is not None and name in known else name.partition("#")[0]
+    return name if known is not None and name in known else name.rpartition("#")[0] or name
 
 
 def _whole_model(text: str, known: Catalogue) -> list[TensorName]:
@@ -287,7 +287,7 @@ def _layer_quantity(text: str, known: Catalogue) -> list[TensorName]:
         ]
     if state is not None or what.startswith("gate"):
         layers = _layers(pattern, known.recurrent, text, known)
-        return [_inner(layer, what, state, known.recurrent[_uncalled(layer, known.recurrent)]) for layer in layers]
+        return [_inner(layer, what, state, known.recurrent[uncalled(layer, known.recurrent)]) for layer in layers]
     layers = _layers(pattern, known.layers, text, known)
     return [TensorName(f"{layer}.{what}", what, layer) for layer in layers]  # type: ignore[arg-type]
 
@@ -349,7 +349,7 @@ def _layers(pattern: str, names: Iterable[str], text: str, known: Catalogue) -> 
     A module of stacked layers (``lstm`` for ``lstm[0]`` and ``lstm[1]``) gives all of them.
     """
     names = list(names)
-    if pattern in names or _uncalled(pattern, names) in names:
+    if pattern in names or uncalled(pattern, names) in names:
         return [pattern]
     found = [name for name in names if _matches(pattern, name)]
     stacked = [name for name in names if _stacked(name) == pattern != name]
@@ -364,11 +364,6 @@ def _layers(pattern: str, names: Iterable[str], text: str, known: Catalogue) -> 
         hint = did_you_mean(text, known.suggestions())
         raise LayerNotFoundError(f"Nothing in this model is named {text!r}.", got=repr(text), hint=hint)
     return found
-
-
-def _uncalled(layer: str, names: Iterable[str]) -> str:
-    """Return ``lstm`` for ``lstm#0``, unless the name itself is in ``names``."""
-    return layer if layer in names else layer.rpartition("#")[0]
 
 
 def _short(layer: str) -> str:

@@ -153,16 +153,16 @@ def _recurrent_gradients(
     for call in calls:
         _must_fit(call, by_time)
         whole = _of_call(call, by_time, sums)
-        mine = total.setdefault(call.direction, {})
+        by_name = total.setdefault(call.direction, {})
         for name, grad in whole.items():
-            if name not in mine:
-                mine[name] = to_host(grad)
+            if name not in by_name:
+                by_name[name] = to_host(grad)
             elif by_time and call.stepwise:
-                mine[name] = np.concatenate([mine[name], to_host(grad)])
+                by_name[name] = np.concatenate([by_name[name], to_host(grad)])
             else:
-                mine[name] = to_host(grad) + mine[name]
+                by_name[name] = to_host(grad) + by_name[name]
         if not by_time and call.weight_grads is not None:  # dL/dW is over all that share W
-            mine |= {name: to_host(call.weight_grads[name]) for name in call.tied if name in whole}
+            by_name |= {name: to_host(call.weight_grads[name]) for name in call.tied if name in whole}
     return total, list(sums.values())
 
 

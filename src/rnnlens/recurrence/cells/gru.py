@@ -318,5 +318,5 @@ def gru_torch(named: Mapping[str, Array]) -> dict[str, Array]:
         return joined
 
     names = {"weight_ih": "kernel", "weight_hh": "recurrent_kernel", "bias_ih": "bias", "bias_hh": "recurrent_bias"}
-    found = {ours: ordered(named[theirs]) for theirs, ours in names.items() if theirs in named}
+    found = {name: ordered(named[key]) for key, name in names.items() if key in named}
     return {name: array.T if len(array.shape) == 2 else array for name, array in found.items()}

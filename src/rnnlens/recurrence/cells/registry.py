@@ -182,9 +182,9 @@ def register(
         raise InputError("rl.cells.register takes a class.", got=repr(layer), expected="the class of the cells")
     _check_class(cell)
     known = dict(options) if isinstance(options, Mapping) else {}
-    told: Callable[[Any], Mapping[str, Any]] = options if callable(options) else lambda _: known
+    options_of: Callable[[Any], Mapping[str, Any]] = options if callable(options) else lambda _: known
     _KINDS[cell.kind] = cell
-    _REGISTERED[layer] = Registration(cell, weights, told)
+    _REGISTERED[layer] = Registration(cell, weights, options_of)
 
 
 def _check_class(cell: Any) -> None:

@@ -315,11 +315,11 @@ def _compare_weights(
             comparisons.left_out[f"weights of {key[0]}, which are shared with other layers"] = None
             continue
         total = _difference(run.weight_grads.get(name), None if name in whole else beside.get(name))
-        mine = sum(array for _, _, array in entries)
-        theirs = np.zeros_like(mine) if total is None else place.take(total)
+        claimed = sum(array for _, _, array in entries)
+        reference = np.zeros_like(claimed) if total is None else place.take(total)
         if total is not None and key in claim.probed:
-            theirs = probed(theirs)
-        by_layer.setdefault(key[0], []).append((mine, theirs))
+            reference = probed(reference)
+        by_layer.setdefault(key[0], []).append((claimed, reference))
     for layer, pairs in by_layer.items():
         comparisons.compare(WEIGHTS, layer, pairs, scale=claim.scales[layer])
     unfollowed = claim.capture.inside - swept - whole
@@ -375,10 +375,12 @@ def _mismatch(one: Array, other: Array) -> float:
     return float(np.max(difference, where=np.isfinite(difference), initial=0.0))
 
 
-def _residual(mine: Array, theirs: Array, unit: float) -> float:
-    if mine.shape != theirs.shape:
+def _residual(claimed: Array, reference: Array, unit: float) -> float:
+    if claimed.shape != reference.shape:
         return float("inf")
-    difference = float(np.max(np.abs(mine - theirs))) if mine.size else 0.0
+    difference = float(np.max(np.abs(claimed - reference))) if claimed.size else 0.0
     if np.isfinite(difference) and (unit or not difference):
         return difference / unit if unit else 0.0
-    return residual(mine, theirs.astype(mine.dtype) if theirs.dtype != mine.dtype else theirs, scale=unit)
+    return residual(
+        claimed, reference.astype(claimed.dtype) if reference.dtype != claimed.dtype else reference, scale=unit
+    )

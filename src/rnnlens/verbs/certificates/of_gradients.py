@@ -56,9 +56,9 @@ def certify_answer(request: GradientRequest, part: BatchTarget, answer: BatchGra
 
     def compared(beside: Mapping[str, Any]) -> Certificate:
         comparisons = Comparisons(steps, _dtype(request, answer))
-        theirs: Any = run.loss if of_loss else value[0]
-        if np.shape(theirs) == np.shape(answer.value):
-            comparisons.compare(LOSS if of_loss else "reference target", "", [(answer.value, theirs)])
+        reference: Any = run.loss if of_loss else value[0]
+        if np.shape(reference) == np.shape(answer.value):
+            comparisons.compare(LOSS if of_loss else "reference target", "", [(answer.value, reference)])
         certified = _compare_named(comparisons, request, outside, answer, run, data.leaves_of(batch.x))
         resting = _compare_swept(comparisons, request, answer, run, regularised, beside)
         return comparisons.certificate(engine, certified=("value", *certified), resting=tuple(resting))
@@ -133,18 +133,18 @@ def _compare_named(
     for name in inputs:
         index = _leaf_of(name, run)
         if index is not None and index < len(run.input_grads) and not data.is_packed(leaves[index]):
-            mine, theirs = answer.gradients.get(name), run.input_grads[index]
-            if theirs is not None:
-                theirs, _ = in_order(*outside.opened(name.port(), theirs))
-            if mine is not None or theirs is not None:
-                comparisons.compare(GRADIENT, name.text, [filled(mine, theirs)])
+            claimed, reference = answer.gradients.get(name), run.input_grads[index]
+            if reference is not None:
+                reference, _ = in_order(*outside.opened(name.port(), reference))
+            if claimed is not None or reference is not None:
+                comparisons.compare(GRADIENT, name.text, [filled(claimed, reference)])
                 certified.append(name.text)
     for layer in dict.fromkeys(str(name.layer) for name in request.wrt if name.what == "weight"):
         pairs = []
         for name in request.wrt:
             if name.what == "weight" and name.layer == layer:
-                mine = answer.gradients.get(name)
-                pairs += list(named_pairs(request.adapter, request.model, run, name, mine, answer.dims.get(name)))
+                claimed = answer.gradients.get(name)
+                pairs += list(named_pairs(request.adapter, request.model, run, name, claimed, answer.dims.get(name)))
         comparisons.compare(WEIGHTS, layer, pairs)
         certified += ["gradients of weights"] if pairs and "gradients of weights" not in certified else []
     return certified
@@ -163,31 +163,31 @@ def named_pairs(
     model: Any,
     run: ReferenceRun,
     name: TensorName,
-    mine: Array | None,
+    claimed: Array | None,
     dims: Sequence[str] | None,
     beside: Mapping[str, Any] | None = None,
 ) -> Iterator[tuple[Any, Any]]:
     """Yield the labelled gradient of one weight and the framework's, for each direction.
 
-    Samples and steps are summed. If ``mine`` is None, the framework's gradient is paired with zeros.
+    Samples and steps are summed. If ``claimed`` is None, the framework's gradient is paired with zeros.
     """
     both = dims is not None and DIRECTION in dims
     for d, direction in enumerate(("forward", "backward") if both else (None,)):
         place = adapter.place(model, str(name.layer), direction, name.key)
         if place is None or place.tied:
             continue
-        theirs = run.weight_grads.get(place.name)
-        theirs = None if theirs is None else _without(theirs, (beside or {}).get(place.name))
-        if mine is None or dims is None:
-            if theirs is not None:
-                yield np.zeros_like(theirs), theirs
+        reference = run.weight_grads.get(place.name)
+        reference = None if reference is None else _without(reference, (beside or {}).get(place.name))
+        if claimed is None or dims is None:
+            if reference is not None:
+                yield np.zeros_like(reference), reference
             continue
-        whole = xr.DataArray(mine, dims=dims).sum([dim for dim in (SAMPLE, TIME) if dim in dims], skipna=False)
+        whole = xr.DataArray(claimed, dims=dims).sum([dim for dim in (SAMPLE, TIME) if dim in dims], skipna=False)
         whole = whole.isel({DIRECTION: d}) if both else whole
         array = whole.values
         if GATE in whole.dims:
             array = array.reshape(*array.shape[: whole.dims.index(GATE)], -1)
-        yield array, np.zeros_like(array) if theirs is None else place.take(theirs)
+        yield array, np.zeros_like(array) if reference is None else place.take(reference)
 
 
 def _without(gradient: Any, beside: Any) -> Any:
@@ -222,13 +222,13 @@ def _compare_swept(
                 if is_known
                 else weights_of(call, replayed.run, swept)
             )
-            for key, mine in sums.items():
+            for key, claimed in sums.items():
                 place = request.adapter.place(request.model, base, call.direction if call.bidirectional else None, key)
                 if place is None or place.tied or run.weight_grads.get(place.name) is None or key in call.computed:
                     continue
-                theirs = place.take(_without(run.weight_grads[place.name], beside.get(place.name)))
-                mine = to_host(mine) / request.scale
-                pairs.append((mine, probed(theirs) if is_known and mine.ndim == 2 else theirs))
+                reference = place.take(_without(run.weight_grads[place.name], beside.get(place.name)))
+                claimed = to_host(claimed) / request.scale
+                pairs.append((claimed, probed(reference) if is_known and claimed.ndim == 2 else reference))
         comparisons.compare(WEIGHTS, layer, pairs, scale=scale)
     inside = [name.text for name in request.wrt if name.what != "weight" and name.layer is not None]
     return list(dict.fromkeys(inside))
@@ -285,9 +285,9 @@ def certify_weights(
                 comparisons.left_out[f"weights of {layer}, which the model computes from its parameters"] = None
                 continue
             tensor = TensorName(f"{layer}/{key}", "weight", layer, key=key)
-            mine, dims = _in_our_order(variable, found[layer])
+            claimed, dims = _in_our_order(variable, found[layer])
             around = beside if found[layer].cells else {}
-            pairs += list(named_pairs(adapter, model, run, tensor, mine, dims, around))
+            pairs += list(named_pairs(adapter, model, run, tensor, claimed, dims, around))
         comparisons.compare(WEIGHTS, layer, pairs, scale=gradients.scales.get(layer, 0.0))
         norms += [str(name) for name in dataset.data_vars if str(name).endswith("_grad_norm")]
     certified = ("loss", *(["gradients of weights"] if any(c.name == WEIGHTS for c in comparisons.checks) else []))

@@ -280,12 +280,12 @@ def _compared(claim: JacobianClaim) -> Certificate:
     arrived = _arrived(outside, request.wrt, run.input_grads, request.batch.x, steps=steps)
     if (TIME in arrived.dims) != steps:
         return Certificate("could not", engine, why="the steps of the input are not compared")
-    theirs = _asked(arrived, claim.ends).transpose(*claim.pulled.dims)
+    reference = _asked(arrived, claim.ends).transpose(*claim.pulled.dims)
     dtype, longest = _computed_in(request, plan), max((64, *plan.shape))
 
     def compare(scale: float) -> Certificate:
         comparisons = Comparisons(longest, dtype)
-        comparisons.compare(JACOBIAN, "", [(claim.pulled, theirs)], scale=scale)
+        comparisons.compare(JACOBIAN, "", [(claim.pulled, reference)], scale=scale)
         return comparisons.certificate(engine, claim.checks, **_words(claim))
 
     certificate = compare(claim.spread)

@@ -129,8 +129,8 @@ def output_layouts(axes: ModelAxes, first: Batch, second: Batch) -> OutputLayout
     ports = [Port("output", index=i) for i in range(len(some.leaves))]
     axes.learn(more, ports)
     layouts = [
-        _as_seen(axes.layout(port, mine.shape), mine.shape, other.shape, few is more)
-        for port, mine, other in zip(ports, some.leaves, all_.leaves, strict=True)
+        _as_seen(axes.layout(port, fewer_rows.shape), fewer_rows.shape, other.shape, few is more)
+        for port, fewer_rows, other in zip(ports, some.leaves, all_.leaves, strict=True)
     ]
     unknown = [(port, layout) for port, layout in zip(ports, layouts, strict=True) if port not in axes.stated]
     axes.found |= {port: layout for port, layout in unknown if layout.sample is not None}
@@ -138,8 +138,8 @@ def output_layouts(axes: ModelAxes, first: Batch, second: Batch) -> OutputLayout
         counts = axes.samples(few), axes.samples(more)
         changed = [
             i
-            for i, (layout, mine, other) in enumerate(zip(layouts, some.leaves, all_.leaves, strict=True))
-            if _rows_change(layout, mine, other, counts)
+            for i, (layout, fewer_rows, other) in enumerate(zip(layouts, some.leaves, all_.leaves, strict=True))
+            if _rows_change(layout, fewer_rows, other, counts)
         ]
         if changed and _companions_matter(axes, more, counts, layouts, changed, all_.leaves):
             raise _mixed("the output of a sample changes with the other samples of its batch")
@@ -148,7 +148,7 @@ def output_layouts(axes: ModelAxes, first: Batch, second: Batch) -> OutputLayout
 
 def _as_seen(layout: Layout, few: Sequence[int], more: Sequence[int], alike: bool) -> Layout:
     """Return the layout of an output, with the sample axis where the size changed with the number of samples."""
-    grown = [i for i, (mine, other) in enumerate(zip(few, more, strict=False)) if mine != other]
+    grown = [i for i, (size, other) in enumerate(zip(few, more, strict=False)) if size != other]
     if layout.is_folded or alike or len(grown) > 1 or grown == [layout.sample]:
         return layout
     others = [(f"axis_{i}",) if axis == (SAMPLE,) else axis for i, axis in enumerate(layout.axes)]
@@ -184,7 +184,7 @@ def _companions_matter(
     beside = data.piece(data.join(others, axes.inputs), axes.inputs, 0, total, kept * len(others))
     again = axes.adapter.outputs_of(axes.model, replace(more, x=beside).without_loss()).leaves
     rows = ((layouts[i].cut(outputs[i], 0, *counts), layouts[i].cut(again[i], 0, *counts)) for i in changed)
-    return any(mine.shape != other.shape or not _close(mine, other) for mine, other in rows)
+    return any(one.shape != other.shape or not _close(one, other) for one, other in rows)
 
 
 def _two_sizes(axes: ModelAxes, first: Batch, second: Batch) -> tuple[Batch, Batch]:

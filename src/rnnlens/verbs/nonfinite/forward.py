@@ -257,8 +257,8 @@ class LossOfOutputs:
             own = {name: data.take(getattr(batch, name), some.start, some.stop) for name in ("y", "sample_weight")}
             batch = replace(batch, **own)
         masks = [None if mask is None else mask[some] for mask in self.outputs.masks]
-        told = Outputs(list(leaves), self.outputs.tree, masks)
-        return self.looked.adapter.loss_of(self.looked.model, batch, told)
+        some_outputs = Outputs(list(leaves), self.outputs.tree, masks)
+        return self.looked.adapter.loss_of(self.looked.model, batch, some_outputs)
 
     def of(self, some: slice) -> tuple[float, list[Any]]:
         """Return loss and gradients of some of the samples."""
@@ -347,9 +347,9 @@ def _origin(
     whole = place if sample is None else (sample, *place[1:])
     index = dict(looked.element(Port("output", index=leaf), array, whole))
     name = "output" if len(loss.leaves) == 1 else f"output[{leaf}]"
-    said = f"{why} in the loss: {name} {float(array[whole]):.3g}"
+    cause = f"{why} in the loss: {name} {float(array[whole]):.3g}"
     target = _target(looked, array, whole)
-    return Origin("loss", "loss", "value", value, index, fed_by=said + target)
+    return Origin("loss", "loss", "value", value, index, fed_by=cause + target)
 
 
 def _target(looked: ObservedRun, output: Array, place: tuple[int, ...]) -> str:
@@ -374,9 +374,9 @@ def _of_sample(looked: ObservedRun, sample: int | None, value: float) -> Origin:
 
 def gradient_at_the_outputs(looked: ObservedRun) -> Iterator[Origin]:
     """Yield the origin if the loss is finite and its derivative is not."""
-    told = looked.attempt(lambda: _slopes(looked))
-    if told is not None:
-        yield told
+    origin = looked.attempt(lambda: _slopes(looked))
+    if origin is not None:
+        yield origin
 
 
 def _slopes(looked: ObservedRun) -> Origin | None:

@@ -213,9 +213,9 @@ def _stack_states(array: Any) -> np.ndarray[Any, Any]:
     return to_host(array)
 
 
-def _direction_axis(name: str, array: np.ndarray[Any, Any], half: Arrays) -> int:
+def _direction_axis(name: str, array: np.ndarray[Any, Any], forward: Arrays) -> int:
     """Return the position of the direction axis: after time, or after sample without a time axis."""
-    timed = next((half[known].ndim for known in ("hidden", "input") if known in half), 3)
+    timed = next((forward[known].ndim for known in ("hidden", "input") if known in forward), 3)
     return 1 if name.startswith(_WITHOUT_TIME) or array.ndim < timed else 2
 
 
@@ -297,12 +297,12 @@ def _collect(
         if call.framework_initial_state_grad is not None and grads is not None:
             pairs = zip(grads, call.framework_initial_state_grad, strict=True)
             claim.boundaries.append(BoundaryGradients(INITIAL, call.layer, list(pairs), one.rounding.initial))
-    mine = input_gradient(dataset)
-    theirs = [call.framework_input_grad for call in directions if call.framework_input_grad is not None]
-    if theirs and mine is not None:
+    claimed = input_gradient(dataset)
+    reference = [call.framework_input_grad for call in directions if call.framework_input_grad is not None]
+    if reference and claimed is not None:
         scale = max(one.rounding.input for one in traced)
         claim.boundaries.append(
-            BoundaryGradients(LAYER_INPUT, directions[0].layer, [(mine, sum(map(to_host, theirs)))], scale)
+            BoundaryGradients(LAYER_INPUT, directions[0].layer, [(claimed, sum(map(to_host, reference)))], scale)
         )
 
 
