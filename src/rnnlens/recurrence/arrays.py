@@ -97,6 +97,12 @@ class Namespace(Protocol):
     def __getattr__(self, name: str, /) -> Callable[..., Array]: ...
 
 
+def at_step(values: Array, samples: slice, t: int) -> Array:
+    """Return values (sample or 1, time or 1, ...) of some samples at step t, without the time axis, as a view."""
+    at = values[:, 0 if values.shape[1] == 1 else t]
+    return at if at.shape[0] == 1 else at[samples]
+
+
 def namespace(*arrays: Array) -> Namespace:
     """Return the array-API namespace of the arrays' library."""
     found: Namespace = array_namespace(*arrays)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import Array
+from .arrays import Array, at_step
 from .linear import LinearStep, System, state_columns, walk
 from .sweep_reverse import BlockedSweep, ReverseSweep, plan_blocks
 from .sweep_rows import BLOCK_BUDGET, FLUSH_EVERY, Cost, NoPruning, Pruning, RowSink, RowSource, Taps, Units, elements
@@ -211,8 +211,7 @@ class ForwardSweep:
         fresh = slice(self.start - self.group, self.start)
         block = self.entrances.blocks
         if block is not None:
-            block = block[:, 0 if block.shape[1] == 1 else t]
-            block = block if block.shape[0] == 1 else block[self.samples]
+            block = at_step(block, self.samples, t)
             self.cost.flops += 2.0 * self.count * self.group * self.system.features * self.system.rows
         step.inject(block, self.old[:, fresh])
         self._entered(fresh)

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
-from .arrays import Array, Workspace
+from .arrays import Array, Workspace, at_step
 from .linear import Pattern
 
 #: Bytes of product matrices in memory at a time.
@@ -129,13 +129,7 @@ class PointRows:
 
     def parts(self, t: int, first: int, stop: int, samples: slice) -> Mapping[int, Array]:
         """Return the blocks of step t by state index; an empty dict if no rows enter at this step."""
-        if stop == first:
-            return {}
-        found = {}
-        for state, block in self.blocks.items():
-            at = block if block.shape[0] == 1 else block[samples]
-            found[state] = at[:, 0 if block.shape[1] == 1 else t]
-        return found
+        return {state: at_step(block, samples, t) for state, block in self.blocks.items()} if stop > first else {}
 
 
 @dataclass

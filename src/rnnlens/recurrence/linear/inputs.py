@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from ..arrays import Array, Workspace, namespace
+from ..arrays import Array, Workspace, at_step, namespace
 from .steps import transposed
 
 
@@ -53,8 +53,7 @@ class Matrices:
 
     def at(self, work: Workspace, samples: slice, t: int) -> _Matrix:
         """Return views of the matrices of one step."""
-        at = self.values[:, 0 if self.values.shape[1] == 1 else t]
-        return _Matrix(work, at if at.shape[0] == 1 else at[samples])
+        return _Matrix(work, at_step(self.values, samples, t))
 
     def masked(self, work: Workspace, mask: Array) -> Matrices:
         """Return a copy with a matrix for every step, zero at masked steps."""
@@ -105,11 +104,10 @@ class Kernels:
 
     def at(self, work: Workspace, samples: slice, t: int) -> _Factors:
         """Return B of one step as views of its factors."""
-        at = self.coefficients[:, 0 if self.coefficients.shape[1] == 1 else t]
         scale = self.scale
         if scale is not None:
             scale = scale[samples] if len(scale.shape) == 2 else scale[:, samples]
-        return _Factors(work, at if at.shape[0] == 1 else at[samples], self, scale)
+        return _Factors(work, at_step(self.coefficients, samples, t), self, scale)
 
     def masked(self, work: Workspace, mask: Array) -> Kernels:
         """Return a copy with coefficients for every step, zero at masked steps."""

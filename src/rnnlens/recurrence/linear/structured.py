@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..arrays import Array, Workspace
+from ..arrays import Array, Workspace, at_step
 from .steps import Pattern, transposed
 
 
@@ -52,11 +52,6 @@ class Transition(Protocol):
         """Return which units of the state at ``columns`` of a row never meet in a reverse sweep."""
 
 
-def _at(values: Array, samples: slice, t: int) -> Array:
-    at = values[:, 0 if values.shape[1] == 1 else t]
-    return at if at.shape[0] == 1 else at[samples]
-
-
 def _where(work: Workspace, mask: Array, values: Array, otherwise: float) -> Array:
     """Replace values at masked steps by a constant."""
     fill = work.zeros(*[1] * len(values.shape)) + otherwise
@@ -77,7 +72,7 @@ class Diagonal:
 
     def at(self, samples: slice, t: int) -> Diagonal:
         """Return a view of one step."""
-        return Diagonal(self.work, _at(self.values, samples, t))
+        return Diagonal(self.work, at_step(self.values, samples, t))
 
     def masked(self, mask: Array) -> Diagonal:
         """Return a copy with ones at masked steps."""
@@ -128,7 +123,7 @@ class ComplexDiagonal:
 
     def at(self, samples: slice, t: int) -> ComplexDiagonal:
         """Return a view of one step."""
-        return ComplexDiagonal(self.work, _at(self.real, samples, t), _at(self.imaginary, samples, t))
+        return ComplexDiagonal(self.work, at_step(self.real, samples, t), at_step(self.imaginary, samples, t))
 
     def masked(self, mask: Array) -> ComplexDiagonal:
         """Return a copy with 1 + 0i at masked steps."""
@@ -193,7 +188,7 @@ class PerHead:
 
     def at(self, samples: slice, t: int) -> PerHead:
         """Return a view of one step."""
-        return PerHead(self.work, _at(self.values, samples, t), self.size)
+        return PerHead(self.work, at_step(self.values, samples, t), self.size)
 
     def masked(self, mask: Array) -> PerHead:
         """Return a copy with ones at masked steps."""
@@ -257,7 +252,7 @@ class MinusLowRank:
 
     def at(self, samples: slice, t: int) -> MinusLowRank:
         """Return a view of one step."""
-        decay, left, right = (_at(part, samples, t) for part in (self.decay, self.left, self.right))
+        decay, left, right = (at_step(part, samples, t) for part in (self.decay, self.left, self.right))
         return MinusLowRank(self.work, decay, left, right, self.size)
 
     def masked(self, mask: Array) -> MinusLowRank:

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 
 from ...autodiff.tensors import like
+from ...recurrence.arrays import at_step
 from ...recurrence.jacobian import Entrances, Taps, forward, reverse
+from ...recurrence.linear.steps import transposed
 from ...recurrence.parallel import for_each, large_parts
 from ...recurrence.reductions import Collector, Extent, Reduction
 from ...recurrence.sweep_rows import PointRows, Units, Vanished
@@ -148,12 +150,7 @@ class _PieceSweep:
         if below is None or below.block is None:
             return None
         block = like(below.block, self.one.run.input)
-
-        def readout(t: int, values: Array) -> Array:
-            at = block[:, 0 if block.shape[1] == 1 else t]
-            return values @ (at if at.shape[0] == 1 else at[samples])
-
-        return readout
+        return lambda t, values: values @ at_step(block, samples, t)
 
     def _above(self, samples: slice) -> Callable[[int, Array], Array] | None:
         block = self.direct.readout
@@ -165,8 +162,7 @@ class _PieceSweep:
 
         def readout(t: int, values: Array) -> Array:
             if block is not None:
-                at = block[:, 0 if block.shape[1] == 1 else t]
-                values = values @ (at if at.shape[0] == 1 else at[samples]).swapaxes(-1, -2)
+                values = values @ transposed(at_step(block, samples, t))
             if moves is not None:
                 values = values * like(moves[samples, t], values)[:, None, None]
             return values

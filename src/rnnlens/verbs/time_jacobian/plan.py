@@ -226,24 +226,16 @@ def composed_pieces(
     recurrences: Sequence[ReplayedCall], ends: JacobianEnds, memory: int, samples: int
 ) -> tuple[list[JacobianPiece], int]:
     """Split the output steps into chunks whose cotangents fit into memory; also return the bytes of one chunk."""
-    if not recurrences:
-        return _framework_pieces(ends, memory, samples)
-    system = recurrences[0].system
-    widest = max(one.system.features + 2 * one.system.rows + one.system.columns for one in recurrences)
-    per_step = sum(one.system.features + one.system.columns for one in recurrences)
-    time = max(one.system.time for one in recurrences)
-    per_row = system.batch * (time * (per_step + 2 * ends.wrt.size) + 2 * widest) * system.work.itemsize
-    count = max(1, min(ends.groups, memory // max(1, per_row * ends.rows)))
-    pieces = [
-        JacobianPiece(slice(0, system.batch), part, slice(0, ends.in_count)) for part in _slices(ends.groups, count)
-    ]
-    return pieces, int(per_row * ends.rows * count)
-
-
-def _framework_pieces(ends: JacobianEnds, memory: int, samples: int) -> tuple[list[JacobianPiece], int]:
-    """Split the output steps of a Jacobian that the framework alone computes, by the sizes of both ends."""
-    per_row = 8 * samples * ((ends.of.times or 1) * ends.of.size + (ends.wrt.times or 1) * ends.wrt.size)
-    count = max(1, min(ends.groups, memory // max(1, 4 * per_row * ends.rows)))
+    if recurrences:
+        systems = [one.system for one in recurrences]
+        widest = max(system.features + 2 * system.rows + system.columns for system in systems)
+        per_step = sum(system.features + system.columns for system in systems) + 2 * ends.wrt.size
+        numbers = max(system.time for system in systems) * per_step + 2 * widest
+        samples, per_row, copies = systems[0].batch, systems[0].batch * numbers * systems[0].work.itemsize, 1
+    else:  # by the framework alone: an estimate from the sizes of both ends
+        numbers = (ends.of.times or 1) * ends.of.size + (ends.wrt.times or 1) * ends.wrt.size
+        per_row, copies = 8 * samples * numbers, 4
+    count = max(1, min(ends.groups, memory // max(1, copies * per_row * ends.rows)))
     pieces = [JacobianPiece(slice(0, samples), part, slice(0, ends.in_count)) for part in _slices(ends.groups, count)]
     return pieces, int(per_row * ends.rows * count)
 

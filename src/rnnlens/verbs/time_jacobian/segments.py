@@ -153,7 +153,7 @@ def probe(pull: Pull, top: OuterTensor, tensors: Mapping[Port, OuterTensor]) -> 
 
     Raise UnsupportedError if cotangents of some samples reach other samples.
     """
-    units, (steps, on_steps), (samples, on_samples) = _unit_rows(top), _step_rows(top), _sample_rows(top)
+    units, (steps, on_steps), (samples, on_samples) = _unit_rows(top), _subset_rows(top, 1), _subset_rows(top, 0)
     found = pull(top.port, np.concatenate([units, steps, samples]))
     _refuse_coupled(found, on_samples)
     segments = {top.port: Segment("local", top, top)} if top.port in found else {}
@@ -201,24 +201,13 @@ def _unit_rows(top: OuterTensor) -> Array:
     return rows if top.times is not None else rows[:, :, 0]
 
 
-def _step_rows(top: OuterTensor) -> tuple[Array, Array]:
-    """Return random rows on subsets of the steps, and the subsets, which separate any two steps."""
+def _subset_rows(top: OuterTensor, axis: int) -> tuple[Array, Array]:
+    """Return random rows on subsets of the samples (axis 0) or steps (1), and the subsets, which separate any two."""
     shape = (top.samples, *(() if top.times is None else (top.times,)), top.features)
-    if top.times is None or top.times == 1:
-        return np.zeros((0, *shape)), np.zeros((0, top.times or 1), dtype=bool)
-    on = patterns(top.times)
-    rows = np.random.default_rng(0).normal(size=(len(on), *shape))
-    return rows * on[:, None, :, None], on
-
-
-def _sample_rows(top: OuterTensor) -> tuple[Array, Array]:
-    """Return random rows on subsets of the samples, and the subsets, which separate any two samples."""
-    shape = (top.samples, *(() if top.times is None else (top.times,)), top.features)
-    if top.samples == 1:
-        return np.zeros((0, *shape)), np.zeros((0, 1), dtype=bool)
-    on = patterns(top.samples)
-    rows = np.random.default_rng(1).normal(size=(len(on), *shape))
-    return rows * on.reshape(*on.shape, *[1] * (len(shape) - 1)), on
+    size = top.samples if axis == 0 else top.times or 1
+    on = patterns(size) if size > 1 else np.zeros((0, size), dtype=bool)
+    rows = np.random.default_rng(axis).normal(size=(len(on), *shape))
+    return rows * on.reshape(len(on), *(size if i == axis else 1 for i in range(len(shape)))), on
 
 
 @dataclass
@@ -273,7 +262,7 @@ class SegmentGraph:
     def refuse_coupled(self, port: Port) -> None:
         """Raise if cotangents of some samples of a tensor reach other samples; tested once."""
         if port not in self._uncoupled:
-            rows, on = _sample_rows(self.tensors[port])
+            rows, on = _subset_rows(self.tensors[port], 0)
             if len(on):
                 _refuse_coupled(self.pull(port, rows), on)
             self._uncoupled.add(port)
