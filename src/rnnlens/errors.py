@@ -60,6 +60,10 @@ class FileError(RnnlensError, OSError):
 class TooLargeError(RnnlensError, MemoryError):
     """Error for a result that would not fit into the memory granted; raised before computing."""
 
+    def __new__(cls, *args: object, **options: object) -> TooLargeError:
+        """Make an empty error, also where Dask restores one of a worker; ``MemoryError.__new__`` refuses this class."""
+        return Exception.__new__(cls, *args)
+
 
 class MissingDependencyError(RnnlensError, ImportError):
     """Error for a call that needs an optional package that is not installed."""

@@ -27,3 +27,8 @@ def test_a_pickle_keeps_the_whole_text(kind):
     assert type(again) is kind
     assert str(again) == str(error)
     assert len(str(again)) > 5000
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_class_makes_an_empty_error_as_tblib_does_for_errors_of_other_processes(kind):
+    assert type(kind.__new__(kind, "text")) is kind
