@@ -28,17 +28,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import array_api_compat.numpy as anp
 import numpy as np
 
 from rnnlens.recurrence import linear
+from rnnlens.recurrence.arrays import Workspace
 from rnnlens.recurrence.jacobian import Taps, reverse
 from rnnlens.recurrence.parallel import one_thread_each
 from rnnlens.recurrence.reductions import REDUCTIONS, Collector, Extent, FieldCollector, Reduction
 from rnnlens.recurrence.sweep_rows import FieldRows, PointRows, Units
 
-BAR, FEATURES, HEADS = 20.0, 8, 4
+BAR, FEATURES = 20.0, 8
 SAMPLES = {"adjoint": 16, "norms": 2, "projected": 16}
-STRUCTURES = ("diagonal", "complex", "per head", "minus rank one")
+STRUCTURES = ("diagonal", "complex")
 
 
 def structured(name: str, samples: int, states: int, steps: int) -> linear.StructuredSystem:
@@ -51,14 +53,8 @@ def structured(name: str, samples: int, states: int, steps: int) -> linear.Struc
     into = linear.Kernels(draw(2, states), rng.normal(size=(2, FEATURES, states)).astype("float32"))
     if name == "complex":
         turn = draw(states // 2)
-        return linear.complex_diagonal(0.8 * turn, 0.6 * turn, into)
-    if name == "per head":
-        return linear.per_head(draw(HEADS), into, size=states // HEADS)
-    if name == "minus rank one":
-        keys = round((states // HEADS) ** 0.5)
-        key = rng.normal(size=(samples, steps, HEADS, keys)).astype("float32")
-        key /= np.linalg.norm(key, axis=-1, keepdims=True)
-        return linear.minus_rank_one(draw(HEADS, keys), 0.5 * key, key, into, size=states // HEADS // keys)
+        transition = linear.ComplexDiagonal(Workspace(anp, turn), 0.8 * turn, 0.6 * turn)
+        return linear.StructuredSystem(transition, into, samples, steps)
     return linear.diagonal(draw(states), into)
 
 

@@ -152,48 +152,31 @@ class Workspace:
             for_each(
                 lambda rows: np.matmul(a[:, rows], b, out=out[:, rows]), row_parts(a.shape, b.shape[-1]), xp=self.xp
             )
-        elif self.is_torch:
-            self.xp.bmm(a, b, out=out)
         else:
-            out[...] = self.xp.matmul(a, b)
+            self.xp.bmm(a, b, out=out)
 
     def multiply(self, a: Any, b: Any, out: Any) -> None:
         """Compute ``out = a * b``, broadcast."""
         if self.is_numpy:
             np.multiply(a, b, out=out)
-        elif self.is_torch:
-            self.xp.mul(a, b, out=out)
         else:
-            out[...] = a * b
+            self.xp.mul(a, b, out=out)
 
     def add_product(self, target: Any, a: Any, b: Any) -> None:
         """Compute ``target += a * b``, broadcast."""
         if self.is_torch:
             target.addcmul_(a, b)
-        elif self.is_numpy:
-            # NumPy reuses the memory that it freed last for the product; it is still in the processor's cache.
+        else:  # NumPy reuses the memory that it freed last for the product; it is still in the processor's cache.
             np.add(target, a * b, out=target)
-        else:
-            target[...] = target + a * b
 
     def diagonal_add(self, matrices: Any, values: Any) -> None:
         """Add values (..., n) to the diagonals of matrices (..., n, n), in place."""
-        if self.is_numpy:
-            diagonal = np.einsum("...ii->...i", matrices)
-            diagonal += values
-        elif self.is_torch:
-            diagonal = self.xp.diagonal(matrices, dim1=-2, dim2=-1)
-            diagonal += values
-        else:
-            matrices[...] = matrices + values[..., None] * self.eye(int(values.shape[-1]))
+        diagonal = np.einsum("...ii->...i", matrices) if self.is_numpy else self.xp.diagonal(matrices, dim1=-2, dim2=-1)
+        diagonal += values
 
     @cached_property
     def negligible(self) -> float:
-        """Magnitude below which a sweep sets numbers to zero: 1e8 times the smallest normal number of the dtype.
-
-        In float32 that is 1e-30. Arithmetic on subnormal numbers, which vanishing gradients become, is many times
-        slower.
-        """
+        """Magnitude below which a sweep sets numbers to 0, as subnormal arithmetic is slow; 1e-30 in float32."""
         return float(self.xp.finfo(self.like.dtype).smallest_normal) * 1e8
 
     def flush(self, values: Any) -> None:

@@ -44,22 +44,21 @@ class UnitSweep(ReverseSweep):
     def _hand_out(self, t: int, step: LinearStep) -> None:
         super()._hand_out(t, step)
         if self.into is not None:
-            self._give_units(self.into, t, step.input_matrix(), None)
+            self._give_units(self.into, t, step.input_matrix())
 
     def _hand_state(self, sink: RowSink, t: int, state: int, step: LinearStep | None) -> None:
-        self._give_units(sink, t, None, self.columns[state])
+        self._give_units(sink, t, None)
 
-    def _give_units(self, sink: RowSink, t: int, matrix: Array | None, columns: slice | None) -> None:
+    def _give_units(self, sink: RowSink, t: int, matrix: Array | None) -> None:
         rows, alive = self._alive(self.whole), self.stop - self.start
         by_colour = (self.count, alive // self.pattern.count, self.pattern.count, self.system.rows)
         grouped = self.work.xp.reshape(rows[:, :alive], by_colour)
-        found = UnitRows(grouped, self.pattern, matrix, columns)
-        features = found.hand(sink, t, self.start // self.pattern.count)
+        features = UnitRows(grouped, self.pattern, matrix).hand(sink, t, self.start // self.pattern.count)
         self.cost.flops += 2.0 * self.count * by_colour[1] * self.pattern.entries * features
         if int(rows.shape[1]) > alive and isinstance(sink, Collector):
             # A probe is the sum of pruned rows of all colours with random signs, so that units which reach the same
             # columns cannot be told apart; they are treated as one unit.
-            probes = UnitRows(rows[:, alive:, None], self.pattern.cells(), matrix, columns)
+            probes = UnitRows(rows[:, alive:, None], self.pattern.cells(), matrix)
             sink.lose(t, probes.through(sink, t).norms() ** 2)
 
 
@@ -68,25 +67,21 @@ class UnitRows:
     """All units of several groups at one step, stored as one summed row per colour.
 
     rows : (sample, group, colour, state)
-    matrix : (sample or 1, state, feature) that multiplies each unit, or None if ``columns`` of the state are requested.
+    matrix : (sample or 1, state, feature) that multiplies each unit, or None for the state itself.
     """
 
     rows: Array
     pattern: Pattern
     matrix: Array | None
-    columns: slice | None
 
     def hand(self, sink: RowSink, t: int, first: int) -> int:
-        """Pass the groups from ``first`` on to a sink, and return how many numbers were computed per entry.
-
-        Reductions that do not need the blocks are computed without them.
-        """
+        """Pass the groups from ``first`` on to a sink; return how many numbers were computed per entry."""
         if isinstance(sink, Collector):
             if t not in sink.steps or not int(self.rows.shape[1]):
                 return 0
-            reduced = self.through(sink, t)._reduced(sink)
-            if reduced is not None:
-                sink.put(t, first, reduced)
+            if sink.reduce in (frobenius, total):  # computed without the blocks
+                seen = self.through(sink, t)
+                sink.put(t, first, seen.norms() if sink.reduce is frobenius else seen._totals())
                 return 1
         units, width = int(self.pattern.colour.size), 1
         for start, block in self.blocks():
@@ -101,22 +96,11 @@ class UnitRows:
             return self
         return replace(self, matrix=sink.readout(t, self.matrix))
 
-    def _reduced(self, sink: Collector) -> Array | None:
-        if sink.reduce is frobenius and self._cheap:
-            return self.norms()
-        return self._totals() if sink.reduce is total and self._cheap else None
-
-    @property
-    def _cheap(self) -> bool:
-        return self.matrix is None or int(self.pattern.reach.shape[1]) <= 2
-
     def norms(self) -> Array:
         """Return the Frobenius norm (sample, group) of the block of all units."""
         xp = namespace(self.rows)
         if self.matrix is None:
-            return frobenius(self._inside())
-        if not self._cheap:
-            return xp.concat([frobenius(block) for _, block in self.blocks()], axis=1)
+            return frobenius(self.rows)
         first, both, second = self._triangle(self.matrix)
         parts = []
         for _, some in self._chunks(1):
@@ -126,9 +110,7 @@ class UnitRows:
         return xp.concat(parts, axis=1)
 
     def _triangle(self, matrix: Array) -> tuple[Array, Array | None, Array | None]:
-        """Return R of the QR factorisation of the one or two rows of ``matrix`` that each unit reaches.
-
-        Its entries are (sample or 1, 1, unit) each.
+        """Return R of the QR factorisation of the one or two rows of ``matrix`` that each unit reaches, by entry.
 
         The norm |v b + w c|^2 = (v r + w s)^2 + (w q)^2 is then a sum of two squares, without cancellation.
         """
@@ -145,7 +127,7 @@ class UnitRows:
         """Return the sum (sample, group) over the block of all units."""
         xp = namespace(self.rows)
         if self.matrix is None:
-            return total(self._inside())
+            return total(self.rows)
         sums, parts = xp.sum(self.matrix, axis=2), []
         for _, some in self._chunks(1):
             found = [some._entry(w) * sums[:, None, _index(column)] for w, column in enumerate(self.pattern.reach.T)]
@@ -159,42 +141,23 @@ class UnitRows:
             return self.rows[:, :, 0, _index(column)]
         return self.rows[:, :, colour, column]
 
-    def _inside(self) -> Array:
-        """Return the requested columns of all rows, in which each number belongs to one unit."""
-        return self.rows[:, :, :, self.columns]
-
     def blocks(self) -> Iterator[tuple[int, Array]]:
         """Yield blocks (sample, group, unit, feature) of a few groups at a time, each with its first group's number."""
-        columns, matrix = self.columns, self.matrix
-        width = int(matrix.shape[2]) if matrix is not None else columns.stop - columns.start  # type: ignore[union-attr]
+        width = int(self.rows.shape[3] if self.matrix is None else self.matrix.shape[2])
         for start, some in self._chunks(width):
             yield start, some._written_out(width)
 
     def _written_out(self, width: int) -> Array:
         xp, reach = namespace(self.rows), self.pattern.reach
-        if self.matrix is not None and reach.shape[1] > 2:
-            return self._by_cells(self.matrix)
         shape = (*self.rows.shape[:2], reach.shape[0], width)
         block = xp.zeros(shape, dtype=self.rows.dtype, device=getattr(self.rows, "device", None))
         for w in range(int(reach.shape[1])):
             value = self._entry(w)
             if self.matrix is not None:
                 block += value[..., None] * self.matrix[:, None, _index(reach[:, w])]
-                continue
-            assert self.columns is not None
-            here = np.flatnonzero((reach[:, w] >= self.columns.start) & (reach[:, w] < self.columns.stop))
-            block[:, :, here, reach[here, w] - self.columns.start] = value[:, :, _index(here)]
+            else:
+                block[:, :, np.arange(len(reach)), reach[:, w]] = value
         return block
-
-    def _by_cells(self, matrix: Array) -> Array:
-        """Compute the blocks by one small product for all units that reach the same columns."""
-        xp, reach, cells = namespace(self.rows), self.pattern.reach, self.pattern.cells().reach
-        order, (units, width) = np.argsort(reach[:, 0], kind="stable"), reach.shape
-        values = self.rows[:, :, self.pattern.colour[order][:, None], reach[order]]
-        values = xp.reshape(values, (*self.rows.shape[:2], len(cells), units // len(cells), width))
-        found = xp.matmul(values, matrix[:, cells][:, None])
-        flat = xp.reshape(found, (*self.rows.shape[:2], units, matrix.shape[2]))
-        return flat[:, :, np.argsort(order)]
 
     def _chunks(self, width: int) -> Iterator[tuple[int, UnitRows]]:
         """Yield slices of a few groups, so that intermediate arrays fit into the processor's cache."""

@@ -12,37 +12,28 @@ from hypothesis import strategies as st
 
 from rnnlens.measures import lyapunov_spectrum
 from rnnlens.recurrence import linear
-from rnnlens.recurrence.arrays import Workspace
+from rnnlens.recurrence.arrays import Workspace, namespace
 from rnnlens.recurrence.jacobian import Entrances, Taps, forward, reverse
 from rnnlens.recurrence.reductions import REDUCTIONS, Collector, Extent, FieldCollector, Reduction
 from rnnlens.recurrence.sweep_reverse import BlockedSweep
 from rnnlens.recurrence.sweep_rows import FieldRows, PointRows, Units, Vanished
+from rnnlens.recurrence.sweep_units import UnitRows
 
 B, T, F = 2, 5, 3
-STRUCTURES = ("diagonal", "complex", "per_head", "minus_rank_one", "output", "output_repeats", "dense")
+STRUCTURES = ("diagonal", "complex", "dense")
 MASK = np.array([[True, True, False, True, False], [False, True, True, True, True]])
 
 
 def numbers(structure, rng, time=T):
     """Random parts of a structure, and the matrices A (sample, time, state, state) written out from their meaning."""
     draw = lambda *shape: 0.9 * rng.normal(size=shape)  # noqa: E731
-    if structure.startswith("complex"):
+    if structure == "complex":
         z = draw(B, time, 3) + 1j * draw(B, time, 3)
         a = np.zeros((B, time, 6, 6))
         for j in range(3):
             a[:, :, j, j] = a[:, :, 3 + j, 3 + j] = z[..., j].real
             a[:, :, j, 3 + j], a[:, :, 3 + j, j] = -z[..., j].imag, z[..., j].imag
         return (z.real, z.imag), a
-    if structure == "per_head":
-        values = draw(B, time, 2)
-        return (values,), np.einsum("bts,sr->btsr", np.repeat(values, 3, axis=2), np.eye(6))
-    if structure == "minus_rank_one":
-        decay, left, right = (draw(B, time, 2, 3) for _ in range(3))
-        a = np.zeros((B, time, 2, 3, 2, 2, 3, 2))
-        for h, v in itertools.product(range(2), range(2)):
-            small = np.einsum("btk,kl->btkl", decay[:, :, h], np.eye(3))
-            a[:, :, h, :, v, h, :, v] = small - left[:, :, h, :, None] * right[:, :, h, None, :]
-        return (decay, left, right), a.reshape(B, time, 12, 12)
     if structure == "dense":
         a = draw(B, time, 4, 4)
         return (a,), a
@@ -50,15 +41,34 @@ def numbers(structure, rng, time=T):
     return (values,), np.einsum("bts,sr->btsr", values, np.eye(4))
 
 
-MAKE = {
-    "diagonal": linear.diagonal,
-    "complex": linear.complex_diagonal,
-    "per_head": lambda a, b, **o: linear.per_head(a, b, size=3, **o),
-    "minus_rank_one": lambda d, u, v, b, **o: linear.minus_rank_one(d, u, v, b, size=2, **o),
-    "dense": lambda a, b, mask=None, **o: linear.dense(a, b, **o),
-    "output": linear.diagonal,
-    "output_repeats": linear.diagonal,
-}
+class DenseSystem(linear.ProductSystem):
+    """A recurrence of given matrices A (sample, time, state, state) and B (sample, time, state, feature)."""
+
+    def __init__(self, a, b, order="forward", mask=None):
+        self.work = Workspace(namespace(a), a)
+        self.batch, self.time, self.rows = (int(n) for n in a.shape[:3])
+        self.columns, self.features, self.order = self.rows, int(b.shape[3]), order
+        self.state_sizes = (self.rows,)
+        self.product = self.work.xp.concat([a, b], axis=3)
+
+    def build(self, first, stop, samples, *, inputs):
+        width = self.rows + (self.features if inputs else 0)
+        return linear.ProductSteps(self.work, self.product[samples, first:stop, :, :width])
+
+
+def complex_diagonal(real, imaginary, b, order="forward", mask=None):
+    """A complex diagonal as the LRU makes it, with numbers that may be those of all samples and steps."""
+    transition = linear.ComplexDiagonal(Workspace(namespace(real), real), real, imaginary)
+    batch, time = (B, T) if real.shape[:2] == (1, 1) else real.shape[:2]
+    return linear.StructuredSystem(transition, b, int(batch), int(time), order, mask)
+
+
+def constant(b):
+    """Matrices (state, feature) that are those of all samples and steps, as kernels."""
+    return linear.Kernels(np.ones((1, 1, 1, len(b))), [b.T])
+
+
+MAKE = {"diagonal": linear.diagonal, "complex": complex_diagonal, "dense": DenseSystem}
 
 
 def factors(rng, states, scale):
@@ -88,18 +98,7 @@ def make(structure, order="forward", masked=False, scale=None, engine="numpy", s
         drop = None if inputs.scale is None else to(inputs.scale)
         b = linear.Kernels(to(inputs.coefficients), [to(k) for k in inputs.kernels], drop)
     options = {"order": order} | ({"mask": to(MASK)} if masked else {})
-    system = MAKE[structure](*map(to, parts), b, **options)
-    if not structure.startswith("output"):
-        return system, a, n
-    c, d = rng.normal(size=(B, T, 2, 4)), rng.normal(size=(1, 1, 2, F))
-    repeats = structure == "output_repeats"
-    system = linear.with_output(system, to(c), to(d), mask=to(MASK) if masked else None, repeats=repeats)
-    c, d = np.where(real, c, 0.0), np.where(real, d, 0.0)
-    whole = np.zeros((B, T, 6, 6))
-    whole[:, :, :4, :4], whole[:, :, 4:, :4] = a, c @ a
-    if repeats and masked:
-        whole[:, :, 4:, 4:] = np.where(real, 0.0, np.eye(2))
-    return system, whole, np.concatenate([n, c @ n + d], axis=2)
+    return MAKE[structure](*map(to, parts), b, **options), a, n
 
 
 def close(found, expected, bound=1e-12):
@@ -164,21 +163,6 @@ def test_a_step_is_the_matrix_that_it_stands_for(structure, masked, scale, t, co
     close(step.input_matrix(), n[:, t])
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_steps_compose_to_the_product_of_their_matrices(structure, masked):
-    system, a, _ = make(structure, masked=masked)
-    steps, rows = (
-        system.build(0, T, slice(None), inputs=False),
-        np.random.default_rng(1).normal(size=(B, 3, system.rows)),
-    )
-    whole, product = steps[0], a[:, 0]
-    for t in range(1, T):
-        whole, product = steps[t].after(whole), a[:, t] @ product
-        close(pulled(system, whole, rows, False), rows @ product)
-        close(pushed(whole, rows), rows @ product.swapaxes(1, 2))
-
-
 @pytest.mark.parametrize("engine", ["numpy", "torch"])
 @pytest.mark.parametrize(
     ("structure", "order", "masked", "scale"),
@@ -238,30 +222,6 @@ def test_a_sweep_in_blocks(structure, length):
     close(np.moveaxis(sink.result, 1, 3), unrolled(a, n, "forward")[0][:, :, :size])
 
 
-@pytest.mark.parametrize("structure", [s for s in STRUCTURES if s.startswith("output")])
-def test_states_reach_the_output_of_their_own_step(structure):
-    system, a, _ = make(structure)
-    expected = np.zeros((B, T, 2, T, 4))
-    for t, k in itertools.product(range(T), range(T)):
-        if k <= t:
-            through = np.broadcast_to(np.eye(6), (B, 6, 6))
-            for j in range(t, k, -1):
-                through = through @ a[:, j]
-            produced = np.concatenate([np.broadcast_to(np.eye(4), (B, 4, 4)), linear_output(system, k)], axis=1)
-            expected[:, t, :, k] = (through @ produced)[:, 4:]
-    source, places = PointRows(range(T), {1: np.eye(2)[None, None]}), {t: t for t in range(T)}
-    sink = Collector(system.work, Extent(B, T, 2, 4), places)
-    reverse(system, source, Taps(states={0: sink}))
-    close(np.moveaxis(sink.result, 1, 3), expected)
-    sink = Collector(system.work, Extent(B, T, 4, 2), places, swapped=True)
-    forward(system, Entrances("state", range(T)), {1: sink}, frozenset(range(T)))
-    close(sink.result[:, :, ::-1].transpose(0, 1, 4, 2, 3), expected)
-
-
-def linear_output(system, t):
-    return system.c.values[:, t]
-
-
 def test_a_complex_diagonal_against_finite_differences_of_the_complex_recurrence():
     rng, eps = np.random.default_rng(0), 0.5  # a linear recurrence: any step is small
     magnitude, phase, into = rng.uniform(0.6, 1.0, 4), rng.uniform(0, 3, 4), rng.normal(size=(4, F, 2))
@@ -275,43 +235,40 @@ def test_a_complex_diagonal_against_finite_differences_of_the_complex_recurrence
         return np.stack(states, axis=1)
 
     x = rng.normal(size=(B, T, F))
-    b = np.concatenate([into.real, into.imag])[None, None]
-    system = linear.complex_diagonal(turn.real[None, None], turn.imag[None, None], b, batch=B, time=T)
-    for state in (0, 1):
-        sink = Collector(system.work, Extent(B, T, 4, F), {t: t for t in range(T)})
-        reverse(system, PointRows(range(T), {state: np.eye(4)[None, None]}), Taps(input=sink))
-        for k, f in itertools.product(range(T), range(F)):
-            step = np.zeros_like(x)
-            step[:, k, f] = eps
-            change = (run(x + step) - run(x - step)) / (2 * eps)
-            close(sink.result[:, k, :, :, f], change[:, :, 4 * state : 4 * state + 4])
+    b = constant(np.concatenate([into.real, into.imag]))
+    system = complex_diagonal(turn.real[None, None], turn.imag[None, None], b)
+    sink = Collector(system.work, Extent(B, T, 8, F), {t: t for t in range(T)})
+    reverse(system, PointRows(range(T), {0: np.eye(8)[None, None]}), Taps(input=sink))
+    for k, f in itertools.product(range(T), range(F)):
+        step = np.zeros_like(x)
+        step[:, k, f] = eps
+        close(sink.result[:, k, :, :, f], (run(x + step) - run(x - step)) / (2 * eps))
 
 
 def test_sizes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="differ in size: A 4, B 3"):
-        linear.diagonal(np.ones((1, 2, 4)), np.ones((1, 1, 3, 2)))
+        linear.diagonal(np.ones((1, 2, 4)), constant(np.ones((3, 2))))
 
 
-def test_a_gated_step_composes_like_its_matrices():
+def test_a_gated_step_is_the_matrix_that_it_stands_for():
     rng, units = np.random.default_rng(0), 3
     work = Workspace(anp, np.zeros(1))
-    product, keep, lift = rng.normal(size=(B, 2, 6, 3)), rng.normal(size=(B, 2, 3)), rng.normal(size=(B, 2, 3))
-    steps = linear.ProductSteps(work, product, keep, lift)
-    whole = []
-    for t in range(2):
-        # From totals [dc | dh] to what is left before the step, and from what arrives to totals.
-        back, total = np.zeros((B, 6, 6)), np.tile(np.eye(6), (B, 1, 1))
-        back[:, :, units:], back[:, :units, :units] = product[:, t], keep[:, t, :, None] * np.eye(3)
-        total[:, units:, :units] = lift[:, t, :, None] * np.eye(3)
-        whole.append(total @ back)
-    rows = rng.normal(size=(B, 4, 6))
-    composed, out = steps[1].after(steps[0]), np.zeros((B, 4, 6))
-    composed.pull(rows, out, inputs=False)
-    close(out, rows @ whole[1] @ whole[0])
+    product, keep, lift = rng.normal(size=(B, 1, 6, 3)), rng.normal(size=(B, 1, 3)), rng.normal(size=(B, 1, 3))
+    # From totals [dc | dh] to what is left before the step, and from what arrives to totals.
+    back, total = np.zeros((B, 6, 6)), np.tile(np.eye(6), (B, 1, 1))
+    back[:, :, units:], back[:, :units, :units] = product[:, 0], keep[:, 0, :, None] * np.eye(3)
+    total[:, units:, :units] = lift[:, 0, :, None] * np.eye(3)
+    step, rows = linear.ProductSteps(work, product, keep, lift)[0], rng.normal(size=(B, 4, 6))
+    pushed, pulled = np.zeros((B, 4, 6)), np.zeros((B, 4, 6))
+    step.push(rows, pushed)
+    close(pushed, rows @ (total @ back).swapaxes(1, 2))
+    arrived = rows.copy()
+    step.arrive(arrived, 4)
+    step.pull(arrived, pulled, inputs=False)
+    close(pulled, rows @ total @ back)
 
 
-PATTERNED = ("diagonal", "complex", "complex_whole", "per_head", "minus_rank_one", "output")
-MAKE["complex_whole"] = lambda re, im, b, **o: linear.complex_diagonal(re, im, b, state_sizes=(6,), **o)
+PATTERNED = ("diagonal", "complex")
 BLOCK_NUMBERS = {
     None: lambda g: g,
     "norm": lambda g: np.sqrt((g**2).sum((-2, -1))),
@@ -348,12 +305,11 @@ def unit_jacobian(system, state, tap, reduce=None, readout=None, pruning=None, a
 def test_all_units_at_once_equal_the_unrolled_product(structure, order, masked, engine):
     system, a, n = make(structure, order, masked, engine=engine)
     by_input, _ = unrolled(a, n, order)
-    for state in range(len(system.state_sizes) - (structure == "output")):
-        blocks = np.moveaxis(by_input[:, :, linear.state_columns(system, state)], 2, 3)
-        assert np.abs(blocks).max() > 0.1
-        for reduce, of in BLOCK_NUMBERS.items():
-            found, _ = unit_jacobian(system, state, "input", reduce)
-            close(found, of(blocks), 1e-8 if reduce == "spectral" else 1e-12)
+    blocks = np.moveaxis(by_input, 2, 3)
+    assert np.abs(blocks).max() > 0.1
+    for reduce, of in BLOCK_NUMBERS.items():
+        found, _ = unit_jacobian(system, 0, "input", reduce)
+        close(found, of(blocks), 1e-8 if reduce == "spectral" else 1e-12)
 
 
 @pytest.mark.parametrize("structure", PATTERNED)
@@ -391,26 +347,26 @@ def test_all_units_at_once_seen_through_a_layer_below_averaged_and_where_they_mo
 
 def test_units_reach_a_field_as_rows():
     system, a, n = make("complex")
-    field, size = np.zeros((B, T * 3, T, F)), 3
-    reverse(system, Units(range(T), 1, size), Taps(input=FieldCollector(field)))
-    close(field.reshape(B, T, size, T, F), unrolled(a, n, "forward")[0][:, :, 3:])
+    field, size = np.zeros((B, T * 6, T, F)), 6
+    reverse(system, Units(range(T), 0, size), Taps(input=FieldCollector(field)))
+    close(field.reshape(B, T, size, T, F), unrolled(a, n, "forward")[0])
 
 
 def test_norms_of_complex_states_do_not_cancel():
     """A unit that has turned by a quarter moves its real part by nothing; its square must not be a difference."""
-    turn, b = np.exp(0.5j * np.pi), np.array([1.0, 0.0]).reshape(1, 1, 2, 1)
-    system = linear.complex_diagonal(np.full((1, 2, 1), turn.real), np.full((1, 2, 1), turn.imag), b)
-    sink = Collector(system.work, Extent(1, 1, 1, 1), {0: 0}, Reduction(REDUCTIONS["norm"]))
-    reverse(system, Units([1], 0, 1), Taps(input=sink))
-    assert sink.result.item() < 1e-15
+    turn = np.exp(0.5j * np.pi)
+    rows = np.array([[turn.real, -turn.imag], [0.0, 0.0]])[None, None]  # of the real part; the imaginary one is zero
+    pattern = linear.ComplexDiagonal(Workspace(anp, rows), rows[..., :1], rows[..., 1:]).pattern()
+    assert UnitRows(rows, pattern, np.array([[[1.0], [0.0]]])).norms().item() < 1e-15
 
 
-@pytest.mark.parametrize("structure", ["diagonal", "complex", "complex_whole", "per_head", "minus_rank_one"])
+@pytest.mark.parametrize("structure", PATTERNED)
 def test_what_pruning_took_away_is_estimated_without_bias(structure):
     rng = np.random.default_rng(3)
     parts, a = numbers(structure, rng, 40)
     parts = [0.3 * part for part in parts]
-    system = MAKE[structure](*parts, rng.normal(size=(B, 1, a.shape[2], F)))
+    inputs = linear.Kernels(rng.normal(size=(B, 1, 1, a.shape[2])), [rng.normal(size=(F, a.shape[2]))])
+    system = MAKE[structure](*parts, inputs)
     size, exact = system.state_sizes[0], None
     errors, estimates = [], []
     for seed in [None, *range(30)]:
@@ -428,16 +384,15 @@ def test_what_pruning_took_away_is_estimated_without_bias(structure):
 
 
 @pytest.mark.parametrize("order", ["forward", "backward"])
-@pytest.mark.parametrize("structure", ["diagonal", "complex", "per_head", "output"])
+@pytest.mark.parametrize("structure", PATTERNED)
 def test_moduli_are_those_of_the_eigenvalues(structure, order):
     system, a, _ = make(structure, order, masked=True)
-    states = 4 if structure == "output" else a.shape[2]
-    expected = np.sort(np.abs(np.linalg.eigvals(a[:, :, :states, :states])))
+    expected = np.sort(np.abs(np.linalg.eigvals(a)))
     close(np.sort(np.asarray(system.moduli())), expected)
 
 
 def test_steps_without_common_eigenvectors_have_no_moduli():
-    assert all(make(structure)[0].moduli() is None for structure in ("minus_rank_one", "dense"))
+    assert make("dense")[0].moduli() is None
 
 
 @dataclass
@@ -466,7 +421,7 @@ class DiagonalRun:
 def test_lyapunov_exponents_of_diagonal_steps_are_means_of_logarithms(structure, order):
     time = 12
     parts, a = numbers(structure, np.random.default_rng(0), time)
-    system = MAKE[structure](*parts, np.ones((1, 1, a.shape[2], F)), order=order)
+    system = MAKE[structure](*parts, constant(np.ones((a.shape[2], F))), order=order)
     run = DiagonalRun(system, np.zeros((B, time, F)), (np.zeros((B, time, a.shape[2])),), order)
     found = lyapunov_spectrum(run, count=2, burn_in=0.25)
     kept = a[:, 3:] if order == "forward" else a[:, :-3]
@@ -476,10 +431,3 @@ def test_lyapunov_exponents_of_diagonal_steps_are_means_of_logarithms(structure,
     else:
         logs = np.log(np.abs(np.diagonal(kept, axis1=2, axis2=3)))
     close(found.exponents, np.sort(logs.mean(1))[:, ::-1][:, :2].mean(0))
-
-
-def test_units_of_a_part_of_a_head_are_rows_of_their_own():
-    """Of a state that ends within a head some columns have more units than others."""
-    parts, _ = numbers("minus_rank_one", np.random.default_rng(0))
-    system = MAKE["minus_rank_one"](*parts, np.ones((1, 1, 12, F)), state_sizes=(6, 1, 5))
-    assert [system.pattern(state) is None for state in range(3)] == [False, True, True]

@@ -2,10 +2,12 @@
 
 import tracemalloc
 
+import array_api_compat.numpy as anp
 import numpy as np
 import pytest
 
 from rnnlens.recurrence import linear
+from rnnlens.recurrence.arrays import Workspace
 from rnnlens.recurrence.jacobian import Entrances, Taps, forward, reverse
 from rnnlens.recurrence.reductions import REDUCTIONS, Collector, Extent, FieldCollector, Reduction
 from rnnlens.recurrence.sweep_rows import FieldRows, PointRows, Units
@@ -18,7 +20,8 @@ def system_of(states, structure="diagonal"):
     into = linear.Kernels(rng.random((1, T, 2, states), dtype="float32"), rng.random((2, F, states), dtype="float32"))
     a = rng.uniform(0.9, 1.0, size=(1, T, states)).astype("float32")
     if structure == "complex":
-        return linear.complex_diagonal(0.8 * a[..., : states // 2], 0.6 * a[..., states // 2 :], into)
+        real, imaginary = 0.8 * a[..., : states // 2], 0.6 * a[..., states // 2 :]
+        return linear.StructuredSystem(linear.ComplexDiagonal(Workspace(anp, a), real, imaginary), into, 1, T)
     return linear.diagonal(a, into)
 
 

@@ -14,8 +14,8 @@ from typing import Any
 from array_api_compat import array_namespace
 
 from ...vocabulary import FEATURE, Quantity
-from ..arrays import Array, Namespace
-from ..linear import Kernels, System, complex_diagonal
+from ..arrays import Array, Namespace, Workspace
+from ..linear import ComplexDiagonal, Kernels, StructuredSystem, System
 from ..trajectory import Adjoint, Record, Trajectory
 from . import affine
 from .affine import Pulled
@@ -120,10 +120,7 @@ class LRU(Cell):
     def recurrent_gradients(
         self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
-        """Return the gradients of nu and theta.
-
-        They use d lambda/d nu = -exp(nu) lambda and d lambda/d theta = i exp(theta) lambda.
-        """
+        """Return dL/dnu and dL/dtheta, by dlambda/dnu = -exp(nu) lambda and dlambda/dtheta = i exp(theta) lambda."""
         xp, (real, imaginary) = run.xp, self._eigenvalues(run.xp)
         re, im = self._halves(run.before(0)[:, times, :])
         up, across = self._halves(flat_gate_grad(run, result, times))
@@ -137,6 +134,6 @@ class LRU(Cell):
         xp = array_namespace(run.input)
         real, imaginary = (part[None, None, :] for part in self._eigenvalues(xp))
         inputs = Kernels(self._scales(xp)[None, None, None, :], [self._into(xp)], run.input_scale)
+        transition = ComplexDiagonal(Workspace(xp, real), real, imaginary)
         batch, time = (int(n) for n in run.input.shape[:2])
-        options: dict[str, Any] = {"batch": batch, "time": time, "state_sizes": (self.units,)}
-        return complex_diagonal(real, imaginary, inputs, order=run.order, mask=run.mask, **options)
+        return StructuredSystem(transition, inputs, batch, time, run.order, run.mask)

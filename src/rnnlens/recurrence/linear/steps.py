@@ -41,37 +41,22 @@ class LinearStep(Protocol):
         """
 
     def pull(self, rows: Array, out: Array, *, inputs: bool) -> None:
-        """Compute rows @ A and, with ``inputs``, rows @ B, for rows that went through :meth:`arrive`.
-
-        out : (sample, row, state), with ``inputs`` (sample, row, state + feature)
-        """
+        """Write rows @ A and, with ``inputs``, rows @ B to out (sample, row, state [+ feature]), after `arrive`."""
 
     def push(self, rows: Array, out: Array) -> None:
-        """Compute rows @ A^T, which pushes tangents of the states before the step forward; out .
-
-        (sample, row, state).
-        """
+        """Push tangents of the states before the step forward: write rows @ A^T to out (sample, row, state)."""
 
     def inject(self, block: Array | None, out: Array) -> None:
-        """Write the states' tangents for tangents of the input: block @ B^T; out : (sample, row, state).
+        """Write block @ B^T to out (sample, row, state).
 
-        block : (sample or 1, row, feature), or None for the unit vectors of the input
+        block : (sample or 1, row, feature) tangents of the input, or None for its unit vectors
         """
 
     def spread(self, rows: Array, state: int, columns: slice) -> None:
-        """Add the effect of one produced state's tangents on the step's other results, in place.
-
-        ``columns`` are the columns of the state in a row. All other columns must be zero.
-        """
+        """Add the effect of one produced state's tangents, at ``columns`` of zero rows, on the step's other results."""
 
     def produced(self, rows: Array, state: int, columns: slice) -> Array:
-        """Return cotangents (sample, row, size) of one state as the step produces it.
-
-        The rows went through :meth:`arrive`.
-        """
-
-    def after(self, earlier: Any) -> LinearStep:
-        """Return the composition with an earlier step of the same structure, A = A_self A_earlier, without B."""
+        """Return cotangents (sample, row, size) of one state as the step produces it, of rows after :meth:`arrive`."""
 
     def input_matrix(self) -> Array:
         """Return B (sample, state, feature), for the states after the step."""
@@ -165,10 +150,7 @@ class System(Protocol):
         """Return the pattern of a state whose units do not all meet in a reverse sweep; else None."""
 
     def moduli(self) -> Array | None:
-        """Return |eigenvalue| of A_t (sample, time, state) if all A_t have the same eigenvectors; else None.
-
-        The growth of products of such steps then follows without matrix products.
-        """
+        """Return |eigenvalue| of A_t (sample, time, state) if all A_t have the same eigenvectors; else None."""
 
 
 def state_columns(system: System, state: int) -> slice:
@@ -268,11 +250,6 @@ class Dense:
             return self.work.xp.matmul(rows, self.whole()[:, :, columns])
         return rows[:, :, columns]
 
-    def after(self, earlier: Dense) -> Dense:
-        """Return the composition of two steps as one dense step, without B."""
-        xp, size = self.work.xp, self.product.shape[1]
-        return Dense(self.work, xp.matmul(self.product[:, :, :size], earlier.product[:, :, :size]))
-
     def input_matrix(self) -> Array:
         """Return B (sample, state, feature)."""
         return self.product[:, :, self.product.shape[1] :]
@@ -324,19 +301,6 @@ class Gated:
     def produced(self, rows: Array, state: int, columns: slice) -> Array:
         """Return the columns of one state, which :meth:`arrive` has already made total gradients."""
         return rows[:, :, columns]
-
-    def after(self, earlier: Gated) -> Dense:
-        """Return the composition of two steps as one dense step, without B."""
-        return Dense(self.work, self.work.xp.matmul(self._matrix(), earlier._matrix()))
-
-    def _matrix(self) -> Array:
-        size = 2 * self.keep.shape[2]
-        unit = self.work.empty(int(self.product.shape[0]), size, size)
-        unit[...] = self.work.eye(size)
-        out = self.work.empty(*unit.shape)
-        self.arrive(unit, size)
-        self.pull(unit, out, inputs=False)
-        return out
 
     def input_matrix(self) -> Array:
         """Return B (sample, [c | h], feature)."""

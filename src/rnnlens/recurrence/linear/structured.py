@@ -1,55 +1,111 @@
-"""Structured matrices A_t, one class per structure: products with rows without building a dense matrix.
+"""Systems with a diagonal A_t, real or complex, which is never built as a matrix, and B_t in factors.
 
-An object has the matrices of all steps, with arrays ``(sample or 1, time or 1, ...)``; the method ``at`` selects one
-step, with arrays ``(sample or 1, ...)``.
+The matrices of all steps are arrays ``(sample or 1, time or 1, ...)``; ``at`` selects one step, as views
+``(sample or 1, ...)``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
-from ..arrays import Array, Workspace, at_step
-from .steps import Pattern, transposed
+from ..arrays import Array, Workspace, at_step, namespace
+from .steps import Pattern
+
+Order = Literal["forward", "backward"]
 
 
-class Transition(Protocol):
-    """Interface of a structured A_t, of all steps or of one. Rows and ``out`` (sample, row, state) must not overlap."""
+class Kernels:
+    """B_t in factors: a sum over gates, B = sum_g diag(coefficient_g) kernel_g^T.
 
-    work: Workspace
+    Parameters
+    ----------
+    coefficients : (sample or 1, time or 1, gate, state)
+        Derivative of the state by each pre-activation: for h = z * n, with z and n from the input, (n z', z n').
+    kernels : one (feature, state) array per gate
+        Kernels, with pre-activation = x @ kernel.
+    scale : (sample, feature) or (gate, sample, feature), optional
+        Dropout multipliers of the input.
+    """
 
-    @property
-    def states(self) -> int:
-        """Number of states: the length of a row."""
+    def __init__(self, coefficients: Array, kernels: Sequence[Array], scale: Array | None = None) -> None:
+        self.coefficients, self.kernels, self.scale = coefficients, list(kernels), scale
+        self.features, self.states = (int(n) for n in self.kernels[0].shape)
+        #: Kernels (gate * state, feature), concatenated so that all gates need a single matrix product.
+        self.stacked = namespace(coefficients).concat([kernel.T for kernel in self.kernels], axis=0)
 
-    def at(self, samples: slice, t: int) -> Transition:
-        """Return A of one step of some samples."""
+    def at(self, work: Workspace, samples: slice, t: int) -> _KernelsAt:
+        """Return B of one step as views of its factors."""
+        scale = self.scale
+        if scale is not None:
+            scale = scale[samples] if len(scale.shape) == 2 else scale[:, samples]
+        return _KernelsAt(work, at_step(self.coefficients, samples, t), self, scale)
 
-    def masked(self, mask: Array) -> Transition:
-        """Return A_t with the identity where ``mask`` (sample, time) is False."""
-
-    def pull(self, rows: Array, out: Array) -> None:
-        """Compute rows @ A."""
-
-    def push(self, rows: Array, out: Array) -> None:
-        """Compute rows @ A^T."""
-
-    def after(self, earlier: Any) -> Transition:
-        """Return A_self A_earlier for two single steps."""
+    def masked(self, work: Workspace, mask: Array) -> Kernels:
+        """Return a copy with B_t = 0 where ``mask`` (sample, time) is False."""
+        return Kernels(_where(work, mask, self.coefficients, 0.0), self.kernels, self.scale)
 
     def multiplications(self) -> int:
-        """Return the number of multiplications per row and step."""
+        """Return the number of multiplications by B per row, step and sample; with several gates B is a matrix."""
+        return self.states * self.features * (1 if len(self.kernels) > 1 else 2)
 
     def numbers(self) -> int:
-        """Return how many numbers are stored per step and sample."""
+        """Return the number of coefficients per step and sample; kernels are stored once for all steps."""
+        return self.states * len(self.kernels)
 
-    def moduli(self) -> Array | None:
-        """Return |eigenvalue| (sample or 1, time or 1, state) if all steps have the same eigenvectors; else None."""
 
-    def pattern(self, columns: slice) -> Pattern | None:
-        """Return which units of the state at ``columns`` of a row never meet in a reverse sweep."""
+class _KernelsAt:
+    """B of one step in factors: coefficients (sample or 1, gate, state), scale (sample, feature) or (gate, ...)."""
+
+    def __init__(self, work: Workspace, coefficients: Array, whole: Kernels, scale: Array | None) -> None:
+        self.work, self.coefficients, self.scale = work, coefficients, scale
+        self.kernels, self.stacked = whole.kernels, whole.stacked
+        self.per_gate = scale is not None and len(scale.shape) == 3
+
+    def pull(self, rows: Array, out: Array) -> None:
+        """Compute rows @ B. rows : (sample, row, state); out : (sample, row, feature)."""
+        if self.per_gate or (len(self.kernels) > 1 and rows.shape[1] > 1):
+            self.work.matmul(rows, _for_each(self.matrix(), rows), out)
+            return
+        by_gate = rows[:, :, None, :] * self.coefficients[:, None]
+        side_by_side = self.work.xp.reshape(by_gate, (*rows.shape[:2], self.stacked.shape[0]))
+        self.work.matmul(side_by_side, _for_each(self.stacked[None], rows), out)
+        if self.scale is not None:
+            out *= self.scale[:, None, :]
+
+    def push(self, block: Array | None, out: Array) -> None:
+        """Write block (sample or 1, row, feature) @ B^T, or B^T without a block, to out (sample, row, state)."""
+        for k, kernel in enumerate(self.kernels):
+            scale = None if self.scale is None else (self.scale[k] if self.per_gate else self.scale)
+            seen = block if scale is None or block is None else block * scale[:, None, :]
+            into = kernel if seen is None else self.work.xp.matmul(seen, kernel)
+            if scale is not None and block is None:
+                into = into * scale[:, :, None]
+            into = into * self.coefficients[:, None, k]
+            out[...] = into if k == 0 else out + into
+
+    def matrix(self) -> Array:
+        """Return B as a dense matrix (sample or 1, state, feature)."""
+        first, *others = range(len(self.kernels))
+        return sum((self._gate(k) for k in others), start=self._gate(first))
+
+    def _gate(self, k: int) -> Array:
+        states = self.coefficients.shape[2]
+        part = self.coefficients[:, k, :, None] * self.stacked[k * states : (k + 1) * states]
+        if self.scale is None:
+            return part
+        return part * (self.scale[k] if self.per_gate else self.scale)[:, None, :]
+
+
+def _for_each(matrices: Array, rows: Array) -> Array:
+    """Return one matrix for each sample of ``rows``, as a view."""
+    count = int(rows.shape[0])
+    if int(matrices.shape[0]) == count:
+        return matrices
+    return matrices.expand(count, -1, -1) if hasattr(matrices, "expand") else matrices
 
 
 def _where(work: Workspace, mask: Array, values: Array, otherwise: float) -> Array:
@@ -84,25 +140,18 @@ class Diagonal:
 
     push = pull
 
-    def after(self, earlier: Diagonal) -> Diagonal:
-        """Return the product of two diagonals."""
-        return Diagonal(self.work, self.values * earlier.values)
-
     def multiplications(self) -> int:
         """Return the number of states: one multiplication each."""
         return self.states
 
-    def numbers(self) -> int:
-        """Return the number of states: one stored number each."""
-        return self.states
-
-    def moduli(self) -> Array | None:
+    def moduli(self) -> Array:
         """Return the magnitudes of the diagonal."""
         return self.work.xp.abs(self.values)
 
-    def pattern(self, columns: slice) -> Pattern:
+    def pattern(self) -> Pattern:
         """Return a single colour: no unit reaches another."""
-        return _one_colour(columns)
+        column = np.arange(self.states)
+        return Pattern(0 * column, column[:, None])
 
 
 @dataclass
@@ -147,167 +196,131 @@ class ComplexDiagonal:
         work.multiply(y, real, out[:, :, units:])
         work.add_product(out[:, :, units:], x, imaginary)
 
-    def after(self, earlier: ComplexDiagonal) -> ComplexDiagonal:
-        """Return the product of two complex diagonals."""
-        real = self.real * earlier.real - self.imaginary * earlier.imaginary
-        return ComplexDiagonal(self.work, real, self.real * earlier.imaginary + self.imaginary * earlier.real)
-
     def multiplications(self) -> int:
         """Return four times the number of complex states."""
         return 2 * self.states
 
-    def numbers(self) -> int:
-        """Return how many real numbers are stored per step and sample: two for each complex state."""
-        return self.states
-
-    def moduli(self) -> Array | None:
+    def moduli(self) -> Array:
         """Return the modulus of each complex number, repeated for its real and imaginary part."""
         modulus = self.work.xp.sqrt(self.real**2 + self.imaginary**2)
         return self.work.xp.concat([modulus, modulus], axis=-1)
 
-    def pattern(self, columns: slice) -> Pattern:
-        """Return a pattern in which each part reaches only the real and imaginary part of its own unit."""
-        units, column = self.states // 2, np.arange(columns.start, columns.stop)
-        imaginary = column >= units
-        colour = imaginary.astype(int) if imaginary.any() and not imaginary.all() else 0 * column
-        return Pattern(colour, np.stack([column % units, column % units + units], axis=1))
+    def pattern(self) -> Pattern:
+        """Return one colour of real and one of imaginary parts, each of which reaches both parts of its own unit."""
+        units, column = self.states // 2, np.arange(self.states)
+        return Pattern(column // units, np.stack([column % units, column % units + units], axis=1))
 
 
 @dataclass
-class PerHead:
-    """A_t with one number for all states of a head, which are adjacent in a row; values : (sample, time, head)."""
+class StructuredStep:
+    """One step of a :class:`StructuredSystem`: A and, if requested, B."""
 
-    work: Workspace
-    values: Array
-    size: int
+    transition: Diagonal | ComplexDiagonal
+    inputs: Any = None
 
-    @property
-    def states(self) -> int:
-        """Number of states of all heads."""
-        return int(self.values.shape[-1]) * self.size
+    def arrive(self, rows: Array, fresh: int) -> None:
+        """Do nothing: within a step no state is computed from another."""
 
-    def at(self, samples: slice, t: int) -> PerHead:
-        """Return a view of one step."""
-        return PerHead(self.work, at_step(self.values, samples, t), self.size)
-
-    def masked(self, mask: Array) -> PerHead:
-        """Return a copy with ones at masked steps."""
-        return PerHead(self.work, _where(self.work, mask, self.values, 1.0), self.size)
-
-    def pull(self, rows: Array, out: Array) -> None:
-        """Multiply the states of each head by its number."""
-        xp, shape = self.work.xp, (*rows.shape[:2], self.values.shape[-1], self.size)
-        # Splits one axis into two, which gives views for any memory layout of the rows.
-        self.work.multiply(xp.reshape(rows, shape), self.values[:, None, :, None], xp.reshape(out, shape))
-
-    push = pull
-
-    def after(self, earlier: PerHead) -> PerHead:
-        """Return the product of two steps: the product of their numbers."""
-        return PerHead(self.work, self.values * earlier.values, self.size)
-
-    def multiplications(self) -> int:
-        """Return the number of states: one multiplication each."""
-        return self.states
-
-    def numbers(self) -> int:
-        """Return the number of heads: one stored number each."""
-        return int(self.values.shape[-1])
-
-    def moduli(self) -> Array | None:
-        """Return the magnitude of each head's number, repeated for all states of the head."""
-        xp, wide = self.work.xp, (*self.values.shape, self.size)
-        spread = xp.broadcast_to(xp.abs(self.values)[..., None], wide)
-        return xp.reshape(spread, (*self.values.shape[:-1], self.states))
-
-    def pattern(self, columns: slice) -> Pattern:
-        """Return a single colour: no unit reaches another."""
-        return _one_colour(columns)
-
-
-@dataclass
-class MinusLowRank:
-    """A_t = diag(decay) - sum_r left_r right_r^T on the keys of each head, the same for each of its values.
-
-    The state of a head is a matrix (key, value); the columns of a row are ordered by head, key and value, values
-    innermost. A step of a delta rule has rank one; a product of n steps has rank n, up to the number of keys.
-
-    Attributes
-    ----------
-    decay : (sample, time, head, key)
-    left, right : (sample, time, head, key, rank)
-    """
-
-    work: Workspace
-    decay: Array
-    left: Array
-    right: Array
-    size: int
-
-    @property
-    def states(self) -> int:
-        """Number of states of all heads: keys times values."""
-        heads, keys = self.decay.shape[-2:]
-        return int(heads) * int(keys) * self.size
-
-    def at(self, samples: slice, t: int) -> MinusLowRank:
-        """Return a view of one step."""
-        decay, left, right = (at_step(part, samples, t) for part in (self.decay, self.left, self.right))
-        return MinusLowRank(self.work, decay, left, right, self.size)
-
-    def masked(self, mask: Array) -> MinusLowRank:
-        """Return a copy with the identity at masked steps: decay one, ``left`` zero."""
-        decay, left = _where(self.work, mask, self.decay, 1.0), _where(self.work, mask, self.left, 0.0)
-        return MinusLowRank(self.work, decay, left, self.right, self.size)
-
-    def pull(self, rows: Array, out: Array) -> None:
-        """Compute row * decay - right (left . row)."""
-        self._apply(rows, out, self.left, self.right)
+    def pull(self, rows: Array, out: Array, *, inputs: bool) -> None:
+        """Compute rows @ A by structure and, with ``inputs``, rows @ B."""
+        states = self.transition.states
+        self.transition.pull(rows, out[:, :, :states])
+        if inputs:
+            self.inputs.pull(rows, out[:, :, states:])
 
     def push(self, rows: Array, out: Array) -> None:
-        """Compute row * decay - left (right . row)."""
-        self._apply(rows, out, self.right, self.left)
+        """Compute rows @ A^T by structure."""
+        self.transition.push(rows, out)
 
-    def _apply(self, rows: Array, out: Array, seen: Array, written: Array) -> None:
-        xp, shape = self.work.xp, (*rows.shape[:2], *self.decay.shape[-2:], self.size)
-        state, target = xp.reshape(rows, shape), xp.reshape(out, shape)
-        read = xp.matmul(transposed(seen[:, None]), state)
-        self.work.multiply(state, self.decay[:, None, :, :, None], target)
-        target -= xp.matmul(written[:, None], read)
+    def inject(self, block: Array | None, out: Array) -> None:
+        """Multiply changes of the input with B_t in factored form."""
+        self.inputs.push(block, out)
 
-    def after(self, earlier: MinusLowRank) -> MinusLowRank:
-        """Return the product D2 D1 - [D2 U1 | U2] [V1 | D1 V2 - V1 U1^T V2]^T of (D2 - U2 V2^T) and (D1 - U1 V1^T)."""
-        xp = self.work.xp
-        carried = self.decay[..., None] * earlier.left
-        reread = earlier.decay[..., None] * self.right
-        reread = reread - xp.matmul(earlier.right, xp.matmul(transposed(earlier.left), self.right))
-        left, right = (carried, self.left), (earlier.right, reread)
-        return MinusLowRank(
-            self.work, self.decay * earlier.decay, xp.concat(left, axis=-1), xp.concat(right, axis=-1), self.size
-        )
+    def spread(self, rows: Array, state: int, columns: slice) -> None:
+        """Do nothing: within a step no state is computed from another."""
 
-    def multiplications(self) -> int:
-        """Return the number of multiplications: one per state for the decay, two per state and rank."""
-        return self.states * (1 + 2 * int(self.left.shape[-1]))
+    def produced(self, rows: Array, state: int, columns: slice) -> Array:
+        """Return the columns of the state, unchanged."""
+        return rows[:, :, columns]
 
-    def numbers(self) -> int:
-        """Return the number of stored numbers: one per key for the decay, two per key and rank."""
-        return self.states // self.size * (1 + 2 * int(self.left.shape[-1]))
+    def input_matrix(self) -> Array:
+        """Return B_t as a dense matrix."""
+        matrix: Array = self.inputs.matrix()
+        return matrix
+
+
+class StructuredSystem:
+    """A linear system of one state with a structured A_t, which is never built as a matrix.
+
+    Parameters
+    ----------
+    transition, inputs
+        A_t and B_t of all steps.
+    batch, time
+        Numbers of samples and steps; arrays of length 1 along these axes are used for all of them.
+    order
+        Direction of the recurrence; arrays are chronological in both cases.
+    mask : (sample, time) of bool, optional
+        False where the state is carried over; A_t and B_t are ignored there.
+    """
+
+    scratch = 1
+    layout: tuple[int, ...] = (0,)
+
+    def __init__(
+        self,
+        transition: Diagonal | ComplexDiagonal,
+        inputs: Kernels,
+        batch: int,
+        time: int,
+        order: Order = "forward",
+        mask: Array | None = None,
+    ) -> None:
+        self.work: Workspace = transition.work
+        self.transition = transition if mask is None else transition.masked(mask)
+        self.inputs = inputs if mask is None else inputs.masked(self.work, mask)
+        self.batch, self.time, self.features = batch, time, inputs.features
+        self.order: Order = order
+        self.rows = self.columns = transition.states
+        self.state_sizes: tuple[int, ...] = (self.rows,)
+        if self.rows != inputs.states:
+            raise ValueError(f"A and B differ in size: A {self.rows}, B {inputs.states}")
+
+    def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> list[StructuredStep]:
+        """Return the chronological steps ``first ... stop - 1`` as views."""
+        return [
+            StructuredStep(self.transition.at(samples, t), self.inputs.at(self.work, samples, t) if inputs else None)
+            for t in range(first, stop)
+        ]
+
+    def multiplications(self, inputs: bool) -> int:
+        """Return the number of multiplications per row, step and sample."""
+        return self.transition.multiplications() + (self.inputs.multiplications() if inputs else 0)
+
+    def numbers(self, inputs: bool) -> int:
+        """Return how many numbers are stored per step and sample."""
+        return self.rows + (self.inputs.numbers() if inputs else 0)
+
+    def pattern(self, state: int) -> Pattern:
+        """Return which units never meet in a reverse sweep, by the structure of A_t."""
+        return self.transition.pattern()
 
     def moduli(self) -> Array | None:
-        """Return None: the eigenvectors of A_t differ from step to step."""
-        return None
-
-    def pattern(self, columns: slice) -> Pattern | None:
-        """Return a pattern with one colour per key: a unit reaches only the keys of its own head and value."""
-        head = int(self.decay.shape[-1]) * self.size
-        if columns.start % head or columns.stop % head:
-            return None
-        keys, column = int(self.decay.shape[-1]), np.arange(columns.start, columns.stop)
-        first = column // (keys * self.size) * keys * self.size + column % self.size
-        return Pattern(column // self.size % keys, first[:, None] + np.arange(keys) * self.size)
+        """Return |eigenvalue| (sample, time, state): all A_t have the same eigenvectors."""
+        return self.work.xp.broadcast_to(self.transition.moduli(), (self.batch, self.time, self.rows))
 
 
-def _one_colour(columns: slice) -> Pattern:
-    column = np.arange(columns.start, columns.stop)
-    return Pattern(0 * column, column[:, None])
+def diagonal(a: Array, b: Kernels, order: Order = "forward", mask: Array | None = None) -> StructuredSystem:
+    """Make a system with A_t = diag(a_t), a : (sample, time, state), as in minGRU, minLSTM or IndRNN.
+
+    minGRU, minLSTM: arXiv:2410.01201. IndRNN: arXiv:1803.04831. ``order`` and ``mask`` as in :class:`StructuredSystem`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> a, b = np.full((1, 5, 4), 0.5), Kernels(np.ones((1, 1, 1, 4)), [np.ones((2, 4))])
+    >>> diagonal(a, b).multiplications(inputs=False)
+    4
+    """
+    batch, time = (int(n) for n in a.shape[:2])
+    return StructuredSystem(Diagonal(Workspace(namespace(a), a), a), b, batch, time, order, mask)
