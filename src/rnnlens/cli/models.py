@@ -211,10 +211,7 @@ def _import(name: str) -> Any:
 def resolve(spec: str) -> Any:
     """Import the object that ``package.module:name`` names.
 
-    Raises
-    ------
-    InputError
-        If the module does not exist, or has no such name.
+    Raise InputError if the module does not exist, or has no such name.
     """
     module_name, _, dotted = spec.partition(":")
     found = _import(module_name)

@@ -104,6 +104,12 @@ DOCUMENTATION = {
     "ax": "Axes to draw into: as many as are returned, in that order.",
     "figure": "Figure or SubFigure in which the panels are made, instead of a new figure.",
 }
+#: Section of every figure's documentation, after what it returns.
+RAISES = """Raises
+------
+InputError
+    If the data do not fit this figure, a keyword is unknown, or ``ax`` has not as many Axes as are returned. The
+    message has what was given and what is expected."""
 _ENTRY = re.compile(r"^(?=\S)", re.MULTILINE)
 
 
@@ -153,7 +159,7 @@ def drawing(artist: type, *, extra: Sequence[str] = (), **table: Check) -> Calla
 
 
 def _documented(function: Callable[..., Any], artist: type, extra: Sequence[str]) -> str:
-    """Return the docstring with the common parameters inserted, in the order of the signature."""
+    """Return the docstring with the common parameters, in the order of the signature, and the common errors."""
     before, heading, rest = inspect.cleandoc(function.__doc__ or "").partition("Parameters\n----------\n")
     listed_own, after_heading, after = rest.partition("\n\n")
     own = [entry for entry in _ENTRY.split(listed_own) if entry.strip()]
@@ -170,7 +176,8 @@ def _documented(function: Callable[..., Any], artist: type, extra: Sequence[str]
             ordered[f"**{name}"] = f"**{name}\n    Properties of matplotlib's {artist.__name__}{further}."
         elif name in DOCUMENTATION:
             ordered[name] = f"{name}\n    {DOCUMENTATION[name]}"
-    return before + heading + "\n".join(ordered.values()) + after_heading + after
+    returns, references, sources = after.partition("\n\nReferences\n")
+    return f"{before}{heading}{chr(10).join(ordered.values())}{after_heading}{returns}\n\n{RAISES}{references}{sources}"
 
 
 @cache
@@ -191,10 +198,8 @@ def known_properties(
 ) -> dict[str, Any]:
     """Return the properties in ``given`` with aliases resolved, added to ``defaults``.
 
-    Raises
-    ------
-    InputError
-        If ``artist`` has no such property and ``extra`` (further keywords of the drawing call) does not name it.
+    Raise InputError if ``artist`` has no such property and ``extra`` (further keywords of the drawing call) does not
+    name it.
     """
     setters, aliases = _known(artist)
     known = setters | aliases | frozenset(extra)

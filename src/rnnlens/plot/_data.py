@@ -66,11 +66,8 @@ def labelled(
 ) -> xr.DataArray:
     """Return a DataArray of floats; dimensions of plain arrays come from ``dims``, or by rank from ``guess``.
 
-    Raises
-    ------
-    InputError
-        For a whole layer or trace instead of one of its variables, an empty array, a rank without a guess, ``dims``
-        that do not fit, or anything but numbers.
+    Raise InputError for a whole layer or trace instead of one of its variables, an empty array, a rank without a guess,
+    ``dims`` that do not fit, or anything but numbers.
     """
     if isinstance(data, xr.DataArray):
         array = data.copy(data=numbers(data.values, figure), deep=False)
@@ -231,8 +228,12 @@ def place_words(array: xr.DataArray, dim: Hashable, index: int) -> str:
 
 def title_of(array: xr.DataArray) -> str:
     """Return a title from layer and long_name, as far as they are known."""
-    words = array.attrs.get("long_name") or array.name
-    return " · ".join(str(part) for part in (array.attrs.get("layer"), words) if part)
+    return layer_title(array.attrs, array.attrs.get("long_name") or array.name)
+
+
+def layer_title(attrs: Mapping[str, Any], *words: object) -> str:
+    """Return a title from the layer's name, if it is known, and words."""
+    return " · ".join(str(part) for part in (attrs.get("layer"), *words) if part)
 
 
 def chunks(values: Numbers) -> Iterator[Numbers]:
@@ -318,10 +319,7 @@ def dataset_of(layer: Any) -> xr.Dataset | None:
 def layers_of(result: Any, figure: str) -> dict[str, xr.Dataset]:
     """Return layers by name from a trace, a DataTree, a mapping of layers, or one layer.
 
-    Raises
-    ------
-    InputError
-        If there is no layer.
+    Raise InputError if there is no layer.
     """
     one = dataset_of(result)
     if isinstance(result, xr.DataTree):
@@ -353,10 +351,7 @@ def layers_of(result: Any, figure: str) -> dict[str, xr.Dataset]:
 def variable(result: Any, name: str, figure: str) -> Any:
     """Return one variable of a layer; any other object is returned unchanged.
 
-    Raises
-    ------
-    InputError
-        If the layer has no such variable, or a trace has more than one layer.
+    Raise InputError if the layer has no such variable, or a trace has more than one layer.
     """
     dataset = dataset_of(result)
     if (

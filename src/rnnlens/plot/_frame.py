@@ -137,15 +137,15 @@ class Panels:
         """All Axes in drawing order."""
         return [ax for half in self.halves for ax in half]
 
-    def result(self) -> Drawing:
-        """Return a 1-D array of Axes in drawing order."""
+    def titled(self, words: str, notes: Iterable[str | None] = ()) -> Drawing:
+        """Set the common title with the notes below it; return a 1-D array of Axes in drawing order."""
+        self._write_title(words, [part for note in notes if note for part in note.split("; ")])
         found = np.empty(len(self.axes), dtype=object)
         found[:] = self.axes
         return found.view(Drawing)
 
-    def title(self, words: str, notes: Iterable[str | None] = ()) -> None:
-        """Set the common title with the notes below it, wrapped to the width of the figure."""
-        said = [part for note in notes if note for part in note.split("; ")]
+    def _write_title(self, words: str, said: Sequence[str]) -> None:
+        """Write title and notes above all panels, wrapped to the width of the figure, or on the user's first Axes."""
         for ax in self.axes:
             redden(ax)
         colour = {"color": ALARM} if any(_missing(note) for note in said) else {}
@@ -255,13 +255,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def given_axes(ax: Any, count: int, figure: str) -> list[Any]:
-    """Return the user's Axes as a list of ``count``.
-
-    Raises
-    ------
-    InputError
-        If there are more or fewer Axes than panels.
-    """
+    """Return the user's Axes as a list of ``count``. Raise InputError if there are more or fewer Axes than panels."""
     if isinstance(ax, np.ndarray):
         ax = list(ax.flat[: count + 1]) if ax.dtype == object else []
     found = [ax] if isinstance(ax, Axes) else listed(ax, most=count + 1) or []
@@ -307,17 +301,8 @@ class Grid:
     heights: Sequence[float] | None = None
 
 
-def open_panels(
-    count: int,
-    *,
-    name: str,
-    grid: Grid | None = None,
-    halves: Sequence[str | None] = (None,),
-    ax: Any = None,
-    figure: Any = None,
-) -> Panels:
-    """Open ``count`` panels per direction, side by side, on a new figure or the user's ``ax`` or ``figure``."""
-    grid = grid or Grid()
+def open_panels(name: str, count: int, grid: Grid, halves: Sequence[str | None], ax: Any, figure: Any) -> Panels:
+    """Open ``count`` panels of plot.``name`` for each direction, on a new figure or the user's ``ax`` or ``figure``."""
     check_figure(figure, name)
     if ax is not None:
         flat = given_axes(ax, count * len(halves), name)

@@ -17,10 +17,7 @@ from ._data import Numbers, names_of, nonfinite_note, require_dim
 def by_loss(array: xr.DataArray, losses: Any, figure: str) -> xr.DataArray:
     """Name the samples by their losses, that of median loss first; unchanged without losses.
 
-    Raises
-    ------
-    InputError
-        If there are not as many losses as samples.
+    Raise InputError if there are not as many losses as samples.
     """
     if losses is None:
         return array

@@ -12,9 +12,8 @@ from matplotlib.collections import LineCollection, PathCollection
 from ..errors import InputError
 from ..measures.profiles import far_out, finite_median
 from ..vocabulary import DIRECTION, GATE, SAMPLE, TIME
-from ._axes import MOST_NAMED, limits_of, log_scale, mark_below, mark_steps, step_axis, zero_line
+from ._axes import MOST_NAMED, limits_of, line_colours, log_scale, mark_below, mark_steps, step_axis, zero_line
 from ._call import drawing
-from ._colour import line_colours
 from ._data import (
     DirectionView,
     Numbers,
@@ -79,11 +78,6 @@ def curves(
     Returns
     -------
     1-D array of Axes, in panel order, forward before backward
-
-    Raises
-    ------
-    InputError
-        If there is no time axis, a dimension or keyword is unknown, or ``ax`` has not one Axes per panel.
     """
     array = labelled(data, "curves", dims=dims)
     require_time(array, "curves", hint="draw values without time with plot.points")
@@ -95,14 +89,7 @@ def curves(
     picked, thinned = choose(count, max(1, max_panels // len(gates)), f"{by}s", page=page)
     lines, fewer = choose(array.sizes[along] if along else 1, max_lines, f"{along}s")
     shape = (len(gates), len(picked)) if len(gates) > 1 else None
-    panels = open_panels(
-        len(gates) * len(picked),
-        name="curves",
-        grid=Grid(shape=shape),
-        halves=[h.name for h in shown],
-        ax=ax,
-        figure=figure,
-    )
+    panels = open_panels("curves", len(gates) * len(picked), Grid(shape=shape), [h.name for h in shown], ax, figure)
     note = None
     for half, axes in zip(shown, panels.halves, strict=True):
         most = next(points for limit, points in MOST_POINTS.items() if len(gates) * len(picked) <= limit)
@@ -115,8 +102,7 @@ def curves(
     _finish(panels, array, shown, shared=shared, log=log)
     _name_lines(panels, array, along, lines, line)
     cloud = f"{len(lines)} {along}s, black: their median" if len(lines) > MOST_NAMED else None
-    panels.title(title or title_of(array), [thinned, fewer, cloud, note, *notes_of(array)])
-    return panels.result()
+    return panels.titled(title or title_of(array), [thinned, fewer, cloud, note, *notes_of(array)])
 
 
 def _roles(array: xr.DataArray, panel: str | None) -> tuple[str | None, str | None]:
@@ -296,11 +282,6 @@ def points(
     Returns
     -------
     1-D array of Axes, in panel order, forward before backward
-
-    Raises
-    ------
-    InputError
-        If the data have a time axis, a keyword is unknown, or ``ax`` has not one Axes per panel.
     """
     array = labelled(data, "points", dims=dims, guess={1: ("unit",), 2: (SAMPLE, "unit")})
     _refuse_time(array)
@@ -333,8 +314,7 @@ def points(
         panels.outer_ticks_only()
     _legend(panels.axes[-1], array, samples, point)
     alike = f"{samples} samples in one colour" if samples > MOST_NAMED else None
-    panels.title(title or title_of(array), [thinned, alike, nonfinite_note(array.values)])
-    return panels.result()
+    return panels.titled(title or title_of(array), [thinned, alike, nonfinite_note(array.values)])
 
 
 def _open(array: xr.DataArray, halves: list[str | None], count: int, ax: Any, figure: Any) -> Panels:
@@ -342,7 +322,7 @@ def _open(array: xr.DataArray, halves: list[str | None], count: int, ax: Any, fi
     alone = count == 1
     width = min(9.0, max(4.5, 0.06 * array.sizes[unit_dim(array)])) / len(halves) if alone else 2.6
     size = (width, 3.2 if alone else 1.7)
-    return open_panels(count, name="points", grid=Grid(size), halves=halves, ax=ax, figure=figure)
+    return open_panels("points", count, Grid(size), halves, ax, figure)
 
 
 def _refuse_time(array: xr.DataArray) -> None:

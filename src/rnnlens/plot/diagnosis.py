@@ -43,11 +43,6 @@ def diagnosis(
     Returns
     -------
     1-D array of Axes: use, benefit, residual test, gradient, time constants, without those that were not measured
-
-    Raises
-    ------
-    InputError
-        If ``d`` is not a diagnosis, a keyword is unknown, or ``ax`` has not one Axes per panel.
     """
     if not isinstance(d, Diagnosis):
         hint = "rl.plot.diagnosis(rl.diagnose(model, x, y))"
@@ -62,20 +57,20 @@ def diagnosis(
     drawings += [(_time_constants, node)] * ("timescale" in node)
     columns = len(drawings) if len(drawings) < 4 else 2 if len(drawings) == 4 else 3
     grid = Grid((4.0, 2.8), margin=(0.6, 1.0), shape=(-(-len(drawings) // columns), columns))
-    panels = open_panels(len(drawings), name="diagnosis", grid=grid, ax=ax, figure=figure)
+    panels = open_panels("diagnosis", len(drawings), grid, (None,), ax, figure)
     for place, (draw, data) in zip(panels.axes, drawings, strict=True):
         draw(place, data, line)
         place.tick_params(labelsize="small")
         place.title.set_fontsize("medium")
     sentence = next(iter(d.sentences.values()))
     headline, *rest = re.split(r"(?<=\.)\s+(?=[A-Z])", sentence, maxsplit=1)
-    panels.title(title or headline)
+    drawn = panels.titled(title or headline)
     for owner in panels.owners:
         owner._suptitle.set_fontweight("bold")
         if rest and title is None:
             width = int(13 * owner.bbox.width / panels.figure.dpi)
             owner.supxlabel(textwrap.fill(rest[0][:1].upper() + rest[0][1:], width), fontsize="small", color="0.25")
-    return panels.result()
+    return drawn
 
 
 def _measured(model: xr.Dataset, name: str) -> bool:

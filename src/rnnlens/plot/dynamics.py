@@ -19,7 +19,7 @@ from ..results.dynamics import FixedPoints
 from ..vocabulary import SAMPLE, TIME
 from ._axes import log_ticks, power_of_ten
 from ._call import drawing
-from ._data import Numbers, labelled, names_of, nonfinite_note, positions, require_dim
+from ._data import Numbers, labelled, layer_title, names_of, nonfinite_note, positions, require_dim
 from ._frame import ALARM, Grid, open_panels
 
 _ORDER = LinearSegmentedColormap.from_list("rnnlens.order", ("#56b4e9", "#0072b2", "#08306b"))
@@ -41,16 +41,9 @@ def eigenvalues(values: Any, *, title: str | None = None, ax: Any = None, figure
     Returns
     -------
     1-D array of two Axes
-
-    Raises
-    ------
-    InputError
-        If there are no eigenvalues, or a keyword is unknown.
     """
     found, colours, label, layer = _of(values)
-    panels = open_panels(
-        2, name="eigenvalues", grid=Grid((3.7, 3.2), shape=(1, 2), widths=(1.25, 1)), ax=ax, figure=figure
-    )
+    panels = open_panels("eigenvalues", 2, Grid((3.7, 3.2), shape=(1, 2), widths=(1.25, 1)), (None,), ax, figure)
     finite = np.isfinite(found)
     outside = int((np.abs(found[finite]) > 1).sum())
     _plane(panels.axes[0], found, colours, label, point)
@@ -58,9 +51,8 @@ def eigenvalues(values: Any, *, title: str | None = None, ax: Any = None, figure
     said = f"{outside:,} of {int(finite.sum()):,} outside the unit circle"
     bad = int((~finite).sum())
     missing = f"NaN: {bad:,} of {found.size:,} ({100 * bad / found.size:.3g} %)" if bad else None
-    head = " · ".join(part for part in (layer, "eigenvalues of the step Jacobian") if part)
-    panels.title(title or head, [said, missing])
-    return panels.result()
+    head = layer_title({"layer": layer}, "eigenvalues of the step Jacobian")
+    return panels.titled(title or head, [said, missing])
 
 
 def _of(values: Any) -> tuple[Numbers, Numbers, str, str]:
@@ -152,17 +144,12 @@ def fixed_points(
     Returns
     -------
     1-D array of one Axes. Bars through saddles show their unstable modes, as long as their eigenvalue exceeds 1.
-
-    Raises
-    ------
-    InputError
-        If ``points`` is not a result of ``rl.fixed_points``, or a keyword is unknown.
     """
     if not isinstance(points, FixedPoints):
         raise InputError(
             "plot.fixed_points draws fixed points.", got=type(points).__name__, hint="rl.fixed_points(model, x)"
         )
-    panels = open_panels(1, name="fixed_points", grid=Grid((5.2, 4.4)), ax=ax, figure=figure)
+    panels = open_panels("fixed_points", 1, Grid((5.2, 4.4)), (None,), ax, figure)
     place = panels.axes[0]
     data = points.data
     cloud = data["trajectory"].values
@@ -179,8 +166,7 @@ def fixed_points(
     _modes(place, points, where, axes, float(np.ptp(flat, axis=0).max()))
     place.set(xlabel=f"first component ({shares[0]:.0%} of variance)", ylabel=f"second component ({shares[1]:.0%})")
     place.legend(fontsize="x-small", loc="best")
-    panels.title(title or points._headline())
-    return panels.result()
+    return panels.titled(title or points._headline())
 
 
 def _components(cloud: Any) -> tuple[Any, Any, Any]:
@@ -223,11 +209,6 @@ def gradient_carriers(
     -------
     1-D array of two Axes
 
-    Raises
-    ------
-    InputError
-        If there is no sample dimension, not one loss for each sample, or a keyword is unknown.
-
     References
     ----------
     Lorenz 1905, doi:10.2307/2276207.
@@ -241,16 +222,15 @@ def gradient_carriers(
         raise InputError("losses= has one number for each sample.", got=got, expected=expected)
     values = values.reshape(-1).astype(float)
     norms = np.asarray(safe_norm(ordered.astype(np.float64), axis=1, xp=np))
-    panels = open_panels(2, name="gradient_carriers", grid=Grid((3.5, 3.1), shape=(1, 2)), ax=ax, figure=figure)
+    panels = open_panels("gradient_carriers", 2, Grid((3.5, 3.1), shape=(1, 2)), (None,), ax, figure)
     _scatter(panels.axes[0], values, norms, names_of(array, SAMPLE), point)
     _curve(panels.axes[1], norms)
     share = carriers(norms)
     count = len(norms)
     said = None if math.isnan(share) else f"{round(share * count)} of {count} samples carry half of the gradient"
     missing = " and ".join(note for note in (nonfinite_note(array.values), nonfinite_note(values)) if note)
-    head = " · ".join(str(part) for part in (array.attrs.get("layer"), "samples that make up the gradient") if part)
-    panels.title(title or head, [said, missing])
-    return panels.result()
+    head = layer_title(array.attrs, "samples that make up the gradient")
+    return panels.titled(title or head, [said, missing])
 
 
 def _scatter(ax: Any, losses: Numbers, norms: Numbers, names: list[str], keywords: dict[str, Any]) -> None:

@@ -17,9 +17,8 @@ from ..measures.profiles import finite_median, spread_of
 from ..recurrence.measures import finite_mean, masked_mean, quantiles, saturation_share
 from ..results.schema import with_mask
 from ..vocabulary import GATE, SAMPLE, TIME
-from ._axes import mark_steps, step_axis
+from ._axes import DIVERGING, POSITIVE, line_colours, mark_steps, step_axis
 from ._call import drawing
-from ._colour import DIVERGING, POSITIVE, line_colours
 from ._data import (
     DirectionView,
     Numbers,
@@ -29,6 +28,7 @@ from ._data import (
     halves,
     labelled,
     largest_magnitude,
+    layer_title,
     names_of,
     nonfinite_note,
     place_words,
@@ -88,11 +88,6 @@ def gates(
     -------
     1-D array of Axes, three per gate, forward before backward
 
-    Raises
-    ------
-    InputError
-        If there are no gates or no time axis, a keyword is unknown, or ``ax`` has not three Axes per gate.
-
     References
     ----------
     Saturation map: Karpathy, Johnson, Li 2015, arXiv:1506.02078, fig. 4.
@@ -105,12 +100,12 @@ def gates(
     shown = halves(array, as_computed=as_computed)
     count = array.sizes[GATE]
     panels = open_panels(
+        "gates",
         3 * count,
-        name="gates",
-        grid=Grid((2.6, 1.7), (1.0, 1.2), (count, 3), widths=(1.3, 1.3, 1)),
-        halves=[half.name for half in shown],
-        ax=ax,
-        figure=figure,
+        Grid((2.6, 1.7), (1.0, 1.2), (count, 3), widths=(1.3, 1.3, 1)),
+        [half.name for half in shown],
+        ax,
+        figure,
     )
     for half, axes in zip(shown, panels.halves, strict=True):
         for number in range(count):
@@ -126,9 +121,8 @@ def gates(
         merged,
         "masked steps left out, grey where no sample has one" if valid is not None and not valid.all() else None,
     ]
-    head = " · ".join(str(part) for part in (array.attrs.get("layer"), "gate activity and saturation") if part)
-    panels.title(title or head, notes)
-    return panels.result()
+    head = layer_title(array.attrs, "gate activity and saturation")
+    return panels.titled(title or head, notes)
 
 
 def _mask_of(layer: Any, mask: Any, array: Any) -> Numbers | None:
@@ -241,11 +235,6 @@ def gates_over_time(
     Returns
     -------
     1-D array of Axes, forward before backward
-
-    Raises
-    ------
-    InputError
-        If there are no gates or no time axis, a keyword is unknown, or ``ax`` has not one Axes per panel.
     """
     dataset = dataset_of(layer)
     found = variable(layer, "gates", "gates_over_time")
@@ -257,14 +246,7 @@ def gates_over_time(
     require_dim(array, unit or "unit", "gates_over_time")
     picked, thinned = choose(array.sizes[unit], max_panels, "units", page=page)
     shown = halves(array, as_computed=as_computed)
-    panels = open_panels(
-        len(picked),
-        name="gates_over_time",
-        grid=Grid((2.9, 1.8)),
-        halves=[half.name for half in shown],
-        ax=ax,
-        figure=figure,
-    )
+    panels = open_panels("gates_over_time", len(picked), Grid((2.9, 1.8)), [half.name for half in shown], ax, figure)
     top = largest_magnitude(array.values)
     low = -1.0 if "candidate" in names_of(array, GATE) else 0.0
     limits = (low, 1.0) if top <= 1 else (-top if low else 0.0, top)
@@ -280,9 +262,8 @@ def gates_over_time(
     _legend(panels.owners[-1] if panels.owners else panels.axes[0], panels.axes[0], bool(panels.owners))
     many = array.sizes.get(SAMPLE, 1)
     note = f"median of {many} samples, band: quartiles" if many > 1 else None
-    head = " · ".join(str(part) for part in (array.attrs.get("layer"), "gates over time") if part)
-    panels.title(title or head, [note, thinned, *notes_of(array)])
-    return panels.result()
+    head = layer_title(array.attrs, "gates over time")
+    return panels.titled(title or head, [note, thinned, *notes_of(array)])
 
 
 def _draw_gate_lines(ax: Any, half: DirectionView, data: xr.DataArray, keywords: dict[str, Any]) -> None:
@@ -348,11 +329,6 @@ def saturation_arrows(
     -------
     1-D array of Axes, one per gate, forward before backward
 
-    Raises
-    ------
-    InputError
-        If the gates or units of the two differ, a keyword is unknown, or ``ax`` has not one Axes per gate.
-
     References
     ----------
     Karpathy, Johnson, Li 2015, arXiv:1506.02078, fig. 4.
@@ -362,21 +338,15 @@ def saturation_arrows(
     gates = names_of(pair[0], GATE)
     shown = [halves(one) for one in pair]
     panels = open_panels(
-        len(gates),
-        name="saturation_arrows",
-        grid=Grid((2.5, 2.4)),
-        halves=[half.name for half in shown[0]],
-        ax=ax,
-        figure=figure,
+        "saturation_arrows", len(gates), Grid((2.5, 2.4)), [half.name for half in shown[0]], ax, figure
     )
     for number, places in enumerate(panels.halves):
         for place, gate in zip(places, gates, strict=True):
             first, last = (_shares(half[number].data.isel({GATE: gates.index(gate)}), gate) for half in shown)
             _draw_saturation(place, first, last, gate, arrow)
-    head = " · ".join(str(part) for part in (pair[0].attrs.get("layer"), "saturation of the gates, per unit") if part)
+    head = layer_title(pair[0].attrs, "saturation of the gates, per unit")
     missing = [f"{name}: {note}" for name, one in zip(names, pair, strict=True) if (note := nonfinite_note(one.values))]
-    panels.title(title or head, [f"from {names[0]} (ring) to {names[1]} (arrow head)", *missing])
-    return panels.result()
+    return panels.titled(title or head, [f"from {names[0]} (ring) to {names[1]} (arrow head)", *missing])
 
 
 def _gates(layer: Any) -> xr.DataArray:

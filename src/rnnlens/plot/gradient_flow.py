@@ -17,9 +17,8 @@ from ..measures.profiles import gradient_reach, peak_band
 from ..recurrence.measures import real_first, safe_norm
 from ..results.schema import with_mask
 from ..vocabulary import BACKWARD, SAMPLE, TIME
-from ._axes import log_limits, log_values, mark_steps, power_of_ten, step_axis
+from ._axes import line_colours, log_limits, log_values, mark_steps, power_of_ten, step_axis
 from ._call import drawing
-from ._colour import line_colours
 from ._data import DirectionView, Numbers, dataset_of, halves, labelled, layers_of, positions, require_dim, unit_dim
 from ._data import value_label as label_of_values
 from ._frame import Grid, Panels, open_panels
@@ -125,11 +124,6 @@ def gradient_flow(
     Returns
     -------
     1-D array of Axes, one per layer and direction, forward before backward; below each other on a narrow ``figure``
-
-    Raises
-    ------
-    InputError
-        If no layer has a gradient, a keyword is unknown, or ``ax`` has not one Axes per panel.
     """
     networks = _networks(trace)
     layers = layers_of(trace, "gradient_flow") if networks is None else None
@@ -155,8 +149,7 @@ def gradient_flow(
     panels.value_label("share of the sample's peak")
     notes = dict.fromkeys(note for lines in content.values() for one in lines for note in one.notes)
     how = "median over samples, each by its own peak; band: quartiles; steps: how many carry 95 % of the gradient"
-    panels.title(title or "Gradient of the loss through time", [how, *notes])
-    return panels.result()
+    return panels.titled(title or "Gradient of the loss through time", [how, *notes])
 
 
 def _networks(trace: Any) -> dict[str, dict[str, xr.Dataset]] | None:
@@ -243,7 +236,7 @@ def _open(keys: Sequence[tuple[str, str | None]], ax: Any, figure: Any) -> Panel
         columns = 1
     size = (5.2, 3.1) if len(keys) == 1 else (3.5, 2.7) if columns < 3 else (2.9, 2.7)
     grid = Grid(size, margin=(0.8, 1.0), shape=(math.ceil(len(keys) / columns), columns))
-    return open_panels(len(keys), name="gradient_flow", grid=grid, ax=ax, figure=figure)
+    return open_panels("gradient_flow", len(keys), grid, (None,), ax, figure)
 
 
 def _finding(name: str, lines: Sequence[FadingLine]) -> str:

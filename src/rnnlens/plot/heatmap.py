@@ -17,9 +17,8 @@ from matplotlib.image import AxesImage
 from ..arguments import one_of
 from ..errors import InputError
 from ..vocabulary import DIRECTION, GATE, SAMPLE, TIME
-from ._axes import is_positive
+from ._axes import DIVERGING, POSITIVE, around_zero, from_zero, is_positive
 from ._call import drawing
-from ._colour import DIVERGING, POSITIVE, around_zero, from_zero
 from ._data import (
     Numbers,
     axis_label,
@@ -104,11 +103,6 @@ def heatmap(
     Returns
     -------
     1-D array of Axes, in panel order, forward before backward
-
-    Raises
-    ------
-    InputError
-        If a dimension or keyword is unknown or ``ax`` has not one Axes per panel.
     """
     array = labelled(data, "heatmap", dims=dims, guess=GUESS)
     notes = notes_of(array)
@@ -127,12 +121,7 @@ def heatmap(
     top = limit if limit is not None else largest_magnitude(without_padding(array).values)
     rows = array.sizes[down] * (array.sizes[GATE] if stacked else 1)
     panels = open_panels(
-        len(picked),
-        name="heatmap",
-        grid=Grid(_size(len(picked), rows), margin=(1.9, 1.1)),
-        halves=[h.name for h in shown],
-        ax=ax,
-        figure=figure,
+        "heatmap", len(picked), Grid(_size(len(picked), rows), margin=(1.9, 1.1)), [h.name for h in shown], ax, figure
     )
     kind = _Kind(across, down, stacked, log, is_positive(array.values), _cells(len(picked)), image)
     drawn = []
@@ -147,8 +136,7 @@ def heatmap(
     if panels.owners:
         panels.outer_ticks_only()
     merged = merge_note(steps_for((rows, array.sizes[across]), kind.limits), down, across)
-    panels.title(title or title_of(array), [thinned, merged, *notes])
-    return panels.result()
+    return panels.titled(title or title_of(array), [thinned, merged, *notes])
 
 
 @dataclass(frozen=True)
@@ -275,11 +263,6 @@ def before_after(
     Returns
     -------
     1-D array of Axes: before, after, ratio, row by row, forward before backward
-
-    Raises
-    ------
-    InputError
-        If dimensions and sizes of the two differ, a keyword is unknown, or ``ax`` has not three Axes per row.
     """
     pairs = _pairs(before, after, quantity, dims)
     given = [[one for pair in pairs.values() for one in pair][side::2] for side in (0, 1)]
@@ -289,7 +272,7 @@ def before_after(
     every = [one for pair in shown.values() for one in pair]
     top = limit if limit is not None else largest_magnitude(*(one.values for one in every))
     grid = Grid((2.9, 2.2), (2.2, 1.1), (len(picked), 3))
-    panels = open_panels(3 * len(picked), name="before_after", grid=grid, halves=ways, ax=ax, figure=figure)
+    panels = open_panels("before_after", 3 * len(picked), grid, ways, ax, figure)
     values = np.concatenate([one.values.reshape(-1) for one in every])
     look: dict[str, Any] = {"cmap": DIVERGING, "norm": around_zero(top, log=log)}
     if is_positive(values):
@@ -318,8 +301,7 @@ def before_after(
         if (note := nonfinite_note(np.concatenate([one.values.reshape(-1) for one in side])))
     ]
     head = title_of(every[0]) if len(pairs) == 1 else str(every[0].attrs.get("long_name", quantity))
-    panels.title(title or head, [thinned, merged, *missing])
-    return panels.result()
+    return panels.titled(title or head, [thinned, merged, *missing])
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from matplotlib.ticker import MaxNLocator
 
 from ..arguments import either, one_of, switch
 from ..errors import InputError
+from ._axes import line_colours
 from ._call import drawing
-from ._colour import line_colours
 from ._data import (
     Numbers,
     axis_label,
@@ -22,6 +22,7 @@ from ._data import (
     dataset_of,
     finite_range,
     labelled,
+    layer_title,
     names_of,
     nonfinite_note,
     require_dim,
@@ -199,11 +200,6 @@ def histogram(
     Returns
     -------
     1-D array of Axes, in panel order
-
-    Raises
-    ------
-    InputError
-        If a dimension or keyword is unknown, ``bins`` is below 1, or ``ax`` has not one Axes per panel.
     """
     if (bins is not None and bins < 1) or clip_peaks < 0:
         raise InputError(
@@ -220,7 +216,7 @@ def histogram(
     picked, thinned = choose(len(slots), max_panels, " x ".join(f"{d}s" for d in by) or "panels", page=page)
     grid = (first.sizes[by[0]], first.sizes[by[1]]) if len(by) == 2 and not thinned else None
     size = (5.0, 3.2) if len(picked) == 1 else (2.4, 1.7)
-    panels = open_panels(len(picked), name="histogram", grid=Grid(size, shape=grid), ax=ax, figure=figure)
+    panels = open_panels("histogram", len(picked), Grid(size, shape=grid), (None,), ax, figure)
     contents = [{name: array.isel(slots[i][0]).values for name, array in layers.items()} for i in picked]
     common = equal_bins([values for content in contents for values in content.values()], bins) if shared else None
     for place, content, i in zip(panels.axes, contents, picked, strict=True):
@@ -234,8 +230,7 @@ def histogram(
         panels.outer_ticks_only()
     everything = None if len(layers) > 1 else nonfinite_note(first.values)
     clipped = f"tallest {clip_peaks} per panel cut off, with their count" if clip_peaks else None
-    panels.title(title or title_of(first), [thinned, everything, clipped])
-    return panels.result()
+    return panels.titled(title or title_of(first), [thinned, everything, clipped])
 
 
 def _layers(data: Any, dims: Sequence[str] | None, overlay: str | None) -> dict[str, xr.DataArray]:
@@ -310,11 +305,6 @@ def weights_histogram(
     Returns
     -------
     1-D array of Axes, kernel by kernel and within it gate by gate, forward before backward
-
-    Raises
-    ------
-    InputError
-        If there is nothing to draw, a keyword is unknown, or ``ax`` has not one Axes per panel.
     """
     kernels, attrs = kernels_of(weights, "weights_histogram", grad=grad)
     directions = list(dict.fromkeys(kernel.direction for kernel in kernels))
@@ -333,8 +323,7 @@ def weights_histogram(
     panels.label("gradient" if grad else "weight", "count" + (", log scale" if log else ""))
     clipped = f"tallest {clip_peaks} per panel cut off, with their count" if clip_peaks else None
     total = nonfinite_note(np.concatenate([kernel.values.reshape(-1) for kernel in kernels]))
-    panels.title(title or " · ".join(p for p in (attrs.get("layer"), what) if p), [total, clipped])
-    return panels.result()
+    return panels.titled(title or layer_title(attrs, what), [total, clipped])
 
 
 def _open(
@@ -343,14 +332,15 @@ def _open(
     """Open a grid with a row per kernel; kernels without gates have fewer panels."""
     per_kernel = [len(kernel.gates) or 1 for kernel in columns[0]]
     if ax is not None:
-        panels = open_panels(sum(per_kernel), name="weights_histogram", halves=directions, ax=ax)
+        panels = open_panels("weights_histogram", sum(per_kernel), Grid(), directions, ax, None)
         return panels, [_deal(half, per_kernel) for half in panels.halves]
     panels = open_panels(
+        "weights_histogram",
         len(per_kernel) * wide,
-        name="weights_histogram",
-        grid=Grid((2.3, 1.75), shape=(len(per_kernel), wide)),
-        halves=directions,
-        figure=figure,
+        Grid((2.3, 1.75), shape=(len(per_kernel), wide)),
+        directions,
+        None,
+        figure,
     )
     places = []
     for half in panels.halves:

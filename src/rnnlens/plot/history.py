@@ -15,15 +15,27 @@ from ..measures.profiles import peak_band, quartiles, sample_peaks
 from ..recurrence.measures import safe_norm
 from ..results.schema import with_mask
 from ..vocabulary import DIRECTION, SAMPLE, TIME
-from ._axes import MOST_NAMED, End, log_limits, log_ticks, mark_below, mark_steps, name_ends, step_axis
+from ._axes import (
+    MOST_NAMED,
+    POSITIVE,
+    End,
+    from_zero,
+    line_colours,
+    log_limits,
+    log_ticks,
+    mark_below,
+    mark_steps,
+    name_ends,
+    step_axis,
+)
 from ._call import drawing
-from ._colour import POSITIVE, from_zero, line_colours
 from ._data import (
     Numbers,
     axis_label,
     dataset_of,
     halves,
     labelled,
+    layer_title,
     names_of,
     nonfinite_note,
     positions,
@@ -71,11 +83,6 @@ def weight_norms(
     Returns
     -------
     1-D array of Axes, one per layer
-
-    Raises
-    ------
-    InputError
-        If ``history`` has no training dimension, a keyword is unknown, or ``ax`` has not one Axes per layer.
     """
     lines, steps, words = _lines_of(history)
     layers: dict[str, dict[str, Numbers]] = {}
@@ -90,7 +97,7 @@ def weight_norms(
         )
     size = (5.0, 3.0) if len(layers) == 1 else (3.4, 2.1)
     drawn: dict[str, dict[str, Any]] = {}
-    panels = open_panels(len(layers), name="weight_norms", grid=Grid(size, margin=(1.4, 1.0)), ax=ax, figure=figure)
+    panels = open_panels("weight_norms", len(layers), Grid(size, margin=(1.4, 1.0)), (None,), ax, figure)
     for place, (layer, members) in zip(panels.axes, layers.items(), strict=True):
         drawn[layer] = _draw_norms(place, steps, members, line)
         place.set_title(layer, fontsize="small", pad=3)
@@ -103,8 +110,7 @@ def weight_norms(
     panels.label(words, "norm" + (", log scale" if used else ""))
     if shared and panels.owners:
         panels.outer_ticks_only()
-    panels.title(title or "norms of weights while training", [nonfinite_note(everything)])
-    return panels.result()
+    return panels.titled(title or "norms of weights while training", [nonfinite_note(everything)])
 
 
 def _lines_of(history: Any) -> tuple[dict[tuple[str, str], Numbers], Numbers, str]:
@@ -250,18 +256,13 @@ def norm_history(
     Returns
     -------
     1-D array of Axes: map and size, forward before backward
-
-    Raises
-    ------
-    InputError
-        If the moments differ in their steps, there is no training dimension, or a keyword is unknown.
     """
     moments = _moments(history, quantity)
     names, first = list(moments), next(iter(moments.values()))
     shown = [halves(array, as_computed=as_computed) for array in moments.values()]
     ways = [half.name for half in shown[0]]
     grid = Grid((3.4, 3.0), (1.0, 0.9), (1, 2), widths=(4, 1.1))
-    panels = open_panels(2, name="norm_history", grid=grid, halves=ways, ax=ax, figure=figure)
+    panels = open_panels("norm_history", 2, grid, ways, ax, figure)
     for number, places in enumerate(panels.halves):
         rows = [_row(halves_of[number].data) for halves_of in shown]
         _draw_history(places, names, positions(shown[0][number].data, TIME), rows, {"log": log, "keywords": image})
@@ -270,11 +271,8 @@ def norm_history(
     note = f"median of {several} samples, each by its own peak" if several > 1 else "each moment by its own peak"
     padding = NOTE if any(hidden(array) is not None for array in moments.values()) else None
     missing = nonfinite_note(np.concatenate([array.values.reshape(-1) for array in moments.values()]))
-    head = " · ".join(
-        str(p) for p in (first.attrs.get("layer"), value_label(first).split(" [")[0], "while training") if p
-    )
-    panels.title(title or head, [note, padding, missing])
-    return panels.result()
+    head = layer_title(first.attrs, value_label(first).split(" [")[0], "while training")
+    return panels.titled(title or head, [note, padding, missing])
 
 
 def _moments(history: Any, quantity: str) -> dict[Any, xr.DataArray]:

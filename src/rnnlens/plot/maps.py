@@ -13,9 +13,8 @@ from ..arguments import as_numbers, whole
 from ..errors import InputError
 from ..recurrence.measures import safe_norm
 from ..vocabulary import CHANNEL, DIRECTION, SAMPLE, SPACE, TIME
-from ._axes import is_positive
+from ._axes import DIVERGING, POSITIVE, around_zero, from_zero, is_positive
 from ._call import drawing
-from ._colour import DIVERGING, POSITIVE, around_zero, from_zero
 from ._data import (
     DirectionView,
     axis_label,
@@ -82,12 +81,6 @@ def maps(
     Returns
     -------
     1-D array of Axes, step by step, forward before backward
-
-    Raises
-    ------
-    InputError
-        If there is no axis of space or three, no time, another dimension, or no such sample, channel or step; or if a
-        keyword is unknown or ``ax`` has not one Axes per panel.
     """
     whole_array = labelled(array, "maps", dims=dims, guess=_GUESS)
     require_time(whole_array, "maps")
@@ -110,7 +103,7 @@ def maps(
         look = {"cmap": POSITIVE, "norm": from_zero(values, top, log=log)}
     grid = _grid(len(picked), [pictures.sizes[dim] for dim in space], len(shown))
     ways = [half.name for half in shown]
-    panels = open_panels(len(picked), name="maps", grid=grid, halves=ways, ax=ax, figure=figure)
+    panels = open_panels("maps", len(picked), grid, ways, ax, figure)
     drawn = [
         _draw(place, half, step, space, {**look, **image})
         for half, axes in zip(shown, panels.halves, strict=True)
@@ -125,17 +118,15 @@ def maps(
     size = [pictures.sizes[dim] for dim in (space if len(space) == 2 else (space[0], TIME))]
     merged = merge_note(steps_for((size[0], size[1]), _CELLS), down, across)
     number = [place_words(whole_array, SAMPLE, sample)] if SAMPLE in whole_array.dims else []
-    panels.title(title or " · ".join([*filter(None, [title_of(one), words]), *number]), [thinned, merged, *missing])
-    return panels.result()
+    return panels.titled(
+        title or " · ".join([*filter(None, [title_of(one), words]), *number]), [thinned, merged, *missing]
+    )
 
 
 def _space(array: xr.DataArray) -> list[str]:
     """Return the axes of space, height before width.
 
-    Raises
-    ------
-    InputError
-        If there is none, if there are three, or if a dimension has no place in the figure.
+    Raise InputError if there is none, if there are three, or if a dimension has no place in the figure.
     """
     found = [name for axis in SPACE[3] for name in (axis, f"input_{axis}") if name in array.dims]
     got = f"dimensions ({', '.join(map(str, array.dims))})"
@@ -160,13 +151,7 @@ def _channels(array: xr.DataArray) -> str | None:
 
 
 def _place(array: xr.DataArray, dim: str | None, index: int) -> xr.DataArray:
-    """Select one position along a dimension.
-
-    Raises
-    ------
-    InputError
-        If there is no such position.
-    """
+    """Select one position along a dimension. Raise InputError if there is no such position."""
     count = 0 if dim is None else array.sizes.get(dim, 0)
     if index >= count:
         name = SAMPLE if dim == SAMPLE else CHANNEL
@@ -190,13 +175,7 @@ def _pictures(one: xr.DataArray, channel: int | None, space: list[str]) -> tuple
 
 
 def _steps(array: xr.DataArray, steps: Any) -> list[int]:
-    """Return the indices of the chosen time steps; all by default.
-
-    Raises
-    ------
-    InputError
-        If a step does not exist.
-    """
+    """Return the indices of the chosen time steps; all by default. Raise InputError if a step does not exist."""
     known = positions(array, TIME)
     if steps is None:
         return list(range(len(known)))

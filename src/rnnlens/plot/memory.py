@@ -20,10 +20,30 @@ from ..errors import InputError
 from ..measures.profiles import finite_median, kept_by_gates, own_diagonal, peak_band
 from ..recurrence import measures
 from ..vocabulary import BACKWARD, DIRECTION, GATE, IN_FEATURE, IN_TIME, OUT_TIME, OUT_UNIT, SAMPLE, TIME
-from ._axes import End, log_limits, log_ticks, log_values, mark_below, mark_top, name_ends, power_of_ten, step_axis
+from ._axes import (
+    End,
+    line_colours,
+    log_limits,
+    log_ticks,
+    log_values,
+    mark_below,
+    mark_top,
+    name_ends,
+    power_of_ten,
+    step_axis,
+)
 from ._call import drawing
-from ._colour import line_colours
-from ._data import Numbers, dataset_of, labelled, names_of, nonfinite_note, positions, require_dim, variable
+from ._data import (
+    Numbers,
+    dataset_of,
+    labelled,
+    layer_title,
+    names_of,
+    nonfinite_note,
+    positions,
+    require_dim,
+    variable,
+)
 from ._frame import Grid, open_panels
 from ._samples import hidden, notes_of
 from .time_jacobian import block_norms
@@ -88,11 +108,6 @@ def lag_profile(
     -------
     1-D array with one Axes
 
-    Raises
-    ------
-    InputError
-        If there is no ``in_time`` axis, a keyword is unknown, or ``ax`` is not one Axes.
-
     Notes
     -----
     Masked steps do not count. Lags below 0 are left out. For a backward direction the lag counts from
@@ -122,7 +137,7 @@ def lag_profile(
             curves.append(
                 _curve(" ".join(p for p in (name, way) if p), _rows(norms, where, times), samples, epsilon, confidence)
             )
-    panels = open_panels(1, name="lag_profile", grid=Grid((6.2, 3.4)), ax=ax, figure=figure)
+    panels = open_panels("lag_profile", 1, Grid((6.2, 3.4)), (None,), ax, figure)
     place = panels.axes[0]
     curves = [replace(curve, colour=colour) for curve, colour in zip(curves, line_colours(len(curves)), strict=True)]
     for curve in curves:
@@ -133,10 +148,9 @@ def lag_profile(
     panels.label("lag (output step - input step)", words)
     band = "quartiles of the samples" if samples == "median" else f"{confidence:.0%} bootstrap interval over samples"
     shown = f"band: {band}" if confidence > 0 and any(c.low is not None for c in curves) else None
-    panels.title(
+    return panels.titled(
         title or "lag profile", [shown, f"dotted: mean lag; triangle: horizon, {100 * epsilon:g} % of the peak", *notes]
     )
-    return panels.result()
 
 
 def _rows(norms: Numbers, where: Numbers, times: tuple[Numbers, Numbers]) -> Numbers:
@@ -248,11 +262,6 @@ def memory_lifetime(
     Returns
     -------
     1-D array of Axes, forward before backward
-
-    Raises
-    ------
-    InputError
-        If there is no forget or update gate, the two arguments do not fit, or a keyword is unknown.
     """
     gates = labelled(variable(layer, "gates", "memory_lifetime"), "memory_lifetime")
     require_dim(gates, GATE, "memory_lifetime")
@@ -264,18 +273,19 @@ def memory_lifetime(
     array = labelled(jacobian, "memory_lifetime", guess={4: (SAMPLE, OUT_TIME, OUT_UNIT, IN_FEATURE)})
     ways = names_of(gates, DIRECTION) if DIRECTION in gates.dims else [None]
     mask = _mask(layer, gates)
-    panels = open_panels(1, name="memory_lifetime", grid=Grid((3.6, 3.5)), halves=ways, ax=ax, figure=figure)
+    panels = open_panels("memory_lifetime", 1, Grid((3.6, 3.5)), ways, ax, figure)
     for number, (place, way) in enumerate(zip(panels.axes, ways, strict=True)):
         kept, arrived, steps = _values(gates, array, keep, number if way else None, mask, most=max_lines)
         _draw_lifetime(place, kept, arrived, steps, point)
     symbol = "c" if keep == "forget" else "h"
     words = f"product of the {keep} gates up to t"
     panels.label(words, f"$|\\partial{{}}{symbol}_t/\\partial{{}}{symbol}_0|$ of the same unit")
-    head = " · ".join(str(part) for part in (gates.attrs.get("layer"), "memory lifetime") if part)
+    head = layer_title(gates.attrs, "memory lifetime")
     count = gates.sizes.get(SAMPLE, 1)
     note = f"median over {count} samples, a point per unit" if count > 1 else "a point per unit"
-    panels.title(title or head, [note, nonfinite_note(array.values), nonfinite_note(gates.sel({GATE: keep}).values)])
-    return panels.result()
+    return panels.titled(
+        title or head, [note, nonfinite_note(array.values), nonfinite_note(gates.sel({GATE: keep}).values)]
+    )
 
 
 def _mask(layer: Any, gates: xr.DataArray) -> Numbers | None:

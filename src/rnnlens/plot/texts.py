@@ -17,15 +17,15 @@ from ..errors import InputError, shown
 from ..measures.profiles import by_own_peak, input_sensitivity, peak_band
 from ..recurrence.measures import safe_norm
 from ..vocabulary import DIRECTION, FEATURE, GATE, SAMPLE, TIME
-from ._axes import mark_steps, step_axis
+from ._axes import DIVERGING, POSITIVE, around_zero, from_zero, mark_steps, step_axis
 from ._call import drawing
-from ._colour import DIVERGING, POSITIVE, around_zero, from_zero
 from ._data import (
     Numbers,
     axis_label,
     choose,
     labelled,
     largest_magnitude,
+    layer_title,
     names_of,
     nonfinite_note,
     positions,
@@ -47,10 +47,7 @@ MOST_LINES = 40
 def tokens_of(tokens: Any, count: int, figure: str) -> list[str]:
     """Return the tokens as a list of texts, one for each step; a string is split into letters.
 
-    Raises
-    ------
-    InputError
-        If the numbers of tokens and steps differ.
+    Raise InputError if the numbers of tokens and steps differ.
     """
     several = isinstance(tokens, str | Sequence) or (isinstance(tokens, np.ndarray) and tokens.ndim == 1)
     if not several or len(tokens) != count:
@@ -160,11 +157,6 @@ def input_map(
     -------
     1-D array with one Axes
 
-    Raises
-    ------
-    InputError
-        If ``x``, ``shape`` or ``tokens`` do not fit the gradient, or a keyword is unknown.
-
     References
     ----------
     Sobol, Kucherenko 2009, doi:10.1016/j.matcom.2009.01.023.
@@ -185,7 +177,7 @@ def input_map(
     middle, low, high, said = _shape_of(one, real, sample)
     label = f"{words}, share of peak" if said or tokens is not None else words
     subject = f"input steps that the {target or 'loss'} depends on"
-    head = " · ".join(str(part) for part in (array.attrs.get("layer"), subject) if part)
+    head = layer_title(array.attrs, subject)
     size = (5.2, 2.8)
     words_of = None if tokens is None else tokens_of(tokens, len(middle), "input_map")
     if shape is not None:  # wide enough for the image to fill the height, like its colour bar
@@ -193,7 +185,7 @@ def input_map(
         wide = float(np.clip(3.0 * columns / rows, 1.5, 8.0))
         size = (wide + 0.6, min(3.0, wide * rows / columns))
     size = size if words_of is None else (LETTER * width_of(words_of), height_of(words_of) + 0.1)
-    panels = open_panels(1, name="input_map", grid=Grid(size), ax=ax, figure=figure)
+    panels = open_panels("input_map", 1, Grid(size), (None,), ax, figure)
     place, extra = panels.axes[0], None
     look = {"cmap": POSITIVE, "norm": from_zero(middle, largest_magnitude(middle), log=log)}
     if words_of is not None:
@@ -207,8 +199,7 @@ def input_map(
     if (words_of is not None or shape is not None) and colorbar:
         colour_bar([place], drawn, label)
     whose = f"sample {names_of(array, SAMPLE)[sample]}" if sample is not None and SAMPLE in array.dims else None
-    panels.title(title or head, [whose, said, note, extra, missing])
-    return panels.result()
+    return panels.titled(title or head, [whose, said, note, extra, missing])
 
 
 def _sensitivity(array: xr.DataArray, x: Any) -> tuple[Numbers, str | None]:
@@ -339,11 +330,6 @@ def unit_over_text(
     -------
     1-D array of Axes, forward before backward
 
-    Raises
-    ------
-    InputError
-        If the numbers of tokens and steps differ, a unit or sample does not exist, or a keyword is unknown.
-
     References
     ----------
     Karpathy, Johnson, Li 2015, arXiv:1506.02078, fig. 2.
@@ -363,7 +349,7 @@ def unit_over_text(
     ways: Sequence[str | None] = names_of(array, DIRECTION) if DIRECTION in array.dims else [None]
     rows = [(way, index) for way in range(len(ways)) for index in picked]
     grid = Grid((LETTER * width_of(names) + 0.4, height_of(names) + 0.3), (1.2, 0.7), (len(rows), 1))
-    panels = open_panels(len(rows), name="unit_over_text", grid=grid, ax=ax, figure=figure)
+    panels = open_panels("unit_over_text", len(rows), grid, (None,), ax, figure)
     top, notes = largest_magnitude(array.values), [thinned]
     for place, (way, index) in zip(panels.axes, rows, strict=True):
         one = array.isel({DIRECTION: way}) if DIRECTION in array.dims else array
@@ -374,8 +360,7 @@ def unit_over_text(
         words = f"{axis_label(array, unit)} {names_of(array, unit)[index]}"
         place.set_title(" · ".join(part for part in (ways[way], words) if part), fontsize="small", loc="left", pad=2)
         colour_bar([place], drawn)
-    panels.title(title or title_of(array) or "a unit over text", [*notes, nonfinite_note(array.values)])
-    return panels.result()
+    return panels.titled(title or title_of(array) or "a unit over text", [*notes, nonfinite_note(array.values)])
 
 
 def _one_gate(array: xr.DataArray, gate: str | None) -> xr.DataArray:

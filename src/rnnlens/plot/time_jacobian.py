@@ -13,15 +13,28 @@ from ..arguments import one_of
 from ..measures.profiles import input_totals, peak_band, quartiles, sample_peaks
 from ..recurrence.measures import lag_profile, safe_norm
 from ..vocabulary import BACKWARD, DIRECTION, IN_FEATURE, IN_TIME, OUT_TIME, OUT_UNIT, SAMPLE
-from ._axes import is_positive, log_limits, log_scale, log_ticks, mark_below, mark_steps, step_axis, zero_line
+from ._axes import (
+    DIVERGING,
+    POSITIVE,
+    around_zero,
+    from_zero,
+    is_positive,
+    log_limits,
+    log_scale,
+    log_ticks,
+    mark_below,
+    mark_steps,
+    step_axis,
+    zero_line,
+)
 from ._call import drawing
-from ._colour import DIVERGING, POSITIVE, around_zero, from_zero
 from ._data import (
     Numbers,
     axis_label,
     choose,
     labelled,
     largest_magnitude,
+    layer_title,
     names_of,
     positions,
     require_dim,
@@ -103,21 +116,17 @@ def time_jacobian(
     Returns
     -------
     1-D array of Axes
-
-    Raises
-    ------
-    InputError
-        If there is no ``in_time`` axis, a keyword is unknown, or ``ax`` has not one Axes per panel.
     """
     array, taken = block_norms(jacobian, "time_jacobian", dims)
     notes = notes_of(array)
     titles, matrices, empty, thinned = matrices_of(array, samples, max_panels)
     panels = open_panels(
+        "time_jacobian",
         len(matrices),
-        name="time_jacobian",
-        grid=Grid((4.6, 4.1) if len(matrices) == 1 else (2.5, 2.3), margin=(1.6, 1.0)),
-        ax=ax,
-        figure=figure,
+        Grid((4.6, 4.1) if len(matrices) == 1 else (2.5, 2.3), margin=(1.6, 1.0)),
+        (None,),
+        ax,
+        figure,
     )
     top = limit if limit is not None else largest_magnitude(*matrices)
     drawn = []
@@ -133,9 +142,8 @@ def time_jacobian(
         panels.outer_ticks_only()
     merged = merge_note(steps_for(matrices[0].shape, CELLS), "output step", "input step")
     finding = _finding(matrices[0], empty[0], array) if len(matrices) == 1 else None
-    head = " · ".join(str(part) for part in (array.attrs.get("layer"), finding or "time Jacobian") if part)
-    panels.title(title or head, [thinned, merged, *notes])
-    return panels.result()
+    head = layer_title(array.attrs, finding or "time Jacobian")
+    return panels.titled(title or head, [thinned, merged, *notes])
 
 
 def matrices_of(
@@ -281,11 +289,6 @@ def jacobian_margins(
     Returns
     -------
     1-D array of Axes: matrix, lag profile, column sums; forward before backward
-
-    Raises
-    ------
-    InputError
-        If a keyword is unknown, or ``ax`` has not three Axes per direction.
     """
     array, _ = block_norms(jacobian, "jacobian_margins", dims)
     array = abs(array).assign_attrs(array.attrs)
@@ -293,7 +296,7 @@ def jacobian_margins(
     _, matrices, empty, note = matrices_of(array, samples, 1)
     ways = names_of(array, DIRECTION) if DIRECTION in array.dims else [None]
     grid = Grid((3.1, 2.6), (1.0, 0.8), (2, 2), widths=(3.2, 1), heights=(3.2, 1))
-    panels = open_panels(3, name="jacobian_margins", grid=grid, halves=ways, ax=ax, figure=figure)
+    panels = open_panels("jacobian_margins", 3, grid, ways, ax, figure)
     top = limit if limit is not None else largest_magnitude(*matrices)
     for places, matrix, padded, way in zip(panels.halves, matrices, empty, ways, strict=True):
         drawn = draw_matrix(places[0], matrix, padded, array, top, image, log=log)
@@ -308,9 +311,8 @@ def jacobian_margins(
         if len(matrix) == 1:
             places[0].set_ylabel(words)
     finding = _finding(matrices[0], empty[0], array) if len(matrices) == 1 else None
-    head = " · ".join(str(part) for part in (array.attrs.get("layer"), finding or "time Jacobian") if part)
-    panels.title(title or head, [note, *notes])
-    return panels.result()
+    head = layer_title(array.attrs, finding or "time Jacobian")
+    return panels.titled(title or head, [note, *notes])
 
 
 def _finding(matrix: Numbers, padded: Numbers, array: xr.DataArray) -> str | None:

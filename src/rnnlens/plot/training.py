@@ -19,9 +19,8 @@ from ..arguments import anything, as_numbers, names, number
 from ..errors import InputError, did_you_mean, shown
 from ..measures.profiles import share_of_peak
 from ..vocabulary import DIRECTION, TIME
-from ._axes import log_ticks, mark_steps, whole_numbers
+from ._axes import POSITIVE, line_colours, log_ticks, mark_steps, whole_numbers
 from ._call import drawing
-from ._colour import POSITIVE, line_colours
 from ._data import Numbers, names_of, nonfinite_note, positions
 from ._frame import Grid, Panels, open_panels, wrapped_label
 
@@ -93,10 +92,7 @@ def log_where_it_helps(ax: Any, lines: Sequence[Numbers], *, most: float = _RANG
 def moments_of(moments: Mapping[str, float] | None, steps: Numbers) -> dict[str, float]:
     """Check named moments of training, each within the run.
 
-    Raises
-    ------
-    InputError
-        If it is not a mapping from names to steps of this run.
+    Raise InputError if it is not a mapping from names to steps of this run.
     """
     if moments is None:
         return {}
@@ -188,18 +184,13 @@ def film(
     Returns
     -------
     1-D array of Axes: one per layer (and direction), then that of the scalar
-
-    Raises
-    ------
-    InputError
-        If the run has no such profile or scalar, a keyword is unknown, or ``ax`` has not one Axes per panel.
     """
     strips = _strips(run, layers, quantity)
     under = _under(run, below)
     count = len(strips) + (under is not None)
     heights = [3.0] * len(strips) + [1.2] * (under is not None)
     grid = Grid((6.6, 2.3), margin=(1.0, 0.9), shape=(count, 1), heights=heights)
-    panels = open_panels(count, name="film", grid=grid, ax=ax, figure=figure)
+    panels = open_panels("film", count, grid, (None,), ax, figure)
     steps = positions(next(iter(strips.values())), STEP)
     marks = moments_of(moments, steps)
     norm = LogNorm(10.0**-decades, 1.0)
@@ -217,8 +208,7 @@ def film(
     panels.axes[-1].set_xlabel("training step", fontsize="small")
     values = np.concatenate([strip.values.reshape(-1) for strip in strips.values()])
     long_name = next(iter(strips.values())).attrs.get("long_name", quantity)
-    panels.title(title or f"{long_name} over training", [nonfinite_note(values[~np.isnan(values)])])
-    return panels.result()
+    return panels.titled(title or f"{long_name} over training", [nonfinite_note(values[~np.isnan(values)])])
 
 
 def _strips(run: Any, layers: Any, quantity: str) -> dict[str, xr.DataArray]:
@@ -350,11 +340,6 @@ def timeline(
     Returns
     -------
     1-D array of Axes, one per kind of number
-
-    Raises
-    ------
-    InputError
-        If nothing is selected, a keyword is unknown, or ``ax`` has not one Axes per panel.
     """
     groups = _groups(_selected(run, select))
     if len(groups) > max_panels:
@@ -362,7 +347,7 @@ def timeline(
         raise InputError("Too many kinds of numbers for one figure.", got=got, hint=hint)
     columns = 1 if len(groups) < 4 else 2
     shape = (-(-len(groups) // columns), columns)
-    panels = open_panels(len(groups), name="timeline", grid=Grid((4.6, 1.6), (1.0, 0.9), shape), ax=ax, figure=figure)
+    panels = open_panels("timeline", len(groups), Grid((4.6, 1.6), (1.0, 0.9), shape), (None,), ax, figure)
     steps = positions(next(iter(next(iter(groups.values())).values())), "step")
     marks = moments_of(moments, steps)
     for place, (kind, lines) in zip(panels.axes, groups.items(), strict=True):
@@ -373,8 +358,7 @@ def timeline(
     mark_moments(panels.axes, marks)
     panels.label(under_training(panels.axes[0].figure, marks), "")
     values = np.concatenate([one.values for lines in groups.values() for one in lines.values()])
-    panels.title(title or "training, record by record", [nonfinite_note(values[~np.isnan(values)])])
-    return panels.result()
+    return panels.titled(title or "training, record by record", [nonfinite_note(values[~np.isnan(values)])])
 
 
 def _selected(run: Any, select: Any) -> dict[str, xr.DataArray]:

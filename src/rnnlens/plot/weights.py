@@ -18,15 +18,15 @@ from ..recurrence.cells import kinds
 from ..recurrence.measures import quantiles, safe_norm
 from ..results.schema import weight_of
 from ..vocabulary import BACKWARD, DIRECTION, FORWARD, GATE, TIME, UNIT
-from ._axes import step_axis
+from ._axes import DIVERGING, POSITIVE, around_zero, from_zero, line_colours, step_axis
 from ._call import drawing
-from ._colour import DIVERGING, POSITIVE, around_zero, from_zero, line_colours
 from ._data import (
     Numbers,
     axis_label,
     dataset_of,
     labelled,
     largest_magnitude,
+    layer_title,
     names_of,
     nonfinite_note,
     numbers,
@@ -62,10 +62,7 @@ class Kernel:
 def kernels_of(weights: Any, figure: str, *, grad: bool = False) -> tuple[list[Kernel], dict[str, Any]]:
     """Return weights of a layer (gradients with ``grad``) in drawing order, forward first, and its attributes.
 
-    Raises
-    ------
-    InputError
-        If there are none to draw.
+    Raise InputError if there are none to draw.
     """
     dataset = getattr(weights, "dataset", weights)
     if not isinstance(dataset, xr.Dataset | Mapping):
@@ -181,11 +178,6 @@ def weights_heatmap(
     Returns
     -------
     1-D array of Axes, kernel by kernel, forward before backward
-
-    Raises
-    ------
-    InputError
-        If there is nothing to draw, a keyword is unknown, or ``ax`` has not one Axes per kernel.
     """
     kernels, attrs = kernels_of(weights, "weights_heatmap", grad=grad)
     directions = list(dict.fromkeys(kernel.direction for kernel in kernels))
@@ -203,8 +195,7 @@ def weights_heatmap(
     panels.label("gate, unit" if any(kernel.gates for kernel in kernels) else "unit", "")
     what = "gradients of the weights" if grad else "weights"
     merged = dict.fromkeys(f"{k.title}: {note}" for k in kernels if (note := merge_note(_steps(k), "row", "unit")))
-    panels.title(title or " · ".join(p for p in (attrs.get("layer"), what) if p), [*merged, clipped])
-    return panels.result()
+    return panels.titled(title or layer_title(attrs, what), [*merged, clipped])
 
 
 def _alone(kernel: Kernel) -> bool:
@@ -240,12 +231,12 @@ def _open(columns: list[list[Kernel]], directions: list[str | None], ax: Any, fi
     wide = max(kernel.values.shape[1] * kernel.values.shape[2] for kernel in columns[0])
     width = float(np.clip(wide / 60, 4.5, 10.0 / len(columns) + 1.5))
     return open_panels(
+        "weights_heatmap",
         count,
-        name="weights_heatmap",
-        grid=Grid((width, sum(tall) / count + 0.35), (1.9, 1.0), (count, 1), heights=tall),
-        halves=directions,
-        ax=ax,
-        figure=figure,
+        Grid((width, sum(tall) / count + 0.35), (1.9, 1.0), (count, 1), heights=tall),
+        directions,
+        ax,
+        figure,
     )
 
 
@@ -316,11 +307,6 @@ def weight_lags(
     Returns
     -------
     1-D array of Axes, weight by weight, forward before backward
-
-    Raises
-    ------
-    InputError
-        If no gradient has a time axis, a keyword is unknown, or ``ax`` has not one Axes per panel.
     """
     dataset = dataset_of(weights)
     given = [] if dataset is None else [(name, _by_time(dataset, name)) for name in _weights_of(dataset)]
@@ -335,7 +321,7 @@ def weight_lags(
     first = next(iter(found.values()))
     ways = names_of(first, DIRECTION) if DIRECTION in first.dims else [None]
     size = (4.6, 3.0) if len(found) == 1 else (3.0, 2.3)
-    panels = open_panels(len(found), name="weight_lags", grid=Grid(size), halves=ways, ax=ax, figure=figure)
+    panels = open_panels("weight_lags", len(found), Grid(size), ways, ax, figure)
     for number, (places, way) in enumerate(zip(panels.halves, ways, strict=True)):
         for place, (name, array) in zip(places, found.items(), strict=True):
             one = array.isel({DIRECTION: number}) if way else array
@@ -346,9 +332,8 @@ def weight_lags(
         panels.outer_ticks_only()
     _legend(panels.axes, panels.owners)
     everything = np.concatenate([array.values.reshape(-1) for array in found.values()])
-    head = " · ".join(str(part) for part in (dataset.attrs.get("layer"), "lags that make up dL/dW") if part)
-    panels.title(title or head, [nonfinite_note(everything)])
-    return panels.result()
+    head = layer_title(dataset.attrs, "lags that make up dL/dW")
+    return panels.titled(title or head, [nonfinite_note(everything)])
 
 
 def _weights_of(dataset: xr.Dataset) -> list[str]:

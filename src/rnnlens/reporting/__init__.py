@@ -169,10 +169,7 @@ def write(target: Path, material: Material, origin: ReportOrigin) -> None:
 def check_path(path: Path) -> Path:
     """Raise if no report can be written to a path, before a long computation.
 
-    Raises
-    ------
-    FileError
-        If it does not end in ``.html``, or its folder does not exist or cannot be written to.
+    Raise FileError if it does not end in ``.html``, or its folder does not exist or cannot be written to.
     """
     if path.suffix.lower() not in (".html", ".htm"):
         raise FileError("A report is an HTML file.", got=str(path), expected="a path ending in .html")

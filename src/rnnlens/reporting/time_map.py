@@ -109,10 +109,7 @@ def of_model(
 def of_array(found: xr.DataArray) -> TimeMap:
     """Convert a finished time Jacobian to a map of the report.
 
-    Raises
-    ------
-    InputError
-        If the array has no axis of input steps.
+    Raise InputError if the array has no axis of input steps.
     """
     if IN_TIME not in found.dims:
         got = f"dimensions ({', '.join(map(str, found.dims))})"
