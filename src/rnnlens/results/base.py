@@ -211,7 +211,7 @@ class Result(Mapping[str, Any]):
 
     def _resolve(self, name: str) -> str:
         """Return the full name of a layer, given its exact or an unambiguous short name (the last part of the path)."""
-        refuse_no_name(name, self._paths, f"this {self.kind}")
+        refuse_no_name(name, self._paths, f"the {self.kind}")
         if name in self._paths:
             return name
         calls = [known for known in self._paths if known.rpartition("#")[0] == name]
@@ -296,7 +296,7 @@ class Result(Mapping[str, Any]):
 def refuse_no_name(name: object, known: Iterable[str], where: str) -> None:
     """Raise LayerNotFoundError if ``name`` is not a string."""
     if not isinstance(name, str):
-        raise LayerNotFoundError(f"{where} is indexed by name.", got=shown(name), hint=did_you_mean(name, known))
+        raise LayerNotFoundError(f"Entries of {where} are found by name.", got=shown(name), hint=did_you_mean(name, known))
 
 
 def _chunk_name(array: xr.DataArray, tasks: LazyTasks) -> str | None:

@@ -126,7 +126,7 @@ class Gradients(Result, kind="gradients"):
         return tuple(self._tensors)
 
     def __getitem__(self, name: str) -> Any:
-        refuse_no_name(name, self._tensors, "these gradients")
+        refuse_no_name(name, self._tensors, "the gradients")
         if name in self._tensors:
             node, variable = self._tensors[name]
             return self.dataset(node)[variable]
