@@ -28,12 +28,16 @@ class Layout:
         Number of samples of the batch on which ``coupled`` was determined; 0 if it was not tested.
     unclear
         Names of the axes that follow steps but are not called ``time``: several, or one that holds features as well.
+    order
+        For each sample of this tensor its number within the recurrent layers, if a model sorts its samples by length
+        before them, say; empty if the order is the same.
     """
 
     axes: tuple[Axis, ...]
     coupled: bool = False
     samples: int = 0
     unclear: tuple[str, ...] = ()
+    order: tuple[int, ...] = ()
 
     @classmethod
     def plain(cls, names: Iterable[str]) -> Layout:

@@ -250,7 +250,7 @@ def test_options_can_be_entered_again_and_within_themselves():
 
 def test_a_result_is_asked_by_name():
     result = Gradients({"lstm": LAYER[[]]})
-    with pytest.raises(LayerNotFoundError, match="Entries of the .* are found by name"):
+    with pytest.raises(LayerNotFoundError, match=r"Entries of the .* are found by name"):
         result[0]
 
 

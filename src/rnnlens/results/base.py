@@ -296,7 +296,9 @@ class Result(Mapping[str, Any]):
 def refuse_no_name(name: object, known: Iterable[str], where: str) -> None:
     """Raise LayerNotFoundError if ``name`` is not a string."""
     if not isinstance(name, str):
-        raise LayerNotFoundError(f"Entries of {where} are found by name.", got=shown(name), hint=did_you_mean(name, known))
+        raise LayerNotFoundError(
+            f"Entries of {where} are found by name.", got=shown(name), hint=did_you_mean(name, known)
+        )
 
 
 def _chunk_name(array: xr.DataArray, tasks: LazyTasks) -> str | None:

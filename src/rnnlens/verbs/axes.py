@@ -120,13 +120,16 @@ class ModelAxes:
             quiet = Batch(batch.x, training=batch.training, initial_state=batch.initial_state, seed=batch.seed)
             found = self.adapter.layouts(self.model, quiet, ports)
         if kept is not None:
-            kept |= {port: one for port, one in found.items() if not one.coupled and not one.is_uncertain}
+            kept |= {port: one for port, one in found.items() if not (one.coupled or one.is_uncertain or one.order)}
         return found
 
     def _kept(self, batch: Batch) -> dict[Port, Layout] | None:
-        """Return the mutable cache of layouts for data of these shapes; None if nothing may be cached."""
+        """Return the mutable cache of layouts for data of these shapes; None if nothing may be cached.
+
+        Lengths may decide on the order of samples within the model.
+        """
         leaves = data.leaves_of(batch.x)
-        if any(map(data.is_packed, leaves)):
+        if any(data.is_packed(leaf) or len(np.shape(leaf)) == 1 for leaf in leaves):
             return None
         known = known_model(self.adapter, self.model)
         if known.fingerprint is None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ...layout import Axis, Layout, named
 from ...vocabulary import FEATURE, SAMPLE, TIME, UNIT
 from ..protocol import Batch, Port
-from .axis_probe import AxisPlace, AxisProbe, DirectedCall, Shape, Values, binary_patterns
+from .axis_probe import AxisPlace, AxisProbe, DirectedCall, Shape, Values, binary_patterns, order_of
 from .inputs import as_tensors, leaves_of, on_leaves
 
 #: Function from a batch to the (samples, steps) of every recurrent call, and the shapes of tensors by port.
@@ -229,7 +229,9 @@ def _store_place(found: dict[Port, AxisPlace], coupled: set[Port], port: Port, p
 
 def _passing_as_sink(arrived: Values, count: int, patterns: Values) -> list[AxisPlace]:
     candidates = _candidates(arrived.shape[1:], count)
-    return [place for place in candidates if not (place.support(arrived) & ~patterns).any()]
+    passing = [place for place in candidates if not (place.support(arrived) & ~patterns).any()]
+    ordered = [] if passing else [replace(p, order=order_of(p.support(arrived), patterns)) for p in candidates]
+    return passing or [place for place in ordered if place.order]
 
 
 def _passing_as_source(
@@ -239,15 +241,18 @@ def _passing_as_source(
 
     None if they reach no known port.
     """
-    passing, reached = [], False
+    passing, ordered, reached = [], [], False
     shape = tuple(probe.values[port].shape)
     for place in _candidates(shape, count):
         arrived = probe.nonzero_gradients({port: (place, patterns)})
         sinks = {sink: rows for sink, rows in arrived.items() if sink in known}
         reached = reached or bool(sinks)
-        if sinks and not any((known[sink].support(rows) & ~patterns).any() for sink, rows in sinks.items()):
+        supports = [known[sink].support(rows) for sink, rows in sinks.items()]
+        if sinks and not any((support & ~patterns).any() for support in supports):
             passing.append(place)
-    return passing if reached else None
+        elif len(orders := {order_of(support, patterns) for support in supports}) == 1 and (found := orders.pop()):
+            ordered.append(replace(place, order=tuple(np.argsort(found).tolist())))
+    return passing or ordered if reached else None
 
 
 def _find_times(
@@ -446,4 +451,5 @@ def _layout(port: Port, found: _KnownAxes) -> Layout:
     known |= {axis: (f"axis_{axis}",) for axis in unclear if axis not in known}
     last = FEATURE if port.kind == "input" else UNIT
     names = tuple(f"axis_{axis}" for axis in unclear)
-    return Layout(named(len(shape), known, last).axes, coupled, count, names)
+    order = () if sample is None else sample.order
+    return Layout(named(len(shape), known, last).axes, coupled, count, names, order)

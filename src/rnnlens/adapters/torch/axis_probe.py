@@ -30,12 +30,16 @@ ROOM = 4 * 2**20
 
 @dataclass(frozen=True)
 class AxisPlace:
-    """Position of an axis in a tensor: ``axis``, reshaped to (before, size, after)."""
+    """Position of an axis in a tensor: ``axis``, reshaped to (before, size, after).
+
+    ``order``: for each entry its number in the patterns, if the entries are in another order than those.
+    """
 
     axis: int
     before: int
     size: int
     after: int
+    order: tuple[int, ...] = ()
 
     def opened(self, array: Values) -> Values:
         """Reshape an array with one leading axis to (row, before, size, after, everything else)."""
@@ -44,10 +48,12 @@ class AxisPlace:
 
     def support(self, array: Values) -> Values:
         """Return at which entries of this axis a boolean array has any True, (row, size)."""
-        return np.asarray(self.opened(array).any(axis=(1, 3, 4)))
+        found = np.asarray(self.opened(array).any(axis=(1, 3, 4)))
+        return found[:, np.argsort(self.order)] if self.order else found
 
     def masked(self, shape: tuple[int, ...], patterns: Values) -> Values:
         """Return random cotangents (row, *shape), zero outside the pattern of each row."""
+        patterns = patterns[:, self.order] if self.order else patterns
         on = np.broadcast_to(patterns[:, None, :, None], (len(patterns), self.before, self.size, self.after))
         mask = on.reshape(len(patterns), *[1] * self.axis, -1, *[1] * (len(shape) - self.axis - 1))
         noise: Values = np.random.default_rng(0).normal(size=(1, *shape)) * mask
@@ -140,3 +146,16 @@ def binary_patterns(size: int) -> Values:
         return np.ones((1, 1), dtype=bool)
     bits = (np.arange(size)[None, :] >> np.arange((size - 1).bit_length())[:, None]) & 1
     return np.concatenate([bits, 1 - bits]).astype(bool)
+
+
+def order_of(support: Values, patterns: Values) -> tuple[int, ...]:
+    """Return, for each entry, the number of the only entry that reaches it; empty if one is reached by several or none.
+
+    Examples
+    --------
+    >>> order_of(binary_patterns(3)[:, [1, 2, 0]], binary_patterns(3))
+    (1, 2, 0)
+    """
+    same = (support[:, :, None] == patterns[:, None, :]).all(axis=0)
+    is_one_to_one = bool((same.sum(axis=0) == 1).all() and (same.sum(axis=1) == 1).all())
+    return tuple(same.argmax(axis=1).tolist()) if is_one_to_one else ()

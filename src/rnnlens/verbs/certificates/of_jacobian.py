@@ -90,7 +90,8 @@ def pushed_through(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.Da
     chosen = _probed_steps(plan, memory)
     weights = _random_rows(plan, chosen)
     times = None if plan.ends.out_times is None else [plan.ends.out_times[i] for i in chosen]
-    ends = replace(plan.ends, weights=weights, out_times=times, measure=None, sketch=None, average=False)
+    swept = weights[np.argsort(plan.network.order)] if plan.network.order else weights
+    ends = replace(plan.ends, weights=swept, out_times=times, measure=None, sketch=None, average=False)
     modes = {part.mode for part in plan.parts}
     probe = plan_for(plan.network, ends, modes.pop() if len(modes) == 1 else "auto", None, memory, streamed=False)
     rows = xr.DataArray(numbers(probe, WorkCount()), dims=probe.dims)

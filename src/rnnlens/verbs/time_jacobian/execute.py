@@ -206,7 +206,7 @@ def numbers(plan: JacobianPlan, tally: WorkCount) -> Values:
     """Compute all pieces of a plan in memory."""
     with Progress("time Jacobian", plan.ticks) as progress:
         first = plan.parts[0]
-        if len(plan.parts) == 1 and len(first.pieces) == 1:
+        if len(plan.parts) == 1 and len(first.pieces) == 1 and not plan.network.order:
             ((_, values),) = _results(first, tally, progress.advance)
             return np.asarray(values, dtype=plan.dtype).reshape(plan.shape)
         whole = np.zeros(plan.shape, dtype=plan.dtype)
@@ -217,8 +217,14 @@ def numbers(plan: JacobianPlan, tally: WorkCount) -> Values:
 
 def _fill(target: Any, plan: JacobianPlan, part: JacobianPart, tally: WorkCount, advance: Advance) -> None:
     """Write every piece to its place in the target."""
+    order = () if part.ends.average else plan.network.order
     for piece, values in _results(part, tally, advance):
-        target[_index(plan, part, piece)] = _squeezed(part, values)
+        if order:
+            for number, one in enumerate(range(piece.samples.start, piece.samples.stop)):
+                at = replace(piece, samples=slice(order.index(one), order.index(one) + 1))
+                target[_index(plan, part, at)] = _squeezed(part, values[number : number + 1])
+        else:
+            target[_index(plan, part, piece)] = _squeezed(part, values)
 
 
 def _results(part: JacobianPart, tally: WorkCount, advance: Advance) -> Iterator[tuple[JacobianPiece, Values]]:

@@ -89,6 +89,23 @@ class JacobianNetwork:
         return to_host(self.around.values[self.of.port]).dtype  # type: ignore[no-any-return]
 
     @cached_property
+    def order(self) -> tuple[int, ...]:
+        """For each sample of the result its number within the recurrences; empty if the order is the same.
+
+        Raises UnsupportedError if the two ends have their samples in different orders.
+        """
+        outside = [self.around.tensors[end.port] for end in (self.of, self.wrt) if end.port is not None]
+        orders = {tensor.layout.order for tensor in outside if tensor.layout is not None}
+        if len(orders) > 1:
+            raise UnsupportedError(
+                f"The model returns its samples in another order than it takes them: {self.of.name.text!r} and "
+                f"{self.wrt.name.text!r} have no common sample axis.",
+                expected="outputs in the order of the inputs",
+                hint="undo the sorting before the model returns, or sort the samples before they are handed on",
+            )
+        return orders.pop() if orders else ()
+
+    @cached_property
     def returned_by(self) -> dict[Port, int]:
         """Index of the recurrence that returns a tensor, by port."""
         return {port: i for i, one in enumerate(self.recurrences) for port in one.above()}

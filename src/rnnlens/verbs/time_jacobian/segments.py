@@ -32,6 +32,8 @@ from .request import JacobianRequest
 class OuterTensor:
     """A tensor outside the recurrences, viewed as (sample, time, feature) or (sample, feature).
 
+    Samples are viewed in the order in which the recurrent layers have them.
+
     Attributes
     ----------
     shape
@@ -72,6 +74,7 @@ class OuterTensor:
     def closed(self, rows: Array) -> Array:
         """Convert rows (row, sample, [time,] feature) to the framework's layout."""
         if self.layout is not None:
+            rows = rows[:, list(self.layout.order)] if self.layout.order else rows
             order = canonical_order(self.layout.names)
             sizes = list(self._sizes.values())
             rows = rows.reshape((rows.shape[0], *(sizes[i] for i in order)))
@@ -83,7 +86,10 @@ class OuterTensor:
         if self.layout is not None:
             rows = _permuted(self.layout.opened(rows, self.count, lead=1), canonical_order(self.layout.names))
         steps = () if self.times is None else (self.times,)
-        return rows.reshape((rows.shape[0], self.samples, *steps, self.features))
+        rows = rows.reshape((rows.shape[0], self.samples, *steps, self.features))
+        return (
+            rows[:, np.argsort(self.layout.order).tolist()] if self.layout is not None and self.layout.order else rows
+        )
 
 
 def _permuted(rows: Array, order: Sequence[int]) -> Array:
