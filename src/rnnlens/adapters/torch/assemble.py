@@ -10,7 +10,7 @@ from torch import Tensor
 from ...recurrence.cells import Cell, registered
 from ..protocol import NonRecurrentCall, RecurrentCall
 from .cells import arranged, described, replayable
-from .record import CallOwner, CallRecord, CallRecorder, OutputRecord, Recurrence, last_steps, node_names
+from .record import CallOwner, CallRecord, CallRecorder, OutputRecord, Recurrence, call_numbers, last_steps, node_names
 from .weights import NAMES, from_torch, known_cell
 
 #: Function from a recorded tensor to its gradient; None where no path leads to it.
@@ -48,13 +48,16 @@ class Assembler:
 
     def plain(self) -> list[NonRecurrentCall]:
         """Return one entry per recorded call of a requested layer that is not recurrent."""
-        return [self._plain(visit) for visit in self.recorder.plain]
+        numbers = call_numbers([visit.name for visit in self.recorder.plain])
+        return [self._plain(visit, number) for visit, number in zip(self.recorder.plain, numbers, strict=True)]
 
-    def _plain(self, visit: OutputRecord) -> NonRecurrentCall:
+    def _plain(self, visit: OutputRecord, number: str) -> NonRecurrentCall:
         grad = None
         if self.gradient is not None and visit.output.is_floating_point():
             grad = _or_zeros(self.gradient(visit.output), visit.output)
-        return NonRecurrentCall(visit.name, replayable(visit.output), None if grad is None else replayable(grad))
+        return NonRecurrentCall(
+            visit.name + number, replayable(visit.output), None if grad is None else replayable(grad)
+        )
 
     def _call(self, run: Recurrence, layer: int, name: str, direction: int) -> RecurrentCall:
         owner, first = run.owner, run.visits[0]

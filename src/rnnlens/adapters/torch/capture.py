@@ -26,7 +26,7 @@ from .discover import (
     unwrapped,
 )
 from .fused import CallOwners, KernelInterceptor
-from .inputs import as_tensors, call_model, on_leaves, tensors_of
+from .inputs import as_tensors, call_model, on_leaves, tensors_of, with_sources
 from .loops import CellHook, listening
 from .losses import evaluate
 from .public import ANY_SCAN, SCANS
@@ -35,6 +35,8 @@ from .record import (
     JoinRules,
     OutputRecord,
     Recurrence,
+    broken_recurrences,
+    call_numbers,
     differentiable,
     node_names,
     refuse_hooked,
@@ -170,26 +172,6 @@ class ModelTensors:
         capture.inside = frozenset(name for name, t in self.weights.items() if recorder.stands_in(t))
 
 
-def with_sources(x: Any) -> tuple[Any, list[Tensor]]:
-    """Return the batch with differentiable copies of its float tensors, and the leaves behind them.
-
-    The model gets copies because it may change them in place.
-    """
-    sources: list[Tensor] = []
-
-    def fed(value: Any) -> Any:
-        sources.append(_source(value))
-        return sources[-1].clone() if sources[-1].requires_grad else value
-
-    return on_leaves(x, fed), sources
-
-
-def _source(value: Any) -> Tensor:
-    if isinstance(value, Tensor) and value.is_floating_point():
-        return (value.clone() if value.is_inference() else value.detach()).requires_grad_()
-    return torch.zeros(())
-
-
 def _weights_of(run: Recurrence) -> list[Tensor]:
     return [w for visit in run.visits for piece in visit.pieces for weights in piece.weights for w in weights.values()]
 
@@ -280,15 +262,20 @@ def _read(
     value = None if loss is None else float(loss.detach())
     if value is not None and not math.isfinite(value):
         notes.append(f"The loss is {value}.")
-    notes.extend(_broken_runs(recorder))
+    lengths: dict[str, list[int]] = {}
+    for run in (run for run in recorder.runs if not run.owner.stacked):
+        lengths.setdefault(run.owner.name, []).append(run.length)
+    notes.extend(broken_recurrences(lengths))
     seen = {run.owner.name for run in recorder.runs}
     notes.extend(
         f"{path}: {type(module).__name__}.forward does not call torch's kernel, so its steps were not recorded."
         for path, module in asked.recurrent
         if path in asked.ran and path not in seen and has_own_forward(module)
     )
-    plain = _numbered(assembler)
-    sequences = [_sequence_call(name, one, gradient) for name, one in recorder.scans.named()]
+    plain = assembler.plain()
+    scans = recorder.scans.records
+    numbers = call_numbers([record.layer for record in scans])
+    sequences = [_sequence_call(one.layer + n, one, gradient) for one, n in zip(scans, numbers, strict=True)]
     capture = Capture(calls, plain, sequences, value, on_leaves(outputs, _detached), notes)
     capture.order = _order(recorder, [call.layer for call in plain], {call.layer for call in calls})
     capture.scanned = {path: samples for path, (samples, _) in recorder.scans.ran.items()}
@@ -356,36 +343,11 @@ def _sequence_call(name: str, record: ScanRecord, gradient: Any) -> SequenceCall
     )
 
 
-def _broken_runs(recorder: CallRecorder) -> list[str]:
-    counts: dict[str, list[int]] = {}
-    for run in recorder.runs:
-        if not run.owner.stacked:
-            counts.setdefault(run.owner.name, []).append(run.length)
-    return [
-        f"{name}: the state was not passed on unchanged from call to call; its {sum(lengths)} calls are "
-        f"{len(lengths)} recurrences of {min(lengths)} to {max(lengths)} steps."
-        for name, lengths in counts.items()
-        if len(lengths) > 1
-    ]
-
-
 def _order(recorder: CallRecorder, plain: Sequence[str], calls: Collection[str]) -> tuple[str, ...]:
     """Return the names of all recorded layers in the order of their calls, without candidates that are no cell."""
     names = {id(run): nodes for run, nodes in zip(recorder.runs, node_names(recorder.runs), strict=True)}
     names |= {id(visit): [name] for visit, name in zip(recorder.plain, plain, strict=True)}
     return tuple(name for one in recorder.order for name in names.get(id(one), ()) if name in calls or name in plain)
-
-
-def _numbered(assembler: Assembler) -> list[Any]:
-    calls = assembler.plain()
-    names = [call.layer for call in calls]
-    seen: dict[str, int] = {}
-    for call in calls:
-        if names.count(call.layer) > 1:
-            index = seen.get(call.layer, 0)
-            seen[call.layer] = index + 1
-            call.layer = f"{call.layer}#{index}"
-    return calls
 
 
 def _detached(value: Any) -> Any:

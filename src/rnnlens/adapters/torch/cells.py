@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -91,8 +92,8 @@ class TorchStepCell(StepCell):
         self.module, self.form, self.output_shape, self.dtype = module, form, output_shape, dtype
         self.autocast = autocast
         self.modes = [(inner, inner.training) for inner in module.modules()]
-        self.state_sizes = tuple(_size(shape) for shape in form.shapes)
-        self.output_size = _size(output_shape)
+        self.state_sizes = tuple(math.prod(shape) for shape in form.shapes)
+        self.output_size = math.prod(output_shape)
         self.output_state, self.output_is_state = 0, form.output_is_state
 
     @property
@@ -197,13 +198,6 @@ class TorchStepCell(StepCell):
         finally:
             for inner, flag in before:
                 inner.training = flag
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size
 
 
 def _widened(value: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ _KNOWN = (*_RECURRENT, *_PASSING, *_ACTIVATIONS, nn.Linear, nn.Embedding)
 #: Graph nodes of activation functions, and of operations that change neither values nor axes.
 _ACTIVATION_NODES = {"ReluBackward0": "relu", "TanhBackward0": "tanh", "SigmoidBackward0": "sigmoid"}
 _COPIES = ("CloneBackward0", "AliasBackward0")
+#: Transposition of the first two axes, as a graph node.
+_TRANSPOSITION = SimpleNamespace(name=lambda: "TransposeBackward0", _saved_dim0=0, _saved_dim1=1)
 #: Attributes with hooks, by which a user may change the result of a module.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 #: Largest number of operations between two modules.
@@ -276,16 +279,7 @@ def _nodes_between(start: Tensor, end: Tensor) -> list[Any] | None:
         node, number = node.next_functions[0]
     swapped = start.transpose(0, 1) if start.dim() > 1 and not end.requires_grad and not start.requires_grad else start
     same = end.data_ptr() == start.data_ptr() and end.shape == swapped.shape and end.stride() == swapped.stride()
-    return [_Swap()] if same and end._is_view() and swapped is not start else None
-
-
-class _Swap:
-    """Transposition of the first two axes, as a graph node."""
-
-    _saved_dim0, _saved_dim1 = 0, 1
-
-    def name(self) -> str:
-        return "TransposeBackward0"
+    return [_TRANSPOSITION] if same and end._is_view() and swapped is not start else None
 
 
 def _after_node(reached: _ChainTensor, node: Any) -> _ChainTensor | None:
@@ -417,7 +411,6 @@ def _gradients(
     if not loss.requires_grad:
         return None
     taps = [t for call in calls for t in call.returned]
-    inside = len(taps)
     if request.weight_grads:
         taps += [weight for call in calls for weight in call.weights.values()]
     if request.boundaries:
@@ -426,9 +419,8 @@ def _gradients(
     taps = list({id(t): t for t in taps}.values())
     with raised_by("The backward pass of your model or loss"):
         pulled = torch.autograd.grad(loss, taps, allow_unused=True)
-    if all(grad is None for grad in pulled[:inside]):
-        return None
-    return {id(tap): grad.detach() for tap, grad in zip(taps, pulled, strict=True) if grad is not None}
+    found = {id(tap): grad.detach() for tap, grad in zip(taps, pulled, strict=True) if grad is not None}
+    return found if any(id(t) in found for call in calls for t in call.returned) else None
 
 
 def _call(call: _LayerTensors, gradients: Mapping[int, Tensor] | None, request: CaptureRequest) -> RecurrentCall:

@@ -139,15 +139,11 @@ def cell_candidates(model: nn.Module) -> list[tuple[str, nn.Module]]:
             continue
         elif inner and module is named[0][1]:
             continue  # the whole model, which contains every recurrent layer
-        elif not any(other == path or other.startswith(f"{path}.") for other in inner) and _takes_two(module):
+        elif any(other == path or other.startswith(f"{path}.") for other in inner):
+            continue
+        elif not type(module).__module__.startswith("torch.nn.modules") and len(_positional(module)) >= 2:
             found.append((path, module))
     return found
-
-
-def _takes_two(module: nn.Module) -> bool:
-    if type(module).__module__.startswith("torch.nn.modules"):
-        return False
-    return len(_positional(module)) >= 2
 
 
 def _positional(module: nn.Module) -> list[str]:

@@ -9,8 +9,7 @@ this mode only.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,22 +75,6 @@ class FusedCall:
         return cls(data, _as_tuple(state), weights, *rest)
 
 
-@dataclass
-class CellCall:
-    """Named arguments of one call of a single cell, in torch's order."""
-
-    input: Tensor
-    state: Any
-    weight_ih: Tensor
-    weight_hh: Tensor
-    bias_ih: Tensor | None = None
-    bias_hh: Tensor | None = None
-
-    def weights(self) -> dict[str, Tensor | None]:
-        """Return the weights by torch's names; None for a missing bias."""
-        return {name: getattr(self, name) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")}
-
-
 def _as_tuple(state: Any) -> tuple[Tensor, ...]:
     return (state,) if isinstance(state, Tensor) else tuple(state)
 
@@ -133,7 +116,7 @@ class KernelInterceptor(TorchFunctionMode):  # type: ignore[misc]
             found = self.owner(*CELLS[func], args)
             if found is not None:
                 refuse_transformed(found[0].name, args)
-                return _cell(self.recorder, func, found[0], CellCall(*args))
+                return _cell(self.recorder, func, found[0], *args)
         elif func is torch._C._set_grad_enabled and not args[0]:
             self.cut_gradients = True
             if self.keep_gradients:
@@ -223,7 +206,8 @@ def _one_layer(
     ]
     flat = [weight for weights in stand_ins for weight in weights.values()]
     hx: Any = states if len(states) > 1 else states[0]
-    with _without_advice():
+    with warnings.catch_warnings():  # advice on the speed of kernels that the user did not choose
+        warnings.filterwarnings("ignore", message=".*(oneDNN|contiguous chunk of memory).*", category=UserWarning)
         if call.batch_sizes is not None:
             output, *finals = func(x, call.batch_sizes, hx, flat, call.bias, 1, 0.0, True, call.bidirectional)
         else:
@@ -231,16 +215,9 @@ def _one_layer(
     return LayerRecord(x, x.detach().clone(), states, recorder.handed(owner, output), tuple(finals), stand_ins)
 
 
-@contextmanager
-def _without_advice() -> Iterator[None]:
-    """Suppress torch's warnings about kernel speed within the block: the user did not choose these kernels."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*(oneDNN|contiguous chunk of memory).*", category=UserWarning)
-        yield
-
-
-def _cell(recorder: CallRecorder, func: Any, owner: CallOwner, call: CellCall) -> Any:
-    given = _as_tuple(call.state)
+def _cell(recorder: CallRecorder, func: Any, owner: CallOwner, x: Tensor, state: Any, *weights: Tensor | None) -> Any:
+    """Run and record one call of a single cell; its weights are in torch's order, without or with biases."""
+    given = _as_tuple(state)
     tail, found = recorder.tail(owner), recorder.continued(owner, given)
     if found is None:
         overridden = owner.name in recorder.initial_state and not (tail is not None and follows(given, tail.link))
@@ -248,10 +225,10 @@ def _cell(recorder: CallRecorder, func: Any, owner: CallOwner, call: CellCall) -
         fed = tuple(recorder.started(state) for state in start)
     else:
         fed = found.fed
-    weights = call.weights()
-    stand_ins = {name: recorder.leaf(owner, f"{name}/0/0", w) for name, w in weights.items() if w is not None}
-    flat = [stand_ins.get(name) for name in weights]
-    x = recorder.fed(call.input)
+    named = [(name, w) for name, w in zip(slots(4), weights, strict=False) if w is not None]
+    stand_ins = {name: recorder.leaf(owner, f"{name}/0/0", w) for name, w in named}
+    flat = [stand_ins.get(name) for name in slots(4)]
+    x = recorder.fed(x)
     raw = _as_tuple(func(x, fed if len(fed) > 1 else fed[0], *flat))
     taps = tuple(recorder.handed(owner, state.clone().unsqueeze(0)) for state in raw)
     kept = tuple(tap.squeeze(0) for tap in taps)
@@ -270,7 +247,6 @@ class CallOwners:
 
     def __init__(self, asked: RequestedLayers) -> None:
         self.asked = {id(module): (path, module) for path, module in asked.recurrent}
-        self.inside_cells = {id(inner) for _, cell in asked.cells for inner in cell.modules()}
         self.everything = asked.names is None
         self.holders = _holders(asked)
         self.entered: nn.Module | None = None

@@ -105,6 +105,20 @@ def call_model(model: nn.Module, x: Any) -> Any:
         return model(x)
 
 
+def with_sources(x: Any) -> tuple[Any, list[Tensor]]:
+    """Return a batch with differentiable floats, and one source per leaf: the tensor that requires a gradient, or 0."""
+    sources: list[Tensor] = []
+
+    def source(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            sources.append(torch.zeros(()))
+            return value
+        sources.append((value.clone() if value.is_inference() else value.detach()).requires_grad_())
+        return sources[-1]
+
+    return on_leaves(x, source), sources
+
+
 def is_one_argument(model: nn.Module, x: dict[str, Any]) -> bool:
     """Return whether ``forward`` takes a dict as its one positional argument: none of its parameters is a key of it."""
     parameters = inspect.signature(model.forward).parameters.values()

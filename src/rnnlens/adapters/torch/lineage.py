@@ -9,7 +9,7 @@ leaves gradients unchanged. A detached, scaled or mixed state fails one of the t
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,22 +175,24 @@ class Continuation:
         return torch.where(self.rows, self.link.step, self.link._origins(len(self.rows), device))
 
 
-def follows(given: States, link: StateLink, stops: Container[Any] = (), seen: set[Any] | None = None) -> bool:
-    """Return whether states were computed from those that a call returned, by graph nodes.
-
-    Paths through ``stops`` do not count. Nodes in ``seen`` are known to lead nowhere, and further ones are added.
-    """
-    ends = {tensor.grad_fn for tensor in (*link.kept, *([] if link.output is None else [link.output]))}
-    seen = set() if seen is None else seen
-    waiting = [tensor.grad_fn for tensor in given]
+def upstream(nodes: Iterable[Any], done: set[Any]) -> Iterator[Any]:
+    """Yield graph nodes and all nodes behind them, each once; those in ``done`` are left out, and new ones added."""
+    waiting = list(nodes)
     while waiting:
         node = waiting.pop()
-        if node in ends and node is not None:
-            return True
-        if node is not None and node not in seen and node not in stops:
-            seen.add(node)
+        if node is not None and node not in done:
+            done.add(node)
+            yield node
             waiting.extend(parent for parent, _ in node.next_functions)
-    return False
+
+
+def follows(given: States, link: StateLink, seen: set[Any] | None = None) -> bool:
+    """Return whether states were computed from those that a call returned, by graph nodes.
+
+    Nodes in ``seen`` are known to lead nowhere, and further ones are added.
+    """
+    ends = {tensor.grad_fn for tensor in (*link.kept, *([] if link.output is None else [link.output]))}
+    return any(node in ends for node in upstream([t.grad_fn for t in given], set() if seen is None else seen))
 
 
 def rows_reset(given: States, link: StateLink) -> tuple[Tensor, bool]:

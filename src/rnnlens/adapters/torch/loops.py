@@ -14,7 +14,7 @@ from ...errors import InputError, UnsupportedError
 from ...recurrence.cells import StepCell, registered
 from .cells import CellForm, TorchStepCell, leaves
 from .discover import input_argument
-from .lineage import Continuation, StateLink
+from .lineage import Continuation, StateLink, upstream
 from .public import LISTENER, named_cell, note_loop
 from .record import (
     CallOwner,
@@ -41,30 +41,15 @@ class LoopStep(nn.Module):  # type: ignore[misc]
     def forward(self, x: Tensor, *state: Any) -> Any:
         """Call the function, and collect from its graph the parameters that it used."""
         output = self.function(x, *state)
-        given = [t for t in pytree.tree_leaves((x, state)) if isinstance(t, Tensor)]
-        for tensor in pytree.tree_leaves(output):
-            if isinstance(tensor, Tensor):
-                leaves = [leaf for leaf in _leaves(tensor, given) if id(leaf) in self._names]
-                self._used |= {self._names[id(leaf)]: leaf for leaf in leaves}
+        given = {tensor.grad_fn for tensor in leaves((x, state))}  # what is behind the arguments is not the function's
+        nodes = upstream([tensor.grad_fn for tensor in reversed(leaves(output))], given)
+        used = [node.variable for node in nodes if hasattr(node, "variable")]
+        self._used |= {self._names[id(leaf)]: leaf for leaf in used if id(leaf) in self._names}
         return output
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
         """Yield the parameters that the function used, by their names in the model."""
         return iter(self._used.items())
-
-
-def _leaves(tensor: Tensor, given: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the leaves that a tensor was computed from, except those behind the function's arguments."""
-    done = {t.grad_fn for t in given} | {None}
-    waiting = [tensor.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node in done or node is None:
-            continue
-        done.add(node)
-        if hasattr(node, "variable"):
-            yield node.variable
-        waiting.extend(parent for parent, _ in node.next_functions)
 
 
 class StepListener:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -406,22 +407,33 @@ def refuse_hooked(recorder: CallRecorder) -> None:
             )
 
 
-def node_names(runs: list[Recurrence]) -> list[list[str]]:
+def call_numbers(owners: Sequence[Hashable]) -> list[str]:
+    """Return ``#0``, ``#1``, ... for the calls of an owner that occurs several times, and "" for that of any other."""
+    count, seen, numbers = Counter(owners), Counter[Hashable](), []
+    for owner in owners:
+        numbers.append(f"#{seen[owner]}" if count[owner] > 1 else "")
+        seen[owner] += 1
+    return numbers
+
+
+def node_names(runs: Sequence[Recurrence]) -> list[list[str]]:
     """Return for each recurrence the names of its stacked layers: ``path``, ``path[1]``, ``path#0``, ``path[1]#0``."""
-    count: dict[int, int] = {}
-    for run in runs:
-        count[run.owner.key] = count.get(run.owner.key, 0) + 1
-    seen: dict[int, int] = {}
-    names = []
-    for run in runs:
-        index = seen.get(run.owner.key, 0)
-        seen[run.owner.key] = index + 1
-        suffix = f"#{index}" if count[run.owner.key] > 1 else ""
-        owner = run.owner
-        names.append(
-            [f"{owner.name}[{i}]{suffix}" if owner.layers > 1 else owner.name + suffix for i in range(owner.layers)]
-        )
-    return names
+    numbers = call_numbers([run.owner.key for run in runs])
+    layers = [[f"[{i}]" for i in range(run.owner.layers)] if run.owner.layers > 1 else [""] for run in runs]
+    return [
+        [f"{run.owner.name}{layer}{number}" for layer in several]
+        for run, several, number in zip(runs, layers, numbers, strict=True)
+    ]
+
+
+def broken_recurrences(lengths: Mapping[str, Sequence[int]]) -> list[str]:
+    """Return notes on the cells whose calls are several recurrences, of these lengths in steps."""
+    return [
+        f"{name}: the state was not passed on unchanged from call to call; its {sum(steps)} calls are "
+        f"{len(steps)} recurrences of {min(steps)} to {max(steps)} steps."
+        for name, steps in lengths.items()
+        if len(steps) > 1
+    ]
 
 
 def last_steps(valid: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import UnsupportedError
-from .lineage import follows, probe_like, rows_reset
+from .lineage import follows, probe_like, rows_reset, upstream
 from .public import note_cells
 from .record import (
     CallRecord,
@@ -63,23 +63,24 @@ def _changed_chains(runs: Sequence[Recurrence]) -> list[list[Recurrence]]:
     for run in runs:
         key = run.owner.key
         # A module that mixes states of another cell is no cell; a cell of torch's is one, whoever mixes its states.
-        others = (nodes for owner, nodes in returned.items() if owner != key)
-        stops = set[Any]() if run.owner.step_cell is None else set[Any]().union(*others)
+        if key not in seen:
+            others = (nodes for owner, nodes in returned.items() if owner != key)
+            seen[key] = set[Any]() if run.owner.step_cell is None else set[Any]().union(*others)
         known = chains.setdefault(key, [])
-        if known and _continues_changed(known[-1][-1].visits[-1], run.visits[0], stops, seen.setdefault(key, set())):
+        if known and _continues_changed(known[-1][-1].visits[-1], run.visits[0], seen[key]):
             known[-1].append(run)
         else:
             known.append([run])
     return [chain for known in chains.values() for chain in known]
 
 
-def _continues_changed(before: CallRecord, call: CallRecord, stops: set[Any], seen: set[Any]) -> bool:
+def _continues_changed(before: CallRecord, call: CallRecord, seen: set[Any]) -> bool:
     if call.site != before.site:
         return False
     if call.steps > 1 or before.steps > 1 or call.packing is not None or len(call.pieces[0].weights) > 1:
         return False
     same_samples = call.link.raw[0].shape == before.link.raw[0].shape
-    return same_samples and follows(call.link.given, before.link, stops, seen)
+    return same_samples and follows(call.link.given, before.link, seen)
 
 
 def mark_endings(recorder: CallRecorder) -> None:
@@ -171,19 +172,11 @@ def _key(tensor: Tensor) -> Any:
     return id(tensor) if tensor.grad_fn is None else tensor.grad_fn
 
 
-def _upstream(tensors: Iterable[Tensor]) -> set[Any]:
+def _upstream(tensors: Sequence[Tensor]) -> set[Any]:
     """Return every graph node and leaf that the tensors were computed from."""
-    seen: set[Any] = {id(tensor) for tensor in tensors if tensor.grad_fn is None}
-    waiting: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            seen.add(id(node.variable))
-        waiting.extend(parent for parent, _ in node.next_functions if parent is not None and parent not in seen)
-    return seen
+    nodes = set(upstream([tensor.grad_fn for tensor in tensors], set()))
+    leaves = {id(node.variable) for node in nodes if hasattr(node, "variable")}
+    return nodes | leaves | {id(tensor) for tensor in tensors if tensor.grad_fn is None}
 
 
 class JoinedWronglyError(Exception):

@@ -20,7 +20,7 @@ from ...typing import Array
 from ..protocol import Batch, Cotangents, ReferenceRun, WeightLocation
 from .cells import has_own_step
 from .discover import named_modules, unwrapped
-from .inputs import as_tensors, call_model, on_leaves, tensors_of
+from .inputs import as_tensors, call_model, tensors_of, with_sources
 from .losses import evaluate
 from .restore import borrowed, differentiable_weights
 from .scan_families import sequence_modules, state_sizes
@@ -64,7 +64,7 @@ def reference_run(
     with warnings.catch_warnings(), borrowed(model, training=batch.training, seed=batch.seed):
         warnings.simplefilter("ignore")
         with differentiable_weights(model, gradients):
-            x, sources = _sources(given_x)
+            x, sources = with_sources(given_x)
             outputs = call_model(model, x)
             loss = evaluate(batch, outputs, model)
             leaves = tensors_of(outputs)
@@ -145,23 +145,6 @@ def _within(module: Any, layer: int, direction: str | None, key: str) -> tuple[A
         return by_gate.reshape(array.shape).T
 
     return parameter, take
-
-
-def _sources(x: Any) -> tuple[Any, list[Tensor]]:
-    """Return the batch with differentiable floats, and the leaves behind them.
-
-    The model gets copies, because it may change them in place.
-    """
-    sources: list[Tensor] = []
-
-    def fed(value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            sources.append(torch.zeros(()))
-            return value
-        sources.append((value.clone() if value.is_inference() else value.detach()).requires_grad_())
-        return sources[-1].clone()
-
-    return on_leaves(x, fed), sources
 
 
 def _started(leaves: Sequence[Tensor], cotangents: Cotangents) -> tuple[list[Any], list[Any]]:

@@ -6,7 +6,6 @@ modules of a model; the replacement runs in time and memory linear in the number
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -80,35 +79,21 @@ class ScanRecorder:
     Attributes
     ----------
     wanted
-        Paths of the layers whose calls are recorded; None for all.
+        Paths of the layers whose calls are recorded.
     ran
         Samples and steps of every layer whose scan ran, by path.
     held
         Whether the coefficients are held constant (frozen map).
     model
         Model that runs, in which declared scans are stored.
-    compared
-        Whether the model's own function also runs, without gradients, to compare its outputs.
     """
 
-    wanted: Collection[str] | None = None
+    wanted: Collection[str]
     held: bool = False
     model: nn.Module | None = None
-    compared: bool = True
     records: list[ScanRecord] = field(default_factory=list)
     ran: dict[str, tuple[int, int]] = field(default_factory=dict)
     inside: list[str] = field(default_factory=list)
-
-    def named(self) -> list[tuple[str, ScanRecord]]:
-        """Return the records with the names of their nodes: a number is added where a layer has several scans."""
-        count = Counter(record.layer for record in self.records)
-        seen: Counter[str] = Counter()
-        found = []
-        for record in self.records:
-            number = f"#{seen[record.layer]}" if count[record.layer] > 1 else ""
-            seen[record.layer] += 1
-            found.append((f"{record.layer}{number}", record))
-        return found
 
     def declared(self, a: Tensor, b: Tensor, initial: Any, function: Any, name: str | None) -> Tensor:
         """Run and record one scan declared by ``rl.torch.scan``; return its states."""
@@ -121,7 +106,7 @@ class ScanRecorder:
         self.ran[path] = (cell.shape[0], cell.steps)
         if self.model is not None:
             note_scan(self.model, path, tuple(zip(axes, map(int, cell.shape[2:]), strict=True)))
-        if self.wanted is not None and path not in self.wanted and ANY_SCAN not in self.wanted:
+        if path not in self.wanted and ANY_SCAN not in self.wanted:
             return states.to(b.dtype)
         states = states if states.requires_grad else states.requires_grad_()
         record = ScanRecord(path, cell, states, None, 0.0, _coarsest((a, b), {}))
@@ -140,15 +125,14 @@ class ScanRecorder:
             y, last = scan(reading.cell)
             path = self.inside[-1] if self.inside else ""
             self.ran[path] = (reading.cell.shape[0], reading.cell.steps)
-            if self.wanted is None or path in self.wanted:
-                y = y if y.requires_grad else y.requires_grad_()
-                record = ScanRecord(path, reading.cell, y, reading.gate, 0.0, _coarsest(args, kwargs))
-                self.records.append(record)
-                y = y.clone()
-            result = reading.finish(y, last)
-            if (self.wanted is None or path in self.wanted) and self.compared:
-                with torch.no_grad():
-                    record.mismatch = _mismatch(result, original(*map(_unhooked, args), **kwargs))
+            if path not in self.wanted:
+                return reading.finish(y, last)
+            y = y if y.requires_grad else y.requires_grad_()
+            record = ScanRecord(path, reading.cell, y, reading.gate, 0.0, _coarsest(args, kwargs))
+            self.records.append(record)
+            result = reading.finish(y.clone(), last)
+            with torch.no_grad():
+                record.mismatch = _mismatch(result, original(*map(_unhooked, args), **kwargs))
             return result
 
         return substitute_in_this_thread(replaced, original)
@@ -193,9 +177,8 @@ def seams(modules: Sequence[tuple[str, nn.Module]], recorder: ScanRecorder) -> I
     entered: set[str] = set()
     with ExitStack() as stack:
         for path, module, _ in layers:
-            stack.callback(
-                module.register_forward_pre_hook(hook_in_this_thread(_entering(recorder, path, entered))).remove
-            )
+            enter = hook_in_this_thread(_entering(recorder, path, entered))
+            stack.callback(module.register_forward_pre_hook(enter).remove)
             leave = hook_in_this_thread(lambda *_: _left(recorder))
             stack.callback(module.register_forward_hook(leave, always_call=True).remove)
         for owner, name, family in dict.fromkeys(s for _, m, _ in layers if (s := scan_of(type(m))) is not None):

@@ -22,8 +22,8 @@ from ..protocol import RecurrentCall
 from .assemble import Assembler
 from .discover import node_name
 from .inputs import on_leaves
-from .lineage import StateLink
-from .record import CallOwner, CallRecord, CallRecorder, JoinRules, LayerRecord, Packing, Recurrence
+from .lineage import StateLink, upstream
+from .record import CallOwner, CallRecord, CallRecorder, JoinRules, LayerRecord, Packing, Recurrence, broken_recurrences
 from .training_weights import unscaled, widened
 from .weights import class_of
 
@@ -177,15 +177,8 @@ def record_inner_gradients(
 
 def _edges(first: Iterable[Any], boundaries: Iterable[Any]) -> Iterator[tuple[Any, int, tuple[Any, int]]]:
     """Yield the edges of the graph from given nodes back to its boundaries: node, gradient index, parent edge."""
-    waiting, done = list(first), {None, *boundaries}
-    while waiting:
-        node = waiting.pop()
-        if node in done:
-            continue
-        done.add(node)
-        for edge, parent in enumerate(node.next_functions):
-            yield node, edge, parent
-            waiting.append(parent[0])
+    for node in upstream(first, set(boundaries)):
+        yield from ((node, edge, parent) for edge, parent in enumerate(node.next_functions))
 
 
 def joined(calls: Iterable[TrainingCall | TrainingLoop]) -> tuple[list[TrainingCall], list[str]]:
@@ -207,12 +200,7 @@ def joined(calls: Iterable[TrainingCall | TrainingLoop]) -> tuple[list[TrainingC
         for path in sorted(paths)
     ]
     apart = changed | itself
-    notes += [
-        f"{path}: the state was not passed on unchanged from call to call; its {sum(found)} calls are {len(found)} "
-        f"recurrences of {min(found)} to {max(found)} steps."
-        for path, found in lengths.items()
-        if len(found) > 1 and path not in apart
-    ]
+    notes += broken_recurrences({path: found for path, found in lengths.items() if path not in apart})
     kept = [call for call in calls if not (isinstance(call, TrainingLoop) and call.call.path in apart)]
     return [call.finished() if isinstance(call, TrainingLoop) else call for call in kept], notes
 
