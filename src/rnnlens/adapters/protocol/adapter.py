@@ -88,8 +88,8 @@ class Adapter(AxisConvention, ABC):
 
         ``loss`` None selects the model's own loss; this default then returns None.
         """
-        says = getattr(loss, "reduction", None)
-        return None if says is None else str(says)
+        reduction = getattr(loss, "reduction", None)
+        return None if reduction is None else str(reduction)
 
     def place(self, model: Any, layer: str, direction: str | None, key: str) -> WeightLocation | None:
         """Find by name alone the framework weight behind ``key`` of a layer; None if there is none."""
@@ -277,15 +277,15 @@ def _capture_by_boundaries(adapter: Adapter, model: Any, batch: Batch, request: 
     plain = {name: Port("output", name) for name in others}
     boundaries = [port for name in recurrent for port in _boundaries(name, weights[name])]
     run = _Run(adapter, model, batch, [*boundaries, *plain.values(), *inputs, *outputs, *kernels], request)
-    told = Capture([_call(name, weights[name], run, request) for name in recurrent], loss=run.loss)
-    told.plain = [NonRecurrentCall(name, run.values[port], run.grads.get(port)) for name, port in plain.items()]
-    told.outputs = [run.values[port] for port in outputs] if len(outputs) > 1 else run.values[outputs[0]]
+    capture = Capture([_call(name, weights[name], run, request) for name in recurrent], loss=run.loss)
+    capture.plain = [NonRecurrentCall(name, run.values[port], run.grads.get(port)) for name, port in plain.items()]
+    capture.outputs = [run.values[port] for port in outputs] if len(outputs) > 1 else run.values[outputs[0]]
     if request.gradients and request.boundaries:
-        told.input_grads = [run.grads[port] for port in inputs]
+        capture.input_grads = [run.grads[port] for port in inputs]
         places = {port: adapter.place(model, str(port.layer), None, port.key) for port in kernels}
-        told.beside = {place.name: run.grads[port] for port, place in places.items() if place is not None}
-        told.whole = frozenset(told.beside)
-    return told
+        capture.beside = {place.name: run.grads[port] for port, place in places.items() if place is not None}
+        capture.whole = frozenset(capture.beside)
+    return capture
 
 
 def _chosen(adapter: Adapter, model: Any, request: CaptureRequest) -> tuple[list[str], list[str]]:

@@ -113,9 +113,9 @@ def _shrinking(
 
 def _ways(leaves: Sequence[Any], known: Mapping[Port, int]) -> Iterator[dict[int, int]]:
     """Yield choices of axes to shorten, by input index: the known ones, else each axis of a single input in turn."""
-    told = {i: known[port] for i in range(len(leaves)) if (port := Port("input", index=i)) in known}
-    if told:
-        yield told
+    known_axes = {i: known[port] for i in range(len(leaves)) if (port := Port("input", index=i)) in known}
+    if known_axes:
+        yield known_axes
     elif len(leaves) == 1 and isinstance(leaves[0], Tensor):
         yield from ({0: axis} for axis, size in enumerate(leaves[0].shape) if size > 1)
 

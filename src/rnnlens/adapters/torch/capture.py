@@ -160,7 +160,7 @@ class ModelTensors:
         """Return the inputs and weights that require a gradient."""
         return [t for t in (*self.inputs, *self.weights.values()) if t.requires_grad]
 
-    def tell(self, capture: Capture, recorder: CallRecorder, gradient: Any) -> None:
+    def store(self, capture: Capture, recorder: CallRecorder, gradient: Any) -> None:
         """Store the gradients at inputs and weights in a capture.
 
         ``gradient`` returns the gradient of a tensor, or None.
@@ -280,7 +280,7 @@ def _read(
     capture.order = _order(recorder, [call.layer for call in plain], {call.layer for call in calls})
     capture.scanned = {path: samples for path, (samples, _) in recorder.scans.ran.items()}
     if gradient is not None:
-        around.tell(capture, recorder, gradient)
+        around.store(capture, recorder, gradient)
     capture.altered = _WITH_GRADIENTS if kept else ""
     return capture
 

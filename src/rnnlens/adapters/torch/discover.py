@@ -38,7 +38,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
             raise ModelError(
                 f"{path or 'The model'!r} is not built: its weights do not exist yet.",
                 got=type(part).__name__,
-                expected="a module that knows the shape of its input",
+                expected="a module whose input shape is known",
                 hint="call the model once on a batch, model(x)",
             )
     return module

@@ -237,7 +237,7 @@ def _must_agree(loss: Any, reduced: Tensor, own: Tensor) -> None:
         reduced.to(own).reshape(()), own.reshape(()), rtol=slack, atol=slack, equal_nan=True
     ):
         raise UnsupportedError(
-            "rnnlens cannot tell how this loss averages its values, so it cannot apply weights.",
+            "The averaging of this loss is unknown, so weights cannot be applied.",
             got=f"{label(loss)} with reduction={reduction(loss)!r}",
             expected='reduction="sum" or a mean over values, or your own weighting inside the loss',
         )

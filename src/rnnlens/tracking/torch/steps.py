@@ -55,10 +55,10 @@ class Steps:
         self.runs_batch = False
         given = [_plain(optimizer) for optimizer in optimizers]
         for optimizer in given:
-            self._listen(optimizer)
+            self._add_hooks(optimizer)
         self.counting = weakref.ref(given[0]) if given else None
         if not given:
-            self._handles.append(register_optimizer_step_pre_hook(self._found))
+            self._handles.append(register_optimizer_step_pre_hook(self._follow_new))
 
     def remove(self) -> None:
         """Remove all hooks."""
@@ -72,23 +72,23 @@ class Steps:
         counting = None if self.counting is None else self.counting()
         return None if counting is None else frozenset(weights_in(counting))
 
-    def _found(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _follow_new(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Add hooks to an optimizer at its first step if it has weights of the model."""
         if optimizer in self._known:
             return
-        theirs = weights_in(optimizer)
-        if not theirs & self._own:
+        weights = weights_in(optimizer)
+        if not weights & self._own:
             self._known[optimizer] = False
             return
-        self._listen(optimizer)
+        self._add_hooks(optimizer)
         counting = None if self.counting is None else self.counting()
-        better = theirs & self._recurrent and not (counting is not None and self._known.get(counting))
+        better = weights & self._recurrent and not (counting is not None and self._known.get(counting))
         if counting is None or better:
             self.counting = weakref.ref(optimizer)
             self._passed = counting is not None  # the previous counting optimizer has counted this step
-        self._known[optimizer] = bool(theirs & self._recurrent)
+        self._known[optimizer] = bool(weights & self._recurrent)
 
-    def _listen(self, optimizer: Any) -> None:
+    def _add_hooks(self, optimizer: Any) -> None:
         self._known[optimizer] = True
         self._handles.append(optimizer.register_step_pre_hook(self._begins))
         self._handles.append(optimizer.register_step_post_hook(self._ended))

@@ -201,8 +201,8 @@ class TorchWatch:
 
     def _end_epoch(self) -> None:
         latest = None if not self._open else self._recorder.latest
-        told = latest is not None and latest.kind == "probe" and latest.step == self.steps
-        if self._open and not told and self.steps > self._begun and self.plan.probes.due_after(self._epoch):
+        is_recorded = latest is not None and latest.kind == "probe" and latest.step == self.steps
+        if self._open and not is_recorded and self.steps > self._begun and self.plan.probes.due_after(self._epoch):
             self._record_probe(self._epoch)
 
     def counted(self, steps: int) -> None:
