@@ -112,8 +112,8 @@ def run(
     if started is not None and not held:
         out["lstm.output"] = out["lstm.hidden"] * started[:, :, None] + e["lstm.output"]
     out |= _gru(p, e, out["lstm.output"], ops, mask)
-    halves = out["gru.output"]
-    out |= _rnn(p, e, ops.concat([halves[:, :, 0], halves[:, :, 1]], 2), ops, mask)
+    gru_output = out["gru.output"]
+    out |= _rnn(p, e, ops.concat([gru_output[:, :, 0], gru_output[:, :, 1]], 2), ops, mask)
     last = out["rnn.output"] if len(e["rnn.output"].shape) == 2 else out["rnn.output"][:, -1]
     head = (last + e["head.input"]) @ p["head/kernel"] + p["head/bias"]
     out["head.output"] = head + e["head.output"]
@@ -162,7 +162,7 @@ def _lstm(p: Any, e: Any, x: Any, ops: Any, mask: Any) -> dict[str, Any]:
 
 def _gru(p: Any, e: Any, x: Any, ops: Any, mask: Any) -> dict[str, Any]:
     x = x + e["gru.input"]
-    halves, finals = [], []
+    directions, finals = [], []
     for d, order in enumerate((range(T), range(T - 1, -1, -1))):
         w, u = p["gru/kernel"][d], p["gru/recurrent_kernel"][d]
         b, v = p["gru/bias"][d], p["gru/recurrent_bias"][d]
@@ -175,9 +175,9 @@ def _gru(p: Any, e: Any, x: Any, ops: Any, mask: Any) -> dict[str, Any]:
             h = _carry(mask, t, z * h + (1 - z) * n, h) + e["gru.hidden"][:, t, d]
             h = h + (e["gru.final_hidden"][:, d] if t == order[-1] else 0)
             states[t] = h
-        halves.append(ops.stack([states[t] for t in range(T)], 1))
+        directions.append(ops.stack([states[t] for t in range(T)], 1))
         finals.append(h)
-    hidden = ops.stack(halves, 2)
+    hidden = ops.stack(directions, 2)
     # Keras' bidirectional layers put out zeros at masked steps, not the state carried over.
     output = hidden if mask is None else hidden * mask[:, :, None, None]
     return {"gru.hidden": hidden, "gru.final_hidden": ops.stack(finals, 1), "gru.output": output + e["gru.output"]}

@@ -75,7 +75,7 @@ def test_named_tuples_of_arrays_stay_named_tuples():
 
 
 class Private(nn.Module):
-    """A module of the user's own, with an attribute that is none of ours."""
+    """A module of the user's own, with an attribute that rnnlens does not use."""
 
     @property
     def nonlinearity(self):

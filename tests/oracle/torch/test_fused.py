@@ -102,29 +102,29 @@ def compare(got, expected, name, bound):
     assert np.abs(got - expected).max() / scale <= bound, name
 
 
-def check_half(node, half, gradient, side, mask, bound):
+def check_direction(node, expected, gradient, side, mask, bound):
     def value(name):
         array = node[name]
         return array.isel(direction=side) if "direction" in array.dims else array
 
-    compare(value("hidden"), half.seen["hidden"], "hidden", bound)
-    compare(value("output"), half.seen["output"], "output", bound)
-    compare(value("output_grad"), unrolled.stacked(half, "output", gradient), "output_grad", bound)
-    compare(value("hidden_grad"), unrolled.stacked(half, "hidden", gradient), "hidden_grad", bound)
+    compare(value("hidden"), expected.seen["hidden"], "hidden", bound)
+    compare(value("output"), expected.seen["output"], "output", bound)
+    compare(value("output_grad"), unrolled.stacked(expected, "output", gradient), "output_grad", bound)
+    compare(value("hidden_grad"), unrolled.stacked(expected, "hidden", gradient), "hidden_grad", bound)
     real = mask[:, :, None, None]
-    compare(value("gate_grad"), unrolled.gate_gradients(half, gradient), "gate_grad", bound)
+    compare(value("gate_grad"), unrolled.gate_gradients(expected, gradient), "gate_grad", bound)
     for name, prefix in (("gates", "gate"), ("gate_preactivation", "pre")):
-        compare(np.where(real, value(name), 0), unrolled.gates(half, prefix) * real, name, bound)
-    if "cell" in half.seen:
-        compare(value("cell"), half.seen["cell"], "cell", bound)
+        compare(np.where(real, value(name), 0), unrolled.gates(expected, prefix) * real, name, bound)
+    if "cell" in expected.seen:
+        compare(value("cell"), expected.seen["cell"], "cell", bound)
         # At padding torch computes no cell state: only the state carried over is comparable.
         compare(
             np.where(mask[:, :, None], value("cell_grad"), 0),
-            unrolled.stacked(half, "cell", gradient) * mask[:, :, None],
+            unrolled.stacked(expected, "cell", gradient) * mask[:, :, None],
             "cell_grad",
             bound,
         )
-    for when, taps in (("initial", half.state_taps), ("final", half.final_taps)):
+    for when, taps in (("initial", expected.state_taps), ("final", expected.final_taps)):
         states = ("hidden", "cell")[: len(taps)]
         for i, tap in enumerate(taps):
             whole = f"{when}_state_grad"
@@ -142,9 +142,9 @@ def check(cell, layers, both, first, bias, feed, dtype, bound):
     assert abs(trace.loss - expected) <= bound * max(1, abs(expected))
     for layer, row in enumerate(reference.by_direction):
         node = trace[f"rnn[{layer}]" if layers > 1 else "rnn"]
-        for side, half in enumerate(row):
-            check_half(node, half, gradient, side, mask, bound)
-        compare(node.input_grad, sum(gradient(half.x_tap) for half in row), "input_grad", bound)
+        for side, expected in enumerate(row):
+            check_direction(node, expected, gradient, side, mask, bound)
+        compare(node.input_grad, sum(gradient(expected.x_tap) for expected in row), "input_grad", bound)
         if not mask.all():
             assert np.array_equal(node.mask.values, mask.numpy())
     assert all(c.ok for c in trace.checks)

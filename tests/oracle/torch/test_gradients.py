@@ -24,7 +24,8 @@ X = np.random.default_rng(1).normal(size=(net.B, net.T, net.F))
 Y = np.random.default_rng(2).normal(size=(net.B, net.OUT))
 E = net.zeros(whole=True)
 GIVEN = {name: np.random.default_rng(i).normal(size=E[name].shape) for i, name in enumerate(net.TARGETS) if name in E}
-OURS = {
+#: Weight name in rnnlens -> name in the network written out.
+REFERENCE_NAMES = {
     name.replace("conv1d/kernel", "conv1d/weight").replace("head/kernel", "head/weight"): name for name in net.WEIGHTS
 }
 
@@ -107,8 +108,8 @@ def check(g, expected, value):
     # The value is compared first: a gradient of something else could still be close to zero.
     np.testing.assert_allclose(g.value, value, rtol=1e-10)
     scale = max(np.abs(a).max() for a in expected.values() if a is not None)
-    for name in [*OURS, *net.TAPS]:
-        true = expected[OURS.get(name, name)]
+    for name in [*REFERENCE_NAMES, *net.TAPS]:
+        true = expected[REFERENCE_NAMES.get(name, name)]
         if true is None:
             assert name in g.disconnected, name
             continue
@@ -124,12 +125,12 @@ def test_every_pair_equals_autodiff(model, of):
     weights = GIVEN.get(of, 1.0)
     value, expected = reference(lambda out: (out[of] * torch.tensor(weights)).sum() if of != "loss" else out["loss"])
     given = {"y": torch.tensor(Y), "loss": nn.functional.mse_loss} if of == "loss" else {"reduce": weights}
-    check(rl.gradients(model, torch.tensor(X), of=of, wrt=[*OURS, *net.TAPS], **given), expected, value)
+    check(rl.gradients(model, torch.tensor(X), of=of, wrt=[*REFERENCE_NAMES, *net.TAPS], **given), expected, value)
 
 
 def test_callable_of_the_output(model):
     value, expected = reference(lambda out: out["output"][:, 1].exp().sum())
-    g = rl.gradients(model, torch.tensor(X), of=lambda out: out[:, 1].exp().sum(), wrt=[*OURS, *net.TAPS])
+    g = rl.gradients(model, torch.tensor(X), of=lambda out: out[:, 1].exp().sum(), wrt=[*REFERENCE_NAMES, *net.TAPS])
     check(g, expected, value)
 
 
@@ -139,4 +140,4 @@ def test_callable_of_named_tensors_inside_and_outside(model):
 
     names = ["lstm.hidden", "lstm.cell", "gru.hidden", "output"]
     value, expected = reference(lambda out: mixed(*(out[name] for name in names)))
-    check(rl.gradients(model, torch.tensor(X), of=(mixed, *names), wrt=[*OURS, *net.TAPS]), expected, value)
+    check(rl.gradients(model, torch.tensor(X), of=(mixed, *names), wrt=[*REFERENCE_NAMES, *net.TAPS]), expected, value)

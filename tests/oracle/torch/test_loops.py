@@ -220,7 +220,7 @@ def test_one_recurrence(kind, style):
         got = trace["cell"][f"{name}_grad"].values
         mask = trace["cell"].mask.values[:, :, None] if "mask" in trace["cell"].dataset else True
         assert np.abs(true).max() > 0
-        # At a masked step the reference tap sits on a state that was dropped; ours on the one carried over.
+        # At a masked step the reference tap sits on a state that was dropped; that of rnnlens on the one carried over.
         np.testing.assert_allclose(np.where(mask, got, true), true, atol=1e-10 * np.abs(true).max())
     if style in ("where", "blend", "shrink"):
         assert trace["cell"].mask.values[:, : T - 1].tolist() == MASK[:, : T - 1].tolist()

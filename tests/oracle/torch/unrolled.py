@@ -15,7 +15,7 @@ def zero(like):
     return torch.zeros_like(like, requires_grad=True)
 
 
-class Half:
+class OneDirection:
     """One direction of one layer, unrolled; ``taps`` hold the added zeros, ``seen`` the values, by quantity name."""
 
     def __init__(self, kind, weights, x, mask, state, *, backward=False, activation=torch.tanh):
@@ -78,13 +78,13 @@ class Half:
         return [hidden, *new[1:]], row
 
 
-def gates(half, prefix):
-    names = sorted(name for name in half.seen if name.startswith(prefix))
-    return torch.stack([half.seen[name] for name in names], dim=2)
+def gates(one, prefix):
+    names = sorted(name for name in one.seen if name.startswith(prefix))
+    return torch.stack([one.seen[name] for name in names], dim=2)
 
 
 class Unrolled:
-    """A whole ``nn.RNN/LSTM/GRU`` in float64: ``halves[layer][direction]``, ``output`` and final states as torch's."""
+    """``nn.RNN/LSTM/GRU`` in float64: ``by_direction[layer][direction]``, ``output`` and final states as torch's."""
 
     def __init__(self, module, x, mask, states):
         kind = {"LSTM": "lstm", "GRU": "gru", "RNN": "rnn"}[type(module).__name__]
@@ -102,18 +102,18 @@ class Unrolled:
                     if name.endswith(suffix) and (d or not name.endswith("_reverse"))
                 }
                 start = [s[layer * directions + d] for s in states]
-                row.append(Half(kind, weights, x, mask, start, backward=bool(d), activation=activation))
-            x = torch.cat([half.output for half in row], dim=2)
-            finals.extend(half.returned for half in row)
+                row.append(OneDirection(kind, weights, x, mask, start, backward=bool(d), activation=activation))
+            x = torch.cat([one.output for one in row], dim=2)
+            finals.extend(one.returned for one in row)
             self.by_direction.append(row)
         self.output = x
         self.final = [torch.stack(column) for column in zip(*finals, strict=True)]
 
     def gradients(self, loss):
         """Differentiate with respect to every added zero, in place."""
-        groups = [half for row in self.by_direction for half in row]
-        taps = [tap for half in groups for column in half.taps.values() for tap in column]
-        ends = [tap for half in groups for tap in (half.x_tap, *half.state_taps, *half.final_taps)]
+        groups = [one for row in self.by_direction for one in row]
+        taps = [tap for one in groups for column in one.taps.values() for tap in column]
+        ends = [tap for one in groups for tap in (one.x_tap, *one.state_taps, *one.final_taps)]
         pulled = torch.autograd.grad(loss, [*taps, *ends], allow_unused=True)
         found = {
             id(tap): torch.zeros_like(tap) if g is None else g for tap, g in zip([*taps, *ends], pulled, strict=True)
@@ -121,10 +121,10 @@ class Unrolled:
         return lambda tap: found[id(tap)]
 
 
-def stacked(half, name, gradient):
-    return torch.stack([gradient(tap) for tap in half.taps[name]], dim=1)
+def stacked(one, name, gradient):
+    return torch.stack([gradient(tap) for tap in one.taps[name]], dim=1)
 
 
-def gate_gradients(half, gradient):
-    names = sorted(name for name in half.taps if name.startswith("pre"))
-    return torch.stack([stacked(half, name, gradient) for name in names], dim=2)
+def gate_gradients(one, gradient):
+    names = sorted(name for name in one.taps if name.startswith("pre"))
+    return torch.stack([stacked(one, name, gradient) for name in names], dim=2)

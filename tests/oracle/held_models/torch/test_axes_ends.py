@@ -1,4 +1,4 @@
-"""The output of a recurrent layer, both halves of it, as either end of a time Jacobian; time first, as torch has it."""
+"""The output of a recurrent layer, both directions, as either end of a time Jacobian; time first, as torch has it."""
 
 import numpy as np
 import pytest

@@ -41,7 +41,7 @@ def bare(model):
     return lambda out, y: ((out - y) ** 2).mean()
 
 
-#: A weight of torch's by ours, with its gates in the order of rnnlens.
+#: Weight name in rnnlens -> torch's parameter, positions of its gates in torch's order, number of units.
 PAIRS = {
     "lstm/recurrent_kernel": ("lstm.weight_hh_l0", (0, 1, 2, 3), 4),
     "cell/kernel": ("cell.weight_ih", (1, 0, 2), 4),
