@@ -159,6 +159,28 @@ def test_plain_layers_by_name():
     assert list(got) == ["rnn", "head"]
 
 
+@pytest.mark.parametrize("kind", [nn.Identity(), nn.Dropout(0.3), nn.ReLU(), nn.Tanh()], ids=repr)
+def test_a_layer_beside_a_residual_path_has_the_gradient_of_its_own_output(kind):
+    """Identity, and Dropout in evaluation, return the tensor that they were given, which is used beside them too."""
+    torch.manual_seed(0)
+
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.kind, self.head = nn.GRU(3, 4, batch_first=True), kind, nn.Linear(4, 1)
+
+        def forward(self, x):
+            below = self.rnn(x)[0]
+            return self.head(2 * below + self.kind(below) ** 2)
+
+    model, x, y = Residual().double().eval(), torch.randn(2, 5, 3).double(), torch.randn(2, 5, 1).double()
+    trace = rl.trace(model, x, y, loss=nn.functional.mse_loss, layers=["rnn", "kind"])
+    below = model.rnn(x)[0].detach()
+    output = kind(below).detach().clone().requires_grad_()
+    (expected,) = torch.autograd.grad(nn.functional.mse_loss(model.head(2 * below + output**2), y), output)
+    np.testing.assert_allclose(trace["kind"].output_grad, expected, rtol=1e-12, atol=1e-15)
+
+
 def test_change_in_place_above_a_layer_does_not_reach_back():
     class InPlace(Tagger):
         def forward(self, x):

@@ -37,10 +37,9 @@ from .record import (
     Recurrence,
     broken_recurrences,
     call_numbers,
-    differentiable,
     node_names,
     refuse_hooked,
-    refuse_transformed,
+    tapped,
 )
 from .recurrences import (
     JoinedWronglyError,
@@ -220,13 +219,9 @@ def _plain_hook(recorder: CallRecorder, path: str) -> Any:
             if noted or recorder.paused or not isinstance(value, Tensor):
                 return value
             noted = True
-            refuse_transformed(path, [value])
-            if not value.is_floating_point():
-                recorder.add_plain(OutputRecord(path, value))
-                return value
-            value = differentiable(value)
-            recorder.add_plain(OutputRecord(path, value))
-            return value.clone()
+            point, copy = tapped(path, value)
+            recorder.add_plain(OutputRecord(path, point))
+            return copy
 
         return on_leaves(output, tap)
 

@@ -25,7 +25,7 @@ from .chain import ChainRecorder
 from .discover import RequestedLayers, named_modules, unwrapped
 from .inputs import as_tensors, home_of, leaves_of, on_leaves, tensors_of
 from .losses import host_array
-from .record import CallRecorder, JoinRules, refuse_transformed
+from .record import CallRecorder, JoinRules, tapped
 from .restore import borrowed
 
 #: Function that pulls a cotangent of the value back to one cotangent per argument.
@@ -186,14 +186,9 @@ class OutputHook:
         def tap(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            refuse_transformed(self.path, [value])
-            if not value.is_floating_point():
-                into.append(value)
-                return value
-            # Copy before: the original has other gradient paths. Copy after: the user's code may change it in place.
-            value = value.clone() if value.requires_grad else value.detach().requires_grad_()
-            into.append(value)
-            return value.clone()
+            point, copy = tapped(self.path, value)
+            into.append(point)
+            return copy
 
         return tap
 

@@ -392,6 +392,19 @@ def refuse_transformed(name: str, values: Iterable[Any]) -> None:
         )
 
 
+def tapped(name: str, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a tensor of the layer ``name`` as a point of its own in the graph, and a copy of it for the user's code.
+
+    The copy before keeps the gradients of other uses of a tensor apart: a layer may return its input. The copy after is
+    there because the user's code may change it in place.
+    """
+    refuse_transformed(name, [value])
+    if not value.is_floating_point():
+        return value, value
+    point = value.clone() if value.requires_grad else value.detach().requires_grad_()
+    return point, point.clone()
+
+
 def refuse_hooked(recorder: CallRecorder) -> None:
     """Raise if the user hooked the gradient of a state: the hook would act on the gradient through time.
 
