@@ -171,6 +171,7 @@ class Stranger(nn.Module):
             self.spare = nn.Linear(width, 3)
             self.spare_rnn = nn.GRU(width, 4, batch_first=True)
         self.returns = choose("returns", ["tensor", "tensor", "tuple", "dict"])
+        self.residual = choose("residual", [False, False, True])
 
     def _chooser(self, draw: random.Random) -> Callable[[str, list[Any]], Any]:
         def choose(name: str, options: list[Any]) -> Any:
@@ -213,11 +214,10 @@ class Stranger(nn.Module):
         x = self.embed(x) if self.ids else x
         for part in self.parts:
             x = part(x)
-            x = (
-                {"norm": self.norm, "dropout": self.drop, "relu": torch.relu}.get(self.between, nn.Identity())(x)
-                if x.shape[-1] == self.norm.normalized_shape[0]
-                else x
-            )
+            if x.shape[-1] == self.norm.normalized_shape[0]:
+                known = {"norm": self.norm, "dropout": self.drop, "relu": torch.relu}
+                between = known.get(self.between, nn.Identity())(x)
+                x = x + between if self.residual else between
         if self.shared:
             x = self.parts[-1](x) if x.shape[-1] == FEATURES else x
         pooled = {
@@ -312,6 +312,29 @@ def check_states(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> Any:
     return computed.certificate
 
 
+def check_layers(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> Any:
+    """Compare the gradients at the outputs of layers without recurrence with autograd's at zeros added there."""
+    kinds = (nn.Linear, nn.LayerNorm, nn.Dropout, nn.Embedding, Attention)
+    named = [(name, m) for name, m in model.named_modules() if isinstance(m, kinds) and ".cell" not in name]
+    taps: dict[str, list[torch.Tensor]] = {}
+
+    def add_zero(name, module, inputs, output):
+        taps.setdefault(name, []).append(torch.zeros_like(output, requires_grad=True))
+        return output + taps[name][-1]
+
+    handles = [module.register_forward_hook(functools.partial(add_zero, name)) for name, module in named]
+    with torch.enable_grad():
+        loss = loss_of(model(x), y)
+    for handle in handles:
+        handle.remove()
+    trace = rl.trace(model, x, y, loss=loss_of, layers=list(taps))
+    for name, several in taps.items():
+        for i, grad in enumerate(torch.autograd.grad(loss, several, retain_graph=True)):
+            number = f"#{i}" if len(several) > 1 else ""
+            same(f"trace: {name}{number}", trace[f"{name}{number}"].output_grad, grad, model)
+    return trace.certificate
+
+
 def check_jacobian(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> Any:
     """Compare the time Jacobian of the first output by the input."""
     if model.ids:
@@ -328,7 +351,13 @@ def check_jacobian(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> Any:
     return computed.certificate
 
 
-CHECKS = {"trace": check_trace, "gradients": check_gradients, "states": check_states, "jacobian": check_jacobian}
+CHECKS = {
+    "trace": check_trace,
+    "layers": check_layers,
+    "gradients": check_gradients,
+    "states": check_states,
+    "jacobian": check_jacobian,
+}
 
 
 def main() -> int:
