@@ -30,13 +30,8 @@ __all__ = ["adapter"]
 class TorchAdapter(Adapter):
     """Adapter of ``torch.nn.Module`` models."""
 
-    name = "torch"
+    name = engine = "torch"
     samples_first = False
-
-    @property
-    def engine(self) -> str:
-        """Name of the engine."""
-        return self.name
 
     def owns(self, model: Any) -> bool:
         """Return whether a model is a ``torch.nn.Module``.

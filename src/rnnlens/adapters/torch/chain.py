@@ -212,10 +212,21 @@ class ChainRecorder:
 
     def _after(self, path: str, module: nn.Module, fed: _ChainTensor, output: Any) -> list[_ChainTensor]:
         """Return the tensors of the chain that a module returned; empty for a call that links cannot express."""
+        link, axes = None, fed.axes
         if isinstance(module, _RECURRENT):
             return self._after_recurrent(path, module, fed, output)
-        link = _link(path, module, fed.tensor)
-        axes = (*fed.axes, FEATURE) if isinstance(module, nn.Embedding) else fed.axes
+        if isinstance(module, _PASSING):
+            link = None if module.training and isinstance(module, nn.Dropout) else ChainLink(path, "same")
+        elif isinstance(module, nn.Embedding):
+            link, axes = ChainLink(path, "table") if module.max_norm is None else None, (*fed.axes, FEATURE)
+        elif type(module) in _ACTIVATIONS:
+            link = ChainLink(path, "dense", activation=_ACTIVATIONS[type(module)])
+            link = None if getattr(module, "inplace", False) else link
+        elif fed.tensor.dtype == module.weight.dtype and module.weight.dtype in (torch.float32, torch.float64):
+            kernel, bias = (
+                None if w is None else w.detach().cpu().numpy().copy() for w in (module.weight, module.bias)
+            )
+            link = ChainLink(path, "dense", None if kernel is None else kernel.T, bias)
         if link is None or type(output) is not Tensor or axes[-1] != FEATURE:
             return []
         after = fed.with_link(link, axes)
@@ -312,21 +323,6 @@ def _after_node(reached: _ChainTensor, node: Any) -> _ChainTensor | None:
 def _signed(number: int) -> int:
     """Return a saved index of autograd, which stores negative ones as unsigned 64-bit numbers."""
     return number - 2**64 if number >= 2**63 else number
-
-
-def _link(path: str, module: nn.Module, value: Tensor) -> ChainLink | None:
-    """Return the chain link of one call of a module without recurrence, or None if a link cannot express it."""
-    if isinstance(module, _PASSING):
-        return None if module.training and isinstance(module, nn.Dropout) else ChainLink(path, "same")
-    if isinstance(module, nn.Embedding):
-        return ChainLink(path, "table") if module.max_norm is None else None
-    if type(module) in _ACTIVATIONS:
-        link = ChainLink(path, "dense", activation=_ACTIVATIONS[type(module)])
-        return None if getattr(module, "inplace", False) else link
-    if module.weight.dtype not in (torch.float32, torch.float64) or value.dtype != module.weight.dtype:
-        return None
-    kernel, bias = (None if w is None else w.detach().cpu().numpy().copy() for w in (module.weight, module.bias))
-    return ChainLink(path, "dense", None if kernel is None else kernel.T, bias)
 
 
 #: Fingerprints of the models whose last pass was a chain that :func:`capture_chain` can capture.
