@@ -60,7 +60,9 @@ def test_a_page_has_no_violations_and_asks_nobody_else(opened, name, view):
 
 def test_search_works_from_disk(opened):
     sheet, requests = opened("index.html")
-    sheet.fill(".md-search__input", "vanishing gradient")
+    sheet.focus(".md-search__input")
+    sheet.get_by_text("Type to start searching").wait_for(state="attached")  # the index is ready
+    sheet.locator(".md-search__input").press_sequentially("vanishing gradient")
     sheet.wait_for_selector(".md-search-result__item a")
     assert sheet.locator(".md-search-result__item a").count() > 3
     assert all(url.startswith(("file:", "data:", "blob:")) for url in requests)

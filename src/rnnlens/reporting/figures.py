@@ -15,10 +15,12 @@ from markupsafe import Markup
 
 from ..typing import Array
 from . import draw
-from .encode import Scale, image, row_codes, scale_of
+from .draw import Scale, image, row_codes, scale_of
 from .time_map import TimeMap
 from .tracks import binned, by_own_peak, quartiles
 
+#: Largest number of units for which the recurrent kernel is drawn; more cells would be too small.
+LARGEST = 512
 #: Largest number of columns of the time Jacobian.
 _COLUMNS = 250
 

@@ -14,8 +14,8 @@ import numpy as np
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
-from . import summary
-from .encode import hex_colours
+from . import evidence
+from .draw import hex_colours
 from .figures import ReportFigure, ShownSamples
 from .material import Material
 from .samples import Ranking
@@ -46,15 +46,15 @@ def render(material: Material, made: ReportOrigin) -> str:
         "made": made,
         "material": material,
         "sections": sections,
-        "findings": summary.findings(material.diagnosis, every, tracks),
+        "findings": evidence.findings(material.diagnosis, every, tracks),
         "sentences": {} if material.diagnosis is None else material.diagnosis.sentences,
-        "badge": summary.badge(material),
-        "facts": summary.facts(material),
-        "versions": summary.versions(material),
-        "measures": summary.measures(material.diagnosis),
-        "checks": [check for result in summary.results(material) for check in result.checks],
-        "notes": list(dict.fromkeys(note for result in summary.results(material) for note in result.notes)),
-        "left_out": summary.left_out(material, shown),
+        "badge": evidence.badge(material),
+        "facts": evidence.facts(material),
+        "versions": evidence.versions(material),
+        "measures": evidence.measures(material.diagnosis),
+        "checks": [check for result in evidence.results(material) for check in result.checks],
+        "notes": list(dict.fromkeys(note for result in evidence.results(material) for note in result.notes)),
+        "left_out": evidence.left_out(material, shown),
         "interactive": shown is not None,
         "data": _clean(_data(material, shown, every)),
         "style": Markup(_asset("report.css")),

@@ -13,6 +13,7 @@ from ..typing import Array
 from ..vocabulary import DIRECTION, GATE, UNIT, UNIT_IN
 from . import evidence
 from .figures import (
+    LARGEST,
     Caption,
     Choice,
     PagePlan,
@@ -38,8 +39,6 @@ _BASE64 = 4 / 3
 _FEATURES, _LINES = 64, 3
 #: Number of panels of a section that are visible at first; the others are folded.
 OPEN = 2
-#: Largest number of units for which the recurrent kernel is drawn; more cells would be too small.
-LARGEST = 512
 _TITLES = {"hidden": "Hidden state", "cell": "Cell state"}
 #: Symbols of the kernels in formulas.
 _SHORT = {"kernel": "W", "recurrent_kernel": "U"}

@@ -61,7 +61,7 @@ def open(
         file that declares more is refused before it is read.
     skip_damaged
         Watched trainings only: leave out records that do not match their checksums, and list them in ``gaps``. By
-        default a run with such records is refused.
+        default a run with damaged records is refused.
 
     Returns
     -------

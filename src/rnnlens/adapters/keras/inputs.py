@@ -252,7 +252,7 @@ def _labels(y: Array, model: Any) -> Array:
             )
         y = y.argmax(axis=-1) if one_hot else y
     if not np.array_equal(y, np.round(y)):
-        raise InputError("class_weight needs class labels.", got="y that is not whole", hint="sample_weight=")
+        raise InputError("class_weight needs class labels.", got="y with fractions", hint="sample_weight=")
     return y
 
 

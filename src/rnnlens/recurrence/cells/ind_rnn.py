@@ -27,7 +27,7 @@ RECURRENT_WEIGHT = Quantity(
 @built_in
 @dataclass(frozen=True, eq=False)
 class IndRNN(Cell):
-    """An independently recurrent cell; its only gate is the state itself.
+    """An independently recurrent cell: it has no gates, and ``gates`` has one row, its new state.
 
     Attributes
     ----------

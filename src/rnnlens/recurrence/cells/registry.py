@@ -175,6 +175,7 @@ def register(
 
     Examples
     --------
+    >>> from rnnlens.recurrence.cells import LSTM
     >>> class MyCell: ...
     >>> register(MyCell, LSTM, weights={"kernel": "w", "recurrent_kernel": "u", "bias": "b"})
     """

@@ -19,7 +19,7 @@ from .registry import built_in
 @built_in
 @dataclass(frozen=True, eq=False)
 class SimpleRNN(Cell):
-    """A simple recurrent cell; its only gate is the state itself.
+    """A simple recurrent cell: it has no gates, and ``gates`` has one row, its new state.
 
     Attributes
     ----------
