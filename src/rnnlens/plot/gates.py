@@ -40,7 +40,7 @@ from ._data import (
 )
 from ._frame import Grid, open_panels
 from ._images import Matrix, colour_bar, draw_image, merge_note, steps_for
-from ._samples import hidden, notes_of, shade
+from ._samples import hidden, notes_of, shade, without_padding
 
 #: Largest number of cells of one map.
 CELLS = (120, 160)
@@ -92,10 +92,8 @@ def gates(
     ----------
     Saturation map: Karpathy, Johnson, Li 2015, arXiv:1506.02078, fig. 4.
     """
-    array = labelled(variable(layer, "gates", "gates"), "gates", guess={4: (SAMPLE, TIME, GATE, "unit")})
-    require_dim(array, GATE, "gates")
+    array = _gates_of(layer, "gates")
     require_time(array, "gates")
-    require_dim(array, unit_dim(array) or "unit", "gates")
     valid = _mask_of(layer, mask, array)
     shown = halves(array, as_computed=as_computed)
     count = array.sizes[GATE]
@@ -123,6 +121,16 @@ def gates(
     ]
     head = layer_title(array.attrs, "gate activity and saturation")
     return panels.titled(title or head, notes)
+
+
+def _gates_of(layer: Any, figure: str) -> xr.DataArray:
+    """Return the gates of a layer, with its mask as a coordinate."""
+    found, dataset = variable(layer, "gates", figure), dataset_of(layer)
+    found = found if dataset is None else with_mask(found, dataset)
+    array = labelled(found, figure, guess={4: (SAMPLE, TIME, GATE, "unit")})
+    for dim in (GATE, unit_dim(array) or "unit"):
+        require_dim(array, dim, figure)
+    return array
 
 
 def _mask_of(layer: Any, mask: Any, array: Any) -> Numbers | None:
@@ -186,14 +194,11 @@ def _draw_row(axes: list[Any], row: _Gate, steps: Numbers, keywords: dict[str, A
         ax.tick_params(labelsize="small", labelbottom=last)
 
 
-def near_low(gate: str) -> str:
-    """Return the label for the share of values near the lower end: below -0.9 for a candidate, else below 0.1."""
-    return "share near -1 (< -0.9)" if gate == "candidate" else "share near 0 (< 0.1)"
-
-
-def near_high(gate: str) -> str:
-    """Return the label for the share of values near the upper end."""
-    return "share near +1 (> 0.9)" if gate == "candidate" else "share near 1 (> 0.9)"
+def _ends(gate: str) -> tuple[str, str]:
+    """Return the labels for the shares of values near the lower and the upper end of a gate's range."""
+    if gate == "candidate":
+        return "share near -1 (< -0.9)", "share near +1 (> 0.9)"
+    return "share near 0 (< 0.1)", "share near 1 (> 0.9)"
 
 
 def _name_columns(axes: list[Any], half: DirectionView, unit: str) -> None:
@@ -204,13 +209,13 @@ def _name_columns(axes: list[Any], half: DirectionView, unit: str) -> None:
         ax.set_title(words, fontsize="small", pad=3)
     axes[-3].set_xlabel(half.time_label)
     axes[-2].set_xlabel(half.time_label)
-    axes[-1].set_xlabel(near_high(names_of(half.data, GATE)[-1]), fontsize="small")
     names = names_of(half.data, GATE)
-    for number in range(len(axes) // 3):
+    for number, name in enumerate(names):
+        low, high = _ends(name)
         axes[3 * number + 1].set_ylabel(unit, fontsize="small")
-        axes[3 * number + 2].set_ylabel(near_low(names[number]), fontsize="small")
-        if names[number] == "candidate":
-            axes[3 * number + 2].set_xlabel(near_high(names[number]), fontsize="small")
+        axes[3 * number + 2].set_ylabel(low, fontsize="small")
+        if name in ("candidate", names[-1]):
+            axes[3 * number + 2].set_xlabel(high, fontsize="small")
 
 
 @drawing(Line2D)
@@ -236,14 +241,9 @@ def gates_over_time(
     -------
     1-D array of Axes, forward before backward
     """
-    dataset = dataset_of(layer)
-    found = variable(layer, "gates", "gates_over_time")
-    found = found if dataset is None else with_mask(found, dataset)
-    array = labelled(found, "gates_over_time", guess={4: (SAMPLE, TIME, GATE, "unit")})
-    require_dim(array, GATE, "gates_over_time")
+    array = _gates_of(layer, "gates_over_time")
     require_time(array, "gates_over_time")
     unit = unit_dim(array)
-    require_dim(array, unit or "unit", "gates_over_time")
     picked, thinned = choose(array.sizes[unit], max_panels, "units", page=page)
     shown = halves(array, as_computed=as_computed)
     panels = open_panels("gates_over_time", len(picked), Grid((2.9, 1.8)), [half.name for half in shown], ax, figure)
@@ -259,7 +259,8 @@ def gates_over_time(
     panels.label([half.time_label for half in shown], "gate value")
     if panels.owners:
         panels.outer_ticks_only()
-    _legend(panels.owners[-1] if panels.owners else panels.axes[0], panels.axes[0], bool(panels.owners))
+    owner, where = (panels.owners[-1], "outside right center") if panels.owners else (panels.axes[0], "best")
+    owner.legend(*panels.axes[0].get_legend_handles_labels(), fontsize="small", loc=where)
     many = array.sizes.get(SAMPLE, 1)
     note = f"median of {many} samples, band: quartiles" if many > 1 else None
     head = layer_title(array.attrs, "gates over time")
@@ -296,12 +297,6 @@ def _by_sample(data: xr.DataArray) -> Numbers:
     return np.asarray(data.transpose(SAMPLE, TIME).values if SAMPLE in data.dims else data.values[None])
 
 
-def _legend(owner: Any, ax: Any, outside: bool) -> None:
-    handles, names = ax.get_legend_handles_labels()
-    where = {"loc": "outside right center"} if outside else {"loc": "best"}
-    owner.legend(handles, names, fontsize="small", **where)
-
-
 @drawing(Quiver, extra=("width", "headwidth", "headlength", "pivot"))
 def saturation_arrows(
     before: Any,
@@ -333,7 +328,7 @@ def saturation_arrows(
     ----------
     Karpathy, Johnson, Li 2015, arXiv:1506.02078, fig. 4.
     """
-    pair = [_gates(one) for one in (before, after)]
+    pair = [without_padding(_gates_of(one, "saturation_arrows")) for one in (before, after)]
     _refuse_others(*pair)
     gates = names_of(pair[0], GATE)
     shown = [halves(one) for one in pair]
@@ -347,18 +342,6 @@ def saturation_arrows(
     head = layer_title(pair[0].attrs, "saturation of the gates, per unit")
     missing = [f"{name}: {note}" for name, one in zip(names, pair, strict=True) if (note := nonfinite_note(one.values))]
     return panels.titled(title or head, [f"from {names[0]} (ring) to {names[1]} (arrow head)", *missing])
-
-
-def _gates(layer: Any) -> xr.DataArray:
-    """Return the gates, with NaN at padded steps."""
-    guess = {4: (SAMPLE, TIME, GATE, "unit")}
-    array = labelled(variable(layer, "gates", "saturation_arrows"), "saturation_arrows", guess=guess)
-    for dim in (GATE, unit_dim(array) or "unit"):
-        require_dim(array, dim, "saturation_arrows")
-    dataset = dataset_of(layer)
-    if dataset is not None and "mask" in dataset and set(dataset["mask"].dims) <= set(array.dims):
-        array = array.where(dataset["mask"] != 0)
-    return array
 
 
 def _refuse_others(before: xr.DataArray, after: xr.DataArray) -> None:
@@ -394,11 +377,13 @@ def _draw_saturation(ax: Any, before: Numbers, after: Numbers, gate: str, keywor
         "zorder": 3,
         "gid": "after",
     }
-    arrows = ax.quiver(*before.T, *way.T, **{"angles": "xy", "scale_units": "xy", "scale": 1.0, **look, **keywords})
+    scale = {"angles": "xy", "scale_units": "xy", "scale": 1.0, "gid": "after"}
+    arrows = ax.quiver(*before.T, *way.T, **{**scale, **look, **keywords})
     arrows.set_clip_on(False)
     arrows.set_in_layout(False)  # a unit without a share has no position
     ax.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03), aspect="equal")
     ax.set_title(gate if gate == "candidate" else f"{gate} gate", fontsize="small", pad=3)
-    ax.set_xlabel(near_high(gate), fontsize="small")
-    ax.set_ylabel(near_low(gate), fontsize="small")
+    low, high = _ends(gate)
+    ax.set_xlabel(high, fontsize="small")
+    ax.set_ylabel(low, fontsize="small")
     ax.tick_params(labelsize="small")
