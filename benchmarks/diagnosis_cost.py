@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from _summary import Row, collect
 from torch import nn
 
 import rnnlens as rl
@@ -95,6 +96,10 @@ def diagnosis(units: int, batch: int, steps: int, rounds: int) -> None:
         median = statistics.median(times[name])
         bar = f"   bar {BAR:g}: {'met' if median <= BAR * unit else 'MISSED'}" if name == "rl.diagnose" else ""
         print(f"{name:40}{median:9.3f} s{median / unit:9.2f} passes{bar}")
+        if name == "rl.diagnose":
+            collect(
+                Row("Diagnosis", f"{name}, T {steps}", median / unit, "x", "forward and backward pass of torch", BAR)
+            )
 
 
 def lyapunov(kind: str, units: int, steps: int, samples: int, rounds: int) -> None:

@@ -20,11 +20,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from _summary import Row, collect
 from torch import nn
 
 import rnnlens as rl
 
 MEGABYTE = 1e6
+#: Seconds to write the report of the model of 2 x 256 units.
+REPORT_BAR = 20.0
 
 
 class Network(nn.Module):
@@ -78,6 +81,7 @@ def load_times(path: Path) -> tuple[float, float]:
             page.goto(path.as_uri())
             page.wait_for_selector(".plot svg:not(.static)", state="attached")
             opened.append(time.perf_counter() - start)
+            page.evaluate("document.querySelectorAll('details').forEach(one => one.open = true)")
             page.locator("#track-0-gradient").scroll_into_view_if_needed()
             page.wait_for_selector("#track-0-hidden .plot svg:not(.static)")
             page.evaluate("document.querySelectorAll('.plot > svg').forEach(svg => svg.classList.add('old'))")
@@ -108,6 +112,9 @@ def main() -> int:
             written, size = time.perf_counter() - start, path.stat().st_size / MEGABYTE
             opens, answers = load_times(path)
             print(f"{name:34}{size:6.2f} MB{opens:10.2f} s{answers:10.2f} s{written:10.1f} s", flush=True)
+            collect(
+                Row("Report", f"rl.report, {name}", written, "s", bar=REPORT_BAR if name.startswith("2 x") else None)
+            )
             good = good and size <= 2 and not opens > 1 and not answers > 1
     return 0 if good else 1
 

@@ -18,7 +18,7 @@ def main() -> int:
     """Run them all, also after one failed; the number of failures."""
     failed = []
     for script in sorted(HERE.glob("*.py")):
-        if script.name.startswith(("_", "fuzz_", "count_", "hostile_")) or script == Path(__file__):
+        if script.name.startswith(("_", "fuzz_", "count_", "hostile_", "speed")) or script == Path(__file__):
             continue
         print(f"\n{'=' * 20} {script.name} {'=' * 20}", flush=True)
         if subprocess.run([sys.executable, script, *sys.argv[1:]], check=False).returncode:

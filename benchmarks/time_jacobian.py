@@ -25,6 +25,7 @@ import numpy as np
 import psutil
 import tensorflow as tf
 import torch
+from _summary import Row, collect
 from rich.console import Console
 from rich.table import Table
 
@@ -175,6 +176,10 @@ def bounds(value, bar, larger=True):
     return f"{value:.3g} {'>=' if larger else '<='} {bar:g} {'ok' if good else 'MISSED'}"
 
 
+def _speed_up(case, value, peer, bar):
+    return Row("Time Jacobian", f"rl.jacobian, {case.name}: times faster", value, "x", peer, bar, at_least=True)
+
+
 def batch_jacobian(model, x):
     with tf.GradientTape() as tape:
         tape.watch(x)
@@ -220,6 +225,7 @@ def against_batch_jacobian(case, repeat, rows):
     ours = rl.jacobian(model, case.x)
     agree(ours.values, reference.reshape(ours.shape))
     seconds, other = timed(lambda: rl.jacobian(model, case.x), max(repeat, 11)), timed(theirs, repeat)
+    collect(_speed_up(case, other / seconds, "TensorFlow's batch_jacobian", 200))
     memory, other_memory = (in_fresh_process(who, *case.x.shape[:2]) for who in ("ours", "theirs"))
     rows.append((case.name, "TF batch_jacobian", other, seconds, bounds(other / seconds, 200)))
     share = memory / max(other_memory, 1)
@@ -240,6 +246,7 @@ def against_jax(case, repeat, rows, bar, *, norm=False, first_call=False, also_t
     if first_call:
         rows.append((case.name, f"JAX {name}, first call", first, seconds, bounds(first / seconds, 5)))
         name += ", by itself"
+    collect(_speed_up(case, steady / seconds, f"JAX {name}", bar))
     rows.append(
         (case.name, f"JAX {name}", steady, seconds, bounds(steady / seconds, bar) if bar else f"{steady / seconds:.3g}")
     )

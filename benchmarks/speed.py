@@ -1,0 +1,122 @@
+"""One table of everything that has to be fast: ours, its peer, its bar, and whether it is met; under 20 minutes.
+
+    python benchmarks/speed.py [--small] [--demo] [--write]
+
+Runs the benchmarks that measure speed one after the other and collects their figures. ``--demo`` also times ``make
+demo`` in a fresh clone, installation included. ``--write`` puts the table into docs/performance.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from _summary import COLLECT, Row, collect, collected
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).parent
+PAGE = HERE.parent / "docs" / "performance.md"
+BEGIN, END = "<!-- begin: benchmarks/speed.py --write -->", "<!-- end -->"
+DEMO_BAR = 100.0
+
+#: Scripts in the order of the table, with their options beside ``--small``.
+SCRIPTS: dict[str, tuple[str, ...]] = {
+    "trace_torch.py": ("--device", "cpu"),
+    "trace_keras.py": (),
+    "trace_graph.py": (),
+    "small_calls.py": (),
+    "time_jacobian.py": ("--only", "small"),
+    "overhead.py": (),
+    "example_a.py": (),
+    "diagnosis_cost.py": (),
+    "report.py": (),
+}
+
+
+def time_demo() -> None:
+    """Time ``make demo`` in a clone of the last commit, from nothing to the opened report."""
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(["git", "clone", "-q", str(HERE.parent), folder], check=True)
+        start = time.perf_counter()
+        subprocess.run(["make", "demo"], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        collect(
+            Row(
+                "Demo",
+                "make demo in a fresh clone, installation included",
+                time.perf_counter() - start,
+                "s",
+                bar=DEMO_BAR,
+            )
+        )
+
+
+def figure(value: float, unit: str) -> str:
+    """Return a figure with its unit, with three digits."""
+    return f"{value:.3g} {unit}"
+
+
+def cells_of(row: Row) -> tuple[str, ...]:
+    """Return the cells of a row of the table."""
+    bar = "" if row.bar is None else f"{'≥' if row.at_least else '≤'} {figure(row.bar, row.unit)}"
+    met = {None: "", True: "met", False: "**missed**"}[row.is_met]
+    return row.group, row.what, figure(row.value, row.unit), row.peer, bar, met
+
+
+HEADINGS = ("", "call", "measured", "beside", "bar", "")
+
+
+def show(rows: list[Row]) -> None:
+    """Print the table."""
+    table = Table(title=f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    for heading in HEADINGS:
+        table.add_column(heading)
+    for row in rows:
+        table.add_row(*(cell.replace("**", "") for cell in cells_of(row)))
+    Console(width=150).print(table)
+
+
+def write(rows: list[Row]) -> None:
+    """Replace the table between its two marks in docs/performance.md."""
+    text = PAGE.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    lines = [HEADINGS, ("---",) * len(HEADINGS), *map(cells_of, rows)]
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    PAGE.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.split(END, 1)[1]}", encoding="utf-8")
+
+
+def main() -> int:
+    """Run the benchmarks and print the table; return how many failed to run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="toy sizes, to see that it runs")
+    parser.add_argument("--demo", action="store_true", help="also make demo in a fresh clone")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/performance.md")
+    asked = parser.parse_args()
+    failed = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows"
+        os.environ[COLLECT] = str(path)
+        for script, options in SCRIPTS.items():
+            print(f"\n{script}", flush=True)
+            command = [sys.executable, str(HERE / script), *options, *(["--small"] if asked.small else [])]
+            before = len(collected(path))
+            subprocess.run(command, check=False)
+            failed += [script] if len(collected(path)) == before else []
+        if asked.demo:
+            time_demo()
+        rows = collected(path)
+    show(rows)
+    if asked.write:
+        write(rows)
+    if failed:
+        print(f"printed no figure: {', '.join(failed)}")
+    return len(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
