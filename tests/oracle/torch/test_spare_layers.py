@@ -82,6 +82,12 @@ def test_gradients_of_all_weights(used, spare, frozen):
     trace = rl.trace(model, x, y, loss=nn.functional.mse_loss)
     assert list(trace) == ["rnn"]
     assert trace.certificate.state == "passed"
+    weights = rl.weights(model, x, y, loss=nn.functional.mse_loss)
+    assert weights.certificate.state == "passed"
+    for layer in ("rnn", "head"):
+        grads = [value for name, value in weights[layer].items() if name.endswith("_grad")]
+        total = sum(float((value**2).sum()) for value in grads)
+        assert total == pytest.approx(sum(v for name, v in expected.items() if name.startswith(layer)), rel=1e-10)
 
 
 def test_the_name_of_a_module_stands_for_all_of_its_stacked_layers():

@@ -240,6 +240,7 @@ def _read(
     if not recorder.runs and not recorder.plain and not recorder.scans.ran:
         refuse_scripts(asked.modules)
         refuse_own_loops([(path, module) for path, module in asked.recurrent if path in asked.ran])
+    if request.all_must_run and not (recorder.runs or recorder.plain or recorder.scans.ran):
         raise ModelError(
             "No recurrent layer ran in this forward pass.",
             expected="nn.RNN, nn.LSTM, nn.GRU, one of their cells, or a custom cell",
