@@ -289,6 +289,18 @@ def check_gradients(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> Any:
     return result.certificate
 
 
+def check_weights(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> Any:
+    """Compare the gradients that stand beside the weights."""
+    result = rl.weights(model, x, y, loss=loss_of)
+    if any(value for name, value in model.choices.items() if name.endswith("parametrised")):
+        return result.certificate  # as for the gradients
+    _, (_, *by_weight) = reference(model, x, y)
+    total = sum(float((grad**2).sum()) for grad in by_weight if grad is not None)
+    grads = [array for layer in result for name, array in result[layer].items() if name.endswith("_grad")]
+    same("weights: norm of all gradients", sum(float((array**2).sum()) for array in grads), total, model)
+    return result.certificate
+
+
 def check_states(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> Any:
     """Compare the total gradient of the first loop's state with autograd's at the tensors that its cell returned."""
     loops = [(i, part) for i, part in enumerate(model.parts) if isinstance(part, Loop) and "detach" not in part.habit]
@@ -355,6 +367,7 @@ CHECKS = {
     "trace": check_trace,
     "layers": check_layers,
     "gradients": check_gradients,
+    "weights": check_weights,
     "states": check_states,
     "jacobian": check_jacobian,
 }
