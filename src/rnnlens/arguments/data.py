@@ -158,7 +158,7 @@ def states(name: str, value: Any) -> dict[str, Any]:
     """Check initial states, a dict from layer name to its states, and return a list of arrays for each layer."""
     if not isinstance(value, Mapping) or not value or not all(isinstance(layer, str) for layer in value):
         expected = 'a dict from layer to its states, such as {"lstm": [h, c]}'
-        raise InputError(f"{name}= is given by layer.", got=shown(value), expected=expected)
+        raise InputError(f"{name}= is a mapping from layer names to arrays.", got=shown(value), expected=expected)
     return {layer: _arrays(examples(f"{name}[{layer!r}]", given)) for layer, given in value.items()}
 
 

@@ -282,7 +282,7 @@ class _Finder:
         found = tuple(self.one(where, one) for one in several)
         if not found or len({tensor.dtype.base_dtype for tensor in found}) > 1:
             got = [f"{tensor.name} {tensor.dtype.name}" for tensor in found]
-            raise InputError(f"{where} cannot be fed alike.", got=got, expected="tensors of one dtype")
+            raise InputError(f"{where} have different dtypes.", got=got, expected="tensors of one dtype")
         return found
 
 
