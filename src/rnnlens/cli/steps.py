@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..diagnosis import diagnose
+from ..diagnosis.findings import SHOWN_BY
 from ..errors import FileError, InputError, RnnlensError, did_you_mean
 from ..reporting import check_path as check_report_path
 from ..reporting import report
@@ -31,27 +32,6 @@ from .models import load_model, resolve
 __all__ = [
     "check_path", "check_report_path", "diagnose", "layers", "load_model", "open", "read_data", "report", "trace",
 ]  # fmt: skip
-
-#: Codes of all findings, which ``--fail-on`` accepts.
-CODES = (
-    "NO_SKILL",
-    "MISCALIBRATED",
-    "MISSED_DEPENDENCY",
-    "VANISHING",
-    "PATH_OPEN",
-    "EXPLODING",
-    "CHAOTIC",
-    "LAST_STEP_ONLY",
-    "DEAD_UNITS",
-    "PADDING_DOMINATES",
-    "CONSTANT_INPUT",
-    "STATIC_INPUT",
-    "GRADIENT_MEMORY_DISAGREE",
-    "NONFINITE",
-    "UNDERFLOW",
-    "UNEQUAL_LAYERS",
-    "FEW_SAMPLES",
-)
 
 _SAVED = (".nc", ".zarr")
 #: Options that apply only to models.
@@ -145,8 +125,8 @@ def finding_codes(names: Sequence[str] | None) -> list[str]:
     """Return codes of findings in capital letters; raise InputError for an unknown one."""
     asked = [code.upper() for code in names or ()]
     for code in asked:
-        if code not in CODES:
-            raise InputError("There is no such finding.", got=code, hint=did_you_mean(code, CODES))
+        if code not in SHOWN_BY:
+            raise InputError("There is no such finding.", got=code, hint=did_you_mean(code, SHOWN_BY))
     return asked
 
 

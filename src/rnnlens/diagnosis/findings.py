@@ -36,6 +36,27 @@ UNEQUAL = 4.0
 #: Share of subnormal numbers among the states above which they are reported.
 UNDERFLOWN = 0.01
 
+#: Findings by code, each with what shows it in a report: memory in use, missed lags, state transfer, gradient, ...
+SHOWN_BY = {
+    "NO_SKILL": "memory",
+    "MISCALIBRATED": "memory",
+    "MISSED_DEPENDENCY": "missed",
+    "VANISHING": "transfer",
+    "PATH_OPEN": "transfer",
+    "EXPLODING": "transfer",
+    "CHAOTIC": "transfer",
+    "LAST_STEP_ONLY": "memory",
+    "DEAD_UNITS": "states",
+    "PADDING_DOMINATES": "input",
+    "CONSTANT_INPUT": "input",
+    "STATIC_INPUT": "input",
+    "GRADIENT_MEMORY_DISAGREE": "memory",
+    "NONFINITE": "states",
+    "UNDERFLOW": "states",
+    "UNEQUAL_LAYERS": "gradient",
+    "FEW_SAMPLES": "memory",
+}
+
 _ORDER = {"fault": 0, "unknown": 1, "caution": 2, "fact": 3}
 
 

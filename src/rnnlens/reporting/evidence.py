@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
+from ..diagnosis.findings import SHOWN_BY
 from ..results.base import Result
 from ..results.checks import Check
 from ..results.diagnosis import Diagnosis, Finding
@@ -21,26 +22,6 @@ from . import draw
 from .figures import LARGEST, Caption, ReportFigure, ShownSamples
 from .material import Material
 from .tracks import Track
-
-#: Figure that supports each finding: memory, missed lags, a layer's state transfer, gradient or states, the input.
-_SHOWN_BY = {
-    "NO_SKILL": "memory",
-    "MISSED_DEPENDENCY": "missed",
-    "VANISHING": "transfer",
-    "PATH_OPEN": "transfer",
-    "EXPLODING": "transfer",
-    "CHAOTIC": "transfer",
-    "LAST_STEP_ONLY": "memory",
-    "DEAD_UNITS": "states",
-    "PADDING_DOMINATES": "input",
-    "CONSTANT_INPUT": "input",
-    "STATIC_INPUT": "input",
-    "GRADIENT_MEMORY_DISAGREE": "memory",
-    "NONFINITE": "states",
-    "UNDERFLOW": "states",
-    "UNEQUAL_LAYERS": "gradient",
-    "FEW_SAMPLES": "memory",
-}
 
 
 def figures_of(diagnosis: Diagnosis) -> list[ReportFigure]:
@@ -137,7 +118,7 @@ def _short(values: Array) -> list[float | None]:
 def anchor(finding: Finding, figures: Sequence[ReportFigure], tracks: Sequence[Track]) -> str:
     """Return the id of the figure that supports a finding; that of the table of measures if there is none."""
     ids = {figure.id for figure in figures}
-    kind = _SHOWN_BY.get(finding.code, "")
+    kind = SHOWN_BY.get(finding.code, "")
     track = next((i for i, t in enumerate(tracks) if t.layer == finding.layer), len(tracks) - 1)
     transfer = next((f.id for f in figures if f.spec.get("layer") == finding.layer), "transfer-0")
     state = next((figure.id for figure in figures if figure.id.startswith(f"track-{track}-hidden")), "")
