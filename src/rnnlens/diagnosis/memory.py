@@ -297,7 +297,7 @@ def _later(experiment: Experiment, variance: float) -> tuple[int, int]:
 
 
 def _count_matters(experiment: Experiment, used: int, variance: float) -> bool:
-    """Return whether fewer steps, with all those in use among them, change the prediction."""
+    """Return whether half as many steps, which still include all those in use, change the prediction."""
     lengths = np.maximum(experiment.lengths // 2, 1)
     if (lengths < max(used, _LEAST_STEPS)).any() or (experiment.last != experiment.lengths).any():
         return False

@@ -212,7 +212,7 @@ def redden(ax: Any) -> None:
 
 
 def wrapped_label(words: str, inches: float) -> str:
-    """Wrap ``words`` into lines that fit an axis of the given length."""
+    """Wrap an axis label into lines that fit an axis of this length in inches."""
     return textwrap.fill(words, max(16, int(LETTERS_PER_INCH * inches)))
 
 

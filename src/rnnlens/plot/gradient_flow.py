@@ -165,7 +165,7 @@ def _networks(trace: Any) -> dict[str, dict[str, xr.Dataset]] | None:
 
 
 def _of_one(layers: Mapping[str, xr.Dataset], as_computed: bool) -> PanelLines:
-    """Return a panel for each layer and direction, with a line for each gradient."""
+    """Return the panels of one network: one for each layer and direction, with a line for each gradient."""
     content: PanelLines = {}
     for layer, dataset in layers.items():
         for quantity, (words, colour, style) in GRADIENTS.items():

@@ -112,7 +112,7 @@ def _labelled(name: str, data: Any, figure: str, *, recurrent: bool) -> xr.DataA
 
 
 def _split(name: str, array: xr.DataArray) -> list[Kernel]:
-    """Split by direction; a gradient by time is summed over it, which is dL/dW."""
+    """Return one weight by direction; a gradient by time is summed over its steps to dL/dW."""
     words = value_label(array)
     if TIME in array.dims:
         array = array.sum(TIME, skipna=False, keep_attrs=True)

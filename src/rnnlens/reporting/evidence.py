@@ -106,7 +106,7 @@ def _numbers(array: xr.DataArray) -> Array:
 
 
 def _values(line: draw.StaticLine) -> dict[str, Array | None]:
-    """Return the arrays of a line by name."""
+    """Return the x values, y values and band of a drawn line by name."""
     return {"x": line.x, "y": line.y, "low": line.low, "high": line.high}
 
 

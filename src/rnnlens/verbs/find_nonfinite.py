@@ -124,7 +124,7 @@ def find_nonfinite(
 
 
 def _first(looked: ObservedRun) -> tuple[Origin | None, list[str]]:
-    """Return the first origin, and notes on non-finite data that affect no result."""
+    """Return the origin of the first non-finite number, and notes on non-finite data that affect no result."""
     weights = next(in_the_weights(looked), None)
     if weights is not None:
         return weights, []

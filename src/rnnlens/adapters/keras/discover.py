@@ -185,7 +185,7 @@ def _walk(model: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _is_inner_graph(keras: Dialect, parent: Any, child: Any) -> bool:
-    """Return whether ``child`` is the Functional model that a Sequential ``parent`` builds of itself."""
+    """Return whether ``child`` is the Functional model that Keras builds inside a Sequential ``parent``."""
     return isinstance(parent, keras.Sequential) and getattr(parent, "_functional", None) is child
 
 

@@ -267,7 +267,7 @@ class GraphCopy:
         return (tuple(tensor.name for tensor in asked), fed, rates)
 
     def behind(self, asked: Sequence[Any], feed: Mapping[Any, Any]) -> Behind:
-        """Return what some tensors depend on; cached per tensors, feeds and graph version.
+        """Return variables, random and assigning operations that some tensors depend on; cached per graph version.
 
         Raises
         ------
