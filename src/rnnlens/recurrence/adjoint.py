@@ -27,6 +27,8 @@ from .trajectory import Adjoint, carried, over_time
 
 #: Largest total size of all step Jacobians, in bytes, for which they are computed at once.
 FOLD_LIMIT = 256 * 2**20
+#: Number of random combinations of a kernel's rows that checks compare; they reveal an error in any weight.
+PROBES = 8
 
 
 def adjoint(
@@ -115,14 +117,16 @@ def _passed_on(run: Replay, carry: tuple[Array, ...], t: int) -> tuple[Array, ..
 def weight_gradients(
     run: Replay, result: Adjoint, *, by_time: bool = False, times: slice = slice(None), probes: int = 0
 ) -> dict[str, Array]:
-    """Return dL/dW of a cell with known equations, by the names of :meth:`Cell.weights`.
+    """Return dL/dW by the names of a cell's weights, summed over samples and time.
 
-    Gradients are summed over samples and time. With ``by_time`` they have a leading time axis instead of the sum over
-    time. ``times`` restricts the sum, or that axis, to some steps. With ``probes`` > 0, the gradients of kernels are
-    that many random combinations of their rows (:class:`affine.Contraction`), to be compared with :func:`probed`.
+    With ``by_time`` gradients have a leading time axis instead of the sum over time. For a cell with known equations,
+    ``times`` restricts the sum, or that axis, to some steps, and with ``probes`` > 0 the gradients of kernels are that
+    many random combinations of their rows (:class:`affine.Contraction`), to be compared with :func:`probed`.
     """
+    if run.cell.by_framework and times == slice(None):
+        return _weight_gradients_by_framework(run, result, by_time)
     if run.record is None or result.gate_grad is None:
-        raise TypeError("weight_gradients() knows the weights of cells with equations only")
+        raise TypeError("weight_gradients() needs the gates of the cell and their gradients")
     how, xp, (batch, time, *sizes) = affine.Contraction(by_time, probes), run.xp, result.gate_grad.shape
     found: dict[int, dict[str, Array]] = {}
 
@@ -135,7 +139,7 @@ def weight_gradients(
     return {name: sum((part[name] for part in others), start=grad) for name, grad in first.items()}
 
 
-def probed(weights: Mapping[str, Array], probes: int) -> dict[str, Array]:
+def probed(weights: Mapping[str, Array], probes: int = PROBES) -> dict[str, Array]:
     """Reduce weight gradients to the random combinations that ``weight_gradients(..., probes=probes)`` returns."""
     how = affine.Contraction(probes=probes)
     return {name: affine.probe_rows(w.shape[0], w, how) @ w if len(w.shape) == 2 else w for name, w in weights.items()}
@@ -232,7 +236,7 @@ def _as_produced(run: Replay, returned: tuple[Array, ...], output: Array) -> tup
     return tuple(xp.where(real, new, old) for new, old in zip(found, returned, strict=True))
 
 
-def custom_weight_gradients(run: Replay, result: Adjoint, *, by_time: bool = False) -> Mapping[str, Array]:
+def _weight_gradients_by_framework(run: Replay, result: Adjoint, by_time: bool) -> dict[str, Array]:
     """Return dL/dW of a cell run by the framework, by its weight names; with a leading time axis if ``by_time``."""
     xp, before = run.xp, run.states_before()
     grads, output = result.returned_grads or result.state_grads, cast(Array, result.output_cotangent)
@@ -242,9 +246,8 @@ def custom_weight_gradients(run: Replay, result: Adjoint, *, by_time: bool = Fal
         output = xp.where(real, output, xp.zeros_like(output))
     cell = cast(StepCell, run.cell)
     if not by_time:
-        return cell.weight_vjp(
-            _fold(run.input, xp), [_fold(s, xp) for s in before], _fold(output, xp), [_fold(g, xp) for g in grads]
-        )
+        folded = [_fold(s, xp) for s in before], _fold(output, xp), [_fold(g, xp) for g in grads]
+        return dict(cell.weight_vjp(_fold(run.input, xp), *folded))
     per_step = [
         cell.weight_vjp(run.input[:, t], [s[:, t] for s in before], output[:, t], [g[:, t] for g in grads])
         for t in range(run.input.shape[1])

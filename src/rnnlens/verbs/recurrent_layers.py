@@ -20,8 +20,6 @@ from ..errors import LayerNotFoundError, ModelError
 from ..recurrence.adjoint import (
     adjoint,
     adjoint_custom,
-    custom_weight_gradients,
-    probed,
     unmasked_output_cotangent,
     weight_gradients,
 )
@@ -91,13 +89,6 @@ def sweep(
     return adjoint(run, states, final_state_grad, spend=spend)
 
 
-def weights_of(call: RecurrentCall, run: Replay, result: Adjoint, *, by_time: bool = False) -> Mapping[str, Array]:
-    """Return dL/dW of the call, summed over time or with a leading time axis."""
-    if call.cell.by_framework:
-        return custom_weight_gradients(run, result, by_time=by_time)
-    return weight_gradients(run, result, by_time=by_time)
-
-
 def replay_check(call: RecurrentCall, run: Replay) -> Check:
     """Check that the replay equals the framework's output within the rounding bound.
 
@@ -109,23 +100,6 @@ def replay_check(call: RecurrentCall, run: Replay) -> Check:
     if run.residual > bound:
         bound = min(max(bound, bound * replay_sensitivity(run) / epsilon(kind)), CEILING)
     return Check(REPLAY, call.layer, run.residual, bound)
-
-
-#: Number of random combinations of rows in the check of weight gradients.
-PROBES = 8
-
-
-def weights_to_check(
-    call: RecurrentCall, run: Replay, result: Adjoint
-) -> tuple[Mapping[str, Array], Mapping[str, Array]]:
-    """Return dL/dW summed over steps and the framework's own dL/dW, in the form that the self-check compares.
-
-    For known cells these are random combinations of rows, which reveal an error in any weight (Freivalds 1977).
-    """
-    reference = {name: grad for name, grad in (call.weight_grads or {}).items() if name not in call.tied}
-    if call.cell.by_framework:
-        return weights_of(call, run, result), reference
-    return weight_gradients(run, result, probes=PROBES), probed(reference, PROBES)
 
 
 class WeightSum:
@@ -295,9 +269,9 @@ class ReplayedCall:
     def weight_gradients(self, swept: Adjoint, *, per_sample: bool = False) -> dict[str, Array]:
         """Return dL/dW by the names of the cell's weights, summed over time, and over samples unless ``per_sample``."""
         if not per_sample:
-            return {key: to_host(grad) for key, grad in weights_of(self.call, self.run, swept).items()}
+            return {key: to_host(grad) for key, grad in weight_gradients(self.run, swept).items()}
         samples = [slice(n, n + 1) for n in range(int(self.run.input.shape[0]))]
-        single = [weights_of(self.call, self.run.of_samples(one), swept.of_samples(one)) for one in samples]
+        single = [weight_gradients(self.run.of_samples(one), swept.of_samples(one)) for one in samples]
         return {key: np.stack([to_host(grads[key]) for grads in single]) for key in single[0]}
 
 

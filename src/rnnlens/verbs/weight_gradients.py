@@ -20,7 +20,7 @@ from ..results.checks import Check
 from ..results.schema import to_host
 from ..settings import current, format_memory
 from ..typing import Array
-from .recurrent_layers import WeightSum, on_host, sweep, weights_of
+from .recurrent_layers import WeightSum, on_host, sweep
 from .request import ModelRequest
 from .weight_layout import outside_cells
 
@@ -170,7 +170,7 @@ def _of_call(call: RecurrentCall, by_time: bool | str, sums: dict[str, WeightSum
     """Return the weight gradients of one call; add those compared with dL/dW to ``sums`` by direction."""
     run = Replay.from_call(call)
     result = sweep(call, run, call.output_grad, call.final_state_grad, call.state_grad)
-    whole = weights_of(call, run, result)
+    whole = weight_gradients(run, result)
     if call.weight_grads is not None:
         alone = {name: grad for name, grad in call.weight_grads.items() if name not in call.tied}
         sums.setdefault(call.direction, WeightSum(call, alone)).add(
@@ -178,7 +178,7 @@ def _of_call(call: RecurrentCall, by_time: bool | str, sums: dict[str, WeightSum
         )
     if by_time == "norm":
         return _norms_by_time(run, result)
-    return weights_of(call, run, result, by_time=True) if by_time else whole
+    return weight_gradients(run, result, by_time=True) if by_time else whole
 
 
 def _norms_by_time(run: Replay, result: Adjoint) -> dict[str, Array]:

@@ -13,8 +13,9 @@ import rnnlens as rl
 from rnnlens import errors
 from rnnlens.adapters.protocol import Batch, CaptureRequest
 from rnnlens.adapters.registry import adapter_for
+from rnnlens.recurrence.adjoint import weight_gradients
 from rnnlens.recurrence.replay import Replay
-from rnnlens.verbs.recurrent_layers import sweep, weights_of
+from rnnlens.verbs.recurrent_layers import sweep
 
 X = np.random.default_rng(0).normal(size=(2, 5, 3))
 
@@ -72,7 +73,7 @@ def test_its_weights_are_the_parameters_that_the_function_used():
     (call,) = adapter_for(model).capture(model, Batch(X, loss=loss), CaptureRequest()).calls
     assert set(call.weight_grads) == {"W", "U"}
     run = Replay.from_call(call)
-    computed = weights_of(call, run, sweep(call, run, call.output_grad, call.final_state_grad, call.state_grad))
+    computed = weight_gradients(run, sweep(call, run, call.output_grad, call.final_state_grad, call.state_grad))
     for name, grad in (("W", plain.W.grad), ("U", plain.U.grad)):
         close(call.weight_grads[name], grad)
         close(computed[name], grad)

@@ -1,4 +1,4 @@
-"""The table of findings names every code that a rule gives, and each has a page in the documentation."""
+"""The table of findings names every code that a rule gives."""
 
 import ast
 from pathlib import Path
@@ -7,7 +7,6 @@ import rnnlens
 from rnnlens.diagnosis.findings import SHOWN_BY
 
 RULES = Path(rnnlens.__file__).parent / "diagnosis" / "findings.py"
-PAGES = Path(__file__).parents[3] / "docs" / "findings"
 
 
 def codes_of_rules():
@@ -17,7 +16,3 @@ def codes_of_rules():
 
 def test_the_table_names_every_code_that_a_rule_gives():
     assert codes_of_rules() == set(SHOWN_BY)
-
-
-def test_every_code_has_a_page():
-    assert {page.stem for page in PAGES.glob("*.md")} - {"README"} == set(SHOWN_BY)

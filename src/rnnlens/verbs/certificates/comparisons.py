@@ -20,7 +20,7 @@ from ... import data
 from ...adapters.protocol import Adapter, Batch, Capture, RecurrentCall, ReferenceRun, SequenceCall
 from ...autodiff.tensors import like
 from ...errors import CertificateError
-from ...recurrence.cells import affine
+from ...recurrence.adjoint import probed
 from ...recurrence.rounding import one_rounding
 from ...results.checks import Certificate, Check, coarser, epsilon, residual, rounding_bound, underflow_unit
 from ...results.schema import to_host
@@ -93,9 +93,6 @@ def _perturbed_leaf(leaf: Any, unit: float) -> Any:
     values: Any = to_host(leaf)
     return like(one_rounding(np, unit)(values), leaf)
 
-
-#: Number of random combinations of a kernel's rows that are compared.
-PROBES = 8
 
 LOSS, OUTPUTS, INPUTS, WEIGHTS = (
     "reference loss",
@@ -318,7 +315,7 @@ def _compare_weights(
         claimed = sum(array for _, _, array in entries)
         reference = np.zeros_like(claimed) if total is None else place.take(total)
         if total is not None and key in claim.probed:
-            reference = probed(reference)
+            reference = to_host(probed({key[2]: reference})[key[2]])
         by_layer.setdefault(key[0], []).append((claimed, reference))
     for layer, pairs in by_layer.items():
         comparisons.compare(WEIGHTS, layer, pairs, scale=claim.scales[layer])
@@ -328,12 +325,6 @@ def _compare_weights(
     others = [name for name in beside if name in whole or name not in swept | unfollowed]
     pairs = [filled(beside[n], run.weight_grads.get(n)) for n in others if _either(beside[n], run.weight_grads.get(n))]
     comparisons.compare(WEIGHTS, "other layers" if swept else "", pairs)
-
-
-def probed(whole: Array) -> Array:
-    """Return random combinations of a kernel's rows, the same as for replayed weight gradients."""
-    how = affine.Contraction(probes=PROBES)
-    return np.asarray(affine.probe_rows(whole.shape[0], whole, how) @ whole)
 
 
 def _difference(total: Array | None, part: Any) -> Array | None:

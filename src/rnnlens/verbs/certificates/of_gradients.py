@@ -13,7 +13,7 @@ import xarray as xr
 from ... import data
 from ...adapters.protocol import Adapter, CaptureRequest, LayerWeights, ReferenceRun
 from ...errors import UnsupportedError
-from ...recurrence.adjoint import weight_gradients
+from ...recurrence.adjoint import PROBES, probed, weight_gradients
 from ...recurrence.rounding import rounding_of
 from ...results.checks import Certificate, coarser
 from ...results.schema import to_host
@@ -22,10 +22,9 @@ from ...vocabulary import DIRECTION, GATE, SAMPLE, TIME
 from ..axes import BatchAxes, in_order
 from ..differentiation.request import BatchGradients, BatchTarget, GradientRequest
 from ..names import TensorName, uncalled
-from ..recurrent_layers import weights_of
 from ..request import ModelRequest
 from ..weight_gradients import FoundGradients
-from .comparisons import LOSS, PROBES, WEIGHTS, Comparisons, attempt, filled, probed, recheck_failure
+from .comparisons import LOSS, WEIGHTS, Comparisons, attempt, filled, recheck_failure
 
 GRADIENT = "reference gradient"
 
@@ -216,19 +215,13 @@ def _compare_swept(
         for replayed, swept in directions:
             call = replayed.call
             scale = math.hypot(scale, rounding_of(replayed.run, swept).weights / request.scale)
-            is_known = not call.cell.by_framework
-            sums = (
-                weight_gradients(replayed.run, swept, probes=PROBES)
-                if is_known
-                else weights_of(call, replayed.run, swept)
-            )
-            for key, claimed in sums.items():
+            for key, claimed in weight_gradients(replayed.run, swept, probes=PROBES).items():
                 place = request.adapter.place(request.model, base, call.direction if call.bidirectional else None, key)
                 if place is None or place.tied or run.weight_grads.get(place.name) is None or key in call.computed:
                     continue
                 reference = place.take(_without(run.weight_grads[place.name], beside.get(place.name)))
-                claimed = to_host(claimed) / request.scale
-                pairs.append((claimed, probed(reference) if is_known and claimed.ndim == 2 else reference))
+                reference = reference if call.cell.by_framework else probed({key: reference})[key]
+                pairs.append((to_host(claimed) / request.scale, reference))
         comparisons.compare(WEIGHTS, layer, pairs, scale=scale)
     inside = [name.text for name in request.wrt if name.what != "weight" and name.layer is not None]
     return list(dict.fromkeys(inside))

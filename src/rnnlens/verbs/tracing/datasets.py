@@ -12,6 +12,7 @@ import xarray as xr
 
 from ...adapters.protocol import Batch, Capture, CaptureRequest, LayerInfo, NonRecurrentCall, Port, RecurrentCall
 from ...errors import InputError, LayerNotFoundError, did_you_mean
+from ...recurrence.adjoint import PROBES, probed, weight_gradients
 from ...recurrence.cells import kinds
 from ...recurrence.replay import Replay
 from ...recurrence.rounding import Rounding, rounding_of
@@ -20,9 +21,9 @@ from ...results.schema import describe, layer_dataset, to_host
 from ...typing import Array
 from ...vocabulary import CHANNEL, FEATURE, FORWARD, QUANTITIES, SAMPLE, SPACE, TIME, UNIT
 from ..axes import BatchAxes, InputCoordinates, ModelAxes, in_order
-from ..certificates.comparisons import INITIAL, LAYER_INPUT, PROBES, BoundaryGradients, ReplayedValues
+from ..certificates.comparisons import INITIAL, LAYER_INPUT, BoundaryGradients, ReplayedValues
 from ..certificates.of_trace import initial_state_gradients, input_gradient, weight_sums
-from ..recurrent_layers import WeightSum, on_host, replay_check, sweep, weights_to_check
+from ..recurrent_layers import WeightSum, on_host, replay_check, sweep
 
 _STATE = re.compile(r"(?:previous_)?(?P<state>.+?)(_grad)?")
 _BOUNDARY = re.compile(r"(initial|final)_(?P<state>.+)_grad")
@@ -166,10 +167,12 @@ def trace_call(
     arrays |= _boundary("initial", names, result.initial_state_grad)
     if not selection.weighed:
         return traced
-    traced.weights, reference = weights_to_check(call, run, result)
+    traced.weights = weight_gradients(run, result, probes=PROBES)
     traced.rounding = rounding_of(run, result)
     if call.weight_grads is not None:
         key = call.weights_key or f"{call.layer}/{call.direction}"
+        reference = {name: grad for name, grad in call.weight_grads.items() if name not in call.tied}
+        reference = reference if call.cell.by_framework else probed(reference)
         sums.setdefault(key, WeightSum(call, reference)).add(traced.weights, steps, traced.rounding.weights)
     return traced
 
