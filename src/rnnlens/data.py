@@ -151,10 +151,7 @@ def len_of(x: Any, layouts: Sequence[Layout | None] | None = None) -> int:
 
 
 def take(tree: Any, start: int, stop: int) -> Any:
-    """Return samples ``start:stop`` of an array, or of every array in a tuple, list or dict; None stays None.
-
-    An array of one sample is repeated ``stop - start`` times, so that one initial state can be used for all batches.
-    """
+    """Return samples ``start:stop`` of an array or nested arrays, repeating an array of one sample; None stays None."""
 
     def cut(leaf: Any) -> Any:
         if _length(leaf) == 1:
@@ -178,10 +175,7 @@ def join(trees: Sequence[Any], layouts: Sequence[Layout | None] | None = None) -
 
 
 def size_of(leaf: Any, layout: Layout | None) -> int:
-    """Return the number of samples of one array.
-
-    Without a layout, the first axis is counted; of a packed sequence, its batch size.
-    """
+    """Return the number of samples of one array: without a layout on its first axis, or its packed batch size."""
     if layout is None or layout.sample is None or is_packed(leaf):
         return _length(leaf)
     axis = next(i for i, names in enumerate(layout.axes) if layout.names[layout.sample] in names)
@@ -288,10 +282,7 @@ def _elements(x: Any, batch_size: int | None) -> Iterator[Any]:
 
 
 def _as_batch(element: Any, as_numpy: bool) -> DataBatch:
-    """Convert one element of a source to a DataBatch.
-
-    A tuple or list is (x,), (x, y) or (x, y, sample_weight); more parts raise InputError.
-    """
+    """Convert one element of a source, (x,), (x, y) or (x, y, sample_weight) as a tuple or list, to a DataBatch."""
     parts = tuple(element) if isinstance(element, tuple | list) else (element,)
     if not 1 <= len(parts) <= 3:
         raise InputError(

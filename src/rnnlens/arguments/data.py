@@ -20,10 +20,7 @@ _DEEPEST, _LONGEST = 32, 20_000_000
 
 
 def one_batch(name: str, value: Any) -> Any:
-    """Check that ``value`` is one batch: an array, or a tuple, list or dict of arrays.
-
-    A source of batches raises InputError, and a batch larger than the memory granted raises TooLargeError.
-    """
+    """Check that ``value`` is one batch within the memory granted: an array, or a tuple, list or dict of arrays."""
     if is_source(value):
         raise InputError(
             f"{name} is a data set, and this function takes one batch.",
@@ -73,10 +70,7 @@ def refuse_large(name: str, value: Any, hint: str = "fewer samples or steps at a
 
 
 def many_examples(name: str, value: Any) -> Any:
-    """Check numeric arrays with samples on the first axis, without a limit on memory.
-
-    Nested lists of numbers are converted to one array.
-    """
+    """Check numeric arrays, samples first, without a limit on memory; nested lists of numbers become one array."""
     _refuse_depth(name, value)
     if not any(_is_array(leaf) for leaf in _leaves(value)):
         value = _from_numbers(name, value)
@@ -163,10 +157,7 @@ def states(name: str, value: Any) -> dict[str, Any]:
 
 
 def _arrays(given: Any) -> list[Any]:
-    """Return a layer's states as a list of arrays.
-
-    One array of rank 3, written as a list of lists, is split along its first axis.
-    """
+    """Return a layer's states as a list of arrays; one array of rank 3, as nested lists, is split along axis 0."""
     shape = shape_of(given)
     if shape is None:
         return _leaves(given)
@@ -204,10 +195,7 @@ def is_instance(x: Any, *classes: tuple[str, str]) -> bool:
 
 
 def as_numpy(value: Any) -> np.ndarray[Any, Any]:
-    """Convert an array of any framework to NumPy, also one that requires grad, lies on a device or is in bfloat16.
-
-    Raise InputError if it cannot be converted.
-    """
+    """Convert an array of any framework to NumPy, also one that requires grad, lies on a device or is in bfloat16."""
     try:
         array = to_numpy(value)
     except Exception as error:

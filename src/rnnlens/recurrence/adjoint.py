@@ -105,10 +105,7 @@ def _sweep(run: Replay, direct: Sequence[Array | None], carry: tuple[Array, ...]
 
 
 def _passed_on(run: Replay, carry: tuple[Array, ...], t: int) -> tuple[Array, ...]:
-    """Return the cotangents that reach step t from the step after it.
-
-    They are zero where the user's code changes the states between the steps: the direct gradients then include them.
-    """
+    """Return the cotangents that reach step t from the next one: zero where user code changes states in between."""
     if t == next(run.steps(reverse=True)):
         return carry
     return tuple(run.xp.zeros_like(c) for c in carry)
@@ -222,10 +219,7 @@ def adjoint_custom(
 
 
 def _as_produced(run: Replay, returned: tuple[Array, ...], output: Array) -> tuple[Array, ...]:
-    """Return total gradients of the states as a step produces them, with paths to other results of the same step.
-
-    In an LSTM, for example, c_t also changes h_t.
-    """
+    """Return total gradients of states as a step produces them: also through its other results, as c_t to h_t."""
     xp, cell = run.xp, cast(StepCell, run.cell)
     before = [_fold(s, xp) for s in run.states_before()]
     flat = cell.produced(_fold(run.input, xp), before, _fold(output, xp), [_fold(g, xp) for g in returned])

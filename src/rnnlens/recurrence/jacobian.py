@@ -18,7 +18,7 @@ import numpy as np
 from .arrays import Array, at_step
 from .linear import LinearStep, System, state_columns, walk
 from .sweep_reverse import BlockedSweep, ReverseSweep, plan_blocks
-from .sweep_rows import BLOCK_BUDGET, FLUSH_EVERY, Cost, NoPruning, Pruning, RowSink, RowSource, Taps, Units, elements
+from .sweep_rows import BLOCK_BUDGET, FLUSH_EVERY, Cost, Pruning, RowSink, RowSource, Taps, Units, elements
 from .sweep_units import UnitSweep
 from .trajectory import steps
 
@@ -48,7 +48,7 @@ def reverse(
     """
     if isinstance(source, Units):
         with system.work.quiet():
-            return UnitSweep(system, source, taps, samples, pruning or NoPruning()).run(progress)
+            return UnitSweep(system, source, taps, samples, pruning or Pruning()).run(progress)
     length = 0
     if not taps.states and pruning is None and not source.lasting:
         order = list(steps(system.time, system.order, reverse=True))
@@ -59,7 +59,7 @@ def reverse(
     with system.work.quiet():
         if length:
             return BlockedSweep(system, source, taps, samples, length).run(progress)
-        return ReverseSweep(system, source, taps, samples, pruning or NoPruning()).run(progress)
+        return ReverseSweep(system, source, taps, samples, pruning or Pruning()).run(progress)
 
 
 def forward(
@@ -83,24 +83,18 @@ def forward(
         For each state index a sink that receives the state's tangents after each of ``steps``.
     """
     with system.work.quiet():
-        return ForwardSweep(system, entrances, sinks, steps, samples, pruning or NoPruning()).run(progress)
+        return ForwardSweep(system, entrances, sinks, steps, samples, pruning or Pruning()).run(progress)
 
 
 def reverse_flops(system: System, alive: Sequence[int] | np.ndarray[Any, Any], with_input: bool) -> float:
-    """Return the floating-point operations of a reverse sweep with ``alive`` rows (step,).
-
-    Blocks are only considered with ``with_input``.
-    """
+    """Return the FLOPs of a reverse sweep with ``alive`` rows (step,), in blocks only if ``with_input``."""
     if with_input:
         return 2.0 * system.batch * plan_blocks(system, alive, system.features).products
     return 2.0 * system.batch * float(np.sum(alive)) * system.multiplications(False)
 
 
 def unit_flops(system: System, state: int, alive: Sequence[int] | np.ndarray[Any, Any], features: int) -> float:
-    """Return the floating-point operations of a reverse sweep of all units of a state, with ``alive`` groups (step,).
-
-    ``features`` is how many numbers are computed per unit at a step: 1 if they are reduced immediately.
-    """
+    """Return the FLOPs of a sweep of all units, ``alive`` groups (step,); ``features`` are 1 if reduced immediately."""
     pattern = system.pattern(state)
     assert pattern is not None
     per_group = pattern.count * system.multiplications(False) + pattern.entries * features
@@ -108,10 +102,7 @@ def unit_flops(system: System, state: int, alive: Sequence[int] | np.ndarray[Any
 
 
 def forward_flops(system: System, alive: int, out_rows: int) -> float:
-    """Return the floating-point operations of a forward sweep with ``alive`` pairs of row and step.
-
-    Each row is also multiplied into ``out_rows`` outputs (0: none).
-    """
+    """Return the FLOPs of a forward sweep of ``alive`` pairs of row and step, each read out into ``out_rows``."""
     readout = out_rows * system.state_sizes[0]
     return 2.0 * system.batch * alive * (system.multiplications(False) + readout)
 

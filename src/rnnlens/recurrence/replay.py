@@ -239,10 +239,7 @@ def _gates_at_once(run: Replay, hidden: Array) -> Record:
 
 
 def _one_step_residual(run: Replay) -> float:
-    """Return the largest difference between the captured h_t and h_t recomputed from the gates.
-
-    The difference is relative to the largest magnitude of h_t.
-    """
+    """Return the largest difference between h_t as captured and as recomputed from gates, relative to the largest."""
     xp, gates, worst, largest = run.xp, cast(Record, run.record).gates, 0.0, 0.0
     batch, time, size = run.states[0].shape
     for some in sample_chunks(batch, time * size):

@@ -14,13 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from .arrays import Array, Workspace
 from .linear import LinearStep, System, state_columns, walk
-from .sweep_rows import BLOCK_BUDGET, FLUSH_EVERY, Cost, NoPruning, Pruning, RowSink, RowSource, Taps, elements
+from .sweep_rows import BLOCK_BUDGET, FLUSH_EVERY, Cost, Pruning, RowSink, RowSource, Taps, elements
 from .trajectory import steps
 
 #: Block lengths to choose from.
@@ -219,7 +219,7 @@ class BlockedSweep:
         if self.taps.input is not None:
             places = {t: i for i, t in enumerate(kept)}
             inner = Taps(_Split(self.taps.input, lowest, own, across, places), steps=frozenset(kept))
-        sweep = ReverseSweep(system, window, inner, self.samples, NoPruning(), steps)
+        sweep = ReverseSweep(system, window, inner, self.samples, Pruning(), steps)
         cost = sweep.run(progress)
         rows = work.empty(self.count, own + older, system.rows)
         rows[:, :own] = sweep.left[:, :own]
@@ -261,16 +261,13 @@ class _Window:
     lowest: int
     stop: int
     units: int
+    #: Only sources whose rows enter once are swept in blocks.
+    lasting: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         self.group = self.source.group
         self.own = self.stop - self.lowest
         self.count = self.own + self.units
-
-    @property
-    def lasting(self) -> bool:
-        """False: only sources whose rows enter once are swept in blocks."""
-        return False
 
     def first(self, t: int) -> int:
         """Return the first row alive, counted from the block's lowest row."""

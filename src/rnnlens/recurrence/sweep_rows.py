@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -80,16 +80,14 @@ class RowSource(Protocol):
 
     count: int
     group: int
+    #: Whether rows receive cotangents at every step rather than only at the first.
+    lasting: ClassVar[bool]
 
     def first(self, t: int) -> int:
         """Return the first row alive at step t; it never increases during the sweep."""
 
     def parts(self, t: int, first: int, stop: int, samples: slice) -> Mapping[int, Array]:
         """Return what rows ``first ... stop - 1`` receive at step t: (sample or 1, row, size) by state index."""
-
-    @property
-    def lasting(self) -> bool:
-        """Whether rows receive cotangents at every step rather than only at the first."""
 
 
 @dataclass
@@ -109,6 +107,7 @@ class PointRows:
     times: Sequence[int]
     blocks: Mapping[int, Array]
     order: str = "forward"
+    lasting: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         self.sequence = sorted(self.times, reverse=self.order == "backward")
@@ -117,11 +116,6 @@ class PointRows:
         sign = -1 if self.order == "backward" else 1
         self._ranks = [sign * t for t in self.sequence]
         self._sign = sign
-
-    @property
-    def lasting(self) -> bool:
-        """False: each row receives a cotangent once."""
-        return False
 
     def first(self, t: int) -> int:
         """Return the first row of the groups at step t or later in the order of the recurrence."""
@@ -175,6 +169,7 @@ class FieldRows:
 
     fields: Mapping[int, Array]
     order: str = "forward"
+    lasting: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         arrays = list(self.fields.values())
@@ -193,11 +188,6 @@ class FieldRows:
             first[: born[row] + 1] = row
         self._first, self._time = first, time
 
-    @property
-    def lasting(self) -> bool:
-        """True: rows receive cotangents at every step."""
-        return True
-
     def first(self, t: int) -> int:
         """Return the first row that is non-zero at step t or later in the order of the recurrence."""
         return int(self._first[t if self.order == "forward" else self._time - 1 - t])
@@ -207,43 +197,28 @@ class FieldRows:
         return {state: field[samples, first:stop, t] for state, field in self.fields.items()}
 
 
-class Pruning(Protocol):
-    """Interface that decides which rows of a sweep are dropped."""
-
-    probes: int
-    active: bool
-    group: int
-    dropped: int
-
-    @property
-    def probes_alive(self) -> int:
-        """Number of probe rows, which follow the last row alive."""
-
-    def note(self, rows: Array, width: int, first: int, stop: int) -> None:
-        """Record that rows ``first ... stop - 1`` have entered."""
-
-    def drop(self, rows: Array, width: int, start: int, stop: int) -> int:
-        """Drop vanished rows, and return the new end of the rows that are alive."""
-
-
-class NoPruning:
-    """Pruning that drops nothing."""
+class Pruning:
+    """Decides which rows of a sweep are dropped: none. ``probes_alive`` probe rows follow the last row alive."""
 
     probes = 0
     active = False
-    probes_alive = 0
     group = 1
     dropped = 0
 
+    @property
+    def probes_alive(self) -> int:
+        """Number of probe rows: 0 until the first rows are dropped."""
+        return self.probes if self.active else 0
+
     def note(self, rows: Array, width: int, first: int, stop: int) -> None:
-        """Do nothing."""
+        """Do nothing as rows ``first ... stop - 1`` enter."""
 
     def drop(self, rows: Array, width: int, start: int, stop: int) -> int:
-        """Keep all rows of the sweep: return ``stop`` unchanged."""
+        """Return the new end of the rows that are alive: ``stop`` unchanged."""
         return stop
 
 
-class Vanished:
+class Vanished(Pruning):
     """Pruning of the oldest groups of rows once their norms fell below ``rtol`` times their norms at entry.
 
     Parameters
@@ -260,16 +235,9 @@ class Vanished:
         self, work: Workspace, rtol: float, group: int, *, probes: int = 8, every: int = 8, seed: int = 0
     ) -> None:
         self.work, self.rtol, self.group, self.probes, self.every = work, rtol, group, probes, every
-        self.active = False
-        self.dropped = 0
         self._calls = 0
         self._start: dict[int, Array] = {}
         self._random = np.random.default_rng(seed)
-
-    @property
-    def probes_alive(self) -> int:
-        """Number of probe rows: 0 until the first rows are dropped."""
-        return self.probes if self.active else 0
 
     def note(self, rows: Array, width: int, first: int, stop: int) -> None:
         """Record the norm (sample,) of each group at its entry."""

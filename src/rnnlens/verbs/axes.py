@@ -359,10 +359,7 @@ def _fits(result: Array, axis: int, name: str, arrives: Callable[[Array, str], A
 
 
 def patterns(size: int) -> np.ndarray[Any, Any]:
-    """Return masks (pattern, size): where bit i of the index is set, and where it is not.
-
-    They separate any two indices.
-    """
+    """Return masks (pattern, size) that separate any two indices: where bit i of the index is set, and where not."""
     if size == 1:
         return np.ones((1, 1), dtype=bool)
     bits = (np.arange(size)[None, :] >> np.arange((size - 1).bit_length())[:, None]) & 1

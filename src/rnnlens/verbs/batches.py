@@ -29,10 +29,7 @@ def _with_samples_on(axis: int | None, count: int) -> Layout:
 
 
 def layouts_to_cut(axes: ModelAxes, template: Batch, x: Any, y: Any, sample_weight: Any) -> data.DataLayouts | None:
-    """Return along which axes the arrays of a data set are cut; None if samples come first in all inputs.
-
-    Raise InputError if an axis cannot be determined; the message names the argument that states it.
-    """
+    """Return along which axes the arrays of a data set are cut; None if samples come first in all inputs."""
     if axes.samples_first:
         return None
     inputs = layouts_of_inputs(axes, template, x)

@@ -268,10 +268,7 @@ class UnitVectorSystem(TrajectorySystem):
         return pulled
 
     def _produced(self, at: tuple[slice, slice]) -> Array:
-        """Return the Jacobians of the states after each step by the states as the step produces them.
-
-        They are the identity at masked steps.
-        """
+        """Return Jacobians of the states after each step by those that it produces; the identity at masked steps."""
         xp, lead = self.run.xp, self.run.states[0][at].shape[:2]
         blocks = [(len(rows), self._flat(self._pulled(at, rows)[2])) for rows in self._blocks(at)]
         made = xp.concat([xp.reshape(block, (*lead, count, self.rows)) for count, block in blocks], axis=2)

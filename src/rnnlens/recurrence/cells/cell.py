@@ -359,10 +359,7 @@ def of_every_gate(
 def flattened(
     record: Record, before: Sequence[Array], cotangent: Sequence[Array], xp: Namespace
 ) -> tuple[Array, list[Array], list[Array]]:
-    """Reshape the projected input, the previous states and the cotangents to (n, size) each.
-
-    They are first broadcast to the axes of the cotangents.
-    """
+    """Broadcast projected input and previous states to the cotangents' axes, and reshape all to (n, size) each."""
     lead = tuple(cotangent[0].shape[:-1])
 
     def flat(array: Array) -> Array:

@@ -180,13 +180,7 @@ class _ConvLSTM(LSTM):
         return affine.UnitVectorSystem(self, run)
 
     def map_at(self, x: Array, xp: Namespace) -> NoReturn:
-        """Raise UnsupportedError: the search for fixed points needs states without spatial axes.
-
-        Raises
-        ------
-        UnsupportedError
-            Always.
-        """
+        """Raise UnsupportedError: the search for fixed points needs states without spatial axes."""
         raise UnsupportedError(
             "rnnlens does not compute fixed points of a ConvLSTM.",
             got="a state with axes of space",

@@ -251,10 +251,7 @@ class GruSystem(GateSystem):
         return ProductSteps(self.work, product)
 
     def _reset_before(self, product: Array, at: tuple[slice, slice], samples: slice, inputs: bool) -> None:
-        """Write A_t and B_t of the GRU whose reset gate comes before the product, U_n (r h).
-
-        Its gradient goes through U_n before it splits into paths to h and r.
-        """
+        """Write A_t and B_t with the reset before U_n (r h), whose gradient goes through U_n, then to h and r."""
         units, by = self.cell.units, self.by_state[at]
         reset, xp = self.run.known_record.gates[at][:, :, 1, :], self.run.xp
         through = self.work.empty(*by.shape[:2], units, units)

@@ -189,10 +189,7 @@ class LstmSystem(GateSystem):
         self.pass_hidden = self.carried(None, f)
 
     def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> ProductSteps:
-        """Linearise the chronological steps ``first ... stop - 1`` of some samples.
-
-        Rows of c are computed from the input, forget and candidate gates, rows of h from the output gate.
-        """
+        """Linearise steps ``first ... stop - 1``: rows of c by three gates, rows of h by the output gate."""
         units, at = self.cell.units, (samples, slice(first, stop))
         product = self.empty(first, stop, samples, inputs)
         sides = (("state", slice(0, units)), ("input", slice(units, None)))

@@ -53,13 +53,7 @@ class Registration:
     options: Callable[[Any], Mapping[str, Any]]
 
     def arrays(self, by_name: Mapping[str, Array]) -> dict[str, Array]:
-        """Convert the weights or gradients of a framework's cell, by their names in the layer, to those of ``cell``.
-
-        Raises
-        ------
-        InputError
-            If a name does not exist, or the framework's cell has a weight that is left out.
-        """
+        """Convert the weights or gradients of a framework's cell, by their names in the layer, to those of ``cell``."""
         if callable(self.weights):
             return {name: array for name, array in self.weights(by_name).items() if array is not None}
         named = self.weights if self.weights is not None else {n: n for n in self.cell.parameters if n in by_name}
@@ -81,10 +75,7 @@ class Registration:
         return joined
 
     def single(self, name: str) -> tuple[str, bool] | None:
-        """Return the framework weight that corresponds to ``name``, and whether it is transposed.
-
-        None if the registration is a function or joins several weights.
-        """
+        """Return the framework weight behind ``name``, and whether it is transposed; None if joined or computed."""
         if callable(self.weights):
             return None
         source = name if self.weights is None else self.weights.get(name)
@@ -104,13 +95,7 @@ class Registration:
         return by_name[key].T if turned else by_name[key]
 
     def make(self, layer: Any, by_name: Mapping[str, Array]) -> Cell:
-        """Create the cell with the weights and options of a framework's cell.
-
-        Raises
-        ------
-        InputError
-            If the cell class does not accept these weights and options.
-        """
+        """Create the cell with the weights and options of a framework's cell."""
         given = {**self.arrays(by_name), **self.options(layer)}
         made: Any = self.cell
         try:

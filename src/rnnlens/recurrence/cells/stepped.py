@@ -21,10 +21,7 @@ from .cell import Cell
 
 
 class StepCell(Cell):
-    """Base class of cells of unknown equations.
-
-    States are flat tuples of (n, size) arrays, even if the user's are nested.
-    """
+    """Base class of cells of unknown equations; states are flat tuples of (n, size) arrays, also of nested ones."""
 
     by_framework = True
     _sizes: tuple[int, ...] = ()
@@ -99,10 +96,7 @@ class StepCell(Cell):
         return [np.stack([np.asarray(f[i]) for f in found], axis=1) for i in range(len(rows))]
 
     def map_at(self, x: Array, xp: Namespace) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:
-        """Return one step and its Jacobian as functions of the state, with constant input x (feature,).
-
-        They compute in the framework's precision; ``xp`` is the namespace of its arrays.
-        """
+        """Return one step with constant x (feature,), and its Jacobian, in the framework's precision."""
         cuts, total = np.cumsum(self.state_sizes)[:-1], sum(self.state_sizes)
 
         def given(s: Array) -> tuple[Array, list[Array]]:

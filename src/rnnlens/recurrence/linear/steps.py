@@ -37,8 +37,9 @@ class LinearStep(Protocol):
         """Convert cotangents of the states after the step to total gradients, in place.
 
         In an LSTM, c_t also changes h_t of the same step, so that the total gradient of c_t includes a path through
-        h_t. Only the first ``fresh`` rows received new cotangents at this step.
+        h_t. Only the first ``fresh`` rows received new cotangents at this step. By default nothing is to do.
         """
+        return
 
     def pull(self, rows: Array, out: Array, *, inputs: bool) -> None:
         """Write rows @ A and, with ``inputs``, rows @ B to out (sample, row, state [+ feature]), after `arrive`."""
@@ -54,9 +55,11 @@ class LinearStep(Protocol):
 
     def spread(self, rows: Array, state: int, columns: slice) -> None:
         """Add the effect of one produced state's tangents, at ``columns`` of zero rows, on the step's other results."""
+        return
 
     def produced(self, rows: Array, state: int, columns: slice) -> Array:
         """Return cotangents (sample, row, size) of one state as the step produces it, of rows after :meth:`arrive`."""
+        return rows[:, :, columns]
 
     def input_matrix(self) -> Array:
         """Return B (sample, state, feature), for the states after the step."""
@@ -131,11 +134,13 @@ class System(Protocol):
 
     @property
     def layout(self) -> tuple[int, ...]:
-        """State indices in the order of their columns in a row."""
+        """State indices in the order of their columns in a row: by default their own order."""
+        return tuple(range(len(self.state_sizes)))
 
     @property
     def scratch(self) -> int:
         """Numbers of temporary memory per row, besides the rows and the result."""
+        return 1
 
     def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> LinearSteps:
         """Linearise the chronological steps ``first ... stop - 1`` of some samples; without B unless ``inputs``."""
@@ -147,17 +152,16 @@ class System(Protocol):
         """Return how many numbers are stored per step and sample."""
 
     def pattern(self, state: int) -> Pattern | None:
-        """Return the pattern of a state whose units do not all meet in a reverse sweep; else None."""
+        """Return the pattern of a state whose units do not all meet in a reverse sweep; by default None."""
+        return None
 
     def moduli(self) -> Array | None:
-        """Return |eigenvalue| of A_t (sample, time, state) if all A_t have the same eigenvectors; else None."""
+        """Return |eigenvalue| of A_t (sample, time, state) if all A_t have the same eigenvectors; by default None."""
+        return None
 
 
 def state_columns(system: System, state: int) -> slice:
-    """Return the columns of a state in a row of a sweep.
-
-    Rows are [c | h] in gated systems, otherwise the states in their order.
-    """
+    """Return a state's columns in a row of a sweep: [c | h] in gated systems, otherwise the states in their order."""
     start = 0
     for other in system.layout:
         if other == state:
@@ -213,15 +217,12 @@ class ProductSteps:
 
 
 @dataclass
-class Dense:
+class Dense(LinearStep):
     """One dense step: ``product`` (sample, state, state before + feature) is [A | B]."""
 
     work: Workspace
     product: Array
     whole: Callable[[], Array] | None = None
-
-    def arrive(self, rows: Array, fresh: int) -> None:
-        """Do nothing: the product matrix already contains the paths within the step."""
 
     def pull(self, rows: Array, out: Array, *, inputs: bool) -> None:
         """Compute [rows] @ product = [states before | dx]."""
@@ -256,7 +257,7 @@ class Dense:
 
 
 @dataclass
-class Gated:
+class Gated(LinearStep):
     """One step of an LSTM. keep, lift : (sample, 1, unit); ``product`` (sample, [c | h], h before + feature)."""
 
     work: Workspace
@@ -298,10 +299,6 @@ class Gated:
         if state == 1:
             rows[:, :, units:] = rows[:, :, :units] * self.lift
 
-    def produced(self, rows: Array, state: int, columns: slice) -> Array:
-        """Return the columns of one state, which :meth:`arrive` has already made total gradients."""
-        return rows[:, :, columns]
-
     def input_matrix(self) -> Array:
         """Return B (sample, [c | h], feature)."""
         units = self.keep.shape[2]
@@ -310,7 +307,7 @@ class Gated:
         return lifted
 
 
-class ProductSystem:
+class ProductSystem(System):
     """Base class of systems with product matrices: sizes and costs.
 
     Attributes
@@ -322,15 +319,11 @@ class ProductSystem:
     """
 
     gated = False
-    rows: int
-    columns: int
-    features: int
-    state_sizes: tuple[int, ...]
 
     @property
     def layout(self) -> tuple[int, ...]:
         """State indices in the order of their columns in a row: [c | h] in a gated system, [states] in a dense one."""
-        return (1, 0) if self.gated else tuple(range(len(self.state_sizes)))
+        return (1, 0) if self.gated else super().layout
 
     @property
     def scratch(self) -> int:
@@ -344,14 +337,6 @@ class ProductSystem:
     def numbers(self, inputs: bool) -> int:
         """Return the number of entries of the product matrix of one step of one sample."""
         return self.multiplications(inputs)
-
-    def pattern(self, state: int) -> Pattern | None:
-        """Return None: in a dense system all units can meet."""
-        return None
-
-    def moduli(self) -> Array | None:
-        """Return None: the eigenvectors of A_t differ from step to step."""
-        return None
 
 
 def transposed(matrices: Any) -> Array:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..arrays import Array, Workspace, at_step, namespace
-from .steps import Pattern
+from .steps import LinearStep, Pattern, System
 
 Order = Literal["forward", "backward"]
 
@@ -212,14 +212,11 @@ class ComplexDiagonal:
 
 
 @dataclass
-class StructuredStep:
+class StructuredStep(LinearStep):
     """One step of a :class:`StructuredSystem`: A and, if requested, B."""
 
     transition: Diagonal | ComplexDiagonal
     inputs: Any = None
-
-    def arrive(self, rows: Array, fresh: int) -> None:
-        """Do nothing: within a step no state is computed from another."""
 
     def pull(self, rows: Array, out: Array, *, inputs: bool) -> None:
         """Compute rows @ A by structure and, with ``inputs``, rows @ B."""
@@ -236,20 +233,13 @@ class StructuredStep:
         """Multiply changes of the input with B_t in factored form."""
         self.inputs.push(block, out)
 
-    def spread(self, rows: Array, state: int, columns: slice) -> None:
-        """Do nothing: within a step no state is computed from another."""
-
-    def produced(self, rows: Array, state: int, columns: slice) -> Array:
-        """Return the columns of the state, unchanged."""
-        return rows[:, :, columns]
-
     def input_matrix(self) -> Array:
         """Return B_t as a dense matrix."""
         matrix: Array = self.inputs.matrix()
         return matrix
 
 
-class StructuredSystem:
+class StructuredSystem(System):
     """A linear system of one state with a structured A_t, which is never built as a matrix.
 
     Parameters
@@ -263,9 +253,6 @@ class StructuredSystem:
     mask : (sample, time) of bool, optional
         False where the state is carried over; A_t and B_t are ignored there.
     """
-
-    scratch = 1
-    layout: tuple[int, ...] = (0,)
 
     def __init__(
         self,

@@ -203,10 +203,7 @@ class Comparisons:
 
 @contextmanager
 def start_reference_run(adapter: Adapter, model: Any, batch: Batch, claim: ReplayedValues) -> Iterator[Attempt]:
-    """Start the reference run in a thread beside the replay, if the adapter can prepare it separately.
-
-    It starts after the capture, so that two runs never take memory at once.
-    """
+    """Start the reference run after the capture, in a thread beside the replay if the adapter can prepare it."""
     batch, gradients = _as_captured(batch, claim.capture), _has_gradients(claim.capture)
     with ThreadPoolExecutor(1) as thread:
         ready, why = attempt(lambda: adapter.prepared_reference_run(model, batch, gradients=gradients))

@@ -166,10 +166,7 @@ def named_pairs(
     dims: Sequence[str] | None,
     beside: Mapping[str, Any] | None = None,
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield the labelled gradient of one weight and the framework's, for each direction.
-
-    Samples and steps are summed. If ``claimed`` is None, the framework's gradient is paired with zeros.
-    """
+    """Yield one weight's labelled gradient, summed over samples and steps, and the framework's, for each direction."""
     both = dims is not None and DIRECTION in dims
     for d, direction in enumerate(("forward", "backward") if both else (None,)):
         place = adapter.place(model, str(name.layer), direction, name.key)
@@ -201,10 +198,7 @@ def _compare_swept(
     regularised: bool,
     beside: Mapping[str, Any],
 ) -> list[str]:
-    """Compare weight gradients of the sweeps that gave states and gates; return the names that rest on them.
-
-    ``beside`` has gradients of weights by other paths than the recurrences, which the sweeps do not have.
-    """
+    """Compare dL/dW of sweeps with the framework's less ``beside``, other paths; return the names that rest on them."""
     known = request.known
     for layer, directions in answer.swept.items():
         base = uncalled(layer, known.recurrent)

@@ -82,10 +82,7 @@ def taken_from(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataAr
 
 @np.errstate(over="ignore", invalid="ignore")
 def pushed_through(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataArray | None) -> JacobianClaim:
-    """Sweep random signs through the plan of a measured Jacobian; check the measured values against them if given.
-
-    Raise TooLargeError if not even the steps below one output step fit into the memory.
-    """
+    """Sweep random signs through the plan of a measured Jacobian; check the measured values against them if given."""
     memory = request.options.memory
     chosen = _probed_steps(plan, memory)
     weights = _random_rows(plan, chosen)
@@ -125,10 +122,7 @@ def _random_rows(plan: JacobianPlan, chosen: list[int]) -> np.ndarray[Any, Any]:
 def _bound(
     plan: JacobianPlan, jacobian: xr.DataArray, rows: xr.DataArray, chosen: list[int], dtype: str
 ) -> tuple[Check, ...]:
-    """Check that no probe exceeds the measured norm times the square root of the number of rows.
-
-    With a single row, the probe must equal the measured norm.
-    """
+    """Check that no probe exceeds the measured norm times the root of the count of rows; one row equals it."""
     ends = plan.ends
     if ends.sketch is not None or ends.measure is None:
         return ()
@@ -299,10 +293,7 @@ def _compared(claim: JacobianClaim) -> Certificate:
 
 
 def _pulled(request: JacobianRequest, *, perturbed: bool = False) -> xr.DataArray:
-    """Recompute the product of random signs and the Jacobian.
-
-    ``perturbed`` rounds once more inside recurrent layers.
-    """
+    """Recompute the product of random signs and the Jacobian; ``perturbed`` rounds recurrent layers once more."""
     with open_network(request, perturbed=perturbed) as network:
         plan = make_plan(request.options, network)
         is_linear = plan.ends.measure in LINEAR

@@ -35,10 +35,7 @@ def a_clipping(name: str, value: Any) -> str | dict[str, float]:
 
 
 def rule(clip: str | Mapping[str, float], facts: ModelFacts) -> tuple[str, float]:
-    """Return kind and threshold of the clipping: the optimizer's, or the user's such as ``{"global_clipnorm": 1.0}``.
-
-    Raise ModelError if the optimizer does not clip, or there is none.
-    """
+    """Return kind and threshold of the clipping: the optimizer's, or the user's as ``{"global_clipnorm": 1.0}``."""
     if isinstance(clip, Mapping):
         ((kind, threshold),) = clip.items()
         return kind, threshold

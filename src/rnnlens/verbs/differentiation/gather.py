@@ -72,10 +72,7 @@ class Accumulator:
         self._summed: dict[TensorName, int] = {}
 
     def add(self, answer: BatchGradients, shapes: Shapes = (), count: int | None = None) -> None:
-        """Add the gradients of one batch whose samples have these shapes.
-
-        ``count`` is the number of samples in the target, all by default.
-        """
+        """Add the gradients of a batch of samples of these shapes, ``count`` of which (all) are in the target."""
         self._shapes.add(shapes)
         self.batches += 1
         self.samples += answer.samples

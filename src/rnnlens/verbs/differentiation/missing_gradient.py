@@ -95,10 +95,7 @@ class Experiments:
     def response(
         self, name: TensorName, request: GradientRequest | None = None, target: Target | None = None
     ) -> Response:
-        """Return how a target responds to perturbations of a tensor, or of its layer's output if it lies inside.
-
-        ``request`` and ``target`` replace those of the experiments.
-        """
+        """Return how a target, by default the request's, responds to changes of a tensor or its layer's output."""
         request, target = request or self.request, target or self.target
         port = port_to_perturb(name, request.known)
         key = (target.text, port)

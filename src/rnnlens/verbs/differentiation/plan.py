@@ -149,10 +149,7 @@ def _total(port: Port) -> Port:
 
 
 def captured(request: GradientRequest, part: BatchTarget) -> BatchGradients | None:
-    """Return gradients of the loss by outputs and states of recurrent layers, from one captured pass.
-
-    None if the request needs more, or if a gradient is zero throughout; a pull-back then gives the reason.
-    """
+    """Return gradients of the loss by recurrent outputs and states from one captured pass; None if more is needed."""
     if not fits(request, part):
         return None
     layers = tuple(dict.fromkeys(str(name.layer) for name in request.wrt))

@@ -61,10 +61,7 @@ class Target:
     chosen: tuple[int, ...] | None = None
 
     def of_rows(self, start: int, stop: int) -> Target:
-        """Return the target's part on a batch with samples ``start`` to ``stop`` of ``total``.
-
-        Raise InputError if samples are selected in a data set whose length is not known.
-        """
+        """Return the target's part on a batch with samples ``start`` to ``stop`` of ``total``."""
         if self.rows is None:
             return self
         rows = (start, stop)
