@@ -205,8 +205,7 @@ class Experiment:
         return self._turned(to_host(self._leaf(self.capture.outputs)), self.few, few)
 
     def _at_step(self, whole: Array) -> Array:
-        found: Array = whole[np.arange(len(whole)), self.place(whole)]
-        return found
+        return whole[np.arange(len(whole)), self.place(whole)]
 
     def place(self, whole: Array) -> Array:
         """Return the index of the examined step for each sample, (sample,), in an output (sample, time, ...)."""
@@ -225,8 +224,7 @@ class Experiment:
         own = self._are_steps_of_the_data(call.input.shape[1])
         if not own or (call.direction == "backward" and not self.is_sequence):
             return None
-        ends: Array = self.last[: call.input.shape[0]] - 1
-        return ends
+        return self.last[: call.input.shape[0]] - 1
 
     @cached_property
     def raw(self) -> Array:

@@ -345,8 +345,7 @@ def _numbers(experiment: Experiment) -> Array | None:
     """
     leaf = data.leaves_of(experiment.samples.x)[experiment.samples.sequences[0]]
     if leaf.dtype.kind == "f":
-        flat: Array = leaf.reshape(*leaf.shape[:2], -1)
-        return flat
+        return leaf.reshape(*leaf.shape[:2], -1)
     request = CaptureRequest(gradients=False, weight_grads=False)
     calls = experiment.adapter.capture(experiment.model, Batch(experiment.given(experiment.samples.x)), request).calls
     embedded = to_host(calls[0].input)

@@ -81,15 +81,12 @@ class PredictionTarget:
     def loss(self, prediction: Array) -> Array:
         """Compute the loss (sample,): cross-entropy of probabilities; squared error summed over outputs otherwise."""
         if self.task == "values":
-            error: Array = np.sum((prediction - self.values) ** 2, axis=-1)
-            return error
+            return np.sum((prediction - self.values) ** 2, axis=-1)
         p = np.clip(prediction, _TINY, 1.0)
         if self.task == "classes":
-            entropy: Array = -np.sum(self.values * np.log(p), axis=-1)
-            return entropy
+            return -np.sum(self.values * np.log(p), axis=-1)
         q = np.clip(1 - prediction, _TINY, 1.0)
-        both: Array = -np.sum(self.values * np.log(p) + (1 - self.values) * np.log(q), axis=-1)
-        return both
+        return -np.sum(self.values * np.log(p) + (1 - self.values) * np.log(q), axis=-1)
 
     def constant_loss(self) -> Array:
         """Compute the loss (sample,) of the best prediction that is the same for all samples."""
@@ -156,8 +153,7 @@ class Calibration:
     def apply(self, prediction: Array) -> Array:
         """Rescale a prediction (sample, output)."""
         if self.task == "values":
-            scaled: Array = self.slope * prediction + self.offset
-            return scaled
+            return self.slope * prediction + self.offset
         logs = np.log(np.clip(prediction, _TINY, 1.0))
         if self.task == "classes":
             return _softmax(self.slope * logs + self.offset)
@@ -165,20 +161,17 @@ class Calibration:
 
 
 def _sigmoid(logits: Array) -> Array:
-    found: Array = 1 / (1 + np.exp(-np.clip(logits, -500, 500)))
-    return found
+    return 1 / (1 + np.exp(-np.clip(logits, -500, 500)))
 
 
 def _softmax(logits: Array) -> Array:
     shifted = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    found: Array = shifted / shifted.sum(axis=-1, keepdims=True)
-    return found
+    return shifted / shifted.sum(axis=-1, keepdims=True)
 
 
 def _binary_entropy(values: Array, prediction: Array) -> Array:
     p = np.clip(prediction, _TINY, 1 - _TINY)
-    found: Array = -(values * np.log(p) + (1 - values) * np.log(1 - p))
-    return found
+    return -(values * np.log(p) + (1 - values) * np.log(1 - p))
 
 
 def read_target(y: Any, raw: Array, step: int | None, task: str | None, loss: Any) -> PredictionTarget:

@@ -256,8 +256,7 @@ class Samples:
 
 
 def _index(array: Array, ndim: int) -> Array:
-    expanded: Array = array[(slice(None), slice(None), *([None] * (ndim - 2)))]
-    return expanded
+    return array[(slice(None), slice(None), *([None] * (ndim - 2)))]
 
 
 def read_samples(x: Any, y: Any, most: int, orient: Orient | None = None) -> Samples:

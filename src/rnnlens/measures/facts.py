@@ -16,8 +16,7 @@ def unit_spread(states: Array, mask: Array | None = None) -> Array:
     """Compute the standard deviation of each unit over samples and real steps: (sample, time, unit) to (unit,)."""
     values = np.asarray(states, dtype=np.float64)
     rows = values.reshape(-1, values.shape[-1]) if mask is None else values[np.asarray(mask, dtype=bool)]
-    spread: Array = rows.std(axis=0) if len(rows) else np.zeros(values.shape[-1])
-    return spread
+    return rows.std(axis=0) if len(rows) else np.zeros(values.shape[-1])
 
 
 def dead_units(states: Array, mask: Array | None = None) -> Array:
@@ -29,8 +28,7 @@ def dead_units(states: Array, mask: Array | None = None) -> Array:
     reference = float(np.median(spread))
     if reference <= DEAD * float(spread.max(initial=0.0)):
         reference = float(spread.max(initial=0.0))
-    dead: Array = spread <= DEAD * reference
-    return dead
+    return spread <= DEAD * reference
 
 
 def gate_timescale(forget: Array, mask: Array | None = None) -> Array:
@@ -73,8 +71,7 @@ def constant_features(x: Array) -> Array:
     The test is max == min, because a standard deviation in float32 is not exactly 0.
     """
     values = np.asarray(x)
-    constant: Array = values.max(axis=(0, 1)) == values.min(axis=(0, 1))
-    return constant
+    return values.max(axis=(0, 1)) == values.min(axis=(0, 1))
 
 
 def static_share(x: Array) -> float:

@@ -101,8 +101,7 @@ class Points:
 
         Stable points are fixed, have all eigenvalues inside the unit circle, and lie on no curve of fixed points.
         """
-        result: Array = np.array([kind == "stable" for kind in self.kinds], dtype=bool)
-        return result
+        return np.array([kind == "stable" for kind in self.kinds], dtype=bool)
 
     @property
     def kinds(self) -> list[str]:

@@ -62,8 +62,7 @@ def total_variance(prediction: Array) -> float:
 def squared_change(prediction: Array, swapped: Array) -> Array:
     """Compute |f(x^(k)) - f(x)|^2 for each sample, (sample,), from two predictions (sample, unit)."""
     difference = np.asarray(swapped, dtype=np.float64) - np.asarray(prediction, dtype=np.float64)
-    change: Array = np.sum(difference**2, axis=-1)
-    return change
+    return np.sum(difference**2, axis=-1)
 
 
 def use(prediction: Array, swapped: Array) -> float:
@@ -108,8 +107,7 @@ def score(target: Array, prediction: Array) -> Array:
     target, prediction : (sample, unit)
     """
     target = np.asarray(target, dtype=np.float64)
-    contributions: Array = np.sum((target - target.mean(axis=0)) * np.asarray(prediction, dtype=np.float64), axis=-1)
-    return contributions
+    return np.sum((target - target.mean(axis=0)) * np.asarray(prediction, dtype=np.float64), axis=-1)
 
 
 def benefit(target: Array, prediction: Array, swapped: Array) -> float:

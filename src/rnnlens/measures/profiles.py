@@ -31,8 +31,7 @@ def own_peak(norms: Array) -> Array:
     norms = np.asarray(norms, dtype=np.float64)
     norms = np.where(np.isinf(norms), 0.0, norms)
     peak = np.nan_to_num(norms).max(axis=1, keepdims=True)
-    kept: Array = (norms / np.where(peak > 0, peak, 1.0))[peak[:, 0] > 0]
-    return kept
+    return (norms / np.where(peak > 0, peak, 1.0))[peak[:, 0] > 0]
 
 
 def share_of_peak(profiles: Array) -> Array:
@@ -40,8 +39,7 @@ def share_of_peak(profiles: Array) -> Array:
     values = np.asarray(profiles, dtype=np.float64)
     finite = np.where(np.isfinite(values), values, np.nan)
     peak = np.fmax.reduce(np.where(finite > 0, finite, np.nan), axis=1, keepdims=True)
-    shares: Array = finite / peak
-    return shares
+    return finite / peak
 
 
 def band(norms: Array) -> Band:
@@ -75,8 +73,7 @@ def attribution(gradient: Array, x: Array) -> Array:
     Sobol, Kucherenko 2009, doi:10.1016/j.matcom.2009.01.023: an upper bound of the total index up to a constant.
     """
     spread = np.asarray(x, dtype=np.float64).std(axis=0)
-    scores: Array = np.sum((np.asarray(gradient, dtype=np.float64) * spread) ** 2, axis=-1)
-    return scores
+    return np.sum((np.asarray(gradient, dtype=np.float64) * spread) ** 2, axis=-1)
 
 
 def input_sensitivity(gradient: Array, x: Array) -> Array:
@@ -85,8 +82,7 @@ def input_sensitivity(gradient: Array, x: Array) -> Array:
     It is the square root of :func:`attribution`: the effect on the prediction of a change of usual size at that step. A
     feature that does not vary over samples at a step adds nothing, however large its gradient is.
     """
-    found: Array = np.sqrt(attribution(gradient, x))
-    return found
+    return np.sqrt(attribution(gradient, x))
 
 
 def attributed_memory(scores: Array, share: float = 0.95) -> int:
@@ -107,16 +103,14 @@ def by_own_peak(values: Array) -> Array:
     """
     values = np.asarray(values, dtype=np.float64)
     peak = sample_peaks(values).reshape(-1, *[1] * (values.ndim - 1))
-    shape: Array = values / np.where(peak > 0, peak, np.nan)
-    return shape
+    return values / np.where(peak > 0, peak, np.nan)
 
 
 def sample_peaks(values: Array) -> Array:
     """Return the largest finite magnitude of each sample, (sample, ...) to (sample,); 0 if there is none."""
     values = np.asarray(values, dtype=np.float64)
     flat = values.reshape(len(values), -1)
-    peaks: Array = np.where(np.isfinite(flat), np.abs(flat), 0.0).max(axis=1, initial=0.0)
-    return peaks
+    return np.where(np.isfinite(flat), np.abs(flat), 0.0).max(axis=1, initial=0.0)
 
 
 def rms_of_shapes(values: Array, where: Array | None = None) -> Array:
@@ -137,8 +131,7 @@ def rms_of_shapes(values: Array, where: Array | None = None) -> Array:
         return np.where(counted.any(axis=0), 0.0, np.nan)
     squares = np.where(counted, by_own_peak(values) ** 2, 0.0)[kept].sum(axis=0)
     count = counted[kept].sum(axis=0)
-    found: Array = np.sqrt(squares / np.where(count > 0, count, np.nan))
-    return found
+    return np.sqrt(squares / np.where(count > 0, count, np.nan))
 
 
 def peak_band(norms: Array, where: Array | None = None) -> Band:
@@ -200,8 +193,7 @@ def typical_first(losses: Array) -> Array:
     losses = np.asarray(losses, dtype=np.float64)
     order = np.argsort(np.where(np.isfinite(losses), losses, np.inf), kind="stable")
     middle = (int(np.isfinite(losses).sum()) - 1) // 2
-    found: Array = order[np.argsort(np.abs(np.arange(len(order)) - middle), kind="stable")]
-    return found
+    return order[np.argsort(np.abs(np.arange(len(order)) - middle), kind="stable")]
 
 
 def lorenz(values: Array) -> Array:
@@ -213,8 +205,7 @@ def lorenz(values: Array) -> Array:
     values = np.asarray(values, dtype=np.float64)
     ordered = np.sort(values[np.isfinite(values)])
     reached = np.concatenate([[0.0], np.cumsum(ordered)])
-    share: Array = reached / (reached[-1] or 1.0)
-    return share
+    return reached / (reached[-1] or 1.0)
 
 
 def carriers(values: Array, share: float = 0.5) -> float:
@@ -276,14 +267,12 @@ def lag_shares(norms: Array, *, runs_back: bool = False) -> Array:
     norms = np.asarray(norms, dtype=np.float64)
     reached = np.cumsum(norms if runs_back else norms[::-1], axis=0)
     total = reached[-1]
-    shares: Array = (reached / np.where(total > 0, total, np.nan)).T
-    return shares
+    return (reached / np.where(total > 0, total, np.nan)).T
 
 
 def input_totals(norms: Array) -> Array:
     """Sum norms over output steps: (..., out_time, in_time) to (..., in_time)."""
-    totals: Array = np.asarray(norms, dtype=np.float64).sum(axis=-2)
-    return totals
+    return np.asarray(norms, dtype=np.float64).sum(axis=-2)
 
 
 def kept_by_gates(forget: Array, mask: Array | None = None) -> Array:
@@ -295,11 +284,9 @@ def kept_by_gates(forget: Array, mask: Array | None = None) -> Array:
     values = np.asarray(forget, dtype=np.float64)
     if mask is not None:
         values = np.where(np.asarray(mask, dtype=bool)[..., None], values, 1.0)
-    kept: Array = np.cumprod(values, axis=1)
-    return kept
+    return np.cumprod(values, axis=1)
 
 
 def own_diagonal(jacobian: Array) -> Array:
     """Return the derivative of each unit's state by its own initial state: (..., unit, unit) to (..., unit)."""
-    found: Array = np.diagonal(np.asarray(jacobian), axis1=-2, axis2=-1)
-    return found
+    return np.diagonal(np.asarray(jacobian), axis1=-2, axis2=-1)

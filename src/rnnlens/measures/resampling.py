@@ -33,8 +33,7 @@ def resampling_weights(
     """
     rng = np.random.default_rng(seed)
     if order is None or samples < 2 * block:
-        weights: Array = rng.multinomial(samples, np.full(samples, 1 / samples), size=resamples) / samples
-        return weights
+        return rng.multinomial(samples, np.full(samples, 1 / samples), size=resamples) / samples
     blocks = -(-samples // block)
     begun = rng.multinomial(blocks, np.full(samples, 1 / samples), size=resamples)
     covered = sum(np.roll(begun, shift, axis=1) for shift in range(block))
@@ -47,8 +46,7 @@ def resampled_variance(prediction: Array, weights: Array) -> Array:
     """Compute the variance of a prediction (sample, unit), summed over units, in each resample: (resample,)."""
     values = np.asarray(prediction, dtype=np.float64)
     values = values - values.mean(axis=0)
-    variance: Array = np.maximum((weights @ values**2 - (weights @ values) ** 2).sum(axis=-1), 0.0)
-    return variance
+    return np.maximum((weights @ values**2 - (weights @ values) ** 2).sum(axis=-1), 0.0)
 
 
 def interval(values: Sequence[float] | Array, confidence: float = 0.95) -> tuple[float, float]:

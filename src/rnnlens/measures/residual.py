@@ -286,8 +286,7 @@ def _proportional(one: Array, other: Array) -> Array:
     """Return for each sample whether two windows (sample, time, feature) are equal up to scale and offset."""
     a, b = (part - part.mean(axis=1, keepdims=True) for part in (one, other))
     sizes = np.sqrt((a**2).sum(axis=1) * (b**2).sum(axis=1))
-    alike: Array = ((np.sum(a * b, axis=1) > 0.9999 * sizes) & (sizes > 0)).all(axis=1)
-    return alike
+    return ((np.sum(a * b, axis=1) > 0.9999 * sizes) & (sizes > 0)).all(axis=1)
 
 
 def _in_line(after: Array) -> list[int]:

@@ -73,8 +73,7 @@ def effective_state_size(decay: Array, write: Array, read: Array, step: int, *, 
         reads.append(read[t] * carried)
     block = np.stack(reads, axis=-2) @ np.moveaxis(np.stack(wrote, axis=-2), -1, -2)
     values = np.linalg.svd(block, compute_uv=False)
-    found: Array = (values > rtol * values[..., :1]).sum(axis=-1)
-    return found
+    return (values > rtol * values[..., :1]).sum(axis=-1)
 
 
 def decay_products(decay: Array, at: int, lags: Sequence[int]) -> Array:

@@ -78,8 +78,7 @@ def _growth(run: Replay, moduli: Array, count: int, burnt: int) -> Array:
     order = list(run.steps())[burnt:]
     logs = np.log(np.maximum(np.asarray(moduli, dtype=np.float64)[:, order], 1e-300))
     largest = np.argsort(-logs.mean(axis=1), axis=1)[:, None, :count]
-    found: Array = np.take_along_axis(logs, largest, axis=2).swapaxes(0, 1)
-    return found
+    return np.take_along_axis(logs, largest, axis=2).swapaxes(0, 1)
 
 
 def step_eigenvalues(run: Replay, steps: Sequence[int]) -> Array:
@@ -122,8 +121,7 @@ def effective_rank(matrix: Array) -> Array:
     values = np.linalg.svd(np.asarray(matrix, dtype=np.float64), compute_uv=False)
     total = values.sum(axis=-1, keepdims=True)
     share = values / np.where(total > 0, total, 1.0)
-    rank: Array = np.exp(-np.sum(np.where(share > 0, share * np.log(np.where(share > 0, share, 1.0)), 0.0), axis=-1))
-    return rank
+    return np.exp(-np.sum(np.where(share > 0, share * np.log(np.where(share > 0, share, 1.0)), 0.0), axis=-1))
 
 
 @dataclass(frozen=True)

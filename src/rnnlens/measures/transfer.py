@@ -53,8 +53,7 @@ class Transfer:
     @property
     def _reached(self) -> Array:
         """Whether any sample reaches each lag, (lag,) of bool."""
-        reached: Array = ~np.isnan(self.log_ratio).all(axis=1)
-        return reached
+        return ~np.isnan(self.log_ratio).all(axis=1)
 
     @property
     def growth(self) -> float:
@@ -85,8 +84,7 @@ class Transfer:
         """Return logarithms of the state transfer, (lag, sample), for lags that at least half of the samples reach."""
         reached = (~np.isnan(self.log_ratio)).sum(axis=0)
         count = int(np.median(reached))
-        kept: Array = self.log_ratio[:count, reached >= count]
-        return kept
+        return self.log_ratio[:count, reached >= count]
 
 
 def state_spread(run: Replay) -> list[Array]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from array_api_compat import is_torch_namespace
 
-from .arrays import Array, Namespace
+from ..typing import Array, Namespace
 
 _SELU_ALPHA = 1.6732632423543772848170429916717
 _SELU_SCALE = 1.0507009873554804934193349852946

@@ -19,7 +19,7 @@ from typing import cast
 
 import numpy as np
 
-from .arrays import Array, Namespace
+from ..typing import Array, Namespace
 from .cells import StepCell, affine
 from .parallel import for_each, large_parts, still_wanted, walk_parts
 from .replay import Replay
@@ -81,7 +81,7 @@ def _columns_first(weight: Array) -> Array:
 def _sweep(run: Replay, direct: Sequence[Array | None], carry: tuple[Array, ...], out: Adjoint) -> None:
     """Run BPTT from the last step of the recurrence to the first, and write the gradients to ``out``."""
     xp, cell, record = run.xp, run.cell, run.known_record
-    gate_grad = cast(Array, out.gate_grad)
+    gate_grad: Array = out.gate_grad
     for t in run.steps(reverse=True):
         still_wanted()
         carry = carry if run.received is None else _passed_on(run, carry, t)
@@ -146,7 +146,7 @@ def per_state(cotangent: Array | Sequence[Array | None], count: int) -> tuple[Ar
     """Return a tuple with one direct gradient or None per state; a single array belongs to the first state."""
     if isinstance(cotangent, (tuple, list)):
         return tuple(cotangent)
-    return (cast(Array, cotangent), *([None] * (count - 1)))
+    return (cotangent, *([None] * (count - 1)))
 
 
 def final_or_zero(run: Replay, final: Sequence[Array] | None) -> tuple[Array, ...]:
@@ -233,7 +233,8 @@ def _as_produced(run: Replay, returned: tuple[Array, ...], output: Array) -> tup
 def _weight_gradients_by_framework(run: Replay, result: Adjoint, by_time: bool) -> dict[str, Array]:
     """Return dL/dW of a cell run by the framework, by its weight names; with a leading time axis if ``by_time``."""
     xp, before = run.xp, run.states_before()
-    grads, output = result.returned_grads or result.state_grads, cast(Array, result.output_cotangent)
+    grads = result.returned_grads or result.state_grads
+    output: Array = result.output_cotangent
     if run.mask is not None:
         real = run.mask[:, :, None]
         grads = tuple(xp.where(real, g, xp.zeros_like(g)) for g in grads)

@@ -1,4 +1,4 @@
-"""Types for arrays of NumPy or torch and their namespaces, and in-place arithmetic.
+"""Arrays of NumPy or torch: one step of many, their namespace, and in-place arithmetic.
 
 A sweep repeats the same few operations hundreds of times on the same shapes, so that allocating results would cost more
 than computing them. The operations of :class:`Workspace` write to memory of the caller. Only this class uses functions
@@ -8,93 +8,15 @@ that a single library has.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol, Self
+from typing import Any
 
 import numpy as np
 from array_api_compat import array_namespace, is_numpy_namespace, is_torch_namespace
 
+from ..typing import Array, Namespace
 from .parallel import for_each, row_parts
-
-
-class Array(Protocol):
-    """An array of any library, with the attributes and operators that this package uses.
-
-    Indexing and arithmetic return arrays of the same library; in-place arithmetic writes to the array itself.
-    """
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Number of entries along each axis."""
-
-    @property
-    def ndim(self) -> int:
-        """Number of axes."""
-
-    @property
-    def dtype(self) -> Any:
-        """Data type, an object of the array's library."""
-
-    @property
-    def T(self) -> Self:  # noqa: N802
-        """Transposed matrix."""
-
-    def sum(self, axis: int = ..., /) -> Self:
-        """Sum over one axis, or over all axes."""
-
-    def any(self, axis: int = ..., /) -> Self:
-        """Return whether any entry along one axis, or all axes, is true."""
-
-    def all(self) -> Self:
-        """Return whether all entries are true."""
-
-    def __getitem__(self, key: Any, /) -> Self: ...
-    def __setitem__(self, key: Any, value: Any, /) -> None: ...
-    def __iter__(self) -> Iterator[Self]: ...
-    def __len__(self) -> int: ...
-    def __float__(self) -> float: ...
-    def __bool__(self) -> bool: ...
-    def __neg__(self) -> Self: ...
-    def __invert__(self) -> Self: ...
-    def __add__(self, other: Any, /) -> Self: ...
-    def __radd__(self, other: Any, /) -> Self: ...
-    def __iadd__(self, other: Any, /) -> Self: ...
-    def __sub__(self, other: Any, /) -> Self: ...
-    def __rsub__(self, other: Any, /) -> Self: ...
-    def __isub__(self, other: Any, /) -> Self: ...
-    def __mul__(self, other: Any, /) -> Self: ...
-    def __rmul__(self, other: Any, /) -> Self: ...
-    def __imul__(self, other: Any, /) -> Self: ...
-    def __truediv__(self, other: Any, /) -> Self: ...
-    def __rtruediv__(self, other: Any, /) -> Self: ...
-    def __pow__(self, other: Any, /) -> Self: ...
-    def __matmul__(self, other: Any, /) -> Self: ...
-    def __and__(self, other: Any, /) -> Self: ...
-    def __or__(self, other: Any, /) -> Self: ...
-    def __eq__(self, other: Any, /) -> Self: ...  # type: ignore[override]
-    def __ne__(self, other: Any, /) -> Self: ...  # type: ignore[override]
-    def __lt__(self, other: Any, /) -> Self: ...
-    def __le__(self, other: Any, /) -> Self: ...
-    def __gt__(self, other: Any, /) -> Self: ...
-    def __ge__(self, other: Any, /) -> Self: ...
-
-
-class Namespace(Protocol):
-    """Array-API namespace of one library. Functions return arrays, except those declared here."""
-
-    linalg: Any
-    finfo: Any
-    float32: Any
-    float64: Any
-    int8: Any
-    int64: Any
-    nn: Any
-    no_grad: Any
-    __name__: str
-
-    def __getattr__(self, name: str, /) -> Callable[..., Array]: ...
 
 
 def at_step(values: Array, samples: slice, t: int) -> Array:
@@ -105,8 +27,7 @@ def at_step(values: Array, samples: slice, t: int) -> Array:
 
 def namespace(*arrays: Array) -> Namespace:
     """Return the array-API namespace of the arrays' library."""
-    found: Namespace = array_namespace(*arrays)
-    return found
+    return array_namespace(*arrays)
 
 
 @dataclass(frozen=True)

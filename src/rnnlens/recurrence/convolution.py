@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
-from .arrays import Array, Namespace
+from ..typing import Array, Namespace
 
 
 @dataclass(frozen=True)

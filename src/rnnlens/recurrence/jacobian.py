@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import Array, at_step
+from ..typing import Array
+from .arrays import at_step
 from .linear import LinearStep, System, state_columns, walk
 from .sweep_reverse import BlockedSweep, ReverseSweep, plan_blocks
 from .sweep_rows import BLOCK_BUDGET, FLUSH_EVERY, Cost, Pruning, RowSink, RowSource, Taps, Units, elements

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import Array
+from ..typing import Array
 from .cells import affine
 from .replay import Replay
 from .trajectory import Adjoint

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import Array, Workspace, namespace
+from ..typing import Array
+from .arrays import Workspace, namespace
 
 
 def frobenius(block: Array) -> Array:

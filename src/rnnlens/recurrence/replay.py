@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 from array_api_compat import array_namespace, device
 
 from ..errors import UnsupportedError, no_function_of_its_own
-from .arrays import Array, Namespace
+from ..typing import Array, Namespace
 from .cells import Cell, StepCell
 from .linear import System
 from .parallel import for_each, sample_chunks
@@ -73,7 +73,7 @@ class Replay(Trajectory):
             )
             run.reset = resets
             if call.returns_sequences:
-                output = cast(Array, run.step_output)
+                output = run.step_output
                 run.residual = residual(output, call.output, call.mask, xp)
                 refuse_another_function(call, _at_first_step(run, output, call))
                 return run

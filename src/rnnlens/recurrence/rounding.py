@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from array_api_compat import device
 
-from .arrays import Array
+from ..typing import Array
 from .replay import Replay, distance, replay, replay_custom
 from .trajectory import Adjoint, Scales
 
@@ -82,8 +82,7 @@ def _at_the_start(run: Replay, result: Adjoint) -> float:
 
 def _flat(array: Array, xp: Any) -> Array:
     """Join the axes behind time: (sample, time, ...) to (sample, time, n)."""
-    flat: Array = xp.reshape(array, (*array.shape[:2], -1))
-    return flat
+    return xp.reshape(array, (*array.shape[:2], -1))
 
 
 def _largest_row(kernel: Array | None, xp: Any) -> float:
@@ -135,6 +134,6 @@ def one_rounding(xp: Any, unit: float | None = None) -> Callable[[Array], Array]
     def moved(array: Array) -> Array:
         signs = 2.0 * random.integers(0, 2, size=tuple(array.shape)) - 1.0
         like = xp.asarray(signs, dtype=array.dtype, device=device(array))
-        return cast(Array, array * (1.0 + like * (unit or float(xp.finfo(array.dtype).eps))))
+        return array * (1.0 + like * (unit or float(xp.finfo(array.dtype).eps)))
 
     return moved

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from .arrays import Array, namespace
+from ..typing import Array
+from .arrays import namespace
 
 #: Number of steps of a chunk: coefficients and states of one chunk are in memory at once.
 CHUNK = 32
@@ -103,8 +104,7 @@ class SequenceCell:
 
     def writes(self) -> Array:
         """Return W_t (sample, time, *axes)."""
-        found: Array = _product(self.write)
-        return found
+        return _product(self.write)
 
     def start(self) -> Array:
         """Return S before the first step, (sample, *axes)."""
@@ -112,7 +112,7 @@ class SequenceCell:
             return self.initial
         xp, like = namespace(self.write[0]), self.write[0]
         sizes = (self.shape[0], *self.shape[2:])
-        return xp.zeros(sizes, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined]
+        return xp.zeros(sizes, dtype=like.dtype, device=like.device)
 
 
 def run(cell: SequenceCell, start: Array) -> tuple[Array, Array]:

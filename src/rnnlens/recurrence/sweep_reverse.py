@@ -18,7 +18,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .arrays import Array, Workspace
+from ..typing import Array
+from .arrays import Workspace
 from .linear import LinearStep, System, state_columns, walk
 from .sweep_rows import BLOCK_BUDGET, FLUSH_EVERY, Cost, Pruning, RowSink, RowSource, Taps, elements
 from .trajectory import steps

@@ -18,7 +18,8 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
-from .arrays import Array, Workspace, at_step
+from ..typing import Array
+from .arrays import Workspace, at_step
 from .linear import Pattern
 
 #: Bytes of product matrices in memory at a time.

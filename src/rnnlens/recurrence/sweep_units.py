@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import Array, namespace
+from ..typing import Array
+from .arrays import namespace
 from .linear import LinearStep, Pattern, System
 from .reductions import Collector, frobenius, total
 from .sweep_reverse import ReverseSweep
@@ -170,8 +171,7 @@ class UnitRows:
 def _squares(values: Array) -> Array:
     """Sum squares over units: (sample, group, unit) to (sample, group)."""
     if isinstance(values, np.ndarray):
-        found: Array = np.einsum("bgu,bgu->bg", values, values)
-        return found
+        return np.einsum("bgu,bgu->bg", values, values)
     return namespace(values).sum(values * values, axis=2)
 
 

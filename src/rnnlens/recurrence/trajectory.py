@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Self
 
-from .arrays import Array, Namespace
+from ..typing import Array, Namespace
 
 
 class Scales(NamedTuple):

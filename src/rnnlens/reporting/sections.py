@@ -126,8 +126,7 @@ def _fewer_features(values: Array, material: Material) -> Array:
     note = f"The input is drawn by {_FEATURES} of its {values.shape[-1]} features, those that vary most."
     if note not in material.left_out:
         material.left_out.append(note)
-    kept: Array = values[:, :, np.sort(np.argsort(spread)[::-1][:_FEATURES])]
-    return kept
+    return values[:, :, np.sort(np.argsort(spread)[::-1][:_FEATURES])]
 
 
 def _of_tracks(material: Material, shown: ShownSamples) -> list[Section]:

@@ -108,8 +108,7 @@ def _track(name: str, dataset: xr.Dataset, direction: str) -> Track:
 
 def norms(values: Array) -> Array:
     """Return the norm over units, (sample, time), of (sample, time, unit), in float64."""
-    size: Array = safe_norm(np.asarray(values, dtype=np.float64), axis=-1)
-    return size
+    return safe_norm(np.asarray(values, dtype=np.float64), axis=-1)
 
 
 def sort_keys(track: Track, kernels: Array | None) -> dict[str, Array]:
@@ -160,8 +159,7 @@ def binned(values: Array, width: int, *, size: bool = False) -> Array:
     peak = np.maximum.reduceat(np.abs(values), starts, axis=1)  # scaling prevents under- and overflow of squares
     unit = np.where(np.isfinite(peak) & (peak > 0), peak, 1.0)
     share = values / np.repeat(unit, counts.ravel(), axis=1)
-    mean: Array = np.sqrt(np.add.reduceat(share**2, starts, axis=1) / counts) * unit
-    return mean
+    return np.sqrt(np.add.reduceat(share**2, starts, axis=1) / counts) * unit
 
 
 def quartiles(curves: Array) -> Array:

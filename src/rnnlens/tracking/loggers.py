@@ -108,8 +108,7 @@ def _drawn(rows: list[Array]) -> Array:
     shades = np.clip(1 + image / DECADES, 0.0, 1.0)
     colours = colormaps["magma"](np.ma.masked_invalid(np.where(np.isneginf(image), 0.0, shades)), bytes=True)[..., :3]
     high, wide = (max(1, -(-PIXELS // size)) for size in image.shape)
-    pixels: Array = np.repeat(np.repeat(colours, high, axis=0), wide, axis=1)
-    return pixels
+    return np.repeat(np.repeat(colours, high, axis=0), wide, axis=1)
 
 
 class TensorBoard:

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from array_api_compat import device
 
+from ...typing import Array, Namespace
 from ..activations import ACTIVATIONS
-from ..arrays import Array, Namespace, Workspace, namespace
+from ..arrays import Workspace, namespace
 from ..linear import ProductSteps, ProductSystem
 from ..trajectory import Trajectory, scale_of_samples
 
@@ -160,7 +161,7 @@ class GateSystem(TrajectorySystem):
         sides = (cell.recurrent_kernel, cell.kernel)
         turned = [[columns(kernel, g, len(cell.gates)).T for g in range(len(cell.gates))] for kernel in sides]
         if self.work.is_numpy:
-            turned = [[np.ascontiguousarray(kernel) for kernel in kernels] for kernels in turned]  # type: ignore[misc]
+            turned = [[np.ascontiguousarray(kernel) for kernel in kernels] for kernels in turned]
         self.into_state, self.into_input = turned
 
     def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> ProductSteps:

@@ -333,8 +333,7 @@ class Cell:
             return before, *cell.taken(np.broadcast_to(projected, (len(s), projected.shape[1])), before, None, np)
 
         def step(s: Array) -> Array:
-            joined: Array = np.concatenate(taken(s)[2], axis=1)
-            return joined
+            return np.concatenate(taken(s)[2], axis=1)
 
         def jacobian(s: Array) -> Array:
             before, record, after = taken(s)
@@ -342,8 +341,7 @@ class Cell:
             rows = [np.broadcast_to(b, (len(s), *b.shape[1:])) for b in basis]
             wide = [b[:, None] for b in before], [a[:, None] for a in after]
             pulled: tuple[Any, ...] = cell.pull_back(spread, *wide, rows, None, np)[1]
-            joined: Array = np.concatenate(pulled, axis=2)
-            return joined
+            return np.concatenate(pulled, axis=2)
 
         return step, jacobian
 

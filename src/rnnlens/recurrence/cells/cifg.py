@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from ...typing import Array, Namespace
 from ...vocabulary import BIAS, KERNEL, RECURRENT_BIAS, RECURRENT_KERNEL
 from ..activations import ACTIVATIONS
-from ..arrays import Array, Namespace
 from ..trajectory import Adjoint, Record, Trajectory
 from . import affine
 from .affine import Pulled
@@ -111,7 +110,7 @@ class CIFG(Cell):
 
     def gate_gradient(self, run: Trajectory, result: Adjoint) -> Array:
         """Return dL/df = dL/dc (c_{t-1} - g), dL/dg = dL/dc (1 - f) and dL/do = dL/dh act(c), with total gradients."""
-        gates: Any = run.gates
+        gates = run.known_record.gates
         by_hidden, by_cell = result.state_grads
         squashed = ACTIVATIONS[self.activation].value(run.states[1], run.xp)
         parts = [by_cell * (run.before(1) - gates[:, :, 1]), by_cell * (1 - gates[:, :, 0]), by_hidden * squashed]

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 from ...errors import UnsupportedError
+from ...typing import Array, Namespace
 from ...vocabulary import BIAS_BY_CHANNEL, CHANNEL, FEATURE, GATE, SPACE, Quantity
-from ..arrays import Array, Namespace
 from ..convolution import Window, convolve, convolve_back, kernel_gradient
 from ..linear import System
 from ..trajectory import Adjoint, Trajectory

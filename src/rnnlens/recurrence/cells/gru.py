@@ -13,9 +13,9 @@ from typing import Any
 
 from array_api_compat import array_namespace
 
+from ...typing import Array, Namespace
 from ...vocabulary import BIAS, KERNEL, RECURRENT_BIAS, RECURRENT_KERNEL
 from ..activations import ACTIVATIONS
-from ..arrays import Array, Namespace
 from ..linear import ProductSteps, System
 from ..trajectory import Adjoint, Record, Trajectory
 from . import affine
@@ -87,8 +87,7 @@ class GRU(Cell):
     def project(self, x: Array, scale: Array | None, xp: Namespace) -> Array:
         """Compute the input side of all gates, without a recurrent bias that the reset gate multiplies."""
         if not self.reset_after:
-            whole: Array = super().project(x, scale, xp)
-            return whole
+            return super().project(x, scale, xp)
         z = affine.project(x, self.kernel, scale, _GATES, xp)
         if self.bias is not None:
             z += self.bias
@@ -195,7 +194,7 @@ class GRU(Cell):
 
     def gate_gradient(self, run: Trajectory, result: Adjoint) -> Array:
         """Return dL/du = dL/dh (h_{t-1} - n), dL/dn = dL/dh (1 - u), and dL/dr through n."""
-        gates: Any = run.gates
+        gates = run.known_record.gates
         update, candidate = gates[:, :, 0], gates[:, :, 2]
         by_hidden, before = result.state_grads[0], run.before(0)
         by_candidate_input: Any = result.gate_grad[:, :, 2]  # type: ignore[index]
@@ -311,8 +310,7 @@ def gru_torch(named: Mapping[str, Array]) -> dict[str, Array]:
     def ordered(array: Any) -> Array:
         xp, size = array_namespace(array), array.shape[0] // 3
         reset, update, candidate = (array[k * size : (k + 1) * size] for k in range(3))
-        joined: Array = xp.concat([update, reset, candidate], axis=0)
-        return joined
+        return xp.concat([update, reset, candidate], axis=0)
 
     names = {"weight_ih": "kernel", "weight_hh": "recurrent_kernel", "bias_ih": "bias", "bias_hh": "recurrent_bias"}
     found = {name: ordered(named[key]) for key, name in names.items() if key in named}

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from array_api_compat import array_namespace
 
+from ...typing import Array, Namespace
 from ...vocabulary import FEATURE, Quantity
-from ..arrays import Array, Namespace, Workspace
+from ..arrays import Workspace
 from ..linear import ComplexDiagonal, Kernels, StructuredSystem, System
 from ..trajectory import Adjoint, Record, Trajectory
 from . import affine
@@ -113,8 +113,7 @@ class LRU(Cell):
         xp, flat = run.xp, flat_gate_grad(run, result, times)
         into = affine.outer(run.input[:, times, :], flat * self._scales(xp), run.input_scale, 1, how, xp)
         real, imaginary = self._halves(into)
-        record: Any = run.record
-        by_scale = self._halves(affine.total(flat * record.preactivation[:, times, 0, :], how, xp))
+        by_scale = self._halves(affine.total(flat * run.known_record.preactivation[:, times, 0, :], how, xp))
         return {"gamma": by_scale[0] + by_scale[1], "input_real": real, "input_imaginary": imaginary}
 
     def recurrent_gradients(

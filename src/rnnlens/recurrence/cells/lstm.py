@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from ...typing import Array, Namespace
 from ...vocabulary import BIAS, KERNEL, PROJECTION, RECURRENT_BIAS, RECURRENT_KERNEL
 from ..activations import ACTIVATIONS
-from ..arrays import Array, Namespace
 from ..linear import ProductSteps, System
 from ..trajectory import Adjoint, Record, Trajectory
 from . import affine
@@ -134,7 +133,7 @@ class LSTM(Cell):
         """Return the gradients of the recurrent kernel and of the projection."""
         grads = of_every_gate(self, run, result, how, times)
         if self.projection is not None:
-            gates: Any = run.gates
+            gates = run.known_record.gates
             hidden_grad = run.at_real_steps(result.state_grads[0])[:, times, :]
             squashed = ACTIVATIONS[self.activation].value(run.states[1][:, times, :], run.xp)
             unprojected = gates[:, times, 3, :] * squashed
@@ -149,7 +148,7 @@ class LSTM(Cell):
 
     def gate_gradient(self, run: Trajectory, result: Adjoint) -> Array:
         """Return dL/di = dL/dc g, dL/df = dL/dc c_{t-1}, dL/dg = dL/dc i, dL/do = dL/dh act(c), of total gradients."""
-        gates: Any = run.gates
+        gates = run.known_record.gates
         by_hidden, by_cell = result.state_grads
         if self.projection is not None:
             by_hidden = by_hidden @ self.projection.T

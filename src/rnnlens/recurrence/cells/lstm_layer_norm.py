@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...typing import Array, Namespace
 from ...vocabulary import BIAS, GATE, KERNEL, RECURRENT_KERNEL, UNIT, Quantity
 from ..activations import ACTIVATIONS
-from ..arrays import Array, Namespace
 from ..trajectory import Adjoint, Record, Trajectory
 from . import affine
 from .affine import Pulled

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...typing import Array, Namespace
 from ...vocabulary import BIAS, KERNEL
 from ..activations import ACTIVATIONS
-from ..arrays import Array, Namespace
 from ..linear import Kernels, System, diagonal
 from ..trajectory import Adjoint, Record, Trajectory
 from . import affine

@@ -71,8 +71,7 @@ class Registration:
         if isinstance(source, str):
             return self._one(name, source, by_name, used)
         parts = [self._one(name, one, by_name, used) for one in source]
-        joined: Array = array_namespace(*parts).concat(parts, axis=-1)
-        return joined
+        return array_namespace(*parts).concat(parts, axis=-1)
 
     def single(self, name: str) -> tuple[str, bool] | None:
         """Return the framework weight behind ``name``, and whether it is transposed; None if joined or computed."""

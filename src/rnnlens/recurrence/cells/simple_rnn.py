@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...typing import Array, Namespace
 from ...vocabulary import BIAS, KERNEL, RECURRENT_BIAS, RECURRENT_KERNEL
 from ..activations import ACTIVATIONS
-from ..arrays import Array, Namespace
 from ..linear import ProductSteps, System
 from ..trajectory import Adjoint, Record, Trajectory
 from . import affine

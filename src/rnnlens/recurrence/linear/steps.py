@@ -21,7 +21,8 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from ..arrays import Array, Workspace
+from ...typing import Array
+from ..arrays import Workspace
 from ..parallel import still_wanted
 
 
@@ -341,5 +342,4 @@ class ProductSystem(System):
 
 def transposed(matrices: Any) -> Array:
     """Transpose (..., n, m) to (..., m, n), as a view."""
-    turned: Array = matrices.mT if hasattr(matrices, "mT") else matrices.swapaxes(-1, -2)
-    return turned
+    return matrices.mT if hasattr(matrices, "mT") else matrices.swapaxes(-1, -2)

@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..arrays import Array, Workspace, at_step, namespace
+from ...typing import Array
+from ..arrays import Workspace, at_step, namespace
 from .steps import LinearStep, Pattern, System
 
 Order = Literal["forward", "backward"]
@@ -235,8 +236,7 @@ class StructuredStep(LinearStep):
 
     def input_matrix(self) -> Array:
         """Return B_t as a dense matrix."""
-        matrix: Array = self.inputs.matrix()
-        return matrix
+        return self.inputs.matrix()
 
 
 class StructuredSystem(System):

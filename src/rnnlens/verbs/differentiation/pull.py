@@ -97,8 +97,7 @@ class SweptWeightGradients:
         by_direction = [f"{source.direction}/{name.key}"] if several or "/" in source.key else []
         for key in (*by_direction, name.key):
             if (str(name.layer), key) in self._swept:
-                total: Array = np.sum(self._swept[str(name.layer), key], axis=0)
-                return total
+                return np.sum(self._swept[str(name.layer), key], axis=0)
         return None
 
 

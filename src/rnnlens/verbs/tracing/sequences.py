@@ -13,11 +13,11 @@ import xarray as xr
 from ...adapters.protocol import LayerInfo, SequenceCall
 from ...arguments import axes_by_name, kept_steps
 from ...errors import InputError, TooLargeError, did_you_mean, shown
-from ...recurrence.arrays import Array
 from ...recurrence.sequence import SequenceChunk, chunks, forward, run, sweep
 from ...results.checks import REPLAY, Check, rounding_bound
 from ...results.schema import layer_dataset, to_host
 from ...settings import current, format_memory
+from ...typing import Array
 from ...vocabulary import SAMPLE, TIME
 from .datasets import TraceSelection
 
