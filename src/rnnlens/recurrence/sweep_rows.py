@@ -203,13 +203,9 @@ class Pruning:
 
     probes = 0
     active = False
+    probes_alive = 0
     group = 1
     dropped = 0
-
-    @property
-    def probes_alive(self) -> int:
-        """Number of probe rows: 0 until the first rows are dropped."""
-        return self.probes if self.active else 0
 
     def note(self, rows: Array, width: int, first: int, stop: int) -> None:
         """Do nothing as rows ``first ... stop - 1`` enter."""
@@ -272,5 +268,5 @@ class Vanished(Pruning):
         if self.active:
             folded = folded + rows[:, stop : stop + self.probes, :width]
         rows[:, keep : keep + self.probes, :width] = folded
-        self.active = True
+        self.active, self.probes_alive = True, self.probes
         self.dropped += stop - keep

@@ -379,7 +379,8 @@ def _part(
     """Return the part between one pair of ends: its route, the chosen mode, and pieces that fit into memory."""
     network = replace(network, of=ends.of, wrt=ends.wrt)
     for one in network.recurrences:
-        _refuse_large_step(one, memory)
+        if (step := one.system.numbers(True) * one.system.work.itemsize) > memory:
+            raise _large_step(one, step, memory)
     direct = direct_route(network, ends) if network.is_cut else None
     if direct is not None:
         if mode == "auto":
@@ -403,17 +404,15 @@ def _part(
     return JacobianPart(route, "reverse", network, ends, None, tuple(pieces), size, place)
 
 
-def _refuse_large_step(recurrence: ReplayedCall, memory: int) -> None:
-    """Raise ``TooLargeError`` if the Jacobian of one step of one sample, as of a convolutional cell, does not fit."""
+def _large_step(recurrence: ReplayedCall, size: int, memory: int) -> TooLargeError:
+    """Return the error for one step of one sample, as of a convolutional cell, whose Jacobian does not fit."""
     system = recurrence.system
-    size = system.numbers(True) * system.work.itemsize
-    if size > memory:
-        raise TooLargeError(
-            f"The Jacobian of one step of {recurrence.call.layer!r} is larger than the memory limit.",
-            got=f"{system.rows} by {system.columns} states: {format_memory(size)}",
-            expected=f"at most {format_memory(memory)} (memory=)",
-            hint="rl.gradients(model, x, of=..., wrt=...) of single outputs needs no such matrix",
-        )
+    return TooLargeError(
+        f"The Jacobian of one step of {recurrence.call.layer!r} is larger than the memory limit.",
+        got=f"{system.rows} by {system.columns} states: {format_memory(size)}",
+        expected=f"at most {format_memory(memory)} (memory=)",
+        hint="rl.gradients(model, x, of=..., wrt=...) of single outputs needs no such matrix",
+    )
 
 
 def _too_large(size: int, memory: int, ends: JacobianEnds) -> TooLargeError:
