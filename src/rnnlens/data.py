@@ -291,14 +291,11 @@ def _as_batch(element: Any, as_numpy: bool) -> DataBatch:
             expected="x, (x, y) or (x, y, sample_weight)",
             hint="put several inputs into one tuple or dict: ((x1, x2), y)",
         )
-    if as_numpy or _is_tf(parts):
+    leaves = [leaf for part in parts for leaf in leaves_of(part)]
+    # Tensors of TensorFlow are always converted, for other engines of Keras.
+    if as_numpy or any(tensors.engine_of(leaf) == "tensorflow" for leaf in leaves):
         parts = tuple(None if part is None else map_leaves(_numpy, part) for part in parts)
     return DataBatch(*parts)
-
-
-def _is_tf(parts: tuple[Any, ...]) -> bool:
-    """Return whether any array is a TensorFlow tensor; these are always converted to NumPy, for other Keras engines."""
-    return any(tensors.engine_of(leaf) == "tensorflow" for part in parts for leaf in leaves_of(part))
 
 
 def _numpy(leaf: Any) -> Any:

@@ -19,7 +19,7 @@ from ..vocabulary import SAMPLE
 from .axes import ModelAxes
 
 #: Largest number of combinations of sample axes that are tried.
-_MOST_WAYS = 64
+_MOST_CHOICES = 64
 _FEW, _MORE = 2, 3
 
 
@@ -50,9 +50,9 @@ def layouts_of_inputs(axes: ModelAxes, template: Batch, x: Any) -> list[Layout |
     if all(layout is not None and layout.sample is not None for layout in stated):
         return list(stated)
     failure: Exception | None = None
-    for way in islice(_ways(leaves, stated), _MOST_WAYS):
+    for layouts in islice(_choices(leaves, stated), _MOST_CHOICES):
         try:
-            few, more = (_run(axes, template, _short(x, way, size)) for size in (_FEW, _MORE))
+            few, more = (_run(axes, template, _short(x, layouts, size)) for size in (_FEW, _MORE))
         except ModelError as error:
             if "recurrent" in str(error):  # nothing to follow: the convention of torch, samples first
                 return None
@@ -61,11 +61,11 @@ def layouts_of_inputs(axes: ModelAxes, template: Batch, x: Any) -> list[Layout |
             failure = failure or error
         else:
             if _only_samples_moved(few, more):
-                return list(way)
+                return list(layouts)
     raise _unknown("input", [tuple(getattr(leaf, "shape", ())) for leaf in leaves], failure)
 
 
-def _ways(leaves: Sequence[Any], stated: Sequence[Layout | None]) -> Iterator[tuple[Layout | None, ...]]:
+def _choices(leaves: Sequence[Any], stated: Sequence[Layout | None]) -> Iterator[tuple[Layout | None, ...]]:
     """Yield every choice of one sample axis per input, None for a packed one, with which all have as many samples."""
     options: list[list[Layout | None]] = []
     for leaf, layout in zip(leaves, stated, strict=True):
@@ -76,15 +76,15 @@ def _ways(leaves: Sequence[Any], stated: Sequence[Layout | None]) -> Iterator[tu
             options.append([None])
         else:
             options.append([_with_samples_on(axis, count) for axis in range(count)])
-    for way in product(*options):
-        if len({data.size_of(leaf, layout) for leaf, layout in zip(leaves, way, strict=True)}) == 1:
-            yield way
+    for layouts in product(*options):
+        if len({data.size_of(leaf, layout) for leaf, layout in zip(leaves, layouts, strict=True)}) == 1:
+            yield layouts
 
 
-def _short(x: Any, way: Sequence[Layout | None], size: int) -> Any:
+def _short(x: Any, layouts: Sequence[Layout | None], size: int) -> Any:
     """Return the inputs cut to ``size`` samples; the first ones repeat if there are fewer."""
-    layouts = iter(way)
-    return data.map_leaves(lambda leaf: _first(leaf, next(layouts), size), x)
+    each = iter(layouts)
+    return data.map_leaves(lambda leaf: _first(leaf, next(each), size), x)
 
 
 def _first(leaf: Any, layout: Layout | None, size: int) -> Any:

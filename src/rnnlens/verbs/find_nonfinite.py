@@ -107,62 +107,62 @@ def find_nonfinite(
     adapter = adapter_for(model)
     has_loss = y is not None or loss is not None
     batch = Batch(x, y, sample_weight, class_weight, loss, training, initial_state, seed)
-    looked = ObservedRun(adapter, model, batch, has_loss, axes)
+    observed = ObservedRun(adapter, model, batch, has_loss, axes)
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # threads of the recurrence have error states of their own
-        origin, notes = _first(looked)
-        reached = () if origin is None else _reached(looked)
-        dataset = {} if origin is None else _way_there(looked, origin)
+        origin, notes = _first(observed)
+        reached = () if origin is None else _reached(observed)
+        dataset = {} if origin is None else _way_there(observed, origin)
     return NonFinite(
         dataset,
         origin=origin,
         reaches=reached,
         looked_at=("data", "weights", "forward", *(("loss", "backward") if has_loss else ())),
         provenance=adapter.provenance(model),
-        notes=[*notes, *_left_out(looked)],
+        notes=[*notes, *_left_out(observed)],
     )
 
 
-def _first(looked: ObservedRun) -> tuple[Origin | None, list[str]]:
+def _first(observed: ObservedRun) -> tuple[Origin | None, list[str]]:
     """Return the origin of the first non-finite number, and notes on non-finite data that affect no result."""
-    weights = next(in_the_weights(looked), None)
+    weights = next(in_the_weights(observed), None)
     if weights is not None:
         return weights, []
-    given = next(in_the_data(looked), None)
+    given = next(in_the_data(observed), None)
     if given is None:
-        return next(_computed(looked), None), []
-    if any(reaches(looked).values()):
+        return next(_computed(observed), None), []
+    if any(reaches(observed).values()):
         return given, []
     note = (
         f"{given.layer} holds {given.value} ({given.sentence}), which does not affect the output: it is masked, "
         "or not used."
     )
-    return next(_computed(looked), None), [note]
+    return next(_computed(observed), None), [note]
 
 
-def _computed(looked: ObservedRun) -> Iterator[Origin]:
-    steps = [in_the_forward_pass(looked)]
-    if looked.has_loss:
-        steps += [in_the_loss(looked), in_the_backward_pass(looked)]
+def _computed(observed: ObservedRun) -> Iterator[Origin]:
+    steps = [in_the_forward_pass(observed)]
+    if observed.has_loss:
+        steps += [in_the_loss(observed), in_the_backward_pass(observed)]
     return chain.from_iterable(steps)
 
 
-def _left_out(looked: ObservedRun) -> list[str]:
-    notes = looked.attempt(lambda: looked.capture.notes) or []
+def _left_out(observed: ObservedRun) -> list[str]:
+    notes = observed.attempt(lambda: observed.capture.notes) or []
     return [note for note in notes if note.startswith(NOT_LOOKED_INTO)]
 
 
-def _reached(looked: ObservedRun) -> tuple[str, ...]:
-    reached = looked.attempt(lambda: reaches(looked)) or {}
+def _reached(observed: ObservedRun) -> tuple[str, ...]:
+    reached = observed.attempt(lambda: reaches(observed)) or {}
     return tuple(name for name, sick in reached.items() if sick)
 
 
-def _way_there(looked: ObservedRun, origin: Origin) -> dict[str, xr.Dataset]:
+def _way_there(observed: ObservedRun, origin: Origin) -> dict[str, xr.Dataset]:
     """Return the largest magnitude at every step of the origin's sample, as a dataset of its recurrent layer."""
     sample = origin.index.get("sample")
     if origin.phase not in ("forward", "backward") or sample is None:
         return {}
-    for node in looked.nodes:
+    for node in observed.nodes:
         for replayed in node.directions:
             if node.name == origin.layer and origin.direction in ("", replayed.call.direction):
                 words = {

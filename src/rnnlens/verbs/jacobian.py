@@ -231,9 +231,9 @@ def _of_batch(
     with open_network(request) as network:
         plan = make_plan(options, network)
         found = execute(JacobianLabels(plan, request.provenance(), request.coordinates, batch.frozen), options.out)
-        looked = (options.measure, options.across, options.sketch, options.reduce is None, batch.frozen)
+        reductions = (options.measure, options.across, options.sketch, options.reduce is None, batch.frozen)
         named = (request.of, request.wrt)
-        certified = options.out is not None or request.needs_certificate("jacobian", batch, named, *looked)
+        certified = options.out is not None or request.needs_certificate("jacobian", batch, named, *reductions)
         claim = claim_of(request, plan, found) if certified else None
     if claim is not None:
         certificate = certify(request, claim)

@@ -213,11 +213,6 @@ def read_one(text: str, known: Catalogue) -> TensorName:
     return found[0]
 
 
-def read_all(texts: Iterable[str], known: Catalogue) -> list[TensorName]:
-    """Resolve several names; each tensor once, in the given order."""
-    return list(dict.fromkeys(name for text in texts for name in read(text, known)))
-
-
 def refuse_lone_output(names: Sequence[TensorName], count: int) -> None:
     """Raise for ``"output"`` of a model with several outputs, since the name is ambiguous."""
     if any(name.text == "output" for name in names):

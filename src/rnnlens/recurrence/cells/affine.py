@@ -272,10 +272,10 @@ class UnitVectorSystem(TrajectorySystem):
         """Return Jacobians of the states after each step by those that it produces; the identity at masked steps."""
         xp, lead = self.run.xp, self.run.states[0][at].shape[:2]
         blocks = [(len(rows), self._flat(self._pulled(at, rows)[2])) for rows in self._blocks(at)]
-        made = xp.concat([xp.reshape(block, (*lead, count, self.rows)) for count, block in blocks], axis=2)
+        produced = xp.concat([xp.reshape(block, (*lead, count, self.rows)) for count, block in blocks], axis=2)
         if self.run.mask is None:
-            return made
-        return xp.where(self.run.mask[at][:, :, None, None], made, self.work.eye(self.rows))
+            return produced
+        return xp.where(self.run.mask[at][:, :, None, None], produced, self.work.eye(self.rows))
 
 
 def _spread(array: Array, rows: int, xp: Namespace) -> Array:

@@ -205,8 +205,8 @@ class Cell:
         lead = tuple(cotangent[0].shape[:-1])
         total = tuple(cotangent)
         if len(self.states) > 1:
-            made = self._differentiator.produced(*flattened(record, before, cotangent, xp))
-            total = tuple(xp.reshape(part, (*lead, -1)) for part in made)
+            produced = self._differentiator.produced(*flattened(record, before, cotangent, xp))
+            total = tuple(xp.reshape(part, (*lead, -1)) for part in produced)
         back = tuple(xp.reshape(part, (*lead, -1)) for part in carry)
         return xp.reshape(dz, (*lead, self.parts, -1)), back, total
 

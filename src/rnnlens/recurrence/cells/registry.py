@@ -96,9 +96,9 @@ class Registration:
     def make(self, layer: Any, by_name: Mapping[str, Array]) -> Cell:
         """Create the cell with the weights and options of a framework's cell."""
         given = {**self.arrays(by_name), **self.options(layer)}
-        made: Any = self.cell
+        cell_class: Any = self.cell
         try:
-            cell: Cell = made(**given)
+            cell: Cell = cell_class(**given)
         except TypeError as error:
             raise InputError(
                 f"{self.cell.__name__} does not accept the options registered for {type(layer).__name__}.",

@@ -163,19 +163,19 @@ class StepCellSystem(TrajectorySystem):
                 start += size
             found = cell.produced(x, before, parts[-1], parts[:-1])
             rows.append(xp.concat([xp.reshape(f, (*lead, f.shape[-1])) for f in found], axis=-1))
-        made = xp.stack(rows, axis=2)
-        return made if run.mask is None else self._not_at_masked(made, run.mask[at])
+        produced = xp.stack(rows, axis=2)
+        return produced if run.mask is None else self._not_at_masked(produced, run.mask[at])
 
-    def _not_at_masked(self, made: Array, mask: Array) -> Array:
+    def _not_at_masked(self, produced: Array, mask: Array) -> Array:
         """Replace Jacobians at masked steps, where states are carried over and the output may repeat a state."""
-        xp, states = self.run.xp, int(made.shape[-1])
-        carried = xp.zeros_like(made)
+        xp, states = self.run.xp, int(produced.shape[-1])
+        carried = xp.zeros_like(produced)
         carried[:, :, :states] = self.work.eye(states)
         if self.own_output and self.masked_output == "state":
             start = sum(self.state_sizes[: self.cell.output_state])
             size = self.state_sizes[-1]
             carried[:, :, states:, start : start + size] = self.work.eye(size)
-        return xp.where(mask[:, :, None, None], made, carried)
+        return xp.where(mask[:, :, None, None], produced, carried)
 
     def _masked_rows(self, product: Array, states: int, masked: Array) -> None:
         """Write the output's rows of the Jacobian at masked steps, where the layer returns a state or a constant."""

@@ -229,7 +229,7 @@ def certify(
     model: Any,
     batch: Batch,
     claim: ReplayedValues,
-    made: Attempt,
+    reference_attempt: Attempt,
     perturbed: Callable[[], ReplayedValues],
     **words: Any,
 ) -> Certificate:
@@ -239,7 +239,7 @@ def certify(
     ``words`` as in :meth:`Certificate.of`.
     """
     altered, engine = claim.capture.altered, adapter.engine
-    run, why = made()
+    run, why = reference_attempt()
     if run is None:
         return Certificate("could not", engine, why=why)
 

@@ -138,8 +138,8 @@ class SampleChunks:
         for name in _PARTS:
             leaves = data.leaves_of(getattr(self.run, name))
             pairs = zip(leaves, self.leaves(name), strict=True)
-            made = [_like(leaf, _random(name, array, axis, count), axis) for leaf, (array, axis) in pairs]
-            parts[name] = _filled(getattr(self.run, name), made)
+            filled = [_like(leaf, _random(name, array, axis, count), axis) for leaf, (array, axis) in pairs]
+            parts[name] = _filled(getattr(self.run, name), filled)
         return replace(self.run, **parts, initial_state=data.take(self.run.initial_state, 0, count))
 
     def labels(self) -> Array:

@@ -120,16 +120,16 @@ def answer(request: GradientRequest, part: BatchTarget) -> BatchGradients:
 
 def _pulled(request: GradientRequest, part: BatchTarget) -> BatchGradients:
     inside = ReplayedLayers.look(request.adapter, request.model, part.batch, layers_inside(request))
-    way = plan(request, part, inside)
-    of_all = bool(way.outputs) or request.named is None
-    with request.adapter.pullback(request.model, part.batch, way.starts, way.ends) as pullback:
+    gradient_plan = plan(request, part, inside)
+    of_all = bool(gradient_plan.outputs) or request.named is None
+    with request.adapter.pullback(request.model, part.batch, gradient_plan.starts, gradient_plan.ends) as pullback:
         count = pullback.outputs
         several = count > 1 and not request.known.outputs
         if several and not of_all:
             refuse_lone_output((*request.leaves, *request.wrt), count)
         if not (several and of_all):
-            request.axes.learn(part.batch, way.free, getattr(pullback, "layouts", {}))
-            return _Pull(request, part, way, inside, pullback).run()
+            request.axes.learn(part.batch, gradient_plan.free, getattr(pullback, "layouts", {}))
+            return _Pull(request, part, gradient_plan, inside, pullback).run()
     # Only the run showed that the model returns several tensors, and the request is about all of them.
     request.known.outputs = tuple(map(str, range(count)))
     return _pulled(request, part)
@@ -146,13 +146,18 @@ class _Pull:
     """One forward pass and the vector-Jacobian products for one request."""
 
     def __init__(
-        self, request: GradientRequest, part: BatchTarget, way: GradientPlan, inside: ReplayedLayers, pullback: Pullback
+        self,
+        request: GradientRequest,
+        part: BatchTarget,
+        gradient_plan: GradientPlan,
+        inside: ReplayedLayers,
+        pullback: Pullback,
     ) -> None:
-        self.request, self.target, self.plan = request, part.target, way
+        self.request, self.target, self.plan = request, part.target, gradient_plan
         self.inside, self.pullback = inside, pullback
         self.samples = request.axes.samples(part.batch)
         self.outside = BatchAxes(request.axes, self.samples)
-        self.weights = SweptWeightGradients(request.known, way.weights, per_sample=self.target.per_sample)
+        self.weights = SweptWeightGradients(request.known, gradient_plan.weights, per_sample=self.target.per_sample)
         #: Cotangents by port; those of states inside recurrences and of stepwise states by layer and direction.
         self.seeds: dict[Port, Array] = {}
         self.on_states: dict[str, list[dict[int, Array]]] = {}

@@ -16,7 +16,7 @@ from ...recurrence.trajectory import Adjoint
 from ...settings import current, parse_memory
 from ...typing import Array
 from ..axes import BatchAxes, refuse_unknown
-from ..names import Catalogue, TensorName, read, read_all, read_one
+from ..names import Catalogue, TensorName, read, read_one
 from ..recurrent_layers import ReplayedCall
 from ..request import ModelRequest
 from ..weight_layout import sources
@@ -225,7 +225,8 @@ def _called(function: Callable[..., Any]) -> str:
 
 def _tensors(wrt: str | Iterable[str], known: Catalogue) -> tuple[list[TensorName], bool]:
     """Return the requested tensors, and whether ``wrt`` is one name; raise if that name has several tensors."""
-    names = read(wrt, known) if isinstance(wrt, str) else read_all(wrt, known)
+    texts = [wrt] if isinstance(wrt, str) else wrt
+    names = list(dict.fromkeys(name for text in texts for name in read(text, known)))
     if not names:
         raise InputError("wrt= names nothing.", got=repr(wrt), hint='wrt="weights"')
     if not isinstance(wrt, str) or "*" in wrt or "?" in wrt or wrt.endswith("weights"):

@@ -223,12 +223,10 @@ def _reduce_by_name(values: Array, axes: tuple[int, ...], how: str, count: int) 
         return values.sum(axis=axes), np.ones_like(values)
     if how == "mean":
         return values.mean(axis=axes), np.full_like(values, 1.0 / max(count, 1))
-    if how == "norm":
-        norm = np.sqrt((values**2).sum(axis=axes, keepdims=True))
-        # At exactly 0 the norm has no derivative; frameworks use the subgradient 0.
-        cotangent = np.divide(values, norm, out=np.zeros_like(values), where=norm > 0)
-        return np.squeeze(norm, axis=axes), cotangent
-    raise AssertionError(how)
+    norm = np.sqrt((values**2).sum(axis=axes, keepdims=True))
+    # At exactly 0 the norm has no derivative; frameworks use the subgradient 0.
+    cotangent = np.divide(values, norm, out=np.zeros_like(values), where=norm > 0)
+    return np.squeeze(norm, axis=axes), cotangent
 
 
 def _sized(array: xr.DataArray) -> str:

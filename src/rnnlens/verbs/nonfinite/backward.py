@@ -21,25 +21,25 @@ from .forward import gradient_at_the_outputs, origin_of
 from .observe import ObservedCall, ObservedRun, name_of_input
 
 
-def in_the_backward_pass(looked: ObservedRun) -> Iterator[Origin]:
+def in_the_backward_pass(observed: ObservedRun) -> Iterator[Origin]:
     """Yield origins of non-finite gradients: from the top layer down, adjoints from the last step, then weights."""
-    if not is_sick(looked):
+    if not is_sick(observed):
         return
-    yield from gradient_at_the_outputs(looked)
+    yield from gradient_at_the_outputs(observed)
     above, recurrent = "the loss", False
-    for node in reversed(looked.nodes):
+    for node in reversed(observed.nodes):
         for replayed in node.directions:
             yield from _in_recurrence(replayed, _source(node.name, above, recurrent))
         for one in node.plain:
             grad = None if one.output_grad is None else to_host(one.output_grad)
-            spot = None if grad is None else looked.first(Port("output", one.layer), "output_grad", grad)
+            spot = None if grad is None else observed.first(Port("output", one.layer), "output_grad", grad)
             if spot is not None:
                 fed = f"{_source(one.layer, above, recurrent)}{_value_there(to_host(one.output), grad)}"
                 yield Origin("backward", one.layer, "output_grad", spot.value, spot.index, fed_by=fed)
         for replayed in node.directions:
             yield from _at_weights(replayed)
         above, recurrent = node.name, bool(node.directions)
-    yield from _at_the_boundaries(looked, _source("the input", above, recurrent))
+    yield from _at_the_boundaries(observed, _source("the input", above, recurrent))
 
 
 def _source(layer: str, above: str, recurrent: bool) -> str:
@@ -47,9 +47,9 @@ def _source(layer: str, above: str, recurrent: bool) -> str:
     return f"the backward pass between {layer} and {above}" if recurrent else f"the backward pass of {above}"
 
 
-def is_sick(looked: ObservedRun) -> bool:
+def is_sick(observed: ObservedRun) -> bool:
     """Return whether any gradient is not finite."""
-    capture = looked.capture
+    capture = observed.capture
     tensors: list[Any] = [*capture.input_grads, *capture.beside.values()]
     for call in capture.calls:
         tensors += [call.output_grad, *(call.final_state_grad or ()), *(call.weight_grads or {}).values()]
@@ -57,7 +57,7 @@ def is_sick(looked: ObservedRun) -> bool:
     if any(grad is not None and not np.all(np.isfinite(to_host(grad))) for grad in tensors):
         return True
     # The replay also shows values beyond the range of half precision, and gradients between steps only.
-    return any(_spot(replayed) is not None for node in looked.nodes for replayed in node.directions)
+    return any(_spot(replayed) is not None for node in observed.nodes for replayed in node.directions)
 
 
 def _swept(replayed: ObservedCall) -> Adjoint | None:
@@ -133,25 +133,25 @@ def _at_weights(replayed: ObservedCall) -> Iterator[Origin]:
             yield replace(origin_of(replayed, spot, "backward"), fed_by=fed)
 
 
-def _at_the_boundaries(looked: ObservedRun, source: str) -> Iterator[Origin]:
-    for i, grad in enumerate(looked.capture.input_grads):
-        spot = None if grad is None else looked.first(Port("input", index=i), "input_grad", to_host(grad))
+def _at_the_boundaries(observed: ObservedRun, source: str) -> Iterator[Origin]:
+    for i, grad in enumerate(observed.capture.input_grads):
+        spot = None if grad is None else observed.first(Port("input", index=i), "input_grad", to_host(grad))
         if spot is not None:
-            yield Origin("backward", name_of_input(looked, i), "input_grad", spot.value, spot.index, fed_by=source)
-    for name, grad in looked.capture.beside.items():
+            yield Origin("backward", name_of_input(observed, i), "input_grad", spot.value, spot.index, fed_by=source)
+    for name, grad in observed.capture.beside.items():
         array = None if grad is None else to_host(grad)
         spot = None if array is None else first("gradient", array, [f"axis_{i}" for i in range(array.ndim)], np.inf)
         if spot is not None:
             yield Origin("backward", name, "gradient", spot.value, spot.index, fed_by="finite gradients at the outputs")
 
 
-def reaches(looked: ObservedRun) -> Mapping[str, bool]:
+def reaches(observed: ObservedRun) -> Mapping[str, bool]:
     """Return, for outputs, loss and gradients, whether they have non-finite values."""
-    found = {"outputs": any(not _fine(array) for array in looked.returned)}
-    if looked.capture.loss is not None:
-        found["loss"] = not np.isfinite(looked.capture.loss)
-        grads = [*looked.capture.input_grads, *looked.capture.beside.values()]
-        grads += [g for call in looked.capture.calls for g in (call.weight_grads or {}).values()]
+    found = {"outputs": any(not _fine(array) for array in observed.returned)}
+    if observed.capture.loss is not None:
+        found["loss"] = not np.isfinite(observed.capture.loss)
+        grads = [*observed.capture.input_grads, *observed.capture.beside.values()]
+        grads += [g for call in observed.capture.calls for g in (call.weight_grads or {}).values()]
         found["gradients"] = any(grad is not None and not _fine(to_host(grad)) for grad in grads)
     return found
 

@@ -110,8 +110,8 @@ def _moving(
         target = fed if name == "input" else held[names.index(name)]
         target[position] = value
         output, new = run.cell.advance(_like(fed[None], run), [_like(s[None], run) for s in held])  # type: ignore[attr-defined]
-        made = output if spot.quantity == "output" else new[names.index(spot.quantity)]
-        return float(on_cpu(made)[0, spot.index["unit"]])
+        computed = output if spot.quantity == "output" else new[names.index(spot.quantity)]
+        return float(on_cpu(computed)[0, spot.index["unit"]])
 
     return function
 
@@ -123,42 +123,42 @@ def _like(array: Array, run: Replay) -> Array:
 _HALVES = ("float16", "bfloat16")
 
 
-def in_the_forward_pass(looked: ObservedRun) -> Iterator[Origin]:
+def in_the_forward_pass(observed: ObservedRun) -> Iterator[Origin]:
     """Yield origins in layer outputs, in all values of a recurrent step, then in the model's outputs."""
-    for node in looked.nodes:
+    for node in observed.nodes:
         for replayed in node.directions:
-            yield from _in_recurrence(looked, node, replayed)
+            yield from _in_recurrence(observed, node, replayed)
         for one in node.plain:
             port, array = Port("output", one.layer), to_host(one.output)
-            spot = looked.first(port, "output", array)
+            spot = observed.first(port, "output", array)
             if spot is not None:
-                yield from _before(looked, node, one.layer)
-                yield Origin("forward", one.layer, "output", spot.value, spot.index, fed_by=below(looked, node, spot))
-    for i, array in enumerate(looked.returned):
-        spot = looked.first(Port("output", index=i), "value", array)
+                yield from _before(observed, node, one.layer)
+                yield Origin("forward", one.layer, "output", spot.value, spot.index, fed_by=below(observed, node, spot))
+    for i, array in enumerate(observed.returned):
+        spot = observed.first(Port("output", index=i), "value", array)
         if spot is not None:
-            name = "output" if len(looked.returned) == 1 else f"output[{i}]"
+            name = "output" if len(observed.returned) == 1 else f"output[{i}]"
             fed = "an operation of the model on the outputs of its layers, which are finite"
             yield Origin("forward", name, "value", spot.value, spot.index, fed_by=fed)
 
 
-def _before(looked: ObservedRun, node: Node, layer: str) -> Iterator[Origin]:
+def _before(observed: ObservedRun, node: Node, layer: str) -> Iterator[Origin]:
     """Yield an origin in a layer's input, if it is not finite although earlier layers are."""
     port = Port("input", layer)
-    taken = looked.value_at(port)
-    spot = None if taken is None else looked.first(port, "input", taken)
+    taken = observed.value_at(port)
+    spot = None if taken is None else observed.first(port, "input", taken)
     if spot is not None:
-        fed = f"an operation of the model between layers, on {below(looked, node, spot)}"
+        fed = f"an operation of the model between layers, on {below(observed, node, spot)}"
         yield Origin("forward", layer, "input", spot.value, spot.index, fed_by=fed)
 
 
-def _in_recurrence(looked: ObservedRun, node: Node, replayed: ObservedCall) -> Iterator[Origin]:
+def _in_recurrence(observed: ObservedRun, node: Node, replayed: ObservedCall) -> Iterator[Origin]:
     spot = replayed.first_forward()
     if spot is None:
         return
     origin = origin_of(replayed, spot, "forward")
     if spot.quantity == "input":
-        origin = replace(origin, fed_by=below(looked, node, spot, replayed))
+        origin = replace(origin, fed_by=below(observed, node, spot, replayed))
     elif spot.quantity.startswith("initial_"):
         origin = replace(origin, fed_by="the initial state of the layer")
     else:
@@ -202,17 +202,17 @@ def _fed_by(replayed: ObservedCall, spot: NonfiniteValue) -> str:
     return f"{', '.join(sizes)} before the step"
 
 
-def below(looked: ObservedRun, node: Node, spot: NonfiniteValue, replayed: ObservedCall | None = None) -> str:
+def below(observed: ObservedRun, node: Node, spot: NonfiniteValue, replayed: ObservedCall | None = None) -> str:
     """Return text on the largest value below a layer at the same sample (and step), with its source."""
-    for name, port, array in looked.below(node):
-        found = _largest(looked, port, array, spot)
+    for name, port, array in observed.below(node):
+        found = _largest(observed, port, array, spot)
         if found is None:
             continue
         value, index = found
-        what = name_of_input(looked, port.index) if port.layer is None else f"{name}.output"
+        what = name_of_input(observed, port.index) if port.layer is None else f"{name}.output"
         rest = ", ".join(f"{dim} {i}" for dim, i in index.items() if dim not in (TIME, SAMPLE))
         text = f"{what} {value:.3g}" + (f" at {rest}" if rest else "")
-        dtype = getattr(looked.facts.submodules.get(node.name), "dtype", "")
+        dtype = getattr(observed.facts.submodules.get(node.name), "dtype", "")
         dtype = dtype if replayed is None or replayed.call.compute_dtype is None else str(replayed.call.compute_dtype)
         if dtype in _HALVES and abs(value) > largest(dtype):
             return f"{text}, more than {dtype} holds ({largest(dtype):.6g})"
@@ -221,13 +221,13 @@ def below(looked: ObservedRun, node: Node, spot: NonfiniteValue, replayed: Obser
 
 
 def _largest(
-    looked: ObservedRun, port: Port, array: np.ndarray, spot: NonfiniteValue
+    observed: ObservedRun, port: Port, array: np.ndarray, spot: NonfiniteValue
 ) -> tuple[float, dict[str, int]] | None:
     """Return the largest value and its index at a spot's sample and step; None if the tensor is not finite."""
     array = np.asarray(array)
     if array.dtype.kind not in "fiu" or not array.size or not np.all(np.isfinite(array)):
         return None
-    index = looked.names(port, array)
+    index = observed.names(port, array)
     pick = tuple(
         spot.index[name] if name in (SAMPLE, TIME) and spot.index.get(name, size) < size else slice(None)
         for name, size in zip(index, array.shape, strict=True)
@@ -246,19 +246,19 @@ _TRIED = 12
 class LossOfOutputs:
     """The loss as a function of the model's outputs, of all samples or of some."""
 
-    def __init__(self, looked: ObservedRun) -> None:
-        self.looked, self.outputs = looked, looked.outputs
+    def __init__(self, observed: ObservedRun) -> None:
+        self.observed, self.outputs = observed, observed.outputs
         self.leaves = [np.asarray(leaf) for leaf in self.outputs.leaves]
 
     def __call__(self, leaves: Sequence[Array], some: slice = slice(None), **changed: Any) -> tuple[float, list[Any]]:
         """Return loss and gradients for the outputs of the samples ``some``."""
-        batch = replace(self.looked.batch, **changed)
+        batch = replace(self.observed.batch, **changed)
         if some != slice(None):
             own = {name: data.take(getattr(batch, name), some.start, some.stop) for name in ("y", "sample_weight")}
             batch = replace(batch, **own)
         masks = [None if mask is None else mask[some] for mask in self.outputs.masks]
         some_outputs = Outputs(list(leaves), self.outputs.tree, masks)
-        return self.looked.adapter.loss_of(self.looked.model, batch, some_outputs)
+        return self.observed.adapter.loss_of(self.observed.model, batch, some_outputs)
 
     def of(self, some: slice) -> tuple[float, list[Any]]:
         """Return loss and gradients of some of the samples."""
@@ -267,7 +267,7 @@ class LossOfOutputs:
     def guilty(self) -> int | None:
         """Find the first sample whose own loss is not finite; None if no single sample causes it."""
         sizes = {len(leaf) for leaf in self.leaves if leaf.ndim}
-        first = [self.looked.names(Port("output", index=i), leaf)[:1] for i, leaf in enumerate(self.leaves)]
+        first = [self.observed.names(Port("output", index=i), leaf)[:1] for i, leaf in enumerate(self.leaves)]
         if len(sizes) != 1 or any(names != (SAMPLE,) for names in first):
             return None
         low, high = 0, sizes.pop()
@@ -277,22 +277,21 @@ class LossOfOutputs:
         return low if not math.isfinite(self.of(slice(low, low + 1))[0]) else None
 
 
-def in_the_loss(looked: ObservedRun) -> Iterator[Origin]:
+def in_the_loss(observed: ObservedRun) -> Iterator[Origin]:
     """Yield the origin if the loss is not finite."""
-    value = looked.capture.loss
+    value = observed.capture.loss
     if value is None or math.isfinite(value):
         return
-    found = looked.attempt(lambda: _located(looked))
+    found = observed.attempt(lambda: _located(observed))
     yield found or Origin("loss", "loss", "value", value, fed_by="outputs that are finite")
 
 
-def _located(looked: ObservedRun) -> Origin | None:
-    loss = LossOfOutputs(looked)
+def _located(observed: ObservedRun) -> Origin | None:
+    loss = LossOfOutputs(observed)
     value, gradients = loss(loss.leaves)
     if math.isfinite(value):
-        return Origin(
-            "loss", "loss", "value", float(looked.capture.loss or 0), fed_by="a penalty that the model adds to its loss"
-        )
+        fed = "a penalty that the model adds to its loss"
+        return Origin("loss", "loss", "value", float(observed.capture.loss or 0), fed_by=fed)
     sample = loss.guilty()
     some = slice(None) if sample is None else slice(sample, sample + 1)
     if sample is not None:
@@ -300,8 +299,8 @@ def _located(looked: ObservedRun) -> Origin | None:
     for leaf, place in _loss_suspects(loss, some, gradients):
         why = _why(loss, some, leaf, place)
         if why:
-            return _origin(looked, loss, sample, leaf, place, value, why)
-    return _of_sample(looked, sample, value)
+            return _origin(observed, loss, sample, leaf, place, value, why)
+    return _of_sample(observed, sample, value)
 
 
 def _loss_suspects(loss: LossOfOutputs, some: slice, gradients: Sequence[Any]) -> list[tuple[int, tuple[int, ...]]]:
@@ -335,7 +334,7 @@ def _why(loss: LossOfOutputs, some: slice, leaf: int, place: tuple[int, ...]) ->
 
 
 def _origin(
-    looked: ObservedRun,
+    observed: ObservedRun,
     loss: LossOfOutputs,
     sample: int | None,
     leaf: int,
@@ -345,15 +344,15 @@ def _origin(
 ) -> Origin:
     array = loss.leaves[leaf]
     whole = place if sample is None else (sample, *place[1:])
-    index = dict(looked.element(Port("output", index=leaf), array, whole))
+    index = dict(observed.element(Port("output", index=leaf), array, whole))
     name = "output" if len(loss.leaves) == 1 else f"output[{leaf}]"
     cause = f"{why} in the loss: {name} {float(array[whole]):.3g}"
-    target = _target(looked, array, whole)
+    target = _target(observed, array, whole)
     return Origin("loss", "loss", "value", value, index, fed_by=cause + target)
 
 
-def _target(looked: ObservedRun, output: Array, place: tuple[int, ...]) -> str:
-    leaves = [to_host(leaf) for leaf in data.leaves_of(looked.batch.y)]
+def _target(observed: ObservedRun, output: Array, place: tuple[int, ...]) -> str:
+    leaves = [to_host(leaf) for leaf in data.leaves_of(observed.batch.y)]
     if len(leaves) == 1 and leaves[0].shape == output.shape:
         return f", target {float(leaves[0][place]):.3g}"
     if len(leaves) == 1 and leaves[0].shape[:1] == output.shape[:1] and leaves[0][0].size == 1:
@@ -361,29 +360,31 @@ def _target(looked: ObservedRun, output: Array, place: tuple[int, ...]) -> str:
     return ""
 
 
-def _of_sample(looked: ObservedRun, sample: int | None, value: float) -> Origin:
+def _of_sample(observed: ObservedRun, sample: int | None, value: float) -> Origin:
     """Return the origin of a non-finite loss that no single output value explains."""
     some = slice(None) if sample is None else slice(sample, sample + 1)
-    sizes = [float(np.max(np.abs(leaf[some]), initial=0.0)) for leaf in looked.returned if leaf.ndim]
+    sizes = [float(np.max(np.abs(leaf[some]), initial=0.0)) for leaf in observed.returned if leaf.ndim]
     why = f"outputs that are finite, up to {max(sizes, default=0.0):.3g}"
-    given = [to_host(leaf)[some] for leaf in data.leaves_of(looked.batch.sample_weight)]
+    given = [to_host(leaf)[some] for leaf in data.leaves_of(observed.batch.sample_weight)]
     if math.isnan(value) and given and not any(np.any(leaf) for leaf in given):
         why = "0 divided by 0 in the loss: all its sample weights are 0"
     return Origin("loss", "loss", "value", value, {} if sample is None else {SAMPLE: sample}, fed_by=why)
 
 
-def gradient_at_the_outputs(looked: ObservedRun) -> Iterator[Origin]:
+def gradient_at_the_outputs(observed: ObservedRun) -> Iterator[Origin]:
     """Yield the origin if the loss is finite and its derivative is not."""
-    origin = looked.attempt(lambda: _slopes(looked))
+    origin = observed.attempt(lambda: _slopes(observed))
     if origin is not None:
         yield origin
 
 
-def _slopes(looked: ObservedRun) -> Origin | None:
-    loss = LossOfOutputs(looked)
+def _slopes(observed: ObservedRun) -> Origin | None:
+    loss = LossOfOutputs(observed)
     _, gradients = loss(loss.leaves)
     for i, gradient in enumerate(gradients):
-        sick = None if gradient is None else looked.first(Port("output", index=i), "output_grad", np.asarray(gradient))
+        sick = (
+            None if gradient is None else observed.first(Port("output", index=i), "output_grad", np.asarray(gradient))
+        )
         if sick is None:
             continue
         place = tuple(int(n) for n in np.argwhere(~np.isfinite(np.asarray(gradient)))[0])
@@ -396,7 +397,7 @@ def _slopes(looked: ObservedRun) -> Origin | None:
         at = float(loss.leaves[i][place])
         why = slope(derivative, at) or "the derivative of the loss"
         name = "output" if len(gradients) == 1 else f"output[{i}]"
-        index = looked.element(Port("output", index=i), loss.leaves[i], place)
+        index = observed.element(Port("output", index=i), loss.leaves[i], place)
         value = float(np.asarray(gradient)[place])
         return Origin("backward", "loss", "output_grad", value, index, fed_by=f"{why} in the loss: {name} {at:.3g}")
     return None

@@ -225,10 +225,10 @@ def _finite(leaf: Any) -> Any:
     return tensors.like(values, leaf)
 
 
-def in_the_weights(looked: ObservedRun) -> Iterator[Origin]:
+def in_the_weights(observed: ObservedRun) -> Iterator[Origin]:
     """Yield origins in weights by layer, including values too large for the layer's dtype."""
-    for layer, own in looked.adapter.weights(looked.model).items():
-        dtype = getattr(looked.facts.submodules.get(layer), "dtype", "")
+    for layer, own in observed.adapter.weights(observed.model).items():
+        dtype = getattr(observed.facts.submodules.get(layer), "dtype", "")
         limit = largest(dtype) if dtype in ("float16", "bfloat16") else np.inf
         for key, parts in sources(own).items():
             held = [to_host(own.values[part.key]) for part in parts]
@@ -257,23 +257,23 @@ def _of_weight(layer: str, own: LayerWeights, spot: NonfiniteValue, dtype: str) 
     )
 
 
-def in_the_data(looked: ObservedRun) -> Iterator[Origin]:
+def in_the_data(observed: ObservedRun) -> Iterator[Origin]:
     """Yield origins in inputs, then targets, then sample weights."""
-    for i, array in enumerate(looked.inputs):
-        spot = looked.first(Port("input", index=i), "value", array)
+    for i, array in enumerate(observed.inputs):
+        spot = observed.first(Port("input", index=i), "value", array)
         if spot is not None:
-            yield Origin("data", name_of_input(looked, i), "value", spot.value, spot.index)
+            yield Origin("data", name_of_input(observed, i), "value", spot.value, spot.index)
     for name in ("y", "sample_weight"):
-        for leaf in data.leaves_of(getattr(looked.batch, name)):
+        for leaf in data.leaves_of(getattr(observed.batch, name)):
             array = to_host(leaf)
-            spot = looked.first(Port("output"), "value", array) if array.ndim else None
+            spot = observed.first(Port("output"), "value", array) if array.ndim else None
             if spot is not None:
                 yield Origin("data", name, "value", spot.value, spot.index)
 
 
-def name_of_input(looked: ObservedRun, index: int) -> str:
+def name_of_input(observed: ObservedRun, index: int) -> str:
     """Return the name of an input: ``"input"``, or with its key or index if there are several."""
-    if len(looked.inputs) == 1:
+    if len(observed.inputs) == 1:
         return "input"
-    names = list(looked.batch.x) if isinstance(looked.batch.x, dict) else looked.facts.inputs
+    names = list(observed.batch.x) if isinstance(observed.batch.x, dict) else observed.facts.inputs
     return f"input[{names[index] if index < len(names) else index}]"

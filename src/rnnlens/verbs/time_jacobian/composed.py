@@ -30,11 +30,9 @@ from .segments import OuterTensor, moved
 def compose_piece(part: JacobianPart, piece: JacobianPiece, tally: WorkCount) -> np.ndarray[Any, Any]:
     """Compute one piece by the composed route: (sample, output step and row, [time,] feature), all input steps."""
     found = _Descent(part, tally).go(times_of(part, piece))
-    return nothing_arrived(part, piece) if found is None else part.network.recurrences[0].system.work.numpy(found)
-
-
-def nothing_arrived(part: JacobianPart, piece: JacobianPiece) -> np.ndarray[Any, Any]:
-    """Return zeros for a piece without a path, such as from one direction of a layer to the other."""
+    if found is not None:
+        return part.network.recurrences[0].system.work.numpy(found)
+    # There is no path, such as from one direction of a layer to the other.
     wrt, rows = part.ends.wrt, (piece.outs.stop - piece.outs.start) * part.ends.rows
     return np.zeros((part.network.samples, rows, *(() if wrt.times is None else (wrt.times,)), wrt.size))
 

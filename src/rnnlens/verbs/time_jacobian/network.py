@@ -300,18 +300,14 @@ def _pullback(
 ) -> Pullback:
     """Run the model once more, cut at every recurrence, or uncut if recurrences are entangled."""
     of_port, wrt_port = ports
-    starts = [*_some(of_port), *(port for one in inside.calls for port in one.below())]
+    starts = [*filter(None, (of_port,)), *(port for one in inside.calls for port in one.below())]
     if inside.entangled:
         cut: list[Port] = []
         arrivals = [port for one in (() if wrt is None else wrt.within) for port in one.readers()]
     else:
         cut = arrivals = [port for one in inside.calls for port in one.above()]
-    stops = dict.fromkeys([*arrivals, *_some(wrt_port)])
+    stops = dict.fromkeys([*arrivals, *filter(None, (wrt_port,))])
     return request.adapter.pullback(request.model, request.batch, list(dict.fromkeys(starts)), list(stops), cut)
-
-
-def _some(port: Port | None) -> list[Port]:
-    return [] if port is None else [port]
 
 
 def _tensors(
