@@ -173,12 +173,9 @@ def _lazy(request: ModelRequest, layers: str | Iterable[str] | None, by_time: bo
 
 def _of_batch(model: Any, batch: Batch, **keywords: Any) -> Weights:
     """Return the weights and their gradients of one batch."""
-    run = {name: getattr(batch, name) for name in ("loss", "sample_weight", "class_weight", "training", "seed")}
-    return weights(model, batch.x, batch.y, **_given(run), **keywords)
-
-
-def _given(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in keywords.items() if value is not None or name == "seed"}
+    names = ("loss", "sample_weight", "class_weight", "training", "seed")
+    run = {name: value for name in names if (value := getattr(batch, name)) is not None or name == "seed"}
+    return weights(model, batch.x, batch.y, **run, **keywords)
 
 
 def _labelled_gradients(
