@@ -248,7 +248,7 @@ def _summary(
 
 
 def _benefit(experiment: Experiment, swapped: Array, weights: Array) -> tuple[Array, Array]:
-    """Compute B(k), (context,), and its resamples, (context, resample), from scores (context, sample).
+    """Compute the benefit B(k) (context,) and its resamples (context, resample) from scores (context, sample).
 
     Both are NaN without a target.
     """

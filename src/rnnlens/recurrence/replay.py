@@ -393,10 +393,7 @@ def refuse_other_ends(call: Any, off: float, off_at_the_end: float) -> None:
 
 
 def refuse_other_states(call: Any) -> None:
-    """Raise an error if a layer's states differ from those of its cell in number or size.
-
-    Raise UnsupportedError if the number or the sizes of the states differ.
-    """
+    """Raise UnsupportedError if a layer's states differ from those of its cell in number or size."""
     sizes = tuple(int(s.shape[-1]) for s in call.initial_state)
     if sizes != tuple(call.cell.state_sizes):
         raise UnsupportedError(

@@ -53,7 +53,7 @@ class Scale:
         return np.clip(np.rint(share * levels), 0, levels)
 
     def to_json(self) -> list[Any]:
-        """Return ``[low, high, log]``."""
+        """Return ``[low, high, log]``: the limits of an axis, and whether it is logarithmic."""
         return [float(f"{self.low:.7g}"), float(f"{self.high:.7g}"), self.log]
 
 

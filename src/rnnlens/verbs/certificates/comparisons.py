@@ -46,10 +46,9 @@ def attempt(run: Callable[[], T]) -> tuple[T | None, str]:
 def recheck_failure(
     failed: Certificate, adapter: Adapter, model: Any, batch: Batch, first: ReferenceRun, *, steps: int
 ) -> Certificate:
-    """Return a failed certificate, or what it is by the rounding of the dtypes that really ran.
+    """Check a failed certificate again, with the rounding of the coarsest dtype that ran in the model.
 
-    A part of the model may compute in a coarser dtype than its results have. The result is "could not" if the reference
-    run itself is random or chaotic.
+    Return it as failed, as passed, or as "could not" if the reference run itself is random or chaotic.
     """
     dtype, _ = attempt(lambda: adapter.coarsest_dtype(model, batch))
     if dtype:
