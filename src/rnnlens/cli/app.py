@@ -15,6 +15,7 @@ from typing import Annotated, Any, TextIO
 
 import typer
 
+from .. import __version__
 from ..errors import FileError, RnnlensError, message
 from ..settings import options
 from . import console
@@ -106,8 +107,6 @@ def _show_warning(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from .. import __version__
-
         console.print_plain(f"rnnlens {__version__}")
         raise typer.Exit
 
