@@ -189,6 +189,30 @@ def refuse_unknown(what: str, name: str, names: Sequence[str], wanted: str = SAM
         )
 
 
+def refuse_steps_first(axes: ModelAxes, batch: Batch, sizes: Iterable[Sequence[int]]) -> None:
+    """Raise where the framework's convention is samples first, and recurrent layers step along the first axis.
+
+    ``sizes``: number of samples and of steps of each recurrent call.
+
+    Raises
+    ------
+    InputError
+        If all calls received the first two axes of the input in the other order.
+    """
+    if not axes.samples_first:
+        return
+    calls = {tuple(size) for size in sizes}
+    turned = {(leaf.shape[1], leaf.shape[0]) for leaf in data.leaves_of(batch.x) if getattr(leaf, "ndim", 0) > 1}
+    if calls and all(samples != steps and (samples, steps) in turned for samples, steps in calls):
+        samples, steps = next(iter(calls))
+        raise InputError(
+            "The recurrent layers step along the first axis of the input, where this framework has the samples.",
+            got=f"{steps} steps and {samples} samples",
+            expected="samples first",
+            hint='axes={"input": ("time", "sample", "feature"), "output": ("time", "sample", "unit")}',
+        )
+
+
 def refuse_unclear_steps(what: str, name: str, layout: Layout) -> None:
     """Raise InputError, with the layouts to choose from, where a tensor's steps cannot be told from its other axes."""
     if not layout.unclear:

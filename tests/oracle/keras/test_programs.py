@@ -192,6 +192,29 @@ def test_samples_on_another_axis_are_asked_for():
     close(np.tensordot(np.asarray(ours), signs, ((1, 2), (0, 1))).swapaxes(0, 1), expected)
 
 
+def test_gradients_of_samples_on_another_axis_are_asked_for_too():
+    model, x, y = program("time first")
+    _, grads = by_variables(model, x, y)
+    stated = {"input": ("time", "sample", "feature"), "output": ("time", "sample", "unit")}
+    for arguments in (
+        {"wrt": "input"},
+        {"wrt": "weights", "batch_size": 2},
+        {"wrt": "lstm.weights", "per_sample": True},
+        {"wrt": "lstm.hidden", "of": "output", "at": {"time": 1}, "reduce": "sum"},
+    ):
+        with pytest.raises(rl.errors.InputError, match="step along the first axis of the input"):
+            rl.gradients(model, x, y, **arguments)
+    ours = rl.gradients(model, x, y, wrt="input", axes=stated)
+    assert (ours.dims, ours.certificate.state) == (("sample", "time", "feature"), "passed")
+    close(np.asarray(ours).swapaxes(0, 1), grads[0])
+    whole = rl.gradients(model, x, y, wrt="weights")  # of one batch: the numbers do not depend on names of axes
+    assert whole.certificate.state == "passed"
+    one = rl.gradients(model, x, y, wrt="lstm.weights", per_sample=True, axes=stated)
+    each = np.asarray(one["lstm"]["kernel"])
+    assert each.shape[0] == x.shape[1]
+    close(each.sum(0), np.asarray(whole["lstm"]["kernel"]))
+
+
 class Heard:
     """Calls of a cell, with numbers that were added to its new hidden state: their gradients are the total ones."""
 

@@ -203,6 +203,7 @@ class LayerRecorder:
         def call(*args: Any, **kwargs: Any) -> Any:
             record = self.starts_call(name)
             if args:
+                record.shape = tuple(getattr(args[0], "shape", ()))
                 args = (self.hears_all(record, "input", args[0]), *args[1:])
             return self.hears_all(record, "output", original(*args, **kwargs))
 

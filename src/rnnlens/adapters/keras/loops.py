@@ -23,13 +23,17 @@ Starts = Mapping[str, frozenset[int]]
 
 @dataclass
 class LayerCall:
-    """One call of one layer: ``arrays`` maps names to tensors, and ``key`` starts the name of each tap."""
+    """One call of one layer: ``arrays`` maps names to tensors, and ``key`` starts the name of each tap.
+
+    ``shape`` is that of the first argument of a layer that is hooked at its ``call``.
+    """
 
     place: str
     half: int
     index: int
     arrays: dict[str, Any] = field(default_factory=dict)
     is_loop: bool = False
+    shape: tuple[int | None, ...] = ()
 
     @property
     def key(self) -> str:

@@ -20,12 +20,15 @@ from .boundaries import TappedPorts
 from .dialect import Dialect, dialect_of
 from .discover import given_states, places
 from .inputs import input_order, prepare
+from .loops import LayerCall
 from .restore import as_found
 from .run import Loss, RunRequest, forget, memo_for, program, with_loops
 
 #: Largest size in bytes of one chunk of cotangents, intermediate tensors included.
 _CHUNK = 512 * 2**20
 _AROUND = 16
+#: Suffix of the name under which a recurrent layer is hooked for the numbers of its samples and steps alone.
+_SIZES = "~sizes"
 
 
 class KerasPullback:
@@ -41,6 +44,7 @@ class KerasPullback:
         self._linear: Any = None
         self.values: Mapping[Port, Array] = {}
         self.outputs = 0
+        self.recurrent_sizes: tuple[tuple[int, int], ...] = ()
         self._run(model, batch)
 
     def _run(self, model: Any, batch: Batch) -> None:
@@ -71,6 +75,8 @@ class KerasPullback:
         self._linear.tracing = partial(_undone, model, self._keras, batch.seed)
         heard = {**self._linear.aux, **self._linear.targets}
         self.outputs = int(heard.pop("outputs"))
+        samples, steps = int(heard.pop("samples")), int(heard.pop("steps"))
+        self.recurrent_sizes = ((samples, steps),) if samples else ()
         values = {}
         for port, key in self._spots.keys.items():
             if key not in heard:
@@ -99,11 +105,13 @@ class KerasPullback:
 
     def _job(self, model: Any, batch: Batch, loss: Loss | None) -> RunRequest:
         wanted = frozenset(self._spots.keys[port] for port in (*self._wrt, *self._cut))
+        sites = [site for site in self._spots.found.sites if not site.is_loop and site.refusal is None]
+        sized = {site.name + _SIZES: site.owner for site in sites}
         return RunRequest(
             model=model,
             data=prepare(model, batch),
             sites=self._spots.heard_sites(given_states(self._spots.found, batch.initial_state)),
-            plain=self._spots.plain,
+            plain=self._spots.plain | sized,
             training=batch.training,
             seed=batch.seed,
             loss=loss,
@@ -139,7 +147,9 @@ class KerasPullback:
                 heard["model|loss"] = value
             _check_targets(keras, of, heard)
             others = {key: heard[key] for key in keys - of if key in heard}
-            return {key: heard[key] for key in of}, {**others, "outputs": len(keras.tree.flatten(outputs))}
+            samples, steps = _sizes(job.calls)
+            counts = {"outputs": len(keras.tree.flatten(outputs)), "samples": samples, "steps": steps}
+            return {key: heard[key] for key in of}, {**others, **counts}
 
         return run
 
@@ -195,6 +205,13 @@ class KerasPullback:
 
     def __exit__(self, *exc: object) -> None:
         self._linear = None
+
+
+def _sizes(calls: Sequence[LayerCall]) -> tuple[int, int]:
+    """Return the samples and steps of all calls of recurrent layers; (0, 0) if they differ or are unknown."""
+    found = {call.shape[:2] for call in calls if call.place.endswith(_SIZES)}
+    one = found.pop() if len(found) == 1 else ()
+    return (int(one[0]), int(one[1])) if len(one) == 2 and None not in one else (0, 0)
 
 
 @contextmanager

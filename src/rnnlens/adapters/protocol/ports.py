@@ -35,7 +35,8 @@ class Port:
 class Pullback(Protocol):
     """One forward pass, kept for differentiation; a context manager that frees all memory on exit.
 
-    It may have an attribute ``layouts``, the roles of axes by port, of tensors whose axes this very pass showed.
+    It may have an attribute ``layouts``, the roles of axes by port, of tensors whose axes this very pass showed; and
+    ``recurrent_sizes``, the numbers (samples, steps) of the calls of recurrent layers, where samples come first.
     """
 
     values: Mapping[Port, Array]

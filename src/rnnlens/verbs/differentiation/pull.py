@@ -15,7 +15,7 @@ from ...recurrence.trajectory import Adjoint
 from ...results.schema import to_host
 from ...typing import Array
 from ...vocabulary import DIRECTION, SAMPLE
-from ..axes import BatchAxes, in_order, refuse_coupled, refuse_unknown, text_of
+from ..axes import BatchAxes, in_order, refuse_coupled, refuse_steps_first, refuse_unknown, text_of
 from ..names import Catalogue, TensorName, refuse_lone_output, uncalled
 from ..recurrent_layers import ReplayedCall, ReplayedLayers, runs
 from ..weight_layout import WeightSource, assemble, sources
@@ -128,6 +128,8 @@ def _pulled(request: GradientRequest, part: BatchTarget) -> BatchGradients:
         if several and not of_all:
             refuse_lone_output((*request.leaves, *request.wrt), count)
         if not (several and of_all):
+            if gradient_plan.free or part.target.per_sample or request.is_part(part.batch):
+                refuse_steps_first(request.axes, part.batch, getattr(pullback, "recurrent_sizes", ()))
             request.axes.learn(part.batch, gradient_plan.free, getattr(pullback, "layouts", {}))
             return _Pull(request, part, gradient_plan, inside, pullback).run()
     # Only the run showed that the model returns several tensors, and the request is about all of them.

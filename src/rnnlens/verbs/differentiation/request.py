@@ -10,6 +10,7 @@ import xarray as xr
 
 from ...adapters.protocol import Batch
 from ...arguments import as_name, text
+from ...arguments.data import is_source
 from ...errors import InputError, UnsupportedError, shown
 from ...layout import Layout
 from ...recurrence.trajectory import Adjoint
@@ -95,6 +96,10 @@ class GradientRequest(ModelRequest):
     def of_loss(self) -> bool:
         """Whether the target is the loss itself, and not a function of it."""
         return self.with_loss and self.function is None
+
+    def is_part(self, batch: Batch) -> bool:
+        """Return whether a batch has fewer samples than the data of the call, or the data is a stream."""
+        return is_source(self.batch.x) or self.axes.samples(batch) < self.axes.samples(self.batch)
 
     def evaluate(
         self, target: Target, outside: BatchAxes, values: Sequence[xr.DataArray]

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from ...adapters.protocol import CaptureRequest, Port, Pullback, RecurrentCall
+from ...adapters.protocol import CaptureRequest, Port, Pullback
 from ...data import leaves_of
 from ...errors import DisconnectedError, InputError, ModelError, TooLargeError, UnsupportedError
 from ...results.schema import to_host
 from ...settings import format_memory
 from ...typing import Array
 from ...vocabulary import TIME
-from ..axes import ModelAxes, refusal, refuse_unclear_steps, refuse_unknown, text_of
+from ..axes import ModelAxes, refusal, refuse_steps_first, refuse_unclear_steps, refuse_unknown, text_of
 from ..names import TensorName, refuse_lone_output
 from ..recurrent_layers import ReplayedCall, ReplayedLayers
 from .request import JacobianEnd, JacobianRequest
@@ -204,7 +204,7 @@ def _look_inside(request: JacobianRequest) -> ReplayedLayers:
         raise _nothing_recurrent(request) from error
     if not capture.calls and not capture.scanned:
         raise _nothing_recurrent(request)
-    _refuse_samples_elsewhere(request, capture.calls)
+    refuse_steps_first(request.axes, request.batch, (call.input.shape[:2] for call in capture.calls))
     outputs = leaves_of(capture.outputs)
     if len(outputs) > 1 and not request.known.outputs:
         refuse_lone_output((request.of, request.wrt), len(outputs))
@@ -214,22 +214,6 @@ def _look_inside(request: JacobianRequest) -> ReplayedLayers:
         inside = inside.map(lambda one: _flattened(one, request.options.memory))
     inside.samples = next(iter(capture.scanned.values()), 0)
     return inside
-
-
-def _refuse_samples_elsewhere(request: JacobianRequest, calls: Sequence[RecurrentCall]) -> None:
-    """Refuse a model whose first axis counts steps where the framework's convention is samples first.
-
-    Raise InputError if all recurrent calls step along the first axis of the input.
-    """
-    if not request.axes.samples_first or not calls:
-        return
-    length = request.axes.samples(request.batch)
-    if all(call.input.shape[0] != length == call.input.shape[1] for call in calls):
-        samples = calls[0].input.shape[0]
-        what = "The recurrent layers step along the first axis of the input, where this framework has the samples."
-        got = f"{length} steps and {samples} samples"
-        hint = 'axes={"input": ("time", "sample", "feature"), "output": ("time", "sample", "unit")}'
-        raise InputError(what, got=got, expected="samples first", hint=hint)
 
 
 def _flattened(one: ReplayedCall, memory: int) -> ReplayedCall:
