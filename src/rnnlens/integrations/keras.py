@@ -18,12 +18,12 @@ from typing import Any
 
 from ..adapters.keras.run import CompiledTraining
 from ..adapters.keras.training_capture import (
-    Heard,
+    RecordedStep,
     batches_per_execution,
     is_built,
     largest_weight,
-    listen,
     notes_of_training,
+    record_fit,
     steps_taken,
     synchronised,
     weights_of,
@@ -199,7 +199,7 @@ class Watch(_Callback):
         self._waits = False
         self._training: Any = None
         self._finalizer: Any = None
-        self._listening: Any = None
+        self._train_step: Any = None
         self._step = self._start = self._epoch = self._in_epoch = 0
         self._due = False
         self.latest: TrainedBatch | None = None
@@ -233,7 +233,7 @@ class Watch(_Callback):
         try:
             self._begin()
         except BaseException as error:
-            self._stop_listening()
+            self._stop_recording()
             self._recorder.abort(type(error).__name__)
             raise
         callbacks = _caller_of("on_train_begin")
@@ -259,7 +259,7 @@ class Watch(_Callback):
         """Attach the capture of training steps, and record the probe; the model must have weights."""
         assert self._recorder is not None
         if not (self._batches.off and not self._reports_asked) and self._recorder.writes:
-            self._listening = listen(self.model, self._direct)
+            self._train_step = record_fit(self.model, self._direct)
         if self._probe is not None and not self._schedule.off and self._recorder.writes and not self._is_recorded:
             self._record_probe(before=not self._waits)
 
@@ -275,7 +275,7 @@ class Watch(_Callback):
 
     def _interrupted(self) -> None:
         """Detach the capture, and close the run as interrupted: training ended without ``on_train_end``."""
-        self._stop_listening()
+        self._stop_recording()
         if self._recorder is not None:
             self._recorder.abort("interrupted")
 
@@ -285,9 +285,9 @@ class Watch(_Callback):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Decide whether the next execution of the training step is captured."""
-        if self._listening is not None:
+        if self._train_step is not None:
             self._due = self._is_due()  # called once: a schedule may be a function with side effects
-            self._listening.wanted = self._due or self._reports
+            self._train_step.wanted = self._due or self._reports
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Count the steps of the execution, and record the batch and the probe where the schedules require it."""
@@ -299,20 +299,20 @@ class Watch(_Callback):
     def _after_execution(self, batch: int, logs: Any) -> None:
         """See :meth:`on_train_batch_end`."""
         assert self._recorder is not None
-        heard = None if self._listening is None else self._listening.taken()
+        recorded = None if self._train_step is None else self._train_step.taken()
         # The last execution of an epoch may have fewer steps than ``batch`` implies.
         through = min(batch + 1, self.params.get("steps") or batch + 1)
         before = self._step
-        self._step += through - self._in_epoch if heard is None else heard.batches
+        self._step += through - self._in_epoch if recorded is None else recorded.batches
         self._in_epoch = through
-        failure = None if self._listening is None else self._listening.failed()
+        failure = None if self._train_step is None else self._train_step.failed()
         if failure is not None:
             self._recorder.fail_record(self._step, failure, "batch")
         if self._waits:
             self._begin_late()
             return
-        if heard is not None:
-            self._examine(heard, before + 1, logs)
+        if recorded is not None:
+            self._examine(recorded, before + 1, logs)
         if self._probe is not None and any(
             self._recorder.due(s, self._epoch) for s in range(before + 1, self._step + 1)
         ):
@@ -331,16 +331,16 @@ class Watch(_Callback):
             return
         if self._finalizer is not None:
             self._finalizer.detach()
-        self._stop_listening()
+        self._stop_recording()
         stopped = getattr(self.model, "stop_training", False)
         self._training = None
         self._recorder.close("stopped" if stopped else "finished", steps=self._step - self._start)
 
-    def _stop_listening(self) -> None:
+    def _stop_recording(self) -> None:
         """Detach the capture and restore the model's own training step."""
-        if self._listening is not None:
-            self._listening.remove()
-            self._listening = None
+        if self._train_step is not None:
+            self._train_step.remove()
+            self._train_step = None
 
     def _open(self) -> None:
         """Open the store and the loggers, and determine the step at which the run resumes."""
@@ -390,20 +390,20 @@ class Watch(_Callback):
         assert self._recorder is not None
         return any(self._recorder.on_schedule(self._batches, step, self._epoch) for step in steps)
 
-    def _trained(self, heard: Heard, step: int) -> TrainedBatch:
+    def _trained(self, recorded: RecordedStep, step: int) -> TrainedBatch:
         """Return the captured batch as a TrainedBatch, with the variables from before its step."""
         synchronised(self.model)
-        data = (heard.x, heard.y, heard.sample_weight)
-        notes = notes_of_training(self.model, heard)
-        told = direct_trace(self.model, heard.direct, heard.loss)
-        return TrainedBatch(self.model, data, (step, self._epoch), heard.before.again, notes=notes, heard=told)
+        data = (recorded.x, recorded.y, recorded.sample_weight)
+        notes = notes_of_training(self.model, recorded)
+        told = direct_trace(self.model, recorded.direct, recorded.loss)
+        return TrainedBatch(self.model, data, (step, self._epoch), recorded.before.again, notes=notes, heard=told)
 
-    def _examine(self, heard: Heard, step: int, logs: Any) -> None:
+    def _examine(self, recorded: RecordedStep, step: int, logs: Any) -> None:
         """Record a captured batch if it is due, pass it to ``on_batch``, and report it if it is not finite."""
         recorder = self._recorder
         assert recorder is not None
         try:
-            trained = self._trained(heard, step)
+            trained = self._trained(recorded, step)
         except Exception as error:
             recorder.fail_record(step, error, "batch")
             return

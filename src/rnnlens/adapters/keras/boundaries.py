@@ -53,7 +53,7 @@ class TappedPorts:
         else:
             self.keys[port] = self._of_layer(port)
 
-    def heard_sites(self, others: Collection[str] = ()) -> list[RecurrentSite]:
+    def hooked_sites(self, others: Collection[str] = ()) -> list[RecurrentSite]:
         """Return the recurrent sites to hook: those of the ports, and those of the layers named in ``others``.
 
         A bidirectional layer has both of its sites in the list, so that their numbers stay valid.

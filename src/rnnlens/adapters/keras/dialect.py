@@ -54,7 +54,10 @@ class LoopOverCell:
 
 
 class Dialect(Protocol):
-    """Interface of one Keras package. Attributes without a comment are those of Keras 3 with the same name."""
+    """Interface of one Keras package, with what most packages share.
+
+    Attributes without a comment are those of Keras 3 with the same name.
+    """
 
     #: Name of the package: ``"keras"`` or ``"tf_keras"``.
     name: str
@@ -80,6 +83,8 @@ class Dialect(Protocol):
 
     def is_graph(self, thing: Any) -> bool:
         """Return whether a layer belongs to a TensorFlow 1 graph, which only a session can run."""
+        del thing
+        return False
 
     # -- the engine, dtypes, values
     @property
@@ -100,6 +105,8 @@ class Dialect(Protocol):
 
     def value_of(self, tensor: Any) -> Array:
         """Return the value of a variable or tensor as a NumPy copy; float16 and bfloat16 become float32."""
+        # The engine converts: Keras' own conversion raises a warning in NumPy.
+        return own_array(self.engine.to_array(self.ops.convert_to_tensor(tensor)))
 
     def mask_of(self, tensor: Any) -> Any:
         """Return the mask that Keras attached to a tensor; None if there is none."""
@@ -107,12 +114,20 @@ class Dialect(Protocol):
     def set_mask(self, tensor: Any, mask: Any) -> None:
         """Attach a mask to a tensor."""
 
+    def with_mask(self, old: Any, new: Any) -> Any:
+        """Attach the mask of ``old``, if it has one, to ``new``, and return ``new``."""
+        mask = self.mask_of(old)
+        if mask is not None:
+            self.set_mask(new, mask)
+        return new
+
     def namespace(self) -> Namespace:
         """Return the namespace of array functions for the step of a registered cell."""
 
     # -- variables
     def variable_name(self, variable: Any) -> str:
         """Return the last part of a variable's path, such as ``"kernel"``."""
+        return self.path(variable).rpartition("/")[2]
 
     def path(self, variable: Any) -> str:
         """Return the path of a variable, such as ``"lstm/lstm_cell/kernel"``."""
@@ -159,6 +174,8 @@ class Dialect(Protocol):
 
     def time_major(self, layer: Any) -> bool:
         """Return whether the first axis of a layer's input is time."""
+        del layer
+        return False
 
     def inputs_of(self, node: Any) -> list[Any]:
         """Return the input tensors of one symbolic call of a layer."""
@@ -177,6 +194,7 @@ class Dialect(Protocol):
 
     def is_own(self, thing: Any) -> bool:
         """Return whether a class or function is defined in this Keras package."""
+        return str(getattr(thing, "__module__", "")).startswith(f"{self.name}.")
 
     # -- a run
     def asks_for_training(self, model: Any) -> bool:
@@ -185,14 +203,16 @@ class Dialect(Protocol):
     def dropout(self, layer: Any) -> dict[str, Any]:
         """Return the dropout multipliers of a layer's known cell in training: ``input_scale``, ``state_scale``."""
 
-    def listen(self, listener: Any, site: Any, half: int, override: Override) -> None:
-        """Override the methods of a recurrent layer so that ``listener`` records its calls.
+    def hook(self, recorder: Any, site: Any, half: int, override: Override) -> None:
+        """Override the methods of a recurrent layer so that ``recorder`` records its calls.
 
         ``half`` is 1 for the second direction of a bidirectional layer and 0 otherwise.
         """
 
     def values(self, variables: Sequence[Any]) -> list[Any] | None:
         """Return the tensors that replace the variables in a run; None if the run reads the variables."""
+        del variables
+        return None
 
     def seeds(self, model: Any, seed: int | None) -> list[Any]:
         """Return the state of each random generator as a tensor: the present one, or one derived from ``seed``."""
@@ -228,12 +248,17 @@ class Dialect(Protocol):
 
     def inside(self, value: Any) -> Any:
         """Return the container inside a tracking wrapper of the package; None for other objects."""
+        del value
 
     def tracks(self, value: Any) -> bool:
         """Return whether ``value`` is a tracker object of the package."""
+        del value
+        return False
 
     def is_short(self, x: Any) -> bool:
         """Return whether ``x`` is so short that eager execution takes less time than tracing a graph for one run."""
+        del x
+        return False
 
     def stamp(self, model: Any, loss: Any, within: Any = None) -> Hashable | None:
         """Return a hashable that changes with everything a run reads; None if that is not known.
@@ -241,10 +266,13 @@ class Dialect(Protocol):
         ``within`` is the :class:`CompiledTraining` in which user code counts as a constant, except for the attributes
         of its layers.
         """
+        del model, loss, within
+        return None
 
     # -- the loss
     def is_overridden(self, model: Any) -> bool:
         """Return whether the model overrides ``compute_loss``."""
+        return isinstance(model, self.Model) and type(model).compute_loss is not self.Model.compute_loss
 
     def is_compiled(self, model: Any) -> bool:
         """Return whether ``compile`` was called on the model."""

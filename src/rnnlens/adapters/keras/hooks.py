@@ -16,7 +16,7 @@ from ...errors import InputError, RnnlensError, UnsupportedError
 from ..shared import substitute_in_this_thread
 from .dialect import Dialect
 from .discover import RecurrentSite
-from .loops import CellHook, LayerCall, Starts, SteppedLayerError, StepRecorder
+from .loops import CellCallHook, LayerCall, Starts, SteppedLayerError, StepRecorder
 from .weights import known_class
 
 
@@ -74,7 +74,7 @@ class LayerRecorder:
             self.is_inside_a_layer = before
 
     @contextmanager
-    def listening(self, sites: Sequence[RecurrentSite], plain: Mapping[str, Any]) -> Iterator[None]:
+    def hooked(self, sites: Sequence[RecurrentSite], plain: Mapping[str, Any]) -> Iterator[None]:
         """Hook the recurrent ``sites`` and the ``plain`` layers within the block.
 
         Hooks are methods overridden on the instances.
@@ -89,9 +89,9 @@ class LayerRecorder:
                 half = halves[site.name] = halves.get(site.name, -1) + 1
                 if site.is_loop:
                     refuse_random(site, self.training)
-                    override(site.layer.cell, "call", own_errors(CellHook(self, site, self._steps_of(site))))
+                    override(site.layer.cell, "call", own_errors(CellCallHook(self, site, self._steps_of(site))))
                 else:
-                    site.keras.listen(self, site, half, override)
+                    site.keras.hook(self, site, half, override)
             for name, layer in plain.items():
                 override(layer, "call", self._plain(name, layer))
             yield
@@ -139,7 +139,7 @@ class LayerRecorder:
         self.calls.append(call)
         return call
 
-    def hears(self, call: LayerCall, name: str, tensor: Any) -> Any:
+    def record(self, call: LayerCall, name: str, tensor: Any) -> Any:
         """Tap and record ``tensor`` if that is requested; return the tensor to continue with."""
         every = name.partition("@")[0]
         kind, key = every.split("/")[0], f"{call.key}|{every}"
@@ -150,7 +150,7 @@ class LayerRecorder:
             call.arrays[name] = tensor
         return tensor
 
-    def hears_all(self, call: LayerCall, name: str, tree: Any) -> Any:
+    def record_all(self, call: LayerCall, name: str, tree: Any) -> Any:
         """Tap and record each tensor of a nested structure; return the structure to continue with.
 
         A tensor that occurs twice, such as h as output and state, is tapped once for each place and stays one tensor.
@@ -158,7 +158,7 @@ class LayerRecorder:
         flat = self.keras.tree.flatten(tree)
         tapped: dict[int, Any] = {}
         for i, tensor in enumerate(flat):
-            tapped[id(tensor)] = self.hears(call, f"{name}/{i}", tapped.get(id(tensor), tensor))
+            tapped[id(tensor)] = self.record(call, f"{name}/{i}", tapped.get(id(tensor), tensor))
         return self.keras.tree.pack_sequence_as(tree, [tapped[id(tensor)] for tensor in flat])
 
     def enters(
@@ -167,10 +167,10 @@ class LayerRecorder:
         """Start the record of a recurrent call; return it with the input and initial state to continue with."""
         initial_state = self.given_state(site, half, initial_state)
         call = self.starts_call(site.name, half)
-        sequence = self.hears(call, "input", sequence)
+        sequence = self.record(call, "input", sequence)
         # h and c may start as one tensor, and have gradients of their own.
         flat = self.keras.tree.flatten(initial_state)
-        flat = [self.hears(call, f"initial_state/{i}", state) for i, state in enumerate(flat)]
+        flat = [self.record(call, f"initial_state/{i}", state) for i, state in enumerate(flat)]
         initial_state = self.keras.tree.pack_sequence_as(initial_state, flat)
         if "mask" in self.keep and mask is not None:
             call.arrays["mask"] = mask
@@ -204,8 +204,8 @@ class LayerRecorder:
             record = self.starts_call(name)
             if args:
                 record.shape = tuple(getattr(args[0], "shape", ()))
-                args = (self.hears_all(record, "input", args[0]), *args[1:])
-            return self.hears_all(record, "output", original(*args, **kwargs))
+                args = (self.record_all(record, "input", args[0]), *args[1:])
+            return self.record_all(record, "output", original(*args, **kwargs))
 
         return call
 

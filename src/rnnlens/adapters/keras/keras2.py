@@ -6,7 +6,7 @@ of the package, so versions other than the tested ones are refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import pairwise
@@ -23,9 +23,9 @@ from tf_keras.src.utils import losses_utils
 from ...autodiff import Engine, Tap, engine
 from ...errors import UnsupportedError
 from ...recurrence.cells import GRU, LSTM, Cell, ConvLSTM1D, ConvLSTM2D, ConvLSTM3D, SimpleRNN
-from ...typing import Array, Namespace
+from ...typing import Namespace
 from . import keras2_run
-from .dialect import Dialect, own_array
+from .dialect import Dialect
 from .keras2_ops import ArrayFunctions, Ops, Tree, UntrackedLosses, undisturbed
 
 #: Prefixes of the tested versions of ``tf_keras``.
@@ -63,7 +63,7 @@ if not str(tf_keras.__version__).startswith(_VERSIONS):
     )
 
 
-class Keras2:
+class Keras2(Dialect):
     """Dialect of ``tf_keras``; see :class:`rnnlens.adapters.keras.dialect.Dialect`."""
 
     name = "tf_keras"
@@ -90,7 +90,7 @@ class Keras2:
     }
     single_precision = frozenset({"gelu"})
 
-    listen = staticmethod(keras2_run.listen)
+    hook = staticmethod(keras2_run.hook)
     dropout = staticmethod(keras2_run.dropout)
     refusal = staticmethod(keras2_run.refusal)
     undisturbed = staticmethod(undisturbed)
@@ -103,7 +103,7 @@ class Keras2:
     @cached_property
     def engine(self) -> Engine:
         """The TensorFlow engine; it carries Keras masks over to replaced tensors."""
-        return engine("tensorflow", _with_mask)
+        return engine("tensorflow", self.with_mask)
 
     def floatx(self) -> str:
         """Return the default float dtype, such as ``"float32"``."""
@@ -121,10 +121,6 @@ class Keras2:
         """Return ``dtype``: TensorFlow computes in the dtype of its inputs."""
         return dtype
 
-    def value_of(self, tensor: Any) -> Array:
-        """Return the value of a variable or tensor as a NumPy copy; float16 and bfloat16 become float32."""
-        return own_array(self.engine.to_array(tf.convert_to_tensor(tensor)))
-
     def mask_of(self, tensor: Any) -> Any:
         """Return the mask that Keras attached to a tensor; None if there is none."""
         return getattr(tensor, "_keras_mask", None)
@@ -138,10 +134,6 @@ class Keras2:
         return ArrayFunctions()
 
     # -- variables
-    def variable_name(self, variable: Any) -> str:
-        """Return the last part of a variable's path, such as ``"kernel"``."""
-        return self.path(variable).rpartition("/")[2]
-
     def path(self, variable: Any) -> str:
         """Return the path of a variable, such as ``"lstm/lstm_cell/kernel"``."""
         return str(variable.name).partition(":")[0]
@@ -235,20 +227,11 @@ class Keras2:
         else:
             model(x)
 
-    def is_own(self, thing: Any) -> bool:
-        """Return whether a class or function is defined in this Keras package."""
-        return str(getattr(thing, "__module__", "")).startswith("tf_keras.")
-
     # -- a run
     def asks_for_training(self, model: Any) -> bool:
         """Return True: every Keras 2 model takes ``training`` and passes it to its layers."""
         del model
         return True
-
-    def values(self, variables: Sequence[Any]) -> list[Any] | None:
-        """Return None: the run reads the variables themselves."""
-        del variables
-        return None
 
     def seeds(self, model: Any, seed: int | None) -> list[Any]:
         """Return one seed of two integers for each random generator; the same at each call unless ``seed`` differs."""
@@ -308,27 +291,13 @@ class Keras2:
             if name in vars(layer):
                 yield vars(layer)[name]
 
-    def tracks(self, value: Any) -> bool:
-        """Return False: Keras 2 tracks objects in the containers themselves."""
-        del value
-        return False
-
     inside = staticmethod(keras2_run.inside)
 
     def is_short(self, x: Any) -> bool:
         """Return whether ``x`` has at most 64 steps: tracing takes longer than running these eagerly."""
         return all(len(t.shape) < 2 or t.shape[1] <= _SHORT for t in tf.nest.flatten(x))
 
-    def stamp(self, model: Any, loss: Any, within: Any = None) -> Hashable | None:
-        """Return None: it is not known what a run reads, so every run is traced."""
-        del model, loss, within
-        return None
-
     # -- the loss
-    def is_overridden(self, model: Any) -> bool:
-        """Return whether the model overrides ``compute_loss``."""
-        return isinstance(model, tf_keras.Model) and type(model).compute_loss is not tf_keras.Model.compute_loss
-
     def is_compiled(self, model: Any) -> bool:
         """Return whether ``compile`` was called on the model."""
         return bool(model._is_compiled)
@@ -363,14 +332,6 @@ class Keras2:
         """Return whether a layer called ``add_loss`` in the last call of the model."""
         layers = model._flatten_layers()
         return any((la._losses or la._eager_losses) and la._activity_regularizer is None for la in layers)
-
-
-def _with_mask(old: Any, new: Any) -> Any:
-    """Attach the Keras mask of ``old``, if it has one, to ``new``, and return ``new``."""
-    mask = getattr(old, "_keras_mask", None)
-    if mask is not None:
-        new._keras_mask = mask
-    return new
 
 
 def _sizes(sizes: Any) -> Any:

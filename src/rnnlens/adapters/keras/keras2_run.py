@@ -65,7 +65,7 @@ def _ignores_its_activation(layer: Any) -> bool:
     return act not in (own.tanh, tf.tanh) or rec not in (own.sigmoid, tf.sigmoid)
 
 
-def listen(listener: LayerRecorder, site: RecurrentSite, half: int, override: Override) -> None:
+def hook(recorder: LayerRecorder, site: RecurrentSite, half: int, override: Override) -> None:
     """Override the methods of a recurrent layer that prepare its input and return its output.
 
     With the fused kernel, the layer applies dropout to its input before the recurrence. The hook applies it instead, so
@@ -88,12 +88,12 @@ def listen(listener: LayerRecorder, site: RecurrentSite, half: int, override: Ov
         with own_errors_unchanged():
             mask = given[-1]["mask"]
             swapped, mask = _samples_first(layer, sequence), None if mask is None else _samples_first(layer, mask)
-            steps = listener.steps_of(site, swapped, state, mask)
+            steps = recorder.steps_of(site, swapped, state, mask)
             if steps is not None:
                 run, x, state = steps.enter(swapped[:, 0], state)
                 given[-1]["step"] = partial(steps.leave, run)
                 return _samples_first(layer, x[:, None]), state, constants
-            call, swapped, state = listener.enters(site, half, swapped, state, mask)
+            call, swapped, state = recorder.enters(site, half, swapped, state, mask)
         given[-1]["call"] = call
         return _samples_first(layer, swapped), state, constants
 
@@ -104,13 +104,13 @@ def listen(listener: LayerRecorder, site: RecurrentSite, half: int, override: Ov
         mask: Any = bound.arguments.get("mask")
         mask = mask[0] if tf.nest.is_nested(mask) else mask
         given.append({"mask": mask, "training": bound.arguments.get("training")})
-        with listener.inside_a_layer():
+        with recorder.inside_a_layer():
             result = run(*args, **kwargs)
-        heard = given.pop()
+        record = given.pop()
         with own_errors_unchanged():
-            if "step" in heard:
-                return _of_one_step(layer, result, heard["step"])
-            return _heard(listener, site, result, **heard)
+            if "step" in record:
+                return _of_one_step(layer, result, record["step"])
+            return _record_output(recorder, site, result, **record)
 
     override(layer, "_process_inputs", process)
     if fused:
@@ -123,13 +123,13 @@ def _gates(layer: Any) -> int:
     return 4 if isinstance(layer, tf_keras.layers.LSTM) else 3
 
 
-def _heard(
-    listener: LayerRecorder, site: RecurrentSite, result: Any, *, call: LayerCall, mask: Any, training: Any
+def _record_output(
+    recorder: LayerRecorder, site: RecurrentSite, result: Any, *, call: LayerCall, mask: Any, training: Any
 ) -> Any:
     """Record the output of a layer and its final states; return them to continue with."""
     del mask
     layer = site.layer
-    if "dropout" in listener.keep and training:
+    if "dropout" in recorder.keep and training:
         call.arrays.update(dropout(layer))
     output, states = (result[0], result[1:]) if layer.return_state else (result, None)
     if tf.nest.is_nested(output):
@@ -137,13 +137,13 @@ def _heard(
             f"Layer {site.name!r}: the cell has several outputs.", expected="one tensor of shape (sample, unit)"
         )
     if layer.return_sequences:
-        output = _samples_first(layer, listener.hears(call, "output", _samples_first(layer, output)))
+        output = _samples_first(layer, recorder.record(call, "output", _samples_first(layer, output)))
     else:
-        output = listener.hears(call, "output", output)
+        output = recorder.record(call, "output", output)
     if states is None:
         return output
-    states = listener.hears_all(call, "final_state", states)
-    listener.returns(site, states)
+    states = recorder.record_all(call, "final_state", states)
+    recorder.returns(site, states)
     return [output, *states]
 
 

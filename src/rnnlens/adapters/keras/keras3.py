@@ -21,10 +21,10 @@ from keras.src.utils.tracking import Tracker
 
 from ...autodiff import Engine, Tap, engine
 from ...recurrence.cells import GRU, LSTM, Cell, ConvLSTM1D, ConvLSTM2D, ConvLSTM3D, SimpleRNN
-from ...typing import Array, Namespace
+from ...typing import Namespace
 from ..shared import substitute_in_this_thread
 from . import keras3_loop
-from .dialect import Dialect, own_array
+from .dialect import Dialect
 from .keras3_stamps import stamp_of
 
 _NAMES = (
@@ -37,7 +37,7 @@ _UNINITIALIZED = "uninitialized_variables"
 _SEEDS = "global_seed_generator"
 
 
-class Keras3:
+class Keras3(Dialect):
     """Dialect of Keras 3; see :class:`rnnlens.adapters.keras.dialect.Dialect`."""
 
     name = "keras"
@@ -62,19 +62,14 @@ class Keras3:
     #: computes a different function if all entries of the result are positive.
     known_activations: Mapping[Any, str] = {getattr(keras.activations, name): name for name in _NAMES}
 
-    listen = staticmethod(keras3_loop.listen)
+    hook = staticmethod(keras3_loop.hook)
     dropout = staticmethod(keras3_loop.dropout)
-
-    def is_graph(self, thing: Any) -> bool:
-        """Return False: Keras 3 has no layers that only a session runs."""
-        del thing
-        return False
 
     # -- the engine, dtypes, values
     @cached_property
     def engine(self) -> Engine:
         """The engine that Keras 3 is configured for in this process; it carries masks over to replaced tensors."""
-        return engine(keras.backend.backend(), _with_mask)
+        return engine(keras.backend.backend(), self.with_mask)
 
     @property
     def single_precision(self) -> frozenset[str]:
@@ -101,13 +96,6 @@ class Keras3:
         """
         return str(keras.backend.result_type(dtype, dtype))
 
-    def value_of(self, tensor: Any) -> Array:
-        """Return a NumPy copy of a variable's or tensor's value, converted by the engine.
-
-        The conversion by Keras itself raises a warning in NumPy.
-        """
-        return own_array(self.engine.to_array(keras.ops.convert_to_tensor(tensor)))
-
     mask_of = staticmethod(get_keras_mask)
 
     def set_mask(self, tensor: Any, mask: Any) -> None:
@@ -127,10 +115,6 @@ class Keras3:
         return _KerasOps()
 
     # -- variables
-    def variable_name(self, variable: Any) -> str:
-        """Return the last part of a variable's path, such as ``"kernel"``."""
-        return str(variable.name)
-
     def path(self, variable: Any) -> str:
         """Return the path of a variable, such as ``"lstm/lstm_cell/kernel"``."""
         return str(variable.path)
@@ -171,11 +155,6 @@ class Keras3:
 
     refusal = staticmethod(keras3_loop.refusal)
 
-    def time_major(self, layer: Any) -> bool:
-        """Return False: the first axis is the samples in Keras 3."""
-        del layer
-        return False
-
     def inputs_of(self, node: Any) -> list[Any]:
         """Return the input tensors of one symbolic call of a layer."""
         return list(keras.tree.flatten(node.input_tensors))
@@ -210,10 +189,6 @@ class Keras3:
         """Create the weights of a model by a symbolic call on data such as ``x``, as ``fit`` does."""
         symbols = keras.tree.map_structure(lambda t: keras.KerasTensor((None, *t.shape[1:]), self.dtype_of(t)), x)
         backend.compute_output_spec(model, symbols)
-
-    def is_own(self, thing: Any) -> bool:
-        """Return whether a class or function is defined in this Keras package."""
-        return str(getattr(thing, "__module__", "")).startswith("keras.src.")
 
     # -- a run
     def asks_for_training(self, model: Any) -> bool:
@@ -304,28 +279,15 @@ class Keras3:
         """Iterate over the containers that a layer's calls append to."""
         yield from (layer._losses, layer._loss_ids)
 
-    def inside(self, value: Any) -> Any:
-        """Return None: no container of Keras 3 has another one inside."""
-        del value
-
     def tracks(self, value: Any) -> bool:
         """Return whether ``value`` is a tracker object of the package."""
         return isinstance(value, Tracker)
-
-    def is_short(self, x: Any) -> bool:
-        """Return False: compiled runs of Keras 3 are faster on JAX and TensorFlow."""
-        del x
-        return False
 
     def stamp(self, model: Any, loss: Any, within: Any = None) -> Hashable | None:
         """Return a hashable that changes with everything a run reads; None if that is not known."""
         return stamp_of(model, loss, self.engine, within)
 
     # -- the loss
-    def is_overridden(self, model: Any) -> bool:
-        """Return whether the model overrides ``compute_loss``."""
-        return isinstance(model, keras.Model) and type(model).compute_loss is not keras.Model.compute_loss
-
     def is_compiled(self, model: Any) -> bool:
         """Return whether ``compile`` was called on the model."""
         return bool(model.compiled)
@@ -379,14 +341,6 @@ class Keras3:
     def adds_losses(self, model: Any) -> bool:
         """Return whether a layer called ``add_loss`` in the last call of the model."""
         return any(la._get_own_losses() and la.activity_regularizer is None for la in model._flatten_layers())
-
-
-def _with_mask(old: Any, new: Any) -> Any:
-    """Attach the Keras mask of ``old``, if it has one, to ``new``, and return ``new``."""
-    mask = get_keras_mask(old)
-    if mask is not None:
-        set_keras_mask(new, mask)
-    return new
 
 
 def _seed_states(variables: Sequence[Any]) -> list[Any]:

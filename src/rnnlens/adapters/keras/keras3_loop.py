@@ -29,18 +29,18 @@ def refusal(layer: Any) -> tuple[str, str] | None:
     return "overrides inner_loop", "write the recurrence as a cell, keras.layers.RNN(cell)"
 
 
-def listen(listener: LayerRecorder, site: RecurrentSite, half: int, override: Override) -> None:
+def hook(recorder: LayerRecorder, site: RecurrentSite, half: int, override: Override) -> None:
     """Override the ``inner_loop`` of a recurrent layer, and switch off the fused kernel of a bidirectional one.
 
     The fused kernel would run both directions without calling ``inner_loop``.
     """
-    override(site.layer, "inner_loop", _loop(listener, site, half))
+    override(site.layer, "inner_loop", _loop(recorder, site, half))
     if site.bidirectional:
         override(site.owner, "_can_attempt_fused_lstm", lambda *args, **kwargs: False)
         override(site.owner, "_can_attempt_fused_gru", lambda *args, **kwargs: False)
 
 
-def _loop(listener: LayerRecorder, site: RecurrentSite, half: int) -> Callable[..., Any]:
+def _loop(recorder: LayerRecorder, site: RecurrentSite, half: int) -> Callable[..., Any]:
     original, layer = site.layer.inner_loop, site.layer
 
     def inner_loop(sequences: Any, initial_state: Any, mask: Any, training: Any = False) -> Any:
@@ -49,27 +49,27 @@ def _loop(listener: LayerRecorder, site: RecurrentSite, half: int) -> Callable[.
         with own_errors_unchanged():
             _refuse_triple(site, mask)
             refuse_random(site, bool(training))
-            steps = listener.steps_of(site, sequences, initial_state, mask)
+            steps = recorder.steps_of(site, sequences, initial_state, mask)
             if steps is not None:
                 return _one_step(steps, sequences, initial_state)
-            call, sequences, initial_state = listener.enters(site, half, sequences, initial_state, mask)
-        if "dropout" in listener.keep and training:
+            call, sequences, initial_state = recorder.enters(site, half, sequences, initial_state, mask)
+        if "dropout" in recorder.keep and training:
             call.arrays.update(dropout(layer))
-        with listener.inside_a_layer():
+        with recorder.inside_a_layer():
             last, outputs, states = original(sequences, initial_state, mask, training=training)
         if layer.return_sequences:
-            outputs = listener.hears(call, "output", outputs)
+            outputs = recorder.record(call, "output", outputs)
         else:
-            last = listener.hears(call, "output", last)
+            last = recorder.record(call, "output", last)
         if layer.return_state:
-            states = listener.hears_all(call, "final_state", states)
-            listener.returns(site, states)
+            states = recorder.record_all(call, "final_state", states)
+            recorder.returns(site, states)
         return last, outputs, states
 
     def _one_step(steps: StepRecorder, sequences: Any, initial_state: Any) -> Any:
         run, x, states = steps.enter(sequences[:, 0], initial_state)
-        with listener.inside_a_layer():
-            _, _, states = original(keras.ops.expand_dims(x, 1), states, None, training=listener.training)
+        with recorder.inside_a_layer():
+            _, _, states = original(keras.ops.expand_dims(x, 1), states, None, training=recorder.training)
         last, states = steps.leave(run, states[0], states)
         return last, keras.ops.expand_dims(last, 1), states
 

@@ -51,7 +51,7 @@ class CallRecorder(Protocol):
     def starts_call(self, place: str, half: int = 0, *, is_loop: bool = False) -> LayerCall:
         """Add the record of a call."""
 
-    def hears(self, call: LayerCall, name: str, tensor: Any) -> Any:
+    def record(self, call: LayerCall, name: str, tensor: Any) -> Any:
         """Record a tensor of a call under a name, and return the tapped one."""
 
     def given_state(self, site: RecurrentSite, half: int, state: Any) -> Any:
@@ -89,9 +89,9 @@ class StepRecorder:
     """
 
     def __init__(
-        self, listener: CallRecorder, site: RecurrentSite, starts: frozenset[int] | None, spoiled: bool
+        self, recorder: CallRecorder, site: RecurrentSite, starts: frozenset[int] | None, spoiled: bool
     ) -> None:
-        self._listener, self._site, self._starts, self._spoiled = listener, site, starts, spoiled
+        self._recorder, self._site, self._starts, self._spoiled = recorder, site, starts, spoiled
         self._keras: Dialect = site.keras
         self._context = self._keras.engine.context()
         self._runs: list[CellRun] = []
@@ -108,7 +108,7 @@ class StepRecorder:
 
     def leave(self, run: CellRun, output: Any, states: Any) -> tuple[Any, Any]:
         """Record and tap the output and the new states of a step; return those that the user's code receives."""
-        if self._listener.training:
+        if self._recorder.training:
             self._dropout(run)
         output, states = self._leave(run, output, states)
         run.steps += 1
@@ -135,31 +135,31 @@ class StepRecorder:
                     return run
             if self._runs:
                 raise ChangedStateError(self._site.name)
-        self._runs.append(CellRun(self._listener.starts_call(self._site.name, is_loop=True)))
+        self._runs.append(CellRun(self._recorder.starts_call(self._site.name, is_loop=True)))
         return self._runs[-1]
 
     def _enter(self, run: CellRun, x: Any, states: Sequence[Any]) -> tuple[Any, list[Any]]:
         """Record the input and the states of a call; return those to continue with."""
-        hears, t = self._listener.hears, run.steps
+        record, t = self._recorder.record, run.steps
         if t == 0:
-            found = list(self._listener.given_state(self._site, 0, list(states)))
-            found = [hears(run.call, f"initial_state/{i}", s) for i, s in enumerate(found)]
+            found = list(self._recorder.given_state(self._site, 0, list(states)))
+            found = [record(run.call, f"initial_state/{i}", s) for i, s in enumerate(found)]
         else:
             found = list(states) if self._starts is not None else run.produced
         if self._starts is not None:
             run.call.arrays.update({f"received/{i}@{t}": s for i, s in enumerate(found)})
-        return hears(run.call, f"input@{t}", x), found
+        return record(run.call, f"input@{t}", x), found
 
     def _leave(self, run: CellRun, output: Any, states: Any) -> tuple[Any, Any]:
         """Record and tap the output and the new states of a call; return those that the user's code receives."""
-        hears, t = self._listener.hears, run.steps
+        record, t = self._recorder.record, run.steps
         flat = self._keras.tree.flatten(states)
-        made = {id(s): hears(run.call, f"total/{i}@{t}", s) for i, s in enumerate(flat)}
+        made = {id(s): record(run.call, f"total/{i}@{t}", s) for i, s in enumerate(flat)}
         run.produced = [made[id(s)] for s in flat]
-        kept = {id(output): hears(run.call, f"output@{t}", made.get(id(output), output))}
+        kept = {id(output): record(run.call, f"output@{t}", made.get(id(output), output))}
         for i, state in enumerate(flat):
             if id(state) not in kept:
-                kept[id(state)] = hears(run.call, f"state/{i}@{t}", made[id(state)])
+                kept[id(state)] = record(run.call, f"state/{i}@{t}", made[id(state)])
         run.received = [kept[id(s)] for s in flat]
         run.call.arrays.update({f"final_state/{i}": s for i, s in enumerate(run.received)})
         if self._spoiled:
@@ -176,22 +176,22 @@ class StepRecorder:
                 hint="training=False, or keras.layers.RNN(cell)",
             )
         run.masks = found
-        if "dropout" in self._listener.keep:
+        if "dropout" in self._recorder.keep:
             run.call.arrays.update(found)
 
 
-class CellHook:
+class CellCallHook:
     """Hook on the ``call`` of a cell: its calls from outside of a recurrent layer are steps of a recurrence."""
 
-    def __init__(self, listener: CallRecorder, site: RecurrentSite, steps: StepRecorder) -> None:
-        self._listener, self._site, self._steps = listener, site, steps
+    def __init__(self, recorder: CallRecorder, site: RecurrentSite, steps: StepRecorder) -> None:
+        self._recorder, self._site, self._steps = recorder, site, steps
         self._original = site.layer.cell.call
         self._names = list(inspect.signature(self._original).parameters)[:2]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the cell's own ``call``, and record and tap its input, states and output."""
         given = dict(zip(self._names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in self._names}
-        if self._listener.is_inside_a_layer or len(given) < 2:
+        if self._recorder.is_inside_a_layer or len(given) < 2:
             return self._original(*args, **kwargs)
         run, x, states = self._steps.enter(*(given[name] for name in self._names))
         kwargs = {k: v for k, v in kwargs.items() if k not in self._names}

@@ -73,15 +73,15 @@ class KerasPullback:
             with self._keras.undisturbed(model, regularised=True), raised_by("The forward pass of your model"):
                 self._linear = self._linearised(job, arguments, memo)
         self._linear.tracing = partial(_undone, model, self._keras, batch.seed)
-        heard = {**self._linear.aux, **self._linear.targets}
-        self.outputs = int(heard.pop("outputs"))
-        samples, steps = int(heard.pop("samples")), int(heard.pop("steps"))
+        recorded = {**self._linear.aux, **self._linear.targets}
+        self.outputs = int(recorded.pop("outputs"))
+        samples, steps = int(recorded.pop("samples")), int(recorded.pop("steps"))
         self.recurrent_sizes = ((samples, steps),) if samples else ()
         values = {}
         for port, key in self._spots.keys.items():
-            if key not in heard:
+            if key not in recorded:
                 raise LayerNotFoundError(_missing(port))
-            values[port] = self._turned(port, self._engine.to_array(heard[key]), axis=1)
+            values[port] = self._turned(port, self._engine.to_array(recorded[key]), axis=1)
             if port in self._spots.ending:
                 values[port] = values[port][:, -1]
         self.values = values
@@ -110,7 +110,7 @@ class KerasPullback:
         return RunRequest(
             model=model,
             data=prepare(model, batch),
-            sites=self._spots.heard_sites(given_states(self._spots.found, batch.initial_state)),
+            sites=self._spots.hooked_sites(given_states(self._spots.found, batch.initial_state)),
             plain=self._spots.plain | sized,
             training=batch.training,
             seed=batch.seed,
@@ -129,27 +129,27 @@ class KerasPullback:
         keras = self._keras
 
         def run(arguments: Any, tap: Tap) -> tuple[dict[str, Any], Any]:
-            heard: dict[str, Any] = {f"model|input/{i}": t for i, t in enumerate(keras.tree.flatten(arguments["x"]))}
+            recorded: dict[str, Any] = {f"model|input/{i}": t for i, t in enumerate(keras.tree.flatten(arguments["x"]))}
 
             def noting(key: str, tensor: Any) -> Any:
                 every = key.partition("@")[0]
                 if not keras.is_float(tensor):  # counters, quantised weights: they have no gradient
-                    heard[key] = tensor
+                    recorded[key] = tensor
                     return tensor
-                heard[key] = tap(key, keras.ops.stop_gradient(tensor) if every in cut else tensor)
-                return heard[key]
+                recorded[key] = tap(key, keras.ops.stop_gradient(tensor) if every in cut else tensor)
+                return recorded[key]
 
             value, (arrays, outputs) = program(job, arguments, noting)
             for call, tensors in zip(job.calls, arrays, strict=True):
-                heard.update({f"{call.key}|{name}": tensor for name, tensor in tensors.items()})
-            heard.update({f"model|output/{i}": t for i, t in enumerate(keras.tree.flatten(outputs))})
+                recorded.update({f"{call.key}|{name}": tensor for name, tensor in tensors.items()})
+            recorded.update({f"model|output/{i}": t for i, t in enumerate(keras.tree.flatten(outputs))})
             if value is not None:
-                heard["model|loss"] = value
-            _check_targets(keras, of, heard)
-            others = {key: heard[key] for key in keys - of if key in heard}
+                recorded["model|loss"] = value
+            _check_targets(keras, of, recorded)
+            others = {key: recorded[key] for key in keys - of if key in recorded}
             samples, steps = _sizes(job.calls)
             counts = {"outputs": len(keras.tree.flatten(outputs)), "samples": samples, "steps": steps}
-            return {key: heard[key] for key in of}, {**others, **counts}
+            return {key: recorded[key] for key in of}, {**others, **counts}
 
         return run
 
@@ -211,7 +211,7 @@ def _sizes(calls: Sequence[LayerCall]) -> tuple[int, int]:
     """Return the samples and steps of all calls of recurrent layers; (0, 0) if they differ or are unknown."""
     found = {call.shape[:2] for call in calls if call.place.endswith(_SIZES)}
     one = found.pop() if len(found) == 1 else ()
-    return (int(one[0]), int(one[1])) if len(one) == 2 and None not in one else (0, 0)
+    return (one[0] or 0, one[1] or 0) if len(one) == 2 else (0, 0)
 
 
 @contextmanager
@@ -224,12 +224,12 @@ def _undone(model: Any, keras: Dialect, seed: int | None) -> Iterator[None]:
         yield
 
 
-def _check_targets(keras: Dialect, of: set[str], heard: Mapping[str, Any]) -> None:
+def _check_targets(keras: Dialect, of: set[str], recorded: Mapping[str, Any]) -> None:
     for key in of:
-        if key not in heard:
+        if key not in recorded:
             raise LayerNotFoundError(f"{_tensor_name(key)} does not appear in this forward pass.")
-        if not keras.is_float(heard[key]):
-            kind = keras.dtype_of(heard[key])
+        if not keras.is_float(recorded[key]):
+            kind = keras.dtype_of(recorded[key])
             raise InputError(f"{_tensor_name(key)} cannot be differentiated.", got=f"dtype {kind}")
 
 

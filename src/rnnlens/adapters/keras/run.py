@@ -70,7 +70,7 @@ class RunRequest:
 def program(job: RunRequest, arguments: Mapping[str, Any], tap: Tap) -> tuple[Any, Any]:
     """Run ``job`` once: return (loss or None, (tensors of each call, outputs of the model))."""
     keras = job.keras
-    listener = LayerRecorder(
+    recorder = LayerRecorder(
         keras,
         tap,
         job.wanted,
@@ -88,16 +88,16 @@ def program(job: RunRequest, arguments: Mapping[str, Any], tap: Tap) -> tuple[An
     # An engine may call the program several times; each call must start from the user's model, unchanged.
     values, seeds = arguments["values"], arguments["seeds"]
     with unchanged(job.model, keras), keras.running(job.model, values, seeds, job.weights, tap):
-        with listener.listening(job.sites, job.plain):
+        with recorder.hooked(job.sites, job.plain):
             with raised_by("Your model"):
                 outputs = call_model(job.model, x, job.training)
             outputs = _tapped(keras, outputs, job.wanted, tap)
         with raised_by("Your loss"):
             value = None if job.loss is None else job.loss(x, y, outputs, weight)
         adds = keras.adds_losses(job.model)
-    for call in listener.calls:
+    for call in recorder.calls:
         call.arrays = stacked(keras, call.arrays)
-    job.calls[:] = listener.calls
+    job.calls[:] = recorder.calls
     kept = outputs if "outputs" in job.keep else None
     if "masks" in job.keep:
         kept = {
@@ -105,7 +105,7 @@ def program(job: RunRequest, arguments: Mapping[str, Any], tap: Tap) -> tuple[An
             "masks": [keras.mask_of(t) for t in keras.tree.flatten(outputs)],
             "adds": keras.ops.convert_to_tensor(adds),
         }
-    return value, ([call.arrays for call in listener.calls], kept)
+    return value, ([call.arrays for call in recorder.calls], kept)
 
 
 def _tapped(keras: Dialect, outputs: Any, wanted: frozenset[str], tap: Tap) -> Any:

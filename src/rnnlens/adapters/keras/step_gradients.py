@@ -20,7 +20,7 @@ from .hooks import overriding
 from .model_facts import facts
 
 #: Attribute of a compiled step that maps names of layers to the step compiled with taps at these layers.
-_LISTENED = "_rnnlens_listened"
+_TAPPED = "_rnnlens_tapped"
 
 
 @dataclass
@@ -33,7 +33,7 @@ class StepTensors:
 
 
 class DirectGradients:
-    """Runner of training steps with taps at ``layers``; ``heard`` contains the gradients of the last step.
+    """Runner of training steps with taps at ``layers``; ``gradients`` contains the gradients of the last step.
 
     ``available`` is False if the step cannot be tapped: on ``tf_keras`` and JAX, with compiled torch, and with several
     steps per execution. Direct gradients are then computed in a separate run.
@@ -45,16 +45,16 @@ class DirectGradients:
         engine = self._keras.engine.name
         compiled = engine == "torch" and bool(getattr(model, "jit_compile", False))
         self.available = self._keras.name == "keras" and engine != "jax" and batches == 1 and not compiled
-        self.heard: dict[str, dict[str, Array]] | None = None
+        self.gradients: dict[str, dict[str, Array]] | None = None
         self.loss: float | None = None
         self._passing, self._scale = StepTensors(), 1.0
 
     def run(self, original: Callable[..., Any], fed: Any) -> Any:
         """Run one training step by ``original`` on ``fed`` with taps; :meth:`read` then reads them."""
-        self._scale, self.heard, self.loss = facts(self._model).loss_scale, None, None
+        self._scale, self.gradients, self.loss = facts(self._model).loss_scale, None, None
         if self._keras.engine.name == "torch":
             passing = StepTensors()
-            with _listening(self._model, self._sites, passing, _hooked):
+            with _hooked_step(self._model, self._sites, passing, _hooked):
                 done = original(fed)
         else:
             done, passing = self._on_tensorflow(original, fed)
@@ -66,17 +66,17 @@ class DirectGradients:
         passing, scale = self._passing, self._scale
         get = self._keras.engine.to_array
         self.loss = float(get(passing.loss[0])) if passing.loss else None
-        self.heard = {}
+        self.gradients = {}
         for site in self._sites:
             if site.name in passing.gradients and site.name in passing.outputs:
                 pair = {"output": passing.outputs[site.name], "output_grad": passing.gradients[site.name]}
                 arrays = {name: _turned(get(tensor), site) for name, tensor in pair.items()}
-                self.heard[site.name] = {**arrays, "output_grad": arrays["output_grad"] / scale}
+                self.gradients[site.name] = {**arrays, "output_grad": arrays["output_grad"] / scale}
         self._passing = StepTensors()
 
     def _on_tensorflow(self, original: Callable[..., Any], fed: Any) -> tuple[Any, StepTensors]:
         """Run the tapped step on TensorFlow. It is compiled once and stored on the step that Keras compiled."""
-        compiled = vars(original).setdefault(_LISTENED, {})
+        compiled = vars(original).setdefault(_TAPPED, {})
         names = tuple(site.name for site in self._sites)
         if names not in compiled:
             compiled[names] = _compiled(self._model, self._sites)
@@ -88,17 +88,17 @@ def _compiled(model: Any, sites: Sequence[RecurrentSite]) -> Callable[..., Any]:
     """Compile the training step of ``model`` on TensorFlow with taps; it also returns the tapped tensors."""
     step = model.train_step
 
-    def listened(data: Any) -> Any:
+    def tapped_step(data: Any) -> Any:
         passing = StepTensors()
-        with _listening(model, sites, passing, _tapped):
+        with _hooked_step(model, sites, passing, _tapped):
             logs = step(data)
         return logs, vars(passing)
 
-    return model._make_function(listened)  # type: ignore[no-any-return]
+    return model._make_function(tapped_step)  # type: ignore[no-any-return]
 
 
 @contextmanager
-def _listening(
+def _hooked_step(
     model: Any, sites: Sequence[RecurrentSite], passing: StepTensors, tap: Callable[[Any, str, StepTensors], Any]
 ) -> Iterator[None]:
     """Record outputs, gradients and loss of a step into ``passing`` within the block.

@@ -55,7 +55,7 @@ class StateBeforeStep:
 
 
 @dataclass
-class Heard:
+class RecordedStep:
     """Record of one execution: its first batch, and the state before it."""
 
     x: Any
@@ -70,7 +70,7 @@ class Heard:
 class TrainStep:
     """Wrapper of ``model.train_function`` during one ``fit``, which records the batch when ``wanted`` is True.
 
-    Set ``wanted`` to True before an execution to record it; the execution resets it. ``heard`` is the record of the
+    Set ``wanted`` to True before an execution to record it; the execution resets it. ``recorded`` is the record of the
     last recorded execution until :meth:`taken` returns it.
     """
 
@@ -79,7 +79,7 @@ class TrainStep:
         self._direct = DirectGradients(model, direct, batches_per_execution(model)) if direct else None
         self._keras = dialect_of(model)
         self.wanted = False
-        self.heard: Heard | None = None
+        self.recorded: RecordedStep | None = None
         self.failure: Exception | None = None
         self._fed: list[Any] = []
         self._handed: Any = None  # a data set over ``_fed``, kept because creating one is slow
@@ -101,9 +101,9 @@ class TrainStep:
         if fed:
             element = fed[0] if isinstance(fed[0], tuple | list) else (fed[0],)
             x, y, weight = (*element, None, None)[:3]
-            self.heard = Heard(x, y, weight, before, len(fed))
-            if self._direct is not None and self._direct.heard is not None:
-                self.heard.direct, self.heard.loss = self._direct.heard, self._direct.loss
+            self.recorded = RecordedStep(x, y, weight, before, len(fed))
+            if self._direct is not None and self._direct.gradients is not None:
+                self.recorded.direct, self.recorded.loss = self._direct.gradients, self._direct.loss
         return done
 
     def _step(self, arguments: Sequence[Any], source: Any, before: StateBeforeStep) -> Any:
@@ -130,10 +130,10 @@ class TrainStep:
         failure, self.failure = self.failure, None
         return failure
 
-    def taken(self) -> Heard | None:
+    def taken(self) -> RecordedStep | None:
         """Return the record of the last execution and delete it; None if it was not recorded."""
-        heard, self.heard = self.heard, None
-        return heard
+        recorded, self.recorded = self.recorded, None
+        return recorded
 
     def remove(self) -> None:
         """Restore the model's own ``train_function``."""
@@ -176,7 +176,7 @@ class TrainStep:
         return handed
 
 
-def listen(model: Any, direct: Sequence[str] = ()) -> TrainStep:
+def record_fit(model: Any, direct: Sequence[str] = ()) -> TrainStep:
     """Start recording the ``fit`` that has begun; :meth:`TrainStep.remove` ends it.
 
     ``direct`` names the layers whose direct gradients are recorded in the step itself, if that is possible.
@@ -276,7 +276,7 @@ def largest_weight(model: Any) -> float:
     return float(np.max([np.max(np.abs(value), initial=0.0) for value in values], initial=0.0))
 
 
-def notes_of_training(model: Any, heard: Heard) -> list[str]:
+def notes_of_training(model: Any, recorded: RecordedStep) -> list[str]:
     """Return notes on how the gradients of a recorded batch differ from those that the optimizer used."""
     optimizer = getattr(model, "optimizer", None)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
@@ -286,9 +286,9 @@ def notes_of_training(model: Any, heard: Heard) -> list[str]:
         notes.append(f"Gradients are those of this batch alone; the optimizer applies the mean of {every} batches.")
     if inner is not optimizer:
         notes.append("Gradients are those of the loss, without the loss scale used in training.")
-    if heard.batches > 1:
+    if recorded.batches > 1:
         notes.append(
-            f"The first of {heard.batches} batches of one compiled execution: Keras does not expose the weights "
+            f"The first of {recorded.batches} batches of one compiled execution: Keras does not expose the weights "
             "between the others."
         )
     return notes
