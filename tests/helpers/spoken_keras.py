@@ -30,6 +30,7 @@ class _Legacy:
         self.ops = SimpleNamespace(
             sum=tf.reduce_sum, mean=tf.reduce_mean, square=tf.square, multiply=tf.multiply, sigmoid=tf.sigmoid,
             tanh=tf.tanh, matmul=tf.matmul, concatenate=tf.concat, zeros=tf.zeros, exp=tf.exp, abs=tf.abs,
+            stop_gradient=tf.stop_gradient,
             log=tf.math.log, relu=tf.nn.relu, split=tf.split, where=tf.where, stack=tf.stack, reshape=tf.reshape,
             softmax=tf.nn.softmax, expand_dims=tf.expand_dims, ones=tf.ones, transpose=tf.transpose,
             convert_to_tensor=tf.convert_to_tensor, convert_to_numpy=lambda t: np.array(t), cast=tf.cast,
@@ -71,7 +72,7 @@ def states_of(model: Any) -> list[Any]:
 @contextmanager
 def untouched(model: Any) -> Iterator[None]:
     """Within the block recorded states may move: they are put back. Keras 3 has scopes for that."""
-    states = states_of(model) if LEGACY else []
+    states = [*states_of(model), *model.non_trainable_variables] if LEGACY else []
     before = [v.numpy() for v in states]
     yield
     for variable, value in zip(states, before, strict=True):

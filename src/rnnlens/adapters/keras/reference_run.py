@@ -101,7 +101,8 @@ class _ReferenceFunction:
         """Run and differentiate; return outputs, loss, and gradients at the leaves of x and at the variables."""
         given: list[Any] | None = None
         if cotangents is not None:
-            _, values = self._run("forward", self.program)
+            with as_found(self.job.model, self.keras, self.job.seed):  # the run below starts from the same states
+                _, values = self._run("forward", self.program)
             found = cotangents([np.asarray(self.engine.to_array(t)) for t in values])
             given = [
                 None if c is None else self.keras.ops.convert_to_tensor(c, dtype=t.dtype)
