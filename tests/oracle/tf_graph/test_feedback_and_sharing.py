@@ -91,6 +91,32 @@ def test_a_cell_state_that_the_head_reads(read, projection):
         assert {found.certificate.state, summed.certificate.state} == {"passed"}
 
 
+@pytest.mark.parametrize("projection", [None, 2])
+def test_only_the_last_cell_state_is_read(projection):
+    """The last output is in the graph, and nothing depends on it: the last step counts all the same."""
+    x = tf.placeholder(tf.float64, [SAMPLES, STEPS, FEATURES])
+    with tf.variable_scope("m"):
+        cell, states = cells.LSTMCell(UNITS, num_proj=projection), []
+        state = cell.zero_state(SAMPLES, tf.float64)
+        for t in range(STEPS):
+            _, state = cell(x[:, t], state)
+            states.append(state)
+    loss = tf.reduce_sum(state.c**2)
+    by_cell, by_hidden = (tf.gradients(loss, column) for column in ([s.c for s in states], [s.h for s in states[:-1]]))
+    net, data = net_of(x, state.c, loss), DRAW(size=(SAMPLES, STEPS, FEATURES))
+    trace = rl.trace(net, data)
+    assert trace.certificate.state == "passed"
+    session, hidden = net.session, trace["m"]["hidden_grad"].values
+    np.testing.assert_array_equal(trace["m"]["hidden"][:, -1].values, session.run(state.h, {x: data}))
+    np.testing.assert_allclose(
+        trace["m"]["cell_grad"].values, session.run(tf.stack(by_cell, 1), {x: data}), rtol=1e-10, atol=1e-13
+    )
+    np.testing.assert_allclose(hidden[:, :-1], session.run(tf.stack(by_hidden, 1), {x: data}), rtol=1e-10, atol=1e-13)
+    assert not hidden[:, -1].any()
+    found, truth = rl.gradients(net, data, wrt="input"), session.run(tf.gradients(loss, x), {x: data})
+    np.testing.assert_allclose(found.values, truth[0], rtol=1e-10, atol=1e-13)
+
+
 def test_feedback_of_a_state_that_is_no_output_is_refused():
     x = tf.placeholder(tf.float64, [SAMPLES, UNITS])
     cell, given = cells.BasicLSTMCell(UNITS), x

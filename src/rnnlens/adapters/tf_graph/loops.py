@@ -16,13 +16,15 @@ from .blocks import Source, behind_identities, block_of, reached
 from .cells import Match, Pair, steps_to
 from .forms import Forms, TensorForm
 from .found import Loop, LoopBoundary
-from .frames import ancestors
+from .frames import ancestors, in_built_order
 from .labels import common_scope, known_cell, without_steps
 
 _MAKES_A_STATE = frozenset(
     {"Add", "AddV2", "AddN", "Sub", "Mul", "MatMul", "Maximum", "Minimum", "ClipByValue", "BiasAdd", "Tanh", "Sigmoid"}
     | {"Relu", "Relu6", "Elu", "Selu", "Softplus", "Softsign", "LeakyRelu"}
 )
+#: Operations of a step by which a new cell state becomes the new output.
+_TO_AN_OUTPUT = _MAKES_A_STATE | {"ConcatV2", "Identity", "ReadVariableOp", "Split", "SplitV", "StridedSlice", "Unpack"}
 
 #: Pairs (operation, number of its input) by which a step reads a tensor.
 Readers = tuple[tuple[Any, int], ...]
@@ -52,7 +54,7 @@ def unrolled(ends: Iterable[Any]) -> list[Loop]:
     ends = list(ends)
     ops = [op for op in ancestors(ends) if not _in_a_loop(op)]
     forms, groups = Forms({}, Source()), defaultdict(list)
-    for step in _steps(forms, ops):
+    for step in _steps(forms, ops, _unread(ops)):
         match = step.match
         key = (match.cell, tuple(sorted(match.options.items(), key=str)), _frozen(match.weights))
         groups[key].append(step)
@@ -107,9 +109,28 @@ def _frozen(weights: Any) -> tuple[Any, ...]:
     return tuple(sorted((name, repr(pieces)) for name, pieces in weights.items()))
 
 
-def _steps(forms: Forms, ops: Sequence[Any]) -> Iterable[Step]:
+def _unread(ops: Iterable[Any]) -> list[Any]:
+    """Return operations that compute outputs of steps from ``ops``, and that these do not depend on.
+
+    The output of the last step is one where only the last cell state is read.
+    """
+    known, found = set(ops), list[Any]()
+    waiting = list(ops)
+    while waiting:
+        for reader in (op for tensor in waiting.pop().outputs for op in tensor.consumers()):
+            inside = (t.op in known or t.op.type == "Const" for t in reader.inputs)
+            if reader.type in _TO_AN_OUTPUT and reader not in known and not _in_a_loop(reader) and all(inside):
+                known.add(reader)
+                found.append(reader)
+                waiting.append(reader)
+    return in_built_order(found)
+
+
+def _steps(forms: Forms, ops: Sequence[Any], unread: Sequence[Any]) -> Iterable[Step]:
+    """Yield the steps of which ``ops`` contains a new state; ``unread`` may compute the others."""
     seen: set[TensorForm] = set()
-    for op in ops:
+    read = set(ops)
+    for op in (*ops, *unread):
         if op.type not in _MAKES_A_STATE or len(op.outputs) != 1:
             continue
         tensor = op.outputs[0]
@@ -121,7 +142,7 @@ def _steps(forms: Forms, ops: Sequence[Any]) -> Iterable[Step]:
         seen.add(form)
         for match, pairs in steps_to(forms, form):
             found = [forms.tensors_of(new) for _, new in pairs]
-            if all(found):
+            if all(found) and any(t.op in read for tensors in found for t in tensors):
                 yield Step(match, pairs, tuple(tensors[0] for tensors in found))
 
 
