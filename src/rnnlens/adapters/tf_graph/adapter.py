@@ -26,10 +26,10 @@ from ..protocol import (
     WeightLocation,
 )
 from . import keras_v1, model_facts
-from .axes import layouts
+from .boundaries import layouts
 from .capture import capture
 from .missing_gradient import blocked
-from .opened import opened
+from .open_net import open_net
 from .public import Net
 from .pullback import GraphPullback, differentiate
 from .reference_run import prepared, reference_run
@@ -60,7 +60,7 @@ class TfGraphAdapter(Adapter):
 
     def weights(self, model: Any) -> Mapping[str, LayerWeights]:
         """Return by layer all variables that the outputs or the loss depend on."""
-        return listed(opened(net_of(model)))
+        return listed(open_net(net_of(model)))
 
     def provenance(self, model: Any) -> Mapping[str, str]:
         """Return TensorFlow's version, the kind of while loops, the dtype and the device."""
@@ -68,7 +68,7 @@ class TfGraphAdapter(Adapter):
 
     def place(self, model: Any, layer: str, direction: str | None, key: str) -> WeightLocation | None:
         """Find the variable, and the block of it, that is a layer's weight."""
-        return place_of(opened(net_of(model)), layer, direction, key)
+        return place_of(open_net(net_of(model)), layer, direction, key)
 
     def reduction(self, model: Any, loss: Any) -> str | None:
         """Return None: a graph does not declare how its loss is reduced over samples."""
@@ -112,7 +112,7 @@ class TfGraphAdapter(Adapter):
 
     def find_obstacle(self, model: Any, batch: Batch, of: Sequence[Port], wrt: Port) -> Obstacle | None:
         """Find in the graph, without running it, why no gradient reaches ``wrt``."""
-        return blocked(opened(net_of(model), batch.seed), batch, of, wrt)
+        return blocked(open_net(net_of(model), batch.seed), batch, of, wrt)
 
     def perturbed_port(self, model: Any, port: Port, size: float) -> AbstractContextManager[bool]:
         """Perturb a variable in the copy of the graph while the context is active.

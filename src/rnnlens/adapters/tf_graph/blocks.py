@@ -225,11 +225,6 @@ def dtype_of(operation: Any) -> Any:
     return tf.as_dtype(operation.get_attr("dtype")).base_dtype
 
 
-def shape_of(operation: Any) -> tuple[int, ...]:
-    """Return the shape in the definition of a variable."""
-    return tuple(tf.TensorShape(operation.get_attr("shape")).as_list())
-
-
 def trainable_names(graph: Any) -> frozenset[str]:
     """Return the names of the operations of trainable variables."""
     return frozenset(variable.op.name for variable in graph.get_collection("trainable_variables"))
@@ -238,12 +233,8 @@ def trainable_names(graph: Any) -> frozenset[str]:
 def read(session: Any, names: Iterable[str]) -> dict[str, Array]:
     """Return the present values of variables in a session, by name of the operation.
 
-    Raises
-    ------
-    ModelError
-        If a variable is not initialised.
-    UnsupportedError
-        If the graph has no operation that reads a resource variable.
+    Raise ModelError if a variable is not initialised. Raise UnsupportedError if the graph has no operation that reads a
+    resource variable.
     """
     wanted = list(names)
     tensors = [_readable(session.graph.get_operation_by_name(name)) for name in wanted]

@@ -14,20 +14,20 @@ from ...errors import UnsupportedError
 from ...typing import Array
 from ..protocol import Batch, Capture, CaptureRequest, NonRecurrentCall, Port, RecurrentCall
 from .boundaries import PortTensors, Spot, at_boundary, chronological, direct_state, joined
-from .found import Loop
-from .inputs import fed, loss_tensor, said_clearly
-from .losses import key_of
+from .inputs import clear_errors, fed, key_of, loss_tensor
 from .model_facts import chosen, within_reach
-from .opened import Opened, opened
+from .open_net import OpenNet, open_net
 from .public import Net
 from .pullback import gradients
+from .recurrences import Loop
+from .step_graph import BodyCell
 from .weights import block, known_cell, layers_of, name_of, weights_of
 
 Fetched = dict[Any, Any]
 
 
 @dataclass
-class _Asked:
+class _Fetches:
     """Tensors to fetch for one kind of capture; built once and kept."""
 
     fetches: dict[Any, Any] = field(default_factory=dict)
@@ -38,25 +38,25 @@ class _Asked:
 
 def capture(net: Net, batch: Batch, request: CaptureRequest) -> Capture:
     """Run the copy of the graph and record its loops; see :meth:`Adapter.capture`."""
-    found = opened(net, batch.seed)
+    found = open_net(net, batch.seed)
     feed = fed(found, batch)
     key = ("capture", request, key_of(batch) if request.gradients or request.loss else None, _order(batch))
     if key not in found.copy.built:
         found.copy.built[key] = _ask(found, batch, request)
-    asked: _Asked = found.copy.built[key]
+    asked: _Fetches = found.copy.built[key]
     variables = found.variables(list(asked.fetches.values()), feed)
-    with said_clearly(net):
+    with clear_errors(net):
         values = found.copy.run(asked.fetches, feed, variables)
-    return _Told(found, asked, values, variables, request).capture()
+    return _CaptureBuilder(found, asked, values, variables, request).capture()
 
 
 def _order(batch: Batch) -> tuple[str, ...]:
     return tuple(map(str, batch.x)) if isinstance(batch.x, Mapping) else ()
 
 
-def _ask(found: Opened, batch: Batch, request: CaptureRequest) -> _Asked:
+def _ask(found: OpenNet, batch: Batch, request: CaptureRequest) -> _Fetches:
     """Select the loops and layers of a capture, and build the tensors to fetch."""
-    asked = _Asked()
+    asked = _Fetches()
     layers, asked.notes = within_reach(found, request)
     asked.loops, names = chosen(found, layers)
     spots = PortTensors(found, batch)
@@ -70,7 +70,7 @@ def _ask(found: Opened, batch: Batch, request: CaptureRequest) -> _Asked:
     return asked
 
 
-def _fetch_values(found: Opened, asked: _Asked, request: CaptureRequest) -> None:
+def _fetch_values(found: OpenNet, asked: _Fetches, request: CaptureRequest) -> None:
     for i, loop in enumerate(asked.loops):
         of = asked.fetches
         of[i, "input"] = chronological(loop, loop.input)
@@ -84,12 +84,14 @@ def _fetch_values(found: Opened, asked: _Asked, request: CaptureRequest) -> None
                 of[i, name] = getattr(loop, name)
         of |= {(i, "condition", j): condition.tensor for j, condition in enumerate(loop.cell.conditions)}
         if loop.cell.body is not None:
-            of |= {(i, "outer", j): tensor for j, tensor in enumerate(loop.cell.body.outer)}
+            of |= {(i, "outer", j): tensor for j, tensor in enumerate(loop.cell.body.outer.values())}
     asked.fetches |= {("plain", name): spot.value for name, spot in asked.plain.items()}
     asked.fetches |= {("model output", j): tensor for j, tensor in enumerate(found.outputs)}
 
 
-def _fetch_gradients(found: Opened, asked: _Asked, request: CaptureRequest, spots: PortTensors, batch: Batch) -> None:
+def _fetch_gradients(
+    found: OpenNet, asked: _Fetches, request: CaptureRequest, spots: PortTensors, batch: Batch
+) -> None:
     """Add gradients at all boundaries and weights to the fetched tensors, in one backward pass.
 
     Each unrolled loop needs one more backward pass for its direct gradients.
@@ -127,7 +129,7 @@ def _fetch_gradients(found: Opened, asked: _Asked, request: CaptureRequest, spot
     asked.fetches |= {(key, "grad"): gradient for key, gradient in made.items() if gradient is not None}
 
 
-def _fetch_beside(asked: _Asked, made: dict[Any, Any], sources: Mapping[Any, Any], graph: Any, loss: Any) -> None:
+def _fetch_beside(asked: _Fetches, made: dict[Any, Any], sources: Mapping[Any, Any], graph: Any, loss: Any) -> None:
     """Fetch the gradients that reach the variables of cells by paths outside of their loops.
 
     Examples are penalties of weights, and other layers that use the variable.
@@ -141,7 +143,7 @@ def _fetch_beside(asked: _Asked, made: dict[Any, Any], sources: Mapping[Any, Any
     asked.fetches |= {("beside", name): gradient for name, gradient in pairs if gradient is not None}
 
 
-def _direct(asked: _Asked, i: int, loop: Loop, loss: Any, graph: Any) -> None:
+def _direct(asked: _Fetches, i: int, loop: Loop, loss: Any, graph: Any) -> None:
     """Fetch the direct gradients of an unrolled loop's states, and of its output, at every step."""
     spots = {(i, "state_grad", j): direct_state(loop, j) for j in range(len(loop.states))}
     if loop.output is not None and not _is_state(loop):
@@ -181,7 +183,7 @@ def _by_output(loop: Loop, output_grad: Array, states: dict[int, Array]) -> tupl
     return found, {**states, 0: first}
 
 
-def _variables(found: Opened, asked: _Asked, request: CaptureRequest) -> list[str]:
+def _variables(found: OpenNet, asked: _Fetches, request: CaptureRequest) -> list[str]:
     """Return the names of the variables whose gradients are fetched: those of all layers, of the cells, or none."""
     if request.boundaries:
         sets = [pieces for layer in layers_of(found).values() for pieces in layer.weights.values()]
@@ -210,11 +212,16 @@ def _unknown(loop: Loop) -> str:
     return f"{loop.name!r} is run as a cell of unknown equations, without gates: {loop.cell.unknown}."
 
 
-class _Told:
+class _CaptureBuilder:
     """Conversion of fetched values to the ``Capture`` of the adapter protocol."""
 
     def __init__(
-        self, found: Opened, asked: _Asked, values: Fetched, variables: Mapping[str, Array], request: CaptureRequest
+        self,
+        found: OpenNet,
+        asked: _Fetches,
+        values: Fetched,
+        variables: Mapping[str, Array],
+        request: CaptureRequest,
     ) -> None:
         self.found, self.asked, self.values, self.request = found, asked, values, request
         self.variables = variables
@@ -294,7 +301,7 @@ class _Told:
         if loop.cell.body is None:
             return known_cell(loop, self._read(loop))
         outer = [np.asarray(self.values[i, "outer", j]) for j in range(len(loop.cell.body.outer))]
-        return loop.cell.body.make(outer, list(weights_of(loop)))
+        return BodyCell(loop.cell.body, outer, list(weights_of(loop)))
 
     def _read(self, loop: Loop) -> Mapping[str, Array]:
         names = {piece.variable for pieces in loop.cell.weights.values() for piece in pieces}

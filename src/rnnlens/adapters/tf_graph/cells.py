@@ -14,7 +14,7 @@ from typing import Any
 from ...recurrence.cells import GRU, LSTM, Cell, PeepholeLSTM, SimpleRNN
 from .blocks import Block
 from .forms import Atom, Forms, TensorForm
-from .found import WeightPiece
+from .recurrences import WeightPiece
 
 #: Forms of a state before and after a step.
 Pair = tuple[TensorForm, TensorForm]

@@ -8,14 +8,23 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from .anatomy import Anatomy, output_of, read_by, take_apart
-from .apart import taken_apart
-from .found import Loop, LoopBoundary
-from .frames import Frame, conditions_with_loops, frames_of
-from .labels import common_scope, course_words, fused, kind_of, known_cell, masking, of_a_branch, refused, runs_through
-from .loops import unrolled
-from .record import rewire
+from .loop_analysis import LoopAnalysis, analyse, output_of, read_by
+from .loop_attributes import (
+    common_scope,
+    course_words,
+    fused,
+    masking,
+    of_a_branch,
+    recognised_cell,
+    refused,
+    runs_through,
+)
+from .loop_recorder import rewire
+from .recurrences import Loop, LoopBoundary
 from .sequences import GraphSettings, course_of, sequences
+from .split_loop import split
+from .unrolled import unrolled
+from .while_loops import Frame, conditions_with_loops, frames_of
 
 
 def find(
@@ -72,57 +81,57 @@ def _loops(
         floats = [v for v in frame.variables if v.before.dtype.is_floating and v.before.shape.rank != 0]
         return [refused(frame, floats, sequences(frame), "a loop within its body")] if floats else []
     settings = GraphSettings(value_of)
-    anatomy = as_set = take_apart(frame, settings)
-    if not anatomy.states:
+    analysis = as_set = analyse(frame, settings)
+    if not analysis.states:
         return []
     if settings.used and (may_vary or not as_set.covered):
-        anatomy = take_apart(frame if may_vary else _without_dropout(as_set))
-    if len(anatomy.matches) > 1 and any(anatomy.variables <= stack for stack in stacks):
-        return taken_apart(anatomy, as_one=True)
-    if anatomy is as_set or anatomy.covered or not as_set.covered:
-        return _cells(anatomy)
+        analysis = analyse(frame if may_vary else _without_dropout(as_set))
+    if len(analysis.matches) > 1 and any(analysis.variables <= stack for stack in stacks):
+        return split(analysis, as_one=True)
+    if analysis is as_set or analysis.covered or not as_set.covered:
+        return _cells(analysis)
     first, *others = _cells(as_set)
     conditions = (*first.cell.conditions, *settings.conditions(frame.name))
     return [replace(first, cell=replace(first.cell, conditions=conditions)), *others]
 
 
-def _without_dropout(anatomy: Anatomy) -> Frame:
+def _without_dropout(analysis: LoopAnalysis) -> Frame:
     """Return a loop without the dropout that drops nothing at the present settings; its readers read what is dropped.
 
     The copy of the graph is made anew where a setting changes.
     """
-    frame, kept = anatomy.frame, dict[int, Any]()
+    frame, kept = analysis.frame, dict[int, Any]()
     for op in frame.ops:
-        if op.type in ("Select", "SelectV2") and anatomy.forms.holds(op.inputs[0]):
+        if op.type in ("Select", "SelectV2") and analysis.forms.holds(op.inputs[0]):
             kept[id(op.outputs[0])] = op.inputs[1]
             rewire(op.outputs[0], op.inputs[1])
     return replace(frame, variables=tuple(replace(v, after=kept.get(id(v.after), v.after)) for v in frame.variables))
 
 
-def _cells(anatomy: Anatomy) -> list[Loop]:
-    known = _known(anatomy) if anatomy.whole else None
-    return taken_apart(anatomy) if known is None else [known]
+def _cells(analysis: LoopAnalysis) -> list[Loop]:
+    known = _known(analysis) if analysis.whole else None
+    return split(analysis) if known is None else [known]
 
 
-def _known(anatomy: Anatomy) -> Loop | None:
+def _known(analysis: LoopAnalysis) -> Loop | None:
     """Return the loop of a single known cell without rewriting its graph; None if that is not possible."""
-    frame, match = anatomy.frame, anatomy.matches[0]
-    read = read_by(anatomy, match.source)
-    output = output_of(anatomy, anatomy.pairs[match.states[0]][1])
-    understood = anatomy.mask is not None or not anatomy.masked
-    in_one = any(columns is not None for _, columns in anatomy.owners)
+    frame, match = analysis.frame, analysis.matches[0]
+    read = read_by(analysis, match.source)
+    output = output_of(analysis, analysis.pairs[match.states[0]][1])
+    understood = analysis.mask is not None or not analysis.masked
+    in_one = any(columns is not None for _, columns in analysis.owners)
     if read is None or read.reader is None or output is None or not understood or in_one:
         return None
-    owners = [anatomy.owners[i][0] for i in match.states]
+    owners = [analysis.owners[i][0] for i in match.states]
     return Loop(
         frame.name,
-        kind_of(frame),
-        replace(known_cell(match), conditions=runs_through(anatomy, read.stacked)),
+        frame.kind,
+        replace(recognised_cell(match), conditions=runs_through(analysis, read.stacked)),
         tuple(LoopBoundary((v.entry,), ((v.reader,),)) for v in owners),
         tuple(LoopBoundary((v.exit,)) for v in owners),
         LoopBoundary((read.stacked,), ((read.reader,),), stacked=True),
         output[0],
-        **masking(anatomy),
+        **masking(analysis),
         **course_words(course_of(read.stacked)),
         masked_output=output[1],
         steps=read.stacked.shape[0],

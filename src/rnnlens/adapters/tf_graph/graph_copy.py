@@ -21,8 +21,8 @@ from tensorflow.python.framework import meta_graph
 
 from ...errors import UnsupportedError
 from ...typing import Array
-from .blocks import is_variable
-from .found import Loop, LoopBoundary
+from .blocks import is_variable, reached
+from .recurrences import Loop, LoopBoundary
 
 #: Collections that are needed to differentiate loops of control flow v1.
 _CONTEXTS = ("while_context", "cond_context")
@@ -49,10 +49,7 @@ _numbers = count()
 def definition(graph: Any) -> Any:
     """Export a graph as a ``MetaGraphDef``, without changing it.
 
-    Raises
-    ------
-    UnsupportedError
-        If the graph is larger than 2 GB, the limit of a GraphDef.
+    Raise UnsupportedError if the graph is larger than 2 GB, the limit of a GraphDef.
     """
     try:
         return tf.train.export_meta_graph(graph=graph, collection_list=list(_CONTEXTS))
@@ -150,21 +147,15 @@ _SOURCES = ("QueueDequeue", "IteratorGetNext", "ReaderRead", "Unstage", "MapUnst
 def cone(ends: Iterable[Any], stop: Iterable[Any] = ()) -> list[Any]:
     """Return all operations that some tensors depend on; the search stops at tensors that are fed."""
     fed = {tensor.ref() for tensor in stop}
-    found: dict[Any, None] = {}
-    waiting = [tensor for tensor in ends if tensor.ref() not in fed]
-    operations = [tensor.op for tensor in waiting]
-    while operations:
-        operation = operations.pop()
-        if operation in found:
-            continue
-        found[operation] = None
-        operations += [tensor.op for tensor in operation.inputs if tensor.ref() not in fed]
-        operations += operation.control_inputs
-    return list(found)
+
+    def computing(tensors: Iterable[Any]) -> list[Any]:
+        return [tensor.op for tensor in tensors if tensor.ref() not in fed]
+
+    return reached(computing(ends), lambda op: [*computing(op.inputs), *op.control_inputs])
 
 
 @dataclass(frozen=True)
-class Behind:
+class Dependences:
     """Dependences of tensors: names of variables, and whether the run draws random numbers or assigns variables."""
 
     variables: tuple[str, ...]
@@ -195,7 +186,7 @@ class GraphCopy:
         self._session: Any = None
         self._steady: dict[Hashable, bool] = {}
         self._loaded: dict[str, Array] = {}
-        self._behind: dict[Any, Behind] = {}
+        self._behind: dict[Any, Dependences] = {}
         with self.graph.as_default():
             self._assign = {op.name: _assigned(op) for op in self.graph.get_operations() if is_variable(op)}
             self._tables = [op for op in self.graph.get_operations() if op.type.startswith(_TABLES)]
@@ -266,13 +257,10 @@ class GraphCopy:
         rates = tuple((name, v.item()) for name, v in held if v is not None and not np.ndim(v))
         return (tuple(tensor.name for tensor in asked), fed, rates)
 
-    def behind(self, asked: Sequence[Any], feed: Mapping[Any, Any]) -> Behind:
-        """Return variables, random and assigning operations that some tensors depend on; cached per graph version.
+    def behind(self, asked: Sequence[Any], feed: Mapping[Any, Any]) -> Dependences:
+        """Return what some tensors depend on; cached per tensors, feeds and graph version.
 
-        Raises
-        ------
-        UnsupportedError
-            If they depend on a queue or an iterator.
+        Raise UnsupportedError if they depend on a queue or an iterator.
         """
         key = (self.graph.version, tuple(t.name for t in asked), frozenset(t.name for t in feed))
         if key not in self._behind:
@@ -282,7 +270,7 @@ class GraphCopy:
             _refuse_sources(operations)
             variables = tuple(op.name for op in operations if is_variable(op))
             types = self._types(operations)
-            self._behind[key] = Behind(variables, bool(types & RANDOM), any(map(_ASSIGNS.match, types)))
+            self._behind[key] = Dependences(variables, bool(types & RANDOM), any(map(_ASSIGNS.match, types)))
         return self._behind[key]
 
     def close(self) -> None:

@@ -24,13 +24,7 @@ _KINDS = {"SimpleRNN": "simple_rnn", "LSTM": "lstm", "GRU": "gru"}
 
 
 def net_of(model: Any) -> Net:
-    """Return a tf_keras model as a net of its graph.
-
-    Raises
-    ------
-    ModelError
-        If the model has no graph yet.
-    """
+    """Return a tf_keras model as a net of its graph. Raise ModelError if the model has no graph yet."""
     inputs, outputs = _flat(getattr(model, "inputs", None)), _flat(getattr(model, "outputs", None))
     if not inputs or not outputs:
         raise ModelError(
@@ -262,10 +256,7 @@ def _outputs(layer: Any, graph: Any) -> tuple[str, ...]:
 def phase_feed(net: Net, training: bool) -> dict[str, bool]:
     """Return the feed of the learning phase placeholder; empty if there is none.
 
-    Raises
-    ------
-    UnsupportedError
-        If the model was built for the other phase only.
+    Raise UnsupportedError if the model was built for the other phase only.
     """
     phase = net.keras.phase
     if isinstance(phase, bool):

@@ -16,7 +16,7 @@ from ..protocol import Batch, Obstacle, Port
 from .blocks import is_variable
 from .boundaries import PortTensors
 from .graph_copy import cone
-from .opened import Opened
+from .open_net import OpenNet
 from .weights import layers_of
 
 _STOPS = ("StopGradient", "PreventGradient")
@@ -32,7 +32,7 @@ _STATISTICS = ("moving_mean", "moving_variance")
 _Block = tuple[str, str, str]
 
 
-def blocked(found: Opened, batch: Batch, of: Sequence[Port], wrt: Port) -> Obstacle | None:
+def blocked(found: OpenNet, batch: Batch, of: Sequence[Port], wrt: Port) -> Obstacle | None:
     """Return what blocks the gradient from targets to a tensor; None if the graph shows no obstacle."""
     spots = PortTensors(found, batch)
     targets = [tensor for port in of for tensor in _ends(found, spots, port)]
@@ -49,20 +49,20 @@ def blocked(found: Opened, batch: Batch, of: Sequence[Port], wrt: Port) -> Obsta
     return _first_block(targets, above, own)
 
 
-def _ends(found: Opened, spots: PortTensors, port: Port) -> Sequence[Any]:
+def _ends(found: OpenNet, spots: PortTensors, port: Port) -> Sequence[Any]:
     spot = None if _of_loop(found, port) else spots(port)
     return _leaving(found, port) if spot is None else (spot.value,)
 
 
-def _sources(found: Opened, spots: PortTensors, port: Port) -> list[Any]:
+def _sources(found: OpenNet, spots: PortTensors, port: Port) -> list[Any]:
     return list(_leaving(found, port) if _of_loop(found, port) else spots(port).sources)
 
 
-def _of_loop(found: Opened, port: Port) -> bool:
+def _of_loop(found: OpenNet, port: Port) -> bool:
     return port.kind == "output" and bool(found.layer(str(port.layer)))
 
 
-def _leaving(found: Opened, port: Port) -> list[Any]:
+def _leaving(found: OpenNet, port: Port) -> list[Any]:
     """Return all outputs and final states of a layer's loops."""
     loops = found.layer(str(port.layer))
     boundaries = [
@@ -175,7 +175,7 @@ def _own(operation: Any) -> bool:
     return True
 
 
-def _integer_input(found: Opened, tensor: Any) -> Obstacle:
+def _integer_input(found: OpenNet, tensor: Any) -> Obstacle:
     tables = [name for name, layer in layers_of(found).items() if layer.output is not None and "embed" in name]
     remedy = " or ".join(f'wrt="{name}.output"' for name in tables) or "the tensor that it is looked up to, by its name"
     sentence = f"{tensor.name} holds integers ({tensor.dtype.base_dtype.name}): integers have no derivative."
@@ -183,7 +183,7 @@ def _integer_input(found: Opened, tensor: Any) -> Obstacle:
 
 
 def _through_state(
-    found: Opened, targets: Sequence[Any], sources: Sequence[Any], of: Sequence[Port], wrt: Port
+    found: OpenNet, targets: Sequence[Any], sources: Sequence[Any], of: Sequence[Port], wrt: Port
 ) -> Obstacle:
     """Return the obstacle if no operation connects the tensors.
 

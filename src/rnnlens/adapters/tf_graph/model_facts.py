@@ -10,9 +10,9 @@ import tensorflow.compat.v1 as tf
 
 from ...errors import LayerNotFoundError, ModelError, UnsupportedError, did_you_mean
 from ..protocol import NOT_LOOKED_INTO, CaptureRequest, LayerInfo, ModelFacts, Role, Submodule
-from .found import Loop
-from .opened import Opened, opened
+from .open_net import OpenNet, open_net
 from .public import Net
+from .recurrences import Loop
 from .weights import LayerVariables, base, is_table, layers_of, variables_used
 
 _HOW = {"v1": "while loop", "v2": "While", "unrolled": "unrolled"}
@@ -20,13 +20,13 @@ _HOW = {"v1": "while loop", "v2": "While", "unrolled": "unrolled"}
 
 def describe(net: Net) -> list[LayerInfo]:
     """Return one row per recurrent layer; a bidirectional layer is one row."""
-    found = opened(net)
+    found = open_net(net)
     if net.keras is not None:
         return _of_keras(found)
     return [_info(found, name) for name in dict.fromkeys(base(loop) for loop in found.loops)]
 
 
-def _of_keras(found: Opened) -> list[LayerInfo]:
+def _of_keras(found: OpenNet) -> list[LayerInfo]:
     """Return one row per recurrent Keras layer, with the cell and mask of the loops found for it."""
     names = found.net.keras
     refused = refusals(found)
@@ -44,7 +44,7 @@ def _of_keras(found: Opened) -> list[LayerInfo]:
     return list(rows.values())
 
 
-def _info(found: Opened, name: str) -> LayerInfo:
+def _info(found: OpenNet, name: str) -> LayerInfo:
     loops = found.first_call(name)
     first, calls = loops[0], len({loop.name for loop in found.loops if base(loop) == name})
     direction: Literal["forward", "backward", "bidirectional"] = first.direction
@@ -71,7 +71,7 @@ def _info(found: Opened, name: str) -> LayerInfo:
 
 def facts(net: Net) -> ModelFacts:
     """Return the parts, inputs, outputs and loss of the net; see :meth:`Adapter.facts`."""
-    found = opened(net)
+    found = open_net(net)
     layers = layers_of(found)
     return ModelFacts(
         submodules={name: _part(found, layer) for name, layer in layers.items()},
@@ -99,7 +99,7 @@ class _Tensors(Container[str]):
         return True
 
 
-def _part(found: Opened, layer: LayerVariables) -> Submodule:
+def _part(found: OpenNet, layer: LayerVariables) -> Submodule:
     graph, dtype = found.copy.graph, ""
     tables = any(is_table(graph, pieces) for pieces in layer.weights.values())
     roles: frozenset[Role] = frozenset({"embedding"} if tables and layer.output is not None else ())
@@ -111,7 +111,7 @@ def _part(found: Opened, layer: LayerVariables) -> Submodule:
 
 def provenance(net: Net) -> Mapping[str, str]:
     """Return the framework and its version, the engine, the dtype and the device."""
-    found = opened(net)
+    found = open_net(net)
     kinds = {_HOW[loop.kind] for loop in found.loops}
     floats = {tensor.dtype.base_dtype.name for tensor in net.outputs.values() if tensor.dtype.base_dtype.is_floating}
     devices = found.net.session.list_devices() if hasattr(found.net.session, "list_devices") else []
@@ -126,13 +126,13 @@ def provenance(net: Net) -> Mapping[str, str]:
     }
 
 
-def refusals(found: Opened) -> dict[str, str]:
+def refusals(found: OpenNet) -> dict[str, str]:
     """Return the reason for each recurrent layer of a Keras model that cannot be captured, by layer name."""
     names = found.net.keras
     return {} if names is None else names.refusals(found.loops, variables_used(found))
 
 
-def uncalled(found: Opened) -> list[str]:
+def uncalled(found: OpenNet) -> list[str]:
     """Return a list of one note, which names the recurrent Keras layers that outputs and loss do not depend on.
 
     The list is empty if there are none.
@@ -141,7 +141,7 @@ def uncalled(found: Opened) -> list[str]:
     return [f"Left out, since outputs and loss do not depend on it: {', '.join(names)}."] if names else []
 
 
-def within_reach(found: Opened, request: CaptureRequest) -> tuple[tuple[str, ...] | None, list[str]]:
+def within_reach(found: OpenNet, request: CaptureRequest) -> tuple[tuple[str, ...] | None, list[str]]:
     """Return the requested layers and notes on those left out.
 
     If not all layers have to run, those that cannot be captured are left out. Layers without an output, such as
@@ -159,7 +159,7 @@ def within_reach(found: Opened, request: CaptureRequest) -> tuple[tuple[str, ...
     return tuple(kept), [f"{NOT_LOOKED_INTO}: {why.splitlines()[0]}" for why in dict.fromkeys(refused.values())]
 
 
-def chosen(found: Opened, wanted: tuple[str, ...] | None) -> tuple[list[Loop], list[str]]:
+def chosen(found: OpenNet, wanted: tuple[str, ...] | None) -> tuple[list[Loop], list[str]]:
     """Return the loops to capture, and the names of the other requested layers."""
     infos = list(dict.fromkeys(loop.name for loop in found.loops))
     layers = layers_of(found)

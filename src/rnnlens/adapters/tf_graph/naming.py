@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ...errors import message
 from ..protocol import LayerInfo
-from .found import Loop, WeightPiece
+from .recurrences import Loop
 
 #: Name of the layer of variables that are in no scope.
 NO_SCOPE = "variables"
@@ -185,8 +185,3 @@ def owner_of(variable: str, names: KerasNames | None) -> tuple[str, str]:
             return str(layer), str(key)
     scope, _, key = variable.rpartition("/")
     return scope or NO_SCOPE, key
-
-
-def pieces_of(variable: str) -> tuple[WeightPiece, ...]:
-    """Return a whole variable as a weight of one piece."""
-    return (WeightPiece(variable),)

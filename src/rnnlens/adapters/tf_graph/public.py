@@ -8,8 +8,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -142,16 +143,16 @@ def graph(
     session = raw_session(session)
     if not isinstance(feed, Mapping | None):
         raise InputError("feed= is given by tensor.", got=shown(feed), expected="{tensor or its name: value}")
-    find = _Finder(session.graph)
-    fed = {name: find.alike(f"inputs[{name!r}]", t) for name, t in _named("input", inputs).items()}
-    kind = TimeMajorNet if is_time_major(session.graph, [t for alike in fed.values() for t in alike]) else Net
+    find, alike = partial(tensor_of, session.graph), partial(_alike, session.graph)
+    fed = {name: alike(f"inputs[{name!r}]", t) for name, t in _named("input", inputs).items()}
+    kind = TimeMajorNet if is_time_major(session.graph, [t for tensors in fed.values() for t in tensors]) else Net
     return kind(
         session,
         MappingProxyType(fed),
-        MappingProxyType({name: find.one(f"outputs[{name!r}]", t) for name, t in _named("output", outputs).items()}),
-        None if loss is None else scalar(find.one("loss", loss)),
-        _targets(find, targets),
-        MappingProxyType({find.one("feed", tensor): value for tensor, value in (feed or {}).items()}),
+        MappingProxyType({name: find(f"outputs[{name!r}]", t) for name, t in _named("output", outputs).items()}),
+        None if loss is None else scalar(find("loss", loss)),
+        _targets(alike, targets),
+        MappingProxyType({find("feed", tensor): value for tensor, value in (feed or {}).items()}),
     )
 
 
@@ -267,23 +268,14 @@ def _similar(graph: Any, name: str) -> str:
     return f"did you mean {' or '.join(map(repr, close))}? Else {where}" if close else where
 
 
-class _Finder:
-    """Lookup of tensors in one graph."""
-
-    def __init__(self, graph: Any) -> None:
-        self._graph = graph
-
-    def one(self, where: str, given: Any) -> Any:
-        return tensor_of(self._graph, where, given)
-
-    def alike(self, where: str, given: Any) -> tuple[Any, ...]:
-        """Return the tensors that get the same feed: a single one, or several of the same dtype."""
-        several = list(given) if isinstance(given, list | tuple) else [given]
-        found = tuple(self.one(where, one) for one in several)
-        if not found or len({tensor.dtype.base_dtype for tensor in found}) > 1:
-            got = [f"{tensor.name} {tensor.dtype.name}" for tensor in found]
-            raise InputError(f"{where} have different dtypes.", got=got, expected="tensors of one dtype")
-        return found
+def _alike(graph: Any, where: str, given: Any) -> tuple[Any, ...]:
+    """Return the tensors that get the same feed: a single one, or several of the same dtype."""
+    several = list(given) if isinstance(given, list | tuple) else [given]
+    found = tuple(tensor_of(graph, where, one) for one in several)
+    if not found or len({tensor.dtype.base_dtype for tensor in found}) > 1:
+        got = [f"{tensor.name} {tensor.dtype.name}" for tensor in found]
+        raise InputError(f"{where} have different dtypes.", got=got, expected="tensors of one dtype")
+    return found
 
 
 def _named(what: str, given: Any) -> Mapping[str, Any]:
@@ -300,14 +292,14 @@ def _named(what: str, given: Any) -> Mapping[str, Any]:
     return {what: given}
 
 
-def _targets(find: _Finder, given: Any) -> tuple[tuple[Any, ...], ...]:
+def _targets(alike: Callable[[str, Any], tuple[Any, ...]], given: Any) -> tuple[tuple[Any, ...], ...]:
     if given is None:
         return ()
     if isinstance(given, Mapping):
-        return tuple(find.alike(f"targets[{name!r}]", one) for name, one in given.items())
+        return tuple(alike(f"targets[{name!r}]", one) for name, one in given.items())
     if isinstance(given, tuple):
-        return tuple(find.alike("targets", one) for one in given)
-    return (find.alike("targets", given),)
+        return tuple(alike("targets", one) for one in given)
+    return (alike("targets", given),)
 
 
 def refuse_remote(session: Any) -> None:

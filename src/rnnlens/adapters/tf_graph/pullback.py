@@ -13,9 +13,8 @@ from ...errors import InputError, UnsupportedError, raised_by, shown
 from ...typing import Array
 from ..protocol import Batch, Port, Pullback, refuse_misfits
 from .boundaries import PortTensors, Spot, as_run, joined
-from .inputs import fed, said_clearly
-from .losses import key_of
-from .opened import opened
+from .inputs import clear_errors, fed, key_of
+from .open_net import open_net
 from .public import Net
 from .weights import block
 
@@ -25,10 +24,7 @@ def gradients(
 ) -> list[Any]:
     """Add ``tf.gradients`` to the copy: a dense tensor for each of ``xs``, None where there is no path.
 
-    Raises
-    ------
-    UnsupportedError
-        If an operation between them has no gradient in TensorFlow.
+    Raise UnsupportedError if an operation between them has no gradient in TensorFlow.
     """
     usable = [i for i, x in enumerate(xs) if x.dtype.base_dtype.is_floating or x.dtype == tf.resource]
     found: list[Any] = [None] * len(xs)
@@ -106,7 +102,7 @@ class GraphPullback:
     def __init__(
         self, net: Net, batch: Batch, of: Sequence[Port], wrt: Sequence[Port], cut: Sequence[Port] = ()
     ) -> None:
-        self._net, self._opened = net, opened(net, batch.seed)
+        self._net, self._opened = net, open_net(net, batch.seed)
         self._key = (
             tuple(of),
             tuple(wrt),
@@ -120,7 +116,7 @@ class GraphPullback:
         self.outputs = len(self._opened.outputs)
         fetches = {port: self._spots[port].value for port in (*of, *wrt) if port.kind != "weight"}
         self._variables = self._opened.variables(list(fetches.values()), self._feed)
-        with said_clearly(net):
+        with clear_errors(net):
             values = self._opened.copy.run(fetches, self._feed, self._variables)
         #: Values of the kept forward tensors, by id of ``_Built``.
         self._forward: dict[int, dict[Any, Array]] = {}
@@ -221,7 +217,7 @@ class GraphPullback:
     def _row(self, built: _Built, cotangents: Mapping[Port, Array]) -> dict[Any, Array]:
         given = {built.given[port]: np.asarray(c) for port, c in cotangents.items()}
         copy = self._opened.copy
-        with said_clearly(self._net):
+        with clear_errors(self._net):
             if built.kept is None:
                 variables = self._opened.variables(list(built.found.values()), self._feed)
                 return copy.run(built.found, {**self._feed, **given}, self._variables | variables)

@@ -19,17 +19,16 @@ from ...typing import Array
 from ..protocol import Batch, Cotangents, ReferenceRun
 from .blocks import is_variable, read
 from .graph_copy import GraphCopy, cone, definition
-from .inputs import fed, fed_in, loss_tensor, names_of_inputs
-from .losses import fed_to, is_built, key_of, loss_in
-from .opened import Opened, opened
+from .inputs import fed, fed_in, fed_to, is_built, key_of, loss_in, loss_tensor, names_of_inputs
+from .open_net import OpenNet, open_net
 from .public import Net
 from .weights import layers_of, name_of
 
-_GRAPHS: weakref.WeakKeyDictionary[Any, dict[Any, _Plain]] = weakref.WeakKeyDictionary()
+_GRAPHS: weakref.WeakKeyDictionary[Any, dict[Any, _ReferenceGraph]] = weakref.WeakKeyDictionary()
 _MOST = 4
 
 
-class _Plain:
+class _ReferenceGraph:
     """Copy of the graph without taps, with the gradients of the loss or of the outputs."""
 
     def __init__(self, net: Net, batch: Batch, *, of_loss: bool, gradients: bool) -> None:
@@ -63,7 +62,9 @@ class _Plain:
         return {key: gradient for key, gradient in dense.items() if gradient is not None}
 
 
-def _refuse_other_draws(found: Opened, batch: Batch, bare: _Plain, feed: Mapping[Any, Any], values: Any) -> None:
+def _refuse_other_draws(
+    found: OpenNet, batch: Batch, bare: _ReferenceGraph, feed: Mapping[Any, Any], values: Any
+) -> None:
     """Raise ``CertificateError`` if a rewritten loop draws other random numbers, and the results depend on them."""
     given, ends = fed(found, batch), list(found.outputs)
     if bare.loss is not None:
@@ -93,7 +94,7 @@ def prepared(
     """Build the reference copy, its feeds and the values of its variables; return a function that runs it."""
     if batch.initial_state:
         raise CertificateError("the graph by itself starts from the states that it is fed or makes")
-    found = opened(net, batch.seed)
+    found = open_net(net, batch.seed)
     has_loss = bool(leaves_of(batch.y)) or batch.loss is not None or net.has_own_loss
     of_loss = cotangents is None and has_loss
     bare = _bare(net, batch, of_loss, gradients)
@@ -107,12 +108,12 @@ def prepared(
     def run() -> ReferenceRun:
         given = {} if cotangents is None else _pulled(bare, cotangents, feed, values)
         got = bare.copy.run(bare.asked, feed | given, values)
-        return _told(found, bare, got, values, batch, gradients=gradients)
+        return _reference_of(found, bare, got, values, batch, gradients=gradients)
 
     return run
 
 
-def _pulled(bare: _Plain, cotangents: Cotangents, feed: Mapping[Any, Any], values: Any) -> dict[Any, Array]:
+def _pulled(bare: _ReferenceGraph, cotangents: Cotangents, feed: Mapping[Any, Any], values: Any) -> dict[Any, Array]:
     """Return the output cotangents by their placeholders.
 
     ``cotangents`` computes them from the outputs of a first run.
@@ -122,8 +123,14 @@ def _pulled(bare: _Plain, cotangents: Cotangents, feed: Mapping[Any, Any], value
     return {place: np.zeros_like(out) if c is None else np.asarray(c, out.dtype) for place, c, out in every}
 
 
-def _told(
-    found: Opened, bare: _Plain, got: Mapping[Any, Any], values: Mapping[str, Array], batch: Batch, *, gradients: bool
+def _reference_of(
+    found: OpenNet,
+    bare: _ReferenceGraph,
+    got: Mapping[Any, Any],
+    values: Mapping[str, Array],
+    batch: Batch,
+    *,
+    gradients: bool,
 ) -> ReferenceRun:
     names = names_of_inputs(found.net, batch.x)
     return ReferenceRun(
@@ -135,7 +142,7 @@ def _told(
     )
 
 
-def _bare(net: Net, batch: Batch, of_loss: bool, gradients: bool) -> _Plain:
+def _bare(net: Net, batch: Batch, of_loss: bool, gradients: bool) -> _ReferenceGraph:
     kept = _GRAPHS.setdefault(net.graph, {})
     ends = tuple(tensor.name for tensor in net.outputs.values())
     inputs = tuple((name, tuple(t.name for t in alike)) for name, alike in net.inputs.items())
@@ -146,7 +153,7 @@ def _bare(net: Net, batch: Batch, of_loss: bool, gradients: bool) -> _Plain:
     if key not in kept:
         while len(kept) >= _MOST:
             del kept[next(iter(kept))]
-        kept[key] = _Plain(net, batch, of_loss=of_loss, gradients=gradients)
+        kept[key] = _ReferenceGraph(net, batch, of_loss=of_loss, gradients=gradients)
     return kept[key]
 
 

@@ -12,8 +12,8 @@ from tensorflow.python.framework import tensor_util
 
 from ...errors import message
 from .blocks import Source, behind_identities, constant_of
-from .found import Condition
-from .frames import Frame, Variable, body_graph, function_of
+from .recurrences import Condition
+from .while_loops import Frame, Variable, body_graph, function_of
 
 _READS = frozenset({"TensorArrayReadV3", "TensorListGetItem"})
 

@@ -13,11 +13,11 @@ from ...recurrence.cells import Cell
 from ...typing import Array
 from ..protocol import LayerWeights, Port, WeightLocation
 from .blocks import dtype_of, is_variable, trainable_names
-from .found import Loop, WeightPiece
 from .graph_copy import cone
-from .naming import owner_of, pieces_of
-from .opened import NUDGES, Opened, opened
+from .naming import owner_of
+from .open_net import PERTURBATIONS, OpenNet, open_net
 from .public import Net
+from .recurrences import Loop, WeightPiece
 
 #: Names of the running statistics of batch normalisation.
 _STATISTICS = ("moving_mean", "moving_variance", "renorm_mean", "renorm_stddev")
@@ -42,14 +42,14 @@ class LayerVariables:
         return self.calls[0] if len(self.calls) == 1 else None
 
 
-def layers_of(found: Opened) -> dict[str, LayerVariables]:
+def layers_of(found: OpenNet) -> dict[str, LayerVariables]:
     """Return all layers with weights that the outputs or the loss depend on, in the order of the graph."""
     layers: dict[str, LayerVariables] = found.copy.built.get("layers") or _layers(found)
     found.copy.built["layers"] = layers
     return layers
 
 
-def variables_used(found: Opened) -> frozenset[str]:
+def variables_used(found: OpenNet) -> frozenset[str]:
     """Return the names of the operations of all variables that the outputs or the loss depend on."""
     if "used" not in found.copy.built:
         found.copy.built["used"] = frozenset(op.name for op in _operations(found) if is_variable(op))
@@ -57,13 +57,13 @@ def variables_used(found: Opened) -> frozenset[str]:
     return names
 
 
-def _operations(found: Opened) -> set[Any]:
+def _operations(found: OpenNet) -> set[Any]:
     ends = [found.copy.same(tensor) for tensor in found.net.ends]
     taps = [tensor for loop in found.loops for boundary in (*loop.final, loop.input) for tensor in boundary.tensors]
     return set(cone([*ends, *taps]))
 
 
-def _layers(found: Opened) -> dict[str, LayerVariables]:
+def _layers(found: OpenNet) -> dict[str, LayerVariables]:
     ends = [found.copy.same(tensor) for tensor in found.net.ends]
     operations = _operations(found)
     variables = [op for op in found.copy.graph.get_operations() if op in operations and is_variable(op)]
@@ -77,7 +77,7 @@ def _layers(found: Opened) -> dict[str, LayerVariables]:
         if scope not in layers:
             layers[scope] = _recurrent(found.first_call(scope))
         if name is None:
-            layers[scope].weights[key] = pieces_of(variable.name)
+            layers[scope].weights[key] = (WeightPiece(variable.name),)
     for loop in found.loops:  # loops without variables, or with those of another layer
         layers.setdefault(base(loop), _recurrent(found.first_call(base(loop))))
     made = {} if found.net.keras is None else dict(found.net.keras.outputs)
@@ -172,7 +172,7 @@ def known_cell(loop: Loop, values: Mapping[str, Array]) -> Cell:
     return loop.cell.cell(**arrays, **loop.cell.options)
 
 
-def listed(found: Opened) -> dict[str, LayerWeights]:
+def listed(found: OpenNet) -> dict[str, LayerWeights]:
     """Return the values and roles of all weights by layer; see :meth:`Adapter.weights`."""
     layers = layers_of(found)
     graph, trainable = found.copy.graph, trainable_names(found.net.graph)
@@ -233,7 +233,7 @@ def _window(part: slice | int | None) -> str:
     return ":".join(ends) + ","
 
 
-def place_of(found: Opened, layer: str, direction: str | None, key: str) -> WeightLocation | None:
+def place_of(found: OpenNet, layer: str, direction: str | None, key: str) -> WeightLocation | None:
     """Return the location of a layer's weight among the variables, as in :meth:`Adapter.place`.
 
     None if there is none.
@@ -257,7 +257,7 @@ def perturbed_port(net: Net, port: Port, size: float) -> Iterator[bool]:
 
     The context value is False for ports that are no weight.
     """
-    found = opened(net)
+    found = open_net(net)
     layer = layers_of(found).get(str(port.layer)) if port.kind == "weight" else None
     pieces = () if layer is None else layer.weights.get(port.key, ())
     names = list(dict.fromkeys(piece.variable for piece in pieces))
@@ -269,8 +269,8 @@ def perturbed_port(net: Net, port: Port, size: float) -> Iterator[bool]:
         spread = float(np.sqrt(np.mean(np.square(value, dtype=np.float64)))) or 1.0
         pattern = np.random.default_rng(0).normal(size=value.shape)
         moves[net.graph, name] = (size * spread * pattern).astype(value.dtype)
-    token = NUDGES.set({**NUDGES.get(), **moves})
+    token = PERTURBATIONS.set({**PERTURBATIONS.get(), **moves})
     try:
         yield True
     finally:
-        NUDGES.reset(token)
+        PERTURBATIONS.reset(token)

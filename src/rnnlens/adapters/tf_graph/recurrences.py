@@ -11,12 +11,11 @@ entry point is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ...recurrence.cells import Cell, StepCell
-from ...typing import Array
+from ...recurrence.cells import Cell
 
 
 @dataclass(frozen=True)
@@ -57,31 +56,6 @@ class WeightPiece:
 
 
 @dataclass(frozen=True)
-class Body:
-    """Step function of a cell of unknown equations.
-
-    Attributes
-    ----------
-    outer
-        The tensors outside of the loop that the body reads, weights included; they are fetched in the same run.
-    variables
-        The tensors of ``outer`` that are values of variables, by name of the variable's operation.
-    make
-        Function from the values of ``outer``, and names for ``variables``, both in order, to the cell.
-    state_sizes
-        Sizes of the states, in the order of :attr:`Loop.initial`.
-    output_size
-        Size of the output of a step.
-    """
-
-    outer: tuple[Any, ...]
-    variables: Mapping[str, Any]
-    make: Callable[[list[Array], list[str]], StepCell]
-    state_sizes: tuple[int, ...]
-    output_size: int
-
-
-@dataclass(frozen=True)
 class Condition:
     """Condition for a recognised cell: in the run ``tensor`` must have this value, for example a dropout rate of 0.
 
@@ -94,7 +68,7 @@ class Condition:
 
 
 @dataclass(frozen=True)
-class FoundCell:
+class LoopCell:
     """Cell of a loop: a known cell, a body of unknown equations, or a refused one.
 
     Attributes
@@ -112,7 +86,7 @@ class FoundCell:
     conditions
         Conditions that a run must meet for the cell to be valid.
     body
-        Cell of unknown equations: its step.
+        Cell of unknown equations: its step, a ``StepGraph`` of :mod:`.step_graph`.
     unknown
         Cell of unknown equations: text on what in its step is not supported.
     refused
@@ -125,7 +99,7 @@ class FoundCell:
     options: Mapping[str, Any] = field(default_factory=dict)
     weights: Mapping[str, tuple[WeightPiece, ...]] = field(default_factory=dict)
     conditions: tuple[Condition, ...] = ()
-    body: Body | None = None
+    body: Any = None
     unknown: str = ""
     refused: str = ""
 
@@ -184,7 +158,7 @@ class Loop:
 
     name: str
     kind: Literal["v1", "v2", "unrolled"]
-    cell: FoundCell
+    cell: LoopCell
     initial: tuple[LoopBoundary, ...]
     final: tuple[LoopBoundary, ...]
     input: LoopBoundary

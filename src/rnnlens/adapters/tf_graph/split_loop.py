@@ -8,60 +8,60 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from .anatomy import Anatomy, at_present, why_unknown
 from .blocks import Source
-from .body import StepGraph, body_of
 from .cells import Match
 from .forms import TensorForm
-from .found import FoundCell, Loop, LoopBoundary
-from .frames import CannotCopyError
-from .labels import common_scope, course_words, flat_mask, kind_of, known_cell, masking, refused, runs_through
-from .record import CannotRecordError, CarriedState, LoopRecorder, rewire
+from .loop_analysis import LoopAnalysis, at_present, why_unknown
+from .loop_attributes import common_scope, course_words, flat_mask, masking, recognised_cell, refused, runs_through
+from .loop_recorder import CannotRecordError, CarriedState, LoopRecorder, rewire
+from .recurrences import Loop, LoopBoundary, LoopCell
 from .sequences import course_of, same
+from .step_graph import StepGraph
+from .while_loops import CannotCopyError
 
 
-def taken_apart(anatomy: Anatomy, *, as_one: bool = False) -> list[Loop]:
+def split(analysis: LoopAnalysis, *, as_one: bool = False) -> list[Loop]:
     """Split a while loop into recurrences with boundaries of their own.
 
     Where that is impossible, a single refused loop with the reason is returned. ``as_one``: treat all cells as a single
     one, even if each of them is known.
     """
     try:
-        return _Apart(anatomy, as_one).loops()
+        return _LoopSplitter(analysis, as_one).loops()
     except (CannotCopyError, CannotRecordError) as reason:
         hint = getattr(reason, "hint", "")
-        return [refused(anatomy.frame, anatomy.states, anatomy.reads, str(reason), hint)]
+        return [refused(analysis.frame, analysis.states, analysis.reads, str(reason), hint)]
 
 
 @dataclass(eq=False)
-class _Apart:
-    anatomy: Anatomy
+class _LoopSplitter:
+    analysis: LoopAnalysis
     as_one: bool
     replaced: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        anatomy = self.anatomy
-        floats = [read for read in anatomy.reads if read.value.dtype.is_floating]
+        analysis = self.analysis
+        floats = [read for read in analysis.reads if read.value.dtype.is_floating]
         if not floats:
             raise CannotRecordError("no tensor with time in front that it reads step by step")
         self.stacked = floats[0].stacked
         with self.stacked.graph.as_default():
-            self.recorder = LoopRecorder(anatomy.frame, tf.shape(self.stacked)[0])
-        for read in anatomy.reads:
+            self.recorder = LoopRecorder(analysis.frame, tf.shape(self.stacked)[0])
+        for read in analysis.reads:
             self.recorder.steps[id(read.value)] = read.stacked
-        self.starts = {id(v): self._tapped(v.entry) for v in anatomy.states}
+        self.starts = {id(v): self._tapped(v.entry) for v in analysis.states}
         self.mask = self._mask()
 
     def loops(self) -> list[Loop]:
         """Return one loop per known cell, in the order of their dependence; or a single loop of unknown equations."""
-        anatomy = self.anatomy
-        if anatomy.covered and not self.as_one:
-            order = sorted(anatomy.matches, key=lambda m: len(anatomy.forms.mentioned(m.source)))
+        analysis = self.analysis
+        if analysis.covered and not self.as_one:
+            order = sorted(analysis.matches, key=lambda m: len(analysis.forms.mentioned(m.source)))
             found = [self._cell(match, i, len(order)) for i, match in enumerate(order)]
             self._put_out()
         else:
             found = [self._native()]
-        cell = replace(found[0].cell, conditions=runs_through(anatomy, self.stacked))
+        cell = replace(found[0].cell, conditions=runs_through(analysis, self.stacked))
         found[0] = replace(found[0], cell=cell, replaced=self.replaced, redrawn=self.recorder.drew)
         return found
 
@@ -70,7 +70,7 @@ class _Apart:
     def _tapped(self, tensor: Any) -> Any:
         """Return an identity of a tensor that only the rewritten loops read."""
         with tensor.graph.as_default(), tf.control_dependencies(None):
-            return tf.identity(tensor, name=f"rnnlens/{self.anatomy.frame.name}/boundary")
+            return tf.identity(tensor, name=f"rnnlens/{self.analysis.frame.name}/boundary")
 
     @staticmethod
     def _boundary(tap: Any, *, stacked: bool = False) -> LoopBoundary:
@@ -81,10 +81,10 @@ class _Apart:
 
         Another condition is recorded over all steps; without any, the mapping is empty.
         """
-        anatomy = self.anatomy
-        if anatomy.condition is None or anatomy.mask is not None:
-            return masking(anatomy)
-        condition, where = anatomy.condition
+        analysis = self.analysis
+        if analysis.condition is None or analysis.mask is not None:
+            return masking(analysis)
+        condition, where = analysis.condition
         self._known([condition])
         return {"mask": flat_mask(self.recorder.steps[id(condition)], where)}
 
@@ -99,11 +99,11 @@ class _Apart:
 
         Returns the last values of these loop variables, by id.
         """
-        anatomy = self.anatomy
-        beside = [v for v in anatomy.paths.carried(self._unknown(wanted)) if not self._is_state(v)]
+        analysis = self.analysis
+        beside = [v for v in analysis.paths.carried(self._unknown(wanted)) if not self._is_state(v)]
         carried = [CarriedState(v.entry, v.after) for v in beside]
         before: dict[int, Sequence[Any]] = {id(v.before): (i,) for i, v in enumerate(beside)}
-        before |= {id(v.before): (v.entry,) for v in anatomy.states}  # only the shape is used
+        before |= {id(v.before): (v.entry,) for v in analysis.states}  # only the shape is used
         _, _, ends = self.recorder.run(wanted, carried, before)
         return {id(v): end for v, end in zip(beside, ends, strict=True)}
 
@@ -115,11 +115,11 @@ class _Apart:
             if (
                 id(tensor) in seen
                 or id(tensor) in self.recorder.steps
-                or self.anatomy.frame.outer.get(tensor) is not None
+                or self.analysis.frame.outer.get(tensor) is not None
             ):
                 continue
             seen.add(id(tensor))
-            if self.anatomy.paths.is_variable(tensor):
+            if self.analysis.paths.is_variable(tensor):
                 found.append(tensor)
             else:
                 waiting.extend(tensor.op.inputs)
@@ -127,34 +127,34 @@ class _Apart:
 
     def _is_state(self, variable: Any) -> bool:
         counts = variable.before.dtype.is_integer and variable.before.shape.rank == 0
-        return counts or any(variable is v for v in self.anatomy.states)
+        return counts or any(variable is v for v in self.analysis.states)
 
     # Known cells.
 
     def _cell(self, match: Match, index: int, count: int) -> Loop:
-        anatomy, recorder = self.anatomy, self.recorder
+        analysis, recorder = self.analysis, self.recorder
         source = self._tensor_of(match.source)
         self._known([source])
         whole = recorder.steps[id(source)]
         tap = self._tapped(whole)
-        sources = anatomy.forms.tensors_of(match.source)
+        sources = analysis.forms.tensors_of(match.source)
         recorder.steps |= {id(tensor): tap for tensor in sources}
         starts = [self._start(i) for i in match.states]
-        kept = None if anatomy.condition is None else (anatomy.condition[0], not anatomy.condition[1])
+        kept = None if analysis.condition is None else (analysis.condition[0], not analysis.condition[1])
         carried = [
-            CarriedState(start, self._tensor_of(anatomy.pairs[i][1]), kept)
+            CarriedState(start, self._tensor_of(analysis.pairs[i][1]), kept)
             for start, i in zip(starts, match.states, strict=True)
         ]
         _, steps, ends = recorder.run([], carried, self._before(match))
         recorder.steps |= {id(tensor): whole for tensor in sources}  # other readers are outside of this cell
         for i, stacked, end in zip(match.states, steps, ends, strict=True):
             self._ended(i, end)
-            for tensor in anatomy.forms.tensors_of(anatomy.pairs[i][1]):
+            for tensor in analysis.forms.tensors_of(analysis.pairs[i][1]):
                 recorder.steps[id(tensor)] = stacked
         return Loop(
-            anatomy.frame.name if count == 1 else f"{anatomy.frame.name}/cell_{index}",
-            kind_of(anatomy.frame),
-            known_cell(match),
+            analysis.frame.name if count == 1 else f"{analysis.frame.name}/cell_{index}",
+            analysis.frame.kind,
+            recognised_cell(match),
             tuple(self._boundary(start) for start in starts),
             tuple(LoopBoundary((end,)) for end in ends),
             self._boundary(tap, stacked=True),
@@ -167,13 +167,13 @@ class _Apart:
         )
 
     def _tensor_of(self, form: TensorForm) -> Any:
-        found = self.anatomy.forms.tensors_of(form)
+        found = self.analysis.forms.tensors_of(form)
         if not found:
             raise CannotRecordError("a value that no tensor of its body holds")
         return found[0]
 
     def _start(self, index: int) -> Any:
-        variable, columns = self.anatomy.owners[index]
+        variable, columns = self.analysis.owners[index]
         start = self.starts[id(variable)]
         if columns is None:
             return start
@@ -187,16 +187,16 @@ class _Apart:
         shape is used.
         """
         before: dict[int, list[Any]] = {}
-        for i, (variable, _) in enumerate(self.anatomy.owners):
+        for i, (variable, _) in enumerate(self.analysis.owners):
             part = match.states.index(i) if i in match.states else self._start(i)
             before.setdefault(id(variable.before), []).append(part)
         return before
 
     def _ended(self, index: int, end: Any) -> None:
-        variable, columns = self.anatomy.owners[index]
+        variable, columns = self.analysis.owners[index]
         ends = self.__dict__.setdefault("_ends", {})
         ends[index] = end
-        of_it = [i for i, (v, _) in enumerate(self.anatomy.owners) if v is variable]
+        of_it = [i for i, (v, _) in enumerate(self.analysis.owners) if v is variable]
         if variable.exit is not None and all(i in ends for i in of_it):
             with end.graph.as_default():
                 whole = end if columns is None else tf.concat([ends[i] for i in of_it], axis=-1)
@@ -206,15 +206,15 @@ class _Apart:
 
     def _put_out(self) -> None:
         """Rebuild all stacked outputs of the loop from the recorded steps of its cells."""
-        anatomy = self.anatomy
-        writes = [w for w in anatomy.writes if w.stacked is not None and w.variable.read]
+        analysis = self.analysis
+        writes = [w for w in analysis.writes if w.stacked is not None and w.variable.read]
         values = [w.value for w in writes]
         masked = self.mask != {}
         outside = [v for v in values if id(v) not in self.recorder.steps]
         if masked and any(not self._hidden_where_masked(v) for v in values):
             raise CannotRecordError("an output that counts at steps where the states are kept")
         ends = self._run(outside) if outside else {}
-        for variable in anatomy.frame.variables:
+        for variable in analysis.frame.variables:
             if id(variable) in ends and variable.exit is not None:
                 self._replace(variable.exit, ends[id(variable)])
         for write in writes:
@@ -223,13 +223,13 @@ class _Apart:
     def _hidden_where_masked(self, value: Any) -> bool:
         """Return whether an output is replaced at masked steps, by the same condition that keeps the states."""
         chosen = same(value, Source())
-        condition = self.anatomy.condition
+        condition = self.analysis.condition
         if chosen.op.type not in ("Select", "SelectV2") or condition is None:
             return False
-        return self.anatomy.same_condition(chosen.op.inputs[0])
+        return self.analysis.same_condition(chosen.op.inputs[0])
 
     def _placed(self, write: Any, steps: Any) -> Any:
-        if at_present(self.anatomy.frame, write):
+        if at_present(self.analysis.frame, write):
             return steps
         with steps.graph.as_default():
             return steps[-1:]  # every step writes to the same single position
@@ -242,20 +242,20 @@ class _Apart:
 
     def _native(self) -> Loop:
         """Return one loop that treats all states as those of one cell, with the body of the loop as its step."""
-        anatomy, recorder = self.anatomy, self.recorder
+        analysis, recorder = self.analysis, self.recorder
         output, written = self._what_is_put_out()
-        new = [anatomy.new[id(v)] for v in anatomy.states]
-        fed = anatomy.paths.new_at_each_step([output, *new])
-        fed = anatomy.paths.only_read(fed, [read.value for read in anatomy.reads]) or fed
+        new = [analysis.new[id(v)] for v in analysis.states]
+        fed = analysis.paths.new_at_each_step([output, *new])
+        fed = analysis.paths.only_read(fed, [read.value for read in analysis.reads]) or fed
         self._refuse_chance(fed)
         fed = [t for t in fed if t.dtype.is_floating] if all(t.dtype.is_floating for t in fed) else fed
         if not fed or any(t.shape.rank != 2 or not t.dtype.is_floating or t.shape[1] is None for t in fed):
             what = ", ".join(repr(t.op.name) for t in fed) or "nothing"
             raise CannotRecordError(f"what is new to it at each step is not floating (sample, feature) numbers: {what}")
-        before = [v.before for v in anatomy.states]
+        before = [v.before for v in analysis.states]
         if any(t.shape.rank != 2 or t.shape[1] is None for t in before):
             raise CannotRecordError("a state that is not (sample, unit)")
-        step = StepGraph(fed, before, output, new, anatomy.frame.outer)
+        step = StepGraph(fed, before, output, new, analysis.frame.outer)
         self._known(fed)
         with self.stacked.graph.as_default():
             joined = tf.concat([recorder.steps[id(t)] for t in fed], axis=-1) if len(fed) > 1 else None
@@ -264,23 +264,23 @@ class _Apart:
         around = {id(tensor): recorder.steps[id(tensor)] for tensor in fed}
         for tensor, piece in zip(fed, pieces, strict=True):
             recorder.steps[id(tensor)] = piece
-        kept = None if anatomy.condition is None else (anatomy.condition[0], not anatomy.condition[1])
-        carried = [CarriedState(self.starts[id(v)], t, kept) for v, t in zip(anatomy.states, new, strict=True)]
-        places = {id(v.before): [i] for i, v in enumerate(anatomy.states)}
+        kept = None if analysis.condition is None else (analysis.condition[0], not analysis.condition[1])
+        carried = [CarriedState(self.starts[id(v)], t, kept) for v, t in zip(analysis.states, new, strict=True)]
+        places = {id(v.before): [i] for i, v in enumerate(analysis.states)}
         steps, _, ends = recorder.run([output], carried, places)
         recorder.steps |= around
-        for variable, end in zip(anatomy.states, ends, strict=True):
+        for variable, end in zip(analysis.states, ends, strict=True):
             if variable.exit is not None:
                 self._replace(variable.exit, end)
         if written:
             self._put_out()
-        name = step.scope or anatomy.frame.name
-        cell = FoundCell(name, int(before[0].shape[1]), body=body_of(step), unknown=why_unknown(anatomy))
+        name = step.scope or analysis.frame.name
+        cell = LoopCell(name, int(before[0].shape[1]), body=step, unknown=why_unknown(analysis))
         return Loop(
-            anatomy.frame.name,
-            kind_of(anatomy.frame),
+            analysis.frame.name,
+            analysis.frame.kind,
             cell,
-            tuple(self._boundary(self.starts[id(v)]) for v in anatomy.states),
+            tuple(self._boundary(self.starts[id(v)]) for v in analysis.states),
             tuple(LoopBoundary((end,)) for end in ends),
             self._boundary(tap, stacked=True),
             LoopBoundary((steps[0],), stacked=True),
@@ -296,8 +296,8 @@ class _Apart:
 
         An example is dropout of the states.
         """
-        reads = [read.value for read in self.anatomy.reads]
-        drawn = next((op for t in fed if (op := self.anatomy.paths.chance(t, reads)) is not None), None)
+        reads = [read.value for read in self.analysis.reads]
+        drawn = next((op for t in fed if (op := self.analysis.paths.chance(t, reads)) is not None), None)
         if drawn is not None:
             raise CannotRecordError(
                 f"its states are changed by random numbers that are drawn anew at each step ({drawn.name!r})",
@@ -310,12 +310,12 @@ class _Apart:
 
         Without a written output it is the first state.
         """
-        anatomy = self.anatomy
-        writes = [w for w in anatomy.writes if w.stacked is not None and w.variable.read and w.value.dtype.is_floating]
+        analysis = self.analysis
+        writes = [w for w in analysis.writes if w.stacked is not None and w.variable.read and w.value.dtype.is_floating]
         if not writes:
-            return anatomy.new[id(anatomy.states[0])], False
+            return analysis.new[id(analysis.states[0])], False
         value = writes[0].value
-        if anatomy.condition is not None and self._hidden_where_masked(value):
+        if analysis.condition is not None and self._hidden_where_masked(value):
             chosen = same(value, Source())
-            return chosen.op.inputs[2 if anatomy.condition[1] else 1], True
+            return chosen.op.inputs[2 if analysis.condition[1] else 1], True
         return value, True

@@ -9,8 +9,7 @@ from typing import Any, Literal
 from .blocks import Source
 from .cells import Match, recognised
 from .forms import Forms, TensorForm, Value, understood
-from .found import LoopBoundary
-from .frames import Frame, Paths, Variable
+from .recurrences import LoopBoundary
 from .sequences import (
     NO_SETTINGS,
     GraphSettings,
@@ -24,10 +23,11 @@ from .sequences import (
     sequences,
     written,
 )
+from .while_loops import Frame, Paths, Variable
 
 
 @dataclass(eq=False)
-class Anatomy:
+class LoopAnalysis:
     """Result of the analysis of one while loop.
 
     Attributes
@@ -86,7 +86,7 @@ class Anatomy:
         return len(self.matches) == 1 and len(self.matches[0].states) == len(self.pairs)
 
 
-def take_apart(frame: Frame, settings: GraphSettings = NO_SETTINGS) -> Anatomy:
+def analyse(frame: Frame, settings: GraphSettings = NO_SETTINGS) -> LoopAnalysis:
     """Analyse a while loop: express each state update as a form, and recognise known cells among these.
 
     ``settings`` replaces scalar tensors, such as keep probabilities, by their present values.
@@ -109,7 +109,7 @@ def take_apart(frame: Frame, settings: GraphSettings = NO_SETTINGS) -> Anatomy:
             owners.append((variable, columns))
     mask = None if condition is None else mask_of(condition[0], frame, reads)
     matches = recognised(forms, pairs)
-    return Anatomy(frame, forms, paths, reads, writes, states, new, pairs, owners, mask, condition, matches)
+    return LoopAnalysis(frame, forms, paths, reads, writes, states, new, pairs, owners, mask, condition, matches)
 
 
 def unselected(after: Any, before: Any, outer: Source) -> tuple[Any, tuple[Any, bool] | None]:
@@ -170,47 +170,49 @@ def _aligned(forms: Forms, before: Value, after: Value) -> list[tuple[tuple[Tens
     return pieces
 
 
-def read_by(anatomy: Anatomy, source: TensorForm) -> Read | None:
+def read_by(analysis: LoopAnalysis, source: TensorForm) -> Read | None:
     """Return the tensor read step by step that a form consists of; None if the form is anything else."""
     atom = source.atom
     if atom is None or atom[0] != "leaf" or atom[1][0] != "read" or atom[2] is not None:
         return None
-    read: Read = anatomy.reads[atom[1][1]]
+    read: Read = analysis.reads[atom[1][1]]
     return read
 
 
 Output = tuple[LoopBoundary | None, Literal["state", "output", "zero"]]
 
 
-def output_of(anatomy: Anatomy, hidden: TensorForm) -> Output | None:
+def output_of(analysis: LoopAnalysis, hidden: TensorForm) -> Output | None:
     """Return the boundary where a hidden state is stacked over time, and the output at masked steps.
 
     None if the loop's output is another quantity.
     """
-    writes = [w for w in anatomy.writes if w.stacked is not None]
-    found = _output_of(anatomy, hidden, writes) if writes else None
+    writes = [w for w in analysis.writes if w.stacked is not None]
+    found = _output_of(analysis, hidden, writes) if writes else None
     return (None, "state") if found is None and not any(w.variable.read for w in writes) else found
 
 
-def _output_of(anatomy: Anatomy, hidden: TensorForm, writes: Sequence[Written]) -> Output | None:
-    if len(writes) > 1 or not at_present(anatomy.frame, writes[0]):
+def _output_of(analysis: LoopAnalysis, hidden: TensorForm, writes: Sequence[Written]) -> Output | None:
+    if len(writes) > 1 or not at_present(analysis.frame, writes[0]):
         return None
-    form = anatomy.forms.form(writes[0].value)
+    form = analysis.forms.form(writes[0].value)
     boundary = LoopBoundary((writes[0].stacked,), stacked=True)
-    if form is hidden and not anatomy.masked:
+    if form is hidden and not analysis.masked:
         return boundary, "state"
     atom = form.atom
-    if atom is None or atom[0] != "where" or hidden not in atom[2:] or anatomy.mask is None:
+    if atom is None or atom[0] != "where" or hidden not in atom[2:] or analysis.mask is None:
         return None
     other = atom[3] if atom[2] is hidden else atom[2]
-    mask = mask_of(anatomy.forms.tensors[atom[1]], anatomy.frame, anatomy.reads)
-    if mask is None or mask.inverted != (atom[2] is other) or not mask.agrees(anatomy.mask):
+    mask = mask_of(analysis.forms.tensors[atom[1]], analysis.frame, analysis.reads)
+    if mask is None or mask.inverted != (atom[2] is other) or not mask.agrees(analysis.mask):
         return None
-    instead = _instead(anatomy, other, hidden)
+    instead = _instead(analysis, other, hidden)
     return None if instead is None else (boundary, instead)
 
 
-def _instead(anatomy: Anatomy, other: TensorForm, hidden: TensorForm) -> Literal["state", "output", "zero"] | None:
+def _instead(
+    analysis: LoopAnalysis, other: TensorForm, hidden: TensorForm
+) -> Literal["state", "output", "zero"] | None:
     """Return the kind of output at masked steps: "zero", "state" or "output" (the previous one); None if unknown."""
     if other.constant == 0.0:
         return "zero"
@@ -218,20 +220,20 @@ def _instead(anatomy: Anatomy, other: TensorForm, hidden: TensorForm) -> Literal
     if atom is None or atom[0] != "leaf" or atom[2] is not None:
         return None
     if atom[1][0] == "tensor":
-        return "zero" if is_filled_with(0, anatomy.forms.tensors[atom[1][1]], anatomy.frame.outer) else None
-    return _kept(anatomy, other, hidden) if atom[1][0] == "state" else None
+        return "zero" if is_filled_with(0, analysis.forms.tensors[atom[1][1]], analysis.frame.outer) else None
+    return _kept(analysis, other, hidden) if atom[1][0] == "state" else None
 
 
-def _kept(anatomy: Anatomy, other: TensorForm, hidden: TensorForm) -> Literal["state", "output"] | None:
+def _kept(analysis: LoopAnalysis, other: TensorForm, hidden: TensorForm) -> Literal["state", "output"] | None:
     """Return "state" if a variable is the previous state, "output" if it is the previous output.
 
     The previous output must start at zero; otherwise None is returned.
     """
-    if any(old is other and new is hidden for old, new in anatomy.pairs):
+    if any(old is other and new is hidden for old, new in analysis.pairs):
         return "state"
     assert other.atom is not None
-    variable = _floats(anatomy.frame)[other.atom[1][1]]
-    return "output" if is_filled_with(0, variable.entry, anatomy.frame.outer) else None
+    variable = _floats(analysis.frame)[other.atom[1][1]]
+    return "output" if is_filled_with(0, variable.entry, analysis.frame.outer) else None
 
 
 def _floats(frame: Frame) -> list[Variable]:
@@ -244,10 +246,10 @@ def at_present(frame: Frame, write: Written) -> bool:
     return any(same(write.index, frame.outer) is v.before for v in clocks(frame))
 
 
-def why_unknown(anatomy: Anatomy) -> str:
+def why_unknown(analysis: LoopAnalysis) -> str:
     """Return a text on why the step is no known cell: its unsupported operations, or its equations."""
-    steps = [anatomy.new[id(v)] for v in anatomy.states]
-    strange = {op.type: op.name for t in anatomy.paths.behind(steps) if not understood(op := t.op)}
+    steps = [analysis.new[id(v)] for v in analysis.states]
+    strange = {op.type: op.name for t in analysis.paths.behind(steps) if not understood(op := t.op)}
     if not strange:
         return "its equations are none of those of SimpleRNN, GRU and LSTM"
     return "its step has " + ", ".join(f"{kind} ({name!r})" for kind, name in list(strange.items())[:3])

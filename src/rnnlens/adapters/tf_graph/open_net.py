@@ -13,10 +13,10 @@ import numpy as np
 from ...typing import Array
 from .blocks import is_variable, read
 from .discover import find
-from .found import Loop
 from .graph_copy import GraphCopy, cone, definition
 from .naming import renamed
 from .public import Net, refuse_closed, refuse_remote
+from .recurrences import Loop
 
 _NONE: Mapping[tuple[Any, str], Array] = MappingProxyType({})
 #: Copies of the present version of each graph, for the outputs, losses and seeds used last.
@@ -26,10 +26,10 @@ _MOST_COPIES, _MOST_BUILT = 4, 32
 _UNSETTLED = frozenset({"Placeholder", "Exit", "RefExit", "While", "StatelessWhile"})
 
 #: Perturbations added to variables in the copies, by graph and name, in this thread.
-NUDGES: ContextVar[Mapping[tuple[Any, str], Array]] = ContextVar("nudges of variables", default=_NONE)
+PERTURBATIONS: ContextVar[Mapping[tuple[Any, str], Array]] = ContextVar("nudges of variables", default=_NONE)
 
 
-class Opened:
+class OpenNet:
     """A net together with the copy of its graph.
 
     Attributes
@@ -63,7 +63,7 @@ class Opened:
     def read(self, names: Iterable[str]) -> dict[str, Array]:
         """Return the present values of variables in the user's session, with any active perturbation added."""
         found = read(self.net.session, names)
-        return {name: value + NUDGES.get().get((self.net.graph, name), 0) for name, value in found.items()}
+        return {name: value + PERTURBATIONS.get().get((self.net.graph, name), 0) for name, value in found.items()}
 
     def variables(self, fetches: Sequence[Any], feed: Mapping[Any, Any]) -> dict[str, Array]:
         """Return the present values of all variables that some tensors depend on, with any perturbation added."""
@@ -74,7 +74,7 @@ class Opened:
         self.copy.close()
 
 
-def opened(net: Net, seed: int | None = None) -> Opened:
+def open_net(net: Net, seed: int | None = None) -> OpenNet:
     """Return the net with a copy of the present version of its graph; copies are cached."""
     refuse_closed(net.session)
     refuse_remote(net.session)
@@ -98,7 +98,7 @@ def opened(net: Net, seed: int | None = None) -> Opened:
         made.settings = setting.held
         kept[key] = made
     kept[key] = kept.pop(key)
-    return Opened(net, kept[key])
+    return OpenNet(net, kept[key])
 
 
 def _is_set_otherwise(net: Net, settings: Mapping[str, Array]) -> bool:

@@ -14,10 +14,9 @@ import tensorflow.compat.v1 as tf
 from ...recurrence.cells import StepCell
 from ...typing import Array
 from .blocks import VARIABLES, Source, reached, variable_of
-from .found import Body
-from .frames import CannotCopyError
-from .labels import common_scope
-from .record import Copier
+from .loop_attributes import common_scope
+from .loop_recorder import Copier
+from .while_loops import CannotCopyError
 
 #: Bytes that the Jacobians of one chunk of steps may take.
 _CHUNK = 256 * 2**20
@@ -106,7 +105,8 @@ class StepGraph:
         weights = [self.fed[list(self.outer).index(id(t))] for t in self.variables.values()]
 
         def pulled(to: Sequence[Any]) -> list[Any]:
-            return [_dense(g) for g in tf.gradients(targets, to, given, unconnected_gradients="zero")] if to else []
+            found = tf.gradients(targets, to, given, unconnected_gradients="zero") if to else []
+            return [tf.convert_to_tensor(gradient) for gradient in found]
 
         self.by_source, self.by_weight = pulled(sources), pulled(weights)
         self.produced = []
@@ -130,10 +130,6 @@ class _Edge(Source):
     def settled(self, tensor: Any) -> Any:
         """Return the tensor unchanged: it already is outside of the loop."""
         return tensor
-
-
-def _dense(grad: Any) -> Any:
-    return tf.convert_to_tensor(grad)
 
 
 def sources_of(tensor: Any) -> tuple[set[str], bool]:
@@ -228,14 +224,3 @@ class BodyCell(StepCell):
         if cotangents:
             feed |= {step.output_grad: cotangents[0]} | dict(zip(step.after_grads, cotangents[1], strict=True))
         return self._session.run(fetches, feed)
-
-
-def body_of(step: StepGraph) -> Body:
-    """Return the ``Body`` of a step: its outside tensors, variables and sizes, and a constructor of ``BodyCell``."""
-    return Body(
-        outer=tuple(step.outer.values()),
-        variables=dict(step.variables),
-        make=lambda values, names: BodyCell(step, values, names),
-        state_sizes=tuple(int(t.shape[-1]) for t in step.before),
-        output_size=int(step.output.shape[-1]),
-    )

@@ -14,8 +14,8 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from .blocks import VARIABLES, Source, reached
-from .frames import CannotCopyError, Frame, body_graph, function_of
 from .sequences import clocks
+from .while_loops import CannotCopyError, Frame, body_graph, function_of
 
 _CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 _CONDITIONS = frozenset({"If", "StatelessIf"})

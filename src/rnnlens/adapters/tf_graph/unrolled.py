@@ -15,9 +15,9 @@ from ...errors import message
 from .blocks import Source, behind_identities, block_of, reached
 from .cells import Match, Pair, steps_to
 from .forms import Forms, TensorForm
-from .found import Loop, LoopBoundary
-from .frames import ancestors, in_built_order
-from .labels import common_scope, known_cell, without_steps
+from .loop_attributes import common_scope, recognised_cell, without_steps
+from .recurrences import Loop, LoopBoundary
+from .while_loops import ancestors, in_built_order
 
 _MAKES_A_STATE = frozenset(
     {"Add", "AddV2", "AddN", "Sub", "Mul", "MatMul", "Maximum", "Minimum", "ClipByValue", "BiasAdd", "Tanh", "Sigmoid"}
@@ -173,7 +173,7 @@ def _loop(forms: Forms, chain: Sequence[Step], ends: Iterable[Any]) -> Loop | No
     states = [LoopBoundary(tuple(step.tensors[i] for step in chain)) for i in range(len(starts))]
     match = chain[0].match
     scope = common_scope(piece.variable for pieces in match.weights.values() for piece in pieces)
-    cell = known_cell(match)
+    cell = recognised_cell(match)
     carried: tuple[LoopBoundary, ...] = ()
     hidden = {id(t) for t in states[0].tensors}
     others = {id(t) for boundary in states[1:] for t in boundary.tensors}

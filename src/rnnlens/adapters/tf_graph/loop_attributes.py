@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import tensorflow.compat.v1 as tf
 
 from ...errors import message
-from .anatomy import Anatomy
 from .cells import Match
-from .found import Condition, FoundCell, Loop, LoopBoundary
-from .frames import Frame, Variable, ancestors
+from .loop_analysis import LoopAnalysis
+from .recurrences import Condition, Loop, LoopBoundary, LoopCell
 from .sequences import Course, Read, course_of, steps_run
+from .while_loops import Frame, Variable, ancestors
 
 
-def known_cell(match: Match) -> FoundCell:
-    """Return the ``FoundCell`` of a recognised cell."""
+def recognised_cell(match: Match) -> LoopCell:
+    """Return the ``LoopCell`` of a recognised cell."""
     options = {name: value for name, value in match.options.items() if value is not None}
-    return FoundCell(match.cell.kind, match.units, match.cell, options, match.weights)
+    return LoopCell(match.cell.kind, match.units, match.cell, options, match.weights)
 
 
-def kind_of(frame: Frame) -> Literal["v1", "v2"]:
-    """Return the control flow version of a loop."""
-    return "v1" if frame.kind == "v1" else "v2"
-
-
-def masking(anatomy: Anatomy) -> dict[str, Any]:
+def masking(analysis: LoopAnalysis) -> dict[str, Any]:
     """Return ``lengths`` and ``mask`` of a loop as keyword arguments of ``Loop``; empty if it has no known mask."""
-    mask = anatomy.mask
+    mask = analysis.mask
     if mask is None:
         return {}
     steps = None if mask.steps is None else flat_mask(mask.steps.stacked, mask.inverted)
@@ -45,17 +40,17 @@ def flat_mask(stacked: Any, inverted: bool) -> Any:
         return tf.logical_not(flat) if inverted else flat
 
 
-def runs_through(anatomy: Anatomy, stacked: Any) -> tuple[Condition, ...]:
+def runs_through(analysis: LoopAnalysis, stacked: Any) -> tuple[Condition, ...]:
     """Return the condition that the loop runs over all steps of the sequence it reads.
 
     It is empty if the loop has lengths, or if the number of steps run is unknown. With lengths, the loop may end early,
     since all later steps are padding.
     """
-    mask, count = anatomy.mask, steps_run(anatomy.frame)
+    mask, count = analysis.mask, steps_run(analysis.frame)
     if (mask is not None and mask.lengths is not None) or count is None:
         return ()
     words = message(
-        f"The loop {anatomy.frame.name!r} does not run through all steps of what it reads.",
+        f"The loop {analysis.frame.name!r} does not run through all steps of what it reads.",
         expected="as many steps as its input has",
         hint="cut the input to the steps that are run, or dynamic_rnn(sequence_length=)",
     )
@@ -96,8 +91,8 @@ def refused(frame: Frame, states: Sequence[Variable], found: Sequence[Read], rea
     units = states[0].before.shape[-1] if states[0].before.shape.rank else None
     return Loop(
         frame.name,
-        kind_of(frame),
-        FoundCell("unknown", int(units or 0), refused=words),
+        frame.kind,
+        LoopCell("unknown", int(units or 0), refused=words),
         tuple(LoopBoundary((v.entry,), ((v.reader,),)) for v in states),
         tuple(LoopBoundary((v.exit,)) for v in states if v.exit is not None),
         source,
@@ -118,7 +113,7 @@ def of_a_branch(scope: str) -> Loop:
 
 def without_steps(name: str, scope: str, units: int, words: str) -> Loop:
     """Return a refused loop of which no step can be read."""
-    cell = FoundCell("unknown", units, refused=words)
+    cell = LoopCell("unknown", units, refused=words)
     return Loop(name, "unrolled", cell, (), (), LoopBoundary(()), None, scope=scope)
 
 

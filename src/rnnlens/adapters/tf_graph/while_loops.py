@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import tensorflow.compat.v1 as tf
 from tensorflow.python.framework import function_def_to_graph, tensor_util
@@ -57,7 +57,7 @@ class Frame:
     """
 
     name: str
-    kind: str
+    kind: Literal["v1", "v2"]
     built: int
     variables: tuple[Variable, ...]
     outer: Source
