@@ -10,7 +10,7 @@ import tensorflow.compat.v1 as tf
 
 import rnnlens as rl
 
-opened = importlib.import_module("rnnlens.adapters.tf_graph.opened")
+open_net = importlib.import_module("rnnlens.adapters.tf_graph.open_net")
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_200_calls_take_no_more_memory(small):
     with rl.options(certify="never"):  # which asks for less, and is another question to the graph
         for _ in range(3):
             call()
-    copies = opened._COPIES[graph]
+    copies = open_net._COPIES[graph]
     sizes = {key: (len(copy.graph.get_operations()), len(copy.built)) for key, copy in copies.items()}
     version = graph.version
     with rl.options(certify="never"):
@@ -130,7 +130,7 @@ def test_a_graph_that_grows_is_copied_again_and_the_old_copy_is_dropped(small):
     with graph.as_default():
         tf.constant(1.0)
     rl.layers(net)
-    assert {key[0] for key in opened._COPIES[graph]} == {graph.version}
+    assert {key[0] for key in open_net._COPIES[graph]} == {graph.version}
 
 
 def test_after_an_exception_too(small):
