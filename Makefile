@@ -7,7 +7,8 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --editable
+# Modules are compiled when they are first imported: compiling all that is installed takes longer than the demo.
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --editable
 
 .PHONY: demo test test-full lint bench gallery pages docs browser clean
 .DEFAULT_GOAL := test
@@ -59,5 +60,5 @@ clean:
 	@echo "Installing rnnlens with every framework and the development tools into .venv"
 	@$(PIP) '.[dev]'
 	@# tf_keras asks for the full TensorFlow, on top of the tensorflow-cpu that is there: it needs the one only.
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps 'tf_keras==2.21.0'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --no-deps 'tf_keras==2.21.0'
 	@touch $@ .venv/.demo
