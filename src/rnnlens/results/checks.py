@@ -116,6 +116,8 @@ class Certificate:
         Names of all other quantities.
     checks
         All comparisons: each a residual, and the bound that rounding explains.
+    samples
+        The samples that were compared, such as ``"samples 8 to 11 of 64"``; "" for all.
     """
 
     state: State = "off"
@@ -125,6 +127,7 @@ class Certificate:
     uncertified: tuple[str, ...] = ()
     why: str = ""
     checks: tuple[Check, ...] = ()
+    samples: str = ""
 
     @classmethod
     def of(cls, against: str, checks: Iterable[Check], **words: Any) -> Self:
@@ -159,7 +162,8 @@ class Certificate:
             failed = sum(not check.ok for check in self.checks)
             head = f"NOT certified against {self.against}: {failed} of {len(self.checks)} comparisons failed"
             return f"{head}, worst {worst.residual:.1g} ({where}); rounding explains {worst.bound:.1g}"
-        text = f"certified against {self.against}: worst {worst.residual:.1g} ({where})"
+        where_compared = f" on {self.samples}" if self.samples else ""
+        text = f"certified against {self.against}{where_compared}: worst {worst.residual:.1g} ({where})"
         text += f"; rounding explains {worst.bound:.1g}. Certified: {', '.join(self.certified)}"
         if self.resting:
             text += f"; {', '.join(self.resting)} rest on them"
@@ -169,14 +173,16 @@ class Certificate:
         """Convert the certificate to plain strings, numbers and lists, as stored in files."""
         lists = {key: list(getattr(self, key)) for key in ("certified", "resting", "uncertified")}
         checks = [check.to_dict() for check in self.checks]
-        return {"state": self.state, "against": self.against, "why": self.why, **lists, "checks": checks}
+        words = {"state": self.state, "against": self.against, "why": self.why, "samples": self.samples}
+        return {**words, **lists, "checks": checks}
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> Self:
         """Rebuild a certificate from the mapping that :meth:`to_dict` returned."""
         words = {key: tuple(stored.get(key, ())) for key in ("certified", "resting", "uncertified")}
         checks = tuple(Check(**check) for check in stored.get("checks", ()))
-        return cls(stored["state"], stored.get("against", ""), why=stored.get("why", ""), checks=checks, **words)
+        against, why, samples = (str(stored.get(key, "")) for key in ("against", "why", "samples"))
+        return cls(stored["state"], against, why=why, checks=checks, samples=samples, **words)
 
 
 def _closeness(check: Check) -> float:

@@ -36,6 +36,7 @@ from ..settings import current
 from ..vocabulary import SAMPLE
 from .axes import an_axes_table
 from .certificates.comparisons import ReplayedValues, certify, start_reference_run
+from .certificates.of_samples import SamplePart, part_to_compare, remember_difference, remember_passed
 from .chunked.of_results import lazy_datasets
 from .chunked.samples import SampleChunks
 from .request import ModelRequest, in_turn
@@ -140,10 +141,11 @@ def trace(
         return _lazy(model, batch, selection, at or {}, axes)
     request = ModelRequest.resolve(model, batch, axes)
     certified = request.needs_certificate("trace", batch)
-    selection = replace(selection, weighed=certified or current().certify != "first")
+    part = part_to_compare(model, batch, selection.key(loss)) if certified else None
+    selection = replace(selection, weighed=certified or current().certify != "first", part=part)
     capture = adapter.capture(model, batch, selection.request(certified))
     provenance = request.provenance(with_loss=selection.has_loss)
-    claim = ReplayedValues(capture) if certified else None
+    claim = ReplayedValues(capture, part) if certified else None
     described = {**request.known.recurrent, **request.known.sequences}
     with nullcontext(None) if claim is None else start_reference_run(adapter, model, batch, claim) as reference_run:
         datasets_of = partial(recurrent_datasets, described, capture, selection, provenance)
@@ -156,13 +158,19 @@ def trace(
             claim.include_scans(capture.sequences)
         datasets |= plain_datasets(capture.plain, request.axes, batch, selection, provenance)
         selection.refuse_absent(datasets, list(described))
-        words = _words(datasets, selection.has_loss)
+        words = _words(datasets, selection.has_loss, part)
         datasets = with_coordinates(datasets, request.coordinates)
         certificate = Certificate()
         if claim is not None and reference_run is not None:
             certificate = certify(
                 adapter, model, batch, claim, reference_run, partial(_perturbed, datasets_of, capture), **words
             )
+    if part is not None and certificate.state != "passed":
+        remember_difference(model, batch, selection.key(loss))
+        stated = {name: layout.axes for name, layout in axes.items()} if axes else None
+        return _of_batch(model, batch, layers=layers, quantities=quantities, at=at, axes=stated)
+    if part is None and certificate.state == "passed":
+        remember_passed(model, batch, selection.key(loss), capture)
     if at:
         datasets = {name: found if name in scans else selected(found, at) for name, found in datasets.items()}
     warn_about([*checks, *certificate.checks])
@@ -214,10 +222,12 @@ def _perturbed(datasets_of: Callable[..., Any], capture: Capture) -> ReplayedVal
     return claim
 
 
-def _words(datasets: Mapping[str, xr.Dataset], has_loss: bool) -> dict[str, Any]:
-    """Return the names of the certified quantities, and of those that rest on them."""
+def _words(datasets: Mapping[str, xr.Dataset], has_loss: bool, part: SamplePart | None) -> dict[str, Any]:
+    """Return the names of the quantities that are certified, that rest on them, and that are not certified."""
     present = dict.fromkeys(str(name) for dataset in datasets.values() for name in dataset.data_vars)
-    certified = ["outputs", *(["loss", "gradients at inputs and weights"] if has_loss else [])]
+    certified = ["outputs", *(["loss"] if has_loss and part is None else [])]
+    certified += ["gradients at inputs and weights"] if has_loss else []
     resting = [name for name in present if name.endswith("_grad") and name not in ("input_grad", "initial_state_grad")]
     certified += [name for name in ("input_grad", "initial_state_grad") if name in present]
-    return {"certified": tuple(certified), "resting": tuple(resting)}
+    open_ends = () if part is None else ("the other samples, as an earlier call was with all of them",)
+    return {"certified": tuple(certified), "resting": tuple(resting), "uncertified": open_ends}

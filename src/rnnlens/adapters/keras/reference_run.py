@@ -38,7 +38,7 @@ def reference_run(
 ) -> ReferenceRun:
     """Run the user's model without hooks, and differentiate it by its engine if ``gradients``.
 
-    ``cotangents`` is a function from the outputs to their cotangents; without it, the loss is differentiated. Penalties
+    ``cotangents`` are those of the outputs, or a function of their values; else the loss is differentiated. Penalties
     of weights have a gradient if ``regularised``. See :meth:`rnnlens.adapters.protocol.Adapter.reference_run`.
     """
     if batch.initial_state:
@@ -99,19 +99,23 @@ class _ReferenceFunction:
 
     def backward(self, cotangents: Cotangents | None) -> tuple[list[Array], float | None, Any]:
         """Run and differentiate; return outputs, loss, and gradients at the leaves of x and at the variables."""
-        given: list[Any] | None = None
-        if cotangents is not None:
-            with as_found(self.job.model, self.keras, self.job.seed):  # the run below starts from the same states
-                _, values = self._run("forward", self.program)
-            found = cotangents([np.asarray(self.engine.to_array(t)) for t in values])
-            given = [
-                None if c is None else self.keras.ops.convert_to_tensor(c, dtype=t.dtype)
-                for t, c in zip(values, found, strict=True)
-            ]
+        given = None if cotangents is None else self._as_tensors(cotangents)
         (value, outputs), grads = self._run("backward", self._differentiated, given)
         arrays = iter([None if g is None else np.asarray(plain_of(self.engine, g)) for g in grads])
         every = [next(arrays) if is_float else None for is_float in self.floats] + list(arrays)
         return (*self._told(outputs, value), (every[: len(self.x)], every[len(self.x) :]))
+
+    def _as_tensors(self, cotangents: Cotangents) -> list[Any]:
+        """Return the cotangents as tensors; a function of the outputs' values needs a run of the model."""
+        if not callable(cotangents):
+            return [None if c is None else self.keras.ops.convert_to_tensor(c) for c in cotangents]
+        with as_found(self.job.model, self.keras, self.job.seed):  # the run below starts from the same states
+            _, values = self._run("forward", self.program)
+        found = cotangents([np.asarray(self.engine.to_array(t)) for t in values])
+        return [
+            None if c is None else self.keras.ops.convert_to_tensor(c, dtype=t.dtype)
+            for t, c in zip(values, found, strict=True)
+        ]
 
     def _told(self, outputs: Any, value: Any) -> tuple[list[Array], float | None]:
         arrays = [np.asarray(plain_of(self.engine, t)) for t in outputs]

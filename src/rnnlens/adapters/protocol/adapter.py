@@ -19,8 +19,8 @@ from .captured import Batch, Capture, CaptureRequest, NonRecurrentCall, Outputs,
 from .facts import ChainLink, LayerInfo, LayerWeights, ModelFacts, Obstacle, WeightLocation
 from .ports import Port, Pullback
 
-#: Maps the values of a model's outputs to one cotangent per leaf; None for a leaf that gets no cotangent.
-Cotangents = Callable[[Sequence[Array]], Sequence[Array | None]]
+#: One cotangent per leaf of a model's outputs, None for a leaf that gets none; or a function of the outputs' values.
+Cotangents = Sequence[Array | None] | Callable[[Sequence[Array]], Sequence[Array | None]]
 
 
 class AxisConvention:
@@ -146,9 +146,9 @@ class Adapter(AxisConvention, ABC):
     ) -> ReferenceRun:
         """Run the user's model once without hooks and, with ``gradients``, differentiate it by its framework alone.
 
-        By default the loss is differentiated. With ``cotangents`` the outputs are: the function maps their values to
-        one cotangent per leaf. Weight regularisers count in the loss, and in its gradient if ``regularised``. Raises
-        ``CertificateError`` if the model would behave differently without rnnlens.
+        By default the loss is differentiated; with ``cotangents`` the outputs are. Weight regularisers count in the
+        loss, and in its gradient if ``regularised``. Raises ``CertificateError`` if the model would behave differently
+        without rnnlens.
         """
 
     @abstractmethod

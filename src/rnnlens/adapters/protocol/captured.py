@@ -227,7 +227,8 @@ class Capture:
     ``beside`` maps the framework's name of a weight to its gradient along all paths except the captured calls. For
     weights in ``whole`` it is the full gradient, captured calls included. ``inside`` names the weights used by all
     recurrent layers that were captured, requested or not. ``altered`` is the reason why gradients differ on purpose
-    from those of the reference run, or "".
+    from those of the reference run, or "". ``output_grads`` is the gradient dL/dy for every leaf of the outputs; empty
+    if the adapter does not record it.
     """
 
     calls: list[RecurrentCall]
@@ -239,6 +240,7 @@ class Capture:
     entangled: bool = False
     order: tuple[str, ...] = ()
     input_grads: list[Array | None] = field(default_factory=list)
+    output_grads: list[Array | None] = field(default_factory=list)
     beside: Mapping[str, Array | None] = field(default_factory=dict)
     whole: frozenset[str] = frozenset()
     inside: frozenset[str] = frozenset()

@@ -115,6 +115,7 @@ def _fetch_gradients(
     wanted |= {("plain_grad", name): spot for name, spot in asked.plain.items()}
     if request.boundaries:
         wanted |= {("model input_grad", j): spots(Port("input", index=j)) for j in range(len(found.inputs))}
+        wanted |= {("model output_grad", j): spots(Port("output", index=j)) for j in range(len(found.outputs))}
     sources: dict[Any, Any] = {
         (key, j): source for key, spot in wanted.items() for j, source in enumerate(spot.sources)
     }
@@ -251,6 +252,7 @@ class _CaptureBuilder:
             told.notes.append(f"The loss is {told.loss}: gradients mean nothing, and {cause}.")
         if request.gradients and request.boundaries:
             told.input_grads = [get(("model input_grad", j)) for j in range(len(self.found.inputs))]
+            told.output_grads = [get(("model output_grad", j)) for j in range(len(self.found.outputs))]
             told.beside, told.whole = self._beside()
         return told
 

@@ -114,12 +114,10 @@ def prepared(
 
 
 def _pulled(bare: _ReferenceGraph, cotangents: Cotangents, feed: Mapping[Any, Any], values: Any) -> dict[Any, Array]:
-    """Return the output cotangents by their placeholders.
-
-    ``cotangents`` computes them from the outputs of a first run.
-    """
+    """Return the output cotangents by their placeholders; they may depend on the outputs of a first run."""
     given = [np.asarray(value) for value in bare.copy.run(dict(enumerate(bare.outputs)), feed, values).values()]
-    every = zip(bare.given, cotangents(given), given, strict=True)
+    found = cotangents(given) if callable(cotangents) else cotangents
+    every = zip(bare.given, found, given, strict=True)
     return {place: np.zeros_like(out) if c is None else np.asarray(c, out.dtype) for place, c, out in every}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -139,6 +139,7 @@ def _pass(
         around = ModelTensors(sources, dict(model.named_parameters()) if boundaries else {})
         chain = ChainRecorder(model)
         outputs, loss, unseen = recorded_pass(model, batch, x, recorder, chain, asked, keep_gradients=keep_gradients)
+        around.outputs = tensors_of(outputs) if boundaries else []
         if loss is not None and not loss.requires_grad and unseen:
             raise NoGradientsError
         found = _read(recorder, asked, request, loss, outputs, keep_gradients, around)
@@ -150,21 +151,23 @@ def _pass(
 
 @dataclass
 class ModelTensors:
-    """Tensors of the whole model whose gradients may bypass recurrent calls: float inputs and parameters."""
+    """Tensors of the whole model whose gradients may bypass recurrent calls: float inputs, parameters, outputs."""
 
     inputs: list[Tensor]
     weights: dict[str, Tensor]
+    outputs: list[Tensor] = field(default_factory=list)
 
     def wanted(self) -> list[Tensor]:
-        """Return the inputs and weights that require a gradient."""
-        return [t for t in (*self.inputs, *self.weights.values()) if t.requires_grad]
+        """Return the inputs, weights and outputs that require a gradient."""
+        return [t for t in (*self.inputs, *self.weights.values(), *self.outputs) if t.requires_grad]
 
     def store(self, capture: Capture, recorder: CallRecorder, gradient: Any) -> None:
-        """Store the gradients at inputs and weights in a capture.
+        """Store the gradients at inputs, weights and outputs in a capture.
 
         ``gradient`` returns the gradient of a tensor, or None.
         """
         capture.input_grads = [_maybe(gradient(t)) for t in self.inputs]
+        capture.output_grads = [_maybe(gradient(t)) for t in self.outputs]
         capture.beside = {name: _maybe(gradient(t)) for name, t in self.weights.items() if t.requires_grad}
         custom = {id(w) for run in recorder.runs if run.owner.step_cell is not None for w in _weights_of(run)}
         capture.whole = frozenset(name for name, t in self.weights.items() if id(t) in custom)

@@ -66,7 +66,7 @@ def reference_run(
         with differentiable_weights(model, gradients):
             x, sources = with_sources(given_x)
             outputs = call_model(model, x)
-            loss = evaluate(batch, outputs, model)
+            loss = None if cotangents is not None else evaluate(batch, outputs, model)
             leaves = tensors_of(outputs)
             starts, given = ([loss], [None]) if cotangents is None else _started(leaves, cotangents)
             weights = dict(model.named_parameters())
@@ -148,7 +148,7 @@ def _within(module: Any, layer: int, direction: str | None, key: str) -> tuple[A
 
 
 def _started(leaves: Sequence[Tensor], cotangents: Cotangents) -> tuple[list[Any], list[Any]]:
-    given = cotangents([_array(leaf) for leaf in leaves])
+    given = cotangents([_array(leaf) for leaf in leaves]) if callable(cotangents) else cotangents
     pairs = [(leaf, torch.as_tensor(c).to(leaf)) for leaf, c in zip(leaves, given, strict=True) if c is not None]
     return [leaf for leaf, _ in pairs], [c for _, c in pairs]
 

@@ -25,6 +25,7 @@ from ...recurrence.rounding import one_rounding
 from ...results.checks import Certificate, Check, coarser, epsilon, residual, rounding_bound, underflow_unit
 from ...results.schema import to_host
 from ...typing import Array
+from .of_samples import SamplePart
 
 T = TypeVar("T")
 
@@ -117,9 +118,11 @@ class ReplayedValues:
 
     ``weights`` are weight gradients by (layer, direction or None, name). Those of kernels in ``probed`` are random
     combinations of their rows. ``scales`` has, by layer, the scale of their rounding (:class:`rounding.Rounding`).
+    ``part`` limits weight gradients and the comparison to some samples.
     """
 
     capture: Capture
+    part: SamplePart | None = None
     weights: dict[tuple[str, str | None, str], Array] = field(default_factory=dict)
     scales: dict[str, float] = field(default_factory=dict)
     incomplete: set[tuple[str, str | None, str]] = field(default_factory=set)
@@ -203,7 +206,12 @@ class Comparisons:
 @contextmanager
 def start_reference_run(adapter: Adapter, model: Any, batch: Batch, claim: ReplayedValues) -> Iterator[Attempt]:
     """Start the reference run after the capture, in a thread beside the replay if the adapter can prepare it."""
-    batch, gradients = _as_captured(batch, claim.capture), _has_gradients(claim.capture)
+    gradients, part = _has_gradients(claim.capture), claim.part
+    if part is not None:
+        given = part.cotangents(claim.capture)
+        yield lambda: attempt(lambda: adapter.reference_run(model, part.batch(batch), given, gradients=gradients))
+        return
+    batch = _as_captured(batch, claim.capture)
     with ThreadPoolExecutor(1) as thread:
         ready, why = attempt(lambda: adapter.prepared_reference_run(model, batch, gradients=gradients))
         if why:
@@ -247,6 +255,8 @@ def certify(
         return comparisons.certificate(engine, **words)
 
     certificate = compare(claim)
+    if claim.part is not None:
+        return replace(certificate, samples=str(claim.part))
     if certificate.state == "failed":
         certificate = compare(claim.beside(perturbed()))
     if certificate.state == "failed":
@@ -260,10 +270,10 @@ def certify(
 def compared(adapter: Adapter, model: Any, batch: Batch, claim: ReplayedValues, run: ReferenceRun) -> Comparisons:
     """Compare all quantities that both the capture and the reference run have."""
     comparisons = Comparisons(claim.steps, claim.dtype)
-    capture = claim.capture
+    capture, some = claim.capture, _whole if claim.part is None else claim.part.of
     if capture.loss is not None and run.loss is not None:
         comparisons.compare(LOSS, "", [(capture.loss, run.loss)])
-    outputs = [to_host(leaf) for leaf in outputs_of(capture.outputs)]
+    outputs = [some(to_host(leaf)) for leaf in outputs_of(capture.outputs)]
     if outputs or run.outputs:
         same = len(outputs) == len(run.outputs)
         comparisons.compare(OUTPUTS, "", zip(outputs, run.outputs, strict=True) if same else [(np.inf, 1.0)])
@@ -271,7 +281,7 @@ def compared(adapter: Adapter, model: Any, batch: Batch, claim: ReplayedValues, 
         return comparisons
     if capture.input_grads:
         sides = list(zip(outputs_of(batch.x), capture.input_grads, run.input_grads, strict=True))
-        sides = [(x, a, b) for x, a, b in sides if _either(a, b)]
+        sides = [(some(x), None if a is None else some(a), b) for x, a, b in sides if _either(a, b)]
         comparisons.compare(INPUTS, "", [filled(a, b) for x, a, b in sides if not _flags(x)])
         if any(_flags(x) for x, _, _ in sides):
             comparisons.left_out["inputs whose values are only 0 and 1"] = None
@@ -279,6 +289,10 @@ def compared(adapter: Adapter, model: Any, batch: Batch, claim: ReplayedValues, 
     for boundary in claim.boundaries:
         comparisons.compare(boundary.comparison, boundary.layer, boundary.pairs, scale=boundary.scale)
     return comparisons
+
+
+def _whole(array: Any) -> Any:
+    return array
 
 
 def outputs_of(tree: Any) -> list[Any]:
@@ -307,6 +321,9 @@ def _compare_weights(
         if any(one in claim.incomplete for one, _, _ in entries) or (name in whole and place.tied):
             comparisons.left_out[f"weights of {key[0]}, which are shared with other layers"] = None
             continue
+        if claim.part is not None and name not in whole and np.any(to_host(beside.get(name, 0.0))):
+            comparisons.left_out[f"weights of {key[0]}, which the model also uses outside of the layer"] = None
+            continue
         total = _difference(run.weight_grads.get(name), None if name in whole else beside.get(name))
         claimed = sum(array for _, _, array in entries)
         reference = np.zeros_like(claimed) if total is None else place.take(total)
@@ -315,6 +332,8 @@ def _compare_weights(
         by_layer.setdefault(key[0], []).append((claimed, reference))
     for layer, pairs in by_layer.items():
         comparisons.compare(WEIGHTS, layer, pairs, scale=claim.scales[layer])
+    if claim.part is not None:  # gradients of the other weights were captured as sums over all samples
+        return
     unfollowed = claim.capture.inside - swept - whole
     if any(run.weight_grads.get(name) is not None for name in unfollowed):
         comparisons.left_out["weights of recurrent layers whose gradients were not requested"] = None

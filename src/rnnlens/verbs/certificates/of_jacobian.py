@@ -17,7 +17,7 @@ import numpy as np
 import xarray as xr
 
 from ... import data
-from ...adapters.protocol import Cotangents, Port, ReferenceRun
+from ...adapters.protocol import Port, ReferenceRun
 from ...errors import CertificateError, RnnlensError, TooLargeError
 from ...results.checks import Certificate, Check, coarser, epsilon, residual, rounding_bound
 from ...results.schema import to_host
@@ -37,6 +37,9 @@ LINEAR = (None, "sum", "mean")
 PROBED_STEPS = 64
 
 MEASURE = "bound of the measure"
+
+#: Function from the values of the outputs to their cotangents.
+_Cotangents = Callable[[Sequence[Array]], Sequence[Array | None]]
 
 
 @dataclass(frozen=True)
@@ -320,7 +323,7 @@ def _can_run_by_itself(request: JacobianRequest) -> bool:
 
 
 def _stretch_by_itself(
-    request: JacobianRequest, plan: JacobianPlan, cotangents: Cotangents
+    request: JacobianRequest, plan: JacobianPlan, cotangents: _Cotangents
 ) -> tuple[ReferenceRun | None, str]:
     """Run the layers between the two ends alone; return the run and "", or None and the reason."""
     adapter, model = request.adapter, request.model
@@ -342,7 +345,7 @@ def _pulled_through(
     start: Array,
     whole: ReferenceRun,
     bound: float,
-    cotangents: Cotangents,
+    cotangents: _Cotangents,
 ) -> ReferenceRun:
     """Pull a cotangent back through the layers between the ends; raise if they do not reproduce the model."""
     value, pull = stretch(start)

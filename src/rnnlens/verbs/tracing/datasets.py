@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from ...typing import Array
 from ...vocabulary import CHANNEL, FEATURE, FORWARD, QUANTITIES, SAMPLE, SPACE, TIME, UNIT
 from ..axes import BatchAxes, InputCoordinates, ModelAxes, in_order
 from ..certificates.comparisons import INITIAL, LAYER_INPUT, BoundaryGradients, ReplayedValues
+from ..certificates.of_samples import SamplePart
 from ..certificates.of_trace import initial_state_gradients, input_gradient, weight_sums
 from ..recurrent_layers import WeightSum, on_host, replay_check, sweep
 
@@ -34,12 +35,16 @@ CAPTURED = frozenset({"input", "mask", "output", "output_grad", "final_state_gra
 
 @dataclass(frozen=True)
 class TraceSelection:
-    """Requested layers and quantities (None for all), whether there is a loss, and whether weights are checked."""
+    """Requested layers and quantities (None for all), whether there is a loss, and whether weights are checked.
+
+    ``part``: the samples that a certificate compares; None for all.
+    """
 
     layers: tuple[str, ...] | None
     quantities: frozenset[str] | None
     has_loss: bool
     weighed: bool = True
+    part: SamplePart | None = None
 
     @classmethod
     def of(
@@ -56,6 +61,10 @@ class TraceSelection:
         for name in sorted(names):
             _check(name, has_loss)
         return cls(named, names, has_loss)
+
+    def key(self, loss: Any) -> Hashable:
+        """Return a value that is equal for two selections with the same loss function."""
+        return self.layers, self.quantities, self.has_loss, getattr(loss, "__code__", None) or str(type(loss))
 
     def has(self, quantity: str) -> bool:
         """Return whether a quantity is requested."""
@@ -123,11 +132,15 @@ def _is_quantity(name: str) -> bool:
 
 @dataclass
 class TracedCall:
-    """Arrays and checks of a call; after a sweep also its weight gradients and rounding scales."""
+    """Arrays and checks of a call; after a sweep also its weight gradients and rounding scales.
+
+    ``weights`` and their rounding scale ``weights_scale`` are those of the samples that a certificate compares.
+    """
 
     arrays: Arrays
     checks: list[Check]
     weights: Mapping[str, Array] | None = None
+    weights_scale: float = 0.0
     rounding: Rounding = field(default_factory=Rounding)
 
     def present(self, selection: TraceSelection | None) -> Arrays:
@@ -169,11 +182,17 @@ def trace_call(
         return traced
     traced.weights = weight_gradients(run, result, probes=PROBES)
     traced.rounding = rounding_of(run, result)
+    traced.weights_scale = traced.rounding.weights
     if call.weight_grads is not None:
         key = call.weights_key or f"{call.layer}/{call.direction}"
         reference = {name: grad for name, grad in call.weight_grads.items() if name not in call.tied}
         reference = reference if call.cell.by_framework else probed(reference)
-        sums.setdefault(key, WeightSum(call, reference)).add(traced.weights, steps, traced.rounding.weights)
+        sums.setdefault(key, WeightSum(call, reference)).add(traced.weights, steps, traced.weights_scale)
+    if selection.part is not None:
+        some = selection.part.slice
+        run, result = run.of_samples(some), result.of_samples(some)
+        traced.weights = weight_gradients(run, result, probes=PROBES)
+        traced.weights_scale = rounding_of(run, result).weights
     return traced
 
 
@@ -292,10 +311,13 @@ def _collect(
     timed = directions[0].output[0] if directions[0].input is None else directions[0].input[0]
     claim.steps = max(claim.steps, int(timed.shape[0]))
     claim.dtype = coarser(claim.dtype, directions[0].compute_dtype or str(directions[0].output.dtype))
+    part = claim.part
+    compared = dataset if part is None else dataset.isel({SAMPLE: part.slice})
     for call, one in zip(directions, traced, strict=True):
         if one.weights is None:
             continue
-        claim.add_weights(call, weight_sums(dataset, call, PROBES) or one.weights, one.rounding.weights)
+        some = call if part is None else replace(call, initial_state=tuple(map(part.of, call.initial_state)))
+        claim.add_weights(call, weight_sums(compared, some, PROBES) or one.weights, one.weights_scale)
         grads = initial_state_gradients(dataset, call, call.cell.state_names)
         if call.framework_initial_state_grad is not None and grads is not None:
             pairs = zip(grads, call.framework_initial_state_grad, strict=True)
