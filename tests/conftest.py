@@ -8,12 +8,17 @@ import sys
 from contextlib import nullcontext
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 gc.set_threshold(100_000, 20, 100)
+
+# A busy machine is no fault of a test: no limits of time.
+settings.register_profile("rnnlens", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("rnnlens")
 
 #: Set by tests/suites.py. A framework that should be there and is not must fail, not skip.
 SKIP_IS_FAILURE = os.environ.get("RNNLENS_SKIP_IS_FAILURE") == "1"

@@ -78,6 +78,8 @@ class ModelAxes:
         #: Layouts found by experiment, and the ports for which an experiment was made.
         self.found: dict[Port, Layout] = {}
         self._learned: set[Port] = set()
+        #: Ports and numbers of samples of the pull-backs that were seen to keep samples apart.
+        self.independent: set[tuple[frozenset[Port], int]] = set()
         #: Layouts of the inputs if they are cut into batches; None if samples come first.
         self.inputs: Sequence[Layout | None] | None = None
         self.is_cut = False
@@ -393,8 +395,12 @@ def patterns(size: int) -> np.ndarray[Any, Any]:
 def refuse_coupled(
     outside: BatchAxes, seeds: Mapping[Port, Array], pull: Callable[[Mapping[Port, Array]], Mapping[Port, Array | None]]
 ) -> None:
-    """Raise UnsupportedError, with the tensor, if cotangents of some samples are pulled back to other samples."""
-    if outside.samples < 2 or not seeds:
+    """Raise UnsupportedError, with the tensor, if cotangents of some samples are pulled back to other samples.
+
+    The batches of one data set are tried once for each number of samples.
+    """
+    tried = frozenset(seeds), outside.samples
+    if outside.samples < 2 or not seeds or tried in outside.axes.independent:
         return
     rows = patterns(outside.samples)
     placed = {port: _on(outside, port, seed, rows) for port, seed in seeds.items()}
@@ -411,6 +417,7 @@ def refuse_coupled(
         hit = np.any(arrived != 0, axis=tuple(i for i in range(1, arrived.ndim) if i != at))
         if hit.shape == rows.shape and bool((hit & ~rows).any()):
             raise refusal("per_sample=True", port)
+    outside.axes.independent.add(tried)
 
 
 def refusal(what: str, port: Port) -> UnsupportedError:

@@ -91,13 +91,15 @@ class Target:
         """
         if self.picked == 0:
             return np.zeros((0,) if self.per_sample else ()), np.zeros(whole.shape, np.result_type(whole, np.float32))
-        positions = select(whole, self.at, self.text)
-        chosen = xr.DataArray(whole.values.ravel()[positions.values], dims=positions.dims)
+        at = indices_of(whole, self.at, self.text)
+        chosen = whole.drop_vars(whole.coords).isel(at)
         value, cotangent = self._reduce(chosen, differentiate)
-        start = np.zeros(whole.size, dtype=np.result_type(whole.dtype, np.float32))
-        # add.at, not assignment: the same step may be selected twice.
-        np.add.at(start, positions.values.ravel(), np.asarray(cotangent).ravel())
-        return value, start.reshape(whole.shape)
+        dtype = np.result_type(whole.dtype, np.float32)
+        if not at:
+            return value, np.asarray(cotangent, dtype)
+        start = xr.zeros_like(whole, dtype)
+        start[at] = np.asarray(cotangent, dtype).reshape(chosen.shape)
+        return value, start.values
 
     def _reduce(self, chosen: xr.DataArray, differentiate: Differentiate) -> tuple[Array, Array]:
         keep = (SAMPLE,) if self.per_sample and SAMPLE in chosen.dims else ()
@@ -169,9 +171,9 @@ class Target:
         )
 
 
-def select(whole: xr.DataArray, at: Mapping[str, Any], name: str) -> xr.DataArray:
-    """Return the flat positions that ``at`` selects, an array with the remaining dimensions."""
-    positions = xr.DataArray(np.arange(whole.size).reshape(whole.shape), dims=whole.dims)
+def indices_of(whole: xr.DataArray, at: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the positions that ``at`` selects, by dimension."""
+    found = {}
     for dim, index in at.items():
         if dim not in whole.dims:
             names = [str(one) for one in whole.dims]
@@ -185,8 +187,8 @@ def select(whole: xr.DataArray, at: Mapping[str, Any], name: str) -> xr.DataArra
                 if say
                 else did_you_mean(dim, names),
             )
-        positions = positions.isel({dim: _index(whole, dim, index)})
-    return positions
+        found[dim] = _index(whole, dim, index)
+    return found
 
 
 def _index(whole: xr.DataArray, dim: str, index: Any) -> Any:
