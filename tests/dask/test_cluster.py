@@ -6,7 +6,7 @@ import dask.array as da
 import numpy as np
 import pytest
 import torch
-from chunked_models import KillsItsWorker, Net, RaisesForLargeInput, samples, seeded
+from chunked_models import Net, RaisesForLargeInput, samples, seeded
 from dask.distributed import Client, LocalCluster
 
 import rnnlens as rl
@@ -90,42 +90,3 @@ def test_an_exception_names_its_samples_and_loses_nothing_of_the_others(client, 
         found.save(tmp_path / "g.zarr")
     (folder,) = tmp_path.iterdir()
     assert len(list((folder / ".chunks").iterdir())) == 9
-
-
-@pytest.mark.parametrize("runs", [2, pytest.param(10, marks=pytest.mark.full)])
-def test_killed_workers_change_no_number(client, expected, tmp_path, runs):
-    """In each run one chunk kills its worker; results are complete and equal each time."""
-    kills = tmp_path / "kills"
-    kills.mkdir()
-    net = seeded(KillsItsWorker, kills, os.getpid())
-    for number in range(runs):
-        (kills / str(number)).touch()
-        found = of(net)
-        path = tmp_path / f"{number}.zarr"
-        if number % 2:
-            found.save(path)
-            values = rl.open(path).values
-        else:
-            values = found.compute().values
-        np.testing.assert_array_equal(values, expected)
-        assert not list(kills.iterdir())
-
-
-def test_a_lost_scheduler_is_one_clear_error_and_the_save_goes_on(expected, tmp_path, monkeypatch):
-    from rnnlens.results.disk import regions
-
-    found = of(seeded(Net))
-
-    def lost(region, missing, tasks, progress):
-        import distributed
-
-        with regions._connected(distributed):
-            raise distributed.comm.CommClosedError("in <TCP>: Stream is closed")
-        yield
-
-    with monkeypatch.context() as patch:
-        patch.setattr(regions, "_run", lost)
-        with pytest.raises(rl.errors.FileError, match=r"connection to the Dask scheduler was lost(.|\n)*goes on"):
-            found.save(tmp_path / "g.zarr")
-    found.save(tmp_path / "g.zarr")
-    np.testing.assert_array_equal(rl.open(tmp_path / "g.zarr").values, expected)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -31,10 +32,12 @@ class TimeMajor(Net):
 
 
 class RaisesForLargeInput(Net):
-    """Raises where an input is larger than 1000."""
+    """Raises where an input is larger than 1000; after a second where it is larger than 10,000."""
 
     def forward(self, x):
-        if bool((x.detach() > 1e3).any()):
+        largest = float(x.detach().max())
+        if largest > 1e3:
+            time.sleep(1.0 if largest > 1e4 else 0.0)
             raise ValueError("an input is too large")
         return super().forward(x)
 
@@ -47,6 +50,14 @@ class WrongOnWorkers(Net):
     def forward(self, x):
         type(self).calls += 1
         return super().forward(x) * (1.0 + 0.25 * (type(self).calls % 2))
+
+
+class Slow(Net):
+    """Takes a tenth of a second for each chunk."""
+
+    def forward(self, x):
+        time.sleep(0.1)
+        return super().forward(x)
 
 
 class KillsItsWorker(Net):

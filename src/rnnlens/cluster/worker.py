@@ -21,6 +21,8 @@ T = TypeVar("T")
 #: Parameters of glibc's mallopt, <malloc.h>.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _TRIM = 1 << 30
+#: Largest threshold that older versions of glibc accept.
+_LARGEST_MMAP = 1 << 25
 _kept: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 
 
@@ -49,7 +51,7 @@ def fit_process() -> None:
         with suppress(OSError, AttributeError):
             libc = ctypes.CDLL(None)
             libc.mallopt(_M_TRIM_THRESHOLD, _TRIM)
-            libc.mallopt(_M_MMAP_THRESHOLD, _TRIM)
+            libc.mallopt(_M_MMAP_THRESHOLD, _TRIM) or libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP)
 
 
 def threads_of_worker() -> int:
@@ -78,11 +80,15 @@ def naming_samples(rows: tuple[int, int]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = str(error).strip() or type(error).__name__
-        first = f"Samples {rows[0]} to {rows[1] - 1} failed: "
-        if isinstance(error, RnnlensError) and type(error).__module__ == RnnlensError.__module__:
-            raise type(error)(first + reason) from None
-        raise UserCodeError(f"{first}{type(error).__name__}: {reason}") from None
+        own = isinstance(error, RnnlensError) and type(error).__module__ == RnnlensError.__module__
+        raise (type(error) if own else UserCodeError)(failed_samples(rows, error)) from None
+
+
+def failed_samples(rows: tuple[int, int], error: Exception) -> str:
+    """Return the text of an error with the samples ``rows[0]`` to ``rows[1] - 1`` for which it was raised."""
+    reason = str(error).strip() or type(error).__name__
+    kind = "" if isinstance(error, RnnlensError) else f"{type(error).__name__}: "
+    return f"Samples {rows[0]} to {rows[1] - 1} failed: {kind}{reason}"
 
 
 def warn(text: str, category: type[Warning]) -> None:
@@ -111,7 +117,7 @@ def results_of(connected: Any, futures: Sequence[Any]) -> Iterator[tuple[Any, An
             try:
                 found = future.result()
             except Exception as error:
-                found = error
+                found = error.with_traceback(None)  # its frames would keep the futures, and Dask the failed tasks
             del left[future]
             yield future, found
     except (OSError, distributed.CancelledError) as error:

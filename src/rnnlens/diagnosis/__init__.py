@@ -118,10 +118,17 @@ def diagnose(
     missed = measure_missed(experiment)
     layers, attributed = measure_layers(experiment)
     by_rule = findings(
-        memory, missed, layers, attributed, _numbers(experiment), _mask(experiment), experiment.prediction
+        memory,
+        missed,
+        layers,
+        attributed,
+        _numbers(experiment),
+        _mask(experiment),
+        experiment.prediction,
+        batch.labels,
     )
     carried, why = measure_carried(experiment) if memory.known else ({}, "")
-    datasets = {MODEL: model_dataset(memory, missed, attributed, None if before is None else before[1])}
+    datasets = {MODEL: model_dataset(memory, missed, attributed, None if before is None else before[1], batch.labels)}
     for name in dict.fromkeys(layer.name for layer in layers):
         datasets[name] = layer_dataset([layer for layer in layers if layer.name == name], carried.get(name))
     sentences = {name: layer_sentence(name, found) for name, found in carried.items()}

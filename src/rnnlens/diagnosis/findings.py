@@ -154,10 +154,11 @@ def findings(
     x: Array,
     mask: Array | None,
     prediction: Array,
+    labels: Array,
 ) -> list[Finding]:
-    """Apply all rules to the measures and return the findings, faults first."""
+    """Apply all rules to the measures and return the findings, faults first; ``labels`` name the samples."""
     by_rule = [
-        *_about_numbers(layers, prediction),
+        *_about_numbers(layers, prediction, labels),
         *_about_skill(memory),
         *_about_missed(memory, missed, layers),
         *_about_dynamics(memory, layers),
@@ -270,7 +271,7 @@ def _percent(share: float) -> str:
 _REPAIR = "rl.find_nonfinite(model, x, y) finds the first one; check the data and the learning rate, clip gradients."
 
 
-def _about_numbers(layers: Sequence[LayerFacts], prediction: Array) -> Iterator[Finding]:
+def _about_numbers(layers: Sequence[LayerFacts], prediction: Array, labels: Array) -> Iterator[Finding]:
     """Report layers with states that are not finite, or else predictions that are not finite."""
     broken = [layer for layer in layers if layer.states.nan or layer.states.infinite]
     for layer in broken:
@@ -286,12 +287,13 @@ def _about_numbers(layers: Sequence[LayerFacts], prediction: Array) -> Iterator[
         )
     bad = ~np.isfinite(prediction).all(axis=1)
     if bad.any() and not broken:
+        first = labels[bad.argmax()].item()
         yield Finding(
             "NONFINITE",
             "fault",
             MODEL,
-            f"{int(bad.sum())} of {bad.size} predictions are not finite, the first at sample {int(bad.argmax())}.",
-            {"samples": int(bad.sum()), "first": int(bad.argmax()), "count": int(bad.size)},
+            f"{int(bad.sum())} of {bad.size} predictions are not finite, the first at sample {first}.",
+            {"samples": int(bad.sum()), "first": first, "count": int(bad.size)},
             "any",
             _REPAIR,
         )

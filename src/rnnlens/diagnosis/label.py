@@ -17,9 +17,12 @@ BOUNDS = ["low", "high"]
 
 
 def model_dataset(
-    memory: Memory, missed: Missed | None, attributed: Attribution | None, before: Memory | None
+    memory: Memory, missed: Missed | None, attributed: Attribution | None, before: Memory | None, samples: Array
 ) -> xr.Dataset:
-    """Label the measures of the model: curves over ``context``, lengths with intervals, skill, residual test by lag."""
+    """Label the measures of the model: curves over ``context``, lengths with intervals, skill, residual test by lag.
+
+    ``samples`` are the labels of the samples in the user's data.
+    """
     variables = {
         "use": _v(("context",), memory.use, "use of older inputs", "share of variance", "U(k), total Sobol index"),
         "use_interval": _v(("context", "bound"), memory.use_band, "95 % interval of use", "share of variance"),
@@ -51,6 +54,8 @@ def model_dataset(
         variables["use_before"] = _v(("context_before",), before.use, "use of older inputs before training", "share")
     dataset = xr.Dataset(variables, attrs={"known": memory.known, "why": memory.why, "censored": memory.censored})
     coords = {"context": memory.context, "bound": BOUNDS}
+    if memory.change.size:
+        coords["sample"] = samples
     if before is not None:
         coords["context_before"] = before.context
     return dataset.assign_coords(coords)

@@ -15,7 +15,7 @@ from ..errors import InputError, RnnlensError, UnsupportedError, shown
 from ..layout import Layout, canonical_order
 from ..results.schema import to_host
 from ..typing import Array
-from ..verbs.axes import DATA, ModelAxes
+from ..verbs.axes import DATA, InputCoordinates, ModelAxes
 from ..verbs.batches import layouts_of_inputs
 from ..verbs.names import Catalogue
 from ..vocabulary import SAMPLE, TIME
@@ -193,6 +193,8 @@ class Samples:
     ----------
     sequences
         Indices of the leaves of x with a time axis (their second), which are exchanged together.
+    labels
+        Coordinate of the samples where x is a DataArray that has one, else their positions in x.
     lie
         Order of axes of the model; None for samples first.
     """
@@ -201,6 +203,7 @@ class Samples:
     y: Any
     steps: int
     sequences: tuple[int, ...]
+    labels: Array
     lie: Orientation | None = None
 
     @property
@@ -275,6 +278,7 @@ def read_samples(x: Any, y: Any, most: int, orient: Orient | None = None) -> Sam
     pairs = _batches(x, most) if is_source(x) else [(x, y)]
     refuse_without_time(pairs[0][0])
     lie = None if orient is None else orient(pairs[0][0])
+    given = None if lie is None or len(pairs) > 1 else InputCoordinates(pairs[0][0], lie.axes)
     turned = [(_numpy(x), _numpy(y)) if lie is None else lie.turned(x, y) for x, y in pairs]
     x, y = (
         turned[0]
@@ -285,14 +289,17 @@ def read_samples(x: Any, y: Any, most: int, orient: Orient | None = None) -> Sam
     if y is not None and any(leaf.shape[:1] != (count,) for leaf in data.leaves_of(y)):
         got = f"y of shape {', '.join(str(leaf.shape) for leaf in data.leaves_of(y))} for {count} samples"
         raise InputError("The target does not fit.", got=got, expected="one row for each sample")
+    labels = None if given is None else given.find(SAMPLE, count)
+    labels = np.arange(count) if labels is None else labels
     if count > most:
         chosen = np.sort(np.random.default_rng(0).permutation(count)[:most])
+        labels = labels[chosen]
         x = data.map_leaves(lambda leaf: leaf[chosen], x)
         y = None if y is None else data.map_leaves(lambda leaf: leaf[chosen], y)
     leaves = data.leaves_of(x)
     steps = next(leaf.shape[1] for leaf in leaves if leaf.ndim >= 2)
     sequences = tuple(i for i, leaf in enumerate(leaves) if leaf.ndim >= 2 and leaf.shape[1] == steps)
-    return Samples(x, y, steps, sequences, lie)
+    return Samples(x, y, steps, sequences, labels, lie)
 
 
 def _joined_or_refused(trees: Sequence[Any]) -> Any:

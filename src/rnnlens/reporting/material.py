@@ -25,7 +25,7 @@ from ..typing import Array
 from ..verbs.trace import trace
 from ..verbs.weights import layers as find_layers
 from ..verbs.weights import weights
-from ..vocabulary import QUANTITIES
+from ..vocabulary import QUANTITIES, SAMPLE
 from .samples import Ranking, ReportRequest, ReportSamples, losses, ranked, read
 from .time_map import TimeMap, of_array, of_model
 from .tracks import Track, norms, tracks_of
@@ -79,8 +79,8 @@ class Material:
     ----------
     moments
         The model itself, and the baseline if there is one.
-    numbers
-        Positions of the samples in the data.
+    numbers, labels
+        Positions of the samples in the data, and what the page calls them.
     losses
         (sample,), or None with the reason in ``why_no_losses``.
     """
@@ -92,6 +92,7 @@ class Material:
     time_map: TimeMap | None = None
     layers: Any = None
     numbers: list[int] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)
     targets: list[str] = field(default_factory=list)
     losses: Array | None = None
     why_no_losses: str = ""
@@ -173,10 +174,18 @@ def look_at(results: Sequence[Any]) -> Material:
     if material.moments and material.moments[0].tracks:
         tracks = material.moments[0].tracks
         material.numbers = list(range(tracks[0].samples))
+        material.labels = _labels_of(material.trace, len(material.numbers))
         material.targets = [""] * len(material.numbers)
         material.why_no_losses = "a saved result has no loss of single samples"
         material.ranking = ranked(_gradient_sizes(tracks, len(material.numbers)))
     return material
+
+
+def _labels_of(found: Trace | None, count: int) -> list[str]:
+    """Return the labels of the samples of a saved trace, or their positions."""
+    datasets = [] if found is None else [found.dataset(layer) for layer in found.layers]
+    known = next((dataset[SAMPLE].values for dataset in datasets if SAMPLE in dataset.coords), np.arange(count))
+    return [str(label) for label in known]
 
 
 def moment(name: str, found: Trace) -> Moment:
@@ -209,6 +218,7 @@ def _trace(material: Material, adapter: Adapter, model: Any, held: ReportSamples
     elif len(chosen) < count:
         material.left_out.append(f"{len(chosen)} of {count} samples, the first, are shown.")
     material.numbers, material.targets = chosen, held.targets(chosen)
+    material.labels = [str(i if held.labels is None else held.labels[i]) for i in chosen]
 
 
 def _traced(model: Any, x: Any, y: Any, request: ReportRequest) -> Trace:

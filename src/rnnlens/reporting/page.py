@@ -98,11 +98,11 @@ def _data(material: Material, shown: ShownSamples | None, every: Sequence[Report
         "steps": material.moments[0].tracks[0].steps,
         "samples": [
             {
-                "number": number,
+                "number": material.labels[i],
                 "loss": None if material.losses is None else float(material.losses[i]),
                 "target": material.targets[i],
             }
-            for i, number in enumerate(material.numbers)
+            for i in range(len(material.numbers))
         ],
         "order": [i for i in ranking.order if i in set(shown.curves)],
         "by_loss": material.losses is not None,

@@ -47,12 +47,15 @@ class ReportSamples:
         All samples, on the axis where the model has them.
     count
         Number of samples; None if samples cannot be separated, such as in a packed sequence.
+    labels
+        Coordinate of the samples where x is a DataArray that has one, else their positions; None if they are not known.
     """
 
     x: Any
     y: Any
     count: int | None
     lie: Orientation | None = None
+    labels: Array | None = None
 
     def take(self, chosen: Sequence[int]) -> tuple[Any, Any]:
         """Return x and y of some samples."""
@@ -97,7 +100,7 @@ def read(adapter: Adapter, model: Any, x: Any, y: Any, axes: Any) -> tuple[Repor
         if len(counts) > 1 or not counts.pop():
             raise
         return ReportSamples(_numpy(x), _numpy(y), len(leaves[0])), ""
-    return ReportSamples(found.x, found.y, found.count, orientation[0]), ""
+    return ReportSamples(found.x, found.y, found.count, orientation[0], found.labels), ""
 
 
 def _numpy(tree: Any) -> Any:

@@ -39,6 +39,7 @@ from ..vocabulary import IN_TIME, OUT_TIME
 from .axes import an_axes_table
 from .batches import DataSetBatches
 from .certificates.of_jacobian import certify, claim_of
+from .chunked.graph import Padding
 from .chunked.of_results import JacobianWork, lazy_jacobian
 from .chunked.samples import SampleChunks
 from .request import ModelRequest, in_turn
@@ -213,7 +214,9 @@ def _lazy(
     verb = partial(_of_run, ends=ends, options=options, axes=axes)
     by_sample = partial(_of_run, ends=ends, options=replace(options, across=None), axes=axes)
     mean = options.across is not None
-    work = JacobianWork(verb, by_sample, mean, sums_samples=mean and options.measure is None)
+    # A padded chunk needs the Jacobian of each sample, which is large unless it is measured.
+    padding: Padding | None = None if mean and options.measure is None else "repeated"
+    work = JacobianWork(verb, by_sample, mean, padding)
     chunks = SampleChunks.of(ModelRequest.resolve(model, run, axes).axes, run, batch_size)
     return lazy_jacobian(model, chunks, work, ends[0].partition(".")[0])
 

@@ -34,6 +34,8 @@ from ..results.checks import Certificate, warn_about
 from ..results.layers import LayerTable
 from ..results.schema import to_host
 from ..results.weights import Weights
+from ..vocabulary import FEATURE, TIME
+from .axes import InputCoordinates
 from .certificates.of_gradients import certify_weights
 from .chunked.of_results import lazy_datasets
 from .chunked.samples import SampleChunks
@@ -143,6 +145,7 @@ def weights(
         for name, gradients in _labelled_gradients(differentiated, found, steps).items():
             labelled[name] |= gradients
     datasets = {name: node_dataset(name, variables, provenance) for name, variables in labelled.items()}
+    datasets = _with_coordinates(datasets, differentiated, request.coordinates)
     certificate = None if x is None else Certificate()
     if certified:
         certificate = certify_weights(request, found, datasets, differentiated)
@@ -176,6 +179,20 @@ def _of_batch(model: Any, batch: Batch, **keywords: Any) -> Weights:
     names = ("loss", "sample_weight", "class_weight", "training", "seed")
     run = {name: value for name in names if (value := getattr(batch, name)) is not None or name == "seed"}
     return weights(model, batch.x, batch.y, **run, **keywords)
+
+
+def _with_coordinates(
+    datasets: dict[str, xr.Dataset], found: FoundGradients, given: InputCoordinates
+) -> dict[str, xr.Dataset]:
+    """Assign the inputs' labels to steps, and to the features of layers that read an input directly."""
+    if not given.leaves or found.capture is None:
+        return datasets
+    labelled = {name: given.assign_to(dataset, (TIME,)) for name, dataset in datasets.items()}
+    for call in found.capture.calls:
+        name, leaf = call.layer.partition("#")[0], given.is_input(to_host(call.input))
+        if name in labelled and leaf is not None:
+            labelled[name] = given.assign_to(labelled[name], (FEATURE,), leaf)
+    return labelled
 
 
 def _labelled_gradients(

@@ -35,7 +35,7 @@ from . import discover
 from .boundaries import put_together
 from .capture import capture, copy_of
 from .dialect import dialect, dialect_of
-from .losses import combination, loss_of, mixes_samples, outputs_of
+from .losses import combination, ignores_weight_zero, loss_of, mixes_samples, outputs_of
 from .model_facts import facts, provenance, reduction
 from .pullback import KerasPullback, differentiate
 from .reference_run import coarsest_dtype, place, reference_run
@@ -119,6 +119,10 @@ class KerasAdapter(Adapter):
     def combination(self, model: Any, batch: Batch) -> str | None:
         """Return how the losses of batches combine to that of the data set: ``"mean"``, ``"sum"`` or None (unknown)."""
         return combination(model, batch)
+
+    def ignores_weight_zero(self, model: Any, batch: Batch) -> bool:
+        """Return whether a sample of weight zero adds nothing to the loss, and a mean still divides by all samples."""
+        return ignores_weight_zero(model, batch)
 
     def mixes_samples(self, model: Any, training: bool) -> str | None:
         """Return the name of a layer that uses batch statistics, ``"?"`` if unknown, or None if there is none."""

@@ -197,6 +197,15 @@ def combination(model: Any, batch: Batch) -> str | None:
     return found.pop()
 
 
+def ignores_weight_zero(model: Any, batch: Batch) -> bool:
+    """Return whether a sample of weight zero adds nothing to the loss, and a mean still divides by all samples.
+
+    Regularisers have no weight by sample, and the targets of several outputs need weights of their own.
+    """
+    one_target = hasattr(batch.y, "shape") and batch.class_weight is None
+    return one_target and combination(model, batch) is not None and not _has_own_losses(model) and not model.losses
+
+
 def mixes_samples(model: Any, training: bool) -> str | None:
     """Return the name of a layer that uses batch statistics, ``"?"`` if unknown, or None if there is none.
 

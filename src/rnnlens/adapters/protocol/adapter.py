@@ -116,6 +116,10 @@ class Adapter(AxisConvention, ABC):
         """
         return None
 
+    def ignores_weight_zero(self, model: Any, batch: Batch) -> bool:
+        """Return whether a sample of weight zero adds nothing to the loss, and a mean still divides by all samples."""
+        return False
+
     def mixes_samples(self, model: Any, training: bool) -> str | None:
         """Return the name of a layer that uses statistics of its batch; None if there is none; ``"?"`` if not known."""
         return "?"

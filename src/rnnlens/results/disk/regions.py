@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +20,7 @@ import numpy as np
 import xarray as xr
 import zarr
 
-from ...cluster.worker import client
+from ...cluster.worker import client, failed_samples, results_of
 from ...errors import FileError, RnnlensError, UserCodeError, message
 from ...settings import Progress
 from .atomic import replacing_folder, write_file
@@ -77,10 +76,10 @@ def write_regions(tree: xr.DataTree, places: Mapping[str, tuple[str, int]], task
     missing = [i for i in range(len(tasks.arguments)) if not _record_path(folder, i).is_file()]
     with Progress(tasks.title, len(tasks.arguments)) as progress:
         progress.advance(len(tasks.arguments) - len(missing))
-        errors = [error for error in _run(region, missing, tasks, progress) if error is not None]
+        failures = _run(region, missing, tasks, progress)
     missing = [i for i in missing if not _record_path(folder, i).is_file()]
-    if errors or missing:
-        raise _unfinished(target, errors, len(missing), len(tasks.arguments))
+    if failures or missing:
+        raise _unfinished(target, failures, len(missing), len(tasks.arguments))
     return folder
 
 
@@ -98,43 +97,59 @@ def _lay_out(tree: xr.DataTree, folder: Path) -> None:
     write_file(folder / _LABELS, [json.dumps(store.sums).encode()])
 
 
-def _run(region: Region, missing: Sequence[int], tasks: ChunkTasks, progress: Progress) -> Iterator[Failure | None]:
-    """Compute the missing chunks; yield None for each that succeeds, or the kind and the text of its error."""
+def _run(region: Region, missing: Sequence[int], tasks: ChunkTasks, progress: Progress) -> dict[int, Failure]:
+    """Compute the missing chunks; return the kind and the text of the error of each chunk that failed."""
     if not missing:
-        return
+        return {}
     dask = importlib.import_module("dask")
     write = dask.delayed(write_chunk)
-    writers = [
-        write(region, *tasks.arguments[i], dask_key_name=(f"{tasks.title}-write-{tasks.token}", i)) for i in missing
-    ]
-    connected = client()
+    writers = {
+        i: write(region, *tasks.arguments[i], dask_key_name=(f"{tasks.title}-write-{tasks.token}", i)) for i in missing
+    }
+    connected, failures = client(), {}
     if connected is None:
-        for error in dask.compute(*writers):
-            progress.advance()
-            yield error
-        return
-    distributed = importlib.import_module("distributed")
-    with _connected(distributed):
-        for future in distributed.as_completed(connected.compute(writers)):
-            progress.advance()
-            try:
-                yield future.result()
-            except RnnlensError as error:
-                yield "chunk", str(error)
-            except (OSError, distributed.CancelledError):
-                raise
-            except Exception as error:
-                yield "worker", f"{type(error).__name__}: {error}"
+        ended = _ended_here(dask, region, writers)
+    else:
+        futures = dict(zip(connected.compute(list(writers.values())), writers, strict=True))
+        ended = ((futures[future], outcome) for future, outcome in results_of(connected, list(futures)))
+    for number, outcome in ended:
+        progress.advance()
+        if isinstance(outcome, Exception):
+            _refuse_lost(outcome)
+            outcome = _failure(outcome, tasks.arguments[number])
+        if outcome is not None:
+            failures[number] = outcome
+    return failures
 
 
-@contextmanager
-def _connected(distributed: Any) -> Iterator[None]:
-    """Raise FileError if the connection to the scheduler is lost."""
+def _ended_here(dask: Any, region: Region, writers: Mapping[int, Any]) -> Iterator[tuple[int, Any]]:
+    """Compute chunks in this process; yield the number of each with what its task returned, or the exception."""
     try:
-        yield
-    except (OSError, distributed.CancelledError) as error:
-        if isinstance(error, RnnlensError):
-            raise
+        outcomes = dask.compute(*writers.values())
+    except Exception:  # data of the user that cannot be read: each chunk alone, so that the others are not lost
+        outcomes = [_ended_alone(dask, region, number, writer) for number, writer in writers.items()]
+    yield from zip(writers, outcomes, strict=True)
+
+
+def _ended_alone(dask: Any, region: Region, number: int, writer: Any) -> Any:
+    if _record_path(Path(region.folder), number).is_file():
+        return None
+    try:
+        return dask.compute(writer)[0]
+    except Exception as error:
+        return error
+
+
+def _failure(error: Exception, arguments: Sequence[Any]) -> Failure:
+    """Return kind and text of an error that ended a task: of its data, or of its worker."""
+    _, start, stop, _ = arguments[2]
+    kind = "worker" if type(error).__name__ == "KilledWorker" else "chunk"
+    return kind, str(error) if isinstance(error, RnnlensError) else failed_samples((start, stop), error)
+
+
+def _refuse_lost(error: Exception) -> None:
+    """Raise FileError if the connection to the scheduler is lost."""
+    if type(error).__name__ in ("FutureCancelledError", "CancelledError", "CommClosedError"):
         raise FileError(
             "The connection to the Dask scheduler was lost before all chunks were written.",
             got=f"{type(error).__name__}: {error}",
@@ -172,8 +187,10 @@ def _record_path(folder: Path, number: int) -> Path:
     return folder / _DONE / f"{number}.json"
 
 
-def _unfinished(target: Path, errors: Sequence[Failure], missing: int, count: int) -> RnnlensError:
-    kind, text = errors[0] if errors else ("file", "the workers write to another disk: take a folder of all machines")
+def _unfinished(target: Path, failures: Mapping[int, Failure], missing: int, count: int) -> RnnlensError:
+    """Return the error of the first chunk that failed, whatever the order in which they ended."""
+    elsewhere = "file", "the workers write to another disk: take a folder of all machines"
+    kind, text = failures[min(failures)] if failures else elsewhere
     what = f"{missing} of {count} chunks are not written to {target.name}; the others are kept."
     hint = "mend the cause and call save with the same path: it goes on with the missing chunks"
     error = UserCodeError if kind == "chunk" else FileError

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import xarray as xr
@@ -28,6 +28,9 @@ from .samples import ChunkRows, SampleChunks
 
 #: Engines that compile a run for each number of samples.
 _COMPILED = ("jax", "tensorflow")
+#: How a smaller chunk is filled up to the size of the others, so that their compiled run is used: with samples that
+#: repeat and are left out of the result, or that have a sample weight of zero besides.
+Padding = Literal["repeated", "weightless"]
 
 
 @dataclass
@@ -50,8 +53,8 @@ class ChunkWork(Protocol):
     """The computation of one chunk, which is sent to workers."""
 
     @property
-    def sums_samples(self) -> bool:
-        """Whether results are summed over samples; a chunk can be padded only if they are not."""
+    def padding(self) -> Padding | None:
+        """How a chunk can be padded without changing its result; None if it cannot."""
         ...
 
     @property
@@ -59,20 +62,21 @@ class ChunkWork(Protocol):
         """How targets of chunks combine to that of all samples, ``"mean"`` or ``"sum"``; None for a single chunk."""
         ...
 
-    def __call__(self, model: Any, batch: Batch, rows: ChunkRows, padded: bool) -> ChunkValues:
-        """Compute one chunk; where ``padded``, the batch has further samples after its ``rows.count`` own ones."""
+    def __call__(self, model: Any, batch: Batch, rows: ChunkRows, size: int) -> ChunkValues:
+        """Compute one chunk; of the ``size`` samples of the batch the first ``rows.count`` are its own."""
         ...
 
 
 @dataclass(frozen=True)
 class ChunkTask:
-    """A task without its data: the work, options of the run, settings, layouts, and the size of a whole chunk."""
+    """A task without its data: the work, options of the run, settings, layouts, size of a whole chunk, and padding."""
 
     work: ChunkWork
     options: Batch
     settings: Settings
     layouts: data.DataLayouts | None
     full: int
+    padding: Padding | None
 
     def __call__(self, model: TravellingModel, rows: tuple[int, ...], *parts: Any) -> ChunkValues:
         """Compute one chunk from its arrays, in this process."""
@@ -91,35 +95,37 @@ class ChunkTask:
                 warn(f"{where}: {Check(**check).sentence}", SelfCheckWarning)
         return values
 
-    def batch(self, model: Any, rows: ChunkRows, parts: Sequence[Any]) -> tuple[Batch, bool]:
-        """Return the batch of a chunk, and whether it is padded, so that a compiled run can be reused."""
+    def batch(self, rows: ChunkRows, parts: Sequence[Any]) -> Batch:
+        """Return the batch of a chunk, padded where that is possible."""
         x, y, weight, states = parts
         seed = self.options.seed
         if seed is not None and self.options.training:
             seed += rows.number
-        can_pad = not (self.work.sums_samples or self.options.training or states is not None)
-        padded = rows.count < self.full and can_pad and adapter_for(model).engine in _COMPILED
-        if padded:
-            x, y, weight = self._padded("x", x), self._padded("y", y), self._padded("sample_weight", weight)
-        return replace(self.options, x=x, y=y, sample_weight=weight, initial_state=states, seed=seed), padded
+        if self.padding == "weightless" and weight is None:
+            weight = np.ones((rows.count, 1), "float32")
+        if self.padding is not None and rows.count < self.full:
+            x, y = self._padded("x", x, rows.count), self._padded("y", y, rows.count)
+            weight = self._padded("sample_weight", weight, rows.count)
+        return replace(self.options, x=x, y=y, sample_weight=weight, initial_state=states, seed=seed)
 
-    def _padded(self, name: str, tree: Any) -> Any:
-        """Repeat the samples of a chunk until it has the size of the others."""
-        leaves = data.leaves_of(tree)
-        layouts = iter([None] * len(leaves) if self.layouts is None else self.layouts[name])
+    def _padded(self, name: str, tree: Any, count: int) -> Any:
+        """Repeat the samples of a chunk until it has the size of the others; weights of repeated samples are zero."""
+        layouts = iter((self.layouts or {}).get(name) or [None] * len(data.leaves_of(tree)))
 
         def pad(array: Array) -> Array:
             layout = next(layouts)
             axis = 0 if layout is None or layout.sample is None else layout.sample
-            return np.take(array, np.arange(self.full) % array.shape[axis], axis=axis)
+            whole = np.take(array, np.arange(self.full) % count, axis=axis)
+            if name == "sample_weight":
+                np.moveaxis(whole, axis, 0)[count:] = 0
+            return whole
 
         return data.map_leaves(pad, tree)
 
 
 @in_turn
 def _in_turn(model: Any, task: ChunkTask, rows: ChunkRows, parts: Sequence[Any]) -> ChunkValues:
-    batch, padded = task.batch(model, rows, parts)
-    return task.work(model, batch, rows, padded)
+    return task.work(model, task.batch(rows, parts), rows, rows.count if task.padding is None else task.full)
 
 
 class ChunkGraph:
@@ -136,13 +142,15 @@ class ChunkGraph:
     """
 
     def __init__(self, model: Any, chunks: SampleChunks, work: ChunkWork, title: str) -> None:
-        self.chunks, self.work = chunks, work
+        self.chunks, self.work, run = chunks, work, chunks.run
         self.names: dict[str, str] = {}
-        self.model = TravellingModel(model, digest_of, adapter_for(model).engine)
+        engine, sizes = adapter_for(model).engine, {rows.count for rows in chunks.bounds}
+        self.model = TravellingModel(model, digest_of, engine)
         self.title = "rnnlens-" + "-".join(part for part in re.split(r"[^a-zA-Z]+", title) if part)
-        bare = replace(chunks.run, x=None, y=None, sample_weight=None, initial_state=None)
-        full = max(rows.count for rows in chunks.bounds)
-        self.task = ChunkTask(work, bare, current(), chunks.layouts, full)
+        compiles_again = engine in _COMPILED and len(sizes) > 1 and not run.training and run.initial_state is None
+        bare = replace(run, x=None, y=None, sample_weight=None, initial_state=None)
+        padding = work.padding if compiles_again else None
+        self.task = ChunkTask(work, bare, current(), chunks.layouts, max(sizes), padding)
         if client() is not None:
             self.model.pack()
 

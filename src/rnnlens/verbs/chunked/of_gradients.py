@@ -24,7 +24,7 @@ from ..differentiation.gather import Accumulator, DataSetGradients, combination
 from ..differentiation.missing_gradient import Explanation, explain
 from ..differentiation.pull import answer
 from ..differentiation.request import BatchTarget, GradientArguments, GradientRequest, read_request
-from .graph import ChunkGraph, ChunkValues
+from .graph import ChunkGraph, ChunkValues, Padding
 from .samples import ChunkRows, SampleChunks
 
 
@@ -37,48 +37,50 @@ class GradientWork:
     total: int
     layouts: data.DataLayouts | None
     of_loss: bool
-    sums_samples: bool
+    padding: Padding | None
     token: str = ""
 
-    def __call__(self, model: Any, batch: Batch, rows: ChunkRows, padded: bool) -> ChunkValues:
+    def __call__(self, model: Any, batch: Batch, rows: ChunkRows, size: int) -> ChunkValues:
         """Differentiate the target of one chunk."""
         request = kept(model, repr((self.token, self.arguments)), partial(self._request, model, batch))
         if self.of_loss and self.arguments.combine is None and self.combine is not None:
             refuse_other_loss(request.adapter, model, batch, self.combine)
-        target = request.target if self.of_loss else replace(request.target, total=rows.total, rows=(0, 0))
+        target = request.target
+        if not self.of_loss:
+            target = replace(target, total=rows.total, rows=(0, 0)).of_rows(rows.start, rows.stop)
+            if size > rows.count:
+                target = replace(target, at={**target.at, SAMPLE: slice(0, rows.count)})
         batch = batch if request.with_loss else batch.without_loss()
-        part = BatchTarget(batch, target.of_rows(rows.start, rows.stop))
+        part = BatchTarget(batch, target)
         found = answer(request, part)
         certificate = Certificate()
         if request.needs_certificate("gradients", batch):
             certificate = certify_answer(request, part, found)
         found.swept = {}
         total = Accumulator(self.combine, self.arguments.measure, self.arguments.across)  # type: ignore[arg-type]
-        total.add(found)
-        return self._values(total, certificate, rows, padded, found.samples)
+        total.add(found, count=size if self.of_loss else rows.count)
+        return self._values(total, certificate, rows, size)
 
     def _request(self, model: Any, batch: Batch) -> GradientRequest:
         request = read_request(model, batch, self.arguments)
         request.axes.inputs, request.axes.is_cut = (None if self.layouts is None else self.layouts["x"]), True
         return request
 
-    def _values(
-        self, total: Accumulator, certificate: Certificate, rows: ChunkRows, padded: bool, samples: int
-    ) -> ChunkValues:
+    def _values(self, total: Accumulator, certificate: Certificate, rows: ChunkRows, size: int) -> ChunkValues:
         arrays, sums = total.parts()
         scale = 1.0 / self.total if self.combine == "mean" else 1.0
         kept_arrays = {}
         for name, array in arrays.items():
             at = total.dims[name].index(SAMPLE)
             whole = array if scale == 1.0 else array * array.dtype.type(scale)
-            kept_arrays[name.text] = np.take(whole, range(rows.count), at) if padded else whole
+            kept_arrays[name.text] = np.take(whole, range(rows.count), at) if size > rows.count else whole
         value = np.asarray(total.value())
         return ChunkValues(
             kept_arrays,
             {name.text: array for name, array in sums.items()},
             certificate=None if certificate.state == "off" else certificate.to_dict(),
-            value=None if padded and not value.ndim else value[: rows.count] if value.ndim else value,
-            weight=float(samples),
+            value=value * size / rows.count if self.of_loss and self.combine == "mean" else value,
+            weight=float(rows.count),
         )
 
 
@@ -97,8 +99,9 @@ def gradients_of_chunks(
     _refuse_options(arguments)
     request, part, template = template_of(lambda batch: _gradients_of_template(model, chunks, arguments, batch), chunks)
     combine = _combination(request, part.batch, chunks)
-    summed = any(SAMPLE not in dims or arguments.across is not None for dims in template.dims.values())
-    work = GradientWork(arguments, combine, chunks.total, chunks.layouts, request.of_loss, summed)
+    work = GradientWork(
+        arguments, combine, chunks.total, chunks.layouts, request.of_loss, _padding(request, part.batch)
+    )
     layers = dict.fromkeys(str(name.layer or name.what) for name in request.asked)
     graph = ChunkGraph(model, chunks, work, f"gradients-{next(iter(layers)) if len(layers) == 1 else ''}")
     lazy = {}
@@ -160,6 +163,16 @@ def _combination(request: GradientRequest, template: Batch, chunks: SampleChunks
             hint="x.compute() and batch_size=, which evaluates any loss on the outputs of all samples",
         )
     return how
+
+
+def _padding(request: GradientRequest, template: Batch) -> Padding | None:
+    """Return how chunks can be padded: of a function of the user it is not known which samples it depends on."""
+    if request.function is not None:
+        return None
+    if not request.with_loss:
+        return "repeated"
+    own = request.arguments.combine is not None
+    return None if own or not request.adapter.ignores_weight_zero(request.model, template) else "weightless"
 
 
 def refuse_other_loss(adapter: Adapter, model: Any, batch: Batch, combine: str) -> None:

@@ -17,7 +17,7 @@ from ...errors import UnsupportedError
 from ...results.array import RECORD, LazyArray
 from ...typing import Array
 from ...vocabulary import SAMPLE
-from .graph import ChunkGraph, ChunkValues
+from .graph import ChunkGraph, ChunkValues, Padding
 from .of_gradients import finish_sum, refuse_other_loss, template_of
 from .samples import ChunkRows, SampleChunks
 
@@ -32,11 +32,12 @@ class JacobianWork:
     verb: Verb
     by_sample: Verb
     mean: bool
-    sums_samples: bool
+    padding: Padding | None
     combine: str | None = None
 
-    def __call__(self, model: Any, batch: Batch, rows: ChunkRows, padded: bool) -> ChunkValues:
+    def __call__(self, model: Any, batch: Batch, rows: ChunkRows, size: int) -> ChunkValues:
         """Differentiate one chunk."""
+        padded = size > rows.count
         found = (self.by_sample if padded else self.verb)(model, batch)
         record = json.loads(found.attrs[RECORD])
         values = ChunkValues({}, checks=record["checks"], certificate=certificate_of(record.get("certificate")))
@@ -74,31 +75,28 @@ class DatasetWork:
     verb: Verb
     combine: str | None
     sums_samples: bool
+    padding: Padding | None
 
-    def __call__(self, model: Any, batch: Batch, rows: ChunkRows, padded: bool) -> ChunkValues:
+    def __call__(self, model: Any, batch: Batch, rows: ChunkRows, size: int) -> ChunkValues:
         """Compute one chunk."""
         if self.combine is not None:
             refuse_other_loss(adapter_for(model), model, batch, self.combine)
         found = self.verb(model, batch)
-        record = found._meta()
+        record, of_mean = found._meta(), self.combine == "mean"
         values = ChunkValues({}, checks=record["checks"], certificate=certificate_of(record["certificate"]))
         for layer in found.layers:
             for name, array in found.dataset(layer).data_vars.items():
-                self._take(values, f"{layer}/{name}", array, rows)
-        values.value = None if found.loss is None else np.asarray(found.loss)
+                key, numbers, is_gradient = f"{layer}/{name}", array.values, str(name).endswith("_grad")
+                if self.sums_samples and is_gradient:
+                    values.sums[key] = numbers.astype(np.float64) * (size if of_mean else 1)
+                elif not self.sums_samples:
+                    if is_gradient and of_mean:
+                        numbers = numbers * numbers.dtype.type(size / rows.total)
+                    values.kept[key] = np.take(numbers, range(rows.count), axis=array.dims.index(SAMPLE))
+        if found.loss is not None:
+            values.value = np.asarray(found.loss * size / rows.count if of_mean else found.loss)
         values.weight = float(rows.count)
         return values
-
-    def _take(self, values: ChunkValues, name: str, array: xr.DataArray, rows: ChunkRows) -> None:
-        is_gradient, of_mean = name.endswith("_grad"), self.combine == "mean"
-        if self.sums_samples:
-            if is_gradient:
-                values.sums[name] = array.values.astype(np.float64) * (rows.count if of_mean else 1)
-            return
-        found = array.values
-        if is_gradient and of_mean:
-            found = found * found.dtype.type(array.sizes[SAMPLE] / rows.total)
-        values.kept[name] = np.take(found, range(rows.count), axis=array.dims.index(SAMPLE))
 
 
 def lazy_datasets(
@@ -110,7 +108,10 @@ def lazy_datasets(
     """
     template = template_of(partial(verb, model), chunks)
     combine = _combination(adapter, model, chunks) if with_loss else None
-    graph = ChunkGraph(model, chunks, DatasetWork(verb, combine, sums), title)
+    padding: Padding | None = "repeated"
+    if with_loss:
+        padding = "weightless" if adapter.ignores_weight_zero(model, chunks.template()) else None
+    graph = ChunkGraph(model, chunks, DatasetWork(verb, combine, sums, padding), title)
     scale = 1.0 / chunks.total if combine == "mean" else 1.0
     datasets = {}
     for layer in template.layers:

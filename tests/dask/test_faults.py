@@ -1,0 +1,238 @@
+"""Faults of a cluster while a lazy result is computed or saved: one clear error, nothing of the other chunks lost."""
+
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+import torch
+from chunked_models import Net, RaisesForLargeInput, Slow, samples, seeded
+from dask.distributed import Client, LocalCluster
+
+import rnnlens as rl
+from rnnlens.results.disk import regions
+
+MSE = torch.nn.functional.mse_loss
+CHUNK, COUNT = 16, 160
+X, Y = samples(COUNT)
+HELPERS = Path(__file__).resolve().parents[1] / "helpers"
+
+pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
+
+
+@pytest.fixture(scope="module")
+def client():
+    options = {"processes": True, "threads_per_worker": 1, "dashboard_address": ":0", "memory_limit": "4GiB"}
+    with LocalCluster(n_workers=2, **options) as cluster, Client(cluster) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return rl.gradients(seeded(Net), X, Y, loss=MSE, wrt="input", batch_size=CHUNK).values
+
+
+def lazy(array):
+    return da.from_array(array, chunks=(CHUNK, *array.shape[1:]))
+
+
+def of(net, x=X):
+    return rl.gradients(net, lazy(x) if isinstance(x, np.ndarray) else x, lazy(Y), loss=MSE, wrt="input")
+
+
+def chunks_written(folder):
+    """Return the records of finished chunks of an unfinished save, with the time at which each was written."""
+    return {record.name: record.stat().st_mtime_ns for record in folder.glob(".*.unfinished/.chunks/*.json")}
+
+
+def goes_on(result, path, before):
+    """Save a result again; assert that no chunk of ``before`` is written once more, and return the saved numbers."""
+    kept = {}
+
+    def complete(folder, *rest):
+        kept.update(chunks_written(folder.parent))
+        return real(folder, *rest)
+
+    real = regions.complete
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rnnlens.results.saving.complete", complete)
+        result.save(path)
+    assert len(kept) == COUNT // CHUNK
+    assert {name: kept[name] for name in before} == before
+    return rl.open(path).values
+
+
+@pytest.fixture(params=["here", "cluster"])
+def scheduler(request):
+    """Chunks are computed by threads of this process, or by the workers of a cluster."""
+    if request.param == "cluster":
+        request.getfixturevalue("client")
+        yield
+    else:
+        with pytest.MonkeyPatch.context() as patch, dask.config.set(scheduler="threads"):
+            patch.setattr(regions, "client", lambda: None)
+            yield
+
+
+def test_the_first_of_several_failing_chunks_is_named_whichever_ends_first(scheduler, tmp_path):
+    x = X.copy()
+    x[100], x[40] = 5e3, 5e4  # the chunk of sample 40 fails a second later
+    with pytest.raises(
+        rl.errors.UserCodeError, match=r"2 of 10 chunks(.|\n)*Samples 32 to 47 failed: (.|\n)*an input is too large"
+    ):
+        of(seeded(RaisesForLargeInput), x).save(tmp_path / "g.zarr")
+    assert len(chunks_written(tmp_path)) == 8
+
+
+def test_data_that_cannot_be_read_names_its_samples_and_loses_nothing(scheduler, expected, tmp_path):
+    broken = tmp_path / "broken"
+    broken.touch()
+
+    def read(block, block_info=None):
+        if block_info and block_info[0]["chunk-location"][0] == 2 and broken.exists():
+            raise OSError("no such block")
+        return block
+
+    result = of(seeded(Net), lazy(X).map_blocks(read, dtype="float32", meta=np.empty((0, 0, 0), "float32")))
+    words = r"1 of 10 chunks(.|\n)*Samples 32 to 47 failed: OSError: no such block"
+    with pytest.raises(rl.errors.UserCodeError, match=words):
+        result.save(tmp_path / "g.zarr")
+    before = chunks_written(tmp_path)
+    assert len(before) == 9
+    broken.unlink()
+    np.testing.assert_array_equal(goes_on(result, tmp_path / "g.zarr", before), expected)
+
+
+def limit_files(size):
+    """Limit the size of the files that this worker writes, as a full disk does; -1 for no limit."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def test_a_disk_that_is_full_for_one_worker(client, expected, tmp_path):
+    result, (full, _) = of(seeded(Slow)), client.scheduler_info()["workers"]
+    client.run(limit_files, 100, workers=[full])
+    try:
+        with pytest.raises(rl.errors.FileError, match=r"of 10 chunks(.|\n)*File too large(.|\n)*goes on"):
+            result.save(tmp_path / "g.zarr")
+    finally:
+        client.run(limit_files, -1)
+    before = chunks_written(tmp_path)
+    assert 0 < len(before) < 10
+    np.testing.assert_array_equal(goes_on(result, tmp_path / "g.zarr", before), expected)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 10))])
+def test_a_worker_killed_at_a_random_moment_changes_no_number(client, expected, tmp_path, seed):
+    """At a random moment of a run of about a second; every second run is saved by regions."""
+    chance = random.Random(seed)
+    moment, worker = chance.uniform(0.0, 0.7), chance.randrange(2)
+    result, pids = of(seeded(Slow)), sorted(client.run(os.getpid).values())
+    killer = threading.Timer(moment, os.kill, (pids[worker], signal.SIGKILL))
+    killer.start()
+    try:
+        if seed % 2:
+            values = result.compute().values
+        else:
+            result.save(tmp_path / "g.zarr")
+            values = rl.open(tmp_path / "g.zarr").values
+    finally:
+        killer.join()
+    np.testing.assert_array_equal(values, expected)
+    client.wait_for_workers(2, timeout=60)
+
+
+PROGRAM = """
+    import os, signal, sys, threading, time
+    import dask, dask.array as da
+    from chunked_models import Slow, samples, seeded
+    import rnnlens as rl
+    import torch
+
+    def end_after_three_chunks():
+        while len(list(folder.glob(".*.unfinished/.chunks/*.json"))) < 3:
+            time.sleep(0.005)
+        os.kill(int(sys.argv[2]) or os.getpid(), signal.SIGKILL)
+
+    def main():
+        x, y = (da.from_array(part, chunks=(16, *part.shape[1:])) for part in samples(160))
+        result = rl.gradients(seeded(Slow), x, y, loss=torch.nn.functional.mse_loss, wrt="input")
+        threading.Thread(target=end_after_three_chunks, daemon=True).start()
+        result.save(folder / "g.zarr")
+
+    from pathlib import Path
+    folder = Path(sys.argv[1])
+    if __name__ == "__main__":
+        main()
+"""
+
+
+def test_a_client_that_was_killed_goes_on_with_what_is_missing(expected, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(PROGRAM))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HELPERS), *filter(None, sys.path)])}
+    ended = subprocess.run([sys.executable, program, tmp_path, "0"], env=environment, timeout=120)
+    assert ended.returncode == -signal.SIGKILL
+    before = chunks_written(tmp_path)
+    assert 3 <= len(before) < 10
+    assert not (tmp_path / "g.zarr").exists()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(regions, "client", lambda: None)
+        np.testing.assert_array_equal(goes_on(of(seeded(Slow)), tmp_path / "g.zarr", before), expected)
+
+
+@pytest.fixture
+def started(tmp_path):
+    """Start a scheduler and a worker as programs of their own; they are ended after the test."""
+    running = []
+
+    def start(number):
+        file = tmp_path / f"scheduler-{number}.json"
+        common = ["--scheduler-file", str(file), "--no-dashboard"]
+        python = [sys.executable, "-W", "ignore", "-m"]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HELPERS), *filter(None, sys.path)])}
+        for module, more in (
+            ("distributed.cli.dask_scheduler", ["--host", "127.0.0.1", "--port", "0"]),
+            ("distributed.cli.dask_worker", ["--nthreads", "1", "--death-timeout", "60"]),
+        ):
+            command = [*python, module, *more, *common]
+            running.append(subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL))
+            while not file.exists():
+                time.sleep(0.05)
+        return Client(scheduler_file=str(file), timeout=30), running[-2].pid
+
+    yield start
+    for process in reversed(running):
+        process.terminate()
+        process.wait(timeout=30)
+
+
+def test_a_lost_scheduler_is_one_clear_error_and_the_save_goes_on(expected, tmp_path, started):
+    result = of(seeded(Slow))
+
+    def kill():
+        while len(chunks_written(tmp_path)) < 3:
+            time.sleep(0.005)
+        os.kill(scheduler, signal.SIGKILL)
+
+    first, scheduler = started(0)
+    killer = threading.Thread(target=kill)
+    killer.start()
+    words = r"connection to the Dask scheduler was lost(.|\n)*goes on"
+    with first, pytest.raises(rl.errors.FileError, match=words):
+        result.save(tmp_path / "g.zarr")
+    killer.join()
+    before = chunks_written(tmp_path)
+    assert 3 <= len(before) < 10
+    second, _ = started(1)
+    with second:
+        np.testing.assert_array_equal(goes_on(result, tmp_path / "g.zarr", before), expected)
