@@ -13,7 +13,8 @@ import numpy as np
 
 import rnnlens as rl
 
-CHUNK, COUNT, STEPS, FEATURES = 16, 50, 12, 3
+#: The last chunk has 3 samples, of which 16 is no multiple.
+CHUNK, COUNT, STEPS, FEATURES = 16, 51, 12, 3
 
 
 def built(package):
@@ -39,14 +40,19 @@ def equal_batches(model, x, y):
         found = rl.weights(model, x[start : start + CHUNK], y[start : start + CHUNK])
         for name, array in arrays(found):
             part = array.astype("float64") * min(CHUNK, COUNT - start)
-            total[name] = total.get(name, 0) + part if name.endswith("_grad") else array
-    return {
-        name: (array / COUNT).astype("float32") if name.endswith("_grad") else array for name, array in total.items()
-    }
+            total[name] = total.get(name, 0) + part if is_summed(name) else array
+    return {name: (array / COUNT).astype("float32") if is_summed(name) else array for name, array in total.items()}
+
+
+def is_summed(name):
+    return name.endswith("_grad") or name == "loss"
 
 
 def arrays(result):
-    """Yield the name and the numbers of every float array of a result."""
+    """Yield the name and the numbers of every float array of a result, and of the value of its target."""
+    for name in ("loss", "value"):
+        if getattr(result, name, None) is not None and not hasattr(result, "dims"):
+            yield name, np.asarray(getattr(result, name))
     if isinstance(result, dict):
         yield from result.items()
     elif hasattr(result, "tensors"):
@@ -125,8 +131,8 @@ def main():
 
 
 def one_chunk(model, verb, data, keywords):
-    """Compute the first two chunks, after which every compiled function exists."""
-    verb(model, *[part[: 2 * CHUNK] for part in data], **keywords).compute()
+    """Compute two chunks and one of a single sample, after which every compiled function exists."""
+    verb(model, *[part[: 2 * CHUNK + 1] for part in data], **keywords).compute()
 
 
 if __name__ == "__main__":
