@@ -23,8 +23,9 @@ from ..recurrence.replay import Replay
 from ..results.dynamics import FixedPoints
 from ..results.schema import to_host
 from ..typing import Array
-from ..verbs.axes import an_axes_table
+from ..verbs.axes import InputCoordinates, an_axes_table
 from ..verbs.request import in_turn
+from ..vocabulary import SAMPLE, TIME
 from .experiment import in_numpy
 from .samples import Orientation, refuse_without_time
 
@@ -91,7 +92,7 @@ def lyapunov(
     ----------
     Vogt et al. 2022, arXiv:2006.14123, algorithm 1. Kaplan, Yorke 1979, doi:10.1007/BFb0064319.
     """
-    name, run = _run(model, x, layer, samples, axes)
+    name, run, _ = _run(model, x, layer, samples, axes)
     width = sum(int(s.shape[-1]) for s in run.states)
     if count is not None and count > width:
         raise InputError("count= is beyond the states.", got=f"count={count}", expected=f"at most {width}")
@@ -157,17 +158,22 @@ def step_eigenvalues(
     ----------
     Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, section 2.1.
     """
-    name, run = _run(model, x, layer, samples, axes)
+    name, run, labels = _run(model, x, layer, samples, axes)
     length = int(run.input.shape[1])
     chosen = sorted({round(step) for step in np.linspace(length - 1, 0, min(steps, length))})
     values = eigenvalues_of_steps(run, chosen)
+    coords: dict[str, Any] = {"time": ("time", chosen, {"long_name": "time step"})}
+    if labels[TIME] is not None:
+        coords["time"] = labels[TIME][chosen]
+    if labels[SAMPLE] is not None:
+        coords["sample"] = labels[SAMPLE][:samples]
     dims, words = ("sample", "time", "mode"), {"units": "1"}
     return xr.Dataset(
         {
             "eigenvalue_real": (dims, values.real, {"long_name": "real part of the eigenvalue", **words}),
             "eigenvalue_imag": (dims, values.imag, {"long_name": "imaginary part of the eigenvalue", **words}),
         },
-        coords={"time": ("time", chosen, {"long_name": "time step"})},
+        coords=coords,
         attrs={"layer": name, "steps": length, "state_sizes": [int(s.shape[-1]) for s in run.states]},
     )
 
@@ -253,7 +259,7 @@ def fixed_points(
     if period * most > MOST_STEPS:
         got = f"period={period}, most={most}"
         raise InputError("The search is too large.", got=got, expected=f"period * most <= {MOST_STEPS}")
-    name, run = _run(model, x, layer, 64, axes)
+    name, run, _ = _run(model, x, layer, 64, axes)
     constant = _input(input, run)
     begin = _starts(starts, name, run, most, noise, seed)
     found = find_points(iterate(step_map(run.cell, constant, xp=run.xp), period), begin, tolerance=tolerance)
@@ -283,7 +289,10 @@ def fixed_points(
     return FixedPoints({name: dataset}, provenance=adapter_for(model).provenance(model))
 
 
-def _run(model: Any, x: Any, layer: str | None, most: int, axes: Mapping[str, Any] | None) -> tuple[str, Replay]:
+def _run(
+    model: Any, x: Any, layer: str | None, most: int, axes: Mapping[str, Any] | None
+) -> tuple[str, Replay, dict[str, Array | None]]:
+    """Return the layer's name, its run on the first ``most`` samples, and the labels of all samples and steps."""
     adapter = adapter_for(model)
     refuse_without_time(x, least=1)
     lie = Orientation(adapter, model, x, axes)
@@ -301,7 +310,9 @@ def _run(model: Any, x: Any, layer: str | None, most: int, axes: Mapping[str, An
         name, hint = chosen[0].layer, "rl.find_nonfinite(model, x) finds the first one"
         raise InputError(f"The inputs or states of {name!r} are not finite.", got="NaN or infinity", hint=hint)
     refuse_changed_states(run)
-    return chosen[0].layer, run
+    given = InputCoordinates(x, lie.axes)
+    sizes = {SAMPLE: data.len_of(turned), TIME: int(run.input.shape[1])}
+    return chosen[0].layer, run, {role: given.find(role, size) for role, size in sizes.items()}
 
 
 def _input(given: Any, run: Replay) -> Array:

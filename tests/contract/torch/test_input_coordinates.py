@@ -61,6 +61,75 @@ def test_of_a_time_jacobian(series):
     assert same(plain.in_time, range(T))
 
 
+@pytest.mark.parametrize("by_time", [False, True])
+def test_of_weights(series, by_time):
+    y = torch.zeros(B, T, 2)
+    found = rl.weights(Tagger(), series, y, loss=nn.functional.mse_loss, by_time=by_time)["lstm"]
+    assert same(found.kernel.feature, BANDS)
+    assert same(found.kernel_grad.feature, BANDS)
+    assert same(found.recurrent_kernel.unit, range(H))
+    assert not by_time or same(found.recurrent_kernel_grad.time, DAYS)
+
+
+def test_of_weights_of_a_layer_that_reads_no_input(series):
+    class Deep(Tagger):
+        def __init__(self):
+            super().__init__()
+            self.below, self.lstm = nn.Linear(F, F), nn.LSTM(F, H, batch_first=True)
+
+        def forward(self, x):
+            return super().forward(self.below(x))
+
+    found = rl.weights(Deep(), series, torch.zeros(B, T, 2), loss=nn.functional.mse_loss)["lstm"]
+    assert same(found.kernel.feature, range(F))
+
+
+def last_input(model, count, steps=12):
+    """Samples that the model is asked to remember, labelled from 500 on."""
+    values = np.random.default_rng(1).normal(size=(count, steps, F)).astype("float32")
+    coords = {"sample": 500 + np.arange(count)}
+    return xr.DataArray(values, dims=("sample", "time", "feature"), coords=coords), values[:, -1, :2]
+
+
+@pytest.mark.parametrize("labels", [True, False])
+@pytest.mark.parametrize("count", [130, 600])
+def test_of_a_diagnosis(labels, count):
+    class Reader(Tagger):
+        def forward(self, x):
+            return super().forward(x)[:, -1]
+
+    x, y = last_input(Reader(), count)
+    change = rl.diagnose(Reader(), x if labels else x.values, y)["model"].change
+    chosen = np.arange(count) if count == 130 else np.sort(np.random.default_rng(0).permutation(count)[:512])
+    assert same(change.sample, chosen + 500 * labels)
+
+
+def test_a_finding_names_the_sample_by_its_label():
+    class Broken(Tagger):
+        def forward(self, x):
+            return super().forward(x)[:, -1] + torch.where(x[:, :1, 0] > 5, torch.nan, 0.0)
+
+    x, y = last_input(Broken(), 130)
+    x[7, 0, 0] = 6.0
+    (finding,) = [f for f in rl.diagnose(Broken(), x, y).findings if f.code == "NONFINITE"]
+    assert "the first at sample 507" in finding.sentence
+    assert finding.evidence["first"] == 507
+
+
+def test_of_eigenvalues_of_steps(series):
+    found = rl.step_eigenvalues(Tagger(), series, steps=2, samples=3)
+    assert same(found.sample, SAMPLES[:3])
+    assert same(found.time, DAYS[[0, -1]])
+    assert same(rl.step_eigenvalues(Tagger(), series.values, steps=2).time, [0, T - 1])
+
+
+def test_of_a_report(series, tmp_path):
+    y = torch.zeros(B, T, 2)
+    keywords = {"loss": nn.functional.mse_loss, "diagnosis": False, "jacobian": False}
+    page = rl.report(Tagger(), series, y, tmp_path / "report.html", **keywords)
+    assert '"103"' in page.read_text()
+
+
 def test_they_go_through_a_file(series, tmp_path):
     found = rl.jacobian(Tagger(), series.assign_coords(time=np.arange(T) + 1900), measure="norm")
     found.save(tmp_path / "jacobian.nc")
