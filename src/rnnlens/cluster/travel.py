@@ -26,7 +26,7 @@ from typing import Any
 
 from ..autodiff.tensors import to_numpy
 from ..errors import ModelError, UnsupportedError
-from .worker import fit_process
+from .worker import fit_process, fit_thread
 
 #: Number of models that a worker process keeps at once; a comparison of many models drops the least recently used.
 _KEPT = 4
@@ -276,6 +276,8 @@ def _rebuilt(data: bytes, elsewhere: bool) -> Any:
             while len(_models) > _KEPT:
                 _models.popitem(last=False)
         _models.move_to_end(digest)
+        if elsewhere:
+            fit_thread()
         return _models[digest]
 
 

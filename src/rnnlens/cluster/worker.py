@@ -6,6 +6,7 @@ import ctypes
 import importlib
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,35 +24,39 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _TRIM = 1 << 30
 #: Largest threshold that older versions of glibc accept.
 _LARGEST_MMAP = 1 << 25
+#: Environment variables with the number of threads of OpenMP, OpenBLAS and MKL, read when they are loaded.
+_OF_BLAS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+_fitted = threading.local()
 _kept: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 
 
 def fit_process() -> None:
-    """Fit this worker process to its number of threads, before an engine is imported.
+    """Prepare this worker process before an engine is imported.
 
-    A worker of one thread computes with one thread in BLAS, torch, TensorFlow and XLA; otherwise workers of one machine
-    compete for its cores. Dask's nanny makes malloc return freed memory at once, which costs more time than a chunk of
-    many arrays takes to compute; glibc's own threshold is set again.
+    Libraries that are imported later use as many threads as the worker has; otherwise workers of one machine compete
+    for its cores. Dask's nanny makes malloc return freed memory at once, which costs more time than a chunk of many
+    arrays takes to compute; glibc's own threshold is set again.
     """
-    threads = threads_of_worker()
+    threads = str(threads_of_worker())
+    os.environ |= dict.fromkeys(_OF_BLAS, threads)
     for name in ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"):
-        os.environ.setdefault(name, str(threads))
-    if (
-        threads == 1
-        and "jax" not in sys.modules
-        and "xla_cpu_multi_thread_eigen" not in os.environ.get("XLA_FLAGS", "")
-    ):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false".strip()
-    threadpool_limits(threads)
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(threads)
-    elif "OMP_NUM_THREADS" not in os.environ:
-        os.environ["OMP_NUM_THREADS"] = str(threads)
+        os.environ.setdefault(name, threads)
+    flags = os.environ.get("XLA_FLAGS", "")
+    if threads == "1" and "jax" not in sys.modules and "xla_cpu_multi_thread_eigen" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()
     if "MALLOC_TRIM_THRESHOLD_" in os.environ:
         with suppress(OSError, AttributeError):
             libc = ctypes.CDLL(None)
             libc.mallopt(_M_TRIM_THRESHOLD, _TRIM)
             libc.mallopt(_M_MMAP_THRESHOLD, _TRIM) or libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP)
+
+
+def fit_thread() -> None:
+    """Limit libraries that are imported already to the worker's threads; some of them keep a limit for each thread."""
+    if not hasattr(_fitted, "limits"):
+        _fitted.limits = threadpool_limits(threads_of_worker())
+        if "torch" in sys.modules:
+            sys.modules["torch"].set_num_threads(threads_of_worker())
 
 
 def threads_of_worker() -> int:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import xarray as xr
 
 from ..adapters.registry import adapter_for
 from ..arguments import anything, checked, data_set, either, many_examples, text, whole
@@ -124,8 +125,7 @@ def diagnose(
         attributed,
         _numbers(experiment),
         _mask(experiment),
-        experiment.prediction,
-        batch.labels,
+        xr.DataArray(experiment.prediction, {"sample": batch.labels}, ("sample", "unit")),
     )
     carried, why = measure_carried(experiment) if memory.known else ({}, "")
     datasets = {MODEL: model_dataset(memory, missed, attributed, None if before is None else before[1], batch.labels)}

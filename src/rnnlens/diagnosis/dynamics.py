@@ -163,10 +163,10 @@ def step_eigenvalues(
     chosen = sorted({round(step) for step in np.linspace(length - 1, 0, min(steps, length))})
     values = eigenvalues_of_steps(run, chosen)
     coords: dict[str, Any] = {"time": ("time", chosen, {"long_name": "time step"})}
-    if labels[TIME] is not None:
-        coords["time"] = labels[TIME][chosen]
-    if labels[SAMPLE] is not None:
-        coords["sample"] = labels[SAMPLE][:samples]
+    if (of_steps := labels[TIME]) is not None:
+        coords["time"] = of_steps[chosen]
+    if (of_samples := labels[SAMPLE]) is not None:
+        coords["sample"] = of_samples[:samples]
     dims, words = ("sample", "time", "mode"), {"units": "1"}
     return xr.Dataset(
         {

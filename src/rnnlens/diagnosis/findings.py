@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import xarray as xr
 
 from ..measures.facts import Census, constant_features, padding_share, static_share
 from ..measures.intervention import USED
@@ -153,12 +154,11 @@ def findings(
     attributed: Attribution | None,
     x: Array,
     mask: Array | None,
-    prediction: Array,
-    labels: Array,
+    prediction: xr.DataArray,
 ) -> list[Finding]:
-    """Apply all rules to the measures and return the findings, faults first; ``labels`` name the samples."""
+    """Apply all rules to the measures and return the findings, faults first; ``prediction`` is (sample, unit)."""
     by_rule = [
-        *_about_numbers(layers, prediction, labels),
+        *_about_numbers(layers, prediction),
         *_about_skill(memory),
         *_about_missed(memory, missed, layers),
         *_about_dynamics(memory, layers),
@@ -271,7 +271,7 @@ def _percent(share: float) -> str:
 _REPAIR = "rl.find_nonfinite(model, x, y) finds the first one; check the data and the learning rate, clip gradients."
 
 
-def _about_numbers(layers: Sequence[LayerFacts], prediction: Array, labels: Array) -> Iterator[Finding]:
+def _about_numbers(layers: Sequence[LayerFacts], prediction: xr.DataArray) -> Iterator[Finding]:
     """Report layers with states that are not finite, or else predictions that are not finite."""
     broken = [layer for layer in layers if layer.states.nan or layer.states.infinite]
     for layer in broken:
@@ -285,9 +285,9 @@ def _about_numbers(layers: Sequence[LayerFacts], prediction: Array, labels: Arra
             "any",
             _REPAIR,
         )
-    bad = ~np.isfinite(prediction).all(axis=1)
+    bad = ~np.isfinite(prediction.values).all(axis=1)
     if bad.any() and not broken:
-        first = labels[bad.argmax()].item()
+        first = prediction["sample"].values[bad.argmax()].item()
         yield Finding(
             "NONFINITE",
             "fault",

@@ -22,7 +22,7 @@ from ..cluster.travel import (
     propose_backend,
     unpacked,
 )
-from ..cluster.worker import fit_process, results_of
+from ..cluster.worker import fit_process, fit_thread, results_of
 from ..errors import InputError, shown
 from ..results.diagnosis import Diagnosis
 from ..settings import Progress
@@ -168,6 +168,7 @@ def diagnose_on_worker(backend: str | None, model: bytes, data: bytes) -> Outcom
         candidate, arguments = pickle.loads(model), pickle.loads(data)
     except Exception as error:
         return _text(error)
+    fit_thread()
     return _diagnosed(candidate, arguments)
 
 

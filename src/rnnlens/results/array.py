@@ -136,8 +136,9 @@ class LazyArray(LabelledArray):  # type: ignore[no-untyped-call]
         tasks = getattr(self, "_tasks", None)
         if tasks is None:
             return LabelledArray(xr.DataArray(self).compute(**kwargs))
-        plain, found = compute_with_record(xr.DataArray(self), tasks, **kwargs)
-        return LabelledArray(plain.assign_attrs(record_of(found)))
+        lazy = xr.DataArray(self).to_dataset(name="values")
+        computed, found = compute_with_record({"": lazy}, tasks, **kwargs)
+        return LabelledArray(computed[""]["values"].rename(self.name).assign_attrs(record_of(found)))
 
     def _repr_html_(self) -> str:
         return str(xr.DataArray(self)._repr_html_())  # type: ignore[no-untyped-call]
@@ -174,11 +175,17 @@ class LazyTasks(Protocol):
         ...
 
 
-def compute_with_record(lazy: Any, tasks: LazyTasks, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-    """Compute a lazy object of xarray together with the record of its chunks, so that no chunk runs twice."""
+def compute_with_record(
+    lazy: Mapping[str, xr.Dataset], tasks: LazyTasks, **kwargs: Any
+) -> tuple[dict[str, xr.Dataset], dict[str, Any]]:
+    """Compute lazy datasets together with the record of their chunks, so that no chunk runs twice.
+
+    Dask is given bare arrays: a dataset would be sent to a worker with all its tasks, the model among them.
+    """
     dask = importlib.import_module("dask")
-    values, found = dask.compute(lazy, tasks.record(), **kwargs)
-    return values, found
+    bare = {name: {key: v.data for key, v in dataset.data_vars.items()} for name, dataset in lazy.items()}
+    values, found = dask.compute(bare, tasks.record(), **kwargs)
+    return {name: dataset.copy(data=values[name]) for name, dataset in lazy.items()}, found
 
 
 #: Sentence of a result without a certificate.
