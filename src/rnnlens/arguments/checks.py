@@ -163,6 +163,11 @@ def text(name: str, value: Any) -> str:
     value = as_name(value)
     if not isinstance(value, str) or not value.strip():
         raise InputError(f"{name}= is a name.", got=shown(value), expected="a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        expected = "text that can be written to a file"
+        raise InputError(f"{name}= holds half a character.", got=shown(value), expected=expected) from None
     return str(value)
 
 

@@ -100,7 +100,8 @@ def _finite(name: str, tree: Any) -> Any:
         if leaf is None or has_attribute(leaf, "batch_sizes"):
             continue
         values = as_numpy(leaf)
-        if values.dtype.kind == "f" and not np.isfinite(values).all():
+        # Of the extremes alone: an array of flags may be larger than memory, where the values are one number repeated.
+        if values.dtype.kind == "f" and values.size and not np.isfinite([values.min(), values.max()]).all():
             hint = "rl.find_nonfinite(model, x, y, ...) follows such numbers through the model"
             raise InputError(f"{name} is not finite.", got="NaN or infinity", expected="finite numbers", hint=hint)
     return tree

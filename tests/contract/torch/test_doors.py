@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import rnnlens as rl
+from rnnlens.arguments import weights_of_samples
 from rnnlens.errors import (
     CallError,
     InputError,
@@ -98,6 +101,7 @@ WRONG = {
     "a misspelling": (lambda m: rl.trace(m, X, Y, los=mse), CallError, "did you mean 'loss'?"),
     "over": (lambda m: rl.weight_norms(m, over="gates"), InputError, "did you mean 'gate'?"),
     "a norm": (lambda m: rl.weight_norms(m, ord=3), InputError, "1, 2 or a callable"),
+    "half a character": (lambda m: rl.report(m, X, Y, loss=mse, title="\udcff"), InputError, "holds half a character"),
     "a name of 10 000 letters": (lambda m: rl.weights(m, layers="x" * 10_000), LayerNotFoundError, "one of: "),
 }
 
@@ -120,6 +124,16 @@ def test_a_wrong_argument_is_one_error_that_says_what_to_do(model, case):
     assert isinstance(caught.value, RnnlensError)
     assert words in str(caught.value)
     assert len(str(caught.value)) < 3000
+
+
+def test_weights_that_are_one_number_repeated_are_checked_without_a_copy():
+    weights = np.broadcast_to(np.float32(0), (10**6, 50, 3))
+    tracemalloc.start()
+    try:
+        weights_of_samples("sample_weight", weights)
+        assert tracemalloc.get_traced_memory()[1] < weights.size / 10
+    finally:
+        tracemalloc.stop()
 
 
 SAME = {
