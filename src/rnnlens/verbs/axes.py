@@ -392,6 +392,10 @@ def patterns(size: int) -> np.ndarray[Any, Any]:
     return np.concatenate([bits, 1 - bits]).astype(bool)
 
 
+#: Bytes of cotangents that are pulled back at once to see whether samples are independent.
+TRIED_AT_ONCE = 2**25
+
+
 def refuse_coupled(
     outside: BatchAxes, seeds: Mapping[Port, Array], pull: Callable[[Mapping[Port, Array]], Mapping[Port, Array | None]]
 ) -> None:
@@ -402,7 +406,20 @@ def refuse_coupled(
     tried = frozenset(seeds), outside.samples
     if outside.samples < 2 or not seeds or tried in outside.axes.independent:
         return
-    rows = patterns(outside.samples)
+    # Few cotangents at a time where they are large: no more memory than the gradient itself takes.
+    size = max(1, TRIED_AT_ONCE // sum(seed.nbytes for seed in seeds.values()))
+    every = patterns(outside.samples)
+    for start in range(0, len(every), size):
+        _refuse_coupled_rows(outside, seeds, pull, every[start : start + size])
+    outside.axes.independent.add(tried)
+
+
+def _refuse_coupled_rows(
+    outside: BatchAxes,
+    seeds: Mapping[Port, Array],
+    pull: Callable[[Mapping[Port, Array]], Mapping[Port, Array | None]],
+    rows: Array,
+) -> None:
     placed = {port: _on(outside, port, seed, rows) for port, seed in seeds.items()}
     for port, found in pull({port: seed for port, seed in placed.items() if seed is not None}).items():
         if found is None or port.kind == "weight" or port.kind == "loss":
@@ -417,7 +434,6 @@ def refuse_coupled(
         hit = np.any(arrived != 0, axis=tuple(i for i in range(1, arrived.ndim) if i != at))
         if hit.shape == rows.shape and bool((hit & ~rows).any()):
             raise refusal("per_sample=True", port)
-    outside.axes.independent.add(tried)
 
 
 def refusal(what: str, port: Port) -> UnsupportedError:
@@ -438,4 +454,4 @@ def _on(outside: BatchAxes, port: Port, seed: Array, rows: Array) -> Array | Non
         return None
     at = names.index(SAMPLE)
     mask = rows.reshape(len(rows), *[1] * at, -1, *[1] * (opened.ndim - at - 1))
-    return (opened[None] * mask).astype(seed.dtype).reshape(len(rows), *seed.shape)
+    return np.where(mask, opened[None], seed.dtype.type(0)).reshape(len(rows), *seed.shape)

@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import rnnlens as rl
 from rnnlens.errors import InputError, UnsupportedError
+from rnnlens.verbs import axes
+from rnnlens.verbs.differentiation import pull
 
 N, T, V = 7, 5, 4
 PAD = 0
@@ -475,3 +477,24 @@ def test_rounding_that_goes_with_the_batch_size_is_no_dependence_between_samples
     leaf = x.clone().requires_grad_()
     (expected,) = torch.autograd.grad(model(leaf).sum(), leaf)
     np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-14)
+
+
+def test_samples_are_tried_for_independence_once_a_data_set(monkeypatch):
+    """Each trial pulls two cotangents back for each binary digit of the number of samples, a few at a time."""
+    model, x, pulls = made(Last), data(), []
+    right = pull._Pull._pull
+    monkeypatch.setattr(axes, "TRIED_AT_ONCE", 1)
+
+    def counted(self, given):
+        pulls.append(len(next(iter(given.values()))))
+        return right(self, given)
+
+    monkeypatch.setattr(pull._Pull, "_pull", counted)
+    per_sample = {"of": "output", "wrt": "input", "reduce": "sum", "per_sample": True, "batch_size": 2}
+    found = rl.gradients(model, x, **per_sample)
+    assert pulls == [1] * (4 + 2)  # one for each of four batches, two more for the first
+    np.testing.assert_allclose(
+        found.values, rl.gradients(model, x, **{**per_sample, "batch_size": N}).values, rtol=1e-5
+    )
+    with pytest.raises(UnsupportedError, match="depend on each other"):
+        rl.gradients(made(Centred), x, **per_sample)
