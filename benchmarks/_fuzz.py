@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import collections
+import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -85,5 +86,20 @@ def parsed(document: str, count: int) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=document.splitlines()[0])
     parser.add_argument("--count", type=int, default=count)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="draw no further model after that time")
     parser.add_argument("--only", type=int, help="the number of one model, with its choices")
     return parser
+
+
+def numbers(arguments: argparse.Namespace) -> Iterator[int]:
+    """Yield the numbers of the models to draw, as many as fit into the time; print how many there were."""
+    if arguments.only is not None:
+        yield arguments.only
+        return
+    end, drawn = time.monotonic() + arguments.seconds, 0
+    for number in range(arguments.count):
+        if time.monotonic() > end:
+            break
+        yield number
+        drawn += 1
+    print(f"{drawn} models")

@@ -167,20 +167,28 @@ def reference(model, x, y):
         grads = [None if g is None else tf.convert_to_tensor(g).numpy() for g in grads]
         loss = float(loss)
     else:
-        import jax
-        import jax.numpy as jnp
-
+        compiled = compiled_reference(model, integer)
         trained = [v.value for v in model.trainable_variables]
         rest = [v.value for v in model.non_trainable_variables]
-
-        def run(leaf, weights):
-            return jnp.mean((model.stateless_call(weights, rest, leaf, training=False)[0] - y) ** 2)
-
-        # Compiled, as Keras runs a model: what it computes in float32, such as LayerNormalization, rounds alike.
-        loss, by_weight = jax.jit(jax.value_and_grad(run, 1))(jnp.asarray(x), trained)
-        grads = ([] if integer else [jax.jit(jax.grad(run))(jnp.asarray(x), trained)]) + list(by_weight)
+        loss, found = compiled(x, trained, rest, y)
+        grads = [*found[: 0 if integer else 1], *found[-1]]
     squares = sum(float((np.asarray(g) ** 2).sum()) for g in grads[0 if integer else 1 :] if g is not None)
     return float(loss), None if integer else grads[0], squares
+
+
+@functools.lru_cache(1)
+def compiled_reference(model, integer):
+    """Return loss and gradients of a model as one JAX function, compiled as Keras runs a model.
+
+    What it computes in float32, such as LayerNormalization, then rounds alike.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    def run(leaf, weights, rest, y):
+        return jnp.mean((model.stateless_call(weights, rest, leaf, training=False)[0] - y) ** 2)
+
+    return jax.jit(jax.value_and_grad(run, (1,) if integer else (0, 1)))
 
 
 def reference_jacobian(model, x):
@@ -205,7 +213,8 @@ def reference_jacobian(model, x):
     trained = [v.value for v in model.trainable_variables]
     rest = [v.value for v in model.non_trainable_variables]
     run = lambda sample: model.stateless_call(trained, rest, sample[None], training=False)[0][0]  # noqa: E731
-    return np.stack([np.asarray(jax.jit(jax.jacrev(run))(sample)) for sample in jax.numpy.asarray(x)])
+    jacobian = jax.jit(jax.jacrev(run))
+    return np.stack([np.asarray(jacobian(sample)) for sample in jax.numpy.asarray(x)])
 
 
 def check_trace(model, x, y):
@@ -262,7 +271,7 @@ def main() -> int:
 
             jax.config.update("jax_enable_x64", True)
     table = _fuzz.Table(CHECKS, arguments.only is not None)
-    for number in range(arguments.count) if arguments.only is None else [arguments.only]:
+    for number in _fuzz.numbers(arguments):
         try:
             model, x, y, choices = draw_model(number, arguments.seed)
             reference(model, x, y)

@@ -254,7 +254,7 @@ def main() -> int:
     else:
         tf.disable_eager_execution()
     table = _fuzz.Table(CHECKS, arguments.only is not None)
-    for number in range(arguments.count) if arguments.only is None else [arguments.only]:
+    for number in _fuzz.numbers(arguments):
         with tf.Graph().as_default():
             try:
                 net, x, y, theirs, choices = draw_model(number, arguments.seed)

@@ -378,7 +378,7 @@ def main() -> int:
     arguments = _fuzz.parsed(__doc__, 300).parse_args()
     torch.set_num_threads(1)
     table = _fuzz.Table(CHECKS, arguments.only is not None)
-    numbers = range(arguments.count) if arguments.only is None else [arguments.only]
+    numbers = _fuzz.numbers(arguments)
     for number in numbers:
         torch.manual_seed(arguments.seed * 100_000 + number)
         model = Stranger(random.Random(f"{arguments.seed} {number}")).double().eval()
