@@ -1,37 +1,72 @@
-"""Lazy gradients on a LocalCluster against the plain streaming call: equality, overhead, scaling, memory of the client.
+"""Lazy gradients on a LocalCluster against the plain streaming call: equality, overhead, scaling, memory, bytes.
 
-    python benchmarks/dask_scaling.py --engine torch                 # or jax, tensorflow, keras-torch, tf_keras
-    python benchmarks/dask_scaling.py --engine torch --sequences 600 --steps 20 --most 1000   # a quick look
+    python benchmarks/dask_scaling.py [--small] [--only torch ...]     # one table, about 6 minutes on two idle cores
+    python benchmarks/dask_scaling.py --only full-size                 # 9600 sequences of 1403 steps, stateful
 
-Bars: equal bit for bit on torch, to 1e-6 on Keras; one worker at most 1.15 times the plain call; two workers at least
-1.6 times one on torch, 1.4 on JAX, on two idle cores; client memory flat within 10 % from 1,000 sequences to --most.
+Two LSTM layers of 64 units, 6000 sequences of 100 steps and 8 features in chunks of 125, the gradient of the loss with
+respect to the input. Every part runs in a process of its own, with one thread; the plain call, one worker and two
+workers take turns, and ratios are medians over rounds.
+
+equality
+    Largest difference from the plain call, relative to the largest number. Bars: 0 on torch, 1e-6 on Keras.
+overhead, scaling
+    One worker at most 1.15 times the plain call; two workers at least 1.6 times as fast as one on torch, 1.4 on JAX.
+memory
+    Largest resident memory of the client, scheduler included, while 20,000 sequences are reduced over samples, beside
+    1,000. Bar: 1.1.
+bytes
+    Bytes of the model that each worker unpickles, beside the size of the model. Bar: 1.
 """
 
 import argparse
 import importlib
+import importlib.util
 import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
 import time
+from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
+from _summary import COLLECT, Row, collect, collected
 
+HERE = Path(__file__).parent
 FEATURES, UNITS, CHUNK = 8, 64, 125
+ENGINES = ("torch", "jax", "keras-torch", "tensorflow", "tf_keras")
+#: Bars of the ratio of one worker to two; the other engines are compared in their numbers alone.
+SCALING = {"torch": 1.6, "jax": 1.4}
+PARTS = (*ENGINES, "memory", "bytes")
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TF_NUM_INTRAOP_THREADS": "1",
+    "TF_NUM_INTEROP_THREADS": "1",
+    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "PYTHONWARNINGS": "ignore",
+}
 
 
-def torch_model(steps):
+def torch_model(units=UNITS):
     import torch
 
     class Net(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.lstm = torch.nn.LSTM(FEATURES, UNITS, num_layers=2, batch_first=True)
-            self.out = torch.nn.Linear(UNITS, 1)
+            self.lstm = torch.nn.LSTM(FEATURES, units, num_layers=2, batch_first=True)
+            self.out = torch.nn.Linear(units, 1)
 
         def forward(self, x):
             return self.out(self.lstm(x)[0][:, -1])
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    return Net(), {"loss": torch.nn.functional.mse_loss}
+    return Net(), {"loss": torch.nn.functional.mse_loss, "wrt": "input"}
 
 
 def keras_model(package, steps):
@@ -41,7 +76,7 @@ def keras_model(package, steps):
     layers = [keras.layers.Input((steps, FEATURES)), lstm(UNITS, return_sequences=True), lstm(UNITS)]
     model = keras.Sequential([*layers, keras.layers.Dense(1)])
     model.compile(loss="mse")
-    return model, {}
+    return model, {"wrt": "input"}
 
 
 def blocks(count, steps):
@@ -53,61 +88,190 @@ def blocks(count, steps):
     return x, rng.normal(size=(count, 1), chunks=(CHUNK, 1)).astype("float32")
 
 
-def timed(run):
+def seconds_of(run):
     start = time.perf_counter()
     return run(), time.perf_counter() - start
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--engine", default="torch", choices=["torch", "jax", "tensorflow", "keras-torch", "tf_keras"])
-    parser.add_argument("--sequences", type=int, default=6000)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--most", type=int, default=20_000, help="sequences of the largest run of the memory test")
-    asked = parser.parse_args()
-    os.environ.setdefault("KERAS_BACKEND", asked.engine.removeprefix("keras-").replace("tf_keras", "tensorflow"))
-    package = "tf_keras" if asked.engine == "tf_keras" else "keras"
-    model, keywords = torch_model(asked.steps) if asked.engine == "torch" else keras_model(package, asked.steps)
-    measure(model, {**keywords, "wrt": "input"}, asked)
+def clusters(opened, *workers):
+    """Return a client for each number of workers, closed with ``opened``; idle workers cost nothing."""
+    from dask.distributed import Client, LocalCluster
+
+    clients = []
+    for count in workers:
+        cluster = opened.enter_context(LocalCluster(n_workers=count, threads_per_worker=1, dashboard_address=":0"))
+        clients.append(opened.enter_context(Client(cluster, set_as_default=False)))
+    return clients
 
 
-def measure(model, keywords, asked):
+def engine(name, small):
+    """Compare numbers on one engine and, where it has a bar, time in interleaved rounds."""
+    import rnnlens as rl
+
+    timed = name in SCALING
+    count, steps, rounds = (500, 10, 1) if small else (6000, 100, 3) if timed else (500, 20, 1)
+    count += 3  # a smaller last chunk
+    model, keywords = (
+        torch_model() if name == "torch" else keras_model("tf_keras" if name == "tf_keras" else "keras", steps)
+    )
+    x, y = blocks(count, steps)
+    here = x.compute(scheduler="synchronous"), y.compute(scheduler="synchronous")
+    found, apart = {}, []
+    with ExitStack() as opened:
+        clients = dict(zip((1, 2), clusters(opened, 1, 2), strict=True))
+        lazy = {}
+        for workers, client in clients.items():
+            with client.as_current():
+                lazy[workers] = rl.gradients(model, x, y, **keywords)
+                lazy[workers][: CHUNK * 4 * workers].compute()  # workers import, rebuild and compile
+        rl.gradients(model, here[0][:CHUNK], here[1][:CHUNK], **keywords)
+        for _ in range(rounds):
+            plain, alone = seconds_of(lambda: rl.gradients(model, *here, batch_size=CHUNK, **keywords).values)
+            found.setdefault(0, []).append(alone)
+            for workers, client in clients.items():
+                with client.as_current():
+                    values, seconds = seconds_of(lambda workers=workers: lazy[workers].compute().values)
+                found.setdefault(workers, []).append(seconds)
+                apart.append(float(np.abs(values - plain).max() / np.abs(plain).max()))
+    collect(Row(name, "largest difference", max(apart), "", "the plain call", bar=0.0 if name == "torch" else 1e-6))
+    if timed:
+        plain, one, two = found[0], found[1], found[2]
+        overhead = statistics.median(b / a for a, b in zip(plain, one, strict=True))
+        scaling = statistics.median(a / b for a, b in zip(one, two, strict=True))
+        each = statistics.median(one) / count
+        link = here[0].nbytes * 2 / count
+        collect(
+            Row(name, "one worker", overhead, "x", "the plain call", bar=1.15),
+            Row(name, "two workers", scaling, "x", "one worker, times as fast", bar=SCALING[name], at_least=True),
+            Row(name, "a sequence on one worker", 1000 * each, "ms", f"{link / 1000:.1f} kB read and written"),
+        )
+
+
+def memory(small):
+    """Compare the client's resident memory while few and many sequences are reduced over samples."""
     import psutil
+
+    import rnnlens as rl
+
+    model, keywords = torch_model()
+    process, largest = psutil.Process(), {}
+
+    def watch():
+        while not done.wait(0.02):
+            largest[count] = max(largest.get(count, 0), process.memory_info().rss)
+
+    with ExitStack() as opened:
+        (client,) = clusters(opened, 2)
+        opened.enter_context(client.as_current())
+        for count in (0, 1000, 2000 if small else 20_000):
+            x, y = blocks(count or 1000, 20 if small else 100)
+            done = threading.Event()
+            watcher = threading.Thread(target=watch)
+            watcher.start()
+            rl.gradients(model, x, y, measure="norm", across="mean", **keywords).compute()
+            done.set()
+            watcher.join()
+    few, many = largest[1000], largest[count]
+    what = f"client, {count:,} sequences ({many / 2**20:.0f} MiB)"
+    collect(Row("memory", what, many / few, "x", "1,000 sequences", bar=1.1))
+
+
+def count_models():
+    """Let this worker record the size of every model that it unpickles."""
+    from rnnlens.cluster import travel
+
+    def unpickled(self, state):
+        travel.sizes.append(len(state["_bytes"]))
+        self.__dict__.update(state)
+
+    travel.sizes, travel.TravellingModel.__setstate__ = [], unpickled
+
+
+def sizes_of_models():
+    from rnnlens.cluster import travel
+
+    return travel.sizes
+
+
+def model_bytes(small):
+    """Compare the bytes of the model that a worker unpickles with the size of the model.
+
+    Without Dask's memory manager, which drops copies that no waiting task needs, and sends them again.
+    """
+    import dask
+
+    import rnnlens as rl
+
+    model, keywords = torch_model(units=64 if small else 512)
+    with ExitStack() as opened:
+        opened.enter_context(dask.config.set({"distributed.scheduler.active-memory-manager.start": False}))
+        (client,) = clusters(opened, 2)
+        opened.enter_context(client.as_current())
+        client.run(count_models)
+        x, y = blocks(16 * CHUNK, 4)
+        lazy = rl.gradients(model, x, y, **keywords)
+        lazy.compute()
+        most = max(sum(found) for found in client.run(sizes_of_models).values())
+    size = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    collect(Row("bytes", f"model of {size / 1e6:.1f} MB, by worker", most / size, "x", "its weights", bar=1.05))
+
+
+def full_size():
+    """Compute the gradient of 9600 sequences of 1403 steps of a stateful model, one number for each step."""
+    import dask.array as da
     from dask.distributed import Client, LocalCluster
 
     import rnnlens as rl
 
-    x, y = blocks(asked.sequences, asked.steps)
-    here = x.compute(scheduler="synchronous"), y.compute(scheduler="synchronous")
-    rl.gradients(model, here[0][:CHUNK], here[1][:CHUNK], **keywords)  # compiles
-    plain, alone = timed(lambda: rl.gradients(model, *here, batch_size=CHUNK, **keywords).values)
-    print(f"plain streaming call: {alone:.2f} s")
-    seconds = {}
-    for workers in (1, 2):
-        with (
-            LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=":0") as cluster,
-            Client(cluster) as client,
-        ):
-            lazy = rl.gradients(model, x, y, **keywords)
-            lazy[: CHUNK * 4 * workers].compute()  # workers import, rebuild and compile
-            client.run(lambda: None)
-            found, seconds[workers] = timed(lambda lazy=lazy: lazy.compute().values)
-            apart = float(np.abs(found - plain).max() / np.abs(plain).max())
-            print(f"{workers} worker(s): {seconds[workers]:.2f} s, largest relative difference {apart:.1e}")
-            if workers == 2:
-                memory(psutil.Process(), model, keywords, asked)
-    print(f"one worker / plain: {seconds[1] / alone:.2f}; two workers / one: {seconds[1] / seconds[2]:.2f}")
+    path = next((HERE.parent / "examples").glob("a_*.py"))
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location("example_a", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    model = example.build(1403, 100, 200)
+    ids = da.random.default_rng(1).integers(0, example.VOCABULARY, (9600, 1403), chunks=(example.BATCH, 1403))
+    target = {"of": "rnn.hidden", "at": {"time": -1}, "reduce": "mean", "per_sample": True}
+    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster, Client(cluster):
+        start = time.perf_counter()
+        lazy = rl.gradients(model, ids, **target, wrt="embedding.output", measure="norm", across="mean")
+        found = lazy.compute()
+        seconds = time.perf_counter() - start
+    assert found.dims == ("time",)
+    assert np.isfinite(found.values).all()
+    few = rl.gradients(model, ids[:64].compute(), **target, wrt="embedding.output", measure="norm", batch_size=32)
+    again = rl.gradients(model, ids[:64], **target, wrt="embedding.output", measure="norm").compute(scheduler="sync")
+    apart = float(np.abs(few.values - again.values).max() / np.abs(few.values).max())
+    collect(
+        Row("full size", "9600 x 1403, 200 units, two workers", seconds, "s"),
+        Row("full size", "largest difference, 64 sequences", apart, "", "the plain call", bar=1e-6),
+    )
 
 
-def memory(process, model, keywords, asked):
-    """Print the resident memory of the client after runs of more and more sequences, reduced over samples."""
-    import rnnlens as rl
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="toy sizes, to see that it runs")
+    parser.add_argument("--only", nargs="+", choices=[*PARTS, "full-size"], default=PARTS, help="these parts")
+    parser.add_argument("--part", choices=[*PARTS, "full-size"], help="this part, in this process")
+    asked = parser.parse_args()
+    if asked.part:
+        parts = {"memory": memory, "bytes": model_bytes, "full-size": lambda small: full_size()}
+        parts.get(asked.part, lambda small: engine(asked.part, small))(asked.small)
+        return 0
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(os.environ.setdefault(COLLECT, str(Path(folder) / "rows")))
+        before = len(collected(path))
+        for part in asked.only:
+            backend = {"keras-torch": "torch", "tf_keras": "tensorflow", "tensorflow": "tensorflow"}.get(part, "jax")
+            environment = {**os.environ, **ONE_THREAD, "KERAS_BACKEND": backend}
+            command = [sys.executable, __file__, "--part", part, *(["--small"] if asked.small else [])]
+            print(f"\n{part}", flush=True)
+            failed += subprocess.run(command, env=environment, check=False).returncode != 0
+        from speed import show
 
-    for count in (1000, asked.most):
-        x, y = blocks(count, asked.steps)
-        rl.gradients(model, x, y, measure="norm", across="mean", **keywords).compute()
-        print(f"client after {count} sequences: {process.memory_info().rss / 2**20:.0f} MiB")
+        show(collected(path)[before:])
+    return failed
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

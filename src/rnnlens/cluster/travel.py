@@ -56,6 +56,7 @@ class TravellingModel:
         self._digest, self.digest, self._engine = digest, digest(model), engine
         self._model: Any = model
         self._bytes: bytes | None = None
+        self._key = ""
         self._home = (gethostname(), os.getpid())
 
     def pack(self) -> bytes:
@@ -68,6 +69,7 @@ class TravellingModel:
         """
         if self._bytes is None:
             self._bytes = packed(self._model, self._engine)
+            self._key = hashlib.sha256(self._bytes).hexdigest()
         return self._bytes
 
     def get(self) -> Any:
@@ -79,14 +81,15 @@ class TravellingModel:
             If the weights changed since the lazy result was made.
         """
         if self._model is None:
-            return _rebuilt(self.pack(), self._home != (gethostname(), os.getpid()))
+            return _rebuilt(self._key, self.pack(), self._home != (gethostname(), os.getpid()))
         if self._digest(self._model) != self.digest:
             what = "The model's weights changed after this lazy result was made, so it would mix two models."
             raise ModelError(what, hint="make the lazy result again, or compute it before training goes on")
         return self._model
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"digest": self.digest, "_model": None, "_bytes": self.pack(), "_home": self._home}
+        state = {"digest": self.digest, "_model": None, "_bytes": self.pack(), "_home": self._home}
+        return {**state, "_key": self._key}
 
     def __dask_tokenize__(self) -> tuple[str, str]:
         return ("rnnlens-model", self.digest)
@@ -265,20 +268,19 @@ def _cannot_travel(path: str, error: Exception) -> UnsupportedError:
     )
 
 
-def _rebuilt(data: bytes, elsewhere: bool) -> Any:
-    """Return the model of these bytes, rebuilt at its first use in this process."""
-    digest = hashlib.sha256(data).hexdigest()
+def _rebuilt(key: str, data: bytes, elsewhere: bool) -> Any:
+    """Return the model of these bytes, rebuilt at its first use in this process; ``key`` is the hash of the bytes."""
     with _loading:
-        if digest not in _models:
+        if key not in _models:
             if elsewhere:
                 fit_process()
-            _models[digest] = unpacked(data)
+            _models[key] = unpacked(data)
             while len(_models) > _KEPT:
                 _models.popitem(last=False)
-        _models.move_to_end(digest)
+        _models.move_to_end(key)
         if elsewhere:
             fit_thread()
-        return _models[digest]
+        return _models[key]
 
 
 def unpacked(data: bytes) -> Any:
