@@ -29,6 +29,17 @@ class Stacked(nn.Module):
         return self.head(self.rnn(torch.cat([self.table(ids), x], -1))[0])
 
 
+class Chain(nn.Module):
+    """Well-known layers one after the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.rnn(x)[0])
+
+
 class Centred(nn.Module):
     """A model whose samples depend on each other: the mean over the batch is subtracted."""
 
@@ -80,6 +91,16 @@ def test_later_traces_compare_other_samples_each_time_and_give_the_same_numbers(
         for name in first:
             for key, values in first[name].dataset.data_vars.items():
                 np.testing.assert_array_equal(trace[name].dataset[key].values, values.values)
+
+
+def test_a_chain_of_library_layers_is_certified_with_a_part_too():
+    torch.manual_seed(0)
+    model = Chain()
+    x, y = torch.randn(SAMPLES, 7, 3), torch.randn(SAMPLES, 7, 2)
+    found = [traced(model, x, y).certificate for _ in range(4)]
+    assert [one.state for one in found] == ["passed"] * 4
+    assert found[0].samples == ""
+    assert all(one.samples for one in found[1:])
 
 
 def test_a_later_trace_runs_the_model_twice_the_second_time_on_few_samples():

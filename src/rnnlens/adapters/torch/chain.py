@@ -383,7 +383,7 @@ def _captured(model: nn.Module, batch: Batch, request: CaptureRequest) -> Captur
         wanted = [call for path, call in tensors.items() if request.layers is None or path in request.layers]
         gradients = None
         if loss is not None and request.gradients:
-            gradients = _gradients(model, x, loss, wanted, request)
+            gradients = _gradients(model, (x, outputs), loss, wanted, request)
             if gradients is None:
                 return None
     value = None if loss is None else float(loss.detach())
@@ -395,15 +395,19 @@ def _captured(model: nn.Module, batch: Batch, request: CaptureRequest) -> Captur
         own = {id(weight) for call in wanted for weight in call.weights.values()}
         parameters = dict(model.named_parameters())
         found.input_grads = [gradients.get(id(x)) if x.is_floating_point() else None]
+        found.output_grads = [gradients.get(id(outputs))]
         found.beside = {name: None if id(p) in own else gradients.get(id(p)) for name, p in parameters.items()}
         found.inside = frozenset(name for name, p in parameters.items() if id(p) in own)
     return found
 
 
 def _gradients(
-    model: nn.Module, x: Tensor, loss: Tensor, calls: Sequence[_LayerTensors], request: CaptureRequest
+    model: nn.Module, ends: Sequence[Tensor], loss: Tensor, calls: Sequence[_LayerTensors], request: CaptureRequest
 ) -> dict[int, Tensor] | None:
-    """Return the gradients of the loss by the identity of tensors; None if no path leads to a layer."""
+    """Return the gradients of the loss by the identity of tensors; None if no path leads to a layer.
+
+    ``ends`` are the input and the output of the model.
+    """
     if not loss.requires_grad:
         return None
     taps = [t for call in calls for t in call.returned]
@@ -411,7 +415,7 @@ def _gradients(
         taps += [weight for call in calls for weight in call.weights.values()]
     if request.boundaries:
         taps += [t for call in calls for t in (call.input, *call.initial)]
-        taps += [t for t in (x, *model.parameters()) if t.requires_grad]
+        taps += [t for t in (*ends, *model.parameters()) if t.requires_grad]
     taps = list({id(t): t for t in taps}.values())
     with raised_by("The backward pass of your model or loss"):
         pulled = torch.autograd.grad(loss, taps, allow_unused=True)
