@@ -11,7 +11,7 @@ from ...adapters.protocol import RecurrentCall
 from ...recurrence.cells import affine
 from ...results.schema import to_host
 from ...typing import Array
-from ...vocabulary import DIRECTION, FEATURE, GATE, SAMPLE, TIME
+from ...vocabulary import DIRECTION, FEATURE, GATE, SAMPLE, STATE, TIME
 
 _NEEDED = {"input", "hidden", "gate_grad", "gates"}
 
@@ -41,15 +41,20 @@ def weight_sums(dataset: xr.Dataset, call: RecurrentCall, probes: int) -> dict[s
 
 def _of(dataset: xr.Dataset, name: str, call: RecurrentCall) -> Array:
     """Return one direction of a variable as (sample, time, ..., unit), with gates in the order of the cell."""
-    array = dataset[name]
-    if DIRECTION in array.dims:
-        array = array.sel({DIRECTION: call.direction})
-    if GATE in array.dims:
-        gates = list(call.cell.gates)
-        if list(array[GATE].values) != gates:
-            array = array.sel({GATE: gates})
-        return np.asarray(array.transpose(SAMPLE, TIME, GATE, ...).values)
-    return np.asarray(array.transpose(SAMPLE, TIME, ...).values)
+    variable = dataset.variables[name]
+    if DIRECTION in variable.dims:
+        variable = variable.isel({DIRECTION: _labels(dataset, DIRECTION).index(call.direction)})
+    if GATE in variable.dims:
+        labels = _labels(dataset, GATE)
+        if labels != list(call.cell.gates):
+            variable = variable.isel({GATE: [labels.index(gate) for gate in call.cell.gates]})
+        return np.asarray(variable.transpose(SAMPLE, TIME, GATE, ...).values)
+    return np.asarray(variable.transpose(SAMPLE, TIME, ...).values)
+
+
+def _labels(dataset: xr.Dataset, dim: str) -> list[str]:
+    """Return the labels of a dimension, by which values are selected; as variables, without the cost of an index."""
+    return [str(label) for label in dataset.variables[dim].values]
 
 
 def _before(hidden: Array, call: RecurrentCall) -> Array:
@@ -82,13 +87,14 @@ def initial_state_gradients(dataset: xr.Dataset, call: RecurrentCall, names: Any
     found = []
     for name in names:
         lone = f"initial_{name}_grad"
-        if lone in dataset:
-            array = dataset[lone]
-        elif "initial_state_grad" in dataset:
-            array = dataset["initial_state_grad"].sel(state=name)
+        if lone in dataset.variables:
+            variable = dataset.variables[lone]
+        elif "initial_state_grad" in dataset.variables:
+            variable = dataset.variables["initial_state_grad"]
+            variable = variable.isel({STATE: _labels(dataset, STATE).index(str(name))})
         else:
             return None
-        if DIRECTION in array.dims:
-            array = array.sel({DIRECTION: call.direction})
-        found.append(np.asarray(array.transpose(SAMPLE, ...).values))
+        if DIRECTION in variable.dims:
+            variable = variable.isel({DIRECTION: _labels(dataset, DIRECTION).index(call.direction)})
+        found.append(np.asarray(variable.transpose(SAMPLE, ...).values))
     return found
