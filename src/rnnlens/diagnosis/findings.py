@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import xarray as xr
 
-from ..measures.facts import Census, constant_features, padding_share, static_share
+from ..measures.facts import constant_features, padding_share, static_share
 from ..measures.intervention import USED
 from ..measures.residual import Missed
 from ..results.diagnosis import Finding
@@ -74,8 +74,8 @@ def headline(memory: Memory, baseline: tuple[str, Memory] | None, missed: Missed
     sentences = [f"The model depends on {_used(memory)} ({'; '.join(_remarks(memory, baseline))}).", _lost(memory)]
     later, of = memory.later
     if of:
-        used = f"{later} of the {of} later {_steps(of)}" if later else f"none of the {of} later {_steps(of)}"
-        sentences.append(f"It also depends on {used}." if later else f"It depends on {used}.")
+        used = f"also depends on {later}" if later else "depends on none"
+        sentences.append(f"It {used} of the {of} later {_steps(of)}.")
     if memory.count_matters:
         sentences.append("The number of steps before the last also changes its output, whatever their inputs.")
     if missed is not None and not is_missed(missed, memory) and not memory.censored:
@@ -85,21 +85,14 @@ def headline(memory: Memory, baseline: tuple[str, Memory] | None, missed: Missed
 
 def layer_sentence(name: str, carried: Carried) -> str:
     """Describe the memory that the state of one layer carries."""
+    of_prediction, length = carried.of == "prediction", carried.length
     if carried.use.size == 0 or carried.use[0] <= USED:
-        return f"{name}: the state carries nothing from one step to the next that {_effect(carried)}."
-    length = "the first step to the last" if carried.length >= carried.steps else None
-    if length:
-        return f"{name}: the state carries information from {length} of {carried.steps}."
-    return f"{name}: the state carries information over {carried.length} {_steps(carried.length)}; {_older(carried)}."
-
-
-def _effect(carried: Carried) -> str:
-    return "changes the prediction" if carried.of == "prediction" else "changes its own later states"
-
-
-def _older(carried: Carried) -> str:
-    what = "the prediction" if carried.of == "prediction" else "its own last state"
-    return f"replacing the state earlier does not change {what}"
+        changed = "the prediction" if of_prediction else "its own later states"
+        return f"{name}: the state carries nothing from one step to the next that changes {changed}."
+    if length >= carried.steps:
+        return f"{name}: the state carries information from the first step to the last of {carried.steps}."
+    kept = f"replacing the state earlier does not change {'the prediction' if of_prediction else 'its own last state'}"
+    return f"{name}: the state carries information over {length} {_steps(length)}; {kept}."
 
 
 def _used(memory: Memory) -> str:
@@ -126,10 +119,7 @@ def _remarks(memory: Memory, baseline: tuple[str, Memory] | None) -> list[str]:
 
 
 def _lost(memory: Memory) -> str:
-    """Describe the share of the score that is lost when the oldest used step, and all older ones, are exchanged.
-
-    The text is empty for n = 1 and for an unknown share.
-    """
+    """Describe the share of the score lost without the oldest used step and all older ones; "" if n = 1 or unknown."""
     lost, n = memory.lost_without, memory.length.value
     if n == 1 or math.isnan(lost):
         return ""
@@ -308,7 +298,6 @@ def _about_dynamics(memory: Memory, layers: Sequence[LayerFacts]) -> Iterator[Fi
         # Not the gradient of the output: if the output uses several steps, it may be largest at an earlier one.
         growth = layer.transfer.growth
         if growth >= EXPLODED:
-            chaotic = np.isfinite(error) and (rate - 2 * error) * steps > CHAOS and layer.bounded
             yield Finding(
                 "EXPLODING",
                 "fault",
@@ -318,11 +307,19 @@ def _about_dynamics(memory: Memory, layers: Sequence[LayerFacts]) -> Iterator[Fi
                 f">= {EXPLODED:g} decades",
                 "clip the norm of the gradient (arXiv:1211.5063), a smaller recurrent kernel, or a gated cell.",
             )
-            if chaotic:
-                yield _chaotic(layer, rate, error, steps)
-        elif np.isfinite(error) and (rate - 2 * error) * steps > CHAOS and layer.bounded:
+        if np.isfinite(error) and (rate - 2 * error) * steps > CHAOS and layer.bounded:
             yield _chaotic(layer, rate, error, steps)
-        yield from _underflow(layer.name, layer.states)
+        tiny, count = layer.states.underflow, layer.states.count
+        if tiny > UNDERFLOWN * count:
+            yield Finding(
+                "UNDERFLOW",
+                "caution",
+                layer.name,
+                f"{_percent(tiny / count)} of the state is subnormal, too small for its dtype.",
+                {"underflow": tiny, "count": count},
+                f"> {_percent(UNDERFLOWN)}",
+                "compute in a wider dtype, or scale the state.",
+            )
     yield from _unequal(layers)
 
 
@@ -338,19 +335,6 @@ def _chaotic(layer: LayerFacts, rate: float, error: float, steps: int) -> Findin
         "a smaller gain of the recurrent kernel (spectral radius towards 1; Sompolinsky, Crisanti, Sommers 1988), or a "
         "gated cell.",
     )
-
-
-def _underflow(name: str, states: Census) -> Iterator[Finding]:
-    if states.underflow > UNDERFLOWN * states.count:
-        yield Finding(
-            "UNDERFLOW",
-            "caution",
-            name,
-            f"{_percent(states.underflow / states.count)} of the state is subnormal, too small for its dtype.",
-            {"underflow": states.underflow, "count": states.count},
-            f"> {_percent(UNDERFLOWN)}",
-            "compute in a wider dtype, or scale the state.",
-        )
 
 
 def _unequal(layers: Sequence[LayerFacts]) -> Iterator[Finding]:
@@ -387,8 +371,7 @@ def _about_units(layers: Sequence[LayerFacts]) -> Iterator[Finding]:
 
 
 def _about_data(x: Array, mask: Array | None) -> Iterator[Finding]:
-    padded = padding_share(x, mask)
-    if padded > PADDED:
+    if (padded := padding_share(x, mask)) > PADDED:
         yield Finding(
             "PADDING_DOMINATES",
             "caution",
@@ -398,8 +381,7 @@ def _about_data(x: Array, mask: Array | None) -> Iterator[Finding]:
             f"> {_percent(PADDED)} masked, or identical steps at one end",
             "mask the padding, or batch samples of similar length.",
         )
-    constant = constant_features(x)
-    if constant.any():
+    if (constant := constant_features(x)).any():
         yield Finding(
             "CONSTANT_INPUT",
             "caution",
@@ -409,8 +391,7 @@ def _about_data(x: Array, mask: Array | None) -> Iterator[Finding]:
             "max == min over all samples and steps",
             "remove them, or check how they were scaled.",
         )
-    static = static_share(x)
-    if static > STATIC:
+    if (static := static_share(x)) > STATIC:
         yield Finding(
             "STATIC_INPUT",
             "caution",
@@ -425,12 +406,12 @@ def _about_data(x: Array, mask: Array | None) -> Iterator[Finding]:
 def _about_memory(memory: Memory, attributed: Attribution | None) -> Iterator[Finding]:
     samples = memory.change.shape[1] if memory.change.size else 0
     if samples and samples < ENOUGH:
+        result = "too few to measure memory" if samples < FEWEST else "the intervals are too narrow"
         yield Finding(
             "FEW_SAMPLES",
             "unknown" if samples < FEWEST else "caution",
             MODEL,
-            f"{samples} samples: "
-            + ("too few to measure memory." if samples < FEWEST else "the intervals are too narrow."),
+            f"{samples} samples: {result}.",
             {"samples": samples},
             f"< {ENOUGH}",
             f"pass at least {ENOUGH} samples.",
@@ -453,17 +434,14 @@ def _about_memory(memory: Memory, attributed: Attribution | None) -> Iterator[Fi
     ratio = max(attributed.memory / length.value, length.value / attributed.memory)
     outside = not length.low / DISAGREE < attributed.memory < length.high * DISAGREE
     if ratio >= DISAGREE and outside:
+        latch = "a stable memory (a latch) has a gradient of nearly zero"
+        few = "few samples with large gradients dominate the attribution"
         yield Finding(
             "GRADIENT_MEMORY_DISAGREE",
             "caution",
             MODEL,
             f"Gradients attribute the prediction to the last {attributed.memory} steps, replacing inputs to the "
-            f"last {length.value:.0f}: "
-            + (
-                "a stable memory (a latch) has a gradient of nearly zero."
-                if attributed.memory < length.value
-                else "few samples with large gradients dominate the attribution."
-            ),
+            f"last {length.value:.0f}: {latch if attributed.memory < length.value else few}.",
             {"attributed": attributed.memory, "memory": length.value},
             f"a factor of {DISAGREE:g}, outside the interval",
             "rely on the memory in use (Bengio, Simard, Frasconi 1994).",
