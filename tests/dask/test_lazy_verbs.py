@@ -50,6 +50,7 @@ GRADIENTS = {
     "state": {"wrt": "lstm.hidden", "loss": MSE},
     "one weight": {"wrt": "lstm/recurrent_kernel", "loss": MSE},
     "of a state": {"of": "lstm.hidden", "wrt": "input", "at": {"time": -1}, "reduce": "sum"},
+    "weighted samples": {"of": "output", "wrt": "input", "reduce": np.linspace(0, 1, 50)[:, None].astype("float32")},
     "of each sample": {"of": "output", "wrt": "lstm/kernel", "per_sample": True, "reduce": "sum"},
     "summed loss": {"wrt": "input", "loss": torch.nn.MSELoss(reduction="sum")},
     "own loss, said to be a mean": {"wrt": "input", "loss": lambda a, b: ((a - b) ** 2).mean(), "combine": "mean"},

@@ -132,7 +132,11 @@ def _gradients_of_template(
 ) -> tuple[GradientRequest, BatchTarget, DataSetGradients]:
     request = read_request(model, batch, arguments)
     request.axes.inputs, request.axes.is_cut = (None if chunks.layouts is None else chunks.layouts["x"]), True
-    part = BatchTarget(batch if request.with_loss else batch.without_loss(), request.target)
+    target = request.target
+    if not request.of_loss:
+        count = data.len_of(batch.x, request.axes.inputs)
+        target = replace(target, total=chunks.total, rows=(0, 0)).of_rows(0, count)
+    part = BatchTarget(batch if request.with_loss else batch.without_loss(), target)
     found = answer(request, part)
     total = Accumulator(None, arguments.measure, arguments.across)
     total.add(found)

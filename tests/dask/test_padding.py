@@ -1,0 +1,71 @@
+"""A last, smaller chunk on an engine that compiles: the numbers of the streaming call, whatever the loss."""
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+
+import rnnlens as rl
+
+keras = pytest.importorskip("keras")
+CHUNK, COUNT, STEPS, FEATURES = 8, 19, 6, 3
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(COUNT, STEPS, FEATURES)).astype("float32")
+Y = RNG.normal(size=(COUNT, 1)).astype("float32")
+BY_STEP = RNG.normal(size=(COUNT, STEPS, 1)).astype("float32")
+LABELS = RNG.integers(0, 2, (COUNT, 1))
+WEIGHTS = RNG.uniform(0.5, 2.0, COUNT).astype("float32")
+
+
+def built(loss="mse", steps=False, **options):
+    keras.utils.set_random_seed(0)
+    layers = keras.layers
+    gru = layers.GRU(3, return_sequences=steps, name="gru", **options)
+    model = keras.Sequential([layers.Input((STEPS, FEATURES)), gru, layers.Dense(1, activation="sigmoid")])
+    model.compile(loss=loss)
+    return model
+
+
+def mean_of_squares(y, output):
+    return keras.ops.mean((y - output) ** 2)
+
+
+CASES = {
+    "loss": (built, Y, {}, {}),
+    "sum": (lambda: built(keras.losses.MeanSquaredError(reduction="sum")), Y, {}, {}),
+    "loss of every step": (lambda: built(steps=True), BY_STEP, {}, {}),
+    "sample weights": (built, Y, {}, {"sample_weight": WEIGHTS}),
+    "class weights": (lambda: built("binary_crossentropy"), LABELS, {"class_weight": {0: 1.0, 1: 3.0}}, {}),
+    "regulariser": (lambda: built(kernel_regularizer=keras.regularizers.L2(0.1)), Y, {}, {}),
+    "activity": (lambda: built(activity_regularizer=keras.regularizers.L2(0.1)), Y, {}, {}),
+    "function": (built, Y, {"loss": mean_of_squares, "combine": "mean"}, {}),
+    "input of a loss": (built, Y, {"wrt": ["input", "gru.hidden"]}, {}),
+    "output": (built, None, {"of": "output", "reduce": "mean", "wrt": ["gru/kernel", "input"]}, {}),
+    "each output": (built, None, {"of": "output", "reduce": "sum", "per_sample": True, "wrt": ["gru/bias"]}, {}),
+    "weighted outputs": (built, None, {"of": "output", "reduce": WEIGHTS[:, None], "wrt": ["gru/kernel"]}, {}),
+    "mean over samples": (built, None, {"of": "output", "reduce": "sum", "wrt": ["input"], "across": "mean"}, {}),
+}
+
+
+def lazy(array):
+    return None if array is None else da.from_array(array, chunks=(CHUNK, *array.shape[1:]))
+
+
+#: Each compiles for seconds: one of each kind of padding, the others with make test-full.
+FEW = ("loss of every step", "sample weights", "regulariser", "weighted outputs")
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in FEW else pytest.param(case, marks=pytest.mark.full) for case in CASES]
+)
+def test_the_numbers_are_those_of_the_streaming_call(case):
+    make, y, keywords, weights = CASES[case]
+    model = make()
+    plain = rl.gradients(model, X, y, batch_size=CHUNK, **keywords, **weights)
+    chunked = {name: lazy(value) for name, value in weights.items()}
+    with dask.config.set(scheduler="synchronous"):
+        found = rl.gradients(model, lazy(X), lazy(y), **keywords, **chunked).compute()
+    np.testing.assert_allclose(found.value, plain.value, rtol=1e-6)
+    for name in plain.tensors:
+        expected = plain[name].values
+        np.testing.assert_allclose(found[name].values, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
