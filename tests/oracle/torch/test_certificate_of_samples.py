@@ -103,6 +103,24 @@ def test_a_chain_of_library_layers_is_certified_with_a_part_too():
     assert all(one.samples for one in found[1:])
 
 
+class WithStates(Chain):
+    """A model that returns its final states as torch does, layers first, and a number."""
+
+    def forward(self, x):
+        steps, states = self.rnn(x)
+        return self.head(steps), states, steps.square().mean()
+
+
+def test_outputs_without_samples_first_are_left_out_by_name():
+    torch.manual_seed(0)
+    model, x, y = WithStates(), torch.randn(SAMPLES, 7, 3), torch.randn(SAMPLES, 7, 2)
+    found = [rl.trace(model, x, y, loss=lambda out, y: functional.mse_loss(out[0], y)).certificate for _ in range(3)]
+    assert [one.state for one in found] == ["passed"] * 3
+    assert all("outputs without samples on their first axis" in one.uncertified for one in found[1:])
+    own = [rl.trace(model, x, loss=lambda out: out[0].sum() + out[2]).certificate for _ in range(3)]
+    assert [(one.state, one.samples) for one in own] == [("passed", "")] * 3
+
+
 def test_a_later_trace_runs_the_model_twice_the_second_time_on_few_samples():
     model, (x, y) = Stacked(), stacked_data()
     traced(model, x, y)
