@@ -229,5 +229,5 @@ def _words(datasets: Mapping[str, xr.Dataset], has_loss: bool, part: SamplePart 
     certified += ["gradients at inputs and weights"] if has_loss else []
     resting = [name for name in present if name.endswith("_grad") and name not in ("input_grad", "initial_state_grad")]
     certified += [name for name in ("input_grad", "initial_state_grad") if name in present]
-    open_ends = () if part is None else ("the other samples, as an earlier call was with all of them",)
+    open_ends = () if part is None else ("the other samples (an earlier call compared all)",)
     return {"certified": tuple(certified), "resting": tuple(resting), "uncertified": open_ends}
