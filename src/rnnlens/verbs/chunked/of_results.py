@@ -15,7 +15,6 @@ from ...adapters.protocol import Adapter, Batch
 from ...adapters.registry import adapter_for
 from ...errors import UnsupportedError
 from ...results.array import RECORD, LazyArray
-from ...typing import Array
 from ...vocabulary import SAMPLE
 from .graph import ChunkGraph, ChunkValues, Padding
 from .of_gradients import finish_sum, refuse_other_loss, template_of
@@ -57,12 +56,8 @@ def lazy_jacobian(model: Any, chunks: SampleChunks, work: JacobianWork, ends: st
     if not work.mean:
         return LazyArray.of(graph.kept("jacobian", template), graph)
     template.attrs["samples"] = chunks.total
-    finish = partial(_mean, samples=chunks.total)
+    finish = partial(finish_sum, scale=1.0, samples=chunks.total)
     return LazyArray.of(graph.total("jacobian", template, finish), graph)
-
-
-def _mean(total: Array, samples: int) -> Array:
-    return total / samples
 
 
 @dataclass(frozen=True)
