@@ -1,7 +1,7 @@
 """What ``rl.diagnose`` costs, by part, in forward and backward passes of torch; the Lyapunov spectrum against its QR;
 the fixed points of a 3-bit flip-flop.
 
-python benchmarks/diagnosis_cost.py [--small]
+python benchmarks/diagnosis_cost.py [--small] [--passes]
 """
 
 from __future__ import annotations
@@ -178,9 +178,13 @@ def main() -> int:
     """Print all tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="a toy size, to see that it runs")
-    small = parser.parse_args().small
+    parser.add_argument("--passes", action="store_true", help="only the passes of rl.diagnose")
+    asked = parser.parse_args()
+    small = asked.small
     warnings.simplefilter("ignore")
     diagnosis(*((16, 64, 20, 1) if small else (256, 64, 500, 3)))
+    if asked.passes:
+        return 0
     for kind in ("rnn", "lstm"):
         lyapunov(kind, *((8, 50, 2, 1) if small else (64, 1000, 16, 3)))
     flip_flop(*((20, 1) if small else (1500, 3)))

@@ -34,7 +34,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "time_jacobian.py": ("--only", "small"),
     "overhead.py": (),
     "example_a.py": (),
-    "diagnosis_cost.py": (),
+    "diagnosis_cost.py": ("--passes",),
     "report.py": (),
 }
 
