@@ -7,14 +7,14 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
-# Modules are compiled when they are first imported: compiling all that is installed takes longer than the demo.
+# pip compiles no modules: the demo imports a part of what is installed, and `make test` compiles all on every core.
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --editable
 
 .PHONY: demo test test-full lint bench gallery pages docs browser clean
 .DEFAULT_GOAL := test
 
 demo: .venv/.demo
-	@$(BIN)/rnnlens demo
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/rnnlens demo
 
 test: .venv/.dev browser
 	@$(BIN)/python tests/suites.py
@@ -61,4 +61,5 @@ clean:
 	@$(PIP) '.[dev]'
 	@# tf_keras asks for the full TensorFlow, on top of the tensorflow-cpu that is there: it needs the one only.
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --no-deps 'tf_keras==2.21.0'
+	@$(BIN)/python -m compileall -qq -j 0 .venv/lib || true  # some packages hold files for other versions of Python
 	@touch $@ .venv/.demo
