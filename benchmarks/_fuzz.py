@@ -14,7 +14,7 @@ import numpy as np
 
 import rnnlens as rl
 
-KINDS = ("right", "refused", "accused", "wrong", "foreign", "altered")
+KINDS = ("right", "no check", "refused", "accused", "wrong", "foreign", "altered")
 BAD = ("accused", "wrong", "foreign", "altered")
 
 
@@ -38,7 +38,10 @@ def squares(result: Any) -> float:
 
 
 def outcome(check: Callable[[], Any], weights: Callable[[], Mapping[str, Any]]) -> tuple[str, str]:
-    """Run one check; return what became of it, and a sentence. ``weights`` returns the state of the user's model."""
+    """Run one check; return what became of it, and a sentence. ``weights`` returns the state of the user's model.
+
+    A check returns a certificate, or None if it does not apply to the model: "no check".
+    """
     before = {name: np.array(value) for name, value in weights().items()}
     try:
         with warnings.catch_warnings():
@@ -54,9 +57,11 @@ def outcome(check: Callable[[], Any], weights: Callable[[], Mapping[str, Any]]) 
         return "foreign", f"{type(error).__name__}: {str(error)[:120]} ({where})"
     if any(not np.array_equal(value, np.asarray(weights()[name])) for name, value in before.items()):
         return "altered", "weights or buffers changed"
-    if certificate is not None and certificate.state == "failed":
+    if certificate is None:
+        return "no check", ""
+    if certificate.state == "failed":
         return "accused", str(certificate)[:150]
-    return "right", "" if certificate is None else certificate.state
+    return "right", certificate.state
 
 
 class Table:
@@ -69,7 +74,7 @@ class Table:
     def add(self, number: int, name: str, became: str, sentence: str, choices: Mapping[str, Any]) -> None:
         """Count one outcome, and print it if it is not right."""
         self._counts[name][became] += 1
-        if became != "right" or self._show_all:
+        if became not in ("right", "no check") or self._show_all:
             shown = {key: value for key, value in choices.items() if value not in (False, "none")}
             print(f"{number} {name} {became.upper()}: {sentence}\n      {shown}", flush=True)
 

@@ -33,6 +33,7 @@ L = keras.layers
 STEPS, SAMPLES, FEATURES = 6, 4, 3
 
 
+@keras.utils.register_keras_serializable("fuzz")
 class LeakyCell(L.Layer):
     """h' = (1 - a) h + a tanh(W x + U h)."""
 
