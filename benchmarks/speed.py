@@ -1,6 +1,6 @@
 """One table of everything that has to be fast: ours, its peer, its bar, and whether it is met; under 20 minutes.
 
-    python benchmarks/speed.py [--small] [--demo] [--write]
+    python benchmarks/speed.py [--small] [--demo] [--write] [--only SCRIPT ...]
 
 Runs the benchmarks that measure speed one after the other and collects their figures. ``--demo`` also times ``make
 demo`` in a fresh clone, installation included. ``--write`` puts the table into docs/performance.md.
@@ -96,12 +96,13 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="toy sizes, to see that it runs")
     parser.add_argument("--demo", action="store_true", help="also make demo in a fresh clone")
     parser.add_argument("--write", action="store_true", help="write the table into docs/performance.md")
+    parser.add_argument("--only", nargs="+", choices=list(SCRIPTS), default=list(SCRIPTS), help="some of the scripts")
     asked = parser.parse_args()
     failed = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows"
         os.environ[COLLECT] = str(path)
-        for script, options in SCRIPTS.items():
+        for script, options in ((script, SCRIPTS[script]) for script in asked.only):
             print(f"\n{script}", flush=True)
             command = [sys.executable, str(HERE / script), *options, *(["--small"] if asked.small else [])]
             before = len(collected(path))
