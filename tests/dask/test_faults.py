@@ -113,6 +113,30 @@ def test_data_that_cannot_be_read_names_its_samples_and_loses_nothing(scheduler,
     np.testing.assert_array_equal(goes_on(result, tmp_path / "g.zarr", before), expected)
 
 
+def test_a_second_save_at_once_computes_what_failed_though_the_client_is_busy(client, expected, tmp_path):
+    """The scheduler keeps a failed task until it is told to forget it, and the client's event loop may be late."""
+    broken = tmp_path / "broken"
+    broken.touch()
+
+    def read(block, block_info=None):
+        if block_info and block_info[0]["chunk-location"][0] == 2 and broken.exists():
+            raise OSError("no such block")
+        return block
+
+    def keep_busy():
+        time.sleep(0.5)
+        if broken.exists():
+            client.loop.call_later(0.01, keep_busy)
+
+    result = of(seeded(Net), lazy(X).map_blocks(read, dtype="float32", meta=np.empty((0, 0, 0), "float32")))
+    client.loop.add_callback(keep_busy)
+    with pytest.raises(rl.errors.UserCodeError):
+        result.save(tmp_path / "g.zarr")
+    broken.unlink()
+    result.save(tmp_path / "g.zarr")
+    np.testing.assert_array_equal(rl.open(tmp_path / "g.zarr").values, expected)
+
+
 def limit_files(size):
     """Limit the size of the files that this worker writes, as a full disk does; -1 for no limit."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))

@@ -10,6 +10,7 @@ from chunked_models import F, Net, RaisesForLargeInput, T, TimeMajor, labelled, 
 from dask.callbacks import Callback
 
 import rnnlens as rl
+from rnnlens.verbs.chunked import graph
 
 MSE = torch.nn.functional.mse_loss
 CHUNK = 16
@@ -165,6 +166,30 @@ def test_there_is_one_task_for_each_chunk_and_its_name_says_what_it_does(net):
         rl.gradients(net, lazy(X), lazy(Y), loss=MSE, wrt="lstm.hidden").compute()
     tasks = [dask.utils.key_split(name) for name in names]
     assert tasks.count("rnnlens-gradients-lstm") == 4
+
+
+CALLS = {
+    "gradients": lambda net: rl.gradients(net, lazy(X), lazy(Y), loss=MSE, wrt="input"),
+    "gradients of all weights": lambda net: rl.gradients(net, lazy(X), lazy(Y), loss=MSE),
+    "sum over samples": lambda net: rl.gradients(net, lazy(X), lazy(Y), loss=MSE, wrt="input", across="sum"),
+    "jacobian": lambda net: rl.jacobian(net, lazy(X), across="mean", measure="norm"),
+    "weights": lambda net: rl.weights(net, lazy(X), lazy(Y), loss=MSE),
+    "trace": lambda net: rl.trace(net, lazy(X), lazy(Y), loss=MSE),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_each_chunk_is_computed_once(net, call, monkeypatch):
+    """Dask fuses a task into what needs it: once into the numbers and once into the checks, if it sees them apart."""
+    numbers, real = [], graph.compute_chunk
+
+    def compute_chunk(task, model, rows, *parts):
+        numbers.append(rows[0])
+        return real(task, model, rows, *parts)
+
+    monkeypatch.setattr(graph, "compute_chunk", compute_chunk)
+    call(net).compute()
+    assert sorted(numbers) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("verb", ["gradients", "weights", "trace"])

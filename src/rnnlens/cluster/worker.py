@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import importlib
 import os
@@ -113,7 +114,8 @@ def client() -> Any:
 def results_of(connected: Any, futures: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
     """Yield each future as it ends, with its result or the exception; cancel those that are left at an interrupt.
 
-    A lost scheduler ends all futures that are left with the error of the connection.
+    A lost scheduler ends all futures that are left with the error of the connection. The scheduler is told to forget
+    the tasks before this returns: one of the same name, sent while it keeps a failed one, would fail like that.
     """
     distributed = importlib.import_module("distributed")
     left = dict.fromkeys(futures)
@@ -131,3 +133,6 @@ def results_of(connected: Any, futures: Sequence[Any]) -> Iterator[tuple[Any, An
     finally:
         if left:
             connected.cancel(list(left))
+        for future in futures:
+            future.release()
+        connected.sync(asyncio.sleep, 0)  # releases wait in the client's event loop; what is sent later comes after

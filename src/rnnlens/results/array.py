@@ -126,7 +126,7 @@ class LazyArray(LabelledArray):  # type: ignore[no-untyped-call]
 
     @classmethod
     def of(cls, array: xr.DataArray, tasks: LazyTasks) -> LazyArray:
-        """Return a lazy array; ``tasks.record()`` is a Delayed mapping of checks and certificate."""
+        """Return a lazy array; ``tasks.record()`` is a dask array of one mapping: checks and certificate."""
         found = cls(array)
         found._tasks = tasks
         return found
@@ -171,7 +171,7 @@ class LazyTasks(Protocol):
     names: dict[str, str]
 
     def record(self) -> Any:
-        """Return a Delayed mapping of the checks and the certificate of all chunks."""
+        """Return a dask array of one element, a mapping: the checks and the certificate of all chunks."""
         ...
 
 
@@ -180,12 +180,13 @@ def compute_with_record(
 ) -> tuple[dict[str, xr.Dataset], dict[str, Any]]:
     """Compute lazy datasets together with the record of their chunks, so that no chunk runs twice.
 
-    Dask is given bare arrays: a dataset would be sent to a worker with all its tasks, the model among them.
+    Dask is given bare arrays: a dataset would be sent to a worker with all its tasks, the model among them. The record
+    is an array too, since Dask optimizes collections of one kind together, and would fuse a chunk's task into both.
     """
     dask = importlib.import_module("dask")
     bare = {name: {key: v.data for key, v in dataset.data_vars.items()} for name, dataset in lazy.items()}
     values, found = dask.compute(bare, tasks.record(), **kwargs)
-    return {name: dataset.copy(data=values[name]) for name, dataset in lazy.items()}, found
+    return {name: dataset.copy(data=values[name]) for name, dataset in lazy.items()}, found.item()
 
 
 #: Sentence of a result without a certificate.

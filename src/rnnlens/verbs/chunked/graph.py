@@ -228,13 +228,15 @@ class ChunkGraph:
         return self.label(template, da.from_delayed(whole, template.shape, template.dtype))
 
     def record(self) -> Any:
-        """Return a Delayed mapping: the worst self-checks and certificate of all chunks, values and their weights."""
+        """Return a dask array of one mapping: the worst self-checks and certificate of all chunks, and their value."""
+        import dask.array as da
         from dask import delayed
 
         each = [
             self._named(delayed(ChunkValues.record), "take-checks", i)(result) for i, result in enumerate(self.results)
         ]
-        return self._named(delayed(worst_of), "checks", 0)(each, self.work.combine)
+        whole = self._named(delayed(boxed), "checks", 0)(each, self.work.combine)
+        return da.from_delayed(whole, (), object)
 
     def reduced(self, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Reduce the records of all chunks to checks, certificate and value."""
@@ -291,6 +293,13 @@ def _checked_shape(found: Array, name: str, shape: tuple[int, ...]) -> Array:
 def finished(total: Array, finish: Callable[[Array], Array], dtype: str) -> Array:
     """Return the result of a sum over all chunks."""
     return np.asarray(finish(total)).astype(dtype, copy=False)
+
+
+def boxed(records: Sequence[Mapping[str, Any]], combine: str | None) -> Array:
+    """Return the reduced record of all chunks as the one element of an array."""
+    box = np.empty((), object)
+    box[()] = worst_of(records, combine)
+    return box
 
 
 def worst_of(records: Sequence[Mapping[str, Any]], combine: str | None) -> dict[str, Any]:
