@@ -72,7 +72,7 @@ class options:  # noqa: N801 - called like a function
         ``"always"``: all, with all samples. ``"first"``: the first call per model and data shapes; later traces also
         omit the check of weight gradients. ``"never"``: none. ``"auto"``, the default: all results, but of time
         Jacobians only the first, since a small one takes less time than preparing a reference run; traces after the
-        first on one torch model and data shape with a sixteenth of the samples, another one at each call.
+        first on one model and data shape with a sixteenth of the samples, another one at each call.
     compiled
         Number of compiled runs that are cached per model (TensorFlow, JAX); 128 by default. Each combination of
         sequence length, batch size and request needs one to three; the least recently used is dropped first. A loop

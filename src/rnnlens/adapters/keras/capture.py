@@ -54,12 +54,13 @@ def capture(model: Any, batch: Batch, request: CaptureRequest) -> Capture:
         keep=_REPLAY if request.inputs else frozenset({"output", "final_state", "outputs"}),
         weights={name: variable for name, (variable, _) in weights.items()} | beside,
         tap_inputs=boundaries,
+        tap_outputs=boundaries,
     )
     result = run(job)
     told = _Assembly(keras, result, sites, _tied(model, found.sites)).capture(request)
     told.notes.extend(left_out)
     if boundaries:
-        _tell_around(told, job, result.gradients)
+        _tell_around(told, job, result)
     return told
 
 
@@ -82,11 +83,13 @@ def _beside(model: Any, weights: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
     return {f"beside|{i}": v for i, v in enumerate(floats) if id(v) not in of_cells}
 
 
-def _tell_around(found: Capture, job: RunRequest, gradients: dict[str, Any]) -> None:
-    """Add the gradients at the inputs of the model and at all tapped weights to a capture."""
-    keras, engine = job.keras, job.keras.engine
+def _tell_around(found: Capture, job: RunRequest, result: RunResult) -> None:
+    """Add the gradients at the inputs and outputs of the model and at all tapped weights to a capture."""
+    keras, engine, gradients = job.keras, job.keras.engine, result.gradients
     taps = [gradients.get(f"model|input/{i}") for i in input_order(keras, job.data.x)]
     found.input_grads = [None if tap is None else engine.to_array(tap) for tap in taps]
+    taps = [gradients.get(f"model|output/{i}") for i in range(len(keras.tree.flatten(result.outputs)))]
+    found.output_grads = [None if tap is None else engine.to_array(tap) for tap in taps]
     names = names_of(job.model)
     kept = [(names[id(v)], gradients[f"weight|{key}"]) for key, v in job.weights.items() if id(v) in names]
     found.beside = {name: engine.to_array(gradient) for name, gradient in kept}

@@ -46,6 +46,7 @@ class RunRequest:
     keep: frozenset[str] = frozenset()
     weights: Mapping[str, Any] = field(default_factory=dict)
     tap_inputs: bool = False
+    tap_outputs: bool = False
     starts: Starts = field(default_factory=dict)
     spoiled: str = ""
     stepped: frozenset[str] = frozenset()
@@ -91,7 +92,7 @@ def program(job: RunRequest, arguments: Mapping[str, Any], tap: Tap) -> tuple[An
         with recorder.hooked(job.sites, job.plain):
             with raised_by("Your model"):
                 outputs = call_model(job.model, x, job.training)
-            outputs = _tapped(keras, outputs, job.wanted, tap)
+            outputs = _tapped(job, outputs, tap)
         with raised_by("Your loss"):
             value = None if job.loss is None else job.loss(x, y, outputs, weight)
         adds = keras.adds_losses(job.model)
@@ -108,13 +109,16 @@ def program(job: RunRequest, arguments: Mapping[str, Any], tap: Tap) -> tuple[An
     return value, ([call.arrays for call in recorder.calls], kept)
 
 
-def _tapped(keras: Dialect, outputs: Any, wanted: frozenset[str], tap: Tap) -> Any:
-    """Return the outputs of the model, with taps at those that are in ``wanted``."""
-    keys = [f"model|output/{i}" for i in range(len(keras.tree.flatten(outputs)))]
-    if wanted.isdisjoint(keys):
-        return outputs
-    flat = zip(keys, keras.tree.flatten(outputs), strict=True)
-    return keras.tree.pack_sequence_as(outputs, [tap(key, t) if key in wanted else t for key, t in flat])
+def _tapped(job: RunRequest, outputs: Any, tap: Tap) -> Any:
+    """Return the outputs of the model, with taps at those that are wanted, or at all floats; masks stay on them."""
+    keras = job.keras
+
+    def tapped(key: str, tensor: Any) -> Any:
+        wanted = key in job.wanted or (job.tap_outputs and keras.is_float(tensor))
+        return keras.with_mask(tensor, tap(key, tensor)) if wanted else tensor
+
+    flat = keras.tree.flatten(outputs)
+    return keras.tree.pack_sequence_as(outputs, [tapped(f"model|output/{i}", t) for i, t in enumerate(flat)])
 
 
 @dataclass
@@ -203,7 +207,7 @@ def memo_for(job: RunRequest, arguments: Any, *more: Hashable) -> Memo | None:
     if not job.keras.engine.compiles:
         return None
     names = tuple((site.name, site.direction) for site in job.sites), tuple(job.plain), tuple(job.weights)
-    options = (job.training, job.loss is None, job.gradients, job.tap_inputs, job.wanted, job.keep)
+    options = (job.training, job.loss is None, job.gradients, job.tap_inputs, job.tap_outputs, job.wanted, job.keep)
     more = (*more, tuple(sorted(job.starts.items())), job.stepped)
     question = (names, options, stamp_of_tensors(job.keras, arguments), *more)
     stamp = stamp_of_run(job.keras, job.model, job.loss_given)

@@ -1,0 +1,97 @@
+"""Traces of a Keras model after the first are certified with a part of the samples, and with all where they differ."""
+
+import keras
+import numpy as np
+import pytest
+
+import rnnlens as rl
+
+SAMPLES = 32
+
+
+def chain():
+    """Padded token ids, a masked bidirectional LSTM and a GRU that returns its last step."""
+    return keras.Sequential(
+        [
+            keras.Input((9,), dtype="int32"),
+            keras.layers.Embedding(12, 3, mask_zero=True),
+            keras.layers.Bidirectional(keras.layers.LSTM(4, return_sequences=True)),
+            keras.layers.GRU(3),
+            keras.layers.Dense(2),
+        ]
+    )
+
+
+def sequences():
+    """Floats, and an output at every step."""
+    return keras.Sequential(
+        [keras.Input((9, 3)), keras.layers.SimpleRNN(4, return_sequences=True), keras.layers.Dense(2)]
+    )
+
+
+@keras.saving.register_keras_serializable("rnnlens_tests")
+class Centred(keras.Model):
+    """A model whose samples depend on each other: the mean over the batch is subtracted."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = keras.layers.GRU(3), keras.layers.Dense(2)
+
+    def call(self, x):
+        return self.head(self.rnn(x - keras.ops.mean(x, axis=0, keepdims=True)))
+
+
+def data_of(make):
+    rng = np.random.default_rng(0)
+    if make is chain:
+        ids = rng.integers(1, 12, (SAMPLES, 9)) * (np.arange(9) < rng.integers(3, 10, (SAMPLES, 1)))
+        return ids.astype("int32"), rng.standard_normal((SAMPLES, 2)).astype("float32")
+    shape = (SAMPLES, 9, 2) if make is sequences else (SAMPLES, 2)
+    return rng.standard_normal((SAMPLES, 9, 3)).astype("float32"), rng.standard_normal(shape).astype("float32")
+
+
+@pytest.mark.parametrize("make", [chain, sequences])
+def test_later_traces_compare_a_part_of_the_samples(make):
+    keras.utils.set_random_seed(0)
+    model, (x, y) = make(), data_of(make)
+    model.compile(loss="mse")
+    weight = np.linspace(0.5, 1.5, SAMPLES)
+    weight = weight[:, None] if make is sequences else weight
+    first, *later = (rl.trace(model, x, y, sample_weight=weight) for _ in range(3))
+    assert (first.certificate.state, first.certificate.samples) == ("passed", "")
+    for trace in later:
+        assert trace.certificate.state == "passed"
+        assert trace.certificate.samples.endswith(f"of {SAMPLES}")
+        assert "reference weight gradients" in {check.name for check in trace.certificate.checks}
+        for name in first:
+            for key, values in first[name].dataset.data_vars.items():
+                np.testing.assert_allclose(trace[name].dataset[key].values, values.values, rtol=1e-5, atol=1e-7)
+
+
+def test_a_model_that_mixes_samples_is_certified_with_all_of_them():
+    keras.utils.set_random_seed(0)
+    model, (x, y) = Centred(), data_of(Centred)
+    model.compile(loss="mse")
+    model(x)
+    found = [rl.trace(model, x, y).certificate for _ in range(3)]
+    assert [(one.state, one.samples) for one in found] == [("passed", "")] * 3
+
+
+@pytest.mark.filterwarnings("ignore::rnnlens.errors.SelfCheckWarning")
+def test_a_fault_in_a_later_trace_is_found(monkeypatch):
+    from rnnlens.verbs import recurrent_layers
+
+    keras.utils.set_random_seed(0)
+    model, (x, y) = sequences(), data_of(sequences)
+    model.compile(loss="mse")
+    rl.trace(model, x, y)
+    right = recurrent_layers.adjoint
+
+    def wrong(*args, **options):
+        result = right(*args, **options)
+        result.gate_grad[...] *= 1.01
+        return result
+
+    monkeypatch.setattr(recurrent_layers, "adjoint", wrong)
+    found = rl.trace(model, x, y).certificate
+    assert (found.state, found.samples) == ("failed", "")
