@@ -95,7 +95,7 @@ def graphs(control_flow: str) -> Suite:
 #: The contract of Keras 3 that Keras 2 has to keep too: the same files, on ``tests/helpers/spoken_keras.py``.
 TF_KERAS = (
     *("option_product", "contract", "cells_and_losses", "left_as_found", "find_nonfinite", "models_without_input"),
-    "conv_lstm",
+    *("conv_lstm", "certificate_of_samples"),
 )
 
 # The longest first, so that the cores finish together.

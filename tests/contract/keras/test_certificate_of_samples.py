@@ -1,8 +1,8 @@
 """Traces of a Keras model after the first are certified with a part of the samples, and with all where they differ."""
 
-import keras
 import numpy as np
 import pytest
+from spoken_keras import keras
 
 import rnnlens as rl
 
@@ -95,3 +95,25 @@ def test_a_fault_in_a_later_trace_is_found(monkeypatch):
     monkeypatch.setattr(recurrent_layers, "adjoint", wrong)
     found = rl.trace(model, x, y).certificate
     assert (found.state, found.samples) == ("failed", "")
+
+
+@pytest.mark.parametrize("activation", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("traces", [1, 2, 3])
+def test_a_cross_entropy_is_computed_as_keras_does(activation, traces):
+    """Saturated outputs: of probabilities Keras clips the loss, of the logits behind them it does not."""
+    keras.utils.set_random_seed(0)
+    rng = np.random.default_rng(1)
+    units = 4 if activation == "softmax" else 1
+    model = keras.Sequential(
+        [keras.Input((6, 3)), keras.layers.LSTM(4), keras.layers.Dense(units, activation=activation)]
+    )
+    model.layers[-1].kernel.assign(400 * model.layers[-1].kernel)
+    x, y = rng.standard_normal((SAMPLES, 6, 3)).astype("float32"), rng.integers(0, units + 1, SAMPLES) % max(units, 2)
+    loss = "sparse_categorical_crossentropy" if activation == "softmax" else "binary_crossentropy"
+    model.compile(loss=loss)
+    y = y.astype("int32") if activation == "softmax" else y[:, None].astype("float32")
+    expected = model.evaluate(x, y, batch_size=SAMPLES, verbose=0)
+    for _ in range(traces):
+        trace = rl.trace(model, x, y)
+    assert trace.certificate.state == "passed"
+    assert float(trace.loss) == pytest.approx(expected, rel=1e-5)

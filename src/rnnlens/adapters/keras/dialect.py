@@ -121,6 +121,16 @@ class Dialect(Protocol):
             self.set_mask(new, mask)
         return new
 
+    def has_logits(self, tensor: Any) -> bool:
+        """Return whether Keras computes a cross-entropy of ``tensor`` from the logits behind its softmax or sigmoid.
+
+        On TensorFlow it does, if softmax or sigmoid is the last operation. Even an identity behind it changes the loss.
+        """
+        if self.engine.name != "tensorflow":
+            return False
+        operation = getattr(getattr(tensor, "op", None), "type", "")
+        return hasattr(tensor, "_keras_logits") or operation in {"Softmax", "Sigmoid"}
+
     def namespace(self) -> Namespace:
         """Return the namespace of array functions for the step of a registered cell."""
 

@@ -110,14 +110,18 @@ def program(job: RunRequest, arguments: Mapping[str, Any], tap: Tap) -> tuple[An
 
 
 def _tapped(job: RunRequest, outputs: Any, tap: Tap) -> Any:
-    """Return the outputs of the model, with taps at those that are wanted, or at all floats; masks stay on them."""
+    """Return the outputs of the model, with taps at those that are wanted, or at all floats; masks stay on them.
+
+    Where the loss may be computed from the logits of an output, only wanted outputs have taps.
+    """
     keras = job.keras
+    flat = keras.tree.flatten(outputs)
+    every_float = job.tap_outputs and not any(keras.has_logits(t) for t in flat)
 
     def tapped(key: str, tensor: Any) -> Any:
-        wanted = key in job.wanted or (job.tap_outputs and keras.is_float(tensor))
+        wanted = key in job.wanted or (every_float and keras.is_float(tensor))
         return keras.with_mask(tensor, tap(key, tensor)) if wanted else tensor
 
-    flat = keras.tree.flatten(outputs)
     return keras.tree.pack_sequence_as(outputs, [tapped(f"model|output/{i}", t) for i, t in enumerate(flat)])
 
 
