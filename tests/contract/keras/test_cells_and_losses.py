@@ -269,3 +269,22 @@ def test_the_two_biases_of_a_cell_in_a_loop_by_hand_are_two_weights():
     found = rl.gradients(model, X, Y, wrt="weights")
     assert found["loop/cell"].bias.shape == found["loop/cell"].recurrent_bias.shape == (3, 3)
     assert found.certificate.state == "passed"
+
+
+@pytest.mark.parametrize("sequences", [False, True])
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("kinds", ["lstm gru", "gru lstm", "simple simple"])
+def test_stacked_cells_with_a_mask_are_traced_as_keras_runs_them(kinds, backwards, sequences):
+    """At masked steps, also before the first real one, Keras returns a state, the last output or zeros, by engine."""
+    classes = {"lstm": keras.layers.LSTMCell, "gru": keras.layers.GRUCell, "simple": keras.layers.SimpleRNNCell}
+    layer = keras.layers.RNN(
+        [classes[kind](2) for kind in kinds.split()], go_backwards=backwards, return_sequences=sequences
+    )
+    after = [keras.layers.GlobalAveragePooling1D()] if sequences else []
+    model = keras.Sequential([keras.Input((4, 2)), keras.layers.Masking(0.0), layer, *after, keras.layers.Dense(2)])
+    model.compile(loss="mse")
+    x = X.copy()
+    x[0, 2:] = x[1, :2] = 0
+    trace = rl.trace(model, x, Y)
+    assert trace.certificate.state == "passed"
+    assert "initial_state_grad" in trace.certificate.certified

@@ -378,8 +378,9 @@ def masked_output(layer: Any, known: bool) -> Literal["state", "output", "zero"]
     engine = keras.engine.name
     if layer.zero_output_for_mask and not (engine == "jax" and layer.unroll):
         return "zero"
-    nested = any(keras.tree.is_nested(size) for size in keras.template(layer.cell))
-    return "state" if known or (engine == "jax" and not layer.unroll and not nested) else "output"
+    nested = keras.tree.is_nested(keras.template(layer.cell)[0])
+    first = isinstance(layer.cell, keras.layers.StackedRNNCells) or not nested
+    return "state" if known or (engine == "jax" and not layer.unroll and first) else "output"
 
 
 def output_from_state(layer: Any, mask: Array | None) -> Array | None:

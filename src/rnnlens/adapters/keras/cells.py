@@ -31,7 +31,9 @@ class KerasStepCell(StepCell):
         self.state_sizes = tuple(int(size) for size in keras.tree.flatten(keras.template(cell)))
         size = keras.output_size(cell)
         self.output_size = self.state_sizes[0] if size is None else int(size)
-        self.output_state = 0
+        # Of stacked cells, the state that Keras on JAX returns at masked steps: the first one of the last cell.
+        stacked = isinstance(cell, keras.layers.StackedRNNCells)
+        self.output_state = len(keras.tree.flatten(keras.template(cell)[:-1])) if stacked else 0
         self._weights = {name: _frozen(v) for name, v in cell_variables(cell).items()}
         self._dtype = getattr(cell, "compute_dtype", keras.floatx())
         self._steps = compiled_cell(keras, cell, lambda: _Steps(cell, keras))
