@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
+from .. import data
 from ..adapters.registry import adapter_for
 from ..arguments import anything, checked, data_set, either, many_examples, text, whole
 from ..arguments import loss as a_loss
@@ -20,11 +21,12 @@ from ..verbs.axes import an_axes_table
 from ..verbs.request import in_turn
 from .carried import measure_carried
 from .experiment import Experiment
-from .findings import MODEL, findings, headline, layer_sentence
+from .findings import MODEL, findings, headline, layer_sentence, scan_sentence
 from .label import layer_dataset, model_dataset
 from .layers import measure_layers
 from .memory import Memory, is_missed, measure_memory, measure_missed
 from .samples import Orientation, read_samples
+from .scans import measure_scans
 
 __all__ = ["diagnose"]
 
@@ -66,7 +68,8 @@ def diagnose(
     Parameters
     ----------
     model
-        A Keras model (any engine) or ``torch.nn.Module`` with at least one recurrent layer; it is not changed.
+        A Keras model (any engine) or ``torch.nn.Module`` with at least one recurrent layer (of a Mamba or another
+        whole-sequence layer the state is not exchanged); it is not changed.
     x, y
         Held-out samples (sample, time, ...), at least 128 of them; or a data set whose batches are (x, y). y contains
         classes as integers or one-hot, or numbers. Without y there is no skill, and the memory in use is not reported.
@@ -118,6 +121,8 @@ def diagnose(
     before = _baseline(baseline, experiment)
     missed = measure_missed(experiment)
     layers, attributed = measure_layers(experiment)
+    scans, of_scans = measure_scans(experiment)
+    layers, attributed = [*layers, *scans], attributed or of_scans
     by_rule = findings(
         memory,
         missed,
@@ -132,25 +137,29 @@ def diagnose(
     for name in dict.fromkeys(layer.name for layer in layers):
         datasets[name] = layer_dataset([layer for layer in layers if layer.name == name], carried.get(name))
     sentences = {name: layer_sentence(name, found) for name, found in carried.items()}
+    sentences |= {scan.name: scan_sentence(scan) for scan in scans if "half_life" in scan.scan}
     return Diagnosis(
         datasets,
         sentences={"the model": headline(memory, before, missed), **sentences},
         findings=by_rule,
         provenance=experiment.adapter.provenance(model),
-        notes=_notes(memory, missed, why, alone=bool(carried)),
+        notes=_notes(memory, missed, why if experiment.runs else "", alone=bool(carried)),
     )
 
 
 def _numbers(experiment: Experiment) -> Any:
     """Return the input (sample, time, feature): the model's own, or for ids that of its first recurrent layer."""
     x = experiment.samples.x
-    if isinstance(x, (tuple, list, dict)) or x.dtype.kind != "f":
-        x = np.asarray(to_host(experiment.runs[0][1].input))
-    return x.reshape(*x.shape[:2], -1)
+    if not isinstance(x, (tuple, list, dict)) and x.dtype.kind == "f":
+        return x.reshape(*x.shape[:2], -1)
+    if experiment.runs:
+        return np.asarray(to_host(experiment.runs[0][1].input))
+    first = data.leaves_of(x)[experiment.samples.sequences[0]]
+    return first.reshape(*first.shape[:2], -1)
 
 
 def _mask(experiment: Experiment) -> Any:
-    mask = experiment.runs[0][1].mask
+    mask = experiment.runs[0][1].mask if experiment.runs else None
     return None if mask is None else to_host(mask)
 
 

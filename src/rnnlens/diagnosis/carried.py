@@ -67,7 +67,9 @@ class _Bench:
 
     def _look(self, count: int) -> bool:
         calls = [call for call, _ in self.experiment.runs]
-        if any(call.bidirectional or call.direction == "backward" or "#" in call.layer for call in calls):
+        if self.experiment.scans:
+            self.why = "whole-sequence layers cannot start from another state"
+        elif any(call.bidirectional or call.direction == "backward" or "#" in call.layer for call in calls):
             self.why = "it is measured for forward layers that are called once"
         elif any(call.input.shape[1] != self.steps for call in calls):
             self.why = "the layers do not run over the steps of the input"

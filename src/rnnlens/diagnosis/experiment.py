@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 
 from .. import data
-from ..adapters.protocol import Adapter, Batch, Capture, CaptureRequest, RecurrentCall
+from ..adapters.protocol import Adapter, Batch, Capture, CaptureRequest, LayerInfo, RecurrentCall
 from ..adapters.registry import adapter_for
-from ..errors import InputError, ModelError, RnnlensError, UnsupportedError, shown
+from ..errors import InputError, ModelError, RnnlensError, shown
 from ..layout import Layout, dims_of
 from ..measures.intervention import donors, score, squared_change
 from ..recurrence.replay import Replay
 from ..results.schema import to_host
 from ..typing import Array
+from ..verbs.names import Catalogue, known_model
 from .prediction import PredictionTarget, read_target
 from .samples import Samples
 
@@ -79,10 +80,31 @@ class Experiment:
     @cached_property
     def capture(self) -> Capture:
         """Capture of the forward pass on the first samples, with the states of all recurrent layers."""
-        capture = self.adapter.capture(self.model, Batch(self.few), CaptureRequest(gradients=False, weight_grads=False))
-        if not capture.calls:
-            raise _without_recurrences(capture)
+        request = CaptureRequest(gradients=False, weight_grads=False, scans=False)
+        capture = self.adapter.capture(self.model, Batch(self.few), request)
+        if not capture.calls and not capture.scanned:
+            raise ModelError("No recurrent layer ran in this forward pass.", hint="rl.layers(model)")
         return capture
+
+    @cached_property
+    def scans(self) -> dict[str, LayerInfo]:
+        """Whole-sequence layers (Mamba, delta rules) that ran, by name."""
+        known = known_model(self.adapter, self.model).sequences
+        return {name: known[name] for name in self.capture.scanned if name in known}
+
+    @cached_property
+    def embeddings(self) -> tuple[str, ...]:
+        """Names of the embeddings of a model of token ids; empty for a model of floats."""
+        if data.leaves_of(self.samples.x)[self.samples.sequences[0]].dtype.kind == "f":
+            return ()
+        return Catalogue(self.adapter, self.model).facts.having("embedding")
+
+    def embedded(self, x: Any) -> Array | None:
+        """Return embedded token ids (sample, time, feature); None if no embedding ran over all steps."""
+        request = CaptureRequest(self.embeddings, gradients=False, weight_grads=False, all_must_run=False)
+        plain = self.adapter.capture(self.model, Batch(self.given(x)), request).plain if self.embeddings else []
+        found = (to_host(call.output) for call in plain)
+        return next((e for e in found if e.ndim == 3 and e.shape[1] == self.samples.steps), None)
 
     @cached_property
     def runs(self) -> list[tuple[Any, Replay]]:
@@ -325,16 +347,3 @@ def _host_tree(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_host_tree(part) for part in value)
     return to_host(value) if hasattr(value, "shape") else value
-
-
-def _without_recurrences(capture: Capture) -> RnnlensError:
-    """Return the error for a model without cells, which says what there is for whole-sequence layers."""
-    if not capture.scanned:
-        return ModelError("No recurrent layer ran in this forward pass.", hint="rl.layers(model)")
-    layer = next(iter(capture.scanned))
-    return UnsupportedError(
-        "rl.diagnose exchanges states of cells, and only whole-sequence layers ran in this forward pass.",
-        got=", ".join(capture.scanned),
-        expected="a model with an LSTM, GRU, RNN or a cell of your own",
-        hint=f"rl.measures.decay_half_life(rl.trace(model, x)[{layer!r}].decay), or rl.jacobian",
-    )

@@ -98,8 +98,10 @@ def _one(part: LayerFacts) -> xr.Dataset:
         "nan": _v((), part.states.nan / part.states.count, "share of the states that is NaN", "1"),
         "infinite": _v((), part.states.infinite / part.states.count, "share of the states that is infinite", "1"),
         "subnormal": _v((), part.states.underflow / part.states.count, "share of the states that is subnormal", "1"),
-        "dead": _v(("unit",), part.dead, "dead units", "1"),
+        **part.scan,
     }
+    if part.dead.size:
+        variables["dead"] = _v(("unit",), part.dead, "dead units", "1")
     if part.adjoint_norms is not None:
         variables["adjoint_size"] = _v((), part.adjoint_size, "largest norm of the adjoint of a sample, median", "1")
     if part.adjoint is not None:

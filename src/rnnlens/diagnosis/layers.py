@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -36,12 +36,15 @@ class LayerFacts:
         Largest norm of this gradient over its first non-zero one, in decades; median over samples.
     final_norm, quarter_norm
         Mean norm of the state at the last step and after a quarter of the steps, for :attr:`bounded`.
+    against_vanishing
+        Remedy against a vanishing gradient in this kind of layer.
+    scan
+        Labelled measures of a whole-sequence layer alone: half-life, effective state size and rank.
     """
 
     name: str
     direction: str
     cell: str
-    run: Replay
     transfer: Transfer
     adjoint: Band | None
     adjoint_norms: Array | None
@@ -54,6 +57,8 @@ class LayerFacts:
     states: Census
     final_norm: float
     quarter_norm: float
+    against_vanishing: str
+    scan: Mapping[str, xr.Variable] = field(default_factory=dict)
 
     @property
     def adjoint_size(self) -> float:
@@ -101,6 +106,8 @@ def measure_layers(experiment: Experiment) -> tuple[list[LayerFacts], Attributio
     UnsupportedError
         If the states of a layer have spatial axes.
     """
+    if not experiment.runs:
+        return [], None
     for call, _ in experiment.runs:
         if call.cell.space:
             raise UnsupportedError(
@@ -132,7 +139,7 @@ def _output_gradients(experiment: Experiment) -> dict[tuple[str, str], Array]:
             experiment.model,
             experiment.few,
             of=of,
-            reduce=_projection(experiment),
+            reduce=projection(experiment),
             wrt=wrt,
             axes=experiment.axes_of(of),
         )
@@ -151,7 +158,7 @@ def _output_gradients(experiment: Experiment) -> dict[tuple[str, str], Array]:
     return arrays
 
 
-def _projection(experiment: Experiment) -> Any:
+def projection(experiment: Experiment) -> Any:
     """Draw random weights of the output at the examined step, which project it to one number per sample."""
     whole = experiment.looked_at
     weights = np.random.default_rng(experiment.seed).normal(size=experiment.raw.shape[1])
@@ -194,11 +201,10 @@ def _facts(call: RecurrentCall, run: Replay, gradient: Array | None, ends: Array
         call.layer,
         call.direction,
         run.cell.kind,
-        run,
         state_transfer(run, ends=ends),
         profile,
         norms,
-        _growth(norms),
+        growth(norms),
         float("nan") if profile is None else theil_sen(profile.median),
         dead_units(hidden, mask),
         _timescale(run, mask),
@@ -207,10 +213,11 @@ def _facts(call: RecurrentCall, run: Replay, gradient: Array | None, ends: Array
         census(states),
         float(sizes[-1]),
         float(sizes[len(sizes) // 4]),
+        run.cell.against_vanishing,
     )
 
 
-def _growth(norms: Array | None) -> float:
+def growth(norms: Array | None) -> float:
     """Compute log10 of each sample's largest norm over its first non-zero one; return the median over samples."""
     if norms is None or not np.nan_to_num(norms).any():
         return 0.0

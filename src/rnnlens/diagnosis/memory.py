@@ -341,11 +341,13 @@ def is_missed(missed: Missed | None, memory: Memory) -> bool:
 def _numbers(experiment: Experiment) -> Array | None:
     """Return the first sequence of x, (sample, time, feature); for ids, the input of the first recurrent layer.
 
-    None if that layer has another number of steps.
+    None if that layer has another number of steps. In a model of whole-sequence layers alone, ids are embedded.
     """
     leaf = data.leaves_of(experiment.samples.x)[experiment.samples.sequences[0]]
     if leaf.dtype.kind == "f":
         return leaf.reshape(*leaf.shape[:2], -1)
+    if not experiment.runs:
+        return experiment.embedded(experiment.samples.x)
     request = CaptureRequest(gradients=False, weight_grads=False)
     calls = experiment.adapter.capture(experiment.model, Batch(experiment.given(experiment.samples.x)), request).calls
     embedded = to_host(calls[0].input)

@@ -68,10 +68,10 @@ class Orientation:
         """
         few, request = (
             data.map_leaves(lambda leaf: leaf[:count], x),
-            CaptureRequest(gradients=False, weight_grads=False),
+            CaptureRequest(gradients=False, weight_grads=False, scans=False),
         )
-        calls = self.axes.adapter.capture(self.axes.model, Batch(few), request).calls
-        return {int(call.input.shape[0]) for call in calls}
+        capture = self.axes.adapter.capture(self.axes.model, Batch(few), request)
+        return {*(int(call.input.shape[0]) for call in capture.calls), *capture.scanned.values()}
 
     def _complete(self, index: int, leaf: Any, layout: Layout | None) -> Layout:
         """Return the layout of an input leaf with a time axis.

@@ -44,6 +44,8 @@ class SequenceCell:
         Whether ``decay`` has the factors of log a_t.
     initial
         S before the first step, (sample, *axes); None for zero.
+    relative
+        Whether states are relative to a running maximum, whose change from step to step is part of a_t.
     """
 
     axes: tuple[str, ...]
@@ -55,6 +57,7 @@ class SequenceCell:
     contracted: int = -1
     logarithmic: bool = True
     initial: Array | None = None
+    relative: bool = False
 
     @property
     def parts(self) -> dict[str, Array]:
@@ -222,10 +225,28 @@ def sweep(cell: SequenceCell, before: Sequence[Array], output_grad: Array) -> It
         for t in range(part.steps - 1, -1, -1):
             total = arriving + _step(driven, t)
             grads.append(total)
-            if part.left is not None and part.right is not None:
-                total = total - _step(part.right, t) * _summed(_step(part.left, t) * total, part.axis)
-            arriving = _step(decay, t) * total
+            arriving = _before_step(part, decay, t, total)
         yield SequenceChunk(steps, part, states, previous, xp.stack(grads[::-1], axis=1), direct), arriving
+
+
+def pull_back(cell: SequenceCell, cotangent: Array) -> Iterator[Array]:
+    """Pull a cotangent on the last state, (sample, *axes), back through all steps.
+
+    Yield it before every step, from the last one to the first: A_t^T ... A_T^T u.
+    """
+    for steps in reversed(chunks(cell.steps)):
+        part = cell.at(steps)
+        decay = part.decays()
+        for t in range(part.steps - 1, -1, -1):
+            cotangent = _before_step(part, decay, t, cotangent)
+            yield cotangent
+
+
+def _before_step(cell: SequenceCell, decay: Array, t: int, grad: Array) -> Array:
+    """Return A_t^T times the gradient of the state after step t."""
+    if cell.left is not None and cell.right is not None:
+        grad = grad - _step(cell.right, t) * _summed(_step(cell.left, t) * grad, cell.axis)
+    return _step(decay, t) * grad
 
 
 def chunks(steps: int) -> list[slice]:

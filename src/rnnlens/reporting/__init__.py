@@ -197,7 +197,7 @@ def _title(material: Material) -> str:
     tracks = material.moments[0].tracks if material.moments else []
     layers = list(
         dict.fromkeys(
-            (track.layer, f"{track.words.partition(',')[0]}, {track.units} unit{'s' * (track.units != 1)}")
+            (track.layer, f"{track.words.partition(',')[0]}, {track.units} {track.rows}{'s' * (track.units != 1)}")
             for track in tracks
         )
     )

@@ -153,16 +153,23 @@ def _gradients(tracks: Sequence[Track], over: TrackSteps) -> list[ReportFigure]:
     names = {f"|dL/d{symbol(s)}_t|": s for s in tracks[0].gradients if all(s in t.gradients for t in tracks)}
     if not names:
         return []
-    words = "Norm over units of the total gradient, which includes the path through the layer's own recurrence."
+    rows, array = tracks[0].rows, _array(tracks[0], f"{next(iter(names.values()))}_grad")
+    words = f"Norm over {rows}s of the total gradient, which includes the path through the layer's own recurrence."
     title, code = "Gradient of the loss through time", f"rl.plot.gradient_flow(trace[{layer}])"
     sizes = {name: [norms(track.gradients[state]) for track in tracks] for name, state in names.items()}
     of_each = {name: (f"{prefix}-gradients", place) for place, name in enumerate(names)}
-    axis = ValueAxis("norm over units", log=True, of_units=of_each)
+    axis = ValueAxis(f"norm over {rows}s", log=True, of_units=of_each)
     curves = lines(Caption(f"{prefix}-gradient", title, words, code), sizes, over, axis)
-    code = f"rl.plot.heatmap(trace[{layer}][{next(iter(names.values())) + '_grad'!r}], log=True)"
-    words = "Magnitude of the total gradient of each unit, at each step."
+    words = f"Magnitude of the total gradient of each {rows}, at each step."
     choices = [Choice(name, [t.gradients[state] for t in tracks], "size") for name, state in names.items()]
-    return [curves, maps(Caption(f"{prefix}-gradients", "Gradient by unit", words, code), choices, over)]
+    head = Caption(f"{prefix}-gradients", f"Gradient by {rows}", words, f"rl.plot.heatmap({array}, log=True)")
+    return [curves, maps(head, choices, over, rows)]
+
+
+def _array(track: Track, variable: str) -> str:
+    """Return code for the values of a map: a variable of the trace, or its norm over axes of the state."""
+    array = f"trace[{track.layer!r}][{variable!r}]"
+    return f"({array} ** 2).sum({list(track.within)!r}) ** 0.5" if track.within else array
 
 
 def _states(tracks: Sequence[Track], over: TrackSteps) -> list[ReportFigure]:
@@ -171,10 +178,12 @@ def _states(tracks: Sequence[Track], over: TrackSteps) -> list[ReportFigure]:
     for state in (state for state in tracks[0].states if all(state in track.states for track in tracks)):
         title = _TITLES.get(state, state.replace("_", " ").capitalize())
         name = "".join(c if c.isalnum() else "-" for c in state.lower())
-        code = f"rl.plot.heatmap(trace[{tracks[0].layer!r}][{state!r}])"
-        head = Caption(f"track-{over.track}-{name}", title, "Value of each unit, at each step.", code)
+        rows, code = tracks[0].rows, f"rl.plot.heatmap({_array(tracks[0], state)})"
+        words = f"{'Norm' if tracks[0].within else 'Value'} of the state of each {rows}, at each step."
+        words = words if rows != "unit" else "Value of each unit, at each step."
+        head = Caption(f"track-{over.track}-{name}", title, words, code)
         choice = Choice(f"{symbol(state)}_t", [track.states[state] for track in tracks], "signed")
-        found.append(maps(head, [choice], over))
+        found.append(maps(head, [choice], over, rows))
     return found
 
 

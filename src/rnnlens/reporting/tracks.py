@@ -30,6 +30,9 @@ class Track:
         (sample, time, gate, unit), or None: their values, and the gradient of the loss by their pre-activations.
     mask
         (sample, time) of bool, False where a step is padding, or None.
+    rows, within
+        Name of the last axis of the arrays; and the axes of a whole-sequence layer's state over which its norm is
+        taken, so that one number is left for each channel or head.
     """
 
     layer: str
@@ -41,6 +44,8 @@ class Track:
     gate_gradients: Array | None = None
     gate_names: tuple[str, ...] = ()
     mask: Array | None = None
+    rows: str = "unit"
+    within: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
@@ -86,6 +91,9 @@ def tracks_of(trace: Trace) -> list[Track]:
 
 def _track(name: str, dataset: xr.Dataset, direction: str) -> Track:
     track = Track(name, direction, describe_layer(dataset))
+    if "state" in dataset:
+        _add_scan(track, dataset)
+        return track
     for key, array in dataset.data_vars.items():
         variable, plain = str(key), array.dims[:2] == (SAMPLE, TIME)
         if variable == "gates" and plain:
@@ -104,6 +112,16 @@ def _track(name: str, dataset: xr.Dataset, direction: str) -> Track:
     if track.mask is not None and bool(track.mask.all()):
         track.mask = None
     return track
+
+
+def _add_scan(track: Track, dataset: xr.Dataset) -> None:
+    """Add states and total gradients of a whole-sequence layer: their norms for each channel or head."""
+    track.rows, *within = (str(dim) for dim in dataset["state"].dims[2:])
+    track.within = tuple(within)
+    for variable, side in (("state", track.states), ("state_grad", track.gradients)):
+        if variable in dataset:
+            values = dataset[variable].values
+            side["state"] = safe_norm(values.reshape(*values.shape[:3], -1), axis=-1) if within else values
 
 
 def norms(values: Array) -> Array:

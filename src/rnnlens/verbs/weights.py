@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import xarray as xr
 
-from ..adapters.protocol import Batch, LayerWeights
+from ..adapters.protocol import Batch, CaptureRequest, LayerWeights
 from ..adapters.registry import adapter_for
 from ..arguments import (
     anything,
@@ -30,6 +30,7 @@ from ..arguments import (
 )
 from ..arguments import loss as a_loss
 from ..errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean, raised_by, shown
+from ..recurrence.sequence import forward
 from ..results.checks import Certificate, warn_about
 from ..results.layers import LayerTable
 from ..results.schema import to_host
@@ -40,6 +41,7 @@ from .certificates.of_gradients import certify_weights
 from .chunked.of_results import lazy_datasets
 from .chunked.samples import SampleChunks
 from .request import ModelRequest, in_turn
+from .scan_measures import scan_measures
 from .weight_gradients import FoundGradients, find_gradients
 from .weight_layout import LabelledWeight, label_cell, label_plain, node_dataset, outside_cells
 
@@ -117,7 +119,8 @@ def weights(
         unit)``; bidirectional layers with a leading ``direction``. torch's two biases are ``bias`` and
         ``recurrent_bias``, their sum ``bias_total``. Gradients are called ``kernel_grad`` and so on. They exclude
         weight regularisers, whose gradient belongs to no timestep; ``rl.gradients(of="loss")`` includes them.
-        ``*_nan_count`` and ``*_inf_count`` are the numbers of NaN and infinite values per gate.
+        ``*_nan_count`` and ``*_inf_count`` are the numbers of NaN and infinite values per gate. With data, a
+        whole-sequence layer (Mamba, delta rules) has ``half_life``, ``state_size`` and ``state_rank`` on these data.
 
     Raises
     ------
@@ -127,6 +130,7 @@ def weights(
     References
     ----------
     dL/dW as the sum of per-step contributions: Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, eq. 3.
+    Effective state-size: Parnichkun et al. 2025, arXiv:2504.19561. Rank of a state per head: arXiv:2602.02195.
     """
     if measure is not None and not by_time:
         raise InputError("measure= applies to gradients by step.", got=f"measure={measure!r}", expected="by_time=True")
@@ -146,6 +150,8 @@ def weights(
             labelled[name] |= gradients
     datasets = {name: node_dataset(name, variables, provenance) for name, variables in labelled.items()}
     datasets = _with_coordinates(datasets, differentiated, request.coordinates)
+    for name, measures in _of_scans(request, found).items():
+        datasets[name] = datasets[name].assign(measures)
     certificate = None if x is None else Certificate()
     if certified:
         certificate = certify_weights(request, found, datasets, differentiated)
@@ -159,6 +165,17 @@ def weights(
         certificate=certificate,
         notes=[] if differentiated.capture is None else differentiated.capture.notes,
     )
+
+
+def _of_scans(request: ModelRequest, found: Mapping[str, LayerWeights]) -> dict[str, dict[str, xr.Variable]]:
+    """Return the measures of whole-sequence layers on the given data, by layer; none without data."""
+    asked = tuple(name for name in request.known.sequences if name in found)
+    if request.batch.x is None or not asked:
+        return {}
+    quiet = CaptureRequest(asked, gradients=False, weight_grads=False, all_must_run=False)
+    capture = request.adapter.capture(request.model, request.batch.without_loss(), quiet)
+    calls = [call for call in capture.sequences if call.layer in found]
+    return {call.layer: scan_measures(call.cell, to_host(forward(call.cell)[2])) for call in calls}
 
 
 def _lazy(request: ModelRequest, layers: str | Iterable[str] | None, by_time: bool, measure: str | None) -> Weights:

@@ -45,3 +45,22 @@ def test_decay_products():
     found = measures.decay_products(decay, 5, [0, 1, 3])
     assert np.allclose(found[0], 1.0)
     assert np.allclose(found[2], decay[:, 3] * decay[:, 4] * decay[:, 5])
+
+
+def test_effective_state_size_of_a_delta_rule_is_the_rank_of_the_block():
+    """A_t = (I - beta k k^T) diag(a): a key written twice with beta = 1 replaces what was there."""
+    rng = np.random.default_rng(3)
+    decay, read, keys = rng.uniform(0.5, 1, (12, 2, 5)), rng.normal(size=(12, 2, 5)), rng.normal(size=(12, 2, 5))
+    keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
+    keys[6:, 1] = keys[5, 1]  # head 1: from step 5 on one key alone
+    beta = np.ones((12, 2, 1))
+    for head in range(2):
+        step = [
+            (np.eye(5) - np.outer(beta[t, head] * keys[t, head], keys[t, head])) @ np.diag(decay[t, head])
+            for t in range(12)
+        ]
+        through = lambda first, last: np.linalg.multi_dot([np.eye(5), np.eye(5), *step[first : last + 1][::-1]])  # noqa: E731, B023
+        block = [[read[t, head] @ through(k + 1, t) @ keys[k, head] for k in range(6)] for t in range(6, 12)]
+        values = np.linalg.svd(np.array(block), compute_uv=False)
+        found = measures.effective_state_size(decay, beta * keys, read, 6, left=beta * keys, right=keys)
+        assert found[head] == (values > 1e-3 * values[0]).sum()

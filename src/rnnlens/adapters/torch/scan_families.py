@@ -174,6 +174,7 @@ def _weighted_mean(call: Any, hold: Hold) -> Reading:
         ((rate + before - after)[..., None],),
         (torch.exp(key - after)[..., None], values),
         initial=initial,
+        relative=True,
     )
 
     def finish(states: Tensor, last: Tensor) -> Any:
@@ -212,6 +213,7 @@ def _matrix_memory(call: Any, hold: Hold) -> Reading:
         read=(query * key.shape[-1] ** -0.5)[..., None],
         contracted=-2,
         initial=initial,
+        relative=True,
     )
 
     def finish(y: Tensor, last: Tensor) -> Any:
