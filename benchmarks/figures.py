@@ -112,6 +112,8 @@ def cases(samples: int, steps: int, units: int) -> dict[str, Callable[[], Any]]:
         "film": lambda: p.film(run),
         "timeline": lambda: p.timeline(run),
         "norm_history": lambda: p.norm_history({0: total, 1: other}),
+        "total_and_frozen": lambda: p.total_and_frozen(jac, jac),
+        "decay_by_lag": lambda: p.decay_by_lag(abs(total)),
     }
 
 

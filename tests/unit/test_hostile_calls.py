@@ -55,6 +55,8 @@ DRAWN = {
     "gradient_carriers": {"gradient": STATES, "losses": [1.0, 2.0]},
     "eigenvalues": {"values": STATES},
     "norm_history": {"history": {0: STATES, 1: STATES}},
+    "total_and_frozen": {"total": JACOBIAN, "frozen": JACOBIAN},
+    "decay_by_lag": {"decay": np.abs(STATES)},
 }
 DATA = {
     "bidirectional": one(BOTH),

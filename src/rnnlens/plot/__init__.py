@@ -23,6 +23,8 @@ from .history import weight_norms as weight_norms
 from .maps import maps as maps
 from .memory import lag_profile as lag_profile
 from .memory import memory_lifetime as memory_lifetime
+from .scans import decay_by_lag as decay_by_lag
+from .scans import total_and_frozen as total_and_frozen
 from .texts import input_map as input_map
 from .texts import unit_over_text as unit_over_text
 from .time_jacobian import jacobian_margins as jacobian_margins

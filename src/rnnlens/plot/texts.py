@@ -16,7 +16,7 @@ from ..arguments import anything, as_numbers, listed, text, whole
 from ..errors import InputError, shown
 from ..measures.profiles import by_own_peak, input_sensitivity, peak_band
 from ..recurrence.measures import safe_norm
-from ..vocabulary import DIRECTION, FEATURE, GATE, SAMPLE, TIME
+from ..vocabulary import DIRECTION, FEATURE, GATE, IN_TIME, OUT_TIME, SAMPLE, TIME
 from ._axes import DIVERGING, POSITIVE, around_zero, from_zero, mark_steps, step_axis
 from ._call import drawing
 from ._data import (
@@ -140,7 +140,8 @@ def input_map(
     ----------
     gradient : (sample, time, feature)
         ``rl.gradients(model, x, y, wrt="input")``, ``trace["lstm"].input_grad``, or a plain array; for text the
-        gradient of the embeddings.
+        gradient of the embeddings. Or a time Jacobian with one output step, such as ``rl.jacobian(model, ids,
+        wrt="embedding.output", measure="norm", at={"out_time": [-1]})``: the effect of each token on that step.
     x : (sample, time, feature), optional
         The input, for the standard deviation of each feature at each step over samples (for one sample, over all
         steps). Without it the gradient itself is drawn.
@@ -162,6 +163,7 @@ def input_map(
     Sobol, Kucherenko 2009, doi:10.1016/j.matcom.2009.01.023.
     """
     array = labelled(gradient, "input_map", guess={2: (TIME, FEATURE), 3: (SAMPLE, TIME, FEATURE)})
+    array, output_step = _row_of_jacobian(array)
     require_time(array, "input_map")
     values, note = _sensitivity(array, x)
     real = _real(array, values)
@@ -171,7 +173,7 @@ def input_map(
     one = _picked_input_map(values, sample)
     if tokens is not None:
         one = by_own_peak(one)
-    target = _target(array)
+    target = _target(array) if output_step is None else f"output step {output_step}"
     words = ("$|dL/dx_t|$" if target is None else f"|d {target} / $dx_t$|") + (_SCALED if x is not None else "")
     missing = nonfinite_note(np.where(real, values, 0.0))
     middle, low, high, said = _shape_of(one, real, sample)
@@ -200,6 +202,15 @@ def input_map(
         colour_bar([place], drawn, label)
     whose = f"sample {names_of(array, SAMPLE)[sample]}" if sample is not None and SAMPLE in array.dims else None
     return panels.titled(title or head, [whose, said, note, extra, missing])
+
+
+def _row_of_jacobian(array: xr.DataArray) -> tuple[xr.DataArray, str | None]:
+    """Return the only row of a time Jacobian over ``time``, and its output step; other arrays unchanged."""
+    if IN_TIME not in array.dims or TIME in array.dims or array.sizes.get(OUT_TIME, 1) != 1:
+        return array, None
+    step = str(array[OUT_TIME].values.item()) if OUT_TIME in array.coords else "k"
+    row = array.squeeze(OUT_TIME) if OUT_TIME in array.dims else array
+    return row.drop_vars([OUT_TIME, TIME], errors="ignore").rename({IN_TIME: TIME}), step
 
 
 def _sensitivity(array: xr.DataArray, x: Any) -> tuple[Numbers, str | None]:

@@ -91,7 +91,7 @@ def tracks_of(trace: Trace) -> list[Track]:
 
 def _track(name: str, dataset: xr.Dataset, direction: str) -> Track:
     track = Track(name, direction, describe_layer(dataset))
-    if "state" in dataset:
+    if {"state", "decay"} & set(dataset.data_vars):  # a whole-sequence layer
         _add_scan(track, dataset)
         return track
     for key, array in dataset.data_vars.items():
@@ -116,11 +116,10 @@ def _track(name: str, dataset: xr.Dataset, direction: str) -> Track:
 
 def _add_scan(track: Track, dataset: xr.Dataset) -> None:
     """Add states and total gradients of a whole-sequence layer: their norms for each channel or head."""
-    track.rows, *within = (str(dim) for dim in dataset["state"].dims[2:])
-    track.within = tuple(within)
     for variable, side in (("state", track.states), ("state_grad", track.gradients)):
         if variable in dataset:
-            values = dataset[variable].values
+            track.rows, *within = (str(dim) for dim in dataset[variable].dims[2:])
+            track.within, values = tuple(within), dataset[variable].values
             side["state"] = safe_norm(values.reshape(*values.shape[:3], -1), axis=-1) if within else values
 
 

@@ -573,3 +573,11 @@ def test_a_third_party_registers_its_family(monkeypatch):
         register("my_leaky_scan", family)
     with pytest.raises(rl.errors.InputError, match="name of a scan function"):
         register("a name", family)
+
+
+def test_a_report_draws_states_and_gradients_by_channel(tmp_path):
+    model, ids = build("mamba"), tokens(64, 12)
+    page = rl.report(model, ids, ids[:, 0], loss=loss_of, path=tmp_path / "report.html").read_text()
+    assert "MambaMixer, 32 channels" in page
+    assert "Gradient by channel" in page
+    assert "Norm of the state of each channel" in page

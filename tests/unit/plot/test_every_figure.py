@@ -47,6 +47,8 @@ def cases(gradient, layer, weights, jacobian, diagnosis, fixed_points, initial, 
         "eigenvalues": ([np.array([[0.5, 0.2j]])], "markr", "marker"),
         "norm_history": ([{0: gradient(), 1: gradient()}], "cmapp", "cmap"),
         "before_after": ([gradient(), gradient() * 2], "cmapp", "cmap"),
+        "total_and_frozen": ([jacobian(), jacobian()], "cmapp", "cmap"),
+        "decay_by_lag": ([abs(gradient())], "cmapp", "cmap"),
     }
 
 

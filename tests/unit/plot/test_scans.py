@@ -1,0 +1,70 @@
+"""Figures of whole-sequence layers: what they draw and say."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import xarray as xr
+
+import rnnlens as rl
+from rnnlens.errors import InputError
+
+MAP = ("sample", "out_time", "in_time")
+
+
+def suptitle(axes):
+    return axes[0].get_figure(root=True)._suptitle.get_text()
+
+
+def two_maps():
+    """A total map, and a frozen one that is half of it at lag 0 and a tenth at lag 3."""
+    lag = np.arange(4)[:, None] - np.arange(4)[None, :]
+    total = np.where(lag >= 0, 2.0, 0.0) * np.array([1.0, 3.0])[:, None, None]
+    share = np.where(lag == 0, 0.5, np.where(lag == 3, 0.1, 0.3))
+    return xr.DataArray(total, dims=MAP), xr.DataArray(total * share, dims=MAP)
+
+
+def test_total_and_frozen_share_a_scale_and_are_compared_by_lag():
+    axes = rl.plot.total_and_frozen(*two_maps())
+    total, frozen = (ax.images[0] for ax in axes)
+    assert np.allclose(total.get_array()[3, 0], 4.0)  # the mean of 2 and 6
+    assert np.allclose(frozen.get_array()[3, 0], 0.4)
+    assert total.norm.vmax == frozen.norm.vmax == 4.0
+    assert "0.5 (lag 0) to 0.1 (lag 3) of the total one" in suptitle(axes)
+
+
+def test_maps_of_other_shapes_are_refused():
+    total, frozen = two_maps()
+    with pytest.raises(InputError, match=r"frozen=True"):
+        rl.plot.total_and_frozen(total, frozen.isel(out_time=slice(2)))
+
+
+def test_maps_that_are_zero_have_a_plain_title():
+    total, _ = two_maps()
+    assert "total and frozen map" in suptitle(rl.plot.total_and_frozen(total * 0, total * 0))
+
+
+def test_decay_by_lag_draws_powers_sorted_by_half_life():
+    decay = np.broadcast_to([0.9, 0.5, 1.0], (2, 6, 3))
+    (ax,) = rl.plot.decay_by_lag(decay, lags=4)
+    shown = ax.images[0].get_array()
+    assert np.allclose(shown, np.array([0.5, 0.9, 1.0])[:, None] ** np.arange(5))
+    (line,) = [line for line in ax.lines if line.get_gid() == "half-life"]
+    assert np.allclose(line.get_xdata()[:3], [1.0, 4.0, 4.0])  # 6.6 steps and never lie beyond the last lag
+    assert "1 steps to for ever, median 6.6 steps" in suptitle([ax])
+
+
+def test_decays_that_are_none_are_refused():
+    with pytest.raises(InputError, match="draws decays"):
+        rl.plot.decay_by_lag(np.full((1, 3, 2), -0.5))
+
+
+def test_a_row_of_a_time_jacobian_is_an_input_map():
+    total, _ = two_maps()
+    row = total.isel(out_time=[3]).assign_coords(out_time=[3])
+    (ax,) = rl.plot.input_map(row.copy(data=row.values * np.arange(4)), sample=1)
+    (line,) = [line for line in ax.lines if line.get_gid() == "sensitivity"]
+    assert np.allclose(line.get_ydata(), 6 * np.arange(4))
+    assert "output step 3" in suptitle([ax])
+    with pytest.raises(InputError, match="plot.time_jacobian"):
+        rl.plot.input_map(total)
