@@ -66,5 +66,5 @@ def test_a_row_of_a_time_jacobian_is_an_input_map():
     (line,) = [line for line in ax.lines if line.get_gid() == "sensitivity"]
     assert np.allclose(line.get_ydata(), 6 * np.arange(4))
     assert "output step 3" in suptitle([ax])
-    with pytest.raises(InputError, match="plot.time_jacobian"):
+    with pytest.raises(InputError, match=r"plot\.time_jacobian"):
         rl.plot.input_map(total)
