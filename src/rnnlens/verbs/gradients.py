@@ -204,9 +204,9 @@ def _scan_tensor(adapter: Adapter, model: Any, wrt: Any) -> tuple[str, str] | No
     )
     if named is None:
         return None
-    layers = list(known_model(adapter, model).sequences)
-    found = [name for name in layers if name == named["layer"] or name.endswith(f".{named['layer']}")]
-    return (found[0], named["quantity"]) if len(found) == 1 else None
+    layers, (asked, hash_, number) = list(known_model(adapter, model).sequences), named["layer"].partition("#")
+    found = [name for name in layers if name == asked or name.endswith(f".{asked}")]
+    return (f"{found[0]}{hash_}{number}", named["quantity"]) if len(found) == 1 else None
 
 
 def _scan_gradient(model: Any, x: Any, y: Any, tensor: tuple[str, str], options: Mapping[str, Any]) -> LabelledArray:

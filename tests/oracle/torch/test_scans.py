@@ -25,6 +25,7 @@ from rnnlens.adapters.torch.scan_families import (
     register,
 )
 from rnnlens.adapters.torch.scans import scan
+from rnnlens.recurrence import sequence
 from rnnlens.recurrence.sequence import SequenceCell
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -452,3 +453,23 @@ def test_a_report_draws_states_and_gradients_by_channel(tmp_path):
     assert "MambaMixer, 32 channels" in page
     assert "Gradient by channel" in page
     assert "Norm of the state of each channel" in page
+
+
+@pytest.mark.parametrize("name", ["mamba", "qwen3_next", "minimax"])
+def test_a_fault_in_the_sweep_is_found_beside_the_rounding_of_scans(name, monkeypatch):
+    """The router of minimax has a gradient that is zero but for rounding; a fault of one percent is none of that."""
+    model, ids = build(name), tokens(12, 12)
+    found = rl.gradients(model, ids, ids[:, 0], loss=loss_of, wrt="weights").certificate
+    assert found.state == "passed"
+    right = sequence._before_step
+    monkeypatch.setattr(sequence, "_before_step", lambda *given: 1.01 * right(*given))
+    found = rl.gradients(model, ids, ids[:, 0], loss=loss_of, wrt="weights").certificate
+    assert found.state == "failed"
+
+
+def test_gradients_by_one_of_several_scans_of_a_layer():
+    model, ids = build("zamba"), tokens(2, 6)
+    trace = rl.trace(model, ids, ids[:, 0], loss=loss_of)
+    assert trace.layers[0].endswith("#0")
+    found = rl.gradients(model, ids, ids[:, 0], loss=loss_of, wrt=f"{trace.layers[0]}.state")
+    assert np.array_equal(found, trace[trace.layers[0]].state_grad)

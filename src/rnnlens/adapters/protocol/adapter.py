@@ -190,6 +190,13 @@ class Adapter(AxisConvention, ABC):
         """
         return ""
 
+    def rounded_run(self, model: Any, batch: Batch, unit: float) -> ReferenceRun | None:
+        """Make a reference run of a copy of the model whose weights are changed by one rounding of size ``unit``.
+
+        It is called where the certificate of a model with whole-sequence layers has failed. None if it cannot be made.
+        """
+        return None
+
     def layouts(self, model: Any, batch: Batch, ports: Sequence[Port]) -> Mapping[Port, Layout]:
         """Return the roles of the axes of model inputs and outputs and of tensors of layers that are not recurrent.
 

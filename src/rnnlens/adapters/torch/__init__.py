@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
 import torch
+from array_api_compat import array_namespace
 from torch import nn
 
 from ...autodiff import engine
-from ..protocol import Adapter, Batch, Capture, CaptureRequest, LayerWeights, Port, Pullback
+from ...recurrence.rounding import one_rounding
+from ..protocol import Adapter, Batch, Capture, CaptureRequest, LayerWeights, Port, Pullback, ReferenceRun
 from ..shared.registered_cells import with_composed
 from . import axes, discover, losses, model_facts, variants
 from . import pullback as pullbacks
@@ -74,6 +77,14 @@ class TorchAdapter(Adapter):
     def coarsest_dtype(self, model: nn.Module, batch: Batch) -> str:
         """Run the user's unmodified model; return the coarsest float dtype of its operations."""
         return engine("torch").coarsest_dtype(lambda: self.reference_run(model, batch, gradients=False))
+
+    def rounded_run(self, model: nn.Module, batch: Batch, unit: float) -> ReferenceRun | None:
+        """Make a reference run of a copy whose weights are changed by one rounding of size ``unit``."""
+        copy = deepcopy(model)
+        for weight in copy.parameters():
+            if weight.is_floating_point():
+                weight.data = one_rounding(array_namespace(weight.data), unit)(weight.data)
+        return self.reference_run(copy, batch)
 
     def weights(self, model: nn.Module) -> Mapping[str, LayerWeights]:
         """Return the weights of all modules that have any.

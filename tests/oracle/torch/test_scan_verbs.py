@@ -1,0 +1,19 @@
+"""Every verb on every family of whole-sequence layers: what the table of docs/how-to/hugging-face.md says."""
+
+from __future__ import annotations
+
+import pytest
+from scan_models import MODELS
+from scan_verbs import PAGE, TABLE, head, row
+
+SAID = TABLE.search(PAGE.read_text())[0].splitlines()[2:]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_table_says_what_the_verbs_do(name):
+    assert row(name) in SAID, "python tests/helpers/scan_verbs.py"
+
+
+def test_the_table_has_every_family_and_verb():
+    assert SAID[:2] == head().splitlines()
+    assert len(SAID) == 2 + len(MODELS)
