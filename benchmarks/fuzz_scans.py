@@ -59,7 +59,7 @@ def draw_model(number: int, seed: int) -> tuple[torch.nn.Module, dict[str, Any],
     name = choose("family", list(MODELS))
     options = {} if name in ("zamba2", "rwkv") else {"tie_word_embeddings": choose("tied", [False, True])}
     if "layer_types" not in MODELS[name][2] and name in ("mamba", "falcon_mamba", "mamba2", "rwkv", "xlstm"):
-        options["num_hidden_layers"] = choose("layers", [1, 2, 3])
+        options["num_hidden_layers"] = choose("layers", [2, 3] if name == "rwkv" else [1, 2, 3])
     model = build(name, seed=number, scale=choose("scale", [0.15, 0.3]), **options)
     for key, weight in model.named_parameters():
         if key.endswith("A_log") and choose("slow", [False, True]):
