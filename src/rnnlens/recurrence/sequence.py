@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from math import prod
 from typing import Any
 
 from ..typing import Array
@@ -88,6 +89,13 @@ class SequenceCell:
     def steps(self) -> int:
         """Number of steps."""
         return int(self.shape[1])
+
+    @property
+    def sweep_size(self) -> int:
+        """Numbers that a sweep holds for one cotangent: states of one chunk, and gradients of the coefficients."""
+        samples, steps, *axes = self.shape
+        states, parts = samples * min(CHUNK, steps) * prod(axes), sum(prod(part.shape) for part in self.parts.values())
+        return 8 * states + 2 * int(parts)
 
     @property
     def axis(self) -> int:

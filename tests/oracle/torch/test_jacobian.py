@@ -376,3 +376,31 @@ def test_nothing_leads_upwards():
     with pytest.raises(rl.errors.DisconnectedError) as error:
         rl.jacobian(made(num_layers=2), data(), of="rnn[0].hidden", wrt="rnn[1].hidden")
     assert str(error.value).splitlines()[0] == "rnn[0].hidden does not depend on rnn[1].hidden."
+
+
+class WideAttention(torch.nn.Module):
+    """More features between the layers than of which all unit cotangents are pulled at once."""
+
+    def __init__(self, mixes):
+        super().__init__()
+        self.below, self.wide = torch.nn.GRU(2, 80, batch_first=True), torch.nn.Linear(80, 80)
+        self.above, self.mixes = torch.nn.GRU(80, 3, batch_first=True), mixes
+
+    def forward(self, x):
+        h, _ = self.below(x)
+        if self.mixes:
+            scores = h @ h.transpose(1, 2) / 80**0.5
+            later = torch.ones_like(scores[0]).triu(1).bool()
+            h = torch.softmax(scores.masked_fill(later, float("-inf")), -1) @ h
+        return self.above(torch.tanh(self.wide(h)))[0]
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_wide_segments_between_recurrences_are_autograds(mixes):
+    torch.manual_seed(0)
+    model, x = WideAttention(mixes).double(), torch.randn(2, 5, 2, dtype=torch.float64)
+    found = rl.jacobian(model, x)
+    assert found.certificate.state == "passed"
+    for sample in range(2):
+        expected = torch.autograd.functional.jacobian(lambda one: model(one[None])[0], x[sample])
+        assert np.allclose(found.values[sample], expected, rtol=1e-9, atol=1e-12)

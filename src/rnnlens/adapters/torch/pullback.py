@@ -55,6 +55,8 @@ class TorchPullback:
         self.of, self.wrt = tuple(of), tuple(wrt)
         self._watched = (*self.of, *self.wrt, *watch)
         self._pull_many = PullMany()
+        #: Numbers that the sweep of a whole-sequence layer holds for one cotangent; 0 without such layers.
+        self._in_scans = 0
         self.returned: Any = None
         #: Roles of axes that this pass showed, where the model is a plain chain of library modules.
         self.layouts: Mapping[Port, Layout] = {}
@@ -91,6 +93,7 @@ class TorchPullback:
             finally:
                 for handle in handles:
                     handle.remove()
+        self._in_scans = recorder.scans.sweep_size
         self.returned = on_leaves(outputs, lambda t: t.detach() if isinstance(t, Tensor) else t)
         leaves = leaves_of(outputs)
         self.layouts = chain.layouts(outputs)
@@ -133,7 +136,7 @@ class TorchPullback:
 
     def _pull(self, pairs: Sequence[tuple[Tensor, Tensor]], sources: list[Tensor], count: int) -> list[Tensor | None]:
         size = sum(t.numel() * t.element_size() for t in (*sources, *(start for start, _ in pairs)))
-        step = max(1, BUDGET // max(4 * size, 1))
+        step = max(1, BUDGET // max(4 * size + 4 * self._in_scans, 1))
         parts: list[Sequence[Tensor | None]] = []
         for first in range(0, count, step):
             starts, some = [s for s, _ in pairs], [c[first : first + step] for _, c in pairs]

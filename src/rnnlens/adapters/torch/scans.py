@@ -86,6 +86,8 @@ class ScanRecorder:
         Whether the coefficients are held constant (frozen map).
     model
         Model that runs, in which declared scans are stored.
+    sweep_size
+        Numbers that the largest sweep of all scans holds for one cotangent.
     """
 
     wanted: Collection[str]
@@ -94,6 +96,11 @@ class ScanRecorder:
     records: list[ScanRecord] = field(default_factory=list)
     ran: dict[str, tuple[int, int]] = field(default_factory=dict)
     inside: list[str] = field(default_factory=list)
+    sweep_size: int = 0
+
+    def _note_run(self, path: str, cell: SequenceCell) -> None:
+        self.ran[path] = (cell.shape[0], cell.steps)
+        self.sweep_size = max(self.sweep_size, cell.sweep_size)
 
     def declared(self, a: Tensor, b: Tensor, initial: Any, function: Any, name: str | None) -> Tensor:
         """Run and record one scan declared by ``rl.torch.scan``; return its states."""
@@ -103,7 +110,7 @@ class ScanRecorder:
         x, decay = widened(b, a)
         cell = SequenceCell(axes, (decay.detach() if self.held else decay,), (x,), logarithmic=False, initial=initial)
         states, _ = scan(cell)
-        self.ran[path] = (cell.shape[0], cell.steps)
+        self._note_run(path, cell)
         if self.model is not None:
             note_scan(self.model, path, tuple(zip(axes, map(int, cell.shape[2:]), strict=True)))
         if path not in self.wanted and ANY_SCAN not in self.wanted:
@@ -124,7 +131,7 @@ class ScanRecorder:
             reading = read_call(original, family, hold, args, kwargs)
             y, last = scan(reading.cell)
             path = self.inside[-1] if self.inside else ""
-            self.ran[path] = (reading.cell.shape[0], reading.cell.steps)
+            self._note_run(path, reading.cell)
             if path not in self.wanted:
                 return reading.finish(y, last)
             y = y if y.requires_grad else y.requires_grad_()

@@ -154,13 +154,23 @@ class Segment:
         return rows[:, None] if self.kind == "step" else rows
 
 
+#: Largest number of features of which all unit cotangents are pulled at once with the others.
+_MANY = 64
+
+
 def probe(pull: Pull, top: OuterTensor, tensors: Mapping[Port, OuterTensor]) -> dict[Port, Segment]:
     """Find the segments that start at a tensor by pulling probe cotangents, by the lower tensor.
 
     Raise UnsupportedError if cotangents of some samples reach other samples.
     """
-    units, (steps, on_steps), (samples, on_samples) = _unit_rows(top), _subset_rows(top, 1), _subset_rows(top, 0)
-    found = pull(top.port, np.concatenate([units, steps, samples]))
+    (steps, on_steps), (samples, on_samples) = _subset_rows(top, 1), _subset_rows(top, 0)
+    found: Mapping[Port, Array | None] = {}
+    units = np.zeros((0, *steps.shape[1:]))
+    if top.features > _MANY and len(steps):
+        found = pull(top.port, np.concatenate([steps, samples]))
+    if not found or any(_may_be_local(top, tensors[port], rows, on_steps) for port, rows in found.items()):
+        units = _unit_rows(top)
+        found = pull(top.port, np.concatenate([units, steps, samples]))
     _refuse_coupled(found, on_samples)
     segments = {top.port: Segment("local", top, top)} if top.port in found else {}
     for port, rows in found.items():
@@ -169,6 +179,11 @@ def probe(pull: Pull, top: OuterTensor, tensors: Mapping[Port, OuterTensor]) -> 
         own, apart = rows[: len(units)], rows[len(units) : len(units) + len(steps)]
         segments[port] = _probed(top, tensors[port], own, _vanishes_elsewhere(apart, on_steps))
     return segments
+
+
+def _may_be_local(above: OuterTensor, below: OuterTensor, rows: Array | None, on: Array) -> bool:
+    """Return whether rows that start at the steps ``on``, and others after them, come from these steps alone."""
+    return rows is not None and below.times == above.times and _vanishes_elsewhere(rows[: len(on)], on)
 
 
 def _probed(above: OuterTensor, below: OuterTensor, rows: Array, each_step_by_itself: bool) -> Segment:
