@@ -312,7 +312,7 @@ def dataset_of(layer: Any) -> xr.Dataset | None:
     """Return the variables of one layer (a layer result or a Dataset); None for anything else."""
     if isinstance(layer, xr.Dataset):
         return layer
-    found = getattr(layer, "dataset", None)
+    found = layer.dataset if has_attribute(layer, "dataset") else None
     return found if isinstance(found, xr.Dataset) else None
 
 

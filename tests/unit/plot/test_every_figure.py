@@ -231,3 +231,15 @@ def test_torch_tensors_with_gradients_are_drawn(render):
 def test_the_smallest_of_numbers_have_a_logarithmic_scale(tmp_path, name, shape, scale):
     values = np.random.default_rng(0).normal(size=shape) * scale
     getattr(rl.plot, name)(values, log=True).save(tmp_path / "tiny.png", dpi=40)
+
+
+class RaisesAtEverything:
+    """An object of which every unknown attribute raises."""
+
+    def __getattr__(self, name):
+        raise OSError(name)
+
+
+def test_a_layer_whose_attributes_raise_is_refused(layer):
+    with pytest.raises(InputError):
+        rl.plot.saturation_arrows(layer(), RaisesAtEverything())
