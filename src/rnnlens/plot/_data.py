@@ -329,11 +329,11 @@ def layers_of(result: Any, figure: str) -> dict[str, xr.Dataset]:
             if node.data_vars
         }
     elif one is not None:
-        found = {str(one.attrs.get("layer", getattr(result, "name", "layer"))): one}
-    elif hasattr(result, "keys") and hasattr(result, "__getitem__"):
+        found = {str(one.attrs.get("layer", result.name if has_attribute(result, "name") else "layer")): one}
+    elif has_attribute(result, "keys") and hasattr(type(result), "__getitem__"):
         pairs = ((str(name), dataset_of(result[name])) for name in result.keys())  # noqa: SIM118  # any mapping-like
         found = {name: dataset for name, dataset in pairs if dataset is not None}
-    elif hasattr(result, "layers") and hasattr(result, "__getitem__"):
+    elif has_attribute(result, "layers") and hasattr(type(result), "__getitem__"):
         pairs = ((str(name), dataset_of(result[name])) for name in result.layers)
         found = {name: dataset for name, dataset in pairs if dataset is not None}
     else:
@@ -357,7 +357,7 @@ def variable(result: Any, name: str, figure: str) -> Any:
     if (
         dataset is None
         and not isinstance(result, xr.DataArray)
-        and (isinstance(result, Mapping) or hasattr(result, "layers"))
+        and (isinstance(result, Mapping) or has_attribute(result, "layers"))
     ):
         layers = layers_of(result, figure)
         if len(layers) > 1:

@@ -12,7 +12,7 @@ import xarray as xr
 from matplotlib.lines import Line2D
 
 from ..arguments import one_of
-from ..errors import InputError
+from ..errors import InputError, has_attribute
 from ..measures.profiles import gradient_reach, peak_band
 from ..recurrence.measures import real_first, safe_norm
 from ..results.schema import with_mask
@@ -154,7 +154,7 @@ def gradient_flow(
 
 def _networks(trace: Any) -> dict[str, dict[str, xr.Dataset]] | None:
     """Return layers by network if a mapping has several networks or moments; None for one trace."""
-    if isinstance(trace, xr.DataTree | xr.Dataset) or hasattr(trace, "layers") or not isinstance(trace, Mapping):
+    if isinstance(trace, xr.DataTree | xr.Dataset) or has_attribute(trace, "layers") or not isinstance(trace, Mapping):
         return None
     found: dict[str, dict[str, xr.Dataset]] = {}
     for name, one in trace.items():

@@ -15,7 +15,7 @@ from matplotlib.colors import Normalize
 from matplotlib.image import AxesImage
 
 from ..arguments import one_of
-from ..errors import InputError
+from ..errors import InputError, has_attribute
 from ..vocabulary import DIRECTION, GATE, SAMPLE, TIME
 from ._axes import DIVERGING, POSITIVE, around_zero, from_zero, is_positive
 from ._call import drawing
@@ -335,7 +335,7 @@ def _pairs(before: Any, after: Any, quantity: str, dims: Any) -> dict[str, tuple
     """Return the arrays of both moments, by layer if there are several."""
 
     def read(one: Any) -> dict[str, xr.DataArray]:
-        whole = dataset_of(one) is None and (isinstance(one, Mapping | xr.DataTree) or hasattr(one, "layers"))
+        whole = dataset_of(one) is None and (isinstance(one, Mapping | xr.DataTree) or has_attribute(one, "layers"))
         layers = layers_of(one, "before_after") if whole else {}
         members = layers if len(layers) > 1 else {"": one}
         return {

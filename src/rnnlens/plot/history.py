@@ -115,8 +115,8 @@ def weight_norms(
 
 def _lines_of(history: Any) -> tuple[dict[tuple[str, str], Numbers], Numbers, str]:
     """Return values over training by layer and weight, the training steps, and the label of the axis."""
-    if hasattr(history, "dataset") and isinstance(history.dataset, xr.Dataset):
-        history = history.dataset
+    dataset = dataset_of(history)
+    history = history if dataset is None else dataset
     if isinstance(history, xr.Dataset | xr.DataArray):
         return _labelled_lines(history)
     if isinstance(history, Mapping) and history:

@@ -16,7 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from ..arguments import anything, as_numbers, names, number
-from ..errors import InputError, did_you_mean, shown
+from ..errors import InputError, did_you_mean, has_attribute, shown
 from ..measures.profiles import share_of_peak
 from ..vocabulary import DIRECTION, TIME
 from ._axes import POSITIVE, line_colours, log_ticks, mark_steps, whole_numbers
@@ -213,7 +213,7 @@ def film(
 
 def _strips(run: Any, layers: Any, quantity: str) -> dict[str, xr.DataArray]:
     """Return profiles (step, time) by the name of their panel."""
-    held = {name: run[name] for name in run} if isinstance(run, Mapping) and hasattr(run, "scalars") else None
+    held = {name: run[name] for name in run} if isinstance(run, Mapping) and has_attribute(run, "scalars") else None
     if held is None:
         expected = 'a followed training: rl.open("runs/a.zarr")'
         raise InputError("plot.film draws a run.", got=shown(run), expected=expected)
@@ -362,7 +362,7 @@ def timeline(
 
 
 def _selected(run: Any, select: Any) -> dict[str, xr.DataArray]:
-    scalars = getattr(run, "scalars", None)
+    scalars = run.scalars if has_attribute(run, "scalars") else None
     if not isinstance(scalars, xr.Dataset):
         expected = 'a followed training: rl.open("runs/a.zarr")'
         raise InputError("plot.timeline draws a run.", got=shown(run), expected=expected)

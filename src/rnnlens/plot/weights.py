@@ -12,7 +12,7 @@ import xarray as xr
 from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 
-from ..errors import InputError
+from ..errors import InputError, has_attribute
 from ..measures.profiles import lag_shares
 from ..recurrence.cells import kinds
 from ..recurrence.measures import quantiles, safe_norm
@@ -64,7 +64,7 @@ def kernels_of(weights: Any, figure: str, *, grad: bool = False) -> tuple[list[K
 
     Raise InputError if there are none to draw.
     """
-    dataset = getattr(weights, "dataset", weights)
+    dataset = weights.dataset if has_attribute(weights, "dataset") else weights
     if not isinstance(dataset, xr.Dataset | Mapping):
         raise InputError(
             f"plot.{figure} draws the weights of one layer.",

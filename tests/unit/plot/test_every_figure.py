@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+from inspect import Parameter, signature
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -243,3 +244,10 @@ class RaisesAtEverything:
 def test_a_layer_whose_attributes_raise_is_refused(layer):
     with pytest.raises(InputError):
         rl.plot.saturation_arrows(layer(), RaisesAtEverything())
+
+
+@pytest.mark.parametrize("name", rl.plot.__all__)
+def test_every_figure_refuses_an_object_whose_attributes_raise(name):
+    required = [one for one in signature(getattr(rl.plot, name)).parameters.values() if one.default is Parameter.empty]
+    with pytest.raises(InputError):
+        getattr(rl.plot, name)(*[RaisesAtEverything() for _ in required])
