@@ -12,7 +12,7 @@ import numpy as np
 import xarray as xr
 
 from ..arguments import anything, checked, data_set, many_examples
-from ..errors import CallError, InputError, did_you_mean, shown
+from ..errors import CallError, InputError, did_you_mean, has_attribute, shown
 from ..measures.intervention import USED, memory_length
 from ..measures.resampling import interval, resampling_weights
 from ..results.diagnosis import Comparison, Diagnosis
@@ -31,7 +31,7 @@ def _a_function(name: str, value: Any) -> Any:
 
 
 def _a_client(name: str, value: Any) -> Any:
-    if not all(callable(getattr(value, method, None)) for method in ("submit", "scatter", "cancel")):
+    if not all(has_attribute(value, method) for method in ("submit", "scatter", "cancel")):
         expected, hint = "a Dask client", "from dask.distributed import Client; client=Client()"
         raise InputError(f"{name}= is no client.", got=shown(value), expected=expected, hint=hint)
     return value
@@ -93,7 +93,7 @@ def compare(
         got = ", ".join(f"{name}: {type(value).__name__}" for name, value in wrong.items())
         expected, hint = "what rl.diagnose returns", "rl.compare(models, x, y) diagnoses models"
         raise InputError("These are no diagnoses.", got=got, expected=expected, hint=hint)
-    if wrong and hasattr(x, "__next__"):
+    if wrong and has_attribute(x, "__next__"):
         what, hint = "x is an iterator, which the first model would use up.", "x=list(x), or arrays"
         raise InputError(what, got=type(x).__name__, hint=hint)
     for name, value in wrong.items():

@@ -322,7 +322,7 @@ def _input(given: Any, run: Replay) -> Array:
         if given not in ("mean", "zero"):
             raise InputError("input= is not understood.", got=repr(given), expected='"mean", "zero" or an array')
         return values.mean(axis=(0, 1)) if given == "mean" else np.zeros(features, dtype=values.dtype)
-    if not hasattr(given, "__array__") and not hasattr(given, "__dlpack__"):
+    if not has_attribute(given, "__array__") and not has_attribute(given, "__dlpack__"):
         raise InputError("The input does not fit.", got=shown(given), expected=f"({features},) numbers")
     array = np.asarray(to_host(given), dtype=values.dtype)
     if array.shape != (features,):
@@ -363,7 +363,7 @@ def _states_of(starts: Any, name: str, count: int) -> list[Any]:
     if not isinstance(starts, Mapping):
         return [starts]
     node: Any = starts.get(name)
-    if not hasattr(node, "data_vars"):
+    if not has_attribute(node, "data_vars"):
         got = ", ".join(map(str, starts)) or "nothing"
         raise InputError(f"There are no states of {name!r} among the starts.", got=got, expected="a trace")
     return [node[quantity] for quantity in ("hidden", "cell") if quantity in node][:count]

@@ -20,6 +20,7 @@ from typing import cast
 import numpy as np
 
 from ..typing import Array, Namespace
+from .arrays import without_subnormal
 from .cells import StepCell, affine
 from .parallel import for_each, large_parts, still_wanted, walk_parts
 from .replay import Replay
@@ -85,6 +86,7 @@ def _sweep(run: Replay, direct: Sequence[Array | None], carry: tuple[Array, ...]
     for t in run.steps(reverse=True):
         still_wanted()
         carry = carry if run.received is None else _passed_on(run, carry, t)
+        carry = tuple(without_subnormal(c, xp) for c in carry)
         cotangent = tuple(c if d is None else c + d[:, t, ...] for c, d in zip(carry, direct, strict=True))
         now, after = record.at((slice(None), t, ...)), tuple(s[:, t, ...] for s in run.states)
         dz, carry, total = cell.pull_back(now, run.state_before(t), after, cotangent, run.state_scale, xp)
@@ -205,6 +207,7 @@ def adjoint_custom(
     input_grad = xp.zeros_like(run.input)
     for t in run.steps(reverse=True):
         carry = carry if run.received is None else _passed_on(run, carry, t)
+        carry = tuple(without_subnormal(c, xp) for c in carry)
         cotangent = tuple(c if d is None else c + d[:, t, :] for c, d in zip(carry, state_cotangent, strict=True))
         dx, carry = sweep.pull_back(t, output_cotangent[:, t, :], cotangent)
         if run.mask is not None:

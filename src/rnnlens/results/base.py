@@ -150,7 +150,10 @@ class Result(Mapping[str, Any]):
         LayerNotFoundError
             If no layer has that name, or if a short name is ambiguous.
         """
-        node: Any = self.tree[self._paths[self._resolve(name)]]
+        name = self._resolve(name)
+        if not isinstance(self._datasets, xr.DataTree):
+            return self._datasets[name].copy()
+        node: Any = self._datasets[self._paths[name]]
         dataset: xr.Dataset = node.to_dataset(inherit=False)
         return dataset
 

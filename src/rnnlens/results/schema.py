@@ -250,13 +250,27 @@ def labelled(
     info: Mapping[str, Any] | None = None,
 ) -> xr.DataArray:
     """Label one array that belongs to no layer, such as a time Jacobian; ``coords`` override positions."""
+    variable, everywhere = labelled_variable(values, dims, attrs=attrs, coords=coords, provenance=provenance, info=info)
+    return xr.DataArray(variable, coords=everywhere, name=name)
+
+
+def labelled_variable(
+    values: Any,
+    dims: Sequence[str],
+    *,
+    attrs: Mapping[str, Any],
+    coords: Mapping[str, Any] | None = None,
+    provenance: Mapping[str, str] | None = None,
+    info: Mapping[str, Any] | None = None,
+) -> tuple[xr.Variable, dict[Hashable, xr.Variable]]:
+    """Return what :func:`labelled` joins: the variable and its coordinates."""
     array = to_host(values)
     everywhere = coordinates(dict(zip(dims, array.shape, strict=True)), info or {})
     for dim, labels in (coords or {}).items():
         given = everywhere.get(dim)
         everywhere[dim] = xr.Variable((dim,), np.asarray(labels), given.attrs if given is not None else {})
     common = {"schema": SCHEMA_VERSION, "provenance": provenance_line(provenance)}
-    return xr.DataArray(array, dims=tuple(dims), coords=everywhere, name=name, attrs={**attrs, **common})
+    return xr.Variable(tuple(dims), array, {**attrs, **common}), everywhere
 
 
 def _coordinate(dim: str, size: int, info: Mapping[str, Any]) -> xr.Variable:

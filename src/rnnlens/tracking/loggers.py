@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from ..errors import InputError, MissingDependencyError, did_you_mean, shown
+from ..errors import InputError, MissingDependencyError, did_you_mean, has_attribute, shown
 from ..typing import Array
 from ..vocabulary import DIRECTION, GATE
 from .records import Sink, TrainingRecord
@@ -352,11 +352,11 @@ def _of_lightning(logger: Any) -> Sink:
 
 
 def _of(home: str, logger: Any) -> Sink:
-    if hasattr(logger, "add_scalar") or (home == "tensorflow" and hasattr(logger, "as_default")):
+    if has_attribute(logger, "add_scalar") or (home == "tensorflow" and has_attribute(logger, "as_default")):
         return TensorBoard(logger)
-    if home == "wandb" and hasattr(logger, "define_metric"):
+    if home == "wandb" and has_attribute(logger, "define_metric"):
         return WandB(logger)
-    if home == "mlflow" and hasattr(logger, "info"):
+    if home == "mlflow" and has_attribute(logger, "info"):
         return MLflow(logger)
     if isinstance(logger, Sink):
         return logger

@@ -271,12 +271,20 @@ class InputCoordinates:
         """Assign input labels to those dimensions of an array or dataset that match in role and length."""
         if not self.leaves:
             return result
-        coords = {}
-        for dim in dims:
-            labels = self.find(dim, result.sizes[dim], leaf) if dim in result.dims else None
-            if labels is not None:
-                coords[dim] = xr.Variable((dim,), labels, result[dim].attrs if dim in result.coords else {})
-        return result.assign_coords(coords)
+        found = self.labels_of(result.sizes, dims, leaf)
+        return result.assign_coords(
+            {
+                dim: xr.Variable((dim,), labels, result[dim].attrs if dim in result.coords else {})
+                for dim, labels in found.items()
+            }
+        )
+
+    def labels_of(
+        self, sizes: Mapping[Any, int], dims: Iterable[str] = (SAMPLE, TIME), leaf: int | None = None
+    ) -> dict[str, Array]:
+        """Return the input labels of those dimensions that match in role and length."""
+        found = {dim: self.find(dim, sizes[dim], leaf) for dim in dims if dim in sizes}
+        return {dim: labels for dim, labels in found.items() if labels is not None}
 
     def is_input(self, values: Array) -> int | None:
         """Return the index of the input that equals ``values``, (sample, time, feature); None if there is none."""

@@ -34,7 +34,7 @@ from ..arguments import loss as a_loss
 from ..errors import DisconnectedError, UnsupportedError
 from ..results.array import LabelledArray, LazyArray, record
 from ..results.gradients import Answer, Gradients, Reason
-from ..results.schema import labelled
+from ..results.schema import labelled_variable
 from ..typing import Array
 from ..vocabulary import FEATURE, GATE, SAMPLE, TIME
 from .axes import an_axes_table
@@ -249,7 +249,12 @@ def _lazy(model: Any, run: Batch, arguments: GradientArguments, batch_size: int 
         if name.text not in arrays:
             raise _disconnected(request, explanation.disconnected[name.text])
         return LazyArray.of(arrays[name.text], graph)
-    datasets = _by_layer(request, lambda name: arrays.get(name.text))
+
+    def variable(name: TensorName) -> _Labelled | None:
+        array = arrays.get(name.text)
+        return None if array is None else (array.variable, {dim: array[dim].variable for dim in array.coords})
+
+    datasets = _by_layer(request, variable)
     answer = Answer(request.target.text, None, explanation.disconnected)
     return Gradients(datasets, answer, provenance=provenance, notes=chunks.notes).pending(graph)
 
@@ -302,38 +307,61 @@ def _add_clipped(
     result.clipped = Gradients(datasets, Answer(result.of, found.value), provenance=result.provenance)
 
 
+#: An array and its coordinates, from which datasets are made faster than from DataArrays.
+_Labelled = tuple[xr.Variable, Mapping[Any, xr.Variable]]
+
+
 def _datasets(
     request: GradientRequest, found: DataSetGradients, provenance: Mapping[str, str]
 ) -> dict[str, xr.Dataset]:
     """Return the labelled gradients by layer."""
 
-    def array(name: TensorName) -> xr.DataArray | None:
-        return _label(request, name, found, provenance) if name in found.gradients else None
+    def variable(name: TensorName) -> _Labelled | None:
+        return _variable(request, name, found, provenance) if name in found.gradients else None
 
-    return _by_layer(request, array)
+    return _by_layer(request, variable)
 
 
-def _by_layer(request: GradientRequest, array_of: Callable[[TensorName], xr.DataArray | None]) -> dict[str, xr.Dataset]:
+def _by_layer(request: GradientRequest, variable_of: Callable[[TensorName], _Labelled | None]) -> dict[str, xr.Dataset]:
     """Return one dataset per layer; tensors without a layer go to ``"model"``."""
-    by_layer: dict[str, dict[str, xr.DataArray]] = {}
+    by_layer: dict[str, tuple[dict[str, xr.Variable], dict[Any, xr.Variable]]] = {}
     for name in request.asked:
-        array = array_of(name)
-        if array is not None:
-            variables = by_layer.setdefault(name.layer or "model", {})
-            variables[name.quantity.replace("/", ".")] = _with_own_axes(array, variables)
-    return {layer: xr.Dataset(variables, attrs={"layer": layer}) for layer, variables in by_layer.items()}
+        found = variable_of(name)
+        if found is not None:
+            variables, coords = by_layer.setdefault(name.layer or "model", ({}, {}))
+            variables[name.quantity.replace("/", ".")], more = _with_own_axes(name.quantity, found, coords)
+            coords |= more
+    return {layer: xr.Dataset(*both, attrs={"layer": layer}) for layer, both in by_layer.items()}
 
 
-def _with_own_axes(array: xr.DataArray, others: Mapping[str, xr.DataArray]) -> xr.DataArray:
-    """Rename those axes of an array that have another length in ``others``."""
-    sizes = {dim: size for other in others.values() for dim, size in other.sizes.items()}
-    clashing = {dim: f"{array.name}_{dim}" for dim, size in array.sizes.items() if sizes.get(dim, size) != size}
-    return array.rename(clashing) if clashing else array
+def _with_own_axes(name: str, labelled: _Labelled, others: Mapping[Any, xr.Variable]) -> _Labelled:
+    """Rename those axes of an array that have other labels, or another number of them, in ``others``."""
+    variable, coords = labelled
+    clashing = {
+        dim: f"{name}_{dim}"
+        for dim, one in coords.items()
+        if dim in others and not np.array_equal(one.values, others[dim].values)
+    }
+    if not clashing:
+        return labelled
+
+    def renamed(one: xr.Variable) -> xr.Variable:
+        return xr.Variable([clashing.get(dim, dim) for dim in one.dims], one.data, one.attrs)
+
+    return renamed(variable), {clashing.get(dim, dim): renamed(one) for dim, one in coords.items()}
 
 
 def _label(
     request: GradientRequest, name: TensorName, found: DataSetGradients, provenance: Mapping[str, str]
 ) -> xr.DataArray:
+    variable, coords = _variable(request, name, found, provenance)
+    return xr.DataArray(variable, coords=coords, name=name.quantity)
+
+
+def _variable(
+    request: GradientRequest, name: TensorName, found: DataSetGradients, provenance: Mapping[str, str]
+) -> _Labelled:
+    """Return one gradient as a variable, and its coordinates."""
     of, arguments = request.target.text, request.arguments
     info = request.known.recurrent.get(str(name.layer).partition("#")[0])
     array, dims = found.gradients[name], found.dims[name]
@@ -351,11 +379,10 @@ def _label(
     if touched is not None:
         attrs["touched_rows"] = touched
     labels = {"cell": info.cell} if info is not None and GATE in dims else {}
-    array = labelled(array, dims, name=name.quantity, attrs=attrs, provenance=provenance, info=labels)
     is_input = name.what == "input" and name.layer is None
     roles, leaf = ((SAMPLE, TIME, FEATURE), name.index) if is_input else ((SAMPLE, TIME), None)
-    named: xr.DataArray = request.coordinates.assign_to(array, roles, leaf)
-    return named
+    coords = request.coordinates.labels_of(dict(zip(dims, array.shape, strict=True)), roles, leaf)
+    return labelled_variable(array, dims, attrs=attrs, coords=coords, provenance=provenance, info=labels)
 
 
 def _described(target: Target) -> str:

@@ -13,6 +13,8 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -34,6 +36,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _turn = threading.RLock()
+#: Whether this context runs within a call that has its turn; it holds in the threads of that call, too.
+_has_turn: ContextVar[bool] = ContextVar("has_turn", default=False)
 #: Engines that ran in this process, and engines that ran in the parent process before a fork.
 _ran: set[str] = set()
 _lost: set[str] = set()
@@ -48,10 +52,14 @@ def in_turn(function: Callable[P, R]) -> Callable[P, R]:
         engine = None if adapter is None else adapter.engine
         if engine in _lost and not needs_no_threads(engine):
             raise _forked(engine)
-        with _turn, one_thread_each():
+        with nullcontext() if _has_turn.get() else _turn, one_thread_each():
             if engine is not None:
                 _ran.add(engine)
-            return function(*args, **kwargs)
+            before = _has_turn.set(True)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                _has_turn.reset(before)
 
     return alone
 

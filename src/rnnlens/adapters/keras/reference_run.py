@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ...autodiff import Engine
+from ...autodiff import Engine, engine
 from ...errors import CertificateError
 from ...recurrence.cells.registry import Registration
 from ...typing import Array
@@ -196,11 +196,12 @@ def _by_torch(target: Any, sources: list[Any], watched: list[Any]) -> Any:
     del watched  # only variables of tf_keras
     import torch
 
+    torch_engine: Any = engine("torch")
     with torch.enable_grad():
         leaves = [t.detach().requires_grad_() for t in sources]
         # The model may change its inputs in place, which torch forbids for leaves.
         value, (loss, outputs) = target([t.clone() for t in leaves])
-        grads = torch.autograd.grad(value, leaves, allow_unused=True) if value.requires_grad else [None] * len(leaves)
+        grads = torch_engine.backward_pass([value], leaves) if value.requires_grad else [None] * len(leaves)
     return (loss, outputs), [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, grads, strict=True)]
 
 

@@ -11,7 +11,16 @@ from typing import Any
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from ...errors import InputError, LayerNotFoundError, UnsupportedError, UserCodeError, did_you_mean, raised_by, shown
+from ...errors import (
+    InputError,
+    LayerNotFoundError,
+    UnsupportedError,
+    UserCodeError,
+    did_you_mean,
+    has_attribute,
+    raised_by,
+    shown,
+)
 from ...trees import leaves_of
 from ...typing import Array
 from ..protocol import Batch
@@ -338,8 +347,8 @@ def _by_output(loss: Any, names: Sequence[str], count: int) -> list[Any]:
 
 
 def _one_number(value: Any) -> Any:
-    if not hasattr(value, "op") or value.shape.rank not in (None, 0):
-        got = f"shape {value.shape}" if hasattr(value, "shape") else shown(value)
+    if not has_attribute(value, "op") or value.shape.rank not in (None, 0):
+        got = f"shape {value.shape}" if has_attribute(value, "shape") else shown(value)
         raise InputError("loss= has to return one number.", got=got, hint="tf.reduce_mean of it")
     return value
 

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ...arguments import anything, checked
-from ...errors import InputError, LayerNotFoundError, UnsupportedError, shown
+from ...errors import InputError, LayerNotFoundError, UnsupportedError, has_attribute, shown
 from .sequences import before_transpose, course_of
 
 __all__ = ["Net", "graph"]
@@ -192,9 +192,10 @@ def _ends(operation: Any) -> bool:
 
 def raw_session(session: Any) -> Any:
     """Return the plain session behind a monitored one, whose own ``run`` would call hooks."""
-    inner = getattr(session, "_tf_sess", None)
+    inner = session._tf_sess if has_attribute(session, "_tf_sess") else None
     found = inner() if callable(inner) else session
-    if not (hasattr(found, "run") and hasattr(found, "graph") and hasattr(found.graph, "get_tensor_by_name")):
+    usable = has_attribute(found, "run") and has_attribute(found, "graph")
+    if not usable or not has_attribute(found.graph, "get_tensor_by_name"):
         raise InputError(
             "This is no session.", got=shown(session), expected="tf.compat.v1.Session", hint="rl.tf1.graph(sess)"
         )
@@ -241,8 +242,8 @@ def tensor_of(graph: Any, where: str, given: Any) -> Any:
     """
     if isinstance(given, str):
         return _by_name(graph, where, given)
-    found = getattr(given, "_graph_element", given) if hasattr(given, "assign") else given
-    if not (hasattr(found, "op") and hasattr(found, "graph")):
+    found = given._graph_element if has_attribute(given, "_graph_element") else given
+    if not (has_attribute(found, "op") and has_attribute(found, "graph")):
         expected = 'a tensor of the graph, or its name: "output/dense/BiasAdd:0"'
         raise InputError(f"{where} is no tensor.", got=shown(given), expected=expected)
     if found.graph is not graph:

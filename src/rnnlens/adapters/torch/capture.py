@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ...autodiff.torch import backward_pass
 from ...errors import ModelError, raised_by
 from ..protocol import Batch, Capture, CaptureRequest, RecurrentCall, SequenceCall
 from ..shared import hook_in_this_thread
@@ -319,7 +320,7 @@ def _gradients(recorder: CallRecorder, loss: Tensor, notes: list[str], around: M
         with raised_by("The backward pass of your model or loss"):
             # The step function of a loop may read tensors of this graph when it is called again.
             loops = any(run.owner.named for run in recorder.runs)
-            pulled = torch.autograd.grad(loss, list(taps.values()), allow_unused=True, retain_graph=loops)
+            pulled = backward_pass([loss], list(taps.values()), retain_graph=loops)
     if inside and all(grad is None for grad in pulled[:inside]):
         notes.append("No path leads from the loss to any layer asked for: every gradient is zero.")
     found = {key: None if g is None else g.detach() for key, g in zip(taps, pulled, strict=True)}

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as module_calls
 
+from ...autodiff.torch import backward_pass
 from ...errors import raised_by
 from ...layout import Axis, Layout, named
 from ...recurrence.cells import GRU, LSTM, SimpleRNN
@@ -418,7 +419,7 @@ def _gradients(
         taps += [t for t in (*ends, *model.parameters()) if t.requires_grad]
     taps = list({id(t): t for t in taps}.values())
     with raised_by("The backward pass of your model or loss"):
-        pulled = torch.autograd.grad(loss, taps, allow_unused=True)
+        pulled = backward_pass([loss], taps)
     found = {id(tap): grad.detach() for tap, grad in zip(taps, pulled, strict=True) if grad is not None}
     return found if any(id(t) in found for call in calls for t in call.returned) else None
 

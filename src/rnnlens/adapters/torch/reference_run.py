@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...autodiff.torch import backward_pass
 from ...errors import CertificateError
 from ...recurrence.cells import GRU, LSTM, Cell, SimpleRNN, registered
 from ...typing import Array
@@ -158,7 +159,7 @@ def _pulled(starts: Sequence[Any], given: Sequence[Any], sources: Sequence[Tenso
     wanted = [s for s in sources if s.requires_grad]
     if not pairs or not wanted:
         return [None] * len(sources)
-    grads = torch.autograd.grad([s for s, _ in pairs], wanted, [c for _, c in pairs], allow_unused=True)
+    grads = backward_pass([s for s, _ in pairs], wanted, [c for _, c in pairs])
     by_source = {id(s): g for s, g in zip(wanted, grads, strict=True)}
     return [None if by_source.get(id(s)) is None else _array(by_source[id(s)]) for s in sources]
 

@@ -7,7 +7,6 @@ NumPy (teacher forcing is mostly decided by ``random.random()``).
 
 from __future__ import annotations
 
-import copy
 import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -173,7 +172,7 @@ def restored_attributes(model: torch.nn.Module) -> Iterator[None]:
     while waiting:
         value = waiting.pop()
         if id(value) not in contents:
-            contents[id(value)] = value, copy.copy(value)
+            contents[id(value)] = value, value.copy()
             items = value.values() if isinstance(value, dict) else value
             waiting += [item for item in items if type(item) in _CONTAINERS]
     try:

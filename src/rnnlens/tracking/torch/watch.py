@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from ...adapters.registry import adapter_for
 from ...adapters.torch.training_capture import TrainingCapture
-from ...errors import InputError, TrackingWarning, message, shown
+from ...errors import InputError, TrackingWarning, has_attribute, message, shown
 from ...results.training_run import Gap
 from ..alerts import Alerts
 from ..incidents import Incidents
@@ -169,9 +169,9 @@ class TorchWatch:
 
     @loss.setter
     def loss(self, value: Any) -> None:
-        one = value is None or (value.numel() == 1 if hasattr(value, "numel") else isinstance(value, Real))
+        one = value is None or (value.numel() == 1 if has_attribute(value, "numel") else isinstance(value, Real))
         if not one:
-            got = f"shape {tuple(value.shape)}" if hasattr(value, "shape") else shown(value)
+            got = f"shape {tuple(value.shape)}" if has_attribute(value, "shape") else shown(value)
             raise InputError("watch.loss is one number.", got=got, hint="watch.loss = loss.mean()")
         self._loss = value
 

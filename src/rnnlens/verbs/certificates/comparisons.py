@@ -24,6 +24,7 @@ from ...recurrence.adjoint import probed
 from ...recurrence.rounding import one_rounding
 from ...results.checks import Certificate, Check, coarser, epsilon, residual, rounding_bound, underflow_unit
 from ...results.schema import to_host
+from ...trees import is_packed
 from ...typing import Array
 from ..names import known_model
 from .of_samples import SamplePart
@@ -347,7 +348,7 @@ def _whole(array: Any) -> Any:
 
 def outputs_of(tree: Any) -> list[Any]:
     """Return the leaves of a nested output; of a packed sequence its data."""
-    return [getattr(leaf, "data", leaf) if hasattr(leaf, "batch_sizes") else leaf for leaf in data.leaves_of(tree)]
+    return [leaf.data if is_packed(leaf) else leaf for leaf in data.leaves_of(tree)]
 
 
 def _compare_weights(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -178,11 +178,13 @@ def named_pairs(
             if reference is not None:
                 yield np.zeros_like(reference), reference
             continue
-        whole = xr.DataArray(claimed, dims=dims).sum([dim for dim in (SAMPLE, TIME) if dim in dims], skipna=False)
-        whole = whole.isel({DIRECTION: d}) if both else whole
-        array = whole.values
-        if GATE in whole.dims:
-            array = array.reshape(*array.shape[: whole.dims.index(GATE)], -1)
+        array = np.asarray(claimed)
+        array = array[(slice(None),) * dims.index(DIRECTION) + (d,)] if both else array
+        left = [dim for dim in dims if dim != DIRECTION]
+        array = array.sum(axis=tuple(i for i, dim in enumerate(left) if dim in (SAMPLE, TIME)))
+        left = [dim for dim in left if dim not in (SAMPLE, TIME)]
+        if GATE in left:
+            array = array.reshape(*array.shape[: left.index(GATE)], -1)
         yield array, np.zeros_like(array) if reference is None else place.take(reference)
 
 
@@ -264,7 +266,7 @@ def certify_weights(
     norms = []
     for layer, dataset in datasets.items():
         pairs = []
-        for name, variable in dataset.data_vars.items():
+        for name in dataset.data_vars:
             key = _key(str(name), found[layer])
             if key is None or key in found[layer].penalties:
                 continue
@@ -272,7 +274,7 @@ def certify_weights(
                 comparisons.left_out[f"weights of {layer}, which the model computes from its parameters"] = None
                 continue
             tensor = TensorName(f"{layer}/{key}", "weight", layer, key=key)
-            claimed, dims = _in_our_order(variable, found[layer])
+            claimed, dims = _in_our_order(dataset, name, found[layer])
             around = beside if found[layer].cells else {}
             pairs += list(named_pairs(adapter, model, run, tensor, claimed, dims, around))
         comparisons.compare(WEIGHTS, layer, pairs, scale=gradients.scales.get(layer, 0.0))
@@ -293,8 +295,12 @@ def _key(name: str, weights: LayerWeights) -> str | None:
     return stem if weights.cells else next((key for key in weights.values if key.replace("/", ".") == stem), None)
 
 
-def _in_our_order(variable: xr.DataArray, weights: LayerWeights) -> tuple[Array, tuple[str, ...]]:
+def _in_our_order(dataset: xr.Dataset, name: Hashable, weights: LayerWeights) -> tuple[Array, tuple[str, ...]]:
     """Return values with gates in the order of the cell, selected by label, and the dimension names."""
-    if GATE in variable.dims and variable[GATE].dtype.kind in "UO":
-        variable = variable.sel({GATE: list(next(iter(weights.cells.values())).gates)})
-    return np.asarray(variable.values), tuple(map(str, variable.dims))
+    variable = dataset.variables[name]
+    values, dims = np.asarray(variable.values), tuple(map(str, variable.dims))
+    labels = dataset.variables[GATE].values.tolist() if GATE in dims else []
+    if labels and isinstance(labels[0], str):
+        wanted = [labels.index(gate) for gate in next(iter(weights.cells.values())).gates]
+        values = np.take(values, wanted, axis=dims.index(GATE))
+    return values, dims

@@ -29,6 +29,7 @@ from ...recurrence.nonfinite import NonfiniteValue, first, first_forward, larges
 from ...recurrence.replay import Replay
 from ...results.nonfinite import Origin
 from ...results.schema import to_host
+from ...trees import is_packed
 from ...typing import Array
 from ...vocabulary import DIRECTION, FEATURE, FORWARD, GATE, SAMPLE, TIME
 from ..axes import BatchAxes, ModelAxes
@@ -265,7 +266,7 @@ def in_the_data(observed: ObservedRun) -> Iterator[Origin]:
             yield Origin("data", name_of_input(observed, i), "value", spot.value, spot.index)
     for name in ("y", "sample_weight"):
         for leaf in data.leaves_of(getattr(observed.batch, name)):
-            array = to_host(leaf)
+            array = to_host(leaf.data if is_packed(leaf) else leaf)
             spot = observed.first(Port("output"), "value", array) if array.ndim else None
             if spot is not None:
                 yield Origin("data", name, "value", spot.value, spot.index)

@@ -149,10 +149,13 @@ def _as_field(
     fields: dict[int, Array] = {}
 
     def add(state: int, steps: Any, rows: Array, some: slice = slice(None)) -> None:
+        if state not in fields and steps == slice(None) and some == slice(None):
+            fields[state] = work.xp.asarray(like(rows, run.input), copy=True)
+            return
         if state not in fields:
             fields[state] = work.zeros(one.system.batch, count, one.system.time, one.system.state_sizes[state])
         target = fields[state][:, some, steps]
-        target[...] = target + like(rows, run.input)
+        target += like(rows, run.input)
 
     if top is not None:
         top, moves = like(top, run.input), one.output_moves()
