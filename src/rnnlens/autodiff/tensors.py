@@ -46,7 +46,8 @@ def to_numpy(value: Any) -> np.ndarray[Any, Any]:
         value = value.detach().cpu()
         value = (value.float() if dtype_name(value) == "bfloat16" else value).resolve_conj().resolve_neg().numpy()
     values = np.asarray(value)
-    return values.astype(np.float32) if values.dtype.name == "bfloat16" else values
+    # NumPy's own dtypes are never of kind "V"; their names take microseconds.
+    return values.astype(np.float32) if values.dtype.kind == "V" and values.dtype.name == "bfloat16" else values
 
 
 def shared(value: Any) -> np.ndarray[Any, Any] | None:

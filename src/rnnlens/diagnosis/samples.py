@@ -277,6 +277,8 @@ def read_samples(x: Any, y: Any, most: int, orient: Orient | None = None) -> Sam
     """
     pairs = _batches(x, most) if is_source(x) else [(x, y)]
     refuse_without_time(pairs[0][0])
+    for _, target in pairs:
+        _refuse_packed(target)
     lie = None if orient is None else orient(pairs[0][0])
     given = None if lie is None or len(pairs) > 1 else InputCoordinates(pairs[0][0], lie.axes)
     turned = [(_numpy(x), _numpy(y)) if lie is None else lie.turned(x, y) for x, y in pairs]
@@ -320,14 +322,8 @@ def refuse_without_time(x: Any, *, least: int = 2) -> None:
 
     Packed sequences raise ``UnsupportedError``.
     """
+    _refuse_packed(x)
     leaves = data.leaves_of(x)
-    if any(data.is_packed(leaf) for leaf in leaves):
-        raise UnsupportedError(
-            "rl.diagnose replaces the first steps of a sample by another sample's, which packed sequences do not "
-            "allow.",
-            got="PackedSequence",
-            hint="pass padded arrays, and pack within the model",
-        )
     shapes = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
     if not all(shapes):
         raise InputError("x holds what has no axes.", got=shown(x), expected="arrays with samples first")
@@ -336,6 +332,15 @@ def refuse_without_time(x: Any, *, least: int = 2) -> None:
         what = "The data has no earlier time step" + (", or no other sample to compare with." if least > 1 else ".")
         expected = f"x of shape (sample, time, ...), at least {least} of each"
         raise InputError(what, got=got, expected=expected)
+
+
+def _refuse_packed(tree: Any) -> None:
+    if any(data.is_packed(leaf) for leaf in data.leaves_of(tree)):
+        raise UnsupportedError(
+            "This call takes padded arrays: a packed sequence has no axes of samples and steps.",
+            got="PackedSequence",
+            hint="pass padded arrays, and pack within the model",
+        )
 
 
 def _batches(source: Any, most: int) -> list[tuple[Any, Any]]:

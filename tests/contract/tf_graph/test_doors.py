@@ -62,6 +62,8 @@ def test_what_is_wrong_with_a_net(parts):
     with pytest.raises(rl.errors.LayerNotFoundError, match="hed/BiasAdd:0") as caught:
         rl.tf1.graph(sess, outputs={"out": "hed/BiasAdd:0"})
     assert "head/BiasAdd" in str(caught.value)
+    with pytest.raises(rl.errors.LayerNotFoundError, match="no tensor of the graph"):
+        rl.tf1.graph(sess, loss="\udcff")
     with pytest.raises(rl.errors.InputError, match="A loss is one number"):
         rl.tf1.graph(sess, loss=out)
     with tf.Graph().as_default(), pytest.raises(rl.errors.InputError, match="another graph"):

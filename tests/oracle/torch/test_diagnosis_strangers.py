@@ -279,6 +279,8 @@ def test_packed_data_are_refused_by_name():
     x = nn.utils.rnn.pack_padded_sequence(torch.as_tensor(white(4)), torch.tensor([5, 4, 3, 2]), batch_first=True)
     with pytest.raises(UnsupportedError, match="packed sequence"):
         rl.diagnose(nn.RNN(1, 2, batch_first=True), x, np.zeros(4))
+    with pytest.raises(UnsupportedError, match="packed sequence"):
+        rl.diagnose(nn.RNN(1, 2, batch_first=True), white(4), y=x)
 
 
 def test_what_is_no_number_is_said_and_nothing_else():

@@ -256,7 +256,7 @@ def _by_name(graph: Any, where: str, name: str) -> Any:
     full = name if ":" in name else f"{name}:0"
     try:
         return graph.get_tensor_by_name(full)
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, TypeError):  # TypeError: a name that is not UTF-8
         hint = _similar(graph, name.partition(":")[0])
         raise LayerNotFoundError(f"{where}: no tensor of the graph is called {full!r}.", hint=hint) from None
 
