@@ -1,4 +1,4 @@
-"""Runs every suite in a process of its own, as many side by side as there are cores, and sums up.
+"""Runs every suite in a process of its own, one more side by side than there are cores, and sums up.
 
 A deep-learning framework is chosen once per process, so the suites are: the checks of the code, the tests that need no
 particular framework, the Keras contract once per engine, torch, and the documents. A suite that fails, a suite that
@@ -98,8 +98,12 @@ TF_KERAS = (
     *("conv_lstm", "certificate_of_samples"),
 )
 
-# The longest first, so that the cores finish together.
+# The longest first, so that they finish together.
 SUITES = (
+    keras("tensorflow"),
+    keras("jax"),
+    # Data in Dask chunks; the cluster's workers are processes of their own.
+    Suite("dask", ("tests/dask",), environment={"KERAS_BACKEND": "jax"}),
     Suite(
         "torch",
         (
@@ -111,16 +115,14 @@ SUITES = (
         ),
     ),
     Suite("docs", ("tests/docs",), environment={"KERAS_BACKEND": "jax"}),
-    keras("tensorflow"),
-    keras("jax"),
     keras("torch"),
     Suite(
         "core",
         ("tests/unit", "tests/property", "tests/surface", "tests/third_framework"),
         environment={"KERAS_BACKEND": "jax"},
     ),
-    graphs("v2"),
     graphs("v1"),
+    graphs("v2"),
     Suite(
         "tf_keras",
         (
@@ -136,8 +138,6 @@ SUITES = (
     ),
     # Without a framework at first: tests of files fork, which JAX' threads do not survive; those of commands come last.
     Suite("files", ("tests/under_fire/files", "tests/wheel", "tests/under_fire/cli")),
-    # Data in Dask chunks; the cluster's workers are processes of their own.
-    Suite("dask", ("tests/dask",), environment={"KERAS_BACKEND": "jax"}),
     # Trainers and loggers of others: their imports are slow, and what they warn of is their own.
     Suite("tools", ("tests/tracking/tools",)),
     Suite("lint", commands=LINT),
@@ -227,7 +227,8 @@ def main() -> int:
         parser.error(f"no suite named {', '.join(sorted(unknown))}")
 
     outcomes = []
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+    # One more than there are cores: several suites wait for processes, disks and a browser.
+    with ThreadPoolExecutor(max_workers=(os.cpu_count() or 1) + 1) as pool:
         for future in as_completed([pool.submit(run, suite, asked.full) for suite in chosen]):
             outcome = future.result()
             outcomes.append(outcome)

@@ -14,7 +14,12 @@ BAR = 1e-6
 
 @pytest.mark.parametrize(
     ("package", "engine"),
-    [("keras", "torch"), ("keras", "jax"), ("keras", "tensorflow"), ("tf_keras", "tensorflow")],
+    [
+        ("keras", "torch"),
+        ("keras", "jax"),
+        pytest.param("keras", "tensorflow", marks=pytest.mark.full),
+        ("tf_keras", "tensorflow"),
+    ],
     ids=["keras-torch", "keras-jax", "keras-tensorflow", "tf_keras"],
 )
 def test_equal_to_results_in_memory_and_compiled_once(package, engine):

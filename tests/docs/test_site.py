@@ -17,6 +17,8 @@ import rnnlens
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "docs" / "start").glob("*.py"))
+#: The same task in frameworks that compile for longer than they train: with `make test-full`.
+SLOW = ("recall_jax", "recall_tensorflow")
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +94,11 @@ def test_nothing_is_fetched_from_elsewhere(site):
         assert fetched == [], page
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(path, marks=pytest.mark.full) if path.stem in SLOW else path for path in SCRIPTS],
+    ids=lambda path: path.stem,
+)
 def test_scripts_run_and_print_what_the_pages_show(script, tmp_path):
     printed = run_script(script, tmp_path)
     if script.stem.startswith("recall"):

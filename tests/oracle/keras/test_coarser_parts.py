@@ -20,6 +20,7 @@ def test_the_coarsest_dtype_of_an_operation_is_found(dtype):
     assert found == dtype
 
 
+@pytest.mark.one_engine("jax", "torch")
 def test_a_part_in_float32_is_no_fault_of_the_gradients():
     rng = np.random.default_rng(0)
     model = keras.Sequential([keras.Input((3, 2)), L.LSTM(4, return_sequences=True), L.LayerNormalization(), L.GRU(3)])

@@ -43,6 +43,7 @@ def losses(*callbacks, network=network):
     return fitted.history["loss"]
 
 
+@pytest.mark.product(keep=("probe",))
 @pytest.mark.parametrize("mode", ["probe", "batch"])
 def test_a_model_without_input_is_followed(tmp_path, mode):
     given = {"probe": (X[:5], Y[:5])} if mode == "probe" else {}
@@ -104,6 +105,7 @@ def test_a_logger_that_raises_costs_its_own_records_alone(tmp_path, wrong, close
         assert (gap.first, gap.last) == (min(wrong), max(wrong))
 
 
+@pytest.mark.one_engine("tensorflow", "torch")
 @pytest.mark.product(keep=("ENOSPC-until the end",))
 @pytest.mark.parametrize("until", [4, None], ids=["for a while", "until the end"])
 @pytest.mark.parametrize("code", ["ENOSPC", "ESTALE", "EIO"])
@@ -164,6 +166,7 @@ def test_a_folder_that_is_gone_is_said_once(tmp_path, how):
     assert not path.exists() or not list(path.rglob("*"))
 
 
+@pytest.mark.one_engine("jax", "torch")
 def test_a_probe_that_cannot_be_traced_is_a_gap(tmp_path, monkeypatch):
     def failing(*_, **__):
         raise ZeroDivisionError("of the probe")
@@ -196,7 +199,7 @@ class Saving(keras.callbacks.Callback):
         )
 
 
-@pytest.mark.product(keep=("direct",))
+@pytest.mark.product(keep=("separate",) if LEGACY else ("direct",))
 @pytest.mark.parametrize("direct", [(), ("lstm",)], ids=["separate", "direct"])
 def test_whole_models_saved_and_copied_in_a_watch_are_models(tmp_path, direct):
     path = tmp_path / "model.keras"
@@ -275,7 +278,7 @@ PLACES = {
 }
 
 
-@pytest.mark.product(keep=("direct-taps in the step", "separate-the batch handed on"))
+@pytest.mark.product(keep=("separate-the batch handed on",) if LEGACY else ("direct-taps in the step",))
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize("direct", [(), ("lstm",)], ids=["separate", "direct"])
 def test_an_error_of_ours_within_the_step_leaves_the_history(tmp_path, monkeypatch, place, direct):

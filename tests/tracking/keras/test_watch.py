@@ -514,7 +514,7 @@ def test_one_name_is_a_name(tmp_path, data):
     assert rl.open(tmp_path / "a.zarr")["lstm"].hidden_grad.dims == ("step", "sample", "time", "unit")
 
 
-@heard_within
+@once
 def test_a_layer_that_is_called_twice_has_the_gradients_of_both(data):
     one, other, lstm = keras.Input((STEPS, 3)), keras.Input((STEPS, 3)), keras.layers.LSTM(4, name="lstm")
     model = keras.Model([one, other], keras.layers.Dense(1)(lstm(one) + 2 * lstm(other)))

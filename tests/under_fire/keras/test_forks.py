@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 CODE = """
 import os, signal
 import keras, numpy as np
@@ -37,6 +39,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
+@pytest.mark.one_engine("jax", "torch")
 def test_the_child_refuses_and_draws(tmp_path):
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", CODE],

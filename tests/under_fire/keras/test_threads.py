@@ -53,6 +53,7 @@ def on_threads(calls, workers=6):
         return [future.result(timeout=300) for future in [pool.submit(call) for call in calls]]
 
 
+@pytest.mark.one_engine("tensorflow", "torch")
 def test_one_model_and_one_that_shares_a_layer(model):
     other = build(model.get_layer("rnn"))
     calls = [

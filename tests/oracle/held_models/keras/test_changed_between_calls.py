@@ -239,6 +239,7 @@ def test_gradients_follow(name):
     assert float(abs(before).max()) > 0
 
 
+@pytest.mark.one_engine("jax", "torch")
 def test_changed_back_is_the_first_answer():
     model, loss, change = CASES["object"]()
     first = rl.trace(model, X, Y, loss=loss).loss
@@ -269,6 +270,7 @@ def test_a_builtin_layer_is_reconfigured():
     assert same_as_the_plain_run()
 
 
+@pytest.mark.one_engine("jax", "torch")
 def test_one_loss_after_another():
     model = lstm()
     squared = rl.gradients(model, X, Y, loss="mse", wrt="input")

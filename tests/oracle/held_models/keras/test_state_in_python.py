@@ -99,6 +99,7 @@ class Counting(keras.Model):
         return self.lstm(x) * float(self.calls)
 
 
+@pytest.mark.one_engine("jax", "torch")
 def test_a_counter_counts_the_run_once():
     model = Counting()
     model(X)
@@ -113,6 +114,7 @@ def test_a_counter_counts_the_run_once():
     assert found.loss == pytest.approx(float(keras.ops.convert_to_numpy(keras.ops.sum(model(X)))), rel=1e-5)
 
 
+@pytest.mark.one_engine("jax", "torch")
 def test_what_python_draws_is_drawn_anew_and_put_back():
     scale = keras.layers.Lambda(lambda x: x * random.choice([1.0, 10.0, 100.0, 1000.0]))
     model = keras.Sequential([keras.Input((5, 2)), keras.layers.LSTM(4, name="lstm"), scale])
@@ -128,6 +130,7 @@ def test_what_python_draws_is_drawn_anew_and_put_back():
     assert len(seen) > 1
 
 
+@pytest.mark.one_engine("jax", "torch")
 def test_what_a_closure_counts():
     count, seen = 0, []
 

@@ -91,6 +91,7 @@ def test_the_second_call_is_not_traced_and_nothing_keeps_the_model_alive(verb, t
     assert gone() is None
 
 
+@pytest.mark.one_engine("jax", "torch")
 def test_a_graph_of_wrapped_and_masked_layers_is_traced_once(traces):
     assert traced_once(functional(), "jacobian", traces)
 
@@ -142,6 +143,7 @@ def test_a_setting_that_changes_is_traced_again(traces):
         assert found.certificate.sentence.startswith("certified"), name
 
 
+@pytest.mark.one_engine("jax", "torch")
 def test_a_method_of_a_class_that_changes_is_traced_again(traces, monkeypatch):
     model, original = sequential(), layers.Dense.call
     VERBS["trace"](model)
@@ -152,6 +154,7 @@ def test_a_method_of_a_class_that_changes_is_traced_again(traces, monkeypatch):
     assert found.loss == pytest.approx(plain_loss(model), rel=1e-5)
 
 
+@pytest.mark.one_engine("jax", "torch")
 def test_another_rate_of_dropout_is_traced_again(traces):
     model = sequential()
     rl.trace(model, X, Y, training=True, seed=0)
