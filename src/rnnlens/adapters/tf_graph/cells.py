@@ -13,7 +13,8 @@ from typing import Any
 
 from ...recurrence.cells import GRU, LSTM, Cell, PeepholeLSTM, SimpleRNN
 from .blocks import Block
-from .forms import Atom, Forms, TensorForm
+from .forms import Atom, TensorForm
+from .graph_forms import Forms
 from .recurrences import WeightPiece
 
 #: Forms of a state before and after a step.

@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from .blocks import Source
 from .cells import Match, recognised
-from .forms import Forms, TensorForm, Value, understood
+from .forms import TensorForm, Value
+from .graph_forms import Forms, understood
 from .recurrences import LoopBoundary
 from .sequences import (
     NO_SETTINGS,

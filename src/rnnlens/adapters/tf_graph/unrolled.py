@@ -14,7 +14,8 @@ from typing import Any
 from ...errors import message
 from .blocks import Source, behind_identities, block_of, reached
 from .cells import Match, Pair, steps_to
-from .forms import Forms, TensorForm
+from .forms import TensorForm
+from .graph_forms import Forms
 from .loop_attributes import common_scope, recognised_cell, without_steps
 from .recurrences import Loop, LoopBoundary
 from .while_loops import ancestors, in_built_order
