@@ -1,4 +1,4 @@
-"""Runs every suite in a process of its own, one more side by side than there are cores, and sums up.
+"""Runs every suite in a process of its own, as many side by side as there are cores, and sums up.
 
 A deep-learning framework is chosen once per process, so the suites are: the checks of the code, the tests that need no
 particular framework, the Keras contract once per engine, torch, and the documents. A suite that fails, a suite that
@@ -227,8 +227,7 @@ def main() -> int:
         parser.error(f"no suite named {', '.join(sorted(unknown))}")
 
     outcomes = []
-    # One more than there are cores: several suites wait for processes, disks and a browser.
-    with ThreadPoolExecutor(max_workers=(os.cpu_count() or 1) + 1) as pool:
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         for future in as_completed([pool.submit(run, suite, asked.full) for suite in chosen]):
             outcome = future.result()
             outcomes.append(outcome)
