@@ -229,7 +229,8 @@ class _Pull:
 
     def _seed(self, place: TensorPlace, cotangent: Array) -> None:
         """Add a cotangent at the ports or states where differentiation of a tensor starts."""
-        cotangent = cotangent * np.asarray(self.request.scale, dtype=cotangent.dtype)
+        if self.request.scale != 1:
+            cotangent = cotangent * np.asarray(self.request.scale, dtype=cotangent.dtype)
         if place.swept:
             self._put(self.on_states, place.name, cotangent)
             return
