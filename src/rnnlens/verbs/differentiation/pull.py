@@ -229,8 +229,7 @@ class _Pull:
 
     def _seed(self, place: TensorPlace, cotangent: Array) -> None:
         """Add a cotangent at the ports or states where differentiation of a tensor starts."""
-        if self.request.scale != 1:
-            cotangent = cotangent * np.asarray(self.request.scale, dtype=cotangent.dtype)
+        cotangent = cotangent * np.asarray(self.request.scale, dtype=cotangent.dtype)
         if place.swept:
             self._put(self.on_states, place.name, cotangent)
             return
