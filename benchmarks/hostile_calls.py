@@ -6,7 +6,8 @@
     python benchmarks/hostile_calls.py tf1 --count 600
     python benchmarks/hostile_calls.py plain --count 5000                          # figures, files, options, results
 
-A call is a good one in which one to three arguments are replaced, drawn by the seed. Each call ends as one of
+A call is a good one in which one to three arguments are replaced, drawn by the seed; with ``--each`` every argument is
+replaced by every value, one at a time. Each call ends as one of
 
     result       a result
     refused      one error of rnnlens, with a text of at most 8000 characters
@@ -32,7 +33,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -326,6 +327,7 @@ def main() -> int:
     parser.add_argument("engine", choices=ENGINES)
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--each", action="store_true", help="every argument replaced by every value, one at a time")
     parser.add_argument("--only", default="", help="targets whose names contain this")
     parser.add_argument("--small", action="store_true", help="60 calls")
     chosen = parser.parse_args()
@@ -341,20 +343,23 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         targets, values, state = cases[chosen.engine](Path(folder))
         targets = [target for target in targets if chosen.only in target.name]
-        outcomes = make(targets, values, state, 60 if chosen.small else chosen.count, chosen.seed)
+        from hostile import calls, each_call
+
+        drawn = calls(targets, values, 60 if chosen.small else chosen.count, chosen.seed)
+        outcomes = make(each_call(targets, values) if chosen.each else drawn, state)
     return summary(outcomes)
 
 
-def make(targets: list[Any], values: dict[str, Any], state: Callable[[], Any], count: int, seed: int) -> list[Any]:
-    """Make ``count`` calls, each followed by a look at the model."""
-    from hostile import FINE, MEMORY, Outcome, attempt, calls
+def make(calls: Iterable[Any], state: Callable[[], Any]) -> list[Any]:
+    """Make calls, each followed by a look at the model."""
+    from hostile import FINE, MEMORY, Outcome, attempt
 
     import rnnlens as rl
 
     outcomes = []
     start = time.time()
     with rl.options(memory=MEMORY, progress=False):
-        for number, call in enumerate(calls(targets, values, count, seed), 1):
+        for number, call in enumerate(calls, 1):
             before = state()  # after the values were made, which may draw random numbers
             outcomes.append(attempt(*call))
             if (after := state()) != before:

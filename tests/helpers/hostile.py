@@ -285,6 +285,15 @@ def calls(targets: list[Target], foreign: dict[str, Callable[[], Any]], count: i
         yield f"{target.name}({', '.join(words)})", target.function, made
 
 
+def each_call(targets: list[Target], foreign: dict[str, Callable[[], Any]]) -> Iterator[Any]:
+    """Calls as :func:`calls` yields them: every argument of every function replaced by every value, one at a time."""
+    for target in targets:
+        for argument in target.arguments:
+            for label, make in {**ANYWHERE, **foreign, **target.near.get(argument, {})}.items():
+                made = {name: good() for name, good in {**target.good, argument: make}.items()}
+                yield f"{target.name}({argument}={label})", target.function, made
+
+
 def attempt(words: str, function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
     """Make one call, within its time and memory."""
 

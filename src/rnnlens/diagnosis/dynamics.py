@@ -322,7 +322,8 @@ def _input(given: Any, run: Replay) -> Array:
         if given not in ("mean", "zero"):
             raise InputError("input= is not understood.", got=repr(given), expected='"mean", "zero" or an array')
         return values.mean(axis=(0, 1)) if given == "mean" else np.zeros(features, dtype=values.dtype)
-    if not has_attribute(given, "__array__") and not has_attribute(given, "__dlpack__"):
+    is_array = has_attribute(given, "__array__") or has_attribute(given, "__dlpack__")
+    if isinstance(given, Mapping) or not is_array:
         raise InputError("The input does not fit.", got=shown(given), expected=f"({features},) numbers")
     array = np.asarray(to_host(given), dtype=values.dtype)
     if array.shape != (features,):

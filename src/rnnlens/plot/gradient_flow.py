@@ -21,7 +21,7 @@ from ._axes import line_colours, log_limits, log_values, mark_steps, power_of_te
 from ._call import drawing
 from ._data import DirectionView, Numbers, dataset_of, halves, labelled, layers_of, positions, require_dim, unit_dim
 from ._data import value_label as label_of_values
-from ._frame import Grid, Panels, open_panels
+from ._frame import Grid, Panels, check_figure, open_panels
 from ._samples import hidden, mark_resets, notes_of, shade
 
 #: Gradients that are drawn for each layer that has them: label, colour, line style.
@@ -232,7 +232,8 @@ def _open(keys: Sequence[tuple[str, str | None]], ax: Any, figure: Any) -> Panel
     """Open one panel per layer and direction, stacked if the figure is narrow."""
     ways = max(1, len({way for _, way in keys}))
     columns = ways if ways > 1 or len(keys) == 1 else min(2 if len(keys) == 4 else 3, len(keys))
-    if figure is not None and hasattr(figure, "bbox") and figure.bbox.width / figure.dpi < _NARROW:
+    check_figure(figure, "gradient_flow")
+    if figure is not None and figure.bbox.width / figure.dpi < _NARROW:
         columns = 1
     size = (5.2, 3.1) if len(keys) == 1 else (3.5, 2.7) if columns < 3 else (2.9, 2.7)
     grid = Grid(size, margin=(0.8, 1.0), shape=(math.ceil(len(keys) / columns), columns))

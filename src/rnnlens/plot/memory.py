@@ -114,6 +114,12 @@ def lag_profile(
     the output to later inputs.
     """
     given = {str(name): data for name, data in jacobian.items()} if isinstance(jacobian, Mapping) else {"": jacobian}
+    if not given:
+        raise InputError(
+            "plot.lag_profile got no time Jacobian.",
+            got="an empty mapping",
+            expected='one that rl.jacobian returned, or several by name: {"LSTM": one, "GRU": other}',
+        )
     curves: list[_Curve] = []
     notes: list[str | None] = []
     for name, data in given.items():

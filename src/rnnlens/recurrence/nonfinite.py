@@ -48,11 +48,22 @@ def broken(array: Values, limit: float) -> Values:
     return bad
 
 
+def any_broken(array: Values, limit: float) -> bool:
+    """Return whether any number of an array is not finite or exceeds ``limit`` in magnitude.
+
+    Of real numbers the extremes are looked at: an array of flags may be larger than memory, where the values are one
+    number repeated.
+    """
+    if array.dtype.kind == "f" and array.size:
+        array = np.asarray([array.min(), array.max()])
+    return bool(broken(array, limit).any())
+
+
 def first(quantity: str, array: Values, dims: Sequence[str], limit: float) -> NonfiniteValue | None:
     """Return the first number of an array, in the order of its axes, that is not finite or exceeds ``limit``."""
-    bad = broken(array, limit)
-    if not bad.any():
+    if not any_broken(array, limit):
         return None
+    bad = broken(array, limit)
     place = np.unravel_index(int(np.argmax(bad)), array.shape)
     return NonfiniteValue(quantity, dict(zip(dims, map(int, place), strict=True)), float(array[place]))
 

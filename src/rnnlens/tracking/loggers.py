@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import xarray as xr
@@ -358,8 +358,8 @@ def _of(home: str, logger: Any) -> Sink:
         return WandB(logger)
     if home == "mlflow" and has_attribute(logger, "info"):
         return MLflow(logger)
-    if isinstance(logger, Sink):
-        return logger
+    if all(has_attribute(logger, name) for name in ("write", "close")):
+        return cast(Sink, logger)
     raise _unknown(logger)
 
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import functools
 import os
+import random
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
@@ -52,7 +54,12 @@ def in_turn(function: Callable[P, R]) -> Callable[P, R]:
         engine = None if adapter is None else adapter.engine
         if engine in _lost and not needs_no_threads(engine):
             raise _forked(engine)
-        with nullcontext() if _has_turn.get() else _turn, one_thread_each():
+        reads = is_source(args[1] if len(args) > 1 else kwargs.get("x"))
+        with (
+            nullcontext() if _has_turn.get() else _turn,
+            one_thread_each(),
+            _random_states_restored() if reads else nullcontext(),
+        ):
             if engine is not None:
                 _ran.add(engine)
             before = _has_turn.set(True)
@@ -62,6 +69,21 @@ def in_turn(function: Callable[P, R]) -> Callable[P, R]:
                 _has_turn.reset(before)
 
     return alone
+
+
+@contextmanager
+def _random_states_restored() -> Iterator[None]:
+    """Restore the global random states, from which the user's data sets draw the order of their samples."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
+    torch = sys.modules.get("torch")
+    torch_state = None if torch is None else torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)  # noqa: NPY002
+        if torch is not None:
+            torch.set_rng_state(torch_state)
 
 
 def _forked(engine: str) -> UnsupportedError:

@@ -12,10 +12,13 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...adapters.torch.training_capture import TrainingCapture
-from ...errors import InputError, UnsupportedError
+from ...errors import InputError, UnsupportedError, has_attribute
 
 #: Number of stack frames above an optimizer's hook in which its GradScaler is searched.
 _DEPTH = 12
+
+#: Wrappers around an optimizer, such as those of Lightning and Accelerate, that are looked into.
+_WRAPPERS = 8
 
 
 class Steps:
@@ -143,17 +146,19 @@ def scaler_on_stack() -> Any:
 
 def _plain(optimizer: Any) -> Any:
     """Return the torch optimizer inside the wrappers of Lightning and Accelerate."""
-    while not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer).__name__ == "AcceleratedOptimizer":
-        inner = getattr(optimizer, "optimizer", None)
-        if inner is None:
-            raise InputError(
-                "optimizer= contains an object that is not an optimizer.",
-                got=type(optimizer).__name__,
-                expected="a torch.optim.Optimizer, a list of them, or None to find them as they step",
-                hint="in a loop without an optimizer call watch.step()",
-            )
-        optimizer = inner
-    return optimizer
+    given = type(optimizer).__name__
+    for _ in range(_WRAPPERS):
+        if isinstance(optimizer, torch.optim.Optimizer) and type(optimizer).__name__ != "AcceleratedOptimizer":
+            return optimizer
+        if not has_attribute(optimizer, "optimizer"):
+            break
+        optimizer = optimizer.optimizer
+    raise InputError(
+        "optimizer= contains an object that is not an optimizer.",
+        got=given,
+        expected="a torch.optim.Optimizer, a list of them, or None to find them as they step",
+        hint="in a loop without an optimizer call watch.step()",
+    )
 
 
 NO_STEP = "no optimizer with weights of the model has stepped; call watch.step() in loops without an optimizer"

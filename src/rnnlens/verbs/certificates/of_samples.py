@@ -78,8 +78,10 @@ def part_to_compare(model: Any, batch: Batch, key: Hashable) -> SamplePart | Non
     mode, of fewer than ``FEWEST`` samples, and under ``rl.options(certify=)`` other than ``"auto"``.
     """
     count = _samples(batch)
+    if count is None or current().certify != "auto":
+        return None
     calls = _known.get(model, {}).get(_key(batch, key))
-    if calls is None or not calls.divisible or count is None or current().certify != "auto":
+    if calls is None or not calls.divisible:
         return None
     calls.number += 1
     size = max(count // SHARE, 2)

@@ -25,7 +25,7 @@ from ...adapters.protocol import (
 from ...autodiff import tensors
 from ...errors import RnnlensError
 from ...layout import dims_of
-from ...recurrence.nonfinite import NonfiniteValue, first, first_forward, largest
+from ...recurrence.nonfinite import NonfiniteValue, any_broken, first, first_forward, largest
 from ...recurrence.replay import Replay
 from ...results.nonfinite import Origin
 from ...results.schema import to_host
@@ -121,7 +121,7 @@ class ObservedRun:
     def first(self, port: Port, quantity: str, array: Array, limit: float = np.inf) -> NonfiniteValue | None:
         """Find the first non-finite value of a tensor, ordered by step, then sample; None if there is none."""
         array = np.asarray(array)
-        if array.dtype.kind not in "fc" or bool(np.all(np.isfinite(array) & (np.abs(array) <= limit))):
+        if array.dtype.kind not in "fc" or not any_broken(array, limit):
             return None
         opened, names = self._opened(port, array)
         order = sorted(range(len(names)), key=lambda i: {TIME: 0, SAMPLE: 1}.get(names[i], 2))
