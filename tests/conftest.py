@@ -37,8 +37,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Products run whole on one engine; on the others each of their tests has one case, or those that differ there.
 
     What such a case tests beside its own engine is the same code three times over, and compiling it takes the time. So
-    does a test of what does not depend on the engine at all, marked `one_engine`.
+    does a test of what does not depend on the engine at all, marked `one_engine`. What exists on some engines alone is
+    marked `only_on`, and left out elsewhere.
     """
+    elsewhere = [
+        item
+        for item in items
+        if any(os.environ["KERAS_BACKEND"] not in mark.args for mark in item.iter_markers("only_on"))
+    ]
+    if elsewhere:
+        config.hook.pytest_deselected(items=elsewhere)
+        items[:] = [item for item in items if item not in elsewhere]
     for item in items:
         for mark in item.iter_markers("one_engine"):
             if os.environ["KERAS_BACKEND"] not in (mark.args or ("torch",)):

@@ -325,7 +325,7 @@ def _input(given: Any, run: Replay) -> Array:
     is_array = has_attribute(given, "__array__") or has_attribute(given, "__dlpack__")
     if isinstance(given, Mapping) or not is_array:
         raise InputError("The input does not fit.", got=shown(given), expected=f"({features},) numbers")
-    array = np.asarray(to_host(given), dtype=values.dtype)
+    array = np.asarray(as_numbers("input", given), dtype=values.dtype)
     if array.shape != (features,):
         raise InputError("The input does not fit.", got=f"shape {array.shape}", expected=f"({features},)")
     if not np.isfinite(array).all():

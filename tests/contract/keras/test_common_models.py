@@ -147,7 +147,7 @@ def test_the_gradient_of_a_recorded_state_is_certified():
 
 
 @pytest.mark.compiled
-@pytest.mark.one_engine("tensorflow")
+@pytest.mark.only_on("tensorflow")
 def test_a_loss_whose_loop_tensorflow_cannot_differentiate_from_outside():
     model = keras.Sequential([keras.Input((5, 3)), L.GRU(4, return_sequences=True, name="rnn"), L.Dense(4)])
     compiled(model, keras.losses.CTC())

@@ -49,7 +49,7 @@ class Note(keras.callbacks.Callback):
         self.runs.append(len(TRACED))
 
 
-@pytest.mark.one_engine("tensorflow")  # JAX keeps what is compiled in any case
+@pytest.mark.only_on("tensorflow")  # JAX keeps what is compiled in any case
 def test_later_records_run_no_user_code_and_have_the_numbers_of_fresh_runs():
     keras.utils.set_random_seed(0)
     x = np.random.default_rng(0).normal(size=(24, 6, 2)).astype("float32")
