@@ -6,8 +6,10 @@ importing Dask in the same way.
 
 from __future__ import annotations
 
+import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -106,6 +108,24 @@ def running_engines() -> set[str]:
 def needs_no_threads(engine: str) -> bool:
     """Return whether an engine computes in the calling thread alone: torch set to one thread."""
     return engine == "torch" and sys.modules["torch"].get_num_threads() == 1
+
+
+@contextmanager
+def global_random_states_restored() -> Iterator[None]:
+    """Restore the global random generators of Python, NumPy and torch at the end of the block.
+
+    Data sets of the user draw the order of their samples from them.
+    """
+    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
+    torch = sys.modules.get("torch")
+    torch_state = None if torch is None else torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)  # noqa: NPY002
+        if torch is not None:
+            torch.set_rng_state(torch_state)
 
 
 class DaskOnceImported:

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import functools
 import os
-import random
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
@@ -26,7 +24,7 @@ from .. import data
 from ..adapters.protocol import Adapter, Batch
 from ..adapters.registry import adapter_for, adapter_of
 from ..arguments.data import is_source
-from ..autodiff.tensors import needs_no_threads, running_engines
+from ..autodiff.tensors import global_random_states_restored, needs_no_threads, running_engines
 from ..errors import UnsupportedError
 from ..layout import Layout
 from ..recurrence.parallel import one_thread_each
@@ -58,7 +56,7 @@ def in_turn(function: Callable[P, R]) -> Callable[P, R]:
         with (
             nullcontext() if _has_turn.get() else _turn,
             one_thread_each(),
-            _random_states_restored() if reads else nullcontext(),
+            global_random_states_restored() if reads else nullcontext(),
         ):
             if engine is not None:
                 _ran.add(engine)
@@ -69,21 +67,6 @@ def in_turn(function: Callable[P, R]) -> Callable[P, R]:
                 _has_turn.reset(before)
 
     return alone
-
-
-@contextmanager
-def _random_states_restored() -> Iterator[None]:
-    """Restore the global random states, from which the user's data sets draw the order of their samples."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
-    torch = sys.modules.get("torch")
-    torch_state = None if torch is None else torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)  # noqa: NPY002
-        if torch is not None:
-            torch.set_rng_state(torch_state)
 
 
 def _forked(engine: str) -> UnsupportedError:
