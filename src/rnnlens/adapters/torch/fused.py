@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,6 +59,12 @@ class FusedCall:
     bidirectional: bool
     batch_first: bool = False
     batch_sizes: Tensor | None = None
+
+    @property
+    def is_divisible(self) -> bool:
+        """Whether calls of one step each compute the same; dropout between layers would be drawn in another order."""
+        drops_out = self.training and self.dropout > 0 and self.layers > 1
+        return self.batch_sizes is None and not self.bidirectional and not drops_out
 
     def weights_of(self, layer: int) -> Sequence[Tensor]:
         """Return the weights of one stacked layer, all directions."""
@@ -128,6 +134,8 @@ class KernelInterceptor(TorchFunctionMode):  # type: ignore[misc]
 
 
 def _fused(recorder: CallRecorder, func: Any, owner: CallOwner, order: Tensor | None, call: FusedCall) -> Any:
+    if owner.key in recorder.rules.by_step and call.is_divisible and call.input.shape[int(call.batch_first)] > 1:
+        return _step_by_step(recorder, func, owner, call)
     packing = None if call.batch_sizes is None else Packing.of(call.batch_sizes, order, call.input.device)
     x = call.input.transpose(0, 1) if call.batch_first and packing is None else call.input
     fed, before = _start(recorder, owner, call, packing)
@@ -144,10 +152,21 @@ def _fused(recorder: CallRecorder, func: Any, owner: CallOwner, order: Tensor | 
         torch.cat([recorder.handed(owner, piece.finals[i]) for piece in pieces]).clone() for i in range(len(fed))
     )
     handed = tuple(state.clone() for state in taps)
-    visit = CallRecord(pieces, taps, StateLink(call.state, fed, raw, handed, taps, before, x), packing=packing)
+    link = StateLink(call.state, fed, raw, handed, taps, before, x)
+    visit = CallRecord(pieces, taps, link, packing=packing, divisible=call.is_divisible)
     recorder.add(owner, visit, continues=before is not None)
     output = x.clone()
     return (output.transpose(0, 1) if call.batch_first and packing is None else output, *handed)
+
+
+def _step_by_step(recorder: CallRecorder, func: Any, owner: CallOwner, call: FusedCall) -> Any:
+    """Run one call as calls of one step each."""
+    state, outputs = call.state, []
+    for x in call.input.split(1, dim=int(call.batch_first)):
+        output, *new = _fused(recorder, func, owner, None, replace(call, input=x, state=state))
+        state = tuple(new)
+        outputs.append(output)
+    return (torch.cat(outputs, dim=int(call.batch_first)), *state)
 
 
 def _start(
@@ -159,8 +178,16 @@ def _start(
         found = tail.link.continued_by(call.state, rowwise=False)
         if found is not None:
             return found.fed, found
-    given = _overridden(recorder, owner, call, packing)
+    given = call.state if _goes_on(tail, call.state) else _overridden(recorder, owner, call, packing)
     return tuple(recorder.started(state) for state in given), None
+
+
+def _goes_on(tail: CallRecord | None, given: tuple[Tensor, ...]) -> bool:
+    """Return whether the states of a call were computed from those that the call before returned, or equal them."""
+    if tail is None:
+        return False
+    pairs = zip(given, tail.link.kept, strict=True)
+    return follows(given, tail.link) or all(torch.equal(new, old) for new, old in pairs)
 
 
 def _overridden(
@@ -220,7 +247,7 @@ def _cell(recorder: CallRecorder, func: Any, owner: CallOwner, x: Tensor, state:
     given = _as_tuple(state)
     tail, found = recorder.tail(owner), recorder.continued(owner, given)
     if found is None:
-        overridden = owner.name in recorder.initial_state and not (tail is not None and follows(given, tail.link))
+        overridden = owner.name in recorder.initial_state and not _goes_on(tail, given)
         start = recorder.given_state(owner.name, given) if overridden else given
         fed = tuple(recorder.started(state) for state in start)
     else:

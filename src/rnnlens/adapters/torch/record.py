@@ -131,7 +131,8 @@ class CallRecord:
     passed on. ``trail`` tracks, while the model runs, the tensors that the user's code makes of the states. ``site`` is
     the place in the model's code from which the call was made. ``changed``: the call started from a state that the
     user's code had computed from that of the call before; ``reset`` (sample,) is True where no gradient passes there,
-    and ``mixed`` is True if some other sample's state is not the returned one.
+    and ``mixed`` is True if some other sample's state is not the returned one. ``divisible``: run step by step, the
+    call computes the same.
     """
 
     pieces: list[LayerRecord]
@@ -144,6 +145,7 @@ class CallRecord:
     changed: bool = False
     reset: Tensor | None = None
     mixed: bool = False
+    divisible: bool = False
 
     @property
     def steps(self) -> int:
@@ -190,10 +192,13 @@ class JoinRules:
         Calls are not joined row by row.
     never_inside
         Every call gets copies of its states, as the user's code changes some of them between the calls.
+    by_step
+        A call of several steps is run step by step, as the user's code changes the states between the calls.
     """
 
     never_by_row: set[int] = field(default_factory=set)
     never_inside: set[int] = field(default_factory=set)
+    by_step: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -264,7 +269,7 @@ class CallRecorder:
     def add(self, owner: CallOwner, visit: CallRecord, *, continues: bool) -> None:
         """Record one call of a recurrent layer. ``continues`` appends it to the last recurrence of its owner."""
         owner.autocast = owner.autocast or autocast_around(visit.pieces[0].seen)
-        if visit.steps == 1:
+        if visit.steps == 1 or visit.divisible:
             visit.site = call_site()
         if not owner.stacked:
             visit.trail = self.trails[owner.key] = StateTrail(visit.link.handed)

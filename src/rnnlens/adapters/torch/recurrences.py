@@ -25,15 +25,17 @@ def join_changed_states(recorder: CallRecorder) -> None:
 
     A call continues the one before if both are made from the same line of the user's code, with the same number of
     samples, and its state was computed from the states that the call before returned. Raise JoinedWronglyError if some
-    calls of such a loop were joined already because their state was passed on unchanged. The owner was added to
-    ``never_inside`` of the recorder's rules, and the pass must be run again.
+    calls of such a loop were joined already because their state was passed on unchanged, or have several steps. The
+    owner was added to ``never_inside`` or ``by_step`` of the recorder's rules, and the pass must be run again.
     """
     if len({run.owner.key for run in recorder.runs}) == len(recorder.runs):
         return
     chains = [chain for chain in _changed_chains(recorder.runs) if len(chain) > 1]
     partly = {chain[0].owner.key for chain in chains if any(len(run.visits) > 1 for run in chain)}
-    if not partly <= recorder.rules.never_inside:
-        recorder.rules.never_inside |= partly
+    by_step = {chain[0].owner.key for chain in chains if any(v.steps > 1 for run in chain for v in run.visits)}
+    if not (partly <= recorder.rules.never_inside and by_step <= recorder.rules.by_step):
+        recorder.rules.never_inside |= partly | by_step
+        recorder.rules.by_step |= by_step
         raise JoinedWronglyError
     for first, *others in chains:
         for run in others:
@@ -77,8 +79,13 @@ def _changed_chains(runs: Sequence[Recurrence]) -> list[list[Recurrence]]:
 def _continues_changed(before: CallRecord, call: CallRecord, seen: set[Any]) -> bool:
     if call.site != before.site:
         return False
-    if call.steps > 1 or before.steps > 1 or call.packing is not None or len(call.pieces[0].weights) > 1:
+    if call.packing is not None or len(call.pieces[0].weights) > 1:
         return False
+    are_segments = call.steps > 1 or before.steps > 1
+    if are_segments and not (call.divisible and before.divisible):
+        return False
+    if are_segments and follows((call.pieces[0].input,), before.link):
+        return False  # the output of the call before is no later part of the sequence
     same_samples = call.link.raw[0].shape == before.link.raw[0].shape
     return same_samples and follows(call.link.given, before.link, seen)
 
