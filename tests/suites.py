@@ -49,11 +49,12 @@ class Outcome:
     suite: Suite
     code: int
     seconds: float
+    processor: float
     output: str
 
     @property
     def counts(self) -> Counter[str]:
-        """What pytest's closing line counted."""
+        """Return the numbers of pytest's closing line by word: passed, failed, skipped ..."""
         found = re.findall(r"(\d+) (\w+)", self.closing_line)
         return Counter({word: int(number) for number, word in found if word in COUNTED})
 
@@ -168,7 +169,8 @@ def environment_of(suite: Suite, compiled: str) -> dict[str, str]:
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "MPLBACKEND": "Agg",
         "RNNLENS_SKIP_IS_FAILURE": "1",
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # none of what is installed is asked for
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # no test needs an installed plugin
+        "PYTHONDONTWRITEBYTECODE": "",  # each module is compiled once, not in every process that imports it
         # Many small programs are compiled and run once: what XLA would gain by optimising costs more than it saves.
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
@@ -188,9 +190,9 @@ def run(suite: Suite, full: bool) -> Outcome:
 
 def run_in(suite: Suite, full: bool, environment: dict[str, str]) -> Outcome:
     """See :func:`run`."""
-    start, code, output = time.perf_counter(), 0, []
+    start, code, processor, output = time.perf_counter(), 0, 0.0, []
     for command in commands_of(suite, full):
-        done = subprocess.run(
+        process = subprocess.Popen(
             command,
             cwd=ROOT,
             env=environment,
@@ -198,11 +200,13 @@ def run_in(suite: Suite, full: bool, environment: dict[str, str]) -> Outcome:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            check=False,
         )
-        code = code or done.returncode
-        output.append(done.stdout)
-    return Outcome(suite, code, time.perf_counter() - start, "".join(output))
+        output.append(process.stdout.read())
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        code = code or process.returncode
+        processor += used.ru_utime + used.ru_stime  # with the processes that it started and waited for
+    return Outcome(suite, code, time.perf_counter() - start, processor, "".join(output))
 
 
 def orphans() -> list[str]:
@@ -234,12 +238,13 @@ def main() -> int:
             word = "FAILED" if outcome.code else "ok"
             if outcome.code:
                 print(f"\n{'=' * 30} {outcome.suite.name} {'=' * 30}\n{outcome.output}")
-            print(f"{outcome.suite.name:18}{word:8}{outcome.seconds:5.0f} s  {outcome.closing_line}", flush=True)
+            times = f"{outcome.seconds:5.0f} s{outcome.processor:5.0f} s of processor"
+            print(f"{outcome.suite.name:18}{word:8}{times}  {outcome.closing_line}", flush=True)
     return conclude(outcomes)
 
 
 def conclude(outcomes: list[Outcome]) -> int:
-    """Print the totals, and what could not be tested; the exit code."""
+    """Print the totals and the suites that could not be tested. Return the exit code."""
     if chromium() is None and not IN_CI:
         for outcome in outcomes:
             if outcome.suite.needs_browser:
