@@ -30,7 +30,7 @@ from .checks import Certificate, Check
 from .encoding import datasets_of, from_path, to_paths
 from .page import Row, Said, page
 from .saving import META, root_attrs, save, save_chunks
-from .schema import origin, with_version
+from .schema import LabelledLayer, origin, with_version
 
 #: Name, description and data of one part of a result.
 Part = tuple[str, str, xr.Dataset | xr.DataArray | None]
@@ -56,7 +56,7 @@ class Result(Mapping[str, Any]):
     Parameters
     ----------
     datasets
-        Dataset of each layer by name, in the order of the calls; or a DataTree of them.
+        Dataset of each layer by name, or its labelled arrays, in the order of the calls; or a DataTree of them.
     provenance
         Framework, versions, engine, dtype, device as strings. The version of rnnlens is added.
     notes
@@ -78,14 +78,15 @@ class Result(Mapping[str, Any]):
 
     def __init__(
         self,
-        datasets: Mapping[str, xr.Dataset] | xr.DataTree,
+        datasets: Mapping[str, xr.Dataset | LabelledLayer] | xr.DataTree,
         *,
         provenance: Mapping[str, str] | None = None,
         notes: Iterable[str] = (),
         checks: Iterable[Check | Mapping[str, Any]] = (),
         certificate: Certificate | Mapping[str, Any] | None = None,
     ) -> None:
-        #: Data as given; they are joined to one tree on first use, which takes as long as a small replay.
+        #: Data as given. Datasets and their tree are made on first use, as each takes as long as a small replay.
+        self._datasets: dict[str, xr.Dataset | LabelledLayer] | xr.DataTree
         self._datasets = datasets if isinstance(datasets, xr.DataTree) else dict(datasets)
         self._paths = _found(datasets) if isinstance(datasets, xr.DataTree) else to_paths(datasets)
         self._tasks: LazyTasks | None = None
@@ -133,7 +134,7 @@ class Result(Mapping[str, Any]):
     def tree(self) -> xr.DataTree:
         """All data as one xarray DataTree: one node per layer, nested models as groups."""
         if not isinstance(self._datasets, xr.DataTree):
-            nodes = {self._paths[name]: dataset for name, dataset in self._datasets.items()}
+            nodes = {path: self._dataset(name) for name, path in self._paths.items()}
             self._datasets = xr.DataTree.from_dict(nodes)
         return self._datasets
 
@@ -151,11 +152,18 @@ class Result(Mapping[str, Any]):
             If no layer has that name, or if a short name is ambiguous.
         """
         name = self._resolve(name)
-        if not isinstance(self._datasets, xr.DataTree):
-            return self._datasets[name].copy()
-        node: Any = self._datasets[self._paths[name]]
-        dataset: xr.Dataset = node.to_dataset(inherit=False)
-        return dataset
+        return self._dataset(name).copy()
+
+    def _dataset(self, name: str) -> xr.Dataset:
+        """Return the dataset of a layer, given its full name; it is made on first use."""
+        if isinstance(self._datasets, xr.DataTree):
+            node: Any = self._datasets[self._paths[name]]
+            dataset: xr.Dataset = node.to_dataset(inherit=False)
+            return dataset
+        layer = self._datasets[name]
+        if isinstance(layer, LabelledLayer):
+            layer = self._datasets[name] = layer.dataset()
+        return layer
 
     @checked(path=path_of)
     def save(self, path: str | PathLike[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -13,6 +14,7 @@ from ..errors import QuantityNotFoundError, did_you_mean, message
 from .base import Part, Result, refuse_no_name
 from .encoding import datasets_of
 from .layers import LayerView, sizes_of
+from .schema import LabelledLayer
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class Gradients(Result, kind="gradients"):
 
     def __init__(
         self,
-        datasets: Mapping[str, xr.Dataset] | xr.DataTree,
+        datasets: Mapping[str, xr.Dataset | LabelledLayer] | xr.DataTree,
         answer: Answer | None = None,
         **common: Any,
     ) -> None:
@@ -110,7 +112,11 @@ class Gradients(Result, kind="gradients"):
         self.flags = dict(answer.flags)
         self.clip: dict[str, Any] = {}
         self.clipped: Gradients | None = None
-        self._tensors = {
+
+    @cached_property
+    def _tensors(self) -> dict[str, tuple[str, str]]:
+        """Layer and variable of each tensor."""
+        return {
             str(array.attrs["tensor"]): (node, str(name))
             for node in self.layers
             for name, array in self.dataset(node).data_vars.items()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -119,14 +119,41 @@ def _border_state(name: str, when: str, state: str, gradient: bool) -> Quantity:
     return Quantity(name, (SAMPLE, UNIT), f"gradient of the {words}", "loss", f"dL/d{symbol}", True)
 
 
-def layer_dataset(
+@dataclass
+class LabelledLayer:
+    """Labelled arrays of one layer, from which :meth:`dataset` makes an xarray Dataset when one is asked for.
+
+    A Dataset builds an index for each dimension, which takes as long as the replay of a small layer.
+    """
+
+    variables: dict[str, xr.Variable]
+    coords: dict[Hashable, xr.Variable]
+    attrs: dict[str, Any]
+
+    @property
+    def sizes(self) -> dict[Hashable, int]:
+        """Length of each dimension."""
+        every = (*self.variables.values(), *self.coords.values())
+        return {dim: size for variable in every for dim, size in variable.sizes.items()}
+
+    def dataset(self) -> xr.Dataset:
+        """Return all arrays as a Dataset."""
+        return xr.Dataset(self.variables, self.coords, self.attrs)
+
+
+def layer_dataset(arrays: Mapping[str, Any], **options: Any) -> xr.Dataset:
+    """Label the arrays of one layer, as :func:`labelled_layer` does, and return them as a Dataset."""
+    return labelled_layer(arrays, **options).dataset()
+
+
+def labelled_layer(
     arrays: Mapping[str, Any],
     *,
     info: Any,
     provenance: Mapping[str, str] | None = None,
     bidirectional: bool | None = None,
     dims: Mapping[str, Sequence[str]] | None = None,
-) -> xr.Dataset:
+) -> LabelledLayer:
     """Label the arrays of one layer.
 
     Parameters
@@ -147,7 +174,7 @@ def layer_dataset(
 
     Returns
     -------
-    Dataset
+    LabelledLayer
         ``unit`` has the size of the hidden state (of the output, where there is none). Variables of another size, such
         as the cell state of an LSTM with a projection, get a dimension of their own: ``cell_unit``.
 
@@ -168,7 +195,7 @@ def layer_dataset(
         for name, array in present.items()
     }
     sizes = {dim: size for variable in variables.values() for dim, size in variable.sizes.items()}
-    return xr.Dataset(variables, coords=coordinates(sizes, described), attrs=_layer_attrs(described))
+    return LabelledLayer(variables, coordinates(sizes, described), _layer_attrs(described))
 
 
 def info_mapping(info: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from ..recurrence.cells import cell_of_kind
 from ..vocabulary import QUANTITIES, SAMPLE, TIME
 from .base import Result
 from .layers import LayerView
-from .schema import quantity, with_mask
+from .schema import LabelledLayer, quantity, with_mask
 
 
 class TracedLayer(LayerView):
@@ -66,7 +66,7 @@ class Trace(Result, kind="trace"):
     Parameters
     ----------
     datasets
-        One per layer, as :func:`~rnnlens.results.schema.layer_dataset` builds them, in the order of the calls.
+        One per layer, as :func:`~rnnlens.results.schema.labelled_layer` builds them, in the order of the calls.
     loss
         Loss of the batch, or None without one. NaN and infinity are kept, and reported in the repr.
     quantities
@@ -77,7 +77,7 @@ class Trace(Result, kind="trace"):
 
     def __init__(
         self,
-        datasets: Mapping[str, xr.Dataset] | xr.DataTree,
+        datasets: Mapping[str, xr.Dataset | LabelledLayer] | xr.DataTree,
         *,
         loss: float | None = None,
         quantities: Iterable[str] | None = None,

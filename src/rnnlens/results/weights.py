@@ -10,6 +10,7 @@ import xarray as xr
 from ..errors import did_you_mean, message
 from .base import Result
 from .layers import LayerView, sizes_of
+from .schema import LabelledLayer
 
 
 class LayerWeights(LayerView):
@@ -53,7 +54,7 @@ class Weights(Result, kind="weights"):
 
     def __init__(
         self,
-        datasets: Mapping[str, xr.Dataset] | xr.DataTree,
+        datasets: Mapping[str, xr.Dataset | LabelledLayer] | xr.DataTree,
         *,
         penalties: Mapping[str, float] | None = None,
         loss: float | None = None,

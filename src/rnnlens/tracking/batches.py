@@ -14,7 +14,7 @@ import xarray as xr
 from ..adapters.registry import adapter_for
 from ..results.gradients import Gradients
 from ..results.nonfinite import NonFinite
-from ..results.schema import layer_dataset
+from ..results.schema import labelled_layer
 from ..results.trace import Trace, TracedLayer
 from ..results.weights import Weights
 from ..settings import options
@@ -246,7 +246,7 @@ def direct_trace(model: Any, arrays: Mapping[str, Mapping[str, Any]], loss: floa
         return None
     adapter = adapter_for(model)
     infos, provenance = {info.name: info for info in adapter.describe(model)}, adapter.provenance(model)
-    datasets = {name: layer_dataset(found, info=infos[name], provenance=provenance) for name, found in arrays.items()}
+    datasets = {name: labelled_layer(found, info=infos[name], provenance=provenance) for name, found in arrays.items()}
     note = "Recorded in the training step itself, without a second pass."
     return Trace(datasets, loss=loss, quantities=["output", "output_grad"], provenance=provenance, notes=[note])
 

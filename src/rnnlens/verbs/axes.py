@@ -12,7 +12,7 @@ from .. import data
 from ..adapters.protocol import Adapter, AxisConvention, Batch, Port
 from ..errors import InputError, UnsupportedError, shown
 from ..layout import Axis, Layout, canonical_order, dims_of
-from ..results.schema import to_host
+from ..results.schema import LabelledLayer, to_host
 from ..typing import Array
 from ..vocabulary import FEATURE, SAMPLE, TIME, UNIT
 from .names import Catalogue, known_model, read_one
@@ -267,17 +267,10 @@ class InputCoordinates:
         found = [labels[dim] for labels in of_leaves if dim in labels and len(labels[dim]) == size]
         return found[0] if found and all(np.array_equal(found[0], other) for other in found[1:]) else None
 
-    def assign_to(self, result: Any, dims: Iterable[str] = (SAMPLE, TIME), leaf: int | None = None) -> Any:
-        """Assign input labels to those dimensions of an array or dataset that match in role and length."""
-        if not self.leaves:
-            return result
-        found = self.labels_of(result.sizes, dims, leaf)
-        return result.assign_coords(
-            {
-                dim: xr.Variable((dim,), labels, result[dim].attrs if dim in result.coords else {})
-                for dim, labels in found.items()
-            }
-        )
+    def assign_to(self, layer: LabelledLayer, dims: Iterable[str] = (SAMPLE, TIME), leaf: int | None = None) -> None:
+        """Assign input labels to those dimensions of a layer that match in role and length."""
+        for dim, labels in self.labels_of(layer.sizes, dims, leaf).items():
+            layer.coords[dim] = xr.Variable((dim,), labels, layer.coords[dim].attrs)
 
     def labels_of(
         self, sizes: Mapping[Any, int], dims: Iterable[str] = (SAMPLE, TIME), leaf: int | None = None

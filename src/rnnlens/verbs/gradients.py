@@ -34,7 +34,7 @@ from ..arguments import loss as a_loss
 from ..errors import DisconnectedError, UnsupportedError
 from ..results.array import LabelledArray, LazyArray, record
 from ..results.gradients import Answer, Gradients, Reason
-from ..results.schema import labelled_variable
+from ..results.schema import LabelledLayer, labelled_variable
 from ..typing import Array
 from ..vocabulary import FEATURE, GATE, SAMPLE, TIME
 from .axes import an_axes_table
@@ -300,20 +300,20 @@ def _add_clipped(
     after, norm = clipped(every, request.known, kind, threshold)
     both = replace(found, gradients={**found.gradients, **after})
     datasets = _datasets(request, both, result.provenance)
-    sparse = any("touched_rows" in array.attrs for dataset in datasets.values() for array in dataset.values())
+    sparse = any("touched_rows" in v.attrs for layer in datasets.values() for v in layer.variables.values())
     if sparse and request.known.facts.clips_lookups_apart:
         result.notes.append(_ROWS_APART)
     result.clip = {"kind": kind, "threshold": threshold, "norm": norm}
     result.clipped = Gradients(datasets, Answer(result.of, found.value), provenance=result.provenance)
 
 
-#: An array and its coordinates, from which datasets are made faster than from DataArrays.
+#: An array and its coordinates.
 _Labelled = tuple[xr.Variable, Mapping[Any, xr.Variable]]
 
 
 def _datasets(
     request: GradientRequest, found: DataSetGradients, provenance: Mapping[str, str]
-) -> dict[str, xr.Dataset]:
+) -> dict[str, LabelledLayer]:
     """Return the labelled gradients by layer."""
 
     def variable(name: TensorName) -> _Labelled | None:
@@ -322,16 +322,20 @@ def _datasets(
     return _by_layer(request, variable)
 
 
-def _by_layer(request: GradientRequest, variable_of: Callable[[TensorName], _Labelled | None]) -> dict[str, xr.Dataset]:
-    """Return one dataset per layer; tensors without a layer go to ``"model"``."""
-    by_layer: dict[str, tuple[dict[str, xr.Variable], dict[Any, xr.Variable]]] = {}
+def _by_layer(
+    request: GradientRequest, variable_of: Callable[[TensorName], _Labelled | None]
+) -> dict[str, LabelledLayer]:
+    """Return the labelled arrays of each layer; tensors without a layer go to ``"model"``."""
+    by_layer: dict[str, LabelledLayer] = {}
     for name in request.asked:
         found = variable_of(name)
         if found is not None:
-            variables, coords = by_layer.setdefault(name.layer or "model", ({}, {}))
-            variables[name.quantity.replace("/", ".")], more = _with_own_axes(name.quantity, found, coords)
-            coords |= more
-    return {layer: xr.Dataset(*both, attrs={"layer": layer}) for layer, both in by_layer.items()}
+            node = name.layer or "model"
+            layer = by_layer.setdefault(node, LabelledLayer({}, {}, {"layer": node}))
+            variable, coords = _with_own_axes(name.quantity, found, layer.coords)
+            layer.variables[name.quantity.replace("/", ".")] = variable
+            layer.coords |= coords
+    return by_layer
 
 
 def _with_own_axes(name: str, labelled: _Labelled, others: Mapping[Any, xr.Variable]) -> _Labelled:

@@ -31,6 +31,7 @@ from ..errors import UnsupportedError
 from ..recurrence.replay import Replay
 from ..recurrence.rounding import perturbed
 from ..results.checks import Certificate, warn_about
+from ..results.schema import LabelledLayer
 from ..results.trace import Trace
 from ..settings import current
 from ..vocabulary import SAMPLE
@@ -40,7 +41,7 @@ from .certificates.of_samples import SamplePart, part_to_compare, remember_diffe
 from .chunked.of_results import lazy_datasets
 from .chunked.samples import SampleChunks
 from .request import ModelRequest, in_turn
-from .tracing.datasets import TraceSelection, plain_datasets, recurrent_datasets, with_coordinates
+from .tracing.datasets import TraceSelection, assign_coordinates, plain_datasets, recurrent_datasets
 from .tracing.sequences import chosen_positions, selected, sequence_datasets
 
 
@@ -150,7 +151,7 @@ def trace(
     with nullcontext(None) if claim is None else start_reference_run(adapter, model, batch, claim) as reference_run:
         datasets_of = partial(recurrent_datasets, described, capture, selection, provenance)
         datasets, checks = datasets_of(claim)
-        scans: dict[str, xr.Dataset] = {}
+        scans: dict[str, LabelledLayer] = {}
         if capture.sequences:
             scans, compared = sequence_datasets(described, capture.sequences, selection, provenance, at or {})
             datasets, checks = {**datasets, **scans}, [*checks, *compared]
@@ -159,7 +160,7 @@ def trace(
         datasets |= plain_datasets(capture.plain, request.axes, batch, selection, provenance)
         selection.refuse_absent(datasets, list(described))
         words = _words(datasets, selection.has_loss, part)
-        datasets = with_coordinates(datasets, request.coordinates)
+        assign_coordinates(datasets.values(), request.coordinates)
         certificate = Certificate()
         if claim is not None and reference_run is not None:
             certificate = certify(
@@ -171,11 +172,12 @@ def trace(
         return _of_batch(model, batch, layers=layers, quantities=quantities, at=at, axes=stated)
     if part is None and certificate.state == "passed":
         remember_passed(model, batch, selection.key(loss), capture)
+    kept: dict[str, xr.Dataset | LabelledLayer] = dict(datasets)
     if at:
-        datasets = {name: found if name in scans else selected(found, at) for name, found in datasets.items()}
+        kept |= {name: selected(layer.dataset(), at) for name, layer in datasets.items() if name not in scans}
     warn_about([*checks, *certificate.checks])
     return Trace(
-        datasets,
+        kept,
         loss=capture.loss,
         quantities=None if selection.quantities is None else sorted(selection.quantities),
         provenance=provenance,
@@ -222,9 +224,9 @@ def _perturbed(datasets_of: Callable[..., Any], capture: Capture) -> ReplayedVal
     return claim
 
 
-def _words(datasets: Mapping[str, xr.Dataset], has_loss: bool, part: SamplePart | None) -> dict[str, Any]:
+def _words(datasets: Mapping[str, LabelledLayer], has_loss: bool, part: SamplePart | None) -> dict[str, Any]:
     """Return the names of the quantities that are certified, that rest on them, and that are not certified."""
-    present = dict.fromkeys(str(name) for dataset in datasets.values() for name in dataset.data_vars)
+    present = dict.fromkeys(name for layer in datasets.values() for name in layer.variables)
     certified = ["outputs", *(["loss"] if has_loss and part is None else [])]
     certified += ["gradients at inputs and weights"] if has_loss else []
     resting = [name for name in present if name.endswith("_grad") and name not in ("input_grad", "initial_state_grad")]

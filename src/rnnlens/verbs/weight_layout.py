@@ -16,7 +16,7 @@ import xarray as xr
 from ..adapters.protocol import LayerWeights
 from ..recurrence.cells import Cell
 from ..recurrence.cells.cell import has_gates
-from ..results.schema import coordinates, provenance_line, to_host, weight_quantity
+from ..results.schema import LabelledLayer, coordinates, provenance_line, to_host, weight_quantity
 from ..typing import Array
 from ..vocabulary import BACKWARD, DIRECTION, FORWARD, GATE, TIME
 
@@ -153,7 +153,9 @@ def label_plain(values: Mapping[str, Any]) -> dict[str, LabelledWeight]:
     return labelled
 
 
-def node_dataset(name: str, variables: Mapping[str, LabelledWeight], provenance: Mapping[str, str]) -> xr.Dataset:
+def weights_of_layer(
+    name: str, variables: Mapping[str, LabelledWeight], provenance: Mapping[str, str]
+) -> LabelledLayer:
     """Return all variables of one layer, with the counts of NaN and infinite values per gate and direction."""
     common = {"layer": name, "provenance": provenance_line(provenance)}
     data: dict[str, xr.Variable] = {}
@@ -162,7 +164,7 @@ def node_dataset(name: str, variables: Mapping[str, LabelledWeight], provenance:
         data |= _counts(key, entry, common)
     sizes = {dim: size for variable in data.values() for dim, size in variable.sizes.items()}
     cell = next((entry.cell for entry in variables.values() if entry.cell), "")
-    return xr.Dataset(data, coords=coordinates(sizes, {"cell": cell}), attrs={"layer": name, "cell": cell})
+    return LabelledLayer(data, coordinates(sizes, {"cell": cell}), {"layer": name, "cell": cell})
 
 
 def _counts(key: str, entry: LabelledWeight, common: Mapping[str, str]) -> dict[str, xr.Variable]:

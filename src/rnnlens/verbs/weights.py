@@ -33,7 +33,7 @@ from ..errors import InputError, LayerNotFoundError, UnsupportedError, did_you_m
 from ..recurrence.sequence import forward
 from ..results.checks import Certificate, warn_about
 from ..results.layers import LayerTable
-from ..results.schema import to_host
+from ..results.schema import LabelledLayer, to_host
 from ..results.weights import Weights
 from ..vocabulary import FEATURE, TIME
 from .axes import InputCoordinates
@@ -43,7 +43,7 @@ from .chunked.samples import SampleChunks
 from .request import ModelRequest, in_turn
 from .scan_measures import scan_measures
 from .weight_gradients import FoundGradients, find_gradients
-from .weight_layout import LabelledWeight, label_cell, label_plain, node_dataset, outside_cells
+from .weight_layout import LabelledWeight, label_cell, label_plain, outside_cells, weights_of_layer
 
 
 @checked(model=anything)
@@ -148,10 +148,10 @@ def weights(
         differentiated = find_gradients(request, found, by_time=steps)
         for name, gradients in _labelled_gradients(differentiated, found, steps).items():
             labelled[name] |= gradients
-    datasets = {name: node_dataset(name, variables, provenance) for name, variables in labelled.items()}
-    datasets = _with_coordinates(datasets, differentiated, request.coordinates)
+    datasets = {name: weights_of_layer(name, variables, provenance) for name, variables in labelled.items()}
+    _assign_coordinates(datasets, differentiated, request.coordinates)
     for name, measures in _of_scans(request, found).items():
-        datasets[name] = datasets[name].assign(measures)
+        datasets[name].variables |= measures
     certificate = None if x is None else Certificate()
     if certified:
         certificate = certify_weights(request, found, datasets, differentiated)
@@ -198,18 +198,16 @@ def _of_batch(model: Any, batch: Batch, **keywords: Any) -> Weights:
     return weights(model, batch.x, batch.y, **run, **keywords)
 
 
-def _with_coordinates(
-    datasets: dict[str, xr.Dataset], found: FoundGradients, given: InputCoordinates
-) -> dict[str, xr.Dataset]:
+def _assign_coordinates(layers: Mapping[str, LabelledLayer], found: FoundGradients, given: InputCoordinates) -> None:
     """Assign the inputs' labels to steps, and to the features of layers that read an input directly."""
     if not given.leaves or found.capture is None:
-        return datasets
-    labelled = {name: given.assign_to(dataset, (TIME,)) for name, dataset in datasets.items()}
+        return
+    for layer in layers.values():
+        given.assign_to(layer, (TIME,))
     for call in found.capture.calls:
         name, leaf = call.layer.partition("#")[0], given.is_input(to_host(call.input))
-        if name in labelled and leaf is not None:
-            labelled[name] = given.assign_to(labelled[name], (FEATURE,), leaf)
-    return labelled
+        if name in layers and leaf is not None:
+            given.assign_to(layers[name], (FEATURE,), leaf)
 
 
 def _labelled_gradients(

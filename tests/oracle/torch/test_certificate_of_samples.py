@@ -194,12 +194,12 @@ def test_a_fault_in_a_later_trace_is_found(monkeypatch, quantity):
 def test_a_fault_in_the_labels_of_a_later_trace_is_found(monkeypatch):
     model, (x, y) = Stacked(), stacked_data()
     traced(model, x, y)
-    right = datasets.layer_dataset
+    right = datasets.labelled_layer
 
     def wrong(arrays, **options):
         return right({**arrays, "gate_grad": np.roll(arrays["gate_grad"], 1, axis=-2)}, **options)
 
-    monkeypatch.setattr(datasets, "layer_dataset", wrong)
+    monkeypatch.setattr(datasets, "labelled_layer", wrong)
     assert traced(model, x, y).certificate.state == "failed"
 
 

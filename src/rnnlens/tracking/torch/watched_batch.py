@@ -20,7 +20,7 @@ from ...results.weights import Weights
 from ...settings import options
 from ...verbs.trace import trace
 from ...verbs.tracing.datasets import TraceSelection, recurrent_datasets
-from ...verbs.weight_layout import label_cell, node_dataset
+from ...verbs.weight_layout import label_cell, weights_of_layer
 from ...vocabulary import DIRECTION, SAMPLE, TIME, UNIT
 from ..batches import DIRECT, Batch
 from ..records import TrainingRecord, norms_of_weights, summary
@@ -126,7 +126,7 @@ class WatchedBatch(Batch):
             for name, by_direction in self._gradients.by_layer(which).items():
                 if name in labelled and set(by_direction) == set(before[name].cells):
                     labelled[name] |= label_cell(by_direction, before[name].cells, suffix=suffix)
-        datasets = {name: node_dataset(name, variables, provenance) for name, variables in labelled.items()}
+        datasets = {name: weights_of_layer(name, variables, provenance) for name, variables in labelled.items()}
         return Weights(datasets, loss=self.loss, provenance=provenance, notes=self.notes)
 
     @property

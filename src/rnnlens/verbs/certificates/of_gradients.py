@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from ...errors import UnsupportedError
 from ...recurrence.adjoint import PROBES, probed, weight_gradients
 from ...recurrence.rounding import rounding_of
 from ...results.checks import Certificate, coarser
-from ...results.schema import to_host
+from ...results.schema import LabelledLayer, to_host
 from ...typing import Array
 from ...vocabulary import DIRECTION, GATE, SAMPLE, TIME
 from ..axes import BatchAxes, in_order
@@ -244,10 +244,10 @@ def _dtype(request: GradientRequest, answer: BatchGradients) -> str:
 def certify_weights(
     request: ModelRequest,
     found: Mapping[str, LayerWeights],
-    datasets: Mapping[str, xr.Dataset],
+    labelled: Mapping[str, LabelledLayer],
     gradients: FoundGradients,
 ) -> Certificate:
-    """Compare the weight gradients in ``datasets`` with a reference run; norms of single steps are not compared."""
+    """Compare the labelled weight gradients with a reference run; norms of single steps are not compared."""
     adapter, model, batch = request.adapter, request.model, request.batch
     engine, capture, loss = adapter.engine, gradients.capture, gradients.loss
     run, why = attempt(lambda: adapter.reference_run(model, batch))
@@ -257,28 +257,28 @@ def certify_weights(
         return Certificate("could not", engine, why=capture.altered)
     calls = [] if capture is None else capture.calls
     lengths = [int(call.input.shape[1]) for call in calls]
-    lengths += [int(dataset.sizes[TIME]) for dataset in datasets.values() if TIME in dataset.sizes]
+    lengths += [sizes[TIME] for layer in labelled.values() if TIME in (sizes := layer.sizes)]
     dtype = functools.reduce(coarser, [call.compute_dtype for call in calls], "")
     comparisons = Comparisons(max([*lengths, 64]), dtype)
     comparisons.compare(LOSS, "", [(loss, run.loss)] if loss is not None else [])
     beside = {} if capture is None else {n: g for n, g in capture.beside.items() if n not in capture.whole}
     computed = {(call.layer.partition("#")[0], key) for call in calls for key in call.computed}
     norms = []
-    for layer, dataset in datasets.items():
+    for layer, arrays in labelled.items():
         pairs = []
-        for name in dataset.data_vars:
-            key = _key(str(name), found[layer])
+        for name in arrays.variables:
+            key = _key(name, found[layer])
             if key is None or key in found[layer].penalties:
                 continue
             if (layer, key.rpartition("/")[2]) in computed:
                 comparisons.left_out[f"weights of {layer}, which the model computes from its parameters"] = None
                 continue
             tensor = TensorName(f"{layer}/{key}", "weight", layer, key=key)
-            claimed, dims = _in_our_order(dataset, name, found[layer])
+            claimed, dims = _in_our_order(arrays, name, found[layer])
             around = beside if found[layer].cells else {}
             pairs += list(named_pairs(adapter, model, run, tensor, claimed, dims, around))
         comparisons.compare(WEIGHTS, layer, pairs, scale=gradients.scales.get(layer, 0.0))
-        norms += [str(name) for name in dataset.data_vars if str(name).endswith("_grad_norm")]
+        norms += [name for name in arrays.variables if name.endswith("_grad_norm")]
     certified = ("loss", *(["gradients of weights"] if any(c.name == WEIGHTS for c in comparisons.checks) else []))
     open_ends = ("norms of single steps",) if norms else ()
     certificate = comparisons.certificate(engine, certified=certified, uncertified=open_ends)
@@ -295,11 +295,11 @@ def _key(name: str, weights: LayerWeights) -> str | None:
     return stem if weights.cells else next((key for key in weights.values if key.replace("/", ".") == stem), None)
 
 
-def _in_our_order(dataset: xr.Dataset, name: Hashable, weights: LayerWeights) -> tuple[Array, tuple[str, ...]]:
+def _in_our_order(layer: LabelledLayer, name: str, weights: LayerWeights) -> tuple[Array, tuple[str, ...]]:
     """Return values with gates in the order of the cell, selected by label, and the dimension names."""
-    variable = dataset.variables[name]
+    variable = layer.variables[name]
     values, dims = np.asarray(variable.values), tuple(map(str, variable.dims))
-    labels = dataset.variables[GATE].values.tolist() if GATE in dims else []
+    labels = layer.coords[GATE].values.tolist() if GATE in dims else []
     if labels and isinstance(labels[0], str):
         wanted = [labels.index(gate) for gate in next(iter(weights.cells.values())).gates]
         values = np.take(values, wanted, axis=dims.index(GATE))

@@ -5,27 +5,35 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import xarray as xr
 
 from ...adapters.protocol import RecurrentCall
 from ...recurrence.cells import affine
-from ...results.schema import to_host
+from ...results.schema import LabelledLayer, to_host
 from ...typing import Array
 from ...vocabulary import DIRECTION, FEATURE, GATE, SAMPLE, STATE, TIME
 
 _NEEDED = {"input", "hidden", "gate_grad", "gates"}
 
 
-def weight_sums(dataset: xr.Dataset, call: RecurrentCall, probes: int) -> dict[str, Array] | None:
-    """Compute dL/dW of one direction of a layer by the names of ``Cell.weights``; None if data for it are missing."""
+def weight_sums(layer: LabelledLayer, call: RecurrentCall, probes: int, samples: slice) -> dict[str, Array] | None:
+    """Compute dL/dW of one direction of a layer by the names of ``Cell.weights``; None if data for it are missing.
+
+    ``samples``: those of the labelled arrays that are summed.
+    """
     cell = call.cell
     scaled = call.input_scale is not None or call.state_scale is not None
-    if cell.by_framework or scaled or not set(dataset.data_vars) >= _NEEDED or dataset[GATE].dtype.kind not in "UO":
+    if (
+        cell.by_framework
+        or scaled
+        or not layer.variables.keys() >= _NEEDED
+        or layer.coords[GATE].dtype.kind not in "UO"
+    ):
         return None
-    dz, x = _of(dataset, "gate_grad", call), _of(dataset, "input", call)
+    dz, x = _of(layer, "gate_grad", call)[samples], _of(layer, "input", call)[samples]
     known = call.received is not None
-    before = _of(dataset, "previous_hidden", call) if known else _before(_of(dataset, "hidden", call), call)
-    terms = cell.recurrent_terms(dz, _of(dataset, "gates", call), before)
+    before = _of(layer, "previous_hidden" if known else "hidden", call)[samples]
+    before = before if known else _before(before, call)
+    terms = cell.recurrent_terms(dz, _of(layer, "gates", call)[samples], before)
     if terms is None:
         return None
     recurrent_dz, operands = terms
@@ -39,22 +47,22 @@ def weight_sums(dataset: xr.Dataset, call: RecurrentCall, probes: int) -> dict[s
     return {name: sums[name] for name in cell.weights()}
 
 
-def _of(dataset: xr.Dataset, name: str, call: RecurrentCall) -> Array:
+def _of(layer: LabelledLayer, name: str, call: RecurrentCall) -> Array:
     """Return one direction of a variable as (sample, time, ..., unit), with gates in the order of the cell."""
-    variable = dataset.variables[name]
+    variable = layer.variables[name]
     if DIRECTION in variable.dims:
-        variable = variable.isel({DIRECTION: _labels(dataset, DIRECTION).index(call.direction)})
+        variable = variable.isel({DIRECTION: _labels(layer, DIRECTION).index(call.direction)})
     if GATE in variable.dims:
-        labels = _labels(dataset, GATE)
+        labels = _labels(layer, GATE)
         if labels != list(call.cell.gates):
             variable = variable.isel({GATE: [labels.index(gate) for gate in call.cell.gates]})
         return np.asarray(variable.transpose(SAMPLE, TIME, GATE, ...).values)
     return np.asarray(variable.transpose(SAMPLE, TIME, ...).values)
 
 
-def _labels(dataset: xr.Dataset, dim: str) -> list[str]:
-    """Return the labels of a dimension, by which values are selected; as variables, without the cost of an index."""
-    return [str(label) for label in dataset.variables[dim].values]
+def _labels(layer: LabelledLayer, dim: str) -> list[str]:
+    """Return the labels of a dimension, by which values are selected."""
+    return [str(label) for label in layer.coords[dim].values]
 
 
 def _before(hidden: Array, call: RecurrentCall) -> Array:
@@ -75,26 +83,25 @@ def _outer(x: Array, dz: Array) -> Array:
     return x.reshape(rows, -1).T @ dz.reshape(rows, -1)
 
 
-def input_gradient(dataset: xr.Dataset) -> Array | None:
-    """Return the gradient at a layer's input, (sample, time, feature); None if it is not in the dataset."""
-    if "input_grad" not in dataset:
-        return None
-    return np.asarray(dataset["input_grad"].transpose(SAMPLE, TIME, ..., FEATURE).values)
+def input_gradient(layer: LabelledLayer) -> Array | None:
+    """Return the gradient at a layer's input, (sample, time, feature); None if there is none."""
+    found = layer.variables.get("input_grad")
+    return None if found is None else np.asarray(found.transpose(SAMPLE, TIME, ..., FEATURE).values)
 
 
-def initial_state_gradients(dataset: xr.Dataset, call: RecurrentCall, names: Any) -> list[Array] | None:
+def initial_state_gradients(layer: LabelledLayer, call: RecurrentCall, names: Any) -> list[Array] | None:
     """Return the gradients at a layer's initial states, (sample, unit) each; None if one is missing."""
     found = []
     for name in names:
         lone = f"initial_{name}_grad"
-        if lone in dataset.variables:
-            variable = dataset.variables[lone]
-        elif "initial_state_grad" in dataset.variables:
-            variable = dataset.variables["initial_state_grad"]
-            variable = variable.isel({STATE: _labels(dataset, STATE).index(str(name))})
+        if lone in layer.variables:
+            variable = layer.variables[lone]
+        elif "initial_state_grad" in layer.variables:
+            variable = layer.variables["initial_state_grad"]
+            variable = variable.isel({STATE: _labels(layer, STATE).index(str(name))})
         else:
             return None
         if DIRECTION in variable.dims:
-            variable = variable.isel({DIRECTION: _labels(dataset, DIRECTION).index(call.direction)})
+            variable = variable.isel({DIRECTION: _labels(layer, DIRECTION).index(call.direction)})
         found.append(np.asarray(variable.transpose(SAMPLE, ...).values))
     return found

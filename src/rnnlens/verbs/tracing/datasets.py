@@ -17,7 +17,7 @@ from ...recurrence.cells import kinds
 from ...recurrence.replay import Replay
 from ...recurrence.rounding import Rounding, rounding_of
 from ...results.checks import Check, coarser
-from ...results.schema import describe, layer_dataset, to_host
+from ...results.schema import LabelledLayer, describe, labelled_layer, to_host
 from ...typing import Array
 from ...vocabulary import CHANNEL, FEATURE, FORWARD, QUANTITIES, SAMPLE, SPACE, TIME, UNIT
 from ..axes import BatchAxes, InputCoordinates, ModelAxes, in_order
@@ -93,13 +93,13 @@ class TraceSelection:
             loss=self.has_loss,
         )
 
-    def refuse_absent(self, datasets: Mapping[str, xr.Dataset], known: Sequence[str]) -> None:
+    def refuse_absent(self, datasets: Mapping[str, LabelledLayer], known: Sequence[str]) -> None:
         """Raise for requested layers and quantities that are not in the result."""
         for name in self.layers or ():
             if not any(node == name or node.startswith((f"{name}#", f"{name}[")) for node in datasets):
                 what = f"No layer, and no call of one, is named {name!r} in this forward pass."
                 raise LayerNotFoundError(what, hint=did_you_mean(name, list(dict.fromkeys([*datasets, *known]))))
-        found = {str(name) for dataset in datasets.values() for name in dataset.data_vars}
+        found = {name for layer in datasets.values() for name in layer.variables}
         missing = [] if self.quantities is None else sorted(self.quantities - found)
         impossible = [name for name in missing if name not in QUANTITIES]
         if impossible or (missing and not found):
@@ -248,8 +248,8 @@ def recurrent_datasets(
     provenance: Mapping[str, str],
     claim: ReplayedValues | None,
     replayed: Callable[[RecurrentCall], Replay] = Replay.from_call,
-) -> tuple[dict[str, xr.Dataset], list[Check]]:
-    """Return one dataset per node in the order of the calls, and the self-checks."""
+) -> tuple[dict[str, LabelledLayer], list[Check]]:
+    """Return the labelled arrays of each node in the order of the calls, and the self-checks."""
     checks: list[Check] = []
     sums: dict[str, WeightSum] = {}
     datasets = {}
@@ -257,37 +257,35 @@ def recurrent_datasets(
         traced = [trace_call(call, selection, sums, replayed) for call in directions]
         checks += [check for one in traced for check in one.checks]
         info = described.get(name) or described.get(name.rpartition("#")[0])
-        dataset = layer_dataset(
+        layer = labelled_layer(
             join_directions([one.present(selection if claim is None else None) for one in traced]),
             info={**(vars(info) if info else {}), "name": name},
             provenance=provenance,
             bidirectional=len(directions) > 1,
         )
         if claim is not None:
-            _collect(claim, dataset, directions, traced)
-            dataset = dataset.drop_vars([v for v in dataset.data_vars if not selection.has(str(v))])
+            _collect(claim, layer, directions, traced)
+            layer.variables = {v: array for v, array in layer.variables.items() if selection.has(v)}
         if directions[0].reset is not None:
-            reset = xr.Variable((SAMPLE, TIME), to_host(directions[0].reset), describe("reset"))
-            dataset = dataset.assign_coords(reset=reset)
-        datasets[name] = _with_space(dataset, getattr(directions[0].cell, "shapes", {}))
+            layer.coords["reset"] = xr.Variable((SAMPLE, TIME), to_host(directions[0].reset), describe("reset"))
+        _open_space(layer, getattr(directions[0].cell, "shapes", {}))
+        datasets[name] = layer
     checks += [total.check() for total in sums.values()]
     return datasets, checks
 
 
-def _with_space(dataset: xr.Dataset, shapes: Mapping[str, tuple[int, ...]]) -> xr.Dataset:
+def _open_space(layer: LabelledLayer, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Open the flat axis of a convolutional cell's input and states into channels and axes of space."""
     if not shapes:
-        return dataset
-    opened = {}
-    for name in map(str, dataset.data_vars):
+        return
+    for name, array in list(layer.variables.items()):
         stem = _STEM.sub("", name)
         shape = shapes.get("hidden" if stem in ("output", "state") else stem)
         if shape is not None:
-            dims = (*dataset[name].dims[:-1], FEATURE if stem == "input" else CHANNEL, *SPACE[len(shape) - 1])
-            values = dataset[name].values.reshape(*dataset[name].shape[:-1], *shape)
-            opened[name] = xr.Variable(dims, values, dataset[name].attrs)
-    rest = dataset.drop_vars([*opened, *(dim for dim in (UNIT, FEATURE) if dim in dataset.coords)])
-    return rest.assign(opened)
+            dims = (*array.dims[:-1], FEATURE if stem == "input" else CHANNEL, *SPACE[len(shape) - 1])
+            del layer.variables[name]  # opened ones come last
+            layer.variables[name] = xr.Variable(dims, array.values.reshape(*array.shape[:-1], *shape), array.attrs)
+    layer.coords = {dim: labels for dim, labels in layer.coords.items() if dim not in (UNIT, FEATURE)}
 
 
 #: Parts of a variable's name beside that of the state.
@@ -304,7 +302,7 @@ def _by_node(calls: Iterable[RecurrentCall]) -> dict[str, list[RecurrentCall]]:
 
 
 def _collect(
-    claim: ReplayedValues, dataset: xr.Dataset, directions: Sequence[RecurrentCall], traced: Sequence[TracedCall]
+    claim: ReplayedValues, layer: LabelledLayer, directions: Sequence[RecurrentCall], traced: Sequence[TracedCall]
 ) -> None:
     """Add the values of one layer that a certificate compares, from its labelled arrays where possible."""
     # Without a captured input the number of steps is unknown if only the last output is returned; units replace it.
@@ -312,17 +310,20 @@ def _collect(
     claim.steps = max(claim.steps, int(timed.shape[0]))
     claim.dtype = coarser(claim.dtype, directions[0].compute_dtype or str(directions[0].output.dtype))
     part = claim.part
-    compared = dataset if part is None else dataset.isel({SAMPLE: part.slice})
     for call, one in zip(directions, traced, strict=True):
         if one.weights is None:
             continue
         some = call if part is None else replace(call, initial_state=tuple(map(part.of, call.initial_state)))
-        claim.add_weights(call, weight_sums(compared, some, PROBES) or one.weights, one.weights_scale)
-        grads = initial_state_gradients(dataset, call, call.cell.state_names)
+        claim.add_weights(
+            call,
+            weight_sums(layer, some, PROBES, slice(None) if part is None else part.slice) or one.weights,
+            one.weights_scale,
+        )
+        grads = initial_state_gradients(layer, call, call.cell.state_names)
         if call.framework_initial_state_grad is not None and grads is not None:
             pairs = zip(grads, call.framework_initial_state_grad, strict=True)
             claim.boundaries.append(BoundaryGradients(INITIAL, call.layer, list(pairs), one.rounding.initial))
-    claimed = input_gradient(dataset)
+    claimed = input_gradient(layer)
     reference = [call.framework_input_grad for call in directions if call.framework_input_grad is not None]
     if reference and claimed is not None:
         scale = max(one.rounding.input for one in traced)
@@ -337,7 +338,7 @@ def plain_datasets(
     batch: Batch,
     selection: TraceSelection,
     provenance: Mapping[str, str],
-) -> dict[str, xr.Dataset]:
+) -> dict[str, LabelledLayer]:
     """Return the outputs of non-recurrent layers, with samples and time as the first axes where known."""
     axes.learn(batch, [Port("output", call.layer) for call in calls])
     outside = BatchAxes(axes, axes.samples(batch)) if calls else None
@@ -350,18 +351,14 @@ def plain_datasets(
                 opened = outside.opened(Port("output", call.layer), to_host(array))
                 arrays[name], dims[name] = in_order(*opened)
         info = {"name": call.layer}
-        found[call.layer] = layer_dataset(arrays, info=info, provenance=provenance, bidirectional=False, dims=dims)
+        found[call.layer] = labelled_layer(arrays, info=info, provenance=provenance, bidirectional=False, dims=dims)
     return found
 
 
-def with_coordinates(datasets: Mapping[str, xr.Dataset], given: InputCoordinates) -> dict[str, xr.Dataset]:
+def assign_coordinates(layers: Iterable[LabelledLayer], given: InputCoordinates) -> None:
     """Assign the inputs' labels to samples and steps, and to features of a layer that reads an input directly."""
-    if not given.leaves:
-        return dict(datasets)
-    found = {}
-    for name, dataset in datasets.items():
-        leaf = given.is_input(dataset["input"].values) if "input" in dataset else None
-        found[name] = given.assign_to(dataset)
+    for layer in layers if given.leaves else ():
+        given.assign_to(layer)
+        leaf = given.is_input(layer.variables["input"].values) if "input" in layer.variables else None
         if leaf is not None:
-            found[name] = given.assign_to(found[name], (FEATURE,), leaf)
-    return found
+            given.assign_to(layer, (FEATURE,), leaf)

@@ -15,7 +15,7 @@ from ...arguments import axes_by_name, kept_steps
 from ...errors import InputError, TooLargeError, did_you_mean, shown
 from ...recurrence.sequence import SequenceChunk, chunks, forward, run, sweep
 from ...results.checks import REPLAY, Check, rounding_bound
-from ...results.schema import layer_dataset, to_host
+from ...results.schema import LabelledLayer, labelled_layer, to_host
 from ...settings import current, format_memory
 from ...typing import Array
 from ...vocabulary import SAMPLE, TIME
@@ -37,24 +37,24 @@ def sequence_datasets(
     requested: TraceSelection,
     provenance: Mapping[str, str],
     at: Mapping[str, Any],
-) -> tuple[dict[str, xr.Dataset], list[Check]]:
-    """Return one dataset per scan in the order of the calls, and the comparisons with the model's own outputs."""
+) -> tuple[dict[str, LabelledLayer], list[Check]]:
+    """Return the labelled arrays of each scan, and the comparisons with the model's own outputs."""
     datasets, checks = {}, []
     for call in calls:
         info = described.get(call.layer) or described.get(call.layer.rpartition("#")[0])
-        datasets[call.layer] = _dataset(call, info, requested, provenance, at)
+        datasets[call.layer] = _labelled(call, info, requested, provenance, at)
         bound = rounding_bound(call.compute_dtype, call.cell.steps)
         checks.append(Check(REPLAY, call.layer, call.mismatch, bound))
     return datasets, checks
 
 
-def _dataset(
+def _labelled(
     call: SequenceCall,
     info: LayerInfo | None,
     requested: TraceSelection,
     provenance: Mapping[str, str],
     at: Mapping[str, Any],
-) -> xr.Dataset:
+) -> LabelledLayer:
     selection = SequenceSelection.of(call, at)
     names = [name for name in (*VALUES, *(GRADIENTS if call.output_grad is not None else ())) if requested.has(name)]
     names = [name for name in names if not _absent(name, call)]
@@ -68,11 +68,11 @@ def _dataset(
     arrays = {name: np.concatenate(found[::-1], axis=1) for name, found in pieces.items()}
     dims = {name: (SAMPLE, TIME, *selection.axes(call, name)) for name in names}
     attributes = {**(vars(info) if info else {}), "name": call.layer, "direction": "forward"}
-    dataset = layer_dataset(arrays, info=attributes, provenance=provenance, bidirectional=False, dims=dims)
-    coordinates = {
-        dim: (dim, found, dataset[dim].attrs) for dim, found in selection.positions.items() if dim in dataset.dims
-    }
-    return dataset.assign_coords(coordinates)
+    layer = labelled_layer(arrays, info=attributes, provenance=provenance, bidirectional=False, dims=dims)
+    for dim, found in selection.positions.items():
+        if dim in layer.coords:
+            layer.coords[dim] = xr.Variable((dim,), found, layer.coords[dim].attrs)
+    return layer
 
 
 def selected(dataset: xr.Dataset, at: Mapping[str, Any]) -> xr.Dataset:

@@ -98,19 +98,19 @@ def other_loss(change):
 
 
 def variable(name, change):
-    def changed(dataset):
-        return (
-            dataset.assign({name: dataset[name].copy(data=change(dataset[name].values))})
-            if name in dataset
-            else dataset
-        )
+    def changed(layer):
+        if name in layer.variables:
+            layer.variables[name] = layer.variables[name].copy(data=change(layer.variables[name].values))
+        return layer
 
     return result(changed)
 
 
 def label(name):
-    def changed(dataset):
-        return dataset.assign_coords({name: dataset[name].values[::-1]}) if name in dataset.coords else dataset
+    def changed(layer):
+        if name in layer.coords:
+            layer.coords[name] = layer.coords[name].copy(data=layer.coords[name].values[::-1])
+        return layer
 
     return result(changed)
 
@@ -146,7 +146,7 @@ def of_jacobian(change):
     return result(lambda array: array.copy(data=np.ascontiguousarray(change(np.asarray(array.values)))))
 
 
-_LABELS = (datasets, "layer_dataset")
+_LABELS = (datasets, "labelled_layer")
 FAULTS = [
     Fault("input 1 % larger", run, "call_model", fed(lambda x: x * 1.01)),
     Fault("input backwards", run, "call_model", fed(lambda x: keras.ops.flip(x, 1))),

@@ -153,14 +153,12 @@ def argument(index, change):
 
 
 def variable(name, change):
-    """One variable of every labelled dataset, changed."""
+    """One variable of every labelled layer, changed."""
 
-    def changed(dataset):
-        return (
-            dataset.assign({name: dataset[name].copy(data=change(dataset[name].values))})
-            if name in dataset
-            else dataset
-        )
+    def changed(layer):
+        if name in layer.variables:
+            layer.variables[name] = layer.variables[name].copy(data=change(layer.variables[name].values))
+        return layer
 
     return result(changed)
 
@@ -168,8 +166,10 @@ def variable(name, change):
 def label(name, order):
     """The labels of one axis in another order."""
 
-    def changed(dataset):
-        return dataset.assign_coords({name: dataset[name].values[::order]}) if name in dataset.coords else dataset
+    def changed(layer):
+        if name in layer.coords:
+            layer.coords[name] = layer.coords[name].copy(data=layer.coords[name].values[::order])
+        return layer
 
     return result(changed)
 
@@ -331,7 +331,7 @@ def of_jacobian(change):
     return result(lambda array: array.copy(data=np.ascontiguousarray(change(array.values))))
 
 
-_TRACE, _WEIGHTS, _JACOBIAN = (datasets, "layer_dataset"), (weights, "label_cell"), (jacobian, "execute")
+_TRACE, _WEIGHTS, _JACOBIAN = (datasets, "labelled_layer"), (weights, "label_cell"), (jacobian, "execute")
 FAULTS = [
     # The captured run is another one.
     Fault("input 1 % larger", capture, "call_model", scaled(1)),
