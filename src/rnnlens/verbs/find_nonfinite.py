@@ -10,20 +10,9 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
+from .. import arguments as check
 from ..adapters.protocol import NOT_LOOKED_INTO, Batch
 from ..adapters.registry import adapter_for
-from ..arguments import (
-    anything,
-    checked,
-    class_weights,
-    examples,
-    one_batch,
-    plain_weights,
-    seed_or_none,
-    states,
-    switch,
-)
-from ..arguments import loss as a_loss
 from ..recurrence.nonfinite import magnitude_by_step
 from ..results.nonfinite import NonFinite, Origin
 from .axes import an_axes_table
@@ -33,16 +22,16 @@ from .nonfinite.observe import ObservedRun, in_the_data, in_the_weights
 from .request import in_turn
 
 
-@checked(
-    model=anything,
-    x=one_batch,
-    y=examples,
-    loss=a_loss,
-    sample_weight=plain_weights,
-    class_weight=class_weights,
-    training=switch,
-    initial_state=states,
-    seed=seed_or_none,
+@check.checked(
+    model=check.anything,
+    x=check.one_batch,
+    y=check.examples,
+    loss=check.loss,
+    sample_weight=check.plain_weights,
+    class_weight=check.class_weights,
+    training=check.switch,
+    initial_state=check.states,
+    seed=check.seed_or_none,
     axes=an_axes_table,
 )
 @in_turn

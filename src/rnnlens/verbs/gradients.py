@@ -10,27 +10,9 @@ from typing import Any, Literal
 import numpy as np
 import xarray as xr
 
+from .. import arguments as check
 from ..adapters.protocol import Adapter, Batch
 from ..adapters.registry import adapter_for
-from ..arguments import (
-    anything,
-    axes_by_name,
-    checked,
-    chunked,
-    class_weights,
-    data_set,
-    finite_states,
-    is_lazy,
-    many_examples,
-    memory,
-    names,
-    one_of,
-    seed_or_none,
-    switch,
-    weights_of_samples,
-    whole,
-)
-from ..arguments import loss as a_loss
 from ..errors import DisconnectedError, UnsupportedError
 from ..results.array import LabelledArray, LazyArray, record
 from ..results.gradients import Answer, Gradients, Reason
@@ -60,27 +42,27 @@ _ROWS_APART = (
 )
 
 
-@checked(
-    model=anything,
-    x=chunked(data_set),
-    y=chunked(many_examples),
+@check.checked(
+    model=check.anything,
+    x=check.chunked(check.data_set),
+    y=check.chunked(check.many_examples),
     of=a_target,
-    wrt=names,
-    at=axes_by_name,
+    wrt=check.names,
+    at=check.axes_by_name,
     reduce=a_reduction,
-    per_sample=switch,
-    measure=one_of("norm"),
-    across=one_of("mean", "sum"),
+    per_sample=check.switch,
+    measure=check.one_of("norm"),
+    across=check.one_of("mean", "sum"),
     clip=a_clipping,
-    loss=a_loss,
-    sample_weight=chunked(weights_of_samples),
-    class_weight=class_weights,
-    training=switch,
-    initial_state=finite_states,
-    seed=seed_or_none,
-    batch_size=whole(least=1),
-    combine=one_of("mean", "sum"),
-    memory=memory,
+    loss=check.loss,
+    sample_weight=check.chunked(check.weights_of_samples),
+    class_weight=check.class_weights,
+    training=check.switch,
+    initial_state=check.finite_states,
+    seed=check.seed_or_none,
+    batch_size=check.whole(least=1),
+    combine=check.one_of("mean", "sum"),
+    memory=check.memory,
     axes=an_axes_table,
 )
 @in_turn
@@ -177,7 +159,7 @@ def gradients(
     """
     run = Batch(x, y, sample_weight, class_weight, loss, training, initial_state, seed)
     arguments = GradientArguments(of, wrt, at or {}, reduce, per_sample, measure, across, combine, clip, memory, axes)
-    if is_lazy((x, y, sample_weight)):
+    if check.is_lazy((x, y, sample_weight)):
         return _lazy(model, run, arguments, batch_size)
     scanned = _scan_tensor(adapter_for(model), model, wrt)
     if scanned is not None:

@@ -8,27 +8,8 @@ from functools import partial
 from os import PathLike
 from typing import Any, Literal
 
+from .. import arguments as check
 from ..adapters.protocol import Batch
-from ..arguments import (
-    anything,
-    as_numbers,
-    axes_by_name,
-    checked,
-    chunked,
-    data_set,
-    finite_states,
-    is_lazy,
-    kept_steps,
-    memory,
-    number,
-    one_of,
-    path,
-    refuse_large,
-    seed,
-    switch,
-    text,
-    whole,
-)
 from ..arguments.data import is_source
 from ..errors import InputError, shown
 from ..recurrence.reductions import REDUCTIONS
@@ -57,39 +38,39 @@ def a_contraction(name: str, value: Any) -> Any:
     if isinstance(value, str) and value in REDUCTIONS and value not in ("mean", "sum"):
         what = f"{name}= applies before the differentiation, and {value!r} after it."
         raise InputError(what, got=f"{name}={value!r}", hint=f"measure={value!r}")
-    return one_of("mean", "sum")(name, value) if isinstance(value, str) else as_numbers(name, value)
+    return check.one_of("mean", "sum")(name, value) if isinstance(value, str) else check.as_numbers(name, value)
 
 
 def chosen_steps(name: str, value: Any) -> dict[str, Any]:
     """Check ``at=``: steps by the dimension ``out_time`` or ``in_time``."""
-    found = axes_by_name(name, value)
+    found = check.axes_by_name(name, value)
     for dim in found:
         if dim not in (OUT_TIME, IN_TIME):
             expected = f'steps, {{"{OUT_TIME}": ..., "{IN_TIME}": ...}}; weights of output units are reduce='
             raise InputError(f"{name}= of a time Jacobian has no {dim!r}.", got=shown(value), expected=expected)
-    return {dim: kept_steps(f"{name}[{dim!r}]", steps) for dim, steps in found.items()}
+    return {dim: check.kept_steps(f"{name}[{dim!r}]", steps) for dim, steps in found.items()}
 
 
-@checked(
-    model=anything,
-    x=chunked(data_set),
-    of=text,
-    wrt=text,
+@check.checked(
+    model=check.anything,
+    x=check.chunked(check.data_set),
+    of=check.text,
+    wrt=check.text,
     at=chosen_steps,
     reduce=a_contraction,
-    measure=one_of(*REDUCTIONS),
-    across=one_of("mean"),
-    sketch=whole(least=2),
-    rtol=number(least=0, below=1, what="is a share"),
-    mode=one_of("auto", "forward", "reverse"),
-    training=switch,
-    initial_state=finite_states,
-    seed=seed,
-    batch_size=whole(least=1),
-    memory=memory,
-    out=path,
+    measure=check.one_of(*REDUCTIONS),
+    across=check.one_of("mean"),
+    sketch=check.whole(least=2),
+    rtol=check.number(least=0, below=1, what="is a share"),
+    mode=check.one_of("auto", "forward", "reverse"),
+    training=check.switch,
+    initial_state=check.finite_states,
+    seed=check.seed,
+    batch_size=check.whole(least=1),
+    memory=check.memory,
+    out=check.path,
     axes=an_axes_table,
-    frozen=switch,
+    frozen=check.switch,
 )
 @in_turn
 def jacobian(
@@ -191,7 +172,7 @@ def jacobian(
     granted = current().memory if memory is None else parse_memory(memory)
     options = JacobianOptions(granted, at or {}, reduce, measure, across, sketch, rtol, mode, out)
     run = Batch(x, training=training, initial_state=initial_state, seed=seed, frozen=frozen)
-    if is_lazy(x):
+    if check.is_lazy(x):
         return _lazy(model, run, (of, wrt), options, batch_size, axes)
     if batch_size is None and not is_source(x):
         return _of_batch(model, run, (of, wrt), options, axes)
@@ -229,7 +210,7 @@ def _of_batch(
     model: Any, batch: Batch, ends: tuple[str, str], options: JacobianOptions, axes: Mapping[str, Any] | None
 ) -> LabelledArray:
     """Compute and certify the time Jacobian of one batch."""
-    refuse_large("x", batch.x)
+    check.refuse_large("x", batch.x)
     request = read_request(model, batch, ends, options, axes)
     with open_network(request) as network:
         plan = make_plan(options, network)

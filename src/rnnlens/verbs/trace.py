@@ -10,23 +10,9 @@ from typing import Any
 
 import xarray as xr
 
+from .. import arguments as check
 from ..adapters.protocol import Batch, Capture
 from ..adapters.registry import adapter_for
-from ..arguments import (
-    anything,
-    checked,
-    chunked,
-    class_weights,
-    examples,
-    finite_states,
-    is_lazy,
-    names,
-    one_batch,
-    seed_or_none,
-    switch,
-    weights_of_samples,
-)
-from ..arguments import loss as a_loss
 from ..errors import UnsupportedError
 from ..recurrence.replay import Replay
 from ..recurrence.rounding import perturbed
@@ -45,18 +31,18 @@ from .tracing.datasets import TraceSelection, assign_coordinates, plain_datasets
 from .tracing.sequences import chosen_positions, selected, sequence_datasets
 
 
-@checked(
-    model=anything,
-    x=chunked(one_batch),
-    y=chunked(examples),
-    layers=names,
-    quantities=names,
-    loss=a_loss,
-    sample_weight=chunked(weights_of_samples),
-    class_weight=class_weights,
-    training=switch,
-    initial_state=finite_states,
-    seed=seed_or_none,
+@check.checked(
+    model=check.anything,
+    x=check.chunked(check.one_batch),
+    y=check.chunked(check.examples),
+    layers=check.names,
+    quantities=check.names,
+    loss=check.loss,
+    sample_weight=check.chunked(check.weights_of_samples),
+    class_weight=check.class_weights,
+    training=check.switch,
+    initial_state=check.finite_states,
+    seed=check.seed_or_none,
     axes=an_axes_table,
     at=chosen_positions,
 )
@@ -138,7 +124,7 @@ def trace(
     adapter = adapter_for(model)
     selection = TraceSelection.of(layers, quantities, y is not None or loss is not None or adapter.has_own_loss(model))
     batch = Batch(x, y, sample_weight, class_weight, loss, training, initial_state, seed)
-    if is_lazy((x, y, sample_weight)):
+    if check.is_lazy((x, y, sample_weight)):
         return _lazy(model, batch, selection, at or {}, axes)
     request = ModelRequest.resolve(model, batch, axes)
     certified = request.needs_certificate("trace", batch)

@@ -9,26 +9,9 @@ from typing import Any, Literal
 import numpy as np
 import xarray as xr
 
+from .. import arguments as check
 from ..adapters.protocol import Batch, CaptureRequest, LayerWeights
 from ..adapters.registry import adapter_for
-from ..arguments import (
-    anything,
-    called,
-    checked,
-    chunked,
-    class_weights,
-    either,
-    examples,
-    is_lazy,
-    names,
-    one_batch,
-    one_of,
-    seed_or_none,
-    switch,
-    weights_of_samples,
-    whole,
-)
-from ..arguments import loss as a_loss
 from ..errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean, raised_by, shown
 from ..recurrence.sequence import forward
 from ..results.checks import Certificate, warn_about
@@ -46,7 +29,7 @@ from .weight_gradients import FoundGradients, find_gradients
 from .weight_layout import LabelledWeight, label_cell, label_plain, outside_cells, weights_of_layer
 
 
-@checked(model=anything)
+@check.checked(model=check.anything)
 @in_turn
 def layers(model: Any) -> LayerTable:
     """List the recurrent layers of a model, without running it.
@@ -69,18 +52,18 @@ def layers(model: Any) -> LayerTable:
     return LayerTable(adapter_for(model).describe(model))
 
 
-@checked(
-    model=anything,
-    x=chunked(one_batch),
-    y=chunked(examples),
-    layers=names,
-    by_time=switch,
-    measure=one_of("norm"),
-    loss=a_loss,
-    sample_weight=chunked(weights_of_samples),
-    class_weight=class_weights,
-    training=switch,
-    seed=seed_or_none,
+@check.checked(
+    model=check.anything,
+    x=check.chunked(check.one_batch),
+    y=check.chunked(check.examples),
+    layers=check.names,
+    by_time=check.switch,
+    measure=check.one_of("norm"),
+    loss=check.loss,
+    sample_weight=check.chunked(check.weights_of_samples),
+    class_weight=check.class_weights,
+    training=check.switch,
+    seed=check.seed_or_none,
 )
 @in_turn
 def weights(
@@ -140,7 +123,7 @@ def weights(
     found = _selected(request.adapter.weights(model), layers)
     labelled = {name: _label(layer) for name, layer in found.items()}
     provenance, differentiated = request.provenance(), FoundGradients()
-    if is_lazy((x, y, sample_weight)):
+    if check.is_lazy((x, y, sample_weight)):
         return _lazy(request, layers, by_time, measure)
     certified = x is not None and request.needs_certificate("weights", request.batch)
     if x is not None:
@@ -256,13 +239,15 @@ def _a_history(name: str, value: Any) -> xr.Dataset:
     return value
 
 
-@checked(
-    model=anything,
-    layers=names,
-    over=names,
-    ord=either(whole(least=1, most=2), called, expected="1, 2 or a callable", what="is no norm that is known"),
+@check.checked(
+    model=check.anything,
+    layers=check.names,
+    over=check.names,
+    ord=check.either(
+        check.whole(least=1, most=2), check.called, expected="1, 2 or a callable", what="is no norm that is known"
+    ),
     history=_a_history,
-    step=whole(),
+    step=check.whole(),
 )
 def weight_norms(
     model: Any,
