@@ -217,7 +217,7 @@ def _of_batch(
         found = execute(JacobianLabels(plan, request.provenance(), request.coordinates, batch.frozen), options.out)
         reductions = (options.measure, options.across, options.sketch, options.reduce is None, batch.frozen)
         named = (request.of, request.wrt)
-        certified = options.out is not None or request.needs_certificate("jacobian", batch, named, *reductions)
+        certified = options.out is not None or request.needs_certificate("jacobian", named, *reductions)
         claim = claim_of(request, plan, found) if certified else None
     if claim is not None:
         certificate = certify(request, claim)

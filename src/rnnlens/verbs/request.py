@@ -135,8 +135,8 @@ class ModelRequest:
         reduction = self.adapter.reduction(self.model, self.batch.loss) if with_loss else None
         return found if reduction is None else {**found, "loss_reduction": reduction}
 
-    def needs_certificate(self, verb: str, batch: Batch, *what: Any) -> bool:
-        """Return whether ``rl.options(certify=...)`` requires a certificate of a batch.
+    def needs_certificate(self, verb: str, *what: Any) -> bool:
+        """Return whether ``rl.options(certify=...)`` requires a certificate of this batch.
 
         With ``certify="first"``, only the first call for a model, verb, mode, input shapes and ``what`` has one.
         """
@@ -145,10 +145,10 @@ class ModelRequest:
             how = "first" if verb == "jacobian" else "always"
         if how != "first":
             return how == "always"
-        leaves = [leaf.data if data.is_packed(leaf) else leaf for leaf in data.leaves_of(batch.x)]
+        leaves = [leaf.data if data.is_packed(leaf) else leaf for leaf in data.leaves_of(self.batch.x)]
         shapes = tuple((tuple(np.shape(leaf)), str(getattr(leaf, "dtype", ""))) for leaf in leaves)
         known = _certified.setdefault(self.model, set())
-        key = (verb, batch.training, shapes, *what)
+        key = (verb, self.batch.training, shapes, *what)
         fresh = key not in known
         known.add(key)
         return fresh

@@ -127,7 +127,7 @@ def trace(
     if check.is_lazy((x, y, sample_weight)):
         return _lazy(model, batch, selection, at or {}, axes)
     request = ModelRequest.resolve(model, batch, axes)
-    certified = request.needs_certificate("trace", batch)
+    certified = request.needs_certificate("trace")
     part = part_to_compare(model, batch, selection.key(loss)) if certified else None
     selection = replace(selection, weighed=certified or current().certify != "first", part=part)
     capture = adapter.capture(model, batch, selection.request(certified))

@@ -125,7 +125,7 @@ def weights(
     provenance, differentiated = request.provenance(), FoundGradients()
     if check.is_lazy((x, y, sample_weight)):
         return _lazy(request, layers, by_time, measure)
-    certified = x is not None and request.needs_certificate("weights", request.batch)
+    certified = x is not None and request.needs_certificate("weights")
     if x is not None:
         steps = measure or by_time
         differentiated = find_gradients(request, found, by_time=steps)

@@ -8,7 +8,7 @@ from torch import nn
 
 from rnnlens.adapters.protocol import Batch, Port
 from rnnlens.verbs.differentiation.plan import fits, layers_inside, plan
-from rnnlens.verbs.differentiation.request import BatchTarget, GradientArguments, read_request
+from rnnlens.verbs.differentiation.request import GradientArguments, read_request
 from rnnlens.verbs.recurrent_layers import ReplayedLayers
 
 
@@ -36,9 +36,8 @@ def planned(of, wrt, **options):
         of, wrt, options.pop("at", {}), options.pop("reduce", None), **{"per_sample": False, **options}
     )
     question = read_request(model, batch, request)
-    part = BatchTarget(batch, question.target)
     inside = ReplayedLayers.look(question.adapter, model, batch, layers_inside(question))
-    return question, part, plan(question, part, inside)
+    return question, plan(question, inside)
 
 
 def places(found):
@@ -46,7 +45,7 @@ def places(found):
 
 
 def test_states_and_gates_are_swept_and_all_else_is_the_frameworks():
-    _, _, found = planned("loss", ["rnn.hidden", "rnn.gates", "head.output", "input", "rnn/kernel"])
+    _, found = planned("loss", ["rnn.hidden", "rnn.gates", "head.output", "input", "rnn/kernel"])
     by_name = places(found)
     assert [name for name, place in by_name.items() if place.swept] == ["rnn.hidden", "rnn.gates"]
     assert [name for name, place in by_name.items() if place.free] == ["head.output", "input"]
@@ -56,7 +55,7 @@ def test_states_and_gates_are_swept_and_all_else_is_the_frameworks():
 
 
 def test_a_weight_of_two_directions_is_two_of_the_frameworks():
-    _, _, found = planned("loss", "rnn/recurrent_kernel")
+    _, found = planned("loss", "rnn/recurrent_kernel")
     (ports,) = found.weights.values()
     assert len(ports) == 2
     assert list(ports) == found.ends
@@ -64,7 +63,7 @@ def test_a_weight_of_two_directions_is_two_of_the_frameworks():
 
 
 def test_states_of_a_loop_are_tensors_of_the_framework():
-    _, _, found = planned("cell.final_hidden", ["cell.hidden", "cell.final_hidden"], reduce="sum")
+    _, found = planned("cell.final_hidden", ["cell.hidden", "cell.final_hidden"], reduce="sum")
     assert all(place.stepwise and not place.swept for place in (*found.leaves, *found.wrt))
     assert places(found)["cell.final_hidden"].above == (Port("state", "cell", key="ending"),)
 
@@ -88,5 +87,5 @@ def test_the_loss_is_taken_apart_by_sample_at_the_outputs():
     ],
 )
 def test_the_short_way_is_for_the_loss_within_recurrent_layers(of, wrt, options, short):
-    question, part, _ = planned(of, wrt, **options)
-    assert fits(question, part) is short
+    question, _ = planned(of, wrt, **options)
+    assert fits(question) is short

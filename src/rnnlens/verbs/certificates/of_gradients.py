@@ -20,7 +20,7 @@ from ...results.schema import LabelledLayer, to_host
 from ...typing import Array
 from ...vocabulary import DIRECTION, GATE, SAMPLE, TIME
 from ..axes import BatchAxes, in_order
-from ..differentiation.request import BatchGradients, BatchTarget, GradientRequest
+from ..differentiation.request import BatchGradients, GradientRequest
 from ..names import TensorName, uncalled
 from ..request import ModelRequest
 from ..weight_gradients import FoundGradients
@@ -29,22 +29,22 @@ from .comparisons import LOSS, WEIGHTS, Comparisons, attempt, filled, recheck_fa
 GRADIENT = "reference gradient"
 
 
-def certify_answer(request: GradientRequest, part: BatchTarget, answer: BatchGradients) -> Certificate:
+def certify_answer(request: GradientRequest, answer: BatchGradients) -> Certificate:
     """Compare the requested gradients of one batch with one vector-Jacobian product of a reference run."""
     engine = request.adapter.engine
-    why = _out_of_reach(request, part)
+    why = _out_of_reach(request)
     if why:
         return Certificate("could not", engine, why=why)
-    of_loss, batch = request.of_loss, part.batch
+    of_loss, batch = request.of_loss, request.batch
     value: list[Array] = []
     outside = BatchAxes(request.axes, answer.samples)
 
     def cotangents(outputs: Sequence[Array]) -> Sequence[Array | None]:
-        value[:], found = _evaluated(request, part, outside, outputs)
+        value[:], found = _evaluated(request, outside, outputs)
         return found
 
     # A sweep through a layer does not include the gradient of its weight regularisers.
-    regularised, steps = not part.target.per_sample, _steps(answer)
+    regularised, steps = not request.target.per_sample, _steps(answer)
     run, why = attempt(
         lambda: request.adapter.reference_run(
             request.model, batch, None if of_loss else cotangents, regularised=regularised
@@ -71,35 +71,35 @@ def certify_answer(request: GradientRequest, part: BatchTarget, answer: BatchGra
         certificate = compared(beside) if any(grad is not None for grad in beside.values()) else certificate
     if certificate.state != "failed":
         return certificate
-    if of_loss and not regularised and _reads_weights(request, part):
+    if of_loss and not regularised and _reads_weights(request):
         reason = "the loss depends directly on weights of the model, which cannot be divided among samples"
         return Certificate("could not", engine, why=reason)
     return recheck_failure(certificate, request.adapter, request.model, batch, run, steps=steps)
 
 
-def _out_of_reach(request: GradientRequest, part: BatchTarget) -> str:
+def _out_of_reach(request: GradientRequest) -> str:
     """Return why gradients cannot be compared with a reference run; "" if they can."""
     if request.cotangents is not None and request.with_loss:
         return "the loss of several batches includes penalties that the model adds"
     if not request.of_loss and any(leaf.layer is not None or leaf.what != "output" for leaf in request.leaves):
-        return f"{part.target.text} lies inside the model, where a reference run gives no value"
+        return f"{request.target.text} lies inside the model, where a reference run gives no value"
     if request.scale != 1.0:
         return "the loss is scaled in the backward pass, but not in the reference run"
     return ""
 
 
-def _reads_weights(request: GradientRequest, part: BatchTarget) -> bool:
+def _reads_weights(request: GradientRequest) -> bool:
     """Return whether the loss depends on weights directly, so that it is no function of the outputs alone."""
     try:
-        outputs = request.adapter.outputs_of(request.model, part.batch.without_loss())
-        request.adapter.loss_of(request.model, part.batch, outputs)
+        outputs = request.adapter.outputs_of(request.model, request.batch.without_loss())
+        request.adapter.loss_of(request.model, request.batch, outputs)
     except UnsupportedError:
         return True
     return False
 
 
 def _evaluated(
-    request: GradientRequest, part: BatchTarget, outside: BatchAxes, outputs: Sequence[Array]
+    request: GradientRequest, outside: BatchAxes, outputs: Sequence[Array]
 ) -> tuple[list[Array], list[Array | None]]:
     """Return the value of the target for these outputs, and one cotangent for each output."""
     found: list[Array | None] = [None] * len(outputs)
@@ -110,7 +110,7 @@ def _evaluated(
     else:
         opened = [outside.opened(leaf.port(), outputs[leaf.index]) for leaf in request.leaves]
         values = [xr.DataArray(array, dims=names) for array, names in opened]
-        value, cotangents = request.evaluate(part.target, outside, values)
+        value, cotangents = request.evaluate(outside, values)
     for leaf, cotangent in zip(request.leaves, cotangents, strict=True):
         cotangent = np.asarray(cotangent).reshape(outputs[leaf.index].shape)
         before = found[leaf.index]

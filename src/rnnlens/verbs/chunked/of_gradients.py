@@ -23,7 +23,7 @@ from ..certificates.of_gradients import certify_answer
 from ..differentiation.gather import Accumulator, DataSetGradients, combination
 from ..differentiation.missing_gradient import Explanation, explain
 from ..differentiation.pull import answer
-from ..differentiation.request import BatchTarget, GradientArguments, GradientRequest, read_request
+from ..differentiation.request import GradientArguments, GradientRequest, read_request
 from .graph import ChunkGraph, ChunkValues, Padding
 from .samples import ChunkRows, SampleChunks
 
@@ -51,11 +51,9 @@ class GradientWork:
             if size > rows.count:
                 target = replace(target, at={**target.at, SAMPLE: slice(0, rows.count)})
         batch = batch if request.with_loss else batch.without_loss()
-        part = BatchTarget(batch, target)
-        found = answer(request, part)
-        certificate = Certificate()
-        if request.needs_certificate("gradients", batch):
-            certificate = certify_answer(request, part, found)
+        request = replace(request, batch=batch, target=target, partial=rows.count < rows.total)
+        found = answer(request)
+        certificate = certify_answer(request, found) if request.needs_certificate("gradients") else Certificate()
         found.swept = {}
         total = Accumulator(self.combine, self.arguments.measure, self.arguments.across)  # type: ignore[arg-type]
         total.add(found, count=size if self.of_loss else rows.count)
@@ -97,11 +95,9 @@ def gradients_of_chunks(
     all of it.
     """
     _refuse_options(arguments)
-    request, part, template = template_of(lambda batch: _gradients_of_template(model, chunks, arguments, batch), chunks)
-    combine = _combination(request, part.batch, chunks)
-    work = GradientWork(
-        arguments, combine, chunks.total, chunks.layouts, request.of_loss, _padding(request, part.batch)
-    )
+    request, template = template_of(lambda batch: _gradients_of_template(model, chunks, arguments, batch), chunks)
+    combine = _combination(request, chunks)
+    work = GradientWork(arguments, combine, chunks.total, chunks.layouts, request.of_loss, _padding(request))
     layers = dict.fromkeys(str(name.layer or name.what) for name in request.asked)
     graph = ChunkGraph(model, chunks, work, f"gradients-{next(iter(layers)) if len(layers) == 1 else ''}")
     lazy = {}
@@ -129,34 +125,34 @@ def template_of(make: Callable[[Batch], Any], chunks: SampleChunks) -> Any:
 
 def _gradients_of_template(
     model: Any, chunks: SampleChunks, arguments: GradientArguments, batch: Batch
-) -> tuple[GradientRequest, BatchTarget, DataSetGradients]:
+) -> tuple[GradientRequest, DataSetGradients]:
     request = read_request(model, batch, arguments)
     request.axes.inputs, request.axes.is_cut = (None if chunks.layouts is None else chunks.layouts["x"]), True
     target = request.target
     if not request.of_loss:
         count = data.len_of(batch.x, request.axes.inputs)
         target = replace(target, total=chunks.total, rows=(0, 0)).of_rows(0, count)
-    part = BatchTarget(batch if request.with_loss else batch.without_loss(), target)
-    found = answer(request, part)
+    of_few = replace(request, batch=batch if request.with_loss else batch.without_loss(), target=target)
+    found = answer(of_few)
     total = Accumulator(None, arguments.measure, arguments.across)
     total.add(found)
     missing = tuple(name for name in request.wrt if found.gradients.get(name) is None)
-    explanation = explain(replace(request, wrt=missing), part, {}, {}, ()) if missing else Explanation()
+    explanation = explain(replace(of_few, wrt=missing), {}, {}, ()) if missing else Explanation()
     for name, dims in total.dims.items():
         if arguments.measure is not None and SAMPLE not in found.dims[name]:
             _refuse_measure(name.text)
         if name.what != "weight" and SAMPLE not in found.dims[name]:
             refuse_unknown("Putting chunks together", name.text, dims)
-    return request, part, DataSetGradients(total.result(), total.dims, found.value, explanation, Certificate())
+    return request, DataSetGradients(total.result(), total.dims, found.value, explanation, Certificate())
 
 
-def _combination(request: GradientRequest, template: Batch, chunks: SampleChunks) -> str | None:
+def _combination(request: GradientRequest, chunks: SampleChunks) -> str | None:
     """Return how the targets of chunks combine, ``"mean"`` or ``"sum"``; None for a single chunk."""
     if len(chunks.bounds) == 1:
         return None
     arguments = request.arguments
     if request.of_loss and arguments.combine is None:
-        how = request.adapter.combination(request.model, template)
+        how = request.adapter.combination(request.model, request.batch)
     else:
         how = combination(request.target, request.function is not None, arguments.combine)
     if how is None:
@@ -169,14 +165,14 @@ def _combination(request: GradientRequest, template: Batch, chunks: SampleChunks
     return how
 
 
-def _padding(request: GradientRequest, template: Batch) -> Padding | None:
+def _padding(request: GradientRequest) -> Padding | None:
     """Return how chunks can be padded: of a function of the user it is not known which samples it depends on."""
     if request.function is not None:
         return None
     if not request.with_loss:
         return "repeated"
     own = request.arguments.combine is not None
-    return None if own or not request.adapter.ignores_weight_zero(request.model, template) else "weightless"
+    return None if own or not request.adapter.ignores_weight_zero(request.model, request.batch) else "weightless"
 
 
 def refuse_other_loss(adapter: Adapter, model: Any, batch: Batch, combine: str) -> None:

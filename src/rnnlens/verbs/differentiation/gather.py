@@ -21,7 +21,7 @@ from ..certificates.of_gradients import certify_answer
 from ..names import TensorName
 from .missing_gradient import Explanation, explain
 from .pull import answer
-from .request import BatchGradients, BatchTarget, GradientRequest
+from .request import BatchGradients, GradientRequest
 from .target import Combine, Target
 from .whole_loss import OutputLayouts, WholeLoss, output_layouts
 
@@ -220,9 +220,9 @@ def _of_loss(
             pass
     loss = WholeLoss.of(request, batches.again(), layouts, batches.targets)
     total = _accumulator(request, "sum")
-    for put, part in loss.questions(request, batches.again()):
-        _add(put, part, total)
-    return _gathered(request, BatchTarget(first, request.target), total, batches, loss.value)
+    for of_batch in loss.requests(request, batches.again()):
+        _add(of_batch, total)
+    return _gathered(request.of_batch(first, request.target), total, batches, loss.value)
 
 
 class _AnotherLossError(Exception):
@@ -245,34 +245,34 @@ def _added_up(
     """Accumulate the gradients of all batches; ``combine`` as in :func:`combination`."""
     first, total = None, _accumulator(request, combine)
     with Progress("gradients", batches.count) as progress:
-        for part in _parts(request, target, stream):
-            first = first or part
-            _add(request, part, total)
+        for of_batch in _requests(request, target, stream):
+            first = first or of_batch
+            _add(of_batch, total)
             progress.advance()
     assert first is not None
-    return _gathered(request, first, total, batches)
+    return _gathered(first, total, batches)
 
 
 def _accumulator(request: GradientRequest, combine: str | None) -> Accumulator:
     return Accumulator(combine, request.arguments.measure, request.arguments.across)  # type: ignore[arg-type]
 
 
-def _parts(request: GradientRequest, target: Target, stream: Iterable[Batch]) -> Iterator[BatchTarget]:
-    """Yield every batch with its part of the target."""
+def _requests(request: GradientRequest, target: Target, stream: Iterable[Batch]) -> Iterator[GradientRequest]:
+    """Yield the request for every batch, with its part of the target."""
     start = 0
     for batch in stream:
         stop = start + request.axes.samples(batch)
-        yield BatchTarget(batch, target.of_rows(start, stop))
+        yield request.of_batch(batch, target.of_rows(start, stop))
         start = stop
 
 
-def _add(request: GradientRequest, part: BatchTarget, total: Accumulator) -> None:
+def _add(request: GradientRequest, total: Accumulator) -> None:
     """Compute and accumulate the gradients of one batch; certify the first batch by a reference run."""
-    found = answer(request, part)
-    if total.batches == 0 and request.needs_certificate("gradients", part.batch):
-        total.certificate = certify_answer(request, part, found)
+    found = answer(request)
+    if total.batches == 0 and request.needs_certificate("gradients"):
+        total.certificate = certify_answer(request, found)
     found.swept = {}
-    total.add(found, _shapes(part.batch), part.target.picked)
+    total.add(found, _shapes(request.batch), request.target.picked)
 
 
 def _shapes(batch: Batch) -> tuple[tuple[int, ...], ...]:
@@ -281,11 +281,11 @@ def _shapes(batch: Batch) -> tuple[tuple[int, ...], ...]:
 
 
 def _gathered(
-    request: GradientRequest, first: BatchTarget, total: Accumulator, batches: DataSetBatches, base: Array | None = None
+    first: GradientRequest, total: Accumulator, batches: DataSetBatches, base: Array | None = None
 ) -> DataSetGradients:
     """Return accumulated gradients with explanations; ``base`` is the part of the value known without batches."""
     found = total.result()
     value = total.value() if base is None else base + total.value()
-    explanation = explain(request, first, found, total.dims, batches if batches.can_be_read_again else ())
+    explanation = explain(first, found, total.dims, batches if batches.can_be_read_again else ())
     warn_about(total.certificate.checks)
     return DataSetGradients(found, total.dims, value, explanation, total.certificate)

@@ -27,7 +27,7 @@ from ..names import Catalogue, TensorName, names_behind_ids
 from ..recurrent_layers import ReplayedLayers, outputs_of, runs
 from ..weight_layout import sources
 from .pull import answer
-from .request import BatchTarget, GradientRequest, is_trainable
+from .request import GradientRequest, is_trainable
 from .target import Target
 
 #: Factor by which a target is scaled up to test whether its gradient underflows in its dtype.
@@ -38,16 +38,16 @@ MUCH, LITTLE, LESS = 1.0, 1e-2, 1e-3
 Response = Literal["smoothly", "in jumps", "not", "unknown"]
 
 
-def observed_value(request: GradientRequest, part: BatchTarget) -> Array:
-    """Return the value of the target on one batch, from one captured forward pass."""
-    batch, with_loss = part.batch, request.with_loss
+def observed_value(request: GradientRequest) -> Array:
+    """Return the value of the target, from one captured forward pass."""
+    batch, with_loss = request.batch, request.with_loss
     layers = tuple(dict.fromkeys(str(leaf.layer) for leaf in request.leaves if leaf.layer is not None))
     wanted = CaptureRequest(layers or _any_layer(request), gradients=with_loss, weight_grads=False)
     batch = batch if with_loss else batch.without_loss()
     capture = request.adapter.capture(request.model, batch, wanted)
-    outside = BatchAxes(request.axes, request.axes.samples(batch))
+    outside = BatchAxes(request.axes, request.samples)
     values = [_leaf(request, leaf, capture, outside) for leaf in request.leaves]
-    return np.asarray(request.evaluate(part.target, outside, values)[0], dtype=np.float64)
+    return np.asarray(request.evaluate(outside, values)[0], dtype=np.float64)
 
 
 def _any_layer(request: GradientRequest) -> tuple[str, ...] | None:
@@ -83,24 +83,21 @@ def _value(request: GradientRequest, leaf: TensorName, capture: Capture) -> Arra
 class Experiments:
     """Perturbation experiments on a model, one batch and one target, with cached results."""
 
-    def __init__(self, request: GradientRequest, part: BatchTarget) -> None:
-        self.request, self.part = request, part
-        self.batch, self.target = part.batch, part.target
+    def __init__(self, request: GradientRequest) -> None:
+        self.request, self.batch, self.target = request, request.batch, request.target
         #: Masks of all batches of a data set by layer; None before they are read.
         self.masks_of_all: dict[str, Array] | None = None
         self._values: dict[str, Array] = {}
         self._answers: dict[tuple[str, Port], Response] = {}
         self._runs: dict[str, bool] = {}
 
-    def response(
-        self, name: TensorName, request: GradientRequest | None = None, target: Target | None = None
-    ) -> Response:
-        """Return how a target, by default the request's, responds to changes of a tensor or its layer's output."""
-        request, target = request or self.request, target or self.target
+    def response(self, name: TensorName, request: GradientRequest | None = None) -> Response:
+        """Return how a target, by default that of the call, responds to changes of a tensor or its layer's output."""
+        request = request or self.request
         port = port_to_perturb(name, request.known)
-        key = (target.text, port)
+        key = (request.target.text, port)
         if key not in self._answers:
-            self._answers[key] = self._experiment(port, request, target)
+            self._answers[key] = self._experiment(port, request)
         return self._answers[key]
 
     def runs(self, layer: str) -> bool:
@@ -126,14 +123,15 @@ class Experiments:
         found = outputs_of(self.request.adapter, self.request.model, self.batch, relus) if relus else {}
         return {name: int(output.size) for name, output in found.items() if output.size and not output.any()}
 
-    def _experiment(self, port: Port, request: GradientRequest, target: Target) -> Response:
+    def _experiment(self, port: Port, request: GradientRequest) -> Response:
+        target = request.target
         reduce = "sum" if target.per_sample and target.reduce is None else target.reduce
-        part = BatchTarget(self.batch, replace(target, per_sample=False, reduce=reduce))
+        request = replace(request, target=replace(target, per_sample=False, reduce=reduce))
         if target.text not in self._values:
-            self._values[target.text] = observed_value(request, part)
+            self._values[target.text] = observed_value(request)
         moves = []
         for size in (MUCH, LITTLE, LESS):
-            value = self._perturbed_value(port, size, request, part)
+            value = self._perturbed_value(port, size, request)
             if value is None:
                 return "unknown"
             moves.append(float(np.abs(value - self._values[target.text]).max()))
@@ -142,12 +140,12 @@ class Experiments:
             return "not"
         return "smoothly" if less and LITTLE / LESS / 3 < little / less < 3 * LITTLE / LESS else "in jumps"
 
-    def _perturbed_value(self, port: Port, size: float, request: GradientRequest, part: BatchTarget) -> Array | None:
+    def _perturbed_value(self, port: Port, size: float, request: GradientRequest) -> Array | None:
         if port.kind == "input":
-            moved = replace(part.batch, x=_moved_input(part.batch.x, port.index, size))
-            return observed_value(request, replace(part, batch=moved))
+            moved = replace(self.batch, x=_moved_input(self.batch.x, port.index, size))
+            return observed_value(replace(request, batch=moved))
         with request.adapter.perturbed_port(request.model, port, size) as possible:
-            return observed_value(request, part) if possible else None
+            return observed_value(request) if possible else None
 
 
 def port_to_perturb(name: TensorName, known: Catalogue) -> Port:
@@ -215,7 +213,7 @@ def _integer_input(trials: Experiments, name: TensorName) -> Reason | None:
     sentence = f"{name.text} holds integers ({words}): integers have no derivative."
     request = trials.request
     instead = names_behind_ids(request.adapter, request.model, trials.batch, request.known)
-    remedy = " or ".join(_instead(trials.part, wrt=f'"{tensor}"') for tensor in instead)
+    remedy = " or ".join(_instead(trials.target, wrt=f'"{tensor}"') for tensor in instead)
     return Reason(name.text, "integer_input", sentence, remedy or 'pass floats: x.astype("float32")')
 
 
@@ -239,7 +237,7 @@ def _masked_out(trials: Experiments, name: TensorName) -> Reason | None:
         if not mask[:, steps].any() and len(real):
             listing = ", ".join(map(str, steps[:5])) + (", ..." if len(steps) > 5 else "")
             sentence = f"Every sample is masked at time {listing}: the state there is the previous one, carried over."
-            remedy = _instead(trials.part, at=f'{{"time": {int(real[0])}}}', wrt=f'"{name.text}"')
+            remedy = _instead(trials.target, at=f'{{"time": {int(real[0])}}}', wrt=f'"{name.text}"')
             return Reason(name.text, "masked_out", sentence, remedy)
     if masks and not any(mask.any() for mask in masks.values()):
         sentence = "Every step of every sample is masked, so no input reaches a state."
@@ -253,7 +251,7 @@ def _underflow(trials: Experiments, name: TensorName) -> Reason | None:
     if dtype is None:
         return None
     lifted = replace(trials.request, wrt=(name,), scale=trials.request.scale * LIFT)
-    again = answer(lifted, trials.part).gradients[name]
+    again = answer(lifted).gradients[name]
     if again is None or not np.any(again):
         return None
     size = float(np.abs(again).max())
@@ -278,10 +276,10 @@ def _lies_between(trials: Experiments, layer: str, name: TensorName) -> bool:
     output = TensorName(f"{layer}.output", "output", layer)
     if trials.response(output) == "not":
         return False
-    asked = replace(trials.request, named=(output,), function=None, wrt=(name,), scale=1.0)
-    part = BatchTarget(trials.batch, Target(output.text, {}, "sum", per_sample=False))
+    target = Target(output.text, {}, "sum", per_sample=False)
+    asked = replace(trials.request, named=(output,), function=None, wrt=(name,), scale=1.0, target=target)
     try:
-        grad = answer(asked, part).gradients[name]
+        grad = answer(asked).gradients[name]
     except RnnlensError:
         return False
     return grad is not None and not np.any(grad)
@@ -293,7 +291,7 @@ def _by_experiment(trials: Experiments, name: TensorName, *, exists: bool) -> Re
     answered = trials.response(name)
     if answered == "smoothly" and not exists:
         sentence = f"{of} depends on {name.text}, but a stop_gradient or detach in between blocks the gradient."
-        elsewhere = _instead(trials.part, wrt="<a tensor behind it>")
+        elsewhere = _instead(trials.target, wrt="<a tensor behind it>")
         return Reason(
             name.text, "stop_gradient", sentence, f"{elsewhere}; remove it to train {name.layer or name.text!r}"
         )
@@ -302,11 +300,11 @@ def _by_experiment(trials: Experiments, name: TensorName, *, exists: bool) -> Re
             f"{of} depends on {name.text} only in jumps: an argmax, a rounding, "
             "a comparison or a conversion to integers lies in between."
         )
-        before = _instead(trials.part, of='"<the layer before that>.output"', at=None, wrt=f'"{name.text}"')
+        before = _instead(trials.target, of='"<the layer before that>.output"', at=None, wrt=f'"{name.text}"')
         return Reason(name.text, "non_differentiable", sentence, before)
     if answered == "unknown":
         sentence = f"{name.text} gets no gradient from {of}; perturbing it did not show why."
-        remedy = _instead(trials.part, of='"output"', at=None, wrt=f'"{name.text}"')
+        remedy = _instead(trials.target, of='"output"', at=None, wrt=f'"{name.text}"')
         return Reason(name.text, "unknown", sentence, remedy)
     if exists:
         sentence = f"{of} is connected to {name.text}, but does not change with it on this batch."
@@ -318,12 +316,12 @@ def _not_on_path(trials: Experiments, name: TensorName) -> Reason:
     """Return the reason for a tensor that the target does not depend on; tell if the output depends on it."""
     of, target = _quoted(trials.target), trials.target
     if name.layer is None:
-        remedy = _instead(trials.part, of='"output"', at=None, wrt=f'"{name.text}"')
+        remedy = _instead(trials.target, of='"output"', at=None, wrt=f'"{name.text}"')
         return Reason(name.text, "not_on_path", f"{of} does not depend on {name.text}.", remedy)
     output = replace(target, text="output", at={}, reduce="norm", per_sample=False)
-    whole = replace(trials.request, named=(TensorName("output", "output"),), function=None, scale=1.0)
-    if target.text not in ("output", "loss") and trials.response(name, whole, output) != "not":
-        remedy = _instead(trials.part, of='"output"', at=None, wrt=f'"{name.text}"')
+    whole = replace(trials.request, named=(TensorName("output", "output"),), function=None, scale=1.0, target=output)
+    if target.text not in ("output", "loss") and trials.response(name, whole) != "not":
+        remedy = _instead(trials.target, of='"output"', at=None, wrt=f'"{name.text}"')
         sentence = f"{name.text} affects the output, but not {of}: the branch between them was cut off."
         return Reason(name.text, "not_on_path", sentence, remedy)
     sentence = f"{of} does not depend on {name.text}; nor does the output of the model on this batch."
@@ -335,9 +333,8 @@ def _quoted(target: Target) -> str:
     return target.text if target.text.startswith("<") else f'"{target.text}"'
 
 
-def _instead(part: BatchTarget, **changed: str | None) -> str:
+def _instead(target: Target, **changed: str | None) -> str:
     """Return a suggested call: the user's call with some arguments changed, or left out if None."""
-    target = part.target
     reduce = None if target.reduce is None else f'"{target.reduce}"' if isinstance(target.reduce, str) else "..."
     arguments: dict[str, str | None] = {
         "of": "..." if target.text.startswith("<") else _quoted(target),
@@ -368,20 +365,19 @@ class Explanation:
 
 def explain(
     request: GradientRequest,
-    part: BatchTarget,
     found: Mapping[TensorName, Array],
     dims: Mapping[TensorName, tuple[str, ...]],
     batches: Iterable[Batch],
 ) -> Explanation:
     """Return reasons for each requested gradient that is missing, all zero, zero in part, or of a frozen weight.
 
-    Experiments use the batch of ``part``; ``batches`` are all batches, for their masks.
+    ``request`` is that of the first batch, for experiments; ``batches`` are all batches, for their masks.
     """
     result = Explanation()
 
     @cache
     def trials() -> Experiments:
-        return Experiments(request, part)
+        return Experiments(request)
 
     for name in request.wrt:
         grad = found.get(name)
@@ -412,7 +408,7 @@ def _frozen(request: GradientRequest, name: TensorName) -> Reason | None:
 
 def _partly_masked(zero: Array, name: TensorName, trials: Experiments, batches: Iterable[Batch]) -> Reason | None:
     """Return a reason if the gradient is exactly 0 at masked samples and steps; else None."""
-    alone = len(zero) == trials.request.axes.samples(trials.batch)
+    alone = len(zero) == trials.request.samples
     for mask in (trials.masks if alone else _masks_of_all(trials, batches)).values():
         if mask.shape == zero.shape and not mask.all() and np.all(zero[~mask]):
             sentence = f"{int((~mask).sum())} of {mask.size} steps are masked: the gradient is exactly 0 there."
@@ -425,7 +421,7 @@ def _masks_of_all(trials: Experiments, batches: Iterable[Batch]) -> dict[str, Ar
     if trials.masks_of_all is None:
         parts: dict[str, list[Array]] = {layer: [] for layer in trials.masks}
         for batch in batches if parts else ():
-            for layer, mask in Experiments(trials.request, replace(trials.part, batch=batch)).masks.items():
+            for layer, mask in Experiments(replace(trials.request, batch=batch)).masks.items():
                 parts.setdefault(layer, []).append(mask)
         alike = {layer: masks for layer, masks in parts.items() if len({mask.shape[1:] for mask in masks}) == 1}
         trials.masks_of_all = {layer: np.concatenate(masks) for layer, masks in alike.items()}

@@ -16,7 +16,7 @@ from ...typing import Array
 from ..names import Catalogue, TensorName, uncalled
 from ..recurrent_layers import ReplayedCall, ReplayedLayers
 from ..weight_layout import sources
-from .request import BatchGradients, BatchTarget, GradientRequest
+from .request import BatchGradients, GradientRequest
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,10 @@ class GradientPlan:
         return [*(place.name.port() for place in places if place.free), *self.outputs]
 
 
-def plan(request: GradientRequest, part: BatchTarget, inside: ReplayedLayers) -> GradientPlan:
+def plan(request: GradientRequest, inside: ReplayedLayers) -> GradientPlan:
     """Return the plan for the tensors of a request on one batch whose recurrent layers were captured."""
     outputs: tuple[Port, ...] = ()
-    if part.target.per_sample and request.leaves[0].what == "loss":
+    if request.target.per_sample and request.leaves[0].what == "loss":
         outputs = tuple(Port("output", index=i) for i in range(max(1, len(request.known.outputs))))
     leaves = tuple(_place(name, request.known, inside) for name in request.leaves)
     return GradientPlan(leaves, tuple(_place(name, request.known, inside) for name in request.wrt), outputs)
@@ -148,12 +148,12 @@ def _total(port: Port) -> Port:
     return port if port.kind != "final_state" else Port("state", port.layer, port.index, key="ending")
 
 
-def captured(request: GradientRequest, part: BatchTarget) -> BatchGradients | None:
+def captured(request: GradientRequest) -> BatchGradients | None:
     """Return gradients of the loss by recurrent outputs and states from one captured pass; None if more is needed."""
-    if not fits(request, part):
+    if not fits(request):
         return None
     layers = tuple(dict.fromkeys(str(name.layer) for name in request.wrt))
-    capture = request.adapter.capture(request.model, part.batch, CaptureRequest(layers, weight_grads=False))
+    capture = request.adapter.capture(request.model, request.batch, CaptureRequest(layers, weight_grads=False))
     inside = ReplayedLayers.of(capture.calls)
     if any(name.what == "final_state" and inside.is_stepwise(name) for name in request.wrt):
         return None
@@ -170,12 +170,12 @@ def captured(request: GradientRequest, part: BatchTarget) -> BatchGradients | No
     if any(grad is None or not np.any(grad) for grad in grads.values()):
         return None
     dims = {name: request.known.dims(name, grad) for name, grad in grads.items() if grad is not None}
-    return BatchGradients(np.asarray(capture.loss), request.axes.samples(part.batch), grads, dims, swept)
+    return BatchGradients(np.asarray(capture.loss), request.samples, grads, dims, swept)
 
 
-def fits(request: GradientRequest, part: BatchTarget) -> bool:
+def fits(request: GradientRequest) -> bool:
     """Return whether a request is the loss by outputs and states of recurrent layers only."""
-    if part.target.text != "loss" or part.target.per_sample or request.scale != 1.0:
+    if request.target.text != "loss" or request.target.per_sample or request.scale != 1.0:
         return False
     known = request.known
     recurrent = all(uncalled(name.layer, known.recurrent) in known.recurrent for name in request.wrt)

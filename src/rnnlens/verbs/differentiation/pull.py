@@ -20,7 +20,7 @@ from ..names import Catalogue, TensorName, refuse_lone_output, uncalled
 from ..recurrent_layers import ReplayedCall, ReplayedLayers, runs
 from ..weight_layout import WeightSource, assemble, sources
 from .plan import GradientPlan, TensorPlace, captured, layers_inside, plan, side_by_side
-from .request import BatchGradients, BatchTarget, GradientRequest
+from .request import BatchGradients, GradientRequest
 
 #: Gradient at each port, with one leading axis K; None where no path leads there.
 Arrived = Mapping[Port, Array | None]
@@ -101,46 +101,46 @@ class SweptWeightGradients:
         return None
 
 
-def answer(request: GradientRequest, part: BatchTarget) -> BatchGradients:
+def answer(request: GradientRequest) -> BatchGradients:
     """Run the model once and pull the target back to all requested tensors."""
-    found = captured(request, part)
+    found = captured(request)
     if found is not None:
         return found
     try:
-        return _pulled(request, part)
+        return _pulled(request)
     except (LayerNotFoundError, ModelError):
-        absent = _absent(request, part)
+        absent = _absent(request)
         if not absent or len(absent) == len(request.wrt):
             raise
         present = tuple(name for name in request.wrt if name not in absent)
-        found = _pulled(replace(request, wrt=present), part)
+        found = _pulled(replace(request, wrt=present))
         found.gradients |= dict.fromkeys(absent)
         return found
 
 
-def _pulled(request: GradientRequest, part: BatchTarget) -> BatchGradients:
-    inside = ReplayedLayers.look(request.adapter, request.model, part.batch, layers_inside(request))
-    gradient_plan = plan(request, part, inside)
+def _pulled(request: GradientRequest) -> BatchGradients:
+    inside = ReplayedLayers.look(request.adapter, request.model, request.batch, layers_inside(request))
+    gradient_plan = plan(request, inside)
     of_all = bool(gradient_plan.outputs) or request.named is None
-    with request.adapter.pullback(request.model, part.batch, gradient_plan.starts, gradient_plan.ends) as pullback:
+    with request.adapter.pullback(request.model, request.batch, gradient_plan.starts, gradient_plan.ends) as pullback:
         count = pullback.outputs
         several = count > 1 and not request.known.outputs
         if several and not of_all:
             refuse_lone_output((*request.leaves, *request.wrt), count)
         if not (several and of_all):
-            if gradient_plan.free or part.target.per_sample or request.is_part(part.batch):
-                refuse_steps_first(request.axes, part.batch, getattr(pullback, "recurrent_sizes", ()))
-            request.axes.learn(part.batch, gradient_plan.free, getattr(pullback, "layouts", {}))
-            return _Pull(request, part, gradient_plan, inside, pullback).run()
+            if gradient_plan.free or request.target.per_sample or request.partial:
+                refuse_steps_first(request.axes, request.batch, getattr(pullback, "recurrent_sizes", ()))
+            request.axes.learn(request.batch, gradient_plan.free, getattr(pullback, "layouts", {}))
+            return _Pull(request, gradient_plan, inside, pullback).run()
     # Only the run showed that the model returns several tensors, and the request is about all of them.
     request.known.outputs = tuple(map(str, range(count)))
-    return _pulled(request, part)
+    return _pulled(request)
 
 
-def _absent(request: GradientRequest, part: BatchTarget) -> list[TensorName]:
+def _absent(request: GradientRequest) -> list[TensorName]:
     """Return the requested tensors of layers that are not called in this forward pass."""
     layers = {str(name.layer).partition("#")[0] for name in request.wrt if name.layer is not None}
-    missing = {layer for layer in layers if not runs(request.adapter, request.model, part.batch, layer)}
+    missing = {layer for layer in layers if not runs(request.adapter, request.model, request.batch, layer)}
     return [name for name in request.wrt if str(name.layer).partition("#")[0] in missing]
 
 
@@ -150,14 +150,13 @@ class _Pull:
     def __init__(
         self,
         request: GradientRequest,
-        part: BatchTarget,
         gradient_plan: GradientPlan,
         inside: ReplayedLayers,
         pullback: Pullback,
     ) -> None:
-        self.request, self.target, self.plan = request, part.target, gradient_plan
+        self.request, self.target, self.plan = request, request.target, gradient_plan
         self.inside, self.pullback = inside, pullback
-        self.samples = request.axes.samples(part.batch)
+        self.samples = request.samples
         self.outside = BatchAxes(request.axes, self.samples)
         self.weights = SweptWeightGradients(request.known, gradient_plan.weights, per_sample=self.target.per_sample)
         #: Cotangents by port; those of states inside recurrences and of stepwise states by layer and direction.
@@ -197,11 +196,11 @@ class _Pull:
 
     def _start(self) -> Array:
         """Evaluate the target and store its cotangents in ``seeds`` or, inside recurrences, in ``on_states``."""
-        request, target = self.request, self.target
+        request = self.request
         if request.cotangents is not None:
             return self._start_from(request.cotangents)
         values = [self._value(place) for place in self.plan.leaves]
-        value, cotangents = request.evaluate(target, self.outside, values)
+        value, cotangents = request.evaluate(self.outside, values)
         for place, cotangent in zip(self.plan.leaves, cotangents, strict=True):
             self._seed(place, np.asarray(cotangent))
         return value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import xarray as xr
@@ -49,7 +49,9 @@ class GradientArguments:
 
 @dataclass(frozen=True)
 class GradientRequest(ModelRequest):
-    """A target and the tensors to differentiate it by, with every name resolved.
+    """A target on one batch, and the tensors to differentiate it by, with every name resolved.
+
+    For data in several batches, each batch has a request with its part of the target, made by :meth:`of_batch`.
 
     Attributes
     ----------
@@ -69,6 +71,8 @@ class GradientRequest(ModelRequest):
         Bytes that per-sample gradients of weights may use at a time.
     cotangents
         Known cotangents of the tensors in ``named``; the target is then not evaluated. None otherwise.
+    partial
+        Whether the batch is a part of the data of the call.
     """
 
     arguments: GradientArguments
@@ -81,6 +85,7 @@ class GradientRequest(ModelRequest):
     scale: float = 1.0
     memory: int = 2 * 1024**3
     cotangents: tuple[Array, ...] | None = None
+    partial: bool = False
 
     @property
     def leaves(self) -> tuple[TensorName, ...]:
@@ -97,15 +102,19 @@ class GradientRequest(ModelRequest):
         """Whether the target is the loss itself, and not a function of it."""
         return self.with_loss and self.function is None
 
-    def is_part(self, batch: Batch) -> bool:
-        """Return whether a batch has fewer samples than the data of the call, or the data is a stream."""
-        return is_source(self.batch.x) or self.axes.samples(batch) < self.axes.samples(self.batch)
+    @property
+    def samples(self) -> int:
+        """Number of samples of the batch."""
+        return self.axes.samples(self.batch)
 
-    def evaluate(
-        self, target: Target, outside: BatchAxes, values: Sequence[xr.DataArray]
-    ) -> tuple[Array, Sequence[Array]]:
-        """Evaluate a target on the values of its leaves; return its value and the cotangents of the leaves."""
-        function = self.function
+    def of_batch(self, batch: Batch, target: Target) -> GradientRequest:
+        """Return the request for one batch of the data, with its part of the target."""
+        partial = is_source(self.batch.x) or self.axes.samples(batch) < self.samples
+        return replace(self, batch=batch, target=target, partial=partial)
+
+    def evaluate(self, outside: BatchAxes, values: Sequence[xr.DataArray]) -> tuple[Array, Sequence[Array]]:
+        """Evaluate the target on the values of its leaves; return its value and the cotangents of the leaves."""
+        function, target = self.function, self.target
         if function is None:
             _check_samples(target, values[0])
             value, cotangent = target.evaluate(values[0], self._differentiate)
@@ -122,14 +131,6 @@ class GradientRequest(ModelRequest):
 
     def _differentiate(self, function: Callable[..., Any], arrays: Sequence[Array]) -> Any:
         return self.adapter.differentiate(function, arrays, self.model)
-
-
-@dataclass(frozen=True)
-class BatchTarget:
-    """One batch, and its part of the target."""
-
-    batch: Batch
-    target: Target
 
 
 @dataclass

@@ -27,7 +27,7 @@ from ...typing import Array
 from ...vocabulary import SAMPLE
 from ..axes import ModelAxes
 from ..names import TensorName, read
-from .request import BatchTarget, GradientRequest
+from .request import GradientRequest
 from .target import Target
 
 OutputLayouts = Sequence[Layout]
@@ -85,9 +85,7 @@ class WholeLoss:
                 )
         return cls(np.asarray(value), joined, cotangents, layouts, sum(counts), parts[0].own_losses, digests)
 
-    def questions(
-        self, request: GradientRequest, batches: Iterable[Batch]
-    ) -> Iterator[tuple[GradientRequest, BatchTarget]]:
+    def requests(self, request: GradientRequest, batches: Iterable[Batch]) -> Iterator[GradientRequest]:
         """Yield one gradient request per batch, with its rows of the loss gradient as cotangents."""
         if len(self.outputs) > 1 and not request.known.outputs:
             request.known.outputs = tuple(map(str, range(len(self.outputs))))
@@ -105,9 +103,9 @@ class WholeLoss:
             if own:
                 cotangents.append(np.asarray(count / self.samples))
                 leaves.append(TensorName("loss", "loss"))
-            put = replace(request, named=tuple(leaves), cotangents=tuple(cotangents))
             bare = replace(batch, y=None, sample_weight=None, class_weight=None, loss=self.own_losses)
-            yield put, BatchTarget(bare, Target("<loss>", {}, None, request.target.per_sample))
+            of_batch = request.of_batch(bare, Target("<loss>", {}, None, request.target.per_sample))
+            yield replace(of_batch, named=tuple(leaves), cotangents=tuple(cotangents))
             start = stop
         if start != self.samples:
             raise _another_order()
