@@ -306,15 +306,15 @@ def test_weights_that_change_before_computing_are_noticed():
 
 
 def test_failed_certificates_warn_when_computed(net, monkeypatch):
-    from rnnlens.verbs.chunked import of_gradients
+    from rnnlens.verbs.chunked import works
 
-    def broken(request, part):
-        found = real(request, part)
+    def broken(request):
+        found = real(request)
         found.gradients = {name: grad * 1.5 for name, grad in found.gradients.items()}
         return found
 
-    real = of_gradients.answer
-    monkeypatch.setattr(of_gradients, "answer", broken)
+    real = works.answer
+    monkeypatch.setattr(works, "answer", broken)
     found = rl.gradients(net, lazy(X), lazy(Y), loss=MSE, wrt="input")
     with pytest.warns(rl.errors.SelfCheckWarning, match="samples 0 to 15"):
         computed = found.compute()

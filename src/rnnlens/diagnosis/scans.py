@@ -15,7 +15,7 @@ from ..recurrence.arrays import namespace
 from ..recurrence.sequence import SequenceCell, forward, pull_back, sweep
 from ..results.schema import to_host
 from ..typing import Array
-from ..verbs.scan_measures import scan_measures
+from ..verbs.tracing.sequences import scan_measures
 from .experiment import Experiment
 from .layers import Attribution, LayerFacts, by_lag, growth, projection
 

@@ -21,8 +21,8 @@ from ..typing import Array
 from ..vocabulary import FEATURE, GATE, SAMPLE, TIME
 from .axes import an_axes_table
 from .batches import DataSetBatches
-from .chunked.of_gradients import gradients_of_chunks
 from .chunked.samples import SampleChunks
+from .chunked.works import gradients_of_chunks
 from .differentiation.clipping import a_clipping, clipped, rule
 from .differentiation.gather import DataSetGradients, gather
 from .differentiation.request import GradientArguments, GradientRequest, Of, a_target, read_request, trainable

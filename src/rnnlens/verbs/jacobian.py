@@ -21,8 +21,8 @@ from .axes import an_axes_table
 from .batches import DataSetBatches
 from .certificates.of_jacobian import certify, claim_of
 from .chunked.graph import Padding
-from .chunked.of_results import JacobianWork, lazy_jacobian
 from .chunked.samples import SampleChunks
+from .chunked.works import JacobianWork, lazy_jacobian
 from .request import ModelRequest, in_turn
 from .time_jacobian.execute import execute
 from .time_jacobian.label import JacobianLabels, mean_over, refuse_for_chunks, refuse_without_mean

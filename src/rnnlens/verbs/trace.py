@@ -22,10 +22,17 @@ from ..results.trace import Trace
 from ..settings import current
 from ..vocabulary import SAMPLE
 from .axes import an_axes_table
-from .certificates.comparisons import ReplayedValues, certify, start_reference_run
-from .certificates.of_samples import SamplePart, part_to_compare, remember_difference, remember_passed
-from .chunked.of_results import lazy_datasets
+from .certificates.of_trace import (
+    ReplayedValues,
+    SamplePart,
+    certify,
+    part_to_compare,
+    remember_difference,
+    remember_passed,
+    start_reference_run,
+)
 from .chunked.samples import SampleChunks
+from .chunked.works import lazy_datasets
 from .request import ModelRequest, in_turn
 from .tracing.datasets import TraceSelection, assign_coordinates, plain_datasets, recurrent_datasets
 from .tracing.sequences import chosen_positions, selected, sequence_datasets
@@ -134,7 +141,7 @@ def trace(
     provenance = request.provenance(with_loss=selection.has_loss)
     claim = ReplayedValues(capture, part) if certified else None
     described = {**request.known.recurrent, **request.known.sequences}
-    with nullcontext(None) if claim is None else start_reference_run(adapter, model, batch, claim) as reference_run:
+    with nullcontext(None) if claim is None else start_reference_run(request, claim) as reference_run:
         datasets_of = partial(recurrent_datasets, described, capture, selection, provenance)
         datasets, checks = datasets_of(claim)
         scans: dict[str, LabelledLayer] = {}
@@ -149,9 +156,7 @@ def trace(
         assign_coordinates(datasets.values(), request.coordinates)
         certificate = Certificate()
         if claim is not None and reference_run is not None:
-            certificate = certify(
-                adapter, model, batch, claim, reference_run, partial(_perturbed, datasets_of, capture), **words
-            )
+            certificate = certify(request, claim, reference_run, partial(_perturbed, datasets_of, capture), **words)
     if part is not None and certificate.state != "passed":
         remember_difference(model, batch, selection.key(loss))
         stated = {name: layout.axes for name, layout in axes.items()} if axes else None

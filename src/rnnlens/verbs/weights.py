@@ -21,10 +21,10 @@ from ..results.weights import Weights
 from ..vocabulary import FEATURE, TIME
 from .axes import InputCoordinates
 from .certificates.of_gradients import certify_weights
-from .chunked.of_results import lazy_datasets
 from .chunked.samples import SampleChunks
+from .chunked.works import lazy_datasets
 from .request import ModelRequest, in_turn
-from .scan_measures import scan_measures
+from .tracing.sequences import scan_measures
 from .weight_gradients import FoundGradients, find_gradients
 from .weight_layout import LabelledWeight, label_cell, label_plain, outside_cells, weights_of_layer
 

@@ -69,8 +69,8 @@ def test_states_of_a_loop_are_tensors_of_the_framework():
 
 
 def test_the_loss_is_taken_apart_by_sample_at_the_outputs():
-    _, _, whole = planned("loss", "head/weight")
-    _, _, shares = planned("loss", "head/weight", per_sample=True)
+    _, whole = planned("loss", "head/weight")
+    _, shares = planned("loss", "head/weight", per_sample=True)
     assert whole.outputs == ()
     assert shares.outputs == (Port("output"),)
     assert Port("output") in shares.starts

@@ -11,6 +11,7 @@ from rnnlens.adapters.registry import adapter_for
 from rnnlens.autodiff import engine
 from rnnlens.results.checks import Certificate, Check
 from rnnlens.verbs.certificates.comparisons import recheck_failure
+from rnnlens.verbs.request import ModelRequest
 
 
 class Mixed(nn.Module):
@@ -45,10 +46,11 @@ def test_random_numbers_and_masks_are_no_computation():
 @pytest.mark.parametrize(("dtype", "state"), [(torch.float32, "passed"), (torch.float64, "failed")])
 def test_a_difference_of_one_float32_rounding_is_a_fault_of_a_model_in_float64_alone(dtype, state):
     model, x = Mixed(dtype), torch.randn(4, 6, 3, dtype=torch.float64)
-    adapter, batch = adapter_for(model), Batch(x)
+    batch = Batch(x)
     failed = Certificate.of("torch", [Check("plain outputs", "", 1e-7, 1e-14)], certified=("outputs",))
-    run = adapter.reference_run(model, batch, gradients=False)
-    assert recheck_failure(failed, adapter, model, batch, run, steps=64).state == state
+    run = adapter_for(model).reference_run(model, batch, gradients=False)
+    request = ModelRequest.resolve(model, batch)
+    assert recheck_failure(failed, request, run, steps=64).state == state
 
 
 @pytest.mark.parametrize("seed", range(3))

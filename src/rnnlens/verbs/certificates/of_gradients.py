@@ -74,7 +74,7 @@ def certify_answer(request: GradientRequest, answer: BatchGradients) -> Certific
     if of_loss and not regularised and _reads_weights(request):
         reason = "the loss depends directly on weights of the model, which cannot be divided among samples"
         return Certificate("could not", engine, why=reason)
-    return recheck_failure(certificate, request.adapter, request.model, batch, run, steps=steps)
+    return recheck_failure(certificate, request, run, steps=steps)
 
 
 def _out_of_reach(request: GradientRequest) -> str:
@@ -284,7 +284,7 @@ def certify_weights(
     certificate = comparisons.certificate(engine, certified=certified, uncertified=open_ends)
     if certificate.state != "failed":
         return certificate
-    return recheck_failure(certificate, adapter, model, batch, run, steps=comparisons.steps)
+    return recheck_failure(certificate, request, run, steps=comparisons.steps)
 
 
 def _key(name: str, weights: LayerWeights) -> str | None:

@@ -291,7 +291,7 @@ def _compared(claim: JacobianClaim) -> Certificate:
         moved = _pulled(request, perturbed=True) - _pulled(request)
         certificate = compare(max(claim.spread, float(abs(moved).max()) / epsilon(dtype)))
     if certificate.state == "failed":
-        return recheck_failure(certificate, request.adapter, request.model, request.batch, run, steps=longest)
+        return recheck_failure(certificate, request, run, steps=longest)
     return certificate
 
 

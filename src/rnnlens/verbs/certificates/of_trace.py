@@ -1,16 +1,352 @@
-"""Certificates of traces: weight gradients recomputed from labelled arrays, compared with the reference run."""
+"""Certificates of traces: outputs, loss, and weight gradients recomputed from labelled arrays.
+
+A reference run of all samples costs as much as the capture. Once a trace of a model was certified with all samples, the
+next ones run the model on a few consecutive samples, a different part at each call, given the capture's dL/dy of these
+samples. The outputs, the gradients at the inputs and the gradients of the recurrent weights that these samples alone
+explain are compared. If they differ, for instance because a layer mixes the samples of its batch, the trace is computed
+again with a certificate of all samples, and so is every later one.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...adapters.protocol import RecurrentCall
+from ... import data
+from ...adapters.protocol import Batch, Capture, RecurrentCall, ReferenceRun, SequenceCall
+from ...recurrence.adjoint import probed
 from ...recurrence.cells import affine
+from ...results.checks import Certificate, coarser, epsilon
 from ...results.schema import LabelledLayer, to_host
+from ...settings import current
 from ...typing import Array
 from ...vocabulary import DIRECTION, FEATURE, GATE, SAMPLE, STATE, TIME
+from ..request import ModelRequest
+from .comparisons import (
+    INPUTS,
+    LOSS,
+    OUTPUTS,
+    WEIGHTS,
+    Comparisons,
+    attempt,
+    filled,
+    mismatch,
+    outputs_of,
+    recheck_failure,
+)
+
+#: Function that waits for the reference run, and returns it and "", or None and the reason for its failure.
+Attempt = Callable[[], tuple[ReferenceRun | None, str]]
+#: Smallest batch of which only a part is compared, and the share of its samples in that part.
+FEWEST, SHARE = 16, 16
+
+
+@dataclass(frozen=True)
+class SamplePart:
+    """Consecutive samples of a batch of ``count`` samples: ``start`` up to, but without, ``stop``."""
+
+    start: int
+    stop: int
+    count: int
+
+    def __str__(self) -> str:
+        last = self.stop - 1
+        return (
+            f"sample {last} of {self.count}"
+            if last == self.start
+            else f"samples {self.start} to {last} of {self.count}"
+        )
+
+    @property
+    def slice(self) -> slice:
+        """The slice that selects these samples."""
+        return slice(self.start, self.stop)
+
+    def of(self, array: Any) -> Any:
+        """Return these samples of an array with samples first."""
+        return array[self.slice]
+
+    def batch(self, batch: Batch) -> Batch:
+        """Return the inputs of these samples, without targets."""
+        return replace(batch.without_loss(), x=data.take(batch.x, self.start, self.stop))
+
+    def cotangents(self, capture: Capture) -> list[Array | None]:
+        """Return dL/dy of these samples, one array or None per output."""
+        return [None if grad is None else self.of(to_host(grad)) for grad in capture.output_grads]
+
+
+@dataclass
+class _Calls:
+    """Certified traces of one model and shapes: how many there were, and whether a part of the samples suffices."""
+
+    number: int = 0
+    divisible: bool = True
+
+
+_known: weakref.WeakKeyDictionary[Any, dict[Hashable, _Calls]] = weakref.WeakKeyDictionary()
+
+
+def part_to_compare(model: Any, batch: Batch, key: Hashable) -> SamplePart | None:
+    """Return the samples to compare in a certified trace; None for all of them.
+
+    ``key`` distinguishes requests. All samples are compared at the first call for a model, key and shapes, in training
+    mode, of fewer than ``FEWEST`` samples, and under ``rl.options(certify=)`` other than ``"auto"``.
+    """
+    count = _samples(batch)
+    if count is None or current().certify != "auto":
+        return None
+    calls = _known.get(model, {}).get(_key(batch, key))
+    if calls is None or not calls.divisible:
+        return None
+    calls.number += 1
+    size = max(count // SHARE, 2)
+    start = int(np.random.default_rng(calls.number).integers(count - size + 1))
+    return SamplePart(start, start + size, count)
+
+
+def remember_passed(model: Any, batch: Batch, key: Hashable, capture: Capture) -> None:
+    """Store that a trace was certified with all samples, if the next one can be certified with a part of them."""
+    count = _samples(batch)
+    if count is None or not any(grad is not None for grad in capture.output_grads):
+        return
+    sizes = [call.output.shape[0] for call in capture.calls]
+    sizes += [np.shape(leaf)[0] if np.ndim(leaf) else 0 for leaf in capture.output_grads if leaf is not None]
+    if all(size == count for size in sizes):
+        _known.setdefault(model, {}).setdefault(_key(batch, key), _Calls())
+
+
+def remember_difference(model: Any, batch: Batch, key: Hashable) -> None:
+    """Store that a part of the samples differed from all of them, so that further traces compare all."""
+    _known[model][_key(batch, key)].divisible = False
+
+
+def _samples(batch: Batch) -> int | None:
+    """Return the number of samples; None if a part of them cannot be run by itself, or is not worth it."""
+    leaves = data.leaves_of(batch.x)
+    if batch.training or batch.initial_state or batch.frozen or any(data.is_packed(leaf) for leaf in leaves):
+        return None
+    counts = {np.shape(leaf)[0] if np.ndim(leaf) else 0 for leaf in leaves}
+    return counts.pop() if len(counts) == 1 and min(counts) >= FEWEST else None
+
+
+def _key(batch: Batch, key: Hashable) -> Hashable:
+    leaves: Sequence[Any] = data.leaves_of(batch.x)
+    return key, tuple((tuple(np.shape(leaf)), str(getattr(leaf, "dtype", ""))) for leaf in leaves)
+
+
+class BoundaryGradients(NamedTuple):
+    """Pairs of gradients (rnnlens, framework) at the boundary of a call, and the scale of their rounding."""
+
+    comparison: str
+    layer: str
+    pairs: list[tuple[Array, Array]]
+    scale: float
+
+
+@dataclass
+class ReplayedValues:
+    """Values computed by rnnlens, to be compared with a reference run.
+
+    ``weights`` are weight gradients by (layer, direction or None, name). Those of kernels in ``probed`` are random
+    combinations of their rows. ``scales`` has, by layer, the scale of their rounding (:class:`rounding.Rounding`).
+    ``part`` limits weight gradients and the comparison to some samples.
+    """
+
+    capture: Capture
+    part: SamplePart | None = None
+    weights: dict[tuple[str, str | None, str], Array] = field(default_factory=dict)
+    scales: dict[str, float] = field(default_factory=dict)
+    incomplete: set[tuple[str, str | None, str]] = field(default_factory=set)
+    computed: set[tuple[str, str | None, str]] = field(default_factory=set)
+    probed: set[tuple[str, str | None, str]] = field(default_factory=set)
+    boundaries: list[BoundaryGradients] = field(default_factory=list)
+    steps: int = 1
+    dtype: str = ""
+
+    def add_weights(self, call: RecurrentCall, sums: Mapping[str, Array], scale: float) -> None:
+        """Add the weight gradients of one call; mark them incomplete if the call has no framework gradients."""
+        layer = call.layer.partition("#")[0]
+        self.scales[layer] = math.hypot(self.scales.get(layer, 0.0), scale)
+        for name, array in sums.items():
+            key = (layer, call.direction if call.bidirectional else None, name)
+            if call.weight_grads is None:
+                self.incomplete.add(key)
+            if name in call.computed:
+                self.computed.add(key)
+            if not call.cell.by_framework and len(array.shape) == 2:
+                self.probed.add(key)
+            self.weights[key] = self.weights[key] + to_host(array) if key in self.weights else to_host(array)
+
+    def include_scans(self, calls: Iterable[SequenceCall]) -> None:
+        """Widen the number of steps and the dtype of comparisons to those of whole-sequence layers."""
+        for call in calls:
+            self.steps = max(self.steps, call.cell.steps)
+            self.dtype = coarser(self.dtype, call.compute_dtype)
+
+    def beside(self, perturbed: ReplayedValues) -> ReplayedValues:
+        """Return a copy with rounding scales at least as large as the effect of one more rounding."""
+        unit, scales = epsilon(self.dtype), dict(self.scales)
+        for key, array in self.weights.items():
+            scales[key[0]] = max(scales.get(key[0], 0.0), mismatch(array, perturbed.weights[key]) / unit)
+        boundaries = []
+        for boundary, other in zip(self.boundaries, perturbed.boundaries, strict=True):
+            apart = [mismatch(a, b) for (a, _), (b, _) in zip(boundary.pairs, other.pairs, strict=True)]
+            boundaries.append(boundary._replace(scale=max(boundary.scale, *(size / unit for size in apart))))
+        return replace(self, scales=scales, boundaries=boundaries)
+
+
+@contextmanager
+def start_reference_run(request: ModelRequest, claim: ReplayedValues) -> Iterator[Attempt]:
+    """Start the reference run after the capture, in a thread beside the replay if the adapter can prepare it."""
+    adapter, model, batch = request.adapter, request.model, request.batch
+    gradients, part = _has_gradients(claim.capture), claim.part
+    if part is not None:
+        given = part.cotangents(claim.capture)
+        yield lambda: attempt(lambda: adapter.reference_run(model, part.batch(batch), given, gradients=gradients))
+        return
+    batch = _as_captured(batch, claim.capture)
+    with ThreadPoolExecutor(1) as thread:
+        ready, why = attempt(lambda: adapter.prepared_reference_run(model, batch, gradients=gradients))
+        if why:
+            yield lambda: (None, why)
+        elif ready is None:
+            yield lambda: attempt(lambda: adapter.reference_run(model, batch, gradients=gradients))
+        else:
+            yield thread.submit(attempt, ready).result
+
+
+def _as_captured(batch: Batch, capture: Capture) -> Batch:
+    """Return the batch, without targets and weights if the capture has no loss."""
+    return batch if capture.loss is not None else batch.without_loss()
+
+
+def _has_gradients(capture: Capture) -> bool:
+    return bool(capture.input_grads or capture.beside) and not capture.altered
+
+
+def certify(
+    request: ModelRequest,
+    claim: ReplayedValues,
+    reference_attempt: Attempt,
+    perturbed: Callable[[], ReplayedValues],
+    **words: Any,
+) -> Certificate:
+    """Compare replayed values with the reference run; return "could not" if that run is not reproducible itself.
+
+    ``perturbed`` recomputes the replayed values with one more rounding; it is called only if the comparison fails.
+    ``words`` as in :meth:`Certificate.of`.
+    """
+    altered, engine = claim.capture.altered, request.adapter.engine
+    run, why = reference_attempt()
+    if run is None:
+        return Certificate("could not", engine, why=why)
+
+    def compare(claim: ReplayedValues) -> Certificate:
+        return _compared(request, claim, run).certificate(engine, **words)
+
+    certificate = compare(claim)
+    if claim.part is not None:
+        return replace(certificate, samples=str(claim.part))
+    if certificate.state == "failed":
+        certificate = compare(claim.beside(perturbed()))
+    if certificate.state == "failed":
+        captured = replace(request, batch=_as_captured(request.batch, claim.capture))
+        certificate = recheck_failure(certificate, captured, run, steps=claim.steps)
+    if altered and certificate.state != "failed":
+        return Certificate("could not", engine, why=altered)
+    return certificate
+
+
+def _compared(request: ModelRequest, claim: ReplayedValues, run: ReferenceRun) -> Comparisons:
+    """Compare all quantities that both the capture and the reference run have."""
+    comparisons = Comparisons(claim.steps, claim.dtype)
+    capture, part = claim.capture, claim.part
+    if capture.loss is not None and run.loss is not None:
+        comparisons.compare(LOSS, "", [(capture.loss, run.loss)])
+    outputs = [to_host(leaf) for leaf in outputs_of(capture.outputs)]
+    if outputs or run.outputs:
+        same = len(outputs) == len(run.outputs)
+        pairs = list(zip(outputs, run.outputs, strict=True)) if same else [(np.inf, 1.0)]
+        if part is not None and same:
+            cut = [(part.of(a), b) for a, b in pairs if np.shape(a)[:1] == (part.count,)]
+            if len(cut) < len(pairs):
+                comparisons.left_out["outputs without samples on their first axis"] = None
+            pairs = cut
+        comparisons.compare(OUTPUTS, "", pairs)
+    if not _has_gradients(capture):
+        return comparisons
+    if capture.input_grads:
+        sides = list(zip(outputs_of(request.batch.x), capture.input_grads, run.input_grads, strict=True))
+        if part is not None:
+            sides = [(part.of(x), None if a is None else part.of(a), b) for x, a, b in sides]
+        sides = [(x, a, b) for x, a, b in sides if a is not None or b is not None]
+        comparisons.compare(INPUTS, "", [filled(a, b) for x, a, b in sides if not _flags(x)])
+        if any(_flags(x) for x, _, _ in sides):
+            comparisons.left_out["inputs whose values are only 0 and 1"] = None
+    _compare_weights(comparisons, request, claim, run)
+    for boundary in claim.boundaries:
+        comparisons.compare(boundary.comparison, boundary.layer, boundary.pairs, scale=boundary.scale)
+    return comparisons
+
+
+def _compare_weights(comparisons: Comparisons, request: ModelRequest, claim: ReplayedValues, run: ReferenceRun) -> None:
+    """Compare weight gradients with the framework's, minus the framework's gradient along other paths."""
+    beside, whole = claim.capture.beside, claim.capture.whole
+    by_place: dict[tuple[str, str], list[Any]] = {}
+    for key, array in claim.weights.items():
+        place = request.adapter.place(request.model, *key)
+        if place is not None:
+            by_place.setdefault((place.name, place.part), []).append((key, place, array))
+    computed = {name for (name, _), entries in by_place.items() if any(key in claim.computed for key, *_ in entries)}
+    swept = {name for name, _ in by_place} - computed
+    by_layer: dict[str, list[tuple[Any, Any]]] = {}
+    for (name, _), entries in by_place.items():
+        key, place, _ = entries[0]
+        if name in computed:
+            comparisons.left_out[f"weights of {key[0]}, which the model computes from its parameters"] = None
+            continue
+        if any(one in claim.incomplete for one, _, _ in entries) or (name in whole and place.tied):
+            comparisons.left_out[f"weights of {key[0]}, which are shared with other layers"] = None
+            continue
+        if claim.part is not None and name not in whole and np.any(to_host(beside.get(name, 0.0))):
+            comparisons.left_out[f"weights of {key[0]}, which the model also uses outside of the layer"] = None
+            continue
+        total = _difference(run.weight_grads.get(name), None if name in whole else beside.get(name))
+        claimed = sum(array for _, _, array in entries)
+        reference = np.zeros_like(claimed) if total is None else place.take(total)
+        if total is not None and key in claim.probed:
+            reference = to_host(probed({key[2]: reference})[key[2]])
+        by_layer.setdefault(key[0], []).append((claimed, reference))
+    for layer, pairs in by_layer.items():
+        comparisons.compare(WEIGHTS, layer, pairs, scale=claim.scales[layer])
+    if claim.part is not None:  # gradients of the other weights were captured as sums over all samples
+        return
+    unfollowed = claim.capture.inside - swept - whole
+    if any(run.weight_grads.get(name) is not None for name in unfollowed):
+        comparisons.left_out["weights of recurrent layers whose gradients were not requested"] = None
+    others = [name for name in beside if name in whole or name not in swept | unfollowed]
+    found = [(beside[name], run.weight_grads.get(name)) for name in others]
+    pairs = [filled(a, b) for a, b in found if a is not None or b is not None]
+    comparisons.compare(WEIGHTS, "other layers" if swept else "", pairs)
+
+
+def _difference(total: Array | None, part: Any) -> Array | None:
+    if total is None:
+        return None if part is None else -to_host(part)
+    return to_host(total) if part is None else to_host(total) - to_host(part)
+
+
+def _flags(leaf: Any) -> bool:
+    """Return whether an input has only the values 0 and 1. Its gradient is then not compared."""
+    return bool(np.all(np.isin(to_host(leaf), (0, 1))))
+
 
 _NEEDED = {"input", "hidden", "gate_grad", "gates"}
 

@@ -21,9 +21,15 @@ from ...results.schema import LabelledLayer, describe, labelled_layer, to_host
 from ...typing import Array
 from ...vocabulary import CHANNEL, FEATURE, FORWARD, QUANTITIES, SAMPLE, SPACE, TIME, UNIT
 from ..axes import BatchAxes, InputCoordinates, ModelAxes, in_order
-from ..certificates.comparisons import INITIAL, LAYER_INPUT, BoundaryGradients, ReplayedValues
-from ..certificates.of_samples import SamplePart
-from ..certificates.of_trace import initial_state_gradients, input_gradient, weight_sums
+from ..certificates.comparisons import INITIAL, LAYER_INPUT
+from ..certificates.of_trace import (
+    BoundaryGradients,
+    ReplayedValues,
+    SamplePart,
+    initial_state_gradients,
+    input_gradient,
+    weight_sums,
+)
 from ..recurrent_layers import WeightSum, on_host, replay_check, sweep
 
 _STATE = re.compile(r"(?:previous_)?(?P<state>.+?)(_grad)?")

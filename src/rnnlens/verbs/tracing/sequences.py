@@ -1,4 +1,4 @@
-"""Labelled datasets of whole-sequence layers: states, coefficients and total gradients at the requested steps."""
+"""Whole-sequence layers: states, coefficients and total gradients at the requested steps, and measures of a scan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import xarray as xr
 from ...adapters.protocol import LayerInfo, SequenceCall
 from ...arguments import axes_by_name, kept_steps
 from ...errors import InputError, TooLargeError, did_you_mean, shown
-from ...recurrence.sequence import SequenceChunk, chunks, forward, run, sweep
+from ...measures.scans import effective_state_size, half_life_of, logarithms
+from ...measures.spectrum import effective_rank
+from ...recurrence.sequence import SequenceCell, SequenceChunk, chunks, forward, run, sweep
 from ...results.checks import REPLAY, Check, rounding_bound
 from ...results.schema import LabelledLayer, labelled_layer, to_host
 from ...settings import current, format_memory
@@ -201,3 +203,49 @@ def _positions(dim: str, steps: Any, sizes: Mapping[str, int]) -> list[int]:
         expected = f"{-size} to {size - 1}"
         raise InputError(f"at={{{dim!r}: ...}} lies outside.", got=shown(outside[0]), expected=expected)
     return sorted({step % size for step in listed})
+
+
+def scan_measures(cell: SequenceCell, last: Array) -> dict[str, xr.Variable]:
+    """Return ``half_life``, ``state_rank`` of the last state (sample, *axes) and ``state_size`` of a scan.
+
+    Each has the axes of a state along which it differs. ``state_rank`` needs two axes, ``state_size`` a readout, and
+    ``half_life`` states that are not relative to a running maximum, since its change is part of their decay.
+    """
+    found = {}
+    if not cell.relative:
+        parts = [logarithms(to_host(cell.at(steps).decays())) for steps in chunks(cell.steps)]
+        half_life = half_life_of(sum(total for total, _ in parts), sum(count for _, count in parts))
+        found["half_life"] = _measure(cell.axes, half_life, "half-life of the decay", "step")
+    if len(cell.axes) > 1:
+        rank = np.median(effective_rank(last), axis=0)
+        words = "effective rank of the last state, median over samples"
+        found["state_rank"] = xr.Variable(cell.axes[:-2], rank, {"long_name": words, "units": "1"})
+    if cell.read is not None and cell.steps > 1:
+        words = "effective state size in the middle of the first sample"
+        axes = [axis for axis in cell.axes if axis != cell.axes[cell.contracted]]
+        found["state_size"] = _measure(axes, _state_size(cell), words, "1")
+    return found
+
+
+def _state_size(cell: SequenceCell) -> Array:
+    """Count the used directions of the state along the axis that the output sums over, in the middle of sample 0."""
+    one = cell.with_parts(lambda part: to_host(part)[:1])
+    summed = one.axis
+    writes = [part for part in one.write if part.shape[summed] > 1] or list(one.write)
+    arrays = [one.decays(), writes[0], one.read, one.left, one.right]
+
+    def first_sample(array: Array) -> Array:
+        """Return one value at each step of sample 0, with the summed axis last."""
+        return np.moveaxis(np.broadcast_to(array[0], (one.steps, *array.shape[2:])), summed, -1)
+
+    decay, write, read, left, right = (None if a is None else first_sample(np.asarray(a)) for a in arrays)
+    assert decay is not None
+    assert write is not None
+    assert read is not None
+    return effective_state_size(decay, write, read, one.steps // 2, left=left, right=right)
+
+
+def _measure(axes: Sequence[str], values: Array, long_name: str, units: str) -> xr.Variable:
+    """Return a variable over the axes along which the values differ in size from 1."""
+    kept = [axis for axis, size in zip(axes, values.shape, strict=True) if size > 1]
+    return xr.Variable(kept, np.squeeze(values), {"long_name": long_name, "units": units})
