@@ -7,7 +7,7 @@ Dropout multipliers are as in Keras and torch: ``scale`` is None, an array (samp
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -83,8 +83,12 @@ class Contraction(NamedTuple):
 
 def probe_rows(rows: int, like: Array, how: Contraction) -> Array:
     """Return random signs (probes, rows) with a fixed seed."""
-    signs = 2.0 * np.random.default_rng(rows).integers(0, 2, size=(how.probes, rows)) - 1.0
-    return namespace(like).asarray(signs, dtype=like.dtype, device=device(like))
+    return namespace(like).asarray(_signs(how.probes, rows), dtype=like.dtype, device=device(like))
+
+
+@lru_cache(maxsize=64)  # drawn eight times for one small trace, where a new generator takes as long as a step
+def _signs(probes: int, rows: int) -> Array:
+    return 2.0 * np.random.default_rng(rows).integers(0, 2, size=(probes, rows)) - 1.0
 
 
 def total(dz: Array, how: Contraction, xp: Namespace) -> Array:

@@ -154,9 +154,10 @@ class Comparisons:
         both = [(_array(a), _array(b)) for a, b in every]
         if not both:
             return
-        # Python floats were converted from tensors of unknown dtype; float32 is assumed.
-        kinds = ["float32" if isinstance(v, float) else str(_array(v).dtype) for pair in every for v in pair]
-        kind = self.dtype or functools.reduce(coarser, kinds)
+        kind = self.dtype
+        if not kind:  # Python floats were converted from tensors of unknown dtype; float32 is assumed.
+            kinds = ["float32" if isinstance(v, float) else str(_array(v).dtype) for pair in every for v in pair]
+            kind = functools.reduce(coarser, kinds)
         bound, largest = rounding_bound(kind, self.steps), max(_largest(b) for _, b in both)
         unit = max(scale, underflow_unit(kind, self.steps), largest)
         check = Check(name, layer, max(_residual(a, b, unit) for a, b in both), bound)
