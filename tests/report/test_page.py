@@ -111,6 +111,56 @@ def test_samples_are_sorted_by_their_own_loss(page, model, batch):
     assert page.data["typical"] == int(np.argsort(want, kind="stable")[(len(want) - 1) // 2])
 
 
+def passes(network, batch, report_of, **options):
+    """The report of a network, and how often its forward was called for it."""
+    count = []
+    handle = network.register_forward_hook(lambda *_: count.append(1))
+    page = report_of(network, *batch, loss=LOSS, diagnosis=False, jacobian=False, **options)
+    handle.remove()
+    return page, len(count)
+
+
+def test_the_losses_of_all_samples_take_one_pass_beside_two_samples_run_alone(report_of, batch):
+    _, few = passes(Classifier(), batch, report_of, samples=4)
+    _, many = passes(Classifier(), batch, report_of, samples=40)
+    assert many == few
+
+
+def test_outputs_that_cannot_be_cut_into_samples_give_the_same_losses(report_of, batch):
+    class TimeFirst(Classifier):
+        """Returns scores of every step, time before samples."""
+
+        def forward(self, x):
+            return self.head(self.rnn(x)[0]).transpose(0, 1)
+
+    x, y = batch
+    target = y[:, None].repeat(1, x.shape[1])
+
+    def loss(output, target):
+        return LOSS(output.permute(1, 2, 0), target)
+
+    network = TimeFirst()
+    page = report_of(network, x, target, loss=loss, diagnosis=False, jacobian=False)
+    want = [float(loss(network(x[i : i + 1]), target[i : i + 1]).detach()) for i in range(len(x))]
+    np.testing.assert_allclose([sample["loss"] for sample in page.data["samples"]], want, rtol=1e-4)
+
+
+def test_where_samples_mix_each_has_the_loss_that_it_has_alone(report_of, batch):
+    class Mixing(Classifier):
+        """Subtracts the mean over the batch from its outputs."""
+
+        def forward(self, x):
+            scores = super().forward(x)
+            return 3 * (scores - 0.5 * scores.mean(0))
+
+    x, y = batch
+    network = Mixing()
+    page, count = passes(network, batch, report_of)
+    want = [float(LOSS(network(x[i : i + 1]), y[i : i + 1]).detach()) for i in range(len(x))]
+    np.testing.assert_allclose([sample["loss"] for sample in page.data["samples"]], want, rtol=1e-4)
+    assert count >= len(x)
+
+
 def test_units_sort_by_the_norm_of_their_weights(page, model):
     found = page.data["tracks"][0]["keys"]["norm"]
     rows = [model.rnn.weight_ih_l0, model.rnn.weight_hh_l0]

@@ -52,7 +52,7 @@ def band(norms: Array) -> Band:
     if not len(relative):
         nothing = np.zeros(np.asarray(norms).shape[1])
         return Band(nothing, nothing, nothing)
-    low, median, high = np.nanquantile(relative, [0.25, 0.5, 0.75], axis=0)
+    low, median, high = finite_quartiles(relative)
     return Band(median, low, high)
 
 
@@ -146,42 +146,35 @@ def peak_band(norms: Array, where: Array | None = None) -> Band:
     """
     values = np.asarray(norms, dtype=np.float64)
     shapes = by_own_peak(values if where is None else np.where(where, values, 0.0))
-    shapes = np.where(np.isinf(shapes), np.nan, shapes)
-    shapes = shapes if where is None else np.where(where, shapes, np.nan)
-    found = np.full((3, *shapes.shape[1:]), np.nan)
-    some = np.isfinite(shapes).any(axis=0)
-    if some.any():
-        found[:, some] = np.nanquantile(shapes[:, some], [0.25, 0.5, 0.75], axis=0)
-    return Band(found[1], found[0], found[2])
+    low, median, high = finite_quartiles(shapes if where is None else np.where(where, shapes, np.nan))
+    return Band(median, low, high)
 
 
 def finite_median(values: Array) -> Array:
     """Compute the median of the finite values along the first axis; NaN where there is none."""
+    return finite_quartiles(values)[1]
+
+
+def finite_quartiles(values: Array) -> Array:
+    """Compute lower quartile, median and upper quartile of finite values along the first axis: (n, ...) to (3, ...).
+
+    They are interpolated linearly between order statistics; NaN where no value is finite.
+    """
     values = np.asarray(values, dtype=np.float64)
-    finite = np.where(np.isfinite(values), values, np.nan)
-    some = np.isfinite(finite).any(axis=0)
-    found: Array = np.full(values.shape[1:], np.nan)
-    found[some] = np.nanmedian(finite[:, some], axis=0)
+    if not len(values):
+        return np.full((3, *values.shape[1:]), np.nan)
+    ordered = np.sort(np.where(np.isfinite(values), values, np.nan), axis=0)  # NaN comes last
+    last = np.maximum(np.isfinite(ordered).sum(axis=0) - 1, 0)
+    position = np.multiply.outer(np.array([0.25, 0.5, 0.75]), last)
+    below = position.astype(np.intp)
+    low, high = (np.take_along_axis(ordered, rank, axis=0) for rank in (below, np.minimum(below + 1, last)))
+    found: Array = low + (high - low) * (position - below)
     return found
-
-
-def spread_of(values: Array) -> tuple[Array, Array]:
-    """Compute the lower and upper quartile of the finite values along the first axis; NaN where there is none."""
-    values = np.asarray(values, dtype=np.float64)
-    finite = np.where(np.isfinite(values), values, np.nan)
-    some = np.isfinite(finite).any(axis=0)
-    found = np.full((2, *values.shape[1:]), np.nan)
-    found[:, some] = np.nanquantile(finite[:, some], [0.25, 0.75], axis=0)
-    return found[0], found[1]
 
 
 def quartiles(values: Array) -> tuple[float, float, float]:
     """Compute lower quartile, median and upper quartile of the finite values; NaN where there is none."""
-    finite = np.asarray(values, dtype=np.float64)
-    finite = finite[np.isfinite(finite)]
-    if not finite.size:
-        return (float("nan"),) * 3
-    low, middle, high = np.quantile(finite, [0.25, 0.5, 0.75])
+    low, middle, high = finite_quartiles(np.ravel(values))
     return float(low), float(middle), float(high)
 
 

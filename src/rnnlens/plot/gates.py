@@ -13,7 +13,7 @@ from matplotlib.quiver import Quiver
 
 from ..arguments import as_numbers
 from ..errors import InputError
-from ..measures.profiles import finite_median, spread_of
+from ..measures.profiles import finite_quartiles
 from ..recurrence.measures import finite_mean, masked_mean, quantiles, saturation_share
 from ..results.schema import with_mask
 from ..vocabulary import GATE, SAMPLE, TIME
@@ -277,12 +277,12 @@ def _draw_gate_lines(ax: Any, half: DirectionView, data: xr.DataArray, keywords:
         real = np.ones(values.shape, bool) if padded is None else np.asarray(~_by_sample(padded))
         bad: Numbers = (~np.isfinite(values) & real).any(axis=0)
         values = np.where(real, values, np.nan)
-        middle = np.where(bad, np.nan, finite_median(values))
+        low, middle, high = finite_quartiles(values)
+        middle = np.where(bad, np.nan, middle)
         look = {"color": colour, "linewidth": 1.2, "linestyle": "--" if names[number] == "candidate" else "-"}
         look |= {"label": names[number], "gid": f"gate {names[number]}", "marker": "o" if len(steps) == 1 else None}
         ax.plot(steps, middle, **{**look, **keywords})
         if len(values) > 1:
-            low, high = spread_of(values)
             ax.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0, gid=f"band {names[number]}")
         mark_steps(ax, steps[bad])
     if padded is not None:

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
+from ..measures.profiles import by_own_peak, finite_quartiles
 from ..typing import Array
 from . import draw
 from .draw import Scale, image, row_codes, scale_of
 from .time_map import TimeMap
-from .tracks import binned, by_own_peak, quartiles
+from .tracks import binned
 
 #: Largest number of units for which the recurrent kernel is drawn; more cells would be too small.
 LARGEST = 512
@@ -160,11 +161,11 @@ def _encode_curves(curves: Array, padded: Array | None, shown: ShownSamples, log
     encoded = {
         "scale": scale.to_json(),
         "rows": row_codes(curves[rows], scale, None if padded is None else padded[rows]),
-        "band": row_codes(quartiles(clean), scale),
+        "band": row_codes(finite_quartiles(clean), scale),
         "width": int(curves.shape[1]),
     }
     if log:
-        relative = quartiles(by_own_peak(clean))
+        relative = finite_quartiles(by_own_peak(clean))
         own = scale_of(relative, log=True)
         encoded["own"] = {"scale": own.to_json(), "band": row_codes(relative, own)}
     return encoded
@@ -173,7 +174,7 @@ def _encode_curves(curves: Array, padded: Array | None, shown: ShownSamples, log
 def _static_line(name: str, values: Array, mask: Array | None, sample: int) -> draw.StaticLine:
     """Return one sample's curve between the quartiles over samples."""
     clean = np.asarray(values if mask is None else np.where(mask, values, np.nan), dtype=np.float64)
-    low, middle, high = quartiles(clean)
+    low, middle, high = finite_quartiles(clean)
     return draw.StaticLine(name, np.arange(clean.shape[1]), clean[sample], middle, low, high)
 
 

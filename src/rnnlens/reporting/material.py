@@ -241,7 +241,7 @@ def _rank(material: Material, adapter: Adapter, model: Any, held: ReportSamples,
     tracks = material.moments[0].tracks
     if not tracks:
         return
-    found, why = losses(adapter, model, held, material.numbers, request.loss, request.seed)
+    found, why = losses(adapter, model, held, material.numbers, request, max(track.steps for track in tracks))
     material.losses, material.why_no_losses = found, why
     material.ranking = ranked(_gradient_sizes(tracks, len(material.numbers)) if found is None else found)
 
@@ -323,7 +323,7 @@ def _time_map(material: Material, adapter: Adapter, model: Any, held: ReportSamp
     chosen = [material.numbers[i] for i in _healthy(material)[:8]] if held.count is not None else []
     try:
         x, _ = held.take(chosen[:1])
-        capture = CaptureRequest(inputs=False, gradients=False, weight_grads=False)
+        capture = CaptureRequest(inputs=False, gradients=False, weight_grads=False, calls=False)
         outputs = data.leaves_of(adapter.capture(model, Batch(x, seed=request.seed), capture).outputs)
         shapes = [tuple(np.shape(to_host(leaf))) for leaf in outputs]
         material.time_map = of_model(

@@ -124,8 +124,8 @@ def _add_scan(track: Track, dataset: xr.Dataset) -> None:
 
 
 def norms(values: Array) -> Array:
-    """Return the norm over units, (sample, time), of (sample, time, unit), in float64."""
-    return safe_norm(np.asarray(values, dtype=np.float64), axis=-1)
+    """Return the norm over units, (sample, time), of (sample, time, unit)."""
+    return safe_norm(np.asarray(values, dtype=np.result_type(values, np.float32)), axis=-1)
 
 
 def sort_keys(track: Track, kernels: Array | None) -> dict[str, Array]:
@@ -177,22 +177,3 @@ def binned(values: Array, width: int, *, size: bool = False) -> Array:
     unit = np.where(np.isfinite(peak) & (peak > 0), peak, 1.0)
     share = values / np.repeat(unit, counts.ravel(), axis=1)
     return np.sqrt(np.add.reduceat(share**2, starts, axis=1) / counts) * unit
-
-
-def quartiles(curves: Array) -> Array:
-    """Return lower quartile, median and upper quartile over finite samples, (3, time); NaN if none is finite."""
-    kept = np.where(np.isfinite(curves), curves, np.nan)
-    empty = ~np.isfinite(kept).any(axis=0)
-    kept[:, empty] = 0.0
-    found = np.nanquantile(kept, [0.25, 0.5, 0.75], axis=0)
-    found[:, empty] = np.nan
-    return found
-
-
-def by_own_peak(curves: Array) -> Array:
-    """Divide each sample by its largest finite value; NaN if that is 0."""
-    finite = np.where(np.isfinite(curves), curves, 0.0)
-    peak = finite.max(axis=1, keepdims=True, initial=0.0)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        relative: Array = np.where(peak > 0, curves / peak, np.nan)
-    return relative

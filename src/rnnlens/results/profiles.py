@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from ..measures.profiles import own_peak
+from ..measures.profiles import finite_median, own_peak
 from ..recurrence.measures import safe_norm
 from ..typing import Array
 from ..vocabulary import DIRECTION, IN_TIME, OUT_TIME, SAMPLE, TIME
@@ -144,11 +144,8 @@ def _profile(array: xr.DataArray, label: str, dim: str) -> Profile:
     relative = own_peak(norms)
     if not len(relative):
         return Profile(label, _words(dim), np.zeros(norms.shape[1]), peak)
-    curve = np.full(relative.shape[1], np.nan)
-    known = np.isfinite(relative).any(axis=0)
-    curve[known] = np.nanmedian(relative[:, known], axis=0)
     broken = ~np.isfinite(norms).all(axis=0)
-    return Profile(label, _words(dim), np.where(broken, np.nan, curve), peak)
+    return Profile(label, _words(dim), np.where(broken, np.nan, finite_median(relative)), peak)
 
 
 def _words(dim: str) -> str:
