@@ -235,6 +235,11 @@ def test_a_cell_in_a_layer_and_in_a_loop_has_one_entry_per_variable():
         rtol=1e-9,
         atol=1e-13,
     )
+    for state in ("lstm_rnn.hidden", "lstm_cell.hidden"):  # the sweep of one has its own part of the cell's dL/dW
+        total = rl.gradients(model, x, y, of="loss", wrt=state)
+        assert total.certificate.state == "passed", total.certificate
+        assert state not in total.certificate.resting
+        np.testing.assert_allclose(total, trace[state.partition(".")[0]].hidden_grad, rtol=1e-9, atol=1e-13)
     grads = rl.gradients(model, x, y, of="loss", wrt="weights")
     assert sum(len(layer) for layer in grads.values()) == len(model.trainable_variables)
     weights = rl.weights(model, x, y)

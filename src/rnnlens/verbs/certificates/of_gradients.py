@@ -201,7 +201,7 @@ def _compare_swept(
     beside: Mapping[str, Any],
 ) -> list[str]:
     """Compare dL/dW of sweeps with the framework's less ``beside``, other paths; return the names that rest on them."""
-    known = request.known
+    known, shared = request.known, set[str]()
     for layer, directions in answer.swept.items():
         base = uncalled(layer, known.recurrent)
         penalties = known.weights[base].penalties if base in known.weights else {}
@@ -215,12 +215,23 @@ def _compare_swept(
                 place = request.adapter.place(request.model, base, call.direction if call.bidirectional else None, key)
                 if place is None or place.tied or run.weight_grads.get(place.name) is None or key in call.computed:
                     continue
+                if _is_held_elsewhere(request, base, place.name, key):
+                    comparisons.left_out[f"weights of {layer}, which are shared with other layers"] = None
+                    shared.add(layer)
+                    continue
                 reference = place.take(_without(run.weight_grads[place.name], beside.get(place.name)))
                 reference = reference if call.cell.by_framework else probed({key: reference})[key]
                 pairs.append((to_host(claimed) / request.scale, reference))
         comparisons.compare(WEIGHTS, layer, pairs, scale=scale)
-    inside = [name.text for name in request.wrt if name.what != "weight" and name.layer is not None]
+    inside = [n.text for n in request.wrt if n.what != "weight" and n.layer is not None and n.layer not in shared]
     return list(dict.fromkeys(inside))
+
+
+def _is_held_elsewhere(request: GradientRequest, layer: str, weight: str, key: str) -> bool:
+    """Return whether another recurrent layer has this framework weight: a cell in a layer, and in a loop beside it."""
+    others = (other for other in request.known.recurrent if other != layer)
+    places = (request.adapter.place(request.model, other, None, key) for other in others)
+    return any(place is not None and place.name == weight for place in places)
 
 
 def _steps(answer: BatchGradients) -> int:
