@@ -1,8 +1,9 @@
 """Keras' activation functions and their derivatives, for any array namespace.
 
-Each activation has ``value(x, xp)`` and ``vjp(x, a, g, xp)``, where ``a = value(x)`` and ``g`` is dL/da. At a kink the
-derivative is that of the frameworks: 0 at the boundary of a constant piece. Element-wise activations also have the
-derivative ``slope(x, a, xp)``; activations that mix the units of a layer (softmax, log_softmax) do not.
+Each activation has ``value(x, xp)``, always a new array, and ``vjp(x, a, g, xp)``, where ``a = value(x)`` and ``g`` is
+dL/da. At a kink the derivative is that of the frameworks: 0 at the boundary of a constant piece. Element-wise
+activations also have the derivative ``slope(x, a, xp)``; activations that mix the units of a layer (softmax,
+log_softmax) do not.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def _log_softmax_vjp(x: Array, a: Array, g: Array, xp: Namespace) -> Array:
 
 
 _TABLE = (
-    Activation("linear", lambda x, xp: x, lambda x, a, xp: xp.ones_like(x)),
+    Activation("linear", lambda x, xp: x * 1, lambda x, a, xp: xp.ones_like(x)),
     Activation("tanh", lambda x, xp: xp.tanh(x), lambda x, a, xp: 1 - a * a),
     Activation("sigmoid", _sigmoid, lambda x, a, xp: a * (1 - a)),
     Activation("relu", _relu, lambda x, a, xp: _step(x > 0, x, xp)),

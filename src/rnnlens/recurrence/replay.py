@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from array_api_compat import array_namespace, device
 
@@ -16,7 +16,7 @@ from ..errors import UnsupportedError, no_function_of_its_own
 from ..typing import Array, Namespace
 from .cells import Cell, StepCell
 from .linear import System
-from .parallel import for_each, sample_chunks
+from .parallel import for_each, sample_chunks, walk_parts
 from .trajectory import UNSCALED, Record, Scales, Trajectory, carried, over_time, scale_of_samples, shift
 
 #: Residuals of one step, by dtype, that are too large for rounding alone.
@@ -240,15 +240,17 @@ def _gates_at_once(run: Replay, hidden: Array) -> Record:
 
 def _one_step_residual(run: Replay) -> float:
     """Return the largest difference between h_t as captured and as recomputed from gates, relative to the largest."""
-    xp, gates, worst, largest = run.xp, cast(Record, run.record).gates, 0.0, 0.0
+    distances: list[tuple[float, float]] = []
+
+    def work(some: slice) -> None:
+        part = run.of_samples(some)
+        hidden, *others = part.states
+        recomputed = run.cell.hidden(part.known_record.gates, part.before(0), others, run.xp)
+        distances.append(distance(recomputed, hidden, part.mask, run.xp))
+
     batch, time, size = run.states[0].shape
-    for some in sample_chunks(batch, time * size):
-        before = shift(run.states[0][some, ...], run.initial_state[0][some, ...], run.order, xp)
-        recomputed = run.cell.hidden(gates[some, ...], before, [s[some, ...] for s in run.states[1:]], xp)
-        mask = None if run.mask is None else run.mask[some, ...]
-        difference, magnitude = distance(recomputed, run.states[0][some, ...], mask, xp)
-        worst, largest = max(worst, difference), max(largest, magnitude)
-    return worst / (largest or 1.0)
+    for_each(work, sample_chunks(batch, time * size), xp=run.xp)
+    return max(worst for worst, _ in distances) / (max(largest for _, largest in distances) or 1.0)
 
 
 def _fill_masked(hidden: Array, run: Replay) -> Array:
@@ -263,16 +265,19 @@ def _fill_masked(hidden: Array, run: Replay) -> Array:
 
 def _other_states(run: Replay, gates: Array) -> tuple[Array, ...]:
     """Compute all states but the first, such as an LSTM's c_t, from known gates by an element-wise recurrence."""
-    states = run.initial_state[1:]
-    if not states:
-        return ()
-    out = tuple(run.xp.empty_like(gates[:, :, 0, :]) for _ in states)
-    for t in run.steps():
-        mask_t = None if run.mask is None else run.mask[:, t]
-        new = run.cell.others(gates[:, t, :, :], states)
-        states = tuple(carried(n, s, mask_t, run.xp) for n, s in zip(new, states, strict=True))
-        for target, value in zip(out, states, strict=True):
-            target[:, t, :] = value
+    out = tuple(run.xp.empty_like(gates[:, :, 0, :]) for _ in run.initial_state[1:])
+
+    def work(some: slice) -> None:
+        states = tuple(s[some, ...] for s in run.initial_state[1:])
+        for t in run.steps():
+            mask_t = None if run.mask is None else run.mask[some, t]
+            new = run.cell.others(gates[some, t, :, :], states)
+            states = tuple(carried(n, s, mask_t, run.xp) for n, s in zip(new, states, strict=True))
+            for target, value in zip(out, states, strict=True):
+                target[some, t, :] = value
+
+    if out:
+        for_each(work, walk_parts(int(gates.shape[0]), int(gates.shape[3]), xp=run.xp), xp=run.xp)
     return out
 
 

@@ -9,7 +9,7 @@ cancellation, as in 1 - h^2 of a saturated unit or in 1 - z of a gate that is ne
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 from array_api_compat import device
 
 from ..typing import Array
+from .parallel import for_each, sample_chunks
 from .replay import Replay, distance, replay, replay_custom
 from .trajectory import Adjoint, Scales
 
@@ -50,27 +51,37 @@ class Rounding:
 def rounding_of(run: Replay, result: Adjoint) -> Rounding:
     """Return the magnitudes that bound differences by rounding between two BPTT sweeps of one run."""
     xp = run.xp
-    met = xp.sqrt(1.0 + sum(xp.sum(xp.abs(_flat(array, xp)) ** 2, axis=-1) for array in (run.input, *run.states)))
-    arrived = xp.max(xp.stack([xp.max(xp.abs(_flat(grad, xp)), axis=-1) for grad in result.state_grads]), axis=0)
+    squares = xp.empty_like(_flat(run.states[0], xp)[:, :, 0])
+    peaks = [xp.empty_like(squares) for _ in result.state_grads]
+
+    def work(some: slice) -> None:
+        squares[some] = sum(xp.sum(_flat(array[some], xp) ** 2, axis=-1) for array in (run.input, *run.states))
+        for peak, grad in zip(peaks, result.state_grads, strict=True):
+            peak[some] = xp.max(xp.abs(_flat(grad[some], xp)), axis=-1)
+
+    for_each(work, sample_chunks(int(squares.shape[0]), math.prod(run.states[0].shape[1:])), xp=xp)
+    arrived = xp.max(xp.stack(peaks), axis=0)
     kernels = {} if run.cell.by_framework else run.cell.weights()
     rows = [_largest_row(kernels.get(name), xp) for name in ("kernel", "recurrent_kernel")]
-    terms = met * arrived
+    terms = xp.sqrt(1.0 + squares) * arrived
     largest = float(xp.max(terms))
     if not 0.0 < largest < math.inf:
         return Rounding()
     size = largest * math.sqrt(float(xp.sum((terms / largest) ** 2)))
-    return Rounding(size, rows[0] * float(xp.max(arrived)), max(rows[1], 1.0) * _at_the_start(run, result))
+    return Rounding(size, rows[0] * float(xp.max(arrived)), max(rows[1], 1.0) * _at_the_start(run, result, peaks))
 
 
-def _at_the_start(run: Replay, result: Adjoint) -> float:
+def _at_the_start(run: Replay, result: Adjoint, peaks: Sequence[Array]) -> float:
     """Return the rounding scale of the gradients of the initial states.
 
     It is the largest of these gradients times the digits lost at all steps, as the root of the sum of squares.
+
+    ``peaks``: for each state the largest magnitude (sample, time) of its gradient.
     """
     xp = run.xp
     by_state = []
-    for first, grad in zip(result.initial_state_grad, result.state_grads, strict=True):
-        later = xp.max(xp.abs(_flat(grad, xp)), axis=(0, 2))
+    for first, peak in zip(result.initial_state_grad, peaks, strict=True):
+        later = xp.max(peak, axis=0)
         later = later if run.order == "forward" else xp.flip(later)
         by_state.append(xp.concat([xp.max(xp.abs(first))[None], later]))
     sizes = xp.stack(by_state)  # (state, 1 + time)

@@ -66,3 +66,8 @@ def test_float32_stays_float32_and_extremes_do_not_warn():
         value = activation.value(x, np_xp)
         assert value.dtype == np.float32, activation.name
         assert activation.vjp(x, value, np.ones_like(x), np_xp).dtype == np.float32, activation.name
+
+
+def test_values_are_new_arrays_that_a_cell_may_write_to():
+    for activation in ACTIVATIONS.values():
+        assert not np.shares_memory(activation.value(POINTS, np_xp), POINTS), activation.name

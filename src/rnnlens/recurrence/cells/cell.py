@@ -169,9 +169,8 @@ class Cell:
         """
         found = self.weights()
         z = affine.project(x, found["kernel"], scale, self.parts, xp)
-        for name in ("bias", "recurrent_bias"):
-            if name in found:
-                z += found[name]
+        if biases := [found[name] for name in ("bias", "recurrent_bias") if name in found]:
+            z += sum(biases[1:], start=biases[0])
         return z
 
     def step(

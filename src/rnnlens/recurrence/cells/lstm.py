@@ -78,8 +78,9 @@ class LSTM(Cell):
         z = self.from_hidden(hidden, scale, xp)
         z += projected
         z = affine.split_gates(z, _GATES, xp)
-        parts = [rec.value(z[..., :2, :], xp), act.value(z[..., 2:3, :], xp), rec.value(z[..., 3:, :], xp)]
-        return Record(z, xp.concat(parts, axis=-2))
+        gates = rec.value(z, xp)
+        gates[..., 2, :] = act.value(z[..., 2, :], xp)
+        return Record(z, gates)
 
     def from_hidden(self, hidden: Array, scale: Array | None, xp: Namespace) -> Array:
         """Compute the recurrent side of all pre-activations: (..., unit_in) to (..., gate * unit)."""
