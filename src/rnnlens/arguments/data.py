@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..autodiff.tensors import to_numpy
+from ..autodiff.tensors import engine_of, to_numpy
 from ..errors import InputError, TooLargeError, UnsupportedError, has_attribute, shape_of, shown
 from ..settings import current, format_memory
 
@@ -335,6 +335,8 @@ def _refuse_absent(name: str, value: Any) -> None:
         what, hint = "is ragged", "pad to one length and mask"
     elif getattr(value, "is_quantized", False):
         what, hint = "is quantized", f"{name}.dequantize()"
+    elif engine_of(value) == "tensorflow" and "Variable" in kind and as_numpy(value).dtype.kind == "O":
+        what, hint = "is a variable of a graph, without a value of its own", f"session.run({name})"
     elif "parse" in kind or hasattr(value, "tocsr") or kind in ("BCOO", "BCSR") or is_sparse:
         what, hint = "is sparse", f"{name}.to_dense(), .todense() or tf.sparse.to_dense({name})"
     else:

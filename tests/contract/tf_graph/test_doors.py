@@ -200,3 +200,12 @@ def test_what_a_graph_is_fed_wrongly_is_one_error(parts):
     sess.close()
     with pytest.raises(rl.errors.InputError, match="The session is closed"):
         rl.trace(net, X, Y)
+
+
+@pytest.mark.parametrize("verb", [rl.trace, rl.diagnose, rl.lyapunov, rl.step_eigenvalues, rl.fixed_points])
+def test_a_variable_of_the_graph_is_no_data(parts, verb):
+    sess, x, _y, _state, out, _loss = parts
+    net, variable = rl.tf1.graph(sess, inputs=x, outputs=out), tf.get_variable("data", (4, 6, 3))
+    with pytest.raises(rl.errors.InputError, match="x is a variable of a graph, without a value") as refused:
+        verb(net, variable)
+    assert "session.run(x)" in str(refused.value)
