@@ -1,4 +1,4 @@
-"""Where a browser is that tests may drive: Debian's Chromium, or any that is called like one."""
+"""Find the browser that the tests drive: Chromium or Chrome."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
 def chromium() -> str | None:
-    """Its path; None where there is none."""
+    """Return the path of the browser, or None."""
     return next((path for path in map(shutil.which, NAMES) if path), None)

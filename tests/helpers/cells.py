@@ -1,4 +1,4 @@
-"""Cells of ours by their kind, for tests that run over kinds and options."""
+"""Build rnnlens cells by kind, for tests that run over kinds and options."""
 
 from dataclasses import fields
 
@@ -6,6 +6,6 @@ from rnnlens.recurrence.cells import kinds
 
 
 def make(kind, *weights, **options):
-    """A cell of that kind; options that it does not have are left out."""
+    """Return a cell of a kind; options that the kind lacks are ignored."""
     known = {field.name for field in fields(kinds()[kind])}
     return kinds()[kind](*weights, **{name: value for name, value in options.items() if name in known})

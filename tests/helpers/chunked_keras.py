@@ -75,7 +75,7 @@ def furthest(found, expected):
 
 
 class Compilations:
-    """Counts what JAX compiles and what TensorFlow traces into graphs."""
+    """Counter of JAX compilations and TensorFlow graph traces."""
 
     def __init__(self):
         self.count = 0

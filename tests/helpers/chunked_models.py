@@ -25,14 +25,14 @@ class Net(torch.nn.Module):
 
 
 class TimeMajor(Net):
-    """The same, time first."""
+    """The same network with time as the first axis."""
 
     def forward(self, x):
         return self.out(self.lstm(x.transpose(0, 1))[0][:, -1])
 
 
 class RaisesForLargeInput(Net):
-    """Raises where an input is larger than 1000; after a second where it is larger than 10,000."""
+    """A network that raises for an input above 1000, and a second later for one above 10,000."""
 
     def forward(self, x):
         largest = float(x.detach().max())
@@ -43,7 +43,7 @@ class RaisesForLargeInput(Net):
 
 
 class WrongOnWorkers(Net):
-    """Computes something else inside hooks than plainly: a certificate has to fail."""
+    """A network whose output differs while hooks are set: its certificate has to fail."""
 
     calls = 0
 
@@ -53,7 +53,7 @@ class WrongOnWorkers(Net):
 
 
 class Slow(Net):
-    """Takes a tenth of a second for each chunk."""
+    """A network that takes a tenth of a second per chunk."""
 
     def forward(self, x):
         time.sleep(0.1)
@@ -61,7 +61,7 @@ class Slow(Net):
 
 
 class KillsItsWorker(Net):
-    """Kills its process at the first chunk that it sees, once for each file in the folder ``kills``."""
+    """A network that kills its process at its first chunk, once for each file in the folder ``kills``."""
 
     def __init__(self, kills, home):
         super().__init__()

@@ -5,7 +5,7 @@ from torch import nn
 
 
 class Model(nn.Module):
-    """A forward and its parts."""
+    """A module with the given forward function and submodules."""
 
     def __init__(self, run, **parts):
         super().__init__()

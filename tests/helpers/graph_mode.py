@@ -19,7 +19,7 @@ grappler.off()
 
 @pytest.fixture(autouse=True)
 def graph():
-    """A default graph of its own for each test."""
+    """Give each test a new default graph."""
     with tf.Graph().as_default() as own:
         tf.set_random_seed(1)
         yield own
@@ -27,7 +27,7 @@ def graph():
 
 @pytest.fixture
 def v1() -> bool:
-    """Whether loops are rings of Enter and Exit, not While."""
+    """Return whether loops are Enter and Exit operations instead of While."""
     return CONTROL_FLOW == "v1"
 
 

@@ -1,8 +1,8 @@
-"""TensorFlow's rewriting of graphs, left out: a test runs a graph once or twice, which gains less than it costs."""
+"""Switch TensorFlow's graph optimiser off: for a graph that runs once or twice it costs more than it saves."""
 
 
 def off() -> None:
-    """For this process, sessions included."""
+    """Disable the optimiser in this process, sessions included."""
     import tensorflow as tf
 
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})

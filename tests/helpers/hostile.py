@@ -27,24 +27,24 @@ import xarray as xr
 
 import rnnlens as rl
 
-#: Seconds by the clock after which a call counts as hanging if it computes, and if it waits, as on a busy machine too.
+#: Wall-clock seconds after which a call counts as hanging: while it computes, and while it waits (busy machine).
 LIMIT_S, LIMIT_WAITING_S = 60, 600
-#: Seconds of processor time that one call may take, and a short training that is watched, compiled anew each time.
+#: Processor seconds allowed for one call, and for a short watched training that is compiled anew each time.
 LIMIT_CPU_S, LIMIT_TRAINING_S = 5.0, 30.0
-#: Bytes that calls may use, and what frameworks take beside that for programs they compile.
+#: Bytes that calls may use, and an allowance for programs that frameworks compile.
 MEMORY, ALLOWANCE = 64 * 2**20, 512 * 2**20
 
 
-#: Ends of a call that are no faults; "own" is an error of the user's ``on_batch``, which is not caught.
+#: Outcomes that are no faults; "own" is an error of the user's ``on_batch``, which is not caught.
 FINE = ("result", "refused", "own")
 
 
 class HangError(BaseException):
-    """A call took longer than its limit; no `except Exception` can hide it."""
+    """Raised when a call exceeds its time limit; no `except Exception` can hide it."""
 
 
 class Odd:
-    """An object that cannot even be printed."""
+    """An object whose repr raises."""
 
     def __repr__(self) -> str:
         raise RuntimeError("no words")
@@ -60,7 +60,7 @@ class UnreadableArray:
 
 
 class OnlyArray:
-    """An object that converts to an array, and fails to."""
+    """An object whose conversion to an array raises."""
 
     def __array__(self, dtype=None, copy=None):
         raise ValueError("no array")
@@ -120,7 +120,7 @@ def _masked() -> Any:
     return np.ma.masked_array(np.ones((2, 5, 3)), mask=np.zeros((2, 5, 3), bool))
 
 
-#: Values that fit nowhere, or almost: made anew for each call.
+#: Values that are valid for almost no argument, created anew for each call.
 ANYWHERE: dict[str, Callable[[], Any]] = {
     "None": lambda: None,
     "True": lambda: True,
@@ -246,7 +246,7 @@ def _frozen(array: Any) -> Any:
 
 @dataclass
 class Target:
-    """One function with a good call of it, and further values worth a try by argument."""
+    """One function, a valid call of it, and further values to try by argument."""
 
     name: str
     function: Callable[..., Any]
@@ -257,7 +257,7 @@ class Target:
 
 @dataclass
 class Outcome:
-    """How one call ended."""
+    """The outcome of one call."""
 
     call: str
     kind: str
@@ -265,7 +265,7 @@ class Outcome:
 
 
 def calls(targets: list[Target], foreign: dict[str, Callable[[], Any]], count: int, seed: int) -> Iterator[Any]:
-    """``count`` calls (words for it, function, arguments), every argument of every function in turn."""
+    """Yield ``count`` calls (description, function, arguments), varying every argument of every function in turn."""
     draw = np.random.default_rng(seed)
     everywhere = {**ANYWHERE, **foreign}
     slots = [(target, argument) for target in targets for argument in target.arguments]
@@ -286,7 +286,7 @@ def calls(targets: list[Target], foreign: dict[str, Callable[[], Any]], count: i
 
 
 def each_call(targets: list[Target], foreign: dict[str, Callable[[], Any]]) -> Iterator[Any]:
-    """Calls as :func:`calls` yields them: every argument of every function replaced by every value, one at a time."""
+    """Yield calls as :func:`calls` does: every argument of every function replaced by every value, one at a time."""
     for target in targets:
         for argument in target.arguments:
             for label, make in {**ANYWHERE, **foreign, **target.near.get(argument, {})}.items():
@@ -295,7 +295,7 @@ def each_call(targets: list[Target], foreign: dict[str, Callable[[], Any]]) -> I
 
 
 def attempt(words: str, function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
-    """Make one call, within its time and memory."""
+    """Make one call within its limits of time and memory, and return its outcome."""
 
     def late(*_: object) -> None:
         if time.process_time() - start > LIMIT_TRAINING_S or time.monotonic() - began >= LIMIT_WAITING_S:
@@ -330,14 +330,14 @@ def attempt(words: str, function: Callable[..., Any], arguments: dict[str, Any])
 
 
 def run(targets: list[Target], foreign: dict[str, Callable[[], Any]], count: int, seed: int) -> list[Outcome]:
-    """All calls, one after another."""
+    """Make all calls one after another, and return their outcomes."""
     with rl.options(memory=MEMORY, progress=False), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return [attempt(*call) for call in calls(targets, foreign, count, seed)]
 
 
 def faults(outcomes: list[Outcome]) -> str:
-    """What must not be, place by place with the first call that led there; empty where all is well."""
+    """Return the faults by place, each with its first call; empty if there are none."""
     bad = [outcome for outcome in outcomes if outcome.kind not in FINE]
     places = Counter((outcome.kind, outcome.where) for outcome in bad)
     first = {(outcome.kind, outcome.where): outcome.call for outcome in reversed(bad)}
@@ -349,26 +349,26 @@ def _peak() -> int:
 
 
 def _readable(error: Exception) -> bool:
-    """Whether an error says something, in a length that can be read."""
+    """Return whether an error message is neither empty nor too long to read."""
     said = str(error)
     return 10 < len(said) < 8000 and bool(said.splitlines()[0].strip())
 
 
 def _of_on_batch(error: Exception) -> bool:
-    """Whether rnnlens was calling the user's ``on_batch`` when an error was raised."""
+    """Return whether an error was raised while rnnlens called the user's ``on_batch``."""
     ours = [f for f in traceback.extract_tb(error.__traceback__) if "/rnnlens/" in f.filename]
     return bool(ours) and "on_batch(" in (ours[-1].line or "")
 
 
 def _where(error: Exception) -> str:
-    """The last place in rnnlens on the way to an error, and the error."""
+    """Return the innermost rnnlens frame of an error, and the error."""
     ours = [f for f in traceback.extract_tb(error.__traceback__) if "/rnnlens/" in f.filename]
     place = f"{ours[-1].filename.split('/rnnlens/')[-1]}:{ours[-1].lineno}" if ours else "outside"
     return f"{place} {type(error).__name__}: {str(error)[:160]!r}"
 
 
 def one(value: Any) -> Callable[[], Any]:
-    """What makes the same value every time."""
+    """Return a function that always returns the given value."""
     return lambda: value
 
 
@@ -376,7 +376,7 @@ def _each_word(*words: str) -> dict[str, Callable[[], Any]]:
     return {word: one(word) for word in words}
 
 
-#: Names that a model with an LSTM called "lstm" and a Dense or Linear layer called "top" has, or nearly has.
+#: Names that are valid or almost valid in a model of an LSTM "lstm" and a Dense or Linear layer "top".
 NAMES = _each_word(
     *("lstm", "lstm#0", "lstm#1", "top", "lstm.hidden", "lstm.cell", "lstm.gates", "lstm.output", "lstm.state_5"),
     *("lstm.final_hidden", "lstm.initial_cell", "lstm/kernel", "top.output", "*", "input[0]", "output[1]"),
@@ -396,7 +396,7 @@ _REDUCTIONS = _each_word("sum", "mean", "norm", "spectral", "abs_mean") | {
 
 
 def near_verbs(x: Any, y: Any) -> dict[str, dict[str, Callable[[], Any]]]:
-    """Values that are right or nearly so, by argument, for data (2, 5, 3) and targets (2, 5, 2)."""
+    """Return valid and almost valid values by argument, for data (2, 5, 3) and targets (2, 5, 2)."""
     names = dict.fromkeys(("of", "wrt", "layers"), NAMES)
     return {
         **names,
@@ -506,7 +506,7 @@ def near_verbs(x: Any, y: Any) -> dict[str, dict[str, Callable[[], Any]]]:
 
 
 def verbs(model: Any, x: Any, y: Any, loss: Any, folder: Path) -> list[Target]:
-    """Every verb on one model, with all of its arguments."""
+    """Return every verb on one model, with all of its arguments."""
     base = {"model": one(model), "x": one(x)}
     learned = {**base, "y": one(y), "loss": one(loss)}
     output = {**base, "of": one("output"), "reduce": one("sum"), "wrt": one("input")}
@@ -527,7 +527,7 @@ def verbs(model: Any, x: Any, y: Any, loss: Any, folder: Path) -> list[Target]:
 
 
 def diagnoses(model: Any, x: Any, y: Any) -> list[Target]:
-    """``rl.diagnose`` and what belongs to it, on one model, with all of their arguments."""
+    """Return ``rl.diagnose`` and the functions of its results on one model, with all of their arguments."""
     found = rl.diagnose(model, x, y)
     numbers = {str(n): one(n) for n in (-9, -5, -1, 0, 1, 4, 5, 64, 10**6, 10**20)}
     near = {

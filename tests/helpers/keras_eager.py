@@ -1,4 +1,4 @@
-"""Runs of a Keras model that are not compiled: quicker for a single run on little data."""
+"""Run Keras models uncompiled, which is faster for a single run on little data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rnnlens.adapters.keras import run
 
 @contextmanager
 def eagerly() -> Iterator[None]:
-    """Within this block every capture is the only one of its kind."""
+    """Run every capture within the block uncompiled, as the first capture of a model."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "memo_for", lambda *_: None)
         yield
@@ -20,9 +20,9 @@ def eagerly() -> Iterator[None]:
 
 @contextmanager
 def op_by_op() -> Iterator[None]:
-    """Within this block TensorFlow runs what is to become a graph at once, and as often as it is asked.
+    """Execute functions that TensorFlow would trace into graphs eagerly within the block.
 
-    A graph is traced for each model of each test, and run once or twice: most of what such tests would take.
+    Tracing a graph for each model of each test, to run it once or twice, would take most of the tests' time.
     """
     import tensorflow as tf
 

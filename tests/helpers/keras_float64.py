@@ -1,4 +1,4 @@
-"""Keras in float64 on every engine (on JAX and torch it rounds to float32 unless told not to), and no run twice."""
+"""Keras in float64 on every engine (by default JAX and torch round to float32), and tests without certificates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import rnnlens as rl
 
 
 def lift() -> None:
-    """Let this process compute in float64; to be called before the engine computes anything."""
+    """Enable float64 in this process; call it before the engine computes anything."""
     if engine() != "tensorflow":
         from keras.src.backend.common import dtypes
 
@@ -25,7 +25,7 @@ def lift() -> None:
 
 @contextmanager
 def floats(dtype: str) -> Iterator[None]:
-    """The floating type of everything that Keras makes, losses too."""
+    """Set Keras' default float dtype within the block, that of losses included."""
     before, policy = floatx(), None if LEGACY else keras.config.dtype_policy()
     set_floats(dtype)
     yield
@@ -36,7 +36,7 @@ def floats(dtype: str) -> Iterator[None]:
 
 @pytest.fixture
 def float64() -> Iterator[None]:
-    """float64, and the same weights every time."""
+    """Compute in float64 with seeded weights."""
     with floats("float64"):
         keras.utils.set_random_seed(1)
         yield
@@ -44,6 +44,6 @@ def float64() -> Iterator[None]:
 
 @pytest.fixture
 def uncertified() -> Iterator[None]:
-    """No certificate where its run would be compiled too: for numbers that a test holds against more than it does."""
+    """Disable certificates on engines that would compile the reference run: the test itself compares more."""
     with rl.options(certify="auto" if engine() == "torch" else "never"):
         yield

@@ -1,4 +1,4 @@
-"""The user's own model, run and differentiated by its engine as it stands: what results are held against."""
+"""Reference computations: the user's model, run and differentiated by its engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 @contextmanager
 def op_by_op() -> Iterator[None]:
-    """Runs that are too small to compile: JAX would compile the loop of a recurrent layer anew at every call."""
+    """Disable compilation within the block: JAX would compile the loop of a recurrent layer anew at every call."""
     if keras.backend.backend() != "jax":
         yield
         return
@@ -23,12 +23,12 @@ def op_by_op() -> Iterator[None]:
 
 
 def number(value: Any) -> float:
-    """A tensor of one element as a number."""
+    """Return a tensor of one element as a float."""
     return float(keras.ops.convert_to_numpy(value))
 
 
 def by_difference(plain: Callable[[Any], float], array: Any, index: tuple[int, ...], step: float = 1e-6) -> float:
-    """d plain / d array[index], by central differences."""
+    """Return d plain / d array[index] by central differences."""
     ends = []
     for size in (step, -step):
         moved = np.array(array)
@@ -39,7 +39,7 @@ def by_difference(plain: Callable[[Any], float], array: Any, index: tuple[int, .
 
 
 def jacobian(function: Callable[[Any], Any], x: Any) -> Any:
-    """d function(x)[:, ...] / d x[:, ...], sample by sample: (sample, *out, *in). Samples do not mix."""
+    """Return the Jacobian of each sample, (sample, *out, *in), of a function that does not mix samples."""
     with keras.StatelessScope():  # a stateful layer does not go on from where a row left it
         return {"tensorflow": _tensorflow, "jax": _jax, "torch": _torch}[keras.backend.backend()](function, x)
 

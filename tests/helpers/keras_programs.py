@@ -12,12 +12,12 @@ SAMPLES, STEPS, FEATURES, UNITS, VOCABULARY = 3, 5, 3, 4, 7
 
 
 def numbers(*shape: int) -> Any:
-    """Normal numbers, equal at each call."""
+    """Return normal numbers, equal at each call."""
     return np.random.default_rng(len(shape)).normal(size=shape)
 
 
 def ids(*shape: int, low: int = 1) -> Any:
-    """Token ids, none of which is padding."""
+    """Return token ids without padding."""
     return np.random.default_rng(5).integers(low, VOCABULARY, shape).astype("int32")
 
 
@@ -29,7 +29,7 @@ def compiled(model: Any, x: Any, y: Any, loss: Any = "mse", **options: Any) -> t
 
 
 def stopped(tensor: Any) -> Any:
-    """A tensor without its gradient."""
+    """Return a tensor detached from its gradient."""
     return ops.stop_gradient(tensor)
 
 
@@ -96,7 +96,7 @@ class CrossAttention(L.Layer):
 
 
 def translation():
-    """Its decoder calls the GRU once over all target steps."""
+    """A translator whose decoder calls the GRU once over all target steps."""
 
     class Translator(keras.Model):
         def __init__(self):
@@ -117,7 +117,7 @@ def translation():
 
 
 class StepwiseDecoder(keras.Model):
-    """A GRU layer that is called with one step and its last state, once per step."""
+    """A model that calls a GRU layer once per step, with that step and the last state."""
 
     def __init__(self):
         super().__init__()
@@ -207,7 +207,7 @@ def masking_layer():
 
 
 def encoder_decoder_states():
-    """The state of an encoder starts a decoder; inputs are a list of two sequences."""
+    """A model of two input sequences, whose encoder's state is the decoder's initial state."""
     encoder_inputs, decoder_inputs = keras.Input((None, FEATURES), name="a"), keras.Input((None, FEATURES), name="b")
     _, state_h, state_c = L.LSTM(UNITS, return_state=True, name="encoder")(encoder_inputs)
     decoder = L.LSTM(UNITS, return_sequences=True, return_state=True, name="decoder")
@@ -271,7 +271,7 @@ def detached_halves():
 
 
 def cut_between_chunks():
-    """Truncated backpropagation inside a model: the state goes on, its gradient does not."""
+    """Truncated backpropagation inside a model: the state is carried on, its gradient is cut."""
 
     class Truncated(keras.Model):
         def __init__(self):
@@ -328,7 +328,7 @@ def unused_head():
 
 
 class ScaledLSTM(L.LSTM):
-    """A subclass whose call does something to the input and the output."""
+    """A layer subclass whose call changes the input and the output."""
 
     def call(self, sequences, initial_state=None, mask=None, training=False):
         return 2.0 * super().call(0.5 * sequences, initial_state=initial_state, mask=mask, training=training)
@@ -366,7 +366,7 @@ def time_first():
 
 
 def by_hand_both_ways():
-    """A backward layer that is turned by hand, and a residual connection."""
+    """A backward layer whose output is reversed by the model, and a residual connection."""
     inputs = keras.Input((STEPS, UNITS))
     there = L.SimpleRNN(UNITS, return_sequences=True, name="there")(inputs)
     back = L.GRU(UNITS, return_sequences=True, go_backwards=True, name="back")(inputs)
@@ -377,7 +377,7 @@ def by_hand_both_ways():
 
 
 def generator_of_steps():
-    """A layer without sequences that is called on what it said, its two states given back each time."""
+    """A layer that is called on its own output, with its two states given back each time."""
 
     class Generator(keras.Model):
         def __init__(self):
@@ -396,7 +396,7 @@ def generator_of_steps():
 
 
 def own_training_step():
-    """Keras trains by this step; the loss is that of `compute_loss`."""
+    """Train by this step, whose loss is that of `compute_loss`."""
 
     class Trained(keras.Model):
         def __init__(self):
@@ -441,7 +441,7 @@ def convolutions_per_step():
 
 
 def state_in_a_variable():
-    """A model that keeps its state itself, and starts the next batch from it."""
+    """A model that stores its state, and starts the next batch from it."""
 
     class Keeps(keras.Model):
         def __init__(self):

@@ -1,10 +1,10 @@
-"""Cells whose backward step is wrong by a factor: a fault that certificates have to find."""
+"""Cells whose backward step is wrong by a factor, a fault that certificates have to detect."""
 
 from rnnlens.recurrence.cells import SimpleRNN
 
 
 def plant(monkeypatch, factor):
-    """All gate gradients of a SimpleRNN, times ``factor``."""
+    """A SimpleRNN whose gate gradients are multiplied by ``factor``."""
     right = SimpleRNN.pull_back
 
     def wrong(*given):

@@ -1,4 +1,4 @@
-"""What rl.gradients says about each cause of a missing gradient, word for word."""
+"""The full text of rl.gradients for each cause of a missing gradient."""
 
 from __future__ import annotations
 

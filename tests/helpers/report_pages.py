@@ -1,4 +1,4 @@
-"""A small network, and a report read back."""
+"""Small networks, and a report read back from its file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HOSTILE = "<script>document.title='taken'</script>"
 
 
 class Classifier(nn.Module):
-    """An LSTM of two layers that is read at its last step."""
+    """An LSTM of two layers with a read-out of its last step."""
 
     def __init__(self, units=6, **options):
         super().__init__()
@@ -75,7 +75,7 @@ def sentences(count=24, steps=20):
 
 @dataclass
 class Page:
-    """A report: its path, its text, and the numbers in it."""
+    """A report: its path, its text and its numbers."""
 
     path: Path
 

@@ -68,7 +68,7 @@ def rg_lru(a):
 
 
 def rwkv(a):
-    """Sums relative to the running maximum, as the model's cache has them: (numerator, denominator)."""
+    """Return (numerator, denominator), relative to the running maximum as in the model's cache."""
     rate, key = -torch.exp(a["time_decay"]), a["key"]
     top, state, states = torch.full_like(key[:, 0], -1e38), 0.0, []
     for t in range(key.shape[1]):
@@ -81,7 +81,7 @@ def rwkv(a):
 
 
 def mlstm(a):
-    """Matrix and normaliser side by side, relative to the running maximum."""
+    """Return matrix and normaliser side by side, relative to the running maximum."""
     q, k, v = (a[name].transpose(1, 2) for name in ("query", "key", "value"))
     write, keep = a["igate"].transpose(1, 2), functional.logsigmoid(a["fgate"]).transpose(1, 2)
     top, state, states, out = torch.zeros_like(write[:, 0]), 0.0, [], []

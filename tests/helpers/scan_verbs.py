@@ -1,4 +1,4 @@
-"""What every verb does with every family of whole-sequence layers: the table of docs/how-to/hugging-face.md.
+"""The table of docs/how-to/hugging-face.md: which verbs work on which family of whole-sequence layers.
 
 python tests/helpers/scan_verbs.py      # write the table into the page
 """
@@ -51,7 +51,7 @@ def _calls(model: Any, x: Any, y: Any) -> dict[str, Callable[[], Any]]:
 
 
 def outcomes(name: str) -> list[str]:
-    """Return what became of each verb on a tiny model of a family: "works", "not certified" or "refused"."""
+    """Return the outcome of each verb on a tiny model of a family: "works", "not certified" or "refused"."""
     model, x = build(name), tokens(12, 5)
     found = []
     for call in _calls(model, x, x[:, 0]).values():

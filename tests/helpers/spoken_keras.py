@@ -1,4 +1,4 @@
-"""The Keras that this process tests: Keras 3, or ``tf_keras`` where ``RNNLENS_TESTED_KERAS`` says so.
+"""The Keras that this process tests: Keras 3, or the package that ``RNNLENS_TESTED_KERAS`` names.
 
 Tests that both have to pass write Keras 3; what Keras 2 has under other names is named here.
 """
@@ -19,7 +19,7 @@ LEGACY = PACKAGE == "tf_keras"
 
 
 class _Legacy:
-    """``tf_keras`` with the names of Keras 3."""
+    """``tf_keras`` under the names of Keras 3."""
 
     def __init__(self) -> None:
         import tensorflow as tf
@@ -46,23 +46,23 @@ keras: Any = _Legacy() if LEGACY else importlib.import_module("keras")
 
 
 def engine() -> str:
-    """What this Keras runs on."""
+    """Return the engine of this Keras."""
     return "tensorflow" if LEGACY else str(keras.backend.backend())
 
 
 def the_adapter() -> Any:
-    """Of this Keras."""
+    """Return the adapter of this Keras."""
     package = importlib.import_module("rnnlens.adapters.keras")
     return package.legacy if LEGACY else package.adapter
 
 
 def path_of(variable: Any) -> str:
-    """Such as ``"lstm/lstm_cell/kernel"``."""
+    """Return the path of a variable, such as ``"lstm/lstm_cell/kernel"``."""
     return variable.name.partition(":")[0] if LEGACY else variable.path
 
 
 def states_of(model: Any) -> list[Any]:
-    """The recorded states of stateful layers."""
+    """Return the state variables of stateful layers."""
     if not LEGACY:
         return [v for v in model.variables if v.name == "rnn_state"]
     layers = [layer for layer in model._flatten_layers() if getattr(layer, "stateful", False)]
@@ -71,7 +71,7 @@ def states_of(model: Any) -> list[Any]:
 
 @contextmanager
 def untouched(model: Any) -> Iterator[None]:
-    """Within the block recorded states may move: they are put back. Keras 3 has scopes for that."""
+    """Restore the states of stateful layers after the block; Keras 3 has scopes for that."""
     states = [*states_of(model), *model.non_trainable_variables] if LEGACY else []
     before = [v.numpy() for v in states]
     yield
@@ -80,12 +80,12 @@ def untouched(model: Any) -> Iterator[None]:
 
 
 def floatx() -> str:
-    """The dtype of floats."""
+    """Return the default float dtype."""
     return keras.backend.floatx() if LEGACY else keras.config.floatx()
 
 
 def set_floats(dtype: str) -> None:
-    """The floating type of all that is made from now on."""
+    """Set the default float dtype."""
     if LEGACY:
         keras.backend.set_floatx(dtype)
         keras.mixed_precision.set_global_policy(dtype)

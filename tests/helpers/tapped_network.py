@@ -1,4 +1,4 @@
-"""A small recurrent network written out step by step, with a zero added at every tensor that can be asked about.
+"""A small recurrent network written step by step, with a zero added at every tensor that has a name in rnnlens.
 
 The gradient of anything with respect to such a zero is the gradient with respect to the tensor, and plain automatic
 differentiation of any framework finds it. conv1d (causal, tanh) -> lstm -> bidirectional gru -> simple rnn -> head.
@@ -12,7 +12,7 @@ import numpy as np
 
 B, T, F, C, H, G, R, OUT = 3, 5, 2, 4, 3, 2, 3, 2
 
-#: Weights as rnnlens shows them: gates apart, directions first.
+#: Weights in rnnlens' layout: gates on an axis of their own, directions first.
 WEIGHTS = {
     "conv1d/kernel": (2, F, C),
     "conv1d/bias": (C,),
@@ -62,7 +62,7 @@ TAPS = {
     "output": (B, OUT),
 }
 
-#: Everything that can be differentiated.
+#: Names of all targets that can be differentiated.
 TARGETS = (
     "loss",
     "output",
@@ -88,7 +88,7 @@ def random_arrays(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, np
 
 
 def zeros(*, whole: bool = False) -> dict[str, np.ndarray]:
-    """One zero per tap; ``whole``: the last recurrent layer returns all of its steps."""
+    """Return one zero per tap; with ``whole`` the last recurrent layer returns all of its steps."""
     shapes = {**TAPS, "rnn.output": (B, T, R)} if whole else TAPS
     return {name: np.zeros(shape) for name, shape in shapes.items()}
 
@@ -96,7 +96,7 @@ def zeros(*, whole: bool = False) -> dict[str, np.ndarray]:
 def run(
     p: dict[str, Any], e: dict[str, Any], x: Any, y: Any, ops: Any, mask: np.ndarray | None = None, held: bool = True
 ) -> dict[str, Any]:
-    """All tensors by name, from weights ``p`` and zeros ``e``.
+    """Return all tensors by name, from weights ``p`` and zeros ``e``.
 
     ``ops`` has tensor, tanh, sigmoid, mean, stack(list, axis) and concat(list, axis). ``held``: before the first real
     step a layer puts out its initial state (Keras on JAX), not zeros (Keras on TensorFlow and torch).

@@ -19,7 +19,7 @@ LENGTHS = [6, 3, 1, 5]
 
 
 class Leaky(cell.RNNCell):
-    """A cell that nobody knows: masked recurrent weights, and three small steps in each."""
+    """A cell of unknown equations: masked recurrent weights, and three sub-steps in each step."""
 
     def __init__(self, units: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Leaky(cell.RNNCell):
         return 2 * h, h
 
 
-#: By name: how to make the cell, and what rnnlens calls each of its layers.
+#: By name: a function that makes the cell, and the rnnlens name of each of its layers.
 CELLS: Mapping[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "rnn": (lambda: cell.BasicRNNCell(4), ("simple_rnn",)),
     "rnn_relu": (lambda: cell.BasicRNNCell(4, activation=tf.nn.relu), ("simple_rnn",)),
@@ -77,27 +77,27 @@ def _dtype() -> Any:
 
 @dataclass
 class ByHand:
-    """States (h, c, ...) after each step by layer, as they are made at real steps and as they are carried at others."""
+    """States (h, c, ...) after each step by layer: computed at real steps, carried at masked ones."""
 
     loss: Any
     states: dict[str, list[list[Any]]]
 
 
 def feed(dtype: Any, time_major: bool = False) -> Any:
-    """What both are given."""
+    """Return the data of both networks."""
     x = np.random.default_rng(0).normal(size=(SAMPLES, STEPS, FEATURES)).astype(dtype.as_numpy_dtype)
     return x.swapaxes(0, 1) if time_major else x
 
 
 def weighted(tensor: Any, seed: int) -> Any:
-    """A sum in which every number counts differently."""
+    """Return a sum that weights every number differently."""
     draw = np.random.default_rng(seed)
     weights = draw.normal(size=[d or SAMPLES for d in tensor.shape.as_list()])
     return tf.reduce_sum(tensor * tf.constant(weights, tensor.dtype))
 
 
 def loops(names: Any, x: Any, lengths: Any, time_major: bool, both: bool) -> Any:
-    """The loss of all these cells in TensorFlow's loops."""
+    """Return the loss of all these cells in TensorFlow's loops."""
     total = 0.0
     for name in names:
         make, _ = CELLS[name]
@@ -116,7 +116,7 @@ def loops(names: Any, x: Any, lengths: Any, time_major: bool, both: bool) -> Any
 
 
 def by_hand(names: Any, x: Any, lengths: Any, time_major: bool, both: bool) -> ByHand:
-    """The same, one step after the other."""
+    """Return the same loss, with the cells called step by step."""
     total, found = 0.0, {}
     x = tf.transpose(x, [1, 0, 2]) if time_major else x
     for name in names:
@@ -142,7 +142,7 @@ def _turned(x: Any, lengths: Any) -> Any:
 
 
 def _run(scope: str, made: Any, x: Any, lengths: Any) -> Any:
-    """Outputs (sample, time, unit), the states at the end, and by step all states as the cell made them."""
+    """Return outputs (sample, time, unit), the final states, and all computed states by step."""
     with tf.variable_scope(scope):
         state, outputs, states = made.zero_state(SAMPLES, x.dtype), [], []
         for t in range(STEPS):
@@ -158,14 +158,14 @@ def _run(scope: str, made: Any, x: Any, lengths: Any) -> Any:
 
 
 def _parts(state: Any) -> list[Any]:
-    """A state that is several states side by side, taken apart."""
+    """Split a state that joins several states."""
     if state.op.type != "ConcatV2":
         return [state]
     return [part for joined in state.op.inputs[:-1] for part in _parts(joined)]
 
 
 def _by_layer(name: str, words: tuple[str, ...], states: list[list[Any]]) -> dict[str, list[list[Any]]]:
-    """By the layer's name: h of all steps, and c where there is one. TensorFlow has c before h."""
+    """Return h of all steps, and c if there is one, by layer; TensorFlow has c before h."""
     found, at = {}, 0
     for i, word in enumerate(words):
         count = 2 if word.startswith("lstm") else 1
@@ -176,7 +176,7 @@ def _by_layer(name: str, words: tuple[str, ...], states: list[list[Any]]) -> dic
 
 
 def of(names: Any, *, lengths: bool, time_major: bool = False, both: bool = False, dtype: Any = tf.float64) -> Any:
-    """A net of these cells in loops; and by layer the total gradients of all states, by hand: (sample, time, unit)."""
+    """Return a network of these cells in loops, and by layer the total gradients of states, (sample, time, unit)."""
     _DTYPE[0] = dtype
     x = feed(dtype, time_major)
     graph, session = tf.get_default_graph(), tf.Session()

@@ -1,4 +1,4 @@
-"""Conv1D, batch normalisation, GRU with dropout over sequences of several lengths, a head: as people write it."""
+"""A TensorFlow-1 network: Conv1D, batch normalisation, GRU with dropout over sequences of any length, head."""
 
 import tensorflow.compat.v1 as tf
 
@@ -6,7 +6,7 @@ BATCH, FEATURES, UNITS = 5, 6, 8
 
 
 class Graph:
-    """Placeholders for training and development, a phase, a rate of dropout, an open number of steps."""
+    """The graph: placeholders of data, phase and dropout rate, and any number of steps."""
 
     def __init__(self, wrapped=True, units=UNITS, dtype=tf.float64, features=FEATURES, batch=BATCH):
         self.units, self.batch, self.wrapped = units, batch, wrapped

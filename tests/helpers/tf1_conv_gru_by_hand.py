@@ -13,7 +13,7 @@ def sigmoid(z):
 
 
 def forward(w, x, h0, labels=None, bump=None):
-    """Output, every state and the loss of each sample; ``bump``: what is added to the state after a step, by step."""
+    """Return output, every state and the loss of each sample; ``bump`` is added to the state after a step, by step."""
     used = np.sign(np.abs(x.real).max(axis=2))
     lengths = used.sum(axis=1).astype(int)
     kernel, steps = w["layer_cell/conv1d/kernel"], x.shape[1]
@@ -42,13 +42,13 @@ def forward(w, x, h0, labels=None, bump=None):
 
 
 def slope(function, values, name, direction):
-    """The derivative of ``function(values)`` along a direction of one of the values."""
+    """Return the derivative of ``function(values)`` along a direction of one of the values."""
     moved = {**values, name: values[name] + 1j * STEP * direction}
     return np.imag(function(moved)) / STEP
 
 
 def hidden_grad(w, x, h0, labels):
-    """dL/dh_t, (sample, time, unit): every unit of every step moved by itself."""
+    """Return dL/dh_t, (sample, time, unit), by perturbing every unit of every step."""
     samples, steps, units = *x.shape[:2], h0.shape[1]
     found = np.zeros((samples, steps, units))
     for t in range(steps):

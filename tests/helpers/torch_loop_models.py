@@ -1,4 +1,4 @@
-"""Recurrent loops as people write them in torch: (sample, time, feature) in, one tensor out, samples kept apart."""
+"""Recurrent loops as users write them in torch: (sample, time, feature) to one tensor, without mixing samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def zeros(x, *sizes):
 
 
 class Plain(nn.Module):
-    """The textbook loop."""
+    """The textbook loop over a cell."""
 
     def __init__(self, kind="lstm"):
         super().__init__()
@@ -36,7 +36,7 @@ class Plain(nn.Module):
 
 
 class LastCell(nn.Module):
-    """The head reads h and c after the last step."""
+    """A loop whose head reads h and c after the last step."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ class LastCell(nn.Module):
 
 
 class CellsRead(nn.Module):
-    """Every output reads c_t."""
+    """A loop whose outputs all read c_t."""
 
     def __init__(self):
         super().__init__()
@@ -83,7 +83,7 @@ class TwoLayers(nn.Module):
 
 
 class UpperFirst(nn.Module):
-    """The upper cell reads the lower one's state of the step before, and is called first."""
+    """Two cells, of which the upper is called first and reads the lower one's previous state."""
 
     def __init__(self):
         super().__init__()
@@ -100,7 +100,7 @@ class UpperFirst(nn.Module):
 
 
 class FedBack(nn.Module):
-    """What was put out goes in again."""
+    """A loop that feeds each output back as the next input."""
 
     def __init__(self, kind="lstm"):
         super().__init__()
@@ -121,7 +121,7 @@ class FedBack(nn.Module):
 
 
 class Attention(nn.Module):
-    """Encoder and decoder; the decoder's own state is the query, and what it found is fed in with the next step."""
+    """Encoder and decoder with attention: the decoder's state is the query, the context is part of the next input."""
 
     def __init__(self, feeding=False):
         super().__init__()
@@ -146,7 +146,7 @@ class Attention(nn.Module):
 
 
 class Between(nn.Module):
-    """Something happens to the state between two steps, at all of them or at one."""
+    """A loop that changes the state between two steps, at all of them or at one."""
 
     def __init__(self, how):
         super().__init__()
@@ -180,12 +180,12 @@ class Between(nn.Module):
 
     @property
     def lengths(self):
-        """Steps of each recurrence."""
+        """Return the number of steps of each recurrence."""
         return [2, 3] if self.how in ("detach", "restart") else [T]
 
 
 class Siamese(nn.Module):
-    """One cell over two halves of the input, each from zero."""
+    """One cell over two halves of the input, each from zero states."""
 
     lengths = (2, 2)
 
@@ -205,7 +205,7 @@ class Siamese(nn.Module):
 
 
 class BothWays(nn.Module):
-    """Bidirectional by hand: one cell runs from the end."""
+    """A bidirectional loop: one of two cells runs from the last step."""
 
     def __init__(self):
         super().__init__()
@@ -226,7 +226,7 @@ class BothWays(nn.Module):
 
 
 class Block(nn.Module):
-    """A step with its own norm, around a cell that nobody else sees."""
+    """A step module with a norm around a cell of its own."""
 
     def __init__(self):
         super().__init__()
@@ -238,7 +238,7 @@ class Block(nn.Module):
 
 
 class Attribute(nn.Module):
-    """The state lives on the module, two levels down."""
+    """A loop whose state is an attribute of a submodule's submodule."""
 
     def __init__(self):
         super().__init__()
@@ -251,7 +251,7 @@ class Attribute(nn.Module):
 
 
 class Masked(nn.Module):
-    """Samples of unequal length: the state of an ended one stays."""
+    """Samples of unequal length: the state of an ended sample is carried on."""
 
     def __init__(self, how="where", read="last"):
         super().__init__()
@@ -277,7 +277,7 @@ class Masked(nn.Module):
 
 
 class Forced(nn.Module):
-    """Teacher forcing, decided by Python's own ``random``."""
+    """Teacher forcing, drawn from Python's ``random``."""
 
     def __init__(self, own=False):
         super().__init__()
@@ -296,7 +296,7 @@ class Forced(nn.Module):
 
 
 class OwnLstm(nn.Module):
-    """An LSTM cell written by hand; ``note`` is told of every tensor that a test may ask for."""
+    """An LSTM cell written out; ``note`` is called with every tensor that a test may need."""
 
     note = staticmethod(lambda name, value: value)
 
@@ -314,7 +314,7 @@ class OwnLstm(nn.Module):
 
 
 class OwnLoop(nn.Module):
-    """A cell of one's own, its states kept in a dict, all of them read at every step."""
+    """A user's cell whose states are kept in a dict, all of them read at every step."""
 
     def __init__(self, read_all=True):
         super().__init__()
@@ -330,7 +330,7 @@ class OwnLoop(nn.Module):
 
 
 class CandidateRead(nn.Module):
-    """The outputs read what the cell proposed, the next step what the mask left of it."""
+    """A masked loop whose outputs read the unmasked new state, and whose next step reads the masked one."""
 
     def __init__(self):
         super().__init__()
@@ -347,7 +347,7 @@ class CandidateRead(nn.Module):
 
 
 def build(model, *arguments):
-    """The model with weights large enough that a wrong path shows, in float64."""
+    """Return the model in float64, with weights large enough to make a wrong path visible."""
     torch.manual_seed(0)
     model = model(*arguments).double()
     with torch.no_grad():

@@ -13,7 +13,7 @@ from torch import nn
 
 
 class Taps:
-    """Zeros that were added, by quantity, in the order of the calls; and the values there."""
+    """Added zeros and values by quantity, in the order of the calls."""
 
     def __init__(self):
         self.zeros, self.values = {}, {}
@@ -58,7 +58,7 @@ class Written(nn.Module):
 
 
 def written(model):
-    """A copy of the model with its cells written out, and their taps by the cell's path.
+    """Return a copy of the model with its cells written out, and their taps by the cell's path.
 
     The copy shares the parameters of the original. Cells of one's own have a method ``note(name, value)`` for every
     tensor of interest.
@@ -81,18 +81,18 @@ def written(model):
 
 
 def pull(value, tensors):
-    """Gradients, zero where no path leads."""
+    """Return gradients, which are zero without a path."""
     found = torch.autograd.grad(value, tensors, allow_unused=True, retain_graph=True)
     return [torch.zeros_like(t) if g is None else g for t, g in zip(tensors, found, strict=True)]
 
 
 def over_time(tensors):
-    """(sample, time, unit) of one tensor per step."""
+    """Stack one tensor per step into (sample, time, unit)."""
     return torch.stack(list(tensors), dim=1).detach().numpy()
 
 
 def rows(value, tensors):
-    """d value / d tensors of every sample by itself: (sample, out..., step, in), ``value`` (sample, out...)."""
+    """Return d value / d tensors by sample, (sample, out..., step, in), of ``value`` (sample, out...)."""
     flat = value.reshape(len(value), -1)
     found = []
     for n in range(len(value)):
@@ -102,13 +102,13 @@ def rows(value, tensors):
 
 
 def loss(output):
-    """A number that weights every entry of the output in another way."""
+    """Return a sum that weights every entry of the output differently."""
     weights = torch.linspace(0.5, 2.0, output[0].numel(), dtype=output.dtype).reshape(output.shape[1:])
     return (weights * output).sin().sum()
 
 
 def nodes(model, taps):
-    """(node of a result, path of the cell, its calls) for every recurrence."""
+    """Yield (node of a result, path of the cell, calls) for every recurrence."""
     found = []
     for path, tap in taps.items():
         lengths = list(getattr(model, "lengths", [len(tap.zeros["hidden"])]))
@@ -120,12 +120,12 @@ def nodes(model, taps):
 
 
 def states_of(tap):
-    """Names of the states of a cell."""
+    """Return the names of a cell's states."""
     return [name for name in ("hidden", "cell", "state_1") if name in tap.zeros]
 
 
 def close(got, expected, what):
-    """Equal up to rounding in float64."""
+    """Assert equality up to float64 rounding."""
     got, expected = np.asarray(got), np.asarray(expected)
     assert got.shape == expected.shape, what
     np.testing.assert_allclose(got, expected, atol=1e-9 * max(np.abs(expected).max(), 1e-3), rtol=0, err_msg=what)

@@ -172,7 +172,7 @@ class Translation(nn.Module):
 
 
 class WordByWord(nn.Module):
-    """The first form of the tutorial: one sentence, the encoder too is called word by word."""
+    """The tutorial's first form: one sentence, of which the encoder too is called word by word."""
 
     def __init__(self):
         super().__init__()
@@ -193,7 +193,7 @@ class WordByWord(nn.Module):
 
 
 class WordLanguageModel(nn.Module):
-    """Time-major, tied weights; the hidden state goes in and out."""
+    """A time-major language model with tied weights, whose hidden state is argument and result."""
 
     def __init__(self):
         super().__init__()
@@ -214,7 +214,7 @@ def repackage_hidden(h):
 
 
 class LSTMTagger(nn.Module):
-    """No batch_first, sentences (sample, time)."""
+    """A model without batch_first, of sentences (sample, time)."""
 
     def __init__(self):
         super().__init__()
@@ -227,7 +227,7 @@ class LSTMTagger(nn.Module):
 
 
 class Sequence(nn.Module):
-    """Sines: two cells, and predictions that are fed back."""
+    """The sine forecaster: two cells, and predictions that are fed back."""
 
     def __init__(self):
         super().__init__()
@@ -289,7 +289,7 @@ class TruncatedBPTT(nn.Module):
 
 
 class RecurrentPolicy(nn.Module):
-    """PPO: the state is reset where an episode ended."""
+    """A PPO policy whose state is reset at the end of an episode."""
 
     def __init__(self):
         super().__init__()
@@ -308,7 +308,7 @@ class RecurrentPolicy(nn.Module):
 
 
 class LitForecaster(nn.Module):
-    """A Lightning module's shape: hyperparameters, a network, steps of training beside forward."""
+    """A module shaped as in Lightning: hyperparameters, a network, training steps beside forward."""
 
     def __init__(self, hidden=H, lr=1e-3):
         super().__init__()
@@ -391,7 +391,7 @@ TUTORIALS = {
 
 
 class ChunkedCell(nn.Module):
-    """Detached between chunks; the head reads the last state only."""
+    """A loop detached between chunks, whose head reads the last state only."""
 
     def __init__(self):
         super().__init__()
@@ -407,7 +407,7 @@ class ChunkedCell(nn.Module):
 
 
 class OutputFedBack(nn.Module):
-    """The prediction of a step is part of the next input, through a layer norm."""
+    """A loop in which each prediction is part of the next input, through a layer norm."""
 
     def __init__(self):
         super().__init__()
