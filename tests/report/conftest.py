@@ -1,6 +1,12 @@
-"""The report of a small network on disk."""
+"""The report of a small network and the site, each built once."""
 
 from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,7 +38,7 @@ def model():
 
 @pytest.fixture(scope="session")
 def page(model, batch, tmp_path_factory):
-    """The report of the model beside an untrained copy."""
+    """Return the report of the model beside a re-initialised copy."""
     path = tmp_path_factory.mktemp("report") / "report.html"
     rl.report(model, *batch, path=path, loss=nn.functional.cross_entropy, baseline="init", title="A small LSTM")
     return Page(path)
@@ -40,7 +46,7 @@ def page(model, batch, tmp_path_factory):
 
 @pytest.fixture
 def report_of(tmp_path):
-    """Makes a report, and reads it back."""
+    """Return a function that writes a report and reads it back."""
 
     def make(*arguments, **options) -> Page:
         return Page(rl.report(*arguments, path=tmp_path / "r.html", **options))
@@ -49,8 +55,20 @@ def report_of(tmp_path):
 
 
 @pytest.fixture(scope="session")
+def site(tmp_path_factory):
+    """Build the site without a warning, and return its folder."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    root, quiet = Path(__file__).resolve().parents[2], {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, cwd=root, env=quiet, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    assert re.findall(r"^.*WARNING +-.*$", built.stderr, re.MULTILINE) == []  # MkDocs' own form, not that of TensorFlow
+    return folder
+
+
+@pytest.fixture(scope="session")
 def browser():
-    """Chromium, driven by Playwright; a failure where there is none, since what is left out is said elsewhere."""
+    """Start Chromium under Playwright; fail without it, since `make test` itself names what it leaves out."""
     from playwright.sync_api import sync_playwright
 
     path = chromium()
@@ -63,7 +81,7 @@ def browser():
 
 @pytest.fixture
 def reader(browser, page, tmp_path):
-    """Opens a report as a person does: from the disk, offline. What the browser complains about fails the test."""
+    """Return a function that opens a report from disk, offline; any complaint of the browser fails the test."""
     complaints, contexts = [], []
 
     def open_(path=None, **options):

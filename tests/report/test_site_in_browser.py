@@ -1,31 +1,15 @@
 """The site, opened from disk: rules of axe-core, search, and no request to any other address."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 
 pytestmark = pytest.mark.browser
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["index.html", "start.html", "gallery.html", "following-training.html", "findings/VANISHING.html"]
 VIEWS = {
     "light": {"color_scheme": "light"},
     "dark": {"color_scheme": "dark"},
     "phone": {"viewport": {"width": 390, "height": 800}},
 }
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    built = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, check=False)
-    assert built.returncode == 0, built.stderr
-    return folder
 
 
 @pytest.fixture
