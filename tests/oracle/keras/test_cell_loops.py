@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from spoken_keras import engine, keras
+from spoken_keras import LEGACY, engine, keras
 
 import rnnlens as rl
 
@@ -168,14 +168,12 @@ def test_a_loop_over_a_cell_is_one_recurrence(name):
     assert trace.certificate.state == "passed", trace.certificate
     assert "cell" in [layer.name for layer in rl.layers(model)]
     found = trace["cell"]
-    state = "h" if name == "own cell" else "hidden"
     if name != "own cell":
         assert found.gates.sizes["time"] == STEPS
-        np.testing.assert_allclose(found.hidden_grad, expected, rtol=1e-9, atol=1e-13)
-    for verb in (f"cell.{state}",) if name != "own cell" else ():
-        total = rl.gradients(model, x, y, of="loss", wrt=verb)
-        assert total.certificate.state == "passed", total.certificate
-        np.testing.assert_allclose(total, expected, rtol=1e-9, atol=1e-13)
+    np.testing.assert_allclose(found.hidden_grad, expected, rtol=1e-9, atol=1e-13)
+    total = rl.gradients(model, x, y, of="loss", wrt="cell.hidden")
+    assert total.certificate.state == "passed", total.certificate
+    np.testing.assert_allclose(total, expected, rtol=1e-9, atol=1e-13)
     by_input = rl.gradients(model, x, y, of="loss", wrt="cell.input")
     assert by_input.sizes["time"] == STEPS
     weights = rl.weights(model, x, y)
@@ -301,3 +299,150 @@ def test_a_loop_that_the_engine_compiles_is_run_eagerly_or_refused_by_name():
         return
     with pytest.raises(rl.errors.UnsupportedError, match="called in a loop that the framework compiles"):
         rl.trace(model, x, np.zeros((2, 2)))
+
+
+class Stepped(keras.Model):
+    """A layer with one step a call; ``change`` says what happens to the states before each step."""
+
+    def __init__(self, layer, change=lambda states, done: states, masked=False):
+        super().__init__()
+        self.rnn, self.change, self.masked = layer, change, masked
+        self.head = L.Dense(2, name="head")
+
+    def call(self, inputs, added=None):
+        x, done = inputs[..., :3], inputs[..., 3:]
+        sizes = self.rnn.cell.state_size
+        count = len(sizes) if isinstance(sizes, (list, tuple)) else 1
+        states, outputs = [ops.zeros((x.shape[0], UNITS), dtype=x.dtype)] * count, []
+        for t in range(STEPS):
+            states = self.change(states, done[:, t])
+            options = {"mask": done[:, t] < 0.5} if self.masked else {}
+            output, *new = self.rnn(x[:, t : t + 1], initial_state=states, **options)
+            if added is not None:
+                moved = new[0] + added[:, t]
+                output = (
+                    moved if not isinstance(self.rnn.cell, OwnCell) else ops.concatenate([moved, moved * moved], -1)
+                )
+                new = [moved, *new[1:]]
+            states = new
+            outputs.append(self.head(output))
+        return ops.stack(outputs, 1)
+
+
+def reset(states, done):
+    return [state * (1 - done) for state in states]
+
+
+def mixed(states, done):
+    return [0.9 * state + 0.1 for state in states]
+
+
+def kept(states, done):
+    return [ops.where(done > 0.5, ops.ones_like(state) / 2, state) for state in states]
+
+
+def gru_layer():
+    return L.GRU(UNITS, return_state=True, name="rnn")
+
+
+def lstm_layer():
+    return L.LSTM(UNITS, return_state=True, name="rnn")
+
+
+STEPPED = {
+    "GRU reset": lambda: Stepped(gru_layer(), reset),
+    "GRU mixed": lambda: Stepped(gru_layer(), mixed),
+    "LSTM mixed": lambda: Stepped(lstm_layer(), mixed),
+    "LSTM kept": lambda: Stepped(lstm_layer(), kept),
+}
+if not LEGACY:
+    STEPPED |= {
+        "own cell": lambda: Stepped(L.RNN(OwnCell(UNITS, name="own"), return_state=True, name="rnn")),
+        "own cell reset": lambda: Stepped(L.RNN(OwnCell(UNITS, name="own"), return_state=True, name="rnn"), reset),
+    }
+#: In tf_keras the calls of a layer with masks stay apart.
+MASKED = ("GRU", "LSTM") if LEGACY else ("GRU", "LSTM", "own cell")
+
+
+def built_of(model):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(3, STEPS, 4))
+    x[..., 3] = rng.random((3, STEPS)) < 0.4
+    y = rng.normal(size=(3, STEPS, 2))
+    model(ops.convert_to_tensor(x))
+    model.compile("sgd", "mse")
+    return model, x, y
+
+
+@pytest.mark.product(keep=("GRU reset",))
+@pytest.mark.parametrize("name", STEPPED)
+def test_states_that_the_code_changes_are_one_recurrence(name):
+    model, x, y = built_of(STEPPED[name]())
+    trace = rl.trace(model, x, y)
+    assert list(trace) == ["rnn"]
+    assert trace.certificate.state == "passed", trace.certificate
+    expected = gradient(lambda added: loss(model, ops.convert_to_tensor(x), y, added), np.zeros((3, STEPS, UNITS)))
+    np.testing.assert_allclose(trace["rnn"].hidden_grad, expected, rtol=1e-9, atol=1e-13)
+    total = rl.gradients(model, x, y, wrt="rnn.hidden")
+    assert total.certificate.state == "passed", total.certificate
+    np.testing.assert_allclose(total, expected, rtol=1e-9, atol=1e-13)
+    weights = rl.weights(model, x, y)
+    assert weights.certificate.state == "passed", weights.certificate
+    by_input = rl.gradients(model, x, y)
+    assert by_input.certificate.state == "passed", by_input.certificate
+
+
+@pytest.mark.product(keep=("GRU mixed",))
+@pytest.mark.parametrize("name", [name for name in STEPPED if "own" not in name])
+def test_time_jacobians_through_changed_states(name):
+    model, x, _ = built_of(STEPPED[name]())
+    found = rl.jacobian(model, x)
+    assert found.certificate.state == "passed", found.certificate
+    one = gradient(lambda inputs: ops.sum(model.call(inputs)[:, -1, 0]), x)
+    np.testing.assert_allclose(found[:, -1, 0], one, rtol=1e-9, atol=1e-13)
+    inside, zeros = rl.jacobian(model, x, wrt="rnn.hidden"), np.zeros((3, STEPS, UNITS))
+    one = gradient(lambda added: ops.sum(model.call(ops.convert_to_tensor(x), added)[:, -1, 0]), zeros)
+    np.testing.assert_allclose(inside[:, -1, 0], one, rtol=1e-9, atol=1e-13)
+
+
+@pytest.mark.product(keep=MASKED[1:2])
+@pytest.mark.parametrize("name", MASKED)
+def test_a_mask_for_each_step_keeps_the_states_of_masked_samples(name):
+    layer = {"GRU": gru_layer, "LSTM": lstm_layer}.get(
+        name, lambda: L.RNN(OwnCell(UNITS, name="own"), return_state=True, name="rnn")
+    )
+    model, x, y = built_of(Stepped(layer(), masked=True))
+    trace = rl.trace(model, x, y)
+    assert trace.certificate.state == "passed", trace.certificate
+    if LEGACY:
+        assert list(trace) == [f"rnn#{t}" for t in range(STEPS)]
+        return
+    assert list(trace) == ["rnn"]
+    state, received = trace["rnn"].hidden, trace["rnn"].previous_hidden
+    is_masked = x[:, :-1, 3] > 0.5
+    np.testing.assert_allclose(received[:, 1:].values[is_masked], received[:, :-1].values[is_masked])
+    np.testing.assert_allclose(received[:, 1:].values[~is_masked], state[:, :-1].values[~is_masked])
+    assert rl.weights(model, x, y).certificate.state == "passed"
+
+
+class Apart(keras.Model):
+    """Each step starts from zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = gru_layer(), L.Dense(2)
+
+    def call(self, x):
+        return self.head(ops.stack([self.rnn(x[:, t : t + 1])[0] for t in range(3)], 1))
+
+
+def test_calls_that_do_not_continue_each_other_stay_apart():
+    model, rng = Apart(), np.random.default_rng(0)
+    x, y = rng.normal(size=(3, STEPS, 3)), rng.normal(size=(3, 3, 2))
+    model(ops.convert_to_tensor(x))
+    model.compile("sgd", "mse")
+    trace = rl.trace(model, x, y)
+    assert list(trace) == ["rnn#0", "rnn#1", "rnn#2"]
+    assert trace.certificate.state == "passed", trace.certificate
+    if engine() == "torch":
+        assert rl.jacobian(model, x, of="rnn#1.output").certificate.state in ("passed", "could not")

@@ -47,7 +47,8 @@ class LayerRecorder:
     ``wanted`` contains what to tap: a kind of tensor (``"output"``) at every call, or one tensor of one call
     (``"lstm|0|1|final_state/0"``), at every step of a loop over a cell. ``keep`` contains the kinds to record besides
     the tapped ones. ``starts`` and ``spoiled`` are for loops over cells, see :class:`.loops.StepRecorder`. ``stepped``
-    names the layers whose calls with one step are joined; with None, no layer's are.
+    names the layers whose calls with one step are joined; with None, no layer's are. ``apart`` names the layers whose
+    calls with one step do not continue each other.
     """
 
     keras: Dialect
@@ -59,10 +60,11 @@ class LayerRecorder:
     starts: Starts = field(default_factory=dict)
     spoiled: str = ""
     stepped: frozenset[str] | None = None
+    apart: frozenset[str] = frozenset()
     calls: list[LayerCall] = field(default_factory=list)
     is_inside_a_layer: bool = False
     _recorders: dict[str, StepRecorder] = field(default_factory=dict)
-    _returned: dict[str, list[Any]] = field(default_factory=dict)
+    _returned: set[str] = field(default_factory=set)
 
     @contextmanager
     def inside_a_layer(self) -> Iterator[None]:
@@ -102,35 +104,31 @@ class LayerRecorder:
             self._recorders[site.name] = StepRecorder(self, site, starts, spoiled)
         return self._recorders[site.name]
 
-    def steps_of(self, site: RecurrentSite, sequence: Any, states: Any, mask: Any) -> StepRecorder | None:
+    def steps_of(self, site: RecurrentSite, sequence: Any, states: Any) -> StepRecorder | None:
         """Return the recorder of steps for a call of a layer with one step; None for any other call.
 
-        Only a layer of a known cell that returns its states can be called in a loop over the steps.
+        Only a layer that returns its states can be called in a loop over the steps.
 
         Raises
         ------
         SteppedLayerError
-            If the call starts from the states that the layer's last call returned, and the layer is not in ``stepped``.
+            If the layer was called before, and neither ``stepped`` nor ``apart`` names it: the call may continue it.
         """
-        layer, training = site.layer, self.training
-        masked = mask is not None or site.bidirectional or layer.stateful
-        random = training and any(getattr(layer.cell, name, 0.0) for name in ("dropout", "recurrent_dropout"))
-        known = known_class(layer.cell)
-        if self.stepped is None or masked or random or not layer.return_state or known is None or known.space:
+        layer = site.layer
+        random = self.training and any(getattr(layer.cell, name, 0.0) for name in ("dropout", "recurrent_dropout"))
+        if self.stepped is None or site.name in self.apart or site.bidirectional or layer.stateful or random:
             return None
-        if sequence.shape[1] != 1:
+        if not layer.return_state or sequence.shape[1] != 1 or len(sequence.shape) != 3:
             return None
         if site.name in self.stepped:
             return self._steps_of(site)
-        before = self._returned.get(site.name, [])
-        now = self.keras.tree.flatten(states)
-        if before and len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True)):
+        if site.name in self._returned:
             raise SteppedLayerError(site.name)
         return None
 
-    def returns(self, site: RecurrentSite, states: Any) -> None:
-        """Note the states that a layer returns, to recognise them where its next call starts from them."""
-        self._returned[site.name] = self.keras.tree.flatten(states)
+    def returns(self, site: RecurrentSite) -> None:
+        """Note that a layer returned its states, from which its next call may start."""
+        self._returned.add(site.name)
 
     def starts_call(self, place: str, half: int = 0, *, is_loop: bool = False) -> LayerCall:
         """Add a record for a new call of a layer, and return it."""

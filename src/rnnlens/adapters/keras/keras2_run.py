@@ -24,6 +24,7 @@ from ...errors import UnsupportedError, no_function_of_its_own
 from .discover import RecurrentSite
 from .hooks import LayerRecorder, own_errors_unchanged, refuse_random
 from .loops import LayerCall
+from .weights import known_class
 
 if TYPE_CHECKING:
     from .dialect import Override
@@ -88,7 +89,8 @@ def hook(recorder: LayerRecorder, site: RecurrentSite, half: int, override: Over
         with own_errors_unchanged():
             mask = given[-1]["mask"]
             swapped, mask = _samples_first(layer, sequence), None if mask is None else _samples_first(layer, mask)
-            steps = recorder.steps_of(site, swapped, state, mask)
+            joins = mask is None and known_class(layer.cell) is not None
+            steps = recorder.steps_of(site, swapped, state) if joins else None
             if steps is not None:
                 run, x, state = steps.enter(swapped[:, 0], state)
                 given[-1]["step"] = partial(steps.leave, run)
@@ -143,7 +145,7 @@ def _record_output(
     if states is None:
         return output
     states = recorder.record_all(call, "final_state", states)
-    recorder.returns(site, states)
+    recorder.returns(site)
     return [output, *states]
 
 

@@ -49,9 +49,9 @@ def _loop(recorder: LayerRecorder, site: RecurrentSite, half: int) -> Callable[.
         with own_errors_unchanged():
             _refuse_triple(site, mask)
             refuse_random(site, bool(training))
-            steps = recorder.steps_of(site, sequences, initial_state, mask)
+            steps = recorder.steps_of(site, sequences, initial_state)
             if steps is not None:
-                return _one_step(steps, sequences, initial_state)
+                return _one_step(steps, sequences, initial_state, mask)
             call, sequences, initial_state = recorder.enters(site, half, sequences, initial_state, mask)
         if "dropout" in recorder.keep and training:
             call.arrays.update(dropout(layer))
@@ -63,15 +63,23 @@ def _loop(recorder: LayerRecorder, site: RecurrentSite, half: int) -> Callable[.
             last = recorder.record(call, "output", last)
         if layer.return_state:
             states = recorder.record_all(call, "final_state", states)
-            recorder.returns(site, states)
+            recorder.returns(site)
         return last, outputs, states
 
-    def _one_step(steps: StepRecorder, sequences: Any, initial_state: Any) -> Any:
+    def _one_step(steps: StepRecorder, sequences: Any, initial_state: Any, mask: Any) -> Any:
         run, x, states = steps.enter(sequences[:, 0], initial_state)
+        options = {"training": recorder.training} if getattr(layer.cell, "_call_has_training_arg", False) else {}
         with recorder.inside_a_layer():
-            _, _, states = original(keras.ops.expand_dims(x, 1), states, None, training=recorder.training)
-        last, states = steps.leave(run, states[0], states)
-        return last, keras.ops.expand_dims(last, 1), states
+            last, new = layer.cell(x, states, **options)
+        new = keras.tree.pack_sequence_as(states, keras.tree.flatten(new))
+        last, new = steps.leave(run, last, new)
+        if mask is not None:
+            new = keras.tree.map_structure(lambda a, b: keras.ops.where(mask, a, b), new, states)
+            # Its only step is a layer's first, before which there is no output.
+            from_state = keras.backend.backend() == "jax" and not layer.unroll and not layer.zero_output_for_mask
+            before = keras.tree.flatten(states)[0] if from_state else keras.ops.zeros_like(last)
+            last = keras.ops.where(mask, last, before)
+        return last, keras.ops.expand_dims(last, 1), new
 
     return inner_loop
 

@@ -52,9 +52,11 @@ class KerasPullback:
         loss = losses.plan(model, batch) if with_loss else None
 
         def attempt(job: RunRequest) -> None:
-            if job.stepped != self._spots.stepped:  # the tensors of such layers have taps of their own
+            if job.stepped != self._spots.stepped:
                 self._spots = self._taps(model, batch, job.stepped)
-                job = replace(self._job(model, batch, loss), stepped=job.stepped, starts=job.starts)
+            if job.stepped:  # the tensors of such layers have taps of their own
+                own = self._job(model, batch, loss)
+                job = replace(own, stepped=job.stepped, apart=job.apart, starts=job.starts)
             self._open(job, model, batch)
 
         with_loops(self._job(model, batch, loss), attempt)

@@ -50,6 +50,7 @@ class RunRequest:
     starts: Starts = field(default_factory=dict)
     spoiled: str = ""
     stepped: frozenset[str] = frozenset()
+    apart: frozenset[str] = frozenset()
     calls: list[LayerCall] = field(default_factory=list)
 
     @cached_property
@@ -81,6 +82,7 @@ def program(job: RunRequest, arguments: Mapping[str, Any], tap: Tap) -> tuple[An
         starts=job.starts,
         spoiled=job.spoiled,
         stepped=job.stepped,
+        apart=job.apart,
     )
     x, y, weight = arguments["x"], arguments["y"], arguments["sample_weight"]
     if job.tap_inputs:
@@ -168,8 +170,12 @@ def _run(job: RunRequest) -> RunResult:
 
 
 def with_starts(job: RunRequest) -> RunRequest:
-    """Return the request with the calls of each cell that start a recurrence, found by one run per cell."""
+    """Return the request with the calls of each cell that start a recurrence, found by one run per cell.
+
+    A layer of which each call starts one is not called in a loop over the steps.
+    """
     always: Starts = {site.name: frozenset() for site in job.sites if site.is_loop or site.name in job.stepped}
+    counts: dict[str, int] = {}
 
     def spoil(name: str) -> list[list[Array]]:
         trial = replace(job, spoiled=name, starts=always, gradients=False, loss=None, keep=frozenset(), calls=[])
@@ -177,9 +183,13 @@ def with_starts(job: RunRequest) -> RunRequest:
             _body(trial, trial.arguments(), job.keras.engine)
         arrays = next((call.arrays for call in trial.calls if call.place == name), {})
         received = [np.asarray(job.keras.value_of(a)) for key, a in arrays.items() if key.startswith("received/")]
-        return [[array[:, t] for array in received] for t in range(received[0].shape[1] if received else 0)]
+        counts[name] = received[0].shape[1] if received else 0
+        return [[array[:, t] for array in received] for t in range(counts[name])]
 
-    return replace(job, starts=starts_of(always, spoil), calls=[])
+    starts = starts_of(always, spoil)
+    apart = {name for name in job.stepped if len(starts[name]) == counts[name]}
+    starts = {name: calls for name, calls in starts.items() if name not in apart}
+    return replace(job, starts=starts, stepped=job.stepped - apart, apart=job.apart | apart, calls=[])
 
 
 def _body(job: RunRequest, arguments: Any, engine: Engine) -> Any:
@@ -212,7 +222,7 @@ def memo_for(job: RunRequest, arguments: Any, *more: Hashable) -> Memo | None:
         return None
     names = tuple((site.name, site.direction) for site in job.sites), tuple(job.plain), tuple(job.weights)
     options = (job.training, job.loss is None, job.gradients, job.tap_inputs, job.tap_outputs, job.wanted, job.keep)
-    more = (*more, tuple(sorted(job.starts.items())), job.stepped)
+    more = (*more, tuple(sorted(job.starts.items())), job.stepped, job.apart)
     question = (names, options, stamp_of_tensors(job.keras, arguments), *more)
     stamp = stamp_of_run(job.keras, job.model, job.loss_given)
     if stamp is None and job.keras.is_short(job.data.x):
