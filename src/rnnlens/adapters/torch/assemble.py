@@ -1,20 +1,212 @@
-"""Converts recorded recurrences and their gradients to calls of the adapter protocol."""
+"""Tensors at the boundaries of recorded calls, and the calls of the adapter protocol made of them.
+
+A boundary is the same for a capture and for a pull-back: tensors inside the graph, and the linear function from them,
+or from their gradients, to the layout of rnnlens.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
+from ...errors import UnsupportedError
 from ...recurrence.cells import Cell, registered
-from ..protocol import NonRecurrentCall, RecurrentCall
+from ..protocol import NonRecurrentCall, Port, RecurrentCall
 from .cells import arranged, described, replayable
-from .record import CallOwner, CallRecord, CallRecorder, OutputRecord, Recurrence, call_numbers, last_steps, node_names
+from .record import CallOwner, CallRecord, CallRecorder, Recurrence, call_numbers, last_steps, node_names
 from .weights import NAMES, from_torch, known_cell
 
 #: Function from a recorded tensor to its gradient; None where no path leads to it.
 Gradients = Callable[[Tensor], Tensor | None]
+
+
+@dataclass
+class PortTensors:
+    """Tensors behind a port, and the linear function from them (or their gradients) to the port's layout.
+
+    ``start`` computes the port's value where that needs another function than ``gather``, which is used for gradients.
+    """
+
+    tensors: list[Tensor]
+    gather: Callable[[Sequence[Tensor]], Tensor] = itemgetter(0)
+    start: Callable[[], Tensor] | None = None
+
+    @property
+    def value(self) -> Tensor:
+        """Value of the port, inside the graph."""
+        return self.gather(self.tensors) if self.start is None else self.start()
+
+
+def boundary_of(run: Recurrence, layer: int, port: Port) -> PortTensors:
+    """Return the tensors at a port of one stacked layer of a recurrence."""
+    if port.kind in ("input", "output"):
+        return _sequence_boundary(run, layer, port)
+    if port.kind == "state":
+        whole, valid = _state_boundary(run, port.index), run.valid()
+        if port.key != "ending":
+            return whole
+        if valid is None:
+            return PortTensors(whole.tensors, lambda parts: whole.gather(parts)[:, -1])
+        last = last_steps(valid)
+        return PortTensors(whole.tensors, lambda parts: whole.gather(parts)[torch.arange(len(last)), last])
+    if port.kind == "state_read":
+        return read_boundary(run, layer, port.index)
+    if port.kind == "final_state" and not run.owner.stacked:
+        return _final_boundary(run, port.index)
+    if port.kind in ("initial_state", "final_state"):
+        return _layer_state_boundary(run, layer, port)
+    raise UnsupportedError(f"Layer {port.layer!r} has no port {port.kind!r}.")
+
+
+def _sequence_boundary(run: Recurrence, layer: int, port: Port) -> PortTensors:
+    """Return the inputs or outputs of a layer over all calls; with a direction, only the units of that direction."""
+    owner, outputs = run.owner, port.kind == "output"
+    tensors = [v.pieces[layer].output if outputs else v.pieces[layer].input for v in run.visits]
+
+    def gather(parts: Sequence[Tensor]) -> Tensor:
+        if not outputs and not owner.stacked:  # one step: (sample, feature), or (sample, channel, *space)
+            parts = [part.flatten(1) for part in parts]
+        timed = [
+            p if p.dim() == 3 or v.packing is not None else p.unsqueeze(0)
+            for p, v in zip(parts, run.visits, strict=True)
+        ]
+        whole = sequence(run, timed)
+        if not outputs or port.direction is None:
+            return whole
+        return units_of_direction(whole, owner.directions, int(port.direction == "backward"))
+
+    return PortTensors(tensors, gather)
+
+
+def sequence(run: Recurrence, parts: list[Tensor]) -> Tensor:
+    """Join time-first parts of all calls to one tensor (sample, time, ...), zero where a sample has left the batch."""
+    packed = [v.packing.padded(p) if v.packing is not None else p for v, p in zip(run.visits, parts, strict=True)]
+    for i, part in enumerate(packed):
+        missing = packed[0].shape[1] - part.shape[1]
+        if missing:
+            packed[i] = torch.cat([part, part.new_zeros((part.shape[0], missing, *part.shape[2:]))], dim=1)
+    return (packed[0] if len(packed) == 1 else torch.cat(packed)).transpose(0, 1)
+
+
+def units_of_direction(value: Tensor, directions: int, direction: int) -> Tensor:
+    """Return the units of one direction of a tensor (..., direction * unit)."""
+    size = value.shape[-1] // directions
+    return value[..., direction * size : (direction + 1) * size]
+
+
+def _layer_state_boundary(run: Recurrence, layer: int, port: Port) -> PortTensors:
+    """Return an initial state of the first call, or a final state of the last call of a fused module."""
+    visit = run.visits[0 if port.kind == "initial_state" else -1]
+    state = (visit.link.fed if port.kind == "initial_state" else visit.state_taps)[port.index]
+    assert state is not None
+    order = visit.packing.order if visit.packing is not None else None
+    row = layer * run.owner.directions + int(port.direction == "backward")
+
+    def pick(parts: Sequence[Tensor]) -> Tensor:
+        one = parts[0][row] if run.owner.stacked else parts[0].flatten(1)
+        return one if order is None else one.index_select(0, order)
+
+    return PortTensors([state], pick)
+
+
+def _state_boundary(run: Recurrence, index: int) -> PortTensors:
+    """Return the port of a cell's state after every step, (sample, time, unit), with its total gradient.
+
+    At a masked step a sample has its earlier state, and the gradient that comes back to that state through the next
+    step.
+    """
+    visits, valid = run.visits, run.valid()
+    hidden, slopes = list[Tensor](), list[Tensor]()
+    if index == 1 and run.owner.step_cell is None:
+        first = visits[0].link.raw
+        if first[1].grad_fn is None or first[1].grad_fn is first[0].grad_fn:  # a fused kernel: no path from c_t to h_t
+            hidden, slopes = [v.link.raw[0] for v in visits], [_within_step(v) for v in visits]
+    raw = [v.link.raw[index] for v in visits]
+    fed = [v.link.fed[index] for v in visits[1:]] if valid is not None else []
+
+    def gather(parts: Sequence[Tensor]) -> Tensor:
+        count = len(visits)
+        steps = [part.flatten(1) for part in parts[:count]]
+        held = [*(part.flatten(1) for part in parts[count : count + len(fed)]), None]
+        if slopes:  # add the path from c_t to h_t within the step
+            by_hidden = parts[count + len(fed) :]
+            steps = [c + h * slope for c, h, slope in zip(steps, by_hidden, slopes, strict=True)]
+        if valid is not None:
+            steps = [_chosen(valid[t], step, held[t]) for t, step in enumerate(steps)]
+        return sequence(run, [step.unsqueeze(0) for step in steps])
+
+    return PortTensors([*raw, *fed, *hidden], gather, lambda: torch.stack(carried_states(run, index), dim=1))
+
+
+def _within_step(visit: CallRecord) -> Tensor:
+    """Compute dh_t/dc_t within one step of an LSTM: o (1 - tanh(c)^2), (sample, unit)."""
+    piece, (hidden, cell) = visit.pieces[0], visit.link.raw
+    weights = {name: w[3 * hidden.shape[1] :].to(hidden.dtype) for name, w in piece.weights[0].items()}
+    with torch.no_grad():
+        x, before = piece.input.to(hidden.dtype), visit.link.fed[0].to(hidden.dtype)
+        gate = x @ weights["weight_ih"].T + before @ weights["weight_hh"].T
+        if "bias_ih" in weights:
+            gate = gate + weights["bias_ih"] + weights["bias_hh"]
+        return torch.sigmoid(gate) * (1 - torch.tanh(cell) ** 2)
+
+
+def _final_boundary(run: Recurrence, index: int) -> PortTensors:
+    """Return the port of a cell's state after the last step, (sample, unit), with its direct gradient.
+
+    The first state is the output: its gradient is at the output port, and zero here.
+    """
+    tap, last = run.visits[-1].state_taps[index], run.visits[-1].link.raw[index]
+    return PortTensors(
+        [] if tap is None else [tap],
+        lambda parts: parts[0][0] if parts else torch.zeros_like(last.flatten(1)),
+        lambda: carried_states(run, index)[-1],
+    )
+
+
+def read_boundary(run: Recurrence, layer: int, index: int, *, last: bool = True) -> PortTensors:
+    """Return the port of a layer's state where the user's code receives it, (sample, time, unit), zero elsewhere.
+
+    ``last=False`` leaves out the state after the last call.
+    """
+    visits = run.visits if last else run.visits[:-1]
+    taps = [visit.state_taps[index] for visit in visits] + [None] * (len(run.visits) - len(visits))
+
+    def gather(parts: Sequence[Tensor]) -> Tensor:
+        arrived, steps = iter(parts), []
+        for visit, tap in zip(run.visits, taps, strict=True):
+            zero = torch.zeros_like(visit.pieces[layer].finals[index].detach()[:1])
+            end = zero if tap is None else next(arrived)[layer : layer + 1]
+            steps.append(torch.cat([*[zero] * (visit.steps - 1), end]))
+        return sequence(run, steps)
+
+    return PortTensors([tap for tap in taps if tap is not None], gather)
+
+
+def carried_states(run: Recurrence, index: int) -> list[Tensor]:
+    """Return the state after each step, inside the graph. A masked sample keeps its previous state."""
+    valid = run.valid()
+    if valid is None:
+        return [visit.link.raw[index].flatten(1) for visit in run.visits]
+    state = run.visits[0].link.fed[index].flatten(1)
+    found = []
+    for visit, real in zip(run.visits, valid, strict=True):
+        new = visit.link.raw[index].flatten(1)
+        state = torch.cat([_chosen(real, new, state[: len(new)]), state[len(new) :]])
+        found.append(state)
+    return found
+
+
+def _chosen(real: Tensor, new: Tensor, held: Tensor | None) -> Tensor:
+    """Return rows of ``new`` where a step was real, else of ``held``, or zero if there is no such row."""
+    count = len(new)
+    old = torch.zeros_like(new)
+    if held is not None:
+        old = torch.cat([held, old[len(held) :]])[:count]
+    return torch.where(real[:count, None], new, old)
 
 
 class Assembler:
@@ -33,57 +225,57 @@ class Assembler:
         self._cells: dict[tuple[int, ...], tuple[str, Cell]] = {}
         self._holders: dict[int, set[tuple[int, ...]]] = {}
         for run in recorder.runs:
-            for weights in (half for piece in run.visits[0].pieces for half in piece.weights):
+            for weights in (each for piece in run.visits[0].pieces for each in piece.weights):
                 for weight in weights.values():
                     self._holders.setdefault(id(weight), set()).add(_together(weights))
 
     def calls(self) -> list[RecurrentCall]:
         """Return one call per recurrence, stacked layer and direction."""
         runs = self.recorder.runs
-        found: list[RecurrentCall] = []
-        for run, names in zip(runs, node_names(runs), strict=True):
-            for layer, name in enumerate(names):
-                found.extend(self._call(run, layer, name, direction) for direction in range(run.owner.directions))
-        return found
+        return [
+            self._call(run, layer, name, direction)
+            for run, names in zip(runs, node_names(runs), strict=True)
+            for layer, name in enumerate(names)
+            for direction in range(run.owner.directions)
+        ]
 
     def plain(self) -> list[NonRecurrentCall]:
         """Return one entry per recorded call of a requested layer that is not recurrent."""
-        numbers = call_numbers([visit.name for visit in self.recorder.plain])
-        return [self._plain(visit, number) for visit, number in zip(self.recorder.plain, numbers, strict=True)]
-
-    def _plain(self, visit: OutputRecord, number: str) -> NonRecurrentCall:
-        grad = None
-        if self.gradient is not None and visit.output.is_floating_point():
-            grad = _or_zeros(self.gradient(visit.output), visit.output)
-        return NonRecurrentCall(
-            visit.name + number, replayable(visit.output), None if grad is None else replayable(grad)
-        )
+        visits = self.recorder.plain
+        found = []
+        for visit, number in zip(visits, call_numbers([visit.name for visit in visits]), strict=True):
+            output, grad = visit.outputs[0], None
+            if self.gradient is not None and output.is_floating_point():
+                grad = self._gathered(PortTensors([output]))
+            found.append(NonRecurrentCall(visit.name + number, replayable(output), grad))
+        return found
 
     def _call(self, run: Recurrence, layer: int, name: str, direction: int) -> RecurrentCall:
         owner, first = run.owner, run.visits[0]
-        side = ("forward", "backward")[direction]
-        key, cell = self._cell(run, layer, f"{name}/{side}" if owner.directions > 1 else name, direction)
-        mask = _mask(run)
+        side, both, states = ("forward", "backward")[direction], owner.directions > 1, first.pieces[layer].fed
+        key, cell = self._cell(run, layer, f"{name}/{side}" if both else name, direction)
+        mask = first.packing.mask if first.packing is not None else run.valid()
+        mask = None if mask is None or bool(mask.all()) else mask.T.contiguous()
+        slots = [slot.split("/") for owner_key, slot in self.recorder.computed if owner_key == owner.key]
         call = RecurrentCall(
             layer=name,
             direction=side,  # type: ignore[arg-type]
-            bidirectional=owner.directions > 1,
+            bidirectional=both,
             cell=cell,
             input=_sequence(run, lambda v: v.pieces[layer].seen),
             mask=mask,
-            initial_state=tuple(_state(first, state[direction]) for state in first.pieces[layer].fed),
+            initial_state=tuple(_state(first, state[direction]) for state in states),
             output=_sequence(run, lambda v: units_of_direction(v.pieces[layer].output, owner.directions, direction)),
-            final_state=self._final_state(run, layer, direction),
+            final_state=_final_state(run, layer, direction),
             weights_key=key,
             stepwise=not owner.stacked,
             between=not owner.stacked or len(run.visits) > 1,
-            computed=self._computed(owner, layer, direction),
+            computed=frozenset(NAMES[slot] for slot, *at in slots if at == [str(layer), str(direction)]),
         )
         if run.visits[-1].changed:  # by the user's code, between the steps
-            count = len(call.initial_state)
             call.received = tuple(
                 _sequence(run, lambda v, i=i: v.pieces[layer].fed[i])  # type: ignore[misc]
-                for i in range(count)
+                for i in range(len(states))
             )
             call.reset, call.resets_only = _resets(run), not any(visit.mixed for visit in run.visits)
         computed = owner.autocast or first.pieces[layer].output.dtype
@@ -95,137 +287,50 @@ class Assembler:
             call.output = _carried(call.output, mask, call.initial_state[0])
             call.masked_output = "output" if cell.by_framework else "state"
         if self.gradient is not None:
-            call.output_grad = self._output_grad(run, layer, direction)
-            call.final_state_grad = self._final_state_grad(run, layer, direction)
-            call.state_grad = self._state_grad(run, layer)
-            if self.recorder.weight_grads:
-                call.weight_grads = self._weight_grads(run, layer, direction)
-            if self.recorder.separate:
-                call.framework_input_grad = self._framework_input_grad(run, layer) if direction == 0 else None
-                call.framework_initial_state_grad = self._framework_initial_grad(run, layer, direction)
+            self._add_gradients(call, run, layer, direction)
         return call
 
-    def _computed(self, owner: CallOwner, layer: int, direction: int) -> frozenset[str]:
-        """Return the names of the weights that the model computed from its parameters."""
-        slots = (slot.split("/") for key, slot in self.recorder.computed if key == owner.key)
-        return frozenset(NAMES[name] for name, *at in slots if at == [str(layer), str(direction)])
-
-    def _framework_input_grad(self, run: Recurrence, layer: int) -> Tensor:
-        """Return torch's own gradient at the inputs of a layer, (sample, time, feature)."""
+    def _add_gradients(self, call: RecurrentCall, run: Recurrence, layer: int, direction: int) -> None:
+        """Add the gradients at the boundaries of a call, and those of its weights."""
         assert self.gradient is not None
-        grads = {id(v): _or_zeros(self.gradient(v.pieces[layer].input), v.pieces[layer].input) for v in run.visits}
-        if not run.owner.stacked:  # one step: (sample, feature), or (sample, channel, *space)
-            grads = {key: grad.flatten(1) for key, grad in grads.items()}
-        timed = {
-            key: grad.unsqueeze(0) if grad.dim() == 2 and run.visits[0].packing is None else grad
-            for key, grad in grads.items()
-        }
-        return _sequence(run, lambda v: timed[id(v)])
+        first, count = run.visits[0], len(run.visits[0].pieces[layer].fed)
 
-    def _framework_initial_grad(self, run: Recurrence, layer: int, direction: int) -> tuple[Tensor, ...] | None:
-        """Return torch's own gradients at the initial states; None if a cell created these states itself."""
+        def at(kind: str, index: int = 0, of: str | None = call.direction) -> Tensor:
+            return self._gathered(boundary_of(run, layer, Port(kind, index=index, direction=of)))  # type: ignore[arg-type]
+
+        between = [read_boundary(run, layer, i, last=run.valid() is not None) for i in range(len(first.state_taps))]
+        call.output_grad = at("output")
+        if run.owner.stacked and between[0].tensors:  # the first state of a layer is the last step of its output
+            call.output_grad = call.output_grad + self._gathered(between[0])
+        # Where a mask ended samples earlier, the gradients at their states are in ``state_grad``.
+        is_masked = run.valid() is not None
+        call.final_state_grad = tuple(
+            torch.zeros_like(call.initial_state[i]) if is_masked else at("final_state", i) for i in range(count)
+        )
+        inner = range(1 if run.owner.stacked else 0, len(between))
+        state_grads = {i: self._gathered(between[i]) for i in inner if between[i].tensors}
+        call.state_grad = {i: grad for i, grad in state_grads.items() if bool((grad != 0).any())} or None
+        if self.recorder.weight_grads:
+            call.weight_grads = self._weight_grads(run, layer, direction)
+        if self.recorder.separate:
+            call.framework_input_grad = at("input", of=None) if direction == 0 else None
+            is_own = run.owner.step_cell is not None and any(self.gradient(state) is None for state in first.link.fed)
+            if not is_own:  # otherwise the cell created its initial states itself
+                call.framework_initial_state_grad = tuple(at("initial_state", i) for i in range(count))
+
+    def _gathered(self, boundary: PortTensors) -> Tensor:
+        """Return the gradient at a boundary in the layout of rnnlens."""
         assert self.gradient is not None
-        first, owner = run.visits[0], run.owner
-        index, found = layer * owner.directions + direction, []
-        if owner.step_cell is not None and any(self.gradient(state) is None for state in first.link.fed):
-            return None
-        for state in first.link.fed:
-            grad = _or_zeros(self.gradient(state), state)
-            found.append(_state(first, grad[index] if owner.stacked else grad.flatten(1)))
-        return tuple(found)
+        return replayable(boundary.gather([_or_zeros(self.gradient(t), t) for t in boundary.tensors]))
 
     def _cell(self, run: Recurrence, layer: int, name: str, direction: int) -> tuple[str, Cell]:
-        owner, piece = run.owner, run.visits[0].pieces[layer]
-        if owner.module is not None:
-            return owner.name, self._registered(owner)
-        if owner.step_cell is not None:
+        owner, weights = run.owner, run.visits[0].pieces[layer].weights[direction]
+        if owner.module is None and owner.step_cell is not None:
             return owner.name, owner.step_cell
-        weights = piece.weights[direction]
-        known = self._cells.get(_together(weights))
-        if known is None:
-            known = (name, known_cell(owner.cell, weights, owner.activation))
-            self._cells[_together(weights)] = known
-        return known
-
-    def _registered(self, owner: CallOwner) -> Cell:
-        known = registered(owner.module)
-        assert known is not None
-        assert owner.module is not None
-        if (owner.key,) not in self._cells:
-            self._cells[(owner.key,)] = owner.name, described(owner.module, known)
-        return self._cells[(owner.key,)][1]
-
-    def _output_grad(self, run: Recurrence, layer: int, direction: int) -> Tensor:
-        owner = run.owner
-        assert self.gradient is not None
-        grads: dict[int, Tensor] = {}
-        for visit in run.visits:
-            output = visit.pieces[layer].output
-            grad = _or_zeros(self.gradient(output), output)
-            tap = visit.state_taps[0]
-            passed_on = visit is not run.visits[-1] and owner.stacked and tap is not None
-            arrived = self.gradient(tap) if passed_on and tap is not None else None
-            if arrived is not None:
-                grad = torch.cat([grad[:-1], grad[-1:] + arrived[layer : layer + 1]])
-            grads[id(visit)] = grad
-        return _sequence(run, lambda v: units_of_direction(grads[id(v)], owner.directions, direction))
-
-    def _final_state(self, run: Recurrence, layer: int, direction: int) -> tuple[Tensor, ...]:
-        valid = run.valid()
-        if valid is None:
-            visit = run.visits[-1]
-            return tuple(_state(visit, state[direction]) for state in visit.pieces[layer].finals)
-        last = last_steps(valid)
-        count = len(run.visits[0].pieces[layer].finals)
-        start = run.visits[0].pieces[layer].fed
-        finals = []
-        for i in range(count):
-            values = start[i][direction].detach().clone()
-            for step, visit in enumerate(run.visits):
-                rows = (valid[step] & (last == step)).nonzero().squeeze(1)
-                values[rows] = visit.pieces[layer].finals[i].detach()[direction, rows]
-            finals.append(replayable(values))
-        return tuple(finals)
-
-    def _final_state_grad(self, run: Recurrence, layer: int, direction: int) -> tuple[Tensor, ...]:
-        """Return the direct gradients at the states after the last call, (sample, unit).
-
-        They are zero where samples of a masked loop ended earlier: those gradients are in ``_state_grad``.
-        """
-        owner, visit = run.owner, run.visits[-1]
-        result = []
-        for i, state in enumerate(run.visits[0].pieces[layer].fed):
-            tap = visit.state_taps[i] if run.valid() is None else None
-            pulled = None if tap is None else self._pulled(tap)
-            if pulled is None:
-                result.append(replayable(torch.zeros_like(state[direction])))
-            else:
-                result.append(_state(visit, pulled[layer * owner.directions + direction]))
-        return tuple(result)
-
-    def _state_grad(self, run: Recurrence, layer: int) -> dict[int, Tensor] | None:
-        """Return direct gradients at states between the calls, by state index.
-
-        Each is (sample, time, unit). The result is None if all are zero.
-
-        The first state of a stacked layer is its output; its gradient is in ``output_grad``.
-        """
-        found: dict[int, Tensor] = {}
-        last = run.visits[-1] if run.valid() is None else None
-        for i in range(1 if run.owner.stacked else 0, len(run.visits[0].state_taps)):
-            at: dict[int, Tensor] = {}
-            for visit in run.visits:
-                tap = visit.state_taps[i]
-                pulled = None if tap is None or visit is last else self._pulled(tap)
-                if pulled is not None and bool((pulled != 0).any()):
-                    at[id(visit)] = pulled[layer : layer + 1]
-            if at:
-                parts = [at_last_step(v, v.pieces[layer].finals[i], at.get(id(v))) for v in run.visits]
-                found[i] = replayable(sequence(run, parts))
-        return found or None
-
-    def _pulled(self, tap: Tensor) -> Tensor | None:
-        return None if self.gradient is None else self.gradient(tap)
+        key = _together(weights) if owner.module is None else (owner.key,)
+        if key not in self._cells:
+            self._cells[key] = _known(owner, name, weights)
+        return self._cells[key]
 
     def _weight_grads(self, run: Recurrence, layer: int, direction: int) -> dict[str, Tensor]:
         assert self.gradient is not None
@@ -242,6 +347,14 @@ class Assembler:
         return {NAMES[slot]: replayable(from_torch(owner.cell, slot, grad)) for slot, grad in grads.items()}
 
 
+def _known(owner: CallOwner, name: str, weights: Mapping[str, Tensor]) -> tuple[str, Cell]:
+    """Return the key of a cell's weights and the cell, which is torch's or a registered one."""
+    known = registered(owner.module)
+    if owner.module is None or known is None:
+        return name, known_cell(owner.cell, weights, owner.activation)
+    return owner.name, described(owner.module, known)
+
+
 def _together(weights: Mapping[str, Tensor]) -> tuple[int, ...]:
     """Return a key of the weights of one cell, made of the identities of their tensors."""
     return tuple(id(weight) for weight in weights.values())
@@ -251,36 +364,8 @@ def _or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if grad is None else grad
 
 
-def at_last_step(visit: CallRecord, final: Tensor, grad: Tensor | None) -> Tensor:
-    """Return a gradient (time, sample, unit) at a state of one call: zero at all steps but the last."""
-    last = torch.zeros_like(final.detach()[:1]) if grad is None else grad
-    return torch.cat([torch.zeros_like(last)] * (visit.steps - 1) + [last])
-
-
-def units_of_direction(value: Tensor, directions: int, direction: int) -> Tensor:
-    """Return the units of one direction of a tensor (..., direction * unit)."""
-    size = value.shape[-1] // directions
-    return value[..., direction * size : (direction + 1) * size]
-
-
 def _sequence(run: Recurrence, part: Callable[[CallRecord], Tensor]) -> Tensor:
     return replayable(sequence(run, [part(visit).detach() for visit in run.visits]))
-
-
-def sequence(run: Recurrence, parts: list[Tensor]) -> Tensor:
-    """Join time-first parts of all calls to one tensor (sample, time, ...).
-
-    Samples that have left the batch get zeros.
-    """
-    packed = [v.packing.padded(p) if v.packing is not None else p for v, p in zip(run.visits, parts, strict=True)]
-    samples = packed[0].shape[1]
-    filled = [p if p.shape[1] == samples else _filled(p, samples) for p in packed]
-    return (filled[0] if len(filled) == 1 else torch.cat(filled)).transpose(0, 1)
-
-
-def _filled(part: Tensor, samples: int) -> Tensor:
-    rest = part.new_zeros((part.shape[0], samples - part.shape[1], *part.shape[2:]))
-    return torch.cat([part, rest], dim=1)
 
 
 def _state(visit: CallRecord, state: Tensor) -> Tensor:
@@ -290,10 +375,12 @@ def _state(visit: CallRecord, state: Tensor) -> Tensor:
     return replayable(state)
 
 
-def _mask(run: Recurrence) -> Tensor | None:
-    packing = run.visits[0].packing
-    mask = packing.mask if packing is not None else run.valid()
-    return None if mask is None or bool(mask.all()) else mask.T.contiguous()
+def _final_state(run: Recurrence, layer: int, direction: int) -> tuple[Tensor, ...]:
+    """Return the states (sample, unit) after the last step; of a masked loop those after each sample's last one."""
+    finals = run.visits[-1].pieces[layer].finals
+    if run.valid() is not None:
+        return tuple(replayable(carried_states(run, i)[-1]) for i in range(len(finals)))
+    return tuple(_state(run.visits[-1], state[direction]) for state in finals)
 
 
 def _resets(run: Recurrence) -> Tensor | None:
@@ -312,7 +399,5 @@ def _carried(output: Tensor, mask: Tensor, start: Tensor) -> Tensor:
     steps = torch.arange(mask.shape[1], device=mask.device)
     last = torch.where(mask, steps, -1).cummax(dim=1).values
     index = last.clamp(min=0)[:, :, None].expand(-1, -1, output.shape[2])
-    held = output.gather(1, index)
-    if start.shape[1:] != output.shape[2:]:
-        return torch.where((last >= 0)[:, :, None], held, torch.zeros_like(held))
-    return torch.where((last >= 0)[:, :, None], held, start[:, None, :])
+    before = start[:, None, :] if start.shape[1:] == output.shape[2:] else torch.zeros_like(output)
+    return torch.where((last >= 0)[:, :, None], output.gather(1, index), before)

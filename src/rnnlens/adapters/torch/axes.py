@@ -7,8 +7,9 @@ the rank of a tensor nor the equality of two sizes is used as evidence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,6 @@ from ...vocabulary import FEATURE, SAMPLE, TIME, UNIT
 from ..protocol import Batch, Port
 from .axis_probe import AxisPlace, AxisProbe, DirectedCall, Shape, Values, binary_patterns, order_of
 from .inputs import as_tensors, leaves_of, on_leaves
-
-#: Function from a batch to the (samples, steps) of every recurrent call, and the shapes of tensors by port.
-MeasureSizes = Callable[[Batch], tuple[list[tuple[int, int]], Mapping[Port, Shape]]]
 
 
 def layouts(model: nn.Module, batch: Batch, ports: Sequence[Port]) -> dict[Port, Layout]:
@@ -36,19 +34,38 @@ def layouts(model: nn.Module, batch: Batch, ports: Sequence[Port]) -> dict[Port,
         if not probe.calls:
             return {}
         counts = {call.samples for call in probe.calls}
-        samples = _find_samples(probe, wanted)
-        times, unclear = _find_times(probe, wanted, samples.places)
+        samples, coupled = _find_samples(probe, wanted)
+        times, unclear = _find_times(probe, wanted, samples)
         shapes = probe.shapes(wanted)
     if len(counts) > 1:  # samples are folded with another axis in some calls: propagate through the recurrences
         with AxisProbe(model, batch, wanted, cut=False) as whole:
-            samples = _find_samples(whole, wanted)
+            samples, coupled = _find_samples(whole, wanted)
     single = all(sequence.steps == 1 for sequence in _sequences(probe.calls))
-    for port in wanted if single else ():
-        if port in shapes and port not in times:
-            times |= _lone_step(port, shapes[port], samples.places.get(port))
-    known = _KnownAxes(shapes, samples, times, min(counts), unclear)
+    for port in wanted if single else ():  # an axis of size 1 is the one step, except of a tensor of two axes
+        shape, sample = shapes.get(port, ()), samples.get(port)
+        lone = [axis for axis, size in enumerate(shape) if size == 1 and (sample is None or axis != sample.axis)]
+        if lone and len(shape) > 2 and port not in times:
+            times[port] = AxisPlace(lone[0], 1, 1, 1)
+    known = _KnownAxes(shapes, samples, coupled, times, min(counts), unclear)
     _find_by_size(model, batch, [port for port in ports if port in shapes], known, single=single)
     return {port: _layout(port, known) for port in shapes}
+
+
+@dataclass
+class _KnownAxes:
+    """Axes found so far: the shapes of all requested tensors, their sample axes and their time axes.
+
+    ``coupled`` holds the ports at which every sample depends on other samples. ``count`` is the smallest number of
+    samples of any recurrent call. ``unclear`` holds, for tensors without a clear time axis, the axes that follow steps:
+    several, or one that holds features as well.
+    """
+
+    shapes: Mapping[Port, Shape]
+    samples: dict[Port, AxisPlace]
+    coupled: set[Port]
+    times: dict[Port, AxisPlace]
+    count: int
+    unclear: dict[Port, tuple[int, ...]]
 
 
 def _find_by_size(model: nn.Module, batch: Batch, asked: Sequence[Port], known: _KnownAxes, *, single: bool) -> None:
@@ -56,127 +73,80 @@ def _find_by_size(model: nn.Module, batch: Batch, asked: Sequence[Port], known: 
 
     Gradients cannot decide where all values depend on all others. The axes found are added to ``known``.
     """
-    shapes, samples, times, count = known.shapes, known.samples.places, known.times, known.count
-
-    def measure_sizes(fewer: Batch) -> tuple[list[tuple[int, int]], Mapping[Port, Shape]]:
-        with AxisProbe(model, fewer, list(shapes), cut=True) as probe:
-            return [(call.samples, call.steps) for call in probe.calls], probe.shapes(list(shapes))
-
+    shapes, samples, times = known.shapes, known.samples, known.times
     rest = {port: len(shape) - (port in samples) for port, shape in shapes.items()}
     without = [port for port in asked if port not in times and port not in known.unclear and rest[port] > 1]
     if without and not single:
-        axes = {port: place.axis for port, place in times.items()}
-        found = _shrinking(model, batch, without, axes, measure_sizes, counts=False)
-        for port, shorter in found.items():
+        for port, shorter in _shrinking(model, batch, without, shapes, times, counts=False).items():
             of_steps = [axis for axis in shorter if axis != getattr(samples.get(port), "axis", None)]
             if len(of_steps) == 1:
                 times[port] = AxisPlace(of_steps[0], 1, shapes[port][of_steps[0]], 1)
             elif of_steps:
                 known.unclear[port] = tuple(of_steps)
     mixed = [port for port in asked if port not in samples and len(shapes[port]) > 1]
-    if mixed and count > 1:
-        axes = {port: place.axis for port, place in samples.items()}
-        found = _shrinking(model, batch, mixed, axes, measure_sizes, counts=True)
+    if mixed and known.count > 1:
+        found = _shrinking(model, batch, mixed, shapes, samples, counts=True)
         alone = {port: shorter[0] for port, shorter in found.items() if len(shorter) == 1}
-        samples |= {port: AxisPlace(axis, 1, count, 1) for port, axis in alone.items() if shapes[port][axis] == count}
+        fitting = {port: axis for port, axis in alone.items() if shapes[port][axis] == known.count}
+        samples |= {port: AxisPlace(axis, 1, known.count, 1) for port, axis in fitting.items()}
 
 
 def _shrinking(
     model: nn.Module,
     batch: Batch,
     ports: Sequence[Port],
-    known: Mapping[Port, int],
-    measure: MeasureSizes,
+    every: Collection[Port],
+    places: Mapping[Port, AxisPlace],
+    *,
     counts: bool,
 ) -> dict[Port, tuple[int, ...]]:
-    """Find the axes of each port that are shorter when the batch has one step (or one sample) fewer.
+    """Find the axes of each port that are shorter when the batch has one step (or, with ``counts``, sample) fewer.
 
-    Parameters
-    ----------
-    known
-        Axis that counts steps (or samples) of each input, as far as it is known. If none is known and there is only one
-        input, each of its axes is tried.
-    counts
-        True for samples, False for steps.
+    ``places``: the axes that count steps (or samples), as far as they are known. If that of no input is known and there
+    is only one input, each of its axes is tried. ``every``: ports whose shapes are compared.
     """
+
+    def sizes(x: Any) -> tuple[list[tuple[int, int]], Mapping[Port, Shape]]:
+        with AxisProbe(model, replace(batch, x=x), list(every), cut=True) as probe:
+            return [(call.samples, call.steps) for call in probe.calls], probe.shapes(list(every))
+
     x = as_tensors(batch.x, model, "x")
-    calls, shapes = measure(replace(batch, x=x))
-    for axes in _ways(leaves_of(x), known):
+    leaves, (calls, shapes) = leaves_of(x), sizes(x)
+    of_inputs = {i: places.get(Port("input", index=i)) for i in range(len(leaves))}
+    ways = [{i: place.axis for i, place in of_inputs.items() if place is not None}]
+    if not ways[0]:
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)] if len(leaves) == 1 else []
+        ways = [{0: axis} for leaf in tensors for axis, size in enumerate(leaf.shape) if size > 1]
+    for axes in ways:
         try:
-            fewer, found = measure(replace(batch, x=_shorter(x, axes)))
+            fewer, found = sizes(_shorter(x, axes))
         except Exception:
             continue
         if len(fewer) == len(calls) and _moved(calls, fewer, counts):
-            return _shorter_axes(ports, shapes, found)
+            both = [port for port in ports if port in found and len(shapes[port]) == len(found[port])]
+            pairs = {port: enumerate(zip(shapes[port], found[port], strict=True)) for port in both}
+            shorter = {port: tuple(i for i, (a, b) in several if b == a - 1) for port, several in pairs.items()}
+            return {port: axes_of for port, axes_of in shorter.items() if axes_of}
     return {}
 
 
-def _ways(leaves: Sequence[Any], known: Mapping[Port, int]) -> Iterator[dict[int, int]]:
-    """Yield choices of axes to shorten, by input index: the known ones, else each axis of a single input in turn."""
-    known_axes = {i: known[port] for i in range(len(leaves)) if (port := Port("input", index=i)) in known}
-    if known_axes:
-        yield known_axes
-    elif len(leaves) == 1 and isinstance(leaves[0], Tensor):
-        yield from ({0: axis} for axis, size in enumerate(leaves[0].shape) if size > 1)
-
-
 def _shorter(x: Any, axes: Mapping[int, int]) -> Any:
-    index = -1
+    """Return the inputs with one entry fewer along one axis each, by the number of the input."""
+    numbers = count()
 
     def one(leaf: Any) -> Any:
-        nonlocal index
-        if not isinstance(leaf, Tensor):
-            return leaf
-        index += 1
-        return torch.narrow(leaf, axes[index], 0, leaf.shape[axes[index]] - 1) if index in axes else leaf
+        axis = axes.get(next(numbers)) if isinstance(leaf, Tensor) else None
+        return leaf if axis is None else torch.narrow(leaf, axis, 0, leaf.shape[axis] - 1)
 
     return on_leaves(x, one)
 
 
 def _moved(before: Sequence[tuple[int, int]], after: Sequence[tuple[int, int]], counts: bool) -> bool:
-    """Return whether the calls changed in the intended size only.
-
-    Samples must decrease in every call; steps must decrease in at least one.
-    """
+    """Return whether the calls changed in the intended size only: samples in every call, or steps in at least one."""
     fewer, same = (0, 1) if counts else (1, 0)
     changed = [b[fewer] < a[fewer] for a, b in zip(before, after, strict=True)]
     kept = all(b[same] == a[same] for a, b in zip(before, after, strict=True))
     return kept and (all(changed) if counts else any(changed))
-
-
-def _shorter_axes(
-    ports: Sequence[Port], before: Mapping[Port, Shape], after: Mapping[Port, Shape]
-) -> dict[Port, tuple[int, ...]]:
-    found = {}
-    for port in ports:
-        if port in before and port in after and len(before[port]) == len(after[port]):
-            pairs = enumerate(zip(before[port], after[port], strict=True))
-            if axes := tuple(i for i, (a, b) in pairs if b == a - 1):
-                found[port] = axes
-    return found
-
-
-@dataclass
-class _SampleAxes:
-    """Sample axes by port, and the ports at which every sample depends on other samples."""
-
-    places: dict[Port, AxisPlace]
-    coupled: set[Port]
-
-
-@dataclass
-class _KnownAxes:
-    """Axes found so far: the shapes of all requested tensors, their sample axes and their time axes.
-
-    ``count`` is the smallest number of samples of any recurrent call. ``unclear`` holds, for tensors without a clear
-    time axis, the axes that follow steps: several, or one that holds features as well.
-    """
-
-    shapes: Mapping[Port, Shape]
-    samples: _SampleAxes
-    times: dict[Port, AxisPlace]
-    count: int
-    unclear: dict[Port, tuple[int, ...]]
 
 
 def _candidates(shape: tuple[int, ...], samples: int) -> list[AxisPlace]:
@@ -189,8 +159,11 @@ def _candidates(shape: tuple[int, ...], samples: int) -> list[AxisPlace]:
     return plain + [place for pair in both for place in pair]
 
 
-def _find_samples(probe: AxisProbe, ports: Sequence[Port]) -> _SampleAxes:
-    """Find sample axes, starting at the recurrent calls with the fewest samples and going on from the axes found."""
+def _find_samples(probe: AxisProbe, ports: Sequence[Port]) -> tuple[dict[Port, AxisPlace], set[Port]]:
+    """Find sample axes, and the ports at which every sample depends on others.
+
+    It starts at the recurrent calls with the fewest samples and goes on from the axes found.
+    """
     count = min(call.samples for call in probe.calls)
     first = AxisPlace(0, 1, count, 1)
     fewest = [call for call in probe.calls if call.samples == count]
@@ -211,14 +184,11 @@ def _find_samples(probe: AxisProbe, ports: Sequence[Port]) -> _SampleAxes:
         known |= found
         waiting, progress = [port for port in waiting if port not in found], bool(found)
     alone = coupled - set(known) if count > 1 else set()
-    return _SampleAxes({port: place for port, place in known.items() if port in ports}, alone)
+    return {port: place for port, place in known.items() if port in ports}, alone
 
 
 def _store_place(found: dict[Port, AxisPlace], coupled: set[Port], port: Port, passing: list[AxisPlace] | None) -> None:
-    """Store a place in ``found`` if it is the only one that passed; add the port to ``coupled`` if none passed.
-
-    ``passing=None`` means that no cotangent reached the port.
-    """
+    """Store the only place that passed, or the port as coupled if none did; None: no cotangent reached the port."""
     if passing:
         plain = [place for place in passing if place.before == place.after == 1]
         if len(passing) == 1 or passing[0].size == 1 or len(plain) == 1:
@@ -237,10 +207,7 @@ def _passing_as_sink(arrived: Values, count: int, patterns: Values) -> list[Axis
 def _passing_as_source(
     probe: AxisProbe, port: Port, count: int, patterns: Values, known: Mapping[Port, AxisPlace]
 ) -> list[AxisPlace] | None:
-    """Return the axes of a port along which cotangents of some samples reach only the same samples of known ports.
-
-    None if they reach no known port.
-    """
+    """Return the axes along which cotangents of some samples reach only the same samples of known ports, if any."""
     passing, ordered, reached = [], [], False
     shape = tuple(probe.values[port].shape)
     for place in _candidates(shape, count):
@@ -267,8 +234,9 @@ def _find_times(
         patterns = np.concatenate([binary_patterns(sequence.steps), _halves(sequence.steps)])
         below = probe.nonzero_gradients(sequence.placed(patterns))
         for port in [port for port in moving if port in below]:
-            reached = [(p, p.support(below[port]), p.size == sequence.steps) for p in axes[port]]
-            moving[port] += _moving_along(reached, patterns, sequence, is_below=True)
+            reached = [(place, place.support(below[port])) for place in axes[port]]
+            pairs = [(place, support, _is_exact(place, support, patterns, sequence)) for place, support in reached]
+            moving[port] += _moving_along(pairs, sequence, is_below=True)
             above[port].remove(sequence)
     for port, left in above.items():
         if left:
@@ -374,20 +342,8 @@ def _halves(size: int) -> Values:
     return np.repeat(np.eye(2, dtype=bool), [size // 2, size - size // 2], axis=1)
 
 
-def _lone_step(port: Port, shape: tuple[int, ...], sample: AxisPlace | None) -> dict[Port, AxisPlace]:
-    """Return an axis of size 1 as the time axis of a sequence of one step; empty if there is none.
-
-    Tensors with at most two axes get none.
-    """
-    axes = [axis for axis, size in enumerate(shape) if size == 1 and (sample is None or axis != sample.axis)]
-    return {port: AxisPlace(axes[0], 1, 1, 1)} if axes and len(shape) > 2 else {}
-
-
 def _rest(shape: tuple[int, ...], sample: AxisPlace | None) -> list[AxisPlace]:
-    """Return every axis that does not count samples.
-
-    Of an axis with samples folded into it, the other factor is returned.
-    """
+    """Return every axis that does not count samples, and the other factor of one with samples folded into it."""
     axes = [AxisPlace(axis, 1, size, 1) for axis, size in enumerate(shape) if size > 1]
     if sample is None:
         return axes
@@ -408,17 +364,21 @@ def _from_above(
         for sequence, found in zip(sequences, reached, strict=True):
             support = sequence.support(arrived)
             if support is not None:
-                exact = place.size == sequence.steps and not (support & ~patterns).any()
-                found.append((place, support[-2:], exact))
+                found.append((place, support, _is_exact(place, support, patterns, sequence)))
     pairs = zip(sequences, reached, strict=True)
-    return [one for sequence, found in pairs for one in _moving_along(found, None, sequence, is_below=False)]
+    return [one for sequence, found in pairs for one in _moving_along(found, sequence, is_below=False)]
+
+
+def _is_exact(place: AxisPlace, support: Values, patterns: Values, sequence: _StepSequence) -> bool:
+    """Return whether each entry of an axis goes with the same step alone."""
+    return place.size == sequence.steps and not bool((support & ~patterns).any())
 
 
 def _moving_along(
-    axes: Sequence[tuple[AxisPlace, Values, bool]], patterns: Values | None, sequence: _StepSequence, *, is_below: bool
+    axes: Sequence[tuple[AxisPlace, Values, bool]], sequence: _StepSequence, *, is_below: bool
 ) -> list[_MovingAxis]:
     """Return the one axis that matches the steps exactly, else those whose halves reach different steps."""
-    exact = [p for p, support, same in axes if same and (patterns is None or not (support & ~patterns).any())]
+    exact = [place for place, _, is_exact in axes if is_exact]
     if len(exact) == 1:
         return [_MovingAxis(exact[0], True, sequence, is_below)]
     apart = [p for p, support, _ in axes if support[-1].any() and support[-2].any() and _ordered(*support[-2:])]
@@ -435,8 +395,7 @@ def _ordered(first: Values, second: Values) -> bool:
 
 def _layout(port: Port, found: _KnownAxes) -> Layout:
     shape, count = found.shapes[port], found.count
-    sample, time = found.samples.places.get(port), found.times.get(port)
-    coupled = port in found.samples.coupled
+    sample, time, coupled = found.samples.get(port), found.times.get(port), port in found.coupled
     if sample is None and coupled:
         same = [axis for axis, size in enumerate(shape) if size == count and (time is None or axis != time.axis)]
         sample = AxisPlace(same[0], 1, count, 1) if len(same) == 1 else None

@@ -5,7 +5,8 @@ The axes of a recurrent layer's input and output are known from the call itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -22,7 +23,6 @@ from .scan_families import sequence_modules
 
 Values = np.ndarray[Any, Any]
 Shape = tuple[int, ...]
-
 
 #: Largest number of elements of the cotangents in one pull.
 ROOM = 4 * 2**20
@@ -99,19 +99,15 @@ class AxisProbe(TorchPullback):
             inputs, output = Port("input", path), Port("output", path)
             self.calls.append(DirectedCall(inputs, output, (), samples, steps))
             found += [inputs, output]
-        self.of = self.wrt = tuple(dict.fromkeys([*found, *self._present(ports)]))
+        for port in ports:
+            with suppress(RnnlensError):  # a port that this model does not have
+                self._found.find(port)
+                found.append(port)
+        self.of = self.wrt = tuple(dict.fromkeys(found))
         self.keep(self._found)
 
     def __enter__(self) -> Self:
         return self
-
-    def _present(self, ports: Sequence[Port]) -> Iterator[Port]:
-        for port in ports:
-            try:
-                self._found.find(port)
-            except RnnlensError:
-                continue
-            yield port
 
     def shapes(self, ports: Sequence[Port]) -> dict[Port, Shape]:
         """Return the shapes of those ports that exist in this model."""

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ...autodiff.torch import backward_pass
 from ...errors import ModelError, raised_by
-from ..protocol import Batch, Capture, CaptureRequest, RecurrentCall, SequenceCall
+from ..protocol import Batch, Capture, CaptureRequest, SequenceCall
 from ..shared import hook_in_this_thread
 from .assemble import Assembler
 from .cells import has_own_forward, replayable
@@ -29,29 +28,22 @@ from .discover import (
 from .fused import CallOwners, KernelInterceptor
 from .inputs import as_tensors, call_model, on_leaves, tensors_of, with_sources
 from .loops import CellHook, listening
-from .losses import evaluate
+from .losses import evaluate, gradients_of
 from .public import ANY_SCAN, SCANS
 from .record import (
     CallRecorder,
-    JoinRules,
     OutputRecord,
-    Recurrence,
+    PassRules,
+    RunAgainError,
     broken_recurrences,
     call_numbers,
     node_names,
     refuse_hooked,
     tapped,
 )
-from .recurrences import (
-    JoinedWronglyError,
-    check_joints,
-    entangled,
-    join_changed_states,
-    mark_endings,
-    own_cells_only,
-)
+from .recurrences import check_joints, entangled, join_changed_states, mark_endings, own_cells_only
 from .restore import borrowed, differentiable_weights
-from .scans import ScanRecord, ScanRecorder, seams
+from .scans import ScanRecorder, seams
 
 Recorded = TypeVar("Recorded")
 
@@ -63,7 +55,7 @@ def capture(model: nn.Module, batch: Batch, request: CaptureRequest) -> Capture:
     if not request.scans:
         asked = replace(asked, sequences=frozenset())
     x = as_tensors(batch.x, model, "x")
-    found = run_until_recorded(lambda rules, keep: _pass(model, batch, x, request, asked, rules, keep))
+    found = run_until_recorded(lambda rules: _pass(model, batch, x, request, asked, rules))
     others = asked.cells or asked.sequences - {ANY_SCAN} or found.sequences
     if found.chain is not None and request.layers is None and not others:
         remember_chain(model, found.chain, [call.layer for call in found.calls])
@@ -78,20 +70,14 @@ def capture_outputs(model: nn.Module, batch: Batch) -> Capture:
         return Capture([], outputs=on_leaves(call_model(model, x), _detached))
 
 
-class NoGradientsError(Exception):
-    """Signal that the model's forward runs under ``torch.no_grad`` and must be run again with gradients."""
-
-
-def run_until_recorded(run: Callable[[JoinRules, bool], Recorded]) -> Recorded:
-    """Call ``run(rules, keep_gradients)``; again if calls were joined wrongly or the model ran without gradients."""
-    rules, keep_gradients = JoinRules(), False
+def run_until_recorded(run: Callable[[PassRules], Recorded]) -> Recorded:
+    """Call ``run`` again, with what it found out, until no pass has to be run again."""
+    rules = PassRules()
     while True:
         try:
-            return run(rules, keep_gradients)
-        except JoinedWronglyError:
+            return run(rules)
+        except RunAgainError:
             continue
-        except NoGradientsError:
-            keep_gradients = True
 
 
 def recorded_pass(
@@ -101,15 +87,13 @@ def recorded_pass(
     recorder: CallRecorder,
     chain: ChainRecorder,
     asked: RequestedLayers,
-    *,
-    keep_gradients: bool,
 ) -> tuple[Any, Tensor | None, bool]:
     """Run a model once and join the recorded calls to recurrences.
 
     Return outputs, loss, and whether the forward ran without gradients. The caller opens :func:`borrowed`, and makes
     the ``chain`` before it adds hooks of its own.
     """
-    with chain.watch(), watched(model, recorder, asked, batch, keep_gradients) as interceptor:
+    with chain.watch(), watched(model, recorder, asked, batch) as interceptor:
         outputs = call_model(model, x)
     join_changed_states(recorder)
     own_cells_only(recorder, training=batch.training)
@@ -118,65 +102,45 @@ def recorded_pass(
     with raised_by("Your loss"):
         loss = evaluate(batch, outputs, model)
     check_joints(recorder, [*tensors_of(outputs), *([] if loss is None else [loss])])
-    return outputs, loss, interceptor.cut_gradients and not keep_gradients
+    return outputs, loss, interceptor.cut_gradients and not recorder.rules.keep_gradients
 
 
 def _pass(
-    model: nn.Module,
-    batch: Batch,
-    x: Any,
-    request: CaptureRequest,
-    asked: RequestedLayers,
-    rules: JoinRules,
-    keep_gradients: bool,
+    model: nn.Module, batch: Batch, x: Any, request: CaptureRequest, asked: RequestedLayers, rules: PassRules
 ) -> Capture:
-    boundaries = request.boundaries and request.gradients
-    recorder = CallRecorder(rules, weight_grads=request.weight_grads and request.gradients, separate=boundaries)
-    with (
-        borrowed(model, training=batch.training, seed=batch.seed),
-        differentiable_weights(model, boundaries),
-    ):
-        x, sources = with_sources(x) if boundaries else (x, [])
-        around = ModelTensors(sources, dict(model.named_parameters()) if boundaries else {})
+    separate = request.boundaries and request.gradients
+    recorder = CallRecorder(rules, weight_grads=request.weight_grads and request.gradients, separate=separate)
+    with borrowed(model, training=batch.training, seed=batch.seed), differentiable_weights(model, separate):
+        x, sources = with_sources(x) if separate else (x, [])
         chain = ChainRecorder(model)
-        outputs, loss, unseen = recorded_pass(model, batch, x, recorder, chain, asked, keep_gradients=keep_gradients)
-        around.outputs = tensors_of(outputs) if boundaries else []
+        outputs, loss, unseen = recorded_pass(model, batch, x, recorder, chain, asked)
         if loss is not None and not loss.requires_grad and unseen:
-            raise NoGradientsError
-        found = _read(recorder, asked, request, loss, outputs, keep_gradients, around)
-        found.chain = None if unseen else chain.chain(outputs)
+            rules.keep_gradients = True
+            raise RunAgainError
+        _refuse_no_calls(recorder, asked, request)
+        if rules.keep_gradients:
+            recorder.notes.append(_WITH_GRADIENTS)
+        weights = dict(model.named_parameters()) if separate else {}
+        leaves, gradient = tensors_of(outputs) if separate else [], None
+        if loss is not None and request.gradients:
+            gradient = _gradients(recorder, loss, [*sources, *weights.values(), *leaves])
+        capture = _read(recorder, asked, loss, gradient)
+        capture.outputs, capture.altered = (
+            on_leaves(outputs, _detached),
+            _WITH_GRADIENTS if rules.keep_gradients else "",
+        )
+        if gradient is not None:
+            capture.input_grads = [_maybe(gradient(t)) for t in sources]
+            capture.output_grads = [_maybe(gradient(t)) for t in leaves]
+            capture.beside = {name: _maybe(gradient(t)) for name, t in weights.items() if t.requires_grad}
+            cells = [run for run in recorder.runs if run.owner.step_cell is not None]
+            custom = {id(w) for run in cells for visit in run.visits for w in visit.weights()}
+            capture.whole = frozenset(name for name, t in weights.items() if id(t) in custom)
+            capture.inside = frozenset(name for name, t in weights.items() if id(t) in recorder.substitutes)
+        capture.chain = None if unseen else chain.chain(outputs)
         if not request.gradients:  # needed only where gradients are computed later
-            found.entangled = unseen or entangled(recorder.runs, tensors_of(outputs))
-        return found
-
-
-@dataclass
-class ModelTensors:
-    """Tensors of the whole model whose gradients may bypass recurrent calls: float inputs, parameters, outputs."""
-
-    inputs: list[Tensor]
-    weights: dict[str, Tensor]
-    outputs: list[Tensor] = field(default_factory=list)
-
-    def wanted(self) -> list[Tensor]:
-        """Return the inputs, weights and outputs that require a gradient."""
-        return [t for t in (*self.inputs, *self.weights.values(), *self.outputs) if t.requires_grad]
-
-    def store(self, capture: Capture, recorder: CallRecorder, gradient: Any) -> None:
-        """Store the gradients at inputs, weights and outputs in a capture.
-
-        ``gradient`` returns the gradient of a tensor, or None.
-        """
-        capture.input_grads = [_maybe(gradient(t)) for t in self.inputs]
-        capture.output_grads = [_maybe(gradient(t)) for t in self.outputs]
-        capture.beside = {name: _maybe(gradient(t)) for name, t in self.weights.items() if t.requires_grad}
-        custom = {id(w) for run in recorder.runs if run.owner.step_cell is not None for w in _weights_of(run)}
-        capture.whole = frozenset(name for name, t in self.weights.items() if id(t) in custom)
-        capture.inside = frozenset(name for name, t in self.weights.items() if recorder.stands_in(t))
-
-
-def _weights_of(run: Recurrence) -> list[Tensor]:
-    return [w for visit in run.visits for piece in visit.pieces for weights in piece.weights for w in weights.values()]
+            capture.entangled = unseen or entangled(recorder.runs, tensors_of(outputs))
+        return capture
 
 
 def _maybe(grad: Tensor | None) -> Any:
@@ -185,7 +149,7 @@ def _maybe(grad: Tensor | None) -> Any:
 
 @contextmanager
 def watched(
-    model: nn.Module, recorder: CallRecorder, asked: RequestedLayers, batch: Batch, keep_gradients: bool = False
+    model: nn.Module, recorder: CallRecorder, asked: RequestedLayers, batch: Batch
 ) -> Iterator[KernelInterceptor]:
     """Record the requested layers in ``recorder`` while the model runs in the block, then remove all hooks."""
     recorder.initial_state = dict(batch.initial_state or {})
@@ -206,65 +170,83 @@ def watched(
         stack.enter_context(seams(asked.modules, recorder.scans))
         stack.callback(SCANS.reset, SCANS.set(recorder.scans.declared))
         for path, module in asked.plain:
-            module = stack.enter_context(hookable(model, module))
-            handles.append(module.register_forward_hook(hook_in_this_thread(_plain_hook(recorder, path))))
+            module, hooks = stack.enter_context(hookable(model, module)), _OutputHook(recorder, path)
+            handles.append(module.register_forward_pre_hook(hook_in_this_thread(hooks.before), with_kwargs=True))
+            handles.append(module.register_forward_hook(hook_in_this_thread(hooks.after)))
         stack.enter_context(listening(recorder, model, asked.names))
-        with KernelInterceptor(recorder, owners.find, keep_gradients=keep_gradients) as interceptor:
+        with KernelInterceptor(recorder, owners) as interceptor:
             yield interceptor
         recorder.refuse_unused_states([node_name(path, m, 0) for path, m in asked.recurrent])
 
 
-def _plain_hook(recorder: CallRecorder, path: str) -> Any:
-    def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        noted = False
+class _OutputHook:
+    """Pair of hooks that records the tensors of a layer that is not recurrent, separate from the user's."""
 
+    def __init__(self, recorder: CallRecorder, path: str) -> None:
+        self.recorder, self.path = recorder, path
+        self.inputs: list[Tensor] = []
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Record the inputs of a call, if boundaries are kept separate (forward pre-hook)."""
+        self.inputs = []
+        return self._tapped((args, kwargs), self.inputs) if self.recorder.separate else None
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Record the outputs of a call (forward hook)."""
+        outputs: list[Tensor] = []
+        copies = self._tapped(output, outputs)
+        if not self.recorder.paused:
+            visit = OutputRecord(self.path, self.inputs, outputs)
+            self.recorder.plain.append(visit)
+            self.recorder.order.append(visit)
+        return copies
+
+    def _tapped(self, values: Any, points: list[Tensor]) -> Any:
         def tap(value: Any) -> Any:
-            nonlocal noted
-            if noted or recorder.paused or not isinstance(value, Tensor):
+            if not isinstance(value, Tensor):
                 return value
-            noted = True
-            point, copy = tapped(path, value)
-            recorder.add_plain(OutputRecord(path, point))
+            point, copy = tapped(self.path, value)
+            points.append(point)
             return copy
 
-        return on_leaves(output, tap)
-
-    return hook
+        return None if self.recorder.paused else on_leaves(values, tap)
 
 
-def _read(
-    recorder: CallRecorder,
-    asked: RequestedLayers,
-    request: CaptureRequest,
-    loss: Tensor | None,
-    outputs: Any,
-    kept: bool,
-    around: ModelTensors,
-) -> Capture:
-    if not recorder.runs and not recorder.plain and not recorder.scans.ran:
-        refuse_scripts(asked.modules)
-        refuse_own_loops([(path, module) for path, module in asked.recurrent if path in asked.ran])
-    if request.all_must_run and not (recorder.runs or recorder.plain or recorder.scans.ran):
+_WITH_GRADIENTS = "The model's forward uses torch.no_grad(); rnnlens ran it with gradients enabled."
+
+
+def _refuse_no_calls(recorder: CallRecorder, asked: RequestedLayers, request: CaptureRequest) -> None:
+    """Raise ``UnsupportedError`` or ``ModelError`` if no requested layer ran where it could be recorded."""
+    recorder.plain = [visit for visit in recorder.plain if visit.outputs]
+    if recorder.runs or recorder.plain or recorder.scans.ran:
+        return
+    refuse_scripts(asked.modules)
+    refuse_own_loops([(path, module) for path, module in asked.recurrent if path in asked.ran])
+    if request.all_must_run:
         raise ModelError(
             "No recurrent layer ran in this forward pass.",
             expected="nn.RNN, nn.LSTM, nn.GRU, one of their cells, or a custom cell",
             hint="rl.torch.cell(module) names a custom cell; in a loop over your own "
             "equations write h = rl.torch.step(lambda x, h: torch.tanh(x @ W + h @ U), x[:, t], h)",
         )
-    notes = list(recorder.notes)
-    if kept:
-        notes.append(_WITH_GRADIENTS)
-    gradient = None
-    if loss is not None and request.gradients:
-        gradient = _gradients(recorder, loss, notes, around)
-    assembler = Assembler(recorder, gradient)
-    calls = _only_asked(assembler.calls(), asked)
+
+
+def _read(recorder: CallRecorder, asked: RequestedLayers, loss: Tensor | None, gradient: Any) -> Capture:
+    """Return the recorded calls of requested layers and the notes on them."""
+    assembler, notes = Assembler(recorder, gradient), recorder.notes
+    calls, plain = assembler.calls(), assembler.plain()
+    # The gradient of weights that an omitted call shares is the sum over both calls.
+    left_out = {call.weights_key for call in calls if not asked.keeps(call.layer)}
+    calls = [call for call in calls if asked.keeps(call.layer)]
+    for call in calls:
+        if call.weights_key in left_out:
+            call.weight_grads = None
     value = None if loss is None else float(loss.detach())
     if value is not None and not math.isfinite(value):
         notes.append(f"The loss is {value}.")
     lengths: dict[str, list[int]] = {}
     for run in (run for run in recorder.runs if not run.owner.stacked):
-        lengths.setdefault(run.owner.name, []).append(run.length)
+        lengths.setdefault(run.owner.name, []).append(sum(visit.steps for visit in run.visits))
     notes.extend(broken_recurrences(lengths))
     seen = {run.owner.name for run in recorder.runs}
     notes.extend(
@@ -272,82 +254,55 @@ def _read(
         for path, module in asked.recurrent
         if path in asked.ran and path not in seen and has_own_forward(module)
     )
-    plain = assembler.plain()
     scans = recorder.scans.records
     numbers = call_numbers([record.layer for record in scans])
     sequences = [_sequence_call(one.layer + n, one, gradient) for one, n in zip(scans, numbers, strict=True)]
-    capture = Capture(calls, plain, sequences, value, on_leaves(outputs, _detached), notes)
-    capture.order = _order(recorder, [call.layer for call in plain], {call.layer for call in calls})
-    capture.scanned = {path: samples for path, (samples, _) in recorder.scans.ran.items()}
-    if gradient is not None:
-        around.store(capture, recorder, gradient)
-    capture.altered = _WITH_GRADIENTS if kept else ""
-    return capture
+    # In the order of their calls, without candidates that are no cell.
+    names = {id(run): nodes for run, nodes in zip(recorder.runs, node_names(recorder.runs), strict=True)}
+    names |= {id(visit): [call.layer] for visit, call in zip(recorder.plain, plain, strict=True)}
+    kept = {call.layer for call in calls} | {call.layer for call in plain}
+    order = tuple(name for one in recorder.order for name in names.get(id(one), ()) if name in kept)
+    scanned = {path: samples for path, (samples, _) in recorder.scans.ran.items()}
+    return Capture(calls, plain, sequences, value, notes=notes, order=order, scanned=scanned)
 
 
-_WITH_GRADIENTS = "The model's forward uses torch.no_grad(); rnnlens ran it with gradients enabled."
+def _gradients(recorder: CallRecorder, loss: Tensor, around: Sequence[Tensor]) -> Any:
+    """Differentiate the loss; return a function from a recorded tensor to its gradient, or None without a path.
 
-
-def _only_asked(calls: list[RecurrentCall], asked: RequestedLayers) -> list[RecurrentCall]:
-    """Return the requested calls.
-
-    Weight gradients are dropped where an omitted call shares the weights, because the gradient is the sum over both.
+    ``around``: tensors of the whole model whose gradients may bypass recurrent calls.
     """
-    left_out = {call.weights_key for call in calls if not asked.keeps(call.layer)}
-    kept = [call for call in calls if asked.keeps(call.layer)]
-    for call in kept:
-        if call.weights_key in left_out:
-            call.weight_grads = None
-    return kept
-
-
-def _gradients(recorder: CallRecorder, loss: Tensor, notes: list[str], around: ModelTensors) -> Any:
-    taps: dict[int, Tensor] = {}
-    for run in recorder.runs:
-        for visit in run.visits:
-            wanted = [*(piece.output for piece in visit.pieces), *(tap for tap in visit.state_taps if tap is not None)]
-            if recorder.weight_grads:
-                wanted.extend(w for piece in visit.pieces for weights in piece.weights for w in weights.values())
-            taps.update((id(tap), tap) for tap in wanted if tap.requires_grad)
-    others = [*(v.output for v in recorder.plain), *(v.output for v in recorder.scans.records)]
-    taps.update((id(output), output) for output in others if output.requires_grad)
-    inside = len(taps)
+    visits = [visit for run in recorder.runs for visit in run.visits]
+    taps = [piece.output for visit in visits for piece in visit.pieces]
+    taps += [tap for visit in visits for tap in visit.state_taps if tap is not None]
+    if recorder.weight_grads:
+        taps += [weight for visit in visits for weight in visit.weights()]
+    taps += [*(visit.outputs[0] for visit in recorder.plain), *(record.output for record in recorder.scans.records)]
+    others = list(around)
     if recorder.separate:
-        fed = [t for run in recorder.runs for v in run.visits for t in (*(p.input for p in v.pieces), *v.link.fed)]
-        taps.update((id(t), t) for t in (*fed, *around.wanted()) if t.requires_grad)
-    pulled: Sequence[Tensor | None] = [None] * len(taps)
-    if loss.requires_grad and taps:
-        with raised_by("The backward pass of your model or loss"):
-            # The step function of a loop may read tensors of this graph when it is called again.
-            loops = any(run.owner.named for run in recorder.runs)
-            pulled = backward_pass([loss], list(taps.values()), retain_graph=loops)
-    if inside and all(grad is None for grad in pulled[:inside]):
-        notes.append("No path leads from the loss to any layer asked for: every gradient is zero.")
-    found = {key: None if g is None else g.detach() for key, g in zip(taps, pulled, strict=True)}
+        others += [t for visit in visits for t in (*(p.input for p in visit.pieces), *visit.link.fed)]
+    # The step function of a loop may read tensors of this graph when it is called again.
+    loops = any(run.owner.named for run in recorder.runs)
+    found = gradients_of(loss, [*taps, *others], retain_graph=loops)
+    if any(tap.requires_grad for tap in taps) and not any(id(tap) in found for tap in taps):
+        recorder.notes.append("No path leads from the loss to any layer asked for: every gradient is zero.")
     return lambda tap: found.get(id(tap))
 
 
-def _sequence_call(name: str, record: ScanRecord, gradient: Any) -> SequenceCall:
-    """Return a recorded scan as plain arrays; the gradient is zero where no path leads from the loss."""
-    grad = None if gradient is None else gradient(record.output)
-    if gradient is not None and grad is None:
-        grad = torch.zeros_like(record.output)
-    return SequenceCall(
-        name,
-        record.cell.with_parts(torch.Tensor.detach),
-        record.output.detach(),
-        None if grad is None else grad.detach(),
-        None if record.gate is None else record.gate.detach(),
-        record.mismatch,
-        record.dtype,
+def _sequence_call(name: str, record: SequenceCall, gradient: Any) -> SequenceCall:
+    """Return a recorded scan without graph; the gradient is zero where no path leads from the loss."""
+    output, gate, grad = record.output, record.gate, None
+    if gradient is not None:
+        grad = gradient(output)
+        grad = torch.zeros_like(output) if grad is None else grad.detach()
+    cell = record.cell.with_parts(torch.Tensor.detach)
+    return replace(
+        record,
+        layer=name,
+        cell=cell,
+        output=output.detach(),
+        output_grad=grad,
+        gate=None if gate is None else gate.detach(),
     )
-
-
-def _order(recorder: CallRecorder, plain: Sequence[str], calls: Collection[str]) -> tuple[str, ...]:
-    """Return the names of all recorded layers in the order of their calls, without candidates that are no cell."""
-    names = {id(run): nodes for run, nodes in zip(recorder.runs, node_names(recorder.runs), strict=True)}
-    names |= {id(visit): [name] for visit, name in zip(recorder.plain, plain, strict=True)}
-    return tuple(name for one in recorder.order for name in names.get(id(one), ()) if name in calls or name in plain)
 
 
 def _detached(value: Any) -> Any:

@@ -39,17 +39,9 @@ _STEPS_AS_TORCH: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDic
 class CellForm:
     """Call signature and return form of a cell.
 
-    Attributes
-    ----------
-    call
-        Function from an input (n, feature) and the state tensors to positional and keyword arguments, in the user's
-        nesting.
-    shapes
-        Shape of each state tensor without its leading sample axis.
-    output_is_state
-        Whether the cell returns its state only.
-    input_shape
-        Shape of the input without its leading sample axis: (feature,), or (channel, *space) of a convolutional cell.
+    ``call`` maps an input (n, feature) and the state tensors to positional and keyword arguments in the user's nesting.
+    ``shapes`` and ``input_shape`` are those of states and input without the leading sample axis: (feature,), or
+    (channel, *space) of a convolutional cell. ``output_is_state``: the cell returns its state only.
     """
 
     call: Callable[[Tensor, Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -64,21 +56,10 @@ def leaves(value: Any) -> list[Tensor]:
 
 
 class TorchStepCell(StepCell):
-    """Cell whose step is the forward of a torch module.
+    """Cell whose step is the forward of a torch module, which is not copied and not changed.
 
-    Rows must be independent of each other. The adapter refuses cells that mix samples (batch statistics in training
-    mode).
-
-    Parameters
-    ----------
-    module
-        The user's cell; not copied, not changed.
-    form
-        Call signature and return form of the cell.
-    dtype
-        Dtype of the computation; results are widened to at least float32.
-    autocast
-        Autocast dtype that was active during the capture; None if autocast was off.
+    Rows must be independent of each other. ``dtype`` is that of the computation; results are widened to at least
+    float32. ``autocast`` is the autocast dtype that was active during the capture.
     """
 
     def __init__(
@@ -161,14 +142,10 @@ class TorchStepCell(StepCell):
         return torch.cat(by_state, dim=2), by_input
 
     def _run(self, x: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        returned = self._returned(x, state)
+        returned = self._called(x.to(self.dtype), self._shaped(state))
         new = returned if self.form.output_is_state else returned[1:]
         self.output_is_state = returned[0] is new[0]
         return returned[0].flatten(1), tuple(s.flatten(1) for s in new)
-
-    def _returned(self, x: Tensor, state: Sequence[Tensor]) -> list[Tensor]:
-        """Run one step and return its tensors in their original shapes and order."""
-        return self._called(x.to(self.dtype), self._shaped(state))
 
     def _shaped(self, state: Sequence[Tensor]) -> list[Tensor]:
         return [s.to(self.dtype).reshape(-1, *shape) for s, shape in zip(state, self.form.shapes, strict=True)]
@@ -180,10 +157,7 @@ class TorchStepCell(StepCell):
 
     @contextmanager
     def _as_captured(self) -> Iterator[None]:
-        """Run the block with the cell's training flags of the capture, eagerly and with gradients.
-
-        Flags and attributes of the cell are restored afterwards.
-        """
+        """Run the block with the cell's training flags of the capture, eagerly and with gradients; restore the cell."""
         before = [(inner, inner.training) for inner, _ in self.modes]
         try:
             for inner, flag in self.modes:
@@ -231,8 +205,8 @@ def has_own_forward(module: nn.Module) -> bool:
 def has_own_step(module: nn.Module) -> bool:
     """Return whether a subclass of a torch cell computes another step than torch's cell.
 
-    Its forward is run once on two random samples. The result is False if the forward calls torch's kernel once, on the
-    given input and state, and returns the kernel's result.
+    Its forward is run once on two random samples: it must call torch's kernel once, on the input and the state, and
+    return the kernel's result.
     """
     kind = next((kind for kind in _KERNELS if isinstance(module, kind)), None)
     if kind is None or not has_own_forward(module):
@@ -257,16 +231,13 @@ def _steps_as_torch(module: Any, kind: type[nn.Module]) -> bool:
         except Exception:  # the user's forward may expect other arguments
             continue
         if len(calls.seen) == 1:
-            return _passed_through((x, *_flat(state)), returned, *calls.seen[0])
+            (kernel_args, result), arrived = calls.seen[0], (x, *_flat(state))
+            taken = sorted(float(value.sum()) for value in (kernel_args[0], *_flat(kernel_args[1])))
+            pairs = list(zip(_flat(returned), _flat(result), strict=False))
+            alike = all(isinstance(a, Tensor) and torch.equal(a, b) for a, b in pairs)
+            alike = alike and len(_flat(returned)) == len(_flat(result))
+            return alike and taken == sorted(float(value.sum()) for value in arrived)
     return False
-
-
-def _passed_through(given: Sequence[Tensor], returned: Any, args: Sequence[Any], result: Any) -> bool:
-    """Return whether a kernel got the arguments of the cell, and the cell returned the kernel's result."""
-    taken = sorted(float(value.sum()) for value in (args[0], *_flat(args[1])))
-    pairs = list(zip(_flat(returned), _flat(result), strict=False))
-    alike = all(isinstance(a, Tensor) and torch.equal(a, b) for a, b in pairs)
-    return taken == sorted(float(v.sum()) for v in given) and alike and len(_flat(returned)) == len(_flat(result))
 
 
 def _flat(value: Any) -> tuple[Any, ...]:
@@ -289,10 +260,7 @@ class _KernelCalls(TorchFunctionMode):  # type: ignore[misc]
 
 
 def described(module: nn.Module, known: Registration) -> Cell:
-    """Build the cell of a registered module with its current weights.
-
-    Derivatives that the cell does not define are computed by torch.
-    """
+    """Build the cell of a registered module; torch computes the derivatives that the cell does not define."""
     parameters = dict(module.named_parameters())
     device = next((p.device for p in parameters.values()), torch.device("cpu"))
     made = known.make(module, {name: replayable(p).cpu().numpy() for name, p in parameters.items()})

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as module_calls
 
-from ...autodiff.torch import backward_pass
 from ...errors import raised_by
 from ...layout import Axis, Layout, named
 from ...recurrence.cells import GRU, LSTM, SimpleRNN
@@ -30,7 +29,7 @@ from ...vocabulary import FEATURE, SAMPLE, TIME, UNIT
 from ..protocol import Batch, Capture, CaptureRequest, ChainLink, Port, RecurrentCall
 from .discover import node_name
 from .inputs import as_tensors, call_model
-from .losses import evaluate
+from .losses import evaluate, gradients_of
 from .model_facts import fingerprint
 from .restore import borrowed, differentiable_weights
 from .weights import NAMES, from_torch, slots
@@ -90,14 +89,9 @@ class _LayerTensors:
 class ChainRecorder:
     """Recorder that follows one tensor from module to module through a forward pass, within :meth:`watch`.
 
-    It is made before hooks are added to the model, because hooks of the user may change what a module returns.
-
-    Parameters
-    ----------
-    taps
-        Whether to keep the tensors of recurrent modules in ``calls``.
-    separate
-        Whether these modules get differentiable copies of their input and initial states.
+    It is made before hooks are added to the model, because hooks of the user may change what a module returns. With
+    ``taps`` it keeps the tensors of recurrent modules in ``calls``, and with ``separate`` these modules get
+    differentiable copies of their input and initial states.
     """
 
     def __init__(self, model: nn.Module, *, taps: bool = False, separate: bool = False) -> None:
@@ -138,10 +132,7 @@ class ChainRecorder:
                 handle.remove()
 
     def chain(self, outputs: Any) -> list[ChainLink] | None:
-        """Return the links from input to output, or None if the model is not one plain chain.
-
-        The first link is the input itself, the last one the output: of several outputs the first one.
-        """
+        """Return the links from the input itself to the first output; None if the model is not one plain chain."""
         first = outputs[0] if isinstance(outputs, tuple | list) and outputs else outputs
         end = self._found(first) if self._is_chain else None
         if end is None or not self._roles:
@@ -409,19 +400,15 @@ def _gradients(
 
     ``ends`` are the input and the output of the model.
     """
-    if not loss.requires_grad:
-        return None
-    taps = [t for call in calls for t in call.returned]
+    returned = [t for call in calls for t in call.returned]
+    taps = list(returned)
     if request.weight_grads:
         taps += [weight for call in calls for weight in call.weights.values()]
     if request.boundaries:
         taps += [t for call in calls for t in (call.input, *call.initial)]
-        taps += [t for t in (*ends, *model.parameters()) if t.requires_grad]
-    taps = list({id(t): t for t in taps}.values())
-    with raised_by("The backward pass of your model or loss"):
-        pulled = backward_pass([loss], taps)
-    found = {id(tap): grad.detach() for tap, grad in zip(taps, pulled, strict=True) if grad is not None}
-    return found if any(id(t) in found for call in calls for t in call.returned) else None
+        taps += [*ends, *model.parameters()]
+    found = gradients_of(loss, taps)
+    return found if any(id(t) in found for t in returned) else None
 
 
 def _call(call: _LayerTensors, gradients: Mapping[int, Tensor] | None, request: CaptureRequest) -> RecurrentCall:

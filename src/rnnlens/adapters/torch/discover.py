@@ -17,7 +17,7 @@ from ...recurrence.cells import registered
 from ..protocol import LayerInfo
 from .cells import described, has_own_forward
 from .public import ANY_SCAN, is_disproved, loops_of, named_cell, scans_of
-from .scan_families import Family, sequence_modules, state_sizes
+from .scan_families import sequence_modules, state_sizes
 from .weights import class_of
 
 _STATE_PARAMETER = re.compile(r"^(h|c|hx|hc|hidden|state|states|carry|prev|memory)$|hidden|state")
@@ -27,10 +27,7 @@ _RECURRENT_SCRIPT = {"RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell"}
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the plain module inside ``torch.compile(module)``; any other module unchanged.
-
-    Raise ModelError if a lazy module has no weights yet, because it was never called.
-    """
+    """Return the plain module inside ``torch.compile(module)``; raise ``ModelError`` for one that is not built."""
     while hasattr(module, "_orig_mod"):
         module = module._orig_mod
     for path, part in module.named_modules():
@@ -61,24 +58,20 @@ def node_name(path: str, module: Any, layer: int) -> str:
 
 
 def recurrent_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """List torch's own recurrent modules and cells that can be recorded, in the order of their definition.
-
-    Raise UnsupportedError for a recurrent layer inside TorchScript, or a quantized one: neither can be recorded from
-    Python.
-    """
+    """List torch's own recurrent modules and cells that can be recorded, in the order of their definition."""
     named = named_modules(model)
     cells = [path for path, module in named if named_cell(module) is not None]
     found = []
     for path, module in named:
         if any(path.startswith(f"{outer}.") for outer in cells):
             continue
-        refuse(path, module)
+        _refuse(path, module)
         if class_of(module) is not None and named_cell(module) is None:
             found.append((path, module))
     return found
 
 
-def refuse(path: str, module: nn.Module) -> None:
+def _refuse(path: str, module: nn.Module) -> None:
     """Raise ``UnsupportedError`` for a recurrent layer in TorchScript or a quantized one: it cannot be recorded."""
     script = isinstance(module, torch.jit.ScriptModule)
     original = str(getattr(module, "original_name", "")) if script else ""
@@ -129,21 +122,19 @@ def cell_candidates(model: nn.Module) -> list[tuple[str, nn.Module]]:
     named = named_modules(model)
     inner = [path for path, module in named if class_of(module) is not None or named_cell(module) is not None]
     whole = [path for path, module in named if named_cell(module) is not None]
-    found = []
-    for path, module in named:
+
+    def is_candidate(path: str, module: nn.Module) -> bool:
         if named_cell(module) is not None:
-            found.append((path, module))
-        elif type(module).__module__.startswith("transformers."):
-            continue  # whole sequences at a time; scans are found by their functions
-        elif any(path.startswith(f"{outer}.") for outer in whole):
-            continue
-        elif inner and module is named[0][1]:
-            continue  # the whole model, which contains every recurrent layer
-        elif any(other == path or other.startswith(f"{path}.") for other in inner):
-            continue
-        elif not type(module).__module__.startswith("torch.nn.modules") and len(_positional(module)) >= 2:
-            found.append((path, module))
-    return found
+            return True
+        # Layers of transformers run whole sequences at a time; their scans are found by their functions.
+        if type(module).__module__.startswith(("torch.nn.modules", "transformers.")):
+            return False
+        if any(path.startswith(f"{outer}.") for outer in whole) or (inner and module is named[0][1]):
+            return False
+        contains = any(other == path or other.startswith(f"{path}.") for other in inner)
+        return not contains and len(_positional(module)) >= 2
+
+    return [(path, module) for path, module in named if is_candidate(path, module)]
 
 
 def _positional(module: nn.Module) -> list[str]:
@@ -179,36 +170,23 @@ def describe(model: nn.Module) -> list[LayerInfo]:
         or isinstance(module, nn.RNNCellBase)
         or (not is_disproved(module) and any(_is_state(name) for name in _positional(module)[:2]))
     )
-    rows.extend(_sequence_row(*one) for one in sequence_modules(named_modules(model)))
+    for path, module, family in sequence_modules(named_modules(model)):
+        axes = state_sizes(module, family)
+        rows.append(_row(path, type(module).__name__, family.name, axes[0][1], masked=False, state_axes=axes))
     order = {path: index for index, (path, _) in enumerate(named_modules(model))}
     rows.sort(key=lambda row: order[row.name.split("[")[0] if row.name not in order else row.name])
-    return [
-        *rows,
-        *(LayerInfo(name, "loop", "custom", units, "forward", True) for name, units in loops_of(model).items()),
-        *(
-            LayerInfo(name, "scan", "affine_scan", axes[0][1], "forward", True, False, state_axes=axes)
-            for name, axes in scans_of(model).items()
-        ),
-    ]
+    rows += [_row(name, "loop", "custom", units) for name, units in loops_of(model).items()]
+    scans = scans_of(model).items()
+    return [*rows, *(_row(n, "scan", "affine_scan", axes[0][1], masked=False, state_axes=axes) for n, axes in scans)]
+
+
+def _row(name: str, kind: str, cell: str, units: int, **more: Any) -> LayerInfo:
+    return LayerInfo(name, kind, cell, units, **{"direction": "forward", "return_sequences": True, **more})
 
 
 def _is_state(name: str) -> bool:
     """Return whether an argument is named as a state of one step; ``hidden_states`` names those of a whole sequence."""
     return _STATE_PARAMETER.search(name) is not None and not name.endswith("_states")
-
-
-def _sequence_row(path: str, module: nn.Module, family: Family) -> LayerInfo:
-    axes = state_sizes(module, family)
-    return LayerInfo(
-        path,
-        type(module).__name__,
-        family.name,
-        axes[0][1],
-        "forward",
-        return_sequences=True,
-        masked=False,
-        state_axes=axes,
-    )
 
 
 def _known_rows(path: str, module: Any) -> Iterator[LayerInfo]:
@@ -222,29 +200,19 @@ def _known_rows(path: str, module: Any) -> Iterator[LayerInfo]:
     if stacked:
         options |= {"batch_first": module.batch_first, "dropout": module.dropout, "proj_size": module.proj_size}
     for layer in range(module.num_layers if stacked else 1):
-        yield LayerInfo(
-            name=node_name(path, module, layer),
-            kind=type(module).__name__,
-            cell=cell.kind,
-            units=int(module.hidden_size),
-            direction="bidirectional" if stacked and module.bidirectional else "forward",
-            return_sequences=True,
-            options=options,
-        )
+        side = "bidirectional" if stacked and module.bidirectional else "forward"
+        name, units = node_name(path, module, layer), int(module.hidden_size)
+        yield _row(name, type(module).__name__, cell.kind, units, direction=side, options=options)
 
 
 def _custom_row(path: str, module: nn.Module) -> LayerInfo:
     known = registered(module)
     if known is not None:
         cell = described(module, known)
-        units, kind = cell.state_sizes[0], type(module).__name__
-        return LayerInfo(path, kind, cell.kind, units, "forward", True)
+        return _row(path, type(module).__name__, cell.kind, cell.state_sizes[0])
     sizes = (getattr(module, name, None) for name in ("hidden_size", "units", "hidden_dim", "state_size", "hidden"))
     units = next((size for size in sizes if isinstance(size, int)), 0)
-    kind = str(getattr(module, "original_name", type(module).__name__))
-    return LayerInfo(
-        name=path, kind=kind, cell="custom", units=units, direction="forward", return_sequences=True, options={}
-    )
+    return _row(path, str(getattr(module, "original_name", type(module).__name__)), "custom", units)
 
 
 @dataclass
@@ -269,20 +237,18 @@ class RequestedLayers:
         sequences = frozenset([*(path for path, *_ in sequence_modules(modules)), *scans_of(model), ANY_SCAN])
         if names is None:
             return cls(recurrent, cells, [], None, modules, sequences=sequences)
-        rooms = {*dict(recurrent), *dict(cells), *loops_of(model)}
-        nodes = {node_name(path, m, i): path for path, m in recurrent for i in range(getattr(m, "num_layers", 1))}
+        nodes = [node_name(path, m, i) for path, m in recurrent for i in range(getattr(m, "num_layers", 1))]
+        special = {*nodes, *dict(recurrent), *dict(cells), *loops_of(model), *sequences}
         plain = []
         for name in names:
             base = name.split("#")[0]
-            if base in nodes or base in rooms or base in sequences:
-                continue
             found = [(path, module) for path, module in modules if path == base]
-            if not found:
+            if not found and base not in special:
                 known = dict.fromkeys([*nodes, *(path for path, _ in modules[1:])])
                 raise LayerNotFoundError("No layer of that name.", got=repr(name), hint=did_you_mean(name, known))
-            plain.extend(found)
-        wanted = {name.split("#")[0].split("[")[0] for name in names}
+            plain += [] if base in special else found
         bases = {name.split("#")[0] for name in names}
+        wanted = {base.split("[")[0] for base in bases}
         return cls(
             [(path, m) for path, m in recurrent if path in wanted or path in bases or path.split("[")[0] in wanted],
             [(path, m) for path, m in cells if path in bases],

@@ -9,7 +9,7 @@ this mode only.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,12 +21,11 @@ from torch.overrides import TorchFunctionMode
 from ...recurrence.cells import GRU, LSTM, Cell, SimpleRNN
 from .discover import RequestedLayers
 from .inputs import check_features
-from .lineage import Continuation, StateLink, follows
+from .lineage import StateLink, follows
 from .record import CallOwner, CallRecord, CallRecorder, LayerRecord, Packing, refuse_transformed
 from .weights import slots
 
 _VF: Any = torch._VF
-
 
 #: torch function -> (cell class of rnnlens, activation)
 FUSED: dict[Any, tuple[type[Cell], str]] = {
@@ -35,8 +34,6 @@ FUSED: dict[Any, tuple[type[Cell], str]] = {
     _VF.rnn_tanh: (SimpleRNN, "tanh"),
     _VF.rnn_relu: (SimpleRNN, "relu"),
 }
-
-
 CELLS: dict[Any, tuple[type[Cell], str]] = {
     _VF.lstm_cell: (LSTM, "tanh"),
     _VF.gru_cell: (GRU, "tanh"),
@@ -86,46 +83,29 @@ def _as_tuple(state: Any) -> tuple[Tensor, ...]:
 
 
 class KernelInterceptor(TorchFunctionMode):  # type: ignore[misc]
-    """Function mode that records calls of torch's recurrent kernels and runs every other function unchanged.
+    """Function mode that records calls of torch's recurrent kernels and runs every other function unchanged."""
 
-    Parameters
-    ----------
-    recorder
-        Recorder of the calls.
-    owner
-        Function that finds the owner of a call from its weights, and the order of a sorted packed batch; None if the
-        layer was not requested.
-    keep_gradients
-        Ignore ``torch.no_grad`` inside the model's forward.
-    """
-
-    def __init__(
-        self,
-        recorder: CallRecorder,
-        owner: Callable[[type[Cell], str, Any], tuple[CallOwner, Tensor | None] | None],
-        *,
-        keep_gradients: bool = False,
-    ) -> None:
+    def __init__(self, recorder: CallRecorder, owners: CallOwners) -> None:
         super().__init__()
-        self.recorder, self.owner, self.keep_gradients = recorder, owner, keep_gradients
+        self.recorder, self.owners = recorder, owners
+        #: Whether the model's forward used ``torch.no_grad``.
         self.cut_gradients = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.recorder.paused:
             return func(*args, **(kwargs or {}))
-        if func in FUSED:
-            found = self.owner(*FUSED[func], args)
+        kernel = FUSED.get(func) or CELLS.get(func)
+        if kernel is not None:
+            found = self.owners.find(*kernel, args)
             if found is not None:
-                refuse_transformed(found[0].name, args)
-                return _fused(self.recorder, func, *found, FusedCall.of(args))
-        elif func in CELLS:
-            found = self.owner(*CELLS[func], args)
-            if found is not None:
-                refuse_transformed(found[0].name, args)
-                return _cell(self.recorder, func, found[0], *args)
+                owner, order = found
+                refuse_transformed(owner.name, args)
+                if func in CELLS:
+                    return _cell(self.recorder, func, owner, *args)
+                return _fused(self.recorder, func, owner, order, FusedCall.of(args))
         elif func is torch._C._set_grad_enabled and not args[0]:
             self.cut_gradients = True
-            if self.keep_gradients:
+            if self.recorder.rules.keep_gradients:
                 return None
         result = func(*args, **(kwargs or {}))
         for trail in self.recorder.trails.values():
@@ -138,7 +118,13 @@ def _fused(recorder: CallRecorder, func: Any, owner: CallOwner, order: Tensor | 
         return _step_by_step(recorder, func, owner, call)
     packing = None if call.batch_sizes is None else Packing.of(call.batch_sizes, order, call.input.device)
     x = call.input.transpose(0, 1) if call.batch_first and packing is None else call.input
-    fed, before = _start(recorder, owner, call, packing)
+    tail, before = recorder.tail(owner), None
+    if packing is None and not call.bidirectional and tail is not None and tail.packing is None:
+        before = recorder.continued(owner, call.state, rowwise=False)
+    given = call.state
+    if before is None and not _goes_on(tail, given):
+        given = _overridden(recorder, owner, call, packing)
+    fed = tuple(recorder.started(state) for state in given) if before is None else before.fed
     directions = 2 if call.bidirectional else 1
     pieces: list[LayerRecord] = []
     for layer in range(call.layers):
@@ -167,19 +153,6 @@ def _step_by_step(recorder: CallRecorder, func: Any, owner: CallOwner, call: Fus
         state = tuple(new)
         outputs.append(output)
     return (torch.cat(outputs, dim=int(call.batch_first)), *state)
-
-
-def _start(
-    recorder: CallRecorder, owner: CallOwner, call: FusedCall, packing: Packing | None
-) -> tuple[tuple[Tensor, ...], Continuation | None]:
-    tail = recorder.tail(owner)
-    joinable = packing is None and not call.bidirectional and tail is not None and tail.packing is None
-    if joinable and tail is not None and owner.key not in recorder.rules.never_inside:
-        found = tail.link.continued_by(call.state, rowwise=False)
-        if found is not None:
-            return found.fed, found
-    given = call.state if _goes_on(tail, call.state) else _overridden(recorder, owner, call, packing)
-    return tuple(recorder.started(state) for state in given), None
 
 
 def _goes_on(tail: CallRecord | None, given: tuple[Tensor, ...]) -> bool:
@@ -252,21 +225,15 @@ def _cell(recorder: CallRecorder, func: Any, owner: CallOwner, x: Tensor, state:
         fed = tuple(recorder.started(state) for state in start)
     else:
         fed = found.fed
-    named = [(name, w) for name, w in zip(slots(4), weights, strict=False) if w is not None]
-    stand_ins = {name: recorder.leaf(owner, f"{name}/0/0", w) for name, w in named}
-    flat = [stand_ins.get(name) for name in slots(4)]
+    stand_ins = {
+        name: recorder.leaf(owner, f"{name}/0/0", w)
+        for name, w in zip(slots(4), weights, strict=False)
+        if w is not None
+    }
     x = recorder.fed(x)
-    raw = _as_tuple(func(x, fed if len(fed) > 1 else fed[0], *flat))
-    taps = tuple(recorder.handed(owner, state.clone().unsqueeze(0)) for state in raw)
-    kept = tuple(tap.squeeze(0) for tap in taps)
-    handed = tuple(state.clone() for state in kept)
-    finals = tuple(state.unsqueeze(0) for state in raw)
-    piece = LayerRecord(
-        x, x.detach().clone().unsqueeze(0), tuple(s.unsqueeze(0) for s in fed), taps[0], finals, [stand_ins]
-    )
-    visit = CallRecord([piece], (None, *taps[1:]), StateLink(given, fed, raw, handed, kept, found))
-    recorder.add(owner, visit, continues=found is not None)
-    return handed if len(handed) > 1 else handed[0]
+    raw = _as_tuple(func(x, fed if len(fed) > 1 else fed[0], *(stand_ins.get(name) for name in slots(4))))
+    handed = recorder.add_step(owner, x, (given, fed, found), raw, raw, stand_ins)
+    return tuple(handed[id(state)] for state in raw) if len(raw) > 1 else handed[id(raw[0])]
 
 
 class CallOwners:
@@ -275,7 +242,12 @@ class CallOwners:
     def __init__(self, asked: RequestedLayers) -> None:
         self.asked = {id(module): (path, module) for path, module in asked.recurrent}
         self.everything = asked.names is None
-        self.holders = _holders(asked)
+        #: Recurrent modules that own a first weight, by the weight's identity.
+        self.holders: dict[int, list[nn.Module]] = {}
+        for _, module in asked.modules:
+            first = getattr(module, "weight_ih_l0", getattr(module, "weight_ih", None))
+            if isinstance(first, nn.Parameter):
+                self.holders.setdefault(id(first), []).append(module)
         self.entered: nn.Module | None = None
         self.order: Tensor | None = None
         self.known: dict[int, CallOwner] = {}
@@ -298,58 +270,30 @@ class CallOwners:
         """Return the owner of a kernel call and its sample order; None if the layer was not requested."""
         module, order = self.entered, self.order
         self.entered = self.order = None
-        stacked = isinstance(args[2], (list, tuple)) or isinstance(args[3], (list, tuple))
-        module = self._holder(args, module)
+        first = args[3] if isinstance(args[3], (list, tuple)) else args[2]
+        stacked = isinstance(first, (list, tuple))
+        first = first[0] if stacked else first
+        # A direct call of ``forward`` runs no hook, so that the module is identified by its weights.
+        holders = self.holders.get(id(first), [])
+        if holders and not any(holder is module for holder in holders):
+            module = holders[0] if len(holders) == 1 else None
         if module is None:
-            return (self._bare(cell, activation, args, stacked), None) if self.everything else None
-        found = self.asked.get(id(module))
-        if found is None:
+            return (self._bare(cell, activation, args, first, stacked), None) if self.everything else None
+        if id(module) not in self.asked:
             return None
-        owner = self.known.get(id(module))
-        if owner is None:
-            path, module = found
+        if id(module) not in self.known:
+            path, module = self.asked[id(module)]
             layers = int(getattr(module, "num_layers", 1))
             directions = 2 if getattr(module, "bidirectional", False) else 1
-            owner = CallOwner(id(module), path, cell, activation, layers, directions, stacked)
-            self.known[id(module)] = owner
-        return owner, order
+            self.known[id(module)] = CallOwner(id(module), path, cell, activation, layers, directions, stacked)
+        return self.known[id(module)], order
 
-    def _holder(self, args: tuple[Any, ...], entered: nn.Module | None) -> nn.Module | None:
-        """Return the module that owns the weights of a call.
-
-        A direct call of ``forward`` runs no hook, so the module is identified by its weights.
-        """
-        holders = self.holders.get(id(_first_weight(args)), [])
-        if not holders or any(module is entered for module in holders):
-            return entered
-        return holders[0] if len(holders) == 1 else None
-
-    def _bare(self, cell: type[Cell], activation: str, args: tuple[Any, ...], stacked: bool) -> CallOwner:
-        """Return the owner of a kernel call without a registered module.
-
-        The weights are those of a module in a plain list, or the bare function was called.
-        """
-        first = _first_weight(args)
-        owner = self.known.get(id(first))
-        if owner is None:
-            unnamed = sum(o.name.startswith("unnamed_") for o in self.known.values())
+    def _bare(self, cell: type[Cell], activation: str, args: Any, first: Tensor, stacked: bool) -> CallOwner:
+        """Return the owner of a call without a registered module, whose weights are in a plain list, for example."""
+        if id(first) not in self.known:
+            unnamed = sum(owner.name.startswith("unnamed_") for owner in self.known.values())
             rest = args[4:] if stacked and isinstance(args[3], (list, tuple)) else args[3:]
             layers, both = (int(rest[1]), bool(rest[4])) if stacked else (1, False)
-            owner = CallOwner(id(first), f"unnamed_{cell.kind}_{unnamed}", cell, activation, layers, 1 + both, stacked)
-            self.known[id(first)] = owner
-        return owner
-
-
-def _first_weight(args: tuple[Any, ...]) -> Tensor:
-    weight = args[3] if isinstance(args[3], (list, tuple)) else args[2]
-    return weight[0] if isinstance(weight, (list, tuple)) else weight
-
-
-def _holders(asked: RequestedLayers) -> dict[int, list[nn.Module]]:
-    """Return the recurrent modules that own each weight, by the identity of a module's first weight."""
-    found: dict[int, list[nn.Module]] = {}
-    for _, module in asked.modules:
-        first = getattr(module, "weight_ih_l0", getattr(module, "weight_ih", None))
-        if isinstance(first, nn.Parameter):
-            found.setdefault(id(first), []).append(module)
-    return found
+            name = f"unnamed_{cell.kind}_{unnamed}"
+            self.known[id(first)] = CallOwner(id(first), name, cell, activation, layers, 1 + both, stacked)
+        return self.known[id(first)]

@@ -49,10 +49,7 @@ def on_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def as_tensors(data: Any, model: nn.Module, what: str) -> Any:
-    """Convert the user's arrays to tensors. NumPy floats take the model's dtype, tensors keep theirs.
-
-    Raise InputError for data that is not numeric or has an empty axis.
-    """
+    """Convert the user's arrays to tensors. NumPy floats take the model's dtype, tensors keep theirs."""
     device, dtype = home_of(model)
 
     def one(value: Any) -> Any:
@@ -98,8 +95,11 @@ def call_model(model: nn.Module, x: Any) -> Any:
     """
     x = on_leaves(x, lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf)
     with raised_by("Your model's forward"), without_cache(model):
-        if isinstance(x, dict) and not is_one_argument(model, x):
-            return model(**x)
+        if isinstance(x, dict):
+            parameters = inspect.signature(model.forward).parameters.values()
+            keywords = any(p.kind is p.VAR_KEYWORD or p.name in x for p in parameters)
+            required = [p for p in parameters if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
+            return model(**x) if keywords or len(required) != 1 else model(x)
         if isinstance(x, (tuple, list)) and not isinstance(x, PackedSequence):
             return model(*x)
         return model(x)
@@ -117,14 +117,6 @@ def with_sources(x: Any) -> tuple[Any, list[Tensor]]:
         return sources[-1]
 
     return on_leaves(x, source), sources
-
-
-def is_one_argument(model: nn.Module, x: dict[str, Any]) -> bool:
-    """Return whether ``forward`` takes a dict as its one positional argument: none of its parameters is a key of it."""
-    parameters = inspect.signature(model.forward).parameters.values()
-    keywords = any(p.kind is p.VAR_KEYWORD or p.name in x for p in parameters)
-    required = [p for p in parameters if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
-    return not keywords and len(required) == 1
 
 
 @contextmanager
@@ -145,15 +137,11 @@ def check_features(name: str, module: nn.Module, value: Any) -> None:
     """Raise ``InputError`` with the layer's name if a recurrent or linear module cannot take a value."""
     if has_own_forward(module):
         return
+    ranks: tuple[int, ...] = ()
     if isinstance(value, PackedSequence):
-        value = value.data
-        ranks: tuple[int, ...] = (2,)
-    elif isinstance(module, nn.RNNBase):
-        ranks = (2, 3)
-    elif isinstance(module, nn.RNNCellBase):
-        ranks = (1, 2)
-    else:
-        ranks = ()
+        value, ranks = value.data, (2,)
+    elif isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+        ranks = (2, 3) if isinstance(module, nn.RNNBase) else (1, 2)
     if not isinstance(value, torch.Tensor):
         return
     if ranks and value.dim() not in ranks:

@@ -21,25 +21,12 @@ States = tuple[Tensor, ...]
 
 @dataclass
 class StateLink:
-    """Initial and final states of one call, and the call before it.
+    """Initial and final states of one call, and the call before it in the same recurrence.
 
-    Attributes
-    ----------
-    given
-        States that the user passed in.
-    fed
-        States that the layer computed on: equal to ``given``, but connected to the predecessor's ``raw`` in the graph.
-    raw
-        States that the layer returned, inside the graph.
-    handed
-        States that the user got: copies of ``kept``, which the user's code may change in place.
-    kept
-        Originals of ``handed``: the same values, inside the graph, not accessible to the user's code.
-    before
-        Link to the call before in the same recurrence; None for its first call.
-    output
-        Output (time, sample, unit) of a layer's call, whose last step is its (upper) hidden state; None for a cell,
-        whose output and state are one tensor.
+    ``given``: states that the user passed in. ``fed``: equal states that the layer computed on, connected to the
+    ``raw`` of the call before in the graph. ``raw``: states that the layer returned. ``handed``: states that the user
+    got, and may change in place. ``kept``: originals of ``handed``, which the user's code cannot reach. ``output``:
+    output (time, sample, unit) of a layer's call, whose last step is its (upper) hidden state; None for a cell.
     """
 
     given: States
@@ -67,7 +54,9 @@ class StateLink:
         """
         if len(given) != len(self.kept):
             return None
-        if self._unchanged(given):
+        same = zip(given, self.handed, self._versions, self.kept, strict=True)
+        # Compare values too: a write through ``.data`` does not change a tensor's version.
+        if all(new is old and new._version == seen and _equal(new, kept) for new, old, seen, kept in same):
             return Continuation(self.raw, None, self)
         rows: Tensor | None = None
         for index in range(len(given)):
@@ -84,21 +73,8 @@ class StateLink:
         parts = zip(keep, self.raw, self.fed, strict=True)
         return Continuation(tuple(torch.where(k, raw[:count], old[:count]) for k, raw, old in parts), rows, self)
 
-    def _unchanged(self, given: States) -> bool:
-        same = zip(given, self.handed, self._versions, self.kept, strict=True)
-        # Compare values too: a write through ``.data`` does not change a tensor's version.
-        return all(new is old and new._version == seen and _equal(new, kept) for new, old, seen, kept in same)
-
-    @property
-    def is_hooked(self) -> bool:
-        """Whether the user registered a tensor hook on a returned state."""
-        return any(tensor._backward_hooks for tensor in self.handed)
-
     def passed_on(self, new: Tensor, index: int, rowwise: bool) -> Tensor | None:
-        """Return the rows (sample,) in which ``new`` is this call's state unchanged.
-
-        None if any row is neither that state nor the one before.
-        """
+        """Return the rows (sample,) in which ``new`` is this call's state unchanged, if the rest has the one before."""
         old, before, count = self.kept[index], self.given[index], new.shape[0]
         if not new.requires_grad or new.shape[1:] != old.shape[1:] or count > old.shape[0] or new.dtype != old.dtype:
             return None
@@ -107,8 +83,11 @@ class StateLink:
         is_old, is_before = _rows_equal(new, old[:count]), _rows_equal(new, self.fed[index][:count])
         if not bool((is_old | is_before).all()):
             return None
+        # The earlier states that samples may still have if they did not move on.
+        steps = {self.step - 1} if self.origin is None else set(self.origin.tolist())
+        held = [self.history[int(step)][index] for step in sorted(steps)]
         # Recent sources first: the cost of autograd grows with the age of the oldest source.
-        for sources in ([before], [before, *self._held(index)]):
+        for sources in ([before], [before, *held]):
             passed = self._by_gradient(new, index, sources, is_old, is_before)
             if passed is not None:
                 return passed
@@ -121,8 +100,9 @@ class StateLink:
 
         None if one of the other rows leads to none of the sources.
         """
-        old, count, probe = self.kept[index], new.shape[0], probe_like(new)
-        to_old, *arrived = _pulled_back(new, [old, *sources], probe)
+        count, probe = new.shape[0], probe_like(new)
+        pulled = _at_sources(new, [self.kept[index], *sources], probe)
+        to_old, *arrived = (torch.zeros_like(probe) if grad is None else grad[:count] for grad in pulled)
         to_old = to_old + self._to_output(new, index, probe)
         passed, kept = is_old & _rows_equal(to_old, probe), torch.zeros_like(is_before)
         for at in arrived:
@@ -146,18 +126,10 @@ class StateLink:
             return torch.full((count,), self.step - 1, device=device)
         return self.origin[:count]
 
-    def _held(self, index: int) -> list[Tensor]:
-        """Return the earlier states that samples may still have if they did not move on."""
-        steps = {self.step - 1} if self.origin is None else set(self.origin.tolist())
-        return [self.history[int(step)][index] for step in sorted(steps)]
-
 
 @dataclass
 class Continuation:
-    """States fed to the next call.
-
-    ``rows`` (sample,) is False where a sample keeps its earlier state; None if no sample does.
-    """
+    """States fed to the next call; ``rows`` (sample,) is False where a sample keeps its earlier state, or None."""
 
     fed: States
     rows: Tensor | None
@@ -165,10 +137,7 @@ class Continuation:
 
     @property
     def origin(self) -> Tensor | None:
-        """Index of each sample's state in the recurrence's history, (sample,).
-
-        None if all samples have the last state.
-        """
+        """Index of each sample's state in the recurrence's history, (sample,); None if all have the last one."""
         if self.rows is None:
             return None
         device = self.rows.device
@@ -227,12 +196,6 @@ def probe_like(tensor: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(tensor.numel())
     drawn = torch.rand(tensor.shape, generator=generator, dtype=torch.float64) + 0.5
     return drawn.to(tensor)
-
-
-def _pulled_back(value: Tensor, sources: list[Tensor], cotangent: Tensor) -> list[Tensor]:
-    """Pull the cotangent of ``value`` back to the first rows of each source, as many as it has; zero without a path."""
-    pulled = _at_sources(value, sources, cotangent)
-    return [torch.zeros_like(cotangent) if g is None else g[: value.shape[0]] for g in pulled]
 
 
 def _at_sources(value: Tensor, sources: list[Tensor], cotangent: Tensor) -> list[Tensor | None]:

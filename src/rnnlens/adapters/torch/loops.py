@@ -14,13 +14,11 @@ from ...errors import InputError, UnsupportedError
 from ...recurrence.cells import StepCell, registered
 from .cells import CellForm, TorchStepCell, leaves
 from .discover import input_argument
-from .lineage import Continuation, StateLink, upstream
+from .lineage import Continuation, upstream
 from .public import LISTENER, named_cell, note_loop
 from .record import (
     CallOwner,
-    CallRecord,
     CallRecorder,
-    LayerRecord,
     autocast_around,
     differentiable,
     refuse_transformed,
@@ -31,7 +29,7 @@ Arguments = Callable[[Tensor, Sequence[Tensor]], tuple[tuple[Any, ...], dict[str
 
 
 class LoopStep(nn.Module):  # type: ignore[misc]
-    """Module around a user's step function that finds which parameters of the model the function uses."""
+    """Module around a user's step function; its parameters are those of the model that the function used."""
 
     def __init__(self, function: Callable[..., Any], names: dict[int, str]) -> None:
         super().__init__()
@@ -71,14 +69,13 @@ class StepListener:
         hook = self.hooks[key]
         if self.asked is not None and hook.owner.name not in self.asked:
             return function(x, *state)
-        module: Any = hook.module
+        module = hook.module
         module.function = function
         fed = hook.before(module, (x, *state), {})
         args, kwargs = ((x, *state), {}) if fed is None else fed
         output = module(*args, **kwargs)
         handed = hook.after(module, args, kwargs, output)
-        first = next(t for t in pytree.tree_leaves(output) if isinstance(t, Tensor))
-        note_loop(self.model, hook.owner.name, int(first.flatten(1).shape[1]))
+        note_loop(self.model, hook.owner.name, int(leaves(output)[0].flatten(1).shape[1]))
         return output if handed is None else handed
 
     def _hook(self, function: Callable[..., Any], name: str | None) -> CellHook:
@@ -149,7 +146,7 @@ class CellHook:
     ``UnsupportedError`` with the reason is raised instead.
     """
 
-    def __init__(self, recorder: CallRecorder, path: str, module: nn.Module) -> None:
+    def __init__(self, recorder: CallRecorder, path: str, module: Any) -> None:
         self.recorder, self.module = recorder, module
         self.owner = CallOwner(id(module), path, StepCell, named=named_cell(module) is not None)
         self.owner.module = module if registered(module) is not None else None
@@ -179,10 +176,7 @@ class CellHook:
         return pytree.tree_unflatten(flat, entered.spec)
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """Record the returned tensors and return copies of them (forward hook).
-
-        Gradients from above and from the next step thus stay separate.
-        """
+        """Record the returned tensors and return copies of them (forward hook)."""
         entered, self.entered = self.entered, None
         if entered is None or not self.active or self.recorder.paused:
             return None
@@ -198,11 +192,6 @@ class CellHook:
         returned = [leaf for leaf in flat if isinstance(leaf, Tensor)]
         states = _states_of(returned, entered)
         raw = {id(leaf): differentiable(leaf) for leaf in returned}
-        taps = {
-            key: self.recorder.handed(self.owner, leaf.flatten(1).unsqueeze(0).clone()) for key, leaf in raw.items()
-        }
-        kept = {id(leaf): taps[id(leaf)].reshape(leaf.shape) for leaf in returned}
-        handed = {key: tensor.clone() for key, tensor in kept.items()}
         first = returned[0]
         if self.owner.step_cell is None:
             shapes = tuple(tuple(s.shape[1:]) for s in states)
@@ -210,32 +199,21 @@ class CellHook:
             self.owner.step_cell = TorchStepCell(
                 self.module, form, tuple(first.shape[1:]), first.dtype, autocast_around(first)
             )
-        piece = LayerRecord(
+        handed = self.recorder.add_step(
+            self.owner,
             entered.x,
-            entered.x.detach().clone().flatten(1).unsqueeze(0),
-            tuple(s.flatten(1).unsqueeze(0) for s in entered.fed),
-            taps[id(first)],
-            tuple(raw[id(s)].flatten(1).unsqueeze(0) for s in states),
-            [{name: p for name, p in self.module.named_parameters() if p.requires_grad}],
+            (entered.given or entered.fed, entered.fed, entered.before),
+            [raw[id(leaf)] for leaf in returned],
+            [raw[id(state)] for state in states],
+            {name: p for name, p in self.module.named_parameters() if p.requires_grad},
         )
-        link = StateLink(
-            tuple(entered.given or entered.fed),
-            tuple(entered.fed),
-            tuple(raw[id(s)] for s in states),
-            tuple(handed[id(s)] for s in states),
-            tuple(kept[id(s)] for s in states),
-            entered.before,
-        )
-        visit = CallRecord([piece], tuple(None if s is first else taps[id(s)] for s in states), link)
-        self.recorder.add(self.owner, visit, continues=entered.before is not None)
-        return pytree.tree_unflatten([handed.get(id(leaf), leaf) for leaf in flat], spec)
+        copies = {key: handed[id(tensor)] for key, tensor in raw.items()}
+        return pytree.tree_unflatten([copies.get(id(leaf), leaf) for leaf in flat], spec)
 
     def _start_from_zero(self, entered: EnteredCall, output: Any) -> None:
-        """Find the initial state of a call that was given none, and store it in ``entered``.
+        """Store the initial state of a call that was given none: zeros, if another call with them gives the same.
 
-        The state is zeros of the shape of the returned state, if they reproduce the output.
-
-        The cell is run once more to compare. A returned pair may be (output, state) or a state of two tensors.
+        A returned pair may be (output, state) or a state of two tensors.
         """
         guesses = [output[1], output] if isinstance(output, tuple) and len(output) == 2 else [output]
         for guess in guesses:
@@ -283,9 +261,9 @@ def _states_of(returned: list[Tensor], entered: EnteredCall) -> list[Tensor]:
 
 
 def _with_state(entered: EnteredCall, state: Any, position: int) -> Arguments | None:
-    """Return a function that calls the cell with a state where the user passed none.
+    """Return a function that calls the cell with a state in place of the first None, or after the input.
 
-    The state replaces the first None, or follows the input; None if neither is possible.
+    None if neither is possible.
     """
     flat = entered._constants
     (args, kwargs) = pytree.tree_unflatten(list(range(len(flat))), entered.spec)
@@ -296,13 +274,12 @@ def _with_state(entered: EnteredCall, state: Any, position: int) -> Arguments | 
 
     def arguments(x: Tensor, values: Sequence[Tensor]) -> Any:
         nested = pytree.tree_unflatten(list(values), spec)
-
-        def value(index: int) -> Any:
-            if index in entered._inputs:
-                return x
-            return nested if empty and index == empty[0] else flat[index]
-
-        again = [value(i) for i in args], {key: value(i) for key, i in kwargs.items()}
-        return (*again[0], *(() if empty else (nested,))), again[1]
+        put = list(flat)
+        for index in entered._inputs:
+            put[index] = x
+        if empty:
+            put[empty[0]] = nested
+        positional = [put[i] for i in args]
+        return (*positional, *(() if empty else (nested,))), {key: put[i] for key, i in kwargs.items()}
 
     return arguments

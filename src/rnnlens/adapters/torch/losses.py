@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from ...errors import InputError, UnsupportedError, did_you_mean
+from ...autodiff.torch import backward_pass, pulled
+from ...errors import InputError, UnsupportedError, did_you_mean, raised_by
 from ...typing import Array
 from ..protocol import Batch, Outputs
 from .discover import named_modules, unwrapped
@@ -42,11 +43,7 @@ _PLAIN = {
 
 
 def evaluate(batch: Batch, outputs: Any, model: nn.Module) -> torch.Tensor | None:
-    """Return the loss as a scalar tensor; None if the batch has no loss.
-
-    Raise InputError if a target is given without a loss, the loss needs a target that is not given, or it is not a
-    scalar.
-    """
+    """Return the loss as a scalar tensor; None if the batch has no loss."""
     if batch.loss is None:
         if batch.y is not None:
             raise InputError(
@@ -57,7 +54,9 @@ def evaluate(batch: Batch, outputs: Any, model: nn.Module) -> torch.Tensor | Non
         return None
     loss = resolved(batch.loss)
     if batch.y is None:
-        if _required(loss) >= 2:
+        arguments = parameters(loss.forward if isinstance(loss, nn.Module) else loss).values()
+        positional = [p for p in arguments if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        if sum(p.default is p.empty for p in positional) >= 2:
             raise InputError(
                 "The loss takes a target and none was given.",
                 got=f"loss={label(loss)}, y=None",
@@ -70,6 +69,16 @@ def evaluate(batch: Batch, outputs: Any, model: nn.Module) -> torch.Tensor | Non
         if batch.sample_weight is None and batch.class_weight is None:
             return _scalar(loss(outputs, target), loss)
         return _scalar(weighted(loss, outputs, target, batch, model), loss)
+
+
+def gradients_of(loss: Tensor, tensors: Iterable[Tensor], *, retain_graph: bool = False) -> dict[int, Tensor]:
+    """Return the gradients of a loss by the identity of tensors, without those that no path leads to."""
+    sources = list({id(tensor): tensor for tensor in tensors if tensor.requires_grad}.values())
+    if not loss.requires_grad or not sources:
+        return {}
+    with raised_by("The backward pass of your model or loss"):
+        grads = backward_pass([loss], sources, retain_graph=retain_graph)
+    return {id(source): grad.detach() for source, grad in zip(sources, grads, strict=True) if grad is not None}
 
 
 def resolved(loss: Any) -> Callable[..., Any]:
@@ -87,15 +96,6 @@ def resolved(loss: Any) -> Callable[..., Any]:
     return getattr(nn.functional, name)  # type: ignore[no-any-return]
 
 
-def _required(loss: Any) -> int:
-    """Count the positional arguments without default of a loss; 1 if its signature cannot be read."""
-    try:
-        parameters = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters.values()
-    except (TypeError, ValueError):
-        return 1
-    return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
-
-
 def _scalar(value: Any, loss: Any) -> torch.Tensor:
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
@@ -109,10 +109,7 @@ def _scalar(value: Any, loss: Any) -> torch.Tensor:
 
 
 class BroadcastCheck(TorchFunctionMode):  # type: ignore[misc]
-    """Function mode that raises ``InputError`` for an unintended broadcast in a loss.
-
-    It compares outputs and targets of different ranks whose broadcast shape is larger than both.
-    """
+    """Function mode that raises ``InputError`` if output and target of different ranks broadcast to a larger shape."""
 
     def __init__(self, outputs: Iterable[Any], targets: Iterable[Any]) -> None:
         super().__init__()
@@ -144,11 +141,7 @@ def _check(output: tuple[int, ...], target: tuple[int, ...]) -> None:
 
 
 def weighted(loss: Any, outputs: Any, target: Any, batch: Batch, model: nn.Module) -> Tensor:
-    """Return sum(weight * value) / divisor, with the divisor of the loss itself: 1 for a sum, the count for a mean.
-
-    Raise InputError if the shape of the weights fits neither the samples nor the values of the loss. Raise
-    UnsupportedError if the loss has no form without reduction, or its divisor is unknown.
-    """
+    """Return sum(weight * value) / divisor, with the divisor of the loss itself: 1 for a sum, the count for a mean."""
     values, whole = _values(loss, outputs, target), loss(outputs, target)
     weight = values.new_ones(())
     if batch.sample_weight is not None:
@@ -157,7 +150,14 @@ def weighted(loss: Any, outputs: Any, target: Any, batch: Batch, model: nn.Modul
     if batch.class_weight is not None:
         weight = weight * _beside(_of_classes(target, outputs, batch.class_weight).to(values), values, "class_weight")
     divisor = _divisor(loss, values, outputs, target)
-    _must_agree(loss, values.detach().sum() / divisor, whole.detach())
+    slack = 1e3 * torch.finfo(whole.dtype).eps
+    unweighted, own = (t.detach().to(whole).reshape(()) for t in (values.sum() / divisor, whole))
+    if label(loss) in _BY_LENGTH or not torch.allclose(unweighted, own, rtol=slack, atol=slack, equal_nan=True):
+        raise UnsupportedError(
+            "The averaging of this loss is unknown, so weights cannot be applied.",
+            got=f"{label(loss)} with reduction={reduction(loss)!r}",
+            expected='reduction="sum" or a mean over values, or your own weighting inside the loss',
+        )
     return (weight * values).sum() / divisor
 
 
@@ -230,19 +230,6 @@ def _divisor(loss: Any, values: Tensor, outputs: Any, target: Any) -> Tensor | f
     return float(max(values.numel(), 1))
 
 
-def _must_agree(loss: Any, reduced: Tensor, own: Tensor) -> None:
-    """Raise ``UnsupportedError`` unless our unweighted reduction gives the user's loss."""
-    slack = 1e3 * torch.finfo(own.dtype).eps
-    if label(loss) in _BY_LENGTH or not torch.allclose(
-        reduced.to(own).reshape(()), own.reshape(()), rtol=slack, atol=slack, equal_nan=True
-    ):
-        raise UnsupportedError(
-            "The averaging of this loss is unknown, so weights cannot be applied.",
-            got=f"{label(loss)} with reduction={reduction(loss)!r}",
-            expected='reduction="sum" or a mean over values, or your own weighting inside the loss',
-        )
-
-
 def _beside(weight: Tensor, values: Tensor, name: str) -> Tensor:
     """Reshape weights to broadcast over the values of a loss: one per sample, or one per sample and step."""
     if weight.dim() > 1 and weight.dim() == values.dim() + 1 and weight.shape[-1] == 1:
@@ -280,7 +267,9 @@ def combination(model: nn.Module, batch: Batch) -> str | None:
     """Return how batch losses combine to that of the data set: ``"mean"``, ``"sum"``, or None if unknown."""
     loss = resolved(batch.loss)
     name, how = label(loss), reduction(loss)
-    if not _is_torchs_own(loss) or option(loss, "weight") is not None or not hasattr(batch.y, "shape"):
+    plain = loss.func if isinstance(loss, functools.partial) else loss
+    module = type(plain).__module__ if isinstance(plain, nn.Module) else getattr(plain, "__module__", "")
+    if not str(module).startswith("torch.") or option(loss, "weight") is not None or not hasattr(batch.y, "shape"):
         return None
     if name in _PLAIN and how in ("mean", "sum", "batchmean"):
         return "sum" if how == "sum" else "mean"
@@ -288,13 +277,6 @@ def combination(model: nn.Module, batch: Batch) -> str | None:
         ignored = how == "mean" and bool(np.any(host_array(batch.y) == option(loss, "ignore_index", -100)))
         return None if ignored else str(how)
     return None
-
-
-def _is_torchs_own(loss: Any) -> bool:
-    if isinstance(loss, functools.partial):
-        loss = loss.func
-    module = type(loss).__module__ if isinstance(loss, nn.Module) else getattr(loss, "__module__", "")
-    return str(module).startswith("torch.")
 
 
 def mixes_samples(model: nn.Module, training: bool) -> str | None:
@@ -307,11 +289,7 @@ def mixes_samples(model: nn.Module, training: bool) -> str | None:
 
 
 def loss_of(model: nn.Module, batch: Batch, outputs: Outputs) -> tuple[float, list[Array | None]]:
-    """Return the loss of joined outputs, and its gradient at each; None where the loss does not depend on one.
-
-    Raise UnsupportedError if the loss uses the model's weights directly, so that its gradient does not pass through the
-    outputs alone.
-    """
+    """Return the loss of joined outputs, and its gradient at each; None where the loss does not depend on one."""
     model = unwrapped(model)
     like = leaves_of(outputs.tree)
     leaves = [torch.as_tensor(new).to(old) for new, old in zip(outputs.leaves, like, strict=True)]
@@ -322,11 +300,7 @@ def loss_of(model: nn.Module, batch: Batch, outputs: Outputs) -> tuple[float, li
         tree = on_leaves(outputs.tree, lambda value: next(rest) if isinstance(value, Tensor) else value)
         loss = evaluate(batch, tree, model)
         assert loss is not None
-        sources = [t for t in leaves if t.requires_grad]
-        wanted = [*sources, *weights]
-        found = iter(
-            torch.autograd.grad(loss, wanted, allow_unused=True) if loss.requires_grad else [None] * len(wanted)
-        )
+        found = iter(pulled([loss], [*(t for t in leaves if t.requires_grad), *weights]))
         grads = [next(found) if t.requires_grad else None for t in leaves]
         if any(grad is not None for grad in found):
             raise UnsupportedError(

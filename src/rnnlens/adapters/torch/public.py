@@ -20,10 +20,8 @@ from ...recurrence.cells import registered
 
 __all__ = ["cell", "scan", "step"]
 
-
 #: Recorder of ``step`` calls while rnnlens runs a model in this thread; None at all other times.
 LISTENER: ContextVar[Callable[..., Any] | None] = ContextVar("steps of loops", default=None)
-
 
 #: Recorder of ``scan`` calls while rnnlens runs a model in this thread; None at all other times.
 SCANS: ContextVar[Callable[..., Any] | None] = ContextVar("declared scans", default=None)
@@ -34,14 +32,11 @@ ANY_SCAN = "*scan"
 #: Scans recorded in each model: axes and sizes of the state, by name.
 _SCANS: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[tuple[str, int], ...]]] = weakref.WeakKeyDictionary()
 
-
 #: Modules that a user declared cells, by weak references: the modules are not changed and not kept in memory.
 _NAMED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-
 #: Modules that ran and passed no state from call to call, so that they are no cells.
 _DISPROVED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
 
 #: Loops recorded in each model: names, and sizes of the first state. No function is stored.
 _LOOPS: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()

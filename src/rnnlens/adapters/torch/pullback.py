@@ -13,20 +13,21 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ...autodiff.torch import PullMany
-from ...errors import InputError, ModelError, UnsupportedError, raised_by
+from ...errors import InputError, LayerNotFoundError, ModelError, UnsupportedError, did_you_mean, raised_by
 from ...layout import Layout
+from ...recurrence.cells import Cell
 from ...typing import Array
 from ..protocol import Batch, Outputs, Port
-from ..shared import hook_in_this_thread
-from .boundaries import PortTable, PortTensors, stand_ins
-from .capture import NoGradientsError, recorded_pass, run_until_recorded
-from .cells import replayable
+from .assemble import PortTensors, boundary_of
+from .capture import recorded_pass, run_until_recorded
+from .cells import has_own_forward, replayable
 from .chain import ChainRecorder
 from .discover import RequestedLayers, named_modules, unwrapped
 from .inputs import as_tensors, home_of, leaves_of, on_leaves, tensors_of
 from .losses import host_array
-from .record import CallRecorder, JoinRules, tapped
+from .record import CallRecorder, OutputRecord, Packing, PassRules, Recurrence, RunAgainError, node_names
 from .restore import borrowed
+from .weights import SLOTS, class_of, from_torch, library_parameter
 
 #: Function that pulls a cotangent of the value back to one cotangent per argument.
 Pull = Callable[[Array], list[Array]]
@@ -72,53 +73,35 @@ class TorchPullback:
             self._starts = {port: self._boundaries[port].value for port in self.of}
         self.values: Mapping[Port, Any] = {port: replayable(b.value) for port, b in self._boundaries.items()}
 
-    def _run(
-        self, model: nn.Module, batch: Batch, cut: Sequence[Port], rules: JoinRules, keep_gradients: bool
-    ) -> PortTable:
-        """Run one forward pass; raise ``NoGradientsError`` if it must be repeated because it ran without gradients."""
+    def _run(self, model: nn.Module, batch: Batch, cut: Sequence[Port], rules: PassRules) -> PortTable:
+        """Run one forward pass; raise ``RunAgainError`` if it ran without gradients."""
         modules = named_modules(model)
         asked = replace(RequestedLayers.of(model, None), sequences=frozenset())
-        recorder = CallRecorder(rules, separate=True, cut={_path(port) for port in cut})
-        plain: dict[str, list[Any]] = {}
+        named = {str(p.layer).partition("#")[0] for p in self._watched if p.layer and p.kind != "weight"}
+        recurrent = {id(module) for _, module in (*asked.recurrent, *asked.cells)}
+        asked.plain = [
+            (path, module)
+            for path, module in modules
+            # TorchScript takes no hooks, so it is reported as not called.
+            if path in named and id(module) not in recurrent and not isinstance(module, torch.jit.ScriptModule)
+        ]
+        # ``rnn`` of the port ``rnn[1]#0``
+        paths = {str(port.layer).partition("#")[0].partition("[")[0] for port in cut}
+        recorder = CallRecorder(rules, separate=True, cut=paths)
         inputs, chain = on_leaves(as_tensors(batch.x, model, "x"), _source), ChainRecorder(model)
         if not any(port.kind == "loss" for port in (*self.of, *self.wrt)):
             batch = batch.without_loss()
         with borrowed(model, training=batch.training, seed=batch.seed):
             weights = stand_ins(modules, (*self.of, *self.wrt))
-            handles = self._watch_plain(modules, asked, recorder, plain)
-            try:
-                outputs, loss, unseen = recorded_pass(
-                    model, batch, inputs, recorder, chain, asked, keep_gradients=keep_gradients
-                )
-            finally:
-                for handle in handles:
-                    handle.remove()
+            outputs, loss, unseen = recorded_pass(model, batch, inputs, recorder, chain, asked)
         self._in_scans = recorder.scans.sweep_size
         self.returned = on_leaves(outputs, lambda t: t.detach() if isinstance(t, Tensor) else t)
         leaves = leaves_of(outputs)
         self.layouts = chain.layouts(outputs)
         if unseen and not any(t.requires_grad for t in (*tensors_of(outputs), *([] if loss is None else [loss]))):
-            raise NoGradientsError
-        return PortTable(recorder, leaves_of(inputs), leaves, loss, plain, weights, modules)
-
-    def _watch_plain(
-        self,
-        modules: Sequence[tuple[str, nn.Module]],
-        asked: RequestedLayers,
-        recorder: CallRecorder,
-        plain: dict[str, list[Any]],
-    ) -> list[Any]:
-        recurrent = {id(module) for _, module in (*asked.recurrent, *asked.cells)}
-        bases = {str(p.layer).partition("#")[0] for p in self._watched if p.layer and p.kind != "weight"}
-        handles = []
-        for path, module in modules:
-            if path in bases and id(module) not in recurrent:
-                if isinstance(module, torch.jit.ScriptModule):
-                    continue  # it takes no hooks, so it is reported as not called
-                around = OutputHook(recorder, path, plain.setdefault(path, []))
-                handles.append(module.register_forward_pre_hook(hook_in_this_thread(around.before), with_kwargs=True))
-                handles.append(module.register_forward_hook(hook_in_this_thread(around.after)))
-        return handles
+            rules.keep_gradients = True
+            raise RunAgainError
+        return PortTable(recorder, leaves_of(inputs), leaves, loss, weights, modules)
 
     def vjp(self, cotangents: Mapping[Port, Any]) -> dict[Port, Tensor | None]:
         """Pull cotangents (K, ...) back to every ``wrt`` port; None for a port that no path leads to."""
@@ -161,44 +144,144 @@ class TorchPullback:
         self.values, self.returned = {}, None
 
 
-class OutputHook:
-    """Pair of hooks that records inputs and outputs of a layer that is not recurrent.
+class PortTable:
+    """Table of the tensors behind ports after a forward pass that was recorded with ``separate=True``.
 
-    The recorded tensors are separate from the user's.
+    ``inputs`` and ``outputs`` are leaves of the model's. ``weights``: substitutes for the weights of layers that are
+    not recurrent, by path and name.
     """
 
-    def __init__(self, recorder: CallRecorder, path: str, calls: list[Any]) -> None:
-        self.recorder, self.path, self.calls = recorder, path, calls
-        self.takes: list[Tensor] = []
+    def __init__(
+        self,
+        recorder: CallRecorder,
+        inputs: Sequence[Any],
+        outputs: Sequence[Tensor],
+        loss: Tensor | None,
+        weights: dict[tuple[str, str], Tensor],
+        modules: Sequence[tuple[str, nn.Module]],
+    ) -> None:
+        self.recorder, self.inputs, self.outputs, self.loss = recorder, inputs, outputs, loss
+        self.weights, self.modules = weights, dict(modules)
+        self.plain: dict[str, list[OutputRecord]] = {}
+        for visit in recorder.plain:
+            self.plain.setdefault(visit.name, []).append(visit)
+        self.nodes: dict[str, tuple[Recurrence, int]] = {}
+        for run, names in zip(recorder.runs, node_names(recorder.runs), strict=True):
+            self.nodes.update({name: (run, layer) for layer, name in enumerate(names)})
 
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Record the inputs of a call (forward pre-hook)."""
-        self.takes = []
-        return None if self.recorder.paused else on_leaves((args, kwargs), self._note(self.takes))
+    def find(self, port: Port) -> PortTensors:
+        """Return the tensors behind a port; raise ``LayerNotFoundError`` if its name selects no one call of a layer."""
+        if port.layer is None:
+            return self._of_model(port)
+        if port.kind == "weight":
+            return self._weight(port)
+        found = self.nodes.get(port.layer)
+        if found is not None:
+            return boundary_of(*found, port)
+        return self._of_plain(port)
 
-    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Record the outputs of a call (forward hook)."""
-        if self.recorder.paused:
-            return None
-        returns: list[Tensor] = []
-        output = on_leaves(output, self._note(returns))
-        self.calls.append((self.takes, returns))
-        return output
+    def _of_model(self, port: Port) -> PortTensors:
+        if port.kind == "loss":
+            if self.loss is None:
+                raise InputError("There is no loss to differentiate.", hint="pass loss=callable(output, target)")
+            return PortTensors([self.loss])
+        values: Sequence[Any] = self.inputs if port.kind == "input" else self.outputs
+        if port.index >= len(values):
+            raise InputError(f"The model has no {port.kind} {port.index}.", expected=f"0 to {len(values) - 1}")
+        value = values[port.index]
+        if isinstance(value, PackedSequence):
+            packing = Packing.of(value.batch_sizes, value.unsorted_indices, value.data.device)
+            return PortTensors([value.data], lambda parts: packing.padded(parts[0]).transpose(0, 1))
+        return PortTensors([value])
 
-    def _note(self, into: list[Tensor]) -> Any:
-        def tap(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            point, copy = tapped(self.path, value)
-            into.append(point)
-            return copy
+    def _of_plain(self, port: Port) -> PortTensors:
+        base, _, number = str(port.layer).partition("#")
+        calls = self.plain.get(base, [])
+        if not calls or (number and int(number) >= len(calls)) or (len(calls) > 1 and not number):
+            raise self._not_called(port, base, len(calls))
+        if port.kind not in ("input", "output"):
+            raise UnsupportedError(f"Layer {port.layer!r} is not recurrent and has no {port.kind}.")
+        call = calls[int(number or 0)]
+        side = call.inputs if port.kind == "input" else call.outputs
+        if port.index >= len(side):
+            raise InputError(f"Layer {port.layer!r} has no {port.kind} tensor number {port.index}.")
+        return PortTensors([side[port.index]])
 
-        return tap
+    def _not_called(self, port: Port, base: str, calls: int) -> LayerNotFoundError:
+        several = [name for name in self.nodes if name.partition("#")[0] == base]
+        several = several or [f"{base}#{i}" for i in range(calls)]
+        if several:
+            what, listing = f"Layer {port.layer!r} was called more than once.", ", ".join(map(repr, several))
+            return LayerNotFoundError(what, expected=f"one of {listing}")
+        what = f"Layer {port.layer!r} was not called in this forward pass."
+        return LayerNotFoundError(what, hint=did_you_mean(str(port.layer), [*self.nodes, *self.plain]))
+
+    def _weight(self, port: Port) -> PortTensors:
+        slot = SLOTS.get(port.key.rpartition("/")[2])
+        if slot is not None and (called := self._weight_of_call(port, slot)) is not None:
+            return called
+        found = self.weights.get((str(port.layer), port.key))
+        if found is None:
+            wanted = f"{port.layer}.{port.key}"
+            known = [f"{path}.{n}" for path, m in self.modules.items() for n, _ in m.named_parameters(recurse=False)]
+            raise LayerNotFoundError("No weight of that name.", got=wanted, hint=did_you_mean(wanted, known))
+        cell = class_of(self.modules[str(port.layer).partition("[")[0]])
+        if cell is not None and slot is not None:  # a forward that does not call torch's kernel
+            return PortTensors([found], partial(_from_torch_summed, cell[0], slot))
+        _, taken = self.recorder.substitutes.get(id(found), (found, found))
+        if taken is not found:  # a parametrisation that returned the parameter itself, or a weight tied to a kernel's
+            return PortTensors([found, taken], lambda parts: parts[0] + parts[1], lambda: found)
+        return PortTensors([found])
+
+    def _weight_of_call(self, port: Port, slot: str) -> PortTensors | None:
+        """Return the weight of a kernel that ran; None if the layer has none such."""
+        which = int("backward" in (port.key.rpartition("/")[0], port.direction))
+        for node, (run, layer) in self.nodes.items():
+            if node.partition("#")[0] == str(port.layer).partition("#")[0] and run.owner.step_cell is None:
+                tensor = run.visits[0].pieces[layer].weights[which][slot]
+                own = library_parameter(self.modules.get(run.owner.name), layer, port.key)
+                in_order = partial(_from_torch_summed, run.owner.cell, slot)
+                if own is not None and (run.owner.key, f"{slot}/{layer}/{which}") in self.recorder.computed:
+                    return PortTensors([own], in_order)
+                users = (w for w, leaf in self.recorder.substitutes.values() if leaf is tensor and w is not leaf)
+                owned = next((weight for weight in users if weight.is_leaf and weight.requires_grad), None)
+                parts = [tensor] if owned is None else [tensor, owned]
+                return PortTensors(parts, in_order, partial(in_order, [tensor]))
+        return None
 
 
-def _path(port: Port) -> str:
-    """Return the module path of a port's layer: ``rnn`` for ``rnn[1]#0``."""
-    return str(port.layer).partition("#")[0].partition("[")[0]
+def _from_torch_summed(cell: type[Cell], slot: str, parts: Sequence[Tensor]) -> Tensor:
+    """Sum a weight's gradients, through the layer and at the user's own parameter, in the layout of rnnlens."""
+    return from_torch(cell, slot, parts[0] if len(parts) == 1 else parts[0] + parts[1])
+
+
+def stand_ins(modules: Sequence[tuple[str, nn.Module]], ports: Sequence[Port]) -> dict[tuple[str, str], Tensor]:
+    """Return a differentiable tensor for each weight port of a layer that is not recurrent.
+
+    A trainable parameter is returned as it is. A frozen one is replaced by a trainable leaf in every module that has
+    it; the caller must restore the parameter.
+    """
+    table = dict(modules)
+    found: dict[tuple[str, str], Tensor] = {}
+    for port in ports:
+        path, _, number = str(port.layer).partition("#")[0].partition("[")
+        module = table.get(path)
+        parameter = None if module is None else dict(module.named_parameters(recurse=False)).get(port.key)
+        if parameter is None and port.kind == "weight" and isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+            own = library_parameter(module, int(number.rstrip("]") or 0), port.key)  # the layer need not run
+            parameter = own if own is not None and (own.requires_grad or has_own_forward(module)) else None
+        if port.kind != "weight" or parameter is None:
+            continue
+        if parameter.requires_grad or not parameter.is_floating_point():
+            found[str(port.layer), port.key] = parameter
+            continue
+        leaf = nn.Parameter(parameter.detach())
+        found[str(port.layer), port.key] = leaf
+        for holder in (m for _, m in modules if not isinstance(m, torch.jit.ScriptModule)):
+            for name, held in holder._parameters.items():
+                if held is parameter:
+                    holder._parameters[name] = leaf
+    return found
 
 
 def _source(value: Any) -> Any:
@@ -209,11 +292,7 @@ def _source(value: Any) -> Any:
 
 
 def differentiate(function: Callable[..., Any], arrays: Sequence[Array], model: torch.nn.Module) -> tuple[Array, Pull]:
-    """Return the value of ``function(*tensors)`` on the model's device, and its vector-Jacobian product.
-
-    Raise InputError if the function does not return one tensor of floats; from the pull-back also if the value does not
-    depend on the arguments.
-    """
+    """Return the value of ``function(*tensors)`` on the model's device, and its vector-Jacobian product."""
     device, _ = home_of(model)
     with torch.inference_mode(False), torch.enable_grad():
         tensors = [torch.tensor(np.asarray(a), device=device, requires_grad=True) for a in arrays]

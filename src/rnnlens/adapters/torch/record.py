@@ -29,8 +29,7 @@ ALL = "*"
 class CallOwner:
     """Recurrent module (or bare function) whose calls are recorded; ``name`` is its path in the model.
 
-    ``module`` is a cell of the user whose equations were registered, else None. ``autocast`` is the autocast dtype of
-    its calls; None if autocast was off.
+    ``module``: a cell of the user whose equations were registered. ``autocast``: the autocast dtype of its calls.
     """
 
     key: int
@@ -98,10 +97,7 @@ class StateTrail:
         self._depth = {id(state): 0 for state in self.states}
 
     def see(self, args: Any, result: Any) -> None:
-        """Record one operation if it uses a tracked tensor.
-
-        For an operation without result the first argument counts, as written in place.
-        """
+        """Record an operation on a tracked tensor; one without result has written its first argument in place."""
         depths = [self._depth[id(leaf)] for leaf in _tensors(args) if id(leaf) in self._depth]
         if not depths or min(depths) >= self.LENGTH:
             return
@@ -113,13 +109,8 @@ class StateTrail:
 
 def _tensors(values: Any) -> list[Tensor]:
     """Return the tensors among values, and in tuples and lists among them."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (tuple, list)):
-            found.extend(item for item in value if isinstance(item, Tensor))
-    return found
+    flat = [item for value in values for item in (value if isinstance(value, (tuple, list)) else (value,))]
+    return [item for item in flat if isinstance(item, Tensor)]
 
 
 @dataclass
@@ -152,6 +143,10 @@ class CallRecord:
         """Number of time steps of this call."""
         return int(self.packing.mask.shape[0]) if self.packing is not None else int(self.pieces[0].seen.shape[0])
 
+    def weights(self) -> list[Tensor]:
+        """Return the weights of all stacked layers and directions."""
+        return [weight for piece in self.pieces for weights in piece.weights for weight in weights.values()]
+
 
 @dataclass
 class Recurrence:
@@ -159,11 +154,6 @@ class Recurrence:
 
     owner: CallOwner
     visits: list[CallRecord]
-
-    @property
-    def length(self) -> int:
-        """Number of time steps of all calls."""
-        return sum(visit.steps for visit in self.visits)
 
     def valid(self) -> Tensor | None:
         """Return the mask (time, sample) of real steps; None if all are real.
@@ -183,50 +173,43 @@ class Recurrence:
 
 
 @dataclass
-class JoinRules:
-    """Keys of owners whose calls are joined to recurrences in a restricted way, as earlier passes found.
+class PassRules:
+    """Rules for the next pass, as earlier passes of the same call found; the sets hold keys of owners.
 
-    Attributes
-    ----------
-    never_by_row
-        Calls are not joined row by row.
-    never_inside
-        Every call gets copies of its states, as the user's code changes some of them between the calls.
-    by_step
-        A call of several steps is run step by step, as the user's code changes the states between the calls.
+    ``never_by_row``: calls are not joined row by row. ``never_inside``: every call gets copies of its states, because
+    the user's code changes some of them between the calls. ``by_step``: for the same reason a call of several steps is
+    run step by step. ``keep_gradients``: ``torch.no_grad`` inside the model's forward is ignored.
     """
 
     never_by_row: set[int] = field(default_factory=set)
     never_inside: set[int] = field(default_factory=set)
     by_step: set[int] = field(default_factory=set)
+    keep_gradients: bool = False
+
+
+class RunAgainError(Exception):
+    """Signal that the pass must be run again, with rules that were added to the recorder's."""
 
 
 @dataclass
 class OutputRecord:
-    """One call of a layer that is not recurrent; ``output`` is inside the graph."""
+    """One call of a layer that is not recurrent; its tensors are inside the graph."""
 
     name: str
-    output: Tensor
+    inputs: list[Tensor]
+    outputs: list[Tensor]
 
 
 class CallRecorder:
     """Recorder of the recurrences of one forward pass.
 
-    Parameters
-    ----------
-    rules
-        Restrictions on joining calls, as earlier passes found.
-    weight_grads
-        Whether gradients of weights are needed.
-    separate
-        Whether layers get copies of their input tensors, so that a gradient there comes through the layer alone.
-    cut
-        Paths of recurrent modules whose outputs are detached, so that no gradient passes below them.
+    ``weight_grads``: gradients of weights are needed. ``separate``: layers get copies of their input tensors, so that a
+    gradient there comes through the layer alone. ``cut``: paths of recurrent modules whose outputs are detached.
     """
 
     def __init__(
         self,
-        rules: JoinRules,
+        rules: PassRules,
         *,
         weight_grads: bool = True,
         separate: bool = False,
@@ -249,19 +232,20 @@ class CallRecorder:
         #: Weights that the model computed from its parameters, by owner and slot.
         self.computed: set[tuple[int, str]] = set()
         self.scans = ScanRecorder(())
-        self._by_identity: dict[int, tuple[Tensor, Tensor]] = {}
+        #: Weights of the user's with the tensors that layers used instead, by the identity of the weight.
+        self.substitutes: dict[int, tuple[Tensor, Tensor]] = {}
 
     def tail(self, owner: CallOwner) -> CallRecord | None:
         """Return the last call of ``owner``, which the next one may continue; None before the first."""
         run = self._tails.get(owner.key)
         return None if run is None else run.visits[-1]
 
-    def continued(self, owner: CallOwner, given: Sequence[Tensor]) -> Continuation | None:
-        """Return how a call of a cell with the state ``given`` continues its last call; None if it does not."""
+    def continued(self, owner: CallOwner, given: Sequence[Tensor], *, rowwise: bool = True) -> Continuation | None:
+        """Return how a call with the state ``given`` continues its owner's last call; None if it does not."""
         tail = self.tail(owner)
         if tail is None or not given or owner.key in self.rules.never_inside:
             return None
-        found = tail.link.continued_by(tuple(given), rowwise=owner.key not in self.rules.never_by_row)
+        found = tail.link.continued_by(tuple(given), rowwise=rowwise and owner.key not in self.rules.never_by_row)
         if found is not None:
             tail.rows = found.rows
         return found
@@ -281,16 +265,40 @@ class CallRecorder:
         self.order.append(run)
         self._tails[owner.key] = run
 
-    def add_plain(self, visit: OutputRecord) -> None:
-        """Record one call of a layer that is not recurrent."""
-        self.plain.append(visit)
-        self.order.append(visit)
+    def add_step(
+        self,
+        owner: CallOwner,
+        x: Tensor,
+        link: tuple[Sequence[Tensor], Sequence[Tensor], Continuation | None],
+        returned: Sequence[Tensor],
+        states: Sequence[Tensor],
+        weights: dict[str, Tensor],
+    ) -> dict[int, Tensor]:
+        """Record one step of a cell; return a copy of each returned tensor for the user's code, by its identity.
+
+        Gradients from above and from the next step thus stay separate. ``link``: the states that the user passed in,
+        those that the cell computed on, and how they continue the call before. The first of ``returned`` is the output.
+        """
+        given, fed, before = link
+        taps = {id(leaf): self.handed(owner, leaf.flatten(1).unsqueeze(0).clone()) for leaf in returned}
+        kept = {id(leaf): taps[id(leaf)].reshape(leaf.shape) for leaf in returned}
+        handed = {key: tensor.clone() for key, tensor in kept.items()}
+        piece = LayerRecord(
+            x,
+            x.detach().clone().flatten(1).unsqueeze(0),
+            tuple(state.flatten(1).unsqueeze(0) for state in fed),
+            taps[id(returned[0])],
+            tuple(state.flatten(1).unsqueeze(0) for state in states),
+            [weights],
+        )
+        handed_states, kept_states = (tuple(tensors[id(state)] for state in states) for tensors in (handed, kept))
+        state_link = StateLink(tuple(given), tuple(fed), tuple(states), handed_states, kept_states, before)
+        state_taps = tuple(None if state is returned[0] else taps[id(state)] for state in states)
+        self.add(owner, CallRecord([piece], state_taps, state_link), continues=before is not None)
+        return handed
 
     def given_state(self, name: str, own: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the user's initial states for a layer, in dtype, device and shape of ``own``.
-
-        Raise InputError if their number or their sizes differ from those of ``own``.
-        """
+        """Return the user's initial states for a layer, like ``own``; raise ``InputError`` if they do not fit."""
         self.begun.add(name)
         given = [torch.as_tensor(as_numpy(state)) for state in self.initial_state[name]]
         fit = [state.dim() == 2 and state.shape[1:] == o.shape[1:] for state, o in zip(given, own, strict=False)]
@@ -320,10 +328,7 @@ class CallRecorder:
         return differentiable(state).clone()
 
     def handed(self, owner: CallOwner, tensor: Tensor) -> Tensor:
-        """Return an output tensor of a layer as a point where gradients from above can be read.
-
-        If the layer is cut, the tensor is a new leaf, so gradients end there.
-        """
+        """Return an output tensor of a layer as a point to read gradients from above; a new leaf if it is cut."""
         is_cut = owner.name in self.cut or ALL in self.cut
         return tensor.detach().requires_grad_() if is_cut else differentiable(tensor)
 
@@ -333,33 +338,17 @@ class CallRecorder:
         A parameter is substituted by a new leaf, and the user's parameter is not changed. A weight that the model
         computes from other tensors keeps its path to them.
         """
-        if weight.grad_fn is not None:
+        computed = weight.grad_fn is not None
+        if computed:
             self.computed.add((owner.key, slot))
         if not self.weight_grads and not weight.requires_grad:
-            return weight.detach()
-        known = self._by_identity.get(id(weight)) or self._leaves.get((owner.key, slot))
+            return weight.detach()  # it stays frozen: torch uses another kernel for it, whose last digits differ
+        known = self.substitutes.get(id(weight)) or self._leaves.get((owner.key, slot))
         if known is not None and (known[0] is weight or torch.equal(known[0], weight)):
             return known[1]
-        computed = weight.grad_fn is not None
-        # A frozen weight stays frozen: torch uses another kernel for it, whose last digits differ.
-        live = self.weight_grads or weight.requires_grad
-        stand_in = weight.clone() if computed else weight.detach().requires_grad_(live)
-        self._by_identity[id(weight)] = self._leaves[owner.key, slot] = (weight, stand_in)
+        stand_in = weight.clone() if computed else weight.detach().requires_grad_()
+        self.substitutes[id(weight)] = self._leaves[owner.key, slot] = (weight, stand_in)
         return stand_in
-
-    def behind(self, stand_in: Tensor) -> Tensor | None:
-        """Return the user's trainable parameter that a leaf substitutes; None if there is none."""
-        found = (weight for weight, leaf in self._by_identity.values() if leaf is stand_in and weight is not leaf)
-        return next((weight for weight in found if weight.is_leaf and weight.requires_grad), None)
-
-    def stand_in_for(self, weight: Tensor) -> Tensor | None:
-        """Return the leaf that layers used instead of a weight; None if they did not use one."""
-        leaf = self._by_identity.get(id(weight), (weight, weight))[1]
-        return None if leaf is weight else leaf
-
-    def stands_in(self, weight: Tensor) -> bool:
-        """Return whether a substitute was made for this weight."""
-        return id(weight) in self._by_identity
 
 
 def call_site() -> Hashable:
@@ -384,10 +373,7 @@ def autocast_around(tensor: Tensor) -> torch.dtype | None:
 
 
 def refuse_transformed(name: str, values: Iterable[Any]) -> None:
-    """Raise for a layer inside ``torch.vmap`` or a ``torch.func`` transform: its tensors cannot be recorded.
-
-    Raise UnsupportedError with the name of the layer.
-    """
+    """Raise ``UnsupportedError`` for a layer inside ``torch.vmap`` or a ``torch.func`` transform."""
     if any(isinstance(v, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(v) for v in values):
         raise UnsupportedError(
             f"Layer {name!r} runs inside torch.vmap or torch.func, where tensors cannot be recorded.",
@@ -411,12 +397,9 @@ def tapped(name: str, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def refuse_hooked(recorder: CallRecorder) -> None:
-    """Raise if the user hooked the gradient of a state: the hook would act on the gradient through time.
-
-    Raise UnsupportedError with the name of the layer.
-    """
+    """Raise ``UnsupportedError`` if the user hooked the gradient of a state, and so the gradient through time."""
     for run in recorder.runs:
-        if any(visit.link.is_hooked for visit in run.visits[:-1]):
+        if any(state._backward_hooks for visit in run.visits[:-1] for state in visit.link.handed):
             raise UnsupportedError(
                 f"A tensor hook on a state of {run.owner.name!r} acts on the gradient that flows through time.",
                 got="register_hook() on a state that the next step starts from",

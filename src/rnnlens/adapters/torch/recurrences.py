@@ -12,19 +12,14 @@ from torch import Tensor, nn
 from ...errors import UnsupportedError
 from .lineage import follows, probe_like, rows_reset, upstream
 from .public import note_cells
-from .record import (
-    CallRecord,
-    CallRecorder,
-    Recurrence,
-    StateTrail,
-)
+from .record import CallRecord, CallRecorder, Recurrence, RunAgainError, StateTrail
 
 
 def join_changed_states(recorder: CallRecorder) -> None:
     """Join recurrences of a cell where the user's code changes the state between the steps, or between some of them.
 
     A call continues the one before if both are made from the same line of the user's code, with the same number of
-    samples, and its state was computed from the states that the call before returned. Raise JoinedWronglyError if some
+    samples, and its state was computed from the states that the call before returned. Raise RunAgainError if some
     calls of such a loop were joined already because their state was passed on unchanged, or have several steps. The
     owner was added to ``never_inside`` or ``by_step`` of the recorder's rules, and the pass must be run again.
     """
@@ -36,7 +31,7 @@ def join_changed_states(recorder: CallRecorder) -> None:
     if not (partly <= recorder.rules.never_inside and by_step <= recorder.rules.by_step):
         recorder.rules.never_inside |= partly | by_step
         recorder.rules.by_step |= by_step
-        raise JoinedWronglyError
+        raise RunAgainError
     for first, *others in chains:
         for run in others:
             call = run.visits[0]
@@ -93,9 +88,11 @@ def _continues_changed(before: CallRecord, call: CallRecord, seen: set[Any]) -> 
 def mark_endings(recorder: CallRecorder) -> None:
     """Mark the samples that a mask kept at their earlier state at the last step of a recurrence."""
     for run in recorder.runs:
-        trail = run.visits[-1].trail
-        if trail is not None and run.owner.key not in recorder.rules.never_by_row and _is_masking(run):
-            _mark(run.visits[-1], trail)
+        visit = run.visits[-1]
+        if visit.trail is not None and run.owner.key not in recorder.rules.never_by_row and _is_masking(run):
+            moved = [next(_moved_on(visit, visit.trail, index), None) for index in range(len(visit.link.handed))]
+            if moved and all(rows is not None and torch.equal(rows, moved[0]) for rows in moved):
+                visit.rows = moved[0]
     for visit in (visit for run in recorder.runs for visit in run.visits):
         visit.trail = None
 
@@ -103,25 +100,8 @@ def mark_endings(recorder: CallRecorder) -> None:
 def _is_masking(run: Recurrence) -> bool:
     """Return whether the user's loop makes a new tensor of every state before passing it on."""
     links = [visit.link for visit in run.visits]
-    return (
-        len(links) > 1
-        and not run.visits[-1].changed
-        and all(
-            given is not handed
-            for before, link in pairwise(links)
-            for given, handed in zip(link.given, before.handed, strict=True)
-        )
-    )
-
-
-def _mark(visit: CallRecord, trail: StateTrail) -> None:
-    moved: Tensor | None = None
-    for index in range(len(visit.link.handed)):
-        rows = next(_moved_on(visit, trail, index), None)
-        if rows is None or (moved is not None and not torch.equal(rows, moved)):
-            return
-        moved = rows
-    visit.rows = moved
+    pairs = [pair for a, b in pairwise(links) for pair in zip(b.given, a.handed, strict=True)]
+    return len(links) > 1 and not run.visits[-1].changed and all(given is not handed for given, handed in pairs)
 
 
 def _moved_on(visit: CallRecord, trail: StateTrail, index: int) -> Iterator[Tensor]:
@@ -131,11 +111,10 @@ def _moved_on(visit: CallRecord, trail: StateTrail, index: int) -> Iterator[Tens
     """
     count = len(visit.link.handed[index])
     for tensor in trail.made:
-        if tensor.shape != visit.link.handed[index].shape:
-            continue
-        rows = visit.link.passed_on(tensor, index, rowwise=True)
-        if rows is not None and len(rows) == count and not bool(rows.all()):
-            yield rows
+        if tensor.shape == visit.link.handed[index].shape:
+            rows = visit.link.passed_on(tensor, index, rowwise=True)
+            if rows is not None and len(rows) == count and not bool(rows.all()):
+                yield rows
 
 
 def entangled(runs: list[Recurrence], outputs: Iterable[Tensor]) -> bool:
@@ -150,7 +129,9 @@ def entangled(runs: list[Recurrence], outputs: Iterable[Tensor]) -> bool:
         return True
     if not looped or any(run.visits[-1].changed for run in looped):
         return bool(looped)
-    between = {key for run in looped for key in _states_between(run)}
+    # States before the last step that are not the output.
+    inner = [visit for run in looped for visit in (run.visits[:-1] if run.valid() is None else run.visits)]
+    between = {_key(tap) for visit in inner for tap in visit.state_taps if tap is not None}
     fed = [tensor for run in runs for tensor in _fed(run)]
     if between & _upstream([*outputs, *fed]):
         return True
@@ -160,12 +141,6 @@ def entangled(runs: list[Recurrence], outputs: Iterable[Tensor]) -> bool:
 def _fed(run: Recurrence) -> list[Tensor]:
     """Return the input tensors and initial states of a recurrence."""
     return [*(piece.input for visit in run.visits for piece in visit.pieces[:1]), *run.visits[0].link.fed]
-
-
-def _states_between(run: Recurrence) -> set[Any]:
-    """Return the graph nodes of states before the last step that are not the output."""
-    visits = run.visits[:-1] if run.valid() is None else run.visits
-    return {_key(tap) for visit in visits for tap in visit.state_taps if tap is not None}
 
 
 def _returned(run: Recurrence) -> set[Any]:
@@ -186,14 +161,10 @@ def _upstream(tensors: Sequence[Tensor]) -> set[Any]:
     return nodes | leaves | {id(tensor) for tensor in tensors if tensor.grad_fn is None}
 
 
-class JoinedWronglyError(Exception):
-    """Signal that calls were wrongly joined. The recorder's rules have the owners; the pass must be run again."""
-
-
 def check_joints(recorder: CallRecorder, targets: Sequence[Tensor]) -> None:
-    """Raise if a target or a recurrence reads a state that a masked recurrence was recorded to drop.
+    """Raise ``RunAgainError`` if a target or a recurrence reads a state that a masked one was recorded to drop.
 
-    Raise JoinedWronglyError if so; the recurrence's owner was added to ``never_by_row`` of the recorder's rules.
+    The recurrence's owner was added to ``never_by_row`` of the recorder's rules.
     """
     masked = [run for run in recorder.runs if run.valid() is not None]
     taps = [tap for run in masked for _, tap in _taps_by_step(run)]
@@ -209,10 +180,11 @@ def check_joints(recorder: CallRecorder, targets: Sequence[Tensor]) -> None:
     before = len(recorder.rules.never_by_row)
     for run in masked:
         dropped = ~run.valid()  # type: ignore[operator]
-        if any(_nonzero_in(found[id(tap)], dropped[step]) for step, tap in _taps_by_step(run)):
+        pairs = [(grad, dropped[step]) for step, tap in _taps_by_step(run) if (grad := found[id(tap)]) is not None]
+        if any(bool((grad[:, rows[: grad.shape[1]]] != 0).any()) for grad, rows in pairs):
             recorder.rules.never_by_row.add(run.owner.key)
     if len(recorder.rules.never_by_row) > before:
-        raise JoinedWronglyError
+        raise RunAgainError
 
 
 def _taps_by_step(run: Recurrence) -> list[tuple[int, Tensor]]:
@@ -223,11 +195,6 @@ def _taps_by_step(run: Recurrence) -> list[tuple[int, Tensor]]:
         for tap in (visit.pieces[0].output, *visit.state_taps)
         if tap is not None and tap.requires_grad
     ]
-
-
-def _nonzero_in(pulled: Tensor | None, rows: Tensor) -> bool:
-    """Return whether gradients (1, sample, unit) are non-zero at the chosen samples."""
-    return pulled is not None and bool((pulled[:, rows[: pulled.shape[1]]] != 0).any())
 
 
 def own_cells_only(recorder: CallRecorder, *, training: bool) -> None:
@@ -249,10 +216,7 @@ def own_cells_only(recorder: CallRecorder, *, training: bool) -> None:
 
 
 def _refuse_chance(name: str, cell: nn.Module) -> None:
-    """Raise ``UnsupportedError`` for a cell with active dropout or batch statistics.
-
-    A cell is run again to be differentiated, and would compute other numbers.
-    """
+    """Raise ``UnsupportedError`` for a cell with active dropout or batch statistics: run again, it computes others."""
     for path, inner in cell.named_modules():
         dropout = isinstance(inner, nn.modules.dropout._DropoutNd) and inner.p > 0
         if inner.training and (dropout or isinstance(inner, nn.modules.batchnorm._BatchNorm)):

@@ -32,11 +32,7 @@ _GATES: dict[Any, tuple[type[Cell], tuple[str, ...]]] = {
     nn.GRU: (GRU, ("reset", "update", "candidate")),
     nn.RNN: (SimpleRNN, ("candidate",)),
 }
-
-
 _CELLS = {nn.LSTMCell: nn.LSTM, nn.GRUCell: nn.GRU, nn.RNNCell: nn.RNN}
-
-
 _WEIGHTS = {
     "kernel": "weight_ih",
     "recurrent_kernel": "weight_hh",
@@ -69,10 +65,13 @@ def reference_run(
             outputs = call_model(model, x)
             loss = None if cotangents is not None else evaluate(batch, outputs, model)
             leaves = tensors_of(outputs)
-            starts, given = ([loss], [None]) if cotangents is None else _started(leaves, cotangents)
+            values, starts = [_array(leaf) for leaf in leaves], [(loss, None)]
+            if cotangents is not None:
+                given = cotangents(values) if callable(cotangents) else cotangents
+                pairs = [(leaf, c) for leaf, c in zip(leaves, given, strict=True) if c is not None]
+                starts = [(leaf, torch.as_tensor(c).to(leaf)) for leaf, c in pairs]
             weights = dict(model.named_parameters())
-            found = _pulled(starts, given, [*sources, *weights.values()]) if gradients else None
-    values = [_array(leaf) for leaf in leaves]
+            found = _pulled(starts, [*sources, *weights.values()]) if gradients else None
     if found is None:
         return ReferenceRun(values, _number(loss), [], {})
     by_name = dict(zip(weights, found[len(sources) :], strict=True))
@@ -116,10 +115,7 @@ def place(model: nn.Module, layer: str, direction: str | None, key: str) -> Weig
 
 
 def _within(module: Any, layer: int, direction: str | None, key: str) -> tuple[Any, Callable[[Array], Array]] | None:
-    """Find the parameter of a module behind a weight, and the function that reorders its gradient.
-
-    The result or its parameter is None if there is no such parameter.
-    """
+    """Find the parameter of a module behind a weight, and the function that reorders its gradient; None if absent."""
     known = registered(module)
     if known is not None:
         single = known.single(key)
@@ -148,14 +144,9 @@ def _within(module: Any, layer: int, direction: str | None, key: str) -> tuple[A
     return parameter, take
 
 
-def _started(leaves: Sequence[Tensor], cotangents: Cotangents) -> tuple[list[Any], list[Any]]:
-    given = cotangents([_array(leaf) for leaf in leaves]) if callable(cotangents) else cotangents
-    pairs = [(leaf, torch.as_tensor(c).to(leaf)) for leaf, c in zip(leaves, given, strict=True) if c is not None]
-    return [leaf for leaf, _ in pairs], [c for _, c in pairs]
-
-
-def _pulled(starts: Sequence[Any], given: Sequence[Any], sources: Sequence[Tensor]) -> list[Array | None]:
-    pairs = [(s, c) for s, c in zip(starts, given, strict=True) if s is not None and s.requires_grad]
+def _pulled(starts: Sequence[tuple[Any, Any]], sources: Sequence[Tensor]) -> list[Array | None]:
+    """Return the gradient at each source, from pairs of a tensor and its cotangent; None without a path."""
+    pairs = [(start, c) for start, c in starts if start is not None and start.requires_grad]
     wanted = [s for s in sources if s.requires_grad]
     if not pairs or not wanted:
         return [None] * len(sources)

@@ -143,9 +143,8 @@ def _modes(model: torch.nn.Module, training: bool) -> Iterator[None]:
 def _buffers(model: torch.nn.Module) -> Iterator[None]:
     """Replace all buffers by copies within the block, and restore their values afterwards.
 
-    Each module's table of buffers is restored by :func:`restored_attributes`.
-
-    The model uses copies, so that tensors saved for the backward pass are not overwritten when the block ends.
+    Tensors saved for the backward pass are thus not overwritten when the block ends. :func:`restored_attributes`
+    restores each module's table of buffers.
     """
     before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     copies = {id(buffer): buffer.detach().clone() for buffer, _ in before}

@@ -22,7 +22,7 @@ from ...errors import InputError, UnsupportedError
 from ...recurrence.sequence import SequenceCell
 
 #: Versions of transformers whose scan functions the readers were tested with.
-TESTED = "transformers 5.23"
+TESTED = "transformers 5.24"
 
 Hold = Callable[[Tensor], Tensor]
 
@@ -233,7 +233,8 @@ def _lightning(call: Any, hold: Hold) -> Reading:
     Its scan stands inside the layer's forward, so that the reader has what stands before and after it, too.
     """
     layer, x = call.self, call.hidden_states
-    if call.past_key_values is not None:
+    # The argument was renamed in transformers 5.24.
+    if getattr(call, "cache", getattr(call, "past_key_values", None)) is not None:
         raise UnsupportedError("MiniMax runs with a cache.", expected="use_cache=False")
     states = layer.act_fn(layer.qkv_proj(x))
     states = sys.modules[type(layer).__module__].apply_mask_to_padding_states(states, call.attention_mask)
@@ -272,23 +273,27 @@ FUNCTIONS = {
 METHODS = {"_rnn_scan": Family("rg_lru", ("channel",), lambda layer: layer.recurrent_param.shape, _gated_linear)}
 
 
-def _of_heads(layer: Any) -> tuple[int, int, int]:
-    """Return heads, keys and values of an mLSTM layer; the values have the normaliser in addition."""
-    heads = layer.config.num_heads
-    return heads, layer.qk_dim // heads, layer.v_dim // heads + 1
-
-
 #: Families by the name of the class whose ``forward`` is the scan: of a module that the layer makes.
-PARTS = {"xLSTMBackend": Family("mlstm", ("head", "key", "value"), _of_heads, _matrix_memory)}
-
-
-def _of_attention(layer: Any) -> tuple[int, int, int]:
-    """Return heads, keys and values of a lightning attention layer."""
-    return layer.num_attention_heads, layer.head_dim, layer.head_dim
+PARTS = {
+    "xLSTMBackend": Family(
+        "mlstm",
+        ("head", "key", "value"),
+        # The values have the normaliser in addition.
+        lambda layer: (n := layer.config.num_heads, layer.qk_dim // n, layer.v_dim // n + 1),
+        _matrix_memory,
+    )
+}
 
 
 #: Families by the name of the layer's class, whose ``forward`` has the scan inside.
-LAYERS = {"MiniMaxLightningAttention": Family("lightning", ("head", "key", "value"), _of_attention, _lightning)}
+LAYERS = {
+    "MiniMaxLightningAttention": Family(
+        "lightning",
+        ("head", "key", "value"),
+        lambda layer: (layer.num_attention_heads, layer.head_dim, layer.head_dim),
+        _lightning,
+    )
+}
 
 
 def families() -> list[Family]:

@@ -6,9 +6,10 @@ modules of a model; the replacement runs in time and memory linear in the number
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +18,10 @@ from torch import Tensor, nn
 
 from ...errors import UnsupportedError
 from ...recurrence.sequence import SequenceCell, forward, sweep
+from ..protocol import SequenceCall
 from ..shared import hook_in_this_thread, substitute_in_this_thread
 from .public import ANY_SCAN, in_order_of_time, note_scan
-from .scan_families import TESTED, Family, Hold, read_call, scan_of, sequence_modules, version, widened
+from .scan_families import TESTED, Family, read_call, scan_of, sequence_modules, version, widened
 
 
 class _Scan(torch.autograd.Function):  # type: ignore[misc]
@@ -61,46 +63,53 @@ def scan(cell: SequenceCell) -> tuple[Tensor, Tensor]:
 
 
 @dataclass
-class ScanRecord:
-    """One recorded scan call: layer, reading, outputs y_t inside the graph, and the mismatch with the model's own."""
-
-    layer: str
-    cell: SequenceCell
-    output: Tensor
-    gate: Tensor | None
-    mismatch: float
-    dtype: str
-
-
-@dataclass
 class ScanRecorder:
-    """Scans of one forward pass.
+    """Scans of one forward pass; tensors of ``records`` are inside the graph.
 
-    Attributes
-    ----------
-    wanted
-        Paths of the layers whose calls are recorded.
-    ran
-        Samples and steps of every layer whose scan ran, by path.
-    held
-        Whether the coefficients are held constant (frozen map).
-    model
-        Model that runs, in which declared scans are stored.
-    sweep_size
-        Numbers that the largest sweep of all scans holds for one cotangent.
+    ``wanted``: paths of the layers whose calls are recorded. ``held``: coefficients are held constant (frozen map).
+    ``model``: the model in which declared scans are stored. ``ran``: samples and steps of every layer whose scan ran.
+    ``inside``: paths of the layers that run now, innermost last; ``entered``: of all layers that were called.
+    ``sweep_size``: numbers that the largest sweep of all scans holds for one cotangent.
     """
 
     wanted: Collection[str]
     held: bool = False
     model: nn.Module | None = None
-    records: list[ScanRecord] = field(default_factory=list)
+    records: list[SequenceCall] = field(default_factory=list)
     ran: dict[str, tuple[int, int]] = field(default_factory=dict)
     inside: list[str] = field(default_factory=list)
+    entered: set[str] = field(default_factory=set)
     sweep_size: int = 0
 
-    def _note_run(self, path: str, cell: SequenceCell) -> None:
+    def enter(self, path: str, *_: Any) -> None:
+        """Note that a layer runs (forward pre-hook)."""
+        self.inside.append(path)
+        self.entered.add(path)
+
+    def leave(self, *_: Any) -> None:
+        """Note that the innermost layer ended (forward hook)."""
+        del self.inside[-1:]
+
+    def hold(self, tensor: Tensor) -> Tensor:
+        """Return a coefficient, without gradient if coefficients are held constant."""
+        return tensor.detach() if self.held else tensor
+
+    def _run(
+        self, path: str, cell: SequenceCell, tensors: Sequence[Any], gate: Tensor | None = None, *, is_wanted: bool
+    ) -> tuple[Tensor, Tensor, SequenceCall | None]:
+        """Run the scan of a layer; return its outputs, its last state, and the record if it is wanted."""
+        y, last = scan(cell)
         self.ran[path] = (cell.shape[0], cell.steps)
         self.sweep_size = max(self.sweep_size, cell.sweep_size)
+        if not is_wanted:
+            return y, last, None
+        y = y if y.requires_grad else y.requires_grad_()
+        # The coarsest dtype of the call's tensors, at most float32, in which the models' own scans compute.
+        kinds = {t.dtype for t in tensors if isinstance(t, Tensor) and t.is_floating_point()}
+        coarser = sorted(str(kind) for kind in kinds if kind.itemsize < 4)
+        dtype = (coarser[0] if coarser else "torch.float32").removeprefix("torch.")
+        self.records.append(SequenceCall(path, cell, y, gate=gate, compute_dtype=dtype))
+        return y, last, self.records[-1]
 
     def declared(self, a: Tensor, b: Tensor, initial: Any, function: Any, name: str | None) -> Tensor:
         """Run and record one scan declared by ``rl.torch.scan``; return its states."""
@@ -108,35 +117,28 @@ class ScanRecorder:
         path = name or (f"scan_{count}" if count else "scan")
         axes = ("unit",) if a.dim() == 3 else ("head", "channel")
         x, decay = widened(b, a)
-        cell = SequenceCell(axes, (decay.detach() if self.held else decay,), (x,), logarithmic=False, initial=initial)
-        states, _ = scan(cell)
-        self._note_run(path, cell)
+        cell = SequenceCell(axes, (self.hold(decay),), (x,), logarithmic=False, initial=initial)
+        is_wanted = path in self.wanted or ANY_SCAN in self.wanted
+        states, _, record = self._run(path, cell, (a, b), is_wanted=is_wanted)
         if self.model is not None:
             note_scan(self.model, path, tuple(zip(axes, map(int, cell.shape[2:]), strict=True)))
-        if path not in self.wanted and ANY_SCAN not in self.wanted:
-            return states.to(b.dtype)
-        states = states if states.requires_grad else states.requires_grad_()
-        record = ScanRecord(path, cell, states, None, 0.0, _coarsest((a, b), {}))
-        self.records.append(record)
-        with torch.no_grad():
+        if record is not None:
             given = (a, b) if initial is None else (a, b, initial)
-            record.mismatch = _mismatch(states, (function or in_order_of_time)(*given))
-        return states.clone().to(b.dtype)
+            with torch.no_grad():
+                record.mismatch = _mismatch(states, (function or in_order_of_time)(*given))
+            states = states.clone()
+        return states.to(b.dtype)
 
     def around(self, original: Callable[..., Any], family: Family) -> Callable[..., Any]:
         """Return the replacement of a scan function."""
 
         def replaced(*args: Any, **kwargs: Any) -> Any:
-            hold: Hold = (lambda t: t.detach()) if self.held else (lambda t: t)
-            reading = read_call(original, family, hold, args, kwargs)
-            y, last = scan(reading.cell)
+            reading = read_call(original, family, self.hold, args, kwargs)
             path = self.inside[-1] if self.inside else ""
-            self._note_run(path, reading.cell)
-            if path not in self.wanted:
+            tensors, is_wanted = (*args, *kwargs.values()), path in self.wanted
+            y, last, record = self._run(path, reading.cell, tensors, reading.gate, is_wanted=is_wanted)
+            if record is None:
                 return reading.finish(y, last)
-            y = y if y.requires_grad else y.requires_grad_()
-            record = ScanRecord(path, reading.cell, y, reading.gate, 0.0, _coarsest(args, kwargs))
-            self.records.append(record)
             result = reading.finish(y.clone(), last)
             with torch.no_grad():
                 record.mismatch = _mismatch(result, original(*map(_unhooked, args), **kwargs))
@@ -154,13 +156,6 @@ def _unhooked(value: Any) -> Any:
     for name, child in value.named_children():
         setattr(plain, name, child.forward)
     return plain
-
-
-def _coarsest(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return the coarsest dtype of a call's tensors, at most float32, in which the models' own scans compute."""
-    kinds = {t.dtype for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()}
-    coarser = sorted(str(kind) for kind in kinds if kind.itemsize < 4)
-    return (coarser[0] if coarser else "torch.float32").removeprefix("torch.")
 
 
 def _mismatch(replaced: Any, original: Any) -> float:
@@ -181,12 +176,11 @@ def seams(modules: Sequence[tuple[str, nn.Module]], recorder: ScanRecorder) -> I
     """
     layers = sequence_modules(modules)
     _refuse_rescaling(modules)
-    entered: set[str] = set()
     with ExitStack() as stack:
         for path, module, _ in layers:
-            enter = hook_in_this_thread(_entering(recorder, path, entered))
+            enter = hook_in_this_thread(partial(recorder.enter, path))
             stack.callback(module.register_forward_pre_hook(enter).remove)
-            leave = hook_in_this_thread(lambda *_: _left(recorder))
+            leave = hook_in_this_thread(recorder.leave)
             stack.callback(module.register_forward_hook(leave, always_call=True).remove)
         for owner, name, family in dict.fromkeys(s for _, m, _ in layers if (s := scan_of(type(m))) is not None):
             original = vars(owner)[name]
@@ -194,8 +188,13 @@ def seams(modules: Sequence[tuple[str, nn.Module]], recorder: ScanRecorder) -> I
             setattr(owner, name, recorder.around(original, family))
         yield recorder
     for path, module, family in layers:
-        if path in entered and path not in recorder.ran:
-            raise _bypassed(path, module, family)
+        if path in recorder.entered and path not in recorder.ran:
+            raise UnsupportedError(
+                f"Layer {path!r} ({type(module).__name__}, {family.name}) ran without a call of its scan function.",
+                got=f"transformers {version()}, {'training' if module.training else 'evaluation'} mode",
+                expected=f"the PyTorch scan of {TESTED}, over more than one step",
+                hint="training=False, at least 2 steps, use_cache=False, and a model without fused kernels",
+            )
 
 
 def _refuse_rescaling(modules: Sequence[tuple[str, nn.Module]]) -> None:
@@ -209,25 +208,3 @@ def _refuse_rescaling(modules: Sequence[tuple[str, nn.Module]]) -> None:
                 got="weights that are not rescaled yet",
                 hint=f"model.{mode}; model(x) once, then rnnlens",
             )
-
-
-def _entering(recorder: ScanRecorder, path: str, entered: set[str]) -> Callable[..., None]:
-    def enter(*_: Any) -> None:
-        recorder.inside.append(path)
-        entered.add(path)
-
-    return enter
-
-
-def _left(recorder: ScanRecorder) -> None:
-    if recorder.inside:
-        recorder.inside.pop()
-
-
-def _bypassed(path: str, module: nn.Module, family: Family) -> UnsupportedError:
-    return UnsupportedError(
-        f"Layer {path!r} ({type(module).__name__}, {family.name}) ran without a call of its scan function.",
-        got=f"transformers {version()}, {'training' if module.training else 'evaluation'} mode",
-        expected=f"the PyTorch scan of {TESTED}, over more than one step",
-        hint="training=False, at least 2 steps, use_cache=False, and a model without fused kernels",
-    )

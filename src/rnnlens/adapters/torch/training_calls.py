@@ -7,9 +7,8 @@ calls return.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,94 +22,75 @@ from .assemble import Assembler
 from .discover import node_name
 from .inputs import on_leaves
 from .lineage import StateLink, upstream
-from .record import CallOwner, CallRecord, CallRecorder, JoinRules, LayerRecord, Packing, Recurrence, broken_recurrences
+from .record import CallOwner, CallRecord, CallRecorder, LayerRecord, Packing, PassRules, Recurrence, broken_recurrences
 from .training_weights import unscaled, widened
-from .weights import class_of
+from .weights import NAMES, class_of, torch_name
 
 #: Arguments of a cell: its input, and a list of its states, empty if it starts from zeros.
 CellArguments = tuple[Tensor, list[Tensor]]
 #: Largest allowed deviation of a replayed call, relative to the largest number: kernels round differently.
 CLOSE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
+#: Options of torch's recurrent layers that a replay takes over.
+_OPTIONS = ("num_layers", "bias", "batch_first", "dropout", "bidirectional")
 
 
 @dataclass(eq=False)
 class TrainingCall:
-    """One call of a fused recurrent module, or the whole loop of a cell: inputs, returned tensors, gradients.
+    """One call of a fused recurrent module, or successive calls of a cell that pass its state on.
 
-    Attributes
-    ----------
-    args, kwargs
-        Detached copies of the arguments; empty if no replay is needed. For a loop: all inputs (sample, time, feature)
-        and the initial states.
-    weights
-        Weights by layer index and direction, under torch's names; copies if a replay is needed, because the step
-        changes the user's.
-    random
-        State of the random generator before dropout between stacked layers; None if no such dropout was active.
-    returned
-        Detached output (for a packed sequence its data), then the final states. For a loop: every state by step
-        (sample, time, unit).
-    grads
-        Gradients by index in ``returned``, summed over backward passes. The scale of a GradScaler is not divided out.
+    ``steps``: detached tensors that each call returned: output (for a packed sequence its data) and final states of a
+    module, the new states of a cell. ``grads``: their gradients by (index of the tensor, step), summed over backward
+    passes; the scale of a GradScaler is not divided out. Of a cell they are total gradients, ``through`` is the part
+    that came through the cell itself, and ``fed_itself`` says that the two cannot be separated, because the state was
+    the input as well.
+
+    ``weights`` are by layer index and direction, under torch's names. If a replay is needed, they are copies, because
+    the step changes the user's; ``args`` and ``kwargs`` are detached copies of a module's arguments, ``inputs`` those
+    of a cell. ``random``: state of the random generator before dropout between stacked layers.
     """
 
     path: str
     module: Any
     training: bool
     weights: dict[tuple[int, str], dict[str, Tensor]]
-    returned: list[Tensor]
+    number: int
+    autocast: torch.dtype | None = None
+    steps: list[list[Tensor]] = field(default_factory=list)
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     packed: PackedSequence | None = None
     random: Tensor | None = None
-    autocast: torch.dtype | None = None
-    grads: dict[int, Tensor] = field(default_factory=dict)
-    backwards: set[int] = field(default_factory=set)
-    number: int = 0
-
-
-@dataclass(eq=False)
-class TrainingLoop:
-    """Successive calls of one cell that pass its state on: inputs, states and gradients by step.
-
-    Attributes
-    ----------
-    call
-        Record of the whole loop, with the fields that are known at its first step.
-    inputs, states
-        Detached inputs, and lists of the cell's new states, by step. Initial states are in ``initial``.
-    grads, through
-        Total gradient by (state index, step), and the part of it that came through the cell itself.
-    fed_itself
-        Whether the state was the input as well; then the two paths of a gradient cannot be separated.
-    """
-
-    call: TrainingCall
-    initial: list[Tensor]
+    initial: list[Tensor] = field(default_factory=list)
     inputs: list[Tensor] = field(default_factory=list)
-    states: list[list[Tensor]] = field(default_factory=list)
     grads: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     through: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    backwards: set[int] = field(default_factory=set)
     fed_itself: bool = False
 
+    @property
+    def is_loop(self) -> bool:
+        """Whether the calls are those of a cell."""
+        return isinstance(self.module, nn.RNNCellBase)
+
+    @property
+    def returned(self) -> list[Tensor]:
+        """Tensors that the only call returned; of a finished loop its states (sample, time, unit)."""
+        return self.steps[0]
+
     def finished(self) -> TrainingCall:
-        """Return the loop as one call: states (sample, time, unit), and their direct gradients."""
-        call, count = self.call, len(self.initial)
-        call.returned = [_stacked([states[place] for states in self.states]) for place in range(count)]
-        call.grads = {
-            place: _stacked([self._direct(place, step) for step in range(len(self))]) for place in range(count)
-        }
-        call.args = (_stacked(self.inputs), tuple(_rows(state) for state in self.initial)) if self.inputs else ()
-        return call
-
-    def __len__(self) -> int:
-        return len(self.states)
-
-    def _direct(self, place: int, step: int) -> Tensor:
-        total, through = self.grads.get((place, step)), self.through.get((place, step))
-        if total is None:
-            return torch.zeros_like(self.states[step][place])
-        return total if through is None else total - through
+        """Return a loop as one call, with direct gradients; any other call itself."""
+        if not self.is_loop:
+            return self
+        states, grads = [], {}
+        for place, by_step in enumerate(zip(*self.steps, strict=True)):
+            direct = [self.grads.get((place, step), torch.zeros_like(state)) for step, state in enumerate(by_step)]
+            for at in self.grads.keys() & self.through.keys():
+                if at[0] == place:
+                    direct[at[1]] = self.grads[at] - self.through[at]
+            states.append(_stacked(by_step))
+            grads[place, 0] = _stacked(direct)
+        args = (_stacked(self.inputs), tuple(_rows(state) for state in self.initial)) if self.inputs else ()
+        return replace(self, steps=[states], grads=grads, args=args)
 
 
 class TrainingLoops:
@@ -122,40 +102,34 @@ class TrainingLoops:
     def __init__(self) -> None:
         self._at: Any = WeakTensorKeyDictionary()
 
-    def step(self, arguments: CellArguments, new: list[Tensor], begin: Callable[[], TrainingCall]) -> TrainingLoop:
-        """Record a cell call and return its loop.
-
-        ``arguments`` are input and state, ``new`` the returned states, and ``begin`` makes the call of a new loop.
-        """
+    def step(self, arguments: CellArguments, new: list[Tensor], begin: Callable[[], TrainingCall]) -> TrainingCall:
+        """Record a call of a cell that returned the states ``new``; ``begin`` makes the record of a new loop."""
         _, given = arguments
-        loop = self._continued(given)
+        known = [self._at.get(state) for state in given]
+        loop = known[0][0] if known and known[0] is not None else None
+        if loop is not None:
+            pairs = zip(given, loop.steps[-1], strict=True)
+            is_next = known == [(loop, place) for place in range(len(loop.initial))]
+            if not is_next or any(state.data_ptr() != last.data_ptr() for state, last in pairs):
+                loop = None
         if loop is None:
-            start = given or [torch.zeros_like(state) for state in new]
-            loop = TrainingLoop(begin(), [state.detach().clone() for state in start])
+            loop = begin()
+            loop.initial = [state.detach().clone() for state in given or map(torch.zeros_like, new)]
         for place, state in enumerate(new):
             self._at[state] = (loop, place)
-        loop.states.append([state.detach() for state in new])
+        loop.steps.append([state.detach() for state in new])
         return loop
-
-    def _continued(self, given: Sequence[Tensor]) -> TrainingLoop | None:
-        known = [self._at.get(state) for state in given]
-        if not known or None in known or [place for _, place in known] != list(range(len(known))):
-            return None
-        loop: TrainingLoop = known[0][0]
-        latest = all(state.data_ptr() == last.data_ptr() for state, last in zip(given, loop.states[-1], strict=True))
-        return loop if latest and all(other is loop for other, _ in known) else None
 
 
 def record_inner_gradients(
-    loop: TrainingLoop, arguments: CellArguments, new: list[Tensor], on: Callable[[], bool]
+    loop: TrainingCall, arguments: CellArguments, new: list[Tensor], on: Callable[[], bool]
 ) -> None:
     """Record the gradients that pass through a loop's last call to the states it was fed, and between its new states.
 
-    Nothing is recorded while ``on()`` is False.
-
-    Gradients between new states occur in an LSTM, whose hidden state is computed from its new cell state.
+    The latter occur in an LSTM, whose hidden state is computed from its new cell state. Nothing is recorded while
+    ``on()`` is False.
     """
-    step, (x, given) = len(loop) - 1, arguments
+    step, (x, given) = len(loop.steps) - 1, arguments
     loop.fed_itself |= any(x is state for state in given)
     ends = {(state.grad_fn, state.output_nr): (place, step) for place, state in enumerate(new)}
     if step:
@@ -170,39 +144,33 @@ def record_inner_gradients(
 
         return hook
 
-    for node, edge, parent in _edges([state.grad_fn for state in new], [x.grad_fn, *(s.grad_fn for s in given)]):
-        if parent in ends:
-            node.register_hook(recorder(edge, ends[parent]))
+    for node in upstream([state.grad_fn for state in new], {x.grad_fn, *(state.grad_fn for state in given)}):
+        for edge, parent in enumerate(node.next_functions):
+            if parent in ends:
+                node.register_hook(recorder(edge, ends[parent]))
 
 
-def _edges(first: Iterable[Any], boundaries: Iterable[Any]) -> Iterator[tuple[Any, int, tuple[Any, int]]]:
-    """Yield the edges of the graph from given nodes back to its boundaries: node, gradient index, parent edge."""
-    for node in upstream(first, set(boundaries)):
-        yield from ((node, edge, parent) for edge, parent in enumerate(node.next_functions))
-
-
-def joined(calls: Iterable[TrainingCall | TrainingLoop]) -> tuple[list[TrainingCall], list[str]]:
+def joined(calls: Sequence[TrainingCall]) -> tuple[list[TrainingCall], list[str]]:
     """Return all calls, with finished loops as one call each, and notes.
 
     Cells whose state is changed at every step, or is also their input, are left out.
     """
-    calls = list(calls)
-    lengths: dict[str, list[int]] = {}
+    loops: dict[str, list[TrainingCall]] = {}
     for call in calls:
-        if isinstance(call, TrainingLoop):
-            lengths.setdefault(call.call.path, []).append(len(call))
-    changed = {path for path, found in lengths.items() if len(found) > 2 and max(found) == 1}
-    itself = {call.call.path for call in calls if isinstance(call, TrainingLoop) and call.fed_itself}
+        if call.is_loop:
+            loops.setdefault(call.path, []).append(call)
+    lengths = {path: [len(loop.steps) for loop in several] for path, several in loops.items()}
+    changed = [path for path, steps in lengths.items() if len(steps) > 2 and max(steps) == 1]
+    itself = [path for path, several in loops.items() if any(loop.fed_itself for loop in several)]
     words = ((changed, "its state is changed between its steps"), (itself, "its own state is also its input"))
     notes = [
         f"{path}: {why}, so it is not recorded in batch mode. A probe records it."
         for paths, why in words
         for path in sorted(paths)
     ]
-    apart = changed | itself
-    notes += broken_recurrences({path: found for path, found in lengths.items() if path not in apart})
-    kept = [call for call in calls if not (isinstance(call, TrainingLoop) and call.call.path in apart)]
-    return [call.finished() if isinstance(call, TrainingLoop) else call for call in kept], notes
+    left_out = {*changed, *itself}
+    notes += broken_recurrences({path: steps for path, steps in lengths.items() if path not in left_out})
+    return [call.finished() for call in calls if call.path not in left_out], notes
 
 
 def _rows(value: Tensor) -> Tensor:
@@ -220,12 +188,12 @@ def direct_calls(calls: Sequence[TrainingCall], scale: float) -> list[RecurrentC
     Of stacked layers only the uppermost is returned: it is the one whose direct gradients were recorded. Inputs and
     initial states are placeholders with the right number of samples and steps.
     """
-    recorder, grads = CallRecorder(JoinRules(), weight_grads=False), dict[int, Tensor]()
+    recorder, grads = CallRecorder(PassRules(), weight_grads=False), dict[int, Tensor]()
     for call in calls:
         run = _recurrence(call)
         recorder.runs.append(run)
         taps = [run.visits[0].pieces[0].output, *(tap for tap in run.visits[0].state_taps if tap is not None)]
-        for place, grad in call.grads.items():
+        for (place, _), grad in call.grads.items():
             grads[id(taps[place])] = unscaled(_time_first(call, place, grad), scale)
     return Assembler(recorder, lambda tap: grads.get(id(tap))).calls()
 
@@ -247,7 +215,8 @@ def _recurrence(call: TrainingCall) -> Recurrence:
     weights = [call.weights[top, direction] for direction in ("forward", "backward")[: 1 + both]]
     start = tuple(torch.zeros_like(state) for state in finals)
     piece = LayerRecord(output, output, start, output, tuple(finals), weights)
-    visit = CallRecord([piece], tuple(taps), StateLink(start, start, start, (), start), packing=packing)
+    raw = start if stacked else tuple(state[0] for state in finals)
+    visit = CallRecord([piece], tuple(taps), StateLink(start, start, raw, (), start), packing=packing)
     return Recurrence(owner, [visit])
 
 
@@ -277,17 +246,8 @@ def _time_first(call: TrainingCall, place: int, value: Tensor) -> Tensor:
 class CallReplay(nn.Module):  # type: ignore[misc]
     """Model that consists of the recurrent calls of one step only; the values of its input are not used.
 
-    Parameters
-    ----------
-    calls
-        Recorded calls in the order of the forward pass.
-    scale
-        Factor by which a GradScaler had multiplied the loss.
-
-    Raises
-    ------
-    UnsupportedError
-        For dropout between stacked layers on another device than the CPU, whose generator cannot be restored.
+    ``scale`` is the factor by which a GradScaler had multiplied the loss. Raise ``UnsupportedError`` for dropout
+    between stacked layers on another device than the CPU, whose generator cannot be restored.
     """
 
     def __init__(self, calls: Sequence[TrainingCall], scale: float = 1.0) -> None:
@@ -296,8 +256,14 @@ class CallReplay(nn.Module):  # type: ignore[misc]
         self._modules_by_path: dict[str, Any] = {}
         self.deviation = 0.0
         for call in self._calls:
-            if call.random is not None and call.returned[0].device.type != "cpu":
-                raise _unseen_dropout(call)
+            device = call.returned[0].device.type
+            if call.random is not None and device != "cpu":
+                raise UnsupportedError(
+                    f"Dropout between the stacked layers of {call.path!r} was drawn by a generator of the device.",
+                    got=f"dropout={call.module.dropout} on {device}",
+                    expected="dropout=0, or training on the CPU",
+                    hint="one nn module per layer with nn.Dropout between them; output_grad is recorded in any case",
+                )
             if call.path not in self._modules_by_path:
                 self._modules_by_path[call.path] = self._put(call)
 
@@ -305,11 +271,14 @@ class CallReplay(nn.Module):  # type: ignore[misc]
         """Return the tensors of every call: its output, then its final states."""
         returned = []
         for call in self._calls:
-            module = self._modules_by_path[call.path]
+            module, device = self._modules_by_path[call.path], call.returned[0].device.type
             if call.random is not None:
                 torch.set_rng_state(call.random)
-            with _autocast(call):
-                args, kwargs = on_leaves(call.args, _same), on_leaves(call.kwargs, _same)
+            with torch.autocast(device, dtype=call.autocast, enabled=call.autocast is not None):
+                args, kwargs = (
+                    on_leaves(given, lambda value: value.clone() if isinstance(value, Tensor) else value)
+                    for given in (call.args, call.kwargs)
+                )
                 if isinstance(module, nn.RNNCellBase):
                     returned.append(_looped(module, *args))
                     continue
@@ -319,16 +288,13 @@ class CallReplay(nn.Module):  # type: ignore[misc]
         return returned
 
     def loss(self, returned: list[list[Tensor]]) -> Tensor:
-        """Return the inner product of the returned tensors with their recorded gradients.
-
-        The gradients of this loss are those of the step.
-        """
+        """Return the inner product of returned tensors with recorded gradients; its gradients are the step's."""
         total = None
         for call, tensors in zip(self._calls, returned, strict=True):
             self._compare(call, tensors)
             for place, tensor in enumerate(tensors):
-                if place in call.grads:
-                    term = (widened(tensor) * unscaled(call.grads[place], self._scale)).sum()
+                if (place, 0) in call.grads:
+                    term = (widened(tensor) * unscaled(call.grads[place, 0], self._scale)).sum()
                     total = term if total is None else total + term
         assert total is not None
         return total
@@ -370,35 +336,21 @@ def _looped(cell: Any, inputs: Tensor, initial: tuple[Tensor, ...]) -> list[Tens
 
 
 def _fresh(call: TrainingCall) -> nn.Module:
-    fresh = _fresh_cell(call.module) if isinstance(call.module, nn.RNNCellBase) else _fresh_layer(call)
+    """Return a module like that of a call, with the weights of the step and without hooks or a forward of its own."""
+    user: Any = call.module
+    kinds = (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
+    kind = next(kind for kind in kinds if isinstance(user, kind))
+    names = ["bias"] if issubclass(kind, nn.RNNCellBase) else [*_OPTIONS]
+    names += ["proj_size"] if kind is nn.LSTM else ["nonlinearity"] if kind in (nn.RNN, nn.RNNCell) else []
+    options = {name: getattr(user, name) for name in names}
+    if not call.training and "dropout" in options:  # the replay sets the mode of all modules
+        options["dropout"] = 0.0
+    fresh: nn.Module = kind(user.input_size, user.hidden_size, device="meta", **options)
     for (layer, direction), weights in call.weights.items():
-        suffix = f"_l{layer}" + ("_reverse" if direction == "backward" else "")
         for slot, weight in weights.items():
-            name = slot if isinstance(fresh, nn.RNNCellBase) else slot + suffix
-            setattr(fresh, name, nn.Parameter(weight.clone()))
+            setattr(fresh, torch_name(fresh, layer, f"{direction}/{NAMES[slot]}"), nn.Parameter(weight.clone()))
     fresh.train(call.training)
     return fresh
-
-
-def _fresh_cell(user: Any) -> nn.Module:
-    kind = next(kind for kind in (nn.LSTMCell, nn.GRUCell, nn.RNNCell) if isinstance(user, kind))
-    options = {"nonlinearity": user.nonlinearity} if kind is nn.RNNCell else {}
-    return kind(user.input_size, user.hidden_size, bias=user.bias, device="meta", **options)
-
-
-def _fresh_layer(call: TrainingCall) -> nn.Module:
-    user: Any = call.module
-    kind = next(kind for kind in (nn.LSTM, nn.GRU, nn.RNN) if isinstance(user, kind))
-    options: dict[str, Any] = {
-        name: getattr(user, name) for name in ("num_layers", "bias", "batch_first", "dropout", "bidirectional")
-    }
-    if not call.training:  # the layer was in evaluation mode, but the replay sets the mode of all modules
-        options["dropout"] = 0.0
-    if kind is nn.LSTM:
-        options["proj_size"] = user.proj_size
-    elif kind is nn.RNN:
-        options["nonlinearity"] = user.nonlinearity
-    return kind(user.input_size, user.hidden_size, device="meta", **options)
 
 
 def _deviation(again: Tensor, before: Tensor) -> float:
@@ -407,23 +359,3 @@ def _deviation(again: Tensor, before: Tensor) -> float:
     far = float(torch.where(alike, 0.0, (again - before).abs()).max())
     largest = float(torch.where(before.isfinite(), before.abs(), 0.0).max())
     return far / (largest or 1.0)
-
-
-@contextmanager
-def _autocast(call: TrainingCall) -> Iterator[None]:
-    device = call.returned[0].device.type
-    with torch.autocast(device, dtype=call.autocast, enabled=call.autocast is not None):
-        yield
-
-
-def _same(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def _unseen_dropout(call: TrainingCall) -> UnsupportedError:
-    return UnsupportedError(
-        f"Dropout between the stacked layers of {call.path!r} was drawn by a generator of the device.",
-        got=f"dropout={call.module.dropout} on {call.returned[0].device.type}",
-        expected="dropout=0, or training on the CPU",
-        hint="one nn module per layer with nn.Dropout between them; output_grad is recorded in any case",
-    )

@@ -13,6 +13,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from .cells import has_own_forward
 from .discover import describe, recurrent_modules, unwrapped
 from .inputs import on_leaves
 from .record import autocast_around
-from .training_calls import TrainingCall, TrainingLoop, TrainingLoops, joined, record_inner_gradients
+from .training_calls import TrainingCall, TrainingLoops, joined, record_inner_gradients
 from .training_weights import WeightGradientCapture
 from .weights import cell_weights
 
@@ -32,18 +33,9 @@ NO_PASS = -1
 
 
 class ModuleHook:
-    """Hook of one module that passes its errors to ``failed``.
+    """Torch hook of one module that calls ``hook``, or ``failed`` with its exception, and returns nothing.
 
     A copy or a pickle of the module gets a hook without effect.
-
-    Parameters
-    ----------
-    module
-        The module that the hook is registered on.
-    hook
-        Function with the arguments of a torch hook of its kind; returns nothing.
-    failed
-        Function that is called with an exception of ``hook``.
     """
 
     def __init__(self, module: nn.Module, hook: Callable[..., None], failed: Callable[[Exception], None]) -> None:
@@ -91,7 +83,7 @@ class TrainingCapture:
     def __init__(self, model: nn.Module, layers: Iterable[str] | None, *, whole: bool) -> None:
         self.model, self.whole = unwrapped(model), whole
         self._on = False
-        self.calls: list[TrainingCall | TrainingLoop] = []
+        self.calls: list[TrainingCall] = []
         self.forwards = self.evaluations = self.without_graph = 0
         self.passes, self.carried = 0, False
         self._forward, self.backward = 0, NO_PASS
@@ -116,9 +108,9 @@ class TrainingCapture:
         self.weights = WeightGradientCapture(self.modules, self.model.parameters())
         for path, module in self.modules:
             if isinstance(module, nn.RNNBase):
-                before = ModuleHook(module, self._before(path), self._on_failure)
+                before = ModuleHook(module, self._before, self._on_failure)
                 self._handles.append(module.register_forward_pre_hook(before, prepend=True))
-            after = ModuleHook(module, self._after(path), self._on_failure)
+            after = ModuleHook(module, partial(self._after, path), self._on_failure)
             self._handles.append(module.register_forward_hook(after, with_kwargs=True))
 
     @property
@@ -132,7 +124,7 @@ class TrainingCapture:
 
     def batch(self) -> tuple[list[TrainingCall], list[str]]:
         """Return the calls recorded since :meth:`forget`, in the order of the forward pass, and notes about them."""
-        return joined(sorted(self.calls, key=lambda call: _record_of(call).number))
+        return joined(sorted(self.calls, key=lambda call: call.number))
 
     def remove(self) -> None:
         """Remove every hook and drop all records."""
@@ -154,26 +146,17 @@ class TrainingCapture:
             raise error
         self.failed(error)
 
-    def _before(self, path: str) -> Any:
-        def hook(module: Any, args: Any) -> None:
-            if self.on and self.whole and module.training and module.dropout and module.num_layers > 1:
-                self._states[id(module)] = torch.get_rng_state()
+    def _before(self, module: Any, args: Any) -> None:
+        if self.on and self.whole and module.training and module.dropout and module.num_layers > 1:
+            self._states[id(module)] = torch.get_rng_state()
 
-        return hook
-
-    def _after(self, path: str) -> Any:
-        def hook(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-            if self.on:
-                record = self._record_layer if isinstance(module, nn.RNNBase) else self._record_cell
-                record(path, module, args, kwargs, output)
-
-        return hook
+    def _after(self, path: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        if self.on:
+            record = self._record_layer if isinstance(module, nn.RNNBase) else self._record_cell
+            record(path, module, args, kwargs, output)
 
     def _trains(self, returned: Iterable[Tensor]) -> bool:
-        """Return whether a call belongs to training: model in training mode, output with a graph.
-
-        Also counts the calls of each kind.
-        """
+        """Count a call, and return whether it belongs to training: model in training mode, output with a graph."""
         self.forwards += 1
         self.evaluations += not self.model.training
         graph = any(tensor.requires_grad for tensor in returned)
@@ -183,10 +166,12 @@ class TrainingCapture:
     def _new_call(self, path: str, module: Any, returned: Sequence[Tensor]) -> TrainingCall:
         """Return the record of a new call, with the fields common to fused layers and loops of cells."""
         self._forward += 1
-        weights = _weights(module, _copied if self.whole else Tensor.detach)
-        call = TrainingCall(path, module, bool(module.training), weights, [t.detach() for t in returned])
-        call.number, call.autocast = self._forward, autocast_around(returned[0])
-        return call
+        taken = _copied if self.whole else Tensor.detach
+        weights = {
+            (layer, direction): {slot: taken(weight) for slot, weight in weights.items()}
+            for layer, direction, weights in cell_weights(module)
+        }
+        return TrainingCall(path, module, bool(module.training), weights, self._forward, autocast_around(returned[0]))
 
     def _record_cell(self, path: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         new = [output] if isinstance(output, Tensor) else list(output)
@@ -202,7 +187,7 @@ class TrainingCapture:
         record_inner_gradients(loop, arguments, new, lambda: (here := capture()) is not None and here.on)
         for place, tensor in enumerate(new):
             if tensor.requires_grad:
-                tensor.register_hook(self._gradient_hook(loop, (place, len(loop) - 1)))
+                tensor.register_hook(self._gradient_hook(loop, (place, len(loop.steps) - 1)))
 
     def _record_layer(self, path: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         state = self._states.pop(id(module), None)
@@ -214,15 +199,15 @@ class TrainingCapture:
         if not self._trains(tensors):
             return
         call = self._new_call(path, module, tensors)
-        call.random = state
+        call.steps, call.random = [[tensor.detach() for tensor in tensors]], state
         call.packed = first if isinstance(first, PackedSequence) else None
         if self.whole:
             call.args, call.kwargs = on_leaves(args, _copied), on_leaves(kwargs, _copied)
         for place, tensor in enumerate(tensors):
             if tensor.requires_grad:
-                tensor.register_hook(self._gradient_hook(call, place))
+                tensor.register_hook(self._gradient_hook(call, (place, 0)))
 
-    def _gradient_hook(self, call: TrainingCall | TrainingLoop, place: Any) -> Any:
+    def _gradient_hook(self, call: TrainingCall, place: tuple[int, int]) -> Any:
         # Only the tensor hook refers to the call: without a backward pass the call is freed with the graph.
         capture = weakref.ref(self)
 
@@ -241,55 +226,37 @@ class TrainingCapture:
 
         return hook
 
-    def _add_gradient(self, call: Any, place: Any, grad: Tensor) -> None:
+    def _add_gradient(self, call: TrainingCall, place: tuple[int, int], grad: Tensor) -> None:
         task = torch._C._current_graph_task_id()
         if task != self.backward:
             self._begin_backward(task, call)
         if call not in self.calls:
             self.calls.append(call)
-        _record_of(call).backwards.add(task)
+        call.backwards.add(task)
         call.grads[place] = grad if place not in call.grads else call.grads[place] + grad
 
-    def _begin_backward(self, task: int, call: TrainingCall | TrainingLoop) -> None:
+    def _begin_backward(self, task: int, call: TrainingCall) -> None:
         """Start the record of a backward pass that reached a layer: the first of this step, or a further one."""
         self.backward = task
-        fresh = self.weights.is_fresh(_record_of(call).module)
+        fresh = self.weights.is_fresh(call.module)
         self.carried = not fresh if not self.passes else self.carried and not fresh
         self.passes = 1 if fresh else self.passes + 1
         if fresh:
             self.weights.begin()
-        if (
-            self.calls
-            and not any(call is known for known in self.calls)
-            and _record_of(call).number > _record_of(self.calls[-1]).number
-        ):
+        if self.calls and call not in self.calls and call.number > self.calls[-1].number:
             self.calls = []
             self.weights.forget_own()
-        _queue(self._backward_ended)
-
-    def _backward_ended(self) -> None:
-        # Queue again, to run after the callbacks in which distributed training averages gradients.
-        _queue(self._read_accumulated)
+        # Queue twice, to run after the callbacks in which distributed training averages gradients.
+        _queue(lambda: _queue(self._read_accumulated))
 
     def _read_accumulated(self) -> None:
         if self.on:
             self.weights.accumulated()
 
 
-def _record_of(call: TrainingCall | TrainingLoop) -> TrainingCall:
-    return call.call if isinstance(call, TrainingLoop) else call
-
-
 def _queue(function: Callable[[], None]) -> None:
     """Call a function when the running backward pass has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
-
-
-def _weights(module: Any, taken: Callable[[Tensor], Tensor]) -> dict[tuple[int, str], dict[str, Tensor]]:
-    return {
-        (layer, direction): {slot: taken(weight) for slot, weight in weights.items()}
-        for layer, direction, weights in cell_weights(module)
-    }
 
 
 def _copied(value: Any) -> Any:

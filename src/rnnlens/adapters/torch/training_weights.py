@@ -61,7 +61,9 @@ class WeightGradients:
         }
         for word, grads in (("weight_grad_norm", self.accumulated), ("weight_grad_norm_clipped", self.applied)):
             for slot, grad in grads.items():
-                found[f"{_prefix(slot, grads)}/{word}/{slot.key}"] = float(torch.linalg.vector_norm(grad.double()))
+                both = any(other.layer == slot.layer and other.direction != slot.direction for other in grads)
+                name = f"{slot.layer}/{slot.direction}" if both else slot.layer
+                found[f"{name}/{word}/{slot.key}"] = float(torch.linalg.vector_norm(grad.double()))
         return found
 
     def clipped(self, tolerance: float = 1e-5) -> bool:
@@ -80,21 +82,10 @@ class WeightGradients:
         return found
 
 
-def _prefix(slot: WeightSlot, grads: Iterable[WeightSlot]) -> str:
-    both = any(other.layer == slot.layer and other.direction != slot.direction for other in grads)
-    return f"{slot.layer}/{slot.direction}" if both else slot.layer
-
-
 class WeightGradientCapture:
-    """Recorder of the gradients of recurrent weights while a model trains.
+    """Recorder of the gradients of recurrent weights while a model trains; of ``everything`` only norms.
 
-    Parameters
-    ----------
-    modules
-        Recurrent modules by path, whose weight gradients are recorded. Frozen weights, and weights computed from
-        others, are left out.
-    everything
-        All weights of the model; only norms are recorded for them.
+    Frozen weights, and weights computed from others, are left out.
     """
 
     def __init__(self, modules: Iterable[tuple[str, Any]], everything: Iterable[nn.Parameter]) -> None:
@@ -107,7 +98,14 @@ class WeightGradientCapture:
         self._reached: set[int] = set()  # parameters with gradients of this step; ``.grad`` of others may be old
         self._accumulated: dict[int, Tensor] = {}
         for path, module in modules:
-            self._add_slots(path, module)
+            known = class_of(module)
+            assert known is not None
+            for layer, direction, weights in cell_weights(module):
+                for slot, weight in weights.items():
+                    if isinstance(weight, nn.Parameter) and weight.requires_grad:
+                        name = node_name(path, module, layer)
+                        self.slots.setdefault(id(weight), WeightSlot(name, direction, slot, known[0]))
+                        self.parameters[id(weight)] = weight
         self._handles = [p.register_hook(self._gradient_hook(key)) for key, p in self.parameters.items()]
 
     def remove(self) -> None:
@@ -130,10 +128,7 @@ class WeightGradientCapture:
         self._own = {}
 
     def is_fresh(self, module: nn.Module) -> bool:
-        """Return whether the weights of a module have no accumulated gradient.
-
-        All gradients are None, or the smallest tensor is all zeros.
-        """
+        """Return whether no gradient of a module is accumulated: all are None, or the smallest is all zeros."""
         mine = (p for p in module.parameters() if id(p) in self.parameters)
         grads = [p.grad for p in mine if p.grad is not None]
         return not grads or not bool(min(grads, key=Tensor.numel).any())
@@ -143,10 +138,7 @@ class WeightGradientCapture:
         self._accumulated, self._norms = self._held(), self._whole()
 
     def read(self, scale: float, applied_scale: float = 1.0) -> WeightGradients:
-        """Return own, accumulated and applied gradients.
-
-        ``scale`` is the loss scale; ``applied_scale`` is what is left of it when the optimizer gets its gradients.
-        """
+        """Return the gradients; ``applied_scale`` is left of the loss scale when the optimizer gets its gradients."""
         return WeightGradients(
             self._by_slot(self._own, scale),
             self._by_slot(self._accumulated, scale),
@@ -170,17 +162,6 @@ class WeightGradientCapture:
 
     def _by_slot(self, grads: Mapping[int, Tensor], scale: float) -> dict[WeightSlot, Tensor]:
         return {self.slots[key]: unscaled(grad, scale) for key, grad in grads.items()}
-
-    def _add_slots(self, path: str, module: Any) -> None:
-        known = class_of(module)
-        assert known is not None
-        for layer, direction, weights in cell_weights(module):
-            for slot, weight in weights.items():
-                if isinstance(weight, nn.Parameter) and weight.requires_grad:
-                    self.slots.setdefault(
-                        id(weight), WeightSlot(node_name(path, module, layer), direction, slot, known[0])
-                    )
-                    self.parameters[id(weight)] = weight
 
     def _gradient_hook(self, key: int) -> Any:
         def hook(grad: Tensor) -> None:

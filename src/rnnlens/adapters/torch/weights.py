@@ -17,16 +17,10 @@ from torch import nn
 from ...errors import FileError, ModelError
 from ...recurrence.cells import GRU, LSTM, Cell, SimpleRNN, registered
 from ..protocol import LayerWeights
-from .cells import (
-    has_own_step,
-    registered_weights,
-    replayable,
-)
+from .cells import has_own_step, registered_weights, replayable
 
 #: Position of each gate of rnnlens in torch's order: LSTM i, f, g, o; GRU r, z, n, where z is the update gate.
 _ORDER: dict[type[Cell], tuple[int, ...]] = {SimpleRNN: (0,), LSTM: (0, 1, 2, 3), GRU: (1, 0, 2)}
-
-
 #: torch's name -> name in rnnlens, in the order in which torch passes a layer's weights to its kernels.
 NAMES = {
     "weight_ih": "kernel",
@@ -37,8 +31,6 @@ NAMES = {
 }
 #: Name in rnnlens -> torch's name.
 SLOTS = {name: slot for slot, name in NAMES.items()}
-
-
 #: Modules whose ``weight`` is a table of rows that integers select.
 TABLES = (nn.Embedding, nn.EmbeddingBag)
 
@@ -94,28 +86,37 @@ def cell_weights(module: Any) -> Iterator[tuple[int, str, dict[str, Any]]]:
         return
     each = len(module._flat_weights) // (module.num_layers * (2 if module.bidirectional else 1))
     for layer in range(module.num_layers):
-        for direction, suffix in (("forward", ""), ("backward", "_reverse"))[: 2 if module.bidirectional else 1]:
-            yield layer, direction, {slot: getattr(module, f"{slot}_l{layer}{suffix}") for slot in slots(each)}
+        for direction in ("forward", "backward")[: 2 if module.bidirectional else 1]:
+            names = {slot: torch_name(module, layer, f"{direction}/{NAMES[slot]}") for slot in slots(each)}
+            yield layer, direction, {slot: getattr(module, name) for slot, name in names.items()}
+
+
+def torch_name(module: nn.Module | None, layer: int, key: str) -> str:
+    """Return torch's name of a weight: ``weight_ih_l0_reverse`` for ``backward/kernel``; ``key`` of other modules."""
+    direction, _, name = key.rpartition("/")
+    if name not in SLOTS or not isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+        return key
+    suffix = f"_l{layer}{'_reverse' if direction == 'backward' else ''}" if isinstance(module, nn.RNNBase) else ""
+    return SLOTS[name] + suffix
 
 
 def library_parameter(module: nn.Module | None, layer: int, key: str) -> nn.Parameter | None:
-    """Return the parameter of a torch recurrent module behind a weight name such as ``backward/kernel``.
-
-    None if absent.
-    """
-    direction, _, name = key.rpartition("/")
-    slot = SLOTS.get(name)
-    suffix = f"_l{layer}{'_reverse' if direction == 'backward' else ''}" if isinstance(module, nn.RNNBase) else ""
-    parameter = None if module is None else module._parameters.get(f"{slot}{suffix}")
+    """Return the parameter of a torch recurrent module behind a weight such as ``backward/kernel``; None if absent."""
+    name = torch_name(module, layer, key)
+    parameter = None if module is None or name == key else module._parameters.get(name)
     return parameter if isinstance(parameter, nn.Parameter) else None
 
 
 def layer_weights(named: Sequence[tuple[str, nn.Module]], node_name: Any) -> dict[str, LayerWeights]:
-    """Return the weights of all modules that have any; a recurrent module gives one entry per stacked layer.
-
-    Raise ModelError if a weight is on the meta device and has no values.
-    """
-    _refuse_without_values(named)
+    """Return the weights of all modules that have any; a recurrent module gives one entry per stacked layer."""
+    every = ((f"{path}.{name}", w) for path, module in named for name, w in module.named_parameters(recurse=False))
+    empty = next((name for name, weight in every if weight.is_meta), None)
+    if empty is not None:
+        raise ModelError(
+            "The weights of this model have no values (meta device).",
+            got=f"{empty} on the meta device",
+            hint="model.to_empty(device=...), and load_state_dict",
+        )
     result: dict[str, LayerWeights] = {}
     within: tuple[str, ...] = ()
     seen: set[int] = set()
@@ -158,17 +159,6 @@ def _add_further(result: dict[str, LayerWeights], node_name: Any, path: str, mod
     layer = re.search(r"_l(\d+)", name) if isinstance(module, nn.RNNBase) else None
     entry = result[node_name(path, module, int(layer[1]) if layer else 0)]
     entry.values[name], entry.trainable[name] = own.detach().clone(), own.requires_grad
-
-
-def _refuse_without_values(named: Sequence[tuple[str, nn.Module]]) -> None:
-    every = ((f"{path}.{name}", w) for path, module in named for name, w in module.named_parameters(recurse=False))
-    empty = next((name for name, weight in every if weight.is_meta), None)
-    if empty is not None:
-        raise ModelError(
-            "The weights of this model have no values (meta device).",
-            got=f"{empty} on the meta device",
-            hint="model.to_empty(device=...), and load_state_dict",
-        )
 
 
 def load_weights(model: torch.nn.Module, path: Path, *, unsafe: bool = False) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...adapters.torch.training_capture import TrainingCapture
-from ...errors import InputError, UnsupportedError, has_attribute
+from ...errors import InputError, has_attribute
 
 #: Number of stack frames above an optimizer's hook in which its GradScaler is searched.
 _DEPTH = 12
@@ -179,13 +179,3 @@ def why_not_captured(capture: TrainingCapture) -> str:
     if capture.without_graph:
         return f"the output of {names} does not require a gradient (torch.no_grad, or frozen weights and inputs)"
     return f"{names} got no gradient: the differentiated loss does not depend on it"
-
-
-def refuse_no_layers(capture: TrainingCapture) -> None:
-    """Raise UnsupportedError if batch mode can capture none of the watched layers."""
-    if not capture.modules:
-        raise UnsupportedError(
-            "Batch mode records nn.RNN, nn.LSTM, nn.GRU and their cells, and none of them is among the watched layers.",
-            got=", ".join(capture.others) or "no recurrent layer of torch's own",
-            hint="a probe records every layer: rl.torch.watch(model, path, probe=(x, y), loss=loss)",
-        )

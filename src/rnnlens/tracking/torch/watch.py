@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from ...adapters.registry import adapter_for
 from ...adapters.torch.training_capture import TrainingCapture
-from ...errors import InputError, TrackingWarning, has_attribute, message, shown
+from ...errors import InputError, TrackingWarning, UnsupportedError, has_attribute, message, shown
 from ...results.training_run import Gap
 from ..alerts import Alerts
 from ..incidents import Incidents
@@ -20,7 +20,7 @@ from ..store import Store
 from ..watch_arguments import Schedule, listed, refuse_unknown
 from .nonfinite import NonfiniteCheck
 from .plan import Plan, plain_model, rank_and_world
-from .steps import NO_STEP, Steps, refuse_no_layers, scaler_on_stack, steps_taken, why_not_captured
+from .steps import NO_STEP, Steps, scaler_on_stack, steps_taken, why_not_captured
 from .watched_batch import WatchedBatch, record_of
 
 
@@ -95,14 +95,18 @@ class TorchWatch:
             self.close(reason)
 
     def _begin(self) -> None:
+        provenance = adapter_for(self.model).provenance(self.model)
         if self.rank == 0:
-            self._open_sinks()
+            self._recorder.sinks = found = sinks(self.plan.loggers, beside(self.plan.path))
+            if self.plan.path is not None:
+                resume, points = self.plan.resume, self.plan.points
+                self._store = Store(self.plan.path, resume=resume, points=points, provenance=provenance)
+                found.insert(0, self._store)
         self.steps = self._begun = self._trained_before()
         self._recorder.start(self.steps)
         if not self.plan.batch_schedule.off:
             self._start_capture()
         if self.plan.on_nonfinite is not None and self._recorder.writes:
-            provenance = adapter_for(self.model).provenance(self.model)
             incidents = Incidents(self.plan.path, provenance)
             self._nonfinite = NonfiniteCheck(self.model, self.plan.loss, incidents, self._own_loss)
         recurrent = () if self._capture is None else self._capture.weights.slots
@@ -110,13 +114,6 @@ class TorchWatch:
         if self._store is None or self._store.last_step_of("probe") != self.steps:
             self._record_probe_if_due()
         self._prepare()
-
-    def _open_sinks(self) -> None:
-        self._recorder.sinks = found = sinks(self.plan.loggers, beside(self.plan.path))
-        if self.plan.path is not None:
-            provenance = adapter_for(self.model).provenance(self.model)
-            self._store = Store(self.plan.path, resume=self.plan.resume, points=self.plan.points, provenance=provenance)
-            found.insert(0, self._store)
 
     def _trained_before(self) -> int:
         """Return the number of batches trained before: as given, else from the optimizers, else from the run.
@@ -133,7 +130,13 @@ class TorchWatch:
     def _start_capture(self) -> None:
         self._capture = TrainingCapture(self.model, self.plan.layers, whole=not self.plan.only_direct)
         self._capture.failed = self._capture_failed
-        refuse_no_layers(self._capture)
+        if not self._capture.modules:
+            raise UnsupportedError(
+                "Batch mode records nn.RNN, nn.LSTM, nn.GRU and their cells, and none of them is among the watched "
+                "layers.",
+                got=", ".join(self._capture.others) or "no recurrent layer of torch's own",
+                hint="a probe records every layer: rl.torch.watch(model, path, probe=(x, y), loss=loss)",
+            )
 
     def _unhook(self) -> None:
         for part in (self._capture, self._steps, self._nonfinite):
@@ -233,10 +236,8 @@ class TorchWatch:
             except Exception as error:
                 self._nonfinite.remove()
                 self._nonfinite = None
-                _warn(
-                    f"Step {self.steps + 1} is not finite, and its incident could not be saved; training goes on.",
-                    error,
-                )
+                what = f"Step {self.steps + 1} is not finite, and its incident could not be saved; training goes on."
+                warnings.warn(message(what, got=f"{type(error).__name__}: {error}"), TrackingWarning, stacklevel=2)
 
     def step(self, loss: Any = None) -> None:
         """Count one step of a loop without a torch optimizer; not needed with one.
@@ -279,54 +280,52 @@ class TorchWatch:
         capture = self._capture
         if capture is None or not capture.on or not capture.calls or self._taken == capture.backward:
             return
-        if capture.differentiates_gradients:
-            return
-        try:
-            self._take(applied_scale)
-        except Exception as error:
-            self._capture_failed(error)
+        if not capture.differentiates_gradients:
+            try:
+                self._take(capture, applied_scale)
+            except Exception as error:
+                self._capture_failed(error)
 
     def _capture_failed(self, error: Exception) -> None:
         """Note that the batch of this step is missing because its capture failed."""
         self._failed = True
         self._recorder.fail_record(self.steps + 1, error, "batch")
 
-    def _take(self, applied_scale: float = 1.0) -> None:
+    def _take(self, capture: TrainingCapture, applied_scale: float) -> None:
         """Build the batch of the last backward pass, with the gradients passed to the optimizer."""
-        assert self._capture is not None
         scaler = self.plan.scaler or scaler_on_stack()
         scale = 1.0 if scaler is None else float(scaler.get_scale())
-        calls, notes = self._capture.batch()
+        calls, notes = capture.batch()
         batch = WatchedBatch(
             self.model,
             calls,
-            self._capture.weights.read(scale, applied_scale),
+            capture.weights.read(scale, applied_scale),
             step=self.steps + 1,
             scale=scale,
-            passes=self._capture.passes,
-            notes=[*self._standing(), *notes],
+            passes=capture.passes,
+            notes=[*self._standing(capture), *notes],
         )
         batch.loss, batch.epoch = _number(self.loss), self._epoch
-        self.latest, self._taken = batch, self._capture.backward
+        self.latest, self._taken = batch, capture.backward
 
-    def _standing(self) -> list[str]:
+    def _standing(self, capture: TrainingCapture) -> list[str]:
         notes = []
         if self.world > 1:
             notes.append(
                 f"Written by rank {self.rank} of {self.world}, from its own samples; accumulated and applied weight "
                 "gradients are those that the processes averaged."
             )
-        if self._capture is not None and self._capture.others and self.plan.layers is None:
-            cells = ", ".join(self._capture.others)
+        if capture.others and self.plan.layers is None:
+            cells = ", ".join(capture.others)
             notes.append(
                 f"Not recorded in batch mode, since not layers of torch itself: {cells}. A probe records them."
             )
-        if self._capture is not None and self._taken not in (None, self._capture.backward):
+        if self._taken not in (None, capture.backward):
             notes.append(
                 "Another optimizer stepped in between, after a backward pass of its own, "
                 "which is not recorded; optimizer= selects the optimizer to follow."
             )
-        if self._capture is not None and self._capture.carried:
+        if capture.carried:
             notes.append("Weight gradients were not zeroed before the step, so they include earlier steps.")
         return notes
 
@@ -334,13 +333,11 @@ class TorchWatch:
         """Count a step, after the weights changed, and write the records that are due."""
         if not self._open:
             return
-        capture = self._capture
-        if capture is not None and capture.on:
-            self._take_once()  # where a closure ran the batch within the step
-            self.steps += 1
+        captures = self.captures
+        self._take_once()  # where a closure ran the batch within the step
+        self.steps += 1
+        if captures:
             self._record_batch()
-        else:
-            self.steps += 1
         self._record_probe_if_due()
         self.loss, self._taken, self._failed = None, None, False
         self._prepare()
@@ -355,16 +352,13 @@ class TorchWatch:
         elif batch is None:
             self._recorder.missed(why_not_captured(self._capture))
         elif self._recorder.writes and self._recorder.sinks:
-            self._recorder.record(self.steps, lambda: self._record_of(batch), what="batch")
+            batch.moved = None if self._steps is None else self._steps.moved
+            self._recorder.record(self.steps, lambda: record_of(batch, self.plan), what="batch")
         else:
             self._recorder.counted()
         self._capture.forget()
         if batch is not None and self.plan.on_batch is not None:
             self.plan.on_batch(batch)
-
-    def _record_of(self, batch: WatchedBatch) -> TrainingRecord:
-        batch.moved = None if self._steps is None else self._steps.moved
-        return record_of(batch, self.plan)
 
     def _is_due(self, schedule: Schedule, step: int) -> bool:
         return self._recorder.on_schedule(schedule, step, self._epoch)
@@ -383,10 +377,6 @@ class TorchWatch:
     def _probe(self) -> Probe:
         x, y, weight = (*(self.plan.probe or ()), None, None)[:3]
         return Probe(x, y, weight, listed(self.plan.layers), tuple(self.plan.keep), self.plan.loss)
-
-
-def _warn(what: str, error: Exception) -> None:
-    warnings.warn(message(what, got=f"{type(error).__name__}: {error}"), TrackingWarning, stacklevel=3)
 
 
 def _number(loss: Any) -> float | None:

@@ -68,11 +68,10 @@ class WatchedBatch(Batch):
     @cached_property
     def direct(self) -> Trace:
         """Outputs and direct gradients captured in the training step, as a trace."""
-        adapter = adapter_for(self._model)
-        wanted = TraceSelection.of(None, DIRECT, True)
-        capture = Capture(direct_calls(self._calls, self.scale))
+        adapter, wanted = adapter_for(self._model), TraceSelection.of(None, DIRECT, True)
         provenance = adapter.provenance(self._model)
         described = {info.name: info for info in adapter.describe(self._model)}
+        capture = Capture(direct_calls(self._calls, self.scale))
         datasets, _ = recurrent_datasets(described, capture, wanted, provenance, None)
         return Trace(datasets, loss=self.loss, quantities=sorted(DIRECT), provenance=provenance, notes=self.notes)
 
@@ -105,7 +104,7 @@ class WatchedBatch(Batch):
             quantities=found.quantities,
             provenance=adapter_for(self._model).provenance(self._model),
             notes=[*found.notes, *self.notes],
-            checks=[*found.checks, _as_check(again)],
+            checks=[*found.checks, Check("training step", "all layers", again.deviation, 1e-4)],
         )
 
     @cached_property
@@ -148,10 +147,6 @@ class WatchedBatch(Batch):
     def __repr__(self) -> str:
         layers = ", ".join(self.layers)
         return f"<rnnlens WatchedBatch> batch {self.step}, layers {layers}; .trace and .weights have the values"
-
-
-def _as_check(again: CallReplay) -> Check:
-    return Check("training step", "all layers", again.deviation, 1e-4)
 
 
 def _notes(calls: Sequence[TrainingCall], scale: float, passes: int) -> list[str]:
