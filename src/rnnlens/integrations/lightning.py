@@ -15,31 +15,17 @@ from typing import Any
 
 from ..adapters.torch.discover import recurrent_modules
 from ..errors import MissingDependencyError
-from ..results.training_run import Gap
 from ..tracking.torch.plan import Plan
 from ..tracking.torch.steps import weights_in
-from ..tracking.torch.watch import TorchWatch, reason_of
+from ..tracking.torch.watch import TorchWatch, TrainerEvents, reason_of
 from ..tracking.watch_arguments import Every, at_the_door
 
 
-class LightningEvents:
+class LightningEvents(TrainerEvents):
     """Callback methods of Lightning that drive a :class:`TorchWatch`.
 
     The watched module is the ``LightningModule``; steps are those the trainer counts.
     """
-
-    plan: Plan
-    watch: TorchWatch | None = None
-
-    @property
-    def latest(self) -> Any:
-        """Last captured training batch; None before the first."""
-        return None if self.watch is None else self.watch.latest
-
-    @property
-    def gaps(self) -> list[Gap]:
-        """Records that could not be made, each with the reason; empty before training."""
-        return [] if self.watch is None else self.watch.gaps
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Open the run; training restored from a checkpoint resumes at its step."""

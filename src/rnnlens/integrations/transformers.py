@@ -13,31 +13,18 @@ from typing import Any, Self
 
 from ..adapters.torch.training_capture import ModuleHook
 from ..errors import MissingDependencyError
-from ..results.training_run import Gap
 from ..tracking.torch.plan import Plan
-from ..tracking.torch.watch import TorchWatch, reason_of
+from ..tracking.torch.watch import TorchWatch, TrainerEvents, reason_of
 from ..tracking.watch_arguments import Every, at_the_door
 
 
-class TransformersEvents:
+class TransformersEvents(TrainerEvents):
     """Callback methods of Hugging Face's ``Trainer`` that drive a :class:`TorchWatch`.
 
     Steps are those the Trainer counts.
     """
 
-    plan: Plan
-    watch: TorchWatch | None = None
     _handle: Any = None
-
-    @property
-    def latest(self) -> Any:
-        """Last captured training batch; None before the first."""
-        return None if self.watch is None else self.watch.latest
-
-    @property
-    def gaps(self) -> list[Gap]:
-        """Records that could not be made, each with the reason; empty before training."""
-        return [] if self.watch is None else self.watch.gaps
 
     def __enter__(self) -> Self:
         return self

@@ -21,16 +21,8 @@ from ..incidents import Incidents, is_finite, told
 class NonfiniteCheck:
     """Test for non-finite loss or gradients; the first such batch is written with the weights.
 
-    Parameters
-    ----------
-    model
-        The module, not wrapped.
-    loss
-        ``loss(output, target)``, or None. With it and the target, faults that begin in the loss are located.
-    incidents
-        Writer of the batch.
-    own_loss
-        ``own_loss(output)`` returns the loss from the model's output, for models that compute their own loss.
+    With ``loss(output, target)`` and the target, faults that begin in the loss are located. ``own_loss(output)`` is the
+    loss of models that compute it themselves.
     """
 
     def __init__(
@@ -54,7 +46,10 @@ class NonfiniteCheck:
     def _remember(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if module.training:
             self._input = None  # remains None if the signature of forward cannot be read
-            self._input = _call_as_value(module, args, kwargs)
+            if kwargs:
+                self._input = dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
+            else:
+                self._input = args[0] if len(args) == 1 else tuple(args)
 
     @property
     def is_active(self) -> bool:
@@ -94,13 +89,6 @@ class NonfiniteCheck:
         if not found and loss is None:
             return "in the loss or after it: set watch.target and pass loss= to the watch to locate it"
         return found.sentence
-
-
-def _call_as_value(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the arguments of a call as one value: one argument, a tuple of them, or a dict by name."""
-    if kwargs:
-        return dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
-    return args[0] if len(args) == 1 else tuple(args)
 
 
 def _ignore(error: Exception) -> None:

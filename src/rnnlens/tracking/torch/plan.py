@@ -20,13 +20,7 @@ from ..watch_arguments import Every, Schedule, listed, quantities_of, refuse_idl
 
 @dataclass(frozen=True)
 class Plan:
-    """Arguments of :func:`rnnlens.torch.watch`; trainers set some of them themselves.
-
-    Raises
-    ------
-    InputError
-        For an invalid schedule, probe or quantity.
-    """
+    """Arguments of :func:`rnnlens.torch.watch`, checked; trainers set some of them themselves."""
 
     path: str | PathLike[str] | None = None
     probe: Sequence[Any] | None = None
@@ -64,7 +58,17 @@ class Plan:
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         checked_on_nonfinite(self.on_nonfinite)
-        _check_probe(self.probe, self.loss)
+        if self.probe is not None:
+            if not isinstance(self.probe, tuple | list) or not 1 <= len(self.probe) <= 3:
+                expected = "(x, y) or (x, y, sample_weight)"
+                raise InputError("probe= is a batch.", got=shown(self.probe), expected=expected)
+            if self.loss is None:
+                raise InputError(
+                    "A probe of a torch model needs a loss.",
+                    got="loss=None",
+                    expected="loss=callable(output, target)",
+                    hint="loss=torch.nn.functional.cross_entropy",
+                )
         Schedule(0 if self.batches is None else self.batches)  # constructed for its checks
         of_batches = {"on_batch": self.on_batch, "quantities": self.quantities}
         refuse_idle(self.probe, self.batches, self.epochs, of_batches)
@@ -104,30 +108,8 @@ class Plan:
         return list(self.optimizer) if isinstance(self.optimizer, list | tuple) else [self.optimizer]
 
 
-def _check_probe(probe: Any, loss: Any) -> None:
-    if probe is None:
-        return
-    if not isinstance(probe, tuple | list) or not 1 <= len(probe) <= 3:
-        raise InputError("probe= is a batch.", got=shown(probe), expected="(x, y) or (x, y, sample_weight)")
-    if loss is None:
-        raise InputError(
-            "A probe of a torch model needs a loss.",
-            got="loss=None",
-            expected="loss=callable(output, target)",
-            hint="loss=torch.nn.functional.cross_entropy",
-        )
-
-
 def plain_model(model: Any) -> nn.Module:
-    """Return the module inside ``DistributedDataParallel``; any other module unchanged.
-
-    Raises
-    ------
-    InputError
-        If ``model`` is no module.
-    UnsupportedError
-        For ``nn.DataParallel`` and sharded models.
-    """
+    """Return the module inside ``DistributedDataParallel``; any other module unchanged."""
     if isinstance(model, nn.DataParallel):
         raise UnsupportedError(
             "nn.DataParallel copies the model for every batch, and the copies cannot be recorded.",

@@ -25,17 +25,8 @@ class Steps:
     """Hooks on optimizers, which call a function before the weights change and another one after.
 
     One optimizer counts the steps of training: the first one given; otherwise the first to step that has weights of a
-    recurrent layer, or of any other layer as long as there is none. Steps of the others only call ``before``.
-
-    Parameters
-    ----------
-    model, recurrent
-        The module, and the ids of the weights of its captured recurrent layers.
-    optimizers
-        Optimizers given by the user; if empty, optimizers are found as they step.
-    before, after
-        Functions called with the optimizer and the scale of its gradients at the start of every step, and without
-        arguments after every counted step.
+    recurrent layer (``recurrent``: their ids), or of any other layer as long as there is none. Steps of the others only
+    call ``before``, with the optimizer and the scale of its gradients.
     """
 
     def __init__(

@@ -379,6 +379,23 @@ class TorchWatch:
         return Probe(x, y, weight, listed(self.plan.layers), tuple(self.plan.keep), self.plan.loss)
 
 
+class TrainerEvents:
+    """Base of a trainer's callback, which has a :class:`TorchWatch` while the trainer trains."""
+
+    plan: Plan
+    watch: TorchWatch | None = None
+
+    @property
+    def latest(self) -> Any:
+        """Last captured training batch; None before the first."""
+        return None if self.watch is None else self.watch.latest
+
+    @property
+    def gaps(self) -> list[Gap]:
+        """Records that could not be made, each with the reason; empty before training."""
+        return [] if self.watch is None else self.watch.gaps
+
+
 def _number(loss: Any) -> float | None:
     return None if loss is None else float(loss.detach() if hasattr(loss, "detach") else loss)
 
