@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -55,36 +55,26 @@ def as_tensors(data: Any, model: nn.Module, what: str) -> Any:
     def one(value: Any) -> Any:
         if isinstance(value, (int, float, bool, str)) or value is None:
             return value
-        return _tensor(value, device, dtype, what)
+        if isinstance(value, torch.Tensor):
+            tensor = value.clone() if value.is_inference() else value.detach()
+        else:
+            array = as_numpy(value)
+            kind = array.dtype.kind
+            if kind not in "fiubc":
+                expected = "numbers: a tensor or an array"
+                raise InputError(f"{what} is not numeric.", got=f"dtype {array.dtype}", expected=expected)
+            values = np.ascontiguousarray(array).reshape(array.shape)
+            tensor = torch.tensor(values, dtype=dtype if kind == "f" else None, device=device)
+        if 0 in tensor.shape:
+            shape, expected = tuple(tensor.shape), "at least 1 sample and at least 1 time step"
+            raise InputError(f"{what} is empty.", got=f"shape {shape}", expected=expected)
+        return tensor
 
     if isinstance(data, (int, float, bool, str)):
         raise InputError(f"{what} is not numeric data.", got=repr(data), expected="a tensor or an array")
     if isinstance(data, list) and data and all(isinstance(row, (int, float, list)) for row in data):
         data = np.asarray(data)
     return on_leaves(data, one)
-
-
-def _tensor(value: Any, device: torch.device, dtype: torch.dtype, what: str) -> torch.Tensor:
-    if isinstance(value, torch.Tensor):
-        tensor = value.clone() if value.is_inference() else value.detach()
-    else:
-        array = as_numpy(value)
-        if array.dtype.kind not in "fiubc":
-            raise InputError(
-                f"{what} is not numeric.", got=f"dtype {array.dtype}", expected="numbers: a tensor or an array"
-            )
-        tensor = torch.tensor(
-            np.ascontiguousarray(array).reshape(array.shape),
-            dtype=dtype if array.dtype.kind == "f" else None,
-            device=device,
-        )
-    if 0 in tensor.shape:
-        raise InputError(
-            f"{what} is empty.",
-            got=f"shape {tuple(tensor.shape)}",
-            expected="at least 1 sample and at least 1 time step",
-        )
-    return tensor
 
 
 def call_model(model: nn.Module, x: Any) -> Any:
@@ -94,7 +84,12 @@ def call_model(model: nn.Module, x: Any) -> Any:
     change them.
     """
     x = on_leaves(x, lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf)
-    with raised_by("Your model's forward"), without_cache(model):
+    with raised_by("Your model's forward"), ExitStack() as stack:
+        for module in model.modules():
+            config: Any = getattr(module, "config", None)
+            if getattr(config, "use_cache", None) is True:  # of Hugging Face; a cache is only for generation
+                config.use_cache = False
+                stack.callback(setattr, config, "use_cache", True)
         if isinstance(x, dict):
             parameters = inspect.signature(model.forward).parameters.values()
             keywords = any(p.kind is p.VAR_KEYWORD or p.name in x for p in parameters)
@@ -117,20 +112,6 @@ def with_sources(x: Any) -> tuple[Any, list[Tensor]]:
         return sources[-1]
 
     return on_leaves(x, source), sources
-
-
-@contextmanager
-def without_cache(model: nn.Module) -> Iterator[None]:
-    """Set ``config.use_cache`` of Hugging Face modules to False within the block: a cache is only for generation."""
-    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
-    caching = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
-    try:
-        for config in caching:
-            config.use_cache = False
-        yield
-    finally:
-        for config in caching:
-            config.use_cache = True
 
 
 def check_features(name: str, module: nn.Module, value: Any) -> None:

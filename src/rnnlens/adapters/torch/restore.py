@@ -49,14 +49,12 @@ def borrowed(model: torch.nn.Module, *, training: bool, seed: int | None) -> Ite
 @contextmanager
 def differentiable_weights(model: torch.nn.Module, wanted: bool = True) -> Iterator[None]:
     """Let frozen weights require gradients within the block; do nothing if ``wanted`` is False."""
-    frozen = [p for p in model.parameters() if wanted and not p.requires_grad and p.is_floating_point()]
-    try:
-        for parameter in frozen:
-            parameter.requires_grad_(True)
+    with ExitStack() as stack:
+        for parameter in model.parameters() if wanted else ():
+            if not parameter.requires_grad and parameter.is_floating_point():
+                stack.callback(parameter.requires_grad_, False)
+                parameter.requires_grad_(True)
         yield
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
 
 
 @contextmanager
