@@ -27,9 +27,9 @@ from .discover import (
 )
 from .fused import CallOwners, KernelInterceptor
 from .inputs import as_tensors, call_model, on_leaves, tensors_of, with_sources
-from .loops import CellHook, listening
+from .loops import CellHook, StepListener
 from .losses import evaluate, gradients_of
-from .public import ANY_SCAN, SCANS
+from .public import ANY_SCAN, LISTENER, SCANS
 from .record import (
     CallRecorder,
     OutputRecord,
@@ -164,16 +164,16 @@ def watched(
                 handles.append(module.register_forward_pre_hook(hook_in_this_thread(hook), with_kwargs=True))
         for path, module in asked.cells:
             around = CellHook(recorder, path, module)
-            module = stack.enter_context(hookable(model, module))
+            module = _hookable(stack, model, module)
             handles.append(module.register_forward_pre_hook(hook_in_this_thread(around.before), with_kwargs=True))
             handles.append(module.register_forward_hook(hook_in_this_thread(around.after), with_kwargs=True))
         stack.enter_context(seams(asked.modules, recorder.scans))
         stack.callback(SCANS.reset, SCANS.set(recorder.scans.declared))
         for path, module in asked.plain:
-            module, hooks = stack.enter_context(hookable(model, module)), _OutputHook(recorder, path)
+            module, hooks = _hookable(stack, model, module), _OutputHook(recorder, path)
             handles.append(module.register_forward_pre_hook(hook_in_this_thread(hooks.before), with_kwargs=True))
             handles.append(module.register_forward_hook(hook_in_this_thread(hooks.after)))
-        stack.enter_context(listening(recorder, model, asked.names))
+        stack.callback(LISTENER.reset, LISTENER.set(StepListener(recorder, model, asked.names)))
         with KernelInterceptor(recorder, owners) as interceptor:
             yield interceptor
         recorder.refuse_unused_states([node_name(path, m, 0) for path, m in asked.recurrent])
@@ -324,27 +324,13 @@ class _ScriptWrapper(nn.Module):  # type: ignore[misc]
         return inner if name == "inner" else getattr(inner, name)
 
 
-@contextmanager
-def hookable(model: nn.Module, module: nn.Module) -> Iterator[nn.Module]:
-    """Provide a module that takes hooks and is called in place of ``module`` within the block.
-
-    A TorchScript module is wrapped, any other is returned as it is.
-    """
+def _hookable(stack: ExitStack, model: nn.Module, module: nn.Module) -> nn.Module:
+    """Return a module that takes hooks: a TorchScript module is wrapped until the stack closes."""
     if not isinstance(module, torch.jit.ScriptModule):
-        yield module
-        return
-    holders = [
-        (parent, name)
-        for parent in model.modules()
-        if not isinstance(parent, torch.jit.ScriptModule)
-        for name, child in parent._modules.items()
-        if child is module
-    ]
+        return module
     shell = _ScriptWrapper(module)
-    try:
-        for parent, name in holders:
+    for parent in (parent for parent in model.modules() if not isinstance(parent, torch.jit.ScriptModule)):
+        for name in [name for name, child in parent._modules.items() if child is module]:
+            stack.callback(parent._modules.__setitem__, name, module)
             parent._modules[name] = shell
-        yield shell
-    finally:
-        for parent, name in holders:
-            parent._modules[name] = module
+    return shell

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from ...recurrence.cells import StepCell, registered
 from .cells import CellForm, TorchStepCell, leaves
 from .discover import input_argument
 from .lineage import Continuation, upstream
-from .public import LISTENER, named_cell, note_loop
+from .public import named_cell, note_loop
 from .record import (
     CallOwner,
     CallRecorder,
@@ -88,16 +87,6 @@ class StepListener:
         # The same key in every pass over the model: ``never_by_row`` is passed on from pass to pass.
         hook.owner.key, hook.owner.named = hash((name, id(self.model))), True
         return hook
-
-
-@contextmanager
-def listening(recorder: CallRecorder, model: nn.Module, asked: Sequence[str] | None) -> Iterator[None]:
-    """Record the steps of loops within the block, in this thread."""
-    token = LISTENER.set(StepListener(recorder, model, asked))
-    try:
-        yield
-    finally:
-        LISTENER.reset(token)
 
 
 class _NotACellError(Exception):
