@@ -32,7 +32,7 @@ from .inputs import as_tensors, call_model
 from .losses import evaluate, gradients_of
 from .model_facts import fingerprint
 from .restore import borrowed, differentiable_weights
-from .weights import NAMES, from_torch, slots
+from .weights import NAMES, from_torch
 
 _RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
 _PASSING = (nn.Dropout, nn.Identity)
@@ -172,7 +172,7 @@ class ChainRecorder:
         shape = (1, int(x.shape[0 if module.batch_first else 1]), module.hidden_size)
         count = 2 if isinstance(module, nn.LSTM) else 1
         zeros = tuple(x.new_zeros(shape).requires_grad_(self.separate) for _ in range(count))
-        weights = {slot: getattr(module, f"{slot}_l0") for slot in slots(len(module._flat_weights))}
+        weights = dict(zip(NAMES, module._flat_weights, strict=False))  # without a projection, perhaps without biases
         self.calls[path] = _LayerTensors(path, module, x, zeros, weights)
         return (x, zeros if count == 2 else zeros[0]), {}
 

@@ -9,10 +9,9 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ...recurrence.cells import registered
 from ..protocol import ModelFacts, Role, Submodule
 from .discover import named_modules, node_name, unwrapped
-from .public import is_disproved, loops_of, named_cell, scans_of
+from .public import declarations, loops_of, scans_of
 from .weights import TABLES, class_of
 
 _DROPOUTS = (nn.modules.dropout._DropoutNd,)
@@ -58,7 +57,7 @@ def fingerprint(model: nn.Module) -> Hashable:
 
 
 def _state_of(module: nn.Module) -> Iterator[Any]:
-    yield type(module), named_cell(module) is not None, is_disproved(module), registered(module)
+    yield type(module), declarations(module)
     yield getattr(inspect.getattr_static(type(module), "forward", None), "__code__", None)
     for name, value in vars(module).items():
         if name in ("_parameters", "_buffers"):

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from contextvars import ContextVar
 from typing import Any
 
@@ -51,6 +51,11 @@ def note_cells(ran: Iterable[nn.Module], cells: Iterable[nn.Module]) -> None:
 def is_disproved(module: nn.Module) -> bool:
     """Return whether a module ran last without passing a state on."""
     return module in _DISPROVED
+
+
+def declarations(module: nn.Module) -> Hashable:
+    """Return whether a module was declared a cell, whether it ran last without passing a state on, and its class."""
+    return module in _NAMED, module in _DISPROVED, registered(module)
 
 
 def note_loop(model: nn.Module, name: str, units: int) -> None:

@@ -34,7 +34,16 @@ def borrowed(model: torch.nn.Module, *, training: bool, seed: int | None) -> Ite
         stack.enter_context(_random_states(model))
         stack.enter_context(restored_attributes(model))
         stack.enter_context(_buffers(model))
-        stack.enter_context(_modes(model, training))
+        modules = list(model.modules())
+        # A frozen TorchScript module has no training flag, and its parent cannot set one.
+        flagged = [module for module in modules if hasattr(module, "training")]
+        for module in flagged:
+            stack.callback(setattr, module, "training", module.training)
+        if len(flagged) == len(modules):
+            model.train(training)
+        else:
+            for module in flagged:
+                module.training = training
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(eagerly())
@@ -119,22 +128,6 @@ def _saved(generator: Any) -> Callable[[], object]:
     if isinstance(generator, np.random.Generator):
         return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
     return partial(generator.set_state, generator.get_state())
-
-
-@contextmanager
-def _modes(model: torch.nn.Module, training: bool) -> Iterator[None]:
-    # A frozen TorchScript module has no training flag, and its parent cannot set one.
-    before = [(module, module.training) for module in model.modules() if hasattr(module, "training")]
-    try:
-        if len(before) == sum(1 for _ in model.modules()):
-            model.train(training)
-        else:
-            for module, _ in before:
-                module.training = training
-        yield
-    finally:
-        for module, flag in before:
-            module.training = flag
 
 
 @contextmanager
