@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from chunked_models import Net, RaisesForLargeInput, samples, seeded
-from dask.distributed import Client, LocalCluster
 
 import rnnlens as rl
 
@@ -16,13 +15,6 @@ CHUNK = 16
 X, Y = samples(160)
 
 pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
-
-
-@pytest.fixture(scope="module")
-def client():
-    options = {"processes": True, "threads_per_worker": 1, "dashboard_address": ":0", "memory_limit": "4GiB"}
-    with LocalCluster(n_workers=2, **options) as cluster, Client(cluster) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from chunked_models import Net, RaisesForLargeInput, Slow, samples, seeded
-from dask.distributed import Client, LocalCluster
+from dask.distributed import Client
 
 import rnnlens as rl
 from rnnlens.results.disk import regions
@@ -28,13 +28,6 @@ X, Y = samples(COUNT)
 HELPERS = Path(__file__).resolve().parents[1] / "helpers"
 
 pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
-
-
-@pytest.fixture(scope="module")
-def client():
-    options = {"processes": True, "threads_per_worker": 1, "dashboard_address": ":0", "memory_limit": "4GiB"}
-    with LocalCluster(n_workers=2, **options) as cluster, Client(cluster) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")

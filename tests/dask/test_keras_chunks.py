@@ -15,7 +15,7 @@ BAR = 1e-6
 @pytest.mark.parametrize(
     ("package", "engine"),
     [
-        ("keras", "torch"),
+        pytest.param("keras", "torch", marks=pytest.mark.full),  # the rest of this folder runs on torch
         ("keras", "jax"),
         pytest.param("keras", "tensorflow", marks=pytest.mark.full),
         ("tf_keras", "tensorflow"),

@@ -17,9 +17,8 @@ pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark
 
 
 @pytest.fixture(scope="module")
-def client():
-    options = {"processes": True, "threads_per_worker": 1, "dashboard_address": ":0", "memory_limit": "4GiB"}
-    with LocalCluster(n_workers=2, **options) as cluster, Client(cluster, set_as_default=False) as client:
+def client(cluster):
+    with Client(cluster, set_as_default=False) as client:
         yield client
 
 

@@ -1,6 +1,7 @@
 """Worker processes: bytes of the model that reach each, threads, memory of the C library, names of tasks."""
 
 import resource
+from contextlib import contextmanager
 
 import dask
 import dask.array as da
@@ -19,20 +20,12 @@ X, Y = samples(160)
 pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
 
 
-@pytest.fixture
-def cluster():
-    """Return a function that starts workers and returns their client."""
-    opened = []
-
-    def start(workers, threads):
-        options = {"threads_per_worker": threads, "dashboard_address": ":0", "memory_limit": "4GiB"}
-        opened.append(LocalCluster(n_workers=workers, **options))
-        opened.append(Client(opened[-1]))
-        return opened[-1]
-
-    yield start
-    for each in reversed(opened):
-        each.close()
+@contextmanager
+def started(workers, threads, **config):
+    """Start workers with the given configuration of Dask, and yield their client."""
+    options = {"n_workers": workers, "threads_per_worker": threads, "dashboard_address": ":0", "memory_limit": "4GiB"}
+    with dask.config.set(config), LocalCluster(**options) as cluster, Client(cluster) as client:
+        yield client
 
 
 def lazy(array):
@@ -61,17 +54,16 @@ def bytes_of_models():
     return travel.sizes
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_the_model_travels_once_to_each_worker(cluster, workers):
+def test_the_model_travels_once_to_each_worker():
     # Dask's memory manager drops copies that no waiting task needs, and sends them again.
-    with dask.config.set({"distributed.scheduler.active-memory-manager.start": False}):
-        client, net = cluster(workers, 1), seeded(Net, 256)
-    client.run(count_bytes)
-    result = of(net)
-    size = len(result._tasks.model.pack())
-    assert size > 4 * sum(weight.numel() for weight in net.parameters())
-    result.compute()
-    assert list(client.run(bytes_of_models).values()) == [[size]] * workers
+    with started(2, 1, **{"distributed.scheduler.active-memory-manager.start": False}) as client:
+        net = seeded(Net, 256)
+        client.run(count_bytes)
+        result = of(net)
+        size = len(result._tasks.model.pack())
+        assert size > 4 * sum(weight.numel() for weight in net.parameters())
+        result.compute()
+        assert list(client.run(bytes_of_models).values()) == [[size]] * 2
 
 
 def threads_here():
@@ -83,15 +75,11 @@ def threads_here():
     return {"torch": torch.get_num_threads(), **libraries}
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_libraries_use_as_many_threads_as_the_worker_has(cluster, threads, monkeypatch):
+def started_with_four_threads(monkeypatch, threads):
+    """Start one worker of ``threads`` threads, whose libraries would use four."""
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    with dask.config.set({"distributed.nanny.pre-spawn-environ": {"OMP_NUM_THREADS": 4}}):
-        client = cluster(1, threads)
-    of(seeded(Net)).compute()
-    found = client.submit(threads_here).result()
-    assert found == dict.fromkeys(found, threads)
+    return started(1, threads, **{"distributed.nanny.pre-spawn-environ": {"OMP_NUM_THREADS": 4}})
 
 
 def page_faults():
@@ -104,17 +92,6 @@ def page_faults():
     return after - before
 
 
-def test_freed_memory_is_kept_for_the_next_chunk(cluster):
-    """Dask's nanny has it returned to the system at once, which is slow."""
-    client = cluster(1, 1)
-    pages = 50 * (4 << 20) // resource.getpagesize()
-    (before,) = client.run(page_faults).values()
-    of(seeded(Net)).compute()
-    (after,) = client.run(page_faults).values()
-    assert before > 0.3 * pages  # pages of 4 KiB, and some larger ones
-    assert after < 0.1 * before
-
-
 NAMES = {
     "rnnlens-gradients-lstm": lambda net, x, y: rl.gradients(net, x, y, loss=MSE, wrt="lstm.hidden"),
     "rnnlens-gradients": lambda net, x, y: rl.gradients(net, x, y, loss=MSE),
@@ -124,13 +101,31 @@ NAMES = {
 }
 
 
-def test_the_dashboard_counts_one_task_for_each_chunk(cluster):
-    client = cluster(1, 1)
-    for make in NAMES.values():
-        make(seeded(Net), lazy(X), lazy(Y)).compute()
-    counts = client.run_on_scheduler(
-        lambda dask_scheduler: {
-            name: prefix.state_counts["memory"] for name, prefix in dask_scheduler.task_prefixes.items()
-        }
-    )
+def test_threads_memory_and_names_of_tasks_of_a_worker(monkeypatch):
+    """The libraries use one thread, freed memory is kept for the next chunk, and each chunk is one named task.
+
+    Dask's nanny has freed memory returned to the system at once, which is slow.
+    """
+    with started_with_four_threads(monkeypatch, 1) as client:
+        pages = 50 * (4 << 20) // resource.getpagesize()
+        (before,) = client.run(page_faults).values()
+        for make in NAMES.values():
+            make(seeded(Net), lazy(X), lazy(Y)).compute()
+        (after,) = client.run(page_faults).values()
+        found = client.submit(threads_here).result()
+        counts = client.run_on_scheduler(
+            lambda dask_scheduler: {
+                name: prefix.state_counts["memory"] for name, prefix in dask_scheduler.task_prefixes.items()
+            }
+        )
+    assert before > 0.3 * pages  # pages of 4 KiB, and some larger ones
+    assert after < 0.1 * before
+    assert found == dict.fromkeys(found, 1)
     assert {name: counts.get(name) for name in NAMES} == dict.fromkeys(NAMES, 10)
+
+
+def test_libraries_use_as_many_threads_as_the_worker_has(monkeypatch):
+    with started_with_four_threads(monkeypatch, 2) as client:
+        of(seeded(Net)).compute()
+        found = client.submit(threads_here).result()
+    assert found == dict.fromkeys(found, 2)
