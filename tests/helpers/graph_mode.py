@@ -32,7 +32,7 @@ def v1() -> bool:
 
 
 def under_v1(*names: str):
-    """Return a hook that marks tests as ``full`` under v2: what stands behind a loop, once found, is the same code.
+    """Return a hook that marks tests as ``full`` under v2: once a loop is read, the code is the same for both.
 
     ``names`` are parts of the names of files and tests; they run under v1, and under both with all that is ``full``.
     """
