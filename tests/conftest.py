@@ -1,4 +1,4 @@
-"""What every suite shares: one framework engine per process, no window, no skip that hides, no figure left open."""
+"""Settings of every suite: one framework engine per process, no window, skips fail, figures are closed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SKIP_IS_FAILURE = os.environ.get("RNNLENS_SKIP_IS_FAILURE") == "1"
 
 
 def pytest_configure():
-    """Before a test is collected: helpers are found by then."""
+    """Switch TensorFlow's graph optimiser off before tests are collected; helpers can be imported by now."""
     if os.environ["KERAS_BACKEND"] == "tensorflow":
         import grappler
 
@@ -34,11 +34,11 @@ def pytest_configure():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):
-    """Products run whole on one engine; on the others each of their tests has one case, or those that differ there.
+    """Mark as ``full`` the tests that another engine runs in the default run, and deselect those of other engines.
 
-    What such a case tests beside its own engine is the same code three times over, and compiling it takes the time. So
-    does a test of what does not depend on the engine at all, marked `one_engine`. What exists on some engines alone is
-    marked `only_on`, and left out elsewhere.
+    A `product` runs whole on one engine; the others run one case, or those in which they differ: the remaining cases
+    would run the same code three times. `one_engine` marks tests of code that does not depend on the engine; Keras 2
+    counts as the engine ``tf_keras``. `only_on` marks tests of what other engines do not have.
     """
     elsewhere = [
         item
@@ -48,9 +48,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if elsewhere:
         config.hook.pytest_deselected(items=elsewhere)
         items[:] = [item for item in items if item not in elsewhere]
+    tested = os.environ.get("RNNLENS_TESTED_KERAS") or os.environ["KERAS_BACKEND"]
     for item in items:
         for mark in item.iter_markers("one_engine"):
-            if os.environ["KERAS_BACKEND"] not in (mark.args or ("torch",)):
+            if tested not in (mark.args or ("torch",)):
                 item.add_marker("full")
     found: dict[str, list[str]] = {}
     wanted: dict[str, tuple[str, ...]] = {}
@@ -68,14 +69,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish():
-    """Frameworks are millions of objects that never die: no collection, least of all a test's own, looks at them."""
+    """Exempt the frameworks' millions of objects from garbage collection, also from that of a test."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item):
-    """On TensorFlow numbers are held against an oracle op by op, as graphs where a test is marked `compiled`."""
+    """On TensorFlow run oracle tests and those marked `op_by_op` eagerly, unless they are marked `compiled`."""
     marks = list(item.iter_markers("compiled"))
     graphs = any(not mark.args or item.callspec.id in mark.args for mark in marks)
     asked = "oracle" in item.path.parts or item.get_closest_marker("op_by_op")
@@ -109,7 +110,7 @@ def pytest_make_collect_report(collector: pytest.Collector):
 
 @pytest.fixture(autouse=True)
 def close_figures():
-    """No test leaves a figure behind for the next one."""
+    """Close all figures after each test."""
     yield
     if pyplot := sys.modules.get("matplotlib.pyplot"):
         pyplot.close("all")

@@ -135,6 +135,7 @@ def test_dropout_multipliers_replay(kind, implementation):
         np.testing.assert_allclose(call.output, reference_of(call).states[0], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.one_engine("torch", "tf_keras")
 def test_dropout_inside_an_unknown_cell_is_refused():
     model = rnn_model(keras.layers.StackedRNNCells([keras.layers.LSTMCell(2, dropout=0.5)]))
     with pytest.raises(errors.UnsupportedError) as caught:
@@ -152,6 +153,7 @@ def regularised():
     return model
 
 
+@pytest.mark.one_engine("torch", "tf_keras")
 @pytest.mark.parametrize("weights", [{}, {"sample_weight": np.array([1.0, 2.0, 0.0])}], ids=["plain", "weighted"])
 def test_the_compiled_loss_is_that_of_training(weights):
     model = regularised()
@@ -159,6 +161,7 @@ def test_the_compiled_loss_is_that_of_training(weights):
     assert capture.loss == pytest.approx(model.evaluate(X, Y, verbose=0, **weights), rel=1e-6)
 
 
+@pytest.mark.one_engine("torch", "tf_keras")
 def test_losses_by_name_object_and_function_are_one():
     model = regularised()
     same = ["mse", keras.losses.MeanSquaredError(), keras.losses.mean_squared_error]
@@ -169,6 +172,7 @@ def test_losses_by_name_object_and_function_are_one():
         np.testing.assert_allclose(capture.calls[0].output_grad, found[0].calls[0].output_grad, rtol=1e-6)
 
 
+@pytest.mark.one_engine("torch", "tf_keras")
 @pytest.mark.parametrize(
     ("compiled", "given", "says"),
     [
@@ -188,6 +192,7 @@ def test_how_a_loss_is_reduced_is_known_as_far_as_it_says(compiled, given, says)
     assert adapter_for(model).reduction(model, given) == says
 
 
+@pytest.mark.one_engine("torch", "tf_keras")
 def test_weight_gradients_are_without_the_weight_regulariser():
     model = regularised()
     grads = adapter.capture(model, Batch(X, Y), CaptureRequest()).calls[0].weight_grads
@@ -198,6 +203,7 @@ def test_weight_gradients_are_without_the_weight_regulariser():
     np.testing.assert_allclose(counted - grads["kernel"], 2 * 0.01 * kernel, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.one_engine("torch", "tf_keras")
 def test_layers_that_are_not_recurrent():
     layers = [keras.Input((4,), dtype="int32"), keras.layers.Embedding(5, 2, mask_zero=True, name="embedding")]
     model = keras.Sequential([*layers, keras.layers.SimpleRNN(2, name="rnn"), keras.layers.Dense(2, name="head")])
@@ -225,6 +231,7 @@ def test_half_precision_comes_out_as_float32_with_a_note(policy):
     np.testing.assert_allclose(call.output, reference_of(call).states[0], atol=0.02)
 
 
+@pytest.mark.one_engine("torch", "tf_keras")
 @pytest.mark.parametrize("count", [2, 4])
 def test_given_initial_states_reach_each_direction(count):
     """Give states for both directions, forward first, or states of one direction, used for both."""
@@ -237,6 +244,7 @@ def test_given_initial_states_reach_each_direction(count):
         assert Replay.from_call(call).residual < 1e-12
 
 
+@pytest.mark.one_engine("torch", "tf_keras")
 @pytest.mark.parametrize("kind", ["GRU", "LSTM"])
 def test_a_mask_in_a_list_is_that_mask(kind):
     """A layer called with ``mask=[mask]`` is captured with that mask."""
@@ -262,6 +270,7 @@ class Loop(keras.layers.Layer):
         return state
 
 
+@pytest.mark.one_engine("torch", "tf_keras")
 def test_the_two_biases_of_a_cell_in_a_loop_by_hand_are_two_weights():
     """Each is compared with its own row of the reference run's variable."""
     model = keras.Sequential([keras.Input((4, 2)), Loop(name="loop"), keras.layers.Dense(2)])

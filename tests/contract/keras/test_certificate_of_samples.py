@@ -98,8 +98,7 @@ def test_a_fault_in_a_later_trace_is_found(monkeypatch):
 
 
 @pytest.mark.parametrize("activation", ["softmax", "sigmoid"])
-@pytest.mark.parametrize("traces", [1, 2, 3])
-def test_a_cross_entropy_is_computed_as_keras_does(activation, traces):
+def test_a_cross_entropy_is_computed_as_keras_does(activation):
     """Saturated outputs: of probabilities Keras clips the loss, of the logits behind them it does not."""
     keras.utils.set_random_seed(0)
     rng = np.random.default_rng(1)
@@ -113,7 +112,7 @@ def test_a_cross_entropy_is_computed_as_keras_does(activation, traces):
     model.compile(loss=loss)
     y = y.astype("int32") if activation == "softmax" else y[:, None].astype("float32")
     expected = model.evaluate(x, y, batch_size=SAMPLES, verbose=0)
-    for _ in range(traces):
+    for _ in range(3):  # certified with all samples, then with a part of them
         trace = rl.trace(model, x, y)
-    assert trace.certificate.state == "passed"
-    assert float(trace.loss) == pytest.approx(expected, rel=1e-5)
+        assert trace.certificate.state == "passed"
+        assert float(trace.loss) == pytest.approx(expected, rel=1e-5)

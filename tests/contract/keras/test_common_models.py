@@ -103,7 +103,7 @@ def test_every_verb_passes_its_certificate(case):
     assert [result.certificate.state for result in results] == ["passed"] * 5
 
 
-@pytest.mark.one_engine("torch")
+@pytest.mark.one_engine
 def test_weights_of_eight_bits():
     model = sequential(L.LSTM(4, name="rnn"))
     with pytest.warns(UserWarning, match="quantize"):
@@ -112,6 +112,7 @@ def test_weights_of_eight_bits():
     assert rl.gradients(model, X, Y, of="loss", wrt="input").certificate.state == "passed"
 
 
+@pytest.mark.one_engine
 def test_a_counter_and_a_list_of_a_cell_are_restored():
     model = sequential(L.RNN(PlainCell(), name="rnn"))
     cell = model.layers[0].cell
@@ -121,6 +122,7 @@ def test_a_counter_and_a_list_of_a_cell_are_restored():
     assert (cell.count, cell.calls) == (count, calls)
 
 
+@pytest.mark.one_engine
 @pytest.mark.parametrize("order", ["ba", "ab"])
 def test_inputs_by_name_in_any_order(order):
     inputs = {name: keras.Input((5, size), name=name) for name, size in (("b", 3), ("a", 2))}
@@ -173,7 +175,7 @@ class Loop(keras.Model):
         return self.head(output)
 
 
-@pytest.mark.one_engine("torch")
+@pytest.mark.one_engine
 def test_a_cell_in_the_models_own_loop_has_the_numbers_of_a_layer():
     model = compiled(Loop())
     model(X)

@@ -72,6 +72,7 @@ def unrolled(model, x, zeros):
     return keras.ops.stack(hidden, axis=1)
 
 
+@pytest.mark.one_engine("torch", "tf_keras")
 def test_total_gradients_are_those_of_an_unrolled_copy():
     model, x, y = build(2)
     trace = rl.trace(model, x, y)["conv"]
@@ -87,6 +88,7 @@ def test_total_gradients_are_those_of_an_unrolled_copy():
     np.testing.assert_allclose(trace.hidden_grad.values, expected, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.one_engine("torch", "tf_keras")
 def test_gradients_of_a_state_are_those_of_an_unrolled_copy():
     model, x, _ = build(2)
     at = {"time": 1, "height": 0, "channel": 1}
@@ -115,6 +117,7 @@ def gradient(function, array):
     return tape.gradient(value, tensor).numpy()
 
 
+@pytest.mark.one_engine("torch", "tf_keras")
 def test_bidirectional_layers_have_a_direction():
     model, x, y = build(2, bidirectional=True, padding="same")
     trace = rl.trace(model, x, y)
@@ -122,12 +125,14 @@ def test_bidirectional_layers_have_a_direction():
     assert trace["conv"].hidden_grad.dims == ("sample", "time", "direction", "height", "width", "channel")
 
 
+@pytest.mark.one_engine("torch", "tf_keras")
 def test_dropout_acts_as_in_training():
     model, x, y = build(2, dropout=0.3, recurrent_dropout=0.3)
     trace = rl.trace(model, x, y, training=True)
     assert trace.certificate.state == "passed", trace.certificate
 
 
+@pytest.mark.one_engine("torch", "tf_keras")
 def test_an_input_of_another_size_has_axes_of_its_own():
     model, x, y = build(2)
     dims = rl.trace(model, x, y)["conv"].input_grad.dims
@@ -153,6 +158,7 @@ def test_time_jacobians_by_norms_over_places_and_channels(case):
     assert within.certificate.state == "passed", within.certificate
 
 
+@pytest.mark.one_engine("torch", "tf_keras")
 def test_a_step_matrix_that_does_not_fit_is_refused_by_name():
     model, x, _ = build(2)
     with pytest.raises(TooLargeError, match=r"One step of 'conv' is linearised .*\n.*3x2x2 numbers: "):
@@ -171,6 +177,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.one_engine("torch", "tf_keras")
 @pytest.mark.parametrize("verb", REFUSED)
 def test_what_needs_states_without_space_is_refused_by_name(verb):
     call, words = REFUSED[verb]

@@ -70,6 +70,7 @@ SAME = {
 }
 
 
+@pytest.mark.product(keep=("a tensor of the engine",))
 @pytest.mark.parametrize("form", SAME)
 def test_the_same_numbers_in_another_form_give_the_same_result(model, form):
     wanted = rl.trace(model, X, Y)["lstm"].hidden_grad
@@ -77,12 +78,14 @@ def test_the_same_numbers_in_another_form_give_the_same_result(model, form):
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-9)
 
 
+@pytest.mark.one_engine
 def test_bfloat16_of_another_framework_is_taken_as_the_numbers_that_it_holds(model):
     rounded = torch.tensor(X).bfloat16()
     wanted = rl.trace(model, rounded.double().numpy())["lstm"].hidden
     np.testing.assert_allclose(rl.trace(model, rounded)["lstm"].hidden, wanted, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("given", ["loss", "compiled"])
 def test_given_states_count_in_every_gradient(model, given):
     states = [RNG.normal(size=(4, 4)) for _ in range(2)]
@@ -102,6 +105,7 @@ def _fail(*_):
     raise OwnError("gone")
 
 
+@pytest.mark.one_engine
 def test_what_the_users_code_raises_says_whose_it_was_and_is_still_its_own(model):
     for whose, call in {
         "Your loss": lambda: rl.trace(model, X, Y, loss=_fail),
@@ -113,6 +117,7 @@ def test_what_the_users_code_raises_says_whose_it_was_and_is_still_its_own(model
         assert str(caught.value).startswith(f"{whose} raised OwnError.")
 
 
+@pytest.mark.one_engine
 def test_a_model_without_recurrence_is_shown_a_call_that_works():
     flat = keras.Sequential([keras.Input((5, 3)), keras.layers.Dense(2)])
     with pytest.raises(ModelError) as caught:

@@ -14,6 +14,8 @@ from rnnlens.adapters.protocol import Batch, CaptureRequest, Port
 X, Y = np.ones((2, 4, 3)), np.ones((2, 2))
 NONE = CaptureRequest(gradients=False)
 
+pytestmark = pytest.mark.one_engine
+
 
 @pytest.fixture(scope="module")
 def model(float64):

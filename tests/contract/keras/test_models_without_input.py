@@ -123,7 +123,7 @@ def mean_squared_error(model, x):
     return np.mean((keras.ops.convert_to_numpy(model(x)) - Y) ** 2)
 
 
-@pytest.mark.one_engine("torch")
+@pytest.mark.one_engine
 def test_diagnose_and_report_take_any_number_of_samples(tmp_path):
     model = fitted(sequential())
     assert str(rl.diagnose(model, X, Y))
@@ -131,6 +131,7 @@ def test_diagnose_and_report_take_any_number_of_samples(tmp_path):
     assert (tmp_path / "report.html").stat().st_size > 0
 
 
+@pytest.mark.one_engine("torch", "tf_keras")
 @pytest.mark.parametrize("steps", [STEPS, STEPS + 2])
 def test_tokens_of_any_number_of_steps(steps):
     model = fitted(keras.Sequential([L.Embedding(9, 3), L.LSTM(3), L.Dense(1)]), TOKENS)
@@ -139,6 +140,7 @@ def test_tokens_of_any_number_of_steps(steps):
     assert hidden.shape == (3, steps, 3)
 
 
+@pytest.mark.one_engine("torch", "tf_keras")
 def test_steps_are_binding_where_keras_refuses_others():
     model = functional((None, STEPS, FEATURES))
     with pytest.raises(errors.InputError) as caught:
@@ -161,6 +163,7 @@ def test_the_batch_is_binding_in_stateful_layers():
     assert str(caught.value).endswith("  try:      a stateful layer keeps one state per sample of its batch")
 
 
+@pytest.mark.one_engine("torch", "tf_keras")
 @pytest.mark.parametrize("make", [sequential, Subclass])
 def test_a_model_without_weights_is_refused_and_can_be_built_from_data(make):
     from rnnlens.adapters.keras.inputs import build_from

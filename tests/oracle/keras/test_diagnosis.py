@@ -33,6 +33,7 @@ def shift_register(lag, *, masked=False, steps=STEPS):
     return model
 
 
+@pytest.mark.product(keep=("6",))
 @pytest.mark.parametrize("lag", [0, 6])
 def test_memory_of_a_shift_register_is_exact(x, lag):
     model = shift_register(lag)
@@ -61,6 +62,7 @@ def test_what_is_missed_is_named(x):
     assert "VANISHING" in d.codes
 
 
+@pytest.mark.one_engine
 def test_fixed_points_and_exponents(x):
     model = keras.Sequential([keras.Input((STEPS, 1)), keras.layers.SimpleRNN(1, name="rnn"), keras.layers.Dense(1)])
     model.get_layer("rnn").set_weights([np.full((1, 1), 0.3), np.full((1, 1), 2.0), np.zeros(1)])

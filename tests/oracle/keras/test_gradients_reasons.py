@@ -84,6 +84,7 @@ def test_frozen_weights_have_their_gradient_and_a_flag(g):
     assert set(g.flags) == {"fixed/kernel", "fixed/bias"}
 
 
+@pytest.mark.one_engine
 def test_one_tensor_without_a_gradient_is_an_error_with_its_reason(model):
     with pytest.raises(rl.errors.DisconnectedError) as caught:
         rl.gradients(model, X, of=reasons.TARGET, reduce="sum", wrt="input")

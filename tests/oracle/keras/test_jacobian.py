@@ -107,6 +107,7 @@ def test_states_of_a_layer_by_what_feeds_it_and_by_an_earlier_layer(cell):
     agree(rl.jacobian(model, x, of="rnn.hidden", wrt="below.hidden"), total)
 
 
+@pytest.mark.one_engine
 def test_chronological_states_of_a_layer_that_runs_backwards():
     model = sequential(run_layer("lstm", return_sequences=True, go_backwards=True))
     x = data()
@@ -119,6 +120,7 @@ def test_chronological_states_of_a_layer_that_runs_backwards():
     agree(rl.jacobian(model, x), expected[:, ::-1])
 
 
+@pytest.mark.one_engine
 def test_both_directions_of_a_bidirectional_state():
     model = sequential(layers.Bidirectional(run_layer("gru", return_sequences=True), name="both"))
     x = data()

@@ -61,10 +61,10 @@ class GainCell(keras.layers.Layer):
 class Subclassed(keras.Model):
     def __init__(self, options):
         super().__init__()
-        self.lstm, self.options = keras.layers.LSTM(4, name="lstm"), options
+        self.rnn, self.options = keras.layers.SimpleRNN(4, name="rnn"), options
 
     def call(self, x):
-        return self.lstm(x) * self.options["scale"][0]
+        return self.rnn(x) * self.options["scale"][0]
 
 
 class WithAttribute(keras.losses.Loss):
@@ -85,8 +85,8 @@ class Callable:
         return keras.ops.sum(out) * self.beta
 
 
-def lstm(*after, cell=None):
-    layer = keras.layers.LSTM(4, name="lstm") if cell is None else keras.layers.RNN(cell, name="lstm")
+def recurrent(*after, cell=None):
+    layer = keras.layers.SimpleRNN(4, name="rnn") if cell is None else keras.layers.RNN(cell, name="rnn")
     return keras.Sequential([keras.Input((5, 2)), layer, *after])
 
 
@@ -95,17 +95,17 @@ def total(y, out):
 
 
 def in_layer(kept, read, write):
-    return lstm(Kept(kept, read)), total, lambda gain: write(kept, gain)
+    return recurrent(Kept(kept, read)), total, lambda gain: write(kept, gain)
 
 
 def _list_of_layer():
     layer = Kept([1.0], lambda kept: kept[0])
-    return lstm(layer), total, lambda gain: layer.kept.__setitem__(0, gain)
+    return recurrent(layer), total, lambda gain: layer.kept.__setitem__(0, gain)
 
 
 def _dict():
     layer = Kept({"a": {"b": 1.0}}, lambda kept: kept["a"]["b"])
-    return lstm(layer), total, lambda gain: layer.kept["a"].__setitem__("b", gain)
+    return recurrent(layer), total, lambda gain: layer.kept["a"].__setitem__("b", gain)
 
 
 def _array():
@@ -129,12 +129,12 @@ def _namespace():
 
 
 def _global_one_call_away():
-    return lstm(Kept(None, lambda kept: gain_one_call_away())), total, lambda gain: GAIN.update(value=gain)
+    return recurrent(Kept(None, lambda kept: gain_one_call_away())), total, lambda gain: GAIN.update(value=gain)
 
 
 def _cell():
     cell = GainCell(Config())
-    return lstm(cell=cell), total, lambda gain: setattr(cell.kept, "gain", gain)
+    return recurrent(cell=cell), total, lambda gain: setattr(cell.kept, "gain", gain)
 
 
 def _model():
@@ -145,55 +145,55 @@ def _model():
 
 def _lambda_closure():
     kept = {"gain": 1.0}
-    return lstm(keras.layers.Lambda(lambda x: x * kept["gain"])), total, lambda gain: kept.update(gain=gain)
+    return recurrent(keras.layers.Lambda(lambda x: x * kept["gain"])), total, lambda gain: kept.update(gain=gain)
 
 
 def _lambda_object():
     kept = Config()
-    return lstm(keras.layers.Lambda(lambda x: x * kept.inner[0])), total, lambda g: kept.inner.__setitem__(0, g)
+    return recurrent(keras.layers.Lambda(lambda x: x * kept.inner[0])), total, lambda g: kept.inner.__setitem__(0, g)
 
 
 def _activation():
     kept = [1.0]
-    model = lstm(keras.layers.Dense(4, activation=lambda x: x * kept[0]))
+    model = recurrent(keras.layers.Dense(4, activation=lambda x: x * kept[0]))
     return model, total, lambda gain: kept.__setitem__(0, gain)
 
 
 def _loss_attribute():
     loss = WithAttribute(reduction="sum")
-    return lstm(), loss, lambda gain: setattr(loss, "beta", gain)
+    return recurrent(), loss, lambda gain: setattr(loss, "beta", gain)
 
 
 def _compiled_loss():
-    model, loss = lstm(), WithAttribute(reduction="sum")
+    model, loss = recurrent(), WithAttribute(reduction="sum")
     model.compile(loss=loss)
     return model, None, lambda gain: setattr(loss, "beta", gain)
 
 
 def _callable_loss():
     loss = Callable()
-    return lstm(), loss, lambda gain: setattr(loss, "beta", gain)
+    return recurrent(), loss, lambda gain: setattr(loss, "beta", gain)
 
 
 def _bound_method():
     owner = Callable()
-    return lstm(), owner.method, lambda gain: setattr(owner, "beta", gain)
+    return recurrent(), owner.method, lambda gain: setattr(owner, "beta", gain)
 
 
 def _partial():
     kept = {"gain": 1.0}
     loss = functools.partial(lambda y, out, kept: keras.ops.sum(out) * kept["gain"], kept=kept)
-    return lstm(), loss, lambda gain: kept.update(gain=gain)
+    return recurrent(), loss, lambda gain: kept.update(gain=gain)
 
 
 def _partial_of_a_global():
     loss = functools.partial(lambda y, out, scale: keras.ops.sum(out) * scale(), scale=gain_one_call_away)
-    return lstm(), loss, lambda gain: GAIN.update(value=gain)
+    return recurrent(), loss, lambda gain: GAIN.update(value=gain)
 
 
 def _default_argument():
     kept = [1.0]
-    return lstm(), lambda y, out, k=kept: keras.ops.sum(out) * k[0], lambda gain: kept.__setitem__(0, gain)
+    return recurrent(), lambda y, out, k=kept: keras.ops.sum(out) * k[0], lambda gain: kept.__setitem__(0, gain)
 
 
 CASES = {
@@ -219,12 +219,12 @@ def _gain_put_back():
 def test_trace_follows(name):
     keras.utils.set_random_seed(1)
     model, loss, change = CASES[name]()
-    before = rl.trace(model, X, Y, loss=loss, layers="lstm")
+    before = rl.trace(model, X, Y, loss=loss, layers="rnn")
     assert before.loss == pytest.approx(plain_loss(model, loss), rel=1e-5)
     change(100.0)
-    after = rl.trace(model, X, Y, loss=loss, layers="lstm")
+    after = rl.trace(model, X, Y, loss=loss, layers="rnn")
     assert after.loss == pytest.approx(plain_loss(model, loss), rel=1e-5)
-    np.testing.assert_allclose(after["lstm"].input_grad, 100 * before["lstm"].input_grad, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(after["rnn"].input_grad, 100 * before["rnn"].input_grad, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.product(on="jax", keep=("cell",))
@@ -251,7 +251,7 @@ def test_changed_back_is_the_first_answer():
 
 @pytest.mark.one_engine("jax", "torch")
 def test_a_builtin_layer_is_reconfigured():
-    model = lstm(keras.layers.Dense(3, name="head"))
+    model = recurrent(keras.layers.Dense(3, name="head"))
     x = X * 3
     rl.trace(model, x, Y[:, :3], loss="mse")
 
@@ -261,18 +261,18 @@ def test_a_builtin_layer_is_reconfigured():
 
     model.get_layer("head").activation = keras.activations.relu
     assert same_as_the_plain_run()
-    model.get_layer("lstm").cell.activation = keras.activations.relu
+    model.get_layer("rnn").cell.activation = keras.activations.relu
     assert same_as_the_plain_run()
     model.add(keras.layers.Dense(3))
     assert same_as_the_plain_run()
     model.pop()
-    model.get_layer("lstm").go_backwards = True
+    model.get_layer("rnn").go_backwards = True
     assert same_as_the_plain_run()
 
 
 @pytest.mark.one_engine("jax", "torch")
 def test_one_loss_after_another():
-    model = lstm()
+    model = recurrent()
     squared = rl.gradients(model, X, Y, loss="mse", wrt="input")
     absolute = rl.gradients(model, X, Y, loss="mae", wrt="input")
     assert float(abs(squared - absolute).max()) > 1e-3

@@ -186,17 +186,7 @@ def certificate_of(found):
     return found.certificate.sentence, all(check.ok for check in found._self_checks)
 
 
-@pytest.mark.product(
-    keep=(
-        "input 1 % larger",
-        "output half detached",
-        "loss out of date",
-        "label: gates",
-        "weights: gates",
-        "pull-back: loss doubled",
-        "jacobian: times transposed",
-    )
-)
+@pytest.mark.product(keep=("output half detached", "loss out of date", "jacobian: times transposed"))
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.what)
 def test_noticed(fault, monkeypatch):
     model, x, y = made(fault.model)
@@ -216,8 +206,3 @@ def test_nothing_noticed_without_a_fault(call, model):
         sentence, passed = certificate_of(CALLS[call](*made(model)))
     assert passed
     assert sentence.startswith(f"certified against {keras.backend.backend()}"), sentence
-
-
-def test_how_many():
-    assert len({fault.what for fault in FAULTS}) == len(FAULTS)
-    print(f"{len(FAULTS)} faults are planted on Keras")
