@@ -17,7 +17,7 @@ from .. import data
 from ..adapters.protocol import RecurrentCall
 from ..errors import InputError, RnnlensError
 from ..measures.intervention import USED, donors, memory_length, search, squared_change, total_variance
-from ..recurrence.replay import Replay, replay, replay_custom
+from ..recurrence.replay import Replay, replay
 from ..results.schema import to_host
 from ..typing import Array
 from .experiment import LOOKED_INTO, Experiment
@@ -133,13 +133,12 @@ class _Bench:
         variance = total_variance(last)
         if not variance:
             return Carried(np.empty(0), np.empty(0), 1, self.steps, "state")
-        again: Any = replay_custom if run.cell.by_framework else replay
 
         def change(keep: int) -> Array:
             order = run.xp.asarray(self.lender)
             start = tuple(run.xp.take(s[:, -keep - 1, ...], order, axis=0) for s in run.states)
             mask = None if run.mask is None else run.mask[:, -keep:]
-            end = again(run.cell, run.input[:, -keep:, ...], start, mask=mask, order="forward").states[0]
+            end = replay(run.cell, run.input[:, -keep:, ...], start, mask=mask, order="forward").states[0]
             return squared_change(last, np.asarray(to_host(end))[:, -1])
 
         return replace(self._search(change, variance), of="state")

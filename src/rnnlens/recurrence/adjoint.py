@@ -5,16 +5,16 @@
 Werbos 1990, doi:10.1109/5.58337; in this notation Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, eqs. 3-5.
 
 :func:`adjoint` is for cells with known equations. :func:`adjoint_custom` is for cells whose steps the framework
-differentiates, in the cheaper of two ways. *Folded*: the Jacobians of all (sample, time) steps are computed in one
-vectorised batch and multiplied in sequence. *Stepwise*: one vector-Jacobian product per step, used if those Jacobians
-do not fit into memory.
+differentiates, in the cheaper of two ways: the Jacobians of all (sample, time) steps are computed in one vectorised
+batch and multiplied in sequence; or, if they do not fit into memory, each step has its own vector-Jacobian product.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import cast
 
 import numpy as np
@@ -24,7 +24,7 @@ from .arrays import without_subnormal
 from .cells import StepCell, affine
 from .parallel import for_each, large_parts, still_wanted, walk_parts
 from .replay import Replay
-from .trajectory import Adjoint, carried, over_time
+from .trajectory import Adjoint, States, carried, over_time
 
 #: Largest total size of all step Jacobians, in bytes, for which they are computed at once.
 FOLD_LIMIT = 256 * 2**20
@@ -55,7 +55,10 @@ def adjoint(
         raise TypeError("adjoint() sweeps cells with equations; a cell of the framework goes through adjoint_custom()")
     xp, record = run.xp, run.record
     run = replace(run, cell=run.cell.with_weights(_columns_first))
-    direct = per_state(state_cotangent, len(run.states))
+    if isinstance(state_cotangent, (tuple, list)):
+        direct = tuple(state_cotangent)
+    else:
+        direct = (state_cotangent, *[None] * (len(run.states) - 1))
     final = final_or_zero(run, final_state_cotangent)
     result = Adjoint(
         tuple(xp.empty_like(s) for s in run.states),
@@ -144,13 +147,6 @@ def probed(weights: Mapping[str, Array], probes: int = PROBES) -> dict[str, Arra
     return {name: affine.probe_rows(w.shape[0], w, how) @ w if len(w.shape) == 2 else w for name, w in weights.items()}
 
 
-def per_state(cotangent: Array | Sequence[Array | None], count: int) -> tuple[Array | None, ...]:
-    """Return a tuple with one direct gradient or None per state; a single array belongs to the first state."""
-    if isinstance(cotangent, (tuple, list)):
-        return tuple(cotangent)
-    return (cotangent, *([None] * (count - 1)))
-
-
 def final_or_zero(run: Replay, final: Sequence[Array] | None) -> tuple[Array, ...]:
     """Return the cotangents of the final states with which BPTT starts: ``final``, or zeros if it is None."""
     if final is not None:
@@ -198,10 +194,12 @@ def adjoint_custom(
         Direct gradients of each step's output if the output is not a state.
     """
     xp, cell = run.xp, cast(StepCell, run.cell)
-    sweep = _Folded(run, cell) if _fits(run, cell) else _Stepwise(run, cell)
+    vjp = _step_vjp(run, cell)
     if output_cotangent is None:
         batch, time = run.input.shape[:2]
-        output_cotangent = xp.zeros((batch, time, cell.output_size), dtype=run.states[0].dtype, device=_device(run))
+        output_cotangent = xp.zeros(
+            (batch, time, cell.output_size), dtype=run.states[0].dtype, device=getattr(run.input, "device", None)
+        )
     carry = final_or_zero(run, final_state_cotangent)
     state_grads = tuple(xp.empty_like(s) for s in run.states)
     input_grad = xp.zeros_like(run.input)
@@ -209,7 +207,7 @@ def adjoint_custom(
         carry = carry if run.received is None else _passed_on(run, carry, t)
         carry = tuple(without_subnormal(c, xp) for c in carry)
         cotangent = tuple(c if d is None else c + d[:, t, :] for c, d in zip(carry, state_cotangent, strict=True))
-        dx, carry = sweep.pull_back(t, output_cotangent[:, t, :], cotangent)
+        dx, carry = vjp(t, output_cotangent[:, t, :], cotangent)
         if run.mask is not None:
             real = run.mask[:, t, None]
             carry = tuple(xp.where(real, new, old) for new, old in zip(carry, cotangent, strict=True))
@@ -253,49 +251,29 @@ def _weight_gradients_by_framework(run: Replay, result: Adjoint, by_time: bool) 
     return {name: xp.stack([step[name] for step in per_step]) for name in per_step[0]}
 
 
-def _device(run: Replay) -> object:
-    return getattr(run.input, "device", None)
-
-
 def _fold(a: Array, xp: Namespace) -> Array:
     """Fold samples and steps into one axis: (sample, time, n) to (sample * time, n)."""
     return xp.reshape(a, (a.shape[0] * a.shape[1], *a.shape[2:]))
 
 
-def _fits(run: Replay, cell: StepCell) -> bool:
-    batch, time, features = run.input.shape
+def _step_vjp(run: Replay, cell: StepCell) -> Callable[[int, Array, States], tuple[Array, tuple[Array, ...]]]:
+    """Return the vector-Jacobian product of a step, from dL/dy_t and dL/ds_t to dL/dx_t and dL/ds_{t-1}.
+
+    It multiplies with step Jacobians that are computed for all steps at once, or is the framework's own.
+    """
+    xp, (batch, time, features) = run.xp, run.input.shape
     rows, states = sum(cell.state_sizes) + cell.output_size, sum(cell.state_sizes)
     # A Jacobian costs one pull-back per row, so it is worthwhile only if rows do not far outnumber steps.
-    return bool(batch * time * rows * (states + features) * 8 <= FOLD_LIMIT and rows <= 4 * time)
+    if batch * time * rows * (states + features) * 8 > FOLD_LIMIT or rows > 4 * time:
+        return lambda t, output, state: cell.vjp(run.input[:, t, :], run.state_before(t), output, state)
+    jacobians = cell.jacobian(_fold(run.input, xp), [_fold(s, xp) for s in run.states_before()])
+    by_state, by_input = (xp.reshape(j, (batch, time, *j.shape[1:])) for j in jacobians)
+    ends = list(accumulate(cell.state_sizes, initial=0))
 
+    def vjp(t: int, output: Array, state: States) -> tuple[Array, tuple[Array, ...]]:
+        row = xp.concat([*state, output], axis=-1)[:, None, :]
+        carry = (row @ by_state[:, t, :, :])[:, 0, :]
+        dx = (row @ by_input[:, t, :, :])[:, 0, :]
+        return dx, tuple(carry[:, start:end] for start, end in pairwise(ends))
 
-class _Folded:
-    """Vector-Jacobian products with step Jacobians that are computed for all steps at once."""
-
-    def __init__(self, run: Replay, cell: StepCell) -> None:
-        self.xp, self.sizes = run.xp, cell.state_sizes
-        before = [_fold(s, run.xp) for s in run.states_before()]
-        by_state, by_input = cell.jacobian(_fold(run.input, run.xp), before)
-        lead = run.input.shape[:2]
-        self.by_state = run.xp.reshape(by_state, (*lead, *by_state.shape[1:]))
-        self.by_input = run.xp.reshape(by_input, (*lead, *by_input.shape[1:]))
-
-    def pull_back(self, t: int, output: Array, state: Sequence[Array]) -> tuple[Array, tuple[Array, ...]]:
-        row = self.xp.concat([*state, output], axis=-1)[:, None, :]
-        carry = (row @ self.by_state[:, t, :, :])[:, 0, :]
-        dx = (row @ self.by_input[:, t, :, :])[:, 0, :]
-        parts, start = [], 0
-        for size in self.sizes:
-            parts.append(carry[:, start : start + size])
-            start += size
-        return dx, tuple(parts)
-
-
-class _Stepwise:
-    """Vector-Jacobian products of a cell, computed by the framework one step at a time."""
-
-    def __init__(self, run: Replay, cell: StepCell) -> None:
-        self.run, self.cell = run, cell
-
-    def pull_back(self, t: int, output: Array, state: Sequence[Array]) -> tuple[Array, tuple[Array, ...]]:
-        return self.cell.vjp(self.run.input[:, t, :], self.run.state_before(t), output, state)
+    return vjp

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from array_api_compat import array_namespace, device
 
@@ -66,54 +66,41 @@ class Replay(Trajectory):
     @classmethod
     def from_call(cls, call: Any) -> Replay:
         """Replay a captured call (``adapters.protocol.RecurrentCall``) and compare it with the captured values."""
-        xp, resets = array_namespace(call.input), call.reset if call.resets_only else None
-        if call.cell.by_framework:
-            run = replay_custom(
-                call.cell, call.input, call.received or call.initial_state, mask=call.mask, order=call.direction
-            )
-            run.reset = resets
+        cell, xp = call.cell, array_namespace(call.input)
+        if cell.registered_for:
+            refuse_other_states(call)
+        run = cls.as_computed(call)
+        run.reset = call.reset if call.resets_only else None
+        if cell.registered_for:
             if call.returns_sequences:
-                output = run.step_output
-                run.residual = residual(output, call.output, call.mask, xp)
-                refuse_another_function(call, _at_first_step(run, output, call))
-                return run
-        else:
-            if call.cell.registered_for:
-                refuse_other_states(call)
-            run = replay(
-                call.cell,
-                call.input,
-                call.received or call.initial_state,
-                mask=call.mask,
-                order=call.direction,
-                hidden=call.output if _output_is_hidden(call, xp) else None,
-                scales=Scales(call.input_scale, call.state_scale),
-            )
-            run.reset = resets
-            if call.cell.registered_for:
-                if call.returns_sequences:
-                    refuse_other_equations(call, _at_first_step(run, run.states[0], call))
-                refuse_other_ends(call, run.residual, _at_the_end(run, call))
-            if call.returns_sequences and not _output_is_hidden(call, xp):
-                run.residual = residual(run.states[0], call.output, call.mask & call.output_from_state, xp)
+                refuse_other_equations(call, _at_first_step(run, run.states[0], call))
+            refuse_other_ends(call, run.residual, _at_the_end(run, call))
         if not call.returns_sequences:
             last = _constant_put_in(call, run, run.last_output(call.masked_output))
             run.residual = residual(last[:, None, ...], call.output[:, None, ...], None, xp)
-            if call.cell.by_framework:
+            if cell.by_framework:
                 refuse_another_function(call, run.residual)
-            if call.cell.registered_for:
+            elif cell.registered_for:
                 refuse_other_equations(call, run.residual)
+        elif cell.by_framework:
+            run.residual = residual(run.step_output, call.output, call.mask, xp)
+            refuse_another_function(call, _at_first_step(run, run.step_output, call))
+        elif not _output_is_hidden(call, xp):
+            run.residual = residual(run.states[0], call.output, call.mask & call.output_from_state, xp)
         return run
 
     @classmethod
     def as_computed(cls, call: Any) -> Replay:
-        """Replay a captured call without a comparison, for calls with non-finite numbers."""
-        start, order = call.received or call.initial_state, call.direction
-        if call.cell.by_framework:
-            return replay_custom(call.cell, call.input, start, mask=call.mask, order=order)
-        hidden = call.output if _output_is_hidden(call, array_namespace(call.input)) else None
-        scales = Scales(call.input_scale, call.state_scale)
-        return replay(call.cell, call.input, start, mask=call.mask, order=order, hidden=hidden, scales=scales)
+        """Replay a captured call without a comparison, also for calls with non-finite numbers."""
+        return replay(
+            call.cell,
+            call.input,
+            call.received or call.initial_state,
+            mask=call.mask,
+            order=call.direction,
+            hidden=call.output if _output_is_hidden(call, array_namespace(call.input)) else None,
+            scales=Scales(call.input_scale, call.state_scale),
+        )
 
     def last_output(self, masked_output: str = "state") -> Array:
         """Return the output (sample, unit) of a layer that returns only its last output."""
@@ -159,7 +146,7 @@ def replay(
     hidden: Array | None = None,
     scales: Scales = UNSCALED,
 ) -> Replay:
-    """Recompute gates and states of a cell with known equations.
+    """Recompute the states of a recurrent call and, if the cell's equations are known, its gates.
 
     Parameters
     ----------
@@ -169,12 +156,16 @@ def replay(
     hidden : (sample, time, unit), optional
         The first state after each step, if it is known. If the cell allows it (``Cell.at_once``), the matrix products
         of all steps are then computed at once, and only element-wise operations run step by step. Values at masked
-        steps are ignored.
+        steps are ignored. A cell that the framework runs makes no use of it.
     """
     xp = array_namespace(x)
-    run = Replay(xp, x, (), (), None, None, mask, order, scales.input, scales.state, cell=cell)
-    _begin(run, initial_state)
-    if hidden is None or not cell.at_once or run.received is not None:
+    run = Replay(xp, x, tuple(initial_state), (), None, None, mask, order, scales.input, scales.state, cell=cell)
+    if initial_state and initial_state[0].ndim == x.ndim:
+        run.received, first = run.initial_state, next(run.steps())
+        run.initial_state = tuple(s[:, first, ...] for s in run.received)
+    if cell.by_framework:
+        _run_by_framework(run)
+    elif hidden is None or not cell.at_once or run.received is not None:
         _replay_in_sequence(run)
         run.residual = 0.0 if hidden is None else residual(run.states[0], hidden, mask, xp)
     else:
@@ -185,12 +176,22 @@ def replay(
     return run
 
 
-def _begin(run: Replay, start: Sequence[Array]) -> None:
-    """Set the initial states of a run from states (sample, size), or (sample, time, size) for every step."""
-    run.initial_state = tuple(start)
-    if start and start[0].ndim == run.input.ndim:
-        run.received, first = tuple(start), next(run.steps())
-        run.initial_state = tuple(s[:, first, ...] for s in start)
+def _run_by_framework(run: Replay) -> None:
+    """Run a cell of unknown equations step by step with its framework."""
+    xp, cell, state = run.xp, cast(StepCell, run.cell), run.initial_state
+    states: list[tuple[Array, ...]] = []
+    outputs: list[Array] = []
+    for t in run.steps():
+        state = state if run.received is None else run.state_before(t)
+        output, new = cell.advance(run.input[:, t, ...], state)
+        mask_t = None if run.mask is None else run.mask[:, t]
+        state = tuple(carried(n, s, mask_t, xp) for n, s in zip(new, state, strict=True))
+        states.append(state)
+        outputs.append(output)
+    if run.order == "backward":
+        states, outputs = states[::-1], outputs[::-1]
+    run.states = tuple(xp.stack(list(column), axis=1) for column in zip(*states, strict=True))
+    run.step_output = xp.stack(outputs, axis=1)
 
 
 def _replay_in_sequence(run: Replay) -> None:
@@ -198,24 +199,21 @@ def _replay_in_sequence(run: Replay) -> None:
     projected = cell.project(run.input, run.input_scale, xp)
     record: Record | None = None
     states: tuple[Array, ...] = ()
+
+    def of_all_steps(part: Array) -> Array:
+        return xp.empty((part.shape[0], run.input.shape[1], *part.shape[1:]), dtype=part.dtype, device=device(part))
+
     for t in run.steps():
         state = state if run.received is None else run.state_before(t)
         step, new = cell.taken(projected[:, t, ...], state, run.state_scale, xp)
         mask_t = None if run.mask is None else run.mask[:, t]
         state = tuple(carried(n, s, mask_t, xp) for n, s in zip(new, state, strict=True))
         if record is None:
-            time = int(run.input.shape[1])
-            record = step.map(lambda part, time=time: _of_all_steps(part, time, xp))  # type: ignore[misc]
-            states = tuple(_of_all_steps(part, time, xp) for part in state)
+            record, states = step.map(of_all_steps), tuple(map(of_all_steps, state))
         for whole, part in zip((*record, *states), (*step, *state), strict=True):
             if whole is not None:
                 whole[:, t, ...] = part
     run.record, run.states = record, states
-
-
-def _of_all_steps(part: Array, time: int, xp: Namespace) -> Array:
-    """Allocate an array (sample, time, ...) for values (sample, ...) per step."""
-    return xp.empty((part.shape[0], time, *part.shape[1:]), dtype=part.dtype, device=device(part))
 
 
 def _gates_at_once(run: Replay, hidden: Array) -> Record:
@@ -324,35 +322,6 @@ def residual(recomputed: Array, captured: Array, mask: Array | None, xp: Namespa
     """Return the largest difference at unmasked steps, relative to the largest captured magnitude."""
     difference, magnitude = distance(recomputed, captured, mask, xp)
     return difference / (magnitude or 1.0)
-
-
-def replay_custom(
-    cell: StepCell,
-    x: Array,
-    initial_state: Sequence[Array],
-    *,
-    mask: Array | None = None,
-    order: Literal["forward", "backward"] = "forward",
-) -> Replay:
-    """Run a cell of unknown equations step by step with its framework, and return its states and outputs."""
-    xp = array_namespace(x)
-    run = Replay(xp, x, (), (), None, None, mask, order, cell=cell)
-    _begin(run, initial_state)
-    state = run.initial_state
-    states: list[tuple[Array, ...]] = []
-    outputs: list[Array] = []
-    for t in run.steps():
-        state = state if run.received is None else run.state_before(t)
-        output, new = cell.advance(x[:, t, ...], state)
-        mask_t = None if mask is None else mask[:, t]
-        state = tuple(carried(n, s, mask_t, xp) for n, s in zip(new, state, strict=True))
-        states.append(state)
-        outputs.append(output)
-    if order == "backward":
-        states, outputs = states[::-1], outputs[::-1]
-    run.states = tuple(xp.stack(list(column), axis=1) for column in zip(*states, strict=True))
-    run.step_output = xp.stack(outputs, axis=1)
-    return run
 
 
 def refuse_another_function(call: Any, off: float) -> None:

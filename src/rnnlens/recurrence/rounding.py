@@ -18,7 +18,7 @@ from array_api_compat import device
 
 from ..typing import Array
 from .parallel import for_each, sample_chunks
-from .replay import Replay, distance, replay, replay_custom
+from .replay import Replay, distance, replay
 from .trajectory import Adjoint, Scales
 
 
@@ -111,11 +111,8 @@ def perturbed(run: Replay) -> Replay:
     In a recurrence that amplifies small differences, this trajectory deviates as any second run does.
     """
     off, start = one_rounding(run.xp), tuple(map(one_rounding(run.xp), run.received or run.initial_state))
-    options: Any = {"mask": run.mask, "order": run.order}
-    if run.cell.by_framework:
-        again = replay_custom(run.cell, off(run.input), start, **options)  # type: ignore[arg-type]
-    else:
-        again = replay(run.cell, off(run.input), start, scales=Scales(run.input_scale, run.state_scale), **options)
+    scales = Scales(run.input_scale, run.state_scale)
+    again = replay(run.cell, off(run.input), start, mask=run.mask, order=run.order, scales=scales)
     record = None if again.record is None else again.record._replace(gates=off(again.record.gates))
     return replace(again, record=record, states=tuple(map(off, again.states)))
 

@@ -5,9 +5,9 @@ Arrays are sample-first and chronological. ``order`` is the direction of the rec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, Self
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, NamedTuple, Self
 
 from ..typing import Array, Namespace
 
@@ -21,6 +21,13 @@ class Scales(NamedTuple):
 
 #: Multipliers without dropout.
 UNSCALED = Scales()
+
+#: Dropout multipliers (sample, n) of all gates or (gate, sample, n) of each; None without dropout.
+Scale = Array | None
+#: One array (sample, ..., size) per state.
+States = Sequence[Array]
+#: Gradients of weights by name.
+Gradients = dict[str, Array]
 
 
 class Record(NamedTuple):
@@ -43,6 +50,14 @@ class Record(NamedTuple):
         """Apply a function to each array of the record."""
         inner = None if self.inner is None else function(self.inner)
         return Record(function(self.preactivation), function(self.gates), inner)
+
+
+#: Gates of a step, and the states after it.
+Stepped = tuple[Record, tuple[Array, ...]]
+#: Gradients of the pre-activations, of the previous states, and of the states as the step produces them.
+Pulled = tuple[Array, tuple[Array, ...], tuple[Array, ...]]
+#: dL/dz at the recurrent side of each gate, and for slices of gates the input of that side.
+RecurrentTerms = tuple[Array, list[tuple[slice, Array]]]
 
 
 @dataclass
@@ -99,18 +114,12 @@ class Trajectory:
 
     def of_samples(self, some: slice) -> Self:
         """Return the trajectory of some samples, as views where the library supports them."""
+        names = ("input", "initial_state", "states", "record", "step_output", "mask", "received", "reset")
         return replace(
             self,
-            input=self.input[some, ...],
-            initial_state=tuple(s[some, ...] for s in self.initial_state),
-            states=tuple(s[some, ...] for s in self.states),
-            record=None if self.record is None else self.record.at((some, ...)),
-            step_output=None if self.step_output is None else self.step_output[some, ...],
-            mask=None if self.mask is None else self.mask[some, ...],
+            **{name: _of_samples(getattr(self, name), some) for name in names},
             input_scale=scale_of_samples(self.input_scale, some),
             state_scale=scale_of_samples(self.state_scale, some),
-            received=None if self.received is None else tuple(s[some, ...] for s in self.received),
-            reset=None if self.reset is None else self.reset[some, ...],
         )
 
     def steps(self, *, reverse: bool = False) -> Iterator[int]:
@@ -171,14 +180,18 @@ class Adjoint:
 
     def of_samples(self, some: slice) -> Adjoint:
         """Return the gradients of some samples, as views where the library supports them."""
-        return Adjoint(
-            tuple(g[some, ...] for g in self.state_grads),
-            None if self.gate_grad is None else self.gate_grad[some, ...],
-            self.input_grad[some, ...],
-            tuple(g[some, ...] for g in self.initial_state_grad),
-            None if self.output_cotangent is None else self.output_cotangent[some, ...],
-            None if self.returned_grads is None else tuple(g[some, ...] for g in self.returned_grads),
-        )
+        return Adjoint(**{one.name: _of_samples(getattr(self, one.name), some) for one in fields(self)})
+
+
+def _of_samples(values: Any, some: slice) -> Any:
+    """Select samples from an array, a record or a tuple of arrays; None stays None."""
+    if values is None:
+        return None
+    if isinstance(values, Record):
+        return values.at((some, ...))
+    if isinstance(values, tuple):
+        return tuple(array[some, ...] for array in values)
+    return values[some, ...]
 
 
 def steps(count: int, order: str, *, reverse: bool = False) -> Iterator[int]:

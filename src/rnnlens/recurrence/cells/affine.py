@@ -18,7 +18,7 @@ from ...typing import Array, Namespace
 from ..activations import ACTIVATIONS
 from ..arrays import Workspace, namespace
 from ..linear import ProductSteps, ProductSystem
-from ..trajectory import Trajectory, scale_of_samples
+from ..trajectory import Pulled, Scale, Trajectory, scale_of_samples
 
 
 def columns(kernel: Array, gate: int, gates: int) -> Array:
@@ -43,7 +43,7 @@ def _with_time(scale: Array, like: Array) -> Array:
     return scale[(slice(None), *([None] * extra), slice(None))]
 
 
-def project(x: Array, kernel: Array, scale: Array | None, gates: int, xp: Namespace) -> Array:
+def project(x: Array, kernel: Array, scale: Scale, gates: int, xp: Namespace) -> Array:
     """Multiply x (sample, ..., n), scaled by dropout if there is any, by a kernel (n, gate * unit)."""
     if scale is None:
         return x @ kernel
@@ -53,7 +53,7 @@ def project(x: Array, kernel: Array, scale: Array | None, gates: int, xp: Namesp
     return xp.concat(parts, axis=-1)
 
 
-def unproject(dz: Array, kernel: Array, scale: Array | None, gates: int, xp: Namespace) -> Array:
+def unproject(dz: Array, kernel: Array, scale: Scale, gates: int, xp: Namespace) -> Array:
     """Pull cotangents (sample, ..., gate * unit) of :func:`project` back to its input (sample, ..., n)."""
     if scale is None:
         return dz @ kernel.T
@@ -96,7 +96,7 @@ def total(dz: Array, how: Contraction, xp: Namespace) -> Array:
     return xp.sum(dz, axis=0 if how.by_time else (0, 1))
 
 
-def outer(x: Array, dz: Array, scale: Array | None, gates: int, how: Contraction, xp: Namespace) -> Array:
+def outer(x: Array, dz: Array, scale: Scale, gates: int, how: Contraction, xp: Namespace) -> Array:
     """Return the gradient of the kernel in :func:`project`, summed over samples.
 
     x : (sample, time, n); dz : (sample, time, gate * unit). The result is (n, gate * unit), or (probes, gate * unit),
@@ -117,10 +117,6 @@ def outer(x: Array, dz: Array, scale: Array | None, gates: int, how: Contraction
         return xp.permute_dims(x, (1, 2, 0)) @ xp.permute_dims(dz, (1, 0, 2))
     rows = x.shape[0] * x.shape[1]
     return xp.reshape(x, (rows, x.shape[2])).T @ xp.reshape(dz, (rows, dz.shape[2]))
-
-
-#: Gradients of the pre-activations, of the previous states, and of the states as the step produces them.
-Pulled = tuple[Array, tuple[Array, ...], tuple[Array, ...]]
 
 
 class TrajectorySystem(ProductSystem):

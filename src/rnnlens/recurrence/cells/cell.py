@@ -21,9 +21,9 @@ from ...typing import Array, Namespace
 from ...vocabulary import GATE, Quantity
 from ..activations import ACTIVATIONS
 from ..linear import System
-from ..trajectory import Adjoint, Record, Trajectory
+from ..trajectory import Adjoint, Gradients, Pulled, Record, RecurrentTerms, Scale, States, Stepped, Trajectory
 from . import affine
-from .affine import Pulled, UnitVectorSystem
+from .affine import Contraction, UnitVectorSystem
 
 
 class StepDerivatives(Protocol):
@@ -33,11 +33,11 @@ class StepDerivatives(Protocol):
     """
 
     def vjp(
-        self, projected: Array, before: Sequence[Array], cotangent: Sequence[Array]
+        self, projected: Array, before: States, cotangent: States
     ) -> tuple[Array, list[Array], Mapping[str, Array]]:
         """Pull dL/ds_t back to the projected input and the previous states, row by row, and to the weights, summed."""
 
-    def produced(self, projected: Array, before: Sequence[Array], cotangent: Sequence[Array]) -> list[Array]:
+    def produced(self, projected: Array, before: States, cotangent: States) -> list[Array]:
         """Pull dL/ds_t, row by row, back to each state where the step computes it.
 
         Paths through other states of the same step are included.
@@ -101,7 +101,7 @@ class Cell:
         for name in given.keys() - self.parameters.keys():
             setattr(self, name, given[name])
 
-    def weights(self) -> dict[str, Array]:
+    def weights(self) -> Gradients:
         """Return the weights that are not None, by name."""
         return {name: value for name in self.parameters if (value := getattr(self, name, None)) is not None}
 
@@ -161,7 +161,7 @@ class Cell:
 
     # One step.
 
-    def project(self, x: Array, scale: Array | None, xp: Namespace) -> Array:
+    def project(self, x: Array, scale: Scale, xp: Namespace) -> Array:
         """Compute the input side of all pre-activations, with biases: (sample, ..., n) to (sample, ..., gate * unit).
 
         A pre-activation is this input side plus the states' contribution. The default is linear in ``x``; a cell that
@@ -173,27 +173,17 @@ class Cell:
             z += sum(biases[1:], start=biases[0])
         return z
 
-    def step(
-        self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
-    ) -> tuple[Record, tuple[Array, ...]]:
+    def step(self, projected: Array, before: States, scale: Scale, xp: Namespace) -> Stepped:
         """Compute the gates, and the states after a step, from the projected input and the states before."""
         raise NotImplementedError(f"{type(self).__name__}.step")
 
-    def taken(
-        self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
-    ) -> tuple[Record, tuple[Array, ...]]:
+    def taken(self, projected: Array, before: States, scale: Scale, xp: Namespace) -> Stepped:
         """Run :meth:`step`; if the framework differentiates the step, add the projected input to the record."""
         record, after = self.step(projected, before, scale, xp)
         return (record if self.autodiff is None else record._replace(inner=projected)), tuple(after)
 
     def pull_back(
-        self,
-        record: Record,
-        before: Sequence[Array],
-        after: Sequence[Array],
-        cotangent: Sequence[Array],
-        scale: Array | None,
-        xp: Namespace,
+        self, record: Record, before: States, after: States, cotangent: States, scale: Scale, xp: Namespace
     ) -> Pulled:
         """Pull dL/ds_t back through :meth:`step`: to dL/dz_t (..., gate, unit) and dL/ds_{t-1}.
 
@@ -220,27 +210,25 @@ class Cell:
             )
         return self.autodiff
 
-    def hidden(self, gates: Array, before: Array, others: Sequence[Array], xp: Namespace) -> Array:
+    def hidden(self, gates: Array, before: Array, others: States, xp: Namespace) -> Array:
         """Compute the first state from the gates (..., gate, unit), its previous value, and the other new states."""
         raise NotImplementedError(f"{type(self).__name__}.hidden")
 
-    def others(self, gates: Array, before: Sequence[Array]) -> tuple[Array, ...]:
+    def others(self, gates: Array, before: States) -> tuple[Array, ...]:
         """Compute the states after a step, except the first, element-wise from the gates and their previous values."""
         return ()
 
-    def all_gates(self, projected: Array, hidden: Array, scale: Array | None, xp: Namespace) -> Record:
+    def all_gates(self, projected: Array, hidden: Array, scale: Scale, xp: Namespace) -> Record:
         """Compute the gates of all steps at once, given the first state before each step."""
         return self.step(projected, (hidden,), scale, xp)[0]
 
     # Gradients of the input and the weights, from the results of a sweep.
 
-    def input_gradient(self, x: Array, gate_grad: Array, scale: Array | None, xp: Namespace) -> Array:
+    def input_gradient(self, x: Array, gate_grad: Array, scale: Scale, xp: Namespace) -> Array:
         """Pull dL/dz (sample, ..., gate * unit) back through :meth:`project` to dL/dx (sample, ..., feature)."""
         return affine.unproject(gate_grad, self.weights()["kernel"], scale, self.parts, xp)
 
-    def input_gradients(
-        self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
-    ) -> dict[str, Array]:
+    def input_gradients(self, run: Trajectory, result: Adjoint, how: Contraction, times: slice) -> Gradients:
         """Return dL/dW of the weights used in :meth:`project`, except the recurrent bias, summed as in ``how``."""
         found, flat = self.weights(), flat_gate_grad(run, result, times)
         grads = {"kernel": affine.outer(run.input[:, times, :], flat, run.input_scale, self.parts, how, run.xp)}
@@ -248,9 +236,7 @@ class Cell:
         biases += ["recurrent_bias"] if "recurrent_bias" in found and type(self).project is Cell.project else []
         return grads | dict.fromkeys(biases, affine.total(flat, how, run.xp) if biases else None)
 
-    def recurrent_gradients(
-        self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
-    ) -> dict[str, Array]:
+    def recurrent_gradients(self, run: Trajectory, result: Adjoint, how: Contraction, times: slice) -> Gradients:
         """Return dL/dW of the weights used in :meth:`step`, by default differentiated by the framework."""
         xp, steps = run.xp, range(run.input.shape[1])[times]
         assert result.returned_grads is not None
@@ -268,18 +254,14 @@ class Cell:
             found = {name: xp.stack([grads[name] for grads in each]) for name in each[0]}
         return {name: _combined(grad, how) for name, grad in found.items()}
 
-    def weight_gradients(
-        self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
-    ) -> dict[str, Array]:
+    def weight_gradients(self, run: Trajectory, result: Adjoint, how: Contraction, times: slice) -> Gradients:
         """Return dL/dW of all weights by name, summed according to ``how``."""
         grads = self.input_gradients(run, result, how, times)
         for name, grad in self.recurrent_gradients(run, result, how, times).items():
             grads[name] = grads[name] + grad if name in grads else grad
         return grads
 
-    def recurrent_terms(
-        self, gate_grad: Array, gates: Array, before: Array
-    ) -> tuple[Array, list[tuple[slice, Array]]] | None:
+    def recurrent_terms(self, gate_grad: Array, gates: Array, before: Array) -> RecurrentTerms | None:
         """Return the two factors of the recurrent kernel's gradient, computed from a result's arrays; by default None.
 
         The first factor is the gradient (sample, time, gate, unit) at the recurrent side of each gate. The second is a
@@ -345,16 +327,14 @@ class Cell:
         return step, jacobian
 
 
-def of_every_gate(
-    cell: Cell, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
-) -> dict[str, Array]:
+def of_every_gate(cell: Cell, run: Trajectory, result: Adjoint, how: Contraction, times: slice) -> Gradients:
     """Return the gradient of a recurrent kernel by which every gate multiplies h_{t-1}."""
     before, flat = run.before(0)[:, times, :], flat_gate_grad(run, result, times)
     return {"recurrent_kernel": affine.outer(before, flat, run.state_scale, cell.parts, how, run.xp)}
 
 
 def flattened(
-    record: Record, before: Sequence[Array], cotangent: Sequence[Array], xp: Namespace
+    record: Record, before: States, cotangent: States, xp: Namespace
 ) -> tuple[Array, list[Array], list[Array]]:
     """Broadcast projected input and previous states to the cotangents' axes, and reshape all to (n, size) each."""
     lead = tuple(cotangent[0].shape[:-1])
@@ -365,7 +345,7 @@ def flattened(
     return flat(record.inner), [flat(b) for b in before], [flat(c) for c in cotangent]
 
 
-def _combined(grad: Array, how: affine.Contraction) -> Array:
+def _combined(grad: Array, how: Contraction) -> Array:
     """Return a gradient, or random combinations of its rows if ``how`` requests probes."""
     matrix = len(grad.shape) - int(how.by_time) == 2
     if not how.probes or not matrix:

@@ -6,15 +6,14 @@ Greff et al. 2015, arXiv:1503.04069, section 4: "coupled input and forget gate".
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...typing import Array, Namespace
 from ...vocabulary import BIAS, KERNEL, RECURRENT_BIAS, RECURRENT_KERNEL
 from ..activations import ACTIVATIONS
-from ..trajectory import Adjoint, Record, Trajectory
+from ..trajectory import Adjoint, Gradients, Pulled, Record, RecurrentTerms, Scale, States, Stepped, Trajectory
 from . import affine
-from .affine import Pulled
+from .affine import Contraction
 from .cell import Cell, by_name, of_every_gate
 from .lstm import LSTM
 from .registry import built_in
@@ -49,37 +48,29 @@ class CIFG(Cell):
     activation: str = "tanh"
     recurrent_activation: str = "sigmoid"
 
-    def step(
-        self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
-    ) -> tuple[Record, tuple[Array, ...]]:
+    def step(self, projected: Array, before: States, scale: Scale, xp: Namespace) -> Stepped:
         """Compute gates from h_{t-1}, then c_t, then h_t."""
         record = self.all_gates(projected, before[0], scale, xp)
         (c,) = self.others(record.gates, before[1:])
         return record, (self.hidden(record.gates, before[0], (c,), xp), c)
 
-    def all_gates(self, projected: Array, hidden: Array, scale: Array | None, xp: Namespace) -> Record:
+    def all_gates(self, projected: Array, hidden: Array, scale: Scale, xp: Namespace) -> Record:
         """Compute all gates of one step, or of all steps at once, from h_{t-1}."""
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
         z = affine.split_gates(projected + affine.project(hidden, self.recurrent_kernel, scale, 3, xp), 3, xp)
         parts = [k.value(z[..., g, :], xp) for g, k in enumerate((rec, act, rec))]
         return Record(z, xp.stack(parts, axis=-2))
 
-    def others(self, gates: Array, before: Sequence[Array]) -> tuple[Array, ...]:
+    def others(self, gates: Array, before: States) -> tuple[Array, ...]:
         """Compute c_t from the gates and c_{t-1}."""
         return (gates[..., 0, :] * before[0] + (1 - gates[..., 0, :]) * gates[..., 1, :],)
 
-    def hidden(self, gates: Array, before: Array, others: Sequence[Array], xp: Namespace) -> Array:
+    def hidden(self, gates: Array, before: Array, others: States, xp: Namespace) -> Array:
         """Compute h_t from the gates and c_t."""
         return gates[..., 2, :] * ACTIVATIONS[self.activation].value(others[0], xp)
 
     def pull_back(
-        self,
-        record: Record,
-        before: Sequence[Array],
-        after: Sequence[Array],
-        cotangent: Sequence[Array],
-        scale: Array | None,
-        xp: Namespace,
+        self, record: Record, before: States, after: States, cotangent: States, scale: Scale, xp: Namespace
     ) -> Pulled:
         """Pull dL/dh_t and dL/dc_t back as in an LSTM, with c_{t-1} - g in place of c_{t-1} in the forget gate."""
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
@@ -96,15 +87,11 @@ class CIFG(Cell):
         carry_h = affine.unproject(affine.join_gates(stacked, xp), self.recurrent_kernel, scale, 3, xp)
         return stacked, (carry_h, total_c * f), (lam_h, total_c)
 
-    def recurrent_gradients(
-        self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
-    ) -> dict[str, Array]:
+    def recurrent_gradients(self, run: Trajectory, result: Adjoint, how: Contraction, times: slice) -> Gradients:
         """Return the gradient of the recurrent kernel."""
         return of_every_gate(self, run, result, how, times)
 
-    def recurrent_terms(
-        self, gate_grad: Array, gates: Array, before: Array
-    ) -> tuple[Array, list[tuple[slice, Array]]] | None:
+    def recurrent_terms(self, gate_grad: Array, gates: Array, before: Array) -> RecurrentTerms | None:
         """Return dL/dz and h_{t-1}, the factors of the recurrent kernel's gradient."""
         return gate_grad, [(slice(None), before)]
 

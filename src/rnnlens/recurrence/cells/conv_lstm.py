@@ -18,8 +18,9 @@ from ...typing import Array, Namespace
 from ...vocabulary import BIAS_BY_CHANNEL, CHANNEL, FEATURE, GATE, SPACE, Quantity
 from ..convolution import Window, convolve, convolve_back, kernel_gradient
 from ..linear import System
-from ..trajectory import Adjoint, Trajectory
+from ..trajectory import Adjoint, Gradients, Scale, Trajectory
 from . import affine
+from .affine import Contraction
 from .cell import by_name, flat_gate_grad
 from .lstm import LSTM
 from .registry import built_in
@@ -83,9 +84,7 @@ class _ConvLSTM(LSTM):
         ones = (1,) * len(self.space)
         return Window(ones, ones, "same")
 
-    def _by_gate(
-        self, x: Array, kernel: Array, scale: Array | None, function: Callable[..., Array], xp: Namespace
-    ) -> Array:
+    def _by_gate(self, x: Array, kernel: Array, scale: Scale, function: Callable[..., Array], xp: Namespace) -> Array:
         """Apply ``function(x, kernel)`` to all gates at once, or gate by gate if each has its own dropout."""
         if scale is None:
             return function(x, kernel)
@@ -96,31 +95,31 @@ class _ConvLSTM(LSTM):
         """Return the block of one gate from an array (..., gate * channel)."""
         return array[..., gate * self.units : (gate + 1) * self.units]
 
-    def project(self, x: Array, scale: Array | None, xp: Namespace) -> Array:
+    def project(self, x: Array, scale: Scale, xp: Namespace) -> Array:
         """Compute the input side W * x_t + b of all gates: (sample, ..., *space, gate * channel)."""
         window = self._input_window
         z = self._by_gate(x, self.kernel, scale, lambda part, kernel: convolve(part, kernel, window, xp), xp)
         return z if self.bias is None else z + self.bias
 
-    def from_hidden(self, hidden: Array, scale: Array | None, xp: Namespace) -> Array:
+    def from_hidden(self, hidden: Array, scale: Scale, xp: Namespace) -> Array:
         """Compute the recurrent side U * h_{t-1} of all gates."""
         window = self._state_window
         return self._by_gate(
             hidden, self.recurrent_kernel, scale, lambda part, kernel: convolve(part, kernel, window, xp), xp
         )
 
-    def to_hidden(self, dz: Array, scale: Array | None, xp: Namespace) -> Array:
+    def to_hidden(self, dz: Array, scale: Scale, xp: Namespace) -> Array:
         """Pull dL/dz (..., *space, gate * channel) back to h_{t-1}."""
         sizes = tuple(dz.shape[dz.ndim - 1 - len(self.space) : -1])
         return self._pulled(dz, self.recurrent_kernel, sizes, scale, self._state_window, xp)
 
-    def input_gradient(self, x: Array, gate_grad: Array, scale: Array | None, xp: Namespace) -> Array:
+    def input_gradient(self, x: Array, gate_grad: Array, scale: Scale, xp: Namespace) -> Array:
         """Pull dL/dz back to the input, shaped as ``x``."""
         sizes = tuple(x.shape[x.ndim - 1 - len(self.space) : -1])
         return self._pulled(gate_grad, self.kernel, sizes, scale, self._input_window, xp)
 
     def _pulled(
-        self, dz: Array, kernel: Array, sizes: tuple[int, ...], scale: Array | None, window: Window, xp: Namespace
+        self, dz: Array, kernel: Array, sizes: tuple[int, ...], scale: Scale, window: Window, xp: Namespace
     ) -> Array:
         if scale is None:
             return convolve_back(dz, kernel, sizes, window, xp)
@@ -130,9 +129,7 @@ class _ConvLSTM(LSTM):
             parts.append(part * _over_time(scale[gate], part))
         return sum(parts[1:], start=parts[0])
 
-    def input_gradients(
-        self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
-    ) -> dict[str, Array]:
+    def input_gradients(self, run: Trajectory, result: Adjoint, how: Contraction, times: slice) -> Gradients:
         """Return the gradients of the input kernel and of the bias."""
         flat, x = flat_gate_grad(run, result, times), run.input[:, times, ...]
         grads = {
@@ -143,9 +140,7 @@ class _ConvLSTM(LSTM):
             grads["bias"] = run.xp.sum(flat, axis=(0, *space) if how.by_time else (0, 1, *space))
         return grads
 
-    def recurrent_gradients(
-        self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
-    ) -> dict[str, Array]:
+    def recurrent_gradients(self, run: Trajectory, result: Adjoint, how: Contraction, times: slice) -> Gradients:
         """Return the gradient of the recurrent kernel."""
         flat, before = flat_gate_grad(run, result, times), run.before(0)[:, times, ...]
         kernel, window = self.recurrent_kernel, self._state_window
@@ -156,9 +151,9 @@ class _ConvLSTM(LSTM):
         x: Array,
         dz: Array,
         kernel: Array,
-        scale: Array | None,
+        scale: Scale,
         window: Window,
-        how: affine.Contraction,
+        how: Contraction,
         xp: Namespace,
     ) -> Array:
         if scale is None:

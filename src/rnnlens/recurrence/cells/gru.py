@@ -7,7 +7,7 @@ reset before:  n = act(W_n x_t + b_n + U_n (r h_{t-1}))             (Cho et al. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,20 +17,20 @@ from ...typing import Array, Namespace
 from ...vocabulary import BIAS, KERNEL, RECURRENT_BIAS, RECURRENT_KERNEL
 from ..activations import ACTIVATIONS
 from ..linear import ProductSteps, System
-from ..trajectory import Adjoint, Record, Trajectory
+from ..trajectory import Adjoint, Gradients, Pulled, Record, RecurrentTerms, Scale, States, Stepped, Trajectory
 from . import affine
-from .affine import GateSystem, Pulled
+from .affine import Contraction, GateSystem
 from .cell import Cell, are_elementwise, by_name, flat_gate_grad
 from .registry import built_in
 
 _GATES = 3
 
 
-def _scale_of(scale: Array | None, gates: slice) -> Array | None:
+def _scale_of(scale: Scale, gates: slice) -> Array | None:
     return scale if scale is None or len(scale.shape) == 2 else scale[gates]
 
 
-def _candidate_scale(scale: Array | None) -> Array | None:
+def _candidate_scale(scale: Scale) -> Array | None:
     return scale if scale is None or len(scale.shape) == 2 else scale[2]
 
 
@@ -84,7 +84,7 @@ class GRU(Cell):
         split = 2 * self.units
         return self.recurrent_kernel[:, :split], self.recurrent_kernel[:, split:]
 
-    def project(self, x: Array, scale: Array | None, xp: Namespace) -> Array:
+    def project(self, x: Array, scale: Scale, xp: Namespace) -> Array:
         """Compute the input side of all gates, without a recurrent bias that the reset gate multiplies."""
         if not self.reset_after:
             return super().project(x, scale, xp)
@@ -93,18 +93,14 @@ class GRU(Cell):
             z += self.bias
         return z
 
-    def input_gradients(
-        self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
-    ) -> dict[str, Array]:
+    def input_gradients(self, run: Trajectory, result: Adjoint, how: Contraction, times: slice) -> Gradients:
         """Return dL/dW of kernel and bias, and of the recurrent bias unless ``reset_after``."""
         grads = super().input_gradients(run, result, how, times)
         if self.recurrent_bias is not None and not self.reset_after:
             grads["recurrent_bias"] = affine.total(flat_gate_grad(run, result, times), how, run.xp)
         return grads
 
-    def step(
-        self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
-    ) -> tuple[Record, tuple[Array, ...]]:
+    def step(self, projected: Array, before: States, scale: Scale, xp: Namespace) -> Stepped:
         """Compute one step, or all steps at once if all previous states are known."""
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
         h, split = before[0], 2 * self.units
@@ -128,18 +124,12 @@ class GRU(Cell):
         gates = xp.concat([ur, n[..., None, :]], axis=-2)
         return Record(z, gates, inner), (self.hidden(gates, h, (), xp),)
 
-    def hidden(self, gates: Array, before: Array, others: Sequence[Array], xp: Namespace) -> Array:
+    def hidden(self, gates: Array, before: Array, others: States, xp: Namespace) -> Array:
         """Compute h_t from the gates and h_{t-1}."""
         return gates[..., 0, :] * before + (1 - gates[..., 0, :]) * gates[..., 2, :]
 
     def pull_back(
-        self,
-        record: Record,
-        before: Sequence[Array],
-        after: Sequence[Array],
-        cotangent: Sequence[Array],
-        scale: Array | None,
-        xp: Namespace,
+        self, record: Record, before: States, after: States, cotangent: States, scale: Scale, xp: Namespace
     ) -> Pulled:
         """Pull dL/dh_t back through the candidate into the reset gate, and through all three gates into h_{t-1}."""
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
@@ -160,9 +150,7 @@ class GRU(Cell):
             carry = lam * u + into_product * r + affine.unproject(recurrent, u_ur, _scale_of(scale, slice(0, 2)), 2, xp)
         return xp.stack([dz_u, dz_r, dz_n], axis=-2), (carry,), (lam,)
 
-    def recurrent_gradients(
-        self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
-    ) -> dict[str, Array]:
+    def recurrent_gradients(self, run: Trajectory, result: Adjoint, how: Contraction, times: slice) -> Gradients:
         """Return the gradients of the recurrent kernel and, with ``reset_after``, of the recurrent bias."""
         xp, scale, gates, gate_grad = run.xp, run.state_scale, run.gates, result.gate_grad
         assert gates is not None
@@ -178,9 +166,7 @@ class GRU(Cell):
         n = affine.outer(reset * before, dz[..., 2, :], _candidate_scale(scale), 1, how, xp)
         return {"recurrent_kernel": xp.concat([ur, n], axis=-1)}
 
-    def recurrent_terms(
-        self, gate_grad: Array, gates: Array, before: Array
-    ) -> tuple[Array, list[tuple[slice, Array]]] | None:
+    def recurrent_terms(self, gate_grad: Array, gates: Array, before: Array) -> RecurrentTerms | None:
         """Return dL/dz and h_{t-1}, the factors of the recurrent kernel's gradient.
 
         In the candidate the reset gate multiplies one of them: the first with ``reset_after``, else the second.
@@ -291,7 +277,7 @@ def gru_tensorflow1(
         Prefixes of the weights' names before ``/kernel`` and ``/bias``, or before ``.kernel`` and ``.bias``.
     """
 
-    def layout(named: Mapping[str, Array]) -> dict[str, Array]:
+    def layout(named: Mapping[str, Array]) -> Gradients:
         def of(part: str, what: str) -> Any:
             return next(named[f"{part}{sep}{what}"] for sep in "/._" if f"{part}{sep}{what}" in named)
 
@@ -304,7 +290,7 @@ def gru_tensorflow1(
     return layout
 
 
-def gru_torch(named: Mapping[str, Array]) -> dict[str, Array]:
+def gru_torch(named: Mapping[str, Array]) -> Gradients:
     """Convert weight_ih, weight_hh, bias_ih, bias_hh in the layout of ``torch.nn.GRUCell``: (r, z, n), transposed."""
 
     def ordered(array: Any) -> Array:

@@ -6,16 +6,15 @@ diagonal.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...typing import Array, Namespace
 from ...vocabulary import BIAS, GATE, KERNEL, UNIT, Quantity
 from ..activations import ACTIVATIONS
 from ..linear import Kernels, System, diagonal
-from ..trajectory import Adjoint, Record, Trajectory
+from ..trajectory import Adjoint, Gradients, Pulled, Record, Scale, States, Stepped, Trajectory
 from . import affine
-from .affine import Pulled
+from .affine import Contraction
 from .cell import Cell, are_elementwise, by_name
 from .registry import built_in
 
@@ -47,31 +46,21 @@ class IndRNN(Cell):
     bias: Array | None = None
     activation: str = "relu"
 
-    def step(
-        self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
-    ) -> tuple[Record, tuple[Array, ...]]:
+    def step(self, projected: Array, before: States, scale: Scale, xp: Namespace) -> Stepped:
         """Compute h_t = act(projected + u h_{t-1}), element-wise."""
         z = projected + self.recurrent_weight * before[0]
         h = ACTIVATIONS[self.activation].value(z, xp)
         return self.record([z], [h], xp), (h,)
 
     def pull_back(
-        self,
-        record: Record,
-        before: Sequence[Array],
-        after: Sequence[Array],
-        cotangent: Sequence[Array],
-        scale: Array | None,
-        xp: Namespace,
+        self, record: Record, before: States, after: States, cotangent: States, scale: Scale, xp: Namespace
     ) -> Pulled:
         """Return dz = act'(z) dL/dh_t, and u dz for the state before."""
         z, a = record.preactivation[..., 0, :], record.gates[..., 0, :]
         dz = ACTIVATIONS[self.activation].vjp(z, a, cotangent[0], xp)
         return dz[..., None, :], (dz * self.recurrent_weight,), (cotangent[0],)
 
-    def recurrent_gradients(
-        self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
-    ) -> dict[str, Array]:
+    def recurrent_gradients(self, run: Trajectory, result: Adjoint, how: Contraction, times: slice) -> Gradients:
         """Return the gradient of the recurrent weight u."""
         assert result.gate_grad is not None
         terms = result.gate_grad[:, times, 0, :] * run.before(0)[:, times, :]

@@ -7,7 +7,6 @@ is a linear layer above it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from array_api_compat import array_namespace
@@ -16,9 +15,9 @@ from ...typing import Array, Namespace
 from ...vocabulary import FEATURE, Quantity
 from ..arrays import Workspace
 from ..linear import ComplexDiagonal, Kernels, StructuredSystem, System
-from ..trajectory import Adjoint, Record, Trajectory
+from ..trajectory import Adjoint, Gradients, Pulled, Record, Scale, States, Stepped, Trajectory
 from . import affine
-from .affine import Pulled
+from .affine import Contraction
 from .cell import Cell, by_name, flat_gate_grad
 from .registry import built_in
 
@@ -69,13 +68,11 @@ class LRU(Cell):
     def _scales(self, xp: Namespace) -> Array:
         return xp.exp(xp.concat([self.gamma, self.gamma], axis=-1))
 
-    def project(self, x: Array, scale: Array | None, xp: Namespace) -> Array:
+    def project(self, x: Array, scale: Scale, xp: Namespace) -> Array:
         """Compute the projected input gamma (B u_t)."""
         return affine.project(x, self._into(xp), scale, 1, xp) * self._scales(xp)
 
-    def step(
-        self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
-    ) -> tuple[Record, tuple[Array, ...]]:
+    def step(self, projected: Array, before: States, scale: Scale, xp: Namespace) -> Stepped:
         """Multiply the state by lambda and add the projected input."""
         real, imaginary = self._eigenvalues(xp)
         re, im = self._halves(before[0])
@@ -88,13 +85,7 @@ class LRU(Cell):
         return state[..., :modes], state[..., modes:]
 
     def pull_back(
-        self,
-        record: Record,
-        before: Sequence[Array],
-        after: Sequence[Array],
-        cotangent: Sequence[Array],
-        scale: Array | None,
-        xp: Namespace,
+        self, record: Record, before: States, after: States, cotangent: States, scale: Scale, xp: Namespace
     ) -> Pulled:
         """Pull cotangents back by multiplying them with the conjugate of lambda."""
         real, imaginary = self._eigenvalues(xp)
@@ -102,13 +93,11 @@ class LRU(Cell):
         carry = xp.concat([real * re + imaginary * im, real * im - imaginary * re], axis=-1)
         return cotangent[0][..., None, :], (carry,), (cotangent[0],)
 
-    def input_gradient(self, x: Array, gate_grad: Array, scale: Array | None, xp: Namespace) -> Array:
+    def input_gradient(self, x: Array, gate_grad: Array, scale: Scale, xp: Namespace) -> Array:
         """Pull dL/dx_t of the state back to the input: B^T gamma dL/dx_t."""
         return affine.unproject(gate_grad * self._scales(xp), self._into(xp), scale, 1, xp)
 
-    def input_gradients(
-        self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
-    ) -> dict[str, Array]:
+    def input_gradients(self, run: Trajectory, result: Adjoint, how: Contraction, times: slice) -> Gradients:
         """Return the gradients of B and gamma."""
         xp, flat = run.xp, flat_gate_grad(run, result, times)
         into = affine.outer(run.input[:, times, :], flat * self._scales(xp), run.input_scale, 1, how, xp)
@@ -116,9 +105,7 @@ class LRU(Cell):
         by_scale = self._halves(affine.total(flat * run.known_record.preactivation[:, times, 0, :], how, xp))
         return {"gamma": by_scale[0] + by_scale[1], "input_real": real, "input_imaginary": imaginary}
 
-    def recurrent_gradients(
-        self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
-    ) -> dict[str, Array]:
+    def recurrent_gradients(self, run: Trajectory, result: Adjoint, how: Contraction, times: slice) -> Gradients:
         """Return dL/dnu and dL/dtheta, by dlambda/dnu = -exp(nu) lambda and dlambda/dtheta = i exp(theta) lambda."""
         xp, (real, imaginary) = run.xp, self._eigenvalues(run.xp)
         re, im = self._halves(run.before(0)[:, times, :])

@@ -6,16 +6,15 @@ c_t = f c_{t-1} + i g,      h_t = o act(c_t), projected where the cell has a pro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...typing import Array, Namespace
 from ...vocabulary import BIAS, KERNEL, PROJECTION, RECURRENT_BIAS, RECURRENT_KERNEL
 from ..activations import ACTIVATIONS
 from ..linear import ProductSteps, System
-from ..trajectory import Adjoint, Record, Trajectory
+from ..trajectory import Adjoint, Gradients, Pulled, Record, RecurrentTerms, Scale, States, Stepped, Trajectory
 from . import affine
-from .affine import GateSystem, Pulled
+from .affine import Contraction, GateSystem
 from .cell import Cell, are_elementwise, by_name, of_every_gate
 from .registry import built_in
 
@@ -64,15 +63,13 @@ class LSTM(Cell):
         """Sizes of h and of c."""
         return int(self.recurrent_kernel.shape[0]), self.units
 
-    def step(
-        self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
-    ) -> tuple[Record, tuple[Array, ...]]:
+    def step(self, projected: Array, before: States, scale: Scale, xp: Namespace) -> Stepped:
         """Compute one step from the projected input (sample, gate * unit) and the states before."""
         record = self.all_gates(projected, before[0], scale, xp)
         (c,) = self.others(record.gates, before[1:])
         return record, (self.hidden(record.gates, before[0], (c,), xp), c)
 
-    def all_gates(self, projected: Array, hidden: Array, scale: Array | None, xp: Namespace) -> Record:
+    def all_gates(self, projected: Array, hidden: Array, scale: Scale, xp: Namespace) -> Record:
         """Compute all gates of one step, or of all steps at once, from h_{t-1}."""
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
         z = self.from_hidden(hidden, scale, xp)
@@ -82,31 +79,25 @@ class LSTM(Cell):
         gates[..., 2, :] = act.value(z[..., 2, :], xp)
         return Record(z, gates)
 
-    def from_hidden(self, hidden: Array, scale: Array | None, xp: Namespace) -> Array:
+    def from_hidden(self, hidden: Array, scale: Scale, xp: Namespace) -> Array:
         """Compute the recurrent side of all pre-activations: (..., unit_in) to (..., gate * unit)."""
         return affine.project(hidden, self.recurrent_kernel, scale, _GATES, xp)
 
-    def to_hidden(self, dz: Array, scale: Array | None, xp: Namespace) -> Array:
+    def to_hidden(self, dz: Array, scale: Scale, xp: Namespace) -> Array:
         """Pull dL/dz (..., gate * unit) back to h_{t-1} (..., unit_in)."""
         return affine.unproject(dz, self.recurrent_kernel, scale, _GATES, xp)
 
-    def others(self, gates: Array, before: Sequence[Array]) -> tuple[Array, ...]:
+    def others(self, gates: Array, before: States) -> tuple[Array, ...]:
         """Compute c_t from the gates and c_{t-1}."""
         return (gates[..., 1, :] * before[0] + gates[..., 0, :] * gates[..., 2, :],)
 
-    def hidden(self, gates: Array, before: Array, others: Sequence[Array], xp: Namespace) -> Array:
+    def hidden(self, gates: Array, before: Array, others: States, xp: Namespace) -> Array:
         """Compute h_t from the gates and c_t."""
         h = gates[..., 3, :] * ACTIVATIONS[self.activation].value(others[0], xp)
         return h if self.projection is None else h @ self.projection
 
     def pull_back(
-        self,
-        record: Record,
-        before: Sequence[Array],
-        after: Sequence[Array],
-        cotangent: Sequence[Array],
-        scale: Array | None,
-        xp: Namespace,
+        self, record: Record, before: States, after: States, cotangent: States, scale: Scale, xp: Namespace
     ) -> Pulled:
         """Pull dL/dh_t and dL/dc_t back; the total gradient of c_t includes the path through h_t."""
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
@@ -128,9 +119,7 @@ class LSTM(Cell):
         carry_h = self.to_hidden(affine.join_gates(dz, xp), scale, xp)
         return dz, (carry_h, total_c * f), (lam_h, total_c)
 
-    def recurrent_gradients(
-        self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
-    ) -> dict[str, Array]:
+    def recurrent_gradients(self, run: Trajectory, result: Adjoint, how: Contraction, times: slice) -> Gradients:
         """Return the gradients of the recurrent kernel and of the projection."""
         grads = of_every_gate(self, run, result, how, times)
         if self.projection is not None:
@@ -141,9 +130,7 @@ class LSTM(Cell):
             grads["projection"] = affine.outer(unprojected, hidden_grad, None, 1, how, run.xp)
         return grads
 
-    def recurrent_terms(
-        self, gate_grad: Array, gates: Array, before: Array
-    ) -> tuple[Array, list[tuple[slice, Array]]] | None:
+    def recurrent_terms(self, gate_grad: Array, gates: Array, before: Array) -> RecurrentTerms | None:
         """Return dL/dz and h_{t-1}, the factors of the recurrent kernel's gradient; None with a projection."""
         return None if self.projection is not None else (gate_grad, [(slice(None), before)])
 

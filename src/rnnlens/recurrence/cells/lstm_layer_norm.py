@@ -7,15 +7,14 @@ Ba, Kiros, Hinton 2016, arXiv:1607.06450, eqs. 20-22. LN normalises each product
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...typing import Array, Namespace
 from ...vocabulary import BIAS, GATE, KERNEL, RECURRENT_KERNEL, UNIT, Quantity
 from ..activations import ACTIVATIONS
-from ..trajectory import Adjoint, Record, Trajectory
+from ..trajectory import Adjoint, Gradients, Pulled, Record, Scale, States, Stepped, Trajectory
 from . import affine
-from .affine import Pulled
+from .affine import Contraction
 from .cell import Cell, by_name, flat_gate_grad
 from .lstm import LSTM
 from .registry import built_in
@@ -64,7 +63,7 @@ class LayerNormLSTM(Cell):
     activation: str = "tanh"
     recurrent_activation: str = "sigmoid"
 
-    def project(self, x: Array, scale: Array | None, xp: Namespace) -> Array:
+    def project(self, x: Array, scale: Scale, xp: Namespace) -> Array:
         """Compute the input side LN(W x_t) gain_x + b of all gates."""
         return self._normal(affine.project(x, self.kernel, scale, 4, xp), xp)[0] * self.gain_input + self.bias
 
@@ -74,9 +73,7 @@ class LayerNormLSTM(Cell):
         spread = xp.sqrt(xp.mean(centred * centred, axis=-1, keepdims=True) + self.epsilon)
         return centred / spread, spread
 
-    def step(
-        self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
-    ) -> tuple[Record, tuple[Array, ...]]:
+    def step(self, projected: Array, before: States, scale: Scale, xp: Namespace) -> Stepped:
         """Compute one step of an LSTM with both products and c_t normalised."""
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
         product = affine.project(before[0], self.recurrent_kernel, scale, 4, xp)
@@ -96,13 +93,7 @@ class LayerNormLSTM(Cell):
         return normal, spread, squashed, act.vjp(inner, squashed, lam_h * gates[..., 3, :], xp)
 
     def pull_back(
-        self,
-        record: Record,
-        before: Sequence[Array],
-        after: Sequence[Array],
-        cotangent: Sequence[Array],
-        scale: Array | None,
-        xp: Namespace,
+        self, record: Record, before: States, after: States, cotangent: States, scale: Scale, xp: Namespace
     ) -> Pulled:
         """Pull dL/dh_t and dL/dc_t back as in an LSTM, through the normalisations of c_t and U h_{t-1}."""
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
@@ -121,19 +112,17 @@ class LayerNormLSTM(Cell):
         carry_h = affine.unproject(by_product, self.recurrent_kernel, scale, 4, xp)
         return stacked, (carry_h, total_c * f), (lam_h, total_c)
 
-    def _by_product(self, dz: Array, hidden: Array, scale: Array | None, xp: Namespace) -> tuple[Array, Array]:
+    def _by_product(self, dz: Array, hidden: Array, scale: Scale, xp: Namespace) -> tuple[Array, Array]:
         """Return LN(U h) and the gradient of the product U h."""
         normal, spread = self._normal(affine.project(hidden, self.recurrent_kernel, scale, 4, xp), xp)
         return normal, _through(normal, spread, dz * self.gain_recurrent, xp)
 
-    def input_gradient(self, x: Array, gate_grad: Array, scale: Array | None, xp: Namespace) -> Array:
+    def input_gradient(self, x: Array, gate_grad: Array, scale: Scale, xp: Namespace) -> Array:
         """Pull dL/dz back to the input through LN(W x_t)."""
         normal, spread = self._normal(affine.project(x, self.kernel, scale, 4, xp), xp)
         return affine.unproject(_through(normal, spread, gate_grad * self.gain_input, xp), self.kernel, scale, 4, xp)
 
-    def input_gradients(
-        self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
-    ) -> dict[str, Array]:
+    def input_gradients(self, run: Trajectory, result: Adjoint, how: Contraction, times: slice) -> Gradients:
         """Return the gradients of the input kernel, its gain and the bias."""
         xp, flat, x = run.xp, flat_gate_grad(run, result, times), run.input[:, times, :]
         normal, spread = self._normal(affine.project(x, self.kernel, run.input_scale, 4, xp), xp)
@@ -144,9 +133,7 @@ class LayerNormLSTM(Cell):
             "bias": affine.total(flat, how, xp),
         }
 
-    def recurrent_gradients(
-        self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
-    ) -> dict[str, Array]:
+    def recurrent_gradients(self, run: Trajectory, result: Adjoint, how: Contraction, times: slice) -> Gradients:
         """Return the gradients of the recurrent kernel and its gain, and of the cell state's gain and shift."""
         xp, flat, before = run.xp, flat_gate_grad(run, result, times), run.before(0)[:, times, :]
         normal, by_product = self._by_product(flat, before, run.state_scale, xp)

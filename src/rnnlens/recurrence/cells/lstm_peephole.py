@@ -8,15 +8,14 @@ eqs. 1-6 (projection).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...typing import Array, Namespace
 from ...vocabulary import BIAS, KERNEL, PROJECTION, RECURRENT_KERNEL, UNIT, Quantity
 from ..activations import ACTIVATIONS
-from ..trajectory import Adjoint, Record, Trajectory
+from ..trajectory import Adjoint, Gradients, Pulled, Record, Scale, States, Stepped, Trajectory
 from . import affine
-from .affine import Pulled
+from .affine import Contraction
 from .cell import Cell, by_name, of_every_gate
 from .lstm import LSTM
 from .registry import built_in
@@ -74,9 +73,7 @@ class PeepholeLSTM(Cell):
         """Sizes of h and of c."""
         return int(self.recurrent_kernel.shape[0]), self.units
 
-    def step(
-        self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
-    ) -> tuple[Record, tuple[Array, ...]]:
+    def step(self, projected: Array, before: States, scale: Scale, xp: Namespace) -> Stepped:
         """Compute one step; the output gate reads the new cell state c_t."""
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
         z = projected + affine.project(before[0], self.recurrent_kernel, scale, 4, xp)
@@ -101,13 +98,7 @@ class PeepholeLSTM(Cell):
         return lam_p, lam_p @ self.projection.T, m
 
     def pull_back(
-        self,
-        record: Record,
-        before: Sequence[Array],
-        after: Sequence[Array],
-        cotangent: Sequence[Array],
-        scale: Array | None,
-        xp: Namespace,
+        self, record: Record, before: States, after: States, cotangent: States, scale: Scale, xp: Namespace
     ) -> Pulled:
         """Pull dL/dh_t and dL/dc_t back, including the paths through the peepholes."""
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
@@ -125,9 +116,7 @@ class PeepholeLSTM(Cell):
         carry_c = _peeped(_peeped(into_c * f, self.peephole_input, dz_i), self.peephole_forget, dz_f)
         return dz, (carry_h, carry_c), (lam_h, total_c)
 
-    def recurrent_gradients(
-        self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
-    ) -> dict[str, Array]:
+    def recurrent_gradients(self, run: Trajectory, result: Adjoint, how: Contraction, times: slice) -> Gradients:
         """Return the gradients of the recurrent kernel, the peepholes and the projection."""
         grads, xp = of_every_gate(self, run, result, how, times), run.xp
         assert result.gate_grad is not None

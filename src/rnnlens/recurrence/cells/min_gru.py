@@ -6,16 +6,15 @@ z is called ``input`` here, because in all cells of rnnlens ``update`` is the sh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...typing import Array, Namespace
 from ...vocabulary import BIAS, KERNEL
 from ..activations import ACTIVATIONS
 from ..linear import Kernels, System, diagonal
-from ..trajectory import Adjoint, Record, Trajectory
+from ..trajectory import Adjoint, Gradients, Pulled, Record, Scale, States, Stepped, Trajectory
 from . import affine
-from .affine import Pulled
+from .affine import Contraction
 from .cell import Cell, are_elementwise, by_name
 from .registry import built_in
 
@@ -43,27 +42,19 @@ class MinGRU(Cell):
     activation: str = "linear"
     recurrent_activation: str = "sigmoid"
 
-    def step(
-        self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
-    ) -> tuple[Record, tuple[Array, ...]]:
+    def step(self, projected: Array, before: States, scale: Scale, xp: Namespace) -> Stepped:
         """Compute gates from the input, and h_t = (1 - z) h_{t-1} + z n."""
         z = affine.split_gates(projected, 2, xp)
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
         a = xp.stack([rec.value(z[..., 0, :], xp), act.value(z[..., 1, :], xp)], axis=-2)
         return Record(z, a), (self.hidden(a, before[0], (), xp),)
 
-    def hidden(self, gates: Array, before: Array, others: Sequence[Array], xp: Namespace) -> Array:
+    def hidden(self, gates: Array, before: Array, others: States, xp: Namespace) -> Array:
         """Compute h_t = (1 - z) h_{t-1} + z n from the gates."""
         return (1 - gates[..., 0, :]) * before + gates[..., 0, :] * gates[..., 1, :]
 
     def pull_back(
-        self,
-        record: Record,
-        before: Sequence[Array],
-        after: Sequence[Array],
-        cotangent: Sequence[Array],
-        scale: Array | None,
-        xp: Namespace,
+        self, record: Record, before: States, after: States, cotangent: States, scale: Scale, xp: Namespace
     ) -> Pulled:
         """Pull dL/dh_t back to the gates, and to h_{t-1} as (1 - z) dL/dh_t."""
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
@@ -72,9 +63,7 @@ class MinGRU(Cell):
         dn = act.vjp(z[..., 1, :], a[..., 1, :], lam * a[..., 0, :], xp)
         return xp.stack([dz, dn], axis=-2), (lam * (1 - a[..., 0, :]),), (lam,)
 
-    def recurrent_gradients(
-        self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
-    ) -> dict[str, Array]:
+    def recurrent_gradients(self, run: Trajectory, result: Adjoint, how: Contraction, times: slice) -> Gradients:
         """Return an empty dict: the cell has no recurrent weights."""
         return {}
 

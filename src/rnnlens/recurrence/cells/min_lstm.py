@@ -6,16 +6,15 @@ Feng et al. 2024, arXiv:2410.01201, section 3.2. Without ``normalised``, f' = f 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...typing import Array, Namespace
 from ...vocabulary import BIAS, KERNEL
 from ..activations import ACTIVATIONS
 from ..linear import Kernels, System, diagonal
-from ..trajectory import Adjoint, Record, Trajectory
+from ..trajectory import Adjoint, Gradients, Pulled, Record, Scale, States, Stepped, Trajectory
 from . import affine
-from .affine import Pulled
+from .affine import Contraction
 from .cell import Cell, are_elementwise, by_name
 from .registry import built_in
 
@@ -46,9 +45,7 @@ class MinLSTM(Cell):
     recurrent_activation: str = "sigmoid"
     normalised: bool = True
 
-    def step(
-        self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
-    ) -> tuple[Record, tuple[Array, ...]]:
+    def step(self, projected: Array, before: States, scale: Scale, xp: Namespace) -> Stepped:
         """Compute gates from the input, and h_t = f' h_{t-1} + i' n."""
         z = affine.split_gates(projected, 3, xp)
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
@@ -58,7 +55,7 @@ class MinLSTM(Cell):
     def _sum(self, gates: Array) -> Array | float:
         return gates[..., 0, :] + gates[..., 1, :] if self.normalised else 1.0
 
-    def hidden(self, gates: Array, before: Array, others: Sequence[Array], xp: Namespace) -> Array:
+    def hidden(self, gates: Array, before: Array, others: States, xp: Namespace) -> Array:
         """Compute h_t = f' h_{t-1} + i' n from the gates."""
         return (gates[..., 1, :] * before + gates[..., 0, :] * gates[..., 2, :]) / self._sum(gates)
 
@@ -69,13 +66,7 @@ class MinLSTM(Cell):
         return [lam * (n - less) / total, lam * (before - less) / total, lam * i / total]
 
     def pull_back(
-        self,
-        record: Record,
-        before: Sequence[Array],
-        after: Sequence[Array],
-        cotangent: Sequence[Array],
-        scale: Array | None,
-        xp: Namespace,
+        self, record: Record, before: States, after: States, cotangent: States, scale: Scale, xp: Namespace
     ) -> Pulled:
         """Pull dL/dh_t back to the gates, and to h_{t-1} as f' dL/dh_t."""
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
@@ -84,9 +75,7 @@ class MinLSTM(Cell):
         dz = [k.vjp(z[..., g, :], a[..., g, :], grads[g], xp) for g, k in enumerate((rec, rec, act))]
         return xp.stack(dz, axis=-2), (lam * a[..., 1, :] / self._sum(a),), (lam,)
 
-    def recurrent_gradients(
-        self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
-    ) -> dict[str, Array]:
+    def recurrent_gradients(self, run: Trajectory, result: Adjoint, how: Contraction, times: slice) -> Gradients:
         """Return an empty dict: the cell has no recurrent weights."""
         return {}
 

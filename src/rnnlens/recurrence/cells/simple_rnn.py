@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...typing import Array, Namespace
 from ...vocabulary import BIAS, KERNEL, RECURRENT_BIAS, RECURRENT_KERNEL
 from ..activations import ACTIVATIONS
 from ..linear import ProductSteps, System
-from ..trajectory import Adjoint, Record, Trajectory
+from ..trajectory import Adjoint, Gradients, Pulled, Record, RecurrentTerms, Scale, States, Stepped, Trajectory
 from . import affine
-from .affine import GateSystem, Pulled
+from .affine import Contraction, GateSystem
 from .cell import Cell, are_elementwise, by_name, of_every_gate
 from .registry import built_in
 
@@ -42,27 +41,19 @@ class SimpleRNN(Cell):
     recurrent_bias: Array | None = None
     activation: str = "tanh"
 
-    def step(
-        self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
-    ) -> tuple[Record, tuple[Array, ...]]:
+    def step(self, projected: Array, before: States, scale: Scale, xp: Namespace) -> Stepped:
         """Compute one step, or all steps at once if all previous states are known."""
         z = projected + affine.project(before[0], self.recurrent_kernel, scale, 1, xp)
         h = ACTIVATIONS[self.activation].value(z, xp)
         z, a = affine.split_gates(z, 1, xp), affine.split_gates(h, 1, xp)
         return Record(z, a), (h,)
 
-    def hidden(self, gates: Array, before: Array, others: Sequence[Array], xp: Namespace) -> Array:
+    def hidden(self, gates: Array, before: Array, others: States, xp: Namespace) -> Array:
         """Return the only gate, which is h_t."""
         return gates[..., 0, :]
 
     def pull_back(
-        self,
-        record: Record,
-        before: Sequence[Array],
-        after: Sequence[Array],
-        cotangent: Sequence[Array],
-        scale: Array | None,
-        xp: Namespace,
+        self, record: Record, before: States, after: States, cotangent: States, scale: Scale, xp: Namespace
     ) -> Pulled:
         """Return dz = act'(z) dL/dh_t, and U^T dz for the state before."""
         (lam,) = cotangent
@@ -71,15 +62,11 @@ class SimpleRNN(Cell):
         carry = affine.unproject(dz, self.recurrent_kernel, scale, 1, xp)
         return dz[..., None, :], (carry,), (lam,)
 
-    def recurrent_gradients(
-        self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
-    ) -> dict[str, Array]:
+    def recurrent_gradients(self, run: Trajectory, result: Adjoint, how: Contraction, times: slice) -> Gradients:
         """Return the gradient of the recurrent kernel."""
         return of_every_gate(self, run, result, how, times)
 
-    def recurrent_terms(
-        self, gate_grad: Array, gates: Array, before: Array
-    ) -> tuple[Array, list[tuple[slice, Array]]] | None:
+    def recurrent_terms(self, gate_grad: Array, gates: Array, before: Array) -> RecurrentTerms | None:
         """Return dL/dz and h_{t-1}, the factors of the recurrent kernel's gradient."""
         return gate_grad, [(slice(None), before)]
 

@@ -15,7 +15,7 @@ import numpy as np
 from ...typing import Array, Namespace
 from ...vocabulary import unnamed_states
 from ..linear import ProductSteps, System
-from ..trajectory import Trajectory
+from ..trajectory import States, Trajectory
 from .affine import TrajectorySystem
 from .cell import Cell
 
@@ -52,19 +52,19 @@ class StepCell(Cell):
 
     @abstractmethod
     def vjp(
-        self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]
+        self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: States
     ) -> tuple[Array, tuple[Array, ...]]:
         """Pull dL/dy_t and dL/ds_t back to dL/dx_t (n, feature) and dL/ds_{t-1}, row by row."""
 
     @abstractmethod
     def weight_vjp(
-        self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]
+        self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: States
     ) -> Mapping[str, Array]:
         """Pull dL/dy_t and dL/ds_t back to the weights, summed over ``n``."""
 
     @abstractmethod
     def produced(
-        self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]
+        self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: States
     ) -> tuple[Array, ...]:
         """Pull dL/dy_t and dL/ds_t back to each new state as it is produced within the step.
 
