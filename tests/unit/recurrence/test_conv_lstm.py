@@ -7,7 +7,7 @@ import pytest
 
 from rnnlens.recurrence.adjoint import adjoint, weight_gradients
 from rnnlens.recurrence.cells import ConvLSTM1D, ConvLSTM2D, ConvLSTM3D
-from rnnlens.recurrence.convolution import Window, convolve
+from rnnlens.recurrence.cells.conv_lstm import Window, convolve
 from rnnlens.recurrence.replay import replay
 from rnnlens.recurrence.trajectory import Scales
 
