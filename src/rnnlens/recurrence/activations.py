@@ -76,8 +76,12 @@ def _gelu_slope(x: Array, a: Array, xp: Namespace) -> Array:
     return 0.5 * (1 + _erf(x / math.sqrt(2), xp)) + x * xp.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
 
 
-def _clip(x: Array, low: float, high: float, xp: Namespace) -> Array:
-    return xp.clip(x, low, high)
+def _elu(x: Array, xp: Namespace) -> Array:
+    return xp.where(x > 0, x, xp.expm1(xp.where(x > 0, xp.zeros_like(x), x)))
+
+
+def _elu_slope(x: Array, a: Array, xp: Namespace) -> Array:
+    return xp.where(x > 0, xp.ones_like(x), a + 1)
 
 
 def _inside(x: Array, low: float, high: float, xp: Namespace) -> Array:
@@ -112,17 +116,9 @@ _TABLE = (
         lambda x, xp: xp.where(x > 0, x, 0.2 * x),
         lambda x, a, xp: 0.2 + 0.8 * _step(x > 0, x, xp),
     ),
-    Activation("relu6", lambda x, xp: _clip(x, 0.0, 6.0, xp), lambda x, a, xp: _inside(x, 0.0, 6.0, xp)),
-    Activation(
-        "elu",
-        lambda x, xp: xp.where(x > 0, x, xp.expm1(xp.where(x > 0, xp.zeros_like(x), x))),
-        lambda x, a, xp: xp.where(x > 0, xp.ones_like(x), a + 1),
-    ),
-    Activation(
-        "celu",
-        lambda x, xp: xp.where(x > 0, x, xp.expm1(xp.where(x > 0, xp.zeros_like(x), x))),
-        lambda x, a, xp: xp.where(x > 0, xp.ones_like(x), a + 1),
-    ),
+    Activation("relu6", lambda x, xp: xp.clip(x, 0.0, 6.0), lambda x, a, xp: _inside(x, 0.0, 6.0, xp)),
+    Activation("elu", _elu, _elu_slope),
+    Activation("celu", _elu, _elu_slope),
     Activation(
         "selu",
         lambda x, xp: _SELU_SCALE * xp.where(x > 0, x, _SELU_ALPHA * xp.expm1(xp.where(x > 0, xp.zeros_like(x), x))),
@@ -148,8 +144,8 @@ _TABLE = (
     Activation("tanh_shrink", lambda x, xp: x - xp.tanh(x), lambda x, a, xp: (x - a) ** 2),
     Activation(
         "sparse_plus",
-        lambda x, xp: xp.where(x >= 1, x, 0.25 * _relu(_clip(x, -1.0, 1.0, xp) + 1, xp) ** 2),
-        lambda x, a, xp: 0.5 * (_clip(x, -1.0, 1.0, xp) + 1),
+        lambda x, xp: xp.where(x >= 1, x, 0.25 * _relu(xp.clip(x, -1.0, 1.0) + 1, xp) ** 2),
+        lambda x, a, xp: 0.5 * (xp.clip(x, -1.0, 1.0) + 1),
     ),
     Activation(
         "silu",
@@ -159,26 +155,26 @@ _TABLE = (
     Activation("gelu", lambda x, xp: 0.5 * x * (1 + _erf(x / math.sqrt(2), xp)), _gelu_slope),
     Activation(
         "sparse_sigmoid",
-        lambda x, xp: 0.5 * (_clip(x, -1.0, 1.0, xp) + 1),
+        lambda x, xp: 0.5 * (xp.clip(x, -1.0, 1.0) + 1),
         lambda x, a, xp: 0.5 * _inside(x, -1.0, 1.0, xp),
     ),
     Activation("exponential", lambda x, xp: xp.exp(x), lambda x, a, xp: a),
     Activation(
         "hard_sigmoid",
-        lambda x, xp: _clip(x / 6 + 0.5, 0.0, 1.0, xp),
+        lambda x, xp: xp.clip(x / 6 + 0.5, 0.0, 1.0),
         lambda x, a, xp: _inside(x, -3.0, 3.0, xp) / 6,
     ),
     Activation(  # the hard_sigmoid of Keras 2, a different function of the same name
         "hard_sigmoid_keras2",
-        lambda x, xp: _clip(0.2 * x + 0.5, 0.0, 1.0, xp),
+        lambda x, xp: xp.clip(0.2 * x + 0.5, 0.0, 1.0),
         lambda x, a, xp: _inside(x, -2.5, 2.5, xp) * 0.2,
     ),
     Activation(
         "hard_silu",
-        lambda x, xp: x * _clip(x / 6 + 0.5, 0.0, 1.0, xp),
+        lambda x, xp: x * xp.clip(x / 6 + 0.5, 0.0, 1.0),
         lambda x, a, xp: xp.where(x >= 3, xp.ones_like(x), _inside(x, -3.0, 3.0, xp) * (x / 3 + 0.5)),
     ),
-    Activation("hard_tanh", lambda x, xp: _clip(x, -1.0, 1.0, xp), lambda x, a, xp: _inside(x, -1.0, 1.0, xp)),
+    Activation("hard_tanh", lambda x, xp: xp.clip(x, -1.0, 1.0), lambda x, a, xp: _inside(x, -1.0, 1.0, xp)),
     Activation(
         "mish",
         lambda x, xp: x * xp.tanh(_softplus(x, xp)),

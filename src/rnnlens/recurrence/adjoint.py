@@ -54,7 +54,9 @@ def adjoint(
     if run.record is None:
         raise TypeError("adjoint() sweeps cells with equations; a cell of the framework goes through adjoint_custom()")
     xp, record = run.xp, run.record
-    run = replace(run, cell=run.cell.with_weights(_columns_first))
+    # Products of few rows with the transpose of a NumPy weight are twice as fast in column-major order.
+    columns_first = run.cell.with_weights(lambda w: np.asfortranarray(w) if isinstance(w, np.ndarray) else w)
+    run = replace(run, cell=columns_first)
     if isinstance(state_cotangent, (tuple, list)):
         direct = tuple(state_cotangent)
     else:
@@ -75,11 +77,6 @@ def adjoint(
     batch, _, *sizes = run.states[0].shape
     for_each(work, walk_parts(batch, math.prod(sizes), xp=xp), xp=xp)
     return result
-
-
-def _columns_first(weight: Array) -> Array:
-    """Store a NumPy weight in column-major order: products of few rows with its transpose are then twice as fast."""
-    return np.asfortranarray(weight) if isinstance(weight, np.ndarray) else weight
 
 
 def _sweep(run: Replay, direct: Sequence[Array | None], carry: tuple[Array, ...], out: Adjoint) -> None:

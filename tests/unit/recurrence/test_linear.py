@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from rnnlens.measures import lyapunov_spectrum
 from rnnlens.recurrence import linear
 from rnnlens.recurrence.arrays import Workspace, namespace
-from rnnlens.recurrence.jacobian import Entrances, Taps, forward, reverse
+from rnnlens.recurrence.jacobian import Entrances, Taps, UnitRows, forward, reverse
 from rnnlens.recurrence.reductions import REDUCTIONS, Collector, Extent, FieldCollector, Reduction
 from rnnlens.recurrence.sweep_reverse import BlockedSweep
 from rnnlens.recurrence.sweep_rows import FieldRows, PointRows, Units, Vanished
-from rnnlens.recurrence.sweep_units import UnitRows
 
 B, T, F = 2, 5, 3
 STRUCTURES = ("diagonal", "complex", "dense")
