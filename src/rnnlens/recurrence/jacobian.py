@@ -9,6 +9,7 @@ and forward accumulation: Griewank, Walther 2008, doi:10.1137/1.9780898717761, c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +21,7 @@ from .arrays import at_step, namespace
 from .linear import LinearStep, Pattern, System, state_columns, walk
 from .reductions import Collector, frobenius, total
 from .sweep_reverse import BlockedSweep, ReverseSweep, plan_blocks
-from .sweep_rows import BLOCK_BUDGET, FLUSH_EVERY, Cost, Pruning, RowSink, RowSource, Taps, Units, elements
+from .sweep_rows import BLOCK_BUDGET, FLUSH_EVERY, Cost, Pruning, RowSink, RowSource, Taps, Units
 from .trajectory import steps
 
 #: Numbers in the blocks that are computed at a time.
@@ -162,7 +163,7 @@ class ForwardSweep:
         self.start = self.stop = entrances.count(system)
         shape = (self.count, self.stop + pruning.probes, system.rows)
         self.old, self.new = self.work.empty(*shape), self.work.empty(*shape)
-        self.cost = Cost(0.0, 2 * elements(self.old) * self.work.itemsize)
+        self.cost = Cost(0.0, 2 * math.prod(shape) * self.work.itemsize)
         # Attribute lookups outside the loop over steps.
         self.columns = {state: state_columns(system, state) for state in sinks}
         self.per_row = 2.0 * self.count * system.multiplications(False)
@@ -172,7 +173,9 @@ class ForwardSweep:
         remaining, entering = len(self.steps), frozenset(self.entrances.times)
         if self.entrances.kind == "initial":
             self._enter_state(None)
-        for t, step in walk(self.system, self.samples, reverse=False, inputs=self._inputs, budget=BLOCK_BUDGET):
+        for t, step in walk(
+            self.system, self.samples, reverse=False, inputs=self.entrances.kind == "input", budget=BLOCK_BUDGET
+        ):
             if self.stop > self.start or self.pruning.active:
                 self._step(step)
             if self.entrances.kind == "input" and t in entering:
@@ -191,10 +194,6 @@ class ForwardSweep:
                 progress()
         return self.cost
 
-    @property
-    def _inputs(self) -> bool:
-        return self.entrances.kind == "input"
-
     def _step(self, step: LinearStep) -> None:
         """Push all rows forward by one step: from the states before it to the states after it."""
         rows = slice(self.start, self.stop + self.pruning.probes_alive)
@@ -209,7 +208,8 @@ class ForwardSweep:
             block = at_step(block, self.samples, t)
             self.cost.flops += 2.0 * self.count * self.group * self.system.features * self.system.rows
         step.inject(block, self.old[:, fresh])
-        self._entered(fresh)
+        self.start = fresh.start
+        self.pruning.note(self.old, self.system.rows, fresh.start, fresh.stop)
 
     def _enter_state(self, step: LinearStep | None) -> None:
         """Add unit tangents of a state as the step produces it, such as c_t of an LSTM, which also changes h_t."""
@@ -219,9 +219,6 @@ class ForwardSweep:
         self.old[:, fresh, columns] = self.work.eye(self.group)
         if step is not None:
             step.spread(self.old[:, fresh], state, columns)
-        self._entered(fresh)
-
-    def _entered(self, fresh: slice) -> None:
         self.start = fresh.start
         self.pruning.note(self.old, self.system.rows, fresh.start, fresh.stop)
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
+import numpy as np
 from array_api_compat import array_namespace, device
 
 from ..errors import UnsupportedError, no_function_of_its_own
@@ -238,7 +239,7 @@ def _gates_at_once(run: Replay, hidden: Array) -> Record:
 
 def _one_step_residual(run: Replay) -> float:
     """Return the largest difference between h_t as captured and as recomputed from gates, relative to the largest."""
-    distances: list[tuple[float, float]] = []
+    distances = [(0.0, 0.0)]
 
     def work(some: slice) -> None:
         part = run.of_samples(some)
@@ -248,7 +249,8 @@ def _one_step_residual(run: Replay) -> float:
 
     batch, time, size = run.states[0].shape
     for_each(work, sample_chunks(batch, time * size), xp=run.xp)
-    return max(worst for worst, _ in distances) / (max(largest for _, largest in distances) or 1.0)
+    worst, largest = np.max(distances, axis=0).tolist()
+    return float(worst / (largest or 1.0))
 
 
 def _fill_masked(hidden: Array, run: Replay) -> Array:
@@ -266,9 +268,10 @@ def _other_states(run: Replay, gates: Array) -> tuple[Array, ...]:
     out = tuple(run.xp.empty_like(gates[:, :, 0, :]) for _ in run.initial_state[1:])
 
     def work(some: slice) -> None:
-        states = tuple(s[some, ...] for s in run.initial_state[1:])
+        part = run.of_samples(some)
+        states = part.initial_state[1:]
         for t in run.steps():
-            mask_t = None if run.mask is None else run.mask[some, t]
+            mask_t = None if part.mask is None else part.mask[:, t]
             new = run.cell.others(gates[some, t, :, :], states)
             states = tuple(carried(n, s, mask_t, run.xp) for n, s in zip(new, states, strict=True))
             for target, value in zip(out, states, strict=True):

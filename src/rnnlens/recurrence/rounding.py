@@ -9,7 +9,7 @@ cancellation, as in 1 - h^2 of a saturated unit or in 1 - z of a gate that is ne
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,7 +52,7 @@ def rounding_of(run: Replay, result: Adjoint) -> Rounding:
     """Return the magnitudes that bound differences by rounding between two BPTT sweeps of one run."""
     xp = run.xp
     squares = xp.empty_like(_flat(run.states[0], xp)[:, :, 0])
-    peaks = [xp.empty_like(squares) for _ in result.state_grads]
+    peaks = xp.stack([squares] * len(result.state_grads))
 
     def work(some: slice) -> None:
         squares[some] = sum(xp.sum(_flat(array[some], xp) ** 2, axis=-1) for array in (run.input, *run.states))
@@ -60,7 +60,7 @@ def rounding_of(run: Replay, result: Adjoint) -> Rounding:
             peak[some] = xp.max(xp.abs(_flat(grad[some], xp)), axis=-1)
 
     for_each(work, sample_chunks(int(squares.shape[0]), math.prod(run.states[0].shape[1:])), xp=xp)
-    arrived = xp.max(xp.stack(peaks), axis=0)
+    arrived = xp.max(peaks, axis=0)
     kernels = {} if run.cell.by_framework else run.cell.weights()
     rows = [_largest_row(kernels.get(name), xp) for name in ("kernel", "recurrent_kernel")]
     terms = xp.sqrt(1.0 + squares) * arrived
@@ -71,12 +71,12 @@ def rounding_of(run: Replay, result: Adjoint) -> Rounding:
     return Rounding(size, rows[0] * float(xp.max(arrived)), max(rows[1], 1.0) * _at_the_start(run, result, peaks))
 
 
-def _at_the_start(run: Replay, result: Adjoint, peaks: Sequence[Array]) -> float:
+def _at_the_start(run: Replay, result: Adjoint, peaks: Array) -> float:
     """Return the rounding scale of the gradients of the initial states.
 
     It is the largest of these gradients times the digits lost at all steps, as the root of the sum of squares.
 
-    ``peaks``: for each state the largest magnitude (sample, time) of its gradient.
+    ``peaks``: largest magnitude (state, sample, time) of the gradient of each state.
     """
     xp = run.xp
     by_state = []

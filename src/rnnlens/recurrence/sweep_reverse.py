@@ -21,7 +21,7 @@ import numpy as np
 from ..typing import Array
 from .arrays import Workspace
 from .linear import LinearStep, System, state_columns, walk
-from .sweep_rows import BLOCK_BUDGET, FLUSH_EVERY, Cost, Pruning, RowSink, RowSource, Taps, elements
+from .sweep_rows import BLOCK_BUDGET, FLUSH_EVERY, Cost, Pruning, RowSink, RowSource, Taps
 from .trajectory import steps
 
 #: Block lengths to choose from.
@@ -232,7 +232,7 @@ class BlockedSweep:
         held = (rows, self.carried, across)
         self.cost.flops += cost.flops
         self.cost.buffer_bytes = max(
-            self.cost.buffer_bytes, cost.buffer_bytes + sum(map(elements, held)) * work.itemsize
+            self.cost.buffer_bytes, cost.buffer_bytes + sum(math.prod(array.shape) for array in held) * work.itemsize
         )
         self.carried, self.first = rows, lowest
 

@@ -65,14 +65,6 @@ class Cost:
     buffer_bytes: int = 0
 
 
-def elements(array: Array) -> int:
-    """Return the number of entries of an array."""
-    count = 1
-    for n in array.shape:
-        count *= int(n)
-    return count
-
-
 class RowSource(Protocol):
     """Interface of the rows of a sweep.
 

@@ -169,8 +169,9 @@ class Cell:
         """
         found = self.weights()
         z = affine.project(x, found["kernel"], scale, self.parts, xp)
-        if biases := [found[name] for name in ("bias", "recurrent_bias") if name in found]:
-            z += sum(biases[1:], start=biases[0])
+        bias, other = found.get("bias"), found.get("recurrent_bias")
+        if bias is not None or other is not None:
+            z += other if bias is None else bias if other is None else bias + other
         return z
 
     def step(self, projected: Array, before: States, scale: Scale, xp: Namespace) -> Stepped:
