@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,20 +13,16 @@ import numpy as np
 from jax.extend import core
 
 from ..typing import Array
-from .protocol import Keep, Memo, Program, Tap, as_it_is
+from .protocol import Engine, Keep, Memo, Program, Tap, TargetProgram
 
 #: Float types in the text of a lowered program, the coarsest first, and their names.
 _FLOATS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
 
 
-class JaxEngine:
+class JaxEngine(Engine):
     """Differentiation, compilation and arrays of JAX; see :class:`rnnlens.autodiff.Engine`."""
 
     name = "jax"
-    compiles = True
-
-    def __init__(self, keep: Keep = as_it_is) -> None:
-        self._keep = keep
 
     def to_array(self, tensor: Any) -> Array:
         """Copy a tensor to NumPy; bfloat16 and float16 become float32."""
@@ -35,15 +30,6 @@ class JaxEngine:
         if tensor.dtype in (jnp.bfloat16, jnp.float16):
             tensor = tensor.astype(jnp.float32)
         return np.asarray(tensor)
-
-    def like(self, array: Array, other: Array) -> Array:
-        """Return the NumPy array unchanged: results of :meth:`to_array` are always NumPy arrays."""
-        del other
-        return array
-
-    def join(self, arrays: Sequence[Array]) -> Array:
-        """Concatenate results of :meth:`to_array` along their first axis."""
-        return np.concatenate(list(arrays))
 
     def own(self, array: Any) -> Any:
         """Copy a NumPy array, whose memory JAX could otherwise share; return any other value unchanged."""
@@ -55,7 +41,6 @@ class JaxEngine:
         return list(tensors)
 
     def gradients(self, program: Program) -> tuple[Any, Any, dict[str, Any]]:
-        """Return loss, aux and the gradient of the loss for each tap key; zeros where no path leads to the loss."""
         zeros = _zeros(program)
 
         def loss_of(zeros: dict[str, Any]) -> Any:
@@ -63,10 +48,6 @@ class JaxEngine:
 
         (loss, aux), found = jax.value_and_grad(loss_of, has_aux=True)(zeros)
         return loss, aux, found
-
-    def forward(self, program: Program) -> tuple[Any, Any]:
-        """Run a program without gradients, and return (loss, aux)."""
-        return program(lambda key, tensor: tensor)
 
     def compile(self, function: Callable[..., Any], arguments: Sequence[Any], memo: Memo) -> Callable[..., Any]:
         """Trace and compile ``function``; an executable of the same trace is taken from ``memo``."""
@@ -92,23 +73,10 @@ class JaxEngine:
         state: Hashable = jax.extend.core.get_opaque_trace_state(convention="flax")
         return state
 
-    @contextmanager
-    def preserved(self, seed: int | None = None) -> Iterator[None]:
-        """Do nothing: on JAX, Keras keeps random state in its own variables."""
-        del seed
-        yield
-
-    def linearise(
-        self,
-        program: Callable[[Any, Tap], tuple[dict[str, Any], Any]],
-        arguments: Any,
-        memo: Memo | None,
-    ) -> Any:
-        """Run ``program(arguments, tap) -> (targets, aux)`` once, and return it ready for vector-Jacobian products."""
+    def linearise(self, program: TargetProgram, arguments: Any, memo: Memo | None) -> Any:
         return _JaxProgram(program, arguments, memo or Memo(), self._keep)
 
     def per_step(self, function: Callable[..., Any]) -> _JaxSteps:
-        """Return a cell's step function together with its derivatives."""
         return _JaxSteps(function)
 
 
@@ -152,9 +120,7 @@ def _compiled(function: Callable[..., Any], arguments: Sequence[Any], memo: Memo
 class _JaxProgram:
     """A compiled program with its ``jax.vjp``; cotangents are pulled back under ``vmap``."""
 
-    def __init__(
-        self, program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any, memo: Memo, keep: Keep
-    ) -> None:
+    def __init__(self, program: TargetProgram, arguments: Any, memo: Memo, keep: Keep) -> None:
         self._memo = memo
         zeros = memo.once("zeros", lambda: _zeros(lambda tap: (None, program(arguments, tap))))
 
@@ -166,7 +132,6 @@ class _JaxProgram:
         self._keys = list(zeros)
 
     def vjp(self, cotangents: Mapping[str, Any]) -> dict[str, Any | None]:
-        """Pull cotangents back; see :class:`rnnlens.autodiff.LinearisedProgram`."""
         count = len(next(iter(cotangents.values())))
         linked = self._memo.once(frozenset(cotangents), lambda: self._linked(set(cotangents)))
         full = {}

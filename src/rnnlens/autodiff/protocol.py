@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 from .. import settings
@@ -14,6 +15,8 @@ from ..typing import Array
 Tap = Callable[[str, Any], Any]
 #: ``program(tap)`` runs the model once, calls ``tap`` at each boundary, and returns (loss or None, aux).
 Program = Callable[[Tap], tuple[Any, Any]]
+#: ``program(arguments, tap)`` returns the tensors to differentiate by name, and aux.
+TargetProgram = Callable[[Any, Tap], tuple[dict[str, Any], Any]]
 #: ``keep(old, new)`` returns the new tensor with the data that a framework attached to the old one.
 Keep = Callable[[Any, Any], Any]
 T = TypeVar("T")
@@ -66,37 +69,43 @@ class LinearisedProgram(Protocol):
         """Pull K cotangents per target (K, ...) back to K gradients per tap key; None where no path leads."""
 
 
-class Engine(Protocol):
-    """An autodiff engine, as adapters use it: differentiation, compilation, arrays."""
+class Engine(ABC):
+    """An autodiff engine, as adapters use it: differentiation, compilation, arrays.
+
+    ``keep(old, new)`` is called when the tensor ``new`` is substituted for ``old``.
+    """
 
     name: str
     #: Whether :meth:`compile` compiles; False if it returns the function itself.
-    compiles: bool
+    compiles = True
 
+    def __init__(self, keep: Keep = as_it_is) -> None:
+        self._keep = keep
+
+    @abstractmethod
     def to_array(self, tensor: Any) -> Array:
         """Copy a tensor to NumPy, or for torch off the CPU to a torch tensor; bfloat16 and float16 become float32."""
 
-    def like(self, array: Array, other: Array) -> Array:
-        """Convert a NumPy array to the kind of array of ``other``, a result of :meth:`to_array`."""
-
-    def join(self, arrays: Sequence[Array]) -> Array:
-        """Concatenate results of :meth:`to_array` along their first axis."""
-
     def own(self, array: Any) -> Any:
         """Copy an array if the engine would otherwise share its memory with the user's."""
+        return array
 
     def values(self, tensors: Sequence[Any]) -> list[Any] | None:
         """Return tensors to substitute for the values of variables.
 
-        None if the program may read the variables itself.
+        None, the default, if the program may read the variables itself.
         """
+        return None
 
+    @abstractmethod
     def gradients(self, program: Program) -> tuple[Any, Any, dict[str, Any]]:
         """Return loss, aux and the gradient of the loss for each tap key; zeros where no path leads to the loss."""
 
     def forward(self, program: Program) -> tuple[Any, Any]:
         """Run a program without gradients, and return (loss, aux)."""
+        return program(lambda key, tensor: tensor)
 
+    @abstractmethod
     def compile(self, function: Callable[..., Any], arguments: Sequence[Any], memo: Memo) -> Callable[..., Any]:
         """Trace ``function`` for arguments of these structures, shapes and dtypes, and return the compiled function.
 
@@ -104,29 +113,33 @@ class Engine(Protocol):
         that ``function`` reads from outside are therefore never out of date.
         """
 
+    @abstractmethod
     def coarsest_dtype(self, function: Callable[..., Any], arguments: Sequence[Any] = ()) -> str:
         """Call or trace a function; return the coarsest float dtype in which its operations compute, or ""."""
 
     def settings(self) -> Hashable:
         """Return the engine's own settings that compiled programs depend on."""
+        return ()
 
     def context(self) -> Hashable:
         """Return the trace or graph in which operations are recorded now; it differs inside a compiled loop."""
+        return ()
 
     def preserved(self, seed: int | None = None) -> AbstractContextManager[None]:
-        """Restore process-wide random generators on exit, after seeding them if a seed is given."""
+        """Restore process-wide random generators on exit, after seeding them if a seed is given.
 
-    def linearise(
-        self,
-        program: Callable[[Any, Tap], tuple[dict[str, Any], Any]],
-        arguments: Any,
-        memo: Memo | None,
-    ) -> LinearisedProgram:
-        """Run ``program(arguments, tap) -> (targets, aux)`` once, and return it ready for vector-Jacobian products.
+        The default does nothing: on JAX and TensorFlow, Keras keeps random states in its own variables.
+        """
+        return nullcontext()
+
+    @abstractmethod
+    def linearise(self, program: TargetProgram, arguments: Any, memo: Memo | None) -> LinearisedProgram:
+        """Run ``program(arguments, tap)`` once, and return it ready for vector-Jacobian products.
 
         Without a memo the engine need not compile: the program is short, and few products of it are computed.
         """
 
+    @abstractmethod
     def per_step(self, function: Callable[..., Any]) -> PerStep:
         """Return the derivatives of a cell's step, a pure function ``(x, states, weights) -> (output, new states)``."""
 

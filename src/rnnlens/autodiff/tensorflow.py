@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from ..typing import Array
-from .protocol import Keep, Memo, Program, Tap, as_it_is
+from .protocol import Engine, Keep, Memo, Program, TargetProgram
 
 #: Float types, the coarsest first.
 _FLOATS = (tf.bfloat16, tf.float16, tf.float32, tf.float64)
 
 
-class TensorFlowEngine:
+class TensorFlowEngine(Engine):
     """Differentiation, compilation and arrays of TensorFlow; see :class:`rnnlens.autodiff.Engine`."""
 
     name = "tensorflow"
-    compiles = True
-
-    def __init__(self, keep: Keep = as_it_is) -> None:
-        self._keep = keep
 
     def to_array(self, tensor: Any) -> Array:
         """Convert a tensor to NumPy, sharing its buffer; bfloat16 and float16 become float32."""
@@ -33,26 +29,7 @@ class TensorFlowEngine:
         # np.asarray shares the buffer, which has no other user after the run; .numpy() would copy it.
         return np.asarray(tensor)
 
-    def like(self, array: Array, other: Array) -> Array:
-        """Return the NumPy array unchanged: results of :meth:`to_array` are always NumPy arrays."""
-        del other
-        return array
-
-    def join(self, arrays: Sequence[Array]) -> Array:
-        """Concatenate results of :meth:`to_array` along their first axis."""
-        return np.concatenate(list(arrays))
-
-    def own(self, array: Any) -> Any:
-        """Return the array unchanged: TensorFlow copies what it converts."""
-        return array
-
-    def values(self, tensors: Sequence[Any]) -> list[Any] | None:
-        """Return None: programs may read TensorFlow variables themselves."""
-        del tensors
-        return None
-
     def gradients(self, program: Program) -> tuple[Any, Any, dict[str, Any]]:
-        """Return loss, aux and the gradient of the loss for each tap key; zeros where no path leads to the loss."""
         points: dict[str, Any] = {}
         with tf.GradientTape(watch_accessed_variables=False) as tape:
 
@@ -64,10 +41,6 @@ class TensorFlowEngine:
             loss, aux = program(tap)
         found = tape.gradient(loss, points, unconnected_gradients=tf.UnconnectedGradients.ZERO)
         return loss, aux, {key: tf.convert_to_tensor(g) for key, g in found.items()}
-
-    def forward(self, program: Program) -> tuple[Any, Any]:
-        """Run a program without gradients, and return (loss, aux)."""
-        return program(lambda key, tensor: tensor)
 
     def compile(self, function: Callable[..., Any], arguments: Sequence[Any], memo: Memo) -> Callable[..., Any]:
         """Trace ``function`` into a graph for arguments of these structures, shapes and dtypes."""
@@ -83,33 +56,16 @@ class TensorFlowEngine:
         }
         return next((dtype.name for dtype in _FLOATS if dtype in found), "")
 
-    def settings(self) -> Hashable:
-        """Return an empty tuple: compiled programs depend on no setting."""
-        return ()
-
     def context(self) -> Hashable:
         """Return the identity of the graph that records operations now; it differs inside ``tf.while_loop``."""
         return id(tf.compat.v1.get_default_graph())
 
-    @contextmanager
-    def preserved(self, seed: int | None = None) -> Iterator[None]:
-        """Do nothing: on TensorFlow, Keras keeps random state in its own variables."""
-        del seed
-        yield
-
-    def linearise(
-        self,
-        program: Callable[[Any, Tap], tuple[dict[str, Any], Any]],
-        arguments: Any,
-        memo: Memo | None,
-    ) -> Any:
-        """Run ``program(arguments, tap) -> (targets, aux)`` once, and return it ready for vector-Jacobian products."""
+    def linearise(self, program: TargetProgram, arguments: Any, memo: Memo | None) -> Any:
         if memo is None:
             return _EagerTensorFlowProgram(program, arguments, self._keep)
         return _TensorFlowProgram(program, arguments, memo, self._keep)
 
     def per_step(self, function: Callable[..., Any]) -> _TensorFlowSteps:
-        """Return a cell's step function together with its derivatives."""
         return _TensorFlowSteps(function)
 
 
@@ -147,9 +103,7 @@ class _TensorFlowProgram:
     The forward pass runs once; each pull-back runs the compiled backward pass.
     """
 
-    def __init__(
-        self, program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any, memo: Memo, keep: Keep
-    ) -> None:
+    def __init__(self, program: TargetProgram, arguments: Any, memo: Memo, keep: Keep) -> None:
         def run(arguments: Any, zeros: dict[str, Any]) -> Any:
             return program(arguments, lambda key, t: keep(t, t + zeros[key]) if key in zeros else _point(t, keep)[1])
 
@@ -172,9 +126,7 @@ class _TensorFlowProgram:
         self.tracing: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @staticmethod
-    def _probe(
-        program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any, keep: Keep
-    ) -> tuple[Any, Any, Any]:
+    def _probe(program: TargetProgram, arguments: Any, keep: Keep) -> tuple[Any, Any, Any]:
         """Return the shapes of tapped tensors, the tapped variables, and per target the taps with a path to it.
 
         The graph is traced, not run.
@@ -203,7 +155,6 @@ class _TensorFlowProgram:
         return shapes, variables, paths
 
     def vjp(self, cotangents: Mapping[str, Any]) -> dict[str, Any | None]:
-        """Pull cotangents back; see :class:`rnnlens.autodiff.LinearisedProgram`."""
         linked = set().union(*(self._paths[name] for name in cotangents))
         sources = {key: z for key, z in self._sources.items() if key in linked}
         count = len(next(iter(cotangents.values())))
@@ -223,7 +174,7 @@ class _TensorFlowProgram:
 class _EagerTensorFlowProgram(_TensorFlowProgram):
     """A forward pass executed op by op under a persistent tape: quicker than a graph that is used once."""
 
-    def __init__(self, program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any, keep: Keep) -> None:
+    def __init__(self, program: TargetProgram, arguments: Any, keep: Keep) -> None:
         points: dict[str, Any] = {}
 
         def tap(key: str, tensor: Any) -> Any:
@@ -286,11 +237,9 @@ class _TensorFlowSteps:
         self._function = function
 
     def vjp(self, inputs: Any, cotangents: Any) -> Any:
-        """Pull cotangents back; see :class:`rnnlens.autodiff.protocol.PerStep`."""
         return self._pull(inputs, cotangents)
 
     def produced(self, inputs: Any, cotangents: Any) -> Any:
-        """Pull cotangents of (output, new states) back to each new state where the step computes it."""
         return self._produced(inputs, cotangents)
 
     def _produced_by(self, inputs: Any, cotangents: Any) -> Any:
@@ -307,7 +256,6 @@ class _TensorFlowSteps:
         return [tf.convert_to_tensor(g) for g in found]
 
     def jacobian(self, inputs: Any) -> Any:
-        """Return Jacobians (n, rows, size) of [new states, output]: by the concatenated states, and by the input."""
         return self._rows(inputs)
 
     def _vjp(self, inputs: Any, cotangents: Any) -> Any:

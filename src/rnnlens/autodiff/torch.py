@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..typing import Array
-from .protocol import Keep, Memo, Program, Tap, as_it_is
+from .protocol import Engine, Keep, Memo, Program, Tap, TargetProgram
 
 #: Largest memory, in bytes, of the gradients of the rows of a Jacobian that are pulled back at once.
 ROWS_BUDGET = 256 * 2**20
@@ -106,15 +106,12 @@ def _float_dtypes(tree: Any) -> list[torch.dtype]:
     return [leaf.dtype for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
 
 
-class TorchEngine:
+class TorchEngine(Engine):
     """Differentiation, compilation and arrays of torch; see :class:`rnnlens.autodiff.Engine`."""
 
     name = "torch"
     compiles = False
     backward_pass = staticmethod(backward_pass)
-
-    def __init__(self, keep: Keep = as_it_is) -> None:
-        self._keep = keep
 
     def to_array(self, tensor: Any) -> Array:
         """Convert a tensor to NumPy, or off the CPU detach it; bfloat16 and float16 become float32."""
@@ -122,14 +119,6 @@ class TorchEngine:
         if tensor.dtype in (torch.bfloat16, torch.float16):
             tensor = tensor.to(torch.float32)
         return tensor if tensor.device.type != "cpu" else tensor.resolve_conj().resolve_neg().numpy()
-
-    def like(self, array: Array, other: Array) -> Array:
-        """Convert a NumPy array to the kind of array of ``other``, a result of :meth:`to_array`."""
-        return torch.as_tensor(array, device=other.device) if isinstance(other, torch.Tensor) else array
-
-    def join(self, arrays: Sequence[Array]) -> Array:
-        """Concatenate results of :meth:`to_array` along their first axis."""
-        return torch.cat(list(arrays)) if isinstance(arrays[0], torch.Tensor) else np.concatenate(list(arrays))
 
     def own(self, array: Any) -> Any:
         """Copy an array or a tensor, whose memory torch could otherwise share with the user's."""
@@ -143,7 +132,6 @@ class TorchEngine:
         return [tensor.detach() for tensor in tensors]
 
     def gradients(self, program: Program) -> tuple[Any, Any, dict[str, Any]]:
-        """Return loss, aux and the gradient of the loss for each tap key; zeros where no path leads to the loss."""
         points: dict[str, Any] = {}
         with torch.enable_grad():
             loss, aux = program(_tapping(points, self._keep))
@@ -153,7 +141,6 @@ class TorchEngine:
         return loss.detach(), aux, dict(zip(points, zeros, strict=True))
 
     def forward(self, program: Program) -> tuple[Any, Any]:
-        """Run a program without gradients, and return (loss, aux)."""
         with torch.no_grad():
             return program(lambda key, tensor: tensor)
 
@@ -168,14 +155,6 @@ class TorchEngine:
             function(*arguments)
         return "" if recorder.coarsest is None else str(recorder.coarsest).removeprefix("torch.")
 
-    def settings(self) -> Hashable:
-        """Return an empty tuple: nothing is compiled."""
-        return ()
-
-    def context(self) -> Hashable:
-        """Return an empty tuple: torch records no loops."""
-        return ()
-
     @contextmanager
     def preserved(self, seed: int | None = None) -> Iterator[None]:
         """Restore torch's random generators on exit, after seeding them if a seed is given.
@@ -188,18 +167,11 @@ class TorchEngine:
                 set_seed(seed)
             yield
 
-    def linearise(
-        self,
-        program: Callable[[Any, Tap], tuple[dict[str, Any], Any]],
-        arguments: Any,
-        memo: Memo | None,
-    ) -> Any:
-        """Run ``program(arguments, tap) -> (targets, aux)`` once, and return it ready for vector-Jacobian products."""
+    def linearise(self, program: TargetProgram, arguments: Any, memo: Memo | None) -> Any:
         del memo  # nothing is compiled
         return _TorchProgram(program, arguments, self._keep)
 
     def per_step(self, function: Callable[..., Any]) -> _TorchSteps:
-        """Return a cell's step function together with its derivatives."""
         return _TorchSteps(function)
 
 
@@ -227,14 +199,13 @@ def _tapping(points: dict[str, Any], keep: Keep) -> Tap:
 class _TorchProgram:
     """A program run once, with its autograd graph, which lives as long as this object."""
 
-    def __init__(self, program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any, keep: Keep) -> None:
+    def __init__(self, program: TargetProgram, arguments: Any, keep: Keep) -> None:
         self._points: dict[str, Any] = {}
         self._pull = PullMany()
         with torch.enable_grad():
             self.targets, self.aux = program(arguments, _tapping(self._points, keep))
 
     def vjp(self, cotangents: Mapping[str, Any]) -> dict[str, Any | None]:
-        """Pull cotangents back; see :class:`rnnlens.autodiff.LinearisedProgram`."""
         targets = [self.targets[name] for name in cotangents]
         given = [
             torch.as_tensor(c if hasattr(c, "detach") else np.require(c, None, "W"), dtype=t.dtype, device=t.device)
@@ -255,7 +226,6 @@ class _TorchSteps:
             return self._function(x, states, weights)
 
     def vjp(self, inputs: Any, cotangents: Any) -> Any:
-        """Pull cotangents back; see :class:`rnnlens.autodiff.protocol.PerStep`."""
         x, states, weights = inputs
         leaves = [t.detach().requires_grad_() for t in (x, *states, *weights.values())]
         count = len(states)
@@ -267,7 +237,6 @@ class _TorchSteps:
         return filled[0], filled[1 : 1 + count], dict(zip(weights, filled[1 + count :], strict=True))
 
     def produced(self, inputs: Any, cotangents: Any) -> Any:
-        """Pull cotangents of (output, new states) back to each new state where the step computes it."""
         x, states, weights = inputs
         leaves = [t.detach().requires_grad_() for t in (x, *states)]
         with torch.enable_grad():
@@ -282,7 +251,6 @@ class _TorchSteps:
         return pulled(targets, [state], given, retain_graph=True)[0]
 
     def jacobian(self, inputs: Any) -> Any:
-        """Return Jacobians (n, rows, size) of [new states, output]: by the concatenated states, and by the input."""
         x, states, weights = inputs
         sizes = [s.shape[-1] for s in states]
         x = x.detach().requires_grad_()

@@ -190,7 +190,7 @@ class _Assembly:
             mask=mask,
             initial_state=get.all("initial_state"),
             output=_turned(get("output"), backwards),
-            output_from_state=None if follows is None else self._engine.like(follows, mask),
+            output_from_state=None if follows is None else tensors.like(follows, mask),
             masked_output=masked_output(layer, known),
             final_state=get.all("final_state") or None if layer.return_state else None,
             output_grad=_turned(get.gradient("output"), backwards),

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ...autodiff import tensors
 from ...errors import runs_again
 from ...recurrence.cells import StepCell
 from ...typing import Array
@@ -78,7 +79,7 @@ class KerasStepCell(StepCell):
         Their shapes are (n, S + output_size, S) and (n, S + output_size, feature).
         """
         parts = [self._jacobian(x[rows], [s[rows] for s in state]) for rows in self._chunks(x)]
-        joined = tuple(self._engine.join([part[i] for part in parts]) for i in range(2))
+        joined = tuple(tensors.join([part[i] for part in parts], axis=0) for i in range(2))
         return joined[0], joined[1]
 
     def _chunks(self, x: Array) -> Iterator[slice]:

@@ -241,12 +241,6 @@ class Dialect(Protocol):
         Within the block, process-wide generators are seeded with ``seed`` if it is given.
         """
 
-    def plain_values(self, variables: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Return (tensors that replace the variables in a reference run, variables to differentiate directly)."""
-
-    def standing(self, model: Any, values: Sequence[Any], seeds: Sequence[Any]) -> AbstractContextManager[None]:
-        """Temporarily substitute ``values`` for all variables and draw random numbers from ``seeds``, without taps."""
-
     def initial_state(self, cell: Any, samples: int) -> Any:
         """Return the states from the cell's own ``get_initial_state`` for a number of samples."""
 

@@ -15,18 +15,20 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 import tf_keras
+from tensorflow.python.util import nest
 from tf_keras.src.engine import base_layer_v1, compile_utils
 from tf_keras.src.engine.functional import Functional
 from tf_keras.src.layers.rnn import base_conv_lstm, gru_v1, lstm_v1
 from tf_keras.src.utils import losses_utils
 
 from ...autodiff import Engine, Tap, engine
+from ...autodiff.tensors import to_numpy
 from ...errors import UnsupportedError
 from ...recurrence.cells import GRU, LSTM, Cell, ConvLSTM1D, ConvLSTM2D, ConvLSTM3D, SimpleRNN
 from ...typing import Namespace
+from ..shared import substitute_in_this_thread
 from . import keras2_run
 from .dialect import Dialect
-from .keras2_ops import ArrayFunctions, Ops, Tree, UntrackedLosses, undisturbed
 
 #: Prefixes of the tested versions of ``tf_keras``.
 _VERSIONS = ("2.21.",)
@@ -63,6 +65,72 @@ if not str(tf_keras.__version__).startswith(_VERSIONS):
     )
 
 
+class _Ops:
+    """Operations of TensorFlow under the names of ``keras.ops``."""
+
+    cast, stack, stop_gradient, zeros, zeros_like = tf.cast, tf.stack, tf.stop_gradient, tf.zeros, tf.zeros_like
+    sum, mean, sqrt, square = tf.reduce_sum, tf.reduce_mean, tf.sqrt, tf.square
+    is_tensor, convert_to_numpy = tf.is_tensor, staticmethod(to_numpy)
+
+    @staticmethod
+    def convert_to_tensor(value: Any, dtype: Any = None) -> Any:
+        """Convert ``value`` to a tensor and, if ``dtype`` is given, cast it."""
+        tensor = tf.convert_to_tensor(value)
+        return tensor if dtype is None else tf.cast(tensor, dtype)
+
+
+class _Tree:
+    """Functions of ``tf.nest`` under the names of ``keras.tree``."""
+
+    flatten, map_structure = tf.nest.flatten, tf.nest.map_structure
+    pack_sequence_as, is_nested = tf.nest.pack_sequence_as, tf.nest.is_nested
+    flatten_with_path = nest.flatten_with_tuple_paths
+
+
+#: Functions of the array-API standard that TensorFlow has under another name.
+_RENAMED = {
+    **{name: getattr(tf, f"reduce_{name}") for name in ("sum", "mean", "prod", "max", "min")},
+    **{name: getattr(tf, name.replace("arc", "a")) for name in ("arcsin", "arccos", "arctan")},
+    **{name: getattr(tf, name.replace("arc", "a")) for name in ("arcsinh", "arccosh", "arctanh")},
+    "concat": tf.concat,
+    "concatenate": tf.concat,
+    "permute_dims": tf.transpose,
+    "flip": tf.reverse,
+    "astype": tf.cast,
+    "asarray": tf.convert_to_tensor,
+    "clip": tf.clip_by_value,
+    "remainder": tf.math.floormod,
+}
+
+
+class _ArrayFunctions:
+    """Namespace of TensorFlow's operations under the names of the array-API standard."""
+
+    __name__ = "tensorflow"
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _RENAMED:
+            return _RENAMED[name]
+        return getattr(tf.math, name) if hasattr(tf.math, name) else getattr(tf, name)
+
+
+class _NoMean:
+    """Metric that records nothing, in place of the mean of the losses."""
+
+    def update_state(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+
+class _UntrackedLosses(compile_utils.LossesContainer):  # type: ignore[misc]  # tf_keras has no types
+    """Compiled form of a loss without metrics, so that evaluating it changes none of the model's."""
+
+    def __init__(self, losses: Any, weights: Any = None, names: Any = None) -> None:
+        super().__init__(losses, weights, names, total_loss_mean=_NoMean())
+
+    def _create_metrics(self) -> None:
+        self._per_output_metrics = [None] * len(self._losses)
+
+
 class Keras2(Dialect):
     """Dialect of ``tf_keras``; see :class:`rnnlens.adapters.keras.dialect.Dialect`."""
 
@@ -71,7 +139,7 @@ class Keras2(Dialect):
     says_mean, says_sum = "tf.reduce_mean(...)", "tf.reduce_sum(...)"
     weighs_steps = False
     layers, activations, losses, models = tf_keras.layers, tf_keras.activations, tf_keras.losses, tf_keras.models
-    ops, tree = Ops, Tree
+    ops, tree = _Ops, _Tree
     Layer, Model, Sequential, Functional = tf_keras.layers.Layer, tf_keras.Model, tf_keras.Sequential, Functional
     Variable = tf.Variable
 
@@ -93,10 +161,8 @@ class Keras2(Dialect):
     hook = staticmethod(keras2_run.hook)
     dropout = staticmethod(keras2_run.dropout)
     refusal = staticmethod(keras2_run.refusal)
-    undisturbed = staticmethod(undisturbed)
 
     def is_graph(self, thing: Any) -> bool:
-        """Return whether a layer is one of ``base_layer_v1``, which runs in graphs and sessions only."""
         return isinstance(thing, base_layer_v1.Layer)
 
     # -- the engine, dtypes, values
@@ -106,15 +172,12 @@ class Keras2(Dialect):
         return engine("tensorflow", self.with_mask)
 
     def floatx(self) -> str:
-        """Return the default float dtype, such as ``"float32"``."""
         return str(tf_keras.backend.floatx())
 
     def dtype_of(self, tensor: Any) -> str:
-        """Return the name of a tensor's dtype, such as ``"float32"``."""
         return str(tf.as_dtype(tensor.dtype).name)
 
     def is_float(self, tensor: Any) -> bool:
-        """Return whether the dtype of a tensor or variable is a float."""
         return bool(tf.as_dtype(tensor.dtype).is_floating)
 
     def computed(self, dtype: str) -> str:
@@ -122,24 +185,20 @@ class Keras2(Dialect):
         return dtype
 
     def mask_of(self, tensor: Any) -> Any:
-        """Return the mask that Keras attached to a tensor; None if there is none."""
         return getattr(tensor, "_keras_mask", None)
 
     def set_mask(self, tensor: Any, mask: Any) -> None:
-        """Attach a mask to a tensor."""
         tensor._keras_mask = mask
 
     def namespace(self) -> Namespace:
         """Return TensorFlow's functions under the names of the array-API standard."""
-        return ArrayFunctions()
+        return _ArrayFunctions()
 
     # -- variables
     def path(self, variable: Any) -> str:
-        """Return the path of a variable, such as ``"lstm/lstm_cell/kernel"``."""
         return str(variable.name).partition(":")[0]
 
     def own_variables(self, layer: Any) -> list[Any]:
-        """Return the variables of a layer without those of its sublayers."""
         return [*layer._trainable_weights, *layer._non_trainable_weights]
 
     def regularizers(self, layer: Any) -> Mapping[int, Any]:
@@ -158,7 +217,6 @@ class Keras2(Dialect):
         return found
 
     def variables(self, model: Any) -> list[Any]:
-        """Return all variables that a run may read, those of metrics and stateful layers included."""
         metrics = [v for metric in getattr(model, "metrics", ()) for v in metric.variables]
         layers = model._flatten_layers() if isinstance(model, tf_keras.layers.Layer) else ()
         states = [v for layer in layers for v in tf.nest.flatten(getattr(layer, "_states", None))]
@@ -184,20 +242,16 @@ class Keras2(Dialect):
         return None if size is None else _sizes(size)
 
     def draws(self, layer: Any) -> bool:
-        """Return whether a layer has a random generator that no dropout rate among its attributes accounts for."""
         rates = ("dropout", "recurrent_dropout", "rate")
         return hasattr(layer, "_random_generator") and not any(hasattr(layer, name) for name in rates)
 
     def time_major(self, layer: Any) -> bool:
-        """Return whether the first axis of a layer's input is time."""
         return bool(layer.time_major)
 
     def inputs_of(self, node: Any) -> list[Any]:
-        """Return the input tensors of one symbolic call of a layer."""
         return list(tf.nest.flatten(node.input_tensors))
 
     def in_order(self, model: Any) -> list[Any] | None:
-        """Return the layers of a model that is one plain chain, without input layers; None for any other model."""
         if type(model) not in (tf_keras.Sequential, Functional) or "call" in vars(model) or not model._is_graph_network:
             return None
         if len(model.inputs) != 1 or len(model.outputs) != 1:
@@ -212,11 +266,9 @@ class Keras2(Dialect):
         return [layer for layer in layers if type(layer) is not tf_keras.layers.InputLayer]
 
     def graph_of(self, model: Any) -> tuple[Any, Any]:
-        """Return the nested symbolic inputs and outputs of a functional model; (None, None) for any other model."""
         return getattr(model, "_nested_inputs", None), getattr(model, "_nested_outputs", None)
 
     def built_on(self, model: Any) -> Any:
-        """Return the shape on which a model was built; None if unknown."""
         shape = getattr(model, "_build_input_shape", None)
         return tuple(shape.as_list()) if isinstance(shape, tf.TensorShape) and shape.rank is not None else shape
 
@@ -251,13 +303,6 @@ class Keras2(Dialect):
         with keras2_run.stateless(model, seeds):
             yield
 
-    @contextmanager
-    def standing(self, model: Any, values: Sequence[Any], seeds: Sequence[Any]) -> Iterator[None]:
-        """Draw random numbers from ``seeds`` within the block; ``values`` is not used."""
-        del values
-        with keras2_run.stateless(model, seeds):
-            yield
-
     stepping = staticmethod(keras2_run.stepping)
 
     def step(self, cell: Any, x: Any, states: Any) -> tuple[Any, Any]:
@@ -277,16 +322,10 @@ class Keras2(Dialect):
         with keras2_run.held(self.variables(model)), keras2_run.collected(model), keras2_run.generators():
             yield
 
-    def plain_values(self, variables: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Return no replacement tensors, and the float variables to differentiate directly."""
-        return [], [v for v in variables if self.is_float(v)]
-
     def initial_state(self, cell: Any, samples: int) -> Any:
-        """Return the states from the cell's own ``get_initial_state`` for a number of samples."""
         return cell.get_initial_state(inputs=None, batch_size=samples, dtype=cell.dtype or self.floatx())
 
     def books(self, layer: Any) -> Iterator[Any]:
-        """Iterate over the containers that a layer's calls append to."""
         for name in ("_losses", "_callable_losses", "_updates", "_metrics"):
             if name in vars(layer):
                 yield vars(layer)[name]
@@ -299,15 +338,12 @@ class Keras2(Dialect):
 
     # -- the loss
     def is_compiled(self, model: Any) -> bool:
-        """Return whether ``compile`` was called on the model."""
         return bool(model._is_compiled)
 
     def compiled_loss(self, model: Any) -> Any:
-        """Return the compiled loss, a function of ``(y, y_pred, sample_weight)``; None if there is none."""
         return None if self.user_loss(model) is None else model.compiled_loss
 
     def user_loss(self, model: Any) -> Any:
-        """Return the loss that was passed to ``compile``; None if there is none."""
         return getattr(getattr(model, "compiled_loss", None), "_user_losses", None)
 
     def compiled_form(self, loss: Any, weights: Any = None, names: Any = None) -> Callable[[Any, Any, Any], Any]:
@@ -315,12 +351,36 @@ class Keras2(Dialect):
 
         It updates no metric.
         """
-        return UntrackedLosses(loss, weights, names)
+        return _UntrackedLosses(loss, weights, names)
 
     def whole_loss(self, model: Any, x: Any, y: Any, y_pred: Any, weight: Any, training: bool) -> Any:
         """Return the loss that training minimises: compiled loss, loss weights, regularisers and ``add_loss``."""
         del training
         return model.compute_loss(x, y, y_pred, weight)
+
+    @contextmanager
+    def undisturbed(self, model: Any, regularised: bool) -> Iterator[None]:
+        """Temporarily replace the compiled loss by a copy that updates no metric.
+
+        Penalties of weights have a gradient only if ``regularised``.
+        """
+        own = vars(model)
+        compiled = own.get("compiled_loss")
+        if compiled is not None:
+            own["compiled_loss"] = _UntrackedLosses(
+                compiled._user_losses, compiled._user_loss_weights, compiled._output_names
+            )
+        layers = [] if regularised else list(model._flatten_layers())
+        penalties = [(vars(layer), vars(layer)["_callable_losses"]) for layer in layers if layer._callable_losses]
+        for books, losses in penalties:
+            books["_callable_losses"] = [substitute_in_this_thread(_stopped(loss), _named(loss)) for loss in losses]
+        try:
+            yield
+        finally:
+            for books, losses in penalties:
+                books["_callable_losses"] = losses
+            if compiled is not None:
+                own["compiled_loss"] = compiled
 
     def aligned(self, y: Any, y_pred: Any) -> tuple[Any, Any]:
         """Return targets and outputs with the dtype and rank matched, as a compiled loss function receives them."""
@@ -329,9 +389,21 @@ class Keras2(Dialect):
         return y, y_pred
 
     def adds_losses(self, model: Any) -> bool:
-        """Return whether a layer called ``add_loss`` in the last call of the model."""
         layers = model._flatten_layers()
         return any((la._losses or la._eager_losses) and la._activity_regularizer is None for la in layers)
+
+
+def _stopped(loss: Any) -> Any:
+    def stopped() -> Any:
+        value = loss()
+        return None if value is None else tf.stop_gradient(value)
+
+    return stopped
+
+
+def _named(loss: Any) -> Any:
+    """Return a function that calls ``loss``; unlike a ``functools.partial`` it has a name."""
+    return lambda: loss()
 
 
 def _sizes(sizes: Any) -> Any:

@@ -205,10 +205,6 @@ def dropout(layer: Any) -> dict[str, Any]:
     return found
 
 
-#: Prefixes of attributes in which a layer only lists its variables.
-_BOOKS = ("_trainable_weights", "_non_trainable_weights", "_self_")
-
-
 #: Attributes with a layer's random generator and with the dropout masks that a cell has drawn.
 _DRAWN = ("_random_generator", "_dropout_mask_cache", "_recurrent_dropout_mask_cache")
 #: Method of a ``Sequential`` that rebuilds its graph for the shape of the data.

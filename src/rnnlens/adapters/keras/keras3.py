@@ -20,12 +20,15 @@ from keras.src.trainers.compile_utils import CompileLoss
 from keras.src.utils.tracking import Tracker
 
 from ...autodiff import Engine, Tap, engine
+from ...errors import UnsupportedError
 from ...recurrence.cells import GRU, LSTM, Cell, ConvLSTM1D, ConvLSTM2D, ConvLSTM3D, SimpleRNN
 from ...typing import Namespace
 from ..shared import substitute_in_this_thread
-from . import keras3_loop
-from .dialect import Dialect
+from .dialect import Dialect, Override
+from .discover import RecurrentSite
+from .hooks import LayerRecorder, own_errors_unchanged, refuse_random
 from .keras3_stamps import stamp_of
+from .loops import StepRecorder
 
 _NAMES = (
     *("linear", "tanh", "sigmoid", "relu", "leaky_relu", "relu6", "elu", "celu", "selu", "softplus", "softsign"),
@@ -33,6 +36,7 @@ _NAMES = (
     *("exponential", "hard_sigmoid", "hard_silu", "hard_tanh", "mish", "log_sigmoid", "softmax", "log_softmax"),
 )
 
+_OWN_LOOPS = (keras.layers.RNN, keras.layers.SimpleRNN, keras.layers.LSTM, keras.layers.GRU)
 _UNINITIALIZED = "uninitialized_variables"
 _SEEDS = "global_seed_generator"
 
@@ -62,9 +66,6 @@ class Keras3(Dialect):
     #: computes a different function if all entries of the result are positive.
     known_activations: Mapping[Any, str] = {getattr(keras.activations, name): name for name in _NAMES}
 
-    hook = staticmethod(keras3_loop.hook)
-    dropout = staticmethod(keras3_loop.dropout)
-
     # -- the engine, dtypes, values
     @cached_property
     def engine(self) -> Engine:
@@ -73,20 +74,15 @@ class Keras3(Dialect):
 
     @property
     def single_precision(self) -> frozenset[str]:
-        """Names of the activations that this engine computes with single-precision constants."""
         by_engine = {"torch": frozenset({"hard_sigmoid"}), "tensorflow": frozenset({"leaky_relu", "gelu"})}
         return by_engine.get(self.engine.name, frozenset())
 
-    def floatx(self) -> str:
-        """Return the default float dtype, such as ``"float32"``."""
-        return str(keras.backend.floatx())
+    floatx = staticmethod(keras.backend.floatx)
 
     def dtype_of(self, tensor: Any) -> str:
-        """Return the name of a tensor's dtype, such as ``"float32"``."""
         return str(keras.backend.standardize_dtype(tensor.dtype))
 
     def is_float(self, tensor: Any) -> bool:
-        """Return whether the dtype of a tensor or variable is a float."""
         return bool(keras.backend.is_float_dtype(self.dtype_of(tensor)))
 
     def computed(self, dtype: str) -> str:
@@ -96,14 +92,9 @@ class Keras3(Dialect):
         """
         return str(keras.backend.result_type(dtype, dtype))
 
-    mask_of = staticmethod(get_keras_mask)
-
-    def set_mask(self, tensor: Any, mask: Any) -> None:
-        """Attach a mask to a tensor."""
-        set_keras_mask(tensor, mask)
+    mask_of, set_mask = staticmethod(get_keras_mask), staticmethod(set_keras_mask)
 
     def namespace(self) -> Namespace:
-        """Return the namespace of array functions for the step of a registered cell."""
         if self.engine.name == "torch":
             import array_api_compat.torch as xp
 
@@ -116,20 +107,16 @@ class Keras3(Dialect):
 
     # -- variables
     def path(self, variable: Any) -> str:
-        """Return the path of a variable, such as ``"lstm/lstm_cell/kernel"``."""
         return str(variable.path)
 
     def own_variables(self, layer: Any) -> list[Any]:
-        """Return the variables of a layer without those of its sublayers."""
         return [*layer._trainable_variables, *layer._non_trainable_variables]
 
     def regularizers(self, layer: Any) -> Mapping[int, Any]:
-        """Map the id of each regularised variable of the layer and its sublayers to its regulariser."""
         found = getattr(layer, "variables", ())
         return {id(v): v.regularizer for v in found if getattr(v, "regularizer", None) is not None}
 
     def variables(self, model: Any) -> list[Any]:
-        """Return all variables with values that a run may read, metrics and the global seed generator included."""
         seeds = global_state.get_global_attribute(_SEEDS)
         metrics = getattr(model, "metrics_variables", [])
         found = [*model.variables, *metrics, *([] if seeds is None else [seeds.state])]
@@ -141,26 +128,24 @@ class Keras3(Dialect):
         return [layer.cell.filters] * 2 if type(layer.cell) is ConvLSTMCell else layer.state_size
 
     def template(self, cell: Any) -> Any:
-        """Return the nested structure of the states that a cell takes, with sizes as leaves."""
         size = cell.state_size
         return [size] if isinstance(size, int) else list(size)
 
     def output_size(self, cell: Any) -> Any:
-        """Return the output size declared by a cell; None if it declares none."""
         return getattr(cell, "output_size", None)
 
     def draws(self, layer: Any) -> bool:
-        """Return whether a layer has a generator of random numbers."""
         return bool(getattr(layer, "_seed_generators", None))
 
-    refusal = staticmethod(keras3_loop.refusal)
+    def refusal(self, layer: Any) -> tuple[str, str] | None:
+        if any(type(layer).inner_loop is loop.inner_loop for loop in _OWN_LOOPS):
+            return None
+        return "overrides inner_loop", "write the recurrence as a cell, keras.layers.RNN(cell)"
 
     def inputs_of(self, node: Any) -> list[Any]:
-        """Return the input tensors of one symbolic call of a layer."""
         return list(keras.tree.flatten(node.input_tensors))
 
     def in_order(self, model: Any) -> list[Any] | None:
-        """Return the layers of a model that is one plain chain, without input layers; None for any other model."""
         if type(model) not in (keras.Sequential, Functional, keras.Model) or "call" in vars(model):
             return None
         functional = getattr(model, "_functional", None)
@@ -177,7 +162,6 @@ class Keras3(Dialect):
         return [op for op in operations if type(op) is not keras.layers.InputLayer]
 
     def graph_of(self, model: Any) -> tuple[Any, Any]:
-        """Return the nested symbolic inputs and outputs of a functional model; (None, None) for any other model."""
         return getattr(model, "_inputs_struct", None), getattr(model, "_outputs_struct", None)
 
     def built_on(self, model: Any) -> Any:
@@ -192,8 +176,29 @@ class Keras3(Dialect):
 
     # -- a run
     def asks_for_training(self, model: Any) -> bool:
-        """Return whether the model is to be called with ``training=``."""
         return bool(getattr(model, "_call_has_training_arg", False))
+
+    def hook(self, recorder: LayerRecorder, site: RecurrentSite, half: int, override: Override) -> None:
+        """Override the ``inner_loop`` of a recurrent layer, and switch off the fused kernel of a bidirectional one.
+
+        ``inner_loop`` receives the mask and the initial state (given, stored, or zeros), the dropout multipliers are
+        drawn by then, and its result is the layer's output. The fused kernel would not call it.
+        """
+        override(site.layer, "inner_loop", _hooked_loop(recorder, site, half))
+        if site.bidirectional:
+            override(site.owner, "_can_attempt_fused_lstm", lambda *args, **kwargs: False)
+            override(site.owner, "_can_attempt_fused_gru", lambda *args, **kwargs: False)
+
+    def dropout(self, layer: Any) -> dict[str, Any]:
+        cell, found = layer.cell, {}
+        for name, attribute, rate in (
+            ("input_scale", "_dropout_mask", "dropout"),
+            ("state_scale", "_recurrent_dropout_mask", "recurrent_dropout"),
+        ):
+            mask = getattr(cell, attribute, None)
+            if mask is not None and 0.0 < getattr(cell, rate, 0.0) < 1.0:
+                found[name] = keras.ops.stack(mask) if isinstance(mask, list | tuple) else mask
+        return found
 
     def values(self, variables: Sequence[Any]) -> list[Any] | None:
         """Return the tensors that replace the variables in a run; None if the engine reads the variables itself."""
@@ -236,7 +241,6 @@ class Keras3(Dialect):
             yield
 
     def step(self, cell: Any, x: Any, states: Any) -> tuple[Any, Any]:
-        """Call a cell once, as its recurrent layer does; return its output and its new states."""
         output, new = cell(x, states)
         return output, new
 
@@ -259,54 +263,33 @@ class Keras3(Dialect):
             global_state.set_global_attribute(_UNINITIALIZED, pending or None)
             global_state.set_global_attribute(_SEEDS, seeds)
 
-    def plain_values(self, variables: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Return the values of all variables as tensors, and no variable to differentiate directly."""
-        return [keras.ops.convert_to_tensor(v) for v in variables], []
-
-    @contextmanager
-    def standing(self, model: Any, values: Sequence[Any], seeds: Sequence[Any]) -> Iterator[None]:
-        """Substitute ``values`` and ``seeds`` for all variables within a ``keras.StatelessScope``."""
-        variables = self.variables(model)
-        mapping = [*zip(variables, values, strict=True), *zip(_seed_states(variables), seeds, strict=True)]
-        with keras.StatelessScope(mapping, collect_losses=True, initialize_variables=False):
-            yield
-
     def initial_state(self, cell: Any, samples: int) -> Any:
-        """Return the states from the cell's own ``get_initial_state`` for a number of samples."""
         return cell.get_initial_state(batch_size=samples)
 
     def books(self, layer: Any) -> Iterator[Any]:
-        """Iterate over the containers that a layer's calls append to."""
         yield from (layer._losses, layer._loss_ids)
 
     def tracks(self, value: Any) -> bool:
-        """Return whether ``value`` is a tracker object of the package."""
         return isinstance(value, Tracker)
 
     def stamp(self, model: Any, loss: Any, within: Any = None) -> Hashable | None:
-        """Return a hashable that changes with everything a run reads; None if that is not known."""
         return stamp_of(model, loss, self.engine, within)
 
     # -- the loss
     def is_compiled(self, model: Any) -> bool:
-        """Return whether ``compile`` was called on the model."""
         return bool(model.compiled)
 
     def compiled_loss(self, model: Any) -> Any:
-        """Return the compiled loss, a function of ``(y, y_pred, sample_weight)``; None if there is none."""
         return getattr(model, "_compile_loss", None)
 
     def user_loss(self, model: Any) -> Any:
-        """Return the loss that was passed to ``compile``; None if there is none."""
         return getattr(self.compiled_loss(model), "_user_loss", None)
 
     def compiled_form(self, loss: Any, weights: Any = None, names: Any = None) -> Callable[[Any, Any, Any], Any]:
-        """Return ``loss`` as the function of ``(y, y_pred, sample_weight)`` that ``compile(loss=...)`` makes of it."""
         form: Callable[[Any, Any, Any], Any] = CompileLoss(loss, weights, output_names=names)
         return form
 
     def whole_loss(self, model: Any, x: Any, y: Any, y_pred: Any, weight: Any, training: bool) -> Any:
-        """Return the loss that training minimises: compiled loss, loss weights, regularisers and ``add_loss``."""
         return model._compute_loss(x, y, y_pred, weight, training=training)
 
     @contextmanager
@@ -339,8 +322,68 @@ class Keras3(Dialect):
         return found
 
     def adds_losses(self, model: Any) -> bool:
-        """Return whether a layer called ``add_loss`` in the last call of the model."""
         return any(la._get_own_losses() and la.activity_regularizer is None for la in model._flatten_layers())
+
+
+def _hooked_loop(recorder: LayerRecorder, site: RecurrentSite, half: int) -> Callable[..., Any]:
+    original, layer = site.layer.inner_loop, site.layer
+
+    def inner_loop(sequences: Any, initial_state: Any, mask: Any, training: Any = False) -> Any:
+        mask = mask[0] if keras.tree.is_nested(mask) else mask
+        initial_state = keras.tree.map_structure(_value_of, initial_state)
+        with own_errors_unchanged():
+            _refuse_triple(site, mask)
+            refuse_random(site, bool(training))
+            steps = recorder.steps_of(site, sequences, initial_state)
+            if steps is not None:
+                return _one_step(steps, sequences, initial_state, mask)
+            call, sequences, initial_state = recorder.enters(site, half, sequences, initial_state, mask)
+        if "dropout" in recorder.keep and training:
+            call.arrays.update(dialect.dropout(layer))
+        with recorder.inside_a_layer():
+            last, outputs, states = original(sequences, initial_state, mask, training=training)
+        if layer.return_sequences:
+            outputs = recorder.record(call, "output", outputs)
+        else:
+            last = recorder.record(call, "output", last)
+        if layer.return_state:
+            states = recorder.record_all(call, "final_state", states)
+            recorder.returns(site)
+        return last, outputs, states
+
+    def _one_step(steps: StepRecorder, sequences: Any, initial_state: Any, mask: Any) -> Any:
+        run, x, states = steps.enter(sequences[:, 0], initial_state)
+        options = {"training": recorder.training} if getattr(layer.cell, "_call_has_training_arg", False) else {}
+        with recorder.inside_a_layer():
+            last, new = layer.cell(x, states, **options)
+        new = keras.tree.pack_sequence_as(states, keras.tree.flatten(new))
+        last, new = steps.leave(run, last, new)
+        if mask is not None:
+            new = keras.tree.map_structure(lambda a, b: keras.ops.where(mask, a, b), new, states)
+            # Its only step is a layer's first, before which there is no output.
+            from_state = keras.backend.backend() == "jax" and not layer.unroll and not layer.zero_output_for_mask
+            before = keras.tree.flatten(states)[0] if from_state else keras.ops.zeros_like(last)
+            last = keras.ops.where(mask, last, before)
+        return last, keras.ops.expand_dims(last, 1), new
+
+    return inner_loop
+
+
+def _value_of(state: Any) -> Any:
+    """Return the value of a stateful layer's variable as a tensor that can be differentiated."""
+    if not isinstance(state, keras.Variable):
+        return state
+    value = state.value  # on TensorFlow a tf.Variable; a tape only watches a value that is read from it
+    return value.read_value() if hasattr(value, "read_value") else keras.ops.convert_to_tensor(value)
+
+
+def _refuse_triple(site: RecurrentSite, mask: Any) -> None:
+    layer = site.layer
+    if keras.backend.backend() == "torch" and layer.unroll and layer.go_backwards and mask is not None:
+        raise UnsupportedError(
+            f"Layer {site.name!r}: Keras on torch cannot run unroll=True with go_backwards=True and a mask.",
+            hint="unroll=False",
+        )
 
 
 def _seed_states(variables: Sequence[Any]) -> list[Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ...autodiff import Engine, Memo, Tap
+from ...autodiff.tensors import join
 from ...errors import InputError, LayerNotFoundError, message, raised_by
 from ...typing import Array
 from ..protocol import Batch, Port, Pullback, refuse_misfits
@@ -191,7 +192,7 @@ class KerasPullback:
         if rows[0] is None:
             return None
         arrays = [self._engine.to_array(row) for row in rows]
-        return self._turned(port, arrays[0] if len(arrays) == 1 else self._engine.join(arrays), axis=2)
+        return self._turned(port, arrays[0] if len(arrays) == 1 else join(arrays, axis=0), axis=2)
 
     def _chunk(self, count: int) -> int:
         per_row: int = sum(8 * math.prod(array.shape) for array in self.values.values()) * _AROUND

@@ -24,7 +24,7 @@ from .cells import initial_state_weights
 from .dialect import dialect_of
 from .inputs import input_order, prepare
 from .restore import as_found
-from .run import RunRequest, memo_of, stamp_of_run, stamp_of_tensors
+from .run import RunRequest, call_model, memo_of, stamp_of_run, stamp_of_tensors
 from .weights import attributes, has_two_biases, registration_of
 
 
@@ -71,7 +71,8 @@ def _reference_function(model: Any, batch: Batch, with_loss: bool, regularised: 
     stamp = stamp_of_run(keras, model, batch.loss) if keras.engine.compiles else None
     with as_found(model, keras, batch.seed), keras.undisturbed(model, regularised=regularised):
         arguments = job.arguments()
-        arguments["values"], watched = keras.plain_values(job.variables)
+        # Variables that the program reads itself are differentiated directly.
+        watched = [v for v in job.variables if keras.is_float(v)] if arguments["values"] is None else []
         yield _ReferenceFunction(job, watched, loss, arguments, (regularised, stamp))
 
 
@@ -90,7 +91,7 @@ class _ReferenceFunction:
         self.job, self.loss, self.arguments = job, loss, arguments
         self.regularised, self.stamp = closed
         self.x = self.keras.tree.flatten(arguments["x"])
-        self.floats = [self.keras.is_float(t) for t in (*self.x, *arguments["values"])]
+        self.floats = [self.keras.is_float(t) for t in (*self.x, *(arguments["values"] or ()))]
 
     def forward(self) -> tuple[list[Array], float | None, None]:
         """Run the model; return its outputs, the loss (None if there is none) and None for the gradients."""
@@ -139,7 +140,7 @@ class _ReferenceFunction:
     def split(self, given: list[Any] | None) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments of :meth:`program`: the floats of x and of the variables, and everything else."""
         rest = {**{key: self.arguments[key] for key in ("y", "sample_weight", "seeds")}, "given": given}
-        every = [*self.x, *self.arguments["values"]]
+        every = [*self.x, *(self.arguments["values"] or ())]
         sources = [t for t, is_float in zip(every, self.floats, strict=True) if is_float]
         others = [t for t, is_float in zip(every, self.floats, strict=True) if not is_float]
         return sources, {**rest, "others": others}
@@ -150,9 +151,8 @@ class _ReferenceFunction:
         every = [next(mine) if is_float else next(others) for is_float in self.floats]
         keras, job, count = self.keras, self.job, len(self.x)
         x = keras.tree.pack_sequence_as(self.arguments["x"], every[:count])
-        with keras.standing(job.model, every[count:], rest["seeds"]):
-            training = {"training": job.training} if keras.asks_for_training(job.model) else {}
-            outputs = job.model(x, **training)
+        with keras.running(job.model, every[count:] or None, rest["seeds"], {}, lambda key, tensor: tensor):
+            outputs = call_model(job.model, x, job.training)
             value = None if self.loss is None else self.loss(x, rest["y"], outputs, rest["sample_weight"])
         return value, keras.tree.flatten(outputs)
 
@@ -174,7 +174,7 @@ class _ReferenceFunction:
 
 
 def _by_jax(target: Any, sources: list[Any], watched: list[Any]) -> Any:
-    del watched  # only variables of tf_keras
+    del watched  # only variables of TensorFlow
     import jax
 
     (_, told), grads = jax.value_and_grad(target, has_aux=True)(sources)
@@ -185,15 +185,16 @@ def _by_tensorflow(target: Any, sources: list[Any], watched: list[Any]) -> Any:
     import tensorflow as tf
 
     with tf.GradientTape(watch_accessed_variables=False) as tape:
-        for source in (*sources, *watched):
-            tape.watch(source)
+        # A variable of Keras 3 wraps one of TensorFlow.
+        watched = [v if isinstance(v, tf.Variable) else v.value for v in watched]
+        tape.watch([*sources, *watched])
         value, told = target(sources)
     grads = tape.gradient(value, [*sources, *watched], unconnected_gradients=tf.UnconnectedGradients.ZERO)
     return told, [tf.convert_to_tensor(g) for g in grads]
 
 
 def _by_torch(target: Any, sources: list[Any], watched: list[Any]) -> Any:
-    del watched  # only variables of tf_keras
+    del watched  # only variables of TensorFlow
     import torch
 
     torch_engine: Any = engine("torch")
