@@ -17,14 +17,14 @@ from . import losses
 from .cells import KerasStepCell, initial_state_weights
 from .dialect import Dialect, dialect_of
 from .discover import Places, RecurrentSite, choose, given_states, hooked_beside, places
-from .inputs import by_key, input_order, prepare
-from .loops import LayerCall
+from .hooks import LayerCall
+from .inputs import by_key, input_order
 from .reference_run import names_of, tied_variables
 from .run import RunRequest, RunResult, run
 from .weights import cell_variables, cell_with_equations, class_of, computed_in, known_arrays, registration_of
 
 _UPPER = frozenset({"output", "final_state", "state"})
-_BOUNDARYS = _UPPER | {"input", "initial_state"}
+_BOUNDARIES = _UPPER | {"input", "initial_state", "model|input", "model|output"}
 _REPLAY = frozenset({"input", "initial_state", "mask", "dropout", "output", "final_state", "outputs", "state"})
 
 
@@ -36,25 +36,19 @@ def capture(model: Any, batch: Batch, request: CaptureRequest) -> Capture:
     sites, plain = choose(found, names)
     started = given_states(found, batch.initial_state)
     loss = losses.plan(model, batch) if request.gradients or request.loss else None
-    data = prepare(model, batch)
     weights = _weights(sites) if request.gradients and request.weight_grads else {}
     boundaries = request.boundaries and request.gradients
     beside = _beside(model, weights) if boundaries else {}
     job = RunRequest(
-        model=model,
-        data=data,
-        sites=[*sites, *hooked_beside(found, sites, started)],
-        plain=plain,
-        training=batch.training,
-        seed=batch.seed,
-        loss=loss,
-        loss_given=batch.loss,
+        model,
+        batch,
+        [*sites, *hooked_beside(found, sites, started)],
+        plain,
+        loss,
         gradients=request.gradients,
-        wanted=(_BOUNDARYS if boundaries else _UPPER) if request.gradients else frozenset(),
+        wanted=(_BOUNDARIES if boundaries else _UPPER) if request.gradients else frozenset(),
         keep=_REPLAY if request.inputs else frozenset({"output", "final_state", "outputs"}),
         weights={name: variable for name, (variable, _) in weights.items()} | beside,
-        tap_inputs=boundaries,
-        tap_outputs=boundaries,
     )
     result = run(job)
     told = _Assembly(keras, result, sites, _tied(model, found.sites)).capture(request)
@@ -86,7 +80,7 @@ def _beside(model: Any, weights: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
 def _tell_around(found: Capture, job: RunRequest, result: RunResult) -> None:
     """Add the gradients at the inputs and outputs of the model and at all tapped weights to a capture."""
     keras, engine, gradients = job.keras, job.keras.engine, result.gradients
-    taps = [gradients.get(f"model|input/{i}") for i in input_order(keras, job.data.x)]
+    taps = [gradients.get(f"model|input/{i}") for i in input_order(keras, job.data["x"])]
     found.input_grads = [None if tap is None else engine.to_array(tap) for tap in taps]
     taps = [gradients.get(f"model|output/{i}") for i in range(len(keras.tree.flatten(result.outputs)))]
     found.output_grads = [None if tap is None else engine.to_array(tap) for tap in taps]

@@ -325,3 +325,44 @@ def _masked(layer: Any) -> bool | None:
         return None
     tensors = [t for node in nodes for t in dialect_of(layer).inputs_of(node)]
     return any(getattr(t, "_keras_mask", None) is not None for t in tensors)
+
+
+def refuse_random(site: RecurrentSite, training: bool) -> None:
+    """Refuse cells of unknown equations whose step cannot be replayed in training mode.
+
+    Raises
+    ------
+    UnsupportedError
+        If the cell draws random numbers or uses statistics of the batch.
+    """
+    layer = site.layer
+    if training and known_class(layer.cell) is None and _takes_statistics(site.keras, layer.cell):
+        raise UnsupportedError(
+            f"Layer {site.name!r}: batch normalisation in the cell {type(layer.cell).__name__} mixes the samples "
+            "of the batch.",
+            got="training=True",
+            expected="a cell whose step depends only on its input, its state and its weights",
+            hint="training=False",
+        )
+    if training and known_class(layer.cell) is None and _is_random(site.keras, layer.cell):
+        raise UnsupportedError(
+            f"Layer {site.name!r}: dropout inside the cell {type(layer.cell).__name__} cannot be replayed.",
+            hint="training=False, or dropout between the layers instead of inside the cell",
+        )
+
+
+def _takes_statistics(keras: Dialect, cell: Any) -> bool:
+    inner = cell._flatten_layers() if isinstance(cell, keras.Layer) else ()
+    return any(isinstance(layer, keras.layers.BatchNormalization) and layer.trainable for layer in inner)
+
+
+def _is_random(keras: Dialect, cell: Any) -> bool:
+    if not isinstance(cell, keras.Layer):
+        return False
+    for layer in cell._flatten_layers():
+        rates = [getattr(layer, name, 0) for name in ("dropout", "recurrent_dropout", "rate")]
+        if any(isinstance(rate, (int, float)) and rate > 0 for rate in rates):
+            return True
+        if keras.draws(layer) and known_class(layer) is None:
+            return True
+    return False

@@ -2,10 +2,17 @@
 
 The dialect chooses which method of a recurrent layer is hooked: one that receives mask, initial state and dropout, and
 whose result is the layer's output. Any other layer is hooked at its ``call``.
+
+A loop of the model's own code over a cell, or over a layer with one step a call, is recorded as one recurrence. At each
+call two tensors are tapped: the state as the cell made it (its *total* gradient), and the state as the user's code
+receives it (its *direct* gradient). The next call gets the first in place of the second, so that nothing that goes from
+step to step counts as direct. Where the user's code changes the states between the steps, as a mask does, no tensor is
+put in the place of another, and the gradient at the state that the code receives is the total one.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,9 +22,53 @@ from ...autodiff import Tap
 from ...errors import InputError, RnnlensError, UnsupportedError
 from ..shared import substitute_in_this_thread
 from .dialect import Dialect
-from .discover import RecurrentSite
-from .loops import CellCallHook, LayerCall, Starts, SteppedLayerError, StepRecorder
-from .weights import known_class
+from .discover import RecurrentSite, refuse_random
+
+#: Numbers of the calls of each cell that start a recurrence, by the cell's name; all other calls continue one.
+Starts = Mapping[str, frozenset[int]]
+
+
+@dataclass
+class LayerCall:
+    """One call of one layer: ``arrays`` maps names to tensors, and ``key`` starts the name of each tap.
+
+    ``shape`` is that of the first argument of a layer that is hooked at its ``call``.
+    """
+
+    place: str
+    half: int
+    index: int
+    arrays: dict[str, Any] = field(default_factory=dict)
+    is_loop: bool = False
+    shape: tuple[int | None, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """Prefix of the call's tap keys: ``"lstm|0|1"`` is the second call of the first (or only) direction."""
+        return f"{self.place}|{self.half}|{self.index}"
+
+
+class ChangedStateError(RnnlensError):
+    """Signal that a cell received a state that it did not return; which calls start a recurrence must be found out."""
+
+
+class SteppedLayerError(ChangedStateError):
+    """Signal that the user's code calls a layer one step at a time; its calls must be recorded as one recurrence."""
+
+    def __init__(self, layer: str) -> None:
+        super().__init__(layer)
+        self.layer = layer
+
+
+@dataclass
+class CellRun:
+    """One recurrence over a cell: its record, the states given to the user's code, and those that the cell made."""
+
+    call: LayerCall
+    received: list[Any] = field(default_factory=list)
+    produced: list[Any] = field(default_factory=list)
+    masks: dict[str, Any] = field(default_factory=dict)
+    steps: int = 0
 
 
 @contextmanager
@@ -46,7 +97,7 @@ class LayerRecorder:
 
     ``wanted`` contains what to tap: a kind of tensor (``"output"``) at every call, or one tensor of one call
     (``"lstm|0|1|final_state/0"``), at every step of a loop over a cell. ``keep`` contains the kinds to record besides
-    the tapped ones. ``starts`` and ``spoiled`` are for loops over cells, see :class:`.loops.StepRecorder`. ``stepped``
+    the tapped ones. ``starts`` and ``spoiled`` are for loops over cells, see :class:`StepRecorder`. ``stepped``
     names the layers whose calls with one step are joined; with None, no layer's are. ``apart`` names the layers whose
     calls with one step do not continue each other.
     """
@@ -208,6 +259,130 @@ class LayerRecorder:
         return call
 
 
+class StepRecorder:
+    """Recorder of single steps of one cell or layer, joined to recurrences; see the module's text.
+
+    ``starts`` are the numbers of the calls that start a recurrence if the user's code changes states, else None.
+    ``spoiled``: replace the states that the user's code receives by NaN, to find out which calls depend on them.
+    """
+
+    def __init__(
+        self, recorder: LayerRecorder, site: RecurrentSite, starts: frozenset[int] | None, spoiled: bool
+    ) -> None:
+        self._recorder, self._site, self._starts, self._spoiled = recorder, site, starts, spoiled
+        self._keras: Dialect = site.keras
+        self._context = self._keras.engine.context()
+        self._runs: list[CellRun] = []
+        self._count = 0
+
+    def enter(self, x: Any, states: Any) -> tuple[CellRun, Any, Any]:
+        """Record and tap the input (sample, feature) and the states of a step; return its run and the tapped ones."""
+        self._refuse_compiled_loop()
+        flat = self._keras.tree.flatten(states)
+        run = self._run_of(flat)
+        self._count += 1
+        x, flat = self._enter(run, x, flat)
+        return run, x, self._keras.tree.pack_sequence_as(states, flat)
+
+    def leave(self, run: CellRun, output: Any, states: Any) -> tuple[Any, Any]:
+        """Record and tap the output and the new states of a step; return those that the user's code receives."""
+        if self._recorder.training:
+            self._dropout(run)
+        output, states = self._leave(run, output, states)
+        run.steps += 1
+        return output, states
+
+    def _refuse_compiled_loop(self) -> None:
+        if self._keras.engine.context() != self._context:
+            raise UnsupportedError(
+                f"Cell {self._site.name!r} is called in a loop that the framework compiles, whose steps rnnlens "
+                "cannot record.",
+                got="a cell called inside scan, while_loop, fori_loop, tf.while_loop, map_fn or another function",
+                expected="a Python loop over the steps, or a keras.layers.RNN around the cell",
+                hint="keras.layers.RNN(cell, return_sequences=True)",
+            )
+
+    def _run_of(self, states: Sequence[Any]) -> CellRun:
+        """Return the recurrence that a call with these states continues, or a new one."""
+        if self._starts is not None:
+            if self._count not in self._starts and self._runs:
+                return self._runs[-1]
+        else:
+            for run in reversed(self._runs):
+                if len(states) == len(run.received) and all(a is b for a, b in zip(states, run.received, strict=True)):
+                    return run
+            if self._runs:
+                raise ChangedStateError(self._site.name)
+        self._runs.append(CellRun(self._recorder.starts_call(self._site.name, is_loop=True)))
+        return self._runs[-1]
+
+    def _enter(self, run: CellRun, x: Any, states: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """Record the input and the states of a call; return those to continue with."""
+        record, t = self._recorder.record, run.steps
+        if t == 0:
+            found = list(self._recorder.given_state(self._site, 0, list(states)))
+            found = [record(run.call, f"initial_state/{i}", s) for i, s in enumerate(found)]
+        else:
+            found = list(states) if self._starts is not None else run.produced
+        if self._starts is not None:
+            run.call.arrays.update({f"received/{i}@{t}": s for i, s in enumerate(found)})
+        return record(run.call, f"input@{t}", x), found
+
+    def _leave(self, run: CellRun, output: Any, states: Any) -> tuple[Any, Any]:
+        """Record and tap the output and the new states of a call; return those that the user's code receives."""
+        record, t = self._recorder.record, run.steps
+        flat = self._keras.tree.flatten(states)
+        made = {id(s): record(run.call, f"total/{i}@{t}", s) for i, s in enumerate(flat)}
+        run.produced = [made[id(s)] for s in flat]
+        kept = {id(output): record(run.call, f"output@{t}", made.get(id(output), output))}
+        for i, state in enumerate(flat):
+            if id(state) not in kept:
+                kept[id(state)] = record(run.call, f"state/{i}@{t}", made[id(state)])
+        run.received = [kept[id(s)] for s in flat]
+        run.call.arrays.update({f"final_state/{i}": s for i, s in enumerate(run.received)})
+        if self._spoiled:
+            kept = {key: tensor + float("nan") for key, tensor in kept.items()}
+        return kept[id(output)], self._keras.tree.pack_sequence_as(states, [kept[id(s)] for s in flat])
+
+    def _dropout(self, run: CellRun) -> None:
+        """Record the cell's dropout multipliers, which have to be the same at each step."""
+        found = self._keras.dropout(self._site.layer)
+        if run.steps and any(found.get(name) is not mask for name, mask in run.masks.items()):
+            raise UnsupportedError(
+                f"Cell {self._site.name!r} draws new dropout at each step of the model's own loop.",
+                expected="one mask for all steps",
+                hint="training=False, or keras.layers.RNN(cell)",
+            )
+        run.masks = found
+        if "dropout" in self._recorder.keep:
+            run.call.arrays.update(found)
+
+
+class CellCallHook:
+    """Hook on the ``call`` of a cell: its calls from outside of a recurrent layer are steps of a recurrence."""
+
+    def __init__(self, recorder: LayerRecorder, site: RecurrentSite, steps: StepRecorder) -> None:
+        self._recorder, self._site, self._steps = recorder, site, steps
+        self._original = site.layer.cell.call
+        self._names = list(inspect.signature(self._original).parameters)[:2]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the cell's own ``call``, and record and tap its input, states and output."""
+        given = dict(zip(self._names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in self._names}
+        if self._recorder.is_inside_a_layer or len(given) < 2:
+            return self._original(*args, **kwargs)
+        run, x, states = self._steps.enter(*(given[name] for name in self._names))
+        kwargs = {k: v for k, v in kwargs.items() if k not in self._names}
+        result = self._original(x, states, *args[2:], **kwargs)
+        if not isinstance(result, tuple | list) or len(result) != 2:
+            raise UnsupportedError(
+                f"Cell {self._site.name!r} did not return an output and its states.",
+                got=type(result).__name__,
+                expected="(output, states), as keras.layers.LSTMCell returns them",
+            )
+        return self._steps.leave(run, *result)
+
+
 def own_errors(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method whose errors of rnnlens Keras does not change."""
 
@@ -226,44 +401,3 @@ def own_errors_unchanged() -> Iterator[None]:
     except RnnlensError as error:
         error._keras_call_info_injected = True  # type: ignore[attr-defined]
         raise
-
-
-def refuse_random(site: RecurrentSite, training: bool) -> None:
-    """Refuse cells of unknown equations whose step cannot be replayed in training mode.
-
-    Raises
-    ------
-    UnsupportedError
-        If the cell draws random numbers or uses statistics of the batch.
-    """
-    layer = site.layer
-    if training and known_class(layer.cell) is None and _takes_statistics(site.keras, layer.cell):
-        raise UnsupportedError(
-            f"Layer {site.name!r}: batch normalisation in the cell {type(layer.cell).__name__} mixes the samples "
-            "of the batch.",
-            got="training=True",
-            expected="a cell whose step depends only on its input, its state and its weights",
-            hint="training=False",
-        )
-    if training and known_class(layer.cell) is None and _is_random(site.keras, layer.cell):
-        raise UnsupportedError(
-            f"Layer {site.name!r}: dropout inside the cell {type(layer.cell).__name__} cannot be replayed.",
-            hint="training=False, or dropout between the layers instead of inside the cell",
-        )
-
-
-def _takes_statistics(keras: Dialect, cell: Any) -> bool:
-    inner = cell._flatten_layers() if isinstance(cell, keras.Layer) else ()
-    return any(isinstance(layer, keras.layers.BatchNormalization) and layer.trainable for layer in inner)
-
-
-def _is_random(keras: Dialect, cell: Any) -> bool:
-    if not isinstance(cell, keras.Layer):
-        return False
-    for layer in cell._flatten_layers():
-        rates = [getattr(layer, name, 0) for name in ("dropout", "recurrent_dropout", "rate")]
-        if any(isinstance(rate, (int, float)) and rate > 0 for rate in rates):
-            return True
-        if keras.draws(layer) and known_class(layer) is None:
-            return True
-    return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,22 +15,8 @@ from ..protocol import Batch
 from .dialect import Dialect, dialect_of
 
 
-@dataclass
-class TensorBatch:
-    """One batch as tensors of the engine, nested as the user's data."""
-
-    x: Any
-    y: Any = None
-    sample_weight: Any = None
-    initial_state: dict[str, list[Any]] | None = None
-
-    def arrays(self) -> dict[str, Any]:
-        """Return inputs, targets, sample weights and initial states as one dict."""
-        return {"x": self.x, "y": self.y, "sample_weight": self.sample_weight, "initial_state": self.initial_state}
-
-
-def prepare(model: Any, batch: Batch) -> TensorBatch:
-    """Check ``batch`` against the model and convert it to tensors.
+def prepare(model: Any, batch: Batch) -> dict[str, Any]:
+    """Check ``batch`` against the model; return x, y, sample_weight and initial_state as tensors of the engine.
 
     Raises
     ------
@@ -50,7 +35,7 @@ def prepare(model: Any, batch: Batch) -> TensorBatch:
     for name, given in states.items():
         _check_count(keras, f"initial_state[{name!r}]", given, count)
     tensors = _converter(model)
-    return TensorBatch(tensors(x), y, weight, tensors(states) if states else None)
+    return {"x": tensors(x), "y": y, "sample_weight": weight, "initial_state": tensors(states) if states else None}
 
 
 def build_from(model: Any, x: Any) -> None:

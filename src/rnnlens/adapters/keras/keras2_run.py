@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -21,14 +21,10 @@ from tf_keras.src import backend
 from tf_keras.src.layers.rnn import base_conv_lstm, base_conv_rnn, base_cudnn_rnn, gru_v1, lstm_v1
 
 from ...errors import UnsupportedError, no_function_of_its_own
-from .discover import RecurrentSite
-from .hooks import LayerRecorder, own_errors_unchanged, refuse_random
-from .loops import LayerCall
+from .dialect import Override
+from .discover import RecurrentSite, refuse_random
+from .hooks import LayerCall, LayerRecorder, own_errors_unchanged
 from .weights import known_class
-
-if TYPE_CHECKING:
-    from .dialect import Override
-
 
 _OWN_CALLS = tuple(
     kind.call

@@ -25,10 +25,9 @@ from ...recurrence.cells import GRU, LSTM, Cell, ConvLSTM1D, ConvLSTM2D, ConvLST
 from ...typing import Namespace
 from ..shared import substitute_in_this_thread
 from .dialect import Dialect, Override
-from .discover import RecurrentSite
-from .hooks import LayerRecorder, own_errors_unchanged, refuse_random
+from .discover import RecurrentSite, refuse_random
+from .hooks import LayerRecorder, StepRecorder, own_errors_unchanged
 from .keras3_stamps import stamp_of
-from .loops import StepRecorder
 
 _NAMES = (
     *("linear", "tanh", "sigmoid", "relu", "leaky_relu", "relu6", "elu", "celu", "selu", "softplus", "softsign"),

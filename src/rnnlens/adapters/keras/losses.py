@@ -14,7 +14,7 @@ from ...typing import Array
 from ..protocol import Batch, Outputs
 from .dialect import Dialect, dialect_of
 from .discover import given_states, places
-from .inputs import prepare, targets
+from .inputs import targets
 from .restore import as_found
 from .run import Loss, RunRequest, run
 
@@ -224,16 +224,8 @@ def outputs_of(model: Any, batch: Batch) -> Outputs:
     engine = keras.engine
     found = places(model)
     names = given_states(found, batch.initial_state)
-    job = RunRequest(
-        model=model,
-        data=prepare(model, batch),
-        sites=[site for site in found.sites if site.name in names],
-        plain={},
-        training=batch.training,
-        seed=batch.seed,
-        keep=frozenset({"outputs", "masks"}),
-    )
-    kept = run(job).outputs
+    sites = [site for site in found.sites if site.name in names]
+    kept = run(RunRequest(model, batch, sites, keep=frozenset({"outputs", "masks"}))).outputs
     leaves = keras.tree.flatten(kept["outputs"])
     masks = [None if mask is None else np.asarray(engine.to_array(mask)) for mask in kept["masks"]]
     arrays = [keras.value_of(leaf) for leaf in leaves]

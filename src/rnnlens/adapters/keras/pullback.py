@@ -20,8 +20,8 @@ from . import losses
 from .boundaries import TappedPorts
 from .dialect import Dialect, dialect_of
 from .discover import given_states, places
-from .inputs import input_order, prepare
-from .loops import LayerCall
+from .hooks import LayerCall
+from .inputs import input_order
 from .restore import as_found
 from .run import Loss, RunRequest, forget, memo_for, program, with_loops
 
@@ -111,18 +111,14 @@ class KerasPullback:
         sites = [site for site in self._spots.found.sites if not site.is_loop and site.refusal is None]
         sized = {site.name + _SIZES: site.owner for site in sites}
         return RunRequest(
-            model=model,
-            data=prepare(model, batch),
-            sites=self._spots.hooked_sites(given_states(self._spots.found, batch.initial_state)),
-            plain=self._spots.plain | sized,
-            training=batch.training,
-            seed=batch.seed,
-            loss=loss,
-            loss_given=batch.loss,
+            model,
+            batch,
+            self._spots.hooked_sites(given_states(self._spots.found, batch.initial_state)),
+            self._spots.plain | sized,
+            loss,
             wanted=wanted,
             keep=frozenset(self._spots.keys.values()) | {"outputs"},
             weights=self._spots.weights,
-            tap_inputs=any(key.startswith("model|input") for key in wanted),
         )
 
     def _program(self, job: RunRequest) -> Any:

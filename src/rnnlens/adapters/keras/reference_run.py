@@ -22,7 +22,7 @@ from ..protocol import Batch, Cotangents, ReferenceRun, WeightLocation
 from . import losses
 from .cells import initial_state_weights
 from .dialect import dialect_of
-from .inputs import input_order, prepare
+from .inputs import input_order
 from .restore import as_found
 from .run import RunRequest, call_model, memo_of, stamp_of_run, stamp_of_tensors
 from .weights import attributes, has_two_biases, registration_of
@@ -67,7 +67,7 @@ def _reference_function(model: Any, batch: Batch, with_loss: bool, regularised: 
     """Yield the reference run of a model; restore the model after the block."""
     keras = dialect_of(model)
     loss = losses.plan(model, batch) if with_loss else None
-    job = RunRequest(model, prepare(model, batch), (), {}, batch.training, batch.seed)
+    job = RunRequest(model, batch)
     stamp = stamp_of_run(keras, model, batch.loss) if keras.engine.compiles else None
     with as_found(model, keras, batch.seed), keras.undisturbed(model, regularised=regularised):
         arguments = job.arguments()
@@ -110,7 +110,7 @@ class _ReferenceFunction:
         """Return the cotangents as tensors; a function of the outputs' values needs a run of the model."""
         if not callable(cotangents):
             return [None if c is None else self.keras.ops.convert_to_tensor(c) for c in cotangents]
-        with as_found(self.job.model, self.keras, self.job.seed):  # the run below starts from the same states
+        with as_found(self.job.model, self.keras, self.job.batch.seed):  # the run below starts from the same states
             _, values = self._run("forward", self.program)
         found = cotangents([np.asarray(self.engine.to_array(t)) for t in values])
         return [
@@ -131,7 +131,7 @@ class _ReferenceFunction:
         eager = getattr(self.job.model, "run_eagerly", False) or (self.stamp is None and self.keras.is_short(self.x))
         if eager or not self.engine.compiles:
             return function(*arguments)
-        options = (name, self.job.training, self.loss is None, self.regularised, tuple(self.floats))
+        options = (name, self.job.batch.training, self.loss is None, self.regularised, tuple(self.floats))
         memo = memo_of(
             self.job.model, ("plain", *options, stamp_of_tensors(self.keras, (self.arguments, given))), self.stamp
         )
@@ -152,7 +152,7 @@ class _ReferenceFunction:
         keras, job, count = self.keras, self.job, len(self.x)
         x = keras.tree.pack_sequence_as(self.arguments["x"], every[:count])
         with keras.running(job.model, every[count:] or None, rest["seeds"], {}, lambda key, tensor: tensor):
-            outputs = call_model(job.model, x, job.training)
+            outputs = call_model(job.model, x, job.batch.training)
             value = None if self.loss is None else self.loss(x, rest["y"], outputs, rest["sample_weight"])
         return value, keras.tree.flatten(outputs)
 

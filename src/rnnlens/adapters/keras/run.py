@@ -16,12 +16,11 @@ import numpy as np
 from ...autodiff import Engine, Memo, Tap
 from ...errors import raised_by
 from ...settings import current
-from ...typing import Array
+from ..protocol import Batch
 from .dialect import Dialect, dialect_of
 from .discover import RecurrentSite
-from .hooks import LayerRecorder
-from .inputs import TensorBatch
-from .loops import ChangedStateError, LayerCall, Starts, SteppedLayerError, stacked, starts_of
+from .hooks import ChangedStateError, LayerCall, LayerRecorder, Starts, SteppedLayerError
+from .inputs import prepare
 from .restore import as_found, unchanged
 
 #: Function of (x, y, outputs, sample weights) that returns the loss as a scalar tensor.
@@ -31,27 +30,31 @@ Result = TypeVar("Result")
 
 @dataclass
 class RunRequest:
-    """One request: what to run, which layers to hook and which tensors to tap. It is never cached."""
+    """One request: what to run, which layers to hook and which tensors to tap. It is never cached.
+
+    ``sites`` and ``plain`` are the hooked layers; ``wanted``, ``keep``, ``starts``, ``spoiled`` and ``stepped`` are
+    those of :class:`.hooks.LayerRecorder`, and ``weights`` the variables to tap by key.
+    """
 
     model: Any
-    data: TensorBatch
-    sites: Sequence[RecurrentSite]
-    plain: Mapping[str, Any]
-    training: bool
-    seed: int | None = None
+    batch: Batch
+    sites: Sequence[RecurrentSite] = ()
+    plain: Mapping[str, Any] = field(default_factory=dict)
     loss: Loss | None = None
-    loss_given: Any = None
     gradients: bool = True
     wanted: frozenset[str] = frozenset()
     keep: frozenset[str] = frozenset()
     weights: Mapping[str, Any] = field(default_factory=dict)
-    tap_inputs: bool = False
-    tap_outputs: bool = False
     starts: Starts = field(default_factory=dict)
     spoiled: str = ""
     stepped: frozenset[str] = frozenset()
     apart: frozenset[str] = frozenset()
     calls: list[LayerCall] = field(default_factory=list)
+
+    @cached_property
+    def data(self) -> dict[str, Any]:
+        """The batch as tensors, checked against the model."""
+        return prepare(self.model, self.batch)
 
     @cached_property
     def keras(self) -> Dialect:
@@ -66,7 +69,7 @@ class RunRequest:
     def arguments(self) -> dict[str, Any]:
         """Return everything that may differ between runs as one tree of tensors: batch, variables, seeds."""
         values = self.keras.values(self.variables)
-        return {**self.data.arrays(), "values": values, "seeds": self.keras.seeds(self.model, self.seed)}
+        return {**self.data, "values": values, "seeds": self.keras.seeds(self.model, self.batch.seed)}
 
 
 def program(job: RunRequest, arguments: Mapping[str, Any], tap: Tap) -> tuple[Any, Any]:
@@ -78,23 +81,21 @@ def program(job: RunRequest, arguments: Mapping[str, Any], tap: Tap) -> tuple[An
         job.wanted,
         job.keep,
         arguments["initial_state"] or {},
-        training=job.training,
+        training=job.batch.training,
         starts=job.starts,
         spoiled=job.spoiled,
         stepped=job.stepped,
         apart=job.apart,
     )
     x, y, weight = arguments["x"], arguments["y"], arguments["sample_weight"]
-    if job.tap_inputs:
-        flat = [tap(f"model|input/{i}", t) if keras.is_float(t) else t for i, t in enumerate(keras.tree.flatten(x))]
-        x = keras.tree.pack_sequence_as(x, flat)
+    x = _tapped(job, "model|input", x, tap)
     # An engine may call the program several times; each call must start from the user's model, unchanged.
     values, seeds = arguments["values"], arguments["seeds"]
     with unchanged(job.model, keras), keras.running(job.model, values, seeds, job.weights, tap):
         with recorder.hooked(job.sites, job.plain):
             with raised_by("Your model"):
-                outputs = call_model(job.model, x, job.training)
-            outputs = _tapped(job, outputs, tap)
+                outputs = call_model(job.model, x, job.batch.training)
+            outputs = _tapped(job, "model|output", outputs, tap)
         with raised_by("Your loss"):
             value = None if job.loss is None else job.loss(x, y, outputs, weight)
         adds = keras.adds_losses(job.model)
@@ -111,20 +112,19 @@ def program(job: RunRequest, arguments: Mapping[str, Any], tap: Tap) -> tuple[An
     return value, ([call.arrays for call in recorder.calls], kept)
 
 
-def _tapped(job: RunRequest, outputs: Any, tap: Tap) -> Any:
-    """Return the outputs of the model, with taps at those that are wanted, or at all floats; masks stay on them.
+def _tapped(job: RunRequest, kind: str, tree: Any, tap: Tap) -> Any:
+    """Return the inputs or outputs of the model, with taps at those that are wanted, or at all floats.
 
-    Where the loss may be computed from the logits of an output, only wanted outputs have taps.
+    Where the loss may be computed from the logits of an output, only outputs that are wanted by name have taps.
     """
     keras = job.keras
-    flat = keras.tree.flatten(outputs)
-    every_float = job.tap_outputs and not any(keras.has_logits(t) for t in flat)
-
-    def tapped(key: str, tensor: Any) -> Any:
-        wanted = key in job.wanted or (every_float and keras.is_float(tensor))
-        return keras.with_mask(tensor, tap(key, tensor)) if wanted else tensor
-
-    return keras.tree.pack_sequence_as(outputs, [tapped(f"model|output/{i}", t) for i, t in enumerate(flat)])
+    flat = keras.tree.flatten(tree)
+    every_float = kind in job.wanted and not any(keras.has_logits(t) for t in flat)
+    for i, tensor in enumerate(flat):
+        key = f"{kind}/{i}"
+        if key in job.wanted or (every_float and keras.is_float(tensor)):
+            flat[i] = keras.with_mask(tensor, tap(key, tensor))
+    return keras.tree.pack_sequence_as(tree, flat)
 
 
 @dataclass
@@ -156,7 +156,7 @@ def with_loops(job: RunRequest, attempt: Callable[[RunRequest], Result]) -> Resu
 
 def _run(job: RunRequest) -> RunResult:
     engine = job.keras.engine
-    with as_found(job.model, job.keras, job.seed):
+    with as_found(job.model, job.keras, job.batch.seed):
         arguments = job.arguments()
         memo = None if getattr(job.model, "run_eagerly", False) else memo_for(job, arguments)
         with (
@@ -170,26 +170,35 @@ def _run(job: RunRequest) -> RunResult:
 
 
 def with_starts(job: RunRequest) -> RunRequest:
-    """Return the request with the calls of each cell that start a recurrence, found by one run per cell.
+    """Return the request with the calls of each cell that start a recurrence: no state depends on an earlier call.
 
-    A layer of which each call starts one is not called in a loop over the steps.
+    They are found by one run per cell, with NaN in all that the cell returns. A layer of which each call starts one is
+    not called in a loop over the steps.
     """
     always: Starts = {site.name: frozenset() for site in job.sites if site.is_loop or site.name in job.stepped}
-    counts: dict[str, int] = {}
-
-    def spoil(name: str) -> list[list[Array]]:
+    starts, apart = {}, set[str]()
+    for name in always:
         trial = replace(job, spoiled=name, starts=always, gradients=False, loss=None, keep=frozenset(), calls=[])
-        with as_found(job.model, job.keras, job.seed):
+        with as_found(job.model, job.keras, job.batch.seed):
             _body(trial, trial.arguments(), job.keras.engine)
         arrays = next((call.arrays for call in trial.calls if call.place == name), {})
-        received = [np.asarray(job.keras.value_of(a)) for key, a in arrays.items() if key.startswith("received/")]
-        counts[name] = received[0].shape[1] if received else 0
-        return [[array[:, t] for array in received] for t in range(counts[name])]
-
-    starts = starts_of(always, spoil)
-    apart = {name for name in job.stepped if len(starts[name]) == counts[name]}
+        states = [job.keras.value_of(a) for key, a in arrays.items() if key.startswith("received/")]
+        by_step = [np.isnan(np.moveaxis(state, 1, 0)).reshape(state.shape[1], -1).any(axis=1) for state in states]
+        starts[name] = frozenset(np.flatnonzero(~np.any(by_step, axis=0)).tolist() if states else ())
+        if name in job.stepped and len(starts[name]) == (states[0].shape[1] if states else 0):
+            apart.add(name)
     starts = {name: calls for name, calls in starts.items() if name not in apart}
     return replace(job, starts=starts, stepped=job.stepped - apart, apart=job.apart | apart, calls=[])
+
+
+def stacked(keras: Dialect, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Join tensors of single steps, named ``"output@3"``, along a time axis: ``"output"`` (sample, time, unit)."""
+    steps: dict[str, list[Any]] = {}
+    for name, tensor in tensors.items():
+        steps.setdefault(name.partition("@")[0], []).append(tensor)
+    return {
+        name: keras.ops.stack(parts, axis=1) if f"{name}@0" in tensors else parts[0] for name, parts in steps.items()
+    }
 
 
 def _body(job: RunRequest, arguments: Any, engine: Engine) -> Any:
@@ -221,11 +230,11 @@ def memo_for(job: RunRequest, arguments: Any, *more: Hashable) -> Memo | None:
     if not job.keras.engine.compiles:
         return None
     names = tuple((site.name, site.direction) for site in job.sites), tuple(job.plain), tuple(job.weights)
-    options = (job.training, job.loss is None, job.gradients, job.tap_inputs, job.tap_outputs, job.wanted, job.keep)
+    options = (job.batch.training, job.loss is None, job.gradients, job.wanted, job.keep)
     more = (*more, tuple(sorted(job.starts.items())), job.stepped, job.apart)
     question = (names, options, stamp_of_tensors(job.keras, arguments), *more)
-    stamp = stamp_of_run(job.keras, job.model, job.loss_given)
-    if stamp is None and job.keras.is_short(job.data.x):
+    stamp = stamp_of_run(job.keras, job.model, job.batch.loss)
+    if stamp is None and job.keras.is_short(job.data["x"]):
         return None
     return memo_of(job.model, question, stamp)
 
