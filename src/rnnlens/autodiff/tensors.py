@@ -76,6 +76,11 @@ def join(parts: Sequence[Any], axis: int) -> Array:
     return np.concatenate([np.asarray(part) for part in parts], axis=axis)
 
 
+def flipped(array: Any, axis: int) -> Array:
+    """Reverse an array along an axis, as a copy."""
+    return array.flip(axis) if engine_of(array) == "torch" else np.flip(array, axis).copy()
+
+
 def repeated(row: Any, count: int) -> Array:
     """Repeat an array whose first axis has length 1, without a copy."""
     if engine_of(row) == "torch":

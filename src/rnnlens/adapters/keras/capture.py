@@ -36,9 +36,15 @@ def capture(model: Any, batch: Batch, request: CaptureRequest) -> Capture:
     sites, plain = choose(found, names)
     started = given_states(found, batch.initial_state)
     loss = losses.plan(model, batch) if request.gradients or request.loss else None
-    weights = _weights(sites) if request.gradients and request.weight_grads else {}
     boundaries = request.boundaries and request.gradients
-    beside = _beside(model, weights) if boundaries else {}
+    weights: dict[str, Any] = {}
+    if request.gradients and request.weight_grads:  # a cell shared between layers has one entry per weight
+        cells = {id(site.layer.cell): site.layer.cell for site in sites}
+        weights = {f"{key}|{name}": v for key, cell in cells.items() for name, v in cell_variables(cell).items()}
+    if boundaries:
+        of_cells = {id(variable) for variable in weights.values()}
+        others = [v for v in model.variables if id(v) not in of_cells and keras.is_float(v)]
+        weights |= {f"beside|{i}": v for i, v in enumerate(others)}
     job = RunRequest(
         model,
         batch,
@@ -48,7 +54,7 @@ def capture(model: Any, batch: Batch, request: CaptureRequest) -> Capture:
         gradients=request.gradients,
         wanted=(_BOUNDARIES if boundaries else _UPPER) if request.gradients else frozenset(),
         keep=_REPLAY if request.inputs else frozenset({"output", "final_state", "outputs"}),
-        weights={name: variable for name, (variable, _) in weights.items()} | beside,
+        weights=weights,
     )
     result = run(job)
     told = _Assembly(keras, result, sites, _tied(model, found.sites)).capture(request)
@@ -70,36 +76,17 @@ def _within_reach(found: Places, request: CaptureRequest) -> tuple[tuple[str, ..
     return kept, [f"{NOT_LOOKED_INTO}: {refusal.splitlines()[0]}" for refusal in refused.values()]
 
 
-def _beside(model: Any, weights: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
-    """Return the float variables that are not among ``weights``, by tap key."""
-    of_cells = {id(variable) for variable, _ in weights.values()}
-    floats = [v for v in model.variables if dialect_of(v).is_float(v)]
-    return {f"beside|{i}": v for i, v in enumerate(floats) if id(v) not in of_cells}
-
-
 def _tell_around(found: Capture, job: RunRequest, result: RunResult) -> None:
     """Add the gradients at the inputs and outputs of the model and at all tapped weights to a capture."""
-    keras, engine, gradients = job.keras, job.keras.engine, result.gradients
-    taps = [gradients.get(f"model|input/{i}") for i in input_order(keras, job.data["x"])]
-    found.input_grads = [None if tap is None else engine.to_array(tap) for tap in taps]
-    taps = [gradients.get(f"model|output/{i}") for i in range(len(keras.tree.flatten(result.outputs)))]
-    found.output_grads = [None if tap is None else engine.to_array(tap) for tap in taps]
+    keras, to_array = job.keras, job.keras.engine.to_array
+    gradients = {key: to_array(gradient) for key, gradient in result.gradients.items() if key.startswith("model|")}
+    found.input_grads = [gradients.get(f"model|input/{i}") for i in input_order(keras, job.data["x"])]
+    count = len(keras.tree.flatten(result.outputs))
+    found.output_grads = [gradients.get(f"model|output/{i}") for i in range(count)]
     names = names_of(job.model)
-    kept = [(names[id(v)], gradients[f"weight|{key}"]) for key, v in job.weights.items() if id(v) in names]
-    found.beside = {name: engine.to_array(gradient) for name, gradient in kept}
+    kept = [(names[id(v)], result.gradients[f"weight|{key}"]) for key, v in job.weights.items() if id(v) in names]
+    found.beside = {name: to_array(gradient) for name, gradient in kept}
     found.whole = frozenset(found.beside)
-
-
-def _weights(sites: list[RecurrentSite]) -> dict[str, tuple[Any, Any]]:
-    """Return (variable, site) of each weight of the sites' cells, by tap key.
-
-    A cell shared between layers has one entry per weight.
-    """
-    found = {}
-    for site in sites:
-        for name, variable in cell_variables(site.layer.cell).items():
-            found[f"{id(site.layer.cell)}|{name}"] = (variable, site)
-    return found
 
 
 def _tied(model: Any, sites: Iterable[RecurrentSite]) -> set[int]:
@@ -107,13 +94,6 @@ def _tied(model: Any, sites: Iterable[RecurrentSite]) -> set[int]:
     cells = {id(site.layer.cell): site.layer.cell for site in sites}.values()
     held = Counter(key for cell in cells for key in {id(v) for v in cell_variables(cell).values()})
     return tied_variables(model) | {key for key, count in held.items() if count > 1}
-
-
-def _as_number(loss: Any) -> float:
-    """Return the value of a loss; raise InputError if it is complex."""
-    if np.iscomplexobj(loss):
-        raise InputError("The loss is not a real number.", got=f"dtype {loss.dtype}", expected="a real tensor")
-    return float(loss)
 
 
 class _Assembly:
@@ -140,8 +120,11 @@ class _Assembly:
             else:
                 plain.extend(self._plain(call))
         self._check_that_all_ran(request, calls, plain)
-        value = None if self._result.loss is None else _as_number(self._engine.to_array(self._result.loss))
-        outputs = self._result.outputs
+        loss, outputs = self._result.loss, self._result.outputs
+        loss = None if loss is None else self._engine.to_array(loss)
+        if loss is not None and np.iscomplexobj(loss):
+            raise InputError("The loss is not a real number.", got=f"dtype {loss.dtype}", expected="a real tensor")
+        value = None if loss is None else float(loss)
         return Capture(
             calls=calls,
             plain=plain,
@@ -166,42 +149,48 @@ class _Assembly:
         return call.place if self._times[call.place] == 1 else f"{call.place}#{call.index}"
 
     def _recurrent(self, call: LayerCall, request: CaptureRequest) -> RecurrentCall:
-        site = self._sites[call.place, call.half]
-        if call.is_loop:
-            return self._loop(call, site, request)
-        layer, get = site.layer, self._getter(call)
-        known = class_of(layer.cell) is not None
-        mask = get("mask")
-        mask = None if mask is None else _as_bool(mask, layer)
-        follows = output_from_state(layer, None if mask is None else tensors.to_numpy(mask))
-        backwards = layer.go_backwards and layer.return_sequences
+        """Return one call of a recurrent layer, or a loop of the model's own code over a cell, as one call."""
+        site, get = self._sites[call.place, call.half], _Getter(self._engine, call, self._result.gradients)
+        cell = site.layer.cell
+        own = self._of_loop(get, request) if call.is_loop else self._of_layer(site, get)
         return RecurrentCall(
+            **own,
             layer=self._node(call),
-            direction=site.direction,
-            bidirectional=site.bidirectional,
-            cell=self._cell(layer.cell),
+            cell=self._cell(cell),
             input=get("input"),
-            mask=mask,
             initial_state=get.all("initial_state"),
-            output=_turned(get("output"), backwards),
-            output_from_state=None if follows is None else tensors.like(follows, mask),
-            masked_output=masked_output(layer, known),
-            final_state=get.all("final_state") or None if layer.return_state else None,
-            output_grad=_turned(get.gradient("output"), backwards),
-            final_state_grad=get.all_gradients("final_state") or None if layer.return_state else None,
             input_scale=get("input_scale"),
             state_scale=get("state_scale"),
-            compute_dtype=computed_in(layer),
-            weights_key=self._weights_key(layer.cell),
-            weight_grads=self._weight_grads(layer.cell) if request.gradients and request.weight_grads else None,
-            tied=self._tied_weights(layer.cell),
+            compute_dtype=computed_in(site.layer),
+            weights_key=next(f"{name}|{half}" for (name, half), s in self._sites.items() if s.layer.cell is cell),
+            weight_grads=self._weight_grads(cell) if request.gradients and request.weight_grads else None,
+            tied=self._tied_weights(cell),
             framework_input_grad=get.gradient("input"),
             framework_initial_state_grad=get.all_gradients("initial_state") or None,
         )
 
-    def _loop(self, call: LayerCall, site: RecurrentSite, request: CaptureRequest) -> RecurrentCall:
-        """Return a loop of the model's own code over a cell as one call."""
-        cell, get = site.layer.cell, self._getter(call)
+    def _of_layer(self, site: RecurrentSite, get: _Getter) -> dict[str, Any]:
+        """Return the fields of a call that a loop over a cell has not, or has otherwise."""
+        layer, mask = site.layer, get("mask")
+        mask = None if mask is None else mask.reshape(tuple(mask.shape)[:2]) != 0
+        follows = output_from_state(layer, None if mask is None else tensors.to_numpy(mask))
+        output, output_grad = get("output"), get.gradient("output")
+        if layer.go_backwards and layer.return_sequences:
+            output, output_grad = (None if a is None else tensors.flipped(a, 1) for a in (output, output_grad))
+        return {
+            "direction": site.direction,
+            "bidirectional": site.bidirectional,
+            "mask": mask,
+            "output": output,
+            "output_from_state": None if follows is None else tensors.like(follows, mask),
+            "masked_output": masked_output(layer, class_of(layer.cell) is not None),
+            "final_state": get.all("final_state") or None if layer.return_state else None,
+            "output_grad": output_grad,
+            "final_state_grad": get.all_gradients("final_state") or None if layer.return_state else None,
+        }
+
+    def _of_loop(self, get: _Getter, request: CaptureRequest) -> dict[str, Any]:
+        """Return the fields of a loop over a cell that a call of a layer has not, or has otherwise."""
         final = get.all("final_state")
         states: dict[int, Array] = {}
         at_end: list[Array] = []
@@ -209,48 +198,26 @@ class _Assembly:
             grad = get.gradient(f"state/{i}")  # the gradient of a state that is the output is at the output
             at_end.append(state * 0 if grad is None else grad[:, -1])
             if grad is not None:
-                states[i] = _without_last(grad)
-        return RecurrentCall(
-            layer=self._node(call),
-            direction="forward",
-            cell=self._cell(cell),
-            input=get("input"),
-            initial_state=get.all("initial_state"),
-            output=get("output"),
-            masked_output="output",
-            final_state=final,
-            output_grad=get.gradient("output"),
-            final_state_grad=tuple(at_end) if request.gradients else None,
-            state_grad=states or None,
-            stepwise=True,
-            between=True,
-            received=get.all("received") or None,
-            input_scale=get("input_scale"),
-            state_scale=get("state_scale"),
-            compute_dtype=computed_in(site.layer),
-            weights_key=self._weights_key(cell),
-            weight_grads=self._weight_grads(cell) if request.gradients and request.weight_grads else None,
-            tied=self._tied_weights(cell),
-            framework_input_grad=get.gradient("input"),
-            framework_initial_state_grad=get.all_gradients("initial_state") or None,
-        )
-
-    def _getter(self, call: LayerCall) -> _Getter:
-        return _Getter(self._engine, call, self._result.gradients)
+                states[i] = grad.clone() if hasattr(grad, "clone") else np.array(grad)
+                states[i][:, -1] = 0
+        return {
+            "direction": "forward",
+            "output": get("output"),
+            "masked_output": "output",
+            "final_state": final,
+            "output_grad": get.gradient("output"),
+            "final_state_grad": tuple(at_end) if request.gradients else None,
+            "state_grad": states or None,
+            "stepwise": True,
+            "between": True,
+            "received": get.all("received") or None,
+        }
 
     def _cell(self, cell: Any) -> Any:
         if id(cell) not in self._cells:
-            made = cell_with_equations(cell, self._copy, self._engine)
+            made = cell_with_equations(cell, copy_of, self._engine)
             self._cells[id(cell)] = KerasStepCell(cell, self._keras) if made is None else made
         return self._cells[id(cell)]
-
-    def _copy(self, variable: Any) -> Array:
-        """Return the value of a variable as an array of its own; float16 and bfloat16 become float32."""
-        return copy_of(variable)
-
-    def _weights_key(self, cell: Any) -> str:
-        users = [f"{name}|{half}" for (name, half), site in self._sites.items() if site.layer.cell is cell]
-        return users[0]
 
     def _weight_grads(self, cell: Any) -> dict[str, Array]:
         found = {
@@ -269,7 +236,7 @@ class _Assembly:
         return frozenset(names | ({"recurrent_bias"} if "bias" in names else set()))
 
     def _plain(self, call: LayerCall) -> list[NonRecurrentCall]:
-        get = self._getter(call)
+        get = _Getter(self._engine, call, self._result.gradients)
         names = [name for name in call.arrays if name.startswith("output/")]
         node = self._node(call)
         return [
@@ -345,24 +312,6 @@ def copy_of(variable: Any) -> Array:
     return value.clone() if hasattr(value, "clone") else np.array(value)
 
 
-def _without_last(grad: Array) -> Array:
-    """Return a gradient (sample, time, unit) with zeros at the last step."""
-    grad = grad.clone() if hasattr(grad, "clone") else np.array(grad)
-    grad[:, -1] = 0
-    return grad
-
-
-def _as_bool(mask: Any, layer: Any) -> Array:
-    shape = tuple(mask.shape)
-    return mask.reshape(shape[:2]) != 0
-
-
-def _turned(array: Array | None, backwards: bool) -> Array | None:
-    if array is None or not backwards:
-        return array
-    return array.flip(1) if hasattr(array, "flip") and not isinstance(array, np.ndarray) else array[:, ::-1].copy()
-
-
 def masked_output(layer: Any, known: bool) -> Literal["state", "output", "zero"]:
     """Return what ``layer`` outputs at a masked step: its state, the previous output, or zeros.
 
@@ -390,13 +339,9 @@ def output_from_state(layer: Any, mask: Array | None) -> Array | None:
     in_order = mask[:, ::-1] if backwards else mask
     if engine == "jax" and not layer.unroll:
         follows = in_order | (not layer.zero_output_for_mask)
-        return _chronological(follows, backwards)
-    follows = in_order.cumsum(axis=1) > 0
-    if layer.zero_output_for_mask and engine != "jax":
-        mirrored = layer.unroll and backwards and layer.return_sequences
-        follows = follows & (mask if mirrored else in_order)
-    return _chronological(follows, backwards)
-
-
-def _chronological(follows: Array, backwards: bool) -> Array:
+    else:
+        follows = in_order.cumsum(axis=1) > 0
+        if layer.zero_output_for_mask and engine != "jax":
+            mirrored = layer.unroll and backwards and layer.return_sequences
+            follows = follows & (mask if mirrored else in_order)
     return (follows[:, ::-1] if backwards else follows).copy()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ...autodiff import Engine, Memo, Tap
-from ...autodiff.tensors import join
+from ...autodiff.tensors import flipped, join
 from ...errors import InputError, LayerNotFoundError, message, raised_by
 from ...typing import Array
 from ..protocol import Batch, Port, Pullback, refuse_misfits
@@ -195,9 +195,7 @@ class KerasPullback:
         return min(count, max(1, _CHUNK // max(per_row, 1)))
 
     def _turned(self, port: Port, array: Array, axis: int) -> Array:
-        if port not in self._spots.turned:
-            return array
-        return np.flip(array, axis).copy() if isinstance(array, np.ndarray) else array.flip(axis)
+        return flipped(array, axis) if port in self._spots.turned else array
 
     def __enter__(self) -> Pullback:
         return self
