@@ -7,14 +7,13 @@ only a closed model (see ``keras3_stamps.py``) reuses what was compiled here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
-from ...autodiff import Engine, engine
+from ...autodiff import engine
+from ...autodiff.tensors import to_numpy
 from ...errors import CertificateError
 from ...recurrence.cells.registry import Registration
 from ...typing import Array
@@ -46,20 +45,18 @@ def reference_run(
     keras = dialect_of(model)
     with_loss = batch.loss is not None or batch.y is not None or (gradients and cotangents is None)
     with _reference_function(model, batch, with_loss, regularised) as run:
-        outputs, value, found = run.forward() if not gradients else run.backward(cotangents)
-    names = names_of(model)
-    grads = dict(zip(map(id, run.watched or run.job.variables), found[1], strict=True)) if found else {}
-    weights = {name: grads.get(key) for key, name in names.items() if grads}
+        outputs, value, grads = run.backward(cotangents) if gradients else run.forward()
+    of_variables = {id(variable): grads.get(len(run.x) + i) for i, variable in enumerate(run.job.variables)}
+    weights = {name: of_variables.get(key) for key, name in names_of(model).items() if gradients}
     is_flat = isinstance(batch.x, dict) and not any(map(keras.tree.is_nested, batch.x.values()))
     keys = tuple(map(str, batch.x)) if is_flat else ()
-    by_input = [found[0][i] for i in input_order(keras, batch.x)] if found else []
-    return ReferenceRun(outputs, value, by_input, weights, keys)
+    return ReferenceRun(outputs, value, [grads.get(i) for i in input_order(keras, batch.x) if gradients], weights, keys)
 
 
 def coarsest_dtype(model: Any, batch: Batch) -> str:
     """Return the coarsest float dtype of the operations of the user's model, loss included; "" if it has none."""
     with _reference_function(model, batch, batch.loss is not None or batch.y is not None, regularised=False) as run:
-        return run.engine.coarsest_dtype(run.program, run.split(None))
+        return run.job.keras.engine.coarsest_dtype(run.program, run.split(None))
 
 
 @contextmanager
@@ -67,113 +64,100 @@ def _reference_function(model: Any, batch: Batch, with_loss: bool, regularised: 
     """Yield the reference run of a model; restore the model after the block."""
     keras = dialect_of(model)
     loss = losses.plan(model, batch) if with_loss else None
-    job = RunRequest(model, batch)
     stamp = stamp_of_run(keras, model, batch.loss) if keras.engine.compiles else None
     with as_found(model, keras, batch.seed), keras.undisturbed(model, regularised=regularised):
-        arguments = job.arguments()
-        # Variables that the program reads itself are differentiated directly.
-        watched = [v for v in job.variables if keras.is_float(v)] if arguments["values"] is None else []
-        yield _ReferenceFunction(job, watched, loss, arguments, (regularised, stamp))
+        yield _ReferenceFunction(RunRequest(model, batch, loss=loss), regularised, stamp)
 
 
 class _ReferenceFunction:
-    """One run of the model as a function of its float tensors: those of x, then those of its variables."""
+    """One run of the model as a function of its float tensors, by number: the leaves of x, then the variables.
 
-    def __init__(
-        self,
-        job: RunRequest,
-        watched: list[Any],
-        loss: Any,
-        arguments: dict[str, Any],
-        closed: tuple[bool, Hashable | None],
-    ) -> None:
-        self.keras, self.engine, self.watched = job.keras, job.keras.engine, watched
-        self.job, self.loss, self.arguments = job, loss, arguments
-        self.regularised, self.stamp = closed
-        self.x = self.keras.tree.flatten(arguments["x"])
-        self.floats = [self.keras.is_float(t) for t in (*self.x, *(arguments["values"] or ()))]
+    Variables that the program reads itself are no arguments; they are differentiated directly.
+    """
 
-    def forward(self) -> tuple[list[Array], float | None, None]:
-        """Run the model; return its outputs, the loss (None if there is none) and None for the gradients."""
+    def __init__(self, job: RunRequest, regularised: bool, stamp: Hashable | None) -> None:
+        self.job, self.regularised, self.stamp = job, regularised, stamp
+        self.arguments = job.arguments()
+        self.x = job.keras.tree.flatten(self.arguments["x"])
+        tensors = dict(enumerate([*self.x, *(self.arguments["values"] or ())]))
+        self.floats = {i: t for i, t in tensors.items() if job.keras.is_float(t)}
+        self.others = {i: t for i, t in tensors.items() if i not in self.floats}
+        own = enumerate(job.variables if self.arguments["values"] is None else (), start=len(self.x))
+        self.watched = {i: v for i, v in own if job.keras.is_float(v)}
+
+    def forward(self) -> tuple[list[Array], float | None, dict[int, Array]]:
+        """Run the model; return its outputs, the loss (None if there is none) and no gradients."""
         value, outputs = self._run("forward", self.program)
-        return (*self._told(outputs, value), None)
+        return [self._array(t) for t in outputs], None if value is None else float(self._array(value)), {}
 
-    def backward(self, cotangents: Cotangents | None) -> tuple[list[Array], float | None, Any]:
-        """Run and differentiate; return outputs, loss, and gradients at the leaves of x and at the variables."""
+    def backward(self, cotangents: Cotangents | None) -> tuple[list[Array], float | None, dict[int, Array]]:
+        """Run and differentiate; return outputs, loss, and gradients by the number of the tensor."""
         given = None if cotangents is None else self._as_tensors(cotangents)
         (value, outputs), grads = self._run("backward", self._differentiated, given)
-        arrays = iter([None if g is None else np.asarray(plain_of(self.engine, g)) for g in grads])
-        every = [next(arrays) if is_float else None for is_float in self.floats] + list(arrays)
-        return (*self._told(outputs, value), (every[: len(self.x)], every[len(self.x) :]))
+        arrays = {i: self._array(grad) for i, grad in grads.items()}
+        return [self._array(t) for t in outputs], None if value is None else float(self._array(value)), arrays
 
     def _as_tensors(self, cotangents: Cotangents) -> list[Any]:
         """Return the cotangents as tensors; a function of the outputs' values needs a run of the model."""
+        tensor = self.job.keras.ops.convert_to_tensor
         if not callable(cotangents):
-            return [None if c is None else self.keras.ops.convert_to_tensor(c) for c in cotangents]
-        with as_found(self.job.model, self.keras, self.job.batch.seed):  # the run below starts from the same states
+            return [None if c is None else tensor(c) for c in cotangents]
+        with as_found(self.job.model, self.job.keras, self.job.batch.seed):  # the next run starts from the same states
             _, values = self._run("forward", self.program)
-        found = cotangents([np.asarray(self.engine.to_array(t)) for t in values])
-        return [
-            None if c is None else self.keras.ops.convert_to_tensor(c, dtype=t.dtype)
-            for t, c in zip(values, found, strict=True)
-        ]
+        found = cotangents([self._array(t) for t in values])
+        return [None if c is None else tensor(c, dtype=t.dtype) for t, c in zip(values, found, strict=True)]
 
-    def _told(self, outputs: Any, value: Any) -> tuple[list[Array], float | None]:
-        arrays = [np.asarray(plain_of(self.engine, t)) for t in outputs]
-        return arrays, None if value is None else float(plain_of(self.engine, value))
+    def _array(self, tensor: Any) -> Array:
+        return to_numpy(self.job.keras.engine.to_array(tensor))
 
     def _run(self, name: str, function: Callable[[Any, Any], Any], given: list[Any] | None = None) -> Any:
         """Call ``function`` on the floats and the other arguments, compiled if the engine compiles.
 
         A closed model reuses what was compiled before.
         """
-        arguments = self.split(given)
-        eager = getattr(self.job.model, "run_eagerly", False) or (self.stamp is None and self.keras.is_short(self.x))
-        if eager or not self.engine.compiles:
+        job, engine, arguments = self.job, self.job.keras.engine, self.split(given)
+        eager = getattr(job.model, "run_eagerly", False) or (self.stamp is None and job.keras.is_short(self.x))
+        if eager or not engine.compiles:
             return function(*arguments)
-        options = (name, self.job.batch.training, self.loss is None, self.regularised, tuple(self.floats))
-        memo = memo_of(
-            self.job.model, ("plain", *options, stamp_of_tensors(self.keras, (self.arguments, given))), self.stamp
-        )
-        return memo.once("run", lambda: self.engine.compile(function, arguments, memo))(*arguments)
+        shapes = stamp_of_tensors(job.keras, (self.arguments, given))
+        options = (name, job.batch.training, job.loss is None, self.regularised, tuple(self.floats), shapes)
+        memo = memo_of(job.model, ("plain", *options), self.stamp)
+        return memo.once("run", lambda: engine.compile(function, arguments, memo))(*arguments)
 
-    def split(self, given: list[Any] | None) -> tuple[list[Any], dict[str, Any]]:
-        """Return the arguments of :meth:`program`: the floats of x and of the variables, and everything else."""
-        rest = {**{key: self.arguments[key] for key in ("y", "sample_weight", "seeds")}, "given": given}
-        every = [*self.x, *(self.arguments["values"] or ())]
-        sources = [t for t, is_float in zip(every, self.floats, strict=True) if is_float]
-        others = [t for t, is_float in zip(every, self.floats, strict=True) if not is_float]
-        return sources, {**rest, "others": others}
+    def split(self, given: list[Any] | None) -> tuple[dict[int, Any], dict[str, Any]]:
+        """Return the arguments of :meth:`program`: the float tensors by number, and everything else."""
+        rest = {key: self.arguments[key] for key in ("y", "sample_weight", "seeds")}
+        return self.floats, {**rest, "others": self.others, "given": given}
 
-    def program(self, sources: Sequence[Any], rest: Any) -> tuple[Any, list[Any]]:
+    def program(self, sources: Mapping[int, Any], rest: Any) -> tuple[Any, list[Any]]:
         """Run the model on the given values; return (loss or None, outputs)."""
-        mine, others = iter(sources), iter(rest["others"])
-        every = [next(mine) if is_float else next(others) for is_float in self.floats]
-        keras, job, count = self.keras, self.job, len(self.x)
-        x = keras.tree.pack_sequence_as(self.arguments["x"], every[:count])
-        with keras.running(job.model, every[count:] or None, rest["seeds"], {}, lambda key, tensor: tensor):
+        job, keras = self.job, self.job.keras
+        tensors = [tensor for _, tensor in sorted({**sources, **rest["others"]}.items())]
+        x = keras.tree.pack_sequence_as(self.arguments["x"], tensors[: len(self.x)])
+        values = tensors[len(self.x) :] or None
+        with keras.running(job.model, values, rest["seeds"], {}, lambda key, tensor: tensor):
             outputs = call_model(job.model, x, job.batch.training)
-            value = None if self.loss is None else self.loss(x, rest["y"], outputs, rest["sample_weight"])
+            value = None if job.loss is None else job.loss(x, rest["y"], outputs, rest["sample_weight"])
         return value, keras.tree.flatten(outputs)
 
-    def _differentiated(self, sources: Sequence[Any], rest: Any) -> Any:
-        """Return ((loss, outputs), gradients at the sources).
+    def _differentiated(self, sources: Mapping[int, Any], rest: Any) -> Any:
+        """Return ((loss, outputs), gradients by number).
 
         The gradients are of the loss, or of the sum of the outputs times their cotangents.
         """
-        given = rest["given"]
+        given, keras = rest["given"], self.job.keras
 
-        def target(sources: Sequence[Any]) -> tuple[Any, Any]:
+        def target(sources: Mapping[int, Any]) -> tuple[Any, Any]:
             value, outputs = self.program(sources, rest)
             if given is None:
                 return value, (value, outputs)
-            parts = [self.keras.ops.sum(t * c) for t, c in zip(outputs, given, strict=True) if c is not None]
+            parts = [keras.ops.sum(t * c) for t, c in zip(outputs, given, strict=True) if c is not None]
             return sum(parts[1:], start=parts[0]), (value, outputs)
 
-        return _GRADIENTS[self.engine.name](target, list(sources), self.watched)
+        return _GRADIENTS[keras.engine.name](target, dict(sources), self.watched)
 
 
-def _by_jax(target: Any, sources: list[Any], watched: list[Any]) -> Any:
+def _by_jax(target: Any, sources: dict[int, Any], watched: dict[int, Any]) -> Any:
     del watched  # only variables of TensorFlow
     import jax
 
@@ -181,38 +165,33 @@ def _by_jax(target: Any, sources: list[Any], watched: list[Any]) -> Any:
     return told, grads
 
 
-def _by_tensorflow(target: Any, sources: list[Any], watched: list[Any]) -> Any:
+def _by_tensorflow(target: Any, sources: dict[int, Any], watched: dict[int, Any]) -> Any:
     import tensorflow as tf
 
     with tf.GradientTape(watch_accessed_variables=False) as tape:
         # A variable of Keras 3 wraps one of TensorFlow.
-        watched = [v if isinstance(v, tf.Variable) else v.value for v in watched]
-        tape.watch([*sources, *watched])
+        variables = {i: v if isinstance(v, tf.Variable) else v.value for i, v in watched.items()}
+        tape.watch([*sources.values(), *variables.values()])
         value, told = target(sources)
-    grads = tape.gradient(value, [*sources, *watched], unconnected_gradients=tf.UnconnectedGradients.ZERO)
-    return told, [tf.convert_to_tensor(g) for g in grads]
+    grads = tape.gradient(value, {**sources, **variables}, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+    return told, {i: tf.convert_to_tensor(g) for i, g in grads.items()}
 
 
-def _by_torch(target: Any, sources: list[Any], watched: list[Any]) -> Any:
+def _by_torch(target: Any, sources: dict[int, Any], watched: dict[int, Any]) -> Any:
     del watched  # only variables of TensorFlow
     import torch
 
     torch_engine: Any = engine("torch")
     with torch.enable_grad():
-        leaves = [t.detach().requires_grad_() for t in sources]
+        leaves = {i: t.detach().requires_grad_() for i, t in sources.items()}
         # The model may change its inputs in place, which torch forbids for leaves.
-        value, (loss, outputs) = target([t.clone() for t in leaves])
-        grads = torch_engine.backward_pass([value], leaves) if value.requires_grad else [None] * len(leaves)
-    return (loss, outputs), [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, grads, strict=True)]
+        value, (loss, outputs) = target({i: t.clone() for i, t in leaves.items()})
+        found = torch_engine.backward_pass([value], list(leaves.values())) if value.requires_grad else ()
+    grads = dict(zip(leaves, found or [None] * len(leaves), strict=True))
+    return (loss, outputs), {i: torch.zeros_like(leaves[i]) if g is None else g for i, g in grads.items()}
 
 
 _GRADIENTS = {"jax": _by_jax, "tensorflow": _by_tensorflow, "torch": _by_torch}
-
-
-def plain_of(engine: Engine, tensor: Any) -> Any:
-    """Return a tensor on any device as a NumPy array."""
-    array = engine.to_array(tensor)
-    return array.cpu().numpy() if hasattr(array, "cpu") else array
 
 
 def names_of(model: Any) -> dict[int, str]:
