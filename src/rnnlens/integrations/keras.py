@@ -20,7 +20,6 @@ from ..adapters.keras.run import CompiledTraining
 from ..adapters.keras.training_capture import (
     RecordedStep,
     batches_per_execution,
-    is_built,
     largest_weight,
     notes_of_training,
     record_fit,
@@ -211,6 +210,12 @@ class Watch(_Callback):
         return not (self._schedule.off and self._batches.off and not self._reports_asked)
 
     @property
+    def _running(self) -> Recorder:
+        """Recorder of the training that has begun."""
+        assert self._recorder is not None
+        return self._recorder
+
+    @property
     def record(self) -> TrainingRecord | None:
         """Last record; None before the first."""
         return None if self._recorder is None else self._recorder.latest
@@ -245,32 +250,29 @@ class Watch(_Callback):
 
         The last two wait until the model has weights.
         """
-        assert self._recorder is not None
-        self._waits = not is_built(self.model)
+        self._waits = not self.model.built  # a model without Input creates its weights at its first batch
         if not self._waits:
             refuse_unknown(self._layers, adapter_for(self.model), self.model)
         self._open()
         self._step = self._start
-        self._recorder.start(self._step)
+        self._running.start(self._step)
         if not self._waits:
             self._begin_records()
 
     def _begin_records(self) -> None:
         """Attach the capture of training steps, and record the probe; the model must have weights."""
-        assert self._recorder is not None
-        if not (self._batches.off and not self._reports_asked) and self._recorder.writes:
+        if not (self._batches.off and not self._reports_asked) and self._running.writes:
             self._train_step = record_fit(self.model, self._direct)
-        if self._probe is not None and not self._schedule.off and self._recorder.writes and not self._is_recorded:
+        if self._probe is not None and not self._schedule.off and self._running.writes and not self._is_recorded:
             self._record_probe(before=not self._waits)
 
     def _begin_late(self) -> None:
         """Start recording after the first step, for a model whose weights are created in that step."""
-        assert self._recorder is not None
         try:
             refuse_unknown(self._layers, adapter_for(self.model), self.model)
             self._begin_records()
         except Exception as error:
-            self._recorder.fail_record(self._step, error, "the run")
+            self._running.fail_record(self._step, error, "the run")
         self._waits = False
 
     def _interrupted(self) -> None:
@@ -286,7 +288,9 @@ class Watch(_Callback):
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Decide whether the next execution of the training step is captured."""
         if self._train_step is not None:
-            self._due = self._is_due()  # called once: a schedule may be a function with side effects
+            steps = range(self._step + 1, self._step + batches_per_execution(self.model) + 1)
+            # Asked once: a schedule may be a function with side effects.
+            self._due = any(self._running.on_schedule(self._batches, step, self._epoch) for step in steps)
             self._train_step.wanted = self._due or self._reports
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -298,23 +302,21 @@ class Watch(_Callback):
 
     def _after_execution(self, batch: int, logs: Any) -> None:
         """See :meth:`on_train_batch_end`."""
-        assert self._recorder is not None
-        recorded = None if self._train_step is None else self._train_step.taken()
+        recorded, failure = (None, None) if self._train_step is None else self._train_step.taken()
         # The last execution of an epoch may have fewer steps than ``batch`` implies.
         through = min(batch + 1, self.params.get("steps") or batch + 1)
         before = self._step
         self._step += through - self._in_epoch if recorded is None else recorded.batches
         self._in_epoch = through
-        failure = None if self._train_step is None else self._train_step.failed()
         if failure is not None:
-            self._recorder.fail_record(self._step, failure, "batch")
+            self._running.fail_record(self._step, failure, "batch")
         if self._waits:
             self._begin_late()
             return
         if recorded is not None:
             self._examine(recorded, before + 1, logs)
         if self._probe is not None and any(
-            self._recorder.due(s, self._epoch) for s in range(before + 1, self._step + 1)
+            self._running.due(s, self._epoch) for s in range(before + 1, self._step + 1)
         ):
             self._record_probe()
 
@@ -344,11 +346,10 @@ class Watch(_Callback):
 
     def _open(self) -> None:
         """Open the store and the loggers, and determine the step at which the run resumes."""
-        assert self._recorder is not None
         self._start, self._is_recorded = 0, False
-        if not self._recorder.writes:
+        if not self._running.writes:
             return
-        self._recorder.sinks = sinks = sinks_of(self._loggers, beside(self._path))
+        self._running.sinks = sinks = sinks_of(self._loggers, beside(self._path))
         provenance = adapter_for(self.model).provenance(self.model)
         if self._reports_asked and self._incidents is None:
             self._incidents = Incidents(self._path, provenance)
@@ -360,8 +361,7 @@ class Watch(_Callback):
             sinks.insert(0, store)
 
     def _record_probe(self, *, before: bool = False) -> None:
-        recorder, probe = self._recorder, self._probe
-        assert recorder is not None
+        probe = self._probe
         assert probe is not None
 
         def make() -> TrainingRecord:
@@ -374,21 +374,14 @@ class Watch(_Callback):
 
     def _record(self, make: Callable[[], TrainingRecord], what: str, *, before: bool = False) -> None:
         """Write a record made by ``make``, and end training if it has a finding listed in ``stop_on``."""
-        assert self._recorder is not None
-        self._recorder.record(self._step, make, before=before, what=what)
-        if self._recorder.stop is not None:
+        self._running.record(self._step, make, before=before, what=what)
+        if self._running.stop is not None:
             self.model.stop_training = True
 
     @property
     def _reports(self) -> bool:
         """Whether non-finite batches are still searched for: none has been reported yet."""
         return self._incidents is not None and self._incidents.written is None
-
-    def _is_due(self) -> bool:
-        """Return whether a batch of the next execution is due to be recorded."""
-        steps = range(self._step + 1, self._step + batches_per_execution(self.model) + 1)
-        assert self._recorder is not None
-        return any(self._recorder.on_schedule(self._batches, step, self._epoch) for step in steps)
 
     def _trained(self, recorded: RecordedStep, step: int) -> TrainedBatch:
         """Return the captured batch as a TrainedBatch, with the variables from before its step."""
@@ -400,8 +393,7 @@ class Watch(_Callback):
 
     def _examine(self, recorded: RecordedStep, step: int, logs: Any) -> None:
         """Record a captured batch if it is due, pass it to ``on_batch``, and report it if it is not finite."""
-        recorder = self._recorder
-        assert recorder is not None
+        recorder = self._running
         try:
             trained = self._trained(recorded, step)
         except Exception as error:

@@ -21,11 +21,9 @@ def facts(model: Any) -> ModelFacts:
     """Return layers and roles, names of inputs and outputs, loss, optimizer, clipping and loss scale of a model."""
     found = places(model)
     layers = {**{site.name: site.owner for site in found.sites}, **found.plain}
-    # In mixed precision the optimizer is inside a LossScaleOptimizer.
-    outer = getattr(model, "optimizer", None)
-    optimizer = getattr(outer, "inner_optimizer", outer)
+    outer, optimizer = optimizers(model)
     return ModelFacts(
-        submodules={name: _submodule(layer) for name, layer in layers.items()},
+        submodules={n: Submodule(_roles(la), str(getattr(la, "compute_dtype", ""))) for n, la in layers.items()},
         inputs=_names(model, "input_names", "inputs"),
         outputs=output_names(model) or _names(model, "output_names", "outputs"),
         loss=getattr(model, "loss", None),
@@ -45,19 +43,13 @@ def reduction(model: Any, loss: Any) -> str | None:
     compiled = loss is None
     given = getattr(model, "loss", None) if compiled else loss
     parts = list(given.values()) if isinstance(given, dict) else given if isinstance(given, list | tuple) else [given]
-    found = {_of_one(part, compiled=compiled) for part in parts if part is not None}
+    found = set()
+    for part in parts:
+        mean = "sum_over_batch_size" if compiled or isinstance(part, str) else None
+        says = getattr(part, "reduction", None) or mean
+        if part is not None:
+            found.add("sum_over_batch_size" if says == "auto" else says)
     return found.pop() if len(found) == 1 else None
-
-
-def _of_one(loss: Any, *, compiled: bool) -> str | None:
-    says = getattr(loss, "reduction", None)
-    if says is not None:
-        return "sum_over_batch_size" if says == "auto" else str(says)
-    return "sum_over_batch_size" if compiled or isinstance(loss, str) else None
-
-
-def _submodule(layer: Any) -> Submodule:
-    return Submodule(_roles(layer), str(getattr(layer, "compute_dtype", "")))
 
 
 def _roles(layer: Any) -> frozenset[Role]:
@@ -87,6 +79,12 @@ def _names(model: Any, names: str, tensors: str) -> tuple[str, ...]:
     if listed is None:
         listed = [getattr(t, "name", str(i)) for i, t in enumerate(getattr(model, tensors, None) or ())]
     return tuple(map(str, listed)) if isinstance(listed, list | tuple) else ()
+
+
+def optimizers(model: Any) -> tuple[Any, Any]:
+    """Return a model's optimizer, and the one inside it if it is a LossScaleOptimizer of mixed precision."""
+    outer = getattr(model, "optimizer", None)
+    return outer, getattr(outer, "inner_optimizer", outer)
 
 
 def _clipping(optimizer: Any) -> tuple[str, float] | None:

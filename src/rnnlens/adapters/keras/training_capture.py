@@ -15,8 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from ...autodiff import Engine
 from ...errors import UnsupportedError
 from .dialect import dialect_of
+from .model_facts import optimizers
 from .step_gradients import DirectGradients
 
 
@@ -27,23 +29,24 @@ class StateBeforeStep:
     Keras on torch draws dropout from torch's own generator if the layer has no seed.
     """
 
+    engine: Engine
     variables: list[tuple[Any, Any]]
     torch_state: Any = None
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Restore the state before the step for a block, and the present state on exit."""
-        now = StateBeforeStep([(variable, copy_of(variable)) for variable, _ in self.variables], self._torch_now())
-        try:
-            self._put()
-            yield
-        finally:
-            now._put()
+        now = [(variable, copy_of(variable)) for variable, _ in self.variables]
+        with self.engine.preserved():
+            try:
+                self.put()
+                yield
+            finally:
+                for variable, value in now:
+                    variable.assign(value)
 
-    def _torch_now(self) -> Any:
-        return None if self.torch_state is None else _torch_state()
-
-    def _put(self) -> None:
+    def put(self) -> None:
+        """Set variables and generators to the state before the step."""
         for variable, value in self.variables:
             variable.assign(value)
         if self.torch_state is not None:
@@ -114,7 +117,7 @@ class TrainStep:
             done = self._direct.run(self._original, source)
         except Exception as error:
             self._direct = None
-            before._put()
+            before.put()
             source = source if self._handed is None else iter(self._handed)
             done = self._original(*arguments[:-1], source)  # raises what the user's own step raises
             self.failure = error
@@ -125,15 +128,11 @@ class TrainStep:
             self._direct, self.failure = None, error
         return done
 
-    def failed(self) -> Exception | None:
-        """Return the error that prevented the record of the last execution, and delete it; None without one."""
-        failure, self.failure = self.failure, None
-        return failure
-
-    def taken(self) -> RecordedStep | None:
-        """Return the record of the last execution and delete it; None if it was not recorded."""
-        recorded, self.recorded = self.recorded, None
-        return recorded
+    def taken(self) -> tuple[RecordedStep | None, Exception | None]:
+        """Return the record of the last execution, or the error that prevented it, and delete both."""
+        taken = self.recorded, self.failure
+        self.recorded = self.failure = None
+        return taken
 
     def remove(self) -> None:
         """Restore the model's own ``train_function``."""
@@ -145,18 +144,25 @@ class TrainStep:
 
         On JAX the values are in the state passed to the step, which donates it.
         """
+        engine = self._keras.engine
         if len(arguments) == 1:
             copies = [(variable, copy_of(variable)) for variable in self._keras.variables(self._model)]
-            return StateBeforeStep(copies, _torch_state() if self._keras.engine.name == "torch" else None)
+            return StateBeforeStep(engine, copies, _torch_state() if engine.name == "torch" else None)
         trainable, rest = arguments[0][:2]
         here = [*zip(self._model.trainable_variables, trainable, strict=True)]
         here += zip(self._model.non_trainable_variables, rest, strict=True)
-        return StateBeforeStep([(variable, value.copy()) for variable, value in here])
+        return StateBeforeStep(engine, [(variable, value.copy()) for variable, value in here])
 
     def _tee(self, source: Any, fed: list[Any]) -> Any:
         """Return a source with the elements of ``source``, and add those of one execution to ``fed``."""
         if self._keras.engine.name == "jax":
-            return _remembering(source, fed)
+
+            def recorded() -> Iterator[Any]:
+                for element in source:
+                    fed.append(element)
+                    yield element
+
+            return recorded()
         if self._keras.engine.name == "torch":
             fed.append(source[0])
             return source
@@ -196,14 +202,7 @@ def record_fit(model: Any, direct: Sequence[str] = ()) -> TrainStep:
     strategy = getattr(model, "_distribute_strategy", None) or getattr(model, "_distribution_strategy", None)
     if strategy is not None:
         raise _spread(type(strategy).__name__)
-    random = _random_layer(model) if dialect_of(model).name == "tf_keras" else None
-    if random is not None:
-        raise UnsupportedError(
-            f"Layer {random!r} draws random numbers in training, which tf_keras cannot repeat.",
-            expected="a model of tf_keras without dropout, or of Keras 3",
-            hint="probe= instead of batches=",
-        )
-    _refuse_compiled_masks(model)
+    _refuse_random(model)
     if isinstance(model.train_function, TrainStep):
         model.train_function.remove()  # left by a training that was interrupted
     return TrainStep(model, direct)
@@ -215,26 +214,29 @@ def _spread(got: str) -> UnsupportedError:
     return UnsupportedError(what, got=got, hint="probe= instead of batches=")
 
 
-def _refuse_compiled_masks(model: Any) -> None:
-    """Raise UnsupportedError if the compiled step draws other random numbers than the same step run eagerly.
+def _refuse_random(model: Any) -> None:
+    """Raise UnsupportedError if the step draws random numbers that the same step, run again eagerly, does not draw.
 
-    XLA on TensorFlow and torch's compiler have their own generators; JAX draws the same numbers either way.
+    tf_keras cannot repeat them. XLA on TensorFlow and torch's compiler have their own generators; JAX draws the same
+    numbers either way.
     """
-    keras = dialect_of(model)
-    random = _random_layer(model) if bool(getattr(model, "jit_compile", False)) else None
-    if keras.name != "keras" or keras.engine.name == "jax" or random is None:
+    keras, random = dialect_of(model), _random_layer(model)
+    if random is None:
         return
-    raise UnsupportedError(
-        f"Layer {random!r} draws random numbers in a compiled training step, which cannot be repeated outside of it.",
-        got=f"jit_compile=True on {keras.engine.name}",
-        expected="jit_compile=False, or a model without dropout",
-        hint="probe= instead of batches=",
-    )
-
-
-def is_built(model: Any) -> bool:
-    """Return whether the weights of a model exist. A model without ``Input`` creates them at its first batch."""
-    return bool(model.built)
+    if keras.name == "tf_keras":
+        raise UnsupportedError(
+            f"Layer {random!r} draws random numbers in training, which tf_keras cannot repeat.",
+            expected="a model of tf_keras without dropout, or of Keras 3",
+            hint="probe= instead of batches=",
+        )
+    if bool(getattr(model, "jit_compile", False)) and keras.engine.name != "jax":
+        raise UnsupportedError(
+            f"Layer {random!r} draws random numbers in a compiled training step, which cannot be repeated outside of "
+            "it.",
+            got=f"jit_compile=True on {keras.engine.name}",
+            expected="jit_compile=False, or a model without dropout",
+            hint="probe= instead of batches=",
+        )
 
 
 def batches_per_execution(model: Any) -> int:
@@ -252,8 +254,7 @@ def synchronised(model: Any) -> None:
 
 def steps_taken(model: Any) -> int:
     """Return the number of batches that the optimizer has received so far."""
-    optimizer = getattr(model, "optimizer", None)
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    _, inner = optimizers(model)
     # The public attribute of Keras 3 is divided by the number of accumulated batches.
     iterations = getattr(inner, "_iterations", None)
     iterations = getattr(inner, "iterations", None) if iterations is None else iterations
@@ -278,8 +279,7 @@ def largest_weight(model: Any) -> float:
 
 def notes_of_training(model: Any, recorded: RecordedStep) -> list[str]:
     """Return notes on how the gradients of a recorded batch differ from those that the optimizer used."""
-    optimizer = getattr(model, "optimizer", None)
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    optimizer, inner = optimizers(model)
     notes = []
     every = getattr(inner, "gradient_accumulation_steps", None)
     if every:
@@ -335,9 +335,3 @@ def _random_layer(model: Any) -> str | None:
         if any((getattr(layer, name) or 0) > 0 for name in names) or (keras.draws(layer) and not names):
             return str(layer.name)
     return None
-
-
-def _remembering(source: Any, fed: list[Any]) -> Iterator[Any]:
-    for element in source:
-        fed.append(element)
-        yield element
