@@ -98,8 +98,8 @@ class LayerRecorder:
     ``wanted`` contains what to tap: a kind of tensor (``"output"``) at every call, or one tensor of one call
     (``"lstm|0|1|final_state/0"``), at every step of a loop over a cell. ``keep`` contains the kinds to record besides
     the tapped ones. ``starts`` and ``spoiled`` are for loops over cells, see :class:`StepRecorder`. ``stepped``
-    names the layers whose calls with one step are joined; with None, no layer's are. ``apart`` names the layers whose
-    calls with one step do not continue each other.
+    names the layers whose calls with one step are joined, ``apart`` those whose calls with one step do not continue each
+    other.
     """
 
     keras: Dialect
@@ -110,7 +110,7 @@ class LayerRecorder:
     training: bool = False
     starts: Starts = field(default_factory=dict)
     spoiled: str = ""
-    stepped: frozenset[str] | None = None
+    stepped: frozenset[str] = frozenset()
     apart: frozenset[str] = frozenset()
     calls: list[LayerCall] = field(default_factory=list)
     is_inside_a_layer: bool = False
@@ -142,7 +142,7 @@ class LayerRecorder:
                 half = halves[site.name] = halves.get(site.name, -1) + 1
                 if site.is_loop:
                     refuse_random(site, self.training)
-                    override(site.layer.cell, "call", own_errors(CellCallHook(self, site, self._steps_of(site))))
+                    override(site.layer.cell, "call", own_errors_unchanged()(self._cell(site)))
                 else:
                     site.keras.hook(self, site, half, override)
             for name, layer in plain.items():
@@ -167,7 +167,7 @@ class LayerRecorder:
         """
         layer = site.layer
         random = self.training and any(getattr(layer.cell, name, 0.0) for name in ("dropout", "recurrent_dropout"))
-        if self.stepped is None or site.name in self.apart or site.bidirectional or layer.stateful or random:
+        if site.name in self.apart or site.bidirectional or layer.stateful or random:
             return None
         if not layer.return_state or sequence.shape[1] != 1 or len(sequence.shape) != 3:
             return None
@@ -246,6 +246,27 @@ class LayerRecorder:
         cast = [self.keras.ops.cast(new, old.dtype) for new, old in zip(given, own, strict=True)]
         return self.keras.tree.pack_sequence_as(state, cast)
 
+    def _cell(self, site: RecurrentSite) -> Callable[..., Any]:
+        """Return a hook on a cell's ``call``: calls from outside of a recurrent layer are steps of a recurrence."""
+        steps, original = self._steps_of(site), site.layer.cell.call
+        names = list(inspect.signature(original).parameters)[:2]
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
+            if self.is_inside_a_layer or len(given) < 2:
+                return original(*args, **kwargs)
+            run, x, states = steps.enter(*(given[name] for name in names))
+            result = original(x, states, *args[2:], **{k: v for k, v in kwargs.items() if k not in names})
+            if not isinstance(result, tuple | list) or len(result) != 2:
+                raise UnsupportedError(
+                    f"Cell {site.name!r} did not return an output and its states.",
+                    got=type(result).__name__,
+                    expected="(output, states), as keras.layers.LSTMCell returns them",
+                )
+            return steps.leave(run, *result)
+
+        return call
+
     def _plain(self, name: str, layer: Any) -> Callable[..., Any]:
         original = layer.call
 
@@ -277,7 +298,14 @@ class StepRecorder:
 
     def enter(self, x: Any, states: Any) -> tuple[CellRun, Any, Any]:
         """Record and tap the input (sample, feature) and the states of a step; return its run and the tapped ones."""
-        self._refuse_compiled_loop()
+        if self._keras.engine.context() != self._context:
+            raise UnsupportedError(
+                f"Cell {self._site.name!r} is called in a loop that the framework compiles, whose steps rnnlens "
+                "cannot record.",
+                got="a cell called inside scan, while_loop, fori_loop, tf.while_loop, map_fn or another function",
+                expected="a Python loop over the steps, or a keras.layers.RNN around the cell",
+                hint="keras.layers.RNN(cell, return_sequences=True)",
+            )
         flat = self._keras.tree.flatten(states)
         run = self._run_of(flat)
         self._count += 1
@@ -288,19 +316,20 @@ class StepRecorder:
         """Record and tap the output and the new states of a step; return those that the user's code receives."""
         if self._recorder.training:
             self._dropout(run)
-        output, states = self._leave(run, output, states)
+        record, t = self._recorder.record, run.steps
+        flat = self._keras.tree.flatten(states)
+        made = {id(s): record(run.call, f"total/{i}@{t}", s) for i, s in enumerate(flat)}
+        run.produced = [made[id(s)] for s in flat]
+        kept = {id(output): record(run.call, f"output@{t}", made.get(id(output), output))}
+        for i, state in enumerate(flat):
+            if id(state) not in kept:
+                kept[id(state)] = record(run.call, f"state/{i}@{t}", made[id(state)])
+        run.received = [kept[id(s)] for s in flat]
+        run.call.arrays.update({f"final_state/{i}": s for i, s in enumerate(run.received)})
         run.steps += 1
-        return output, states
-
-    def _refuse_compiled_loop(self) -> None:
-        if self._keras.engine.context() != self._context:
-            raise UnsupportedError(
-                f"Cell {self._site.name!r} is called in a loop that the framework compiles, whose steps rnnlens "
-                "cannot record.",
-                got="a cell called inside scan, while_loop, fori_loop, tf.while_loop, map_fn or another function",
-                expected="a Python loop over the steps, or a keras.layers.RNN around the cell",
-                hint="keras.layers.RNN(cell, return_sequences=True)",
-            )
+        if self._spoiled:
+            kept = {key: tensor + float("nan") for key, tensor in kept.items()}
+        return kept[id(output)], self._keras.tree.pack_sequence_as(states, [kept[id(s)] for s in flat])
 
     def _run_of(self, states: Sequence[Any]) -> CellRun:
         """Return the recurrence that a call with these states continues, or a new one."""
@@ -328,22 +357,6 @@ class StepRecorder:
             run.call.arrays.update({f"received/{i}@{t}": s for i, s in enumerate(found)})
         return record(run.call, f"input@{t}", x), found
 
-    def _leave(self, run: CellRun, output: Any, states: Any) -> tuple[Any, Any]:
-        """Record and tap the output and the new states of a call; return those that the user's code receives."""
-        record, t = self._recorder.record, run.steps
-        flat = self._keras.tree.flatten(states)
-        made = {id(s): record(run.call, f"total/{i}@{t}", s) for i, s in enumerate(flat)}
-        run.produced = [made[id(s)] for s in flat]
-        kept = {id(output): record(run.call, f"output@{t}", made.get(id(output), output))}
-        for i, state in enumerate(flat):
-            if id(state) not in kept:
-                kept[id(state)] = record(run.call, f"state/{i}@{t}", made[id(state)])
-        run.received = [kept[id(s)] for s in flat]
-        run.call.arrays.update({f"final_state/{i}": s for i, s in enumerate(run.received)})
-        if self._spoiled:
-            kept = {key: tensor + float("nan") for key, tensor in kept.items()}
-        return kept[id(output)], self._keras.tree.pack_sequence_as(states, [kept[id(s)] for s in flat])
-
     def _dropout(self, run: CellRun) -> None:
         """Record the cell's dropout multipliers, which have to be the same at each step."""
         found = self._keras.dropout(self._site.layer)
@@ -356,41 +369,6 @@ class StepRecorder:
         run.masks = found
         if "dropout" in self._recorder.keep:
             run.call.arrays.update(found)
-
-
-class CellCallHook:
-    """Hook on the ``call`` of a cell: its calls from outside of a recurrent layer are steps of a recurrence."""
-
-    def __init__(self, recorder: LayerRecorder, site: RecurrentSite, steps: StepRecorder) -> None:
-        self._recorder, self._site, self._steps = recorder, site, steps
-        self._original = site.layer.cell.call
-        self._names = list(inspect.signature(self._original).parameters)[:2]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the cell's own ``call``, and record and tap its input, states and output."""
-        given = dict(zip(self._names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in self._names}
-        if self._recorder.is_inside_a_layer or len(given) < 2:
-            return self._original(*args, **kwargs)
-        run, x, states = self._steps.enter(*(given[name] for name in self._names))
-        kwargs = {k: v for k, v in kwargs.items() if k not in self._names}
-        result = self._original(x, states, *args[2:], **kwargs)
-        if not isinstance(result, tuple | list) or len(result) != 2:
-            raise UnsupportedError(
-                f"Cell {self._site.name!r} did not return an output and its states.",
-                got=type(result).__name__,
-                expected="(output, states), as keras.layers.LSTMCell returns them",
-            )
-        return self._steps.leave(run, *result)
-
-
-def own_errors(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method whose errors of rnnlens Keras does not change."""
-
-    def marked(*args: Any, **kwargs: Any) -> Any:
-        with own_errors_unchanged():
-            return method(*args, **kwargs)
-
-    return marked
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from ...typing import Array
 from ..protocol import ChainLink, Port
 from .dialect import Dialect, dialect_of
 from .discover import base_name, places
+from .hooks import overriding
 from .pullback import Pull, differentiate
 from .restore import as_found
 from .weights import named_variables
@@ -33,38 +34,24 @@ def perturbed_port(model: Any, port: Port, size: float) -> Iterator[bool]:
     if layer is None or not own or port.kind not in ("weight", "output"):
         yield False
         return
-    moved = _moved_weight if port.kind == "weight" else _moved_output
-    with moved(layer, port.key, size):
-        yield True
-
-
-@contextmanager
-def _moved_weight(layer: Any, key: str, size: float) -> Iterator[None]:
-    variable = named_variables(layer)[key]
-    before = dialect_of(variable).value_of(variable)
-    try:
-        variable.assign(before + _pattern(before.shape, before, size))
-        yield
-    finally:
-        variable.assign(before)
-
-
-@contextmanager
-def _moved_output(layer: Any, key: str, size: float) -> Iterator[None]:
-    del key
-    keras, original, own = dialect_of(layer), layer.call, vars(layer)
-    had = own.get("call")
+    keras = dialect_of(layer)
+    if port.kind == "weight":
+        variable = named_variables(layer)[port.key]
+        before = keras.value_of(variable)
+        try:
+            variable.assign(before + _pattern(before.shape, before, size))
+            yield True
+        finally:
+            variable.assign(before)
+        return
+    original = layer.call
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return keras.tree.map_structure(lambda tensor: _moved(keras, tensor, size), original(*args, **kwargs))
 
-    own["call"] = call
-    try:
-        yield
-    finally:
-        own.pop("call")
-        if had is not None:
-            own["call"] = had
+    with overriding() as override:
+        override(layer, "call", call)
+        yield True
 
 
 def _moved(keras: Dialect, tensor: Any, size: float) -> Any:
@@ -74,10 +61,7 @@ def _moved(keras: Dialect, tensor: Any, size: float) -> Any:
     spread = keras.ops.sqrt(keras.ops.mean(keras.ops.square(keras.ops.stop_gradient(tensor))))
     pattern = keras.ops.convert_to_tensor(_pattern(shape, np.ones(1), size), dtype=tensor.dtype)
     moved = tensor + pattern * (spread + keras.ops.cast(spread == 0, tensor.dtype))
-    mask = getattr(tensor, "_keras_mask", None)
-    if mask is not None:
-        moved._keras_mask = mask
-    return moved
+    return keras.with_mask(tensor, moved)
 
 
 def _pattern(shape: tuple[int, ...], like: np.ndarray[Any, Any], size: float) -> np.ndarray[Any, Any]:
@@ -95,16 +79,18 @@ def reinitialised(model: Any, seed: int) -> Any:
     """
     try:
         keras = dialect_of(model)
-        twin = (
-            keras.models.clone_model(model)
-            if hasattr(model, "_functional") or _is_graph(keras, model)
-            else _again(model)
-        )
+        is_graph = isinstance(model, keras.Sequential) or hasattr(model, "_functional")
+        if is_graph or getattr(model, "_is_graph_network", False) or getattr(model, "_operations", None):
+            twin = keras.models.clone_model(model)
+        else:
+            twin = type(model).from_config(model.get_config())
         if not twin.built:
             twin.build_from_config(model.get_build_config())
         if [tuple(v.shape) for v in twin.variables] != [tuple(v.shape) for v in model.variables]:
             raise ValueError("its weights have other shapes")
-        _compile_like(keras, twin, model)
+        loss = keras.compiled_loss(model) if isinstance(model, keras.Model) else None
+        if loss is not None and not keras.is_compiled(twin):  # cloning may have compiled it
+            twin.compile(loss=keras.user_loss(model), loss_weights=loss._user_loss_weights)
     except Exception as error:
         raise UnsupportedError(
             f"Model {model.name!r} cannot be rebuilt from its configuration.",
@@ -113,25 +99,6 @@ def reinitialised(model: Any, seed: int) -> Any:
         ) from error
     del seed  # Keras draws from its global random state
     return twin
-
-
-def _compile_like(keras: Dialect, twin: Any, model: Any) -> None:
-    """Compile the copy ``twin`` with the loss of ``model``, unless cloning has done so."""
-    loss = keras.compiled_loss(model) if isinstance(model, keras.Model) else None
-    if loss is not None and not keras.is_compiled(twin):
-        twin.compile(loss=keras.user_loss(model), loss_weights=loss._user_loss_weights)
-
-
-def _is_graph(keras: Dialect, model: Any) -> bool:
-    return (
-        isinstance(model, keras.Sequential)
-        or bool(getattr(model, "_is_graph_network", False))
-        or bool(getattr(model, "_operations", None))
-    )
-
-
-def _again(model: Any) -> Any:
-    return type(model).from_config(model.get_config())
 
 
 _RECURRENT = ("LSTM", "GRU", "SimpleRNN")

@@ -59,11 +59,22 @@ def computed_in(layer: Any) -> str:
 
 
 def cell_with_equations(cell: Any, convert: Callable[[Any], Any], engine: Engine | None = None) -> Cell | None:
-    """Return a cell's equations with its converted weights; None if its equations are not known."""
+    """Return a cell's equations with its converted weights; None if its equations are not known.
+
+    ``engine`` differentiates the step of a registered cell without derivatives of its own.
+    """
     known = registration_of(cell)
-    if known is not None:
-        return described(cell, known, convert, engine)
-    return None if known_class(cell) is None else known_cell(cell, convert)
+    if known is None:
+        return None if known_class(cell) is None else _known_cell(cell, convert)
+    made = known.make(cell, {name: convert(v) for name, v in attributes(cell).items()})
+    if engine is None:
+        return made
+    keras = dialect_of(cell)
+
+    def tensor(array: Array) -> Any:
+        return keras.ops.convert_to_tensor(array, dtype=str(array.dtype).rpartition(".")[2])
+
+    return with_step_autodiff(made, known, engine, keras.namespace(), tensor)
 
 
 def likeness(layer: Any) -> tuple[Any, ...]:
@@ -74,7 +85,7 @@ def likeness(layer: Any) -> tuple[Any, ...]:
     return (kind_of(cell), ", ".join(map(str, sizes)), details)
 
 
-def known_cell(cell: Any, convert: Callable[[Any], Any]) -> Cell:
+def _known_cell(cell: Any, convert: Callable[[Any], Any]) -> Cell:
     """Return a known cell with its weights; ``convert`` turns a Keras variable into a copy as array."""
     ours: Any = known_class(cell)
     arrays = known_arrays(cell, {name: convert(getattr(cell, name)) for name in _variables(cell)})
@@ -153,7 +164,14 @@ def _put_together(
     convert: Any,
 ) -> LayerWeights:
     """Return the weights of a layer with a registered cell, by the names of the registration."""
-    refuse_penalties(variables, layer)
+    penalties = dialect_of(layer).regularizers(layer)
+    for name, variable in variables.items():
+        if id(variable) in penalties:  # it could not be divided among the variables that compose a weight
+            raise UnsupportedError(
+                f"Layer {layer.name!r}: weight {name!r} of its registered cell has a regularizer, which "
+                "registered cells do not support.",
+                expected="add the penalty to the loss, or do not register the cell",
+            )
     arrays = {key: convert(v) for key, v in variables.items()}
     values, trainable = {}, {}
     for key, what in weights.items():
@@ -217,19 +235,6 @@ def _attributes(layer: Any, prefix: str, depth: int) -> Iterator[tuple[str, Any]
             yield from _attributes(value, f"{prefix}{name}.", depth - 1)
 
 
-def described(cell: Any, known: Registration, convert: Callable[[Any], Array], engine: Engine | None = None) -> Cell:
-    """Return a registered cell's equations with its weights; ``engine`` differentiates them if given."""
-    made = known.make(cell, {name: convert(v) for name, v in attributes(cell).items()})
-    if engine is None:
-        return made
-    keras = dialect_of(cell)
-
-    def tensor(array: Array) -> Any:
-        return keras.ops.convert_to_tensor(array, dtype=str(array.dtype).rpartition(".")[2])
-
-    return with_step_autodiff(made, known, engine, keras.namespace(), tensor)
-
-
 def composed(named: Mapping[str, Any], halves: Mapping[str, Any]) -> dict[str, ComposedWeight]:
     """Return each composed weight of a layer with registered cells, by name.
 
@@ -248,18 +253,3 @@ def composed(named: Mapping[str, Any], halves: Mapping[str, Any]) -> dict[str, C
             prefix + name: ComposedWeight(known, name, {own: ("", key) for own, key in held.items()}) for name in arrays
         }
     return found
-
-
-def refuse_penalties(named: Mapping[str, Any], layer: Any) -> None:
-    """Raise UnsupportedError if a variable of a layer with a registered cell has a regulariser.
-
-    The penalty of a composed weight could not be divided among its variables.
-    """
-    penalties = dialect_of(layer).regularizers(layer)
-    for name, variable in named.items():
-        if id(variable) in penalties:
-            raise UnsupportedError(
-                f"Layer {layer.name!r}: weight {name!r} of its registered cell has a regularizer, which "
-                "registered cells do not support.",
-                expected="add the penalty to the loss, or do not register the cell",
-            )
