@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from ...autodiff import Engine, Memo, Tap
+from ...autodiff import Memo, Tap
 from ...errors import InputError, ModelError, UnsupportedError, message, raised_by
 from ...typing import Array
 from ..protocol import Batch, Outputs
@@ -34,7 +34,10 @@ def plan(model: Any, batch: Batch) -> Loss:
 
     def loss(x: Any, y: Any, y_pred: Any, weight: Any) -> Any:
         _check_weight(keras, weight, y_pred)
-        return _with_own_losses(model, _scalar(keras, given(y, y_pred, weight)))
+        value = _scalar(keras, given(y, y_pred, weight))
+        for extra in model.losses:  # add_loss, activity and weight regularisers
+            value = value + keras.ops.cast(keras.ops.sum(extra), value.dtype)
+        return value
 
     return loss
 
@@ -52,19 +55,6 @@ def _check_weight(keras: Dialect, weight: Any, y_pred: Any) -> None:
             expected=f"shape ({samples}, {steps}), or ({samples}, 1)",
             hint="sample_weight[:, None]",
         )
-
-
-def of_outputs(model: Any, batch: Batch) -> Callable[[Any, Any, Any], Any]:
-    """Return the loss as a function ``(y, y_pred, sample_weight) -> scalar tensor``.
-
-    Losses that the model adds itself are not part of a given loss.
-    """
-    keras = dialect_of(model)
-    if batch.loss is not None:
-        given = _given(keras, batch)
-        return lambda y, y_pred, weight: _scalar(keras, given(y, y_pred, weight))
-    _compiled(model, batch)
-    return lambda y, y_pred, weight: _scalar(keras, keras.compiled_loss(model)(y, y_pred, weight))
 
 
 def _compiled(model: Any, batch: Batch) -> Loss:
@@ -98,14 +88,20 @@ def _compiled(model: Any, batch: Batch) -> Loss:
 
 def _given(keras: Dialect, batch: Batch) -> Callable[[Any, Any, Any], Any]:
     loss = batch.loss
-    if isinstance(loss, str) or _is_own_function(keras, loss):
-        _need_target(batch)
-        return keras.compiled_form(_named(keras, loss))
+    # Keras' own loss functions return one value per sample; they are averaged, as by compile().
+    is_own = isinstance(loss, types.FunctionType) and getattr(keras.losses, loss.__name__, None) is loss
+    if (is_own or isinstance(loss, (str, list, tuple, dict, keras.losses.Loss))) and batch.y is None:
+        raise InputError("This loss needs a target.", got="y=None", hint="pass y")
     if isinstance(loss, keras.losses.Loss):
-        _need_target(batch)
         return lambda y, y_pred, weight: loss(y, y_pred, sample_weight=weight)
-    if isinstance(loss, (list, tuple, dict)):
-        _need_target(batch)
+    if isinstance(loss, str):
+        try:
+            loss = keras.losses.get(loss)
+        except ValueError:
+            what, hint = "Keras has no loss of that name.", 'a name such as "mse", or a function'
+            raise InputError(what, got=repr(loss), hint=hint) from None
+        return keras.compiled_form(loss)
+    if is_own or isinstance(loss, (list, tuple, dict)):
         return keras.compiled_form(loss)
     if not callable(loss):
         raise InputError(
@@ -118,36 +114,14 @@ def _given(keras: Dialect, batch: Batch) -> Callable[[Any, Any, Any], Any]:
             "A loss function of (y_true, y_pred) cannot take sample weights.",
             hint=f"pass a {keras.name}.losses.Loss or a name, or weight inside the function",
         )
-    return lambda y, y_pred, weight: loss(*_aligned(keras, y, y_pred))
 
+    def aligned(y: Any, y_pred: Any, weight: Any) -> Any:
+        """Return the loss of targets and outputs as a compiled loss function receives them: (n, 1) beside (n, 1)."""
+        del weight
+        plain = y is None or keras.tree.is_nested(y) or keras.tree.is_nested(y_pred)
+        return loss(y, y_pred) if plain else loss(*keras.aligned(y, y_pred))
 
-def _aligned(keras: Dialect, y: Any, y_pred: Any) -> tuple[Any, Any]:
-    """Return targets and outputs as a compiled loss function receives them: (n,) becomes (n, 1) beside (n, 1)."""
-    if y is None or keras.tree.is_nested(y) or keras.tree.is_nested(y_pred):
-        return y, y_pred
-    return keras.aligned(y, y_pred)
-
-
-def _named(keras: Dialect, loss: Any) -> Any:
-    try:
-        return keras.losses.get(loss)
-    except ValueError:
-        raise InputError(
-            "Keras has no loss of that name.", got=repr(loss), hint='a name such as "mse", or a function'
-        ) from None
-
-
-def _is_own_function(keras: Dialect, loss: Any) -> bool:
-    """Return whether ``loss`` is one of Keras' loss functions, which return one value per sample.
-
-    They are averaged, as by ``compile``.
-    """
-    return isinstance(loss, types.FunctionType) and getattr(keras.losses, loss.__name__, None) is loss
-
-
-def _need_target(batch: Batch) -> None:
-    if batch.y is None:
-        raise InputError("This loss needs a target.", got="y=None", hint="pass y")
+    return aligned
 
 
 def _scalar(keras: Dialect, loss: Any) -> Any:
@@ -161,14 +135,6 @@ def _scalar(keras: Dialect, loss: Any) -> Any:
             expected="shape ()",
             hint=f"{keras.says_mean} or {keras.says_sum} around it",
         )
-    return loss
-
-
-def _with_own_losses(model: Any, loss: Any) -> Any:
-    """Add the losses of the model to ``loss``: ``add_loss``, activity and weight regularisers."""
-    keras = dialect_of(model)
-    for extra in model.losses:
-        loss = loss + keras.ops.cast(keras.ops.sum(extra), loss.dtype)
     return loss
 
 
@@ -212,7 +178,7 @@ def mixes_samples(model: Any, training: bool) -> str | None:
     It is unknown if a layer is not Keras' own.
     """
     keras = dialect_of(model)
-    for layer in _layers(model):
+    for layer in model._flatten_layers():
         if training and isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
             return str(layer.name)
     return None if _all_keras(model) else "?"
@@ -230,7 +196,13 @@ def outputs_of(model: Any, batch: Batch) -> Outputs:
     masks = [None if mask is None else np.asarray(engine.to_array(mask)) for mask in kept["masks"]]
     arrays = [keras.value_of(leaf) for leaf in leaves]
     structure = {"outputs": kept["outputs"], "adds": bool(np.asarray(engine.to_array(kept["adds"])))}
-    return Outputs(arrays, structure, masks, _nothing_of(keras) if _has_own_losses(model) else None)
+
+    def nothing(y: Any, y_pred: Any) -> Any:
+        """Return 0, to which the model's own losses are added."""
+        del y
+        return keras.ops.zeros((), dtype=keras.dtype_of(keras.tree.flatten(y_pred)[0]))
+
+    return Outputs(arrays, structure, masks, nothing if _has_own_losses(model) else None)
 
 
 def loss_of(model: Any, batch: Batch, outputs: Outputs) -> tuple[float, list[Array | None]]:
@@ -247,7 +219,14 @@ def loss_of(model: Any, batch: Batch, outputs: Outputs) -> tuple[float, list[Arr
     if outputs.tree["adds"]:
         raise UnsupportedError(_not_from_outputs("a layer of the model calls add_loss()"))
     engine = keras.engine
-    loss = of_outputs(model, batch)
+    if batch.loss is not None:
+        loss = _given(keras, batch)
+    else:
+        _compiled(model, batch)  # refuses a model without a loss
+
+        def loss(y: Any, y_pred: Any, weight: Any) -> Any:
+            return keras.compiled_loss(model)(y, y_pred, weight)
+
     like = keras.tree.flatten(outputs.tree["outputs"])
     floats = [keras.ops.convert_to_tensor(a, dtype=t.dtype) for a, t in zip(outputs.leaves, like, strict=True)]
     y, weight = targets(model, batch, len(outputs.leaves[0]))
@@ -256,33 +235,24 @@ def loss_of(model: Any, batch: Batch, outputs: Outputs) -> tuple[float, list[Arr
     weights = {str(i): v for i, v in enumerate(model.trainable_variables) if id(v) in known}
 
     def program(given: Any, tap: Tap) -> tuple[dict[str, Any], Any]:
-        y_pred = keras.tree.pack_sequence_as(outputs.tree["outputs"], list(_tapped(keras, given, tap)))
+        flat = [tap(f"output/{i}", t) if keras.is_float(t) else t for i, t in enumerate(given["outputs"])]
+        for tensor, mask in zip(flat, given["masks"], strict=False):
+            if mask is not None:
+                keras.set_mask(tensor, keras.ops.cast(mask, "bool"))
+        y_pred = keras.tree.pack_sequence_as(outputs.tree["outputs"], flat)
         with keras.running(model, None, seeds, weights, tap), raised_by("Your loss"):
-            return {"loss": loss(given["y"], y_pred, given["weight"])}, None
+            return {"loss": _scalar(keras, loss(given["y"], y_pred, given["weight"]))}, None
 
     with as_found(model, keras, batch.seed), keras.undisturbed(model, regularised=False):
         seeds = keras.seeds(model, batch.seed)
         linear = engine.linearise(program, arguments, Memo())
         value = float(np.asarray(engine.to_array(linear.targets["loss"])))
         found = linear.vjp({"loss": np.ones(1)})
-    _refuse_other_paths(engine, found)
+    by_weight = [grad for key, grad in found.items() if key.startswith("weight|") and grad is not None]
+    if any(np.any(np.asarray(engine.to_array(grad))) for grad in by_weight):
+        raise UnsupportedError(_not_from_outputs("the loss reads the model's weights itself"))
     grads = [found.get(f"output/{i}") for i in range(len(floats))]
     return value, [None if grad is None else np.asarray(engine.to_array(grad))[0] for grad in grads]
-
-
-def _tapped(keras: Dialect, given: Any, tap: Tap) -> Iterator[Any]:
-    for i, (tensor, mask) in enumerate(zip(given["outputs"], given["masks"] or [None] * 99, strict=False)):
-        if keras.is_float(tensor):
-            tensor = tap(f"output/{i}", tensor)
-        if mask is not None:
-            keras.set_mask(tensor, keras.ops.cast(mask, "bool"))
-        yield tensor
-
-
-def _refuse_other_paths(engine: Engine, found: dict[str, Any]) -> None:
-    for key, grad in found.items():
-        if key.startswith("weight|") and grad is not None and np.any(np.asarray(engine.to_array(grad))):
-            raise UnsupportedError(_not_from_outputs("the loss reads the model's weights itself"))
 
 
 def _not_from_outputs(why: str) -> str:
@@ -293,24 +263,10 @@ def _not_from_outputs(why: str) -> str:
     )
 
 
-def _nothing_of(keras: Dialect) -> Callable[[Any, Any], Any]:
-    """Return a loss function that is 0, to which the model's own losses are added."""
-
-    def nothing(y: Any, y_pred: Any) -> Any:
-        del y
-        return keras.ops.zeros((), dtype=keras.dtype_of(keras.tree.flatten(y_pred)[0]))
-
-    return nothing
-
-
-def _layers(model: Any) -> list[Any]:
-    return list(model._flatten_layers())
-
-
 def _all_keras(model: Any) -> bool:
     """Return whether all layers of a model are Keras' own, without a Lambda."""
     keras = dialect_of(model)
-    return all(keras.is_own(type(la)) and not isinstance(la, keras.layers.Lambda) for la in _layers(model))
+    return all(keras.is_own(type(la)) and not isinstance(la, keras.layers.Lambda) for la in model._flatten_layers())
 
 
 def _may_be_masked(model: Any) -> bool:
@@ -319,13 +275,15 @@ def _may_be_masked(model: Any) -> bool:
     outputs = getattr(model, "outputs", None) if isinstance(model, keras.Model) else None
     if outputs:
         return any(keras.mask_of(tensor) is not None for tensor in outputs)
-    return any(isinstance(la, keras.layers.Masking) or getattr(la, "mask_zero", False) for la in _layers(model))
+    return any(
+        isinstance(la, keras.layers.Masking) or getattr(la, "mask_zero", False) for la in model._flatten_layers()
+    )
 
 
 def _has_own_losses(model: Any) -> bool:
     """Return whether weight or activity regularisers add to the loss."""
     regularised = bool(dialect_of(model).regularizers(model))
-    return regularised or any(layer.activity_regularizer is not None for layer in _layers(model))
+    return regularised or any(layer.activity_regularizer is not None for layer in model._flatten_layers())
 
 
 def _kind(keras: Dialect, loss: Any) -> str | None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ...autodiff import Engine, Memo, Tap
 from ...autodiff.tensors import flipped, join
-from ...errors import InputError, LayerNotFoundError, message, raised_by
+from ...errors import InputError, LayerNotFoundError, raised_by
 from ...typing import Array
 from ..protocol import Batch, Port, Pullback, refuse_misfits
 from . import losses
@@ -83,7 +83,9 @@ class KerasPullback:
         values = {}
         for port, key in self._spots.keys.items():
             if key not in recorded:
-                raise LayerNotFoundError(_missing(port))
+                where = "model" if port.layer is None else f"layer {port.layer!r}"
+                what = f"The {port.kind} number {port.index} of the {where} does not appear in this forward pass."
+                raise LayerNotFoundError(what)
             values[port] = self._turned(port, self._engine.to_array(recorded[key]), axis=1)
             if port in self._spots.ending:
                 values[port] = values[port][:, -1]
@@ -144,7 +146,13 @@ class KerasPullback:
             recorded.update({f"model|output/{i}": t for i, t in enumerate(keras.tree.flatten(outputs))})
             if value is not None:
                 recorded["model|loss"] = value
-            _check_targets(keras, of, recorded)
+            for key in of:
+                place, *_, name = key.split("|")
+                if key not in recorded:
+                    raise LayerNotFoundError(f"{place}.{name} does not appear in this forward pass.")
+                if not keras.is_float(recorded[key]):
+                    kind = keras.dtype_of(recorded[key])
+                    raise InputError(f"{place}.{name} cannot be differentiated.", got=f"dtype {kind}")
             others = {key: recorded[key] for key in keys - of if key in recorded}
             samples, steps = _sizes(job.calls)
             counts = {"outputs": len(keras.tree.flatten(outputs)), "samples": samples, "steps": steps}
@@ -219,26 +227,6 @@ def _undone(model: Any, keras: Dialect, seed: int | None) -> Iterator[None]:
     """
     with as_found(model, keras, seed), keras.undisturbed(model, regularised=True):
         yield
-
-
-def _check_targets(keras: Dialect, of: set[str], recorded: Mapping[str, Any]) -> None:
-    for key in of:
-        if key not in recorded:
-            raise LayerNotFoundError(f"{_tensor_name(key)} does not appear in this forward pass.")
-        if not keras.is_float(recorded[key]):
-            kind = keras.dtype_of(recorded[key])
-            raise InputError(f"{_tensor_name(key)} cannot be differentiated.", got=f"dtype {kind}")
-
-
-def _tensor_name(key: str) -> str:
-    """Return the name shown to users for the tensor with the tap key ``key``."""
-    place, *_, name = key.split("|")
-    return f"{place}.{name}"
-
-
-def _missing(port: Port) -> str:
-    where = "model" if port.layer is None else f"layer {port.layer!r}"
-    return message(f"The {port.kind} number {port.index} of the {where} does not appear in this forward pass.")
 
 
 #: Function from a cotangent of a value to one cotangent per argument.
