@@ -73,8 +73,13 @@ class KerasPullback:
         with as_found(model, self._keras, batch.seed):
             arguments = job.arguments()
             memo = self._memo(job, arguments)
-            with self._keras.undisturbed(model, regularised=True), raised_by("The forward pass of your model"):
-                self._linear = self._linearised(job, arguments, memo)
+            try:
+                with self._keras.undisturbed(model, regularised=True), raised_by("The forward pass of your model"):
+                    self._linear = self._engine.linearise(self._program(job), arguments, memo)
+            except BaseException:
+                if memo is not None:
+                    forget(job.model, memo)
+                raise
         self._linear.tracing = partial(_undone, model, self._keras, batch.seed)
         recorded = {**self._linear.aux, **self._linear.targets}
         self.outputs = int(recorded.pop("outputs"))
@@ -99,14 +104,6 @@ class KerasPullback:
         boundaries = (frozenset(self._spots.keys[port] for port in ports) for ports in (self._of, self._cut))
         found = memo_for(job, arguments, *boundaries)
         return found if found is not None or all(port.kind == "loss" for port in self._of) else Memo()
-
-    def _linearised(self, job: RunRequest, arguments: Any, memo: Memo | None) -> Any:
-        try:
-            return self._engine.linearise(self._program(job), arguments, memo)
-        except BaseException:
-            if memo is not None:
-                forget(job.model, memo)
-            raise
 
     def _job(self, model: Any, batch: Batch, loss: Loss | None) -> RunRequest:
         wanted = frozenset(self._spots.keys[port] for port in (*self._wrt, *self._cut))
