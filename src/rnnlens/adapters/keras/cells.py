@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from ...autodiff import tensors
+from ...autodiff.tensors import join
 from ...errors import runs_again
 from ...recurrence.cells import StepCell
 from ...typing import Array
-from .dialect import Dialect, dialect_of
+from .dialect import Dialect
 from .restore import as_found
 from .run import compiled_cell
 from .weights import cell_variables
@@ -28,14 +28,15 @@ class KerasStepCell(StepCell):
     """
 
     def __init__(self, cell: Any, keras: Dialect) -> None:
-        self._cell, self._keras, self._engine = cell, keras, keras.engine
+        self._cell, self._keras, self._array = cell, keras, keras.engine.to_array
         self.state_sizes = tuple(int(size) for size in keras.tree.flatten(keras.template(cell)))
         size = keras.output_size(cell)
         self.output_size = self.state_sizes[0] if size is None else int(size)
         # Of stacked cells, the state that Keras on JAX returns at masked steps: the first one of the last cell.
         stacked = isinstance(cell, keras.layers.StackedRNNCells)
         self.output_state = len(keras.tree.flatten(keras.template(cell)[:-1])) if stacked else 0
-        self._weights = {name: _frozen(v) for name, v in cell_variables(cell).items()}
+        tensor = keras.ops.convert_to_tensor  # of copies, which later updates do not change
+        self._weights = {n: tensor(keras.value_of(v), dtype=v.dtype) for n, v in cell_variables(cell).items()}
         self._dtype = getattr(cell, "compute_dtype", keras.floatx())
         self._steps = compiled_cell(keras, cell, lambda: _Steps(cell, keras))
 
@@ -48,56 +49,50 @@ class KerasStepCell(StepCell):
         """Run one step: x (n, feature) and states (n, size) to output (n, output_size) and new states."""
         with self._left_alone():
             output, new = self._steps.per_step.step(*self._inputs(x, state))
-        return self._engine.to_array(output), tuple(self._engine.to_array(s) for s in new)
+        return self._array(output), tuple(map(self._array, new))
 
     def vjp(
         self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]
     ) -> tuple[Array, tuple[Array, ...]]:
         """Multiply dL/dy_t and dL/ds_t by the transposed step Jacobians: dL/dx_t (n, feature), dL/ds_{t-1}."""
-        by_x, by_state, _ = self._pull(x, state, output_cotangent, state_cotangent)
-        return self._engine.to_array(by_x), tuple(self._engine.to_array(s) for s in by_state)
+        by_x, by_state, _ = self._pull(self._steps.per_step.vjp, x, state, output_cotangent, state_cotangent)
+        return self._array(by_x), tuple(map(self._array, by_state))
 
     def weight_vjp(
         self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]
     ) -> Mapping[str, Array]:
         """Return the gradients of the weights, summed over ``n``, by the names used in ``weight_grads``."""
-        _, _, by_weight = self._pull(x, state, output_cotangent, state_cotangent)
-        return {name: self._engine.to_array(g) for name, g in by_weight.items()}
+        _, _, by_weight = self._pull(self._steps.per_step.vjp, x, state, output_cotangent, state_cotangent)
+        return {name: self._array(g) for name, g in by_weight.items()}
 
     def produced(
         self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]
     ) -> tuple[Array, ...]:
         """Pull dL/dy_t and dL/ds_t back to each new state at the operation that computes it, for each row."""
-        cotangents = (self._tensor(output_cotangent), [self._tensor(c) for c in state_cotangent])
-        with self._left_alone():
-            found = self._steps.per_step.produced(self._inputs(x, state), cotangents)
-        return tuple(self._engine.to_array(s) for s in found)
+        grads = self._pull(self._steps.per_step.produced, x, state, output_cotangent, state_cotangent)
+        return tuple(map(self._array, grads))
 
     def jacobian(self, x: Array, state: Sequence[Array]) -> tuple[Array, Array]:
         """Return the Jacobians of [new states, output] with respect to the states and to the input.
 
         Their shapes are (n, S + output_size, S) and (n, S + output_size, feature).
         """
-        parts = [self._jacobian(x[rows], [s[rows] for s in state]) for rows in self._chunks(x)]
-        joined = tuple(tensors.join([part[i] for part in parts], axis=0) for i in range(2))
-        return joined[0], joined[1]
-
-    def _chunks(self, x: Array) -> Iterator[slice]:
-        total = sum(self.state_sizes)
-        row = 8 * (total + self.output_size) * (total + int(x.shape[1]))
-        size = max(1, _CHUNK // row)
+        total, parts = sum(self.state_sizes), []
+        size = max(1, _CHUNK // (8 * (total + self.output_size) * (total + int(x.shape[1]))))
         for start in range(0, int(x.shape[0]), size):
-            yield slice(start, start + size)
+            rows = slice(start, start + size)
+            with self._left_alone():
+                pair = self._steps.per_step.jacobian(self._inputs(x[rows], [s[rows] for s in state]))
+            parts.append([self._array(part) for part in pair])
+        by_state, by_input = (join(column, axis=0) for column in zip(*parts, strict=True))
+        return by_state, by_input
 
-    def _jacobian(self, x: Array, state: Sequence[Array]) -> tuple[Array, Array]:
-        with self._left_alone():
-            by_state, by_input = self._steps.per_step.jacobian(self._inputs(x, state))
-        return self._engine.to_array(by_state), self._engine.to_array(by_input)
-
-    def _pull(self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]) -> Any:
+    def _pull(
+        self, derivative: Any, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Any
+    ) -> Any:
         cotangents = (self._tensor(output_cotangent), [self._tensor(c) for c in state_cotangent])
         with self._left_alone():
-            return self._steps.per_step.vjp(self._inputs(x, state), cotangents)
+            return derivative(self._inputs(x, state), cotangents)
 
     def _inputs(self, x: Array, state: Sequence[Array]) -> tuple[Any, list[Any], dict[str, Any]]:
         return self._tensor(x), [self._tensor(s) for s in state], self._weights
@@ -128,12 +123,6 @@ class _Steps:
         flat = keras.tree.flatten(new)
         self.output_is_state = output is flat[0]
         return output, flat
-
-
-def _frozen(variable: Any) -> Any:
-    """Return the present value of a variable as a tensor that later updates do not change."""
-    keras = dialect_of(variable)
-    return keras.ops.convert_to_tensor(keras.value_of(variable), dtype=variable.dtype)
 
 
 def initial_state_weights(keras: Dialect, cell: Any) -> set[str]:

@@ -172,7 +172,9 @@ def _walk(model: Any) -> Iterator[tuple[str, Any, Any]]:
 
     def visit(parent: Any, prefix: str, wrapper: Any) -> Iterator[tuple[str, Any, Any]]:
         for child in parent._flatten_layers(include_self=False, recursive=False):
-            if id(child) in seen or isinstance(child, keras.layers.InputLayer) or _is_inner_graph(keras, parent, child):
+            # The Functional model that Keras builds inside a Sequential has the same layers.
+            is_inner_graph = isinstance(parent, keras.Sequential) and getattr(parent, "_functional", None) is child
+            if id(child) in seen or isinstance(child, keras.layers.InputLayer) or is_inner_graph:
                 continue
             seen.add(id(child))
             name = prefix + child.name
@@ -182,11 +184,6 @@ def _walk(model: Any) -> Iterator[tuple[str, Any, Any]]:
                 yield from visit(child, name + "/", inside)
 
     yield from visit(model, "", None)
-
-
-def _is_inner_graph(keras: Dialect, parent: Any, child: Any) -> bool:
-    """Return whether ``child`` is the Functional model that Keras builds inside a Sequential ``parent``."""
-    return isinstance(parent, keras.Sequential) and getattr(parent, "_functional", None) is child
 
 
 def _is_recurrent(keras: Dialect, layer: Any) -> bool:
@@ -285,7 +282,8 @@ def _refuse_twins(sites: Iterable[RecurrentSite]) -> None:
 
 
 def _info(site: RecurrentSite) -> LayerInfo:
-    layer, cell = site.layer, site.layer.cell
+    keras, layer, cell = site.keras, site.layer, site.layer.cell
+    size = keras.output_size(cell)
     options = {
         "return_state": layer.return_state,
         "go_backwards": layer.go_backwards,
@@ -302,20 +300,13 @@ def _info(site: RecurrentSite) -> LayerInfo:
         name=site.name,
         kind=type(site.owner).__name__,
         cell=kind_of(cell),
-        units=_units(layer),
+        units=int(keras.tree.flatten(keras.state_size(layer) if size is None else size)[0]),
         direction="bidirectional" if site.bidirectional else site.direction,
         return_sequences=layer.return_sequences,
         masked=_masked(site.owner),
         stateful=layer.stateful,
         options=options,
     )
-
-
-def _units(layer: Any) -> int:
-    keras = dialect_of(layer)
-    size = keras.output_size(layer.cell)
-    flat = keras.tree.flatten(keras.state_size(layer) if size is None else size)
-    return int(flat[0])
 
 
 def _masked(layer: Any) -> bool | None:
@@ -335,34 +326,26 @@ def refuse_random(site: RecurrentSite, training: bool) -> None:
     UnsupportedError
         If the cell draws random numbers or uses statistics of the batch.
     """
-    layer = site.layer
-    if training and known_class(layer.cell) is None and _takes_statistics(site.keras, layer.cell):
+    keras, cell = site.keras, site.layer.cell
+    if not training or known_class(cell) is not None or not isinstance(cell, keras.Layer):
+        return
+    layers = cell._flatten_layers()
+    if any(isinstance(layer, keras.layers.BatchNormalization) and layer.trainable for layer in layers):
         raise UnsupportedError(
-            f"Layer {site.name!r}: batch normalisation in the cell {type(layer.cell).__name__} mixes the samples "
+            f"Layer {site.name!r}: batch normalisation in the cell {type(cell).__name__} mixes the samples "
             "of the batch.",
             got="training=True",
             expected="a cell whose step depends only on its input, its state and its weights",
             hint="training=False",
         )
-    if training and known_class(layer.cell) is None and _is_random(site.keras, layer.cell):
+    if any(_is_random(keras, layer) for layer in cell._flatten_layers()):
         raise UnsupportedError(
-            f"Layer {site.name!r}: dropout inside the cell {type(layer.cell).__name__} cannot be replayed.",
+            f"Layer {site.name!r}: dropout inside the cell {type(cell).__name__} cannot be replayed.",
             hint="training=False, or dropout between the layers instead of inside the cell",
         )
 
 
-def _takes_statistics(keras: Dialect, cell: Any) -> bool:
-    inner = cell._flatten_layers() if isinstance(cell, keras.Layer) else ()
-    return any(isinstance(layer, keras.layers.BatchNormalization) and layer.trainable for layer in inner)
-
-
-def _is_random(keras: Dialect, cell: Any) -> bool:
-    if not isinstance(cell, keras.Layer):
-        return False
-    for layer in cell._flatten_layers():
-        rates = [getattr(layer, name, 0) for name in ("dropout", "recurrent_dropout", "rate")]
-        if any(isinstance(rate, (int, float)) and rate > 0 for rate in rates):
-            return True
-        if keras.draws(layer) and known_class(layer) is None:
-            return True
-    return False
+def _is_random(keras: Dialect, layer: Any) -> bool:
+    rates = [getattr(layer, name, 0) for name in ("dropout", "recurrent_dropout", "rate")]
+    drops = any(isinstance(rate, (int, float)) and rate > 0 for rate in rates)
+    return drops or (keras.draws(layer) and known_class(layer) is None)
