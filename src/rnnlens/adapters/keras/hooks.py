@@ -97,8 +97,8 @@ class LayerRecorder:
 
     ``wanted`` contains what to tap: a kind of tensor (``"output"``) at every call, or one tensor of one call
     (``"lstm|0|1|final_state/0"``), at every step of a loop over a cell. ``keep`` contains the kinds to record besides
-    the tapped ones. ``starts`` and ``spoiled`` are for loops over cells, see :class:`StepRecorder`. ``stepped``
-    names the layers whose calls with one step are joined, ``apart`` those whose calls with one step do not continue each
+    the tapped ones. ``starts`` and ``spoiled`` are for loops over cells, see :class:`StepRecorder`. ``stepped`` names
+    the layers whose calls with one step are joined, ``apart`` those whose calls with one step do not continue each
     other.
     """
 

@@ -29,6 +29,7 @@ from ...typing import Namespace
 from ..shared import substitute_in_this_thread
 from . import keras2_run
 from .dialect import Dialect
+from .hooks import overriding
 
 #: Prefixes of the tested versions of ``tf_keras``.
 _VERSIONS = ("2.21.",)
@@ -319,7 +320,7 @@ class Keras2(Dialect):
     def as_found(self, model: Any, seed: int | None) -> Iterator[None]:
         """Restore on exit the variables, the collected losses and TensorFlow's random generator."""
         del seed
-        with keras2_run.held(self.variables(model)), keras2_run.collected(model), keras2_run.generators():
+        with keras2_run.as_found(model, self.variables(model)):
             yield
 
     def initial_state(self, cell: Any, samples: int) -> Any:
@@ -364,23 +365,16 @@ class Keras2(Dialect):
 
         Penalties of weights have a gradient only if ``regularised``.
         """
-        own = vars(model)
-        compiled = own.get("compiled_loss")
-        if compiled is not None:
-            own["compiled_loss"] = _UntrackedLosses(
-                compiled._user_losses, compiled._user_loss_weights, compiled._output_names
-            )
-        layers = [] if regularised else list(model._flatten_layers())
-        penalties = [(vars(layer), vars(layer)["_callable_losses"]) for layer in layers if layer._callable_losses]
-        for books, losses in penalties:
-            books["_callable_losses"] = [substitute_in_this_thread(_stopped(loss), _named(loss)) for loss in losses]
-        try:
-            yield
-        finally:
-            for books, losses in penalties:
-                books["_callable_losses"] = losses
+        compiled = vars(model).get("compiled_loss")
+        with overriding() as override:
             if compiled is not None:
-                own["compiled_loss"] = compiled
+                given = compiled._user_losses, compiled._user_loss_weights, compiled._output_names
+                override(model, "compiled_loss", _UntrackedLosses(*given))
+            for layer in () if regularised else model._flatten_layers():
+                if layer._callable_losses:
+                    stopped = [substitute_in_this_thread(_stopped(p), _named(p)) for p in layer._callable_losses]
+                    override(layer, "_callable_losses", stopped)
+            yield
 
     def aligned(self, y: Any, y_pred: Any) -> tuple[Any, Any]:
         """Return targets and outputs with the dtype and rank matched, as a compiled loss function receives them."""

@@ -23,7 +23,7 @@ from tf_keras.src.layers.rnn import base_conv_lstm, base_conv_rnn, base_cudnn_rn
 from ...errors import UnsupportedError, no_function_of_its_own
 from .dialect import Override
 from .discover import RecurrentSite, refuse_random
-from .hooks import LayerCall, LayerRecorder, own_errors_unchanged
+from .hooks import LayerCall, LayerRecorder, overriding, own_errors_unchanged
 from .weights import known_class
 
 _OWN_CALLS = tuple(
@@ -46,20 +46,12 @@ def refusal(layer: Any) -> tuple[str, str] | None:
     sizes = [size for size in tf.nest.flatten(layer.cell.state_size) if not isinstance(size, int)]
     if any(tf.TensorShape(size).rank not in (0, 1) for size in sizes):
         return "has states with several axes", "a cell whose states are (sample, unit)"
-    if _ignores_its_activation(layer):
-        return (
-            "was built for tanh and sigmoid, and ignores activations that its cell was given later",
-            "pass activation= when creating the layer",
-        )
+    if getattr(layer, "_could_use_gpu_kernel", False):
+        own, cell = tf_keras.activations, layer.cell
+        if cell.activation not in (own.tanh, tf.tanh) or cell.recurrent_activation not in (own.sigmoid, tf.sigmoid):
+            what = "was built for tanh and sigmoid, and ignores activations that its cell was given later"
+            return what, "pass activation= when creating the layer"
     return None
-
-
-def _ignores_its_activation(layer: Any) -> bool:
-    if not getattr(layer, "_could_use_gpu_kernel", False):
-        return False
-    act, rec = layer.cell.activation, layer.cell.recurrent_activation
-    own = tf_keras.activations
-    return act not in (own.tanh, tf.tanh) or rec not in (own.sigmoid, tf.sigmoid)
 
 
 def hook(recorder: LayerRecorder, site: RecurrentSite, half: int, override: Override) -> None:
@@ -81,7 +73,8 @@ def hook(recorder: LayerRecorder, site: RecurrentSite, half: int, override: Over
             refuse_random(site, bool(given[-1]["training"]))
         state = tf.nest.map_structure(tf.convert_to_tensor, state)
         if fused and 0.0 < layer.cell.dropout < 1.0 and given[-1]["training"]:
-            sequence = sequence * drop(sequence, True, count=_gates(layer))[0]
+            # The fused kernel draws one mask per gate, and uses the first.
+            sequence = sequence * drop(sequence, True, count=4 if isinstance(layer, tf_keras.layers.LSTM) else 3)[0]
         with own_errors_unchanged():
             mask = given[-1]["mask"]
             swapped, mask = _samples_first(layer, sequence), None if mask is None else _samples_first(layer, mask)
@@ -114,11 +107,6 @@ def hook(recorder: LayerRecorder, site: RecurrentSite, half: int, override: Over
     if fused:
         override(layer, "get_dropout_mask_for_cell", lambda *args, **kwargs: None)
     override(layer, "call", call)
-
-
-def _gates(layer: Any) -> int:
-    """Return the number of dropout masks that the fused kernel draws; it uses only the first."""
-    return 4 if isinstance(layer, tf_keras.layers.LSTM) else 3
 
 
 def _record_output(
@@ -201,11 +189,8 @@ def dropout(layer: Any) -> dict[str, Any]:
     return found
 
 
-#: Attributes with a layer's random generator and with the dropout masks that a cell has drawn.
-_DRAWN = ("_random_generator", "_dropout_mask_cache", "_recurrent_dropout_mask_cache")
-#: Method of a ``Sequential`` that rebuilds its graph for the shape of the data.
-_REBUILD = "_build_graph_network_for_inferred_shape"
-_MAKES = {
+#: Attributes with the dropout masks that a cell has drawn, and the methods that draw them.
+_DROPOUT_MASKS = {
     "_dropout_mask_cache": "_create_dropout_mask",
     "_recurrent_dropout_mask_cache": "_create_recurrent_dropout_mask",
 }
@@ -246,25 +231,25 @@ class _Generator:
         self, shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = None, nonce: Any = None
     ) -> Any:
         del nonce
-        return tf.random.stateless_normal(shape, self.make_seed_for_stateless_op(), mean, stddev, _float(dtype))
+        return tf.random.stateless_normal(
+            shape, self.make_seed_for_stateless_op(), mean, stddev, dtype or tf_keras.backend.floatx()
+        )
 
     def random_uniform(
         self, shape: Any, minval: Any = 0.0, maxval: Any = None, dtype: Any = None, nonce: Any = None
     ) -> Any:
         del nonce
         maxval = 1.0 if maxval is None else maxval
-        return tf.random.stateless_uniform(shape, self.make_seed_for_stateless_op(), minval, maxval, _float(dtype))
+        return tf.random.stateless_uniform(
+            shape, self.make_seed_for_stateless_op(), minval, maxval, dtype or tf_keras.backend.floatx()
+        )
 
     def truncated_normal(
         self, shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = None, nonce: Any = None
     ) -> Any:
         del nonce
         seed = self.make_seed_for_stateless_op()
-        return tf.random.stateless_truncated_normal(shape, seed, mean, stddev, _float(dtype))
-
-
-def _float(dtype: Any) -> Any:
-    return dtype or tf_keras.backend.floatx()
+        return tf.random.stateless_truncated_normal(shape, seed, mean, stddev, dtype or tf_keras.backend.floatx())
 
 
 def _random_layers(model: Any) -> list[Any]:
@@ -282,83 +267,44 @@ def seeds(model: Any, seed: int | None) -> list[Any]:
 @contextmanager
 def stateless(model: Any, seeds: Sequence[Any]) -> Iterator[None]:
     """Let the layers of ``model`` draw from ``seeds`` within the block; their own generators do not advance."""
-    layers = _random_layers(model)
-    own = [{name: books[name] for name in _DRAWN if name in books} for books in map(vars, layers)]
-    for layer, seed in zip(layers, seeds, strict=True):
-        vars(layer)["_random_generator"] = _Generator(seed)
-        for name in _DRAWN[1:]:
-            if name in vars(layer):
-                vars(layer)[name] = _MaskPerCall(getattr(layer, _MAKES[name]))
-    try:
-        with _graphs_kept(model):
-            yield
-    finally:
-        for layer, before in zip(layers, own, strict=True):
-            vars(layer).update(before)
-
-
-@contextmanager
-def _graphs_kept(model: Any) -> Iterator[None]:
-    """Keep each ``Sequential`` within the block from rebuilding its graph for another number of steps.
-
-    To rebuild, it would call its layers on symbolic tensors during a run; its present graph accepts any number.
-    """
-    sequentials = [
-        vars(m) for m in model._flatten_layers() if isinstance(m, tf_keras.Sequential) and m._graph_initialized
-    ]
-    for attributes in sequentials:
-        attributes[_REBUILD] = lambda *shape_and_dtype: None
-    try:
+    with overriding() as override:
+        for layer, seed in zip(_random_layers(model), seeds, strict=True):
+            override(layer, "_random_generator", _Generator(seed))
+            for name, make in _DROPOUT_MASKS.items():
+                if name in vars(layer):
+                    override(layer, name, _MaskPerCall(getattr(layer, make)))
+        for layer in model._flatten_layers():
+            if isinstance(layer, tf_keras.Sequential) and layer._graph_initialized:
+                # For another number of steps it would rebuild its graph, by calling its layers on symbolic tensors
+                # during the run; its present graph accepts any number.
+                override(layer, "_build_graph_network_for_inferred_shape", lambda *shape_and_dtype: None)
         yield
-    finally:
-        for attributes in sequentials:
-            del attributes[_REBUILD]
 
 
 @contextmanager
-def generators() -> Iterator[None]:
-    """Restore TensorFlow's own random generator on exit; layers of the user may draw from it."""
-    draws = getattr(context.context(), "_rng", None)  # exists once a seed was set
+def as_found(model: Any, variables: Sequence[Any]) -> Iterator[None]:
+    """Restore on exit the values of variables, the losses that layers collected, and TensorFlow's random generator.
+
+    Losses collected in a compiled run are tensors of a graph that no longer exists.
+    """
+    # read_value shares memory with the variable, and an assignment allocates new memory: no copy is made here.
+    values = [(v, v.read_value()) for v in variables if v.dtype.is_floating or v.dtype.is_integer or v.dtype.is_bool]
+    layers = list(model._flatten_layers()) if isinstance(model, tf_keras.layers.Layer) else []
+    losses = [(layer, list(layer._eager_losses)) for layer in layers]
+    draws = getattr(context.context(), "_rng", None)  # exists once a seed was set; layers of the user may draw from it
     state = None if draws is None else draws.getstate()
     try:
         yield
     finally:
+        for variable, value in values:
+            now, before = np.asarray(variable.read_value()), np.asarray(value)
+            shared = now.__array_interface__["data"] == before.__array_interface__["data"]
+            if not shared and now.tobytes() != before.tobytes():
+                variable.assign(value)
+        for layer, collected in losses:
+            layer._thread_local._eager_losses = collected
         if draws is not None:
             draws.setstate(state)
-
-
-@contextmanager
-def held(variables: Sequence[Any]) -> Iterator[None]:
-    """Restore on exit the values of those ``variables`` that were assigned within the block."""
-    # read_value shares memory with the variable, and an assignment allocates new memory: no copy is made here.
-    before = [(v, v.read_value()) for v in variables if v.dtype.is_floating or v.dtype.is_integer or v.dtype.is_bool]
-    try:
-        yield
-    finally:
-        for variable, value in before:
-            if not _same(np.asarray(variable.read_value()), np.asarray(value)):
-                variable.assign(value)
-
-
-def _same(now: Any, before: Any) -> bool:
-    if now.__array_interface__["data"] == before.__array_interface__["data"]:
-        return True
-    return bool(now.tobytes() == before.tobytes())
-
-
-@contextmanager
-def collected(model: Any) -> Iterator[None]:
-    """Restore on exit the losses that layers collected in their last call.
-
-    Those collected in a compiled run are tensors of a graph that no longer exists.
-    """
-    layers = list(model._flatten_layers()) if isinstance(model, tf_keras.layers.Layer) else []
-    before = [(layer, list(layer._eager_losses)) for layer in layers]
-    try:
-        yield
-    finally:
-        for layer, losses in before:
-            layer._thread_local._eager_losses = losses
 
 
 @contextmanager
@@ -368,28 +314,19 @@ def stepping(cell: Any, weights: Sequence[tuple[Any, Any]]) -> Iterator[None]:
     ``weights`` lists pairs (variable, tensor).
     """
     by_id = {id(variable): tensor for variable, tensor in weights}
-    layers = [cell, *getattr(cell, "submodules", ())]
     placed: set[int] = set()
-    saved: list[tuple[dict[str, Any], str, Any]] = []
-    for layer in layers:
-        books, dtype = vars(layer), getattr(layer, "compute_dtype", None)
-        for name, value in list(books.items()):
-            new = (
-                value
-                if name.startswith(("_trainable_w", "_non_trainable_w", "_self_"))
-                else _put(value, by_id, dtype, placed)
-            )
-            if new is not value:
-                saved.append((books, name, value))
-                books[name] = new
-    try:
+    with overriding() as override:
+        for layer in (cell, *getattr(cell, "submodules", ())):
+            dtype = getattr(layer, "compute_dtype", None)
+            for name, value in list(vars(layer).items()):
+                if not name.startswith(("_trainable_w", "_non_trainable_w", "_self_")):
+                    new = _put(value, by_id, dtype, placed)
+                    if new is not value:
+                        override(layer, name, new)
         if by_id.keys() - placed:
             kept = [variable.name for variable, _ in weights if id(variable) not in placed]
             raise UnsupportedError(no_function_of_its_own(type(cell).__name__, f"weights not found in it: {kept}"))
         yield
-    finally:
-        for books, name, value in saved:
-            books[name] = value
 
 
 def _put(value: Any, by_id: dict[int, Any], dtype: str | None, placed: set[int]) -> Any:

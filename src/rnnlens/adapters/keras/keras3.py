@@ -26,7 +26,7 @@ from ...typing import Namespace
 from ..shared import substitute_in_this_thread
 from .dialect import Dialect, Override
 from .discover import RecurrentSite, refuse_random
-from .hooks import LayerRecorder, StepRecorder, own_errors_unchanged
+from .hooks import LayerRecorder, StepRecorder, overriding, own_errors_unchanged
 from .keras3_stamps import stamp_of
 
 _NAMES = (
@@ -297,23 +297,17 @@ class Keras3(Dialect):
 
         Penalties of weights have a gradient if ``regularised``.
         """
-        own = vars(model)
-        saved = {name: own[name] for name in ("_get_regularization_losses", "_compile_loss") if name in own}
-        regularisation = model._get_regularization_losses
-        if not regularised:
-            stopped = substitute_in_this_thread(
-                lambda: [keras.ops.stop_gradient(loss) for loss in regularisation()], regularisation
-            )
-            own["_get_regularization_losses"] = stopped
-        compiled = saved.get("_compile_loss")
-        if compiled is not None and not compiled.built:
-            given, weights = compiled._user_loss, compiled._user_loss_weights
-            own["_compile_loss"] = self.compiled_form(given, weights, compiled.output_names)
-        try:
+        regularisation, compiled = model._get_regularization_losses, vars(model).get("_compile_loss")
+        with overriding() as override:
+            if not regularised:
+                stopped = substitute_in_this_thread(
+                    lambda: [keras.ops.stop_gradient(loss) for loss in regularisation()], regularisation
+                )
+                override(model, "_get_regularization_losses", stopped)
+            if compiled is not None and not compiled.built:
+                given = compiled._user_loss, compiled._user_loss_weights, compiled.output_names
+                override(model, "_compile_loss", self.compiled_form(*given))
             yield
-        finally:
-            own.pop("_get_regularization_losses", None)
-            own.update(saved)
 
     def aligned(self, y: Any, y_pred: Any) -> tuple[Any, Any]:
         """Return targets and outputs with the same rank: (n,) becomes (n, 1) if the other is (n, 1)."""

@@ -25,9 +25,4 @@ def substitute_in_this_thread(substitute: Callable[..., Any], original: Callable
 
 def hook_in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Return a hook that runs only in the current thread and returns None in others."""
-    here = threading.get_ident()
-
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        return hook(*args, **kwargs) if threading.get_ident() == here else None
-
-    return guarded
+    return substitute_in_this_thread(hook, lambda *args, **kwargs: None)
