@@ -165,17 +165,14 @@ def test_the_batch_is_binding_in_stateful_layers():
 
 @pytest.mark.one_engine("torch", "tf_keras")
 @pytest.mark.parametrize("make", [sequential, Subclass])
-def test_a_model_without_weights_is_refused_and_can_be_built_from_data(make):
-    from rnnlens.adapters.keras.inputs import build_from
-
+def test_a_model_without_weights_is_refused_until_it_is_built(make):
     model = compiled(make())
     for verb in (rl.trace, rl.weights, rl.find_nonfinite):
         with pytest.raises(errors.ModelError, match=r"try:      model.build\(\(None, steps, features\)\), or call it"):
             verb(model, X, Y)
     assert not model.built
-    build_from(model, X)
+    model(X)
     weights = model.get_weights()
     assert rl.trace(model, X, Y).certificate.state == "passed"
-    build_from(model, X)
     for before, after in zip(weights, model.get_weights(), strict=True):
         np.testing.assert_array_equal(before, after)

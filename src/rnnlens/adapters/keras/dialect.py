@@ -199,9 +199,6 @@ class Dialect(Protocol):
     def built_on(self, model: Any) -> Any:
         """Return the input shape, or shapes by name, on which a model was built; None if unknown."""
 
-    def build(self, model: Any, x: Any) -> None:
-        """Create the weights of a model for data such as the tensors ``x``, of any batch size."""
-
     def is_own(self, thing: Any) -> bool:
         """Return whether a class or function is defined in this Keras package."""
         return str(getattr(thing, "__module__", "")).startswith(f"{self.name}.")

@@ -74,10 +74,13 @@ def places(model: Any) -> Places:
         if _is_recurrent(dialect_of(layer), layer) and not layer.built:
             continue  # it was never called: it has no weights, and no output depends on it
         found = list(_sites_of(name, layer, wrapper, model))
-        if not found or found[0].bidirectional:
-            _add_unique(plain, name, layer)
+        if (not found or found[0].bidirectional) and plain.setdefault(name, layer) is not layer:
+            raise ModelError(two_layers_called(name))
         sites.extend(found)
-    _refuse_twins(sites)
+    owners: dict[str, Any] = {}
+    for site in sites:
+        if owners.setdefault(site.name, site.owner) is not site.owner:
+            raise ModelError(two_layers_called(site.name))
     return Places(tuple(sites), plain)
 
 
@@ -266,19 +269,6 @@ def _refusal_of_a_pair(name: str, forward: Any, backward: Any) -> str | None:
         expected="cells of one type and size, both with a bias or both without",
         hint="two layers, one with go_backwards=True; rl.gradients(...) by the model's own input and weights works",
     )
-
-
-def _add_unique(plain: dict[str, Any], name: str, layer: Any) -> None:
-    if name in plain and plain[name] is not layer:
-        raise ModelError(two_layers_called(name))
-    plain[name] = layer
-
-
-def _refuse_twins(sites: Iterable[RecurrentSite]) -> None:
-    owners: dict[str, Any] = {}
-    for site in sites:
-        if owners.setdefault(site.name, site.owner) is not site.owner:
-            raise ModelError(two_layers_called(site.name))
 
 
 def _info(site: RecurrentSite) -> LayerInfo:

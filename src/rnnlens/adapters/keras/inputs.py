@@ -9,7 +9,7 @@ import numpy as np
 
 from ...arguments import as_numpy
 from ...autodiff.tensors import to_numpy
-from ...errors import InputError, raised_by
+from ...errors import InputError
 from ...typing import Array
 from ..protocol import Batch
 from .dialect import Dialect, dialect_of
@@ -38,20 +38,6 @@ def prepare(model: Any, batch: Batch) -> dict[str, Any]:
     return {"x": tensors(x), "y": y, "sample_weight": weight, "initial_state": tensors(states) if states else None}
 
 
-def build_from(model: Any, x: Any) -> None:
-    """Create the weights of ``model`` for data such as ``x``, of any batch size, if it has none yet.
-
-    The weights are those that ``fit`` would create: Keras builds the model on a symbolic batch, or on the first sample
-    if that is not possible. rnnlens never calls this function unasked, because it changes the user's model.
-    """
-    if model.built:
-        return
-    keras = dialect_of(model)
-    first = keras.tree.map_structure(lambda leaf: leaf[:1], _structure(keras, x, "x"))
-    with raised_by("Your model"):
-        keras.build(model, _converter(model)(first))
-
-
 def targets(model: Any, batch: Batch, count: int) -> tuple[Any, Any]:
     """Return the targets and sample weights of ``count`` samples as tensors, after checking them."""
     keras = dialect_of(model)
@@ -64,9 +50,18 @@ def targets(model: Any, batch: Batch, count: int) -> tuple[Any, Any]:
 
 
 def _converter(model: Any) -> Callable[[Any], Any]:
+    """Return a function that converts a tree of arrays to tensors of the engine, floats in the dtype of the model."""
     keras = dialect_of(model)
     floats = "float64" if getattr(model, "compute_dtype", "") == "float64" else keras.floatx()
-    return lambda tree: keras.tree.map_structure(lambda leaf: _tensor(keras, leaf, floats), tree)
+
+    def tensor(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        # Integers have the default dtype of the engine: JAX warns if int64 is requested while it is disabled.
+        dtype = floats if keras.dtype_of(leaf) in ("float32", "float64") else None
+        return keras.ops.convert_to_tensor(keras.engine.own(leaf), dtype=dtype)
+
+    return lambda tree: keras.tree.map_structure(tensor, tree)
 
 
 def _structure(keras: Dialect, value: Any, name: str) -> Any:
@@ -94,14 +89,6 @@ def _leaf(keras: Dialect, value: Any, name: str) -> Any:
     return array
 
 
-def _tensor(keras: Dialect, leaf: Any, floats: str) -> Any:
-    if leaf is None:
-        return None
-    kind = keras.dtype_of(leaf)
-    # Integers have the default dtype of the engine: JAX warns if int64 is requested while it is disabled.
-    return keras.ops.convert_to_tensor(keras.engine.own(leaf), dtype=floats if kind in ("float32", "float64") else None)
-
-
 def _check_shapes(model: Any, x: Any) -> None:
     keras = dialect_of(model)
     leaves = keras.tree.flatten(_by_name(model, x))
@@ -111,8 +98,13 @@ def _check_shapes(model: Any, x: Any) -> None:
         if leaf is None:
             raise InputError(f"{name} is None.", got="None among arrays", expected="an array for every input")
         shape = tuple(leaf.shape)
-        if not shape or 0 in shape:
-            _raise_empty(name, shape)
+        if not shape:
+            raise InputError(f"{name} is a single number.", got="shape ()", expected="(sample, time, feature)")
+        if 0 in shape:
+            empty = {0: ("Batch is empty.", "at least 1 sample"), 1: ("Sequence is empty.", "at least 1 time step")}
+            other = "An axis of the data is empty.", "no axis of length 0"
+            what, least = empty.get(shape.index(0), other)
+            raise InputError(what, got=f"{name} of shape {shape}", expected=least)
         if expected is not None and len(expected) == len(leaves):
             _check_shape(name, shape, expected[i])
     if expected is not None and getattr(model, "inputs", None) and len(expected) != len(leaves):
@@ -132,14 +124,6 @@ def _by_name(model: Any, x: Any) -> Any:
     names = [getattr(tensor, "name", None) for tensor in getattr(model, "inputs", None) or ()]
     listed = not isinstance(dialect_of(model).graph_of(model)[0], dict)
     return [x[name] for name in names] if isinstance(x, dict) and listed and set(x) == set(names) else x
-
-
-def _raise_empty(name: str, shape: tuple[int, ...]) -> None:
-    if not shape:
-        raise InputError(f"{name} is a single number.", got="shape ()", expected="(sample, time, feature)")
-    what = {0: "Batch is empty.", 1: "Sequence is empty."}.get(shape.index(0), "An axis of the data is empty.")
-    least = {0: "at least 1 sample", 1: "at least 1 time step"}.get(shape.index(0), "no axis of length 0")
-    raise InputError(what, got=f"{name} of shape {shape}", expected=least)
 
 
 def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int | None, ...]) -> None:
@@ -222,7 +206,8 @@ def _sample_weight(model: Any, batch: Batch, y: Any) -> Any:
 
 def _labels(y: Array, model: Any) -> Array:
     """Return the class of each sample or step: ``y`` itself, or the argmax of its one-hot vectors."""
-    rank = _rank_of_output(model)
+    outputs = getattr(model, "outputs", None) if isinstance(model, dialect_of(model).Model) else None
+    rank = len(outputs[0].shape) if outputs and len(outputs) == 1 else None  # of the only output, if it is known
     by_step = y.ndim > 1 and y.ndim + 1 == rank
     if y.ndim > 1 and y.shape[-1] == 1 and not by_step:
         y = y[..., 0]
@@ -239,12 +224,6 @@ def _labels(y: Array, model: Any) -> Array:
     if not np.array_equal(y, np.round(y)):
         raise InputError("class_weight needs class labels.", got="y with fractions", hint="sample_weight=")
     return y
-
-
-def _rank_of_output(model: Any) -> int | None:
-    """Return the number of axes of a model's only output; None if it has several or they are unknown."""
-    outputs = getattr(model, "outputs", None) if isinstance(model, dialect_of(model).Model) else None
-    return len(outputs[0].shape) if outputs and len(outputs) == 1 else None
 
 
 def input_order(keras: Dialect, x: Any) -> list[int]:

@@ -273,13 +273,6 @@ class Keras2(Dialect):
         shape = getattr(model, "_build_input_shape", None)
         return tuple(shape.as_list()) if isinstance(shape, tf.TensorShape) and shape.rank is not None else shape
 
-    def build(self, model: Any, x: Any) -> None:
-        """Create the weights of a model: from the shape of ``x`` for a ``Sequential``, else by a call on ``x``."""
-        if isinstance(model, tf_keras.Sequential) and tf.is_tensor(x):
-            model.build((None, *x.shape[1:]))
-        else:
-            model(x)
-
     # -- a run
     def asks_for_training(self, model: Any) -> bool:
         """Return True: every Keras 2 model takes ``training`` and passes it to its layers."""

@@ -69,7 +69,12 @@ def hook(recorder: LayerRecorder, site: RecurrentSite, half: int, override: Over
     def process(inputs: Any, initial_state: Any, constants: Any) -> Any:
         sequence, state, constants = settle(inputs, initial_state, constants)
         with own_errors_unchanged():
-            _refuse_nested(site, sequence, constants)
+            if tf.nest.is_nested(sequence):
+                what = f"Layer {site.name!r}: its input is nested."
+                raise UnsupportedError(what, hint="concatenate the parts along the last axis")
+            if constants:
+                what = f"Layer {site.name!r}: its cell takes constants."
+                raise UnsupportedError(what, hint="make them a part of the input")
             refuse_random(site, bool(given[-1]["training"]))
         state = tf.nest.map_structure(tf.convert_to_tensor, state)
         if fused and 0.0 < layer.cell.dropout < 1.0 and given[-1]["training"]:
@@ -91,7 +96,13 @@ def hook(recorder: LayerRecorder, site: RecurrentSite, half: int, override: Over
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         with own_errors_unchanged():
-            _refuse_ragged(site, bound.arguments["inputs"])
+            inputs = bound.arguments["inputs"]
+            if any(isinstance(part, tf.RaggedTensor) for part in (inputs if isinstance(inputs, list) else [inputs])):
+                raise UnsupportedError(
+                    f"Layer {site.name!r}: its input is a RaggedTensor.",
+                    expected="a tensor of shape (sample, time, feature), with a mask for samples that are shorter",
+                    hint="x.to_tensor(), and a Masking layer",
+                )
         mask: Any = bound.arguments.get("mask")
         mask = mask[0] if tf.nest.is_nested(mask) else mask
         given.append({"mask": mask, "training": bound.arguments.get("training")})
@@ -145,24 +156,6 @@ def _samples_first(layer: Any, tensor: Any) -> Any:
     if not layer.time_major:
         return tensor
     return tf.transpose(tensor, [1, 0, *range(2, len(tensor.shape))])
-
-
-def _refuse_nested(site: RecurrentSite, sequence: Any, constants: Any) -> None:
-    if tf.nest.is_nested(sequence):
-        raise UnsupportedError(
-            f"Layer {site.name!r}: its input is nested.", hint="concatenate the parts along the last axis"
-        )
-    if constants:
-        raise UnsupportedError(f"Layer {site.name!r}: its cell takes constants.", hint="make them a part of the input")
-
-
-def _refuse_ragged(site: RecurrentSite, inputs: Any) -> None:
-    if any(isinstance(part, tf.RaggedTensor) for part in (inputs if isinstance(inputs, list) else [inputs])):
-        raise UnsupportedError(
-            f"Layer {site.name!r}: its input is a RaggedTensor.",
-            expected="a tensor of shape (sample, time, feature), with a mask for samples that are shorter",
-            hint="x.to_tensor(), and a Masking layer",
-        )
 
 
 def dropout(layer: Any) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import keras
 import numpy as np
-from keras.src import backend
 from keras.src.backend.common import global_state
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.layers.rnn.conv_lstm import ConvLSTMCell
@@ -168,11 +167,6 @@ class Keras3(Dialect):
         shapes = getattr(model, "_build_shapes_dict", None) or {}
         return next(iter(shapes.values())) if len(shapes) == 1 else None
 
-    def build(self, model: Any, x: Any) -> None:
-        """Create the weights of a model by a symbolic call on data such as ``x``, as ``fit`` does."""
-        symbols = keras.tree.map_structure(lambda t: keras.KerasTensor((None, *t.shape[1:]), self.dtype_of(t)), x)
-        backend.compute_output_spec(model, symbols)
-
     # -- a run
     def asks_for_training(self, model: Any) -> bool:
         return bool(getattr(model, "_call_has_training_arg", False))
@@ -325,7 +319,11 @@ def _hooked_loop(recorder: LayerRecorder, site: RecurrentSite, half: int) -> Cal
         mask = mask[0] if keras.tree.is_nested(mask) else mask
         initial_state = keras.tree.map_structure(_value_of, initial_state)
         with own_errors_unchanged():
-            _refuse_triple(site, mask)
+            if mask is not None and dialect.engine.name == "torch" and layer.unroll and layer.go_backwards:
+                raise UnsupportedError(
+                    f"Layer {site.name!r}: Keras on torch cannot run unroll=True with go_backwards=True and a mask.",
+                    hint="unroll=False",
+                )
             refuse_random(site, bool(training))
             steps = recorder.steps_of(site, sequences, initial_state)
             if steps is not None:
@@ -368,15 +366,6 @@ def _value_of(state: Any) -> Any:
         return state
     value = state.value  # on TensorFlow a tf.Variable; a tape only watches a value that is read from it
     return value.read_value() if hasattr(value, "read_value") else keras.ops.convert_to_tensor(value)
-
-
-def _refuse_triple(site: RecurrentSite, mask: Any) -> None:
-    layer = site.layer
-    if keras.backend.backend() == "torch" and layer.unroll and layer.go_backwards and mask is not None:
-        raise UnsupportedError(
-            f"Layer {site.name!r}: Keras on torch cannot run unroll=True with go_backwards=True and a mask.",
-            hint="unroll=False",
-        )
 
 
 def _seed_states(variables: Sequence[Any]) -> list[Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import types
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from typing import Any
 
 import keras
@@ -107,14 +107,8 @@ class _Stamp:
         self._met[id(value)] = len(self._met)
         kind = type(value)
         if isinstance(value, keras.Variable):
-            return (
-                _SameObject(value),
-                value.trainable,
-                value.dtype,
-                value._autocast,
-                self.of(value.regularizer),
-                value.name,
-            )
+            settings = (value.trainable, value.dtype, value._autocast, value.name)
+            return (_SameObject(value), settings, self.of(value.regularizer))
         if isinstance(value, types.ModuleType) and value.__name__.startswith("keras.src."):
             return ("module", value.__name__)
         if isinstance(value, DTypePolicy):
@@ -133,13 +127,8 @@ class _Stamp:
         """Return the stamp of an object with user code, where that code is fixed; else raise _DependsOnAnything."""
         if self._within is None:
             raise _DependsOnAnything
-        is_layer = isinstance(value, keras.layers.Layer)
-        return (
-            _identity(self._within),
-            _identity(type(value)),
-            _identity(value),
-            self._settings(value) if is_layer else None,
-        )
+        identities = tuple(map(_identity, (self._within, type(value), value)))
+        return (identities, self._settings(value) if isinstance(value, keras.layers.Layer) else None)
 
     def _settings(self, value: Any) -> Hashable:
         return tuple(
@@ -172,7 +161,10 @@ def _is_closed(value: Any) -> bool:
     kind = type(value)
     if not _is_keras(kind) or kind is keras.layers.Lambda or not hasattr(value, "__dict__"):
         return False
-    return all(_written_by_keras(method) for method in _methods(kind))
+    methods = [vars(base)[name] for name in _METHODS for base in kind.__mro__ if name in vars(base)]
+    # A method's ``__module__`` does not tell: a wrapper may copy it from the wrapped function.
+    homes = [str(getattr(method, "__globals__", {}).get("__name__", "")) for method in methods]
+    return all(home.startswith("keras.src.") for home in homes)
 
 
 def _identity(value: Any) -> Hashable:
@@ -181,20 +173,6 @@ def _identity(value: Any) -> Hashable:
         return _SameObject(value)
     except TypeError:  # no weak references
         return id(value)
-
-
-def _methods(kind: type) -> Iterator[Any]:
-    """Yield the computing methods that a class or its base classes define."""
-    for name in _METHODS:
-        yield from (vars(base)[name] for base in kind.__mro__ if name in vars(base))
-
-
-def _written_by_keras(method: Any) -> bool:
-    """Return whether the code of a function is in Keras.
-
-    Its ``__module__`` does not tell: a wrapper may copy it from the wrapped function.
-    """
-    return str(getattr(method, "__globals__", {}).get("__name__", "")).startswith("keras.src.")
 
 
 def _keras_own(value: Any) -> Hashable:
