@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 
 import numpy as np
@@ -270,3 +271,15 @@ def test_a_loss_whose_surroundings_change_is_run_again():
     scale = 3.0
     second = adapter.capture(model, Batch(X, loss=loss), CaptureRequest())
     np.testing.assert_allclose(second.calls[0].output_grad, 3 * first.calls[0].output_grad, rtol=1e-9)
+
+
+def test_an_untrained_copy_is_that_of_its_seed_and_no_generator_advances():
+    x = keras.Input((5, 2))
+    hidden = keras.layers.GRU(3, dropout=0.1, name="gru")(x)
+    model = keras.Model(x, keras.layers.Dense(1, name="head")(hidden))
+    before = random.getstate(), np.random.get_state()[2]  # noqa: NPY002
+    first, again, other = (adapter.reinitialised(model, seed).get_weights() for seed in (0, 0, 1))
+    assert (random.getstate(), np.random.get_state()[2]) == before  # noqa: NPY002
+    for one, same in zip(first, again, strict=True):
+        np.testing.assert_array_equal(one, same)
+    assert not np.array_equal(first[0], other[0])

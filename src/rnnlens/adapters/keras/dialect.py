@@ -8,9 +8,10 @@ does: ``keras = dialect_of(model)``.
 from __future__ import annotations
 
 import importlib
+import random
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ...autodiff import Engine, Tap
+from ...autodiff.tensors import global_random_states_restored
 from ...errors import UnsupportedError
 from ...recurrence.cells import Cell
 from ...typing import Array, Namespace
@@ -223,6 +225,16 @@ class Dialect(Protocol):
 
     def seeds(self, model: Any, seed: int | None) -> list[Any]:
         """Return the state of each random generator as a tensor: the present one, or one derived from ``seed``."""
+
+    @contextmanager
+    def seeded(self, seed: int) -> Iterator[None]:
+        """Let initializers draw from ``seed`` within the block; restore all random generators on exit.
+
+        An initializer without a seed of its own takes one from Python's random numbers.
+        """
+        with self.engine.preserved(seed), global_random_states_restored():
+            random.seed(seed)
+            yield
 
     def running(
         self, model: Any, values: Sequence[Any] | None, seeds: Sequence[Any], weights: Mapping[str, Any], tap: Tap

@@ -6,6 +6,7 @@ of the package, so versions other than the tested ones are refused.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -16,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 import tf_keras
 from tensorflow.python.util import nest
+from tf_keras.src import backend
 from tf_keras.src.engine import base_layer_v1, compile_utils
 from tf_keras.src.engine.functional import Functional
 from tf_keras.src.layers.rnn import base_conv_lstm, gru_v1, lstm_v1
@@ -282,6 +284,18 @@ class Keras2(Dialect):
     def seeds(self, model: Any, seed: int | None) -> list[Any]:
         """Return one seed of two integers for each random generator; the same at each call unless ``seed`` differs."""
         return keras2_run.seeds(model, seed)
+
+    @contextmanager
+    def seeded(self, seed: int) -> Iterator[None]:
+        """Let initializers draw from ``seed``: ``set_random_seed`` gave Keras 2 a generator for their seeds."""
+        own = vars(backend._SEED_GENERATOR)
+        before = own.get("generator")
+        own["generator"] = random.Random(seed)
+        try:
+            with super().seeded(seed):
+                yield
+        finally:
+            own["generator"] = before
 
     @contextmanager
     def running(

@@ -77,15 +77,14 @@ def reinitialised(model: Any, seed: int) -> Any:
     UnsupportedError
         If the model cannot be constructed from its configuration.
     """
+    keras = dialect_of(model)
+    is_graph: Any = isinstance(model, keras.Sequential) or hasattr(model, "_functional")
+    is_graph = is_graph or getattr(model, "_is_graph_network", False) or getattr(model, "_operations", None)
     try:
-        keras = dialect_of(model)
-        is_graph = isinstance(model, keras.Sequential) or hasattr(model, "_functional")
-        if is_graph or getattr(model, "_is_graph_network", False) or getattr(model, "_operations", None):
-            twin = keras.models.clone_model(model)
-        else:
-            twin = type(model).from_config(model.get_config())
-        if not twin.built:
-            twin.build_from_config(model.get_build_config())
+        with keras.seeded(seed):
+            twin = keras.models.clone_model(model) if is_graph else type(model).from_config(model.get_config())
+            if not twin.built:
+                twin.build_from_config(model.get_build_config())
         if [tuple(v.shape) for v in twin.variables] != [tuple(v.shape) for v in model.variables]:
             raise ValueError("its weights have other shapes")
         loss = keras.compiled_loss(model) if isinstance(model, keras.Model) else None
@@ -97,7 +96,6 @@ def reinitialised(model: Any, seed: int) -> Any:
             got=f"{type(error).__name__}: {error}",
             hint="pass a copy of the model from before training: baseline=that_model",
         ) from error
-    del seed  # Keras draws from its global random state
     return twin
 
 
