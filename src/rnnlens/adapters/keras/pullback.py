@@ -16,6 +16,8 @@ from ...autodiff.tensors import flipped, join
 from ...errors import InputError, LayerNotFoundError, raised_by
 from ...typing import Array
 from ..protocol import Batch, Port, Pullback, refuse_misfits
+from ..shared import functions
+from ..shared.functions import Pull
 from . import losses
 from .boundaries import TappedPorts
 from .dialect import Dialect, dialect_of
@@ -226,47 +228,8 @@ def _undone(model: Any, keras: Dialect, seed: int | None) -> Iterator[None]:
         yield
 
 
-#: Function from a cotangent of a value to one cotangent per argument.
-Pull = Callable[[Array], list[Array]]
-
-
 def differentiate(function: Callable[..., Any], arrays: Sequence[Array], keras: Dialect) -> tuple[Array, Pull]:
-    """Return the value of ``function(*tensors)``, and a function that pulls its cotangents back.
-
-    Raises
-    ------
-    InputError
-        If the function does not return a float tensor of this engine that depends on its arguments.
-    """
-    engine = keras.engine
+    """Return the value of ``function(*tensors)``, and a function that pulls its cotangents back."""
     tensors = [keras.ops.convert_to_tensor(np.asarray(a)) for a in arrays]
-
-    def program(arguments: Any, tap: Callable[[str, Any], Any]) -> tuple[dict[str, Any], Any]:
-        with raised_by("Your function"):
-            value = function(*(tap(str(i), tensor) for i, tensor in enumerate(arguments)))
-        if not keras.ops.is_tensor(value) or not keras.is_float(value):
-            raise InputError(
-                "The function must return one tensor of floats, computed with the framework's operations.",
-                got=f"{type(value).__name__}",
-                expected=f"a tensor of {engine.name}, such as {keras.says_mean}",
-            )
-        return {"value": value}, None
-
-    with raised_by("Your function, differentiated,"):
-        linear = engine.linearise(program, tensors, Memo())
-    value = engine.to_array(linear.targets["value"])
-
-    def pull(cotangent: Array) -> list[Array]:
-        found = linear.vjp({"value": np.asarray(cotangent)[None]})
-        parts = [found[str(i)] for i in range(len(tensors))]
-        if all(part is None for part in parts):
-            raise InputError(
-                "The function's value does not depend on its tensors in a way that can be differentiated.",
-                hint="use differentiable operations of the framework: no NumPy, no argmax, no conversion to int",
-            )
-        return [
-            np.zeros_like(a) if p is None else np.asarray(engine.to_array(p))[0]
-            for p, a in zip(parts, arrays, strict=True)
-        ]
-
-    return np.asarray(value), pull
+    expected = f"a tensor of {keras.engine.name}, such as {keras.says_mean}"
+    return functions.differentiate(function, tensors, keras.engine, expected)

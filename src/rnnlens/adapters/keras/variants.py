@@ -11,10 +11,11 @@ import numpy as np
 from ...errors import UnsupportedError
 from ...typing import Array
 from ..protocol import ChainLink, Port
+from ..shared.functions import Pull
 from .dialect import Dialect, dialect_of
 from .discover import base_name, places
 from .hooks import overriding
-from .pullback import Pull, differentiate
+from .pullback import differentiate
 from .restore import as_found
 from .weights import named_variables
 

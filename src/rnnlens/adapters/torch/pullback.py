@@ -12,12 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from ...autodiff import engine
 from ...autodiff.torch import PullMany
 from ...errors import InputError, LayerNotFoundError, ModelError, UnsupportedError, did_you_mean, raised_by
 from ...layout import Layout
 from ...recurrence.cells import Cell
 from ...typing import Array
 from ..protocol import Batch, Outputs, Port
+from ..shared import functions
+from ..shared.functions import Pull
 from .assemble import PortTensors, boundary_of
 from .capture import recorded_pass, run_until_recorded
 from .cells import has_own_forward, replayable
@@ -28,9 +31,6 @@ from .losses import host_array
 from .record import CallRecorder, OutputRecord, Packing, PassRules, Recurrence, RunAgainError, node_names
 from .restore import borrowed
 from .weights import SLOTS, class_of, from_torch, library_parameter
-
-#: Function that pulls a cotangent of the value back to one cotangent per argument.
-Pull = Callable[[Array], list[Array]]
 
 #: Largest memory, in bytes, of the gradients of one vectorised pull.
 BUDGET = 256 * 2**20
@@ -294,29 +294,10 @@ def _source(value: Any) -> Any:
 def differentiate(function: Callable[..., Any], arrays: Sequence[Array], model: torch.nn.Module) -> tuple[Array, Pull]:
     """Return the value of ``function(*tensors)`` on the model's device, and its vector-Jacobian product."""
     device, _ = home_of(model)
-    with torch.inference_mode(False), torch.enable_grad():
-        tensors = [torch.tensor(np.asarray(a), device=device, requires_grad=True) for a in arrays]
-        with raised_by("Your function"):
-            value = function(*tensors)
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-        raise InputError(
-            "The function must return one tensor of floats, computed with the framework's operations.",
-            got=f"{type(value).__name__}",
-            expected="a torch.Tensor, such as output.mean()",
-        )
-
-    def pull(cotangent: Array) -> list[Array]:
-        if not value.requires_grad:
-            raise InputError(
-                "The function's value does not depend on its tensors in a way that can be differentiated.",
-                hint="use differentiable operations of the framework: no NumPy, no argmax, no conversion to int",
-            )
-        seed = torch.as_tensor(np.asarray(cotangent), dtype=value.dtype, device=value.device)
-        with raised_by("The backward pass of your function"):
-            found = torch.autograd.grad(value, tensors, seed, allow_unused=True, retain_graph=True)
-        return [np.zeros_like(a) if g is None else g.detach().cpu().numpy() for g, a in zip(found, arrays, strict=True)]
-
-    return value.detach().cpu().numpy(), pull
+    with torch.inference_mode(False):
+        tensors = [torch.tensor(np.asarray(a), device=device) for a in arrays]
+        expected = "a torch.Tensor, such as output.mean()"
+        return functions.differentiate(function, tensors, engine("torch"), expected)
 
 
 def outputs_of(model: nn.Module, batch: Batch) -> Outputs:
