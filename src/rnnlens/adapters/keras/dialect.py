@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ...autodiff import Engine, Tap
-from ...autodiff.tensors import global_random_states_restored
+from ...autodiff.tensors import global_random_states_restored, to_numpy
 from ...errors import UnsupportedError
 from ...recurrence.cells import Cell
 from ...typing import Array, Namespace
@@ -108,7 +108,7 @@ class Dialect(Protocol):
     def value_of(self, tensor: Any) -> Array:
         """Return the value of a variable or tensor as a NumPy copy; float16 and bfloat16 become float32."""
         # The engine converts: Keras' own conversion raises a warning in NumPy.
-        return own_array(self.engine.to_array(self.ops.convert_to_tensor(tensor)))
+        return np.array(to_numpy(self.engine.to_array(self.ops.convert_to_tensor(tensor))))
 
     def mask_of(self, tensor: Any) -> Any:
         """Return the mask that Keras attached to a tensor; None if there is none."""
@@ -353,8 +353,3 @@ def _of_type(kind: type) -> Dialect | None:
 def _dialect(module: str) -> Dialect:
     found: Dialect = importlib.import_module(f"{__package__}.{module}").dialect
     return found
-
-
-def own_array(array: Any) -> Array:
-    """Return a NumPy copy of an array on any device."""
-    return np.array(array.cpu().numpy() if hasattr(array, "cpu") else array)

@@ -53,6 +53,10 @@ class Places:
         """Return the names of all layers, recurrent layers first."""
         return list(dict.fromkeys([*(s.name for s in self.sites), *self.plain]))
 
+    def layers(self) -> dict[str, Any]:
+        """Return the layers by name, recurrent layers first; a bidirectional layer is one."""
+        return {**{site.name: site.owner for site in self.sites}, **self.plain}
+
 
 def places(model: Any) -> Places:
     """Find all layers of ``model``, those of nested models and custom blocks included.

@@ -19,8 +19,7 @@ _DROPOUTS = ("Dropout", "AlphaDropout", "GaussianDropout", "SpatialDropout1D", "
 
 def facts(model: Any) -> ModelFacts:
     """Return layers and roles, names of inputs and outputs, loss, optimizer, clipping and loss scale of a model."""
-    found = places(model)
-    layers = {**{site.name: site.owner for site in found.sites}, **found.plain}
+    layers = places(model).layers()
     outer, optimizer = optimizers(model)
     return ModelFacts(
         submodules={n: Submodule(_roles(la), str(getattr(la, "compute_dtype", ""))) for n, la in layers.items()},

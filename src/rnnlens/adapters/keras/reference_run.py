@@ -15,7 +15,6 @@ from typing import Any
 from ...autodiff import engine
 from ...autodiff.tensors import to_numpy
 from ...errors import CertificateError
-from ...recurrence.cells.registry import Registration
 from ...typing import Array
 from ..protocol import Batch, Cotangents, ReferenceRun, WeightLocation
 from . import losses
@@ -225,14 +224,20 @@ def place(model: Any, layer: str, direction: str | None, key: str) -> WeightLoca
 
 def _of_cell(model: Any, cell: Any, key: str) -> WeightLocation | None:
     """Return the variable, or the row of a variable, that contains the weight ``key`` of a recurrent cell."""
-    known = registration_of(cell)
+    known, name = registration_of(cell), key.rpartition("/")[2]
     if known is not None:
-        return _registered_place(model, cell, known, key.rpartition("/")[2])
-    started = key.rpartition("/")[2] in initial_state_weights(dialect_of(model), cell)
+        single = known.single(name)  # None if several variables compose the weight
+        variable = None if single is None else attributes(cell).get(single[0])
+        found = names_of(model).get(id(variable))
+        if single is None or found is None:
+            return None
+        tied = id(variable) in tied_variables(model)
+        return WeightLocation(found, (lambda array: array.T) if single[1] else (lambda array: array), tied=tied)
+    started = name in initial_state_weights(dialect_of(model), cell)
     # A GRU with reset_after has both biases as the rows of one variable.
     both = has_two_biases(cell) and len(cell.bias.shape) == 2 and key in ("bias", "recurrent_bias")
-    found = _within(model, cell, "bias" if both else key, ("bias", "recurrent_bias").index(key) if both else None)
-    return replace(found, tied=True) if found is not None and started else found
+    place = _within(model, cell, "bias" if both else key, ("bias", "recurrent_bias").index(key) if both else None)
+    return replace(place, tied=True) if place is not None and started else place
 
 
 def _within(model: Any, owner: Any, key: str, row: int | None = None) -> WeightLocation | None:
@@ -255,17 +260,6 @@ def _within(model: Any, owner: Any, key: str, row: int | None = None) -> WeightL
         str(row),
         id(found[0]) in tied_variables(model),
     )
-
-
-def _registered_place(model: Any, cell: Any, known: Registration, name: str) -> WeightLocation | None:
-    """Return the variable that is a weight of a registered cell; None if several variables compose it."""
-    single = known.single(name)
-    variable = None if single is None else attributes(cell).get(single[0])
-    found = names_of(model).get(id(variable))
-    if single is None or found is None:
-        return None
-    tied = id(variable) in tied_variables(model)
-    return WeightLocation(found, (lambda array: array.T) if single[1] else (lambda array: array), tied=tied)
 
 
 def tied_variables(model: Any) -> set[int]:

@@ -29,8 +29,7 @@ def perturbed_port(model: Any, port: Port, size: float) -> Iterator[bool]:
     A weight is restored exactly on exit. An output is perturbed by overriding ``call`` on the layer.
     """
     found = places(model)
-    layers = {**found.plain, **{site.name: site.owner for site in found.sites}}
-    layer = layers.get(base_name(str(port.layer), found)) if port.layer is not None else None
+    layer = found.layers().get(base_name(str(port.layer), found)) if port.layer is not None else None
     own = port.kind != "weight" or (layer is not None and port.key in named_variables(layer))
     if layer is None or not own or port.kind not in ("weight", "output"):
         yield False
