@@ -177,12 +177,9 @@ def format_memory(size: int | float) -> str:
 
 def _unit(word: str) -> int | None:
     """Return the bytes of a unit in any capitalisation, None if unknown; K, M, G and T alone are binary."""
-    by_lower = {unit.lower(): size for unit, size in _BYTES.items()}
-    return by_lower.get({"": "b"}.get(word.lower(), word.lower()) if len(word) != 1 else _letter(word.lower()))
-
-
-def _letter(word: str) -> str:
-    return word if word == "b" else f"{word}ib"
+    word = word.lower() or "b"
+    sizes = {unit.lower(): size for unit, size in _BYTES.items()}
+    return sizes.get(f"{word}ib" if word in "kmgt" else word)
 
 
 class Progress:

@@ -31,6 +31,8 @@ def an_axes_table(name: str, value: Any) -> dict[str, Layout]:
 
 
 def _read_layout(where: str, listed: Any) -> Layout:
+    if isinstance(listed, Layout):  # of a call that runs the verb again
+        return listed
     parts = [(part,) if isinstance(part, str) else part for part in listed] if isinstance(listed, list | tuple) else []
     sound = all(
         isinstance(part, list | tuple) and part and all(isinstance(n, str) and n for n in part) for part in parts

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -100,15 +99,16 @@ def find_nonfinite(
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # threads of the recurrence have error states of their own
         origin, notes = _first(observed)
-        reached = () if origin is None else _reached(observed)
+        reached = {} if origin is None else observed.attempt(lambda: reaches(observed)) or {}
         dataset = {} if origin is None else _way_there(observed, origin)
+        captured = observed.attempt(lambda: observed.capture.notes) or []
     return NonFinite(
         dataset,
         origin=origin,
-        reaches=reached,
+        reaches=tuple(name for name, is_sick in reached.items() if is_sick),
         looked_at=("data", "weights", "forward", *(("loss", "backward") if has_loss else ())),
         provenance=adapter.provenance(model),
-        notes=[*notes, *_left_out(observed)],
+        notes=[*notes, *(note for note in captured if note.startswith(NOT_LOOKED_INTO))],
     )
 
 
@@ -130,20 +130,11 @@ def _first(observed: ObservedRun) -> tuple[Origin | None, list[str]]:
 
 
 def _computed(observed: ObservedRun) -> Iterator[Origin]:
-    steps = [in_the_forward_pass(observed)]
+    """Yield origins in the order of computation, from the forward pass on."""
+    yield from in_the_forward_pass(observed)
     if observed.has_loss:
-        steps += [in_the_loss(observed), in_the_backward_pass(observed)]
-    return chain.from_iterable(steps)
-
-
-def _left_out(observed: ObservedRun) -> list[str]:
-    notes = observed.attempt(lambda: observed.capture.notes) or []
-    return [note for note in notes if note.startswith(NOT_LOOKED_INTO)]
-
-
-def _reached(observed: ObservedRun) -> tuple[str, ...]:
-    reached = observed.attempt(lambda: reaches(observed)) or {}
-    return tuple(name for name, sick in reached.items() if sick)
+        yield from in_the_loss(observed)
+        yield from in_the_backward_pass(observed)
 
 
 def _way_there(observed: ObservedRun, origin: Origin) -> dict[str, xr.Dataset]:

@@ -192,18 +192,14 @@ def _lazy(
 ) -> LabelledArray:
     """Return the time Jacobian of data in Dask chunks, which is computed when it is asked for."""
     refuse_for_chunks(options)
-    verb = partial(_of_run, ends=ends, options=options, axes=axes)
-    by_sample = partial(_of_run, ends=ends, options=replace(options, across=None), axes=axes)
+    verb = partial(_of_batch, ends=ends, options=options, axes=axes)
+    by_sample = partial(_of_batch, ends=ends, options=replace(options, across=None), axes=axes)
     mean = options.across is not None
     # A padded chunk needs the Jacobian of each sample, which is large unless it is measured.
     padding: Padding | None = None if mean and options.measure is None else "repeated"
     work = JacobianWork(verb, by_sample, mean, padding)
     chunks = SampleChunks.of(ModelRequest.resolve(model, run, axes).axes, run, batch_size)
     return lazy_jacobian(model, chunks, work, ends[0].partition(".")[0])
-
-
-def _of_run(model: Any, batch: Batch, **keywords: Any) -> LabelledArray:
-    return _of_batch(model, batch, **keywords)
 
 
 def _of_batch(

@@ -159,8 +159,7 @@ def trace(
             certificate = certify(request, claim, reference_run, partial(_perturbed, datasets_of, capture), **words)
     if part is not None and certificate.state != "passed":
         remember_difference(model, batch, selection.key(loss))
-        stated = {name: layout.axes for name, layout in axes.items()} if axes else None
-        return _of_batch(model, batch, layers=layers, quantities=quantities, at=at, axes=stated)
+        return _of_batch(model, batch, layers=layers, quantities=quantities, at=at, axes=axes)
     if part is None and certificate.state == "passed":
         remember_passed(model, batch, selection.key(loss), capture)
     kept: dict[str, xr.Dataset | LabelledLayer] = dict(datasets)
@@ -191,8 +190,7 @@ def _lazy(
         raise UnsupportedError("at= selects no samples of lazy data.", got=f"at={dict(at)!r}", hint=hint)
     request = ModelRequest.resolve(model, batch, axes)
     chunks = SampleChunks.of(request.axes, batch)
-    stated = {name: layout.axes for name, layout in axes.items()} if axes else None
-    verb = partial(_of_batch, layers=selection.layers, quantities=selection.quantities, at=at or None, axes=stated)
+    verb = partial(_of_batch, layers=selection.layers, quantities=selection.quantities, at=at or None, axes=axes)
     found = lazy_datasets(request.adapter, model, chunks, verb, "trace", sums=False, with_loss=selection.has_loss)
     template, datasets, graph = found
     quantities = None if selection.quantities is None else sorted(selection.quantities)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -89,7 +89,8 @@ class Experiments:
         self.masks_of_all: dict[str, Array] | None = None
         self._values: dict[str, Array] = {}
         self._answers: dict[tuple[str, Port], Response] = {}
-        self._runs: dict[str, bool] = {}
+        #: Whether a layer is called in this forward pass, by name.
+        self.runs = cache(partial(runs, request.adapter, request.model, request.batch))
 
     def response(self, name: TensorName, request: GradientRequest | None = None) -> Response:
         """Return how a target, by default that of the call, responds to changes of a tensor or its layer's output."""
@@ -99,12 +100,6 @@ class Experiments:
         if key not in self._answers:
             self._answers[key] = self._experiment(port, request)
         return self._answers[key]
-
-    def runs(self, layer: str) -> bool:
-        """Return whether a layer is called in this forward pass."""
-        if layer not in self._runs:
-            self._runs[layer] = runs(self.request.adapter, self.request.model, self.batch, layer)
-        return self._runs[layer]
 
     @cached_property
     def masks(self) -> dict[str, Array]:

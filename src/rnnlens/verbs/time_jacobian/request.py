@@ -269,21 +269,18 @@ def _chosen_times(at: Mapping[str, Any], dim: str, count: int | None) -> list[in
     if times is None:
         return list(range(count))
     if isinstance(times, slice):
-        chosen = list(range(count))[times]
-        if not chosen:
-            raise InputError(
-                f"{argument} names no steps.", got=repr(times), expected=f"some of the {count} steps from 0"
-            )
-        return chosen
-    asked = np.atleast_1d(np.asarray(times))
-    if asked.ndim != 1 or not np.issubdtype(asked.dtype, np.integer) or asked.size == 0:
-        raise InputError(f"{argument} names no steps.", got=repr(times), expected="an int, a list of int, a slice")
-    if ((asked < -count) | (asked >= count)).any():
+        steps = list(range(count))[times]
+        if not steps:
+            expected = f"some of the {count} steps from 0"
+            raise InputError(f"{argument} names no steps.", got=repr(times), expected=expected)
+        return steps
+    listed = [times] if isinstance(times, int) else list(times)
+    if not all(-count <= t < count for t in listed):
         raise InputError(f"{argument} names a step that does not exist.", got=repr(times), expected=f"0 to {count - 1}")
-    found = [int(t) % count for t in asked]
-    if len(set(found)) < len(found):
+    steps = [t % count for t in listed]
+    if len(set(steps)) < len(steps):
         raise InputError(f"{argument} names a step twice.", got=repr(times))
-    return found
+    return steps
 
 
 def _refuse_many_probes(sketch: int, of: JacobianEnd, samples: int, limit: int) -> None:
