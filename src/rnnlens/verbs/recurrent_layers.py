@@ -132,7 +132,11 @@ def _place_output(
     states: list[Array | None] = [None] * len(run.states)
     if output_grad is None:
         return states, None
-    spread = output_grad if call.returns_sequences else _at_last_step(run, output_grad)
+    spread = output_grad
+    if not call.returns_sequences:  # (sample, unit) becomes (sample, time, unit), zero except at the last step that ran
+        shape = (output_grad.shape[0], run.input.shape[1], *output_grad.shape[1:])
+        spread, (*_, last) = run.xp.zeros_like(run.xp.broadcast_to(output_grad[:, None, ...], shape)), run.steps()
+        spread[:, last, ...] = output_grad
     index = call.cell.output_state
     if run.output_is_state:
         if call.output_from_state is not None:
@@ -142,15 +146,6 @@ def _place_output(
     own, carried = unmasked_output_cotangent(run, spread, call.masked_output)
     states[index] = carried
     return states, own
-
-
-def _at_last_step(run: Replay, output_grad: Array) -> Array:
-    """Expand (sample, unit) to (sample, time, unit), zero except at the last step of the recurrence."""
-    *_, last = run.steps()
-    shape = (output_grad.shape[0], run.input.shape[1], *output_grad.shape[1:])
-    spread = run.xp.zeros_like(run.xp.broadcast_to(output_grad[:, None, ...], shape))
-    spread[:, last, ...] = output_grad
-    return spread
 
 
 @dataclass
@@ -356,7 +351,13 @@ class ReplayedLayers:
         """Return, for each direction, the cotangent of ``value(name)`` over all steps, by state index."""
         directions, axis = self.layer(name.layer), 2 if name.what == "state" else 1
         parts = [cotangent] if len(directions) == 1 else list(np.moveaxis(cotangent, axis, 0))
-        return [{name.index: _placed(one, part, name)} for one, part in zip(directions, parts, strict=True)]
+        if name.what != "state":  # zero at all steps but the last
+            lasts, parts = parts, []
+            for one, last in zip(directions, lasts, strict=True):
+                whole = np.zeros(tuple(one.run.states[name.index].shape), dtype=last.dtype)
+                whole[:, one.last, :] = last
+                parts.append(whole)
+        return [{name.index: part} for part in parts]
 
     def gradient(self, name: TensorName, swept: Sequence[Adjoint]) -> Array:
         """Return the gradient of a tensor inside a layer from its finished sweeps."""
@@ -397,15 +398,6 @@ def _pick(replayed: ReplayedCall, states: Array, name: TensorName) -> Array:
     """Return a state at all steps, or at the last one that ran."""
     every = to_host(states)
     return every if name.what == "state" else every[:, replayed.last, :]
-
-
-def _placed(replayed: ReplayedCall, cotangent: Array, name: TensorName) -> Array:
-    """Expand a cotangent of the last state to all steps, zero at the others."""
-    if name.what == "state":
-        return cotangent
-    whole = np.zeros(tuple(replayed.run.states[name.index].shape), dtype=cotangent.dtype)
-    whole[:, replayed.last, :] = cotangent
-    return whole
 
 
 def _join(parts: list[Array], name: TensorName) -> Array:

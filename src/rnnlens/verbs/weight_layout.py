@@ -40,13 +40,15 @@ def sources(weights: LayerWeights) -> dict[str, list[WeightSource]]:
         return {key: [WeightSource(key)] for key in weights.values}
     found: dict[str, list[WeightSource]] = {}
     directions = list(weights.cells)
+    own_bias = any(key.rpartition("/")[2] == "recurrent_bias" for key in weights.values)
     for key in weights.values:
-        name = key.rpartition("/")[2]
-        direction = _direction(key, directions)
+        name, direction = key.rpartition("/")[2], directions[0]
+        if len(directions) > 1:
+            direction = "backward" if "backward" in key.partition("/")[0] else "forward"
         cell = weights.cells.get(direction)
         if cell is None or name not in cell.parameters:
             found[key] = [WeightSource(key)]
-        elif name == "bias" and _holds_both(weights, cell):
+        elif name == "bias" and "recurrent_bias" in cell.weights() and not own_bias:  # both in one array
             found.setdefault("bias", []).append(WeightSource(key, direction, 0))
             found.setdefault("recurrent_bias", []).append(WeightSource(key, direction, 1))
         else:
@@ -87,19 +89,6 @@ def assemble(
     return np.stack(arrays, axis=lead) if len(weights.cells) > 1 and len(arrays) > 1 else arrays[0]
 
 
-def _direction(key: str, directions: Sequence[str]) -> str:
-    """Return the direction of a weight key; the only one of a unidirectional layer."""
-    if len(directions) == 1:
-        return directions[0]
-    return "backward" if "backward" in key.partition("/")[0] else "forward"
-
-
-def _holds_both(weights: LayerWeights, cell: Cell) -> bool:
-    """Return whether input and recurrent bias share one array, (2, gate * unit)."""
-    separate: Any = any(key.rpartition("/")[2] == "recurrent_bias" for key in weights.values)
-    return "recurrent_bias" in cell.weights() and not separate
-
-
 Values = np.ndarray[Any, Any]
 
 
@@ -124,8 +113,13 @@ def label_cell(
     order = [direction for direction in (FORWARD, BACKWARD) if direction in by_direction]
     labelled = {}
     for name in by_direction[order[0]]:
-        parts = [_split(name, to_host(by_direction[direction][name]), cell, by_time) for direction in order]
-        dims, words = _dims(name, cell, by_time), _words(name, cell, suffix, by_time)
+        parts, dims = [to_host(by_direction[direction][name]) for direction in order], cell.parameters[name].dims
+        if by_time == "norm":
+            dims = (TIME, GATE) if GATE in dims else (TIME,)
+        elif has_gates(cell.parameters[name]):
+            parts = [part.reshape(*part.shape[:-1], len(cell.gates), -1) for part in parts]
+        dims = (TIME, *dims) if by_time is True else dims
+        words = _words(name, cell, suffix, by_time)
         values = np.stack(parts) if len(order) > 1 else parts[0]
         key = f"{name}{suffix}_norm" if by_time == "norm" else name + suffix
         labelled[key] = LabelledWeight(values, (DIRECTION, *dims) if len(order) > 1 else dims, words, cell.kind)
@@ -175,19 +169,6 @@ def _counts(key: str, entry: LabelledWeight, common: Mapping[str, str]) -> dict[
         attrs = {"long_name": f"{what} values in {key}", "units": "1", **common}
         counted[f"{key}_{what}_count"] = xr.Variable(kept, np.sum(test(entry.values), axis=axes), attrs)
     return counted
-
-
-def _split(name: str, values: Values, cell: Cell, by_time: bool | str) -> Values:
-    if not has_gates(cell.parameters[name]) or by_time == "norm":
-        return values
-    return values.reshape(*values.shape[:-1], len(cell.gates), -1)
-
-
-def _dims(name: str, cell: Cell, by_time: bool | str) -> tuple[str, ...]:
-    dims = cell.parameters[name].dims
-    if by_time == "norm":
-        return (TIME, GATE) if GATE in dims else (TIME,)
-    return (TIME, *dims) if by_time else dims
 
 
 def _words(name: str, cell: Cell, suffix: str, by_time: bool | str) -> dict[str, str]:

@@ -95,7 +95,9 @@ class Accumulator:
         if name.what != "weight" and not by_sample and needed:
             refuse_unknown("Putting samples together", name.text, dims)
         if by_sample and self.measure is not None:
-            grad, dims = _norm(grad, dims)
+            axes = tuple(i for i, dim in enumerate(dims) if dim not in _KEPT_BY_NORM)
+            grad = np.sqrt(np.sum(np.square(grad, dtype=np.float64), axis=axes))
+            dims = tuple(dim for dim in dims if dim in _KEPT_BY_NORM)
         if by_sample and self.across is not None:
             at = dims.index(SAMPLE)
             self._summed[name] = self._summed.get(name, 0) + grad.shape[at]
@@ -170,13 +172,6 @@ class Accumulator:
         return np.average(values, weights=self._weights) if self.combine == "mean" else values.sum()
 
 
-def _norm(grad: Array, dims: tuple[str, ...]) -> tuple[Array, tuple[str, ...]]:
-    """Return the norm over units or features, in double precision, and the remaining dimensions."""
-    axes = tuple(i for i, dim in enumerate(dims) if dim not in _KEPT_BY_NORM)
-    norm = np.sqrt(np.sum(np.square(grad, dtype=np.float64), axis=axes))
-    return norm, tuple(dim for dim in dims if dim in _KEPT_BY_NORM)
-
-
 @dataclass
 class DataSetGradients:
     """Gradients of a data set, the target's value, and explanations of missing gradients."""
@@ -243,10 +238,12 @@ def _added_up(
     request: GradientRequest, target: Target, stream: Iterable[Batch], combine: str | None, batches: DataSetBatches
 ) -> DataSetGradients:
     """Accumulate the gradients of all batches; ``combine`` as in :func:`combination`."""
-    first, total = None, _accumulator(request, combine)
+    first, total, start = None, _accumulator(request, combine), 0
     with Progress("gradients", batches.count) as progress:
-        for of_batch in _requests(request, target, stream):
-            first = first or of_batch
+        for batch in stream:
+            stop = start + request.axes.samples(batch)
+            of_batch = request.of_batch(batch, target.of_rows(start, stop))
+            first, start = first or of_batch, stop
             _add(of_batch, total)
             progress.advance()
     assert first is not None
@@ -255,15 +252,6 @@ def _added_up(
 
 def _accumulator(request: GradientRequest, combine: str | None) -> Accumulator:
     return Accumulator(combine, request.arguments.measure, request.arguments.across)  # type: ignore[arg-type]
-
-
-def _requests(request: GradientRequest, target: Target, stream: Iterable[Batch]) -> Iterator[GradientRequest]:
-    """Yield the request for every batch, with its part of the target."""
-    start = 0
-    for batch in stream:
-        stop = start + request.axes.samples(batch)
-        yield request.of_batch(batch, target.of_rows(start, stop))
-        start = stop
 
 
 def _add(request: GradientRequest, total: Accumulator) -> None:

@@ -41,27 +41,20 @@ Response = Literal["smoothly", "in jumps", "not", "unknown"]
 def observed_value(request: GradientRequest) -> Array:
     """Return the value of the target, from one captured forward pass."""
     batch, with_loss = request.batch, request.with_loss
-    layers = tuple(dict.fromkeys(str(leaf.layer) for leaf in request.leaves if leaf.layer is not None))
-    wanted = CaptureRequest(layers or _any_layer(request), gradients=with_loss, weight_grads=False)
-    batch = batch if with_loss else batch.without_loss()
-    capture = request.adapter.capture(request.model, batch, wanted)
-    outside = BatchAxes(request.axes, request.samples)
-    values = [_leaf(request, leaf, capture, outside) for leaf in request.leaves]
+    known, named = request.known, (str(leaf.layer) for leaf in request.leaves if leaf.layer is not None)
+    layers: tuple[str, ...] | None = tuple(dict.fromkeys(named))
+    if not layers:  # any layer will do, for the output of the model; None stands for all recurrent ones
+        layers = None if known.recurrent else (*known.weights, *known.layers)[:1]
+    quiet = CaptureRequest(layers, gradients=with_loss, weight_grads=False)
+    capture = request.adapter.capture(request.model, batch if with_loss else batch.without_loss(), quiet)
+    outside, values = BatchAxes(request.axes, request.samples), []
+    for leaf in request.leaves:
+        value = _value(request, leaf, capture)
+        names = known.dims(leaf, value)
+        if known.is_free(leaf):
+            value, names = outside.opened(leaf.port(), value)
+        values.append(xr.DataArray(value, dims=names))
     return np.asarray(request.evaluate(outside, values)[0], dtype=np.float64)
-
-
-def _any_layer(request: GradientRequest) -> tuple[str, ...] | None:
-    """Return any layer to capture when only the model's output is needed; None for all recurrent layers."""
-    known = request.known
-    return None if known.recurrent else (*known.weights, *known.layers)[:1]
-
-
-def _leaf(request: GradientRequest, leaf: TensorName, capture: Capture, outside: BatchAxes) -> xr.DataArray:
-    value = _value(request, leaf, capture)
-    if request.known.is_free(leaf):
-        opened, names = outside.opened(leaf.port(), value)
-        return xr.DataArray(opened, dims=names)
-    return xr.DataArray(value, dims=request.known.dims(leaf, value))
 
 
 def _value(request: GradientRequest, leaf: TensorName, capture: Capture) -> Array:
@@ -126,21 +119,19 @@ class Experiments:
             self._values[target.text] = observed_value(request)
         moves = []
         for size in (MUCH, LITTLE, LESS):
-            value = self._perturbed_value(port, size, request)
-            if value is None:
-                return "unknown"
+            if port.kind == "input":
+                moved = replace(self.batch, x=_moved_input(self.batch.x, port.index, size))
+                value = observed_value(replace(request, batch=moved))
+            else:
+                with request.adapter.perturbed_port(request.model, port, size) as possible:
+                    if not possible:
+                        return "unknown"
+                    value = observed_value(request)
             moves.append(float(np.abs(value - self._values[target.text]).max()))
         much, little, less = moves
         if not much and not little:
             return "not"
         return "smoothly" if less and LITTLE / LESS / 3 < little / less < 3 * LITTLE / LESS else "in jumps"
-
-    def _perturbed_value(self, port: Port, size: float, request: GradientRequest) -> Array | None:
-        if port.kind == "input":
-            moved = replace(self.batch, x=_moved_input(self.batch.x, port.index, size))
-            return observed_value(replace(request, batch=moved))
-        with request.adapter.perturbed_port(request.model, port, size) as possible:
-            return observed_value(request) if possible else None
 
 
 def port_to_perturb(name: TensorName, known: Catalogue) -> Port:
@@ -242,10 +233,13 @@ def _masked_out(trials: Experiments, name: TensorName) -> Reason | None:
 
 def _underflow(trials: Experiments, name: TensorName) -> Reason | None:
     """Return a reason if the gradient is not zero after the target is scaled up."""
-    dtype = _half_precision(trials.request)
+    request = trials.request
+    dtypes = [submodule.dtype for submodule in request.known.facts.submodules.values()]
+    dtypes.append(str(request.provenance().get("dtype", "")))
+    dtype = next((dtype for dtype in dtypes if dtype in ("float16", "bfloat16")), None)
     if dtype is None:
         return None
-    lifted = replace(trials.request, wrt=(name,), scale=trials.request.scale * LIFT)
+    lifted = replace(request, wrt=(name,), scale=request.scale * LIFT)
     again = answer(lifted).gradients[name]
     if again is None or not np.any(again):
         return None
@@ -340,13 +334,6 @@ def _instead(target: Target, **changed: str | None) -> str:
     }
     batch = "x, y" if arguments["of"] == '"loss"' else "x"
     return f"rl.gradients(model, {batch}, {', '.join(f'{k}={v}' for k, v in arguments.items() if v is not None)})"
-
-
-def _half_precision(request: GradientRequest) -> str | None:
-    """Return the half-precision dtype of a model's computation, or None."""
-    found = [submodule.dtype for submodule in request.known.facts.submodules.values()]
-    found.append(str(request.adapter.provenance(request.model).get("dtype", "")))
-    return next((dtype for dtype in found if dtype in ("float16", "bfloat16")), None)
 
 
 @dataclass

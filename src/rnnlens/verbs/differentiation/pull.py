@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import xarray as xr
 
-from ...adapters.protocol import LayerWeights, Port, Pullback
+from ...adapters.protocol import CaptureRequest, LayerWeights, Port, Pullback
 from ...errors import LayerNotFoundError, ModelError
 from ...layout import dims_of, direction_axis
 from ...recurrence.trajectory import Adjoint
@@ -19,8 +19,7 @@ from ..axes import BatchAxes, in_order, refuse_coupled, refuse_steps_first, refu
 from ..names import Catalogue, TensorName, refuse_lone_output, uncalled
 from ..recurrent_layers import ReplayedCall, ReplayedLayers, runs
 from ..weight_layout import WeightSource, assemble, sources
-from .plan import GradientPlan, TensorPlace, captured, layers_inside, plan, side_by_side
-from .request import BatchGradients, GradientRequest
+from .request import BatchGradients, GradientPlan, GradientRequest, TensorPlace, layers_inside, plan
 
 #: Gradient at each port, with one leading axis K; None where no path leads there.
 Arrived = Mapping[Port, Array | None]
@@ -43,11 +42,9 @@ class SweptWeightGradients:
     @property
     def size(self) -> int:
         """Number of entries of all requested weights."""
-        shapes = [self.known.weights[str(port.layer)].values[port.key].shape for port in self._distinct()]
+        distinct = dict.fromkeys(port for ports in self.ports.values() for port in ports)
+        shapes = [self.known.weights[str(port.layer)].values[port.key].shape for port in distinct]
         return sum(int(np.prod(shape, dtype=int)) for shape in shapes)
-
-    def _distinct(self) -> dict[Port, None]:
-        return dict.fromkeys(port for ports in self.ports.values() for port in ports)
 
     def add_swept(self, layer: str, replayed: ReplayedCall, swept: Adjoint) -> None:
         """Add the weight gradients of a sweep through one call of a layer."""
@@ -197,21 +194,17 @@ class _Pull:
     def _start(self) -> Array:
         """Evaluate the target and store its cotangents in ``seeds`` or, inside recurrences, in ``on_states``."""
         request = self.request
-        if request.cotangents is not None:
-            return self._start_from(request.cotangents)
+        if request.cotangents is not None:  # the value is the loss weighted by its cotangent, or 0 without a loss
+            value = np.zeros(())
+            for place, cotangent in zip(self.plan.leaves, request.cotangents, strict=True):
+                self._seed(place, cotangent)
+                if place.name.what == "loss":
+                    value = cotangent * to_host(self.pullback.values[place.name.port()])
+            return value
         values = [self._value(place) for place in self.plan.leaves]
         value, cotangents = request.evaluate(self.outside, values)
         for place, cotangent in zip(self.plan.leaves, cotangents, strict=True):
             self._seed(place, np.asarray(cotangent))
-        return value
-
-    def _start_from(self, cotangents: Sequence[Array]) -> Array:
-        """Store known cotangents; return the loss weighted by its cotangent, or 0 without a loss."""
-        value = np.zeros(())
-        for place, cotangent in zip(self.plan.leaves, cotangents, strict=True):
-            self._seed(place, cotangent)
-            if place.name.what == "loss":
-                value = cotangent * to_host(self.pullback.values[place.name.port()])
         return value
 
     def _value(self, place: TensorPlace) -> xr.DataArray:
@@ -312,3 +305,49 @@ class _Pull:
 
     def _pull(self, cotangents: Mapping[Port, Array]) -> Arrived:
         return self.pullback.vjp(cotangents) if cotangents else {}
+
+
+def captured(request: GradientRequest) -> BatchGradients | None:
+    """Return gradients of the loss by recurrent outputs and states from one captured pass; None if more is needed."""
+    if not fits(request):
+        return None
+    layers = tuple(dict.fromkeys(str(name.layer) for name in request.wrt))
+    capture = request.adapter.capture(request.model, request.batch, CaptureRequest(layers, weight_grads=False))
+    inside = ReplayedLayers.of(capture.calls)
+    if any(name.what == "final_state" and inside.is_stepwise(name) for name in request.wrt):
+        return None
+    grads: dict[TensorName, Array | None] = {}
+    swept: dict[str, list[tuple[ReplayedCall, Adjoint]]] = {}
+    for name in request.wrt:
+        directions = inside.layer(name.layer)
+        if name.what == "output":
+            grads[name] = side_by_side([to_host(replayed.call.output_grad)[None] for replayed in directions])
+        else:
+            sweeps = [replayed.sweep(replayed.call.state_grad or {}, replayed.arrived()) for replayed in directions]
+            swept[str(name.layer)] = list(zip(directions, sweeps, strict=True))
+            grads[name] = inside.gradient(name, sweeps)
+    if any(grad is None or not np.any(grad) for grad in grads.values()):
+        return None
+    dims = {name: request.known.dims(name, grad) for name, grad in grads.items() if grad is not None}
+    return BatchGradients(np.asarray(capture.loss), request.samples, grads, dims, swept)
+
+
+def fits(request: GradientRequest) -> bool:
+    """Return whether a request is the loss by outputs and states of recurrent layers only."""
+    if request.target.text != "loss" or request.target.per_sample or request.scale != 1.0:
+        return False
+    known = request.known
+    recurrent = all(uncalled(name.layer, known.recurrent) in known.recurrent for name in request.wrt)
+    return recurrent and all(name.what == "output" or known.is_inside(name) for name in request.wrt)
+
+
+def side_by_side(parts: Sequence[Array | None]) -> Array | None:
+    """Stack the first cotangent of each direction; zeros for a missing one, None if all are missing."""
+    arrays = [None if part is None else to_host(part)[0] for part in parts]
+    present = [array for array in arrays if array is not None]
+    if not present:
+        return None
+    if len(parts) == 1:
+        return present[0]
+    filled = [np.zeros_like(present[0]) if array is None else array for array in arrays]
+    return np.stack(filled, axis=direction_axis(dims_of(filled[0].shape)))

@@ -33,8 +33,11 @@ def in_the_backward_pass(observed: ObservedRun) -> Iterator[Origin]:
         for one in node.plain:
             grad = None if one.output_grad is None else to_host(one.output_grad)
             spot = None if grad is None else observed.first(Port("output", one.layer), "output_grad", grad)
-            if spot is not None:
-                fed = f"{_source(one.layer, above, recurrent)}{_value_there(to_host(one.output), grad)}"
+            if spot is not None and grad is not None:
+                fed, output = _source(one.layer, above, recurrent), to_host(one.output)
+                if output.shape == grad.shape:
+                    place = tuple(np.argwhere(~np.isfinite(grad))[0])
+                    fed += f", where the output is {float(output[place]):.3g}"
                 yield Origin("backward", one.layer, "output_grad", spot.value, spot.index, fed_by=fed)
         for replayed in node.directions:
             yield from _at_weights(replayed)
@@ -110,12 +113,6 @@ def _carried(replayed: ObservedCall, spot: NonfiniteValue) -> str:
     if kernel is not None:
         parts.append(f"recurrent_kernel up to {np.max(np.abs(to_host(kernel)), initial=0.0):.3g}")
     return ", ".join(parts)
-
-
-def _value_there(output: Array, grad: Array) -> str:
-    """Return the layer's output value where the gradient is not finite, as text."""
-    place = tuple(np.argwhere(~np.isfinite(grad))[0])
-    return f", where the output is {float(output[place]):.3g}" if output.shape == grad.shape else ""
 
 
 def _at_weights(replayed: ObservedCall) -> Iterator[Origin]:

@@ -44,18 +44,14 @@ def singularity(function: Callable[[float], float], at: float) -> str:
     for side in (1.0, -1.0):
         values = [function(at + side * distance * scale) for distance in _DISTANCES]
         if all(map(math.isfinite, values)):
-            return _by_growth(values)
+            first, second = abs(values[1] - values[0]), abs(values[2] - values[1])
+            if first == 0.0 or second < 0.5 * first:
+                return ""
+            return "log of 0" if second < 2.0 * first else "division by 0"
     far = [function(at + side * distance * scale) for distance in _FAR for side in (1.0, -1.0)]
     if not any(map(math.isfinite, far)):
         return ""
     return "log, root or power of a negative number" if math.isnan(function(at)) else "overflow"
-
-
-def _by_growth(values: Sequence[float]) -> str:
-    first, second = abs(values[1] - values[0]), abs(values[2] - values[1])
-    if first == 0.0 or second < 0.5 * first:
-        return ""
-    return "log of 0" if second < 2.0 * first else "division by 0"
 
 
 def slope(gradient: Callable[[float], float], at: float) -> str:
@@ -85,18 +81,13 @@ def in_a_cell(run: Replay, spot: NonfiniteValue) -> str:
     parts = [("input", "feature", x), *((n, "unit", s) for n, s in zip(run.cell.state_names, states, strict=True))]
     before = " and ".join(f"{name} up to {np.max(np.abs(v), initial=0.0):.3g}" for name, _, v in parts)
     for name, dim, values in parts:
-        for position in _suspects(values):
+        order = np.argsort(np.abs(values))
+        for position in map(int, dict.fromkeys([*order[:4], *order[::-1][:4]])):  # smallest and largest magnitudes
             function = _moving(run, spot, x, states, name, position)
             found = singularity(function, float(values[position]))
             if found:
                 return f"{found} in the cell, with {name} {values[position]:.3g} at {dim} {position}; {before}"
     return f"the cell's output from {before}"
-
-
-def _suspects(values: Array) -> list[int]:
-    """Return the positions of the smallest and the largest magnitudes, at most four each."""
-    order = np.argsort(np.abs(values))
-    return [int(i) for i in dict.fromkeys([*order[:4], *order[::-1][:4]])]
 
 
 def _moving(
@@ -347,17 +338,12 @@ def _origin(
     index = dict(observed.element(Port("output", index=leaf), array, whole))
     name = "output" if len(loss.leaves) == 1 else f"output[{leaf}]"
     cause = f"{why} in the loss: {name} {float(array[whole]):.3g}"
-    target = _target(observed, array, whole)
-    return Origin("loss", "loss", "value", value, index, fed_by=cause + target)
-
-
-def _target(observed: ObservedRun, output: Array, place: tuple[int, ...]) -> str:
-    leaves = [to_host(leaf) for leaf in data.leaves_of(observed.batch.y)]
-    if len(leaves) == 1 and leaves[0].shape == output.shape:
-        return f", target {float(leaves[0][place]):.3g}"
-    if len(leaves) == 1 and leaves[0].shape[:1] == output.shape[:1] and leaves[0][0].size == 1:
-        return f", target {float(leaves[0][place[0]].reshape(())):.3g}"
-    return ""
+    targets = [to_host(leaf) for leaf in data.leaves_of(observed.batch.y)]
+    if len(targets) == 1 and targets[0].shape == array.shape:
+        cause += f", target {float(targets[0][whole]):.3g}"
+    elif len(targets) == 1 and targets[0].shape[:1] == array.shape[:1] and targets[0][0].size == 1:
+        cause += f", target {float(targets[0][whole[0]].reshape(())):.3g}"
+    return Origin("loss", "loss", "value", value, index, fed_by=cause)
 
 
 def _of_sample(observed: ObservedRun, sample: int | None, value: float) -> Origin:

@@ -127,7 +127,8 @@ class ObservedRun:
         order = sorted(range(len(names)), key=lambda i: {TIME: 0, SAMPLE: 1}.get(names[i], 2))
         spot = first(quantity, np.transpose(opened, order), [names[i] for i in order], limit)
         assert spot is not None
-        return replace(spot, index={name: spot.index[name] for name in sorted(spot.index, key=_rank)})
+        in_order = sorted(spot.index, key=lambda name: {SAMPLE: 0, TIME: 1}.get(name, 2))
+        return replace(spot, index={name: spot.index[name] for name in in_order})
 
     def names(self, port: Port, array: Array) -> tuple[str, ...]:
         """Return the axis names of a tensor; by position if axes are folded."""
@@ -205,10 +206,6 @@ class ObservedRun:
             return ask()
         except RnnlensError:
             return None
-
-
-def _rank(name: str) -> int:
-    return {SAMPLE: 0, TIME: 1}.get(name, 2)
 
 
 def _array(leaf: Any) -> Array:

@@ -126,7 +126,10 @@ def entering(
     flat = {port.index: rows for port, rows in arrived.items() if port.kind == "final_state"}
     reads = {port.index: rows for port, rows in arrived.items() if port.kind == "state_read"}
     if top is not None and not one.call.returns_sequences:
-        top, state = _where_last_moves(one, top), one.run.output_state
+        moves, state = one.output_moves(), one.run.output_state
+        if moves is not None:  # zero for samples whose last output is a constant
+            top = like(top, one.run.input)
+            top = one.system.work.xp.where(moves[:, one.last][:, None, None], top, one.system.work.xp.zeros_like(top))
         flat[state] = flat[state] + like(top, flat[state]) if state in flat else top
         top = None
     if top is None and not reads and points is None and flat:
@@ -197,8 +200,9 @@ def swept_through(
         arrived = work.zeros(batch, count, wrt.times or 1, wrt.size)
         (taps.initial if wrt.what == "initial_state" else taps.states)[wrt.state] = FieldCollector(arrived)
     tally.flops += reverse(one.system, rows, taps).flops
-    order = _rows_as_asked(rows) if isinstance(rows, PointRows) else None
-    if order is not None:
+    if isinstance(rows, PointRows) and list(rows.times) != list(rows.sequence):  # swept in another order than requested
+        start = {t: i * rows.group for i, t in enumerate(rows.sequence)}
+        order = [start[t] + row for t in rows.times for row in range(rows.group)]
         fields = {port: field[:, order] for port, field in fields.items()}
         arrived = None if arrived is None else arrived[:, order]
     if arrived is not None and wrt.times is None:
@@ -216,27 +220,10 @@ def starting_rows(tensor: OuterTensor, times: Sequence[int] | None, rows: np.nda
     return whole.reshape(tensor.samples, -1, *whole.shape[3:])
 
 
-def _rows_as_asked(points: PointRows) -> list[int] | None:
-    """Return the permutation from the sweep's row order to the requested one; None if they are equal."""
-    if list(points.times) == list(points.sequence):
-        return None
-    order = {t: i for i, t in enumerate(points.sequence)}
-    return [order[t] * points.group + r for t in points.times for r in range(points.group)]
-
-
 def enter(one: ReplayedCall, of: JacobianEnd, times: Sequence[int] | None, block: Array) -> PointRows:
     """Return rows that start at a state or the output of a recurrent call."""
     times = [one.last] if times is None else times
     return one.points(of.state, times, block, of_output=of.what == "output")
-
-
-def _where_last_moves(one: ReplayedCall, top: Array) -> Array:
-    """Set rows (sample, row, unit) to zero for samples whose last output is a constant."""
-    moves = one.output_moves()
-    if moves is None:
-        return top
-    top = like(top, one.run.input)
-    return one.system.work.xp.where(moves[:, one.last][:, None, None], top, one.system.work.xp.zeros_like(top))
 
 
 def pull_piece(part: JacobianPart, piece: JacobianPiece, tally: WorkCount) -> np.ndarray[Any, Any]:

@@ -239,39 +239,29 @@ def _flattened(one: ReplayedCall, memory: int) -> ReplayedCall:
 
 def _inner(name: TensorName, inside: ReplayedLayers, role: str) -> JacobianEnd | None:
     """Return the end if it lies inside a recurrence where the framework has no tensor for it; else None."""
-    if inside.entangled and _is_tensor(name, inside):
+    calls = inside.by_layer.get(str(name.layer), []) if name.what == "output" else []
+    stepwise = inside.is_stepwise(name) or (bool(calls) and all(replayed.call.stepwise for replayed in calls))
+    if inside.entangled and stepwise:  # the framework has it, of a cell called step by step
         return None
     if name.what in ("state", "final_state", "initial_state"):
-        return _state_end(name, inside.layer(name.layer))
+        within = inside.layer(name.layer)
+        times, states = int(within[0].run.input.shape[1]), within[0].run.states
+        if name.index >= len(states):
+            got = f"{name.text}, state number {name.index} of {len(states)}"
+            raise InputError(f"There is no {name.text}.", got=got)
+        size, count = int(states[name.index].shape[-1]), times if name.what == "state" else None
+        return JacobianEnd(name, tuple(within), None, name.what, name.index, size, count)
     if role == "wrt" or name.what != "output" or name.layer is None:
         return None
     if not any(node == name.layer or node.rpartition("#")[0] == name.layer for node in inside.by_layer):
         return None
     within = inside.layer(name.layer)
-    return _output_end(name, within[0]) if len(within) == 1 else None
-
-
-def _is_tensor(name: TensorName, inside: ReplayedLayers) -> bool:
-    """Return whether the framework has this state or output as a tensor, of a cell called step by step."""
-    calls = inside.by_layer.get(str(name.layer), []) if name.what == "output" else []
-    return inside.is_stepwise(name) or (bool(calls) and all(replayed.call.stepwise for replayed in calls))
-
-
-def _state_end(name: TensorName, within: Sequence[ReplayedCall]) -> JacobianEnd:
-    """Return the end at a state of a recurrent layer."""
-    time, states = int(within[0].run.input.shape[1]), within[0].run.states
-    if name.index >= len(states):
-        got = f"{name.text}, state number {name.index} of {len(states)}"
-        raise InputError(f"There is no {name.text}.", got=got)
-    size = int(states[name.index].shape[-1])
-    return JacobianEnd(name, tuple(within), None, name.what, name.index, size, time if name.what == "state" else None)
-
-
-def _output_end(name: TensorName, one: ReplayedCall) -> JacobianEnd:
-    """Return the end at the output of a unidirectional recurrent layer: a state, or a custom cell's own output."""
-    call = one.call
-    times = int(call.input.shape[1]) if call.returns_sequences else None
-    return JacobianEnd(name, (one,), None, "output", one.run.output_state, int(call.output.shape[-1]), times)
+    if len(within) > 1:
+        return None
+    one, call = within[0], within[0].call
+    count = int(call.input.shape[1]) if call.returns_sequences else None
+    # A state of the layer, or a custom cell's own output.
+    return JacobianEnd(name, (one,), None, "output", one.run.output_state, int(call.output.shape[-1]), count)
 
 
 def _port(name: TensorName) -> Port:

@@ -228,18 +228,11 @@ def ends_of(of: JacobianEnd, wrt: JacobianEnd, options: JacobianOptions, samples
         _refuse_many_probes(options.sketch, of, samples, options.memory)
         weights = probe_signs(options.sketch, of.size, of.times or 1, samples, seed=0)
     elif measure in ("sum", "mean"):
-        weights = _contracted(measure, projection, of.size)
+        rows = np.eye(of.size)[None, None] if projection is None else projection
+        weights = rows.sum(axis=2, keepdims=True) if measure == "sum" else rows.mean(axis=2, keepdims=True)
     outs = _chosen_times(options.at, OUT_TIME, of.times)
     ins = _chosen_times(options.at, IN_TIME, wrt.times)
     return JacobianEnds(of, wrt, outs, ins, projection, weights, measure, options.sketch, options.across is not None)
-
-
-def _contracted(measure: str, projection: Rows | None, size: int) -> Rows:
-    """Return the one row (1, 1, 1, unit) that sums or averages the output rows before differentiation."""
-    count = size if projection is None else int(projection.shape[2])
-    ones = np.ones((1, size)) if projection is None else np.ones((1, count)) @ projection[0, 0]
-    found: Rows = ((1.0 if measure == "sum" else 1.0 / count) * ones)[None, None]
-    return found
 
 
 def _projection(reduce: Any, size: int) -> Rows:

@@ -168,7 +168,11 @@ def probe(pull: Pull, top: OuterTensor, tensors: Mapping[Port, OuterTensor]) -> 
     units = np.zeros((0, *steps.shape[1:]))
     if top.features > _MANY and len(steps):
         found = pull(top.port, np.concatenate([steps, samples]))
-    if not found or any(_may_be_local(top, tensors[port], rows, on_steps) for port, rows in found.items()):
+    # Rows that start at some steps are the first of those found: a segment may be local if they come from these alone.
+    if not found or any(
+        rows is not None and tensors[port].times == top.times and _vanishes_elsewhere(rows[: len(on_steps)], on_steps)
+        for port, rows in found.items()
+    ):
         units = _unit_rows(top)
         found = pull(top.port, np.concatenate([units, steps, samples]))
     _refuse_coupled(found, on_samples)
@@ -179,11 +183,6 @@ def probe(pull: Pull, top: OuterTensor, tensors: Mapping[Port, OuterTensor]) -> 
         own, apart = rows[: len(units)], rows[len(units) : len(units) + len(steps)]
         segments[port] = _probed(top, tensors[port], own, _vanishes_elsewhere(apart, on_steps))
     return segments
-
-
-def _may_be_local(above: OuterTensor, below: OuterTensor, rows: Array | None, on: Array) -> bool:
-    """Return whether rows that start at the steps ``on``, and others after them, come from these steps alone."""
-    return rows is not None and below.times == above.times and _vanishes_elsewhere(rows[: len(on)], on)
 
 
 def _probed(above: OuterTensor, below: OuterTensor, rows: Array, each_step_by_itself: bool) -> Segment:

@@ -65,7 +65,11 @@ class TraceSelection:
             return cls(named, None, has_loss)
         names = frozenset([quantities] if isinstance(quantities, str) else quantities)
         for name in sorted(names):
-            _check(name, has_loss)
+            if not _is_quantity(name):
+                raise InputError(f"There is no quantity {name!r}.", hint=did_you_mean(name, QUANTITIES))
+            if name.endswith("_grad") and not has_loss:
+                what = f"{name!r} is a gradient of the loss, and there is no loss."
+                raise InputError(what, got="neither y nor loss", hint="pass the target: rl.trace(model, x, y)")
         return cls(named, names, has_loss)
 
     def key(self, loss: Any) -> Hashable:
@@ -113,18 +117,6 @@ class TraceSelection:
             hint = did_you_mean(absent, found) if found else f"rl.trace(model, x, ...)[{layer!r}] lists what there is"
             got = f"quantities={', '.join(missing)}"
             raise InputError(f"No layer here has {absent!r}.", got=got, hint=hint)
-
-
-def _check(name: str, has_loss: bool) -> None:
-    """Raise for an unknown quantity, and for a gradient without a loss."""
-    if not _is_quantity(name):
-        raise InputError(f"There is no quantity {name!r}.", hint=did_you_mean(name, QUANTITIES))
-    if name.endswith("_grad") and not has_loss:
-        raise InputError(
-            f"{name!r} is a gradient of the loss, and there is no loss.",
-            got="neither y nor loss",
-            hint="pass the target: rl.trace(model, x, y)",
-        )
 
 
 def _is_quantity(name: str) -> bool:
@@ -219,10 +211,16 @@ _WITHOUT_TIME = ("initial_", "final_")
 
 def join_directions(directions: Sequence[Arrays]) -> dict[str, np.ndarray[Any, Any]]:
     """Stack the arrays of two directions on an axis after time, or after sample without a time axis."""
-    ready = [{name: _stack_states(array) for name, array in replayed.items()} for replayed in directions]
+
+    def stacked(array: Any) -> np.ndarray[Any, Any]:
+        """Stack states (sample, unit) to (sample, state, unit)."""
+        return np.stack(list(map(to_host, array)), axis=1) if isinstance(array, tuple) else to_host(array)
+
+    ready = [{name: stacked(array) for name, array in replayed.items()} for replayed in directions]
     if len(ready) == 1:
         return ready[0]
     first, second = ready
+    timed = next((first[known].ndim for known in ("hidden", "input") if known in first), 3)
     joined: dict[str, np.ndarray[Any, Any]] = {}
     for name, array in first.items():
         if name in _SHARED:
@@ -230,21 +228,9 @@ def join_directions(directions: Sequence[Arrays]) -> dict[str, np.ndarray[Any, A
         elif name in _SUMMED:
             joined[name] = array + second[name]
         else:
-            joined[name] = np.stack([array, second[name]], axis=_direction_axis(name, array, first))
+            axis = 1 if name.startswith(_WITHOUT_TIME) or array.ndim < timed else 2
+            joined[name] = np.stack([array, second[name]], axis=axis)
     return joined
-
-
-def _stack_states(array: Any) -> np.ndarray[Any, Any]:
-    """Stack states (sample, unit) to (sample, state, unit)."""
-    if isinstance(array, tuple):
-        return np.stack([to_host(state) for state in array], axis=1)
-    return to_host(array)
-
-
-def _direction_axis(name: str, array: np.ndarray[Any, Any], forward: Arrays) -> int:
-    """Return the position of the direction axis: after time, or after sample without a time axis."""
-    timed = next((forward[known].ndim for known in ("hidden", "input") if known in forward), 3)
-    return 1 if name.startswith(_WITHOUT_TIME) or array.ndim < timed else 2
 
 
 def recurrent_datasets(

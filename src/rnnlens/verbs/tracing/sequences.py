@@ -59,7 +59,8 @@ def _labelled(
 ) -> LabelledLayer:
     selection = SequenceSelection.of(call, at)
     names = [name for name in (*VALUES, *(GRADIENTS if call.output_grad is not None else ())) if requested.has(name)]
-    names = [name for name in names if not _absent(name, call)]
+    absent = [*(["gate"] if call.gate is None else []), *(["read", "read_grad"] if call.cell.read is None else [])]
+    names = [name for name in names if name not in absent]
     selection.refuse_large(call, names)
     pieces: dict[str, list[np.ndarray[Any, Any]]] = {name: [] for name in names}
     for steps, values in _chunks_back(call, any(name in GRADIENTS for name in names)):
@@ -81,11 +82,6 @@ def selected(dataset: xr.Dataset, at: Mapping[str, Any]) -> xr.Dataset:
     """Return the requested positions of a layer that is no whole-sequence layer; each dimension is kept."""
     sizes = {str(dim): int(size) for dim, size in dataset.sizes.items()}
     return dataset.isel({dim: _positions(dim, steps, sizes) for dim, steps in at.items() if dim in sizes})
-
-
-def _absent(name: str, call: SequenceCall) -> bool:
-    """Return whether a layer does not have a quantity: no gate, or an output that is the state itself."""
-    return (name == "gate" and call.gate is None) or (name.startswith("read") and call.cell.read is None)
 
 
 Values = Callable[[str], Array]
@@ -150,7 +146,8 @@ class SequenceSelection:
             return cell.axes
         if name.startswith(("output", "gate")):
             return tuple(axis for axis in cell.axes if axis != self.contracted)
-        shape = _shape(call, name)
+        factors = cell.decay if name.startswith("decay") else (cell.read,)
+        shape = [max(sizes) for sizes in zip(*(f.shape for f in factors if f is not None), strict=True)]
         return tuple(dim for dim, size in zip(cell.axes, shape[2:], strict=True) if size == self.sizes[dim])
 
     def take(self, values: Array, kept: list[int]) -> np.ndarray[Any, Any]:
@@ -182,12 +179,6 @@ class SequenceSelection:
             expected=f"at most {format_memory(current().memory)} (rl.options(memory=...))",
             hint=f'at={{"time": [{self.sizes[TIME] - 1}]}}, or quantities= without {largest!r}',
         )
-
-
-def _shape(call: SequenceCall, name: str) -> tuple[int, ...]:
-    cell = call.cell
-    factors = cell.decay if name.startswith("decay") else (cell.read,)
-    return tuple(max(sizes) for sizes in zip(*(f.shape for f in factors if f is not None), strict=True))
 
 
 def _positions(dim: str, steps: Any, sizes: Mapping[str, int]) -> list[int]:
