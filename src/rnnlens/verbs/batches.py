@@ -14,7 +14,6 @@ from ..adapters.protocol import Batch, Capture, CaptureRequest, Port
 from ..arguments.data import is_source, refuse_large
 from ..errors import InputError, ModelError, RnnlensError, UnsupportedError
 from ..layout import Layout
-from ..typing import Array
 from ..vocabulary import SAMPLE
 from .axes import ModelAxes
 
@@ -111,13 +110,10 @@ def _only_samples_moved(few: Capture, more: Capture) -> bool:
         for a, b in zip(data.leaves_of(few.outputs), data.leaves_of(more.outputs), strict=True)
         if getattr(a, "ndim", 0)
     ]
-    return calls and all(_grew(a, b) for a, b in outputs)
-
-
-def _grew(few: Array, more: Array) -> bool:
-    if data.is_packed(few):
-        return True
-    return any(b * _FEW == a * _MORE for a, b in zip(few.shape, more.shape, strict=True))
+    return calls and all(
+        data.is_packed(a) or any(n * _FEW == m * _MORE for m, n in zip(a.shape, b.shape, strict=True))
+        for a, b in outputs
+    )
 
 
 def _beside(
@@ -206,6 +202,7 @@ class DataSetBatches:
         start = 0
         bare: dict[str, Any] = {} if self.with_loss else {"loss": None, "class_weight": None}
         for number, cut in enumerate(self._cut()):
+            seed = self.whole.seed  # in training mode each batch has another one
             stop = start + self.axes.samples(replace(self.whole, x=cut.x))
             yield replace(
                 self.whole,
@@ -213,7 +210,7 @@ class DataSetBatches:
                 y=cut.y if self.with_loss else None,
                 sample_weight=cut.sample_weight if self.with_loss else None,
                 initial_state=data.take(self.whole.initial_state, start, stop),
-                seed=self._seed(number),
+                seed=seed if seed is None or not self.whole.training else seed + number,
                 **bare,
             )
             start = stop
@@ -261,10 +258,6 @@ class DataSetBatches:
                 expected='combine="mean" or "sum", or arrays',
             )
         return data.join([batch.y for batch in batches]), data.join([batch.sample_weight for batch in batches])
-
-    def _seed(self, number: int) -> int | None:
-        """Return the seed of a batch; in training mode each batch has another one."""
-        return self.whole.seed if self.whole.seed is None or not self.whole.training else self.whole.seed + number
 
     def _cut(self) -> Iterable[data.DataBatch]:
         """Return the batches, each cut along the sample axis; without a batch size, all data are one batch."""

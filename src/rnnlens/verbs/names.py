@@ -195,10 +195,12 @@ def read(text: str, known: Catalogue) -> list[TensorName]:
 
     Raise LayerNotFoundError if nothing matches; the message has the closest name.
     """
-    for attempt in (_whole_model, _weight_path, _layer_quantity, _tensor):
+    for attempt in (_whole_model, _weight_path, _layer_quantity):
         found = attempt(text, known)
         if found:
             return found
+    if text in known.facts.tensors:  # the framework's name of a single tensor
+        return [TensorName(text, "output", text)]
     raise LayerNotFoundError(
         f"Nothing in this model is named {text!r}.", got=repr(text), hint=did_you_mean(text, known.suggestions())
     )
@@ -285,11 +287,6 @@ def _layer_quantity(text: str, known: Catalogue) -> list[TensorName]:
         return [_inner(layer, what, state, known.recurrent[uncalled(layer, known.recurrent)]) for layer in layers]
     layers = _layers(pattern, known.layers, text, known)
     return [TensorName(f"{layer}.{what}", what, layer) for layer in layers]  # type: ignore[arg-type]
-
-
-def _tensor(text: str, known: Catalogue) -> list[TensorName]:
-    """Resolve the framework's name of a single tensor, with the name as its layer."""
-    return [TensorName(text, "output", text)] if text in known.facts.tensors else []
 
 
 def names_behind_ids(adapter: Adapter, model: Any, batch: Batch, known: Catalogue) -> list[str]:

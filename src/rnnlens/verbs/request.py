@@ -51,7 +51,12 @@ def in_turn(function: Callable[P, R]) -> Callable[P, R]:
         adapter = adapter_of(args[0] if args else kwargs.get("model"))
         engine = None if adapter is None else adapter.engine
         if engine in _lost and not needs_no_threads(engine):
-            raise _forked(engine)
+            raise UnsupportedError(
+                f"This process was forked after {engine} had started its threads, which a fork does not copy.",
+                got="a call that would not return",
+                expected="a process started by spawn",
+                hint='multiprocessing.get_context("spawn"); plots, measures and files work here',
+            )
         reads = is_source(args[1] if len(args) > 1 else kwargs.get("x"))
         with (
             nullcontext() if _has_turn.get() else _turn,
@@ -67,15 +72,6 @@ def in_turn(function: Callable[P, R]) -> Callable[P, R]:
                 _has_turn.reset(before)
 
     return alone
-
-
-def _forked(engine: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"This process was forked after {engine} had started its threads, which a fork does not copy.",
-        got="a call that would not return",
-        expected="a process started by spawn",
-        hint='multiprocessing.get_context("spawn"); plots, measures and files work here',
-    )
 
 
 def _start_anew() -> None:

@@ -121,7 +121,10 @@ def weights(
         raise InputError("Gradients of weights need data.", got="x=None", hint="rl.weights(model, x, y)")
     request = ModelRequest.resolve(model, Batch(x, y, sample_weight, class_weight, loss, training, None, seed))
     found = _selected(request.adapter.weights(model), layers)
-    labelled = {name: _label(layer) for name, layer in found.items()}
+    labelled = {}
+    for name, layer in found.items():
+        cells = {direction: cell.weights() for direction, cell in layer.cells.items()}
+        labelled[name] = (label_cell(cells, layer.cells) if cells else {}) | label_plain(outside_cells(layer))
     provenance, differentiated = request.provenance(), FoundGradients()
     if check.is_lazy((x, y, sample_weight)):
         return _lazy(request, layers, by_time, measure)
@@ -141,7 +144,11 @@ def weights(
     warn_about([*differentiated.checks, *(certificate.checks if certificate else ())])
     return Weights(
         datasets,
-        penalties=_penalties(found),
+        penalties={
+            f"{layer}/{name}": float(to_host(regularizer(entry.values[name])))
+            for layer, entry in found.items()
+            for name, regularizer in entry.penalties.items()
+        },
         loss=differentiated.loss,
         provenance=provenance,
         checks=differentiated.checks,
@@ -217,20 +224,6 @@ def _selected(found: Mapping[str, LayerWeights], layers: str | Iterable[str] | N
     return {name: found[name] for name in names}
 
 
-def _label(layer: LayerWeights) -> dict[str, LabelledWeight]:
-    cells = {direction: cell.weights() for direction, cell in layer.cells.items()}
-    return (label_cell(cells, layer.cells) if cells else {}) | label_plain(outside_cells(layer))
-
-
-def _penalties(found: Mapping[str, LayerWeights]) -> dict[str, float]:
-    """Return the contribution of each weight regulariser to the loss."""
-    return {
-        f"{layer}/{name}": float(to_host(regularizer(entry.values[name])))
-        for layer, entry in found.items()
-        for name, regularizer in entry.penalties.items()
-    }
-
-
 def _a_history(name: str, value: Any) -> xr.Dataset:
     """Check a history of norms returned by an earlier call."""
     if not isinstance(value, xr.Dataset) or not value.sizes.get("step") or value["step"].dtype.kind not in "iu":
@@ -287,7 +280,9 @@ def weight_norms(
         for name in node:
             if not name.endswith("_count") and name != "bias_total":
                 norm = _norm(node[name], over, ord)
-                row[f"{layer}/{name}"] = norm.assign_attrs(_norm_words(node[name], ord))
+                kind = getattr(ord, "__name__", "norm") if callable(ord) else f"L{ord} norm"
+                words = f"{kind} of the {node[name].attrs.get('long_name', name)}"
+                row[f"{layer}/{name}"] = norm.assign_attrs(long_name=words, units="1")
     last = -1 if history is None else int(history["step"].values[-1])
     new = xr.Dataset(row).expand_dims(step=[last + 1 if step is None else step])
     return new if history is None else xr.concat([history, new], dim="step", combine_attrs="override")
@@ -315,8 +310,3 @@ def _norm(values: xr.DataArray, over: str | Iterable[str] | None, ord: Any) -> x
         return abs(values).sum(dims, skipna=False)
     squares: xr.DataArray = (values.astype("float64") ** 2).sum(dims, skipna=False)
     return squares**0.5
-
-
-def _norm_words(values: xr.DataArray, ord: Any) -> dict[str, str]:
-    name = f"L{ord} norm" if not callable(ord) else getattr(ord, "__name__", "norm")
-    return {"long_name": f"{name} of the {values.attrs.get('long_name', values.name)}", "units": "1"}

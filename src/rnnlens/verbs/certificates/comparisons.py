@@ -204,17 +204,15 @@ def mismatch(one: Array, other: Array) -> float:
     return float(np.max(difference, where=np.isfinite(difference), initial=0.0))
 
 
-def _largest_difference(one: Array, other: Array) -> float:
-    """Return the largest difference of two arrays, NaN if any is; in parts that fit the processor's cache."""
-    one, other = np.atleast_1d(one, other)
-    rows = max(1, _CACHED * len(one) // one.size)
-    return float(np.max([np.max(np.abs(one[i : i + rows] - other[i : i + rows])) for i in range(0, len(one), rows)]))
-
-
 def _residual(claimed: Array, reference: Array, unit: float) -> float:
     if claimed.shape != reference.shape:
         return float("inf")
-    difference = _largest_difference(claimed, reference) if claimed.size else 0.0
+    difference = 0.0
+    if claimed.size:  # NaN if any is; in parts that fit the processor's cache
+        one, other = np.atleast_1d(claimed, reference)
+        rows = max(1, _CACHED * len(one) // one.size)
+        parts = [np.abs(one[i : i + rows] - other[i : i + rows]) for i in range(0, len(one), rows)]
+        difference = float(np.max([np.max(part) for part in parts]))
     if np.isfinite(difference) and (unit or not difference):
         return difference / unit if unit else 0.0
     return residual(

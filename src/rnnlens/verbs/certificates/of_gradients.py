@@ -130,7 +130,10 @@ def _compare_named(
     certified: list[str] = []
     inputs = [name for name in request.wrt if name.what == "input" and name.layer is None]
     for name in inputs:
-        index = _leaf_of(name, run)
+        index: int | None = name.index
+        key = name.text.partition("[")[2].rstrip("]")
+        if run.input_names and key:  # x has keys
+            index = run.input_names.index(key) if key in run.input_names else None
         if index is not None and index < len(run.input_grads) and not data.is_packed(leaves[index]):
             claimed, reference = answer.gradients.get(name), run.input_grads[index]
             if reference is not None:
@@ -147,14 +150,6 @@ def _compare_named(
         comparisons.compare(WEIGHTS, layer, pairs)
         certified += ["gradients of weights"] if pairs and "gradients of weights" not in certified else []
     return certified
-
-
-def _leaf_of(name: TensorName, run: ReferenceRun) -> int | None:
-    """Return the index, among the arrays of x, of the named input: by its key if x has keys; None if there is none."""
-    key = name.text.partition("[")[2].rstrip("]")
-    if run.input_names and key:
-        return run.input_names.index(key) if key in run.input_names else None
-    return name.index
 
 
 def named_pairs(

@@ -281,10 +281,15 @@ def _compared(claim: JacobianClaim) -> Certificate:
     reference = _asked(arrived, claim.ends).transpose(*claim.pulled.dims)
     dtype, longest = _computed_in(request, plan), max((64, *plan.shape))
 
+    words: dict[str, tuple[str, ...]] = {"certified": ("random combinations of its rows",)}
+    if claim.probed and plan.ends.measure is not None:
+        before = "random combinations of the rows before they were measured"
+        words = {"certified": (before,), "resting": (_MEASURED[plan.ends.measure],)}
+
     def compare(scale: float) -> Certificate:
         comparisons = Comparisons(longest, dtype)
         comparisons.compare(JACOBIAN, "", [(claim.pulled, reference)], scale=scale)
-        return comparisons.certificate(engine, claim.checks, **_words(claim))
+        return comparisons.certificate(engine, claim.checks, **words)
 
     certificate = compare(claim.spread)
     if certificate.state == "failed":
@@ -356,15 +361,6 @@ def _pulled_through(
     return ReferenceRun(whole.outputs, input_grads=pull(np.asarray(cotangent)))
 
 
-def _words(claim: JacobianClaim) -> dict[str, tuple[str, ...]]:
-    """Return the names that a certificate prints: certified quantities, and those that rest on them."""
-    measure = claim.plan.ends.measure
-    if not claim.probed or measure is None:
-        return {"certified": ("random combinations of its rows",)}
-    before = "random combinations of the rows before they were measured"
-    return {"certified": (before,), "resting": (_MEASURED[measure],)}
-
-
 def _computed_in(request: JacobianRequest, plan: JacobianPlan) -> str:
     """Return the coarsest dtype among those of the result, of the model and of its layers."""
     layers = (one.call.compute_dtype for one in plan.network.recurrences)
@@ -386,7 +382,10 @@ def _cotangents(
     placed = claim.cotangent.isel(dict.fromkeys(lacking, 0)).transpose(*steps_first.dims)
     steps_first.values[slice(None) if times is None else times] = placed.values
     found: list[Array | None] = [None] * len(outputs)
-    found[of.index] = _as_was(steps_first, opened).values.reshape(outputs[of.index].shape)
+    lead = [d for d in (SAMPLE, TIME) if d in opened.dims]
+    moved = opened.transpose(*lead, ...)
+    rows = steps_first.transpose(*lead, UNIT).values.reshape(moved.shape)
+    found[of.index] = moved.copy(data=rows).transpose(*opened.dims).values.reshape(outputs[of.index].shape)
     return found
 
 
@@ -403,13 +402,6 @@ def _as_rows(opened: xr.DataArray, last: str) -> xr.DataArray:
     lead = [d for d in (SAMPLE, TIME) if d in opened.dims]
     moved = opened.transpose(*lead, ...)
     return xr.DataArray(moved.values.reshape(*(moved.sizes[d] for d in lead), -1), dims=(*lead, last))
-
-
-def _as_was(rows: xr.DataArray, opened: xr.DataArray) -> xr.DataArray:
-    """Undo :func:`_as_rows`."""
-    lead = [d for d in (SAMPLE, TIME) if d in opened.dims]
-    moved = opened.transpose(*lead, ...)
-    return moved.copy(data=rows.transpose(*lead, UNIT).values.reshape(moved.shape)).transpose(*opened.dims)
 
 
 def _arrived(

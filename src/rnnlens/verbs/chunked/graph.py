@@ -313,10 +313,15 @@ def worst_of(records: Sequence[Mapping[str, Any]], combine: str | None) -> dict[
         if not found["residual"] / found["bound"] <= known["residual"] / known["bound"]:
             checks[found["name"], found["layer"]] = found
     rank = {"failed": 0, "could not": 1, "passed": 2, "off": 3}
+
+    def order(one: Mapping[str, Any]) -> tuple[int, float]:
+        """Return rank and closeness to the bounds."""
+        return rank[one["state"]], -max((check["residual"] / check["bound"] for check in one["checks"]), default=0.0)
+
     certificates = [one["certificate"] for one in records if one["certificate"] is not None]
     return {
         "checks": list(checks.values()),
-        "certificate": min(certificates, key=lambda one: (rank[one["state"]], -_closeness(one)), default=None),
+        "certificate": min(certificates, key=order, default=None),
         "value": _value([one["value"] for one in records], [one["weight"] for one in records], combine),
     }
 
@@ -328,10 +333,6 @@ def _value(values: Sequence[Any], weights: Sequence[float], combine: str | None)
         return np.concatenate(values)
     whole = np.asarray(values, dtype=np.float64)
     return np.average(whole, weights=weights) if combine == "mean" else whole.sum()
-
-
-def _closeness(certificate: Mapping[str, Any]) -> float:
-    return max((check["residual"] / check["bound"] for check in certificate["checks"]), default=0.0)
 
 
 def digest_of(model: Any) -> str:

@@ -80,12 +80,18 @@ class SampleChunks:
         if is_lazy(run.initial_state):
             hint = "compute them first: one row for each sample, or one for all"
             raise UnsupportedError("initial_state= is lazy.", expected="arrays in memory", hint=hint)
-        stand_in = [data.map_leaves(_shape_only, getattr(run, name)) for name in _PARTS]
+        # Zeros of the same shapes, which take no memory.
+        stand_in = [
+            data.map_leaves(lambda leaf: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape), getattr(run, name))
+            for name in _PARTS
+        ]
         template = replace(run, x=None, y=None, sample_weight=None)
         layouts = layouts_to_cut(axes, template, *stand_in)
         chunks = cls(run, layouts, [])
         total = data.len_of(stand_in[0], None if layouts is None else layouts["x"])
-        chunks.bounds = _bounds(chunks._sizes(batch_size), total)
+        sizes = chunks._sizes(batch_size)
+        stops = enumerate(np.cumsum(sizes).tolist())
+        chunks.bounds = [ChunkRows(i, stop - sizes[i], stop, total) for i, stop in stops]
         for name in _PARTS[1:]:
             chunks._refuse_other_length(name, total)
         chunks._refuse_large()
@@ -117,7 +123,8 @@ class SampleChunks:
             chunks = tuple(sizes if i == axis else (size,) for i, size in enumerate(lazy.shape))
             if any(len(steps) > 1 for i, steps in enumerate(lazy.chunks) if i != axis):
                 split = [i for i, steps in enumerate(lazy.chunks) if i != axis and len(steps) > 1]
-                others = " and ".join(f"{_called(leaf, i)}" for i in split)
+                names = leaf.dims if isinstance(leaf, xr.DataArray) else [f"axis {i}" for i in range(lazy.ndim)]
+                others = " and ".join(str(names[i]) for i in split)
                 self.notes.append(
                     f"{name} was in chunks along {others}, which were put together: a sample is computed whole. "
                     "Chunks along samples alone are read without it."
@@ -180,19 +187,10 @@ class SampleChunks:
             )
 
 
-def _called(leaf: Any, axis: int) -> str:
-    return str(leaf.dims[axis]) if isinstance(leaf, xr.DataArray) else f"axis {axis}"
-
-
 def _filled(tree: Any, leaves: Sequence[Any]) -> Any:
     """Return a tree of the same structure with other leaves, given in order."""
     each = iter(leaves)
     return data.map_leaves(lambda _: next(each), tree)
-
-
-def _bounds(sizes: Sequence[int], total: int) -> list[ChunkRows]:
-    stops = np.cumsum(sizes).tolist()
-    return [ChunkRows(i, stop - size, stop, total) for i, (size, stop) in enumerate(zip(sizes, stops, strict=True))]
 
 
 def _refuse_unknown_chunks(name: str, tree: Any) -> None:
@@ -204,11 +202,6 @@ def _refuse_unknown_chunks(name: str, tree: Any) -> None:
                 expected="a known number of samples in every chunk",
                 hint=f"{name}.compute_chunk_sizes()",
             )
-
-
-def _shape_only(leaf: Any) -> Any:
-    """Return an array of zeros of the same shape that takes no memory."""
-    return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
 
 
 def _axis(name: str, layout: Layout | None) -> int:

@@ -146,7 +146,11 @@ def _gradients_of_template(
     explanation = explain(replace(of_few, wrt=missing), {}, {}, ()) if missing else Explanation()
     for name, dims in total.dims.items():
         if arguments.measure is not None and SAMPLE not in found.dims[name]:
-            _refuse_measure(name.text)
+            raise UnsupportedError(
+                f"The norm of the gradient with respect to {name.text!r} is that of the sum over all samples.",
+                got="measure= and lazy data",
+                hint="leave measure= out, compute, and take the norm: numpy.linalg.norm(g)",
+            )
         if name.what != "weight" and SAMPLE not in found.dims[name]:
             refuse_unknown("Putting chunks together", name.text, dims)
     return request, DataSetGradients(total.result(), total.dims, found.value, explanation, Certificate())
@@ -200,14 +204,6 @@ def _refuse_options(arguments: GradientArguments) -> None:
     if SAMPLE in arguments.at:
         hint = "select the samples of x and y before: x.isel(sample=...), or x[...] of a dask array"
         raise UnsupportedError("at= selects no samples of lazy data.", got=f"at={dict(arguments.at)!r}", hint=hint)
-
-
-def _refuse_measure(name: str) -> None:
-    raise UnsupportedError(
-        f"The norm of the gradient with respect to {name!r} is that of the sum over all samples.",
-        got="measure= and lazy data",
-        hint="leave measure= out, compute, and take the norm: numpy.linalg.norm(g)",
-    )
 
 
 def finish_sum(total: Array, scale: float, samples: int) -> Array:

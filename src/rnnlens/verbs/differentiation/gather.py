@@ -128,7 +128,11 @@ class Accumulator:
             whole = np.concatenate(parts, axis=self.dims[name].index(SAMPLE)) if len(parts) > 1 else parts[0]
             found[name] = whole if scale == 1.0 else whole * whole.dtype.type(scale)
         for name, total in self._sums.items():
-            found[name] = self._finished(name, total * scale)
+            found[name] = total * scale
+            if name in self._summed:
+                found[name] = found[name] / self._summed[name] if self.across == "mean" else found[name]
+            elif self.measure is not None:
+                found[name], self.dims[name] = np.asarray(np.linalg.norm(found[name])), ()
         return found
 
     def _evened(self, name: TensorName, parts: list[Array], joined: int | None = None) -> list[Array]:
@@ -155,14 +159,6 @@ class Accumulator:
         longest = max(part.shape[at] for part in parts)
         width = [[(0, longest - part.shape[at] if i == at else 0) for i in range(part.ndim)] for part in parts]
         return [np.pad(part, pads) for part, pads in zip(parts, width, strict=True)]
-
-    def _finished(self, name: TensorName, total: Array) -> Array:
-        if name in self._summed:
-            return total / self._summed[name] if self.across == "mean" else total
-        if self.measure is not None:
-            self.dims[name] = ()
-            return np.asarray(np.linalg.norm(total))
-        return total
 
     def value(self) -> Array:
         """Return the value of the target over the data set: a number, or one per sample."""

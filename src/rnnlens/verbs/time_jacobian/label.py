@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -235,7 +234,7 @@ class ZarrTarget:
 
     def _note(self, array: Any, *, finished: bool) -> None:
         attrs = self._template().attrs
-        plain = {key: _jsonable(value) for key, value in attrs.items()}
+        plain = {key: value.item() if isinstance(value, np.generic) else value for key, value in attrs.items()}
         array.attrs.update({**plain, "_ARRAY_DIMENSIONS": list(self.labels.plan.dims), "finished": int(finished)})
 
     @contextmanager
@@ -261,11 +260,3 @@ def _chunks(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
         while int(np.prod(chunks)) * itemsize > _CHUNK and chunks[axis] > 1:
             chunks[axis] = -(-chunks[axis] // 2)
     return tuple(max(1, n) for n in chunks)
-
-
-def _jsonable(value: Any) -> Any:
-    try:
-        json.dumps(value)
-    except TypeError:
-        return value.item() if hasattr(value, "item") else str(value)
-    return value

@@ -173,7 +173,10 @@ def probe(pull: Pull, top: OuterTensor, tensors: Mapping[Port, OuterTensor]) -> 
         rows is not None and tensors[port].times == top.times and _vanishes_elsewhere(rows[: len(on_steps)], on_steps)
         for port, rows in found.items()
     ):
-        units = _unit_rows(top)
+        n = top.features
+        units = np.zeros((n, top.samples, top.times or 1, n))  # one cotangent for each feature, on at all steps
+        units[np.arange(n), :, :, np.arange(n)] = 1
+        units = units if top.times is not None else units[:, :, 0]
         found = pull(top.port, np.concatenate([units, steps, samples]))
     _refuse_coupled(found, on_samples)
     segments = {top.port: Segment("local", top, top)} if top.port in found else {}
@@ -211,14 +214,6 @@ def _refuse_coupled(found: Mapping[Port, Array | None], on: Array) -> None:
             hit = np.any(arrived != 0, axis=tuple(range(2, arrived.ndim)))
             if hit.shape == on.shape and bool((hit & ~on).any()):
                 raise refusal("The time Jacobian", port)
-
-
-def _unit_rows(top: OuterTensor) -> Array:
-    """Return one unit cotangent per feature, on at all steps."""
-    n = top.features
-    rows = np.zeros((n, top.samples, top.times or 1, n))
-    rows[np.arange(n), :, :, np.arange(n)] = 1
-    return rows if top.times is not None else rows[:, :, 0]
 
 
 def _subset_rows(top: OuterTensor, axis: int) -> tuple[Array, Array]:
