@@ -17,7 +17,6 @@ from ..errors import DisconnectedError, UnsupportedError
 from ..results.array import LabelledArray, LazyArray, record
 from ..results.gradients import Answer, Gradients, Reason
 from ..results.schema import LabelledLayer, labelled_variable
-from ..typing import Array
 from ..vocabulary import FEATURE, GATE, SAMPLE, TIME
 from .axes import an_axes_table
 from .batches import DataSetBatches
@@ -26,7 +25,7 @@ from .chunked.works import gradients_of_chunks
 from .differentiation.clipping import a_clipping, clipped, rule
 from .differentiation.gather import DataSetGradients, gather
 from .differentiation.request import GradientArguments, GradientRequest, Of, a_target, read_request, trainable
-from .differentiation.target import Reduction, Target, a_reduction
+from .differentiation.target import Reduction, a_reduction
 from .names import TensorName, known_model
 from .request import ModelRequest, in_turn
 from .trace import trace
@@ -171,7 +170,14 @@ def gradients(
     provenance = request.provenance(with_loss=request.with_loss)
     if request.lone and clip is None:
         return _array(request, found, provenance)
-    result = _mapping(request, found, provenance)
+    reasons = found.explanation
+    result = Gradients(
+        _datasets(request, found, provenance),
+        Answer(request.target.text, found.value, reasons.disconnected, reasons.flags),
+        provenance=provenance,
+        notes=reasons.notes,
+        certificate=found.certificate,
+    )
     if clip is not None:
         _add_clipped(result, request, found, clip)
     return result
@@ -232,11 +238,8 @@ def _lazy(model: Any, run: Batch, arguments: GradientArguments, batch_size: int 
             raise _disconnected(request, explanation.disconnected[name.text])
         return LazyArray.of(arrays[name.text], graph)
 
-    def variable(name: TensorName) -> _Labelled | None:
-        array = arrays.get(name.text)
-        return None if array is None else (array.variable, {dim: array[dim].variable for dim in array.coords})
-
-    datasets = _by_layer(request, variable)
+    found = ((name, arrays[name.text]) for name in request.asked if name.text in arrays)
+    datasets = _by_layer({n: (array.variable, {d: array[d].variable for d in array.coords}) for n, array in found})
     answer = Answer(request.target.text, None, explanation.disconnected)
     return Gradients(datasets, answer, provenance=provenance, notes=chunks.notes).pending(graph)
 
@@ -259,18 +262,6 @@ def _disconnected(request: GradientRequest, reason: Reason) -> DisconnectedError
     error = DisconnectedError(what, got=reason.sentence, hint=reason.remedy)
     error.reason = reason
     return error
-
-
-def _mapping(request: GradientRequest, found: DataSetGradients, provenance: Mapping[str, str]) -> Gradients:
-    """Return all requested gradients by layer, with reasons for the missing ones."""
-    explanation = found.explanation
-    return Gradients(
-        _datasets(request, found, provenance),
-        Answer(request.target.text, found.value, explanation.disconnected, explanation.flags),
-        provenance=provenance,
-        notes=explanation.notes,
-        certificate=found.certificate,
-    )
 
 
 def _add_clipped(
@@ -297,26 +288,19 @@ def _datasets(
     request: GradientRequest, found: DataSetGradients, provenance: Mapping[str, str]
 ) -> dict[str, LabelledLayer]:
     """Return the labelled gradients by layer."""
-
-    def variable(name: TensorName) -> _Labelled | None:
-        return _variable(request, name, found, provenance) if name in found.gradients else None
-
-    return _by_layer(request, variable)
+    present = (name for name in request.asked if name in found.gradients)
+    return _by_layer({name: _variable(request, name, found, provenance) for name in present})
 
 
-def _by_layer(
-    request: GradientRequest, variable_of: Callable[[TensorName], _Labelled | None]
-) -> dict[str, LabelledLayer]:
+def _by_layer(labelled: Mapping[TensorName, _Labelled]) -> dict[str, LabelledLayer]:
     """Return the labelled arrays of each layer; tensors without a layer go to ``"model"``."""
     by_layer: dict[str, LabelledLayer] = {}
-    for name in request.asked:
-        found = variable_of(name)
-        if found is not None:
-            node = name.layer or "model"
-            layer = by_layer.setdefault(node, LabelledLayer({}, {}, {"layer": node}))
-            variable, coords = _with_own_axes(name.quantity, found, layer.coords)
-            layer.variables[name.quantity.replace("/", ".")] = variable
-            layer.coords |= coords
+    for name, array in labelled.items():
+        node = name.layer or "model"
+        layer = by_layer.setdefault(node, LabelledLayer({}, {}, {"layer": node}))
+        variable, coords = _with_own_axes(name.quantity, array, layer.coords)
+        layer.variables[name.quantity.replace("/", ".")] = variable
+        layer.coords |= coords
     return by_layer
 
 
@@ -353,35 +337,23 @@ def _variable(
     array, dims = found.gradients[name], found.dims[name]
     size = "" if arguments.measure is None else f"{arguments.measure} of the "
     mean = "" if arguments.across is None or name.what == "weight" else f", {arguments.across} over samples"
-    unit = "loss" if of == "loss" else "1"
+    target = request.target
+    where = "".join(f", {dim}={index!r}" for dim, index in target.at.items())
+    how = "" if target.reduce is None else f"{target.reduce if isinstance(target.reduce, str) else 'weighted'} of "
+    per = " of each sample" if target.per_sample else ""
     attrs: dict[str, Any] = {
         "long_name": f"{size}gradient of {of} with respect to {name.text}{mean}",
-        "units": unit,
-        "definition": f"{size}d {_described(request.target)} / d {name.text}{mean}",
+        "units": "loss" if of == "loss" else "1",
+        "definition": f"{size}d {how}{of}{where}{per} / d {name.text}{mean}",
         "tensor": name.text,
         "layer": name.layer or "model",
     }
-    touched = _touched_rows(request, name, array, dims)
-    if touched is not None:
-        attrs["touched_rows"] = touched
+    looked_up = name.what == "weight" and name.key in request.known.weights[str(name.layer)].tables
+    if looked_up and array.ndim > 1:  # how many rows of an embedding the gradient reaches
+        rows = np.abs(array).reshape(-1, *array.shape[-2:]).max(axis=(0, 2))
+        attrs["touched_rows"] = int(np.count_nonzero(rows))
     labels = {"cell": info.cell} if info is not None and GATE in dims else {}
     is_input = name.what == "input" and name.layer is None
     roles, leaf = ((SAMPLE, TIME, FEATURE), name.index) if is_input else ((SAMPLE, TIME), None)
     coords = request.coordinates.labels_of(dict(zip(dims, array.shape, strict=True)), roles, leaf)
     return labelled_variable(array, dims, attrs=attrs, coords=coords, provenance=provenance, info=labels)
-
-
-def _described(target: Target) -> str:
-    """Return the target as text: name, selection, reduction."""
-    where = "".join(f", {dim}={index!r}" for dim, index in target.at.items())
-    how = "" if target.reduce is None else f"{target.reduce if isinstance(target.reduce, str) else 'weighted'} of "
-    per = " of each sample" if target.per_sample else ""
-    return f"{how}{target.text}{where}{per}"
-
-
-def _touched_rows(request: GradientRequest, name: TensorName, array: Array, dims: Sequence[str]) -> int | None:
-    """Return how many rows of an embedding the gradient reaches; None for any other tensor."""
-    looked_up = name.what == "weight" and name.key in request.known.weights[str(name.layer)].tables
-    if not looked_up or array.ndim < 2:
-        return None
-    return int(np.count_nonzero(np.abs(array).reshape(-1, *array.shape[-2:]).max(axis=(0, 2))))

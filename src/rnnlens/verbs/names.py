@@ -238,17 +238,13 @@ def _whole_model(text: str, known: Catalogue) -> list[TensorName]:
         if len(names) < 2:
             return [TensorName(text, text)]  # type: ignore[arg-type]
         found = [TensorName(f"{text}[{name}]", text, index=i) for i, name in enumerate(names)]  # type: ignore[arg-type]
-        lone = _lone_float(known.x) if text == "input" else None
-        return found if lone is None else [found[lone]]
+        x = known.x if text == "input" else None
+        values = list(x.values()) if isinstance(x, Mapping) else list(x) if isinstance(x, tuple | list) else []
+        floating = [i for i, value in enumerate(values) if "float" in str(getattr(value, "dtype", ""))]
+        # Ids have no gradient: among several inputs a single floating one is meant.
+        return [found[floating[0]]] if len(floating) == 1 and len(values) > 1 else found
     indexed = _INDEXED.fullmatch(text)
     return [] if indexed is None else [_indexed(text, indexed["what"], indexed["which"].strip("'\""), known)]
-
-
-def _lone_float(x: Any) -> int | None:
-    """Return the position of the only floating input; None if there are more or none, for ids have no gradient."""
-    values = list(x.values()) if isinstance(x, Mapping) else list(x) if isinstance(x, tuple | list) else []
-    floating = [i for i, value in enumerate(values) if "float" in str(getattr(value, "dtype", ""))]
-    return floating[0] if len(floating) == 1 and len(values) > 1 else None
 
 
 def _indexed(text: str, what: str, which: str, known: Catalogue) -> TensorName:

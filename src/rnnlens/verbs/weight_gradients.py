@@ -152,7 +152,15 @@ def _recurrent_gradients(
     sums: dict[str, WeightSum] = {}
     for call in calls:
         _must_fit(call, by_time)
-        whole = _of_call(call, by_time, sums)
+        run = Replay.from_call(call)
+        result = sweep(call, run, call.output_grad, call.final_state_grad, call.state_grad)
+        whole = weight_gradients(run, result)
+        if call.weight_grads is not None:  # to be compared with the framework's dL/dW
+            alone = {name: grad for name, grad in call.weight_grads.items() if name not in call.tied}
+            scale, steps = rounding_of(run, result).weights, int(call.input.shape[1])
+            sums.setdefault(call.direction, WeightSum(call, alone)).add(whole, steps, scale)
+        if by_time:
+            whole = _norms_by_time(run, result) if by_time == "norm" else weight_gradients(run, result, by_time=True)
         by_name = total.setdefault(call.direction, {})
         for name, grad in whole.items():
             if name not in by_name:
@@ -164,21 +172,6 @@ def _recurrent_gradients(
         if not by_time and call.weight_grads is not None:  # dL/dW is over all that share W
             by_name |= {name: to_host(call.weight_grads[name]) for name in call.tied if name in whole}
     return total, list(sums.values())
-
-
-def _of_call(call: RecurrentCall, by_time: bool | str, sums: dict[str, WeightSum]) -> Mapping[str, Any]:
-    """Return the weight gradients of one call; add those compared with dL/dW to ``sums`` by direction."""
-    run = Replay.from_call(call)
-    result = sweep(call, run, call.output_grad, call.final_state_grad, call.state_grad)
-    whole = weight_gradients(run, result)
-    if call.weight_grads is not None:
-        alone = {name: grad for name, grad in call.weight_grads.items() if name not in call.tied}
-        sums.setdefault(call.direction, WeightSum(call, alone)).add(
-            whole, int(call.input.shape[1]), rounding_of(run, result).weights
-        )
-    if by_time == "norm":
-        return _norms_by_time(run, result)
-    return weight_gradients(run, result, by_time=True) if by_time else whole
 
 
 def _norms_by_time(run: Replay, result: Adjoint) -> dict[str, Array]:
