@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..adapters.protocol import Adapter, Batch, Capture, CaptureRequest, LayerWeights, Port, RecurrentCall
+from ..adapters.protocol import Capture, CaptureRequest, LayerWeights, Port, RecurrentCall
 from ..errors import TooLargeError, UnsupportedError
 from ..recurrence.adjoint import weight_gradients
 from ..recurrence.cells import affine
@@ -75,53 +75,39 @@ def find_gradients(
             found.checks += [entry.check() for entry in sums]
             found.scales[name] = max((entry.scale for entry in sums), default=0.0)
     others = [(name, key) for name, layer in weights.items() for key in outside_cells(layer)]
-    if others and not (
-        found.capture and _captured_beside(adapter, model, found.capture, weights, others, found.others)
-    ):
-        ports = [Port("weight", layer, key=key) for layer, key in others]
-        found.loss = _by_framework(adapter, model, batch, ports, found.others)
+    beside = _captured_beside(call, found.capture, weights, others) if others else {}
+    if beside is None:
+        start, ports = Port("loss"), [Port("weight", layer, key=key) for layer, key in others]
+        with adapter.pullback(model, batch, [start], ports) as pullback:
+            found.loss, beside = float(pullback.values[start]), {}
+            grads = pullback.vjp({start: (pullback.values[start] * 0 + 1)[None]})
+            for (layer, key), port in zip(others, ports, strict=True):
+                if (grad := grads.get(port)) is not None:
+                    beside.setdefault(layer, {})[key] = to_host(grad)[0]
+    found.others = beside
     return found
 
 
 def _captured_beside(
-    adapter: Adapter,
-    model: Any,
-    capture: Capture,
+    call: ModelRequest,
+    capture: Capture | None,
     weights: Mapping[str, LayerWeights],
     others: Sequence[tuple[str, str]],
-    found: dict[str, dict[str, Array]],
-) -> bool:
-    """Take gradients of weights outside of known cells from the captured pass into ``found``.
-
-    Return False, and take nothing, if the pass lacks one of them; a separate pass is then needed.
-    """
+) -> dict[str, dict[str, Array]] | None:
+    """Return gradients of weights outside of known cells from the captured pass; None if it lacks one of them."""
     taken: dict[str, dict[str, Array]] = {}
     for layer, key in others:
-        location = adapter.place(model, layer, None, key)
-        if location is None or location.tied or capture.altered or location.name not in capture.beside:
-            return False
+        location = None if capture is None else call.adapter.place(call.model, layer, None, key)
+        if capture is None or location is None or location.tied or capture.altered:
+            return None
+        if location.name not in capture.beside:
+            return None
         grad = capture.beside[location.name]
         if grad is not None:
             taken.setdefault(layer, {})[key] = array = location.take(to_host(grad))
             if array.shape != tuple(weights[layer].values[key].shape):
-                return False
-    found |= taken
-    return True
-
-
-def _by_framework(
-    adapter: Adapter, model: Any, batch: Batch, ports: Sequence[Port], found: dict[str, dict[str, Array]]
-) -> float:
-    """Return the loss, and add its gradients by weights to ``found``."""
-    loss = Port("loss")
-    with adapter.pullback(model, batch, [loss], ports) as pullback:
-        value = pullback.values[loss]
-        grads = pullback.vjp({loss: (value * 0 + 1)[None]})
-        for port in ports:
-            grad = grads.get(port)
-            if grad is not None and port.layer is not None:
-                found.setdefault(port.layer, {})[port.key] = to_host(grad)[0]
-        return float(value)
+                return None
+    return taken
 
 
 def _of_layer(calls: Iterable[RecurrentCall], name: str, by_time: bool | str) -> list[RecurrentCall]:
