@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, get_args
 
 import numpy as np
 
-from .errors import InputError, shown
+from .errors import InputError, TooLargeError, shown
 
 Certify = Literal["auto", "always", "first", "never"]
 
@@ -173,6 +173,18 @@ def format_memory(size: int | float) -> str:
             break
         value, unit = value / 1024, larger
     return f"{value:.3g} {unit}" if value < 100 else f"{value:.0f} {unit}"
+
+
+def must_fit(what: str, size: float, hint: str | None, *, got: str = "{}", limit: int | None = None) -> None:
+    """Raise TooLargeError with the message ``what`` if ``size`` bytes exceed the memory granted.
+
+    ``limit``: that of the call, from ``memory=``; that of ``rl.options`` if None. ``got`` describes the bytes, ``{}``.
+    """
+    granted = current().memory if limit is None else limit
+    if size > granted:
+        option = "rl.options(memory=...)" if limit is None else "memory="
+        expected = f"at most {format_memory(granted)} ({option})"
+        raise TooLargeError(what, got=got.format(format_memory(size)), expected=expected, hint=hint)
 
 
 def _unit(word: str) -> int | None:

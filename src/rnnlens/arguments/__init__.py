@@ -52,7 +52,17 @@ from .data import (
     weights_of_samples,
 )
 
+#: Checks of the arguments that say how a model is run and differentiated, for the tables of several verbs.
+RUN: dict[str, Check] = {
+    "loss": loss,
+    "sample_weight": chunked(weights_of_samples),
+    "class_weight": class_weights,
+    "training": switch,
+    "seed": seed_or_none,
+}
+
 __all__ = [
+    "RUN",
     "Check",
     "anything",
     "as_name",

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from ..autodiff.tensors import engine_of, to_numpy
-from ..errors import InputError, TooLargeError, UnsupportedError, has_attribute, shape_of, shown
-from ..settings import current, format_memory
+from ..errors import InputError, UnsupportedError, has_attribute, shape_of, shown
+from ..settings import must_fit
 
 _NUMBERS = re.compile(r"(bool|u?int|float|bfloat|half|double|long|short|e?char)[0-9a-z_]*")
 _DEEPEST, _LONGEST = 32, 20_000_000
@@ -60,13 +60,7 @@ def refuse_large(name: str, value: Any, hint: str = "fewer samples or steps at a
     for leaf in _leaves(value):
         itemsize = getattr(getattr(leaf, "dtype", None), "itemsize", None) or getattr(leaf, "itemsize", None) or 4
         size += share * math.prod(shape_of(leaf) or (0,)) * int(itemsize)
-    if size > current().memory:
-        raise TooLargeError(
-            f"{name} alone is larger than the memory limit.",
-            got=format_memory(size),
-            expected=f"at most {format_memory(current().memory)} (rl.options(memory=...))",
-            hint=hint,
-        )
+    must_fit(f"{name} alone is larger than the memory limit.", size, hint)
 
 
 def many_examples(name: str, value: Any) -> Any:

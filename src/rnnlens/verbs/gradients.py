@@ -53,16 +53,12 @@ _ROWS_APART = (
     measure=check.one_of("norm"),
     across=check.one_of("mean", "sum"),
     clip=a_clipping,
-    loss=check.loss,
-    sample_weight=check.chunked(check.weights_of_samples),
-    class_weight=check.class_weights,
-    training=check.switch,
     initial_state=check.finite_states,
-    seed=check.seed_or_none,
     batch_size=check.whole(least=1),
     combine=check.one_of("mean", "sum"),
     memory=check.memory,
     axes=an_axes_table,
+    **check.RUN,
 )
 @in_turn
 def gradients(

@@ -44,14 +44,10 @@ from .tracing.sequences import chosen_positions, selected, sequence_datasets
     y=check.chunked(check.examples),
     layers=check.names,
     quantities=check.names,
-    loss=check.loss,
-    sample_weight=check.chunked(check.weights_of_samples),
-    class_weight=check.class_weights,
-    training=check.switch,
     initial_state=check.finite_states,
-    seed=check.seed_or_none,
     axes=an_axes_table,
     at=chosen_positions,
+    **check.RUN,
 )
 @in_turn
 def trace(

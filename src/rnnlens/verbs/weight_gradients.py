@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..adapters.protocol import Capture, CaptureRequest, LayerWeights, Port, RecurrentCall
-from ..errors import TooLargeError, UnsupportedError
+from ..errors import UnsupportedError
 from ..recurrence.adjoint import weight_gradients
 from ..recurrence.cells import affine
 from ..recurrence.cells.cell import has_gates
@@ -18,7 +18,7 @@ from ..recurrence.rounding import rounding_of
 from ..recurrence.trajectory import Adjoint
 from ..results.checks import Check
 from ..results.schema import to_host
-from ..settings import current, format_memory
+from ..settings import must_fit
 from ..typing import Array
 from .recurrent_layers import WeightSum, on_host, sweep
 from .request import ModelRequest
@@ -137,13 +137,18 @@ def _recurrent_gradients(
     total: dict[str, dict[str, Any]] = {}
     sums: dict[str, WeightSum] = {}
     for call in calls:
-        _must_fit(call, by_time)
+        steps = int(call.input.shape[1])
+        if by_time is True:
+            values = sum(int(np.prod(tuple(w.shape))) for w in call.cell.weights().values())
+            what = f"The weight gradients of {call.layer!r} at each of {steps} steps exceed the memory limit."
+            size = steps * values * to_host(call.input[:1, :1]).itemsize
+            must_fit(what, size, 'measure="norm" keeps one norm per step and gate')
         run = Replay.from_call(call)
         result = sweep(call, run, call.output_grad, call.final_state_grad, call.state_grad)
         whole = weight_gradients(run, result)
         if call.weight_grads is not None:  # to be compared with the framework's dL/dW
             alone = {name: grad for name, grad in call.weight_grads.items() if name not in call.tied}
-            scale, steps = rounding_of(run, result).weights, int(call.input.shape[1])
+            scale = rounding_of(run, result).weights
             sums.setdefault(call.direction, WeightSum(call, alone)).add(whole, steps, scale)
         if by_time:
             whole = _norms_by_time(run, result) if by_time == "norm" else weight_gradients(run, result, by_time=True)
@@ -190,19 +195,4 @@ def _must_align(calls: Sequence[RecurrentCall], by_time: bool | str) -> None:
             got=f"by_time=True{asked} over {len(whole)} calls of {' and '.join(map(str, lengths))} steps",
             expected="calls of one length, and by_time=True",
             hint="rl.weights(...) without by_time, or a model that calls the layer once",
-        )
-
-
-def _must_fit(call: RecurrentCall, by_time: bool | str) -> None:
-    if by_time is not True:
-        return
-    steps = int(call.input.shape[1])
-    values = sum(int(np.prod(tuple(w.shape))) for w in call.cell.weights().values())
-    size, limit = steps * values * to_host(call.input[:1, :1]).itemsize, current().memory
-    if size > limit:
-        raise TooLargeError(
-            f"The weight gradients of {call.layer!r} at each of {steps} steps exceed the memory limit.",
-            got=format_memory(size),
-            expected=f"at most {format_memory(limit)} (rl.options(memory=...))",
-            hint='measure="norm" keeps one norm per step and gate',
         )

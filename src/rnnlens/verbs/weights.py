@@ -59,11 +59,7 @@ def layers(model: Any) -> LayerTable:
     layers=check.names,
     by_time=check.switch,
     measure=check.one_of("norm"),
-    loss=check.loss,
-    sample_weight=check.chunked(check.weights_of_samples),
-    class_weight=check.class_weights,
-    training=check.switch,
-    seed=check.seed_or_none,
+    **check.RUN,
 )
 @in_turn
 def weights(

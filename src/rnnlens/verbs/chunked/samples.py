@@ -13,9 +13,9 @@ import xarray as xr
 from ... import data
 from ...adapters.protocol import Batch
 from ...arguments.data import is_lazy
-from ...errors import InputError, TooLargeError, UnsupportedError
+from ...errors import InputError, UnsupportedError
 from ...layout import Layout
-from ...settings import current, format_memory
+from ...settings import must_fit
 from ...typing import Array
 from ...vocabulary import SAMPLE
 from ..axes import ModelAxes
@@ -178,13 +178,8 @@ class SampleChunks:
         largest = max(rows.count for rows in self.bounds)
         size = sum(math.prod(a.shape) * a.dtype.itemsize for n in _PARTS for a, _ in self.leaves(n))
         size = size * largest // self.total
-        if size > current().memory:
-            raise TooLargeError(
-                f"A chunk of {largest} samples alone would not fit into the memory granted.",
-                got=format_memory(size),
-                expected=f"at most {format_memory(current().memory)} (rl.options(memory=...))",
-                hint="chunks of fewer samples: x.chunk(sample=...) of a DataArray, x.rechunk(...) of a dask array",
-            )
+        hint = "chunks of fewer samples: x.chunk(sample=...) of a DataArray, x.rechunk(...) of a dask array"
+        must_fit(f"A chunk of {largest} samples alone would not fit into the memory granted.", size, hint)
 
 
 def _filled(tree: Any, leaves: Sequence[Any]) -> Any:

@@ -12,9 +12,9 @@ import numpy as np
 
 from ...adapters.protocol import CaptureRequest, Port, Pullback
 from ...data import leaves_of
-from ...errors import DisconnectedError, InputError, ModelError, TooLargeError, UnsupportedError
+from ...errors import DisconnectedError, InputError, ModelError, UnsupportedError
 from ...results.schema import to_host
-from ...settings import format_memory
+from ...settings import must_fit
 from ...typing import Array
 from ...vocabulary import TIME
 from ..axes import ModelAxes, refusal, refuse_steps_first, refuse_unclear_steps, refuse_unknown, text_of
@@ -224,16 +224,11 @@ def _flattened(one: ReplayedCall, memory: int) -> ReplayedCall:
     flat = one.flat()
     if flat is not one:
         rows, columns = flat.system.rows, flat.system.rows + flat.system.features
+        places = "x".join(str(n) for n in one.run.states[0].shape[2:])
+        what = f"One step of {one.call.layer!r} is linearised as a matrix that exceeds the memory limit."
+        hint = f'smaller images, or rl.gradients(..., wrt="{one.call.layer}.hidden"), the total gradient at every step'
         size = 2 * rows * columns * flat.system.work.itemsize
-        if size > memory:
-            places = "x".join(str(n) for n in one.run.states[0].shape[2:])
-            raise TooLargeError(
-                f"One step of {one.call.layer!r} is linearised as a matrix that exceeds the memory limit.",
-                got=f"states of {places} numbers: {format_memory(size)}",
-                expected=f"at most {format_memory(memory)}",
-                hint=f'smaller images, or rl.gradients(..., wrt="{one.call.layer}.hidden"), the total gradient at '
-                "every step and place",
-            )
+        must_fit(what, size, f"{hint} and place", got=f"states of {places} numbers: {{}}", limit=memory)
     return flat
 
 

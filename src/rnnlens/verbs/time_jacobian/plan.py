@@ -20,7 +20,7 @@ from ...recurrence.jacobian import forward_flops, reverse_flops, unit_flops
 from ...recurrence.linear import Pattern
 from ...recurrence.sweep_reverse import plan_blocks
 from ...recurrence.sweep_rows import BLOCK_BUDGET
-from ...settings import format_memory
+from ...settings import format_memory, must_fit
 from ...typing import Array
 from ...vocabulary import DIRECTION, IN_FEATURE, IN_TIME, OUT_TIME, OUT_UNIT, SAMPLE
 from ..recurrent_layers import ReplayedCall
@@ -379,8 +379,11 @@ def _part(
     """Return the part between one pair of ends: its route, the chosen mode, and pieces that fit into memory."""
     network = replace(network, of=ends.of, wrt=ends.wrt)
     for one in network.recurrences:
-        if (step := one.system.numbers(True) * one.system.work.itemsize) > memory:
-            raise _large_step(one, step, memory)
+        # One step of one sample, as of a convolutional cell.
+        what = f"The Jacobian of one step of {one.call.layer!r} is larger than the memory limit."
+        hint = "rl.gradients(model, x, of=..., wrt=...) of single outputs needs no such matrix"
+        got, size = f"{one.system.rows} by {one.system.columns} states: {{}}", one.system.numbers(True)
+        must_fit(what, size * one.system.work.itemsize, hint, got=got, limit=memory)
     direct = direct_route(network, ends) if network.is_cut else None
     if direct is not None:
         if mode == "auto":
@@ -402,17 +405,6 @@ def _part(
     pieces, size = composed_pieces(network.recurrences, ends, memory, network.samples)
     route: Literal["composed", "uncut"] = "composed" if network.is_cut else "uncut"
     return JacobianPart(route, "reverse", network, ends, None, tuple(pieces), size, place)
-
-
-def _large_step(recurrence: ReplayedCall, size: int, memory: int) -> TooLargeError:
-    """Return the error for one step of one sample, as of a convolutional cell, whose Jacobian does not fit."""
-    system = recurrence.system
-    return TooLargeError(
-        f"The Jacobian of one step of {recurrence.call.layer!r} is larger than the memory limit.",
-        got=f"{system.rows} by {system.columns} states: {format_memory(size)}",
-        expected=f"at most {format_memory(memory)} (memory=)",
-        hint="rl.gradients(model, x, of=..., wrt=...) of single outputs needs no such matrix",
-    )
 
 
 def _too_large(size: int, memory: int, ends: JacobianEnds) -> TooLargeError:

@@ -12,10 +12,10 @@ import numpy as np
 from ... import data
 from ...adapters.protocol import Batch, Port
 from ...autodiff.tensors import dtype_name
-from ...errors import InputError, TooLargeError, UnsupportedError
+from ...errors import InputError, UnsupportedError
 from ...recurrence.reductions import REDUCTIONS, probe_signs, sketched
 from ...results.schema import to_host
-from ...settings import format_memory
+from ...settings import must_fit
 from ...typing import Array
 from ...vocabulary import IN_TIME, OUT_TIME
 from ..names import TensorName, names_behind_ids, read_one
@@ -225,7 +225,10 @@ def ends_of(of: JacobianEnd, wrt: JacobianEnd, options: JacobianOptions, samples
     measure = "norm" if options.sketch is not None else options.measure
     weights = projection
     if options.sketch is not None:
-        _refuse_many_probes(options.sketch, of, samples, options.memory)
+        each = 2 * 8 * of.size * (of.times or 1) * samples
+        what, limit = "The random probes of sketch= are larger than the memory limit.", options.memory
+        hint = f"sketch={max(2, min(100, limit // each))}; without sketch= the norm is exact and often cheaper"
+        must_fit(what, options.sketch * each, hint, got=f"sketch={options.sketch}: {{}}", limit=limit)
         weights = probe_signs(options.sketch, of.size, of.times or 1, samples, seed=0)
     elif measure in ("sum", "mean"):
         rows = np.eye(of.size)[None, None] if projection is None else projection
@@ -274,15 +277,3 @@ def _chosen_times(at: Mapping[str, Any], dim: str, count: int | None) -> list[in
     if len(set(steps)) < len(steps):
         raise InputError(f"{argument} names a step twice.", got=repr(times))
     return steps
-
-
-def _refuse_many_probes(sketch: int, of: JacobianEnd, samples: int, limit: int) -> None:
-    """Raise if the probes for all samples, steps and units exceed the memory limit."""
-    each = 2 * 8 * of.size * (of.times or 1) * samples
-    if sketch * each > limit:
-        raise TooLargeError(
-            "The random probes of sketch= are larger than the memory limit.",
-            got=f"sketch={sketch}: {format_memory(sketch * each)}",
-            expected=f"at most {format_memory(limit)} (memory=)",
-            hint=f"sketch={max(2, min(100, limit // each))}; without sketch= the norm is exact and often cheaper",
-        )

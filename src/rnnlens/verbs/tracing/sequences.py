@@ -12,13 +12,13 @@ import xarray as xr
 
 from ...adapters.protocol import LayerInfo, SequenceCall
 from ...arguments import axes_by_name, kept_steps
-from ...errors import InputError, TooLargeError, did_you_mean, shown
+from ...errors import InputError, did_you_mean, shown
 from ...measures.scans import effective_state_size, half_life_of, logarithms
 from ...measures.spectrum import effective_rank
 from ...recurrence.sequence import SequenceCell, SequenceChunk, chunks, forward, run, sweep
 from ...results.checks import REPLAY, Check, rounding_bound
 from ...results.schema import LabelledLayer, labelled_layer, to_host
-from ...settings import current, format_memory
+from ...settings import must_fit
 from ...typing import Array
 from ...vocabulary import SAMPLE, TIME
 from .datasets import TraceSelection
@@ -170,15 +170,10 @@ class SequenceSelection:
         counts = {dim: len(self.positions.get(dim, ())) or size for dim, size in self.sizes.items()}
         each = {name: prod(counts[dim] for dim in (SAMPLE, TIME, *self.axes(call, name))) for name in names}
         size = sum(each.values()) * int(np.dtype(str(call.output.dtype).rpartition(".")[2]).itemsize)
-        if size <= current().memory:
-            return
-        largest = max(each, key=each.__getitem__)
-        raise TooLargeError(
-            f"The trace of {call.layer!r} would not fit into the memory granted.",
-            got=f"{format_memory(size)} for {', '.join(names)}",
-            expected=f"at most {format_memory(current().memory)} (rl.options(memory=...))",
-            hint=f'at={{"time": [{self.sizes[TIME] - 1}]}}, or quantities= without {largest!r}',
-        )
+        largest = max(each, key=each.__getitem__, default="")
+        what = f"The trace of {call.layer!r} would not fit into the memory granted."
+        hint = f'at={{"time": [{self.sizes[TIME] - 1}]}}, or quantities= without {largest!r}'
+        must_fit(what, size, hint, got=f"{{}} for {', '.join(names)}")
 
 
 def _positions(dim: str, steps: Any, sizes: Mapping[str, int]) -> list[int]:
