@@ -363,8 +363,17 @@ class ReplayedLayers:
         """Return the gradient of a tensor inside a layer from its finished sweeps."""
         if name.what == "input":
             return np.sum([to_host(result.input_grad) for result in swept], axis=0)
-        pairs = zip(self.layer(name.layer), swept, strict=True)
-        return _join([_gradient(one, result, name) for one, result in pairs], name)
+        parts = []
+        for one, result in zip(self.layer(name.layer), swept, strict=True):
+            if name.what == "initial_state":
+                parts.append(to_host(result.initial_state_grad[name.index]))
+            elif name.what == "gate_preactivation":
+                parts.append(to_host(result.gate_grad))
+            elif name.what == "gates":
+                parts.append(to_host(one.run.at_real_steps(one.run.cell.gate_gradient(one.run, result))))
+            else:
+                parts.append(_pick(one, result.state_grads[name.index], name))
+        return _join(parts, name)
 
 
 def outputs_of(adapter: Adapter, model: Any, batch: Batch, layers: tuple[str, ...]) -> dict[str, Array]:
@@ -382,16 +391,6 @@ def outputs_of(adapter: Adapter, model: Any, batch: Batch, layers: tuple[str, ..
 def runs(adapter: Adapter, model: Any, batch: Batch, layer: str) -> bool:
     """Return whether a layer is called in a forward pass."""
     return any(node.partition("#")[0] == layer for node in outputs_of(adapter, model, batch, (layer,)))
-
-
-def _gradient(replayed: ReplayedCall, result: Adjoint, name: TensorName) -> Array:
-    if name.what == "initial_state":
-        return to_host(result.initial_state_grad[name.index])
-    if name.what == "gate_preactivation":
-        return to_host(result.gate_grad)
-    if name.what == "gates":
-        return to_host(replayed.run.at_real_steps(replayed.run.cell.gate_gradient(replayed.run, result)))
-    return _pick(replayed, result.state_grads[name.index], name)
 
 
 def _pick(replayed: ReplayedCall, states: Array, name: TensorName) -> Array:

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from rnnlens.adapters.protocol import Batch, Port
+from rnnlens.verbs.differentiation.plan import layers_inside, plan
 from rnnlens.verbs.differentiation.pull import fits
-from rnnlens.verbs.differentiation.request import GradientArguments, layers_inside, plan, read_request
+from rnnlens.verbs.differentiation.request import GradientArguments, read_request
 from rnnlens.verbs.recurrent_layers import ReplayedLayers
 
 
@@ -35,7 +36,8 @@ def planned(of, wrt, **options):
     request = GradientArguments(
         of, wrt, options.pop("at", {}), options.pop("reduce", None), **{"per_sample": False, **options}
     )
-    question = read_request(model, batch, request)
+    whole = read_request(model, batch, request)
+    question = whole.of_batch(batch, whole.target)
     inside = ReplayedLayers.look(question.adapter, model, batch, layers_inside(question))
     return question, plan(question, inside)
 

@@ -20,7 +20,7 @@ from ...results.schema import LabelledLayer, to_host
 from ...typing import Array
 from ...vocabulary import DIRECTION, GATE, SAMPLE, TIME
 from ..axes import BatchAxes, in_order
-from ..differentiation.request import BatchGradients, GradientRequest
+from ..differentiation.request import BatchGradients, BatchRequest
 from ..names import TensorName, uncalled
 from ..request import ModelRequest
 from ..weight_gradients import FoundGradients
@@ -29,7 +29,7 @@ from .comparisons import LOSS, WEIGHTS, Comparisons, attempt, filled, recheck_fa
 GRADIENT = "reference gradient"
 
 
-def certify_answer(request: GradientRequest, answer: BatchGradients) -> Certificate:
+def certify_answer(request: BatchRequest, answer: BatchGradients) -> Certificate:
     """Compare the requested gradients of one batch with one vector-Jacobian product of a reference run."""
     engine = request.adapter.engine
     why = _out_of_reach(request)
@@ -77,7 +77,7 @@ def certify_answer(request: GradientRequest, answer: BatchGradients) -> Certific
     return recheck_failure(certificate, request, run, steps=steps)
 
 
-def _out_of_reach(request: GradientRequest) -> str:
+def _out_of_reach(request: BatchRequest) -> str:
     """Return why gradients cannot be compared with a reference run; "" if they can."""
     if request.cotangents is not None and request.with_loss:
         return "the loss of several batches includes penalties that the model adds"
@@ -88,7 +88,7 @@ def _out_of_reach(request: GradientRequest) -> str:
     return ""
 
 
-def _reads_weights(request: GradientRequest) -> bool:
+def _reads_weights(request: BatchRequest) -> bool:
     """Return whether the loss depends on weights directly, so that it is no function of the outputs alone."""
     try:
         outputs = request.adapter.outputs_of(request.model, request.batch.without_loss())
@@ -99,7 +99,7 @@ def _reads_weights(request: GradientRequest) -> bool:
 
 
 def _evaluated(
-    request: GradientRequest, outside: BatchAxes, outputs: Sequence[Array]
+    request: BatchRequest, outside: BatchAxes, outputs: Sequence[Array]
 ) -> tuple[list[Array], list[Array | None]]:
     """Return the value of the target for these outputs, and one cotangent for each output."""
     found: list[Array | None] = [None] * len(outputs)
@@ -120,7 +120,7 @@ def _evaluated(
 
 def _compare_named(
     comparisons: Comparisons,
-    request: GradientRequest,
+    request: BatchRequest,
     outside: BatchAxes,
     answer: BatchGradients,
     run: ReferenceRun,
@@ -189,7 +189,7 @@ def _without(gradient: Any, beside: Any) -> Any:
 
 def _compare_swept(
     comparisons: Comparisons,
-    request: GradientRequest,
+    request: BatchRequest,
     answer: BatchGradients,
     run: ReferenceRun,
     regularised: bool,
@@ -222,7 +222,7 @@ def _compare_swept(
     return list(dict.fromkeys(inside))
 
 
-def _is_held_elsewhere(request: GradientRequest, layer: str, weight: str, key: str) -> bool:
+def _is_held_elsewhere(request: BatchRequest, layer: str, weight: str, key: str) -> bool:
     """Return whether another recurrent layer has this framework weight: a cell in a layer, and in a loop beside it."""
     others = (other for other in request.known.recurrent if other != layer)
     places = (request.adapter.place(request.model, other, None, key) for other in others)
@@ -237,7 +237,7 @@ def _steps(answer: BatchGradients) -> int:
     return max([*lengths, 64])
 
 
-def _dtype(request: GradientRequest, answer: BatchGradients) -> str:
+def _dtype(request: BatchRequest, answer: BatchGradients) -> str:
     words = str(request.adapter.provenance(request.model).get("dtype", ""))
     for name in ("bfloat16", "float16"):
         if name in words:

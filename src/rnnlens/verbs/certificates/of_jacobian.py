@@ -87,7 +87,9 @@ def taken_from(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataAr
 def pushed_through(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataArray | None) -> JacobianClaim:
     """Sweep random signs through the plan of a measured Jacobian; check the measured values against them if given."""
     memory = request.options.memory
-    chosen = _probed_steps(plan, memory)
+    each = plan.network.samples * plan.ends.in_count * plan.ends.wrt.size * plan.dtype.itemsize
+    count = max(1, min(plan.ends.groups, PROBED_STEPS, memory // max(1, each)))
+    chosen = sorted({int(i) for i in np.linspace(plan.ends.groups - 1, 0, count).round()})
     weights = _random_rows(plan, chosen)
     times = None if plan.ends.out_times is None else [plan.ends.out_times[i] for i in chosen]
     swept = weights[np.argsort(plan.network.order)] if plan.network.order else weights
@@ -101,14 +103,6 @@ def pushed_through(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.Da
     cotangent = xr.DataArray(weights[:, :, 0].astype(plan.dtype), dims=(SAMPLE, TIME, UNIT))
     cotangent = cotangent.isel({TIME: 0 if times is None else times})
     return JacobianClaim(request, plan, ends, cotangent, pulled, _spread(rows), True, check)
-
-
-def _probed_steps(plan: JacobianPlan, memory: int) -> list[int]:
-    """Return the indices, among the requested output steps, at which probes start: as many as fit into memory."""
-    ends = plan.ends
-    each = plan.network.samples * ends.in_count * ends.wrt.size * plan.dtype.itemsize
-    count = max(1, min(ends.groups, PROBED_STEPS, memory // max(1, each)))
-    return sorted({int(i) for i in np.linspace(ends.groups - 1, 0, count).round()})
 
 
 def _random_rows(plan: JacobianPlan, chosen: list[int]) -> np.ndarray[Any, Any]:
@@ -192,32 +186,26 @@ _MEASURED = {"norm": "norms", "spectral": "largest singular values", "abs_mean":
 
 def claim_of(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataArray) -> JacobianClaim | Certificate:
     """Return a claim on a finished Jacobian for a reference run, or a certificate with the reason why there is none."""
-    if request.options.out is not None:
-        return Certificate("could not", why="it was written to disk in chunks, which are not read back")
-    why = _why_not(request, plan)
-    if why:
-        return Certificate("could not", request.adapter.engine, why=why)
+    reasons = {
+        "it was written to disk in chunks, which are not read back": request.options.out is not None,
+        "a packed input orders its steps differently from the result": any(
+            data.is_packed(leaf) for leaf in data.leaves_of(request.batch.x)
+        ),
+        "the model by itself does not hold its coefficients constant": request.batch.frozen,
+        "rtol= pruned rows": request.options.rtol is not None,
+        "it is not made of real numbers": plan.dtype.kind != "f",
+    }
+    for why, applies in reasons.items():
+        if applies:
+            return Certificate("could not", request.adapter.engine, why=why)
     try:
-        if _has_inner_end(request) and not _can_run_by_itself(request):
+        if (_is_inside(request.of) or _is_inside(request.wrt)) and not _can_run_by_itself(request):
             return _through_whole_model(request, plan)
         return _claimed(request, plan, jacobian)
     except TooLargeError:
         return Certificate(
             "could not", request.adapter.engine, why="the compared rows are larger than the memory limit"
         )
-
-
-def _why_not(request: JacobianRequest, plan: JacobianPlan) -> str:
-    """Return why a Jacobian cannot be compared with a reference run; "" if it can."""
-    if any(data.is_packed(leaf) for leaf in data.leaves_of(request.batch.x)):
-        return "a packed input orders its steps differently from the result"
-    if request.batch.frozen:
-        return "the model by itself does not hold its coefficients constant"
-    if request.options.rtol is not None:
-        return "rtol= pruned rows"
-    if plan.dtype.kind != "f":
-        return "it is not made of real numbers"
-    return ""
 
 
 def _through_whole_model(request: JacobianRequest, plan: JacobianPlan) -> JacobianClaim | Certificate:
@@ -249,10 +237,6 @@ def _through_whole_model(request: JacobianRequest, plan: JacobianPlan) -> Jacobi
     return Certificate("could not", request.adapter.engine, why=why)
 
 
-def _has_inner_end(request: JacobianRequest) -> bool:
-    return _is_inside(request.of) or _is_inside(request.wrt)
-
-
 def certify(request: JacobianRequest, claim: JacobianClaim | Certificate) -> Certificate:
     """Compare a claim on a requested Jacobian with the gradient at the model's input in a reference run."""
     if isinstance(claim, Certificate):
@@ -268,7 +252,7 @@ def _compared(claim: JacobianClaim) -> Certificate:
     request, plan, engine = claim.request, claim.plan, claim.request.adapter.engine
     outside = BatchAxes(plan.network.layouts, plan.network.samples)
     pulled = partial(_cotangents, outside, request.of, claim)
-    if _has_inner_end(request):
+    if _is_inside(request.of) or _is_inside(request.wrt):
         run, why = _stretch_by_itself(request, plan, pulled)
     else:
         run, why = attempt(partial(request.adapter.reference_run, request.model, request.batch, pulled))

@@ -57,9 +57,9 @@ class GradientWork:
             if size > rows.count:
                 target = replace(target, at={**target.at, SAMPLE: slice(0, rows.count)})
         batch = batch if request.with_loss else batch.without_loss()
-        request = replace(request, batch=batch, target=target, partial=rows.count < rows.total)
-        found = answer(request)
-        certificate = certify_answer(request, found) if request.needs_certificate("gradients") else Certificate()
+        part = replace(request.of_batch(batch, target), partial=rows.count < rows.total)
+        found = answer(part)
+        certificate = certify_answer(part, found) if part.needs_certificate("gradients") else Certificate()
         found.swept = {}
         total = Accumulator(self.combine, self.arguments.measure, self.arguments.across)  # type: ignore[arg-type]
         total.add(found, count=size if self.of_loss else rows.count)
@@ -138,7 +138,7 @@ def _gradients_of_template(
     if not request.of_loss:
         count = data.len_of(batch.x, request.axes.inputs)
         target = replace(target, total=chunks.total, rows=(0, 0)).of_rows(0, count)
-    of_few = replace(request, batch=batch if request.with_loss else batch.without_loss(), target=target)
+    of_few = request.of_batch(batch if request.with_loss else batch.without_loss(), target)
     found = answer(of_few)
     total = Accumulator(None, arguments.measure, arguments.across)
     total.add(found)

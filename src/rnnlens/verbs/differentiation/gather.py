@@ -21,7 +21,7 @@ from ..certificates.of_gradients import certify_answer
 from ..names import TensorName
 from .missing_gradient import Explanation, explain
 from .pull import answer
-from .request import BatchGradients, GradientRequest
+from .request import BatchGradients, BatchRequest, GradientRequest
 from .target import Combine, Target
 from .whole_loss import OutputLayouts, WholeLoss, output_layouts
 
@@ -250,7 +250,7 @@ def _accumulator(request: GradientRequest, combine: str | None) -> Accumulator:
     return Accumulator(combine, request.arguments.measure, request.arguments.across)  # type: ignore[arg-type]
 
 
-def _add(request: GradientRequest, total: Accumulator) -> None:
+def _add(request: BatchRequest, total: Accumulator) -> None:
     """Compute and accumulate the gradients of one batch; certify the first batch by a reference run."""
     found = answer(request)
     if total.batches == 0 and request.needs_certificate("gradients"):
@@ -265,7 +265,7 @@ def _shapes(batch: Batch) -> tuple[tuple[int, ...], ...]:
 
 
 def _gathered(
-    first: GradientRequest, total: Accumulator, batches: DataSetBatches, base: Array | None = None
+    first: BatchRequest, total: Accumulator, batches: DataSetBatches, base: Array | None = None
 ) -> DataSetGradients:
     """Return accumulated gradients with explanations; ``base`` is the part of the value known without batches."""
     found = total.result()

@@ -27,7 +27,7 @@ from ..names import Catalogue, TensorName, names_behind_ids
 from ..recurrent_layers import ReplayedLayers, outputs_of, runs
 from ..weight_layout import sources
 from .pull import answer
-from .request import GradientRequest, is_trainable
+from .request import BatchRequest, is_trainable
 from .target import Target
 
 #: Factor by which a target is scaled up to test whether its gradient underflows in its dtype.
@@ -38,7 +38,7 @@ MUCH, LITTLE, LESS = 1.0, 1e-2, 1e-3
 Response = Literal["smoothly", "in jumps", "not", "unknown"]
 
 
-def observed_value(request: GradientRequest) -> Array:
+def observed_value(request: BatchRequest) -> Array:
     """Return the value of the target, from one captured forward pass."""
     batch, with_loss = request.batch, request.with_loss
     known, named = request.known, (str(leaf.layer) for leaf in request.leaves if leaf.layer is not None)
@@ -57,7 +57,7 @@ def observed_value(request: GradientRequest) -> Array:
     return np.asarray(request.evaluate(outside, values)[0], dtype=np.float64)
 
 
-def _value(request: GradientRequest, leaf: TensorName, capture: Capture) -> Array:
+def _value(request: BatchRequest, leaf: TensorName, capture: Capture) -> Array:
     if leaf.what == "loss":
         return np.asarray(capture.loss)
     if request.known.is_inside(leaf):
@@ -76,7 +76,7 @@ def _value(request: GradientRequest, leaf: TensorName, capture: Capture) -> Arra
 class Experiments:
     """Perturbation experiments on a model, one batch and one target, with cached results."""
 
-    def __init__(self, request: GradientRequest) -> None:
+    def __init__(self, request: BatchRequest) -> None:
         self.request, self.batch, self.target = request, request.batch, request.target
         #: Masks of all batches of a data set by layer; None before they are read.
         self.masks_of_all: dict[str, Array] | None = None
@@ -85,7 +85,7 @@ class Experiments:
         #: Whether a layer is called in this forward pass, by name.
         self.runs = cache(partial(runs, request.adapter, request.model, request.batch))
 
-    def response(self, name: TensorName, request: GradientRequest | None = None) -> Response:
+    def response(self, name: TensorName, request: BatchRequest | None = None) -> Response:
         """Return how a target, by default that of the call, responds to changes of a tensor or its layer's output."""
         request = request or self.request
         port = port_to_perturb(name, request.known)
@@ -111,7 +111,7 @@ class Experiments:
         found = outputs_of(self.request.adapter, self.request.model, self.batch, relus) if relus else {}
         return {name: int(output.size) for name, output in found.items() if output.size and not output.any()}
 
-    def _experiment(self, port: Port, request: GradientRequest) -> Response:
+    def _experiment(self, port: Port, request: BatchRequest) -> Response:
         target = request.target
         reduce = "sum" if target.per_sample and target.reduce is None else target.reduce
         request = replace(request, target=replace(target, per_sample=False, reduce=reduce))
@@ -346,7 +346,7 @@ class Explanation:
 
 
 def explain(
-    request: GradientRequest,
+    request: BatchRequest,
     found: Mapping[TensorName, Array],
     dims: Mapping[TensorName, tuple[str, ...]],
     batches: Iterable[Batch],
@@ -375,7 +375,7 @@ def explain(
     return result
 
 
-def _frozen(request: GradientRequest, name: TensorName) -> Reason | None:
+def _frozen(request: BatchRequest, name: TensorName) -> Reason | None:
     """Return a reason for a weight that is not trained, although it has a gradient; else None."""
     if name.what != "weight" or is_trainable(name, request.known):
         return None

@@ -19,7 +19,8 @@ from ..axes import BatchAxes, in_order, refuse_coupled, refuse_steps_first, refu
 from ..names import Catalogue, TensorName, refuse_lone_output, uncalled
 from ..recurrent_layers import ReplayedCall, ReplayedLayers, runs
 from ..weight_layout import WeightSource, assemble, sources
-from .request import BatchGradients, GradientPlan, GradientRequest, TensorPlace, layers_inside, plan
+from .plan import GradientPlan, TensorPlace, layers_inside, plan
+from .request import BatchGradients, BatchRequest
 
 #: Gradient at each port, with one leading axis K; None where no path leads there.
 Arrived = Mapping[Port, Array | None]
@@ -81,7 +82,12 @@ class SweptWeightGradients:
 
     def _own(self, name: TensorName, found: Sequence[WeightSource], weights: LayerWeights, rows: slice) -> Array | None:
         """Return the sweeps' part of a weight gradient in the layout of results, with a leading axis."""
-        by_direction = [self._swept_by(name, source, several=len(found) > 1) for source in found]
+        by_direction: list[Array | None] = []
+        for source in found:
+            keys = [f"{source.direction}/{name.key}"] if len(found) > 1 or "/" in source.key else []
+            swept = (self._swept.get((str(name.layer), key)) for key in (*keys, name.key))
+            parts = next(filter(None, swept), None)
+            by_direction.append(None if parts is None else np.sum(parts, axis=0))
         present = next((part for part in by_direction if part is not None), None)
         if present is None:
             return None
@@ -90,15 +96,8 @@ class SweptWeightGradients:
         own = assemble(filled, whole, name.key, weights, 1 if self.per_sample else 0)
         return own[rows] if self.per_sample else own[None]
 
-    def _swept_by(self, name: TensorName, source: WeightSource, *, several: bool) -> Array | None:
-        by_direction = [f"{source.direction}/{name.key}"] if several or "/" in source.key else []
-        for key in (*by_direction, name.key):
-            if (str(name.layer), key) in self._swept:
-                return np.sum(self._swept[str(name.layer), key], axis=0)
-        return None
 
-
-def answer(request: GradientRequest) -> BatchGradients:
+def answer(request: BatchRequest) -> BatchGradients:
     """Run the model once and pull the target back to all requested tensors."""
     found = captured(request)
     if found is not None:
@@ -115,7 +114,7 @@ def answer(request: GradientRequest) -> BatchGradients:
         return found
 
 
-def _pulled(request: GradientRequest) -> BatchGradients:
+def _pulled(request: BatchRequest) -> BatchGradients:
     inside = ReplayedLayers.look(request.adapter, request.model, request.batch, layers_inside(request))
     gradient_plan = plan(request, inside)
     of_all = bool(gradient_plan.outputs) or request.named is None
@@ -134,7 +133,7 @@ def _pulled(request: GradientRequest) -> BatchGradients:
     return _pulled(request)
 
 
-def _absent(request: GradientRequest) -> list[TensorName]:
+def _absent(request: BatchRequest) -> list[TensorName]:
     """Return the requested tensors of layers that are not called in this forward pass."""
     layers = {str(name.layer).partition("#")[0] for name in request.wrt if name.layer is not None}
     missing = {layer for layer in layers if not runs(request.adapter, request.model, request.batch, layer)}
@@ -146,7 +145,7 @@ class _Pull:
 
     def __init__(
         self,
-        request: GradientRequest,
+        request: BatchRequest,
         gradient_plan: GradientPlan,
         inside: ReplayedLayers,
         pullback: Pullback,
@@ -307,7 +306,7 @@ class _Pull:
         return self.pullback.vjp(cotangents) if cotangents else {}
 
 
-def captured(request: GradientRequest) -> BatchGradients | None:
+def captured(request: BatchRequest) -> BatchGradients | None:
     """Return gradients of the loss by recurrent outputs and states from one captured pass; None if more is needed."""
     if not fits(request):
         return None
@@ -332,7 +331,7 @@ def captured(request: GradientRequest) -> BatchGradients | None:
     return BatchGradients(np.asarray(capture.loss), request.samples, grads, dims, swept)
 
 
-def fits(request: GradientRequest) -> bool:
+def fits(request: BatchRequest) -> bool:
     """Return whether a request is the loss by outputs and states of recurrent layers only."""
     if request.target.text != "loss" or request.target.per_sample or request.scale != 1.0:
         return False

@@ -27,7 +27,7 @@ from ...typing import Array
 from ...vocabulary import SAMPLE
 from ..axes import ModelAxes
 from ..names import TensorName, read
-from .request import GradientRequest
+from .request import BatchRequest, GradientRequest
 from .target import Target
 
 OutputLayouts = Sequence[Layout]
@@ -85,7 +85,7 @@ class WholeLoss:
                 )
         return cls(np.asarray(value), joined, cotangents, layouts, sum(counts), parts[0].own_losses, digests)
 
-    def requests(self, request: GradientRequest, batches: Iterable[Batch]) -> Iterator[GradientRequest]:
+    def requests(self, request: GradientRequest, batches: Iterable[Batch]) -> Iterator[BatchRequest]:
         """Yield one gradient request per batch, with its rows of the loss gradient as cotangents."""
         if len(self.outputs) > 1 and not request.known.outputs:
             request.known.outputs = tuple(map(str, range(len(self.outputs))))

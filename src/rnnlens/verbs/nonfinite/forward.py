@@ -123,7 +123,12 @@ def in_the_forward_pass(observed: ObservedRun) -> Iterator[Origin]:
             port, array = Port("output", one.layer), to_host(one.output)
             spot = observed.first(port, "output", array)
             if spot is not None:
-                yield from _before(observed, node, one.layer)
+                # The layer's input may not be finite although all earlier layers are.
+                given = observed.value_at(Port("input", one.layer))
+                inner = None if given is None else observed.first(Port("input", one.layer), "input", given)
+                if inner is not None:
+                    fed = f"an operation of the model between layers, on {below(observed, node, inner)}"
+                    yield Origin("forward", one.layer, "input", inner.value, inner.index, fed_by=fed)
                 yield Origin("forward", one.layer, "output", spot.value, spot.index, fed_by=below(observed, node, spot))
     for i, array in enumerate(observed.returned):
         spot = observed.first(Port("output", index=i), "value", array)
@@ -131,16 +136,6 @@ def in_the_forward_pass(observed: ObservedRun) -> Iterator[Origin]:
             name = "output" if len(observed.returned) == 1 else f"output[{i}]"
             fed = "an operation of the model on the outputs of its layers, which are finite"
             yield Origin("forward", name, "value", spot.value, spot.index, fed_by=fed)
-
-
-def _before(observed: ObservedRun, node: Node, layer: str) -> Iterator[Origin]:
-    """Yield an origin in a layer's input, if it is not finite although earlier layers are."""
-    port = Port("input", layer)
-    taken = observed.value_at(port)
-    spot = None if taken is None else observed.first(port, "input", taken)
-    if spot is not None:
-        fed = f"an operation of the model between layers, on {below(observed, node, spot)}"
-        yield Origin("forward", layer, "input", spot.value, spot.index, fed_by=fed)
 
 
 def _in_recurrence(observed: ObservedRun, node: Node, replayed: ObservedCall) -> Iterator[Origin]:

@@ -70,7 +70,8 @@ class _Descent:
             if wrt.port in one.above() and wrt.port in self.arriving:
                 # All recurrences above this call are done, so these rows are complete.
                 self.arrived = self.arriving[wrt.port]
-            rows = self._entering(number)
+            arrived = {port: self.arriving.pop(port) for port in one.above() if port in self.arriving}
+            rows = entering(one, arrived, self.points.get(number))
             if rows is not None and number in self.network.path.recurrences:
                 self._through(one, rows)
         if wrt.port is not None and self.arrived is None:
@@ -97,12 +98,6 @@ class _Descent:
         if rest:
             field = like(starting_rows(tensor, times, rows), network.around.values[of.port])
             self._add(network.around.through(of.port, field, rest))
-
-    def _entering(self, number: int) -> PointRows | FieldRows | None:
-        """Combine all rows at the upper ports of a recurrence; None if there are none."""
-        one = self.network.recurrences[number]
-        arrived = {port: self.arriving.pop(port) for port in one.above() if port in self.arriving}
-        return entering(one, arrived, self.points.get(number))
 
     def _through(self, one: ReplayedCall, rows: PointRows | FieldRows) -> None:
         below = [port for port in one.below() if port in self.network.path.tops]
@@ -232,7 +227,8 @@ def pull_piece(part: JacobianPart, piece: JacobianPiece, tally: WorkCount) -> np
     seeds, found = _seeds(part, times_of(part, piece), tally)
     for port in seeds:
         network.around.refuse_coupled(port)
-    arrived = _arrived(part, seeds)
+    pulled = network.around.pull_all({port: moved(rows, 0, 1) for port, rows in seeds.items()})
+    arrived = {port: moved(rows, 0, 1) for port, rows in pulled.items() if rows is not None}
     if wrt.port is not None and wrt.port in arrived:
         found.append(arrived[wrt.port])
     for one in wrt.within:
@@ -264,9 +260,3 @@ def _seeds(
         seeds |= left
         found.append(arrived)
     return seeds, found
-
-
-def _arrived(part: JacobianPart, seeds: Mapping[Port, Array]) -> dict[Port, Array]:
-    """Pull seeds back by the framework: rows (sample, row, [time,] feature) at every tensor that they reach."""
-    pulled = part.network.around.pull_all({port: moved(rows, 0, 1) for port, rows in seeds.items()})
-    return {port: moved(rows, 0, 1) for port, rows in pulled.items() if rows is not None}

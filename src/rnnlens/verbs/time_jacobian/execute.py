@@ -236,7 +236,13 @@ def _results(part: JacobianPart, tally: WorkCount, advance: Advance) -> Iterator
         else:
             advance()
             every = {"composed": compose_piece, "uncut": pull_piece}[part.route](part, piece, tally)
-            values = _measured(part, piece, every)
+            ends, groups = part.ends, piece.outs.stop - piece.outs.start
+            rows = every.reshape(part.network.samples, groups, ends.rows, -1, ends.wrt.size)
+            rows = rows if ends.in_times is None else rows[:, :, :, ends.in_times]
+            if ends.measured_by is not None:
+                steps = range(rows.shape[3])
+                rows = np.stack([np.asarray(ends.measured_by(rows[:, :, :, k])) for k in steps], axis=2)
+            values = rows.sum(axis=0) if ends.average else rows
         if not part.ends.average:
             yield piece, values
             continue
@@ -246,17 +252,6 @@ def _results(part: JacobianPart, tally: WorkCount, advance: Advance) -> Iterator
             yield piece, values / part.network.samples
         else:
             waiting[key] = values
-
-
-def _measured(part: JacobianPart, piece: JacobianPiece, every: Values) -> Values:
-    """Select the requested input steps of all rows, and apply measure and average."""
-    ends = part.ends
-    rows = every.reshape(part.network.samples, piece.outs.stop - piece.outs.start, ends.rows, -1, ends.wrt.size)
-    if ends.in_times is not None:
-        rows = rows[:, :, :, ends.in_times]
-    if ends.measured_by is not None:
-        rows = np.stack([np.asarray(ends.measured_by(rows[:, :, :, k])) for k in range(rows.shape[3])], axis=2)
-    return rows.sum(axis=0) if ends.average else rows
 
 
 def _index(plan: JacobianPlan, part: JacobianPart, piece: JacobianPiece) -> tuple[Any, ...]:

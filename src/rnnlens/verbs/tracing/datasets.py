@@ -245,7 +245,11 @@ def recurrent_datasets(
     checks: list[Check] = []
     sums: dict[str, WeightSum] = {}
     datasets = {}
-    for name, directions in _by_node(capture.calls).items():
+    nodes: dict[str, list[RecurrentCall]] = {}
+    for call in on_host(capture.calls):  # the forward direction first
+        directions = nodes.setdefault(call.layer, [])
+        directions.insert(0 if call.direction == FORWARD else len(directions), call)
+    for name, directions in nodes.items():
         traced = [trace_call(call, selection, sums, replayed) for call in directions]
         checks += [check for one in traced for check in one.checks]
         info = described.get(name) or described.get(name.rpartition("#")[0])
@@ -282,15 +286,6 @@ def _open_space(layer: LabelledLayer, shapes: Mapping[str, tuple[int, ...]]) -> 
 
 #: Parts of a variable's name beside that of the state.
 _STEM = re.compile(r"^(previous|initial|final)_|_grad$")
-
-
-def _by_node(calls: Iterable[RecurrentCall]) -> dict[str, list[RecurrentCall]]:
-    """Group calls by node, the forward direction first."""
-    nodes: dict[str, list[RecurrentCall]] = {}
-    for call in on_host(calls):
-        directions = nodes.setdefault(call.layer, [])
-        directions.insert(0 if call.direction == FORWARD else len(directions), call)
-    return nodes
 
 
 def _collect(
