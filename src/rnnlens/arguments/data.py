@@ -104,13 +104,22 @@ def _finite(name: str, tree: Any) -> Any:
 def chunked(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
     """Return a check that lets numeric lazy arrays (Dask) pass as they are; other values are checked by ``check``."""
 
+    def leaf_of(where: str, leaf: Any) -> Any:
+        if not is_lazy(leaf):
+            return _leaf(where, leaf)
+        if getattr(leaf, "chunks", None) is None or not hasattr(leaf, "dtype"):
+            expected = "a dask array, or a DataArray of one"
+            raise InputError(f"{where} is lazy, and no array.", got=shown(type(leaf).__name__), expected=expected)
+        _refuse_kind(where, leaf.dtype)
+        return leaf
+
     def either(name: str, value: Any) -> Any:
         if not is_lazy(value):
             return check(name, value)
         if shape_of(value) == ():
             raise InputError(f"{name} is a single number.", got="shape ()", expected="(sample, time, feature)")
         _refuse_depth(name, value)
-        return _each(lambda where, leaf: _lazy_leaf(where, leaf) if is_lazy(leaf) else _leaf(where, leaf), name, value)
+        return _each(leaf_of, name, value)
 
     return either
 
@@ -135,28 +144,17 @@ def is_lazy(tree: Any, depth: int = 0) -> bool:
     return hasattr(type(tree), "__dask_graph__") and getattr(tree, "chunks", ()) is not None
 
 
-def _lazy_leaf(name: str, value: Any) -> Any:
-    if getattr(value, "chunks", None) is None or not hasattr(value, "dtype"):
-        expected = "a dask array, or a DataArray of one"
-        raise InputError(f"{name} is lazy, and no array.", got=shown(type(value).__name__), expected=expected)
-    _refuse_kind(name, value.dtype)
-    return value
-
-
 def states(name: str, value: Any) -> dict[str, Any]:
     """Check initial states, a dict from layer name to its states, and return a list of arrays for each layer."""
     if not isinstance(value, Mapping) or not value or not all(isinstance(layer, str) for layer in value):
         expected = 'a dict from layer to its states, such as {"lstm": [h, c]}'
         raise InputError(f"{name}= is a mapping from layer names to arrays.", got=shown(value), expected=expected)
-    return {layer: _arrays(examples(f"{name}[{layer!r}]", given)) for layer, given in value.items()}
-
-
-def _arrays(given: Any) -> list[Any]:
-    """Return a layer's states as a list of arrays; one array of rank 3, as nested lists, is split along axis 0."""
-    shape = shape_of(given)
-    if shape is None:
-        return _leaves(given)
-    return list(given) if len(shape) == 3 else [given]
+    found = {}
+    for layer, given in value.items():
+        arrays = examples(f"{name}[{layer!r}]", given)
+        shape = shape_of(arrays)  # one array of rank 3, as nested lists are, is split along its first axis
+        found[layer] = _leaves(arrays) if shape is None else list(arrays) if len(shape) == 3 else [arrays]
+    return found
 
 
 def is_source(x: Any) -> bool:
@@ -258,8 +256,8 @@ def _from_numbers(name: str, value: Any) -> np.ndarray[Any, Any]:
     if isinstance(value, Mapping) or value is None or (isinstance(value, tuple | list) and not _leaves(value)):
         got = "None" if value is None else shown(value)
         raise InputError(f"{name} holds no data.", got=got, expected="an array with at least 1 sample")
-    strange = next((leaf for leaf in _leaves(value) if not _is_number(leaf)), None)
-    if strange is not None:
+    numbers = (int, float, complex, np.generic)
+    if not all(isinstance(leaf, numbers) or has_attribute(leaf, "__array__") for leaf in _leaves(value)):
         expected = "an array, or a tuple, list or dict of arrays"
         raise InputError(f"{name} is not numeric data.", got=shown(value), expected=expected)
     try:
@@ -278,10 +276,6 @@ def _from_numbers(name: str, value: Any) -> np.ndarray[Any, Any]:
 def _is_array(leaf: Any) -> bool:
     """Return whether an object is an array: it is no class, and it or its class has an attribute ``shape``."""
     return not isinstance(leaf, type) and (hasattr(type(leaf), "shape") or has_attribute(leaf, "shape"))
-
-
-def _is_number(leaf: Any) -> bool:
-    return isinstance(leaf, int | float | complex | np.generic) or has_attribute(leaf, "__array__")
 
 
 def _leaf(name: str, value: Any) -> Any:

@@ -21,7 +21,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from socket import gethostname
-from types import ModuleType
 from typing import Any
 
 from ..autodiff.tensors import to_numpy
@@ -134,12 +133,15 @@ def _keras_parts(model: Any, package: str) -> dict[str, Any]:
             archive = Path(path).read_bytes()
     except Exception as error:
         raise _cannot_travel(type(model).__name__, error) from error
+    # Stateful recurrent layers that have a recorded state.
+    stateful = [layer for layer in _layers(model) if getattr(layer, "stateful", False)]
+    stateful = [layer for layer in stateful if getattr(layer, "states", None) and layer.states[0] is not None]
     return {
         "package": package,
         "backend": keras.backend.backend() if package == "keras" else "tensorflow",
         "archive": archive,
         "custom": _custom_objects(model, package),
-        "states": {layer.name: [to_numpy(state) for state in layer.states] for layer in _stateful(model)},
+        "states": {layer.name: [to_numpy(state) for state in layer.states] for layer in stateful},
     }
 
 
@@ -147,7 +149,8 @@ def _custom_objects(model: Any, package: str) -> dict[str, Any]:
     """Return the user's own classes and functions in a Keras model, by the name under which Keras looks them up."""
     found: dict[str, Any] = {}
     parts = [model, *_layers(model)]
-    parts += [cell for layer in parts for cell in _cells(layer)]
+    cells = [cell for layer in parts if (cell := getattr(layer, "cell", None)) is not None]
+    parts += [inner for cell in cells for inner in (cell, *getattr(cell, "cells", []))]
     for part in parts:
         found |= {type(part).__name__: type(part)} if not type(part).__module__.startswith(package) else {}
     given = getattr(model, "loss", None)
@@ -161,17 +164,6 @@ def _custom_objects(model: Any, package: str) -> dict[str, Any]:
 def _layers(model: Any) -> list[Any]:
     flatten = getattr(model, "_flatten_layers", None)
     return list(flatten()) if flatten is not None else [model]
-
-
-def _cells(layer: Any) -> list[Any]:
-    cell = getattr(layer, "cell", None)
-    return [] if cell is None else [cell, *getattr(cell, "cells", [])]
-
-
-def _stateful(model: Any) -> list[Any]:
-    """Return the stateful recurrent layers that have a recorded state."""
-    found = [layer for layer in _layers(model) if getattr(layer, "stateful", False)]
-    return [layer for layer in found if getattr(layer, "states", None) and layer.states[0] is not None]
 
 
 def _pickled(parts: Mapping[str, Any], model: Any) -> bytes:
@@ -189,7 +181,7 @@ def dumps(value: Any) -> bytes:
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc,name-defined]
         def reducer_override(self, part: Any) -> Any:
-            parametrized: Any = _parametrize()
+            parametrized: Any = sys.modules.get("torch.nn.utils.parametrize")
             is_module = parametrized is not None and isinstance(part, sys.modules["torch"].nn.Module)
             if is_module and parametrized.is_parametrized(part):
                 kind = parametrized.type_before_parametrizations(part)
@@ -213,10 +205,6 @@ def dumps_arguments(value: Any, parts: Mapping[str, Any]) -> bytes:
     except Exception as error:
         path, cause = blamed(parts, "arguments")
         raise _cannot_travel(path, cause or error) from error
-
-
-def _parametrize() -> ModuleType | None:
-    return sys.modules.get("torch.nn.utils.parametrize")
 
 
 def _with_parametrizations(kind: type, state: dict[str, Any]) -> Any:

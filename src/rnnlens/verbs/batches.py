@@ -274,14 +274,10 @@ class DataSetBatches:
         if not is_source(whole.x):
             layouts = layouts_to_cut(axes, template, *whole)
             axes.inputs, axes.is_cut = None if layouts is None else layouts["x"], True
-        batches = data.batches(
-            whole.x,
-            whole.y,
-            sample_weight=whole.sample_weight,
-            batch_size=self.batch_size,
-            layouts=layouts,
+        return self._lying_as_the_first(
+            data.batches(*whole[:2], sample_weight=whole.sample_weight, batch_size=self.batch_size, layouts=layouts),
+            template,
         )
-        return self._lying_as_the_first(batches, template)
 
     def _lying_as_the_first(self, batches: Iterable[data.DataBatch], template: Batch) -> Iterator[data.DataBatch]:
         """Yield the batches of a source; find the sample axes on the first one."""

@@ -318,9 +318,11 @@ def _compare_weights(comparisons: Comparisons, request: ModelRequest, claim: Rep
         if claim.part is not None and name not in whole and np.any(to_host(beside.get(name, 0.0))):
             comparisons.left_out[f"weights of {key[0]}, which the model also uses outside of the layer"] = None
             continue
-        total = _difference(run.weight_grads.get(name), None if name in whole else beside.get(name))
+        total, part = run.weight_grads.get(name), None if name in whole else beside.get(name)
+        if part is not None:  # less the framework's gradient along other paths
+            total = -to_host(part) if total is None else to_host(total) - to_host(part)
         claimed = sum(array for _, _, array in entries)
-        reference = np.zeros_like(claimed) if total is None else place.take(total)
+        reference = np.zeros_like(claimed) if total is None else place.take(to_host(total))
         if total is not None and key in claim.probed:
             reference = to_host(probed({key[2]: reference})[key[2]])
         by_layer.setdefault(key[0], []).append((claimed, reference))
@@ -335,12 +337,6 @@ def _compare_weights(comparisons: Comparisons, request: ModelRequest, claim: Rep
     found = [(beside[name], run.weight_grads.get(name)) for name in others]
     pairs = [filled(a, b) for a, b in found if a is not None or b is not None]
     comparisons.compare(WEIGHTS, "other layers" if swept else "", pairs)
-
-
-def _difference(total: Array | None, part: Any) -> Array | None:
-    if total is None:
-        return None if part is None else -to_host(part)
-    return to_host(total) if part is None else to_host(total) - to_host(part)
 
 
 def _flags(leaf: Any) -> bool:
@@ -368,7 +364,10 @@ def weight_sums(layer: LabelledLayer, call: RecurrentCall, probes: int, samples:
     dz, x = _of(layer, "gate_grad", call)[samples], _of(layer, "input", call)[samples]
     known = call.received is not None
     before = _of(layer, "previous_hidden" if known else "hidden", call)[samples]
-    before = before if known else _before(before, call)
+    if not known:  # the states after each step, shifted by one in the direction of the recurrence
+        start = to_host(call.initial_state[0])[:, None].astype(before.dtype)
+        shifted = [before[:, 1:], start] if call.direction == "backward" else [start, before[:, :-1]]
+        before = np.concatenate(shifted, axis=1)
     terms = cell.recurrent_terms(dz, _of(layer, "gates", call)[samples], before)
     if terms is None:
         return None
@@ -399,14 +398,6 @@ def _of(layer: LabelledLayer, name: str, call: RecurrentCall) -> Array:
 def _labels(layer: LabelledLayer, dim: str) -> list[str]:
     """Return the labels of a dimension, by which values are selected."""
     return [str(label) for label in layer.coords[dim].values]
-
-
-def _before(hidden: Array, call: RecurrentCall) -> Array:
-    """Return the hidden state before each step, (sample, time, unit), in the direction of the recurrence."""
-    start = to_host(call.initial_state[0])[:, None].astype(hidden.dtype)
-    if call.direction == "backward":
-        return np.concatenate([hidden[:, 1:], start], axis=1)
-    return np.concatenate([start, hidden[:, :-1]], axis=1)
 
 
 def _probed(x: Array, probes: int) -> Array:

@@ -312,6 +312,13 @@ def worst_of(records: Sequence[Mapping[str, Any]], combine: str | None) -> dict[
         known = checks.setdefault((found["name"], found["layer"]), found)
         if not found["residual"] / found["bound"] <= known["residual"] / known["bound"]:
             checks[found["name"], found["layer"]] = found
+    values: list[Any] = [one["value"] for one in records]
+    value: Any = None
+    if values[0] is not None and np.ndim(values[0]):
+        value = np.concatenate(values)
+    elif all(part is not None for part in values):
+        whole, weights = np.asarray(values, dtype=np.float64), [one["weight"] for one in records]
+        value = np.average(whole, weights=weights) if combine == "mean" else whole.sum()
     rank = {"failed": 0, "could not": 1, "passed": 2, "off": 3}
 
     def order(one: Mapping[str, Any]) -> tuple[int, float]:
@@ -322,17 +329,8 @@ def worst_of(records: Sequence[Mapping[str, Any]], combine: str | None) -> dict[
     return {
         "checks": list(checks.values()),
         "certificate": min(certificates, key=order, default=None),
-        "value": _value([one["value"] for one in records], [one["weight"] for one in records], combine),
+        "value": value,
     }
-
-
-def _value(values: Sequence[Any], weights: Sequence[float], combine: str | None) -> Any:
-    if any(value is None for value in values):
-        return None
-    if np.ndim(values[0]):
-        return np.concatenate(values)
-    whole = np.asarray(values, dtype=np.float64)
-    return np.average(whole, weights=weights) if combine == "mean" else whole.sum()
 
 
 def digest_of(model: Any) -> str:
