@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import xarray as xr
 from torch import nn
 
 import rnnlens as rl
@@ -131,3 +132,14 @@ def test_what_was_found_keeps_no_model_alive():
     del model
     gc.collect()
     assert seen() is None
+
+
+@pytest.mark.parametrize("verb", ["trace", "gradients by weights", "weights"])
+def test_a_result_makes_datasets_when_they_are_asked_for(verb, monkeypatch):
+    made = []
+    init = xr.Dataset.__init__
+    monkeypatch.setattr(xr.Dataset, "__init__", lambda self, *args, **kwargs: made.append(init(self, *args, **kwargs)))
+    result = VERBS[verb](Tagger(), torch.randn(4, 10, 3), torch.randn(4, 10, 2))
+    assert not made
+    assert set(result.dataset("lstm").data_vars)
+    assert made

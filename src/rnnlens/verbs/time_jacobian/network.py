@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...adapters.protocol import CaptureRequest, Port, Pullback
+from ...adapters.protocol import AxisConvention, CaptureRequest, Port, Pullback
 from ...data import leaves_of
 from ...errors import DisconnectedError, InputError, ModelError, UnsupportedError
 from ...results.schema import to_host
@@ -180,7 +180,9 @@ def _opened(request: JacobianRequest, inside: ReplayedLayers) -> Iterator[Jacobi
     outer = [None if end is not None else _port(name) for end, name in ((of, request.of), (wrt, request.wrt))]
     chain = None if inside.entangled or request.axes.stated else known_chain(request, inside, outer[0], outer[1])
     if chain is not None:
-        yield _network(request, inside, (of, wrt), chain, request.axes.with_samples_first())
+        yield _network(
+            request, inside, (of, wrt), chain, ModelAxes(request.adapter, request.model, rule=AxisConvention())
+        )
         return
     with _pullback(request, inside, outer, wrt) as pullback:
         tensors = _tensors(request, inside, pullback.values, outer)
@@ -234,10 +236,10 @@ def _flattened(one: ReplayedCall, memory: int) -> ReplayedCall:
 
 def _inner(name: TensorName, inside: ReplayedLayers, role: str) -> JacobianEnd | None:
     """Return the end if it lies inside a recurrence where the framework has no tensor for it; else None."""
-    calls = inside.by_layer.get(str(name.layer), []) if name.what == "output" else []
-    stepwise = inside.is_stepwise(name) or (bool(calls) and all(replayed.call.stepwise for replayed in calls))
-    if inside.entangled and stepwise:  # the framework has it, of a cell called step by step
-        return None
+    if inside.entangled:
+        calls = inside.by_layer.get(str(name.layer), []) if name.what == "output" else []
+        if inside.is_stepwise(name) or (calls and all(replayed.call.stepwise for replayed in calls)):
+            return None  # the framework has it, of a cell called step by step
     if name.what in ("state", "final_state", "initial_state"):
         within = inside.layer(name.layer)
         times, states = int(within[0].run.input.shape[1]), within[0].run.states

@@ -126,10 +126,12 @@ def direct_route(network: JacobianNetwork, ends: JacobianEnds) -> DirectRoute | 
         return None
     one, state, readout, step = above
     below = None
-    if ends.wrt.port is not None:
-        below = _below(network, one, ends.wrt.port)
-        if below is None:
+    if ends.wrt.port is not None:  # only one local segment leads from the layer's input to the lower end
+        own_input, wrt = one.below()[0], ends.wrt.port
+        found = [(port, *rest) for port in one.below() for rest in _on_path(network, port, wrt)]
+        if len(found) != 1 or found[0][:2] != (own_input, wrt) or found[0][2].kind != "local":
             return None
+        below = found[0][2]
     elif ends.wrt.within[0] is not one:
         return None
     times = ends.out_times or [one.last if step is None else step]
@@ -164,16 +166,6 @@ def _from_above(
         assert segment.block is not None
         return one, one.run.output_state, (like(rows[:, 0], segment.block) @ segment.block)[:, None], None
     return None
-
-
-def _below(network: JacobianNetwork, one: ReplayedCall, wrt: Port) -> Segment | None:
-    """Return the only local segment from the layer's input to the lower end; None if there is no such."""
-    own_input, *initial = one.below()
-    found = [(port, *rest) for port in (own_input, *initial) for rest in _on_path(network, port, wrt)]
-    if len(found) != 1:
-        return None
-    port, reached, segment = found[0]
-    return segment if port == own_input and reached == wrt and segment.kind == "local" else None
 
 
 def _on_path(network: JacobianNetwork, port: Port, wrt: Port | None) -> list[tuple[Port, Segment]]:
@@ -299,6 +291,8 @@ class JacobianPlan:
         Dimensions and shape of the result; a sketch adds a last axis of two numbers to the shape.
     peak_bytes
         Peak memory, including the result if it is kept in memory.
+    ticks
+        Number of progress updates.
     """
 
     network: JacobianNetwork
@@ -308,12 +302,7 @@ class JacobianPlan:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     peak_bytes: int
-
-    @property
-    def ticks(self) -> int:
-        """Number of progress updates."""
-        steps = ((part, 1 if part.direct is None else part.direct.one.system.time) for part in self.parts)
-        return sum(len(part.pieces) * each for part, each in steps)
+    ticks: int
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{dim} {size}" for dim, size in zip(self.dims, self.shape, strict=False))
@@ -337,7 +326,16 @@ def plan_for(
     network: JacobianNetwork, ends: JacobianEnds, mode: str, rtol: float | None, memory: int, *, streamed: bool
 ) -> JacobianPlan:
     """Return the plan between two ends; ``streamed`` results are written to disk and take no memory."""
-    sizes, dtype = _sizes(ends, network.samples), network.dtype
+    possible = {
+        SAMPLE: None if ends.average else network.samples,
+        OUT_TIME: None if ends.out_times is None else len(ends.out_times),
+        DIRECTION: 2 if ends.of.bidirectional else None,
+        OUT_UNIT: ends.rows if ends.measure is None else None,
+        IN_TIME: None if ends.in_times is None else len(ends.in_times),
+        IN_DIRECTION: 2 if ends.wrt.bidirectional else None,
+        IN_FEATURE: ends.wrt.size if ends.measure is None else None,
+    }
+    sizes, dtype = {dim: size for dim, size in possible.items() if size is not None}, network.dtype
     shape = (*sizes.values(), *ends.tail)
     size = math.prod(shape) * dtype.itemsize
     if size > memory and not streamed:
@@ -356,21 +354,8 @@ def plan_for(
     )
     taken = max(part.result_bytes for part in parts) if streamed else size
     peak = max(part.working_bytes for part in parts) + taken
-    return JacobianPlan(network, ends, parts, tuple(sizes), shape, dtype, peak)
-
-
-def _sizes(ends: JacobianEnds, samples: int) -> dict[str, int]:
-    """Return the dimensions of the result with their sizes."""
-    sizes = {
-        SAMPLE: None if ends.average else samples,
-        OUT_TIME: None if ends.out_times is None else len(ends.out_times),
-        DIRECTION: 2 if ends.of.bidirectional else None,
-        OUT_UNIT: ends.rows if ends.measure is None else None,
-        IN_TIME: None if ends.in_times is None else len(ends.in_times),
-        IN_DIRECTION: 2 if ends.wrt.bidirectional else None,
-        IN_FEATURE: ends.wrt.size if ends.measure is None else None,
-    }
-    return {dim: size for dim, size in sizes.items() if size is not None}
+    steps = [len(part.pieces) * (1 if part.direct is None else part.direct.one.system.time) for part in parts]
+    return JacobianPlan(network, ends, parts, tuple(sizes), shape, dtype, peak, sum(steps))
 
 
 def _part(
@@ -379,11 +364,12 @@ def _part(
     """Return the part between one pair of ends: its route, the chosen mode, and pieces that fit into memory."""
     network = replace(network, of=ends.of, wrt=ends.wrt)
     for one in network.recurrences:
-        # One step of one sample, as of a convolutional cell.
-        what = f"The Jacobian of one step of {one.call.layer!r} is larger than the memory limit."
-        hint = "rl.gradients(model, x, of=..., wrt=...) of single outputs needs no such matrix"
-        got, size = f"{one.system.rows} by {one.system.columns} states: {{}}", one.system.numbers(True)
-        must_fit(what, size * one.system.work.itemsize, hint, got=got, limit=memory)
+        size = one.system.numbers(True) * one.system.work.itemsize
+        if size > memory:  # one step of one sample, as of a convolutional cell
+            what = f"The Jacobian of one step of {one.call.layer!r} is larger than the memory limit."
+            hint = "rl.gradients(model, x, of=..., wrt=...) of single outputs needs no such matrix"
+            states = f"{one.system.rows} by {one.system.columns} states: {{}}"
+            must_fit(what, size, hint, got=states, limit=memory)
     direct = direct_route(network, ends) if network.is_cut else None
     if direct is not None:
         if mode == "auto":

@@ -395,7 +395,12 @@ class _Chain:
             reached = [wrt] if wrt is not None and i == end else []
             reached += [Port("output", layer.name)] if layer is not None and recurrent else []
             for port in reached:
-                found[port] = _computed(tensors[top], tensors[port], block, step)
+                above, below, matrix = tensors[top], tensors[port], block
+                kind: Literal["step", "local", "flat"] = "step" if step is not None else "local"
+                if step is None and above.times is None:
+                    kind, matrix = "flat", np.eye(above.features)[None] if block is None else block
+                    matrix = np.broadcast_to(matrix, (above.samples, *matrix.shape[1:]))
+                found[port] = Segment(kind, above, below, matrix, step or 0)
             if layer is None or recurrent or layer.kind == "table":
                 break
             before = self.before[i]
@@ -427,13 +432,3 @@ def _pull_dense(layer: ChainLink, before: Array, block: Array | None) -> Array:
         z, a = (v[..., None, :] for v in _dense(layer, before))
         block = ACTIVATIONS[layer.activation].vjp(z, a, block, array_namespace(z))
     return block if layer.kernel is None else block @ layer.kernel.T
-
-
-def _computed(above: OuterTensor, below: OuterTensor, block: Array | None, step: int | None) -> Segment:
-    """Return the segment of a chain with this matrix; None for the identity."""
-    if step is not None:
-        return Segment("step", above, below, block, step)
-    if above.times is not None:
-        return Segment("local", above, below, block)
-    block = np.eye(above.features)[None] if block is None else block
-    return Segment("flat", above, below, np.broadcast_to(block, (above.samples, *block.shape[1:])))
