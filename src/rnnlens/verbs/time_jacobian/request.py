@@ -231,8 +231,8 @@ def ends_of(of: JacobianEnd, wrt: JacobianEnd, options: JacobianOptions, samples
         must_fit(what, options.sketch * each, hint, got=f"sketch={options.sketch}: {{}}", limit=limit)
         weights = probe_signs(options.sketch, of.size, of.times or 1, samples, seed=0)
     elif measure in ("sum", "mean"):
-        rows = np.eye(of.size)[None, None] if projection is None else projection
-        weights = rows.sum(axis=2, keepdims=True) if measure == "sum" else rows.mean(axis=2, keepdims=True)
+        combined = np.sum if measure == "sum" else np.mean
+        weights = _projection(measure, of.size) if projection is None else combined(projection, axis=2, keepdims=True)
     outs = _chosen_times(options.at, OUT_TIME, of.times)
     ins = _chosen_times(options.at, IN_TIME, wrt.times)
     return JacobianEnds(of, wrt, outs, ins, projection, weights, measure, options.sketch, options.across is not None)
