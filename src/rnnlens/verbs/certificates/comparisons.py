@@ -211,8 +211,8 @@ def _residual(claimed: Array, reference: Array, unit: float) -> float:
     if claimed.size:  # NaN if any is; in parts that fit the processor's cache
         one, other = np.atleast_1d(claimed, reference)
         rows = max(1, _CACHED * len(one) // one.size)
-        parts = [np.abs(one[i : i + rows] - other[i : i + rows]) for i in range(0, len(one), rows)]
-        difference = float(np.max([np.max(part) for part in parts]))
+        starts = range(0, len(one), rows)
+        difference = float(np.max([np.max(np.abs(one[i : i + rows] - other[i : i + rows])) for i in starts]))
     if np.isfinite(difference) and (unit or not difference):
         return difference / unit if unit else 0.0
     return residual(
