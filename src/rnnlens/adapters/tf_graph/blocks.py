@@ -13,6 +13,7 @@ from tensorflow.python.framework import tensor_util
 
 from ...errors import ModelError, UnsupportedError
 from ...typing import Array
+from .recurrences import WeightPiece
 
 #: Range (start, stop) along one axis; ``(0, None)`` is the whole axis.
 Window = tuple[int, int | None]
@@ -70,6 +71,18 @@ class Block:
     def width(self) -> int:
         """Number of columns."""
         return self.columns[1] - self.columns[0]
+
+    @property
+    def is_vector(self) -> bool:
+        """True for a vector, or a single row of a matrix, such as a bias of shape (1, unit)."""
+        return not isinstance(self.rows, tuple) or self.rows[1] - self.rows[0] == 1
+
+    def piece(self, plus: float = 0.0, *, vector: bool = False) -> WeightPiece:
+        """Return the block as a part of a weight; ``plus`` is a constant that the graph adds."""
+        rows: slice | int | None = slice(*self.rows) if isinstance(self.rows, tuple) else self.rows
+        if vector and isinstance(self.rows, tuple):
+            rows = self.rows[0]
+        return WeightPiece(self.variable, rows, slice(*self.columns), plus)
 
     def columns_of(self, start: int, stop: int) -> Block:
         """Return the columns ``start:stop`` of the block."""

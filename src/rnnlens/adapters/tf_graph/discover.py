@@ -102,7 +102,7 @@ def _without_dropout(analysis: LoopAnalysis) -> Frame:
     """
     frame, kept = analysis.frame, dict[int, Any]()
     for op in frame.ops:
-        if op.type in ("Select", "SelectV2") and analysis.forms.holds(op.inputs[0]):
+        if op.type in ("Select", "SelectV2") and analysis.probe.holds(op.inputs[0]):
             kept[id(op.outputs[0])] = op.inputs[1]
             rewire(op.outputs[0], op.inputs[1])
     return replace(frame, variables=tuple(replace(v, after=kept.get(id(v.after), v.after)) for v in frame.variables))
@@ -117,12 +117,12 @@ def _known(analysis: LoopAnalysis) -> Loop | None:
     """Return the loop of a single known cell without rewriting its graph; None if that is not possible."""
     frame, match = analysis.frame, analysis.matches[0]
     read = read_by(analysis, match.source)
-    output = output_of(analysis, analysis.pairs[match.states[0]][1])
+    output = output_of(analysis, match.after[0])
     understood = analysis.mask is not None or not analysis.masked
     in_one = any(columns is not None for _, columns in analysis.owners)
     if read is None or read.reader is None or output is None or not understood or in_one:
         return None
-    owners = [analysis.owners[i][0] for i in match.states]
+    owners = [analysis.owners[i][0] for i in analysis.numbers(match)]
     return Loop(
         frame.name,
         frame.kind,

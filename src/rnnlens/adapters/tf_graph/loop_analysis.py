@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
-from .blocks import Source
-from .cells import Match, recognised
-from .forms import TensorForm, Value
-from .graph_forms import Forms, understood
+from .blocks import Source, constant_of
+from .cells import Match, steps_in
+from .probe import Key, Probe, understood
 from .recurrences import LoopBoundary
 from .sequences import (
     NO_SETTINGS,
@@ -36,7 +36,7 @@ class LoopAnalysis:
     new
         New value of each state at steps that are not masked, by id of the loop variable.
     pairs
-        Forms of each state before and after the step. A concatenation of several states counts as several.
+        Quantities of each state before and after the step. A concatenation of several states counts as several.
     owners
         Loop variable of each pair, and its columns there (None for all).
     condition
@@ -46,13 +46,13 @@ class LoopAnalysis:
     """
 
     frame: Frame
-    forms: Forms
+    probe: Probe
     paths: Paths
     reads: list[Read]
     writes: list[Written]
     states: list[Variable]
     new: dict[int, Any]
-    pairs: list[tuple[TensorForm, TensorForm]]
+    pairs: list[tuple[Key, Key]]
     owners: list[tuple[Variable, tuple[int, int] | None]]
     mask: Mask | None
     condition: tuple[Any, bool] | None
@@ -70,10 +70,14 @@ class LoopAnalysis:
         mine, other = self.mask, mask_of(condition, self.frame, self.reads)
         return condition is self.condition[0] or (mine is not None and mine.agrees(other))
 
+    def numbers(self, match: Match) -> list[int]:
+        """Return the numbers of the pairs that are the states of a recognised cell."""
+        return [self.pairs.index(pair) for pair in zip(match.before, match.after, strict=True)]
+
     @property
     def covered(self) -> bool:
         """True if every state belongs to a known cell."""
-        return sorted(i for match in self.matches for i in match.states) == list(range(len(self.pairs)))
+        return sum(len(match.before) for match in self.matches) == len(self.pairs)
 
     @property
     def variables(self) -> frozenset[str]:
@@ -84,11 +88,11 @@ class LoopAnalysis:
     @property
     def whole(self) -> bool:
         """True if the loop consists of a single known cell with all its states."""
-        return len(self.matches) == 1 and len(self.matches[0].states) == len(self.pairs)
+        return len(self.matches) == 1 and self.covered
 
 
 def analyse(frame: Frame, settings: GraphSettings = NO_SETTINGS) -> LoopAnalysis:
-    """Analyse a while loop: express each state update as a form, and recognise known cells among these.
+    """Analyse a while loop: find its states, their updates, and the known cells among these.
 
     ``settings`` replaces scalar tensors, such as keep probabilities, by their present values.
     """
@@ -99,18 +103,35 @@ def analyse(frame: Frame, settings: GraphSettings = NO_SETTINGS) -> LoopAnalysis
     paths = Paths(frame, states)
     condition = _condition(frame, reads, paths, [made[id(v)][1] for v in states])
     new = {id(v): made[id(v)][0] if condition is not None else v.after for v in states}
-    leaves: dict[int, Any] = {id(v.before): ("state", i) for i, v in enumerate(floats)}
-    leaves |= {id(read.value): ("read", i) for i, read in enumerate(reads)}
-    forms = Forms(leaves, frame.outer, settings)
-    pairs: list[tuple[TensorForm, TensorForm]] = []
+    probe = Probe(
+        [id(t) for t in (*(v.before for v in floats), *(read.value for read in reads))], frame.outer, settings
+    )
+    pairs: list[tuple[Key, Key]] = []
     owners: list[tuple[Variable, tuple[int, int] | None]] = []
     for variable in states:
-        for pair, columns in _aligned(forms, forms.of(variable.before), forms.of(new[id(variable)])):
-            pairs.append((pair[0], pair[1]))
-            owners.append((variable, columns))
+        before, after = probe.of(variable.before), probe.of(new[id(variable)])
+        widths = _widths(new[id(variable)], frame.outer)
+        edges = [0, *accumulate(widths)]
+        for start, stop in pairwise(edges) if len(widths) > 1 else [(0, before.width)]:
+            pairs.append((before.columns(start, stop).key, after.columns(start, stop).key))
+            owners.append((variable, (start, stop) if len(widths) > 1 else None))
     mask = None if condition is None else mask_of(condition[0], frame, reads)
-    matches = recognised(forms, pairs)
-    return LoopAnalysis(frame, forms, paths, reads, writes, states, new, pairs, owners, mask, condition, matches)
+    matches: list[Match] = []
+    free = set(pairs)
+    for match in steps_in(probe):
+        of_it = set(zip(match.before, match.after, strict=True))
+        if of_it <= free:
+            matches.append(match)
+            free -= of_it
+    return LoopAnalysis(frame, probe, paths, reads, writes, states, new, pairs, owners, mask, condition, matches)
+
+
+def _widths(tensor: Any, outer: Source) -> list[int]:
+    """Return the widths of the states that a tensor joins along its last axis; one for a single state."""
+    op = same(tensor, outer).op
+    if op.type != "ConcatV2" or constant_of(op.inputs[-1], outer) not in (-1, tensor.shape.rank - 1):
+        return [int(tensor.shape[-1] or 0)]
+    return [width for part in op.inputs[:-1] for width in _widths(part, outer)]
 
 
 def unselected(after: Any, before: Any, outer: Source) -> tuple[Any, tuple[Any, bool] | None]:
@@ -162,28 +183,15 @@ def _condition(
     return None
 
 
-def _aligned(forms: Forms, before: Value, after: Value) -> list[tuple[tuple[TensorForm, ...], tuple[int, int] | None]]:
-    pieces: list[tuple[tuple[TensorForm, ...], tuple[int, int] | None]] = []
-    at = 0
-    for pair, width in forms.aligned(before, after):
-        pieces.append((pair, None if width is None else (at, at + width)))
-        at += width or 0
-    return pieces
-
-
-def read_by(analysis: LoopAnalysis, source: TensorForm) -> Read | None:
-    """Return the tensor read step by step that a form consists of; None if the form is anything else."""
-    atom = source.atom
-    if atom is None or atom[0] != "leaf" or atom[1][0] != "read" or atom[2] is not None:
-        return None
-    read: Read = analysis.reads[atom[1][1]]
-    return read
+def read_by(analysis: LoopAnalysis, source: Key) -> Read | None:
+    """Return the tensor read step by step that a quantity is; None if it is anything else."""
+    return next((read for read in analysis.reads if analysis.probe.of(read.value).key == source), None)
 
 
 Output = tuple[LoopBoundary | None, Literal["state", "output", "zero"]]
 
 
-def output_of(analysis: LoopAnalysis, hidden: TensorForm) -> Output | None:
+def output_of(analysis: LoopAnalysis, hidden: Key) -> Output | None:
     """Return the boundary where a hidden state is stacked over time, and the output at masked steps.
 
     None if the loop's output is another quantity.
@@ -193,48 +201,28 @@ def output_of(analysis: LoopAnalysis, hidden: TensorForm) -> Output | None:
     return (None, "state") if found is None and not any(w.variable.read for w in writes) else found
 
 
-def _output_of(analysis: LoopAnalysis, hidden: TensorForm, writes: Sequence[Written]) -> Output | None:
+def _output_of(analysis: LoopAnalysis, hidden: Key, writes: Sequence[Written]) -> Output | None:
+    outer, keys = analysis.frame.outer, analysis.probe
     if len(writes) > 1 or not at_present(analysis.frame, writes[0]):
         return None
-    form = analysis.forms.form(writes[0].value)
     boundary = LoopBoundary((writes[0].stacked,), stacked=True)
-    if form is hidden and not analysis.masked:
+    value = same(writes[0].value, outer)
+    if not analysis.masked:
+        return (boundary, "state") if keys.of(value).key == hidden else None
+    if value.op.type not in ("Select", "SelectV2") or analysis.mask is None:
+        return None
+    condition, first, second = value.op.inputs
+    inverted = keys.of(second).key == hidden
+    mask, other = mask_of(condition, analysis.frame, analysis.reads), same(first if inverted else second, outer)
+    known = inverted or keys.of(first).key == hidden
+    if not known or mask is None or mask.inverted != inverted or not mask.agrees(analysis.mask):
+        return None
+    if is_filled_with(0, other, outer):
+        return boundary, "zero"
+    if (keys.of(other).key, hidden) in analysis.pairs:
         return boundary, "state"
-    atom = form.atom
-    if atom is None or atom[0] != "where" or hidden not in atom[2:] or analysis.mask is None:
-        return None
-    other = atom[3] if atom[2] is hidden else atom[2]
-    mask = mask_of(analysis.forms.tensors[atom[1]], analysis.frame, analysis.reads)
-    if mask is None or mask.inverted != (atom[2] is other) or not mask.agrees(analysis.mask):
-        return None
-    instead = _instead(analysis, other, hidden)
-    return None if instead is None else (boundary, instead)
-
-
-def _instead(
-    analysis: LoopAnalysis, other: TensorForm, hidden: TensorForm
-) -> Literal["state", "output", "zero"] | None:
-    """Return the kind of output at masked steps: "zero", "state" or "output" (the previous one); None if unknown."""
-    if other.constant == 0.0:
-        return "zero"
-    atom = other.atom
-    if atom is None or atom[0] != "leaf" or atom[2] is not None:
-        return None
-    if atom[1][0] == "tensor":
-        return "zero" if is_filled_with(0, analysis.forms.tensors[atom[1][1]], analysis.frame.outer) else None
-    return _kept(analysis, other, hidden) if atom[1][0] == "state" else None
-
-
-def _kept(analysis: LoopAnalysis, other: TensorForm, hidden: TensorForm) -> Literal["state", "output"] | None:
-    """Return "state" if a variable is the previous state, "output" if it is the previous output.
-
-    The previous output must start at zero; otherwise None is returned.
-    """
-    if any(old is other and new is hidden for old, new in analysis.pairs):
-        return "state"
-    assert other.atom is not None
-    variable = _floats(analysis.frame)[other.atom[1][1]]
-    return "output" if is_filled_with(0, variable.entry, analysis.frame.outer) else None
+    kept = any(other is v.before and is_filled_with(0, v.entry, outer) for v in _floats(analysis.frame))
+    return (boundary, "output") if kept else None  # the previous output
 
 
 def _floats(frame: Frame) -> list[Variable]:

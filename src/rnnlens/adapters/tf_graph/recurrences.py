@@ -145,8 +145,6 @@ class Loop:
         Whether it is one direction of a bidirectional layer; the loop of the other one has the same name.
     time_major
         Whether the user's input and output tensors have time as the first axis.
-    outer
-        Loop invariants: tensors of the body to the tensors outside that are passed in as them.
     scope
         Scope of the variables of the cell: ``"lstm_model/rnn/gru_cell"``.
     replaced
@@ -173,7 +171,6 @@ class Loop:
     turned_by: Any = None
     bidirectional: bool = False
     time_major: bool = False
-    outer: Mapping[Any, Any] = field(default_factory=dict)
     scope: str = ""
     replaced: Mapping[str, Any] = field(default_factory=dict)
     redrawn: bool = False

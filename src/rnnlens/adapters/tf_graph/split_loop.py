@@ -10,10 +10,10 @@ import tensorflow.compat.v1 as tf
 
 from .blocks import Source
 from .cells import Match
-from .forms import TensorForm
 from .loop_analysis import LoopAnalysis, at_present, why_unknown
 from .loop_attributes import common_scope, course_words, flat_mask, masking, recognised_cell, refused, runs_through
 from .loop_recorder import CannotRecordError, CarriedState, LoopRecorder, rewire
+from .probe import Key
 from .recurrences import Loop, LoopBoundary, LoopCell
 from .sequences import course_of, same
 from .step_graph import StepGraph
@@ -56,7 +56,8 @@ class _LoopSplitter:
         """Return one loop per known cell, in the order of their dependence; or a single loop of unknown equations."""
         analysis = self.analysis
         if analysis.covered and not self.as_one:
-            order = sorted(analysis.matches, key=lambda m: len(analysis.forms.mentioned(m.source)))
+            computed = list(analysis.probe.by_key)
+            order = sorted(analysis.matches, key=lambda match: computed.index(match.after[0]))
             found = [self._cell(match, i, len(order)) for i, match in enumerate(order)]
             self._put_out()
         else:
@@ -137,19 +138,18 @@ class _LoopSplitter:
         self._known([source])
         whole = recorder.steps[id(source)]
         tap = self._tapped(whole)
-        sources = analysis.forms.tensors_of(match.source)
+        sources, numbers = analysis.probe.tensors_of(match.source), analysis.numbers(match)
         recorder.steps |= {id(tensor): tap for tensor in sources}
-        starts = [self._start(i) for i in match.states]
+        starts = [self._start(i) for i in numbers]
         kept = None if analysis.condition is None else (analysis.condition[0], not analysis.condition[1])
         carried = [
-            CarriedState(start, self._tensor_of(analysis.pairs[i][1]), kept)
-            for start, i in zip(starts, match.states, strict=True)
+            CarriedState(start, self._tensor_of(after), kept) for start, after in zip(starts, match.after, strict=True)
         ]
-        _, steps, ends = recorder.run([], carried, self._before(match))
+        _, steps, ends = recorder.run([], carried, self._before(numbers))
         recorder.steps |= {id(tensor): whole for tensor in sources}  # other readers are outside of this cell
-        for i, stacked, end in zip(match.states, steps, ends, strict=True):
+        for i, stacked, end in zip(numbers, steps, ends, strict=True):
             self._ended(i, end)
-            for tensor in analysis.forms.tensors_of(analysis.pairs[i][1]):
+            for tensor in analysis.probe.tensors_of(analysis.pairs[i][1]):
                 recorder.steps[id(tensor)] = stacked
         return Loop(
             analysis.frame.name if count == 1 else f"{analysis.frame.name}/cell_{index}",
@@ -166,8 +166,8 @@ class _LoopSplitter:
             scope=common_scope(piece.variable for pieces in match.weights.values() for piece in pieces),
         )
 
-    def _tensor_of(self, form: TensorForm) -> Any:
-        found = self.analysis.forms.tensors_of(form)
+    def _tensor_of(self, key: Key) -> Any:
+        found = self.analysis.probe.tensors_of(key)
         if not found:
             raise CannotRecordError("a value that no tensor of its body holds")
         return found[0]
@@ -180,7 +180,7 @@ class _LoopSplitter:
         with start.graph.as_default():
             return self._tapped(start[:, columns[0] : columns[1]])
 
-    def _before(self, match: Match) -> dict[int, list[Any]]:
+    def _before(self, numbers: Sequence[int]) -> dict[int, list[Any]]:
         """Return substitutes for the loop variables in the loop of one cell.
 
         The cell's own states are numbers of its carried states; other variables are start values of which only the
@@ -188,7 +188,7 @@ class _LoopSplitter:
         """
         before: dict[int, list[Any]] = {}
         for i, (variable, _) in enumerate(self.analysis.owners):
-            part = match.states.index(i) if i in match.states else self._start(i)
+            part = numbers.index(i) if i in numbers else self._start(i)
             before.setdefault(id(variable.before), []).append(part)
         return before
 

@@ -13,10 +13,9 @@ from typing import Any
 
 from ...errors import message
 from .blocks import Source, behind_identities, block_of, reached
-from .cells import Match, Pair, steps_to
-from .forms import TensorForm
-from .graph_forms import Forms
+from .cells import Match, steps_in
 from .loop_attributes import common_scope, recognised_cell, without_steps
+from .probe import Key, Probe
 from .recurrences import Loop, LoopBoundary
 from .while_loops import ancestors, in_built_order
 
@@ -33,43 +32,33 @@ Readers = tuple[tuple[Any, int], ...]
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One step of an unrolled recurrence: its cell, its states before and after, and the new states' tensors."""
+    """One step of an unrolled recurrence: its cell, and the tensors of its new states."""
 
     match: Match
-    pairs: tuple[Pair, ...]
     tensors: tuple[Any, ...]
-
-    @property
-    def before(self) -> tuple[TensorForm, ...]:
-        """Forms of the states before the step."""
-        return tuple(old for old, _ in self.pairs)
-
-    @property
-    def after(self) -> tuple[TensorForm, ...]:
-        """Forms of the new states."""
-        return tuple(new for _, new in self.pairs)
 
 
 def unrolled(ends: Iterable[Any]) -> list[Loop]:
     """Return the unrolled recurrences among the ancestors of some tensors: chains of at least two equal steps."""
     ends = list(ends)
     ops = [op for op in ancestors(ends) if not _in_a_loop(op)]
-    forms, groups = Forms({}, Source()), defaultdict(list)
-    for step in _steps(forms, ops, _unread(ops)):
+    probe, groups = Probe([], Source()), defaultdict(list)
+    for step in _steps(probe, ops, _unread(ops)):
         match = step.match
         key = (match.cell, tuple(sorted(match.options.items(), key=str)), _frozen(match.weights))
         groups[key].append(step)
     chains = [chain for steps in groups.values() for chain in _chains(steps)]
-    loops = [loop for chain in chains if (loop := _loop(forms, chain, ends)) is not None]
-    return [*loops, *_conditional(ops, {loop.scope for loop in loops}, groups.values())]
+    loops = [loop for chain in chains if (loop := _loop(probe, chain, ends)) is not None]
+    return [*loops, *_conditional(probe, ops, {loop.scope for loop in loops}, groups.values())]
 
 
-def _conditional(ops: Sequence[Any], told: set[str], groups: Iterable[Sequence[Step]]) -> list[Loop]:
+def _conditional(probe: Probe, ops: Sequence[Any], told: set[str], groups: Iterable[Sequence[Step]]) -> list[Loop]:
     """Return refused loops for steps that a condition can skip, as in ``static_rnn(sequence_length=)``."""
     names: dict[str, int] = {}
     for steps in groups:
         scope = common_scope(p.variable for pieces in steps[0].match.weights.values() for p in pieces)
-        passed = {id(step.after[0]) for step in steps if any(_by_condition(form) for form in step.before)}
+        by_condition = [step for step in steps if any(_by_condition(probe, state) for state in step.match.before)]
+        passed = {step.match.after[0] for step in by_condition}
         if scope not in told and len(passed) > 1:
             names[scope] = steps[0].match.units
     conditions = [op for op in ops if op.type in ("If", "StatelessIf")]
@@ -91,9 +80,9 @@ def _in_a_loop(op: Any) -> bool:
     return context is not None
 
 
-def _by_condition(form: TensorForm) -> bool:
-    atom = form.atom
-    return atom is not None and atom[0] == "leaf" and atom[1][0] == "tensor" and atom[1][2] in ("Merge", "Switch")
+def _by_condition(probe: Probe, state: Key) -> bool:
+    """Return whether a condition of control flow v1 chooses a state."""
+    return any(tensor.op.type in ("Merge", "Switch") for tensor in probe.tensors_of(state))
 
 
 def _refused(scope: str, units: int) -> Loop:
@@ -127,50 +116,44 @@ def _unread(ops: Iterable[Any]) -> list[Any]:
     return in_built_order(found)
 
 
-def _steps(forms: Forms, ops: Sequence[Any], unread: Sequence[Any]) -> Iterable[Step]:
+def _steps(probe: Probe, ops: Sequence[Any], unread: Sequence[Any]) -> Iterable[Step]:
     """Yield the steps of which ``ops`` contains a new state; ``unread`` may compute the others."""
-    seen: set[TensorForm] = set()
     read = set(ops)
     for op in (*ops, *unread):
-        if op.type not in _MAKES_A_STATE or len(op.outputs) != 1:
-            continue
-        tensor = op.outputs[0]
-        if not tensor.dtype.is_floating or tensor.shape.rank != 2 or block_of(tensor, Source()) is not None:
-            continue
-        form = forms.of(tensor)
-        if not isinstance(form, TensorForm) or form in seen:
-            continue
-        seen.add(form)
-        for match, pairs in steps_to(forms, form):
-            found = [forms.tensors_of(new) for _, new in pairs]
-            if all(found) and any(t.op in read for tensors in found for t in tensors):
-                yield Step(match, pairs, tuple(tensors[0] for tensors in found))
+        if op.type in _MAKES_A_STATE and len(op.outputs) == 1:
+            tensor = op.outputs[0]
+            if tensor.dtype.is_floating and tensor.shape.rank == 2:
+                probe.of(tensor)
+    for match in steps_in(probe):
+        found = [probe.tensors_of(new) for new in match.after]
+        if any(t.op in read for tensors in found for t in tensors):
+            yield Step(match, tuple(tensors[0] for tensors in found))
 
 
 def _chains(steps: Sequence[Step]) -> list[list[Step]]:
     """Group steps into chains, where each step's new states are the next step's states. A step belongs to one chain."""
-    made = {step.after: step for step in steps}
-    following: dict[tuple[TensorForm, ...], Step] = {}
+    made = {step.match.after: step for step in steps}
+    following: dict[tuple[Key, ...], Step] = {}
     for step in steps:
-        if step.before in made and made[step.before] is not step:
-            following.setdefault(step.before, step)
+        if step.match.before in made and made[step.match.before] is not step:
+            following.setdefault(step.match.before, step)
     chains = []
     for first in steps:
-        if first.before in made or first.after not in following:
+        if first.match.before in made or first.match.after not in following:
             continue
         chain = [first]
-        while chain[-1].after in following:
-            chain.append(following[chain[-1].after])
+        while chain[-1].match.after in following:
+            chain.append(following[chain[-1].match.after])
         chains.append(chain)
     return chains
 
 
-def _loop(forms: Forms, chain: Sequence[Step], ends: Iterable[Any]) -> Loop | None:
-    sources = [_tensor(forms, step.match.source) for step in chain]
-    starts = [_tensor(forms, old) for old in chain[0].before]
+def _loop(probe: Probe, chain: Sequence[Step], ends: Iterable[Any]) -> Loop | None:
+    sources = [_tensor(probe, step.match.source) for step in chain]
+    starts = [_tensor(probe, old) for old in chain[0].match.before]
     if any(t is None for t in (*sources, *starts)):
         return None
-    edges = [_edges(forms, step) for step in chain]
+    edges = [_edges(probe, step) for step in chain]
     states = [LoopBoundary(tuple(step.tensors[i] for step in chain)) for i in range(len(starts))]
     match = chain[0].match
     scope = common_scope(piece.variable for pieces in match.weights.values() for piece in pieces)
@@ -208,12 +191,12 @@ def _behind(tensors: Sequence[Any], stop: Container[int] = ()) -> list[Any]:
     return reached(tensors, lambda tensor: () if id(tensor) in stop else tensor.op.inputs)
 
 
-def _carried(chain: Sequence[Step], edges: Sequence[dict[TensorForm, Readers]]) -> tuple[LoopBoundary, ...]:
+def _carried(chain: Sequence[Step], edges: Sequence[dict[Key, Readers]]) -> tuple[LoopBoundary, ...]:
     """Return the states between the steps, with the operations by which the next step reads them."""
     return tuple(
         LoopBoundary(
             tuple(step.tensors[i] for step in chain[:-1]),
-            tuple(read[step.before[i]] for step, read in zip(chain[1:], edges[1:], strict=True)),
+            tuple(read[step.match.before[i]] for step, read in zip(chain[1:], edges[1:], strict=True)),
         )
         for i in range(len(chain[0].tensors))
     )
@@ -227,13 +210,13 @@ def _feedback_of_another_state(scope: str) -> str:
     )
 
 
-def _start_edges(first: Step, edges: dict[TensorForm, Readers]) -> list[Readers]:
+def _start_edges(first: Step, edges: dict[Key, Readers]) -> list[Readers]:
     """Return the operations by which the first step reads each initial state.
 
     If one tensor is both states of an LSTM, the matrix products read the first one.
     """
-    found = [edges[form] for form in first.before]
-    if len(set(first.before)) < len(found):
+    found = [edges[key] for key in first.match.before]
+    if len(set(first.match.before)) < len(found):
         products = tuple(edge for edge in found[0] if edge[0].type in ("MatMul", "ConcatV2"))
         found = [products, tuple(edge for edge in found[0] if edge not in products)]
     return found
@@ -244,15 +227,15 @@ def _name(scope: str) -> str:
     return scope.rpartition("/")[0] or scope
 
 
-def _tensor(forms: Forms, form: TensorForm) -> Any:
-    found = forms.tensors_of(form)
+def _tensor(probe: Probe, key: Key) -> Any:
+    found = probe.tensors_of(key)
     return found[0] if found else None
 
 
-def _edges(forms: Forms, step: Step) -> dict[TensorForm, Readers]:
+def _edges(probe: Probe, step: Step) -> dict[Key, Readers]:
     """Return the operations, with input numbers, by which a step reads its input and its previous states."""
-    boundary = {id(t): form for form in (step.match.source, *step.before) for t in forms.tensors_of(form)}
-    found: dict[TensorForm, list[tuple[Any, int]]] = {form: [] for form in boundary.values()}
+    boundary = {id(t): key for key in (step.match.source, *step.match.before) for t in probe.tensors_of(key)}
+    found: dict[Key, list[tuple[Any, int]]] = {key: [] for key in boundary.values()}
     waiting, seen = [t.op for t in step.tensors], set()
     while waiting:
         op = waiting.pop()
@@ -264,4 +247,4 @@ def _edges(forms: Forms, step: Step) -> dict[TensorForm, Readers]:
                 found[boundary[id(tensor)]].append((op, index))
             elif block_of(tensor, Source()) is None:
                 waiting.append(tensor.op)
-    return {form: tuple(edges) for form, edges in found.items()}
+    return {key: tuple(edges) for key, edges in found.items()}

@@ -1,0 +1,490 @@
+"""Random numbers for the tensors of a graph: tensors with the same numbers compute the same, by whatever operations.
+
+Inputs, states and products with a variable get random numbers; sums, products, activations and cuts are computed from
+them. Two different polynomials agree at random numbers with negligible probability (Schwartz 1980, J. ACM 27(4),
+corollary 1). An equation of a cell is therefore tested by computing it from the numbers of its terms, and by looking up
+the tensor that has the result. No variable is read, and names of operations do not matter.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, reduce
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+from tensorflow.python.framework.tensor_util import constant_value
+
+from ...typing import Array
+from .blocks import Block, Source, block_of, constant_of, window_of
+from .sequences import NO_SETTINGS, GraphSettings, is_filled_with
+
+_TRANSPARENT = frozenset({"Identity", "EnsureShape", "PlaceholderWithDefault", "PreventGradient", "CheckNumerics"})
+_ADDS = frozenset({"Add", "AddV2", "AddN", "BiasAdd", "BiasAddV1"})
+_CUTS = frozenset({"Split", "SplitV", "StridedSlice", "Slice"})
+_SELECTS = frozenset({"Select", "SelectV2"})
+_BOUNDS = frozenset({"Maximum", "Minimum", "ClipByValue"})
+#: TensorFlow's operation -> name of the same activation in rnnlens.
+_ACTIVATIONS = {
+    "Tanh": "tanh",
+    "Sigmoid": "sigmoid",
+    "Relu": "relu",
+    "Relu6": "relu6",
+    "Elu": "elu",
+    "Selu": "selu",
+    "Softplus": "softplus",
+    "Softsign": "softsign",
+    "Exp": "exponential",
+    "LeakyRelu": "leaky_relu",
+}
+#: Slopes of hard sigmoids ``clip(slope * z + 0.5, 0, 1)``.
+_HARD_SIGMOIDS = {"hard_sigmoid_keras2": 0.2, "hard_sigmoid": 1 / 6}
+#: All activations that a cell can have.
+ACTIVATIONS = ("linear", *_ACTIVATIONS.values(), *_HARD_SIGMOIDS)
+_COMPUTED = (_TRANSPARENT | _ADDS | _CUTS | _SELECTS | _BOUNDS | set(_ACTIVATIONS)) | {
+    "MatMul",
+    "ConcatV2",
+    "Mul",
+    "Sub",
+    "Neg",
+    "RealDiv",
+    "Floor",
+    "GreaterEqual",
+}
+#: Operations that take a part of a tensor, or change its shape.
+_PARTS = frozenset({"StridedSlice", "Slice", "GatherV2", "Gather", "Transpose", "Reshape", "ExpandDims", "Squeeze"})
+#: Operations of known cells, including those that read variables and sequences.
+_IN_CELLS = (
+    (_COMPUTED - {"Floor"})
+    | _PARTS
+    | {
+        *(
+            "Const",
+            "Enter",
+            "RefEnter",
+            "ReadVariableOp",
+            "VariableV2",
+            "Variable",
+            "VarHandleOp",
+            "Switch",
+            "Placeholder",
+        ),
+        *("TensorArrayReadV3", "TensorListGetItem", "Pack", "Less", "LogicalNot", "Cast"),
+    }
+)
+#: Numbers of a condition that is not computed weigh the two sides of a select; 1 and 0 choose one of them.
+_ROWS = 4
+
+#: Identity of a quantity: equal for tensors that have the same numbers.
+Key = bytes
+
+
+def understood(operation: Any) -> bool:
+    """Return whether known cells are built of operations of this type."""
+    return operation.type in _IN_CELLS
+
+
+def activated(name: str, numbers: Array) -> Array:
+    """Apply a smooth function that represents an activation: another one for each name."""
+    return numbers if name == "linear" else np.sin(numbers + ACTIVATIONS.index(name))
+
+
+@dataclass(frozen=True)
+class Affine:
+    """Affine map ``factor * (sum(source @ block) + sum(vectors) + sum(vector * seen)) + constant``.
+
+    ``products`` has the block of a variable by source, ``peepholes`` the vector by the quantity that it multiplies.
+    """
+
+    products: Mapping[Key, Block]
+    vectors: tuple[Block, ...] = ()
+    peepholes: Mapping[Key, Block] = field(default_factory=dict)
+    constant: float = 0.0
+    factor: float = 1.0
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """All blocks of variables."""
+        return (*self.products.values(), *self.vectors, *self.peepholes.values())
+
+    @property
+    def width(self) -> int:
+        """Number of units."""
+        return next(iter(self.products.values())).width
+
+    def plus(self, other: Affine) -> Affine | None:
+        """Return the sum of two maps; None if it is no map of this form."""
+        if not other.blocks:
+            return replace(self, constant=self.constant + other.constant)
+        if not self.blocks:
+            return other.plus(self)
+        if self.factor != other.factor or self.products.keys() & other.products.keys():
+            return None
+        if len({block.width for block in (*self.blocks, *other.blocks)}) > 1:
+            return None
+        vectors, constant = (*self.vectors, *other.vectors), self.constant + other.constant
+        peepholes = {**self.peepholes, **other.peepholes}
+        return Affine({**self.products, **other.products}, vectors, peepholes, constant, self.factor)
+
+    def columns(self, start: int, stop: int) -> Affine:
+        """Return the map to the units ``start:stop``."""
+        products, peepholes = (
+            {key: block.columns_of(start, stop) for key, block in blocks.items()}
+            for blocks in (self.products, self.peepholes)
+        )
+        vectors = tuple(block.columns_of(start, stop) for block in self.vectors)
+        return replace(self, products=products, vectors=vectors, peepholes=peepholes)
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """Numbers (row, column) of a tensor, and how they were computed.
+
+    Attributes
+    ----------
+    affine, activation
+        The tensor is this activation of this affine map; None if it is anything else.
+    parts
+        Of a concatenation along the last axis: the values that are concatenated.
+    clipped
+        Lower bound, upper bound, and the value to which they were applied; None for others.
+    """
+
+    numbers: Array
+    affine: Affine | None = None
+    activation: str = "linear"
+    parts: tuple[Value, ...] = ()
+    clipped: tuple[float | None, float | None, Value] | None = None
+
+    @cached_property
+    def key(self) -> Key:
+        """Key of the quantity."""
+        return key_of(self.numbers)
+
+    @property
+    def width(self) -> int:
+        """Number of columns."""
+        return int(self.numbers.shape[1])
+
+    @property
+    def constant(self) -> float | None:
+        """Number that the value equals everywhere; None for others."""
+        return self.affine.constant if self.affine is not None and not self.affine.blocks else None
+
+    @property
+    def gate(self) -> Affine | None:
+        """Affine map of a gate; None if the value can be no gate."""
+        affine = self.affine
+        if affine is None or not affine.products or affine.factor != 1.0:
+            return None
+        vectors = (*affine.vectors, *affine.peepholes.values())
+        return affine if all(block.is_vector for block in vectors) else None
+
+    @property
+    def clip(self) -> float | None:
+        """Bound of a value that was clipped to ``[-bound, bound]``; None for others."""
+        low, high, _ = self.clipped or (None, None, self)
+        return high if low is not None and high is not None and -low == high else None
+
+    def columns(self, start: int, stop: int) -> Value:
+        """Return the columns ``start:stop``."""
+        affine = self.affine if self.affine is None else self.affine.columns(start, stop)
+        clipped = self.clipped and (*self.clipped[:2], self.clipped[2].columns(start, stop))
+        return Value(self.numbers[:, start:stop], affine, self.activation, (), clipped)
+
+
+def key_of(numbers: Array) -> Key:
+    """Return the key of a quantity with these numbers; differences by rounding do not count."""
+    return blake2b((np.round(numbers, 6) + 0.0).tobytes(), digest_size=16).digest()
+
+
+class Probe:
+    """Values of tensors at random numbers, for one graph or for the body of one loop.
+
+    Parameters
+    ----------
+    leaves
+        Ids of tensors that are not computed: states before the step, and sequences read in it.
+    outer
+        Loop invariants: tensors of the body and the tensors outside that are passed in as them.
+    settings
+        Rates and switches outside of the loop, whose present values are used as constants.
+    """
+
+    def __init__(self, leaves: Sequence[int], outer: Source, settings: GraphSettings = NO_SETTINGS) -> None:
+        self._leaves, self._outer, self._settings = frozenset(leaves), outer, settings
+        self._values: dict[int, Value] = {}
+        self._seeds: dict[Any, int] = {}
+        self._tensors: dict[Key, list[Any]] = defaultdict(list)
+        #: One value per quantity.
+        self.by_key: dict[Key, Value] = {}
+        #: Gates, and affine maps that could be gates without an activation, by their sources.
+        self.gates: dict[frozenset[Key], dict[Any, Value]] = defaultdict(dict)
+        #: Quantities that are multiplied with a quantity somewhere.
+        self.cofactors: dict[Key, dict[Key, Value]] = defaultdict(dict)
+        #: Values clipped from a quantity.
+        self.clips: dict[Key, list[Value]] = defaultdict(list)
+
+    def of(self, tensor: Any) -> Value:
+        """Return the value of a tensor. The graph is traversed without recursion, so its depth is not limited."""
+        waiting = [tensor]
+        while waiting:
+            current = waiting[-1]
+            needed = [] if id(current) in self._values else self._needed(current)
+            needed = [t for t in needed if id(t) not in self._values]
+            if needed:
+                waiting.extend(needed)
+                continue
+            waiting.pop()
+            if id(current) not in self._values:
+                self._values[id(current)] = self._value(current)
+                self._record(current, self._values[id(current)])
+        return self._values[id(tensor)]
+
+    def tensors_of(self, key: Key) -> list[Any]:
+        """Return the tensors, of those computed so far, that are a quantity."""
+        return self._tensors.get(key, [])
+
+    def found(self, numbers: Array) -> Value | None:
+        """Return the value that has these numbers; None if no tensor has them."""
+        return self.by_key.get(key_of(numbers))
+
+    def holds(self, condition: Any) -> bool:
+        """Return whether a condition is always true, such as dropout's "uniform draw >= rate" at a rate of 0."""
+        return bool(np.all(self.of(condition).numbers == 1.0))
+
+    def _record(self, tensor: Any, value: Value) -> None:
+        self._tensors[value.key].append(tensor)
+        self.by_key.setdefault(value.key, value)
+        if value.gate is not None:
+            self.gates[frozenset(value.gate.products)].setdefault((value.key, value.activation), value)
+        if value.clip is not None and value.clipped is not None:
+            self.clips[value.clipped[2].key].append(value)
+        if tensor.op.type == "Mul":
+            for one, other in (tensor.op.inputs, reversed(tensor.op.inputs)):
+                if id(one) in self._values and id(other) in self._values:
+                    self.cofactors[self._values[id(one)].key][self._values[id(other)].key] = self._values[id(other)]
+
+    def _drawn(self, name: Any, start: int, stop: int) -> Array:
+        """Return the columns ``start:stop`` of the random numbers of a name."""
+        seed = self._seeds.setdefault(name, len(self._seeds))
+        drawn: Array = np.random.default_rng(seed).normal(size=(stop, _ROWS))[start:].T
+        return drawn
+
+    def _needed(self, tensor: Any) -> list[Any]:
+        """Return the tensors from whose values that of a tensor is computed."""
+        if id(tensor) in self._leaves or block_of(tensor, self._outer) is not None:
+            return []
+        outside, op = self._outer.get(tensor), tensor.op
+        if outside is not None:
+            return [outside]
+        if self._number(tensor) is not None:
+            return []
+        instead = self._settings.chosen_branch(tensor, self._outer)
+        if instead is not None:
+            return [instead]
+        if not _is_computed(tensor):
+            return []
+        return [op.inputs[0]] if op.type == "MatMul" else [t for t in op.inputs if _is_number(t)]
+
+    def _number(self, tensor: Any) -> Any:
+        """Return the value of a constant, or the present value of a setting; None for other tensors."""
+        number = constant_of(tensor, self._outer)
+        return self._settings.value(tensor, self._outer) if number is None else number
+
+    def _value(self, tensor: Any) -> Value:
+        if id(tensor) in self._leaves:
+            return self._leaf(tensor, id(tensor))
+        block = block_of(tensor, self._outer)
+        if block is not None:
+            name = (block.variable, block.rows)
+            return Value(self._drawn(name, *block.columns), Affine({}, (block,)))
+        outside = self._outer.get(tensor)
+        if outside is not None:
+            return self._values[id(outside)]
+        number = self._number(tensor)
+        if number is not None and _is_number(tensor):
+            return _constant(float(number))
+        instead = self._settings.chosen_branch(tensor, self._outer)
+        if instead is not None:
+            return _constant(1.0) if is_filled_with(1, instead, self._outer) else self._values[id(instead)]
+        value = None
+        if _is_computed(tensor):
+            with np.errstate(all="ignore"):
+                value = self._computed(tensor, [self._values.get(id(t)) for t in tensor.op.inputs])
+        return self._leaf(tensor, self._first_alike(tensor)) if value is None else value
+
+    def _leaf(self, tensor: Any, name: Any) -> Value:
+        if tensor.op.type == "RandomUniform":  # the extremes, so that a rate near 0 or 1 shows
+            return Value(np.tile([[1e-12], [1 - 1e-12]], (_ROWS // 2, 1)))
+        by_sample = tensor.shape.rank in (None, 0) or (tensor.shape.rank == 1 and tensor.dtype.name == "bool")
+        width = None if by_sample else tensor.shape[-1]
+        return Value(self._drawn(("leaf", name), 0, 1 if width is None else int(width)))
+
+    def _first_alike(self, tensor: Any) -> Any:
+        """Return a name that tensors share which take the same part of the same tensor.
+
+        An example is ``x[:, t]``, which some cells slice once per gate.
+        """
+        op = tensor.op
+        if op.type not in _PARTS:
+            return id(tensor)
+        values = [constant_value(t) for t in op.inputs]
+        taken = tuple(id(t) if v is None else v.tobytes() for t, v in zip(op.inputs, values, strict=True))
+        attrs = tuple(sorted((k, v.SerializeToString()) for k, v in op.node_def.attr.items() if not k.startswith("_")))
+        return op.type, tensor.value_index, taken, attrs
+
+    def _computed(self, tensor: Any, values: list[Any]) -> Value | None:
+        """Return the value that an operation computes from those of its inputs; None if it is no such operation."""
+        op, first = tensor.op, values[0]
+        if op.type in _TRANSPARENT:
+            return first  # type: ignore[no-any-return]
+        if op.type in _ACTIVATIONS:
+            return _activation(_ACTIVATIONS[op.type], first)
+        if op.type == "MatMul":
+            return self._product(op, first)
+        if op.type in _CUTS:
+            cut, value = _cut_of(tensor), values[1] if op.type == "Split" else first
+            return None if cut is None else value.columns(*cut) if value.width > 1 else value
+        if op.type == "ConcatV2":
+            return self._joined(op, values[:-1])
+        if len({value.width for value in values} - {1}) > 1:
+            return None
+        if op.type in _SELECTS:
+            condition, yes, no = (value.numbers for value in values)
+            return values[1] if np.all(condition == 1.0) else Value(condition * yes + (1.0 - condition) * no)
+        if op.type == "GreaterEqual":
+            return Value((first.numbers >= values[1].numbers).astype(float))
+        if op.type == "Floor":
+            return Value(np.floor(first.numbers))
+        if op.type == "ClipByValue":
+            return _clip(first, values[1].constant, values[2].constant)
+        if op.type in _BOUNDS:
+            bounds = [value.constant for value in values]
+            value, bound = (first, bounds[1]) if bounds[0] is None else (values[1], bounds[0])
+            return _clip(value, bound, None) if op.type == "Maximum" else _clip(value, None, bound)
+        return _arithmetic(op.type, values)
+
+    def _product(self, op: Any, value: Value) -> Value | None:
+        """Return the product of a value and a block of a variable; a concatenation is a sum of several products."""
+        block = block_of(op.inputs[1], self._outer)
+        if op.get_attr("transpose_a") or op.get_attr("transpose_b") or block is None or block.rows is None:
+            return None
+        total, at = _constant(0.0), 0
+        for part in value.parts or (value,):
+            rows = block.rows_of(at, at + part.width) if value.parts else block
+            numbers = self._drawn((part.key, rows.variable, rows.rows), *rows.columns)
+            self.by_key.setdefault(part.key, part)
+            total, at = _sum(total, Value(numbers, Affine({part.key: rows}))), at + part.width
+        return total
+
+    def _joined(self, op: Any, values: list[Value]) -> Value | None:
+        axis, rank = constant_of(op.inputs[-1], self._outer), op.outputs[0].shape.rank
+        if axis is None or rank is None or int(axis) % rank != rank - 1:
+            return None
+        if any(t.shape[-1] is None for t in op.inputs[:-1]):
+            return None
+        parts = [
+            Value(np.broadcast_to(v.numbers, (_ROWS, int(t.shape[-1]))), v.affine, v.activation)
+            for t, v in zip(op.inputs[:-1], values, strict=True)
+        ]
+        return Value(np.concatenate([part.numbers for part in parts], axis=1), parts=tuple(parts))
+
+
+def _is_number(tensor: Any) -> bool:
+    return bool(tensor.dtype.is_floating or tensor.dtype.name == "bool")
+
+
+def _is_computed(tensor: Any) -> bool:
+    """Return whether the value of a tensor is computed from others, row by row."""
+    if tensor.op.type not in _COMPUTED or not _is_number(tensor):
+        return False
+    if tensor.op.type == "LeakyRelu":
+        return bool(abs(tensor.op.get_attr("alpha") - 0.2) < 1e-7)
+    if tensor.op.type == "GreaterEqual":
+        return bool(tensor.op.inputs[0].dtype.is_floating)
+    return tensor.shape.rank in (None, 0, 1, 2)
+
+
+def _constant(number: float) -> Value:
+    return Value(np.full((_ROWS, 1), number), Affine({}, constant=number))
+
+
+def _linear(value: Value) -> Affine | None:
+    return value.affine if value.activation == "linear" else None
+
+
+def _sum(one: Value, other: Value) -> Value:
+    maps = _linear(one), _linear(other)
+    affine = None if maps[0] is None or maps[1] is None else maps[0].plus(maps[1])
+    return Value(one.numbers + other.numbers, affine)
+
+
+def _scaled(value: Value, number: float) -> Value:
+    affine = _linear(value)
+    if affine is not None:
+        affine = replace(affine, constant=affine.constant * number, factor=affine.factor * number)
+    return value if number == 1.0 else Value(value.numbers * number, affine)
+
+
+def _times(one: Value, other: Value) -> Value:
+    """Return the product of two values: of a number, of a vector of weights (a peephole), or of any two."""
+    for value, scale in ((one, other), (other, one)):
+        if scale.constant is not None:
+            return _scaled(value, scale.constant)
+        if np.all(scale.numbers == 1.0):
+            return value
+    affine = None
+    for value, vector in ((one, other), (other, one)):
+        weights = _linear(vector)
+        if weights is not None and len(weights.vectors) == len(weights.blocks) == 1 and not weights.constant:
+            affine = Affine({}, (), {value.key: weights.vectors[0]}, factor=weights.factor)
+    return Value(one.numbers * other.numbers, affine)
+
+
+def _arithmetic(kind: str, values: Sequence[Value]) -> Value | None:
+    if kind in _ADDS:
+        return reduce(_sum, values)
+    if kind == "Sub":
+        return _sum(values[0], _scaled(values[1], -1.0))
+    if kind == "Neg":
+        return _scaled(values[0], -1.0)
+    if kind == "Mul":
+        return _times(*values)
+    return _scaled(values[0], 1 / values[1].constant) if values[1].constant else None
+
+
+def _activation(name: str, value: Value) -> Value:
+    return Value(activated(name, value.numbers), _linear(value), name)
+
+
+def _clip(value: Value, low: float | None, high: float | None) -> Value | None:
+    """Return a value between bounds: two bounds one after the other are one clip, that of a line a hard sigmoid."""
+    if low is None and high is None:
+        return None
+    if value.clipped is not None and (value.clipped[0] is None) != (low is None):
+        below, above, value = value.clipped
+        low, high = (below if low is None else low), (above if high is None else high)
+    affine = _linear(value)
+    for name, slope in _HARD_SIGMOIDS.items():
+        centred = affine is not None and (low, high) == (0.0, 1.0) and abs(affine.constant - 0.5) < 1e-9
+        if affine is not None and centred and abs(affine.factor / slope - 1) < 1e-6:
+            line = Value((value.numbers - 0.5) / slope, replace(affine, constant=0.0, factor=1.0))
+            return _activation(name, line)
+    shift = sum(bound * weight for bound, weight in ((low, 0.7), (high, 1.3)) if bound is not None)
+    return Value(np.sin(1.7 * value.numbers + shift), clipped=(low, high, value))
+
+
+def _cut_of(tensor: Any) -> tuple[int, int] | None:
+    """Return the columns (start, stop) that a split or slice takes along the last axis; None for another cut."""
+    window = window_of(tensor)
+    if window is None or any(w != (0, None) for w in window[:-1]):
+        return None
+    start, stop = window[-1]
+    if stop is None:
+        source = tensor.op.inputs[1] if tensor.op.type == "Split" else tensor.op.inputs[0]
+        stop = source.shape[-1]
+    return None if stop is None else (start, int(stop))
