@@ -105,6 +105,20 @@ def total(step, w, head, x, y, units, last):
     return found
 
 
+@pytest.mark.parametrize("reset_after", [True, False])
+@pytest.mark.parametrize("recurrent", ["hard_sigmoid", None])
+def test_a_cell_is_known_by_any_activation(recurrent, reset_after):
+    layer = layers.GRU(
+        5, activation="hard_sigmoid", recurrent_activation=recurrent, reset_after=reset_after, return_sequences=True
+    )
+    model = built(layer)
+    trace = rl.trace(model, X, np.random.default_rng(1).normal(size=(3, 6, 2)))
+    assert [row.cell for row in rl.layers(model)] == ["gru"]
+    assert trace.certificate.state == "passed"
+    kernel, bias = model.get_weights()[-2:]
+    np.testing.assert_allclose(trace["gru"].hidden.values @ kernel + bias, model.predict(X), atol=1e-12)
+
+
 @pytest.mark.parametrize("last", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_total_gradient_of_every_state(kind, last):

@@ -15,13 +15,13 @@ from ...errors import ModelError, UnsupportedError
 from ...typing import Array
 from .recurrences import WeightPiece
 
-#: Range (start, stop) along one axis; ``(0, None)`` is the whole axis.
-Window = tuple[int, int | None]
-
 _SAME = frozenset({"Identity", "EnsureShape", "ReadVariableOp", "Enter", "RefEnter", "Switch", "PreventGradient"})
 #: Operation types of variables.
 VARIABLES = frozenset({"VarHandleOp", "VariableV2", "Variable"})
-_CUTS = frozenset({"Split", "SplitV", "StridedSlice", "Slice", "Unpack"})
+#: Operations that take a part of a tensor.
+CUTS = frozenset({"Split", "SplitV", "StridedSlice", "Slice", "Unpack"})
+#: Number of samples in place of an unknown one, which no slice of a program has as its end.
+_ANY_SIZE = 999_983
 
 
 def reached(starts: Iterable[Any], following: Callable[[Any], Iterable[Any]]) -> list[Any]:
@@ -113,101 +113,78 @@ def block_of(tensor: Any, outer: Source) -> Block | None:
     while True:
         tensor = outer.settled(tensor)
         op = tensor.op
-        if op.type in _SAME:
-            tensor = op.inputs[0]
-        elif op.type in _CUTS:
+        if op.type in CUTS:
             cuts.append(tensor)
-            tensor = op.inputs[1] if op.type == "Split" else op.inputs[0]
+            tensor = uncut(tensor)
+        elif op.type in _SAME:
+            tensor = op.inputs[0]
         else:
             break
-    return _cut(tensor.op, cuts) if tensor.op.type in VARIABLES else None
+    return _cut_block(op, cuts) if op.type in VARIABLES else None
 
 
-def _cut(variable: Any, cuts: list[Any]) -> Block | None:
+def _cut_block(variable: Any, cuts: list[Any]) -> Block | None:
+    """Cut an array of the variable's shape, which is never filled, and read the block off where the rest of it lies."""
     shape = [dim.size for dim in variable.get_attr("shape").dim]
     if len(shape) not in (1, 2) or any(size < 0 for size in shape):
         return None
-    rows = (0, shape[0]) if len(shape) == 2 else None
-    block = Block(variable.name, rows, (0, shape[-1]))
+    whole = part = np.empty(shape, np.int8)
     for tensor in reversed(cuts):
-        window = window_of(tensor)
-        if window is None:
+        part = cut(part, tensor)
+        if part is None:
             return None
-        *before, (start, stop) = window
-        if before and isinstance(block.rows, tuple):
-            first, last = block.rows
-            if isinstance(before[0], int):
-                block = replace(block, rows=first + before[0])
-            else:
-                top, bottom = before[0]
-                block = block.rows_of(top, last - first if bottom is None else bottom)
-        block = block.columns_of(start, block.width if stop is None else stop)
-    return block
+    steps = (shape[-1], 1)[-part.ndim :]
+    if part.ndim not in (1, len(shape)) or not part.size or part.strides[-1] != 1 or part.strides != steps:
+        return None
+    first, last = (array.__array_interface__["data"][0] for array in (whole, part))
+    row, column = divmod(last - first, shape[-1])
+    rows = None if len(shape) == 1 else row if part.ndim == 1 else (row, row + part.shape[0])
+    return Block(variable.name, rows, (column, column + part.shape[-1]))
 
 
-def window_of(tensor: Any) -> tuple[Any, ...] | None:
-    """Return the range that a slice or split takes along each axis.
+def uncut(tensor: Any) -> Any:
+    """Return the tensor that a split or slice cuts."""
+    return tensor.op.inputs[1] if tensor.op.type == "Split" else tensor.op.inputs[0]
 
-    None if it is not constant. An axis that is dropped has one index in place of a range. The last axis always has a
-    range.
-    """
-    op = tensor.op
-    if op.type in ("Split", "SplitV", "Unpack"):
-        return _part_of(op, tensor.value_index)
-    begin = tensor_util.constant_value(op.inputs[1])
-    size = tensor_util.constant_value(op.inputs[2])
-    if begin is None or size is None:
+
+def cut(array: Any, tensor: Any) -> Any:
+    """Cut an array as a split or slice of a graph cuts a tensor of its shape; None if the cut is not constant."""
+    op, constant = tensor.op, tensor_util.constant_value
+    if op.type == "Unpack":
+        return np.moveaxis(array, op.get_attr("axis"), 0)[tensor.value_index]
+    if op.type in ("Split", "SplitV"):
+        axis = constant(op.inputs[0] if op.type == "Split" else op.inputs[2])
+        widths = [None if axis is None or part.shape.rank is None else part.shape[int(axis)] for part in op.outputs]
+        if any(width is None for width in widths):
+            return None
+        start = sum(int(width or 0) for width in widths[: tensor.value_index])
+        return np.moveaxis(np.moveaxis(array, axis, 0)[start : start + widths[tensor.value_index]], 0, axis)
+    numbers = [constant(t) for t in op.inputs[1:]]
+    if any(n is None for n in numbers):
         return None
     if op.type == "Slice":
-        return tuple((int(b), None if s < 0 else int(b + s)) for b, s in zip(begin, size, strict=True))
-    return _strided(op, begin, size)
+        return array[tuple(slice(b, None if s < 0 else b + s) for b, s in zip(*numbers, strict=True))]
+
+    def entry(i: int, begin: int, end: int, stride: int) -> Any:
+        marked = {name for name in ("begin", "end", "ellipsis", "shrink_axis") if op.get_attr(f"{name}_mask") >> i & 1}
+        if "ellipsis" in marked or "shrink_axis" in marked:
+            return ... if "ellipsis" in marked else begin
+        return slice(None if "begin" in marked else begin, None if "end" in marked else end, stride)
+
+    return None if op.get_attr("new_axis_mask") else array[tuple(map(entry, range(len(numbers[0])), *numbers))]
 
 
-def _part_of(op: Any, index: int) -> tuple[Any, ...] | None:
-    source = op.inputs[1] if op.type == "Split" else op.inputs[0]
-    rank = source.shape.rank
-    if op.type == "Unpack":
-        axis = op.get_attr("axis")
-    else:
-        axis = tensor_util.constant_value(op.inputs[0] if op.type == "Split" else op.inputs[2])
-    if rank is None or axis is None:
+def columns_of(tensor: Any) -> tuple[int, int] | None:
+    """Return the columns (start, stop) that a split or slice takes along the last axis; None for another cut."""
+    shape = uncut(tensor).shape
+    if not shape.rank or shape[-1] is None:
         return None
-    axis = int(axis) % rank
-    window: list[Any] = [(0, None)] * rank
-    if op.type == "Unpack":
-        window[axis] = index
-        return tuple(window) if axis != rank - 1 else None
-    widths = [out.shape[axis] for out in op.outputs]
-    if any(width is None for width in widths):
+    others = (_ANY_SIZE,) * (shape.rank - 1)
+    columns = cut(np.broadcast_to(np.arange(int(shape[-1])), (*others, int(shape[-1]))), tensor)
+    if columns is None or columns.shape[:-1] != others or not columns.size or columns.strides[-1] != columns.itemsize:
         return None
-    start = sum(int(width) for width in widths[:index])
-    window[axis] = (start, start + int(widths[index]))
-    return tuple(window)
-
-
-def _strided(op: Any, begin: Any, end: Any) -> tuple[Any, ...] | None:
-    strides, rank = tensor_util.constant_value(op.inputs[3]), op.inputs[0].shape.rank
-    if strides is None or rank is None or any(s != 1 for s in strides) or op.get_attr("new_axis_mask"):
-        return None
-    masks = {name: op.get_attr(f"{name}_mask") for name in ("begin", "end", "ellipsis", "shrink_axis")}
-    window: list[Any] = []
-    for i in range(len(begin)):
-        bit = 1 << i
-        if masks["ellipsis"] & bit:
-            window += [(0, None)] * (rank - len(begin) + 1)
-        elif masks["shrink_axis"] & bit:
-            window.append(int(begin[i]))
-        else:
-            low = 0 if masks["begin"] & bit else int(begin[i])
-            high = None if masks["end"] & bit else int(end[i])
-            if low < 0 or (high is not None and high < 0):
-                size = op.inputs[0].shape[len(window)]
-                if size is None:
-                    return None
-                low, high = low % size if low < 0 else low, high % size if high is not None and high < 0 else high
-            window.append((low, high))
-    window += [(0, None)] * (rank - len(window))
-    return tuple(window) if isinstance(window[-1], tuple) else None
+    start = int(columns.flat[0])
+    return start, start + columns.shape[-1]
 
 
 def behind_identities(tensor: Any) -> Any:

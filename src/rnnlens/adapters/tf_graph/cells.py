@@ -16,7 +16,7 @@ from typing import Any
 from ...recurrence.cells import GRU, LSTM, Cell, PeepholeLSTM, SimpleRNN
 from .blocks import Block
 from .probe import ACTIVATIONS, Affine, Key, Probe, Value, activated, key_of
-from .recurrences import WeightPiece
+from .recurrences import LoopCell, WeightPiece, common_scope
 
 Weights = dict[str, tuple[WeightPiece, ...]]
 
@@ -40,6 +40,17 @@ class Match:
     units: int
     options: Mapping[str, Any] = field(default_factory=dict)
     weights: Mapping[str, tuple[WeightPiece, ...]] = field(default_factory=dict)
+
+    @property
+    def loop_cell(self) -> LoopCell:
+        """The cell as that of a loop; options of which there is none are left out."""
+        options = {name: value for name, value in self.options.items() if value is not None}
+        return LoopCell(self.cell.kind, self.units, self.cell, options, self.weights)
+
+    @property
+    def scope(self) -> str:
+        """Common name scope of the variables that are its weights."""
+        return common_scope(piece.variable for pieces in self.weights.values() for piece in pieces)
 
 
 def steps_in(probe: Probe) -> Iterator[Match]:

@@ -8,19 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from .loop_analysis import LoopAnalysis, analyse, output_of, read_by
-from .loop_attributes import (
-    common_scope,
-    course_words,
-    fused,
-    masking,
-    of_a_branch,
-    recognised_cell,
-    refused,
-    runs_through,
-)
+from .loop_analysis import LoopAnalysis, analyse, output_of
 from .loop_recorder import rewire
 from .recurrences import Loop, LoopBoundary
+from .refusals import fused, of_a_branch, refused
 from .sequences import GraphSettings, course_of, sequences
 from .split_loop import split
 from .unrolled import unrolled
@@ -115,28 +106,23 @@ def _cells(analysis: LoopAnalysis) -> list[Loop]:
 
 def _known(analysis: LoopAnalysis) -> Loop | None:
     """Return the loop of a single known cell without rewriting its graph; None if that is not possible."""
-    frame, match = analysis.frame, analysis.matches[0]
-    read = read_by(analysis, match.source)
+    match = analysis.matches[0]
+    read = next((read for read in analysis.reads if analysis.probe.of(read.value).key == match.source), None)
     output = output_of(analysis, match.after[0])
     understood = analysis.mask is not None or not analysis.masked
     in_one = any(columns is not None for _, columns in analysis.owners)
     if read is None or read.reader is None or output is None or not understood or in_one:
         return None
     owners = [analysis.owners[i][0] for i in analysis.numbers(match)]
-    return Loop(
-        frame.name,
-        frame.kind,
-        replace(recognised_cell(match), conditions=runs_through(analysis, read.stacked)),
+    boundaries = (
         tuple(LoopBoundary((v.entry,), ((v.reader,),)) for v in owners),
         tuple(LoopBoundary((v.exit,)) for v in owners),
         LoopBoundary((read.stacked,), ((read.reader,),), stacked=True),
         output[0],
-        **masking(analysis),
-        **course_words(course_of(read.stacked)),
-        masked_output=output[1],
-        steps=read.stacked.shape[0],
-        scope=common_scope(piece.variable for pieces in match.weights.values() for piece in pieces),
     )
+    cell = replace(match.loop_cell, conditions=analysis.runs_through(read.stacked))
+    words = {**analysis.mask_words, "masked_output": output[1]}
+    return analysis.loop(analysis.frame.name, cell, boundaries, read.stacked, match.scope, **words)
 
 
 # Two directions, one layer.

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
+import tensorflow.compat.v1 as tf
+
+from ...errors import message
 from .blocks import Source, constant_of
 from .cells import Match, steps_in
 from .probe import Key, Probe, understood
-from .recurrences import LoopBoundary
+from .recurrences import Condition, Loop, LoopBoundary, LoopCell
 from .sequences import (
     NO_SETTINGS,
     GraphSettings,
@@ -18,10 +21,12 @@ from .sequences import (
     Read,
     Written,
     clocks,
+    course_of,
     is_filled_with,
     mask_of,
     same,
     sequences,
+    steps_run,
     written,
 )
 from .while_loops import Frame, Paths, Variable
@@ -75,6 +80,43 @@ class LoopAnalysis:
         return [self.pairs.index(pair) for pair in zip(match.before, match.after, strict=True)]
 
     @property
+    def mask_words(self) -> dict[str, Any]:
+        """``lengths`` and ``mask`` as keyword arguments of ``Loop``; empty if the loop has no known mask."""
+        if self.mask is None:
+            return {}
+        steps = None if self.mask.steps is None else flat_mask(self.mask.steps.stacked, self.mask.inverted)
+        return {"lengths": self.mask.lengths, "mask": steps}
+
+    def loop(
+        self, name: str, cell: LoopCell, boundaries: Sequence[Any], stacked: Any, scope: str, **words: Any
+    ) -> Loop:
+        """Return a recurrence that this loop runs.
+
+        ``boundaries`` are its initial states, final states, input and output, ``stacked`` is the sequence that the loop
+        reads; ``words`` are further attributes of the ``Loop``.
+        """
+        initial, final, source, output = boundaries
+        words |= course_of(stacked).words | {"steps": stacked.shape[0], "scope": scope}
+        return Loop(name, self.frame.kind, cell, initial, final, source, output, **words)
+
+    def runs_through(self, stacked: Any) -> tuple[Condition, ...]:
+        """Return the condition that the loop runs over all steps of the sequence it reads.
+
+        It is empty if the loop has lengths, or if the number of steps run is unknown. With lengths, the loop may end
+        early, since all later steps are padding.
+        """
+        count = steps_run(self.frame)
+        if (self.mask is not None and self.mask.lengths is not None) or count is None:
+            return ()
+        words = message(
+            f"The loop {self.frame.name!r} does not run through all steps of what it reads.",
+            expected="as many steps as its input has",
+            hint="cut the input to the steps that are run, or dynamic_rnn(sequence_length=)",
+        )
+        with stacked.graph.as_default():
+            return (Condition(count - tf.shape(stacked)[0], 0, words),)
+
+    @property
     def covered(self) -> bool:
         """True if every state belongs to a known cell."""
         return sum(len(match.before) for match in self.matches) == len(self.pairs)
@@ -124,6 +166,16 @@ def analyse(frame: Frame, settings: GraphSettings = NO_SETTINGS) -> LoopAnalysis
             matches.append(match)
             free -= of_it
     return LoopAnalysis(frame, probe, paths, reads, writes, states, new, pairs, owners, mask, condition, matches)
+
+
+def flat_mask(stacked: Any, inverted: bool) -> Any:
+    """Return a mask as (time, sample) of bool.
+
+    An extra axis is removed, and an inverted mask is negated, in the copy.
+    """
+    with stacked.graph.as_default():
+        flat = tf.reshape(stacked, tf.shape(stacked)[:2]) if stacked.shape.rank != 2 else stacked
+        return tf.logical_not(flat) if inverted else flat
 
 
 def _widths(tensor: Any, outer: Source) -> list[int]:
@@ -181,11 +233,6 @@ def _condition(
     if by_sample and not paths.by_state(tensor) and all(t is tensor and w == where for t, w in found):
         return tensor, where
     return None
-
-
-def read_by(analysis: LoopAnalysis, source: Key) -> Read | None:
-    """Return the tensor read step by step that a quantity is; None if it is anything else."""
-    return next((read for read in analysis.reads if analysis.probe.of(read.value).key == source), None)
 
 
 Output = tuple[LoopBoundary | None, Literal["state", "output", "zero"]]

@@ -19,7 +19,7 @@ import numpy as np
 from tensorflow.python.framework.tensor_util import constant_value
 
 from ...typing import Array
-from .blocks import Block, Source, block_of, constant_of, window_of
+from .blocks import Block, Source, block_of, columns_of, constant_of, uncut
 from .sequences import NO_SETTINGS, GraphSettings, is_filled_with
 
 _TRANSPARENT = frozenset({"Identity", "EnsureShape", "PlaceholderWithDefault", "PreventGradient", "CheckNumerics"})
@@ -94,7 +94,7 @@ def activated(name: str, numbers: Array) -> Array:
 
 @dataclass(frozen=True)
 class Affine:
-    """Affine map ``factor * (sum(source @ block) + sum(vectors) + sum(vector * seen)) + constant``.
+    """Affine map ``sum(source @ block) + sum(vectors) + sum(vector * seen) + constant``.
 
     ``products`` has the block of a variable by source, ``peepholes`` the vector by the quantity that it multiplies.
     """
@@ -103,7 +103,6 @@ class Affine:
     vectors: tuple[Block, ...] = ()
     peepholes: Mapping[Key, Block] = field(default_factory=dict)
     constant: float = 0.0
-    factor: float = 1.0
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -121,13 +120,12 @@ class Affine:
             return replace(self, constant=self.constant + other.constant)
         if not self.blocks:
             return other.plus(self)
-        if self.factor != other.factor or self.products.keys() & other.products.keys():
-            return None
-        if len({block.width for block in (*self.blocks, *other.blocks)}) > 1:
+        widths = {block.width for block in (*self.blocks, *other.blocks)}
+        if len(widths) > 1 or self.products.keys() & other.products.keys():
             return None
         vectors, constant = (*self.vectors, *other.vectors), self.constant + other.constant
         peepholes = {**self.peepholes, **other.peepholes}
-        return Affine({**self.products, **other.products}, vectors, peepholes, constant, self.factor)
+        return Affine({**self.products, **other.products}, vectors, peepholes, constant)
 
     def columns(self, start: int, stop: int) -> Affine:
         """Return the map to the units ``start:stop``."""
@@ -151,6 +149,8 @@ class Value:
         Of a concatenation along the last axis: the values that are concatenated.
     clipped
         Lower bound, upper bound, and the value to which they were applied; None for others.
+    line
+        The value of which this one is ``factor * value + constant``, with these two numbers; None for others.
     """
 
     numbers: Array
@@ -158,6 +158,7 @@ class Value:
     activation: str = "linear"
     parts: tuple[Value, ...] = ()
     clipped: tuple[float | None, float | None, Value] | None = None
+    line: tuple[Value, float, float] | None = None
 
     @cached_property
     def key(self) -> Key:
@@ -178,7 +179,7 @@ class Value:
     def gate(self) -> Affine | None:
         """Affine map of a gate; None if the value can be no gate."""
         affine = self.affine
-        if affine is None or not affine.products or affine.factor != 1.0:
+        if affine is None or not affine.products:
             return None
         vectors = (*affine.vectors, *affine.peepholes.values())
         return affine if all(block.is_vector for block in vectors) else None
@@ -193,7 +194,8 @@ class Value:
         """Return the columns ``start:stop``."""
         affine = self.affine if self.affine is None else self.affine.columns(start, stop)
         clipped = self.clipped and (*self.clipped[:2], self.clipped[2].columns(start, stop))
-        return Value(self.numbers[:, start:stop], affine, self.activation, (), clipped)
+        line = self.line and (self.line[0].columns(start, stop), *self.line[1:])
+        return Value(self.numbers[:, start:stop], affine, self.activation, (), clipped, line)
 
 
 def key_of(numbers: Array) -> Key:
@@ -347,7 +349,7 @@ class Probe:
         if op.type == "MatMul":
             return self._product(op, first)
         if op.type in _CUTS:
-            cut, value = _cut_of(tensor), values[1] if op.type == "Split" else first
+            cut, value = columns_of(tensor), self._values[id(uncut(tensor))]
             return None if cut is None else value.columns(*cut) if value.width > 1 else value
         if op.type == "ConcatV2":
             return self._joined(op, values[:-1])
@@ -418,16 +420,20 @@ def _linear(value: Value) -> Affine | None:
 
 
 def _sum(one: Value, other: Value) -> Value:
-    maps = _linear(one), _linear(other)
+    maps, line = (_linear(one), _linear(other)), None
     affine = None if maps[0] is None or maps[1] is None else maps[0].plus(maps[1])
-    return Value(one.numbers + other.numbers, affine)
+    for value, constant in ((one, other.constant), (other, one.constant)):
+        if constant is not None:
+            base, factor, before = value.line or (value, 1.0, 0.0)
+            line = base, factor, before + constant
+    return Value(one.numbers + other.numbers, affine, line=line)
 
 
 def _scaled(value: Value, number: float) -> Value:
-    affine = _linear(value)
-    if affine is not None:
-        affine = replace(affine, constant=affine.constant * number, factor=affine.factor * number)
-    return value if number == 1.0 else Value(value.numbers * number, affine)
+    if value.constant is not None:
+        return _constant(value.constant * number)
+    base, factor, constant = value.line or (value, 1.0, 0.0)
+    return value if number == 1.0 else Value(value.numbers * number, line=(base, factor * number, constant * number))
 
 
 def _times(one: Value, other: Value) -> Value:
@@ -441,7 +447,7 @@ def _times(one: Value, other: Value) -> Value:
     for value, vector in ((one, other), (other, one)):
         weights = _linear(vector)
         if weights is not None and len(weights.vectors) == len(weights.blocks) == 1 and not weights.constant:
-            affine = Affine({}, (), {value.key: weights.vectors[0]}, factor=weights.factor)
+            affine = Affine({}, (), {value.key: weights.vectors[0]})
     return Value(one.numbers * other.numbers, affine)
 
 
@@ -468,23 +474,9 @@ def _clip(value: Value, low: float | None, high: float | None) -> Value | None:
     if value.clipped is not None and (value.clipped[0] is None) != (low is None):
         below, above, value = value.clipped
         low, high = (below if low is None else low), (above if high is None else high)
-    affine = _linear(value)
-    for name, slope in _HARD_SIGMOIDS.items():
-        centred = affine is not None and (low, high) == (0.0, 1.0) and abs(affine.constant - 0.5) < 1e-9
-        if affine is not None and centred and abs(affine.factor / slope - 1) < 1e-6:
-            line = Value((value.numbers - 0.5) / slope, replace(affine, constant=0.0, factor=1.0))
-            return _activation(name, line)
+    base, factor, constant = value.line or (value, 1.0, 0.0)
+    for name, slope in _HARD_SIGMOIDS.items() if (low, high) == (0.0, 1.0) else ():
+        if abs(constant - 0.5) < 1e-9 and abs(factor / slope - 1) < 1e-6:
+            return _activation(name, base)
     shift = sum(bound * weight for bound, weight in ((low, 0.7), (high, 1.3)) if bound is not None)
     return Value(np.sin(1.7 * value.numbers + shift), clipped=(low, high, value))
-
-
-def _cut_of(tensor: Any) -> tuple[int, int] | None:
-    """Return the columns (start, stop) that a split or slice takes along the last axis; None for another cut."""
-    window = window_of(tensor)
-    if window is None or any(w != (0, None) for w in window[:-1]):
-        return None
-    start, stop = window[-1]
-    if stop is None:
-        source = tensor.op.inputs[1] if tensor.op.type == "Split" else tensor.op.inputs[0]
-        stop = source.shape[-1]
-    return None if stop is None else (start, int(stop))

@@ -11,7 +11,7 @@ entry point is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -174,3 +174,16 @@ class Loop:
     scope: str = ""
     replaced: Mapping[str, Any] = field(default_factory=dict)
     redrawn: bool = False
+
+
+def common_scope(names: Iterable[str]) -> str:
+    """Return the scope that all names share; "" if there is none."""
+    paths = [name.split("/")[:-1] for name in names]
+    if not paths:
+        return ""
+    shared = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return "/".join(shared)

@@ -224,6 +224,11 @@ class Course:
     turned_by: Any
     time_major: bool
 
+    @property
+    def words(self) -> dict[str, Any]:
+        """Direction and axis order as keyword arguments of ``Loop``."""
+        return {"direction": self.direction, "turned_by": self.turned_by, "time_major": self.time_major}
+
 
 def course_of(stacked: Any) -> Course:
     """Trace the time-first tensor that a loop reads back to the user's tensor, through reversals and transpositions."""

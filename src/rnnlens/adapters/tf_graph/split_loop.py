@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from .blocks import Source
+from .blocks import Source, reached
 from .cells import Match
-from .loop_analysis import LoopAnalysis, at_present, why_unknown
-from .loop_attributes import common_scope, course_words, flat_mask, masking, recognised_cell, refused, runs_through
+from .loop_analysis import LoopAnalysis, at_present, flat_mask, why_unknown
 from .loop_recorder import CannotRecordError, CarriedState, LoopRecorder, rewire
-from .probe import Key
 from .recurrences import Loop, LoopBoundary, LoopCell
-from .sequences import course_of, same
+from .refusals import refused
+from .sequences import same
 from .step_graph import StepGraph
-from .while_loops import CannotCopyError
+from .while_loops import CannotCopyError, Variable
 
 
 def split(analysis: LoopAnalysis, *, as_one: bool = False) -> list[Loop]:
@@ -27,20 +26,17 @@ def split(analysis: LoopAnalysis, *, as_one: bool = False) -> list[Loop]:
     one, even if each of them is known.
     """
     try:
-        return _LoopSplitter(analysis, as_one).loops()
+        return _LoopSplitter(analysis).loops(as_one=as_one)
     except (CannotCopyError, CannotRecordError) as reason:
         hint = getattr(reason, "hint", "")
         return [refused(analysis.frame, analysis.states, analysis.reads, str(reason), hint)]
 
 
-@dataclass(eq=False)
 class _LoopSplitter:
-    analysis: LoopAnalysis
-    as_one: bool
-    replaced: dict[str, Any] = field(default_factory=dict)
+    """Records a loop's parts one after the other: the operations before a cell, the cell, those after the last one."""
 
-    def __post_init__(self) -> None:
-        analysis = self.analysis
+    def __init__(self, analysis: LoopAnalysis) -> None:
+        self.analysis = analysis
         floats = [read for read in analysis.reads if read.value.dtype.is_floating]
         if not floats:
             raise CannotRecordError("no tensor with time in front that it reads step by step")
@@ -49,130 +45,119 @@ class _LoopSplitter:
             self.recorder = LoopRecorder(analysis.frame, tf.shape(self.stacked)[0])
         for read in analysis.reads:
             self.recorder.steps[id(read.value)] = read.stacked
+        self.replaced: dict[str, Any] = {}
+        self.ends: dict[int, Any] = {}
         self.starts = {id(v): self._tapped(v.entry) for v in analysis.states}
-        self.mask = self._mask()
+        self.mask = analysis.mask_words
+        if analysis.condition is not None and not self.mask:
+            condition, where = analysis.condition
+            self._known([condition])
+            self.mask = {"mask": flat_mask(self.recorder.steps[id(condition)], where)}
 
-    def loops(self) -> list[Loop]:
+    def loops(self, *, as_one: bool) -> list[Loop]:
         """Return one loop per known cell, in the order of their dependence; or a single loop of unknown equations."""
         analysis = self.analysis
-        if analysis.covered and not self.as_one:
+        if analysis.covered and not as_one:
             computed = list(analysis.probe.by_key)
             order = sorted(analysis.matches, key=lambda match: computed.index(match.after[0]))
-            found = [self._cell(match, i, len(order)) for i, match in enumerate(order)]
-            self._put_out()
+            names = [f"{analysis.frame.name}/cell_{i}" for i in range(len(order))]
+            cells = zip(order, names if len(order) > 1 else [analysis.frame.name], strict=True)
+            found = [self._cell(match, name) for match, name in cells]
+            self._rebuild_outputs()
         else:
             found = [self._native()]
-        cell = replace(found[0].cell, conditions=runs_through(analysis, self.stacked))
+        cell = replace(found[0].cell, conditions=analysis.runs_through(self.stacked))
         found[0] = replace(found[0], cell=cell, replaced=self.replaced, redrawn=self.recorder.drew)
         return found
-
-    # Boundaries.
 
     def _tapped(self, tensor: Any) -> Any:
         """Return an identity of a tensor that only the rewritten loops read."""
         with tensor.graph.as_default(), tf.control_dependencies(None):
             return tf.identity(tensor, name=f"rnnlens/{self.analysis.frame.name}/boundary")
 
-    @staticmethod
-    def _boundary(tap: Any, *, stacked: bool = False) -> LoopBoundary:
-        return LoopBoundary((tap.op.inputs[0],), (((tap.op, 0),),), stacked=stacked)
-
-    def _mask(self) -> dict[str, Any]:
-        """Return the lengths or the mask of the loop as keyword arguments of ``Loop``.
-
-        Another condition is recorded over all steps; without any, the mapping is empty.
-        """
-        analysis = self.analysis
-        if analysis.condition is None or analysis.mask is not None:
-            return masking(analysis)
-        condition, where = analysis.condition
-        self._known([condition])
-        return {"mask": flat_mask(self.recorder.steps[id(condition)], where)}
-
-    def _known(self, tensors: Sequence[Any]) -> None:
-        """Record the given tensors over all steps, where that is not yet done."""
-        missing = [t for t in tensors if id(t) not in self.recorder.steps]
-        if missing:
-            self._run(missing)
-
-    def _run(self, wanted: Sequence[Any]) -> dict[int, Any]:
+    def _known(self, tensors: Sequence[Any]) -> dict[int, Any]:
         """Record tensors over all steps, from recorded tensors and loop variables that are no states.
 
         Returns the last values of these loop variables, by id.
         """
-        analysis = self.analysis
-        beside = [v for v in analysis.paths.carried(self._unknown(wanted)) if not self._is_state(v)]
+        missing = [t for t in tensors if id(t) not in self.recorder.steps]
+        if not missing:
+            return {}
+        analysis, known = self.analysis, self.recorder.steps
+
+        def computing(tensor: Any) -> Sequence[Any]:
+            end = (
+                id(tensor) in known
+                or analysis.paths.is_variable(tensor)
+                or analysis.frame.outer.get(tensor) is not None
+            )
+            return () if end else tensor.op.inputs
+
+        read = [t for t in reached(missing, computing) if analysis.paths.is_variable(t) and id(t) not in known]
+        beside = [v for v in analysis.paths.carried(read) if not self._is_state(v)]
         carried = [CarriedState(v.entry, v.after) for v in beside]
         before: dict[int, Sequence[Any]] = {id(v.before): (i,) for i, v in enumerate(beside)}
         before |= {id(v.before): (v.entry,) for v in analysis.states}  # only the shape is used
-        _, _, ends = self.recorder.run(wanted, carried, before)
+        _, _, ends = self.recorder.run(missing, carried, before)
         return {id(v): end for v, end in zip(beside, ends, strict=True)}
 
-    def _unknown(self, wanted: Sequence[Any]) -> list[Any]:
-        """Return the loop variables behind the given tensors, up to tensors that are already recorded."""
-        found, waiting, seen = [], list(wanted), set()
-        while waiting:
-            tensor = waiting.pop()
-            if (
-                id(tensor) in seen
-                or id(tensor) in self.recorder.steps
-                or self.analysis.frame.outer.get(tensor) is not None
-            ):
-                continue
-            seen.add(id(tensor))
-            if self.analysis.paths.is_variable(tensor):
-                found.append(tensor)
-            else:
-                waiting.extend(tensor.op.inputs)
-        return found
+    def _recorded(
+        self, cell: LoopCell, names: tuple[str, str], sources: Mapping[int, Any], tap: Any, states: Any, output: Any
+    ) -> tuple[Loop, list[Any], list[Any]]:
+        """Run one cell as a loop of its own; return the recurrence, all steps of its states, and their last values.
 
-    def _is_state(self, variable: Any) -> bool:
-        counts = variable.before.dtype.is_integer and variable.before.shape.rank == 0
-        return counts or any(variable is v for v in self.analysis.states)
+        ``names`` are those of the recurrence and of its scope. ``sources`` has the steps of the input ``tap`` by id
+        of the tensor of the body, for this cell alone. ``states`` are the start values, the new values in the body and
+        the substitutes for the previous ones. ``output`` is a tensor of the body, or None for the first state.
+        """
+        analysis, recorder = self.analysis, self.recorder
+        starts, after, before = states
+        kept = None if analysis.condition is None else (analysis.condition[0], not analysis.condition[1])
+        carried = [CarriedState(start, new, kept) for start, new in zip(starts, after, strict=True)]
+        around = {key: recorder.steps[key] for key in sources}
+        recorder.steps |= sources
+        outputs, steps, ends = recorder.run([] if output is None else [output], carried, before)
+        recorder.steps |= around
+        boundaries = (
+            tuple(_boundary(start) for start in starts),
+            tuple(LoopBoundary((end,)) for end in ends),
+            _boundary(tap, stacked=True),
+            LoopBoundary(((outputs or steps)[0],), stacked=True),
+        )
+        masked = "state" if output is None else "zero"
+        words = {**self.mask, "masked_output": masked}
+        return analysis.loop(names[0], cell, boundaries, self.stacked, names[1], **words), steps, ends
 
     # Known cells.
 
-    def _cell(self, match: Match, index: int, count: int) -> Loop:
+    def _cell(self, match: Match, name: str) -> Loop:
         analysis, recorder = self.analysis, self.recorder
-        source = self._tensor_of(match.source)
+        numbers = analysis.numbers(match)
+        source, *after = (self._tensor_of(key) for key in (match.source, *match.after))
         self._known([source])
-        whole = recorder.steps[id(source)]
+        whole, alike = recorder.steps[id(source)], [id(t) for t in analysis.probe.tensors_of(match.source)]
+        recorder.steps |= dict.fromkeys(alike, whole)
         tap = self._tapped(whole)
-        sources, numbers = analysis.probe.tensors_of(match.source), analysis.numbers(match)
-        recorder.steps |= {id(tensor): tap for tensor in sources}
-        starts = [self._start(i) for i in numbers]
-        kept = None if analysis.condition is None else (analysis.condition[0], not analysis.condition[1])
-        carried = [
-            CarriedState(start, self._tensor_of(after), kept) for start, after in zip(starts, match.after, strict=True)
-        ]
-        _, steps, ends = recorder.run([], carried, self._before(numbers))
-        recorder.steps |= {id(tensor): whole for tensor in sources}  # other readers are outside of this cell
-        for i, stacked, end in zip(numbers, steps, ends, strict=True):
-            self._ended(i, end)
-            for tensor in analysis.probe.tensors_of(analysis.pairs[i][1]):
-                recorder.steps[id(tensor)] = stacked
-        return Loop(
-            analysis.frame.name if count == 1 else f"{analysis.frame.name}/cell_{index}",
-            analysis.frame.kind,
-            recognised_cell(match),
-            tuple(self._boundary(start) for start in starts),
-            tuple(LoopBoundary((end,)) for end in ends),
-            self._boundary(tap, stacked=True),
-            LoopBoundary((steps[0],), stacked=True),
-            **self.mask,
-            **course_words(course_of(self.stacked)),
-            masked_output="state",
-            steps=self.stacked.shape[0],
-            scope=common_scope(piece.variable for pieces in match.weights.values() for piece in pieces),
+        before: dict[int, list[Any]] = {}  # numbers of the cell's own states; of others only the shape is used
+        for i, (variable, _) in enumerate(analysis.owners):
+            before.setdefault(id(variable.before), []).append(numbers.index(i) if i in numbers else self._start(i))
+        states = [self._start(i) for i in numbers], after, before
+        loop, steps, ends = self._recorded(
+            match.loop_cell, (name, match.scope), dict.fromkeys(alike, tap), tap, states, None
         )
+        for key, stacked in zip(match.after, steps, strict=True):
+            recorder.steps |= {id(tensor): stacked for tensor in analysis.probe.tensors_of(key)}
+        self._finish(dict(zip(numbers, ends, strict=True)))
+        return loop
 
-    def _tensor_of(self, key: Key) -> Any:
+    def _tensor_of(self, key: Any) -> Any:
         found = self.analysis.probe.tensors_of(key)
         if not found:
             raise CannotRecordError("a value that no tensor of its body holds")
         return found[0]
 
     def _start(self, index: int) -> Any:
+        """Return the start value of a state; it is a part of a loop variable that joins several states."""
         variable, columns = self.analysis.owners[index]
         start = self.starts[id(variable)]
         if columns is None:
@@ -180,59 +165,43 @@ class _LoopSplitter:
         with start.graph.as_default():
             return self._tapped(start[:, columns[0] : columns[1]])
 
-    def _before(self, numbers: Sequence[int]) -> dict[int, list[Any]]:
-        """Return substitutes for the loop variables in the loop of one cell.
+    def _is_state(self, variable: Variable) -> bool:
+        counts = variable.before.dtype.is_integer and variable.before.shape.rank == 0
+        return counts or any(variable is v for v in self.analysis.states)
 
-        The cell's own states are numbers of its carried states; other variables are start values of which only the
-        shape is used.
-        """
-        before: dict[int, list[Any]] = {}
-        for i, (variable, _) in enumerate(self.analysis.owners):
-            part = numbers.index(i) if i in numbers else self._start(i)
-            before.setdefault(id(variable.before), []).append(part)
-        return before
-
-    def _ended(self, index: int, end: Any) -> None:
-        variable, columns = self.analysis.owners[index]
-        ends = self.__dict__.setdefault("_ends", {})
-        ends[index] = end
-        of_it = [i for i, (v, _) in enumerate(self.analysis.owners) if v is variable]
-        if variable.exit is not None and all(i in ends for i in of_it):
-            with end.graph.as_default():
-                whole = end if columns is None else tf.concat([ends[i] for i in of_it], axis=-1)
-            self._replace(variable.exit, whole)
+    def _finish(self, ends: Mapping[int, Any]) -> None:
+        """Replace the final values of loop variables, of which all states are recorded, by the last values ``ends``."""
+        self.ends |= ends
+        owners = self.analysis.owners
+        for variable, columns in (owners[i] for i in ends):
+            parts = [i for i, (v, _) in enumerate(owners) if v is variable]
+            if variable.exit is not None and all(i in self.ends for i in parts):
+                with self.stacked.graph.as_default():
+                    joined = [self.ends[i] for i in parts]
+                    self._replace(variable.exit, joined[0] if columns is None else tf.concat(joined, axis=-1))
 
     # Outputs.
 
-    def _put_out(self) -> None:
+    def _rebuild_outputs(self) -> None:
         """Rebuild all stacked outputs of the loop from the recorded steps of its cells."""
-        analysis = self.analysis
-        writes = [w for w in analysis.writes if w.stacked is not None and w.variable.read]
-        values = [w.value for w in writes]
-        masked = self.mask != {}
-        outside = [v for v in values if id(v) not in self.recorder.steps]
-        if masked and any(not self._hidden_where_masked(v) for v in values):
+        frame = self.analysis.frame
+        writes = [w for w in self.analysis.writes if w.stacked is not None and w.variable.read]
+        if self.mask and any(not self._hidden_where_masked(w.value) for w in writes):
             raise CannotRecordError("an output that counts at steps where the states are kept")
-        ends = self._run(outside) if outside else {}
-        for variable in analysis.frame.variables:
+        ends = self._known([w.value for w in writes])
+        for variable in frame.variables:
             if id(variable) in ends and variable.exit is not None:
                 self._replace(variable.exit, ends[id(variable)])
         for write in writes:
-            self._replace(write.stacked, self._placed(write, self.recorder.steps[id(write.value)]))
+            steps = self.recorder.steps[id(write.value)]
+            with steps.graph.as_default():  # or every step writes to the same single position
+                self._replace(write.stacked, steps if at_present(frame, write) else steps[-1:])
 
     def _hidden_where_masked(self, value: Any) -> bool:
         """Return whether an output is replaced at masked steps, by the same condition that keeps the states."""
         chosen = same(value, Source())
-        condition = self.analysis.condition
-        if chosen.op.type not in ("Select", "SelectV2") or condition is None:
-            return False
-        return self.analysis.same_condition(chosen.op.inputs[0])
-
-    def _placed(self, write: Any, steps: Any) -> Any:
-        if at_present(self.analysis.frame, write):
-            return steps
-        with steps.graph.as_default():
-            return steps[-1:]  # every step writes to the same single position
+        select = chosen.op.type in ("Select", "SelectV2") and self.analysis.condition is not None
+        return select and self.analysis.same_condition(chosen.op.inputs[0])
 
     def _replace(self, old: Any, new: Any) -> None:
         rewire(old, new)
@@ -243,79 +212,53 @@ class _LoopSplitter:
     def _native(self) -> Loop:
         """Return one loop that treats all states as those of one cell, with the body of the loop as its step."""
         analysis, recorder = self.analysis, self.recorder
-        output, written = self._what_is_put_out()
-        new = [analysis.new[id(v)] for v in analysis.states]
-        fed = analysis.paths.new_at_each_step([output, *new])
-        fed = analysis.paths.only_read(fed, [read.value for read in analysis.reads]) or fed
-        self._refuse_chance(fed)
-        fed = [t for t in fed if t.dtype.is_floating] if all(t.dtype.is_floating for t in fed) else fed
-        if not fed or any(t.shape.rank != 2 or not t.dtype.is_floating or t.shape[1] is None for t in fed):
-            what = ", ".join(repr(t.op.name) for t in fed) or "nothing"
-            raise CannotRecordError(f"what is new to it at each step is not floating (sample, feature) numbers: {what}")
-        before = [v.before for v in analysis.states]
+        after, before = [analysis.new[id(v)] for v in analysis.states], [v.before for v in analysis.states]
+        writes = [w for w in analysis.writes if w.stacked is not None and w.variable.read and w.value.dtype.is_floating]
+        output = writes[0].value if writes else after[0]
+        if writes and analysis.condition is not None and self._hidden_where_masked(output):
+            output = same(output, Source()).op.inputs[2 if analysis.condition[1] else 1]
+        fed = self._fed([output, *after])
         if any(t.shape.rank != 2 or t.shape[1] is None for t in before):
             raise CannotRecordError("a state that is not (sample, unit)")
-        step = StepGraph(fed, before, output, new, analysis.frame.outer)
+        step = StepGraph(fed, before, output, after, analysis.frame.outer)
         self._known(fed)
         with self.stacked.graph.as_default():
             joined = tf.concat([recorder.steps[id(t)] for t in fed], axis=-1) if len(fed) > 1 else None
             tap = self._tapped(recorder.steps[id(fed[0])] if joined is None else joined)
             pieces = [tap] if joined is None else tf.split(tap, [int(t.shape[1]) for t in fed], axis=-1)
-        around = {id(tensor): recorder.steps[id(tensor)] for tensor in fed}
-        for tensor, piece in zip(fed, pieces, strict=True):
-            recorder.steps[id(tensor)] = piece
-        kept = None if analysis.condition is None else (analysis.condition[0], not analysis.condition[1])
-        carried = [CarriedState(self.starts[id(v)], t, kept) for v, t in zip(analysis.states, new, strict=True)]
-        places = {id(v.before): [i] for i, v in enumerate(analysis.states)}
-        steps, _, ends = recorder.run([output], carried, places)
-        recorder.steps |= around
+        name = step.scope or analysis.frame.name
+        cell = LoopCell(name, int(before[0].shape[1]), body=step, unknown=why_unknown(analysis))
+        starts, places = [self.starts[id(v)] for v in analysis.states], {id(t): [i] for i, t in enumerate(before)}
+        sources, names = dict(zip(map(id, fed), pieces, strict=True)), (analysis.frame.name, step.scope)
+        loop, _, ends = self._recorded(cell, names, sources, tap, (starts, after, places), output)
         for variable, end in zip(analysis.states, ends, strict=True):
             if variable.exit is not None:
                 self._replace(variable.exit, end)
-        if written:
-            self._put_out()
-        name = step.scope or analysis.frame.name
-        cell = LoopCell(name, int(before[0].shape[1]), body=step, unknown=why_unknown(analysis))
-        return Loop(
-            analysis.frame.name,
-            analysis.frame.kind,
-            cell,
-            tuple(self._boundary(self.starts[id(v)]) for v in analysis.states),
-            tuple(LoopBoundary((end,)) for end in ends),
-            self._boundary(tap, stacked=True),
-            LoopBoundary((steps[0],), stacked=True),
-            **self.mask,
-            **course_words(course_of(self.stacked)),
-            masked_output="zero",
-            steps=self.stacked.shape[0],
-            scope=step.scope,
-        )
+        if writes:
+            self._rebuild_outputs()
+        return loop
 
-    def _refuse_chance(self, fed: Sequence[Any]) -> None:
-        """Raise ``CannotRecordError`` for random numbers drawn at each step that are not part of the input.
+    def _fed(self, targets: Sequence[Any]) -> list[Any]:
+        """Return the tensors that are new to the step each time: its input. They have to be (sample, feature) numbers.
 
-        An example is dropout of the states.
+        Raise ``CannotRecordError`` for others, and for random numbers drawn at each step that are not part of the
+        input. An example is dropout of the states.
         """
-        reads = [read.value for read in self.analysis.reads]
-        drawn = next((op for t in fed if (op := self.analysis.paths.chance(t, reads)) is not None), None)
+        paths, reads = self.analysis.paths, [read.value for read in self.analysis.reads]
+        fed = paths.new_at_each_step(targets)
+        fed = paths.only_read(fed, reads) or fed
+        drawn = next((op for t in fed if (op := paths.chance(t, reads)) is not None), None)
         if drawn is not None:
             raise CannotRecordError(
                 f"its states are changed by random numbers that are drawn anew at each step ({drawn.name!r})",
                 "a keep probability of 1, set by feed= of rl.tf1.graph, as evaluation has it; or "
                 "DropoutWrapper(variational_recurrent=True); rl.gradients by inputs and weights as it is",
             )
+        if not fed or any(t.shape.rank != 2 or not t.dtype.is_floating or t.shape[1] is None for t in fed):
+            what = ", ".join(repr(t.op.name) for t in fed) or "nothing"
+            raise CannotRecordError(f"what is new to it at each step is not floating (sample, feature) numbers: {what}")
+        return fed
 
-    def _what_is_put_out(self) -> tuple[Any, bool]:
-        """Return the step's output where its states are not masked, and whether the loop writes it.
 
-        Without a written output it is the first state.
-        """
-        analysis = self.analysis
-        writes = [w for w in analysis.writes if w.stacked is not None and w.variable.read and w.value.dtype.is_floating]
-        if not writes:
-            return analysis.new[id(analysis.states[0])], False
-        value = writes[0].value
-        if analysis.condition is not None and self._hidden_where_masked(value):
-            chosen = same(value, Source())
-            return chosen.op.inputs[2 if analysis.condition[1] else 1], True
-        return value, True
+def _boundary(tap: Any, *, stacked: bool = False) -> LoopBoundary:
+    return LoopBoundary((tap.op.inputs[0],), (((tap.op, 0),),), stacked=stacked)

@@ -14,8 +14,8 @@ import tensorflow.compat.v1 as tf
 from ...recurrence.cells import StepCell
 from ...typing import Array
 from .blocks import VARIABLES, Source, reached, variable_of
-from .loop_attributes import common_scope
 from .loop_recorder import Copier
+from .recurrences import common_scope
 from .while_loops import CannotCopyError
 
 #: Bytes that the Jacobians of one chunk of steps may take.

@@ -14,9 +14,9 @@ from typing import Any
 from ...errors import message
 from .blocks import Source, behind_identities, block_of, reached
 from .cells import Match, steps_in
-from .loop_attributes import common_scope, recognised_cell, without_steps
 from .probe import Key, Probe
 from .recurrences import Loop, LoopBoundary
+from .refusals import without_steps
 from .while_loops import ancestors, in_built_order
 
 _MAKES_A_STATE = frozenset(
@@ -56,7 +56,7 @@ def _conditional(probe: Probe, ops: Sequence[Any], told: set[str], groups: Itera
     """Return refused loops for steps that a condition can skip, as in ``static_rnn(sequence_length=)``."""
     names: dict[str, int] = {}
     for steps in groups:
-        scope = common_scope(p.variable for pieces in steps[0].match.weights.values() for p in pieces)
+        scope = steps[0].match.scope
         by_condition = [step for step in steps if any(_by_condition(probe, state) for state in step.match.before)]
         passed = {step.match.after[0] for step in by_condition}
         if scope not in told and len(passed) > 1:
@@ -156,8 +156,7 @@ def _loop(probe: Probe, chain: Sequence[Step], ends: Iterable[Any]) -> Loop | No
     edges = [_edges(probe, step) for step in chain]
     states = [LoopBoundary(tuple(step.tensors[i] for step in chain)) for i in range(len(starts))]
     match = chain[0].match
-    scope = common_scope(piece.variable for pieces in match.weights.values() for piece in pieces)
-    cell = recognised_cell(match)
+    scope, cell = match.scope, match.loop_cell
     carried: tuple[LoopBoundary, ...] = ()
     hidden = {id(t) for t in states[0].tensors}
     others = {id(t) for boundary in states[1:] for t in boundary.tensors}

@@ -287,22 +287,22 @@ class Paths:
 
     def __init__(self, frame: Frame, states: Sequence[Variable]) -> None:
         self.frame = frame
-        self._state_ids = {id(v.before) for v in states}
         self._variables = {id(v.before): v for v in frame.variables}
-        self._found: dict[int, tuple[bool, bool]] = {}
-        self._settle_variables()
+        self._states = {id(v.before) for v in states}
+        while more := {i for i, v in self._variables.items() if i not in self._states and self.by_state(v.after)}:
+            self._states |= more
 
     def by_state(self, tensor: Any) -> bool:
         """Return whether a tensor depends on the states before the step."""
-        return self._of(tensor)[0]
+        return any(id(t) in self._states for t in self.behind([tensor]))
+
+    def by_step(self, tensor: Any) -> bool:
+        """Return whether a tensor changes from step to step."""
+        return any(self.is_variable(t) or _is_random(t.op) for t in self.behind([tensor]))
 
     def is_variable(self, tensor: Any) -> bool:
         """Return whether a tensor is a loop variable's value at the beginning of a step."""
         return id(tensor) in self._variables
-
-    def by_step(self, tensor: Any) -> bool:
-        """Return whether a tensor changes from step to step."""
-        return self._of(tensor)[1]
 
     def new_at_each_step(self, targets: Iterable[Any]) -> list[Any]:
         """Return the step's inputs: the tensors behind the targets that change per step and depend on no state.
@@ -381,38 +381,3 @@ class Paths:
             yield tensor
             if id(tensor) not in stop and not self.is_variable(tensor) and tensor.op.type not in _SHAPES:
                 waiting.extend(tensor.op.inputs)
-
-    def _settle_variables(self) -> None:
-        """Add to the states all loop variables whose updates depend on the states."""
-        while True:
-            self._found = {}
-            more = {i for i, v in self._variables.items() if i not in self._state_ids and self.by_state(v.after)}
-            if not more:
-                return
-            self._state_ids |= more
-
-    def _of(self, tensor: Any) -> tuple[bool, bool]:
-        waiting = [tensor]
-        while waiting:
-            current = waiting[-1]
-            inputs = self._inputs(current)
-            needed = [t for t in inputs if id(t) not in self._found]
-            if needed and id(current) not in self._found:
-                waiting.extend(needed)
-                continue
-            waiting.pop()
-            if id(current) not in self._found:
-                self._found[id(current)] = self._judged(current, inputs)
-        return self._found[id(tensor)]
-
-    def _inputs(self, tensor: Any) -> list[Any]:
-        leaf = id(tensor) in self._variables or self.frame.outer.get(tensor) is not None
-        return [] if leaf or tensor.op.type in _SHAPES else list(tensor.op.inputs)
-
-    def _judged(self, tensor: Any, inputs: list[Any]) -> tuple[bool, bool]:
-        if id(tensor) in self._variables:
-            return id(tensor) in self._state_ids, True
-        if self.frame.outer.get(tensor) is not None:
-            return False, False
-        state = any(self._found[id(t)][0] for t in inputs)
-        return state, _is_random(tensor.op) or any(self._found[id(t)][1] for t in inputs)
