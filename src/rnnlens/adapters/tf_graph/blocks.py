@@ -142,6 +142,12 @@ def _cut_block(variable: Any, cuts: list[Any]) -> Block | None:
     return Block(variable.name, rows, (column, column + part.shape[-1]))
 
 
+def width_of(tensor: Any) -> int | None:
+    """Return the size of a tensor's last axis; None if it is unknown."""
+    sizes: list[int | None] = tensor.shape.as_list() if tensor.shape.rank else [None]
+    return sizes[-1]
+
+
 def uncut(tensor: Any) -> Any:
     """Return the tensor that a split or slice cuts."""
     return tensor.op.inputs[1] if tensor.op.type == "Split" else tensor.op.inputs[0]
@@ -154,7 +160,8 @@ def cut(array: Any, tensor: Any) -> Any:
         return np.moveaxis(array, op.get_attr("axis"), 0)[tensor.value_index]
     if op.type in ("Split", "SplitV"):
         axis = constant(op.inputs[0] if op.type == "Split" else op.inputs[2])
-        widths = [None if axis is None or part.shape.rank is None else part.shape[int(axis)] for part in op.outputs]
+        known = axis is not None and op.outputs[0].shape.rank is not None
+        widths = [part.shape.as_list()[int(axis)] if known else None for part in op.outputs]
         if any(width is None for width in widths):
             return None
         start = sum(int(width or 0) for width in widths[: tensor.value_index])
@@ -176,11 +183,11 @@ def cut(array: Any, tensor: Any) -> Any:
 
 def columns_of(tensor: Any) -> tuple[int, int] | None:
     """Return the columns (start, stop) that a split or slice takes along the last axis; None for another cut."""
-    shape = uncut(tensor).shape
-    if not shape.rank or shape[-1] is None:
+    whole, width = uncut(tensor), width_of(uncut(tensor))
+    if width is None:
         return None
-    others = (_ANY_SIZE,) * (shape.rank - 1)
-    columns = cut(np.broadcast_to(np.arange(int(shape[-1])), (*others, int(shape[-1]))), tensor)
+    others = (_ANY_SIZE,) * (whole.shape.rank - 1)
+    columns = cut(np.broadcast_to(np.arange(width), (*others, width)), tensor)
     if columns is None or columns.shape[:-1] != others or not columns.size or columns.strides[-1] != columns.itemsize:
         return None
     start = int(columns.flat[0])

@@ -196,12 +196,10 @@ def at_boundary(loop: Loop, port: Port) -> Spot:
     if port.kind == "input":
         boundary = loop.input
     elif port.kind == "output" and not port.index:
-        boundary = loop.output or loop.final[0]
-        stop = every_state(loop) if loop.kind == "unrolled" else ()
+        boundary, stop = loop.output or loop.final[0], every_state(loop)
     elif port.kind in ("final_state", "output"):
         index = port.index - (port.kind == "output")
-        boundary = loop.final[index] if index < len(loop.final) else None
-        stop = every_state(loop) if loop.kind == "unrolled" else ()
+        boundary, stop = (loop.final[index] if index < len(loop.final) else None), every_state(loop)
     elif port.kind == "initial_state":
         boundary = loop.initial[index] if index < len(loop.initial) else None
     if boundary is None:
@@ -226,9 +224,8 @@ def direct_state(loop: Loop, index: int) -> Spot:
 
 
 def every_state(loop: Loop) -> tuple[Any, ...]:
-    """Return all tensors that an unrolled loop passes from one step to the next."""
-    output = () if loop.output is None else loop.output.tensors
-    return (*output, *(tensor for boundary in (*loop.final, *loop.states) for tensor in boundary.tensors))
+    """Return all tensors that an unrolled loop passes from one step to the next; empty for a while loop."""
+    return tuple(tensor for boundary in loop.states for tensor in boundary.tensors)
 
 
 def joined(spot: Spot, parts: Sequence[Any]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,12 +14,12 @@ from ...errors import UnsupportedError
 from ...typing import Array
 from ..protocol import Batch, Capture, CaptureRequest, NonRecurrentCall, Port, RecurrentCall
 from .boundaries import PortTensors, Spot, at_boundary, chronological, direct_state, joined
-from .inputs import clear_errors, fed, key_of, loss_tensor
+from .inputs import clear_errors, fed, key_of, loss_tensor, names_of_inputs
 from .model_facts import chosen, within_reach
 from .open_net import OpenNet, open_net
 from .public import Net
 from .pullback import gradients
-from .recurrences import Loop
+from .recurrences import Loop, WeightPiece
 from .step_graph import BodyCell
 from .weights import block, known_cell, layers_of, name_of, weights_of
 
@@ -40,9 +40,10 @@ def capture(net: Net, batch: Batch, request: CaptureRequest) -> Capture:
     """Run the copy of the graph and record its loops; see :meth:`Adapter.capture`."""
     found = open_net(net, batch.seed)
     feed = fed(found, batch)
-    key = ("capture", request, key_of(batch) if request.gradients or request.loss else None, _order(batch))
+    loss = key_of(batch) if request.gradients or request.loss else None
+    key = ("capture", request, loss, tuple(names_of_inputs(net, batch.x)))
     if key not in found.copy.built:
-        found.copy.built[key] = _ask(found, batch, request)
+        found.copy.built[key] = _fetches(found, batch, request)
     asked: _Fetches = found.copy.built[key]
     variables = found.variables(list(asked.fetches.values()), feed)
     with clear_errors(net):
@@ -50,48 +51,33 @@ def capture(net: Net, batch: Batch, request: CaptureRequest) -> Capture:
     return _CaptureBuilder(found, asked, values, variables, request).capture()
 
 
-def _order(batch: Batch) -> tuple[str, ...]:
-    return tuple(map(str, batch.x)) if isinstance(batch.x, Mapping) else ()
-
-
-def _ask(found: OpenNet, batch: Batch, request: CaptureRequest) -> _Fetches:
+def _fetches(found: OpenNet, batch: Batch, request: CaptureRequest) -> _Fetches:
     """Select the loops and layers of a capture, and build the tensors to fetch."""
-    asked = _Fetches()
-    layers, asked.notes = within_reach(found, request)
-    asked.loops, names = chosen(found, layers)
+    layers, notes = within_reach(found, request)
+    loops, names = chosen(found, layers)
     spots = PortTensors(found, batch)
-    asked.plain = {name: spots(Port("output", name)) for name in names}
+    asked = _Fetches({}, loops, {name: spots(Port("output", name)) for name in names}, notes)
+    of = asked.fetches
     with found.copy.graph.as_default(), tf.name_scope("rnnlens/capture"):
-        _fetch_values(found, asked, request)
+        for i, loop in enumerate(loops):
+            of |= {(i, "input"): loop.input, (i, "output"): loop.output or loop.final[0]}
+            of |= {(i, "initial", j): boundary for j, boundary in enumerate(loop.initial)}
+            of |= {(i, "final", j): boundary for j, boundary in enumerate(loop.final)}
+            of |= {key: chronological(loop, of[key]) for key in of if key[0] == i}
+            of |= {(i, name): t for name in ("lengths", "mask") if (t := getattr(loop, name)) is not None}
+            of |= {(i, "condition", j): condition.tensor for j, condition in enumerate(loop.cell.conditions)}
+            if loop.cell.body is not None:
+                of |= {(i, "outer", j): tensor for j, tensor in enumerate(loop.cell.body.outer.values())}
+        of |= {("plain", name): spot.value for name, spot in asked.plain.items()}
+        of |= {("model output", j): tensor for j, tensor in enumerate(found.outputs)}
         if request.gradients or request.loss:
-            asked.fetches["loss"] = loss_tensor(found, batch)
+            of["loss"] = loss_tensor(found, batch)
         if request.gradients:
-            _fetch_gradients(found, asked, request, spots, batch)
+            _fetch_gradients(found, asked, request, spots)
     return asked
 
 
-def _fetch_values(found: OpenNet, asked: _Fetches, request: CaptureRequest) -> None:
-    for i, loop in enumerate(asked.loops):
-        of = asked.fetches
-        of[i, "input"] = chronological(loop, loop.input)
-        for j, boundary in enumerate(loop.initial):
-            of[i, "initial", j] = chronological(loop, boundary)
-        for j, boundary in enumerate(loop.final):
-            of[i, "final", j] = chronological(loop, boundary)
-        of[i, "output"] = chronological(loop, loop.output or loop.final[0])
-        for name in ("lengths", "mask"):
-            if getattr(loop, name) is not None:
-                of[i, name] = getattr(loop, name)
-        of |= {(i, "condition", j): condition.tensor for j, condition in enumerate(loop.cell.conditions)}
-        if loop.cell.body is not None:
-            of |= {(i, "outer", j): tensor for j, tensor in enumerate(loop.cell.body.outer.values())}
-    asked.fetches |= {("plain", name): spot.value for name, spot in asked.plain.items()}
-    asked.fetches |= {("model output", j): tensor for j, tensor in enumerate(found.outputs)}
-
-
-def _fetch_gradients(
-    found: OpenNet, asked: _Fetches, request: CaptureRequest, spots: PortTensors, batch: Batch
-) -> None:
+def _fetch_gradients(found: OpenNet, asked: _Fetches, request: CaptureRequest, spots: PortTensors) -> None:
     """Add gradients at all boundaries and weights to the fetched tensors, in one backward pass.
 
     Each unrolled loop needs one more backward pass for its direct gradients.
@@ -99,19 +85,18 @@ def _fetch_gradients(
     graph, loss = found.copy.graph, asked.fetches["loss"]
     wanted: dict[Any, Any] = {}
     for i, loop in enumerate(asked.loops):
+        ports = {("output_grad", 0): Port("output", loop.name)}
+        ports |= {("final_grad", j): Port("final_state", index=j) for j in range(len(loop.final))}
         if loop.kind == "unrolled":
-            _direct(asked, i, loop, loss, graph)
-        else:
-            wanted |= {(i, "output_grad"): at_boundary(loop, Port("output", loop.name))}
-            wanted |= {
-                (i, "final_grad", j): at_boundary(loop, Port("final_state", index=j)) for j in range(len(loop.final))
-            }
+            ports = {}
+            for j in range(len(loop.states)):
+                spot = direct_state(loop, j)
+                direct = joined(spot, gradients(graph, [loss], spot.sources, stop=spot.stop))
+                asked.fetches |= {} if direct is None else {(i, "state_grad", j): direct}
         if request.boundaries:
-            wanted[i, "input_grad"] = at_boundary(loop, Port("input", loop.name))
-            wanted |= {
-                (i, "initial_grad", j): at_boundary(loop, Port("initial_state", index=j))
-                for j in range(len(loop.initial))
-            }
+            ports["input_grad", 0] = Port("input", loop.name)
+            ports |= {("initial_grad", j): Port("initial_state", index=j) for j in range(len(loop.initial))}
+        wanted |= {(i, *key): at_boundary(loop, port) for key, port in ports.items()}
     wanted |= {("plain_grad", name): spot for name, spot in asked.plain.items()}
     if request.boundaries:
         wanted |= {("model input_grad", j): spots(Port("input", index=j)) for j in range(len(found.inputs))}
@@ -144,32 +129,8 @@ def _fetch_beside(asked: _Fetches, made: dict[Any, Any], sources: Mapping[Any, A
     asked.fetches |= {("beside", name): gradient for name, gradient in pairs if gradient is not None}
 
 
-def _direct(asked: _Fetches, i: int, loop: Loop, loss: Any, graph: Any) -> None:
-    """Fetch the direct gradients of an unrolled loop's states, and of its output, at every step."""
-    spots = {(i, "state_grad", j): direct_state(loop, j) for j in range(len(loop.states))}
-    if loop.output is not None and not _is_state(loop):
-        stop = (*(t for boundary in loop.states for t in boundary.tensors), *loop.output.tensors)
-        spots[i, "output_grad"] = Spot(None, loop.output.tensors, loop, loop.output, stop=stop)  # type: ignore[index]
-    for key, spot in spots.items():
-        together = joined(spot, gradients(graph, [loss], spot.sources, stop=spot.stop))
-        if together is not None:
-            asked.fetches[key] = together
-
-
-def _is_state(loop: Loop) -> bool:
-    """Return whether the output of an unrolled loop is its first state."""
-    return loop.output is not None and {t.ref() for t in loop.output.tensors} == {
-        t.ref() for t in loop.states[0].tensors
-    }
-
-
-def _puts_out_states(loop: Loop) -> bool:
-    """Return whether the output of an unrolled loop is its first state, at every step or at the last one."""
-    return loop.output is not None and loop.output.tensors[-1].ref() == loop.states[0].tensors[-1].ref()
-
-
 def _by_output(loop: Loop, output_grad: Array, states: dict[int, Array]) -> tuple[Array, dict[int, Array]]:
-    """Move the direct gradient of the first state to the output, which is the same tensor.
+    """Move the direct gradient of the first state of an unrolled loop to its output, which is the same tensor.
 
     Returns the output's gradient (sample, time, unit), or (sample, unit) if only the last step is the output, and the
     remaining state gradients by state number.
@@ -209,10 +170,6 @@ def _moving(loop: Loop, mask: Array) -> Array | None:
     return (mask[:, ::turn].cumsum(axis=1) > 0)[:, ::turn]
 
 
-def _unknown(loop: Loop) -> str:
-    return f"{loop.name!r} is run as a cell of unknown equations, without gates: {loop.cell.unknown}."
-
-
 class _CaptureBuilder:
     """Conversion of fetched values to the ``Capture`` of the adapter protocol."""
 
@@ -235,15 +192,12 @@ class _CaptureBuilder:
     def capture(self) -> Capture:
         get, request = self.values.get, self.request
         told = Capture([self._call(i, loop) for i, loop in enumerate(self.asked.loops)])
-        told.plain = [
-            NonRecurrentCall(
-                name, np.asarray(get(("plain", name))), self._gradient(("plain_grad", name), ("plain", name))
-            )
-            for name in self.asked.plain
-        ]
+        plain = {name: self._gradient(("plain_grad", name), ("plain", name)) for name in self.asked.plain}
+        told.plain = [NonRecurrentCall(name, np.asarray(get(("plain", name))), grad) for name, grad in plain.items()]
         told.entangled = not request.gradients and any(loop.carried for loop in self.asked.loops)
         told.notes.extend(self.asked.notes)
-        told.notes.extend(_unknown(loop) for loop in self.asked.loops if loop.cell.unknown)
+        words = "is run as a cell of unknown equations, without gates"
+        told.notes.extend(f"{x.name!r} {words}: {x.cell.unknown}." for x in self.asked.loops if x.cell.unknown)
         told.loss = None if "loss" not in self.values else float(self.values["loss"])
         outputs = {name: np.asarray(get(("model output", j))) for j, name in enumerate(self.found.net.outputs)}
         told.outputs = outputs if len(outputs) > 1 else next(iter(outputs.values()), None)
@@ -260,11 +214,17 @@ class _CaptureBuilder:
         get, direct = self.values.get, self.request.gradients
         output = np.asarray(self.values[i, "output"])
         mask = self._mask(i, loop)
+        initial = tuple(np.asarray(get((i, "initial", j))) for j in range(len(loop.initial)))
         final = tuple(np.asarray(get((i, "final", j))) for j in range(len(loop.final)))
         unrolled = loop.kind == "unrolled"
-        output_grad = self._gradient((i, "output_grad"), (i, "output")) if direct else None
-        state_grad = self._states(i, loop) if direct and unrolled else None
-        if output_grad is not None and state_grad is not None and _puts_out_states(loop):
+        final_grad, initial_grad = self._state_grads(i, "final", final), self._state_grads(i, "initial", initial)
+        if loop.output is None and final_grad:  # the output is this state
+            final_grad = (np.zeros_like(final_grad[0]), *final_grad[1:])
+        output_grad, state_grad = self._gradient((i, "output_grad", 0), (i, "output")), None
+        if direct and unrolled:
+            present = {j: get((i, "state_grad", j)) for j in range(len(loop.states))}
+            state_grad = {j: np.asarray(gradient) for j, gradient in present.items() if gradient is not None}
+        if output_grad is not None and state_grad is not None:
             output_grad, state_grad = _by_output(loop, output_grad, state_grad)
         return RecurrentCall(
             layer=loop.name,
@@ -273,20 +233,20 @@ class _CaptureBuilder:
             cell=self._cell(i, loop),
             input=np.asarray(self.values[i, "input"]),
             mask=mask,
-            initial_state=tuple(np.asarray(get((i, "initial", j))) for j in range(len(loop.initial))),
+            initial_state=initial,
             output=output,
             output_from_state=None if mask is None else _moving(loop, mask),
             masked_output=loop.masked_output,
             final_state=None if unrolled else final,
             output_grad=output_grad,
-            final_state_grad=self._finals(i, loop) if direct and not unrolled else None,
+            final_state_grad=final_grad if direct and not unrolled else None,
             state_grad=state_grad,
             between=unrolled,
             weights_key="|".join(name_of(p, k) for k, p in weights_of(loop).items()) or f"{loop.name}/{loop.direction}",
             weight_grads=self._weight_grads(loop) if direct and self.request.weight_grads else None,
             tied=self._tied(loop),
-            framework_input_grad=get((i, "input_grad")),
-            framework_initial_state_grad=self._initials(i, loop),
+            framework_input_grad=get((i, "input_grad", 0)),
+            framework_initial_state_grad=initial_grad if direct and self.request.boundaries else None,
         )
 
     def _mask(self, i: int, loop: Loop) -> Array | None:
@@ -301,14 +261,9 @@ class _CaptureBuilder:
 
     def _cell(self, i: int, loop: Loop) -> Any:
         if loop.cell.body is None:
-            return known_cell(loop, self._read(loop))
+            return known_cell(loop, self.found.values_of(weights_of(loop).values(), self.variables))
         outer = [np.asarray(self.values[i, "outer", j]) for j in range(len(loop.cell.body.outer))]
         return BodyCell(loop.cell.body, outer, list(weights_of(loop)))
-
-    def _read(self, loop: Loop) -> Mapping[str, Array]:
-        names = {piece.variable for pieces in loop.cell.weights.values() for piece in pieces}
-        missing = [name for name in names if name not in self.variables]
-        return {**self.variables, **(self.found.read(missing) if missing else {})}
 
     def _gradient(self, key: Any, value: Any) -> Array | None:
         """Return a gradient of the loss, zeros where there is no path; None if no gradients were requested."""
@@ -317,22 +272,9 @@ class _CaptureBuilder:
         found = self.values.get(key)
         return np.zeros_like(np.asarray(self.values[value])) if found is None else np.asarray(found)
 
-    def _finals(self, i: int, loop: Loop) -> tuple[Array, ...]:
-        found = [self._gradient((i, "final_grad", j), (i, "final", j)) for j in range(len(loop.final))]
-        if loop.output is None and found[0] is not None:  # the output is this state
-            found[0] = np.zeros_like(found[0])
+    def _state_grads(self, i: int, kind: str, states: tuple[Array, ...]) -> tuple[Array, ...]:
+        found = [self._gradient((i, f"{kind}_grad", j), (i, kind, j)) for j in range(len(states))]
         return tuple(gradient for gradient in found if gradient is not None)
-
-    def _initials(self, i: int, loop: Loop) -> tuple[Array, ...] | None:
-        if not (self.request.boundaries and self.request.gradients):
-            return None
-        found = [self._gradient((i, "initial_grad", j), (i, "initial", j)) for j in range(len(loop.initial))]
-        return tuple(gradient for gradient in found if gradient is not None)
-
-    def _states(self, i: int, loop: Loop) -> dict[int, Array]:
-        """Return the direct gradients of the states of an unrolled loop, (sample, time, unit), by state number."""
-        present = {j: self.values.get((i, "state_grad", j)) for j in range(len(loop.states))}
-        return {j: np.asarray(gradient) for j, gradient in present.items() if gradient is not None}
 
     def _weight_grads(self, loop: Loop) -> dict[str, Array]:
         """Return the gradients that reach the weights of a layer through its loop, by weight name."""
@@ -345,18 +287,11 @@ class _CaptureBuilder:
             found[key] = block(pieces, whole)
         return found
 
-    def _variable_grads(self, pieces: Any) -> dict[str, Array]:
+    def _variable_grads(self, pieces: Sequence[WeightPiece]) -> dict[str, Array]:
         """Return the gradients by whole variables, zeros where there is no path."""
-        found = {}
-        for piece in pieces:
-            gradient = self.values.get((("variable", piece.variable), "grad"))
-            found[piece.variable] = (
-                np.zeros_like(self._value(piece.variable)) if gradient is None else np.asarray(gradient)
-            )
-        return found
-
-    def _value(self, name: str) -> Array:
-        return self.variables[name] if name in self.variables else self.found.read([name])[name]
+        gradients = {piece.variable: self.values.get((("variable", piece.variable), "grad")) for piece in pieces}
+        held = self.found.values_of([pieces], self.variables)
+        return {n: np.zeros_like(held[n]) if g is None else np.asarray(g) for n, g in gradients.items()}
 
     def _beside(self) -> tuple[dict[str, Array | None], frozenset[str]]:
         """Return gradients of all weights by name, and the names for which the gradient is the whole one.

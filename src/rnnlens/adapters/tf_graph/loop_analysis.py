@@ -10,7 +10,7 @@ from typing import Any, Literal
 import tensorflow.compat.v1 as tf
 
 from ...errors import message
-from .blocks import Source, constant_of
+from .blocks import Source, constant_of, width_of
 from .cells import Match, steps_in
 from .probe import Key, Probe, understood
 from .recurrences import Condition, Loop, LoopBoundary, LoopCell
@@ -182,7 +182,7 @@ def _widths(tensor: Any, outer: Source) -> list[int]:
     """Return the widths of the states that a tensor joins along its last axis; one for a single state."""
     op = same(tensor, outer).op
     if op.type != "ConcatV2" or constant_of(op.inputs[-1], outer) not in (-1, tensor.shape.rank - 1):
-        return [int(tensor.shape[-1] or 0)]
+        return [width_of(tensor) or 0]
     return [width for part in op.inputs[:-1] for width in _widths(part, outer)]
 
 

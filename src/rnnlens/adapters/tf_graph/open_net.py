@@ -16,7 +16,7 @@ from .discover import find
 from .graph_copy import GraphCopy, cone, definition
 from .naming import renamed
 from .public import Net, refuse_closed, refuse_remote
-from .recurrences import Loop
+from .recurrences import Loop, WeightPiece
 
 _NONE: Mapping[tuple[Any, str], Array] = MappingProxyType({})
 #: Copies of the present version of each graph, for the outputs, losses and seeds used last.
@@ -68,6 +68,12 @@ class OpenNet:
     def variables(self, fetches: Sequence[Any], feed: Mapping[Any, Any]) -> dict[str, Array]:
         """Return the present values of all variables that some tensors depend on, with any perturbation added."""
         return self.read(self.copy.behind(fetches, feed).variables)
+
+    def values_of(self, weights: Iterable[Sequence[WeightPiece]], known: Mapping[str, Array]) -> dict[str, Array]:
+        """Return the values of the variables that weights are parts of: those ``known``, and others as they are now."""
+        names = dict.fromkeys(piece.variable for pieces in weights for piece in pieces)
+        missing = [name for name in names if name not in known]
+        return {name: known[name] for name in names if name in known} | (self.read(missing) if missing else {})
 
     def close(self) -> None:
         """Close the session of the copy."""

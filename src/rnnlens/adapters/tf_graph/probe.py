@@ -19,7 +19,7 @@ import numpy as np
 from tensorflow.python.framework.tensor_util import constant_value
 
 from ...typing import Array
-from .blocks import Block, Source, block_of, columns_of, constant_of, uncut
+from .blocks import Block, Source, block_of, columns_of, constant_of, uncut, width_of
 from .sequences import NO_SETTINGS, GraphSettings, is_filled_with
 
 _TRANSPARENT = frozenset({"Identity", "EnsureShape", "PlaceholderWithDefault", "PreventGradient", "CheckNumerics"})
@@ -323,8 +323,7 @@ class Probe:
         if tensor.op.type == "RandomUniform":  # the extremes, so that a rate near 0 or 1 shows
             return Value(np.tile([[1e-12], [1 - 1e-12]], (_ROWS // 2, 1)))
         by_sample = tensor.shape.rank in (None, 0) or (tensor.shape.rank == 1 and tensor.dtype.name == "bool")
-        width = None if by_sample else tensor.shape[-1]
-        return Value(self._drawn(("leaf", name), 0, 1 if width is None else int(width)))
+        return Value(self._drawn(("leaf", name), 0, 1 if by_sample else width_of(tensor) or 1))
 
     def _first_alike(self, tensor: Any) -> Any:
         """Return a name that tensors share which take the same part of the same tensor.
@@ -387,11 +386,12 @@ class Probe:
         axis, rank = constant_of(op.inputs[-1], self._outer), op.outputs[0].shape.rank
         if axis is None or rank is None or int(axis) % rank != rank - 1:
             return None
-        if any(t.shape[-1] is None for t in op.inputs[:-1]):
+        widths = [width_of(t) for t in op.inputs[:-1]]
+        if None in widths:
             return None
         parts = [
-            Value(np.broadcast_to(v.numbers, (_ROWS, int(t.shape[-1]))), v.affine, v.activation)
-            for t, v in zip(op.inputs[:-1], values, strict=True)
+            Value(np.broadcast_to(value.numbers, (_ROWS, width or 0)), value.affine, value.activation)
+            for value, width in zip(values, widths, strict=True)
         ]
         return Value(np.concatenate([part.numbers for part in parts], axis=1), parts=tuple(parts))
 

@@ -13,7 +13,7 @@ from ...errors import InputError, UnsupportedError, raised_by, shown
 from ...typing import Array
 from ..protocol import Batch, Port, Pullback, refuse_misfits
 from .boundaries import PortTensors, Spot, as_run, joined
-from .inputs import clear_errors, fed, key_of
+from .inputs import clear_errors, fed, key_of, names_of_inputs
 from .open_net import open_net
 from .public import Net
 from .weights import block
@@ -108,7 +108,7 @@ class GraphPullback:
             tuple(wrt),
             tuple(cut),
             key_of(batch),
-            tuple(map(str, batch.x)) if isinstance(batch.x, Mapping) else (),
+            tuple(names_of_inputs(net, batch.x)),
         )
         self._feed = fed(self._opened, batch)
         self._spots: dict[Port, Spot] = self._once("spots", lambda: self._find(batch, (*of, *wrt, *cut)))
@@ -136,10 +136,9 @@ class GraphPullback:
 
     def _held(self, port: Port) -> dict[str, Array]:
         """Return the values of the variables that a weight is part of."""
-        names = [piece.variable for piece in self._spots[port].pieces]
-        missing = [name for name in names if name not in self._variables]
-        self._variables |= self._opened.read(missing) if missing else {}
-        return {name: self._variables[name] for name in names}
+        held = self._opened.values_of([self._spots[port].pieces], self._variables)
+        self._variables |= held
+        return held
 
     def vjp(self, cotangents: Mapping[Port, Array]) -> Mapping[Port, Array | None]:
         """Pull cotangents back to the ``wrt`` ports; see :meth:`Pullback.vjp`."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ...errors import message
+from .blocks import width_of
 from .recurrences import Loop, LoopBoundary, LoopCell
 from .sequences import Read, course_of
 from .while_loops import Frame, Variable, ancestors
@@ -23,11 +24,10 @@ def refused(frame: Frame, states: Sequence[Variable], found: Sequence[Read], rea
     readers = tuple(read.reader for read in reads[:1] if read.reader is not None)
     source = LoopBoundary((reads[0].stacked,), (readers,), stacked=True) if readers else LoopBoundary(())
     course = course_of(reads[0].stacked).words if reads else {}
-    units = states[0].before.shape[-1] if states[0].before.shape.rank else None
     return Loop(
         frame.name,
         frame.kind,
-        LoopCell("unknown", int(units or 0), refused=words),
+        LoopCell("unknown", width_of(states[0].before) or 0, refused=words),
         tuple(LoopBoundary((v.entry,), ((v.reader,),)) for v in states),
         tuple(LoopBoundary((v.exit,)) for v in states if v.exit is not None),
         source,

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from .blocks import Source, reached
+from .blocks import Source, reached, width_of
 from .cells import Match
 from .loop_analysis import LoopAnalysis, at_present, flat_mask, why_unknown
 from .loop_recorder import CannotRecordError, CarriedState, LoopRecorder, rewire
@@ -218,7 +218,7 @@ class _LoopSplitter:
         if writes and analysis.condition is not None and self._hidden_where_masked(output):
             output = same(output, Source()).op.inputs[2 if analysis.condition[1] else 1]
         fed = self._fed([output, *after])
-        if any(t.shape.rank != 2 or t.shape[1] is None for t in before):
+        if any(t.shape.rank != 2 or width_of(t) is None for t in before):
             raise CannotRecordError("a state that is not (sample, unit)")
         step = StepGraph(fed, before, output, after, analysis.frame.outer)
         self._known(fed)
@@ -254,7 +254,7 @@ class _LoopSplitter:
                 "a keep probability of 1, set by feed= of rl.tf1.graph, as evaluation has it; or "
                 "DropoutWrapper(variational_recurrent=True); rl.gradients by inputs and weights as it is",
             )
-        if not fed or any(t.shape.rank != 2 or not t.dtype.is_floating or t.shape[1] is None for t in fed):
+        if not fed or any(t.shape.rank != 2 or not t.dtype.is_floating or width_of(t) is None for t in fed):
             what = ", ".join(repr(t.op.name) for t in fed) or "nothing"
             raise CannotRecordError(f"what is new to it at each step is not floating (sample, feature) numbers: {what}")
         return fed
