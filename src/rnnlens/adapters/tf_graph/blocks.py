@@ -228,11 +228,7 @@ def trainable_names(graph: Any) -> frozenset[str]:
 
 
 def read(session: Any, names: Iterable[str]) -> dict[str, Array]:
-    """Return the present values of variables in a session, by name of the operation.
-
-    Raise ModelError if a variable is not initialised. Raise UnsupportedError if the graph has no operation that reads a
-    resource variable.
-    """
+    """Return the present values of variables in a session, by operation. Raise ModelError without a value."""
     wanted = list(names)
     tensors = [_readable(session.graph.get_operation_by_name(name)) for name in wanted]
     try:

@@ -16,7 +16,8 @@ from ...trees import map_leaves
 from ...vocabulary import FEATURE, SAMPLE, TIME, UNIT
 from ..protocol import Batch, Port
 from .blocks import dtype_of, is_variable
-from .inputs import fed, loss_tensor, names_of_inputs
+from .inputs import fed, names_of_inputs
+from .losses import loss_tensor
 from .open_net import OpenNet, open_net
 from .public import Net
 from .recurrences import Loop, LoopBoundary, WeightPiece
@@ -229,10 +230,7 @@ def every_state(loop: Loop) -> tuple[Any, ...]:
 
 
 def joined(spot: Spot, parts: Sequence[Any]) -> Any:
-    """Combine the gradients by a port's tensors into one gradient by the port.
-
-    None if there is none. It has the layout of the port's value: (sample, time, ...) for sequences.
-    """
+    """Combine the gradients by a port's tensors into one, in the layout of the port's value; None if there is none."""
     if all(part is None for part in parts):
         return None
     if spot.boundary is None:
@@ -287,10 +285,7 @@ def layouts(net: Net, batch: Batch, ports: Sequence[Port]) -> dict[Port, Layout]
 
 
 def _shapes(found: OpenNet, batch: Batch, ports: Sequence[Port]) -> dict[Any, tuple[int, ...]]:
-    """Return the shapes of tensors by port.
-
-    The key None has the shape (time, sample, feature) of a tensor that a loop reads.
-    """
+    """Return shapes by port; the key None has the shape (time, sample, feature) of a tensor that a loop reads."""
     spots, feed = PortTensors(found, batch), fed(found, batch)
     tensors: dict[Any, Any] = {port: spots(port).value for port in ports}
     tensors[None] = next(loop.input.tensors[0] for loop in found.loops if loop.input.stacked)

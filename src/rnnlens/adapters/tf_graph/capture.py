@@ -14,7 +14,8 @@ from ...errors import UnsupportedError
 from ...typing import Array
 from ..protocol import Batch, Capture, CaptureRequest, NonRecurrentCall, Port, RecurrentCall
 from .boundaries import PortTensors, Spot, at_boundary, chronological, direct_state, joined
-from .inputs import clear_errors, fed, key_of, loss_tensor, names_of_inputs
+from .inputs import clear_errors, fed, names_of_inputs
+from .losses import key_of, loss_tensor
 from .model_facts import chosen, within_reach
 from .open_net import OpenNet, open_net
 from .public import Net
@@ -116,10 +117,7 @@ def _fetch_gradients(found: OpenNet, asked: _Fetches, request: CaptureRequest, s
 
 
 def _fetch_beside(asked: _Fetches, made: dict[Any, Any], sources: Mapping[Any, Any], graph: Any, loss: Any) -> None:
-    """Fetch the gradients that reach the variables of cells by paths outside of their loops.
-
-    Examples are penalties of weights, and other layers that use the variable.
-    """
+    """Fetch gradients that reach the cells' variables outside of their loops: of penalties, and of other layers."""
     held = {piece.variable for loop in asked.loops for pieces in weights_of(loop).values() for piece in pieces}
     present = [name for name in held if made.get(("variable", name)) is not None]
     stop = [t for loop in asked.loops for boundary in (*loop.final, *loop.states) for t in boundary.tensors]
@@ -294,10 +292,7 @@ class _CaptureBuilder:
         return {n: np.zeros_like(held[n]) if g is None else np.asarray(g) for n, g in gradients.items()}
 
     def _beside(self) -> tuple[dict[str, Array | None], frozenset[str]]:
-        """Return gradients of all weights by name, and the names for which the gradient is the whole one.
-
-        For the other weights it is the part by paths outside of the loops.
-        """
+        """Return gradients of all weights outside of the loops, and the names for which that is the whole gradient."""
         found: dict[str, Array | None] = {}
         partly = set()
         for layer in layers_of(self.found).values():
@@ -314,10 +309,7 @@ class _CaptureBuilder:
         return found, frozenset(found) - partly
 
     def _tied(self, loop: Loop) -> frozenset[str]:
-        """Return the names of the weights that another layer shares.
-
-        The set is empty where another layer shares all weights.
-        """
+        """Return the weights that another layer shares in part; none where it shares all, since those are summed."""
         others = [other for other in self.found.loops if other is not loop]
         shared = {piece.variable for other in others for p in weights_of(other).values() for piece in p}
         same = {other.name for other in others if weights_of(other) == weights_of(loop)}

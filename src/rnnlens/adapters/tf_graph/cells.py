@@ -204,10 +204,7 @@ def _outputs(
 
 
 def _peepholes(gates: Sequence[Value], before: Value, after: Value) -> Weights | None:
-    """Return the peephole weights of input, forget and output gate.
-
-    None if there are others. The output gate's peephole reads the new cell state.
-    """
+    """Return the peepholes of input, forget (c) and output gate (new c); None if there are others."""
     found: Weights = {}
     for gate, name, cell in zip(gates, ("input", "forget", "", "output"), (before, before, before, after), strict=True):
         peepholes = _gate(gate).peepholes
@@ -253,10 +250,7 @@ def _kernels(gates: Sequence[Affine], source: Key, state: Key) -> Weights:
 
 
 def _biases(gates: Sequence[Value]) -> Weights | None:
-    """Return the biases of the gates with any constant that is added to them.
-
-    None if they are not one per gate. Without any bias the mapping is empty.
-    """
+    """Return the bias of the gates, with constants added; empty without any, None if it is not one per gate."""
     affines = [_gate(value) for value in gates]
     counts = {len(gate.vectors) for gate in affines}
     if counts == {0}:

@@ -49,17 +49,10 @@ def find(
         for loop in _loops(frame, value_of, stacks, may_vary=may_vary)
     ]
     loops = zip((number for number, _ in built), _paired([loop for _, loop in built]), strict=True)
-    steps = [(_first_step(loop), loop) for loop in unrolled(ends)]
+    # An unrolled loop stands where its first state is computed, a refused one last.
+    steps = [(int(x.states[0].tensors[0].op._id) if x.states else math.inf, x) for x in unrolled(ends)]
     in_branches = [of_a_branch(op.name) for op in conditions_with_loops(graph, ends)]
     return [*(loop for _, loop in sorted([*loops, *steps], key=lambda pair: pair[0])), *fused(ends), *in_branches]
-
-
-def _first_step(loop: Loop) -> float:
-    """Return the number of the operation that computes the first state of an unrolled loop.
-
-    A refused loop has infinity, so it is sorted last.
-    """
-    return int(loop.states[0].tensors[0].op._id) if loop.states else math.inf
 
 
 def _loops(

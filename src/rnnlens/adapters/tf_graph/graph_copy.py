@@ -119,15 +119,11 @@ def seeded(meta: Any, seed: int) -> Any:
         if "parallel_iterations" in node.attr:
             node.attr["parallel_iterations"].i = 1
     contexts = changed.collection_def["while_context"].bytes_list.value
-    contexts[:] = [_step_by_step(context) for context in contexts]
+    for i, context in enumerate(contexts):
+        loop = control_flow_pb2.WhileContextDef.FromString(context)
+        loop.parallel_iterations = 1
+        contexts[i] = bytes(loop.SerializeToString())
     return changed
-
-
-def _step_by_step(context: bytes) -> bytes:
-    """Return a serialised while context of control flow v1 with ``parallel_iterations`` set to 1."""
-    found = control_flow_pb2.WhileContextDef.FromString(context)
-    found.parallel_iterations = 1
-    return bytes(found.SerializeToString())
 
 
 K = TypeVar("K", bound=Hashable)
@@ -190,10 +186,6 @@ class GraphCopy:
         with self.graph.as_default():
             self._assign = {op.name: _assigned(op) for op in self.graph.get_operations() if is_variable(op)}
             self._tables = [op for op in self.graph.get_operations() if op.type.startswith(_TABLES)]
-
-    def same(self, tensor: Any) -> Any:
-        """Return the tensor of the copy that corresponds to a tensor of the user's graph, or that has its values."""
-        return self.tensor(tensor.name)
 
     def tensor(self, name: str) -> Any:
         """Return the tensor of the copy that corresponds to the user's tensor of this name, or that has its values."""
@@ -368,3 +360,11 @@ def _refuse_sources(operations: Iterable[Any]) -> None:
                 expected="data that is fed",
                 hint=f'inputs={{"x": "{operation.name}:0"}}: the batch tensor itself can be fed',
             )
+
+
+def dense(gradient: Any) -> Any:
+    """Return a gradient as a dense tensor; the rows of ``IndexedSlices`` are summed by index."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    rows = tf.cast(gradient.dense_shape, tf.int64)[0]
+    return tf.math.unsorted_segment_sum(gradient.values, gradient.indices, rows)

@@ -66,7 +66,8 @@ def _names(model: Any, graph: Any, outputs: list[Any]) -> KerasNames:
     for name, layer, wrapper in _walk(model):
         if name in made:
             raise ModelError(two_layers_called(name))
-        sites += _sites(name, layer, wrapper)
+        halves = (layer.forward_layer, layer.backward_layer) if hasattr(layer, "forward_layer") else (layer,)
+        sites += [_site(name, half, layer, wrapper) for half in halves if _is_recurrent(layer)]
         for variable, key in _keys(layer):
             owners.setdefault(variable, (name, key))
         made[name] = _outputs(layer, graph)
@@ -121,19 +122,7 @@ def _walk(model: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _is_recurrent(layer: Any) -> bool:
-    return _is_rnn(layer) or hasattr(layer, "forward_layer")
-
-
-def _is_rnn(layer: Any) -> bool:
-    return any(base.__name__ == "RNN" for base in type(layer).__mro__)
-
-
-def _sites(name: str, layer: Any, wrapper: Any) -> Iterator[KerasSite]:
-    if hasattr(layer, "forward_layer"):
-        for half in (layer.forward_layer, layer.backward_layer):
-            yield _site(name, half, layer, wrapper)
-    elif _is_rnn(layer):
-        yield _site(name, layer, layer, wrapper)
+    return hasattr(layer, "forward_layer") or any(base.__name__ == "RNN" for base in type(layer).__mro__)
 
 
 def _site(name: str, half: Any, owner: Any, wrapper: Any) -> KerasSite:
@@ -145,23 +134,30 @@ def _site(name: str, half: Any, owner: Any, wrapper: Any) -> KerasSite:
         frozenset() if cell is None else frozenset(_operation(v) for v in cell.weights),
         bool(half.return_sequences),
         bool(half.built),
-        _refusal(name, half, wrapper) or _of_steps(name, half, owner),
+        _refusal(name, half, owner, wrapper),
         _dropped(name, half),
         len(getattr(cell, "cells", ())) > 1,
         _info(name, half, owner),
     )
 
 
-def _refusal(name: str, layer: Any, wrapper: Any) -> str:
-    kind = type(layer).__name__
+def _refusal(name: str, half: Any, owner: Any, wrapper: Any) -> str:
+    """Return the error text for a layer that cannot be captured; "" for others."""
+    kind, what = type(half).__name__, f"Layer {name!r} cannot be traced"
     if wrapper is not None:
         return message(
-            f"Layer {name!r} cannot be traced: {kind} inside TimeDistributed runs once per outer step.",
+            f"{what}: {kind} inside TimeDistributed runs once per outer step.",
             hint="give the inner layer a model of its own and trace that on one outer step, x[:, i]",
         )
     if "ConvLSTM" in kind or "CuDNN" in kind:
         why = "has states with axes of space" if "Conv" in kind else "runs in a kernel of the GPU"
-        return message(f"Layer {name!r} cannot be traced: {kind} {why}.", hint="name the other layers, layers=[...]")
+        return message(f"{what}: {kind} {why}.", hint="name the other layers, layers=[...]")
+    nodes = getattr(owner, "_inbound_nodes", [])
+    masked = any(node.call_kwargs.get("mask") is not None for node in nodes)
+    masked = masked or any(_mask(tensor) for node in nodes for tensor in _flat(node.keras_inputs))
+    if getattr(half, "unroll", False) and masked:
+        hint = "unroll=False, which computes the same"
+        return message(f"{what}: its steps are unrolled, and masked.", got="unroll=True, with a mask", hint=hint)
     return ""
 
 
@@ -172,9 +168,8 @@ def _dropped(name: str, half: Any) -> str:
     """
     cell = getattr(half, "cell", None)
     cells = getattr(cell, "cells", [cell])
-    rates = {"recurrent_dropout": max(getattr(part, "recurrent_dropout", 0) or 0 for part in cells)}
-    if len(cells) > 1:
-        rates["dropout"] = max(getattr(part, "dropout", 0) or 0 for part in cells)
+    kinds = ("recurrent_dropout", "dropout") if len(cells) > 1 else ("recurrent_dropout",)
+    rates = {kind: max(getattr(part, kind, 0) or 0 for part in cells) for kind in kinds}
     if not any(rates.values()):
         return ""
     return message(
@@ -182,24 +177,6 @@ def _dropped(name: str, half: Any) -> str:
         got=", ".join(f"{key}={rate}" for key, rate in rates.items() if rate) + ", eager execution disabled",
         hint="the same weights in a layer without, which is what evaluation runs; or run eagerly",
     )
-
-
-def _of_steps(name: str, half: Any, owner: Any) -> str:
-    """Return the error text for a layer that is unrolled and masked; "" for others."""
-    if not getattr(half, "unroll", False) or not _is_masked(owner):
-        return ""
-    return message(
-        f"Layer {name!r} cannot be traced: its steps are unrolled, and masked.",
-        got="unroll=True, with a mask",
-        hint="unroll=False, which computes the same",
-    )
-
-
-def _is_masked(layer: Any) -> bool:
-    """Return whether any call of the layer got a mask, by argument or with its input."""
-    nodes = getattr(layer, "_inbound_nodes", [])
-    by_name = any(node.call_kwargs.get("mask") is not None for node in nodes)
-    return by_name or any(_mask(tensor) for node in nodes for tensor in _flat(node.keras_inputs))
 
 
 def _info(name: str, half: Any, owner: Any) -> LayerInfo:
@@ -254,10 +231,7 @@ def _outputs(layer: Any, graph: Any) -> tuple[str, ...]:
 
 
 def phase_feed(net: Net, training: bool) -> dict[str, bool]:
-    """Return the feed of the learning phase placeholder; empty if there is none.
-
-    Raise UnsupportedError if the model was built for the other phase only.
-    """
+    """Return the feed of the learning phase, if it has one. Raise UnsupportedError if the other is fixed."""
     phase = net.keras.phase
     if isinstance(phase, bool):
         if phase != training:

@@ -169,10 +169,7 @@ def analyse(frame: Frame, settings: GraphSettings = NO_SETTINGS) -> LoopAnalysis
 
 
 def flat_mask(stacked: Any, inverted: bool) -> Any:
-    """Return a mask as (time, sample) of bool.
-
-    An extra axis is removed, and an inverted mask is negated, in the copy.
-    """
+    """Return a mask as (time, sample) of bool, negated if it is inverted, in the copy."""
     with stacked.graph.as_default():
         flat = tf.reshape(stacked, tf.shape(stacked)[:2]) if stacked.shape.rank != 2 else stacked
         return tf.logical_not(flat) if inverted else flat
@@ -203,10 +200,7 @@ def unselected(after: Any, before: Any, outer: Source) -> tuple[Any, tuple[Any, 
 
 
 def _states(frame: Frame, floats: list[Variable], made: dict[int, Any], writes: list[Written]) -> list[Variable]:
-    """Return the loop variables on which the result of some step depends.
-
-    A variable that only remembers the previous output is left out.
-    """
+    """Return the variables on which some step's result depends, without those that repeat the previous output."""
     targets = [made[id(v)][0] for v in floats]
     for write in writes:
         value = write.value
@@ -239,10 +233,7 @@ Output = tuple[LoopBoundary | None, Literal["state", "output", "zero"]]
 
 
 def output_of(analysis: LoopAnalysis, hidden: Key) -> Output | None:
-    """Return the boundary where a hidden state is stacked over time, and the output at masked steps.
-
-    None if the loop's output is another quantity.
-    """
+    """Return where a hidden state is stacked, and the output at masked steps; None if other numbers are stacked."""
     writes = [w for w in analysis.writes if w.stacked is not None]
     found = _output_of(analysis, hidden, writes) if writes else None
     return (None, "state") if found is None and not any(w.variable.read for w in writes) else found

@@ -33,10 +33,14 @@ class Copier:
         The invariants of the loop.
     outside
         Function from a tensor outside of the loop to its substitute.
+    in_branch
+        Whether the tensors are those of one branch of a v1 condition: a Switch is then replaced by its input.
     """
 
-    def __init__(self, given: dict[int, Any], outer: Source, outside: Callable[[Any], Any]) -> None:
-        self._made, self._outer, self._outside = dict(given), outer, outside
+    def __init__(
+        self, given: dict[int, Any], outer: Source, outside: Callable[[Any], Any], *, in_branch: bool = False
+    ) -> None:
+        self._made, self._outer, self._outside, self._in_branch = dict(given), outer, outside, in_branch
         #: Names of the operations that drew random numbers.
         self.random: set[str] = set()
 
@@ -62,6 +66,8 @@ class Copier:
         op = tensor.op
         if op.type in _LOOPS:
             raise CannotCopyError(f"a loop within its body ({op.name!r})")
+        if op.type == "Switch" and self._in_branch:
+            return [op.inputs[0]]
         if op.type in ("Switch", "Placeholder"):
             raise CannotCopyError(f"a variable of the loop other than its states ({op.name!r})")
         if op.type == "ReadVariableOp" or op.type in VARIABLES:
@@ -77,6 +83,8 @@ class Copier:
             self._made[id(tensor)] = self._outside(tensor)
         elif op.type == "ReadVariableOp":
             self._made[id(tensor)] = self._outside(read_of(self._outer.settled(_handle(op, self._outer)), tensor.dtype))
+        elif op.type == "Switch":
+            self._made[id(tensor)] = self._made[id(op.inputs[0])]
         elif op.type == "Merge":
             self._made[id(tensor)] = self._condition(op)
         elif op.type in _CONDITIONS:
@@ -109,7 +117,7 @@ class Copier:
         inside = {id(t): self._made[id(t)] for t in _boundary_of(merge)}
 
         def branch(index: int) -> Any:
-            copier = _Branch(inside, self._outer, self._outside)
+            copier = Copier(inside, self._outer, self._outside, in_branch=True)
             return lambda: tf.identity(copier(merge.inputs[index]))
 
         return tf.cond(pred, branch(1), branch(0))
@@ -143,35 +151,12 @@ def _handle(read: Any, outer: Source) -> Any:
 
 def read_of(handle: Any, dtype: Any) -> Any:
     """Return the value of a resource variable, read outside of any loop."""
-    graph = handle.graph
     name = f"rnnlens_read/{handle.op.name}"
     try:
-        return graph.get_tensor_by_name(f"{name}:0")
+        return handle.graph.get_tensor_by_name(f"{name}:0")
     except KeyError:
-        with graph.as_default(), tf.control_dependencies(None):
-            return graph.create_op(
-                "ReadVariableOp", [handle], [dtype], name=f"{name}/", attrs={"dtype": _type(dtype)}
-            ).outputs[0]
-
-
-def _type(dtype: Any) -> Any:
-    return tf.AttrValue(type=dtype.as_datatype_enum)
-
-
-class _Branch(Copier):
-    """Copier for one branch of a v1 condition: each Switch is replaced by its input."""
-
-    def _needs(self, tensor: Any) -> list[Any]:
-        if tensor.op.type == "Switch":
-            return []
-        return super()._needs(tensor)
-
-    def _make(self, tensor: Any) -> None:
-        if tensor.op.type == "Switch" and id(tensor) not in self._made:
-            source = tensor.op.inputs[0]
-            self._made[id(tensor)] = self._made[id(source)]
-            return
-        super()._make(tensor)
+        with handle.graph.as_default(), tf.control_dependencies(None):
+            return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype, name=f"{name}/")
 
 
 def _context(merge: Any) -> Any:
@@ -248,7 +233,8 @@ class LoopRecorder:
         with self.graph.as_default(), tf.control_dependencies(None), tf.name_scope(f"rnnlens/{self.frame.name}/"):
             used = self._used([*wanted, *(c.after for c in carried), *(c.kept[0] for c in carried if c.kept)])
             known = {key: self._array(self.steps[key].dtype).unstack(self.steps[key]) for key in used}
-            outs = [self._array(t.dtype) for t in (*wanted, *(c.start for c in carried))]
+            targets = (*wanted, *(c.start for c in carried))
+            outs = [self._array(t.dtype) for t in targets]
             _, outs, ends = tf.while_loop(
                 lambda i, *_: i < self.count,
                 self._body(wanted, carried, known, before or {}),
@@ -256,8 +242,9 @@ class LoopRecorder:
                 parallel_iterations=1,  # so that random numbers are drawn in the order of the steps
                 return_same_structure=True,
             )
-            shapes = [t.shape for t in (*wanted, *(c.start for c in carried))]
-            stacked = [_shaped(array.stack(), shape) for array, shape in zip(outs, shapes, strict=True)]
+            stacked = [array.stack() for array in outs]
+            for tensor, steps in zip(targets, stacked, strict=True):
+                steps.set_shape([None, *tensor.shape] if tensor.shape.rank is not None else None)
         for tensor, steps in zip(wanted, stacked, strict=False):
             self.steps.setdefault(id(tensor), steps)
         return stacked[: len(wanted)], stacked[len(wanted) :], list(ends)
@@ -298,19 +285,17 @@ class LoopRecorder:
                 values = [states[p] if isinstance(p, int) else p for p in parts]
                 present[key] = values[0] if len(values) == 1 else tf.concat(values, axis=-1)
             for key, array in known.items():
-                present[key] = _read(array, i, self.steps[key])
+                present[key] = array.read(i)
+                present[key].set_shape(self.steps[key].shape[1:])
             copier = Copier(present, self.frame.outer, lambda t: t)
             after = [_after(c, old, copier) for c, old in zip(carried, states, strict=True)]
             values = [*(copier(t) for t in wanted), *after]
-            self._refuse_second_draws(copier)
+            for name in copier.random:
+                if self._drawn.setdefault(name, self._runs) != self._runs:
+                    raise CannotRecordError(f"random numbers that are used in several places ({name!r})")
             return i + 1, [array.write(i, value) for array, value in zip(outs, values, strict=True)], after
 
         return step
-
-    def _refuse_second_draws(self, copier: Copier) -> None:
-        for name in copier.random:
-            if self._drawn.setdefault(name, self._runs) != self._runs:
-                raise CannotRecordError(f"random numbers that are used in several places ({name!r})")
 
 
 class CannotRecordError(Exception):
@@ -319,12 +304,6 @@ class CannotRecordError(Exception):
     def __init__(self, reason: str, hint: str = "") -> None:
         super().__init__(reason)
         self.hint = hint
-
-
-def _read(array: Any, i: Any, stacked: Any) -> Any:
-    value = array.read(i)
-    value.set_shape(stacked.shape[1:])
-    return value
 
 
 def _after(carried: CarriedState, old: Any, copier: Copier) -> Any:
@@ -337,11 +316,6 @@ def _after(carried: CarriedState, old: Any, copier: Copier) -> Any:
     new = tf.identity(new)
     new.set_shape(old.shape)
     return new
-
-
-def _shaped(stacked: Any, step: Any) -> Any:
-    stacked.set_shape([None, *step] if step.rank is not None else None)
-    return stacked
 
 
 def rewire(old: Any, new: Any) -> None:

@@ -35,8 +35,8 @@ _Block = tuple[str, str, str]
 def blocked(found: OpenNet, batch: Batch, of: Sequence[Port], wrt: Port) -> Obstacle | None:
     """Return what blocks the gradient from targets to a tensor; None if the graph shows no obstacle."""
     spots = PortTensors(found, batch)
-    targets = [tensor for port in of for tensor in _ends(found, spots, port)]
-    sources = _sources(found, spots, wrt)
+    targets = [tensor for port in of for tensor in _tensors(found, spots, port, source=False)]
+    sources = _tensors(found, spots, wrt, source=True)
     if not sources or not targets:
         return None
     own = {tensor.ref() for tensor in sources}
@@ -49,25 +49,12 @@ def blocked(found: OpenNet, batch: Batch, of: Sequence[Port], wrt: Port) -> Obst
     return _first_block(targets, above, own)
 
 
-def _ends(found: OpenNet, spots: PortTensors, port: Port) -> Sequence[Any]:
-    spot = None if _of_loop(found, port) else spots(port)
-    return _leaving(found, port) if spot is None else (spot.value,)
-
-
-def _sources(found: OpenNet, spots: PortTensors, port: Port) -> list[Any]:
-    return list(_leaving(found, port) if _of_loop(found, port) else spots(port).sources)
-
-
-def _of_loop(found: OpenNet, port: Port) -> bool:
-    return port.kind == "output" and bool(found.layer(str(port.layer)))
-
-
-def _leaving(found: OpenNet, port: Port) -> list[Any]:
-    """Return all outputs and final states of a layer's loops."""
-    loops = found.layer(str(port.layer))
-    boundaries = [
-        boundary for loop in loops for boundary in (*loop.final, *([] if loop.output is None else [loop.output]))
-    ]
+def _tensors(found: OpenNet, spots: PortTensors, port: Port, *, source: bool) -> list[Any]:
+    """Return the tensors of a port as a source or as a target; for a layer with loops all outputs and final states."""
+    loops = found.layer(str(port.layer)) if port.kind == "output" else []
+    if not loops:
+        return list(spots(port).sources) if source else [spots(port).value]
+    boundaries = [b for loop in loops for b in (*loop.final, *([] if loop.output is None else [loop.output]))]
     return [tensor for boundary in boundaries for tensor in boundary.tensors]
 
 
@@ -87,10 +74,7 @@ def _dependent(operations: Iterable[Any], sources: set[Any]) -> set[Any]:
 
 
 def _first_block(targets: Sequence[Any], above: set[Any], sources: set[Any]) -> Obstacle | None:
-    """Walk back from the targets through operations that pass gradients, and return the main obstacle.
-
-    None is returned if a source is reached, or if no operation blocks gradients.
-    """
+    """Walk back through operations that pass gradients; return the main obstacle, None if a source is reached."""
     waiting, seen, blocks = [t for t in targets if t.op in above], set(), []
     while waiting:
         tensor = waiting.pop(0)
@@ -121,10 +105,7 @@ _ORDER = (
 
 
 def _block(tensor: Any) -> _Block | None:
-    """Return why the operation behind a tensor blocks gradients, as (code, sentence, remedy).
-
-    None if it passes them.
-    """
+    """Return why an operation blocks gradients, as (code, sentence, remedy); None if it passes them."""
     operation, kind = tensor.op, tensor.dtype.base_dtype
     named = f"{operation.name!r} ({operation.type})"
     if operation.type in _STOPS:
@@ -185,10 +166,7 @@ def _integer_input(found: OpenNet, tensor: Any) -> Obstacle:
 def _through_state(
     found: OpenNet, targets: Sequence[Any], sources: Sequence[Any], of: Sequence[Port], wrt: Port
 ) -> Obstacle:
-    """Return the obstacle if no operation connects the tensors.
-
-    The connection may be a variable that is assigned between runs.
-    """
+    """Return the obstacle if no operation connects the tensors, except a variable assigned between runs."""
     read = {op for op in cone(targets) if is_variable(op)}
     own = {tensor.ref() for tensor in sources}
     for operation in found.copy.graph.get_operations():

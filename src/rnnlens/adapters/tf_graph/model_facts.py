@@ -133,10 +133,7 @@ def refusals(found: OpenNet) -> dict[str, str]:
 
 
 def uncalled(found: OpenNet) -> list[str]:
-    """Return a list of one note, which names the recurrent Keras layers that outputs and loss do not depend on.
-
-    The list is empty if there are none.
-    """
+    """Return a note on the recurrent Keras layers that outputs and loss do not depend on, if there are any."""
     names = [] if found.net.keras is None else found.net.keras.uncalled(variables_used(found))
     return [f"Left out, since outputs and loss do not depend on it: {', '.join(names)}."] if names else []
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -62,11 +63,12 @@ class KerasNames:
         return tuple(site.variables for site in self.sites if site.stack)
 
     def uncalled(self, used: Container[str]) -> list[str]:
-        """Return the recurrent layers that outputs and loss do not depend on.
-
-        ``used`` has the names of the variables that these depend on.
-        """
-        idle = [site for site in self.sites if not site.built or (site.variables and not _any(site.variables, used))]
+        """Return the recurrent layers whose variables are not in ``used``: outputs and loss do not depend on them."""
+        idle = [
+            site
+            for site in self.sites
+            if not site.built or (site.variables and not any(name in used for name in site.variables))
+        ]
         called = {site.name for site in self.sites if site not in idle}
         return list(dict.fromkeys(site.name for site in idle if site.name not in called))
 
@@ -91,10 +93,6 @@ class KerasNames:
         return found
 
 
-def _any(names: Iterable[str], among: Container[str]) -> bool:
-    return any(name in among for name in names)
-
-
 def _stacked(loops: Sequence[Loop]) -> list[str]:
     """Return the names of layers whose loops of one direction run different cells."""
     cells: dict[tuple[str, str], set[frozenset[str]]] = {}
@@ -108,20 +106,15 @@ def renamed(loops: Sequence[Loop], names: KerasNames | None) -> tuple[Loop, ...]
     if names is None:
         return _calls_numbered(loops)
     placed = [(loop, _site_of(loop, names)) for loop in loops]
-    counts: dict[tuple[str, str], int] = {}
-    for _, site in placed:
-        if site is not None:
-            counts[site.name, site.direction] = counts.get((site.name, site.direction), 0) + 1
-    seen: dict[tuple[str, str], int] = {}
-    found = []
+    counts = Counter((site.name, site.direction) for _, site in placed if site is not None)
+    seen, found = Counter[tuple[str, str]](), []
     for loop, site in placed:
         if site is None:
             found.append(loop)
             continue
         key = (site.name, site.direction)
-        number = seen.get(key, 0)
-        seen[key] = number + 1
-        name = site.name if counts[key] == 1 else f"{site.name}#{number}"
+        name = site.name if counts[key] == 1 else f"{site.name}#{seen[key]}"
+        seen[key] += 1
         output = loop.output
         if output is not None and not site.every_step and (output.stacked or len(output.tensors) > 1):
             output = replace(output, last=True)
@@ -132,14 +125,12 @@ def renamed(loops: Sequence[Loop], names: KerasNames | None) -> tuple[Loop, ...]
 
 
 def _calls_numbered(loops: Sequence[Loop]) -> tuple[Loop, ...]:
-    """Name loops that run the same cell as calls of one layer.
-
-    ``rnn#0``, ``rnn#1``. An example is a siamese network with two inputs.
-    """
+    """Name loops that run the same cell as calls of one layer, rnn#0 and rnn#1, as in a siamese network."""
     chains = [[loop for loop in loops if loop.name == name] for name in dict.fromkeys(loop.name for loop in loops)]
     calls: dict[Any, list[list[Loop]]] = {}
     for chain in chains:
-        cells = [(loop.direction, sorted(map(str, _held(loop)))) for loop in chain]
+        read = [loop.cell.weights.items() if loop.cell.body is None else variables_of(loop) for loop in chain]
+        cells = [(loop.direction, sorted(map(str, blocks))) for loop, blocks in zip(chain, read, strict=True)]
         if all(read for _, read in cells) and len({direction for direction, _ in cells}) < len(cells):
             calls.setdefault(str(cells[0]), []).extend([loop] for loop in chain)
         else:
@@ -152,11 +143,6 @@ def _calls_numbered(loops: Sequence[Loop]) -> tuple[Loop, ...]:
     return tuple(replace(loop, name=names[id(loop)]) for loop in loops)
 
 
-def _held(loop: Loop) -> Iterable[Any]:
-    """Return the blocks of variables that a loop reads."""
-    return variables_of(loop) if loop.cell.body is not None else loop.cell.weights.items()
-
-
 def variables_of(loop: Loop) -> frozenset[str]:
     """Return the names of the variables that a loop reads."""
     if loop.cell.body is not None:
@@ -165,10 +151,7 @@ def variables_of(loop: Loop) -> frozenset[str]:
 
 
 def _site_of(loop: Loop, names: KerasNames) -> KerasSite | None:
-    """Return the Keras layer that has the loop's variables.
-
-    None if there is none. Of several layers, the one whose name is in the loop's scope is preferred.
-    """
+    """Return the Keras layer with the loop's variables, preferably one named in the loop's scope; None without."""
     read = variables_of(loop)
     fitting = [site for site in names.sites if read and read <= site.variables]
     fitting = [site for site in fitting if site.direction == loop.direction] or fitting

@@ -42,9 +42,9 @@ class OpenNet:
 
     def __init__(self, net: Net, copy: GraphCopy) -> None:
         self.net, self.copy = net, copy
-        self.inputs = [tuple(map(copy.same, alike)) for alike in net.inputs.values()]
-        self.outputs = [copy.same(tensor) for tensor in net.outputs.values()]
-        self.loss = None if net.loss is None else copy.same(net.loss)
+        self.inputs = [tuple(copy.tensor(t.name) for t in alike) for alike in net.inputs.values()]
+        self.outputs = [copy.tensor(tensor.name) for tensor in net.outputs.values()]
+        self.loss = None if net.loss is None else copy.tensor(net.loss.name)
 
     @property
     def loops(self) -> tuple[Loop, ...]:
@@ -98,7 +98,7 @@ def open_net(net: Net, seed: int | None = None) -> OpenNet:
             kept.pop(next(iter(kept))).close()
         made = GraphCopy(definition(graph), seed or 0, getattr(net.session, "_config", None))
         stacks = () if net.keras is None else net.keras.stacks
-        setting, inner_ends = _Setting(net, made), [made.same(tensor) for tensor in ends]
+        setting, inner_ends = _Setting(net, made), [made.tensor(tensor.name) for tensor in ends]
         loops = find(made.graph, inner_ends, setting, stacks, may_vary=net.keras is not None)
         made.tap(renamed(loops, net.keras))
         made.settings = setting.held
@@ -130,12 +130,11 @@ class _Setting:
         if tensor.graph is not self._copy.graph:
             return None
         operations = cone([tensor], self._feed)
-        if any(op.type in _UNSETTLED or (op.op_def.is_stateful and not _holds_value(op)) for op in operations):
+        if any(
+            op.type in _UNSETTLED or (op.op_def.is_stateful and not is_variable(op) and op.type != "ReadVariableOp")
+            for op in operations
+        ):
             return None
         held = read(self._net.session, [op.name for op in operations if is_variable(op)])
         self.held |= held
         return self._copy.run({0: tensor}, self._feed, held)[0].item()
-
-
-def _holds_value(operation: Any) -> bool:
-    return is_variable(operation) or operation.type == "ReadVariableOp"

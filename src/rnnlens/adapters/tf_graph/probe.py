@@ -326,10 +326,7 @@ class Probe:
         return Value(self._drawn(("leaf", name), 0, 1 if by_sample else width_of(tensor) or 1))
 
     def _first_alike(self, tensor: Any) -> Any:
-        """Return a name that tensors share which take the same part of the same tensor.
-
-        An example is ``x[:, t]``, which some cells slice once per gate.
-        """
+        """Return a name shared by tensors that take the same part of a tensor, such as ``x[:, t]``."""
         op = tensor.op
         if op.type not in _PARTS:
             return id(tensor)

@@ -204,25 +204,13 @@ def raw_session(session: Any) -> Any:
 
 
 def refuse_closed(session: Any) -> None:
-    """Raise an error for a closed session.
-
-    Raises
-    ------
-    InputError
-        If the session is closed.
-    """
+    """Raise InputError for a closed session."""
     if getattr(session, "_closed", False):
         raise InputError("The session is closed, and its variables with it.", hint="an open session")
 
 
 def scalar(loss: Any) -> Any:
-    """Return the loss, checked to be a single floating-point number.
-
-    Raises
-    ------
-    InputError
-        If it has several elements, or is an integer.
-    """
+    """Return the loss. Raise InputError if it has several elements, or is an integer."""
     if not loss.dtype.base_dtype.is_floating:
         got = f"{loss.name}, {loss.dtype.base_dtype.name}"
         raise InputError("A loss that is no floating number has no gradient.", got=got, expected="a float")
@@ -235,13 +223,18 @@ def scalar(loss: Any) -> Any:
 def tensor_of(graph: Any, where: str, given: Any) -> Any:
     """Return a tensor of a graph, given as a tensor, as a variable or by name.
 
-    Raises
-    ------
-    InputError, LayerNotFoundError
-        If there is no such tensor in this graph.
+    Raise InputError or LayerNotFoundError if there is no such tensor in this graph.
     """
     if isinstance(given, str):
-        return _by_name(graph, where, given)
+        name = given if ":" in given else f"{given}:0"
+        try:
+            return graph.get_tensor_by_name(name)
+        except (KeyError, ValueError, TypeError):  # TypeError: a name that is not UTF-8
+            known = [operation.name for operation in graph.get_operations() if operation.outputs]
+            close = difflib.get_close_matches(name.partition(":")[0], known, n=3, cutoff=0.5)
+            hint = "the name of a tensor: loss.name"
+            hint = f"did you mean {' or '.join(map(repr, close))}? Else {hint}" if close else hint
+            raise LayerNotFoundError(f"{where}: no tensor of the graph is called {name!r}.", hint=hint) from None
     found = given._graph_element if has_attribute(given, "_graph_element") else given
     if not (has_attribute(found, "op") and has_attribute(found, "graph")):
         expected = 'a tensor of the graph, or its name: "output/dense/BiasAdd:0"'
@@ -250,23 +243,6 @@ def tensor_of(graph: Any, where: str, given: Any) -> Any:
         expected = "a tensor of the session's graph"
         raise InputError(f"{where} belongs to another graph.", got=found.name, expected=expected)
     return found
-
-
-def _by_name(graph: Any, where: str, name: str) -> Any:
-    full = name if ":" in name else f"{name}:0"
-    try:
-        return graph.get_tensor_by_name(full)
-    except (KeyError, ValueError, TypeError):  # TypeError: a name that is not UTF-8
-        hint = _similar(graph, name.partition(":")[0])
-        raise LayerNotFoundError(f"{where}: no tensor of the graph is called {full!r}.", hint=hint) from None
-
-
-def _similar(graph: Any, name: str) -> str:
-    """Return a hint with up to three similar tensor names."""
-    known = [operation.name for operation in graph.get_operations() if operation.outputs]
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    where = "the name of a tensor: loss.name"
-    return f"did you mean {' or '.join(map(repr, close))}? Else {where}" if close else where
 
 
 def _alike(graph: Any, where: str, given: Any) -> tuple[Any, ...]:
@@ -304,13 +280,7 @@ def _targets(alike: Callable[[str, Any], tuple[Any, ...]], given: Any) -> tuple[
 
 
 def refuse_remote(session: Any) -> None:
-    """Raise an error for a session whose variables are in another process.
-
-    Raises
-    ------
-    UnsupportedError
-        If the session has a remote target.
-    """
+    """Raise UnsupportedError for a session whose variables are in another process."""
     target = getattr(session, "sess_str", b"") or b""
     if target and target != b"local":
         hint = "load a checkpoint into a local tf.compat.v1.Session()"

@@ -13,7 +13,9 @@ from ...errors import InputError, UnsupportedError, raised_by, shown
 from ...typing import Array
 from ..protocol import Batch, Port, Pullback, refuse_misfits
 from .boundaries import PortTensors, Spot, as_run, joined
-from .inputs import clear_errors, fed, key_of, names_of_inputs
+from .graph_copy import dense
+from .inputs import clear_errors, fed, names_of_inputs
+from .losses import key_of
 from .open_net import open_net
 from .public import Net
 from .weights import block
@@ -41,25 +43,14 @@ def gradients(
                 hint="tf.stop_gradient around it, or another operation for the same",
             ) from error
         for i, gradient in zip(usable, made, strict=True):
-            found[i] = _dense(gradient)
+            found[i] = dense(gradient)
     return found
-
-
-def _dense(gradient: Any) -> Any:
-    """Return a gradient as a dense tensor; the rows of ``IndexedSlices`` are summed by index."""
-    if not isinstance(gradient, tf.IndexedSlices):
-        return gradient
-    rows = tf.cast(gradient.dense_shape, tf.int64)[0]
-    return tf.math.unsorted_segment_sum(gradient.values, gradient.indices, rows)
 
 
 def differentiate(
     function: Callable[..., Any], arrays: Sequence[Array]
 ) -> tuple[Array, Callable[[Array], list[Array]]]:
-    """Return the value and the vector-Jacobian product of a function; see :meth:`Adapter.differentiate`.
-
-    The function is built and run in a separate graph.
-    """
+    """Return the value and the vector-Jacobian product of a function, in a graph of its own; see :class:`Adapter`."""
     graph = tf.Graph()
     with graph.as_default(), tf.Session(graph=graph) as session:
         tensors = [tf.constant(array) for array in arrays]
@@ -111,7 +102,9 @@ class GraphPullback:
             tuple(names_of_inputs(net, batch.x)),
         )
         self._feed = fed(self._opened, batch)
-        self._spots: dict[Port, Spot] = self._once("spots", lambda: self._find(batch, (*of, *wrt, *cut)))
+        self._spots: dict[Port, Spot] = self._once(
+            "spots", lambda: {port: PortTensors(self._opened, batch)(port) for port in (*of, *wrt, *cut)}
+        )
         self._of, self._wrt, self._cut = tuple(of), tuple(wrt), tuple(cut)
         self.outputs = len(self._opened.outputs)
         fetches = {port: self._spots[port].value for port in (*of, *wrt) if port.kind != "weight"}
@@ -129,10 +122,6 @@ class GraphPullback:
         if key not in built:
             built[key] = make()
         return built[key]
-
-    def _find(self, batch: Batch, ports: Sequence[Port]) -> dict[Port, Spot]:
-        spots = PortTensors(self._opened, batch)
-        return {port: spots(port) for port in ports}
 
     def _held(self, port: Port) -> dict[str, Array]:
         """Return the values of the variables that a weight is part of."""
@@ -200,10 +189,7 @@ class GraphPullback:
                 built.found[port] = tf.add_n(present) if len(present) > 1 else present[0]
 
     def _keepable(self, built: _Built, added: set[Any]) -> list[Any] | None:
-        """Return the forward tensors that the backward pass reads.
-
-        None if some cannot be fed, or if the backward pass contains v1 control flow.
-        """
+        """Return the forward tensors that the backward pass reads; None if it needs some that cannot be fed."""
         graph, own = self._opened.copy.graph, {tensor.ref() for tensor in built.given.values()}
         read: dict[Any, Any] = {}
         for op in added:

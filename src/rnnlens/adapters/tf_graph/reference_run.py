@@ -1,7 +1,6 @@
 """Reference runs of the user's graph, for certificates: a separate copy without taps, and one ``tf.gradients``.
 
-Certificates compare results with these runs. Code of the capture and the pullback is not used here: names and layouts
-of weights are determined again.
+Certificates compare results with these runs. Code of the capture and the pullback is not used here.
 """
 
 from __future__ import annotations
@@ -18,11 +17,12 @@ from ...trees import leaves_of
 from ...typing import Array
 from ..protocol import Batch, Cotangents, ReferenceRun
 from .blocks import is_variable, read
-from .graph_copy import GraphCopy, cone, definition
-from .inputs import fed, fed_in, fed_to, is_built, key_of, loss_in, loss_tensor, names_of_inputs
+from .graph_copy import GraphCopy, cone, definition, dense
+from .inputs import fed, fed_in, names_of_inputs
+from .losses import fed_to, is_built, key_of, loss_in, loss_tensor
 from .open_net import OpenNet, open_net
 from .public import Net
-from .weights import layers_of, name_of
+from .weights import block, layers_of, name_of
 
 _GRAPHS: weakref.WeakKeyDictionary[Any, dict[Any, _ReferenceGraph]] = weakref.WeakKeyDictionary()
 _MOST = 4
@@ -58,7 +58,7 @@ class _ReferenceGraph:
         starts = [self.outputs[i] for i in floats] if self.loss is None else [self.loss]
         given = [self.given[i] for i in floats] if self.loss is None else None
         found = tf.gradients(starts, list(sources.values()), grad_ys=given)
-        dense = {key: _dense(gradient) for key, gradient in zip(sources, found, strict=True)}
+        dense = {key: dense(gradient) for key, gradient in zip(sources, found, strict=True)}
         return {key: gradient for key, gradient in dense.items() if gradient is not None}
 
 
@@ -80,10 +80,7 @@ def _refuse_other_draws(
 def reference_run(
     net: Net, batch: Batch, cotangents: Cotangents | None = None, *, gradients: bool = True, regularised: bool = False
 ) -> ReferenceRun:
-    """Run the reference copy; see :meth:`Adapter.reference_run`.
-
-    Penalties on weights are included where the graph's loss has them.
-    """
+    """Run the reference copy, penalties of its loss included; see :meth:`Adapter.reference_run`."""
     del regularised
     return prepared(net, batch, cotangents, gradients=gradients)()
 
@@ -155,13 +152,6 @@ def _bare(net: Net, batch: Batch, of_loss: bool, gradients: bool) -> _ReferenceG
     return kept[key]
 
 
-def _dense(gradient: Any) -> Any:
-    if not isinstance(gradient, tf.IndexedSlices):
-        return gradient
-    rows = tf.cast(gradient.dense_shape, tf.int64)[0]
-    return tf.math.unsorted_segment_sum(gradient.values, gradient.indices, rows)
-
-
 def _summed(parts: list[Any]) -> Array | None:
     present = [np.asarray(part) for part in parts if part is not None]
     return None if not present else np.sum(present, axis=0)
@@ -172,14 +162,7 @@ def _weights(found: Any, got: Mapping[Any, Any], values: Mapping[str, Array]) ->
     made: dict[str, Array | None] = {}
     for layer in layers_of(found).values():
         for key, pieces in layer.weights.items():
-            if not any(("weight", piece.variable) in got for piece in pieces):
-                made[name_of(pieces, key)] = None
-                continue
-            parts = []
-            for piece in pieces:
-                whole = got.get(("weight", piece.variable))
-                whole = np.zeros_like(values[piece.variable]) if whole is None else np.asarray(whole)
-                index = (Ellipsis, piece.columns) if piece.rows is None else (piece.rows, piece.columns)
-                parts.append(whole[index] if whole.ndim else whole)
-            made[name_of(pieces, key)] = np.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
+            parts = {piece.variable: got.get(("weight", piece.variable)) for piece in pieces}
+            whole = {n: np.zeros_like(values[n]) if g is None else np.asarray(g) for n, g in parts.items()}
+            made[name_of(pieces, key)] = None if all(g is None for g in parts.values()) else block(pieces, whole)
     return made

@@ -294,10 +294,7 @@ class GraphSettings:
         return self.used[key][1]
 
     def chosen_branch(self, tensor: Any, outer: Source) -> Any:
-        """Return the tensor that a condition passes on at the present value of its switch.
-
-        None for any other tensor.
-        """
+        """Return the tensor that a condition passes on at the present value of its switch; None for other tensors."""
         op = tensor.op
         if op.type == "Merge":
             switch = behind_identities(op.inputs[0]).op

@@ -73,10 +73,7 @@ class StepGraph:
         return common_scope(self.variables)
 
     def _read(self, tensor: Any) -> Any:
-        """Return the substitute of a tensor outside of the loop.
-
-        It is a placeholder, or a copy of the tensor's computation where it depends on variables only.
-        """
+        """Return the substitute of a tensor outside: a placeholder, or a copy where it depends on variables only."""
         if id(tensor) in self.outer:
             return self.fed[list(self.outer).index(id(tensor))]
         names, data = sources_of(tensor)
@@ -174,10 +171,7 @@ class BodyCell(StepCell):
     def weight_vjp(
         self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]
     ) -> Mapping[str, Array]:
-        """Pull dL/dy_t and dL/ds_t back to the weights, summed over the n rows.
-
-        The gradients are by the layer's weight names.
-        """
+        """Pull dL/dy_t and dL/ds_t back to the weights by the layer's names, summed over the n rows."""
         found = self._run(self._step.by_weight, x, state, output_cotangent, state_cotangent)
         return dict(zip(self._names, found, strict=True))
 

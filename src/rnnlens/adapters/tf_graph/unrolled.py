@@ -45,7 +45,11 @@ def unrolled(ends: Iterable[Any]) -> list[Loop]:
     probe, groups = Probe([], Source()), defaultdict(list)
     for step in _steps(probe, ops, _unread(ops)):
         match = step.match
-        key = (match.cell, tuple(sorted(match.options.items(), key=str)), _frozen(match.weights))
+        key = (
+            match.cell,
+            tuple(sorted(match.options.items(), key=str)),
+            tuple(sorted((name, repr(pieces)) for name, pieces in match.weights.items())),
+        )
         groups[key].append(step)
     chains = [chain for steps in groups.values() for chain in _chains(steps)]
     loops = [loop for chain in chains if (loop := _loop(probe, chain, ends)) is not None]
@@ -57,7 +61,11 @@ def _conditional(probe: Probe, ops: Sequence[Any], told: set[str], groups: Itera
     names: dict[str, int] = {}
     for steps in groups:
         scope = steps[0].match.scope
-        by_condition = [step for step in steps if any(_by_condition(probe, state) for state in step.match.before)]
+        by_condition = [
+            step
+            for step in steps
+            if any(t.op.type in ("Merge", "Switch") for state in step.match.before for t in probe.tensors_of(state))
+        ]
         passed = {step.match.after[0] for step in by_condition}
         if scope not in told and len(passed) > 1:
             names[scope] = steps[0].match.units
@@ -80,11 +88,6 @@ def _in_a_loop(op: Any) -> bool:
     return context is not None
 
 
-def _by_condition(probe: Probe, state: Key) -> bool:
-    """Return whether a condition of control flow v1 chooses a state."""
-    return any(tensor.op.type in ("Merge", "Switch") for tensor in probe.tensors_of(state))
-
-
 def _refused(scope: str, units: int) -> Loop:
     words = message(
         f"The steps of {scope!r} are unrolled, and passed by under a condition.",
@@ -95,15 +98,8 @@ def _refused(scope: str, units: int) -> Loop:
     return without_steps(_name(scope), scope, units, words)
 
 
-def _frozen(weights: Any) -> tuple[Any, ...]:
-    return tuple(sorted((name, repr(pieces)) for name, pieces in weights.items()))
-
-
 def _unread(ops: Iterable[Any]) -> list[Any]:
-    """Return operations that compute outputs of steps from ``ops``, and that these do not depend on.
-
-    The output of the last step is one where only the last cell state is read.
-    """
+    """Return operations that compute outputs of steps and that nothing depends on, such as the last output."""
     known, found = set(ops), list[Any]()
     waiting = list(ops)
     while waiting:
@@ -210,10 +206,7 @@ def _feedback_of_another_state(scope: str) -> str:
 
 
 def _start_edges(first: Step, edges: dict[Key, Readers]) -> list[Readers]:
-    """Return the operations by which the first step reads each initial state.
-
-    If one tensor is both states of an LSTM, the matrix products read the first one.
-    """
+    """Return the operations that read each initial state; of a tensor that is both, products read the first one."""
     found = [edges[key] for key in first.match.before]
     if len(set(first.match.before)) < len(found):
         products = tuple(edge for edge in found[0] if edge[0].type in ("MatMul", "ConcatV2"))

@@ -58,13 +58,13 @@ def variables_used(found: OpenNet) -> frozenset[str]:
 
 
 def _operations(found: OpenNet) -> set[Any]:
-    ends = [found.copy.same(tensor) for tensor in found.net.ends]
+    ends = [found.copy.tensor(tensor.name) for tensor in found.net.ends]
     taps = [tensor for loop in found.loops for boundary in (*loop.final, loop.input) for tensor in boundary.tensors]
     return set(cone([*ends, *taps]))
 
 
 def _layers(found: OpenNet) -> dict[str, LayerVariables]:
-    ends = [found.copy.same(tensor) for tensor in found.net.ends]
+    ends = [found.copy.tensor(tensor.name) for tensor in found.net.ends]
     operations = _operations(found)
     variables = [op for op in found.copy.graph.get_operations() if op in operations and is_variable(op)]
     owners = {
@@ -96,10 +96,7 @@ def base(loop: Loop) -> str:
 
 
 def _recurrent(loops: Sequence[Loop]) -> LayerVariables:
-    """Return the weights of a recurrent layer.
-
-    Those of two directions have the prefixes ``forward/`` and ``backward/``.
-    """
+    """Return the weights of a recurrent layer; those of two directions with ``forward/`` and ``backward/`` in front."""
     lead = {loop.direction: f"{loop.direction}/" if len(loops) > 1 else "" for loop in loops}
     weights = {lead[loop.direction] + key: pieces for loop in loops for key, pieces in weights_of(loop).items()}
     return LayerVariables(weights, list(loops))
@@ -234,10 +231,7 @@ def _window(part: slice | int | None) -> str:
 
 
 def place_of(found: OpenNet, layer: str, direction: str | None, key: str) -> WeightLocation | None:
-    """Return the location of a layer's weight among the variables, as in :meth:`Adapter.place`.
-
-    None if there is none.
-    """
+    """Return where a layer's weight is among the variables, as in :meth:`Adapter.place`; None if there is none."""
     layers = layers_of(found)
     own = layers.get(layer)
     if own is None:
@@ -253,10 +247,7 @@ def place_of(found: OpenNet, layer: str, direction: str | None, key: str) -> Wei
 
 @contextmanager
 def perturbed_port(net: Net, port: Port, size: float) -> Iterator[bool]:
-    """Perturb the variables of a weight while the context is active; see :meth:`Adapter.perturbed_port`.
-
-    The context value is False for ports that are no weight.
-    """
+    """Perturb the variables of a weight while active, as :meth:`Adapter.perturbed_port`; yield False for others."""
     found = open_net(net)
     layer = layers_of(found).get(str(port.layer)) if port.kind == "weight" else None
     pieces = () if layer is None else layer.weights.get(port.key, ())

@@ -208,10 +208,7 @@ def _new_frame(op: Any, functions: dict[str, Any]) -> Frame:
 
 
 def _bounds(loop: Any, condition: Any, changing: set[int]) -> tuple[Any, ...]:
-    """Return the upper bounds of a While's counters; empty if it ends by another condition.
-
-    ``changing`` has the numbers of its inputs that change from step to step.
-    """
+    """Return upper bounds of a While's counters; empty if it ends otherwise. ``changing``: inputs that change."""
     _, given, (goes_on,) = body_graph(condition, loop.inputs, loop.graph)
     place = {id(tensor): i for i, tensor in enumerate(given)}
     found, waiting = [], [goes_on]
@@ -342,10 +339,7 @@ class Paths:
         return [read for read in reads if id(read) in found]
 
     def chance(self, tensor: Any, reads: Sequence[Any]) -> Any:
-        """Return the random operation behind a tensor.
-
-        None if there is none, or if the tensor also depends on inputs.
-        """
+        """Return the random operation behind a tensor; None without one, or if it depends on inputs too."""
         every = list(self.behind([tensor]))
         if any(t is read for t in every for read in reads):
             return None
