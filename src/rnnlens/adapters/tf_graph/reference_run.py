@@ -58,8 +58,8 @@ class _ReferenceGraph:
         starts = [self.outputs[i] for i in floats] if self.loss is None else [self.loss]
         given = [self.given[i] for i in floats] if self.loss is None else None
         found = tf.gradients(starts, list(sources.values()), grad_ys=given)
-        dense = {key: dense(gradient) for key, gradient in zip(sources, found, strict=True)}
-        return {key: gradient for key, gradient in dense.items() if gradient is not None}
+        pairs = zip(sources, map(dense, found), strict=True)
+        return {key: gradient for key, gradient in pairs if gradient is not None}
 
 
 def _refuse_other_draws(
