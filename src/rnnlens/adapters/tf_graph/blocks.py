@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,9 +51,6 @@ class Source:
         while (outside := self.get(tensor)) is not None:
             tensor = outside
         return tensor
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._pairs)
 
 
 @dataclass(frozen=True)

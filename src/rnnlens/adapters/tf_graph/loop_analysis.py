@@ -96,7 +96,7 @@ class LoopAnalysis:
         reads; ``words`` are further attributes of the ``Loop``.
         """
         initial, final, source, output = boundaries
-        words |= course_of(stacked).words | {"steps": stacked.shape[0], "scope": scope}
+        words |= course_of(stacked).words | {"scope": scope}
         return Loop(name, self.frame.kind, cell, initial, final, source, output, **words)
 
     def runs_through(self, stacked: Any) -> tuple[Condition, ...]:

@@ -9,7 +9,7 @@ the tensor that has the result. No variable is read, and names of operations do 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from hashlib import blake2b
@@ -232,17 +232,19 @@ class Probe:
 
     def of(self, tensor: Any) -> Value:
         """Return the value of a tensor. The graph is traversed without recursion, so its depth is not limited."""
-        waiting = [tensor]
+        waiting, plans = [tensor], dict[int, tuple[list[Any], Callable[[], Value]]]()
         while waiting:
             current = waiting[-1]
-            needed = [] if id(current) in self._values else self._needed(current)
-            needed = [t for t in needed if id(t) not in self._values]
-            if needed:
-                waiting.extend(needed)
+            if id(current) in self._values:
+                waiting.pop()
                 continue
-            waiting.pop()
-            if id(current) not in self._values:
-                self._values[id(current)] = self._value(current)
+            if id(current) not in plans:
+                plans[id(current)] = self._plan(current)
+            inputs, compute = plans[id(current)]
+            missing = [t for t in inputs if id(t) not in self._values]
+            waiting.extend(missing)
+            if not missing:
+                self._values[id(current)] = compute()
                 self._record(current, self._values[id(current)])
         return self._values[id(tensor)]
 
@@ -276,48 +278,29 @@ class Probe:
         drawn: Array = np.random.default_rng(seed).normal(size=(stop, _ROWS))[start:].T
         return drawn
 
-    def _needed(self, tensor: Any) -> list[Any]:
-        """Return the tensors from whose values that of a tensor is computed."""
-        if id(tensor) in self._leaves or block_of(tensor, self._outer) is not None:
-            return []
+    def _plan(self, tensor: Any) -> tuple[list[Any], Callable[[], Value]]:
+        """Return the tensors from whose values that of a tensor is computed, and the function that computes it."""
         outside, op = self._outer.get(tensor), tensor.op
-        if outside is not None:
-            return [outside]
-        if self._number(tensor) is not None:
-            return []
-        instead = self._settings.chosen_branch(tensor, self._outer)
-        if instead is not None:
-            return [instead]
-        if not _is_computed(tensor):
-            return []
-        return [op.inputs[0]] if op.type == "MatMul" else [t for t in op.inputs if _is_number(t)]
-
-    def _number(self, tensor: Any) -> Any:
-        """Return the value of a constant, or the present value of a setting; None for other tensors."""
-        number = constant_of(tensor, self._outer)
-        return self._settings.value(tensor, self._outer) if number is None else number
-
-    def _value(self, tensor: Any) -> Value:
         if id(tensor) in self._leaves:
-            return self._leaf(tensor, id(tensor))
+            return [], lambda: self._leaf(tensor, id(tensor))
         block = block_of(tensor, self._outer)
         if block is not None:
-            name = (block.variable, block.rows)
-            return Value(self._drawn(name, *block.columns), Affine({}, (block,)))
-        outside = self._outer.get(tensor)
+            return [], lambda: Value(self._drawn((block.variable, block.rows), *block.columns), Affine({}, (block,)))
         if outside is not None:
-            return self._values[id(outside)]
-        number = self._number(tensor)
-        if number is not None and _is_number(tensor):
-            return _constant(float(number))
+            return [outside], lambda: self._values[id(outside)]
+        number = constant_of(tensor, self._outer)
+        number = self._settings.value(tensor, self._outer) if number is None else number
+        if number is not None:
+            return [], lambda: _constant(float(number)) if _is_number(tensor) else self._leaf(tensor, id(tensor))
         instead = self._settings.chosen_branch(tensor, self._outer)
+        if instead is not None and is_filled_with(1, instead, self._outer):
+            return [], lambda: _constant(1.0)
         if instead is not None:
-            return _constant(1.0) if is_filled_with(1, instead, self._outer) else self._values[id(instead)]
-        value = None
-        if _is_computed(tensor):
-            with np.errstate(all="ignore"):
-                value = self._computed(tensor, [self._values.get(id(t)) for t in tensor.op.inputs])
-        return self._leaf(tensor, self._first_alike(tensor)) if value is None else value
+            return [instead], lambda: self._values[id(instead)]
+        if not _is_computed(tensor):
+            return [], lambda: self._leaf(tensor, self._first_alike(tensor))
+        inputs = [op.inputs[0]] if op.type == "MatMul" else [t for t in op.inputs if _is_number(t)]
+        return inputs, lambda: self._computed(tensor) or self._leaf(tensor, self._first_alike(tensor))
 
     def _leaf(self, tensor: Any, name: Any) -> Value:
         if tensor.op.type == "RandomUniform":  # the extremes, so that a rate near 0 or 1 shows
@@ -335,8 +318,12 @@ class Probe:
         attrs = tuple(sorted((k, v.SerializeToString()) for k, v in op.node_def.attr.items() if not k.startswith("_")))
         return op.type, tensor.value_index, taken, attrs
 
-    def _computed(self, tensor: Any, values: list[Any]) -> Value | None:
-        """Return the value that an operation computes from those of its inputs; None if it is no such operation."""
+    def _computed(self, tensor: Any) -> Value | None:
+        """Return the value that an operation computes from those of its inputs; None if it computes another thing."""
+        with np.errstate(all="ignore"):
+            return self._result(tensor, [self._values.get(id(t)) for t in tensor.op.inputs])
+
+    def _result(self, tensor: Any, values: list[Any]) -> Value | None:
         op, first = tensor.op, values[0]
         if op.type in _TRANSPARENT:
             return first  # type: ignore[no-any-return]

@@ -135,8 +135,6 @@ class Loop:
         (time, sample) of bool in the order of the run, False at masked steps; None if there is no mask.
     masked_output
         Output of the loop at a masked step: the state, the previous output, or zero.
-    steps
-        Number of steps if the graph defines it.
     direction
         ``"backward"`` if the input is reversed in time before the loop.
     turned_by
@@ -166,7 +164,6 @@ class Loop:
     states: tuple[LoopBoundary, ...] = ()
     carried: tuple[LoopBoundary, ...] = ()
     masked_output: Literal["state", "output", "zero"] = "zero"
-    steps: int | None = None
     direction: Literal["forward", "backward"] = "forward"
     turned_by: Any = None
     bidirectional: bool = False

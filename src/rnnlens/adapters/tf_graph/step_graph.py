@@ -50,7 +50,7 @@ class StepGraph:
         self.fed: list[Any] = []
         self.variables: dict[str, Any] = {}
         self._batch = before[0].shape[0]
-        self._invariants, self._none = outer, Source()
+        self._none = Source()
         self.graph = tf.Graph()
         with self.graph.as_default():
             widths = [int(t.shape[1]) for t in fed]

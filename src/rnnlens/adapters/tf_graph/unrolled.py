@@ -175,7 +175,6 @@ def _loop(probe: Probe, chain: Sequence[Step], ends: Iterable[Any]) -> Loop | No
         states[0],
         states=tuple(states),
         carried=carried,
-        steps=len(chain),
         time_major=True,
         scope=scope,
     )

@@ -62,7 +62,6 @@ class Frame:
     variables: tuple[Variable, ...]
     outer: Source
     graph: Any
-    readers: dict[int, tuple[Any, int]]
     ops: tuple[Any, ...]
     bounds: tuple[Any, ...] = ()
 
@@ -152,20 +151,19 @@ def _old_frame(name: str, enters: Sequence[Any], every: Sequence[Any] = ()) -> F
 
     ``enters`` are its Enter operations that the requested tensors depend on; ``every`` has all of its Enter operations.
     """
-    variables, outer, readers = [], {}, {}
+    variables, outer = [], {}
     asked, entered = set(enters), sorted({*enters, *every}, key=lambda op: op._id)
     for enter in entered:
         (out,) = enter.outputs
         if enter.get_attr("is_constant"):
             outer[id(out)] = enter.inputs[0]
-            readers[id(out)] = (enter, 0)
             continue
         merge = next((op for op in out.consumers() if op.type in ("Merge", "RefMerge")), None)
         if merge is not None:
             variables.append(replace(_old_variable(enter, merge), read=enter in asked))
     kept = _needed(variables)
     ops = _inside([v.after for v in kept], {v.before.op.name for v in kept} | {e.name for e in entered})
-    return Frame(scope_of(name), "v1", _first(enters), kept, Source(outer), enters[0].graph, readers, ops)
+    return Frame(scope_of(name), "v1", _first(enters), kept, Source(outer), enters[0].graph, ops)
 
 
 def _needed(variables: Sequence[Variable]) -> tuple[Variable, ...]:
@@ -195,16 +193,15 @@ def _inside(after: list[Any], boundary: set[str]) -> tuple[Any, ...]:
 
 def _new_frame(op: Any, functions: dict[str, Any]) -> Frame:
     body, starts, ends = body_graph(functions[op.get_attr("body").name], op.inputs, op.graph)
-    variables, outer, readers = [], {}, {}
+    variables, outer = [], {}
     for i, (before, after) in enumerate(zip(starts, ends, strict=True)):
         if behind_identities(after) is before:
             outer[id(before)] = op.inputs[i]
-            readers[id(before)] = (op, i)
         else:
             variables.append(Variable(op.inputs[i], before, after, op.outputs[i], (op, i)))
     ops = tuple(inner for inner in body.get_operations() if inner.type != "Placeholder")
     bounds = _bounds(op, functions[op.get_attr("cond").name], {v.reader[1] for v in variables})
-    return Frame(scope_of(op.name), "v2", op._id, tuple(variables), Source(outer), body, readers, ops, bounds)
+    return Frame(scope_of(op.name), "v2", op._id, tuple(variables), Source(outer), body, ops, bounds)
 
 
 def _bounds(loop: Any, condition: Any, changing: set[int]) -> tuple[Any, ...]:
