@@ -35,7 +35,7 @@ def test_it_is_said_by_name(suites, capsys):
     suite = report_suite(module)
     assert "not browser and not full" in module.commands_of(suite, False)[0]
     assert "not browser" in module.commands_of(suite, True)[0]
-    assert module.conclude([module.Outcome(suite, 0, 1.0, "1 passed in 1s")]) == 0
+    assert module.conclude([module.Outcome(suite, 0, 1.0, 1.0, "1 passed in 1s")]) == 0
     assert "NOT TESTED: report in a browser" in capsys.readouterr().out
 
 
@@ -43,5 +43,5 @@ def test_in_ci_the_tests_run_and_fail(suites, capsys):
     module = suites(ci=True)
     suite = report_suite(module)
     assert not any("not browser" in word for word in module.commands_of(suite, False)[0])
-    module.conclude([module.Outcome(suite, 1, 1.0, "1 failed in 1s")])
+    module.conclude([module.Outcome(suite, 1, 1.0, 1.0, "1 failed in 1s")])
     assert "NOT TESTED" not in capsys.readouterr().out

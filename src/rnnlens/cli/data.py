@@ -34,8 +34,11 @@ class Data:
     sample_weight: Any = None
 
     def __str__(self) -> str:
-        shapes = {"x": self.x, "y": self.y, "sample_weight": self.sample_weight}
-        return ", ".join(f"{name} of shape {_shape(array)}" for name, array in shapes.items() if array is not None)
+        words = []
+        for name, given in (("x", self.x), ("y", self.y), ("sample_weight", self.sample_weight)):
+            arrays = given if isinstance(given, tuple) else () if given is None else (given,)
+            words += [f"{name} of shape {' and '.join(str(array.shape) for array in arrays)}"] * bool(arrays)
+        return ", ".join(words)
 
     def head(self, count: int | None) -> Data:
         """Return the first ``count`` samples; all of them for None."""
@@ -49,23 +52,10 @@ class Data:
 def read_data(
     path: Path, x: Sequence[str] | None = None, y: Sequence[str] | None = None, sample_weight: str | None = None
 ) -> Data:
-    """Read one batch.
+    """Read one batch: arrays ``x``, ``y`` and ``sample_weight`` unless others are named; x of a file with one array.
 
-    Parameters
-    ----------
-    x, y
-        Names of the arrays in the file; ``x`` and ``y`` by default. A file with a single array needs no name for x.
-    sample_weight
-        Name of the array of weights; ``sample_weight`` by default, if there is one.
-
-    Raises
-    ------
-    FileError
-        If the file cannot be read, declares more data than it has, or contains Python objects, which could run code.
-    TooLargeError
-        If the arrays exceed the memory granted.
-    InputError
-        If the file has no array of that name.
+    Raise FileError if the file cannot be read, declares more data than it has, or contains Python objects, which could
+    run code; TooLargeError if the arrays exceed the memory granted; InputError if there is no array of that name.
     """
     with _opened(path) as arrays:
         held = list(arrays)
@@ -78,7 +68,8 @@ def read_data(
                 raise InputError(f"No array named {name!r} in {path}.", hint=did_you_mean(name, held))
         _check_fits(path, sum(arrays.size(name) for name in dict.fromkeys(wanted)))
         found = {name: arrays.read(name) for name in dict.fromkeys(wanted)}
-    return Data(*(_one_or_all([found[name] for name in part]) for part in (names, targets, weights)))
+    parts = [tuple(found[name] for name in part) or None for part in (names, targets, weights)]
+    return Data(*(part[0] if part is not None and len(part) == 1 else part for part in parts))
 
 
 class _Arrays:
@@ -136,19 +127,10 @@ def _opened(path: Path) -> Iterator[_Arrays]:
         raise FileError("This data file cannot be read.", got=f"{path}: {reason}", expected=expected) from error
 
 
-def _one_or_all(arrays: Sequence[Any]) -> Any:
-    """Return one array unchanged, several as a tuple, none as None."""
-    return arrays[0] if len(arrays) == 1 else tuple(arrays) or None
-
-
 def _head(arrays: Any, count: int) -> Any:
     if arrays is None:
         return None
     return tuple(a[:count] for a in arrays) if isinstance(arrays, tuple) else arrays[:count]
-
-
-def _shape(arrays: Any) -> str:
-    return " and ".join(str(a.shape) for a in arrays) if isinstance(arrays, tuple) else str(arrays.shape)
 
 
 def _check_unpacked(path: Path, sizes: list[tuple[int, int]]) -> None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from .. import plot
@@ -64,18 +63,9 @@ class Digits:
 
 @dataclass(frozen=True)
 class Portrait:
-    """Results of one network before and after training.
+    """Results of one network on the held-out digits.
 
-    Attributes
-    ----------
-    accuracy
-        Share of held-out digits that are classified correctly, before and after training.
-    diagnosis
-        Diagnosis of the trained network, with the untrained one as baseline.
-    traces
-        Traces of the held-out digits, before and after training.
-    losses
-        Loss of each held-out digit after training.
+    Accuracy and traces before and after training; the diagnosis, and the loss of each digit, after it.
     """
 
     layer: str
@@ -102,31 +92,9 @@ def run(
 ) -> list[Portrait]:
     """Train networks, trace them before and after, diagnose them, print table and sentences, write figures.
 
-    Parameters
-    ----------
-    output
-        Folder for the figures; created if it does not exist.
-    cells
-        Layers to train, of ``"SimpleRNN"``, ``"GRU"``, ``"LSTM"``.
-    units
-        Units per layer.
-    epochs
-        Passes over the training digits; if not given, so many that each network takes about 10 seconds.
-    train
-        Number of training digits; all that are not held out if not given.
-    seed
-        Random seed of the split, the initial weights and the order of the batches.
-    console
-        Console to print on; a new one if not given.
-
-    Raises
-    ------
-    FileError
-        If the folder cannot be written to; this is checked before training.
-    InputError
-        With less than 1 epoch.
-    MissingDependencyError
-        Without Keras, an engine for it, or scikit-learn.
+    ``cells`` are keys of ``RECIPES``. If they are not given, ``epochs`` are those of the recipe, and ``train``, the
+    number of training digits, is that of all that are not held out. Raise FileError before training if the folder
+    cannot be written to.
     """
     if epochs is not None and epochs < 1:
         raise InputError("Nothing to compare without training.", got=f"epochs={epochs}", expected=">= 1")
@@ -135,11 +103,25 @@ def run(
     keras = load_keras()
     digits = load_digits(train, seed)
     portraits = []
-    with _progress(console) as progress:
+    columns = (
+        TextColumn("{task.description:10}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("epochs, loss {task.fields[loss]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
         for kind in cells:
             set_seeds(keras, seed)
-            model = build(keras, kind, units)
-            fitting = partial(fit, keras, model, digits, epochs or RECIPES[kind].epochs, progress(kind))
+            model, passes = build(keras, kind, units), epochs or RECIPES[kind].epochs
+            task = progress.add_task(kind, total=passes, loss="?")
+
+            def advance(epoch: int, logs: Mapping[str, float], task: TaskID = task) -> None:
+                progress.update(task, completed=epoch + 1, loss=f"{logs['loss']:.3f}")
+
+            follow = keras.callbacks.LambdaCallback(on_epoch_end=advance)
+            training = {"batch_size": 32, "epochs": passes, "verbose": 0, "callbacks": [follow]}
+            fitting = partial(model.fit, digits.x_train, digits.y_train, **training)
             portraits.append(portray(keras, model, digits, fitting))
     console.print(table(portraits))
     for portrait in portraits:
@@ -213,15 +195,7 @@ def build(keras: Any, kind: str, units: int) -> Any:
     return model
 
 
-def fit(keras: Any, model: Any, digits: Digits, epochs: int, advance: Callable[[int, int, float], None]) -> None:
-    """Train the model; call ``advance`` with (epochs done, epochs, loss) after every epoch."""
-    follow = keras.callbacks.LambdaCallback(
-        on_epoch_end=lambda epoch, logs: advance(epoch + 1, epochs, float(logs["loss"]))
-    )
-    model.fit(digits.x_train, digits.y_train, batch_size=32, epochs=epochs, verbose=0, callbacks=[follow])
-
-
-def portray(keras: Any, model: Any, digits: Digits, fitting: Callable[[], None]) -> Portrait:
+def portray(keras: Any, model: Any, digits: Digits, fitting: Callable[[], Any]) -> Portrait:
     """Trace a network before and after training, and diagnose it."""
     untrained = keras.models.clone_model(model)
     untrained.set_weights(model.get_weights())
@@ -240,32 +214,6 @@ def look(model: Any, digits: Digits) -> tuple[Trace, float, np.ndarray]:
     chances = scores - highest - np.log(np.exp(scores - highest).sum(axis=1, keepdims=True))
     losses: np.ndarray = -np.take_along_axis(chances, digits.y_test[:, None], axis=1)[:, 0]
     return trace(model, digits.x_test, digits.y_test), accuracy, losses
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[Callable[[str], Callable[[int, int, float], None]]]:
-    """Yield a function that adds a progress bar for a network.
-
-    It returns a function of (epochs done, epochs, loss), which updates the bar.
-    """
-    columns = (
-        TextColumn("{task.description:10}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("epochs, loss {task.fields[loss]}"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-
-        def start(name: str) -> Callable[[int, int, float], None]:
-            task = progress.add_task(name, total=None, loss="?")
-
-            def advance(done: int, epochs: int, loss: float) -> None:
-                progress.update(task, completed=done, total=epochs, loss=f"{loss:.3f}")
-
-            return advance
-
-        yield start
 
 
 def table(portraits: Sequence[Portrait]) -> Table:
@@ -335,10 +283,11 @@ def draw(portraits: Sequence[Portrait], folder: Path) -> list[Path]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     figures = {"gradient-by-step.svg": draw_steps(portraits)}
-    figures |= {"gradient-by-step-narrow.svg": draw_steps(portraits, narrow=True)}
-    figures |= {f"{portrait.layer}-before-after.png": draw_units(portrait) for portrait in portraits}
-    figures |= {f"{portrait.layer}-samples.png": draw_samples(portrait) for portrait in portraits}
-    figures |= {f"{p.layer}-diagnosis.png": plot.diagnosis(p.diagnosis)[0].figure for p in portraits}
+    figures["gradient-by-step-narrow.svg"] = draw_steps(portraits, narrow=True)
+    for portrait in portraits:
+        figures[f"{portrait.layer}-before-after.png"] = draw_units(portrait)
+        figures[f"{portrait.layer}-samples.png"] = draw_samples(portrait)
+        figures[f"{portrait.layer}-diagnosis.png"] = plot.diagnosis(portrait.diagnosis)[0].figure
     for name, figure in figures.items():
         figure.savefig(folder / name, dpi=110)
     return [folder / name for name in figures]

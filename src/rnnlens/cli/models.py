@@ -40,26 +40,11 @@ _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 def load_model(spec: str, *, weights: Path | None = None, imports: Iterable[str] = (), unsafe: bool = False) -> Any:
-    """Load the model named by ``spec``.
+    """Load the model named by ``spec``: a ``.keras`` or ``.h5`` file, a SavedModel, or ``package.module:factory``.
 
-    Parameters
-    ----------
-    spec
-        Path of a ``.keras`` or ``.h5`` file, folder of a SavedModel, or ``package.module:factory``: a model, or a
-        function that returns one.
-    weights
-        Weights for the model of a factory: a state dict (torch) or a weights file (Keras).
-    imports
-        Modules to import first, where custom layers are defined.
-    unsafe
-        Load also files whose content could run code.
-
-    Raises
-    ------
-    FileError
-        If the file is missing, damaged, or refused as unsafe.
-    InputError
-        If ``spec`` is neither a file nor a factory, or the factory cannot be called.
+    ``weights`` are a file for the model of a factory; ``imports`` are modules with custom layers; ``unsafe`` also loads
+    files whose content could run code. Raise FileError for a file that is missing, damaged or refused as unsafe, and
+    InputError if ``spec`` is neither a file nor a factory, or the factory cannot be called.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     if Path(spec).suffix in _FILES or (Path(spec) / "saved_model.pb").is_file():
@@ -73,7 +58,10 @@ def load_model(spec: str, *, weights: Path | None = None, imports: Iterable[str]
     _names_in(imports)
     model = _make(spec)
     if weights is not None:
-        _load_weights(model, weights, unsafe)
+        if not weights.is_file():
+            raise FileError("There is no such weights file.", got=str(weights))
+        check_archive(weights)
+        adapter_for(model).load_weights(model, weights, unsafe=unsafe)
     return model
 
 
@@ -90,7 +78,9 @@ def _load_keras(path: Path, imports: Iterable[str], unsafe: bool) -> Any:
         with warnings.catch_warnings():
             # The warning about an optimizer without steps only matters for training.
             warnings.filterwarnings("ignore", message="Skipping variable loading for optimizer")
-            short = _short_names(keras) if path.suffix != ".keras" else {}
+            # Keras writes losses into HDF5 files by short names, which it does not find when it reads them.
+            names = ("mse", "mae", "mape", "msle", "kld", "bce") if path.suffix != ".keras" else ()
+            short = {name: keras.losses.get(name) for name in names}
             return keras.saving.load_model(path, custom_objects={**short, **own}, safe_mode=not unsafe)
     except Exception as error:  # Keras raises ValueError, TypeError, KeyError, OSError alike
         raise _keras_refusal(path, error) from error
@@ -106,11 +96,6 @@ def _load_legacy(path: Path, imports: Iterable[str], unsafe: bool) -> Any:
         raise
     except Exception as error:
         raise _keras_refusal(path, error) from error
-
-
-def _short_names(keras: Any) -> dict[str, Any]:
-    """Return losses by the short names that Keras writes into HDF5 files but does not find when it reads them."""
-    return {name: keras.losses.get(name) for name in ("mse", "mae", "mape", "msle", "kld", "bce")}
 
 
 def _import_keras() -> Any:
@@ -234,13 +219,6 @@ def _make(spec: str) -> Any:
     except TypeError as error:
         hint = "write a function without parameters that returns the model"
         raise InputError(f"{spec} cannot be called without arguments.", got=str(error), hint=hint) from error
-
-
-def _load_weights(model: Any, path: Path, unsafe: bool) -> None:
-    if not path.is_file():
-        raise FileError("There is no such weights file.", got=str(path))
-    check_archive(path)
-    adapter_for(model).load_weights(model, path, unsafe=unsafe)
 
 
 def _written_by_keras2(path: Path) -> bool:

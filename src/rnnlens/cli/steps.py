@@ -36,16 +36,8 @@ __all__ = [
 _SAVED = (".nc", ".zarr")
 #: Options that apply only to models.
 _OF_MODELS = (
-    "loss",
-    "layer_names",
-    "samples",
-    "tokens",
-    "diagnosis",
-    "jacobian",
-    "seed",
-    "weights",
-    "imports",
-    "unsafe",
+    *("loss", "layer_names", "samples", "tokens", "diagnosis"),
+    *("jacobian", "seed", "weights", "imports", "unsafe"),
 )
 
 

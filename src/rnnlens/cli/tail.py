@@ -79,19 +79,13 @@ def print_lines(states: Iterator[TrainingRun], chosen: ChosenScalars) -> None:
     told, last = 0, None
     for run in states:
         for i in range(told, run.steps.size):
-            numbers = (f"{name}={value:.6g}" for name, value in _numbers(run, i, chosen))
+            values = ((name, float(run.scalars[name].values[i])) for name in chosen.names(run))
+            numbers = (f"{name}={value:.6g}" for name, value in values if not math.isnan(value) or name == "loss")
             head = f"step={int(run.steps[i])} epoch={int(run.scalars['epoch'][i])}"
             console.print_plain(" ".join([head, *numbers]))
         told, last = run.steps.size, run
     if last is not None and last.ended is not None:
         console.print_plain(f"ended={last.ended} records={told}")
-
-
-def _numbers(run: TrainingRun, i: int, chosen: ChosenScalars) -> Iterator[tuple[str, float]]:
-    for name in chosen.names(run):
-        value = float(run.scalars[name].values[i])
-        if not math.isnan(value) or name == "loss":
-            yield name, value
 
 
 def show_live(states: Iterator[TrainingRun], chosen: ChosenScalars) -> None:
@@ -132,16 +126,12 @@ def _headline(run: TrainingRun) -> Text:
     if run.ended is not None:
         words.append(f"  {run.ended}", style="not bold green" if run.ended == "finished" else "not bold red")
     elif count:
-        words.append(f"  last record {_ago(age(run))} ago", style="not bold dim")
+        seconds = max(age(run), 0)
+        ago = f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+        words.append(f"  last record {f'{seconds:.0f} s' if seconds < 100 else ago} ago", style="not bold dim")
     else:
         words.append("  nothing recorded yet", style="not bold dim")
     return words
-
-
-def _ago(seconds: float) -> str:
-    if seconds < 100:
-        return f"{max(seconds, 0):.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 def _number(value: float) -> Text:

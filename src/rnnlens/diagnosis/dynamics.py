@@ -20,7 +20,7 @@ from ..measures.spectrum import lyapunov_spectrum
 from ..measures.spectrum import step_eigenvalues as eigenvalues_of_steps
 from ..measures.transfer import refuse_changed_states
 from ..recurrence.replay import Replay
-from ..results.dynamics import FixedPoints
+from ..results.diagnosis import FixedPoints
 from ..results.schema import to_host
 from ..typing import Array
 from ..verbs.axes import InputCoordinates, an_axes_table

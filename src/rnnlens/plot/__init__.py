@@ -21,14 +21,14 @@ from .histograms import weights_histogram as weights_histogram
 from .history import norm_history as norm_history
 from .history import weight_norms as weight_norms
 from .maps import maps as maps
+from .memory import decay_by_lag as decay_by_lag
 from .memory import lag_profile as lag_profile
 from .memory import memory_lifetime as memory_lifetime
-from .scans import decay_by_lag as decay_by_lag
-from .scans import total_and_frozen as total_and_frozen
 from .texts import input_map as input_map
 from .texts import unit_over_text as unit_over_text
 from .time_jacobian import jacobian_margins as jacobian_margins
 from .time_jacobian import time_jacobian as time_jacobian
+from .time_jacobian import total_and_frozen as total_and_frozen
 from .training import film as film
 from .training import timeline as timeline
 from .weights import weight_lags as weight_lags

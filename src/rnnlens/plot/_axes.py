@@ -59,6 +59,13 @@ def around_zero(limit: float, *, log: bool = False) -> Normalize:
     return Normalize(-limit, limit)
 
 
+def colours(values: Numbers, limit: float, *, log: bool = False, positive: bool | None = None) -> dict[str, Any]:
+    """Return colour map and scale of an image: from white up if ``values`` are ``positive``, else white at 0."""
+    if is_positive(values) if positive is None else positive:
+        return {"cmap": POSITIVE, "norm": from_zero(values, limit, log=log)}
+    return {"cmap": DIVERGING, "norm": around_zero(limit, log=log)}
+
+
 def from_zero(values: Numbers, limit: float, *, log: bool = False) -> Normalize:
     """Return a colour scale for values >= 0; a logarithmic one is linear below the smallest value."""
     limit = limit if limit > 0 and math.isfinite(limit) else 1.0
@@ -70,6 +77,39 @@ def from_zero(values: Numbers, limit: float, *, log: bool = False) -> Normalize:
     return SymLogNorm(linthresh=max(lowest, linear_below(limit)), linscale=0.3, vmin=0, vmax=limit, base=10)
 
 
+def write(
+    ax: Any,
+    words: str,
+    at: tuple[float, float],
+    offset: tuple[float, float] = (0, 0),
+    *,
+    over: Any = "data",
+    **look: Any,
+) -> None:
+    """Write small text beside a point, ``offset`` points away from it; ``over`` are the coordinates of the point."""
+    look = {"ha": "right", "va": "center", "fontsize": "x-small", **look}
+    ax.annotate(words, at, offset, over, "offset points", **look)
+
+
+#: Look of a dotted line that marks a step, a lag or a moment.
+DOTTED: dict[str, Any] = {"color": "#111111", "linewidth": 0.9, "linestyle": (0, (1, 2))}
+
+
+#: Light box behind text that crosses lines.
+PAPER: dict[str, Any] = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
+
+
+def mark_delays(ax: Any, delays: Numbers) -> None:
+    """Mark lags at which a task is known to need its input."""
+    for delay in delays:
+        ax.axvline(delay, **DOTTED, zorder=0.8, gid="delay")
+
+
+def draw_band(ax: Any, x: Numbers, low: Numbers, high: Numbers, colour: Any, **look: Any) -> None:
+    """Fill the space between two lines, such as quartiles."""
+    ax.fill_between(x, low, high, **{"color": colour, "alpha": 0.2, "linewidth": 0, "gid": "band", **look})
+
+
 #: Group id of an Axes whose horizontal axis is time; ``Drawing.mark`` searches for it.
 OVER_TIME = "over time"
 #: Width in inches of one letter of a name at a line's end.
@@ -79,9 +119,8 @@ _LINE = 0.125
 
 @dataclass(frozen=True)
 class End:
-    """Last point of a line in data coordinates, with the text written there."""
+    """Last value of a line, with the text written there."""
 
-    x: float
     y: float
     words: str
     colour: Any
@@ -104,20 +143,10 @@ def name_ends(ax: Any, ends: Sequence[End], *, left: bool = False, outside: bool
         ax.yaxis.tick_right()
     tall = _LINE * max(1 + end.words.count("\n") for end in ends) / max(size[1], 0.5)
     heights = _apart([float(np.clip(_height(ax, end.y), 0.6 * tall, 1 - 0.6 * tall)) for end in ends], tall)
+    over, side = ax.get_xaxis_transform(), "right" if left else "left"
     for end, height in zip(ends, heights, strict=True):
-        ax.annotate(
-            end.words,
-            (at, height),
-            xycoords=ax.get_xaxis_transform(),
-            xytext=(-4 if left else 4, 0),
-            textcoords="offset points",
-            ha="right" if left else "left",
-            va="center",
-            linespacing=1.05,
-            fontsize="x-small",
-            color=end.colour,
-            gid="end",
-        )
+        look = {"color": end.colour, "linespacing": 1.05, "gid": "end"}
+        write(ax, end.words, (at, height), (-4 if left else 4, 0), over=over, ha=side, **look)
 
 
 def _make_room(ax: Any, ends: Sequence[End], width: float, *, left: bool) -> None:
@@ -170,20 +199,11 @@ def mark_below(ax: Any, x: Numbers, values: Numbers, colour: Any = "0.3") -> Non
     ax.plot(places, np.zeros(len(places)), transform=ax.get_xaxis_transform(), color=colour, gid="below", **look)
     ax.set_xlim(*limits)
     if not any(text.get_gid() == "below" for text in ax.texts):
-        words, middle = f"below {power_of_ten(floor)}", float(places.mean())
+        middle = float(places.mean())
         across = (middle - limits[0]) / (limits[1] - limits[0])
-        ax.annotate(
-            words,
-            (middle, 0),
-            xycoords=ax.get_xaxis_transform(),
-            xytext=(0, 4),
-            textcoords="offset points",
-            ha="left" if across < 0.2 else "right" if across > 0.8 else "center",
-            va="bottom",
-            fontsize="x-small",
-            color=colour,
-            gid="below",
-        )
+        side, over = "left" if across < 0.2 else "right" if across > 0.8 else "center", ax.get_xaxis_transform()
+        words = f"below {power_of_ten(floor)}"
+        write(ax, words, (middle, 0), (0, 4), over=over, ha=side, va="bottom", color=colour, gid="below")
 
 
 def power_of_ten(value: float) -> str:
@@ -268,29 +288,24 @@ MOST_NAMED = 8
 DEEPEST = 12
 
 
-def limits_of(values: Numbers, *, log: bool) -> tuple[float, float]:
-    """Return limits of the value axis with a margin of 5 %; around 0 for a constant."""
-    found = finite_range(values) or (0.0, 0.0)
-    low, high = min(found[0], 0.0) if log else found[0], max(found[1], 0.0) if log else found[1]
+def value_axis(ax: Any, values: Numbers, *, log: bool) -> None:
+    """Set limits of the value axis with a margin of 5 %, around 0 for a constant; or a logarithmic axis."""
+    if log and is_positive(values):
+        log_limits(ax, values, room=2)
+        log_values(ax)
+        return
+    low, high = finite_range(values) or (0.0, 0.0)
+    if log:  # of both signs: linear around 0, which is within the limits
+        log_around_zero(ax, largest_magnitude(values))
+        low, high = min(low, 0.0), max(high, 0.0)
     room = abs(low) * 0.1 or 1.0 if low == high else 0.05 * (high - low)
-    return low - room, high + room
+    ax.set_ylim(low - room, high + room)
 
 
 def is_positive(values: Numbers) -> bool:
     """Return whether no finite value is negative and some is not 0, which allows a true logarithmic axis."""
     found = finite_range(values)
     return found is not None and found[0] >= 0 and found[1] > 0
-
-
-def log_scale(ax: Any, values: Numbers) -> None:
-    """Set a logarithmic value axis: a true one for values >= 0, else a symmetric one that is linear around 0."""
-    if not is_positive(values):
-        log_around_zero(ax, largest_magnitude(values))
-        ax.set_ylim(*limits_of(values, log=True))
-        return
-    log_limits(ax, values, room=2)
-    ax.set_yscale("log")
-    log_ticks(ax)
 
 
 def log_limits(ax: Any, values: Numbers, *, room: float) -> None:
@@ -345,16 +360,8 @@ def log_around_zero(ax: Any, limit: float) -> None:
 def mark_steps(ax: Any, steps: Any) -> None:
     """Draw crosses at the lower border at the x positions of NaN or infinite values."""
     if len(steps):
-        ax.plot(
-            steps,
-            np.full(len(steps), 0.03),
-            "x",
-            color="black",
-            markersize=4,
-            transform=ax.get_xaxis_transform(),
-            gid="non-finite",
-            clip_on=False,
-        )
+        look = {"color": "black", "markersize": 4, "gid": "non-finite", "clip_on": False}
+        ax.plot(steps, np.full(len(steps), 0.03), "x", transform=ax.get_xaxis_transform(), **look)
 
 
 def mark_top(ax: Any, x: float, gid: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ import xarray as xr
 
 from ..arguments import as_numbers, as_numpy, refuse_large
 from ..errors import InputError, did_you_mean, has_attribute, shape_of
+from ..recurrence.measures import safe_norm
+from ..results.schema import with_mask
 from ..vocabulary import BACKWARD, DIRECTION, FEATURE, GATE, IN_TIME, OUT_TIME, SAMPLE, TIME, UNIT, UNIT_IN
 
 Numbers = np.ndarray[Any, Any]
@@ -88,20 +90,13 @@ def labelled(
 def _refuse_whole_results(data: Any, figure: str) -> None:
     dataset = data.dataset if has_attribute(data, "dataset") else data
     if isinstance(dataset, xr.Dataset):
-        names = ", ".join(str(name) for name in dataset.data_vars)
-        raise InputError(
-            f"plot.{figure} draws one variable.",
-            got=f"a whole layer with {names}",
-            expected="a DataArray or an array",
-            hint='pass one of them, such as trace["lstm"].hidden_grad',
-        )
-    if isinstance(data, Mapping) or has_attribute(data, "keys"):
-        raise InputError(
-            f"plot.{figure} draws one variable.",
-            got=type(data).__name__,
-            expected="a DataArray or an array",
-            hint='pass one variable of one layer, such as trace["lstm"].hidden_grad',
-        )
+        got, what = f"a whole layer with {', '.join(map(str, dataset.data_vars))}", "one of them"
+    elif isinstance(data, Mapping) or has_attribute(data, "keys"):
+        got, what = type(data).__name__, "one variable of one layer"
+    else:
+        return
+    hint = f'pass {what}, such as trace["lstm"].hidden_grad'
+    raise InputError(f"plot.{figure} draws one variable.", got=got, expected="a DataArray or an array", hint=hint)
 
 
 def _dims_of(
@@ -202,6 +197,23 @@ def axis_label(array: xr.DataArray, dim: Hashable) -> str:
     if dim in array.coords:
         return str(array.coords[dim].attrs.get("long_name", dim)).replace("_", " ")
     return _WORDS.get(str(dim), str(dim).replace("_", " "))
+
+
+def of_samples(array: xr.DataArray, *dims: str) -> Numbers:
+    """Return values as (sample, *dims, ...); without a sample dimension as those of one sample."""
+    array = array if SAMPLE in array.dims else array.expand_dims(SAMPLE)
+    return np.asarray(array.transpose(SAMPLE, *dims, ...).values)
+
+
+def norm_over(array: xr.DataArray, dims: Iterable[Hashable]) -> xr.DataArray:
+    """Return the Euclidean norm over dimensions, with attributes, and the coordinates of the other dimensions."""
+    dims = list(dims)
+
+    def norm(values: Numbers) -> Numbers:
+        return np.asarray(safe_norm(values, axis=tuple(range(-len(dims), 0)), xp=np))
+
+    found: xr.DataArray = xr.apply_ufunc(norm, array, input_core_dims=[dims], keep_attrs=True)
+    return found
 
 
 def value_label(array: xr.DataArray) -> str:
@@ -330,14 +342,14 @@ def layers_of(result: Any, figure: str) -> dict[str, xr.Dataset]:
         }
     elif one is not None:
         found = {str(one.attrs.get("layer", result.name if has_attribute(result, "name") else "layer")): one}
-    elif has_attribute(result, "keys") and hasattr(type(result), "__getitem__"):
-        pairs = ((str(name), dataset_of(result[name])) for name in result.keys())  # noqa: SIM118  # any mapping-like
-        found = {name: dataset for name, dataset in pairs if dataset is not None}
-    elif has_attribute(result, "layers") and hasattr(type(result), "__getitem__"):
-        pairs = ((str(name), dataset_of(result[name])) for name in result.layers)
-        found = {name: dataset for name, dataset in pairs if dataset is not None}
     else:
-        found = {}
+        names: Iterable[Any] = ()
+        if hasattr(type(result), "__getitem__") and has_attribute(result, "keys"):
+            names = result.keys()
+        elif hasattr(type(result), "__getitem__") and has_attribute(result, "layers"):
+            names = result.layers
+        pairs = ((str(name), dataset_of(result[name])) for name in names)
+        found = {name: dataset for name, dataset in pairs if dataset is not None}
     if not found:
         raise InputError(
             f"plot.{figure} draws the layers of a trace.",
@@ -348,8 +360,8 @@ def layers_of(result: Any, figure: str) -> dict[str, xr.Dataset]:
     return found
 
 
-def variable(result: Any, name: str, figure: str) -> Any:
-    """Return one variable of a layer; any other object is returned unchanged.
+def variable(result: Any, name: str, figure: str, *, masked: bool = False) -> Any:
+    """Return one variable of a layer, ``masked`` with the layer's mask; any other object is returned unchanged.
 
     Raise InputError if the layer has no such variable, or a trace has more than one layer.
     """
@@ -370,8 +382,6 @@ def variable(result: Any, name: str, figure: str) -> Any:
     if dataset is None:
         return result
     if name not in dataset:
-        known = [str(key) for key in dataset.data_vars]
-        raise InputError(
-            f"plot.{figure} needs {name!r}, which this layer does not have.", hint=did_you_mean(name, known)
-        )
-    return dataset[name]
+        hint = did_you_mean(name, map(str, dataset.data_vars))
+        raise InputError(f"plot.{figure} needs {name!r}, which this layer does not have.", hint=hint)
+    return with_mask(dataset[name], dataset) if masked else dataset[name]

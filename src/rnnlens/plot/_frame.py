@@ -22,7 +22,7 @@ from matplotlib.lines import Line2D
 from ..arguments import as_numbers, listed
 from ..arguments import path as path_of
 from ..errors import FileError, InputError
-from ._axes import OVER_TIME, mark_top
+from ._axes import DOTTED, OVER_TIME, mark_top, write
 
 LETTERS_PER_INCH = 12
 #: Colour of titles and frames with non-finite values; unlike both ends of the maps, also for colour-blind readers.
@@ -34,9 +34,13 @@ class Picture(Figure):
     """A matplotlib Figure that a notebook displays if it is the last value of a cell: ``axes[0].figure``."""
 
     def _repr_png_(self) -> bytes:
-        stored = io.BytesIO()
-        self.savefig(stored, format="png")
-        return stored.getvalue()
+        return _png(self)
+
+
+def _png(figure: Any) -> bytes:
+    stored = io.BytesIO()
+    figure.savefig(stored, format="png")
+    return stored.getvalue()
 
 
 class Drawing(np.ndarray[Any, Any]):
@@ -104,21 +108,16 @@ class Drawing(np.ndarray[Any, Any]):
         numbers = np.atleast_1d(as_numbers("steps", list(steps)))
         for ax in places:
             for step in numbers:
-                ax.axvline(step, color="#111111", linewidth=0.9, linestyle=(0, (1, 2)), zorder=3, gid="mark")
+                ax.axvline(step, **DOTTED, zorder=3, gid="mark")
                 mark_top(ax, float(step), "mark")
         if label:
-            look = {"xycoords": places[0].get_xaxis_transform(), "textcoords": "offset points", "gid": "mark"}
-            at, room = (float(numbers[0]), 1.0), (-4, -3)
-            places[0].annotate(label, at, xytext=room, ha="right", va="top", fontsize="x-small", **look)
+            at = (float(numbers[0]), 1.0)
+            write(places[0], label, at, (-4, -3), over=places[0].get_xaxis_transform(), va="top", gid="mark")
         return self
 
     def _repr_png_(self) -> bytes | None:
         """Return the whole figure as PNG; None for an empty selection of its Axes."""
-        if not self.size:
-            return None
-        stored = io.BytesIO()
-        self.figure.savefig(stored, format="png")
-        return stored.getvalue()
+        return _png(self.figure) if self.size else None
 
 
 @dataclass
@@ -147,7 +146,9 @@ class Panels:
     def _write_title(self, words: str, said: Sequence[str]) -> None:
         """Write title and notes above all panels, wrapped to the width of the figure, or on the user's first Axes."""
         for ax in self.axes:
-            redden(ax)
+            if _missing(ax.get_title()) or any(line.get_gid() == "non-finite" for line in ax.lines):
+                ax.title.set_color(ALARM)
+                redden(ax)
         colour = {"color": ALARM} if any(_missing(note) for note in said) else {}
         if self.owners:
             width = max(24, int(LETTERS_PER_INCH * _width(self.figure)))
@@ -183,9 +184,14 @@ class Panels:
         if not self.owners:
             self.axes[0].set_ylabel(words, fontsize="small")
 
+    def legend(self, handles: Sequence[Any], *, beside: str = "right upper", title: str | None = None) -> None:
+        """Draw a legend beside the panels of a new figure, or in the first of the user's Axes."""
+        owner, where = (self.owners[-1], f"outside {beside}") if self.owners else (self.axes[0], "best")
+        owner.legend(handles=handles, title=title, fontsize="small", title_fontsize="small", loc=where)
+
     def outer_ticks_only(self) -> None:
-        """Show tick labels at the left and lower border only, for panels with common limits."""
-        for half in self.halves:
+        """Show tick labels at the left and lower border of a new figure only, for panels with common limits."""
+        for half in self.halves if self.owners else ():
             cells = {_cell(ax) for ax in half if ax.get_subplotspec() is not None}
             for ax in half:
                 if ax.get_subplotspec() is None:
@@ -204,11 +210,9 @@ def _missing(words: str) -> bool:
 
 
 def redden(ax: Any) -> None:
-    """Colour frame and title of a panel red if it has NaN or infinite values."""
-    if _missing(ax.get_title()) or any(line.get_gid() == "non-finite" for line in ax.lines):
-        ax.title.set_color(ALARM)
-        for spine in ax.spines.values():
-            spine.set(edgecolor=ALARM, linewidth=1.4)
+    """Draw a red frame around a panel, as that of NaN or infinite values."""
+    for spine in ax.spines.values():
+        spine.set(edgecolor=ALARM, linewidth=1.4)
 
 
 def wrapped_label(words: str, inches: float) -> str:
@@ -249,37 +253,6 @@ def near_square(count: int, *, aspect: float = 1.5) -> tuple[int, int]:
     return math.ceil(count / columns), columns
 
 
-def new_figure(width: float, height: float) -> Any:
-    """Make a figure outside of pyplot, with a layout that keeps all text inside."""
-    return Picture(figsize=(width, height), layout="constrained")
-
-
-def given_axes(ax: Any, count: int, figure: str) -> list[Any]:
-    """Return the user's Axes as a list of ``count``. Raise InputError if there are more or fewer Axes than panels."""
-    if isinstance(ax, np.ndarray):
-        ax = list(ax.flat[: count + 1]) if ax.dtype == object else []
-    found = [ax] if isinstance(ax, Axes) else listed(ax, most=count + 1) or []
-    found = [one for part in found for one in (part if isinstance(part, list | tuple | np.ndarray) else [part])]
-    if len(found) != count or not all(isinstance(one, Axes) for one in found):
-        raise InputError(
-            f"plot.{figure} needs one Axes per panel in ax=.",
-            got=f"{len(found)} of type {type(found[0]).__name__ if found else 'nothing'}",
-            expected=f"{count} matplotlib Axes",
-            hint="pass figure= (a Figure or SubFigure) and let the panels be made, or select fewer panels",
-        )
-    return found
-
-
-def check_figure(figure: Any, name: str) -> None:
-    """Raise InputError unless ``figure`` is None, a Figure or a SubFigure."""
-    if figure is not None and not isinstance(figure, Figure | SubFigure):
-        raise InputError(
-            f"plot.{name} got a figure= that is none.",
-            got=type(figure).__name__,
-            expected="a matplotlib Figure or SubFigure",
-        )
-
-
 @dataclass(frozen=True)
 class Grid:
     """Size and arrangement of the panels of one direction.
@@ -292,6 +265,8 @@ class Grid:
         Rows and columns; nearly square by default.
     widths, heights
         Ratios of the columns, and of the rows; equal by default.
+    ticks
+        Size of the tick labels.
     """
 
     size: tuple[float, float] = (2.4, 1.5)
@@ -299,34 +274,64 @@ class Grid:
     shape: tuple[int, int] | None = None
     widths: Sequence[float] | None = None
     heights: Sequence[float] | None = None
+    ticks: str = "small"
 
 
-def open_panels(name: str, count: int, grid: Grid, halves: Sequence[str | None], ax: Any, figure: Any) -> Panels:
-    """Open ``count`` panels of plot.``name`` for each direction, on a new figure or the user's ``ax`` or ``figure``."""
-    check_figure(figure, name)
-    if ax is not None:
-        flat = given_axes(ax, count * len(halves), name)
-        return Panels([flat[i * count : (i + 1) * count] for i in range(len(halves))], flat[0].figure, [])
-    rows, columns = grid.shape or near_square(count, aspect=1.5 / len(halves))
-    if figure is None:
-        width = min(18.0, columns * grid.size[0] * len(halves) + grid.margin[0])
-        figure = new_figure(max(4.2, width), min(22.0, max(2.6, rows * grid.size[1] + grid.margin[1])))
-    owners = [figure] if len(halves) == 1 else list(figure.subfigures(1, len(halves), wspace=0.02))
-    for part in owners:
-        if not hasattr(part, "savefig"):  # a subfigure has no savefig of its own: save the whole figure
-            part.savefig = figure.get_figure(root=True).savefig
-    found = []
-    for owner, half in zip(owners, halves, strict=True):
-        cells = owner.subplots(rows, columns, squeeze=False, width_ratios=grid.widths, height_ratios=grid.heights)
-        places = cells.reshape(-1)
-        for unused in places[count:]:
-            unused.remove()
-        found.append(list(places[:count]))
-        if half is not None:
-            owner.suptitle(half, fontsize="medium", fontstyle="italic")
-    for number in range(1, len(halves)):
-        x = number / len(halves)
-        figure.add_artist(
-            Line2D([x, x], [0.02, 0.86], transform=figure.transSubfigure, gid="direction separator", **SEPARATOR)
+def open_panels(
+    name: str, count: int, ax: Any, figure: Any, *, ways: Sequence[str | None] = (None,), **sizes: Any
+) -> Panels:
+    """Open ``count`` panels of plot.``name`` for each direction, on a new figure or the user's ``ax`` or ``figure``.
+
+    ``ways`` are the names of the directions, side by side; ``sizes`` are those of a :class:`Grid`.
+    """
+    grid = Grid(**sizes)
+    panels = _given_panels(name, count, len(ways), ax, figure)
+    if panels is None:
+        rows, columns = grid.shape or near_square(count, aspect=1.5 / len(ways))
+        if figure is None:
+            width = min(18.0, columns * grid.size[0] * len(ways) + grid.margin[0])
+            height = min(22.0, max(2.6, rows * grid.size[1] + grid.margin[1]))
+            figure = Picture(figsize=(max(4.2, width), height), layout="constrained")
+        owners = [figure] if len(ways) == 1 else list(figure.subfigures(1, len(ways), wspace=0.02))
+        panels = Panels([], figure, owners)
+        for owner, way in zip(owners, ways, strict=True):
+            if not hasattr(owner, "savefig"):  # a subfigure has no savefig of its own: save the whole figure
+                owner.savefig = figure.get_figure(root=True).savefig
+            ratios = {"width_ratios": grid.widths, "height_ratios": grid.heights}
+            cells = owner.subplots(rows, columns, squeeze=False, **ratios).reshape(-1)
+            for unused in cells[count:]:
+                unused.remove()
+            panels.halves.append(list(cells[:count]))
+            if way is not None:
+                owner.suptitle(way, fontsize="medium", fontstyle="italic")
+        for number in range(1, len(ways)):
+            x, look = number / len(ways), {"gid": "direction separator", **SEPARATOR}
+            figure.add_artist(Line2D([x, x], [0.02, 0.86], transform=figure.transSubfigure, **look))
+    for one in panels.axes:
+        one.tick_params(labelsize=grid.ticks)
+    return panels
+
+
+def _given_panels(name: str, count: int, ways: int, ax: Any, figure: Any) -> Panels | None:
+    """Return the user's Axes as ``count`` panels for each direction; None without ``ax``, after a check of ``figure``.
+
+    Raise InputError if there are more or fewer Axes than panels.
+    """
+    if figure is not None and not isinstance(figure, Figure | SubFigure):
+        expected = "a matplotlib Figure or SubFigure"
+        raise InputError(f"plot.{name} got a figure= that is none.", got=type(figure).__name__, expected=expected)
+    if ax is None:
+        return None
+    most = count * ways
+    if isinstance(ax, np.ndarray):
+        ax = list(ax.flat[: most + 1]) if ax.dtype == object else []
+    found = [ax] if isinstance(ax, Axes) else listed(ax, most=most + 1) or []
+    found = [one for part in found for one in (part if isinstance(part, list | tuple | np.ndarray) else [part])]
+    if len(found) != most or not all(isinstance(one, Axes) for one in found):
+        raise InputError(
+            f"plot.{name} needs one Axes per panel in ax=.",
+            got=f"{len(found)} of type {type(found[0]).__name__ if found else 'nothing'}",
+            expected=f"{most} matplotlib Axes",
+            hint="pass figure= (a Figure or SubFigure) and let the panels be made, or select fewer panels",
         )
-    return Panels(found, figure, owners)
+    return Panels([found[i * count : (i + 1) * count] for i in range(ways)], found[0].figure, [])

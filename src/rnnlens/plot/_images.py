@@ -16,8 +16,19 @@ from matplotlib.ticker import NullLocator
 from ..errors import InputError
 from ..vocabulary import DIRECTION, GATE, SAMPLE, TIME
 from ._axes import Powers, decade_ticks, power_of_ten, step_axis
-from ._data import Numbers, finite_range, place_words, refuse_places_of_others, require_dim, unit_dim
+from ._data import (
+    Numbers,
+    axis_label,
+    finite_range,
+    names_of,
+    place_words,
+    positions,
+    refuse_places_of_others,
+    require_dim,
+    unit_dim,
+)
 from ._frame import LETTERS_PER_INCH, SEPARATOR, Panels
+from ._samples import padding_of, without_padding
 
 #: Largest number of cells (rows, columns) of an image; neighbours are merged beyond it.
 MOST_CELLS = (400, 550)
@@ -27,19 +38,12 @@ MOST_CROSSES = 400
 
 #: Keywords of ``Axes.imshow`` that are not properties of the image.
 IMSHOW = (
-    "aspect",
-    "interpolation",
-    "interpolation_stage",
-    "resample",
-    "filternorm",
-    "filterrad",
-    "vmin",
-    "vmax",
-    "origin",
+    *("aspect", "interpolation", "interpolation_stage", "resample", "filternorm", "filterrad"),
+    *("vmin", "vmax", "origin"),
 )
 
 
-def steps_for(shape: tuple[int, int], limits: tuple[int, int] = MOST_CELLS) -> tuple[int, int]:
+def steps_for(shape: Sequence[int], limits: tuple[int, int] = MOST_CELLS) -> tuple[int, int]:
     """Return how many rows and columns have to be merged into one cell."""
     return -(-shape[0] // limits[0]), -(-shape[1] // limits[1])
 
@@ -58,8 +62,9 @@ def extreme_of_blocks(matrix: Numbers, steps: tuple[int, int]) -> Numbers:
     return np.asarray(np.where(highest >= -lowest, highest, lowest))
 
 
-def merge_note(steps: tuple[int, int], rows: str, columns: str) -> str | None:
-    """Return the note on merged cells, with the names of the dimensions; None if none were merged."""
+def merge_note(shape: Sequence[int], limits: tuple[int, int], rows: str, columns: str) -> str | None:
+    """Return the note on merged cells, with the names of the dimensions; None if no more than ``limits`` are drawn."""
+    steps = steps_for(shape, limits)
     rows, columns = ("step" if word == "time" else word for word in (rows, columns))
     if steps == (1, 1):
         return None
@@ -122,20 +127,16 @@ def draw_image(
         step_axis(ax, "x", x, time=matrix.over_time)
     if y_even:
         step_axis(ax, "y", y)
-    _cross_out(ax, missing if empty is None else missing & ~empty, xs, ys)
+    rows, columns = np.nonzero(missing if empty is None else missing & ~empty)
+    if 0 < len(rows) <= MOST_CROSSES:
+        own_limits = ax.get_xlim(), ax.get_ylim()
+        ax.plot(xs[columns], ys[rows], "x", color="black", markersize=5, markeredgewidth=1.1, gid="non-finite")
+        ax.set(xlim=own_limits[0], ylim=own_limits[1])
     if not x_even:
         name_ticks(ax, "x", xs, [f"{value:g}" for value in x])
     if not y_even:
         name_ticks(ax, "y", ys, [f"{value:g}" for value in y])
     return drawn
-
-
-def _cross_out(ax: Any, missing: Numbers, x: Numbers, y: Numbers) -> None:
-    rows, columns = np.nonzero(missing)
-    if 0 < len(rows) <= MOST_CROSSES:
-        limits = ax.get_xlim(), ax.get_ylim()
-        ax.plot(x[columns], y[rows], "x", color="black", markersize=5, markeredgewidth=1.1, gid="non-finite")
-        ax.set(xlim=limits[0], ylim=limits[1])
 
 
 def name_ticks(ax: Any, axis: str, places: Sequence[float] | Numbers, names: Sequence[str], *, most: int = 12) -> None:
@@ -165,18 +166,14 @@ def colour_bar(axes: Sequence[Any], drawn: Any, label: str = "", *, among: Seque
     bar = figure.colorbar(drawn, ax=list(axes), fraction=share, pad=0.02, aspect=slender, extend=ends)
     bar.ax.tick_params(labelsize="small" if label else "x-small")
     if label:
-        inches = sum(ax.get_position().height for ax in {_row(ax): ax for ax in axes}.values())
+        specs = [(ax.get_subplotspec(), ax) for ax in axes]
+        rows = {ax if spec is None else spec.rowspan.start: ax for spec, ax in specs}
+        inches = sum(ax.get_position().height for ax in rows.values())
         bar.set_label(one_line(label, max(inches * figure.bbox.height / figure.dpi, 1.2)))
     if isinstance(drawn.norm, SymLogNorm):
         low, high = drawn.norm.vmin or 0.0, drawn.norm.vmax or 0.0
         _log_ticks(bar, low, high, drawn.norm.linthresh)
     return bar
-
-
-def _row(ax: Any) -> Any:
-    """Return the row index of a panel in its grid; the panel itself if it is in none."""
-    spec = ax.get_subplotspec()
-    return ax if spec is None else spec.rowspan.start
 
 
 def _log_ticks(bar: Any, low: float, high: float, linear: float) -> None:
@@ -212,17 +209,15 @@ def _slender(axes: Sequence[Any]) -> tuple[float, float]:
 
 def beyond(norm: Any, images: Sequence[Any]) -> str:
     """Return which ends of a colour scale are exceeded by values: matplotlib's ``extend``."""
-    ranges = [found for image in images if image is not None and (found := finite_range(_values(image))) is not None]
+    arrays: list[Any] = [image.get_array() for image in images if image is not None]
+    values: list[Numbers] = [np.ma.filled(np.ma.asarray(array, dtype=float), np.nan) for array in arrays]
+    ranges = [found for one in values if (found := finite_range(one)) is not None]
     if not ranges or norm.vmin is None or norm.vmax is None:
         return "neither"
     slack = 1e-6 * (norm.vmax - norm.vmin)
     below = min(low for low, _ in ranges) < norm.vmin - slack
     above = max(high for _, high in ranges) > norm.vmax + slack
     return {(False, False): "neither", (True, False): "min", (False, True): "max", (True, True): "both"}[below, above]
-
-
-def _values(image: Any) -> Numbers:
-    return np.ma.filled(np.ma.asarray(image.get_array(), dtype=float), np.nan)
 
 
 def colour_bars(panels: Panels, drawn: list[Any], label: str, *, shared: bool, wanted: bool = True) -> None:
@@ -260,28 +255,72 @@ def fade(bar: Any) -> None:
 GUESS = {2: (TIME, "unit"), 3: (SAMPLE, TIME, "unit"), 4: (SAMPLE, TIME, GATE, "unit")}
 
 
-def axes_of(array: xr.DataArray, figure: str, x: str | None = None, y: str | None = None) -> tuple[str, str]:
-    """Return the horizontal and the vertical dimension of an image."""
-    for given in (x, y):
-        if given is not None:
-            refuse_places_of_others(array, given, figure, DIRECTION)
-            require_dim(array, given, figure)
-    free = [str(d) for d in array.dims if d not in (DIRECTION, x, y)]
-    if len(free) + (x is not None) + (y is not None) < 2:
-        raise InputError(
-            f"plot.{figure} needs two dimensions.",
-            got=f"dimensions ({', '.join(map(str, array.dims))})",
-            expected="at least two besides direction",
-            hint="draw it with plot.curves or plot.points",
-        )
-    if x is None:
-        x = TIME if TIME in free else next(d for d in reversed(free) if d != GATE)
-        free.remove(x)
-    if y is None:
-        unit = unit_dim(array)
-        plain = [d for d in free if d not in (GATE, SAMPLE)] or [d for d in free if d != GATE] or free
-        y = unit if unit in plain else plain[-1]
-    return x, y
+@dataclass(frozen=True)
+class ImageDims:
+    """Dimensions of a labelled image: horizontal and vertical; with ``stacked`` gates are stacked into the rows."""
+
+    across: str
+    down: str
+    stacked: bool
+
+    @classmethod
+    def of(cls, array: xr.DataArray, figure: str, x: str | None = None, y: str | None = None) -> ImageDims:
+        """Choose the dimensions of an image: time across and units down, unless ``x`` and ``y`` name others."""
+        for given in (x, y):
+            if given is not None:
+                refuse_places_of_others(array, given, figure, DIRECTION)
+                require_dim(array, given, figure)
+        free = [str(d) for d in array.dims if d not in (DIRECTION, x, y)]
+        if len(free) + (x is not None) + (y is not None) < 2:
+            raise InputError(
+                f"plot.{figure} needs two dimensions.",
+                got=f"dimensions ({', '.join(map(str, array.dims))})",
+                expected="at least two besides direction",
+                hint="draw it with plot.curves or plot.points",
+            )
+        if x is None:
+            x = TIME if TIME in free else next(d for d in reversed(free) if d != GATE)
+            free.remove(x)
+        if y is None:
+            unit = unit_dim(array)
+            plain = [d for d in free if d not in (GATE, SAMPLE)] or [d for d in free if d != GATE] or free
+            y = unit if unit in plain else plain[-1]
+        return cls(x, y, GATE in array.dims and GATE not in (x, y))
+
+    def slots(self, array: xr.DataArray) -> tuple[list[str], list[tuple[dict[str, int], str]]]:
+        """Return the dimensions that are neither drawn nor directions, and the panels along them."""
+        rest = [str(d) for d in array.dims if d not in (self.across, self.down, GATE, DIRECTION)]
+        return rest, slots_of(array, rest)
+
+    def shape(self, array: xr.DataArray) -> tuple[int, int]:
+        """Return the numbers of rows and columns."""
+        return array.sizes[self.down] * (array.sizes[GATE] if self.stacked else 1), array.sizes[self.across]
+
+    def label(self, array: xr.DataArray) -> str:
+        """Return the label of the vertical axis."""
+        return "gate, " * self.stacked + axis_label(array, self.down)
+
+    def values(self, array: xr.DataArray) -> Numbers:
+        """Return the values (row, column)."""
+        if not self.stacked:
+            return np.asarray(array.transpose(self.down, self.across).values)
+        values = array.transpose(GATE, self.down, self.across).values
+        return np.asarray(values.reshape(-1, values.shape[-1]))
+
+    def matrix(self, array: xr.DataArray) -> Matrix:
+        """Return the matrix of an image, empty where a step is padding."""
+        values = self.values(without_padding(array))
+        rows = np.arange(len(values)) if self.stacked else positions(array, self.down)
+        empty = self.values(padding_of(array))
+        return Matrix(values, positions(array, self.across), rows, empty, self.across == TIME)
+
+    def draw(self, ax: Any, array: xr.DataArray, matrix: Matrix, title: str, **options: Any) -> Any:
+        """Draw an image with its title and the names of stacked gates; ``options`` as for :func:`draw_image`."""
+        image = draw_image(ax, matrix, **options)
+        ax.set_title(title, fontsize="small", pad=3)
+        if self.stacked:
+            separate(ax, "y", array.sizes[self.down], names_of(array, GATE))
+        return image
 
 
 def slots_of(array: xr.DataArray, keep: list[str]) -> list[tuple[dict[str, int], str]]:
@@ -294,11 +333,3 @@ def slots_of(array: xr.DataArray, keep: list[str]) -> list[tuple[dict[str, int],
             for i in range(array.sizes[dim])
         ]
     return found
-
-
-def matrix_of(data: xr.DataArray, across: str, down: str, stacked: bool) -> Numbers:
-    """Return a matrix (down, across), with gates stacked into the rows."""
-    if not stacked:
-        return np.asarray(data.transpose(down, across).values)
-    values = data.transpose(GATE, down, across).values
-    return np.asarray(values.reshape(-1, values.shape[-1]))

@@ -11,7 +11,7 @@ from ..arguments import as_numbers
 from ..errors import InputError
 from ..measures.profiles import rms_of_shapes, typical_first
 from ..vocabulary import IN_TIME, OUT_TIME, SAMPLE, TIME
-from ._data import Numbers, names_of, nonfinite_note, require_dim
+from ._data import Numbers, names_of, nonfinite_note, of_samples, require_dim
 
 
 def by_loss(array: xr.DataArray, losses: Any, figure: str) -> xr.DataArray:
@@ -42,7 +42,7 @@ def rms_picture(array: xr.DataArray, figure: str) -> xr.DataArray:
     require_dim(array, SAMPLE, figure)
     ordered = array.transpose(SAMPLE, ...)
     padded = hidden(ordered)
-    where = None if padded is None else ~(xr.zeros_like(ordered, dtype=bool) | padded).transpose(*ordered.dims).values
+    where = None if padded is None else ~padding_of(ordered).values
     first = ordered.isel({SAMPLE: 0}, drop=True).drop_vars("mask", errors="ignore")
     words = array.attrs.get("long_name") or array.name or "values"
     count = array.sizes[SAMPLE]
@@ -70,6 +70,18 @@ def hidden(array: xr.DataArray) -> xr.DataArray | None:
             padded = (array.coords[name] == 0).drop_vars(MASKS, errors="ignore")
             found = padded if found is None else found | padded
     return found if found is not None and bool(found.any()) else None
+
+
+def padding_of(array: xr.DataArray) -> xr.DataArray:
+    """Return a mask with the dimensions of the array, True at padded steps."""
+    nowhere, padded = xr.zeros_like(array, dtype=bool), hidden(array)
+    return nowhere if padded is None else (nowhere | padded).transpose(*array.dims)
+
+
+def real_steps(array: xr.DataArray) -> Numbers:
+    """Return a mask (sample, time) that is False at padded steps."""
+    padded, shape = hidden(array), tuple(array.sizes.get(dim, 1) for dim in (SAMPLE, TIME))
+    return np.ones(shape, bool) if padded is None else np.broadcast_to(~of_samples(padded, TIME), shape)
 
 
 def without_padding(array: xr.DataArray) -> xr.DataArray:

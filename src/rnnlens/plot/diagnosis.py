@@ -13,10 +13,9 @@ from matplotlib.lines import Line2D
 
 from ..errors import InputError
 from ..results.diagnosis import Diagnosis
-from ._axes import log_ticks, power_of_ten, step_axis, whole_numbers
+from . import _axes, _frame
 from ._call import drawing
 from ._data import Numbers
-from ._frame import Grid, open_panels
 
 _BLUE, _GREEN, _ORANGE, _PINK = "#0072b2", "#009e73", "#d55e00", "#cc79a7"
 #: Lower end of the axis as a share of the gradient; smaller shares are marked by an arrow.
@@ -56,11 +55,10 @@ def diagnosis(
     drawings += [(_gradient, node)] * any(name in node for name in ("kappa", "adjoint"))
     drawings += [(_time_constants, node)] * ("timescale" in node)
     columns = len(drawings) if len(drawings) < 4 else 2 if len(drawings) == 4 else 3
-    grid = Grid((4.0, 2.8), margin=(0.6, 1.0), shape=(-(-len(drawings) // columns), columns))
-    panels = open_panels("diagnosis", len(drawings), grid, (None,), ax, figure)
+    shape = (-(-len(drawings) // columns), columns)
+    panels = _frame.open_panels("diagnosis", len(drawings), ax, figure, size=(4.0, 2.8), margin=(0.6, 1.0), shape=shape)
     for place, (draw, data) in zip(panels.axes, drawings, strict=True):
         draw(place, data, line)
-        place.tick_params(labelsize="small")
         place.title.set_fontsize("medium")
     sentence = next(iter(d.sentences.values()))
     headline, *rest = re.split(r"(?<=\.)\s+(?=[A-Z])", sentence, maxsplit=1)
@@ -83,10 +81,10 @@ def _over_context(ax: Any, model: xr.Dataset, name: str, colour: str, keywords: 
     context, values, band = model["context"].values, model[name].values, model[f"{name}_interval"].values
     look = {"color": colour, "marker": "o", "markersize": 3, "linewidth": 1.6}
     ax.plot(context, values, **{"gid": name, **look, **keywords})
-    ax.fill_between(context, band[:, 0], band[:, 1], color=colour, alpha=0.15, linewidth=0)
+    _axes.draw_band(ax, context, band[:, 0], band[:, 1], colour, alpha=0.15, gid=None)
     ax.set_xlim(0, float(model["steps"]) + 0.5)
     ax.set_xlabel("steps kept, counted back from the last")
-    whole_numbers(ax, "x")
+    _axes.whole_numbers(ax, "x")
 
 
 def _use(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None:
@@ -94,7 +92,7 @@ def _use(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None:
     if _measured(model, "use"):
         _over_context(ax, model, "use", _BLUE, keywords)
         ax.axhline(0.05, **_THRESHOLD)
-        ax.annotate("5 %", (0, 0.05), (3, 2), ax.get_yaxis_transform(), "offset points", fontsize="x-small")
+        _axes.write(ax, "5 %", (0, 0.05), (3, 2), over=ax.get_yaxis_transform(), ha="left", va="baseline")
     ax.set(ylabel="use (share of the variance)", title="Use of older steps")
     ax.set_ylim(0, max(1.0, float(np.nanmax(model["use"].values, initial=0.0))) * 1.08)
     n = float(model["memory"])
@@ -104,8 +102,7 @@ def _use(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None:
     words = f"memory in use: {'≥ ' if model.attrs['censored'] else ''}{n:.0f}"
     ax.axvline(n, color="0.3", linewidth=0.9, gid="memory")
     side, offset = ("left", 4) if 2 * n < float(model["steps"]) else ("right", -4)
-    where = ax.get_xaxis_transform()
-    ax.annotate(words, (n, 0.97), (offset, 0), where, "offset points", ha=side, va="top", fontsize="small")
+    _axes.write(ax, words, (n, 0.97), (offset, 0), over=ax.get_xaxis_transform(), ha=side, va="top", fontsize="small")
 
 
 def _benefit(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None:
@@ -115,7 +112,7 @@ def _benefit(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None:
     top = float(np.nanmax(model["benefit"].values))
     ax.set_ylim(-0.05, min(max(top, 1.0), 1.5) * 1.1)
     if top > 1.5:  # the benefit can exceed 1 if predictions are overconfident
-        ax.annotate(f"up to {top:.1f}", (0.02, 0.97), xycoords="axes fraction", va="top", fontsize="x-small")
+        _axes.write(ax, f"up to {top:.1f}", (0.02, 0.97), over="axes fraction", ha="left", va="top")
 
 
 def _residual_test(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None:
@@ -123,11 +120,10 @@ def _residual_test(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None
     shares = model["missed"].values / float(model["missed_threshold"])
     ax.vlines(np.arange(shares.size), 0, shares, color=_ORANGE, linewidth=1.4, gid="missed")
     ax.axhline(1, **_THRESHOLD)
-    ax.annotate("threshold: 99 % of chance", (1, 1), (-2, 2), ax.get_yaxis_transform(), "offset points", ha="right",
-                fontsize="x-small")  # fmt: skip
+    _axes.write(ax, "threshold: 99 % of chance", (1, 1), (-2, 2), over=ax.get_yaxis_transform(), va="baseline")
     ax.set_ylim(0, max(float(shares.max()), 1.0) * 1.2)
     ax.set(xlabel="lag in steps", ylabel="share of the threshold", title="Do the errors depend on past inputs?")
-    step_axis(ax, "x", np.arange(shares.size), time=False)
+    _axes.step_axis(ax, "x", np.arange(shares.size), time=False)
 
 
 def _gradient(ax: Any, node: xr.Dataset, keywords: dict[str, Any]) -> None:
@@ -138,28 +134,27 @@ def _gradient(ax: Any, node: xr.Dataset, keywords: dict[str, Any]) -> None:
             look = {"label": label, "gid": name, "color": colour, "linewidth": 1.8, **keywords}
             _share_line(ax, node[name].values, (node[f"{name}_low"].values, node[f"{name}_high"].values), look)
     ax.axhline(1e-4, **_THRESHOLD)
-    ax.annotate("vanished: 1e-4", (1, 1e-4), (-2, 2), ax.get_yaxis_transform(), "offset points", ha="right",
-                fontsize="x-small")  # fmt: skip
+    _axes.write(ax, "vanished: 1e-4", (1, 1e-4), (-2, 2), over=ax.get_yaxis_transform(), va="baseline")
     ax.set_yscale("log")
     ax.set_ylim(bottom=FLOOR)
-    log_ticks(ax)
+    _axes.log_ticks(ax)
     ax.set(xlabel="k, steps back", ylabel="share of the gradient", title="Gradient surviving k steps back")
     ax.legend(fontsize="x-small", loc="best")
-    whole_numbers(ax, "x")
+    _axes.whole_numbers(ax, "x")
 
 
 def _share_line(ax: Any, values: Numbers, band: tuple[Numbers, Numbers], look: dict[str, Any]) -> None:
     """Draw one curve over lag with its band, and an arrow where it falls below the axis."""
     lag = np.arange(values.size)
     ax.plot(lag, np.where(values > 0, np.maximum(values, FLOOR * 1e-2), np.nan), **look)
-    ax.fill_between(lag, *(np.maximum(end, FLOOR * 1e-2) for end in band), color=look["color"], alpha=0.15, linewidth=0)
+    low, high = (np.maximum(end, FLOOR * 1e-2) for end in band)
+    _axes.draw_band(ax, lag, low, high, look["color"], alpha=0.15, gid=None)
     below = np.flatnonzero(~(values > FLOOR))
     if below.size:
         marks = {"marker": "v", "markersize": 6, "linestyle": "", "clip_on": False, "gid": "below"}
         ax.plot(below[:1], [FLOOR], color=look["color"], **marks)
-        words = f"below {power_of_ten(FLOOR)}"
         at = (float(below[0]), FLOOR)
-        ax.annotate(words, at, (0, 9), textcoords="offset points", ha="center", fontsize="x-small", gid="below")
+        _axes.write(ax, f"below {_axes.power_of_ten(FLOOR)}", at, (0, 9), ha="center", va="baseline", gid="below")
 
 
 def _time_constants(ax: Any, node: xr.Dataset, keywords: dict[str, Any]) -> None:
@@ -168,7 +163,6 @@ def _time_constants(ax: Any, node: xr.Dataset, keywords: dict[str, Any]) -> None
     finite = np.where(np.isfinite(values), values, np.nan)
     look = {"color": _BLUE, "marker": ".", "markersize": 5, "linewidth": 0.8}
     ax.plot(np.arange(values.size), finite, **{"gid": "timescale", **look, **keywords})
-    ax.set_yscale("log")
-    log_ticks(ax)
+    _axes.log_values(ax)
     ax.set(xlabel="unit, in ascending order", ylabel="steps", title="Time constants of the gates")
-    whole_numbers(ax, "x")
+    _axes.whole_numbers(ax, "x")

@@ -15,12 +15,11 @@ from ..arguments import as_numbers, as_numpy, refuse_large
 from ..errors import InputError, shown
 from ..measures.profiles import carriers, lorenz, typical_first
 from ..recurrence.measures import safe_norm
-from ..results.dynamics import FixedPoints
+from ..results.diagnosis import FixedPoints
 from ..vocabulary import SAMPLE, TIME
-from ._axes import log_ticks, power_of_ten
+from . import _axes, _data, _frame
 from ._call import drawing
-from ._data import Numbers, labelled, layer_title, names_of, nonfinite_note, positions, require_dim
-from ._frame import ALARM, Grid, open_panels
+from ._data import Numbers
 
 _ORDER = LinearSegmentedColormap.from_list("rnnlens.order", ("#56b4e9", "#0072b2", "#08306b"))
 
@@ -43,7 +42,7 @@ def eigenvalues(values: Any, *, title: str | None = None, ax: Any = None, figure
     1-D array of two Axes
     """
     found, colours, label, layer = _of(values)
-    panels = open_panels("eigenvalues", 2, Grid((3.7, 3.2), shape=(1, 2), widths=(1.25, 1)), (None,), ax, figure)
+    panels = _frame.open_panels("eigenvalues", 2, ax, figure, size=(3.7, 3.2), shape=(1, 2), widths=(1.25, 1))
     finite = np.isfinite(found)
     outside = int((np.abs(found[finite]) > 1).sum())
     _plane(panels.axes[0], found, colours, label, point)
@@ -51,7 +50,7 @@ def eigenvalues(values: Any, *, title: str | None = None, ax: Any = None, figure
     said = f"{outside:,} of {int(finite.sum()):,} outside the unit circle"
     bad = int((~finite).sum())
     missing = f"NaN: {bad:,} of {found.size:,} ({100 * bad / found.size:.3g} %)" if bad else None
-    head = layer_title({"layer": layer}, "eigenvalues of the step Jacobian")
+    head = _data.layer_title({"layer": layer}, "eigenvalues of the step Jacobian")
     return panels.titled(title or head, [said, missing])
 
 
@@ -65,7 +64,7 @@ def _of(values: Any) -> tuple[Numbers, Numbers, str, str]:
         whole = whole.transpose(..., "mode")
         when = np.zeros(whole.shape[:-1])
         if whole.dims[-2:-1] == (TIME,):
-            when = np.broadcast_to(positions(whole, TIME), when.shape)
+            when = np.broadcast_to(_data.positions(whole, TIME), when.shape)
         flat = whole.values.reshape(-1, whole.shape[-1])
         return flat, when.reshape(-1), "time step", str(values.attrs.get("layer", ""))
     array = as_numpy(values.values if isinstance(values, xr.DataArray) else values)
@@ -98,10 +97,8 @@ def _plane(ax: Any, values: Numbers, when: Numbers, label: str, keywords: dict[s
         ax.figure.colorbar(drawn, ax=[ax], fraction=0.08, pad=0.02).set_label(label)
     reach = 1.1 * max(1.0, float(np.abs(values[seen]).max(initial=0.0)))
     ax.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal", xlabel="real part", ylabel="imaginary part")
-    ax.tick_params(labelsize="small")
     if not seen.all():
-        for spine in ax.spines.values():
-            spine.set(edgecolor=ALARM, linewidth=1.4)
+        _frame.redden(ax)
 
 
 def _moduli(ax: Any, values: Numbers) -> None:
@@ -111,15 +108,12 @@ def _moduli(ax: Any, values: Numbers) -> None:
     rank = np.arange(1, values.shape[1] + 1)
     ax.axhline(1, color="0.4", linewidth=0.9)
     if len(moduli):
-        ax.fill_between(
-            rank, moduli.min(axis=0), moduli.max(axis=0), color="#0072b2", alpha=0.2, linewidth=0, gid="range"
-        )
+        _axes.draw_band(ax, rank, moduli.min(axis=0), moduli.max(axis=0), "#0072b2", gid="range")
         look = {"marker": "." if len(rank) < 40 else None, "linewidth": 1.2, "gid": "moduli"}
         ax.plot(rank, np.median(moduli, axis=0), color="#0072b2", **look)
     ax.set(xlabel="mode, largest first", ylabel="modulus")
     ax.set_ylim(0, None)
     ax.set_xlim(0.5, len(rank) + 0.5)
-    ax.tick_params(labelsize="small")
 
 
 _KINDS = (
@@ -149,7 +143,7 @@ def fixed_points(
         raise InputError(
             "plot.fixed_points draws fixed points.", got=type(points).__name__, hint="rl.fixed_points(model, x)"
         )
-    panels = open_panels("fixed_points", 1, Grid((5.2, 4.4)), (None,), ax, figure)
+    panels = _frame.open_panels("fixed_points", 1, ax, figure, size=(5.2, 4.4), ticks="medium")
     place = panels.axes[0]
     data = points.data
     cloud = data["trajectory"].values
@@ -213,8 +207,8 @@ def gradient_carriers(
     ----------
     Lorenz 1905, doi:10.2307/2276207.
     """
-    array = labelled(gradient, "gradient_carriers")
-    require_dim(array, SAMPLE, "gradient_carriers")
+    array = _data.labelled(gradient, "gradient_carriers")
+    _data.require_dim(array, SAMPLE, "gradient_carriers")
     values = as_numbers("losses", losses)
     ordered = array.transpose(SAMPLE, ...).values.reshape(array.sizes[SAMPLE], -1)
     if values.size != len(ordered):
@@ -222,14 +216,14 @@ def gradient_carriers(
         raise InputError("losses= has one number for each sample.", got=got, expected=expected)
     values = values.reshape(-1).astype(float)
     norms = np.asarray(safe_norm(ordered.astype(np.float64), axis=1, xp=np))
-    panels = open_panels("gradient_carriers", 2, Grid((3.5, 3.1), shape=(1, 2)), (None,), ax, figure)
-    _scatter(panels.axes[0], values, norms, names_of(array, SAMPLE), point)
+    panels = _frame.open_panels("gradient_carriers", 2, ax, figure, size=(3.5, 3.1), shape=(1, 2))
+    _scatter(panels.axes[0], values, norms, _data.names_of(array, SAMPLE), point)
     _curve(panels.axes[1], norms)
     share = carriers(norms)
     count = len(norms)
     said = None if math.isnan(share) else f"{round(share * count)} of {count} samples carry half of the gradient"
-    missing = " and ".join(note for note in (nonfinite_note(array.values), nonfinite_note(values)) if note)
-    head = layer_title(array.attrs, "samples that make up the gradient")
+    missing = " and ".join(note for note in (_data.nonfinite_note(array.values), _data.nonfinite_note(values)) if note)
+    head = _data.layer_title(array.attrs, "samples that make up the gradient")
     return panels.titled(title or head, [said, missing])
 
 
@@ -244,7 +238,7 @@ def _scatter(ax: Any, losses: Numbers, norms: Numbers, names: list[str], keyword
     ax.set_xscale("log")
     ax.set_yscale("log")
     for axis in ("x", "y"):
-        log_ticks(ax, axis, most=6)
+        _axes.log_ticks(ax, axis, most=6)
     if seen.any():
         largest = int(np.where(seen, norms, -1.0).argmax())
         for place, words in {int(typical_first(losses)[0]): "typical", largest: "largest"}.items():
@@ -253,17 +247,16 @@ def _scatter(ax: Any, losses: Numbers, norms: Numbers, names: list[str], keyword
             ax.scatter([at[0]], [at[1]], gid=f"ring {words}", **ring)
             text = f"sample {names[place]} ({words})"
             left = ax.transLimits.transform(ax.transScale.transform(at))[0] < 0.4
-            way, side = ((4, -8), "left") if left else ((-4, 4), "right")
-            ax.annotate(text, at, xytext=way, textcoords="offset points", ha=side, fontsize="x-small", gid=words)
+            offset, side = ((4, -8), "left") if left else ((-4, 4), "right")
+            _axes.write(ax, text, at, offset, ha=side, va="baseline", gid=words)
     if (~seen).any():
-        ax.plot(np.full((~seen).sum(), 0.03), np.linspace(0.05, 0.4, (~seen).sum()), "x", color="black",
-                transform=ax.transAxes, gid="non-finite")  # fmt: skip
+        x, y = np.full((~seen).sum(), 0.03), np.linspace(0.05, 0.4, (~seen).sum())
+        ax.plot(x, y, "x", color="black", transform=ax.transAxes, gid="non-finite")
     for axis, values, (low, _) in zip("xy", (losses, norms), limits, strict=True):
         if (values[seen] < low).any():
-            at, turn = ((0.02, 0.02), 0) if axis == "x" else ((0.02, 0.08), 0)
-            words = f"{'loss' if axis == 'x' else 'norm'} below {power_of_ten(low)} at the border"
-            ax.annotate(words, at, xycoords="axes fraction", fontsize="x-small", rotation=turn, gid="below")
-    ax.tick_params(labelsize="small")
+            name, height = ("loss", 0.02) if axis == "x" else ("norm", 0.08)
+            words = f"{name} below {_axes.power_of_ten(low)} at the border"
+            _axes.write(ax, words, (0.02, height), over="axes fraction", ha="left", va="baseline", gid="below")
 
 
 def _limits(values: Numbers) -> tuple[float, float]:
@@ -281,6 +274,5 @@ def _curve(ax: Any, norms: Numbers) -> None:
     part = np.linspace(0, 1, len(share))
     ax.plot([0, 1], [0, 1], color="0.5", linewidth=0.8, linestyle="--", gid="equal")
     ax.plot(part, share, color="#d55e00", linewidth=1.5, gid="lorenz")
-    ax.fill_between(part, share, part, color="#d55e00", alpha=0.12, linewidth=0)
+    _axes.draw_band(ax, part, share, part, "#d55e00", alpha=0.12, gid=None)
     ax.set(xlim=(0, 1), ylim=(0, 1), xlabel="share of the samples, least first", ylabel="share of the gradient")
-    ax.tick_params(labelsize="small")

@@ -15,32 +15,10 @@ from ..arguments import as_numbers
 from ..errors import InputError
 from ..measures.profiles import finite_quartiles
 from ..recurrence.measures import finite_mean, masked_mean, quantiles, saturation_share
-from ..results.schema import with_mask
 from ..vocabulary import GATE, SAMPLE, TIME
-from ._axes import DIVERGING, POSITIVE, line_colours, mark_steps, step_axis
+from . import _axes, _data, _frame, _images, _samples
 from ._call import drawing
-from ._data import (
-    DirectionView,
-    Numbers,
-    axis_label,
-    choose,
-    dataset_of,
-    halves,
-    labelled,
-    largest_magnitude,
-    layer_title,
-    names_of,
-    nonfinite_note,
-    place_words,
-    positions,
-    require_dim,
-    require_time,
-    unit_dim,
-    variable,
-)
-from ._frame import Grid, open_panels
-from ._images import Matrix, colour_bar, draw_image, merge_note, steps_for
-from ._samples import hidden, notes_of, shade, without_padding
+from ._data import Numbers
 
 #: Largest number of cells of one map.
 CELLS = (120, 160)
@@ -93,50 +71,38 @@ def gates(
     Saturation map: Karpathy, Johnson, Li 2015, arXiv:1506.02078, fig. 4.
     """
     array = _gates_of(layer, "gates")
-    require_time(array, "gates")
+    _data.require_time(array, "gates")
     valid = _mask_of(layer, mask, array)
-    shown = halves(array, as_computed=as_computed)
+    shown = _data.halves(array, as_computed=as_computed)
     count = array.sizes[GATE]
-    panels = open_panels(
-        "gates",
-        3 * count,
-        Grid((2.6, 1.7), (1.0, 1.2), (count, 3), widths=(1.3, 1.3, 1)),
-        [half.name for half in shown],
-        ax,
-        figure,
-    )
+    sizes: dict[str, Any] = {"size": (2.6, 1.7), "margin": (1.0, 1.2), "shape": (count, 3), "widths": (1.3, 1.3, 1)}
+    panels = _frame.open_panels("gates", 3 * count, ax, figure, ways=[half.name for half in shown], **sizes)
     for half, axes in zip(shown, panels.halves, strict=True):
         for number in range(count):
             turned = valid if valid is None or half.time_label == shown[0].time_label else valid[:, ::-1]
-            row = _summary(half, number, turned)
-            _draw_row(
-                axes[3 * number : 3 * number + 3], row, positions(half.data, TIME), point, last=number == count - 1
-            )
-        _name_columns(axes, half, axis_label(array, unit_dim(array)))
-    merged = merge_note(steps_for((array.sizes[unit_dim(array)], array.sizes[TIME]), CELLS), "unit", "step")
-    notes = [
-        nonfinite_note(array.values),
-        merged,
-        "masked steps left out, grey where no sample has one" if valid is not None and not valid.all() else None,
-    ]
-    head = layer_title(array.attrs, "gate activity and saturation")
-    return panels.titled(title or head, notes)
+            _draw_row(axes[3 * number : 3 * number + 3], _summary(half, number, turned), point)
+        for place in axes[:-3]:
+            place.tick_params(labelbottom=False)
+        _name_columns(axes, half, _data.axis_label(array, _data.unit_dim(array)))
+    merged = _images.merge_note([array.sizes[_data.unit_dim(array)], array.sizes[TIME]], CELLS, "unit", "step")
+    masked = "masked steps left out, grey where no sample has one" if valid is not None and not valid.all() else None
+    head = _data.layer_title(array.attrs, "gate activity and saturation")
+    return panels.titled(title or head, [_data.nonfinite_note(array.values), merged, masked])
 
 
 def _gates_of(layer: Any, figure: str) -> xr.DataArray:
     """Return the gates of a layer, with its mask as a coordinate."""
-    found, dataset = variable(layer, "gates", figure), dataset_of(layer)
-    found = found if dataset is None else with_mask(found, dataset)
-    array = labelled(found, figure, guess={4: (SAMPLE, TIME, GATE, "unit")})
-    for dim in (GATE, unit_dim(array) or "unit"):
-        require_dim(array, dim, figure)
+    found = _data.variable(layer, "gates", figure, masked=True)
+    array = _data.labelled(found, figure, guess={4: (SAMPLE, TIME, GATE, "unit")})
+    for dim in (GATE, _data.unit_dim(array) or "unit"):
+        _data.require_dim(array, dim, figure)
     return array
 
 
 def _mask_of(layer: Any, mask: Any, array: Any) -> Numbers | None:
     """Return the mask, (sample, time) of bool, or None."""
     if mask is None:
-        dataset = dataset_of(layer)
+        dataset = _data.dataset_of(layer)
         mask = dataset["mask"] if dataset is not None and "mask" in dataset else None
     if mask is None or SAMPLE not in array.dims:
         return None
@@ -147,51 +113,42 @@ def _mask_of(layer: Any, mask: Any, array: Any) -> Numbers | None:
     return np.asarray(values != 0)
 
 
-def _summary(half: DirectionView, number: int, valid: Numbers | None) -> _Gate:
+def _summary(half: _data.DirectionView, number: int, valid: Numbers | None) -> _Gate:
     """Summarise one gate of one direction over samples."""
-    array = half.data.isel({GATE: number})
-    unit = unit_dim(array)
-    order = [d for d in (SAMPLE, TIME) if d in array.dims]
-    values = np.asarray(array.transpose(*order, unit).values)
-    values = values if SAMPLE in array.dims else values[None]
-    name = names_of(half.data, GATE)[number]
+    values = _data.of_samples(half.data.isel({GATE: number}), TIME)
+    name = _data.names_of(half.data, GATE)[number]
     low = -0.9 if name == "candidate" else 0.1
     where = None if valid is None else valid[:, :, None]
     shut, opened = saturation_share(values, axis=(0, 1), low=low, high=0.9, where=where, xp=np)
     bad: Numbers = np.asarray(~np.isfinite(values).all(axis=(0, 2)))
     mean = (values.mean(axis=0) if where is None else masked_mean(values, where, axis=0, xp=np)).T
     nowhere = np.zeros(len(bad), dtype=bool) if valid is None else np.asarray(~valid.any(axis=0))
-    top = largest_magnitude(values)
+    top = _data.largest_magnitude(values)
     bounds = (0.0, 1.0) if name != "candidate" and top <= 1 else (-max(1.0, top), max(1.0, top))
-    return _Gate(name, positions(half.data, TIME), mean, shut, opened, bounds, bad & ~nowhere, nowhere)
+    return _Gate(name, _data.positions(half.data, TIME), mean, shut, opened, bounds, bad & ~nowhere, nowhere)
 
 
-def _draw_row(axes: list[Any], row: _Gate, steps: Numbers, keywords: dict[str, Any], *, last: bool) -> None:
+def _draw_row(axes: list[Any], row: _Gate, keywords: dict[str, Any]) -> None:
     """Draw activity, map and saturation of one gate."""
     activity, picture, saturation = axes
+    steps, (bottom, top) = row.steps, row.bounds
     low, high = quantiles(row.mean, q=(0.1, 0.9), axis=0, xp=np)
-    activity.fill_between(steps, low, high, color="#56b4e9", alpha=0.45, linewidth=0, gid="band")
+    _axes.draw_band(activity, steps, low, high, "#56b4e9", alpha=0.45)
     activity.plot(steps, finite_mean(row.mean, axis=0, xp=np), color="#0072b2", linewidth=1.2, gid="mean")
-    mark_steps(activity, steps[row.bad_steps])
-    room = 0.03 * (row.bounds[1] - row.bounds[0])
-    activity.set_ylim(row.bounds[0] - room, row.bounds[1] + room)
+    _axes.mark_steps(activity, steps[row.bad_steps])
+    activity.set_ylim(bottom - 0.03 * (top - bottom), top + 0.03 * (top - bottom))
     margin = 0.5 if len(steps) == 1 else 0
     activity.set_xlim(steps.min() - margin, steps.max() + margin)
     activity.set_ylabel("candidate" if row.name == "candidate" else f"{row.name} gate")
-    image = draw_image(
-        picture,
-        Matrix(row.mean, steps, np.arange(len(row.mean)), np.broadcast_to(row.empty_steps, row.mean.shape)),
-        look={"cmap": POSITIVE if row.bounds[0] == 0 else DIVERGING, "vmin": row.bounds[0], "vmax": row.bounds[1]},
-        limits=CELLS,
-    )
-    colour_bar([picture], image)
+    _axes.step_axis(activity, "x", steps)
+    empty = np.broadcast_to(row.empty_steps, row.mean.shape)
+    look = {"cmap": _axes.POSITIVE if bottom == 0 else _axes.DIVERGING, "vmin": bottom, "vmax": top}
+    matrix = _images.Matrix(row.mean, steps, np.arange(len(row.mean)), empty)
+    _images.colour_bar([picture], _images.draw_image(picture, matrix, look=look, limits=CELLS))
     look = {"s": float(np.clip(2500 / len(row.mean), 6, 30)), "color": "#d55e00", "alpha": 0.55, "linewidth": 0}
     saturation.plot([0, 1], [1, 0], color="#909090", linewidth=0.8, gid="limit")
     saturation.scatter(row.high_share, row.low_share, **{"gid": "saturation", "clip_on": False, **look, **keywords})
     saturation.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03))
-    step_axis(activity, "x", steps)
-    for ax in axes:
-        ax.tick_params(labelsize="small", labelbottom=last)
 
 
 def _ends(gate: str) -> tuple[str, str]:
@@ -201,15 +158,14 @@ def _ends(gate: str) -> tuple[str, str]:
     return "share near 0 (< 0.1)", "share near 1 (> 0.9)"
 
 
-def _name_columns(axes: list[Any], half: DirectionView, unit: str) -> None:
+def _name_columns(axes: list[Any], half: _data.DirectionView, unit: str) -> None:
     """Write titles above the first row and labels below the last."""
-    for ax, words in zip(
-        axes[:3], ("mean of units, 80 % band", "mean over samples", "share of steps, per unit"), strict=True
-    ):
+    titles = ("mean of units, 80 % band", "mean over samples", "share of steps, per unit")
+    for ax, words in zip(axes, titles, strict=False):
         ax.set_title(words, fontsize="small", pad=3)
     axes[-3].set_xlabel(half.time_label)
     axes[-2].set_xlabel(half.time_label)
-    names = names_of(half.data, GATE)
+    names = _data.names_of(half.data, GATE)
     for number, name in enumerate(names):
         low, high = _ends(name)
         axes[3 * number + 1].set_ylabel(unit, fontsize="small")
@@ -242,59 +198,47 @@ def gates_over_time(
     1-D array of Axes, forward before backward
     """
     array = _gates_of(layer, "gates_over_time")
-    require_time(array, "gates_over_time")
-    unit = unit_dim(array)
-    picked, thinned = choose(array.sizes[unit], max_panels, "units", page=page)
-    shown = halves(array, as_computed=as_computed)
-    panels = open_panels("gates_over_time", len(picked), Grid((2.9, 1.8)), [half.name for half in shown], ax, figure)
-    top = largest_magnitude(array.values)
-    low = -1.0 if "candidate" in names_of(array, GATE) else 0.0
+    _data.require_time(array, "gates_over_time")
+    unit = _data.unit_dim(array)
+    picked, thinned = _data.choose(array.sizes[unit], max_panels, "units", page=page)
+    shown = _data.halves(array, as_computed=as_computed)
+    ways = [half.name for half in shown]
+    panels = _frame.open_panels("gates_over_time", len(picked), ax, figure, ways=ways, size=(2.9, 1.8))
+    top = _data.largest_magnitude(array.values)
+    low = -1.0 if "candidate" in _data.names_of(array, GATE) else 0.0
     limits = (low, 1.0) if top <= 1 else (-top if low else 0.0, top)
     for half, places in zip(shown, panels.halves, strict=True):
         for place, index in zip(places, picked, strict=True):
             _draw_gate_lines(place, half, half.data.isel({unit: index}), line)
             room = 0.03 * (limits[1] - limits[0])
             place.set_ylim(limits[0] - room, limits[1] + room)
-            place.set_title(place_words(array, unit or "unit", index), fontsize="small", pad=3)
+            place.set_title(_data.place_words(array, unit or "unit", index), fontsize="small", pad=3)
     panels.label([half.time_label for half in shown], "gate value")
-    if panels.owners:
-        panels.outer_ticks_only()
-    owner, where = (panels.owners[-1], "outside right center") if panels.owners else (panels.axes[0], "best")
-    owner.legend(*panels.axes[0].get_legend_handles_labels(), fontsize="small", loc=where)
+    panels.outer_ticks_only()
+    panels.legend(panels.axes[0].get_legend_handles_labels()[0], beside="right center")
     many = array.sizes.get(SAMPLE, 1)
     note = f"median of {many} samples, band: quartiles" if many > 1 else None
-    head = layer_title(array.attrs, "gates over time")
-    return panels.titled(title or head, [note, thinned, *notes_of(array)])
+    head = _data.layer_title(array.attrs, "gates over time")
+    return panels.titled(title or head, [note, thinned, *_samples.notes_of(array)])
 
 
-def _draw_gate_lines(ax: Any, half: DirectionView, data: xr.DataArray, keywords: dict[str, Any]) -> None:
+def _draw_gate_lines(ax: Any, half: _data.DirectionView, data: xr.DataArray, keywords: dict[str, Any]) -> None:
     """Draw the gates of one unit."""
-    steps = positions(half.data, TIME)
-    names = names_of(half.data, GATE)
-    padded = hidden(data)
-    for number, colour in enumerate(line_colours(len(names))):
-        values = _by_sample(data.isel({GATE: number}))
-        real = np.ones(values.shape, bool) if padded is None else np.asarray(~_by_sample(padded))
-        bad: Numbers = (~np.isfinite(values) & real).any(axis=0)
-        values = np.where(real, values, np.nan)
-        low, middle, high = finite_quartiles(values)
-        middle = np.where(bad, np.nan, middle)
+    steps, real = _data.positions(half.data, TIME), _samples.real_steps(data)
+    names = _data.names_of(half.data, GATE)
+    for number, colour in enumerate(_axes.line_colours(len(names))):
+        values = _data.of_samples(data.isel({GATE: number}), TIME)
+        bad = np.asarray((~np.isfinite(values) & real).any(axis=0))
+        low, middle, high = finite_quartiles(np.where(real, values, np.nan))
         look = {"color": colour, "linewidth": 1.2, "linestyle": "--" if names[number] == "candidate" else "-"}
         look |= {"label": names[number], "gid": f"gate {names[number]}", "marker": "o" if len(steps) == 1 else None}
-        ax.plot(steps, middle, **{**look, **keywords})
+        ax.plot(steps, np.where(bad, np.nan, middle), **{**look, **keywords})
         if len(values) > 1:
-            ax.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0, gid=f"band {names[number]}")
-        mark_steps(ax, steps[bad])
-    if padded is not None:
-        shade(ax, steps, np.asarray(_by_sample(padded).all(axis=0)))
+            _axes.draw_band(ax, steps, low, high, colour, alpha=0.15, gid=f"band {names[number]}")
+        _axes.mark_steps(ax, steps[bad])
+    _samples.shade(ax, steps, np.asarray(~real.any(axis=0)))
     ax.set_xlim(steps.min() - 0.5, steps.max() + 0.5)
-    step_axis(ax, "x", steps)
-    ax.tick_params(labelsize="small")
-
-
-def _by_sample(data: xr.DataArray) -> Numbers:
-    """Return the values as (sample, time)."""
-    return np.asarray(data.transpose(SAMPLE, TIME).values if SAMPLE in data.dims else data.values[None])
+    _axes.step_axis(ax, "x", steps)
 
 
 @drawing(Quiver, extra=("width", "headwidth", "headlength", "pivot"))
@@ -328,25 +272,26 @@ def saturation_arrows(
     ----------
     Karpathy, Johnson, Li 2015, arXiv:1506.02078, fig. 4.
     """
-    pair = [without_padding(_gates_of(one, "saturation_arrows")) for one in (before, after)]
+    pair = [_samples.without_padding(_gates_of(one, "saturation_arrows")) for one in (before, after)]
     _refuse_others(*pair)
-    gates = names_of(pair[0], GATE)
-    shown = [halves(one) for one in pair]
-    panels = open_panels(
-        "saturation_arrows", len(gates), Grid((2.5, 2.4)), [half.name for half in shown[0]], ax, figure
-    )
+    gates = _data.names_of(pair[0], GATE)
+    shown = [_data.halves(one) for one in pair]
+    ways = [half.name for half in shown[0]]
+    panels = _frame.open_panels("saturation_arrows", len(gates), ax, figure, ways=ways, size=(2.5, 2.4))
     for number, places in enumerate(panels.halves):
         for place, gate in zip(places, gates, strict=True):
             first, last = (_shares(half[number].data.isel({GATE: gates.index(gate)}), gate) for half in shown)
             _draw_saturation(place, first, last, gate, arrow)
-    head = layer_title(pair[0].attrs, "saturation of the gates, per unit")
-    missing = [f"{name}: {note}" for name, one in zip(names, pair, strict=True) if (note := nonfinite_note(one.values))]
+    head = _data.layer_title(pair[0].attrs, "saturation of the gates, per unit")
+    missing = [
+        f"{name}: {note}" for name, one in zip(names, pair, strict=True) if (note := _data.nonfinite_note(one.values))
+    ]
     return panels.titled(title or head, [f"from {names[0]} (ring) to {names[1]} (arrow head)", *missing])
 
 
 def _refuse_others(before: xr.DataArray, after: xr.DataArray) -> None:
-    unit = unit_dim(before)
-    kinds = [(names_of(one, GATE), one.sizes.get(unit), one.sizes.get("direction")) for one in (before, after)]
+    unit = _data.unit_dim(before)
+    kinds = [(_data.names_of(one, GATE), one.sizes.get(unit), one.sizes.get("direction")) for one in (before, after)]
     if kinds[0] != kinds[1]:
         raise InputError(
             "plot.saturation_arrows compares the same gates and units.",
@@ -357,7 +302,7 @@ def _refuse_others(before: xr.DataArray, after: xr.DataArray) -> None:
 
 def _shares(gate: xr.DataArray, name: str) -> Numbers:
     """Return for each unit the shares near 1 and near 0, (unit, 2)."""
-    unit = unit_dim(gate)
+    unit = _data.unit_dim(gate)
     values = gate.transpose(..., unit).values.reshape(-1, gate.sizes[unit])
     low = -0.9 if name == "candidate" else 0.1
     shut, opened = saturation_share(values, axis=0, low=low, high=0.9, xp=np)
@@ -370,15 +315,9 @@ def _draw_saturation(ax: Any, before: Numbers, after: Numbers, gate: str, keywor
     size = float(np.clip(900 / len(before), 3, 18))
     ax.scatter(*before.T, s=size, facecolor="none", edgecolor="#0072b2", linewidth=0.7, clip_on=False, gid="before")
     way = after - before
-    look = {
-        "color": "#d55e00",
-        "alpha": 0.75 if len(before) <= 64 else 0.4,
-        "width": 0.007,
-        "zorder": 3,
-        "gid": "after",
-    }
-    scale = {"angles": "xy", "scale_units": "xy", "scale": 1.0, "gid": "after"}
-    arrows = ax.quiver(*before.T, *way.T, **{**scale, **look, **keywords})
+    look = {"color": "#d55e00", "alpha": 0.75 if len(before) <= 64 else 0.4, "width": 0.007, "zorder": 3}
+    look |= {"angles": "xy", "scale_units": "xy", "scale": 1.0, "gid": "after"}
+    arrows = ax.quiver(*before.T, *way.T, **{**look, **keywords})
     arrows.set_clip_on(False)
     arrows.set_in_layout(False)  # a unit without a share has no position
     ax.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03), aspect="equal")
@@ -386,4 +325,3 @@ def _draw_saturation(ax: Any, before: Numbers, after: Numbers, gate: str, keywor
     low, high = _ends(gate)
     ax.set_xlabel(high, fontsize="small")
     ax.set_ylabel(low, fontsize="small")
-    ax.tick_params(labelsize="small")

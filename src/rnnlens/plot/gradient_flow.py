@@ -9,20 +9,18 @@ from typing import Any
 
 import numpy as np
 import xarray as xr
+from matplotlib.figure import Figure, SubFigure
 from matplotlib.lines import Line2D
 
 from ..arguments import one_of
 from ..errors import InputError, has_attribute
 from ..measures.profiles import gradient_reach, peak_band
-from ..recurrence.measures import real_first, safe_norm
+from ..recurrence.measures import real_first
 from ..results.schema import with_mask
-from ..vocabulary import BACKWARD, SAMPLE, TIME
-from ._axes import line_colours, log_limits, log_values, mark_steps, power_of_ten, step_axis
+from ..vocabulary import BACKWARD, TIME
+from . import _axes, _data, _frame, _samples
 from ._call import drawing
-from ._data import DirectionView, Numbers, dataset_of, halves, labelled, layers_of, positions, require_dim, unit_dim
-from ._data import value_label as label_of_values
-from ._frame import Grid, Panels, check_figure, open_panels
-from ._samples import hidden, mark_resets, notes_of, shade
+from ._data import Numbers
 
 #: Gradients that are drawn for each layer that has them: label, colour, line style.
 GRADIENTS = {
@@ -118,15 +116,13 @@ def gradient_flow(
         ``hidden_grad``, ``cell_grad`` (sample, time, unit) or ``output_grad`` (also without time).
     quantity
         Gradient to compare: ``"hidden_grad"``, ``"cell_grad"`` or ``"output_grad"``.
-    shared
-        Same value axis in all panels.
 
     Returns
     -------
     1-D array of Axes, one per layer and direction, forward before backward; below each other on a narrow ``figure``
     """
     networks = _networks(trace)
-    layers = layers_of(trace, "gradient_flow") if networks is None else None
+    layers = _data.layers_of(trace, "gradient_flow") if networks is None else None
     content = _of_one(layers, as_computed) if layers is not None else _of_several(networks or {}, quantity, as_computed)
     if not content:
         expected, hint = " or ".join(GRADIENTS), "trace with a loss: rl.trace(model, x, y)"
@@ -139,13 +135,11 @@ def gradient_flow(
         name = " · ".join(part for part in (layer, way) if part)
         place.set_title(_finding(name, lines), fontsize="small", pad=4)
         place.legend(fontsize="x-small", loc="best", framealpha=0.85)
-    if shared and panels.owners:
+    if shared:
         panels.outer_ticks_only()
-    labels = [one.time_label for lines in content.values() for one in lines]
-    label = max(set(labels), key=labels.count)
-    for place in panels.axes:
+    for place, lines in zip(panels.axes, content.values(), strict=True):
         if place.xaxis.get_tick_params().get("labelbottom", True):
-            place.set_xlabel(label, fontsize="small")
+            place.set_xlabel(lines[0].time_label, fontsize="small")
     panels.value_label("share of the sample's peak")
     notes = dict.fromkeys(note for lines in content.values() for one in lines for note in one.notes)
     how = "median over samples, each by its own peak; band: quartiles; steps: how many carry 95 % of the gradient"
@@ -158,9 +152,9 @@ def _networks(trace: Any) -> dict[str, dict[str, xr.Dataset]] | None:
         return None
     found: dict[str, dict[str, xr.Dataset]] = {}
     for name, one in trace.items():
-        if not isinstance(one, xr.DataTree) and dataset_of(one) is None and not isinstance(one, Mapping):
+        if not isinstance(one, xr.DataTree) and _data.dataset_of(one) is None and not isinstance(one, Mapping):
             return None  # layers_of raises a clear error
-        found[str(name)] = layers_of(one, "gradient_flow")
+        found[str(name)] = _data.layers_of(one, "gradient_flow")
     return found
 
 
@@ -179,7 +173,7 @@ def _of_several(networks: Mapping[str, Mapping[str, xr.Dataset]], quantity: str,
     content: PanelLines = {}
     several = any(len(layers) > 1 for layers in networks.values())
     shared = several and len({tuple(layers) for layers in networks.values()}) == 1
-    colours = _PAIR if len(networks) == 2 else line_colours(len(networks))
+    colours = _PAIR if len(networks) == 2 else _axes.line_colours(len(networks))
     for (network, layers), colour in zip(networks.items(), colours, strict=True):
         for layer, dataset in layers.items():
             words = network if shared or len(layers) == 1 else f"{network} {layer}"
@@ -192,28 +186,26 @@ def _lines_of(dataset: xr.Dataset, quantity: str, as_computed: bool) -> Iterator
     """Yield direction and line of one gradient of a layer; nothing if the layer does not have it."""
     if quantity not in dataset:
         return
-    array = labelled(with_mask(dataset[quantity], dataset), "gradient_flow")
-    require_dim(array, unit_dim(array) or "unit", "gradient_flow")
-    missing, *padding = notes_of(array)
+    array = _data.labelled(with_mask(dataset[quantity], dataset), "gradient_flow")
+    _data.require_dim(array, _data.unit_dim(array) or "unit", "gradient_flow")
+    missing, *padding = _samples.notes_of(array)
     layer = str(dataset.attrs.get("layer", ""))
-    named = ", ".join(part for part in (layer, label_of_values(array).split(" [")[0]) if part)
+    named = ", ".join(part for part in (layer, _data.value_label(array).split(" [")[0]) if part)
     notes = (*(note for note in padding if note), *([f"{named}: {missing}"] if missing else []))
-    for half in halves(array, as_computed=as_computed):
+    for half in _data.halves(array, as_computed=as_computed):
         backward = BACKWARD in (half.name, dataset.attrs.get("direction"))
         from_start = backward and not (as_computed and half.name == BACKWARD)
         line = _fading(quantity, half, dataset.sizes.get(TIME, 1), from_start=from_start)
         yield half.name, replace(line, notes=notes)
 
 
-def _fading(quantity: str, half: DirectionView, count: int, *, from_start: bool) -> FadingLine:
+def _fading(quantity: str, half: _data.DirectionView, count: int, *, from_start: bool) -> FadingLine:
     """Summarise one direction over samples; ``from_start``: the recurrence ends at the first step."""
     values = half.data
-    norms = np.asarray(safe_norm(values.values, axis=values.get_axis_num(unit_dim(values)), xp=np), dtype=np.float64)
-    norms = norms.reshape(-1, *norms.shape[1 if SAMPLE in values.dims else 0 :])
-    norms = norms if TIME in values.dims else norms[:, None]
-    padded = hidden(values)
-    real = np.ones(norms.shape, dtype=bool) if padded is None else ~padded.transpose(SAMPLE, TIME).values
-    steps = positions(values, TIME) if TIME in values.dims else np.array([0 if from_start else count - 1])
+    timed = values if TIME in values.dims else values.expand_dims(TIME)
+    norms = _data.of_samples(_data.norm_over(timed, [_data.unit_dim(timed)]), TIME).astype(np.float64)
+    real = _samples.real_steps(values)
+    steps = _data.positions(values, TIME) if TIME in values.dims else np.array([0 if from_start else count - 1])
     against = slice(None) if from_start else slice(None, None, -1)
     shape = peak_band(norms, real)
     nowhere = ~real.any(axis=0)
@@ -228,16 +220,15 @@ def _fading(quantity: str, half: DirectionView, count: int, *, from_start: bool)
     return replace(line, reset=values.coords.get("reset"))
 
 
-def _open(keys: Sequence[tuple[str, str | None]], ax: Any, figure: Any) -> Panels:
+def _open(keys: Sequence[tuple[str, str | None]], ax: Any, figure: Any) -> _frame.Panels:
     """Open one panel per layer and direction, stacked if the figure is narrow."""
     ways = max(1, len({way for _, way in keys}))
     columns = ways if ways > 1 or len(keys) == 1 else min(2 if len(keys) == 4 else 3, len(keys))
-    check_figure(figure, "gradient_flow")
-    if figure is not None and figure.bbox.width / figure.dpi < _NARROW:
+    if isinstance(figure, Figure | SubFigure) and figure.bbox.width / figure.dpi < _NARROW:
         columns = 1
     size = (5.2, 3.1) if len(keys) == 1 else (3.5, 2.7) if columns < 3 else (2.9, 2.7)
-    grid = Grid(size, margin=(0.8, 1.0), shape=(math.ceil(len(keys) / columns), columns))
-    return open_panels("gradient_flow", len(keys), grid, (None,), ax, figure)
+    shape = (math.ceil(len(keys) / columns), columns)
+    return _frame.open_panels("gradient_flow", len(keys), ax, figure, size=size, margin=(0.8, 1.0), shape=shape)
 
 
 def _finding(name: str, lines: Sequence[FadingLine]) -> str:
@@ -260,21 +251,20 @@ def _draw(ax: Any, lines: Sequence[FadingLine], keywords: Mapping[str, Any], val
         look |= {"marker": "o" if lone else None, "label": one.name, "gid": one.gid}
         ax.plot(one.steps, shown, **{**look, **keywords})
         low = np.where(one.low > 0, one.low, np.where(one.median > 0, FLOOR * 1e-3, np.nan))
-        ax.fill_between(one.steps, low, one.high, color=one.colour, alpha=0.18, linewidth=0, gid="band")
-        mark_steps(ax, one.bad)
+        _axes.draw_band(ax, one.steps, low, one.high, one.colour, alpha=0.18)
+        _axes.mark_steps(ax, one.bad)
     longest = max(lines, key=lambda one: len(one.steps))
-    shade(ax, longest.padded, np.ones(len(longest.padded), dtype=bool))
-    mark_resets(ax, longest.reset, longest.steps)
-    log_values(ax)
-    log_limits(ax, np.maximum(values, np.where(values > 0, FLOOR, 0)), room=2)
+    _samples.shade(ax, longest.padded, np.ones(len(longest.padded), dtype=bool))
+    _samples.mark_resets(ax, longest.reset, longest.steps)
+    _axes.log_values(ax)
+    _axes.log_limits(ax, np.maximum(values, np.where(values > 0, FLOOR, 0)), room=2)
     if ax.get_ylim()[0] < FLOOR or (values == 0).any():
         ax.set_ylim(bottom=FLOOR)
     every = np.concatenate([one.steps for one in lines])
     ax.set_xlim(float(every.min()) - 0.5, float(every.max()) + 0.5)
     for one in lines:
         _point_down(ax, one)
-    step_axis(ax, "x", every)
-    ax.tick_params(labelsize="small")
+    _axes.step_axis(ax, "x", every)
 
 
 def _point_down(ax: Any, one: FadingLine) -> None:
@@ -287,9 +277,9 @@ def _point_down(ax: Any, one: FadingLine) -> None:
         return
     if not any(text.get_gid() == "below" for text in ax.texts):
         rises = inner[-1] + 1 < len(below) and one.median[inner[-1] + 1] >= floor  # the text is under the line
-        box = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
-        ax.annotate(f"below {power_of_ten(floor)}", (float(one.steps[inner[-1]]), 0), (12 if rises else -12, 2),
-                    ax.get_xaxis_transform(), "offset points", ha="left" if rises else "right", fontsize="x-small",
-                    color="0.3", bbox=box, zorder=5, gid="below")  # fmt: skip
+        offset, side = ((12, 2), "left") if rises else ((-12, 2), "right")
+        look: dict[str, Any] = {"over": ax.get_xaxis_transform(), "color": "0.3", "bbox": _axes.PAPER, "zorder": 5}
+        at = (float(one.steps[inner[-1]]), 0)
+        _axes.write(ax, f"below {_axes.power_of_ten(floor)}", at, offset, ha=side, va="baseline", gid="below", **look)
     look = {"marker": "v", "markersize": 6, "linestyle": "", "clip_on": False, "zorder": 4, "color": one.colour}
     ax.plot(one.steps[inner], np.zeros(len(inner)), transform=ax.get_xaxis_transform(), gid="below", **look)

@@ -12,33 +12,17 @@ from matplotlib.ticker import MaxNLocator
 
 from ..arguments import either, one_of, switch
 from ..errors import InputError
-from ._axes import line_colours
+from . import _axes, _data, _frame, _images
 from ._call import drawing
-from ._data import (
-    Numbers,
-    axis_label,
-    choose,
-    chunks,
-    dataset_of,
-    finite_range,
-    labelled,
-    layer_title,
-    names_of,
-    nonfinite_note,
-    require_dim,
-    title_of,
-    value_label,
-)
-from ._frame import Grid, Panels, open_panels
-from ._images import slots_of
-from .weights import Kernel, kernels_of
+from ._data import Numbers
+from .weights import Kernel, by_direction, kernels_of
 
 
 def equal_bins(arrays: Sequence[Numbers], bins: int | None) -> Numbers:
     """Return the edges of equal bins over the finite values of all arrays; :func:`histogram` states their number."""
     if bins is None:
         bins = int(np.clip(np.sqrt(max(array.size for array in arrays)), 10, 60))
-    ranges = [found for found in map(finite_range, arrays) if found is not None]
+    ranges = [found for found in map(_data.finite_range, arrays) if found is not None]
     low = min((low for low, _ in ranges), default=0.0)
     high = max((high for _, high in ranges), default=0.0)
     if low == high:
@@ -51,7 +35,7 @@ def count_in_bins(values: Numbers, edges: Numbers) -> Numbers:
     """Count finite values per bin, in pieces, so that memory does not grow with the data."""
     counts = np.zeros(len(edges) - 1, dtype=np.int64)
     span = (np.float64(edges[0]), np.float64(edges[-1]))  # Python floats would put the bin edges into float32
-    for piece in chunks(values):
+    for piece in _data.chunks(values):
         finite = np.isfinite(piece)
         counts += np.histogram(piece if finite.all() else piece[finite], bins=len(counts), range=span)[0]
     return counts
@@ -67,15 +51,13 @@ def draw_panel(ax: Any, content: Mapping[str, Numbers], edges: Numbers, keywords
     if same is not None:
         count, value = same
         ax.axvline(value, color="#0072b2", linewidth=1.4, gid="constant")
-        words = f"{count:,} x {value:g}"
-        place = {"xycoords": ax.get_xaxis_transform(), "textcoords": "offset points"}
-        ax.annotate(words, (value, 0.5), (4, 0), va="center", fontsize="small", gid="constant", **place)
+        at, over = (value, 0.5), ax.get_xaxis_transform()
+        _axes.write(ax, f"{count:,} x {value:g}", at, (4, 0), over=over, ha="left", fontsize="small", gid="constant")
         ax.set_xlim(*((edges[0], edges[-1]) if edges[0] < value < edges[-1] else (value - 0.5, value + 0.5)))
         ax.set_yticks([])
         ax.set_xticks([value])
-        ax.tick_params(labelsize="small")
         return
-    for (name, values), colour in zip(content.items(), line_colours(len(content)), strict=True):
+    for (name, values), colour in zip(content.items(), _axes.line_colours(len(content)), strict=True):
         counts = count_in_bins(values, edges)
         outlined = len(content) > 2
         look: dict[str, Any] = {"fill": not outlined, "edgecolor": colour, "linewidth": 0.2}
@@ -87,12 +69,11 @@ def draw_panel(ax: Any, content: Mapping[str, Numbers], edges: Numbers, keywords
         ax.stairs(counts, edges, **{"gid": f"histogram {name}".strip(), **look, **keywords})
     ax.set_xlim(edges[0], edges[-1])
     ax.xaxis.set_major_locator(MaxNLocator(nbins=4))
-    ax.tick_params(labelsize="small")
 
 
 def one_value(values: Numbers) -> tuple[int, float] | None:
     """Return count and value if all finite values are equal and more than one; else None."""
-    found = finite_range(values)
+    found = _data.finite_range(values)
     if found is None or found[0] != found[1] or values.size < 2:
         return None
     return int(np.isfinite(values).sum()), found[0]
@@ -102,10 +83,11 @@ def _steps_of(ax: Any) -> list[Any]:
     return [patch for patch in ax.patches if isinstance(patch, StepPatch)]
 
 
-def scale_counts(panels: Panels, *, shared: bool, log: bool, clip_peaks: int) -> None:
+def scale_counts(axes: Sequence[Any], *, shared: bool, log: bool, clip_peaks: int) -> None:
     """Set the counts axes; cut off the tallest bars and label them."""
-    drawn = [ax for ax in panels.axes if _steps_of(ax)]
-    tops = [_top([s.get_data().values for s in _steps_of(ax)], clip_peaks) for ax in drawn]
+    drawn = [ax for ax in axes if _steps_of(ax)]
+    ordered = [np.sort(np.concatenate([step.get_data().values for step in _steps_of(ax)])) for ax in drawn]
+    tops = [float(max(1, counts[: len(counts) - clip_peaks].max(initial=1))) for counts in ordered]
     for ax, own in zip(drawn, tops, strict=True):
         top = max(tops) if shared else own
         if log:
@@ -117,36 +99,20 @@ def scale_counts(panels: Panels, *, shared: bool, log: bool, clip_peaks: int) ->
             _write_counts(ax, own, clip_peaks)
 
 
-def _top(counts: Sequence[Numbers], clip_peaks: int) -> float:
-    """Return the upper limit of a histogram's axis: its tallest bar that is not clipped, at least 1."""
-    ordered = np.sort(np.concatenate(list(counts)))
-    kept = ordered[: len(ordered) - clip_peaks]
-    return float(max(1, kept.max() if kept.size else 1))
-
-
 def _write_counts(ax: Any, top: float, clip_peaks: int) -> None:
     """Write the counts of bars that exceed ``top`` at the upper border."""
+    bars = [(s.get_data().values, s.get_data().edges) for s in _steps_of(ax)]
     beyond = [
         (count, 0.5 * (left + right))
-        for step in _steps_of(ax)
-        for count, left, right in zip(
-            step.get_data().values, step.get_data().edges[:-1], step.get_data().edges[1:], strict=True
-        )
+        for counts, edges in bars
+        for count, left, right in zip(counts, edges[:-1], edges[1:], strict=True)
         if count > top
     ]
+    centre, over = 0.5 * sum(ax.get_xlim()), ax.get_xaxis_transform()
     for row, (count, middle) in enumerate(sorted(beyond, reverse=True)[:clip_peaks]):
-        centre = 0.5 * sum(ax.get_xlim())
-        ax.annotate(
-            f"{int(count):,} ↑",
-            (middle, 0.97 - 0.1 * row),
-            xycoords=ax.get_xaxis_transform(),
-            xytext=(4 if middle < centre else -4, 0),
-            textcoords="offset points",
-            ha="left" if middle < centre else "right",
-            va="top",
-            fontsize="x-small",
-            gid="clipped peak",
-        )
+        offset, side = (4, "left") if middle < centre else (-4, "right")
+        at = (middle, 0.97 - 0.1 * row)
+        _axes.write(ax, f"{int(count):,} ↑", at, (offset, 0), over=over, ha=side, va="top", gid="clipped peak")
 
 
 #: Dimensions of a plain array by its rank.
@@ -202,70 +168,61 @@ def histogram(
     1-D array of Axes, in panel order
     """
     if (bins is not None and bins < 1) or clip_peaks < 0:
-        raise InputError(
-            "A histogram needs bins.",
-            got=f"bins={bins}, clip_peaks={clip_peaks}",
-            expected="bins >= 1, clip_peaks >= 0",
-        )
+        got, expected = f"bins={bins}, clip_peaks={clip_peaks}", "bins >= 1, clip_peaks >= 0"
+        raise InputError("A histogram needs bins.", got=got, expected=expected)
     layers = _layers(data, dims, overlay)
     first = next(iter(layers.values()))
     by = [panel] if isinstance(panel, str) else list(panel or ())
     for dim in by:
-        require_dim(first, dim, "histogram")
-    slots = slots_of(first, by)
-    picked, thinned = choose(len(slots), max_panels, " x ".join(f"{d}s" for d in by) or "panels", page=page)
+        _data.require_dim(first, dim, "histogram")
+    slots = _images.slots_of(first, by)
+    picked, thinned = _data.choose(len(slots), max_panels, " x ".join(f"{d}s" for d in by) or "panels", page=page)
     grid = (first.sizes[by[0]], first.sizes[by[1]]) if len(by) == 2 and not thinned else None
     size = (5.0, 3.2) if len(picked) == 1 else (2.4, 1.7)
-    panels = open_panels("histogram", len(picked), Grid(size, shape=grid), (None,), ax, figure)
+    panels = _frame.open_panels("histogram", len(picked), ax, figure, size=size, shape=grid)
     contents = [{name: array.isel(slots[i][0]).values for name, array in layers.items()} for i in picked]
     common = equal_bins([values for content in contents for values in content.values()], bins) if shared else None
     for place, content, i in zip(panels.axes, contents, picked, strict=True):
         draw_panel(place, content, common if common is not None else equal_bins(list(content.values()), bins), step)
-        place.set_title(_with_missing(slots[i][1], list(content.values())), fontsize="small", pad=3)
-    scale_counts(panels, shared=shared, log=log, clip_peaks=clip_peaks)
-    panels.label(value_label(first), "count" + (", log scale" if log else ""))
+        notes = map(_data.nonfinite_note, content.values())  # the exact share of NaN and Inf
+        place.set_title("\n".join(part for part in (slots[i][1], *notes) if part), fontsize="small", pad=3)
+    scale_counts(panels.axes, shared=shared, log=log, clip_peaks=clip_peaks)
+    panels.label(_data.value_label(first), "count" + (", log scale" if log else ""))
     if len(layers) > 1:
-        name_layers(panels, list(layers), axis_label(first, overlay) if overlay else None)
-    if shared and panels.owners:
+        name_layers(panels, list(layers), _data.axis_label(first, overlay) if overlay else None)
+    if shared:
         panels.outer_ticks_only()
-    everything = None if len(layers) > 1 else nonfinite_note(first.values)
+    everything = None if len(layers) > 1 else _data.nonfinite_note(first.values)
     clipped = f"tallest {clip_peaks} per panel cut off, with their count" if clip_peaks else None
-    return panels.titled(title or title_of(first), [thinned, everything, clipped])
+    return panels.titled(title or _data.title_of(first), [thinned, everything, clipped])
 
 
 def _layers(data: Any, dims: Sequence[str] | None, overlay: str | None) -> dict[str, xr.DataArray]:
     """Return the overlaid arrays by name."""
-    if isinstance(data, Mapping) and dataset_of(data) is None:
+    if isinstance(data, Mapping) and _data.dataset_of(data) is None:
         if overlay is not None:
             raise InputError(
                 "A mapping is overlaid already.", got=f"overlay={overlay!r} and a mapping", expected="one of them"
             )
-        found = {str(name): labelled(array, "histogram", dims=dims, guess=GUESS) for name, array in data.items()}
+        found = {str(name): _data.labelled(array, "histogram", dims=dims, guess=GUESS) for name, array in data.items()}
         if not found:
             raise InputError("plot.histogram got nothing to draw.", got="an empty mapping", expected="arrays by name")
         return found
-    array = labelled(data, "histogram", dims=dims, guess=GUESS)
+    array = _data.labelled(data, "histogram", dims=dims, guess=GUESS)
     if overlay is None:
         return {"": array}
-    require_dim(array, overlay, "histogram")
-    return {name: array.isel({overlay: i}) for i, name in enumerate(names_of(array, overlay))}
+    _data.require_dim(array, overlay, "histogram")
+    return {name: array.isel({overlay: i}) for i, name in enumerate(_data.names_of(array, overlay))}
 
 
-def _with_missing(title: str, arrays: Sequence[Numbers]) -> str:
-    """Append the exact share of NaN and Inf to a panel title, if there are any."""
-    notes = [note for note in map(nonfinite_note, arrays) if note]
-    return "\n".join([part for part in [title, *notes] if part])
-
-
-def name_layers(panels: Panels, names: Sequence[str], title: str | None) -> None:
+def name_layers(panels: _frame.Panels, names: Sequence[str], title: str | None) -> None:
     """Draw the legend beside the panels."""
-    pairs = list(zip(names, line_colours(len(names)), strict=True))
+    pairs = list(zip(names, _axes.line_colours(len(names)), strict=True))
     if len(pairs) > 2:
         handles: list[Any] = [panels.axes[0].plot([], [], color=colour, label=name)[0] for name, colour in pairs]
     else:
         handles = [panels.axes[0].fill_between([], [], color=colour, alpha=0.6, label=name) for name, colour in pairs]
-    owner, where = (panels.owners[-1], "outside right upper") if panels.owners else (panels.axes[0], "best")
-    owner.legend(handles=handles, title=title, fontsize="small", title_fontsize="small", loc=where)
+    panels.legend(handles, title=title)
 
 
 @drawing(StepPatch, shared=either(switch, one_of("row"), expected="True, False or 'row'"))
@@ -290,8 +247,6 @@ def weights_histogram(
     ----------
     weights
         The weights of one layer, as for :func:`weights_heatmap`.
-    grad
-        Draw the gradients (variables ending in ``_grad``); those by time are summed over time.
     bins
         Number of equal bins; by default the square root of the number of values in a panel, 10 to 60.
     shared
@@ -307,56 +262,41 @@ def weights_histogram(
     1-D array of Axes, kernel by kernel and within it gate by gate, forward before backward
     """
     kernels, attrs = kernels_of(weights, "weights_histogram", grad=grad)
-    directions = list(dict.fromkeys(kernel.direction for kernel in kernels))
-    columns = [[kernel for kernel in kernels if kernel.direction == way] for way in directions]
-    wide = max(len(kernel.gates) or 1 for kernel in kernels)
-    panels, places = _open(columns, directions, wide, ax, figure)
+    columns = by_direction(kernels)
+    panels, places = _open(columns, ax, figure)
     everything = equal_bins([kernel.values for kernel in kernels], bins)
-    for column, axes in zip(columns, places, strict=True):
+    for column, axes in zip(columns.values(), places, strict=True):
         for kernel, row in zip(column, axes, strict=True):
             _draw_row(row, kernel, everything if shared is True else None, bins, step, shared=bool(shared))
             if shared is not True:
-                scale_counts(Panels([row], panels.figure, []), shared=bool(shared), log=log, clip_peaks=clip_peaks)
+                scale_counts(row, shared=bool(shared), log=log, clip_peaks=clip_peaks)
     if shared is True:
-        scale_counts(panels, shared=True, log=log, clip_peaks=clip_peaks)
+        scale_counts(panels.axes, shared=True, log=log, clip_peaks=clip_peaks)
     what = "gradients of the weights" if grad else "weights"
     panels.label("gradient" if grad else "weight", "count" + (", log scale" if log else ""))
     clipped = f"tallest {clip_peaks} per panel cut off, with their count" if clip_peaks else None
-    total = nonfinite_note(np.concatenate([kernel.values.reshape(-1) for kernel in kernels]))
-    return panels.titled(title or layer_title(attrs, what), [total, clipped])
+    total = _data.nonfinite_note(np.concatenate([kernel.values.reshape(-1) for kernel in kernels]))
+    return panels.titled(title or _data.layer_title(attrs, what), [total, clipped])
 
 
-def _open(
-    columns: list[list[Kernel]], directions: list[str | None], wide: int, ax: Any, figure: Any
-) -> tuple[Panels, list[list[list[Any]]]]:
-    """Open a grid with a row per kernel; kernels without gates have fewer panels."""
-    per_kernel = [len(kernel.gates) or 1 for kernel in columns[0]]
-    if ax is not None:
-        panels = open_panels("weights_histogram", sum(per_kernel), Grid(), directions, ax, None)
-        return panels, [_deal(half, per_kernel) for half in panels.halves]
-    panels = open_panels(
-        "weights_histogram",
-        len(per_kernel) * wide,
-        Grid((2.3, 1.75), shape=(len(per_kernel), wide)),
-        directions,
-        None,
-        figure,
+def _open(columns: dict[str | None, list[Kernel]], ax: Any, figure: Any) -> tuple[_frame.Panels, list[list[list[Any]]]]:
+    """Open a row per kernel, and return its Axes by direction and kernel; kernels without gates have fewer panels."""
+    used = [len(kernel.gates) or 1 for kernel in next(iter(columns.values()))]
+    wide = max(used) if ax is None else 0
+    rows = [wide or count for count in used]
+    shape = (len(used), max(used))
+    panels = _frame.open_panels(
+        "weights_histogram", sum(rows), ax, figure, ways=list(columns), size=(2.3, 1.75), shape=shape
     )
     places = []
     for half in panels.halves:
-        rows = [half[i * wide : (i + 1) * wide] for i in range(len(per_kernel))]
-        for row, used in zip(rows, per_kernel, strict=True):
-            for unused in row[used:]:
-                unused.remove()
-        places.append([row[:used] for row, used in zip(rows, per_kernel, strict=True)])
-    panels.halves = [[ax for row in rows for ax in row] for rows in places]
+        ends = np.cumsum(rows)
+        whole = [half[end - row : end] for end, row in zip(ends, rows, strict=True)]
+        for unused in [one for row, count in zip(whole, used, strict=True) for one in row[count:]]:
+            unused.remove()
+        places.append([row[:count] for row, count in zip(whole, used, strict=True)])
+    panels.halves = [[one for row in half for one in row] for half in places]
     return panels, places
-
-
-def _deal(axes: list[Any], counts: list[int]) -> list[list[Any]]:
-    """Split Axes into groups of the given lengths."""
-    starts = np.cumsum([0, *counts])
-    return [axes[starts[i] : starts[i + 1]] for i in range(len(counts))]
 
 
 def _draw_row(
@@ -369,6 +309,6 @@ def _draw_row(
         values = np.ascontiguousarray(kernel.values[:, number, :])
         draw_panel(ax, {"": values}, edges if edges is not None else equal_bins([values], bins), keywords)
         words = " · ".join(part for part in (kernel.title, kernel.gates[number] if kernel.gates else "") if part)
-        ax.set_title("\n".join(part for part in (words, nonfinite_note(values)) if part), fontsize="small", pad=3)
+        ax.set_title("\n".join(part for part in (words, _data.nonfinite_note(values)) if part), fontsize="small", pad=3)
         if number and shared:
             ax.tick_params(labelleft=False)

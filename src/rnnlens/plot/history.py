@@ -13,41 +13,10 @@ from matplotlib.lines import Line2D
 from ..errors import InputError
 from ..measures.profiles import peak_band, quartiles, sample_peaks
 from ..recurrence.measures import safe_norm
-from ..results.schema import with_mask
 from ..vocabulary import DIRECTION, SAMPLE, TIME
-from ._axes import (
-    MOST_NAMED,
-    POSITIVE,
-    End,
-    from_zero,
-    line_colours,
-    log_limits,
-    log_ticks,
-    mark_below,
-    mark_steps,
-    name_ends,
-    step_axis,
-)
+from . import _axes, _data, _frame, _images, _samples
 from ._call import drawing
-from ._data import (
-    Numbers,
-    axis_label,
-    dataset_of,
-    halves,
-    labelled,
-    layer_title,
-    names_of,
-    nonfinite_note,
-    positions,
-    require_dim,
-    require_time,
-    unit_dim,
-    value_label,
-    variable,
-)
-from ._frame import Grid, open_panels
-from ._images import IMSHOW, Matrix, colour_bar, draw_image, name_ticks
-from ._samples import NOTE, hidden
+from ._data import Numbers
 
 #: Names of the dimension that counts training steps.
 ROWS = ("step", "epoch", "batch", "update", "row", "time")
@@ -75,8 +44,6 @@ def weight_norms(
         number per training step. ``layer/weight`` names make the panels.
     log
         Logarithmic value axis if the norms span a factor of ten or more; otherwise linear.
-    shared
-        Same value axis in all panels.
     max_panels
         Largest number of layers; more are an error that explains how to select.
 
@@ -97,7 +64,7 @@ def weight_norms(
         )
     size = (5.0, 3.0) if len(layers) == 1 else (3.4, 2.1)
     drawn: dict[str, dict[str, Any]] = {}
-    panels = open_panels("weight_norms", len(layers), Grid(size, margin=(1.4, 1.0)), (None,), ax, figure)
+    panels = _frame.open_panels("weight_norms", len(layers), ax, figure, size=size, margin=(1.4, 1.0))
     for place, (layer, members) in zip(panels.axes, layers.items(), strict=True):
         drawn[layer] = _draw_norms(place, steps, members, line)
         place.set_title(layer, fontsize="small", pad=3)
@@ -108,19 +75,21 @@ def weight_norms(
         used = _scale(place, mine, log=log) or used
         _name(place, steps, members, drawn[layer], outside=bool(panels.owners))
     panels.label(words, "norm" + (", log scale" if used else ""))
-    if shared and panels.owners:
+    if shared:
         panels.outer_ticks_only()
-    return panels.titled(title or "norms of weights while training", [nonfinite_note(everything)])
+    return panels.titled(title or "norms of weights while training", [_data.nonfinite_note(everything)])
 
 
 def _lines_of(history: Any) -> tuple[dict[tuple[str, str], Numbers], Numbers, str]:
     """Return values over training by layer and weight, the training steps, and the label of the axis."""
-    dataset = dataset_of(history)
+    dataset = _data.dataset_of(history)
     history = history if dataset is None else dataset
     if isinstance(history, xr.Dataset | xr.DataArray):
         return _labelled_lines(history)
     if isinstance(history, Mapping) and history:
-        found = {str(name): np.atleast_1d(labelled(values, "weight_norms").values) for name, values in history.items()}
+        found = {
+            str(name): np.atleast_1d(_data.labelled(values, "weight_norms").values) for name, values in history.items()
+        }
         lengths = {values.shape for values in found.values()}
         if len(lengths) == 1 and len(next(iter(lengths))) == 1:
             return (
@@ -153,7 +122,7 @@ def _labelled_lines(history: xr.Dataset | xr.DataArray) -> tuple[dict[tuple[str,
     along = next((name for name in ROWS if name in dims), dims[0])
     found: dict[tuple[str, str], Numbers] = {}
     for name, array in arrays.items():
-        flat = labelled(array, "weight_norms")
+        flat = _data.labelled(array, "weight_norms")
         if along not in flat.dims:
             got = f"{name!r} with dimensions ({', '.join(map(str, flat.dims))})"
             expected = f"{along!r} among them, as in the others"
@@ -161,31 +130,30 @@ def _labelled_lines(history: xr.Dataset | xr.DataArray) -> tuple[dict[tuple[str,
         others = [d for d in flat.dims if d != along]
         names = [""]
         for dim in others:
-            names = [f"{before} {label}".strip() for before in names for label in names_of(flat, dim)]
+            names = [f"{before} {label}".strip() for before in names for label in _data.names_of(flat, dim)]
         values = flat.transpose(*others, along).values.reshape(len(names), -1)
         kept = [
             (label, row) for label, row in zip(names, values, strict=True) if not np.isnan(row).all() or len(names) == 1
         ]
         layer, weight = _parted(name)
         found |= {(layer, f"{weight} {label}".strip()): row for label, row in kept}
-    return found, positions(first, along), axis_label(first, along)
+    return found, _data.positions(first, along), _data.axis_label(first, along)
 
 
 def _draw_norms(ax: Any, steps: Numbers, members: dict[str, Numbers], keywords: dict[str, Any]) -> dict[str, Any]:
     """Draw the lines of one layer, by name."""
     drawn = {}
-    for (name, values), colour in zip(members.items(), line_colours(len(members)), strict=True):
+    for (name, values), colour in zip(members.items(), _axes.line_colours(len(members)), strict=True):
         bad = ~np.isfinite(values)
         look = {"color": colour, "linewidth": 1.3, "marker": "o" if len(steps) < 12 else None, "markersize": 3}
         label = name.replace("_", " ")
         look |= {"label": label, "gid": f"norm {name}"}
         (drawn[name],) = ax.plot(steps, np.where(bad, np.nan, values), **{**look, **keywords})
-        mark_steps(ax, steps[bad])
+        _axes.mark_steps(ax, steps[bad])
     room = 0.02 * float(np.ptp(steps)) or 0.5
     ax.set_xlim(float(steps.min()) - room, float(steps.max()) + room)
     if steps.dtype.kind in "iu":
-        step_axis(ax, "x", steps, time=False)
-    ax.tick_params(labelsize="small")
+        _axes.step_axis(ax, "x", steps, time=False)
     return drawn
 
 
@@ -198,7 +166,7 @@ def _scale(ax: Any, values: Numbers, *, log: bool) -> bool:
     if log and positive.size and positive.max() >= 10 * positive.min():
         ax.set_ylim(float(positive.min()) / 1.3, float(positive.max()) * 1.3)
         ax.set_yscale("log")
-        log_limits(ax, finite, room=1.3)
+        _axes.log_limits(ax, finite, room=1.3)
         return True
     low, high = float(finite.min()), float(finite.max())
     # The axis starts at 0 if the values are close to it; small changes of a large norm need a narrow range.
@@ -212,9 +180,9 @@ def _name(ax: Any, steps: Numbers, members: dict[str, Numbers], drawn: dict[str,
     """Name few lines at their ends, many in a legend; mark values below a logarithmic axis."""
     if ax.get_yscale() == "log":
         for name, values in members.items():
-            mark_below(ax, steps, values, drawn[name].get_color())
+            _axes.mark_below(ax, steps, values, drawn[name].get_color())
     named = {name: values for name, values in members.items() if name}
-    if not 0 < len(named) <= MOST_NAMED:
+    if not 0 < len(named) <= _axes.MOST_NAMED:
         if named:
             ax.legend(fontsize="x-small", loc="best")
         return
@@ -222,11 +190,11 @@ def _name(ax: Any, steps: Numbers, members: dict[str, Numbers], drawn: dict[str,
     for name, values in named.items():
         at = np.flatnonzero(np.isfinite(values))
         y = float(values[at[-1]]) if at.size else float("nan")
-        found.append(End(float(steps[-1]), y, name.replace("_", " "), drawn[name].get_color()))
-    name_ends(ax, found, outside=outside)
+        found.append(_axes.End(y, name.replace("_", " "), drawn[name].get_color()))
+    _axes.name_ends(ax, found, outside=outside)
 
 
-@drawing(AxesImage, extra=IMSHOW)
+@drawing(AxesImage, extra=_images.IMSHOW)
 def norm_history(
     history: Any,
     *,
@@ -248,10 +216,6 @@ def norm_history(
     history
         A mapping from training steps (or names) to layers of traces or arrays (sample, time, unit); or one array with a
         training dimension named ``step``, ``epoch``, ``batch`` or ``update``.
-    quantity
-        Variable to draw, if layers are passed.
-    log
-        Logarithmic colours over 4 decades, linear below.
 
     Returns
     -------
@@ -259,19 +223,21 @@ def norm_history(
     """
     moments = _moments(history, quantity)
     names, first = list(moments), next(iter(moments.values()))
-    shown = [halves(array, as_computed=as_computed) for array in moments.values()]
+    shown = [_data.halves(array, as_computed=as_computed) for array in moments.values()]
     ways = [half.name for half in shown[0]]
-    grid = Grid((3.4, 3.0), (1.0, 0.9), (1, 2), widths=(4, 1.1))
-    panels = open_panels("norm_history", 2, grid, ways, ax, figure)
+    sizes: dict[str, Any] = {"size": (3.4, 3.0), "margin": (1.0, 0.9), "shape": (1, 2), "widths": (4, 1.1)}
+    panels = _frame.open_panels("norm_history", 2, ax, figure, ways=ways, ticks="medium", **sizes)
     for number, places in enumerate(panels.halves):
         rows = [_row(halves_of[number].data) for halves_of in shown]
-        _draw_history(places, names, positions(shown[0][number].data, TIME), rows, {"log": log, "keywords": image})
+        _draw_history(
+            places, names, _data.positions(shown[0][number].data, TIME), rows, {"log": log, "keywords": image}
+        )
         places[0].set_xlabel(shown[0][number].time_label)
     several = first.sizes.get(SAMPLE, 1)
     note = f"median of {several} samples, each by its own peak" if several > 1 else "each moment by its own peak"
-    padding = NOTE if any(hidden(array) is not None for array in moments.values()) else None
-    missing = nonfinite_note(np.concatenate([array.values.reshape(-1) for array in moments.values()]))
-    head = layer_title(first.attrs, value_label(first).split(" [")[0], "while training")
+    padding = _samples.NOTE if any(_samples.hidden(array) is not None for array in moments.values()) else None
+    missing = _data.nonfinite_note(np.concatenate([array.values.reshape(-1) for array in moments.values()]))
+    head = _data.layer_title(first.attrs, _data.value_label(first).split(" [")[0], "while training")
     return panels.titled(title or head, [note, padding, missing])
 
 
@@ -280,24 +246,25 @@ def _moments(history: Any, quantity: str) -> dict[Any, xr.DataArray]:
     if isinstance(history, xr.DataArray):
         along = next((name for name in ROWS if name in history.dims and name != TIME), None)
         if along is None:
+            got, names = f"dimensions ({', '.join(map(str, history.dims))})", ROWS[: ROWS.index(TIME)]
             raise InputError(
-                "plot.norm_history needs a training dimension.",
-                got=f"dimensions ({', '.join(map(str, history.dims))})",
-                expected=f"one of {', '.join(name for name in ROWS if name != TIME)}",
+                "plot.norm_history needs a training dimension.", got=got, expected=f"one of {', '.join(names)}"
             )
-        found = {step: history.isel({along: i}, drop=True) for i, step in enumerate(positions(history, along).tolist())}
-    elif isinstance(history, Mapping) and history and dataset_of(history) is None:
-        found = {name: _variable(one, quantity) for name, one in history.items()}
+        found = {
+            step: history.isel({along: i}, drop=True) for i, step in enumerate(_data.positions(history, along).tolist())
+        }
+    elif isinstance(history, Mapping) and history and _data.dataset_of(history) is None:
+        found = {name: _data.variable(one, quantity, "norm_history", masked=True) for name, one in history.items()}
     else:
         raise InputError(
             "plot.norm_history draws one moment after the other.",
             got=type(history).__name__,
             expected="a mapping from training steps to layers of traces, or an array with such a dimension",
         )
-    arrays = {name: labelled(array, "norm_history") for name, array in found.items()}
+    arrays = {name: _data.labelled(array, "norm_history") for name, array in found.items()}
     for array in arrays.values():
-        require_time(array, "norm_history")
-        require_dim(array, unit_dim(array) or "unit", "norm_history")
+        _data.require_time(array, "norm_history")
+        _data.require_dim(array, _data.unit_dim(array) or "unit", "norm_history")
     lengths = {array.sizes[TIME] for array in arrays.values()}
     ways = {array.sizes.get(DIRECTION) for array in arrays.values()}
     if len(lengths) > 1 or len(ways) > 1:
@@ -306,23 +273,10 @@ def _moments(history: Any, quantity: str) -> dict[Any, xr.DataArray]:
     return arrays
 
 
-def _variable(one: Any, quantity: str) -> Any:
-    found, dataset = variable(one, quantity, "norm_history"), dataset_of(one)
-    return found if dataset is None else with_mask(found, dataset)
-
-
 def _row(array: xr.DataArray) -> tuple[Numbers, Numbers, tuple[float, float, float]]:
     """Return shape (time,), mask of padding, and the quartiles of the peaks."""
-    lead = [SAMPLE] if SAMPLE in array.dims else []
-    ordered = array.transpose(*lead, TIME, ...)
-    norms = np.asarray(safe_norm(ordered.values, axis=tuple(range(len(lead) + 1, ordered.ndim)), xp=np), dtype=float)
-    norms = norms if lead else norms[None]
-    padded = hidden(ordered)
-    real = (
-        np.ones(norms.shape, bool)
-        if padded is None
-        else np.broadcast_to(~padded.transpose(*lead, TIME).values, norms.shape)
-    )
+    values, real = _data.of_samples(array, TIME), _samples.real_steps(array)
+    norms = np.asarray(safe_norm(values, axis=tuple(range(2, values.ndim)), xp=np), dtype=float)
     bad = (~np.isfinite(norms) & real).any(axis=0)
     shape = np.where(bad, np.nan, peak_band(norms, real).median)
     return shape, np.asarray(~real.any(axis=0)), quartiles(sample_peaks(np.where(real, norms, 0.0)))
@@ -332,22 +286,21 @@ def _draw_history(places: list[Any], names: list[Any], steps: Numbers, rows: lis
     """Draw the map of gradient shapes, and the sizes beside it."""
     shapes, empty = np.stack([row[0] for row in rows]), np.stack([row[1] for row in rows])
     at = np.arange(len(rows))
-    colours = {"cmap": POSITIVE, "norm": from_zero(shapes, 1.0, log=look["log"]), **look["keywords"]}
-    drawn = draw_image(places[0], Matrix(shapes, steps, at, empty), look=colours, upward=True)
+    colours = {"cmap": _axes.POSITIVE, "norm": _axes.from_zero(shapes, 1.0, log=look["log"]), **look["keywords"]}
+    drawn = _images.draw_image(places[0], _images.Matrix(shapes, steps, at, empty), look=colours, upward=True)
     numeric = all(isinstance(name, int | float | np.number) for name in names)
-    name_ticks(places[0], "y", at, [f"{name:g}" if numeric else str(name) for name in names])
+    _images.name_ticks(places[0], "y", at, [f"{name:g}" if numeric else str(name) for name in names])
     places[0].set_ylabel("training step" if numeric else "moment")
     low, middle, high = np.array([row[2] for row in rows]).T
-    places[1].fill_betweenx(at, low, high, color="#0072b2", alpha=0.2, linewidth=0, gid="band")
-    places[1].plot(middle, at, "o-", color="#0072b2", markersize=3, linewidth=1.2, gid="size")
-    places[1].set_ylim(places[0].get_ylim())
-    places[1].set_yticks([])
+    size = places[1]
+    size.tick_params(labelsize="small")
+    size.fill_betweenx(at, low, high, color="#0072b2", alpha=0.2, linewidth=0, gid="band")
+    size.plot(middle, at, "o-", color="#0072b2", markersize=3, linewidth=1.2, gid="size")
+    size.set(ylim=places[0].get_ylim(), yticks=[], xlabel="peak")
     positive = np.array([low, middle, high])
     positive = positive[np.isfinite(positive) & (positive > 0)]
     if positive.size:
-        places[1].set_xlim(float(positive.min()) / 1.5, float(positive.max()) * 1.5)
-        places[1].set_xscale("log")
-        log_ticks(places[1], "x", most=3)
-    places[1].set_xlabel("peak")
-    places[1].tick_params(labelsize="small")
-    colour_bar([places[1]], drawn, "share of the sample's peak")
+        size.set_xlim(float(positive.min()) / 1.5, float(positive.max()) * 1.5)
+        size.set_xscale("log")
+        _axes.log_ticks(size, "x", most=3)
+    _images.colour_bar([size], drawn, "share of the sample's peak")

@@ -13,25 +13,8 @@ from ..arguments import as_numbers, whole
 from ..errors import InputError
 from ..recurrence.measures import safe_norm
 from ..vocabulary import CHANNEL, DIRECTION, SAMPLE, SPACE, TIME
-from ._axes import DIVERGING, POSITIVE, around_zero, from_zero, is_positive
+from . import _axes, _data, _frame, _images, _samples
 from ._call import drawing
-from ._data import (
-    DirectionView,
-    axis_label,
-    choose,
-    halves,
-    labelled,
-    largest_magnitude,
-    place_words,
-    positions,
-    require_time,
-    title_of,
-    unit_dim,
-    value_label,
-)
-from ._frame import Grid, near_square, open_panels
-from ._images import IMSHOW, Matrix, colour_bars, draw_image, merge_note, steps_for
-from ._samples import hidden, notes_of, without_padding
 
 #: Dimensions of a plain array, as ConvLSTM layers of Keras order them.
 _GUESS = {5: (SAMPLE, TIME, *SPACE[2], CHANNEL)}
@@ -39,7 +22,7 @@ _GUESS = {5: (SAMPLE, TIME, *SPACE[2], CHANNEL)}
 _CELLS = (200, 200)
 
 
-@drawing(AxesImage, extra=IMSHOW, sample=whole(least=0), channel=whole(least=0), steps=as_numbers)
+@drawing(AxesImage, extra=_images.IMSHOW, sample=whole(least=0), channel=whole(least=0), steps=as_numbers)
 def maps(
     array: Any,
     *,
@@ -73,54 +56,53 @@ def maps(
         Channel to draw instead of the norm over channels.
     steps
         Time steps to draw; by default ``max_panels`` of them, evenly spaced, with the first and the last.
-    limit
-        Largest magnitude of the colour scale. Values beyond it have the end colours.
-    log
-        Logarithmic colours over 4 decades.
 
     Returns
     -------
     1-D array of Axes, step by step, forward before backward
     """
-    whole_array = labelled(array, "maps", dims=dims, guess=_GUESS)
-    require_time(whole_array, "maps")
+    whole_array = _data.labelled(array, "maps", dims=dims, guess=_GUESS)
+    _data.require_time(whole_array, "maps")
     space = _space(whole_array)
-    one = _place(whole_array, SAMPLE, sample) if SAMPLE in whole_array.dims or sample else whole_array
-    missing = notes_of(one)
-    pictures, words = _pictures(one, channel, space)
-    words_of_time = {"long_name": axis_label(pictures, TIME)}
-    pictures = pictures.assign_coords({TIME: (TIME, positions(pictures, TIME), words_of_time)})
-    times = _steps(pictures, steps)
+    one_sample = _place(whole_array, SAMPLE, sample) if SAMPLE in whole_array.dims or sample else whole_array
+    missing = _samples.notes_of(one_sample)
+    pictures, words = _pictures(one_sample, channel, space)
+    words_of_time = {"long_name": _data.axis_label(pictures, TIME)}
+    pictures = whole_pictures = pictures.assign_coords({TIME: (TIME, _data.positions(pictures, TIME), words_of_time)})
+    times, picked, thinned = _steps(pictures, steps), [0], None
     if len(space) == 2:
-        picked, thinned = choose(len(times), max_panels, "steps", page=page) if steps is None else (times, None)
+        picked, thinned = _data.choose(len(times), max_panels, "steps", page=page) if steps is None else (times, None)
     else:
-        picked, thinned = [0], None
-    shown = halves(pictures.isel({TIME: times}) if len(space) == 1 else pictures)
-    values = without_padding(pictures).values
-    top = limit if limit is not None else largest_magnitude(values)
-    look: dict[str, Any] = {"cmap": DIVERGING, "norm": around_zero(top, log=log)}
-    if channel is None and (is_positive(values) or words):
-        look = {"cmap": POSITIVE, "norm": from_zero(values, top, log=log)}
-    grid = _grid(len(picked), [pictures.sizes[dim] for dim in space], len(shown))
-    ways = [half.name for half in shown]
-    panels = open_panels("maps", len(picked), grid, ways, ax, figure)
-    drawn = [
-        _draw(place, half, step, space, {**look, **image})
-        for half, axes in zip(shown, panels.halves, strict=True)
-        for place, step in zip(axes, picked, strict=True)
-    ]
-    down, across = (axis_label(pictures, dim) for dim in (space if len(space) == 2 else (space[0], TIME)))
-    panels.label(across, down)
-    value = value_label(one)
-    colour_bars(panels, drawn, f"norm of {value}" if words and channel is None else value, shared=True, wanted=colorbar)
-    if panels.owners:
-        panels.outer_ticks_only()
-    size = [pictures.sizes[dim] for dim in (space if len(space) == 2 else (space[0], TIME))]
-    merged = merge_note(steps_for((size[0], size[1]), _CELLS), down, across)
-    number = [place_words(whole_array, SAMPLE, sample)] if SAMPLE in whole_array.dims else []
-    return panels.titled(
-        title or " · ".join([*filter(None, [title_of(one), words]), *number]), [thinned, merged, *missing]
+        pictures = pictures.isel({TIME: times})
+    shown = _data.halves(pictures)
+    values = _samples.without_padding(whole_pictures).values
+    top = limit if limit is not None else _data.largest_magnitude(values)
+    positive = channel is None and (_axes.is_positive(values) or bool(words))
+    look: dict[str, Any] = {"aspect": "equal" if len(space) == 2 else "auto"}
+    look |= {**_axes.colours(values, top, log=log, positive=positive), **image}
+    dims_of = _images.ImageDims(space[1] if len(space) == 2 else TIME, space[0], stacked=False)
+    sizes = _sizes(len(picked), [pictures.sizes[dim] for dim in space], len(shown))
+    panels = _frame.open_panels("maps", len(picked), ax, figure, ways=[half.name for half in shown], **sizes)
+    drawn = []
+    for half, axes in zip(shown, panels.halves, strict=True):
+        for place, step in zip(axes, picked, strict=True):
+            one = half.data if len(space) == 1 else half.data.isel({TIME: step})
+            drawn.append(_images.draw_image(place, dims_of.matrix(one), look=look, limits=_CELLS))
+            if len(space) == 2:
+                place.set_title(f"step {_data.positions(half.data, TIME)[step]:g}", fontsize="small", pad=3)
+    panels.label(_data.axis_label(pictures, dims_of.across), _data.axis_label(pictures, dims_of.down))
+    value = _data.value_label(one_sample)
+    _images.colour_bars(
+        panels, drawn, f"norm of {value}" if words and channel is None else value, shared=True, wanted=colorbar
     )
+    panels.outer_ticks_only()
+    down, across = (_data.axis_label(pictures, dim) for dim in (dims_of.down, dims_of.across))
+    merged = _images.merge_note(
+        [whole_pictures.sizes[dim] for dim in (dims_of.down, dims_of.across)], _CELLS, down, across
+    )
+    number = [_data.place_words(whole_array, SAMPLE, sample)] if SAMPLE in whole_array.dims else []
+    head = " · ".join([*filter(None, [_data.title_of(one_sample), words]), *number])
+    return panels.titled(title or head, [thinned, merged, *missing])
 
 
 def _space(array: xr.DataArray) -> list[str]:
@@ -147,7 +129,7 @@ def _space(array: xr.DataArray) -> list[str]:
 
 def _channels(array: xr.DataArray) -> str | None:
     """Return the dimension of channels; None if there is none."""
-    return CHANNEL if CHANNEL in array.dims else unit_dim(array)
+    return CHANNEL if CHANNEL in array.dims else _data.unit_dim(array)
 
 
 def _place(array: xr.DataArray, dim: str | None, index: int) -> xr.DataArray:
@@ -176,7 +158,7 @@ def _pictures(one: xr.DataArray, channel: int | None, space: list[str]) -> tuple
 
 def _steps(array: xr.DataArray, steps: Any) -> list[int]:
     """Return the indices of the chosen time steps; all by default. Raise InputError if a step does not exist."""
-    known = positions(array, TIME)
+    known = _data.positions(array, TIME)
     if steps is None:
         return list(range(len(known)))
     wanted = np.atleast_1d(steps).reshape(-1)
@@ -187,27 +169,11 @@ def _steps(array: xr.DataArray, steps: Any) -> list[int]:
     return [int(np.flatnonzero(known == step)[0]) for step in wanted]
 
 
-def _grid(count: int, sizes: list[int], ways: int) -> Grid:
-    """Return the size of a panel in the shape of the pictures, and rows and columns."""
+def _sizes(count: int, sizes: list[int], ways: int) -> dict[str, Any]:
+    """Return the size of a panel in the shape of the pictures, the margin, and rows and columns."""
     if len(sizes) == 1:
-        return Grid((6.0, 2.6), margin=(1.6, 1.1))
+        return {"size": (6.0, 2.6), "margin": (1.6, 1.1), "ticks": "x-small"}
     ratio = float(np.clip(sizes[0] / sizes[1], 0.3, 3.0))
     width = (3.4 if count == 1 else 1.45) / max(1.0, ratio**0.5)
-    shape = near_square(count, aspect=2.0 * ratio / ways)
-    return Grid((width, width * ratio + 0.3), margin=(1.9, 1.1), shape=shape)
-
-
-def _draw(ax: Any, half: DirectionView, step: int, space: list[str], look: dict[str, Any]) -> Any:
-    """Draw the picture of one step; of a layer with one axis of space, all steps."""
-    strip = len(space) == 1
-    one = half.data if strip else half.data.isel({TIME: step})
-    down, across = (space[0], TIME) if strip else space
-    padded = hidden(one)
-    empty = xr.zeros_like(one, dtype=bool) | (False if padded is None else padded)
-    values, nowhere = (np.asarray(part.transpose(down, across).values) for part in (without_padding(one), empty))
-    matrix = Matrix(values, positions(one, across), positions(one, down), nowhere, strip)
-    drawn = draw_image(ax, matrix, look={"aspect": "auto" if strip else "equal", **look}, limits=_CELLS)
-    if not strip:
-        ax.set_title(f"step {positions(half.data, TIME)[step]:g}", fontsize="small", pad=3)
-    ax.tick_params(labelsize="x-small")
-    return drawn
+    shape = _frame.near_square(count, aspect=2.0 * ratio / ways)
+    return {"size": (width, width * ratio + 0.3), "margin": (1.9, 1.1), "shape": shape, "ticks": "x-small"}

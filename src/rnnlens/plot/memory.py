@@ -1,6 +1,6 @@
 """``lag_profile``: dependence of outputs on inputs by lag.
 
-``memory_lifetime``: product of forget gates against dc_t/dc_0.
+``memory_lifetime``: product of forget gates against dc_t/dc_0. ``decay_by_lag``: share of a state left.
 """
 
 from __future__ import annotations
@@ -13,39 +13,18 @@ from typing import Any
 import numpy as np
 import xarray as xr
 from matplotlib.collections import PathCollection
+from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 
-from ..arguments import one_of
+from ..arguments import one_of, whole
 from ..errors import InputError
 from ..measures.profiles import finite_median, kept_by_gates, own_diagonal, peak_band
+from ..measures.scans import half_life_of, logarithms
 from ..recurrence import measures
 from ..vocabulary import BACKWARD, DIRECTION, GATE, IN_FEATURE, IN_TIME, OUT_TIME, OUT_UNIT, SAMPLE, TIME
-from ._axes import (
-    End,
-    line_colours,
-    log_limits,
-    log_ticks,
-    log_values,
-    mark_below,
-    mark_top,
-    name_ends,
-    power_of_ten,
-    step_axis,
-)
+from . import _axes, _data, _frame, _images, _samples
 from ._call import drawing
-from ._data import (
-    Numbers,
-    dataset_of,
-    labelled,
-    layer_title,
-    names_of,
-    nonfinite_note,
-    positions,
-    require_dim,
-    variable,
-)
-from ._frame import Grid, open_panels
-from ._samples import hidden, notes_of
+from ._data import Numbers
 from .time_jacobian import block_norms
 
 
@@ -97,8 +76,6 @@ def lag_profile(
         As for :func:`time_jacobian`, with a curve for each direction; or a mapping from names to such arrays.
     samples
         ``"median"``: as above; ``"mean"``: the mean over samples of the values themselves, with a bootstrap interval.
-    delays : int or sequence of int
-        Lags, to be marked, at which the task is known to need its input.
     epsilon
         Share of the peak that defines the horizon.
     confidence
@@ -124,28 +101,21 @@ def lag_profile(
     notes: list[str | None] = []
     for name, data in given.items():
         array, _ = block_norms(data, "lag_profile", dims)
-        notes += notes_of(array)[:1]
-        padded = hidden(array)
-        real = None if padded is None else ~(xr.zeros_like(array, dtype=bool) | padded)
-        notes.append(None if real is None else "padding left out")
-        ways = names_of(array, DIRECTION) if DIRECTION in array.dims else [""]
-        for i, way in enumerate(ways):
-            part = array.isel({DIRECTION: i}) if DIRECTION in array.dims else array
-            lead = [d for d in part.dims if d == SAMPLE]
-            norms = np.abs(part.transpose(*lead, OUT_TIME, IN_TIME).values)
-            where = np.ones(norms.shape, dtype=bool)
-            if real is not None:
-                one = real.isel({DIRECTION: i}) if DIRECTION in real.dims else real
-                where = one.transpose(*lead, OUT_TIME, IN_TIME).values
-            times = (positions(part, OUT_TIME), positions(part, IN_TIME))
-            if way == BACKWARD:  # lag counts from the output step to later input steps
+        notes += _samples.notes_of(array)[:1]
+        notes.append(None if _samples.hidden(array) is None else "padding left out")
+        for half in _data.halves(array):
+            norms = np.abs(_data.of_samples(half.data, OUT_TIME, IN_TIME))
+            where = ~_data.of_samples(_samples.padding_of(half.data), OUT_TIME, IN_TIME)
+            times = (_data.positions(array, OUT_TIME), _data.positions(array, IN_TIME))
+            if half.name == BACKWARD:  # lag counts from the output step to later input steps
                 norms, where, times = np.swapaxes(norms, -1, -2), np.swapaxes(where, -1, -2), times[::-1]
-            curves.append(
-                _curve(" ".join(p for p in (name, way) if p), _rows(norms, where, times), samples, epsilon, confidence)
-            )
-    panels = open_panels("lag_profile", 1, Grid((6.2, 3.4)), (None,), ax, figure)
+            words = " ".join(part for part in (name, half.name) if part)
+            curves.append(_curve(words, _rows(norms, where, times), samples, epsilon, confidence))
+    panels = _frame.open_panels("lag_profile", 1, ax, figure, size=(6.2, 3.4))
     place = panels.axes[0]
-    curves = [replace(curve, colour=colour) for curve, colour in zip(curves, line_colours(len(curves)), strict=True)]
+    curves = [
+        replace(curve, colour=colour) for curve, colour in zip(curves, _axes.line_colours(len(curves)), strict=True)
+    ]
     for curve in curves:
         _draw_lags(place, curve, line)
     _scale(place, curves, delays, outside=bool(panels.owners))
@@ -154,21 +124,18 @@ def lag_profile(
     panels.label("lag (output step - input step)", words)
     band = "quartiles of the samples" if samples == "median" else f"{confidence:.0%} bootstrap interval over samples"
     shown = f"band: {band}" if confidence > 0 and any(c.low is not None for c in curves) else None
-    return panels.titled(
-        title or "lag profile", [shown, f"dotted: mean lag; triangle: horizon, {100 * epsilon:g} % of the peak", *notes]
-    )
+    marks = f"dotted: mean lag; triangle: horizon, {100 * epsilon:g} % of the peak"
+    return panels.titled(title or "lag profile", [shown, marks, *notes])
 
 
 def _rows(norms: Numbers, where: Numbers, times: tuple[Numbers, Numbers]) -> Numbers:
     """Return the lag profile of each sample, (sample, lag)."""
-    pieces, counted = (a if a.ndim == 3 else a[None] for a in (norms, where))
-    out_times, in_times = (None if _whole(t) else t.tolist() for t in times)
-    if len(times[0]) != len(times[1]):
-        out_times, in_times = (t.tolist() for t in times)
+    whole = len(times[0]) == len(times[1])
+    out_times, in_times = (None if whole and np.array_equal(t, np.arange(len(t))) else t.tolist() for t in times)
     return np.stack(
         [
             measures.lag_profile(piece, out_times=out_times, in_times=in_times, where=real, xp=np)
-            for piece, real in zip(pieces, counted, strict=True)
+            for piece, real in zip(norms, where, strict=True)
         ]
     )
 
@@ -189,17 +156,12 @@ def _curve(name: str, rows: Numbers, samples: str, epsilon: float, confidence: f
     return _Curve(name, middle, low, high, float(lag), int(reach))
 
 
-def _whole(times: Numbers) -> bool:
-    """Return whether the times are all steps from 0 on."""
-    return bool(np.array_equal(times, np.arange(len(times))))
-
-
 def _draw_lags(ax: Any, curve: _Curve, keywords: dict[str, Any]) -> None:
     """Draw one profile with its band, mean lag and horizon."""
     lags = np.arange(len(curve.mean))
     shown = np.where(curve.mean > 0, curve.mean, np.nan)
     if curve.low is not None and curve.high is not None:
-        ax.fill_between(lags, curve.low, curve.high, color=curve.colour, alpha=0.25, linewidth=0, gid="band")
+        _axes.draw_band(ax, lags, curve.low, curve.high, curve.colour, alpha=0.25)
     look = {"label": curve.name, "gid": f"profile {curve.name}".strip(), "color": curve.colour, "linewidth": 1.4}
     ax.plot(lags, shown, **{**look, **keywords})
     if math.isfinite(curve.mean_lag):
@@ -211,25 +173,23 @@ def _draw_lags(ax: Any, curve: _Curve, keywords: dict[str, Any]) -> None:
 
 def _scale(ax: Any, curves: Sequence[_Curve], delays: Numbers, *, outside: bool) -> None:
     """Set a logarithmic value axis, mark the delays, and name the lines at their ends."""
-    log_values(ax)
-    log_limits(ax, np.concatenate([curve.mean for curve in curves]), room=2)
+    _axes.log_values(ax)
+    _axes.log_limits(ax, np.concatenate([curve.mean for curve in curves]), room=2)
     longest = max(len(curve.mean) for curve in curves)
     ax.set_xlim(-0.5, longest - 0.5)
-    step_axis(ax, "x", np.arange(longest), time=False)
-    ax.tick_params(labelsize="small")
+    _axes.step_axis(ax, "x", np.arange(longest), time=False)
+    _axes.mark_delays(ax, delays)
     for delay in delays:
-        ax.axvline(delay, color="#111111", linewidth=0.9, linestyle=(0, (1, 2)), zorder=0.8, gid="delay")
-        mark_top(ax, float(delay), "delay")
+        _axes.mark_top(ax, float(delay), "delay")
     for curve in curves:
-        mark_below(ax, np.arange(len(curve.mean)), curve.mean, curve.colour)
-    name_ends(ax, [_end(curve) for curve in curves], outside=outside)
-
-
-def _end(curve: _Curve) -> End:
-    shown = np.flatnonzero(curve.mean > 0)
-    y = float(curve.mean[shown[-1]]) if shown.size else float("nan")
-    words = "\n".join(part for part in (curve.name, curve.words) if part)
-    return End(float(len(curve.mean) - 1), y, words, curve.colour)
+        _axes.mark_below(ax, np.arange(len(curve.mean)), curve.mean, curve.colour)
+    ends = []
+    for curve in curves:
+        shown = np.flatnonzero(curve.mean > 0)
+        y = float(curve.mean[shown[-1]]) if shown.size else float("nan")
+        words = "\n".join(part for part in (curve.name, curve.words) if part)
+        ends.append(_axes.End(y, words, curve.colour))
+    _axes.name_ends(ax, ends, outside=outside)
 
 
 #: Gates that keep a state, in the order of preference.
@@ -269,73 +229,59 @@ def memory_lifetime(
     -------
     1-D array of Axes, forward before backward
     """
-    gates = labelled(variable(layer, "gates", "memory_lifetime"), "memory_lifetime")
-    require_dim(gates, GATE, "memory_lifetime")
-    keep = next((name for name in KEEPING if name in names_of(gates, GATE)), None)
+    gates = _data.labelled(_data.variable(layer, "gates", "memory_lifetime"), "memory_lifetime")
+    _data.require_dim(gates, GATE, "memory_lifetime")
+    keep = next((name for name in KEEPING if name in _data.names_of(gates, GATE)), None)
     if keep is None:
         expected = "a forget gate (LSTM) or an update gate (GRU)"
-        got = f"gates {', '.join(names_of(gates, GATE))}"
+        got = f"gates {', '.join(_data.names_of(gates, GATE))}"
         raise InputError("No gate of this cell keeps its state.", got=got, expected=expected)
-    array = labelled(jacobian, "memory_lifetime", guess={4: (SAMPLE, OUT_TIME, OUT_UNIT, IN_FEATURE)})
-    ways = names_of(gates, DIRECTION) if DIRECTION in gates.dims else [None]
-    mask = _mask(layer, gates)
-    panels = open_panels("memory_lifetime", 1, Grid((3.6, 3.5)), ways, ax, figure)
+    array = _data.labelled(jacobian, "memory_lifetime", guess={4: (SAMPLE, OUT_TIME, OUT_UNIT, IN_FEATURE)})
+    ways = [half.name for half in _data.halves(gates)]
+    dataset, mask = _data.dataset_of(layer), None
+    if dataset is not None and "mask" in dataset and SAMPLE in gates.dims:
+        mask = np.asarray(dataset["mask"].transpose(SAMPLE, TIME).values != 0)
+    panels = _frame.open_panels("memory_lifetime", 1, ax, figure, ways=ways, size=(3.6, 3.5))
     for number, (place, way) in enumerate(zip(panels.axes, ways, strict=True)):
         kept, arrived, steps = _values(gates, array, keep, number if way else None, mask, most=max_lines)
         _draw_lifetime(place, kept, arrived, steps, point)
     symbol = "c" if keep == "forget" else "h"
     words = f"product of the {keep} gates up to t"
     panels.label(words, f"$|\\partial{{}}{symbol}_t/\\partial{{}}{symbol}_0|$ of the same unit")
-    head = layer_title(gates.attrs, "memory lifetime")
+    head = _data.layer_title(gates.attrs, "memory lifetime")
     count = gates.sizes.get(SAMPLE, 1)
     note = f"median over {count} samples, a point per unit" if count > 1 else "a point per unit"
-    return panels.titled(
-        title or head, [note, nonfinite_note(array.values), nonfinite_note(gates.sel({GATE: keep}).values)]
-    )
-
-
-def _mask(layer: Any, gates: xr.DataArray) -> Numbers | None:
-    dataset = dataset_of(layer)
-    if dataset is None or "mask" not in dataset or SAMPLE not in gates.dims:
-        return None
-    return np.asarray(dataset["mask"].transpose(SAMPLE, TIME).values != 0)
+    missing = [_data.nonfinite_note(values) for values in (array.values, gates.sel({GATE: keep}).values)]
+    return panels.titled(title or head, [note, *missing])
 
 
 def _values(
     gates: xr.DataArray, array: xr.DataArray, keep: str, half: int | None, mask: Numbers | None, *, most: int
 ) -> tuple[Numbers, Numbers, Numbers]:
     """Return the product of the gates and the measured derivative, (step, unit) each, and the steps."""
-    backward = half is not None and names_of(gates, DIRECTION)[half] == BACKWARD
+    backward = half is not None and _data.names_of(gates, DIRECTION)[half] == BACKWARD
     backward = backward or (half is None and gates.attrs.get("direction") == BACKWARD)
     if half is not None:
         gates = gates.isel({DIRECTION: half})
         own = {dim: half for dim in (DIRECTION, f"in_{DIRECTION}") if dim in array.dims}
         array = array.isel(own)
-    unit = next(str(d) for d in gates.dims if d not in (SAMPLE, TIME, GATE))
-    lead = [SAMPLE] if SAMPLE in gates.dims else []
-    forget = gates.sel({GATE: keep}).transpose(*lead, TIME, unit).values
-    forget = forget if lead else forget[None]
+    forget = _data.of_samples(gates.sel({GATE: keep}), TIME)
     against = slice(None, None, -1) if backward else slice(None)
     kept = kept_by_gates(forget[:, against], None if mask is None else mask[:, against])[:, against]
     sources = [str(d) for d in array.dims if d not in (SAMPLE, OUT_TIME, OUT_UNIT)]
     if OUT_TIME not in array.dims or OUT_UNIT not in array.dims or len(sources) != 1:
         _refuse(array)
-    lead = [SAMPLE] if SAMPLE in array.dims else []
-    whole = array.transpose(*lead, OUT_TIME, OUT_UNIT, sources[0]).values
-    arrived = np.abs(own_diagonal(whole if lead else whole[None]))
-    steps = positions(array, OUT_TIME)
+    arrived = np.abs(own_diagonal(_data.of_samples(array, OUT_TIME, OUT_UNIT, sources[0])))
+    steps = _data.positions(array, OUT_TIME)
     if arrived.shape[2] != kept.shape[2] or arrived.shape[0] != kept.shape[0] or steps.max() >= kept.shape[1]:
         _refuse(array)
     places = np.linspace(-1, len(steps) - 1, min(most, len(steps)) + 1)[1:]
-    chosen = sorted({round(place) for place in places})
-    at = np.array(chosen)
-    found = _median(kept[:, steps[at].astype(int)]), _median(arrived[:, at])
-    return *found, steps[at]
-
-
-def _median(values: Numbers) -> Numbers:
-    """Return the median over samples, NaN where any sample is not finite."""
-    return np.where(np.isfinite(values).all(axis=0), finite_median(values), np.nan)
+    at = np.array(sorted({round(place) for place in places}))
+    kept, arrived = (
+        np.where(np.isfinite(values).all(axis=0), finite_median(values), np.nan)
+        for values in (kept[:, steps[at].astype(int)], arrived[:, at])
+    )
+    return kept, arrived, steps[at]
 
 
 def _refuse(array: xr.DataArray) -> None:
@@ -355,7 +301,7 @@ def _draw_lifetime(ax: Any, kept: Numbers, arrived: Numbers, steps: Numbers, key
     high = max(float(positive.max(initial=1.0)), 1.0) * 3
     size = float(np.clip(1500 / kept.shape[1], 4, 26))
     deep = False
-    for x, y, step, colour in zip(kept, arrived, steps, line_colours(len(steps)), strict=True):
+    for x, y, step, colour in zip(kept, arrived, steps, _axes.line_colours(len(steps)), strict=True):
         seen = np.isfinite(x) & np.isfinite(y)
         deep = deep or bool((np.minimum(x, y)[seen] < low).any())
         look = {"s": size, "color": colour, "alpha": 0.7, "linewidth": 0, "label": f"t = {step:g}", "zorder": 3}
@@ -368,9 +314,87 @@ def _draw_lifetime(ax: Any, kept: Numbers, arrived: Numbers, steps: Numbers, key
     ax.set_xscale("log")
     ax.set_yscale("log")
     for axis in ("x", "y"):
-        log_ticks(ax, axis, most=5)
+        _axes.log_ticks(ax, axis, most=5)
     if deep:
-        ax.annotate(f"at the border: below {power_of_ten(low)}", (0.97, 0.02), xycoords="axes fraction",
-                    ha="right", va="bottom", fontsize="x-small", gid="below")  # fmt: skip
+        words = f"at the border: below {_axes.power_of_ten(low)}"
+        _axes.write(ax, words, (0.97, 0.02), over="axes fraction", va="bottom", gid="below")
     ax.legend(fontsize="x-small", loc="upper left")
-    ax.tick_params(labelsize="small")
+
+
+#: Largest number of rows and columns of the picture of decays, and largest lag.
+_ROWS, _LAGS = (200, 400), 10_000
+
+
+@drawing(AxesImage, extra=_images.IMSHOW, lags=whole(least=1, most=_LAGS))
+def decay_by_lag(
+    decay: Any,
+    *,
+    lags: int | None = None,
+    dims: Sequence[str] | None = None,
+    colorbar: bool = True,
+    title: str | None = None,
+    ax: Any = None,
+    figure: Any = None,
+    **image: Any,
+) -> Any:
+    """Draw the share of a state that the decay leaves, heads or channels by lag, with the half-life of each row.
+
+    The share after k steps is the k-th power of the geometric mean of the decays over samples and steps. Rows are
+    sorted by their half-life, drawn as a line; a half-life beyond the last lag is at the border.
+
+    Parameters
+    ----------
+    decay : (sample, time, head), (sample, time, channel, state_unit) or the like
+        ``trace["mixer"].decay``, or a plain array with ``dims=``.
+    lags
+        Largest lag; the number of steps by default.
+
+    Returns
+    -------
+    1-D array with one Axes
+
+    References
+    ----------
+    Half-life of the mean decay: Mahto et al. 2021, arXiv:2009.12727, eq. 3.
+    """
+    array = _data.labelled(decay, "decay_by_lag", dims=dims, guess={3: (SAMPLE, TIME, "head")})
+    _data.require_time(array, "decay_by_lag")
+    values = _data.of_samples(array, TIME)
+    if (values < 0).any() or not np.isfinite(values).all():
+        got, expected = "negative or non-finite values", "numbers from 0 on"
+        raise InputError("plot.decay_by_lag draws decays.", got=got, expected=expected)
+    total, count = (np.ravel(part) for part in logarithms(values))
+    half_life = half_life_of(total, count)
+    order = np.argsort(half_life)
+    last = lags or int(array.sizes[TIME])
+    steps = np.arange(last + 1)
+    mean = np.where(count > 0, total / np.maximum(count, 1), -np.inf)[order]
+    with np.errstate(invalid="ignore"):
+        shares = np.where(steps > 0, np.exp(mean[:, None] * np.maximum(steps, 1)), 1.0)
+    others = [f"{dim}s".replace("_", " ") for dim in array.dims if dim not in (SAMPLE, TIME)]
+    rows = " × ".join(others) or "state"  # noqa: RUF001
+    panels = _frame.open_panels("decay_by_lag", 1, ax, figure, size=(4.6, 3.0), margin=(1.2, 0.9), ticks="medium")
+    look = {"cmap": _axes.POSITIVE, "vmin": 0.0, "vmax": 1.0, **image}
+    place = panels.axes[0]
+    grid = _images.Matrix(shares, steps, np.arange(len(order)), over_time=False)
+    drawn = _images.draw_image(place, grid, look=look, limits=_ROWS)
+    limits = place.get_xlim(), place.get_ylim()
+    at = np.minimum(half_life[order], last)
+    place.step(np.r_[at, at[-1]], np.arange(len(order) + 1) - 0.5, where="post", color="black", lw=1.2, gid="half-life")
+    place.set(xlim=limits[0], ylim=limits[1])
+    if colorbar:
+        _images.colour_bar([place], drawn, "share of the state left")
+    panels.label("lag [step]", f"{rows}, fastest first")
+    merged = _images.merge_note(shares.shape, _ROWS, "row", "lag")
+    return panels.titled(title or _data.layer_title(array.attrs, _half_lives(half_life)), ["line: half-life", merged])
+
+
+def _half_lives(half_life: Numbers) -> str:
+    """Return a title with the fastest, the median and the slowest half-life."""
+    low, middle, high = (
+        "for ever" if np.isinf(v) else f"{v:.2g} steps" if v < 10 else f"{v:.0f} steps"
+        for v in (half_life.min(), np.median(half_life), half_life.max())
+    )
+    if low == high:
+        return f"half-life of the state: {low}"
+    return f"half-life of the state: {low} to {high}, median {middle}"

@@ -16,27 +16,11 @@ from ..arguments import anything, as_numbers, listed, text, whole
 from ..errors import InputError, shown
 from ..measures.profiles import by_own_peak, input_sensitivity, peak_band
 from ..recurrence.measures import safe_norm
-from ..vocabulary import DIRECTION, FEATURE, GATE, IN_TIME, OUT_TIME, SAMPLE, TIME
-from ._axes import DIVERGING, POSITIVE, around_zero, from_zero, mark_steps, step_axis
+from ..vocabulary import FEATURE, GATE, IN_TIME, OUT_TIME, SAMPLE, TIME
+from . import _axes, _data, _frame, _images, _samples
+from ._axes import colours
 from ._call import drawing
-from ._data import (
-    Numbers,
-    axis_label,
-    choose,
-    labelled,
-    largest_magnitude,
-    layer_title,
-    names_of,
-    nonfinite_note,
-    positions,
-    require_dim,
-    require_time,
-    title_of,
-    unit_dim,
-)
-from ._frame import Grid, open_panels
-from ._images import Matrix, colour_bar, draw_image
-from ._samples import hidden
+from ._data import Numbers
 
 #: Letters per line, and size in inches of one letter and of one line.
 WIDTH, LETTER, LINE = 72, 0.092, 0.21
@@ -162,45 +146,51 @@ def input_map(
     ----------
     Sobol, Kucherenko 2009, doi:10.1016/j.matcom.2009.01.023.
     """
-    array = labelled(gradient, "input_map", guess={2: (TIME, FEATURE), 3: (SAMPLE, TIME, FEATURE)})
+    array = _data.labelled(gradient, "input_map", guess={2: (TIME, FEATURE), 3: (SAMPLE, TIME, FEATURE)})
     array, output_step = _row_of_jacobian(array)
-    require_time(array, "input_map")
+    _data.require_time(array, "input_map")
     values, note = _sensitivity(array, x)
-    real = _real(array, values)
-    values = np.where(real, values, np.nan)
+    real = _samples.real_steps(array)
+    values = one = np.where(real, values, np.nan)
     if tokens is not None and sample is None:
         sample = 0
-    one = _picked_input_map(values, sample)
+    if sample is not None:
+        refuse_no_sample(sample, len(values))
+        one = values[sample : sample + 1]
     if tokens is not None:
         one = by_own_peak(one)
     target = _target(array) if output_step is None else f"output step {output_step}"
     words = ("$|dL/dx_t|$" if target is None else f"|d {target} / $dx_t$|") + (_SCALED if x is not None else "")
-    missing = nonfinite_note(np.where(real, values, 0.0))
+    missing = _data.nonfinite_note(np.where(real, values, 0.0))
     middle, low, high, said = _shape_of(one, real, sample)
     label = f"{words}, share of peak" if said or tokens is not None else words
     subject = f"input steps that the {target or 'loss'} depends on"
-    head = layer_title(array.attrs, subject)
-    size = (5.2, 2.8)
+    head = _data.layer_title(array.attrs, subject)
+    look = {**colours(middle, _data.largest_magnitude(middle), log=log, positive=True)}
+    size, drawn, extra = (5.2, 2.8), None, None
     words_of = None if tokens is None else tokens_of(tokens, len(middle), "input_map")
-    if shape is not None:  # wide enough for the image to fill the height, like its colour bar
+    if words_of is not None:
+        size = (LETTER * width_of(words_of), height_of(words_of) + 0.1)
+    elif shape is not None:  # wide enough for the image to fill the height, like its colour bar
         rows, columns = _sides(shape, len(middle))
         wide = float(np.clip(3.0 * columns / rows, 1.5, 8.0))
         size = (wide + 0.6, min(3.0, wide * rows / columns))
-    size = size if words_of is None else (LETTER * width_of(words_of), height_of(words_of) + 0.1)
-    panels = open_panels("input_map", 1, Grid(size), (None,), ax, figure)
-    place, extra = panels.axes[0], None
-    look = {"cmap": POSITIVE, "norm": from_zero(middle, largest_magnitude(middle), log=log)}
+    panels = _frame.open_panels("input_map", 1, ax, figure, size=size, ticks="medium")
+    place = panels.axes[0]
     if words_of is not None:
         drawn, extra = shade_text(place, words_of, middle, look)
     elif shape is not None:
-        drawn = _image(place, middle, _sides(shape, len(middle)), look)
+        place.set_anchor("E")
+        grid = _images.Matrix(middle.reshape(rows, columns), np.arange(columns), np.arange(rows), over_time=False)
+        drawn = _images.draw_image(place, grid, look={**look, "aspect": "equal"})
+        place.set(xlabel="column", ylabel="row")
     else:
         extra = "band: quartiles" if said else None
-        _line(place, positions(array, TIME), (middle, low, high), line, log=log)
-        panels.label(axis_label(array, TIME), label)
-    if (words_of is not None or shape is not None) and colorbar:
-        colour_bar([place], drawn, label)
-    whose = f"sample {names_of(array, SAMPLE)[sample]}" if sample is not None and SAMPLE in array.dims else None
+        _line(place, _data.positions(array, TIME), (middle, low, high), line, log=log)
+        panels.label(_data.axis_label(array, TIME), label)
+    if drawn is not None and colorbar:
+        _images.colour_bar([place], drawn, label)
+    whose = f"sample {_data.names_of(array, SAMPLE)[sample]}" if sample is not None and SAMPLE in array.dims else None
     return panels.titled(title or head, [whose, said, note, extra, missing])
 
 
@@ -215,15 +205,12 @@ def _row_of_jacobian(array: xr.DataArray) -> tuple[xr.DataArray, str | None]:
 
 def _sensitivity(array: xr.DataArray, x: Any) -> tuple[Numbers, str | None]:
     """Return the sensitivity (sample, time), and the note on its standard deviation."""
-    lead = [SAMPLE] if SAMPLE in array.dims else []
-    rest = [d for d in array.dims if d not in (SAMPLE, TIME)]
-    ordered = array.transpose(*lead, TIME, *rest).values
-    ordered = ordered if lead else ordered[None]
+    ordered = _data.of_samples(array, TIME)
     ordered = ordered.reshape(*ordered.shape[:2], -1)
     if x is None:
         return np.asarray(safe_norm(ordered, axis=2, xp=np), dtype=np.float64), None
     given = np.asarray(as_numbers("x", x))
-    if given.size != ordered.size or (lead and list(given.shape[:2]) != list(ordered.shape[:2])):
+    if given.size != ordered.size or (SAMPLE in array.dims and list(given.shape[:2]) != list(ordered.shape[:2])):
         raise InputError("x= is not the input of this gradient.", got=f"shape {given.shape}", expected=f"{array.shape}")
     whole: Numbers = given.reshape(ordered.shape)
     if len(whole) > 1:
@@ -233,21 +220,10 @@ def _sensitivity(array: xr.DataArray, x: Any) -> tuple[Numbers, str | None]:
     return input_sensitivity(ordered, with_spread), "one sample: s.d. over its steps"
 
 
-def _real(array: xr.DataArray, values: Numbers) -> Numbers:
-    """Return a mask (sample, time) that is True where a step is not padding."""
-    padded = hidden(array)
-    if padded is None:
-        return np.ones(values.shape, dtype=bool)
-    lead = [SAMPLE] if SAMPLE in padded.dims else []
-    return np.broadcast_to(~padded.transpose(*lead, TIME).values, values.shape)
-
-
-def _picked_input_map(values: Numbers, sample: int | None) -> Numbers:
-    if sample is None:
-        return values
-    if sample >= len(values):
-        raise InputError("There is no such sample.", got=f"sample={sample}", expected=f"0 to {len(values) - 1}")
-    return values[sample : sample + 1]
+def refuse_no_sample(sample: int, count: int) -> None:
+    """Raise InputError unless ``sample`` is one of ``count`` samples."""
+    if sample >= count:
+        raise InputError("There is no such sample.", got=f"sample={sample}", expected=f"0 to {count - 1}")
 
 
 def _shape_of(values: Numbers, real: Numbers, sample: int | None) -> tuple[Numbers, Numbers, Numbers, str | None]:
@@ -276,31 +252,21 @@ def _sides(shape: Any, count: int) -> tuple[int, int]:
     return int(sizes[0]), int(sizes[1])
 
 
-def _image(ax: Any, values: Numbers, sides: tuple[int, int], look: dict[str, Any]) -> Any:
-    """Draw the steps as pixels of an image."""
-    rows, columns = sides
-    ax.set_anchor("E")
-    grid = Matrix(values.reshape(rows, columns), np.arange(columns), np.arange(rows), over_time=False)
-    drawn = draw_image(ax, grid, look={**look, "aspect": "equal"})
-    ax.set(xlabel="column", ylabel="row")
-    return drawn
-
-
 def _line(
     ax: Any, steps: Numbers, bands: tuple[Numbers, Numbers, Numbers], keywords: dict[str, Any], *, log: bool
 ) -> None:
     """Draw the steps as a line, with its band."""
     middle, low, high = ([np.where(part > 0, part, np.nan) for part in bands]) if log else bands
     look = {"color": "#0072b2", "linewidth": 1.3, "gid": "sensitivity", "marker": "o" if len(steps) == 1 else None}
-    ax.fill_between(steps, low, high, color="#0072b2", alpha=0.2, linewidth=0, gid="band")
+    _axes.draw_band(ax, steps, low, high, "#0072b2")
     ax.plot(steps, middle, **{**look, **keywords})
-    mark_steps(ax, steps[~np.isfinite(bands[0])])
+    _axes.mark_steps(ax, steps[~np.isfinite(bands[0])])
     if log:
         ax.set_yscale("log")
     else:
         ax.set_ylim(0, None)
     ax.set_xlim(steps.min() - 0.5, steps.max() + 0.5)
-    step_axis(ax, "x", steps)
+    _axes.step_axis(ax, "x", steps)
 
 
 @drawing(PatchCollection, tokens=anything, units=anything, gate=text, sample=whole(least=0))
@@ -345,33 +311,33 @@ def unit_over_text(
     ----------
     Karpathy, Johnson, Li 2015, arXiv:1506.02078, fig. 2.
     """
-    array = labelled(hidden, "unit_over_text", guess={2: (TIME, "unit"), 3: (SAMPLE, TIME, "unit")})
-    require_time(array, "unit_over_text")
-    unit = unit_dim(array)
-    require_dim(array, unit or "unit", "unit_over_text")
+    array = _data.labelled(hidden, "unit_over_text", guess={2: (TIME, "unit"), 3: (SAMPLE, TIME, "unit")})
+    _data.require_time(array, "unit_over_text")
+    unit = _data.unit_dim(array)
+    _data.require_dim(array, unit or "unit", "unit_over_text")
     array = _one_gate(array, gate)
     if SAMPLE in array.dims:
-        if sample >= array.sizes[SAMPLE]:
-            got, expected = f"sample={sample}", f"0 to {array.sizes[SAMPLE] - 1}"
-            raise InputError("There is no such sample.", got=got, expected=expected)
+        refuse_no_sample(sample, array.sizes[SAMPLE])
         array = array.isel({SAMPLE: sample})
     names = tokens_of(tokens, array.sizes[TIME], "unit_over_text")
     picked, thinned = _picked_unit_text(units, array.sizes[unit], max_panels)
-    ways: Sequence[str | None] = names_of(array, DIRECTION) if DIRECTION in array.dims else [None]
-    rows = [(way, index) for way in range(len(ways)) for index in picked]
-    grid = Grid((LETTER * width_of(names) + 0.4, height_of(names) + 0.3), (1.2, 0.7), (len(rows), 1))
-    panels = open_panels("unit_over_text", len(rows), grid, (None,), ax, figure)
-    top, notes = largest_magnitude(array.values), [thinned]
-    for place, (way, index) in zip(panels.axes, rows, strict=True):
-        one = array.isel({DIRECTION: way}) if DIRECTION in array.dims else array
-        values = np.asarray(one.isel({unit: index}).values)
-        look = {"cmap": DIVERGING, "norm": around_zero(top if shared else largest_magnitude(values)), **patch}
+    rows = [(half, index) for half in _data.halves(array) for index in picked]
+    size = (LETTER * width_of(names) + 0.4, height_of(names) + 0.3)
+    panels = _frame.open_panels(
+        "unit_over_text", len(rows), ax, figure, size=size, margin=(1.2, 0.7), shape=(len(rows), 1)
+    )
+    top, notes = _data.largest_magnitude(array.values), [thinned]
+    for place, (half, index) in zip(panels.axes, rows, strict=True):
+        values = np.asarray(half.data.isel({unit: index}).values)
+        look = {**colours(values, top if shared else _data.largest_magnitude(values), positive=False), **patch}
         drawn, note = shade_text(place, names, values, look)
         notes += [note] if note not in notes else []
-        words = f"{axis_label(array, unit)} {names_of(array, unit)[index]}"
-        place.set_title(" · ".join(part for part in (ways[way], words) if part), fontsize="small", loc="left", pad=2)
-        colour_bar([place], drawn)
-    return panels.titled(title or title_of(array) or "a unit over text", [*notes, nonfinite_note(array.values)])
+        words = f"{_data.axis_label(array, unit)} {_data.names_of(array, unit)[index]}"
+        place.set_title(" · ".join(part for part in (half.name, words) if part), fontsize="small", loc="left", pad=2)
+        _images.colour_bar([place], drawn)
+    return panels.titled(
+        title or _data.title_of(array) or "a unit over text", [*notes, _data.nonfinite_note(array.values)]
+    )
 
 
 def _one_gate(array: xr.DataArray, gate: str | None) -> xr.DataArray:
@@ -381,7 +347,7 @@ def _one_gate(array: xr.DataArray, gate: str | None) -> xr.DataArray:
             got = f"gate={gate!r} for dimensions ({', '.join(map(str, array.dims))})"
             raise InputError("This array has no gates.", got=got, hint='pass trace["lstm"].gates')
         return array
-    known = names_of(array, GATE)
+    known = _data.names_of(array, GATE)
     if gate not in known:
         what, got = "plot.unit_over_text draws one gate.", "all gates" if gate is None else f"gate={gate!r}"
         raise InputError(what, got=got, expected=f"one of {', '.join(known)}", hint=f"gate={known[0]!r}")
@@ -392,7 +358,7 @@ def _one_gate(array: xr.DataArray, gate: str | None) -> xr.DataArray:
 def _picked_unit_text(units: Any, count: int, most: int) -> tuple[list[int], str | None]:
     """Select the units that are drawn."""
     if units is None:
-        return choose(count, most, "units")
+        return _data.choose(count, most, "units")
     given = listed(units, most=count) if not isinstance(units, int | np.integer) else [units]
     if not given or not all(isinstance(index, int | np.integer) and 0 <= index < count for index in given):
         raise InputError("There is no such unit.", got=f"units={shown(units)}", expected=f"0 to {count - 1}")

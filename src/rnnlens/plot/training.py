@@ -13,16 +13,14 @@ import xarray as xr
 from matplotlib.collections import QuadMesh
 from matplotlib.colors import LogNorm
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
 
 from ..arguments import anything, as_numbers, names, number
 from ..errors import InputError, did_you_mean, has_attribute, shown
 from ..measures.profiles import share_of_peak
 from ..vocabulary import DIRECTION, TIME
-from ._axes import POSITIVE, line_colours, log_ticks, mark_steps, whole_numbers
+from . import _axes, _data, _frame
 from ._call import drawing
-from ._data import Numbers, names_of, nonfinite_note, positions
-from ._frame import Grid, Panels, open_panels, wrapped_label
+from ._data import Numbers
 
 #: Factor between the largest and smallest value from which on the value axis is logarithmic.
 _RANGE = 10.0
@@ -60,19 +58,18 @@ def training_axis(ax: Any, steps: Numbers) -> None:
         ax.set_xticks(shown_ticks, [f"{tick:g}" for tick in shown_ticks])
         ax.minorticks_off()
     else:
-        whole_numbers(ax, "x")
-    ax.tick_params(labelsize="small")
+        _axes.whole_numbers(ax, "x")
 
 
 def scalar_line(ax: Any, scalar: xr.DataArray, *, label: str | None = None, colour: Any = None) -> None:
     """Draw one scalar over training, on a logarithmic axis if it is positive and spans more than a decade."""
-    steps, values = positions(scalar, "step"), np.asarray(scalar.values, dtype=float)
+    steps, values = _data.positions(scalar, "step"), np.asarray(scalar.values, dtype=float)
     bad = ~np.isfinite(values)
     name = str(scalar.name)
-    look = {"color": colour or line_colours(1)[0], "linewidth": 1.3, "marker": "o" if len(steps) < 12 else None}
+    look = {"color": colour or _axes.line_colours(1)[0], "linewidth": 1.3, "marker": "o" if len(steps) < 12 else None}
     line = np.where(bad, np.nan, values)
     ax.plot(steps, line, label=label or name, gid=f"scalar {name}", markersize=3, **look)
-    mark_steps(ax, steps[bad])
+    _axes.mark_steps(ax, steps[bad])
     if label is None:
         ax.set_ylabel(name.rpartition("/")[2].replace("_", " "), fontsize="small")
         log_where_it_helps(ax, [values])
@@ -84,8 +81,7 @@ def log_where_it_helps(ax: Any, lines: Sequence[Numbers], *, most: float = _RANG
     values = values[np.isfinite(values)]
     if not values.size or values.min() <= 0 or values.max() < most * values.min():
         return False
-    ax.set_yscale("log")
-    log_ticks(ax)
+    _axes.log_values(ax)
     return True
 
 
@@ -115,19 +111,17 @@ def mark_moments(axes: Sequence[Any], moments: Mapping[str, float], *, words: bo
     left, right = axes[0].transData.transform([(limit, 1.0) for limit in axes[0].get_xlim()])[:, 0]
     for step, some in names.items():
         for ax in axes:
-            ax.axvline(step, color="#111111", linewidth=0.9, linestyle=(0, (1, 2)), gid="moment")
+            ax.axvline(step, **_axes.DOTTED, gid="moment")
         late = words and axes[0].transData.transform((step, 1.0))[0] > left + 0.93 * (right - left)
         look = {"rotation": 90, "ha": "right" if late else "left"} if words else {"ha": "center", "fontweight": "bold"}
-        box = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
-        offset = ((-3 if late else 3) if words else 0, -3)
-        axes[0].annotate(", ".join(some), (step, 1.0), offset, axes[0].get_xaxis_transform(), "offset points", va="top",
-                         fontsize="x-small", bbox=box, gid="moment", **look)  # fmt: skip
+        look |= {"over": axes[0].get_xaxis_transform(), "va": "top", "bbox": _axes.PAPER, "gid": "moment"}
+        _axes.write(axes[0], ", ".join(some), (step, 1.0), ((-3 if late else 3) if words else 0, -3), **look)
 
 
 def under_training(figure: Any, moments: Mapping[str, float]) -> str:
     """Return the label of the training axis with the numbered moments, wrapped to fit the figure."""
     named = "; ".join(f"{n} {name} (step {step:g})" for n, (name, step) in enumerate(moments.items(), start=1))
-    lines = wrapped_label(named, 0.9 * float(figure.bbox.width / figure.dpi))
+    lines = _frame.wrapped_label(named, 0.9 * float(figure.bbox.width / figure.dpi))
     return f"training step\n{lines}" if named else "training step"
 
 
@@ -178,8 +172,6 @@ def film(
         panel.
     decades
         Range of the colours below the peak, in powers of ten; smaller values are drawn like 0.
-    moments
-        Names of moments of training, by step: ``{"the first digit is right": 300}``; marked in every panel.
 
     Returns
     -------
@@ -189,13 +181,13 @@ def film(
     under = _under(run, below)
     count = len(strips) + (under is not None)
     heights = [3.0] * len(strips) + [1.2] * (under is not None)
-    grid = Grid((6.6, 2.3), margin=(1.0, 0.9), shape=(count, 1), heights=heights)
-    panels = open_panels("film", count, grid, (None,), ax, figure)
-    steps = positions(next(iter(strips.values())), STEP)
+    sizes: dict[str, Any] = {"size": (6.6, 2.3), "margin": (1.0, 0.9), "shape": (count, 1), "heights": heights}
+    panels = _frame.open_panels("film", count, ax, figure, **sizes)
+    steps = _data.positions(next(iter(strips.values())), STEP)
     marks = moments_of(moments, steps)
     norm = LogNorm(10.0**-decades, 1.0)
     for place, (name, strip) in zip(panels.axes, strips.items(), strict=False):
-        last = _draw_film(place, strip, {"norm": norm, "cmap": POSITIVE, **mesh})
+        last = _draw_film(place, strip, {"norm": norm, "cmap": _axes.POSITIVE, **mesh})
         place.set_title(name, fontsize="small", pad=3)
         training_axis(place, steps)
     if under is not None:
@@ -203,20 +195,30 @@ def film(
         training_axis(panels.axes[-1], steps)
     for place in panels.axes:
         place.set_xlim(*edges_of(steps)[[0, -1]])
-    _finish(panels, last, decades, str(strips[name].dims[-1]))
+    if panels.owners:
+        for place in panels.axes[:-1]:
+            place.tick_params(labelbottom=False)
+        bar = panels.owners[0].colorbar(last, ax=panels.axes, pad=0.02, fraction=0.05, aspect=30)
+        bar.set_label(f"share of the record's own peak, white below 1e-{decades:g}", fontsize="small")
+        bar.ax.tick_params(labelsize="small")
     mark_moments(panels.axes, marks, words=True)
     panels.axes[-1].set_xlabel("training step", fontsize="small")
     values = np.concatenate([strip.values.reshape(-1) for strip in strips.values()])
     long_name = next(iter(strips.values())).attrs.get("long_name", quantity)
-    return panels.titled(title or f"{long_name} over training", [nonfinite_note(values[~np.isnan(values)])])
+    return panels.titled(title or f"{long_name} over training", [_data.nonfinite_note(values[~np.isnan(values)])])
+
+
+def _refuse_no_run(run: Any, figure: str) -> None:
+    is_mapping = isinstance(run, Mapping)
+    if not (is_mapping and has_attribute(run, "scalars") and isinstance(run.scalars, xr.Dataset)):
+        expected = 'a followed training: rl.open("runs/a.zarr")'
+        raise InputError(f"plot.{figure} draws a run.", got=shown(run), expected=expected)
 
 
 def _strips(run: Any, layers: Any, quantity: str) -> dict[str, xr.DataArray]:
     """Return profiles (step, time) by the name of their panel."""
-    held = {name: run[name] for name in run} if isinstance(run, Mapping) and has_attribute(run, "scalars") else None
-    if held is None:
-        expected = 'a followed training: rl.open("runs/a.zarr")'
-        raise InputError("plot.film draws a run.", got=shown(run), expected=expected)
+    _refuse_no_run(run, "film")
+    held = {name: run[name] for name in run}
     wanted = list(held) if layers is None else [layers] if isinstance(layers, str) else list(layers)
     for name in wanted:
         if name not in held:
@@ -229,7 +231,7 @@ def _strips(run: Any, layers: Any, quantity: str) -> dict[str, xr.DataArray]:
         if DIRECTION not in profile.dims:
             found[name] = profile
             continue
-        for i, way in enumerate(names_of(profile, DIRECTION)):
+        for i, way in enumerate(_data.names_of(profile, DIRECTION)):
             found[f"{name} ({way})"] = profile.isel({DIRECTION: i})
     if not found or not next(iter(found.values())).sizes[STEP]:
         raise InputError(
@@ -265,24 +267,13 @@ def _draw_film(ax: Any, strip: xr.DataArray, keywords: Mapping[str, Any]) -> Any
     # Values below the scale have its lowest colour, white; NaN is grey.
     floor = keywords["norm"].vmin if hasattr(keywords["norm"], "vmin") else 0.0
     shown_shares = np.where(np.isnan(shares), np.nan, np.maximum(shares, floor)).T
-    across, along = edges_of(positions(strip, STEP)), edges_of(positions(strip, down))
+    across, along = edges_of(_data.positions(strip, STEP)), edges_of(_data.positions(strip, down))
     drawn = ax.pcolormesh(across, along, shown_shares, gid="film", rasterized=True, **keywords)
-    ax.set_facecolor(POSITIVE.get_bad())
+    ax.set_facecolor(_axes.POSITIVE.get_bad())
     ax.set_ylim(along[-1], along[0])
-    ax.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
+    _axes.whole_numbers(ax, "y")
     ax.set_ylabel("time step" if down == TIME else "steps back from the end", fontsize="small")
     return drawn
-
-
-def _finish(panels: Panels, drawn: Any, decades: float, down: str) -> None:
-    """Draw one colour bar for all panels, and ticks of training at the bottom only."""
-    for place in panels.axes[:-1]:
-        if panels.owners:
-            place.tick_params(labelbottom=False)
-    if panels.owners:
-        bar = panels.owners[0].colorbar(drawn, ax=panels.axes, pad=0.02, fraction=0.05, aspect=30)
-        bar.set_label(f"share of the record's own peak, white below 1e-{decades:g}", fontsize="small")
-        bar.ax.tick_params(labelsize="small")
 
 
 #: Panels in their order: the last part of a name, and the title.
@@ -332,8 +323,6 @@ def timeline(
         A followed training, as returned by ``rl.open``.
     select
         Names of scalars, or patterns of them: ``"loss"``, ``"lstm/*"``, ``"*/reach"``; all by default.
-    moments
-        Names of moments of training, by step; marked in every panel.
     max_panels
         Largest number of kinds; more are an error that explains how to select.
 
@@ -346,9 +335,9 @@ def timeline(
         got, hint = f"{len(groups)} panels", 'select="*/reach", or raise max_panels='
         raise InputError("Too many kinds of numbers for one figure.", got=got, hint=hint)
     columns = 1 if len(groups) < 4 else 2
-    shape = (-(-len(groups) // columns), columns)
-    panels = open_panels("timeline", len(groups), Grid((4.6, 1.6), (1.0, 0.9), shape), (None,), ax, figure)
-    steps = positions(next(iter(next(iter(groups.values())).values())), "step")
+    sizes: dict[str, Any] = {"size": (4.6, 1.6), "margin": (1.0, 0.9), "shape": (-(-len(groups) // columns), columns)}
+    panels = _frame.open_panels("timeline", len(groups), ax, figure, **sizes)
+    steps = _data.positions(next(iter(next(iter(groups.values())).values())), "step")
     marks = moments_of(moments, steps)
     for place, (kind, lines) in zip(panels.axes, groups.items(), strict=True):
         _draw_timeline(place, kind, lines, line)
@@ -358,14 +347,12 @@ def timeline(
     mark_moments(panels.axes, marks)
     panels.label(under_training(panels.axes[0].figure, marks), "")
     values = np.concatenate([one.values for lines in groups.values() for one in lines.values()])
-    return panels.titled(title or "training, record by record", [nonfinite_note(values[~np.isnan(values)])])
+    return panels.titled(title or "training, record by record", [_data.nonfinite_note(values[~np.isnan(values)])])
 
 
 def _selected(run: Any, select: Any) -> dict[str, xr.DataArray]:
-    scalars = run.scalars if has_attribute(run, "scalars") else None
-    if not isinstance(scalars, xr.Dataset):
-        expected = 'a followed training: rl.open("runs/a.zarr")'
-        raise InputError("plot.timeline draws a run.", got=shown(run), expected=expected)
+    _refuse_no_run(run, "timeline")
+    scalars = run.scalars
     present = list(map(str, scalars.data_vars))
     patterns = ["*"] if select is None else [select] if isinstance(select, str) else list(select)
     for pattern in patterns:
@@ -397,7 +384,7 @@ def _parted(name: str) -> tuple[str, str]:
 
 
 def _draw_timeline(ax: Any, kind: str, lines: Mapping[str, xr.DataArray], keywords: Mapping[str, Any]) -> None:
-    for (rest, scalar), colour in zip(lines.items(), line_colours(len(lines)), strict=True):
+    for (rest, scalar), colour in zip(lines.items(), _axes.line_colours(len(lines)), strict=True):
         drawn = scalar.dropna("step") if kind in _MAY_BE_NONE else scalar
         none = "" if drawn.sizes["step"] else f" ({_MAY_BE_NONE[kind]})"
         scalar_line(ax, drawn, label=(rest or kind.replace("_", " ")) + none, colour=colour)

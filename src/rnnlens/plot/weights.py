@@ -15,25 +15,12 @@ from matplotlib.lines import Line2D
 from ..errors import InputError, has_attribute
 from ..measures.profiles import lag_shares
 from ..recurrence.cells import kinds
-from ..recurrence.measures import quantiles, safe_norm
+from ..recurrence.measures import quantiles
 from ..results.schema import weight_of
 from ..vocabulary import BACKWARD, DIRECTION, FORWARD, GATE, TIME, UNIT
-from ._axes import DIVERGING, POSITIVE, around_zero, from_zero, line_colours, step_axis
+from . import _axes, _data, _frame, _images
 from ._call import drawing
-from ._data import (
-    Numbers,
-    axis_label,
-    dataset_of,
-    labelled,
-    largest_magnitude,
-    layer_title,
-    names_of,
-    nonfinite_note,
-    numbers,
-    value_label,
-)
-from ._frame import Grid, Panels, open_panels
-from ._images import IMSHOW, Matrix, colour_bar, draw_image, fade, merge_note, separate, steps_for
+from ._data import Numbers
 
 
 def drawing_order() -> dict[str, int]:
@@ -73,7 +60,8 @@ def kernels_of(weights: Any, figure: str, *, grad: bool = False) -> tuple[list[K
             hint='pass rl.weights(model)["lstm"]',
         )
     names = {str(name): name for name in (dataset.data_vars if isinstance(dataset, xr.Dataset) else dataset)}
-    wanted = [name for name in names if name.endswith("_grad") == grad and not _is_derived(name)]
+    derived = [name for name in names if name.endswith(("_count", "_norm")) or name.startswith("bias_total")]
+    wanted = [name for name in names if name.endswith("_grad") == grad and name not in derived]
     order = drawing_order()
     wanted.sort(key=lambda name: order.get(name.removesuffix("_grad"), len(order)))
     recurrent = any(name.startswith("recurrent_kernel") for name in wanted)
@@ -89,23 +77,18 @@ def kernels_of(weights: Any, figure: str, *, grad: bool = False) -> tuple[list[K
     return found, dict(dataset.attrs) if isinstance(dataset, xr.Dataset) else {}
 
 
-def _is_derived(name: str) -> bool:
-    return name.endswith(("_count", "_norm")) or name.startswith("bias_total")
-
-
 def _labelled(name: str, data: Any, figure: str, *, recurrent: bool) -> xr.DataArray:
     """Label a weight; plain arrays have gates if there is a recurrent kernel among them."""
     if isinstance(data, xr.DataArray):
-        return labelled(data, figure)
+        return _data.labelled(data, figure)
     known = weight_of(name.removesuffix("_grad")) if recurrent else None
-    dims = None if known is None else known.dims
-    data = numbers(data, figure)
-    rank = data.ndim
-    if dims is not None and rank == len(dims) + 1:
+    data = _data.numbers(data, figure)
+    dims = () if known is None else known.dims
+    if known is not None and data.ndim == len(dims) + 1:
         dims = (DIRECTION, *dims)
-    if dims is None or rank != len(dims):
-        dims = (*(f"axis_{i}" for i in range(rank - 1)), UNIT)
-    array = labelled(data, figure, dims=dims).rename(name)
+    if known is None or data.ndim != len(dims):
+        dims = (*(f"axis_{i}" for i in range(data.ndim - 1)), UNIT)
+    array = _data.labelled(data, figure, dims=dims).rename(name)
     if DIRECTION in dims:
         array = array.assign_coords({DIRECTION: [FORWARD, BACKWARD][: array.sizes[DIRECTION]]})
     return array
@@ -113,30 +96,33 @@ def _labelled(name: str, data: Any, figure: str, *, recurrent: bool) -> xr.DataA
 
 def _split(name: str, array: xr.DataArray) -> list[Kernel]:
     """Return one weight by direction; a gradient by time is summed over its steps to dL/dW."""
-    words = value_label(array)
+    words, kernels = _data.value_label(array), []
     if TIME in array.dims:
         array = array.sum(TIME, skipna=False, keep_attrs=True)
-    if DIRECTION not in array.dims:
-        return [_kernel(name, words, None, array)]
-    parts = [array.isel({DIRECTION: i}, drop=True) for i in range(array.sizes[DIRECTION])]
-    return [_kernel(name, words, half, part) for half, part in zip(names_of(array, DIRECTION), parts, strict=True)]
+    gates = _data.names_of(array, GATE) if GATE in array.dims else []
+    for half in _data.halves(array):
+        columns = str(half.data.dims[-1])
+        rows = [str(d) for d in half.data.dims if d not in (GATE, columns)]
+        ordered = half.data.transpose(*rows, *([GATE] if gates else []), columns).values
+        values = ordered.reshape(-1, len(gates) or 1, array.sizes[columns])
+        label = ", ".join(_data.axis_label(array, row) for row in rows)
+        kernels.append(Kernel(name, words, half.name, values, gates, label))
+    return kernels
 
 
-def _kernel(name: str, words: str, direction: str | None, array: xr.DataArray) -> Kernel:
-    gates = names_of(array, GATE) if GATE in array.dims else []
-    columns = str(array.dims[-1])
-    rows = [str(d) for d in array.dims if d not in (GATE, columns)]
-    ordered = array.transpose(*rows, *([GATE] if gates else []), columns).values
-    values = ordered.reshape(-1, len(gates) or 1, array.sizes[columns])
-    row_label = ", ".join(axis_label(array, row) for row in rows)
-    return Kernel(name, words, direction, values, gates, row_label)
+def by_direction(kernels: list[Kernel]) -> dict[str | None, list[Kernel]]:
+    """Return the kernels of each direction, forward first."""
+    columns: dict[str | None, list[Kernel]] = {}
+    for kernel in kernels:
+        columns.setdefault(kernel.direction, []).append(kernel)
+    return columns
 
 
 #: Largest number of rows and columns of one kernel.
 CELLS = (256, 800)
 
 
-@drawing(AxesImage, extra=IMSHOW)
+@drawing(AxesImage, extra=_images.IMSHOW)
 def weights_heatmap(
     weights: Any,
     *,
@@ -162,8 +148,6 @@ def weights_heatmap(
         The weights of one layer: a Dataset with kernel (feature, gate, unit), recurrent_kernel (unit_in, gate, unit),
         bias (gate, unit), any of them with direction, in any order; or a mapping from names to such arrays. Weights of
         layers that are not recurrent are drawn with their last dimension across.
-    grad
-        Draw the gradients (variables ending in ``_grad``); those by time are summed over time.
     absolute
         Draw magnitudes, on a scale from white at 0.
     shared
@@ -172,30 +156,29 @@ def weights_heatmap(
     limit
         Colour scale up to this magnitude. By default the largest of the kernels, or the 99.5 % quantile of their
         magnitudes where the largest is more than twice that (a few outliers), which the title states.
-    log
-        Logarithmic colours over 4 decades.
 
     Returns
     -------
     1-D array of Axes, kernel by kernel, forward before backward
     """
     kernels, attrs = kernels_of(weights, "weights_heatmap", grad=grad)
-    directions = list(dict.fromkeys(kernel.direction for kernel in kernels))
-    columns = [[kernel for kernel in kernels if kernel.direction == way] for way in directions]
-    panels = _open(columns, directions, ax, figure)
+    columns = by_direction(kernels)
+    panels = _open(columns, ax, figure)
     top, clipped = (limit, None) if limit is not None else _common_limit(kernels)
     drawn = []
-    for column, axes in zip(columns, panels.halves, strict=True):
+    for column, axes in zip(columns.values(), panels.halves, strict=True):
         for kernel, place in zip(column, axes, strict=True):
-            own = top if limit is not None or (shared and not _alone(kernel)) else largest_magnitude(kernel.values)
+            is_common = limit is not None or (shared and not _alone(kernel))
+            own = top if is_common else _data.largest_magnitude(kernel.values)
             drawn.append(_draw_weight_maps(place, kernel, own, image, absolute=absolute, log=log))
     label = kernels[0].words if len(kernels) == 1 else "gradient" if grad else "weight"
     if colorbar:
-        _bars(panels, columns, drawn, f"|{label}|" if absolute else label, shared=shared)
+        _bars(panels, list(columns.values()), drawn, f"|{label}|" if absolute else label, shared=shared)
     panels.label("gate, unit" if any(kernel.gates for kernel in kernels) else "unit", "")
     what = "gradients of the weights" if grad else "weights"
-    merged = dict.fromkeys(f"{k.title}: {note}" for k in kernels if (note := merge_note(_steps(k), "row", "unit")))
-    return panels.titled(title or layer_title(attrs, what), [*merged, clipped])
+    merge_notes = [(kernel.title, _images.merge_note(*_cells(kernel), "row", "unit")) for kernel in kernels]
+    merged = dict.fromkeys(f"{name}: {note}" for name, note in merge_notes if note)
+    return panels.titled(title or _data.layer_title(attrs, what), [*merged, clipped])
 
 
 def _alone(kernel: Kernel) -> bool:
@@ -203,47 +186,40 @@ def _alone(kernel: Kernel) -> bool:
     return len(kernel.values) == 1
 
 
-def _bars(panels: Panels, columns: list[list[Kernel]], drawn: list[Any], label: str, *, shared: bool) -> None:
+def _bars(panels: _frame.Panels, columns: list[list[Kernel]], drawn: list[Any], label: str, *, shared: bool) -> None:
     """Draw a colour bar for the kernels and one for each bias; those of the first of two directions are invisible."""
     images = iter(drawn)
     for number, (column, axes) in enumerate(zip(columns, panels.halves, strict=True)):
-        triples = [(kernel, ax, next(images)) for kernel, ax in zip(column, axes, strict=True)]
-        together = [(ax, image) for kernel, ax, image in triples if shared and not _alone(kernel)]
-        bars = (
-            [colour_bar([ax for ax, _ in together], together[-1][1], label, among=[image for _, image in together])]
-            if together
-            else []
-        )
-        for kernel, ax, image in triples:
+        shown = [(kernel, ax, next(images)) for kernel, ax in zip(column, axes, strict=True)]
+        together = [(ax, image) for kernel, ax, image in shown if shared and not _alone(kernel)]
+        bars = []
+        if together:
+            places, pictures = zip(*together, strict=True)
+            bars.append(_images.colour_bar(places, pictures[-1], label, among=pictures))
+        for kernel, ax, image in shown:
             if not shared or _alone(kernel):
-                bars.append(colour_bar([ax], image, label if len(triples) == 1 else ""))
-                if _alone(kernel):
-                    bars[-1].set_ticks([tick for tick in (image.norm.vmin, 0, image.norm.vmax) if tick is not None])
-                    bars[-1].ax.yaxis.set_major_formatter("{x:.2g}")
+                bars.append(_images.colour_bar([ax], image, label if len(shown) == 1 else ""))
+            if _alone(kernel):
+                bars[-1].set_ticks([tick for tick in (image.norm.vmin, 0, image.norm.vmax) if tick is not None])
+                bars[-1].ax.yaxis.set_major_formatter("{x:.2g}")
         for bar in bars if number + 1 < len(columns) and panels.owners else ():
-            fade(bar)
+            _images.fade(bar)
 
 
-def _open(columns: list[list[Kernel]], directions: list[str | None], ax: Any, figure: Any) -> Panels:
+def _open(columns: dict[str | None, list[Kernel]], ax: Any, figure: Any) -> _frame.Panels:
     """Open one row per kernel, with heights by their numbers of rows, within limits."""
-    count = max(len(column) for column in columns)
-    tall = [0.1 + 2.6 * min(1.0, max(c.values.shape[0] for c in row) / 64) ** 0.6 for row in zip(*columns, strict=True)]
-    wide = max(kernel.values.shape[1] * kernel.values.shape[2] for kernel in columns[0])
-    width = float(np.clip(wide / 60, 4.5, 10.0 / len(columns) + 1.5))
-    return open_panels(
-        "weights_heatmap",
-        count,
-        Grid((width, sum(tall) / count + 0.35), (1.9, 1.0), (count, 1), heights=tall),
-        directions,
-        ax,
-        figure,
-    )
+    rows, ways = list(zip(*columns.values(), strict=True)), list(columns)
+    tall = [0.1 + 2.6 * min(1.0, max(kernel.values.shape[0] for kernel in row) / 64) ** 0.6 for row in rows]
+    wide = max(row[0].values.shape[1] * row[0].values.shape[2] for row in rows)
+    size = float(np.clip(wide / 60, 4.5, 10.0 / len(columns) + 1.5)), sum(tall) / len(rows) + 0.35
+    sizes: dict[str, Any] = {"size": size, "margin": (1.9, 1.0), "shape": (len(rows), 1), "heights": tall}
+    return _frame.open_panels("weights_heatmap", len(rows), ax, figure, ways=ways, **sizes)
 
 
 def _common_limit(kernels: list[Kernel]) -> tuple[float, str | None]:
     """Return the colour limit of all kernels, and a note if values exceed it."""
     matrices = [kernel.values for kernel in kernels if not _alone(kernel)] or [kernel.values for kernel in kernels]
-    largest = largest_magnitude(*matrices)
+    largest = _data.largest_magnitude(*matrices)
     magnitudes = np.abs(np.concatenate([values.reshape(-1) for values in matrices]))
     (bulk,) = quantiles(magnitudes[np.isfinite(magnitudes)], q=(0.995,), axis=0, xp=np) if largest else (0.0,)
     if not bulk or largest <= 2 * bulk:
@@ -251,9 +227,10 @@ def _common_limit(kernels: list[Kernel]) -> tuple[float, str | None]:
     return float(bulk), f"colours end at {bulk:.2g}, the 99.5 % quantile of magnitudes; largest {largest:.3g}"
 
 
-def _steps(kernel: Kernel) -> tuple[int, int]:
+def _cells(kernel: Kernel) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return rows and columns of one gate, and how many of them can be shown."""
     rows, gates, units = kernel.values.shape
-    return steps_for((rows, units), (CELLS[0], max(1, CELLS[1] // gates)))
+    return (rows, units), (CELLS[0], max(1, CELLS[1] // gates))
 
 
 def _draw_weight_maps(
@@ -263,19 +240,18 @@ def _draw_weight_maps(
     rows, gates, units = kernel.values.shape
     matrix = kernel.values.reshape(rows, gates * units)
     matrix = np.abs(matrix) if absolute else matrix
-    norm = from_zero(matrix, top, log=log) if absolute else around_zero(top, log=log)
-    look = {"cmap": POSITIVE if absolute else DIVERGING, "norm": norm, **keywords}
-    steps = _steps(kernel)
-    limits = (-(-rows // steps[0]), -(-gates * units // steps[1]))
-    drawn = draw_image(
-        ax, Matrix(matrix, np.arange(gates * units), np.arange(rows), over_time=False), look=look, limits=limits
+    steps = _images.steps_for(*_cells(kernel))
+    drawn = _images.draw_image(
+        ax,
+        _images.Matrix(matrix, np.arange(gates * units), np.arange(rows), over_time=False),
+        look={**_axes.colours(matrix, top, log=log, positive=absolute), **keywords},
+        limits=(-(-rows // steps[0]), -(-gates * units // steps[1])),
     )
-    missing = nonfinite_note(kernel.values)
+    missing = _data.nonfinite_note(kernel.values)
     ax.set_title(" · ".join(part for part in (kernel.title, missing) if part), fontsize="small", pad=3)
     ax.set_ylabel(textwrap.fill(kernel.row_label, 12), fontsize="small")
-    ax.tick_params(labelsize="small")
     if kernel.gates:
-        separate(ax, "x", units, kernel.gates)
+        _images.separate(ax, "x", units, kernel.gates)
     if rows == 1:
         ax.set_yticks([])
     return drawn
@@ -301,14 +277,12 @@ def weight_lags(
     weights
         One layer of ``rl.weights(model, x, y, by_time=True)``, also with ``measure="norm"``: variables such as
         ``recurrent_kernel_grad (time, unit_in, gate, unit)`` or ``recurrent_kernel_grad_norm (time, gate)``.
-    delays : int or sequence of int
-        Lags, to be marked, at which the task is known to need its input.
 
     Returns
     -------
     1-D array of Axes, weight by weight, forward before backward
     """
-    dataset = dataset_of(weights)
+    dataset = _data.dataset_of(weights)
     given = [] if dataset is None else [(name, _by_time(dataset, name)) for name in _weights_of(dataset)]
     found = {name: array for name, array in given if array is not None}
     if dataset is None or not found:
@@ -319,21 +293,22 @@ def weight_lags(
             hint='pass rl.weights(model, x, y, by_time=True)["lstm"]',
         )
     first = next(iter(found.values()))
-    ways = names_of(first, DIRECTION) if DIRECTION in first.dims else [None]
+    ways = [half.name for half in _data.halves(first)]
     size = (4.6, 3.0) if len(found) == 1 else (3.0, 2.3)
-    panels = open_panels("weight_lags", len(found), Grid(size), ways, ax, figure)
+    panels = _frame.open_panels("weight_lags", len(found), ax, figure, ways=ways, size=size)
     for number, (places, way) in enumerate(zip(panels.halves, ways, strict=True)):
         for place, (name, array) in zip(places, found.items(), strict=True):
             one = array.isel({DIRECTION: number}) if way else array
-            _draw_weight_lags(place, one, way == BACKWARD or dataset.attrs.get("direction") == BACKWARD, delays, line)
+            _draw_weight_lags(place, one, BACKWARD in (way, dataset.attrs.get("direction")), delays, line)
             place.set_title(name.replace("_", " "), fontsize="small", pad=3)
     panels.label("lag (steps before the last)", "share of dL/dW, cumulative")
-    if panels.owners:
-        panels.outer_ticks_only()
-    _legend(panels.axes, panels.owners)
+    panels.outer_ticks_only()
+    handles, labels = panels.axes[0].get_legend_handles_labels()
+    if labels != ["all"]:
+        panels.legend(handles, beside="right center")
     everything = np.concatenate([array.values.reshape(-1) for array in found.values()])
-    head = layer_title(dataset.attrs, "lags that make up dL/dW")
-    return panels.titled(title or head, [nonfinite_note(everything)])
+    head = _data.layer_title(dataset.attrs, "lags that make up dL/dW")
+    return panels.titled(title or head, [_data.nonfinite_note(everything)])
 
 
 def _weights_of(dataset: xr.Dataset) -> list[str]:
@@ -348,41 +323,28 @@ def _by_time(dataset: xr.Dataset, name: str) -> xr.DataArray | None:
     """Return the norms of each step's part of dL/dW, (direction, time, gate); None without a gradient by time."""
     for key in (f"{name}_grad_norm", f"{name}_grad"):
         if key in dataset and TIME in dataset[key].dims:
-            array = labelled(dataset[key], "weight_lags")
+            array = _data.labelled(dataset[key], "weight_lags")
             rows = [str(d) for d in array.dims if d not in (TIME, GATE, DIRECTION)]
-            kept = [d for d in array.dims if d not in rows]
             if rows and not (rows == [UNIT] and GATE not in array.dims and key.endswith("_norm")):
-                axes = tuple(array.get_axis_num(d) for d in rows)
-                norms = safe_norm(array.values, axis=axes, xp=np)
-                coords = {d: array.coords[d] for d in kept if d in array.coords}
-                array = xr.DataArray(norms, dims=kept, coords=coords)
+                array = _data.norm_over(array, rows)
             return array if GATE in array.dims else array.expand_dims({GATE: [""]})
     return None
 
 
 def _draw_weight_lags(ax: Any, norms: xr.DataArray, runs_back: bool, delays: Numbers, keywords: dict[str, Any]) -> None:
     """Draw the gates of one weight."""
-    names = names_of(norms, GATE)
+    names = _data.names_of(norms, GATE)
     shares = lag_shares(norms.transpose(TIME, GATE).values, runs_back=runs_back)
     lag = np.arange(shares.shape[1])
-    for name, share, colour in zip(names, shares, line_colours(len(names)), strict=True):
+    for name, share, colour in zip(names, shares, _axes.line_colours(len(names)), strict=True):
         look = {"color": colour, "linewidth": 1.3, "label": name or "all", "gid": f"share {name}".strip()}
         look["marker"] = "o" if len(lag) == 1 else None
         ax.plot(lag, share, **{**look, **keywords})
     if not np.isfinite(shares).all():
         silent = [name for name, share in zip(names, shares, strict=True) if not np.isfinite(share).all()]
         words = "no share: " + ", ".join(silent)
-        ax.annotate(words, (0.97, 0.05), xycoords="axes fraction", ha="right", fontsize="x-small", gid="silent")
-    for delay in delays:
-        ax.axvline(delay, color="#111111", linewidth=0.9, linestyle=(0, (1, 2)), zorder=0.8, gid="delay")
+        _axes.write(ax, words, (0.97, 0.05), over="axes fraction", va="baseline", gid="silent")
+    _axes.mark_delays(ax, delays)
     ax.axhline(1, color="#909090", linewidth=0.6, zorder=0.5)
     ax.set(xlim=(-0.5, len(lag) - 0.5), ylim=(-0.03, 1.05))
-    step_axis(ax, "x", lag, time=False)
-    ax.tick_params(labelsize="small")
-
-
-def _legend(axes: list[Any], owners: list[Any]) -> None:
-    handles, names = axes[0].get_legend_handles_labels()
-    if names != ["all"]:
-        where = {"loc": "outside right center"} if owners else {"loc": "best"}
-        (owners[-1] if owners else axes[0]).legend(handles, names, fontsize="small", **where)
+    _axes.step_axis(ax, "x", lag, time=False)

@@ -148,8 +148,11 @@ def report(
             ReportRequest(x, y, baseline, loss, names, samples, diagnosis, jacobian, tokens, seed, axes),
         )
         code = _call(path, y is not None, samples, seed, given, diagnosis, jacobian)
-    name = title or _title(material) or _name(model, results)
-    write(target, material, ReportOrigin(name, code, _arguments(given, samples, seed), _now()))
+    classes = dict.fromkeys(type(one).__name__ for one in ([model] if results is None else results))
+    name = title or _title(material) or ", ".join(classes)
+    words = {key: _word(value, key) for key, value in given.items() if value is not None}
+    arguments = {**words, "samples": str(samples), "seed": str(seed)}
+    write(target, material, ReportOrigin(name, code, arguments, datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")))
     return target
 
 
@@ -206,15 +209,6 @@ def _title(material: Material) -> str:
     return " → ".join(names_shown)
 
 
-def _name(model: Any, results: Sequence[Any] | None) -> str:
-    """Return the class names of the results, or of the model."""
-    return ", ".join(dict.fromkeys(type(one).__name__ for one in ([model] if results is None else results)))
-
-
-def _now() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-
-
 def _call(
     path: Any, has_target: bool, samples: int, seed: int, given: Mapping[str, Any], diagnosis: Any, jacobian: Any
 ) -> str:
@@ -225,11 +219,6 @@ def _call(
     for name, value in (("diagnosis", diagnosis), ("jacobian", jacobian)):
         words += [f"{name}={value!r}" if isinstance(value, bool) else f"{name}={name}"] * (value is not True)
     return f"rl.report(model, x{', y' if has_target else ''}, {', '.join(words)})"
-
-
-def _arguments(given: Mapping[str, Any], samples: int, seed: int) -> dict[str, str]:
-    words = {name: _word(value, name) for name, value in given.items() if value is not None}
-    return {**words, "samples": str(samples), "seed": str(seed)}
 
 
 def _word(value: Any, name: str) -> str:

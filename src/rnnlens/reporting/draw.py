@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,8 @@ DECADES = 12
 
 _MAPS = {"size": "magma", "signed": "RdBu_r", "gate": "viridis"}
 _PADDING_COLOUR, _BROKEN_COLOUR = (154, 160, 166), (255, 0, 60)
+#: Changes of a colour that another code has, the smallest first.
+_NUDGES = sorted(product((0, 1, -1, 2), (0, 1, -1), (0, 1, -1, 2)), key=lambda step: sum(map(abs, step)))
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ def colours(palette: str) -> Array:
     taken = {tuple(table[PADDING]), tuple(table[BROKEN])}
     for code in range(LEVELS + 1):
         colour = table[code].copy()
-        for nudge in _nudges():
+        for nudge in _NUDGES:
             tried = tuple(int(c) for c in np.clip(colour + nudge, 0, 255))
             if tried not in taken:
                 table[code] = tried
@@ -123,11 +126,6 @@ def colours(palette: str) -> Array:
 def hex_colours(palette: str) -> str:
     """Return all colours of a palette as one string of six digits each."""
     return bytes(colours(palette).ravel()).hex()
-
-
-def _nudges() -> list[tuple[int, int, int]]:
-    steps = [(r, g, b) for r in (0, 1, -1, 2) for g in (0, 1, -1) for b in (0, 1, -1, 2)]
-    return sorted(steps, key=lambda step: sum(map(abs, step)))
 
 
 #: Function from a value to pixels.
@@ -153,18 +151,10 @@ class StaticLine:
 
 @dataclass(frozen=True)
 class CurveAxes:
-    """Axes of a figure of curves.
+    """Labels of the axes of curves, whether values run from 0 to 1, and what is drawn across.
 
-    Attributes
-    ----------
-    x, y
-        Labels.
-    unit_range
-        Whether the value axis runs from 0 to 1.
-    marks, levels
-        Vertical and horizontal lines, each with a text, such as the memory in use or a threshold.
-    padded
-        Padded steps, which are hatched.
+    ``marks`` and ``levels`` are vertical and horizontal lines with a text, such as the memory in use or a threshold;
+    ``padded`` steps are hatched.
     """
 
     x: str
@@ -198,7 +188,11 @@ def lines(drawn: Sequence[StaticLine], frame: CurveAxes, height: int = 190) -> M
     for number, line in enumerate(drawn):
         colour = f"l{number % 6}"
         if line.low is not None and line.high is not None:
-            parts += _band(line, colour, across, down)
+            kept = np.flatnonzero(np.isfinite(line.low) & np.isfinite(line.high))
+            ends = [*zip(line.x[kept], line.high[kept], strict=True)]
+            ends += [*zip(line.x[kept], line.low[kept], strict=True)][::-1]
+            outline = "L".join(f"{across(x):.1f} {down(y):.1f}" for x, y in ends)
+            parts += [Markup('<path class="band {}" d="M{}Z"/>').format(colour, outline)] * (len(kept) > 1)
         if line.middle is not None:
             parts.append(_path(line.x, line.middle, f"median {colour}", across, down))
         if line.y is not None:
@@ -238,22 +232,11 @@ def _hatched(left: float, right: float, top: float, bottom: float) -> Markup:
 
 @dataclass(frozen=True)
 class ImageAxes:
-    """Axes of an image.
+    """Labels of the axes of an image, its numbers of rows and columns, and what is hatched.
 
-    Attributes
-    ----------
-    x, y
-        Labels.
-    rows, steps
-        Number of rows and of columns.
-    columns
-        Texts below the columns, in place of step numbers.
-    names
-        Names of the rows; their positions by default.
-    hatched
-        Whether to hatch the triangle above the diagonal: inputs that come after the output.
-    padded
-        Padded steps, which are hatched.
+    ``columns`` are texts below the columns, in place of step numbers; ``names`` those of the rows, in place of their
+    positions. ``hatched``: the triangle above the diagonal, inputs that come after the output, is hatched, and so are
+    ``padded`` steps.
     """
 
     x: str
@@ -367,14 +350,3 @@ def _path(x: Array, y: Array, kind: str, across: Place, down: Place) -> Markup:
     if commands and commands[-1].startswith("M"):  # an isolated point is drawn as a round cap
         commands.append("h0")
     return Markup('<path class="{}" d="{}"/>').format(kind, "".join(commands))
-
-
-def _band(line: StaticLine, colour: str, across: Place, down: Place) -> list[Markup]:
-    assert line.low is not None
-    assert line.high is not None
-    kept = np.flatnonzero(np.isfinite(line.low) & np.isfinite(line.high))
-    if len(kept) < 2:
-        return []
-    upper = [f"{across(line.x[i]):.1f} {down(line.high[i]):.1f}" for i in kept]
-    lower = [f"{across(line.x[i]):.1f} {down(line.low[i]):.1f}" for i in kept[::-1]]
-    return [Markup('<path class="band {}" d="M{}Z"/>').format(colour, "L".join([*upper, *lower]))]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,13 +12,13 @@ import xarray as xr
 
 from ..diagnosis.findings import SHOWN_BY
 from ..results.base import Result
-from ..results.checks import Check
+from ..results.checks import Check, worst_of
 from ..results.diagnosis import Diagnosis, Finding
 from ..results.schema import with_version
 from ..typing import Array
 from ..vocabulary import BACKWARD, DIRECTION, FORWARD
 from . import draw
-from .figures import LARGEST, Caption, ReportFigure, ShownSamples
+from .figures import LARGEST, Caption, PagePlan, ReportFigure
 from .material import Material
 from .tracks import Track
 
@@ -91,10 +90,11 @@ def _transfer(measures: xr.Dataset, layer: str, id: str) -> list[ReportFigure]:
 
 def _curve(head: Caption, drawn: Sequence[draw.StaticLine], axes: draw.CurveAxes) -> ReportFigure:
     """Return a figure of curves over an axis other than time."""
-    lines = [
-        {"name": line.name, **{key: _short(values) for key, values in _values(line).items() if values is not None}}
-        for line in drawn
-    ]
+    lines = []
+    for line in drawn:
+        known = {"x": line.x, "y": line.y, "low": line.low, "high": line.high}
+        short = {key: [float(f"{v:.5g}") for v in values] for key, values in known.items() if values is not None}
+        lines.append({"name": line.name, **short})
     marks, levels = [list(mark) for mark in axes.marks], [list(level) for level in axes.levels]
     spec: dict[str, Any] = {"x": axes.x, "y": axes.y, "log": axes.log, "marks": marks, "levels": levels, "lines": lines}
     return ReportFigure(head, "curve", spec, draw.lines(drawn, axes))
@@ -103,16 +103,6 @@ def _curve(head: Caption, drawn: Sequence[draw.StaticLine], axes: draw.CurveAxes
 def _numbers(array: xr.DataArray) -> Array:
     """Return values as float64."""
     return np.asarray(array.values, dtype=np.float64)
-
-
-def _values(line: draw.StaticLine) -> dict[str, Array | None]:
-    """Return the x values, y values and band of a drawn line by name."""
-    return {"x": line.x, "y": line.y, "low": line.low, "high": line.high}
-
-
-def _short(values: Array) -> list[float | None]:
-    """Round to 5 digits; None for values that are not finite."""
-    return [float(f"{v:.5g}") if np.isfinite(v) else None for v in values]
 
 
 def anchor(finding: Finding, figures: Sequence[ReportFigure], tracks: Sequence[Track]) -> str:
@@ -132,13 +122,13 @@ def findings(diagnosis: Diagnosis | None, every: Sequence[ReportFigure], tracks:
     if diagnosis is None:
         return []
     return [
-        {**asdict(finding), "anchor": anchor(finding, every, tracks), "evidence": _evidence(finding.evidence)}
+        {
+            **asdict(finding),
+            "anchor": anchor(finding, every, tracks),
+            "evidence": [(name.replace("_", " "), _text(value)) for name, value in finding.evidence.items()],
+        }
         for finding in diagnosis.findings
     ]
-
-
-def _evidence(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [(name.replace("_", " "), _text(value)) for name, value in numbers.items()]
 
 
 def _text(value: Any) -> str:
@@ -171,7 +161,7 @@ def badge(material: Material) -> Badge | None:
         refuted = states["failed"]
         return Badge("bad", f"NOT certified against {refuted.against}", _residual(refuted.worst))
     if failed:
-        return Badge("bad", f"{len(failed)} of {len(checks)} self-checks failed", _residual(_worst(failed)))
+        return Badge("bad", f"{len(failed)} of {len(checks)} self-checks failed", _residual(worst_of(failed)))
     if "could not" in states:
         return Badge("open", "could not certify", states["could not"].why)
     passed = f"{len(checks)} self-checks passed" if checks else ""
@@ -179,17 +169,11 @@ def badge(material: Material) -> Badge | None:
         certificate = next(iter(states.values()))
         parts = [_residual(certificate.worst), passed]
         return Badge("good", f"certified against {certificate.against}", "; ".join(part for part in parts if part))
-    return Badge("good", passed, _residual(_worst(checks))) if checks else None
+    return Badge("good", passed, _residual(worst_of(checks))) if checks else None
 
 
-def _worst(checks: Sequence[Check]) -> Check:
-    """Return the check with the largest residual relative to its bound."""
-    return max(checks, key=lambda check: math.inf if math.isnan(check.residual) else check.residual / check.bound)
-
-
-def _residual(check: Any) -> str:
-    """Return a residual with its bound as text; "" for None."""
-    return "" if check is None else f"largest residual {check.residual:.1g}, rounding explains {check.bound:.1g}"
+def _residual(check: Check | None) -> str:
+    return "" if check is None else check.figures
 
 
 def facts(material: Material) -> list[tuple[str, str]]:
@@ -232,21 +216,22 @@ def measures(diagnosis: Diagnosis | None) -> list[tuple[str, list[tuple[str, str
     return found
 
 
-def left_out(material: Material, shown: ShownSamples | None) -> list[str]:
+def left_out(material: Material, plan: PagePlan | None) -> list[str]:
     """List the contents that the page leaves out or merges."""
     said = list(material.left_out)
-    if shown is None:
+    if plan is None:
         return said
-    found = shown.plan
     samples, tracks = len(material.numbers), material.moments[0].tracks
-    if found.curves < samples:
-        said.append(f"{found.curves} of {samples} samples can be picked; all count in medians and bands.")
-    if found.maps < min(samples, found.curves):
-        said.append(f"Maps of single units are of {found.maps} samples: typical, hardest, easiest, and some between.")
-    if len(material.moments) > 1 and min(found.maps, 2) < samples:
-        said.append(f"Maps of {material.moments[1].name} are of {min(found.maps, 2)} samples.")
-    if found.curve_bin > 1 or found.map_bin > 1:
-        merged = f"{found.curve_bin} steps are one point of a curve, {found.map_bin} one column of a map"
+    if plan.curve_count < samples:
+        said.append(f"{plan.curve_count} of {samples} samples can be picked; all count in medians and bands.")
+    if plan.map_count < min(samples, plan.curve_count):
+        said.append(
+            f"Maps of single units are of {plan.map_count} samples: typical, hardest, easiest, and some between."
+        )
+    if len(material.moments) > 1 and min(plan.map_count, 2) < samples:
+        said.append(f"Maps of {material.moments[1].name} are of {min(plan.map_count, 2)} samples.")
+    if plan.curve_bin > 1 or plan.map_bin > 1:
+        merged = f"{plan.curve_bin} steps are one point of a curve, {plan.map_bin} one column of a map"
         said.append(f"Of {tracks[0].steps} steps, {merged}: sizes as root mean square, others as mean.")
     said.append("Numbers are rounded: maps to 251 levels of their scale, curves to 65001.")
     if any(track.units > LARGEST for track in tracks):

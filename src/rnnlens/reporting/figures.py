@@ -58,45 +58,40 @@ class ReportFigure:
 
 @dataclass(frozen=True)
 class PagePlan:
-    """Numbers of samples and steps in the page.
+    """The samples of the page, the most informative first, and how much of them is in it.
 
     Attributes
     ----------
-    curves, maps
+    telling
+        All samples, in the order in which they have priority.
+    curve_count, map_count
         Number of samples with curves (one value per step), and with maps (one value per unit and step).
     curve_bin, map_bin
         Number of steps merged into one.
     """
 
-    curves: int
-    curve_bin: int
-    maps: int
-    map_bin: int
-
-
-@dataclass(frozen=True)
-class ShownSamples:
-    """The samples of the page, the most informative first, and how many of them have curves and maps."""
-
-    plan: PagePlan
     telling: tuple[int, ...]
+    curve_count: int
+    curve_bin: int
+    map_count: int
+    map_bin: int
 
     @property
     def curves(self) -> tuple[int, ...]:
         """Samples with curves."""
-        return self.telling[: self.plan.curves]
+        return self.telling[: self.curve_count]
 
     @property
     def maps(self) -> tuple[int, ...]:
         """Samples with maps."""
-        return self.telling[: self.plan.maps]
+        return self.telling[: self.map_count]
 
 
 @dataclass(frozen=True)
 class TrackSteps:
     """Time axis of a figure: number of its track, and the mask of each moment."""
 
-    shown: ShownSamples
+    plan: PagePlan
     track: int
     masks: Sequence[Array | None]
 
@@ -123,13 +118,16 @@ class ValueAxis:
 
 def lines(head: Caption, named: Mapping[str, Sequence[Array]], over: TrackSteps, axis: ValueAxis) -> ReportFigure:
     """Return a figure of named curves, (sample, time) at one or two moments."""
-    width, first = over.shown.plan.curve_bin, over.masks[0]
+    width, first = over.plan.curve_bin, over.masks[0]
     encoded_lines, drawn, broken = [], [], 0
     for name, moments in named.items():
         merged = [_merge_steps(v, m, width, axis.log) for v, m in zip(moments, over.masks, strict=True)]
-        encoded = [_encode_curves(values, padded, over.shown, axis.log) for values, padded in merged]
+        encoded = [_encode_curves(values, padded, over.plan, axis.log) for values, padded in merged]
         encoded_lines.append({"name": name, "unit": axis.of_units.get(name), "moments": encoded})
-        drawn.append(_static_line(name, moments[0], first, over.shown.telling[0]))
+        clean = moments[0] if first is None else np.where(first, moments[0], np.nan)
+        clean, (low, middle, high) = np.asarray(clean, dtype=np.float64), finite_quartiles(clean)
+        steps, sample = np.arange(clean.shape[1]), clean[over.plan.telling[0]]
+        drawn.append(draw.StaticLine(name, steps, sample, middle, low, high))
         broken += int((~np.isfinite(moments[0] if first is None else moments[0][first])).sum())
     spec: dict[str, Any] = {
         "track": over.track,
@@ -138,10 +136,10 @@ def lines(head: Caption, named: Mapping[str, Sequence[Array]], over: TrackSteps,
         "share": axis.share,
         "bin": width,
         "steps": int(next(iter(named.values()))[0].shape[1]),
-        "samples": list(over.shown.curves),
+        "samples": list(over.plan.curves),
         "lines": encoded_lines,
     }
-    padded = () if first is None else np.flatnonzero(~first[over.shown.telling[0]]).tolist()
+    padded = () if first is None else np.flatnonzero(~first[over.plan.telling[0]]).tolist()
     frame = draw.CurveAxes(x="time step", y=axis.label, log=axis.log, unit_range=axis.share, padded=padded)
     notes = [f"{broken:,} values are NaN or infinite: gaps, marked red."] if broken else []
     return ReportFigure(head, "lines", spec, draw.lines(drawn, frame), notes)
@@ -154,10 +152,10 @@ def _merge_steps(values: Array, mask: Array | None, width: int, log: bool) -> tu
     return binned(np.where(mask, values, 0.0), width, size=log), binned(mask, width) == 0
 
 
-def _encode_curves(curves: Array, padded: Array | None, shown: ShownSamples, log: bool) -> dict[str, Any]:
+def _encode_curves(curves: Array, padded: Array | None, plan: PagePlan, log: bool) -> dict[str, Any]:
     """Encode curves of the shown samples, and median and quartiles of all, absolute and relative to own peaks."""
     clean = curves if padded is None else np.where(padded, np.nan, curves)
-    scale, rows = scale_of(clean, log=log), np.asarray(shown.curves)
+    scale, rows = scale_of(clean, log=log), np.asarray(plan.curves)
     encoded = {
         "scale": scale.to_json(),
         "rows": row_codes(curves[rows], scale, None if padded is None else padded[rows]),
@@ -169,13 +167,6 @@ def _encode_curves(curves: Array, padded: Array | None, shown: ShownSamples, log
         own = scale_of(relative, log=True)
         encoded["own"] = {"scale": own.to_json(), "band": row_codes(relative, own)}
     return encoded
-
-
-def _static_line(name: str, values: Array, mask: Array | None, sample: int) -> draw.StaticLine:
-    """Return one sample's curve between the quartiles over samples."""
-    clean = np.asarray(values if mask is None else np.where(mask, values, np.nan), dtype=np.float64)
-    low, middle, high = finite_quartiles(clean)
-    return draw.StaticLine(name, np.arange(clean.shape[1]), clean[sample], middle, low, high)
 
 
 @dataclass(frozen=True)
@@ -200,8 +191,8 @@ class EncodedMap:
 
 def maps(head: Caption, choices: Sequence[Choice], over: TrackSteps, rows: str = "unit") -> ReportFigure:
     """Return a figure of maps; at a second moment only the first two samples have one."""
-    first, sample = choices[0].moments[0], over.shown.telling[0]
-    spec: dict[str, Any] = {"track": over.track, "row": rows, "bin": over.shown.plan.map_bin, "choices": []}
+    first, sample = choices[0].moments[0], over.plan.telling[0]
+    spec: dict[str, Any] = {"track": over.track, "row": rows, "bin": over.plan.map_bin, "choices": []}
     spec |= {"steps": int(first.shape[1]), "rows": int(first.shape[2])}
     mask = over.masks[0]
     padded = () if mask is None else np.flatnonzero(~mask[sample]).tolist()
@@ -209,7 +200,7 @@ def maps(head: Caption, choices: Sequence[Choice], over: TrackSteps, rows: str =
     for place, choice in enumerate(choices):
         moments: list[dict[str, Any]] = []
         for number, (values, real) in enumerate(zip(choice.moments, over.masks, strict=True)):
-            kept = over.shown.maps if number == 0 else over.shown.maps[:2]
+            kept = over.plan.maps if number == 0 else over.plan.maps[:2]
             tables = {one: _encode_map(values, real, one, over, choice.palette) for one in kept}
             moments.append({str(one): [table.url, table.scale.to_json()] for one, table in tables.items()})
         spec["choices"].append({"name": choice.name, "palette": choice.palette, "moments": moments})
@@ -225,7 +216,7 @@ def maps(head: Caption, choices: Sequence[Choice], over: TrackSteps, rows: str =
 
 def _encode_map(values: Array, mask: Array | None, sample: int, over: TrackSteps, palette: str) -> EncodedMap:
     """Encode one sample's (time, row) values as an image."""
-    width, one = over.shown.plan.map_bin, values[sample : sample + 1]
+    width, one = over.plan.map_bin, values[sample : sample + 1]
     padded = None
     if mask is not None:
         real = mask[sample : sample + 1]

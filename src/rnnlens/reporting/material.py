@@ -122,17 +122,8 @@ class Material:
 _REPEATED = 0.1
 #: Quantities of the trace that the page draws.
 _WANTED = (
-    "input",
-    "mask",
-    "hidden",
-    "cell",
-    "gates",
-    "output",
-    "hidden_grad",
-    "cell_grad",
-    "gate_grad",
-    "output_grad",
-    "input_grad",
+    *("input", "mask", "hidden", "cell", "gates", "output"),
+    *("hidden_grad", "cell_grad", "gate_grad", "output_grad", "input_grad"),
 )
 
 
@@ -174,18 +165,13 @@ def look_at(results: Sequence[Any]) -> Material:
     if material.moments and material.moments[0].tracks:
         tracks = material.moments[0].tracks
         material.numbers = list(range(tracks[0].samples))
-        material.labels = _labels_of(material.trace, len(material.numbers))
+        datasets = [] if material.trace is None else [material.trace.dataset(layer) for layer in material.trace.layers]
+        labels = next((dataset[SAMPLE].values for dataset in datasets if SAMPLE in dataset.coords), material.numbers)
+        material.labels = [str(label) for label in labels]
         material.targets = [""] * len(material.numbers)
         material.why_no_losses = "a saved result has no loss of single samples"
         material.ranking = ranked(_gradient_sizes(tracks, len(material.numbers)))
     return material
-
-
-def _labels_of(found: Trace | None, count: int) -> list[str]:
-    """Return the labels of the samples of a saved trace, or their positions."""
-    datasets = [] if found is None else [found.dataset(layer) for layer in found.layers]
-    known = next((dataset[SAMPLE].values for dataset in datasets if SAMPLE in dataset.coords), np.arange(count))
-    return [str(label) for label in known]
 
 
 def moment(name: str, found: Trace) -> Moment:

@@ -67,21 +67,16 @@ def of_model(
 ) -> TimeMap:
     """Compute the time Jacobian of outputs by inputs; with one output step, of the last layer's states by inputs.
 
-    Parameters
-    ----------
-    take
-        Returns the first n samples for a number n, in the layout that the model takes.
-    samples
-        Their positions in the data; empty if samples cannot be separated.
-    outputs
-        Shapes of the outputs of one sample.
+    ``take(n)`` returns the first n of the ``samples`` in the layout that the model takes; there are none if they cannot
+    be separated. ``outputs`` are the shapes of the outputs of one sample.
     """
     last = tracks[-1]
     every_step = any(len(shape) >= 3 and last.steps in shape[:2] for shape in outputs) and last.steps > 1
     of = "output" if every_step else f"{last.layer}.{next(iter(last.states), 'hidden')}"
     width = outputs[0][-1] if every_step else last.units
     rows = min(width, _PROBES)
-    step_cost = sum(8 * t.units * (t.units + _width(tracks, i)) for i, t in enumerate(tracks))
+    below = [1, *(track.units for track in tracks)]
+    step_cost = sum(8 * track.units * (track.units + width) for track, width in zip(tracks, below, strict=False))
     per_row = 0.5 * last.steps * rows * step_cost
     count = int(np.clip(_OPERATIONS / (per_row * min(last.steps, _ROWS)), 1, max(len(samples), 1)))
     kept = int(np.clip(_OPERATIONS / (per_row * count), 8, min(last.steps, _ROWS)))
@@ -136,7 +131,3 @@ def _labelled(found: xr.DataArray, code: str, samples: int, probes: int, directi
     later = values[IN_TIME].values[None, :] > values[OUT_TIME].values[:, None]
     causal = causal and not np.nan_to_num(norms)[later].any()
     return TimeMap(norms, values[OUT_TIME].values, values[IN_TIME].values, words, code, causal, probes, samples)
-
-
-def _width(tracks: Sequence[Track], place: int) -> int:
-    return tracks[place - 1].units if place else 1

@@ -129,18 +129,11 @@ def norms(values: Array) -> Array:
 
 
 def sort_keys(track: Track, kernels: Array | None) -> dict[str, Array]:
-    """Return the keys by which units can be sorted: one number per unit each.
+    """Return the keys by which units can be sorted, one number per unit each, whichever exist.
 
-    Parameters
-    ----------
-    kernels
-        Norm of each unit's own weights, (unit,), or None.
-
-    Returns
-    -------
     ``reach``: mean distance in steps, from the end at which the recurrence of the layer ends, of the gradient of the
-    hidden state; ``saturation``: share of (sample, time, gate) below 0.1 or above 0.9; ``norm`` of the unit's weights;
-    ``timescale`` of its forget gate; whichever exist.
+    hidden state; ``saturation``: share of (sample, time, gate) below 0.1 or above 0.9; ``norm`` of the unit's weights,
+    ``kernels`` (unit,); ``timescale`` of its forget gate.
     """
     keys: dict[str, Array] = {}
     state = next(iter(track.gradients), None)

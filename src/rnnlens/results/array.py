@@ -8,7 +8,7 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Mapping
 from os import PathLike
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import xarray as xr
@@ -16,6 +16,7 @@ import xarray as xr
 from ..arguments import checked
 from ..arguments import path as path_of
 from .checks import Certificate, Check
+from .disk.regions import ChunkTasks
 from .page import Row, page
 from .saving import save, save_chunks, tree_of
 from .schema import origin, provenance_of
@@ -122,10 +123,10 @@ class LazyArray(LabelledArray):  # type: ignore[no-untyped-call]
     """
 
     __slots__ = ("_tasks",)
-    _tasks: LazyTasks | None
+    _tasks: ChunkTasks | None
 
     @classmethod
-    def of(cls, array: xr.DataArray, tasks: LazyTasks) -> LazyArray:
+    def of(cls, array: xr.DataArray, tasks: ChunkTasks) -> LazyArray:
         """Return a lazy array; ``tasks.record()`` is a dask array of one mapping: checks and certificate."""
         found = cls(array)
         found._tasks = tasks
@@ -162,21 +163,8 @@ class LazyArray(LabelledArray):  # type: ignore[no-untyped-call]
             save_chunks(tree_of(self), tasks, path, lambda found, array: {array: record_of(found)})
 
 
-class LazyTasks(Protocol):
-    """The tasks behind a lazy result.
-
-    ``names``: by the name of a dask array, that of its part in the values of a chunk, for arrays that keep samples.
-    """
-
-    names: dict[str, str]
-
-    def record(self) -> Any:
-        """Return a dask array of one element, a mapping: the checks and the certificate of all chunks."""
-        ...
-
-
 def compute_with_record(
-    lazy: Mapping[str, xr.Dataset], tasks: LazyTasks, **kwargs: Any
+    lazy: Mapping[str, xr.Dataset], tasks: ChunkTasks, **kwargs: Any
 ) -> tuple[dict[str, xr.Dataset], dict[str, Any]]:
     """Compute lazy datasets together with the record of their chunks, so that no chunk runs twice.
 

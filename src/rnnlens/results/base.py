@@ -25,8 +25,9 @@ import xarray as xr
 from ..arguments import checked
 from ..arguments import path as path_of
 from ..errors import LayerNotFoundError, did_you_mean, shown
-from .array import LazyTasks, aligned, compute_with_record
+from .array import aligned, compute_with_record
 from .checks import Certificate, Check
+from .disk.regions import ChunkTasks
 from .encoding import datasets_of, from_path, to_paths
 from .page import Row, Said, page
 from .saving import META, root_attrs, save, save_chunks
@@ -39,7 +40,7 @@ _CLASSES: dict[str, type[Result]] = {}
 
 
 #: Module of each kind whose module has another name than the kind.
-_MODULES = {"run": "training_run", "incident": "nonfinite", "comparison": "diagnosis"}
+_MODULES = {"run": "training_run", "incident": "nonfinite", "comparison": "diagnosis", "dynamics": "diagnosis"}
 
 
 def result_class(kind: str) -> type[Result] | None:
@@ -88,15 +89,18 @@ class Result(Mapping[str, Any]):
         #: Data as given. Datasets and their tree are made on first use, as each takes as long as a small replay.
         self._datasets: dict[str, xr.Dataset | LabelledLayer] | xr.DataTree
         self._datasets = datasets if isinstance(datasets, xr.DataTree) else dict(datasets)
-        self._paths = _found(datasets) if isinstance(datasets, xr.DataTree) else to_paths(datasets)
-        self._tasks: LazyTasks | None = None
+        if isinstance(datasets, xr.DataTree):
+            self._paths = {from_path(node.path): node.path for node in datasets.subtree if node.has_data}
+        else:
+            self._paths = to_paths(datasets)
+        self._tasks: ChunkTasks | None = None
         self.provenance = with_version(provenance)
         self.notes = list(notes)
         self.certificate = Certificate.from_dict(certificate) if isinstance(certificate, Mapping) else certificate
         self._self_checks = [check if isinstance(check, Check) else Check(**check) for check in checks]
         self.checks = [*self._self_checks, *(self.certificate.checks if self.certificate else ())]
 
-    def pending(self, tasks: LazyTasks) -> Self:
+    def pending(self, tasks: ChunkTasks) -> Self:
         """Return this result, whose arrays are lazy; ``tasks`` gives checks and certificate when they are computed."""
         self._tasks = tasks
         return self
@@ -312,13 +316,9 @@ def refuse_no_name(name: object, known: Iterable[str], where: str) -> None:
         )
 
 
-def _chunk_name(array: xr.DataArray, tasks: LazyTasks) -> str | None:
+def _chunk_name(array: xr.DataArray, tasks: ChunkTasks) -> str | None:
     """Return the name of a lazy array's part in the values of a chunk; None if it does not keep samples."""
     return tasks.names.get(getattr(array.data, "name", ""))
-
-
-def _found(tree: xr.DataTree) -> dict[str, str]:
-    return {from_path(node.path): node.path for node in tree.subtree if node.has_data}
 
 
 def _check_sentences(checks: list[Check]) -> list[str]:
@@ -326,6 +326,5 @@ def _check_sentences(checks: list[Check]) -> list[str]:
     failed = [check.sentence for check in checks if not check.ok]
     if failed or not checks:
         return [f"FAILED {sentence}" for sentence in failed]
-    worst = max(checks, key=lambda check: check.residual / check.bound)
-    figures = f"largest residual {worst.residual:.1g}, rounding explains {worst.bound:.1g}"
-    return [f"{len(checks)} of {len(checks)} passed ({worst.layer} {worst.name}: {figures})"]
+    worst = max(checks, key=lambda check: check.ratio)
+    return [f"{len(checks)} of {len(checks)} passed ({worst.layer} {worst.name}: {worst.figures})"]

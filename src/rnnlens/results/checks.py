@@ -92,6 +92,16 @@ class Check:
             f"{self.layer or 'model'}: {meaning} by {self.residual:.3g} (relative); rounding explains {self.bound:.3g}"
         )
 
+    @property
+    def ratio(self) -> float:
+        """Residual relative to the bound; infinity for NaN."""
+        return math.inf if math.isnan(self.residual) else self.residual / self.bound
+
+    @property
+    def figures(self) -> str:
+        """Residual and bound in a few words."""
+        return f"largest residual {self.residual:.1g}, rounding explains {self.bound:.1g}"
+
     def to_dict(self) -> dict[str, Any]:
         """Convert the check to plain numbers and strings, as stored in files."""
         return asdict(self)
@@ -140,7 +150,7 @@ class Certificate:
     @property
     def worst(self) -> Check | None:
         """The comparison with the largest ratio of residual to bound; None without comparisons."""
-        return max(self.checks, key=lambda check: _closeness(check), default=None)
+        return worst_of(self.checks)
 
     @property
     def sentence(self) -> str:
@@ -185,8 +195,9 @@ class Certificate:
         return cls(stored["state"], against, why=why, checks=checks, samples=samples, **words)
 
 
-def _closeness(check: Check) -> float:
-    return float("inf") if check.residual != check.residual else check.residual / check.bound
+def worst_of(checks: Iterable[Check]) -> Check | None:
+    """Return the check with the largest ratio of residual to bound; None without checks."""
+    return max(checks, key=lambda check: check.ratio, default=None)
 
 
 def epsilon(dtype: Any) -> float:

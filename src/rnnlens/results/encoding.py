@@ -10,6 +10,7 @@ layers keeps its variables in a child named ``"@"``.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -51,9 +52,8 @@ def _convert(tree: xr.DataTree, convert: Callable[[xr.Variable], xr.Variable | N
         own = node.to_dataset(inherit=False)
         changed = {name: new for name, v in own.variables.items() if (new := convert(v)) is not None}
         if changed:
-            coords = {name: variable for name, variable in changed.items() if name in own.coords}
-            data = {name: variable for name, variable in changed.items() if name not in own.coords}
-            node.dataset = own.assign_coords(coords).assign(data)
+            coords = {name: changed.pop(name) for name in list(changed) if name in own.coords}
+            node.dataset = own.assign_coords(coords).assign(changed)
 
 
 def _without_times(variable: xr.Variable) -> xr.Variable | None:
@@ -92,13 +92,9 @@ def _too_long(tree: xr.DataTree) -> str | None:
 
 def _change(tree: xr.DataTree, change: Callable[[Any], Any]) -> None:
     for node in tree.subtree:
-        node.attrs = _changed(node.attrs, change)
-        for variable in node.variables.values():
-            variable.attrs = _changed(variable.attrs, change)
-
-
-def _changed(attrs: Mapping[Any, Any], change: Callable[[Any], Any]) -> dict[Any, Any]:
-    return {key: change(value) for key, value in attrs.items()}
+        holders: list[Any] = [node, *node.variables.values()]
+        for holder in holders:
+            holder.attrs = {key: change(value) for key, value in holder.attrs.items()}
 
 
 def _to_file(value: Any) -> Any:
@@ -121,6 +117,16 @@ def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
 
 
+def plain(value: Any) -> Any:
+    """Convert nested data to strict JSON: None for numbers that are not finite, Python's numbers for NumPy's."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    value = value.item() if isinstance(value, np.generic) else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def to_paths(names: Iterable[str]) -> dict[str, str]:
     """Return the tree path of each layer name.
 
@@ -131,7 +137,8 @@ def to_paths(names: Iterable[str]) -> dict[str, str]:
     """
     names = list(names)
     parents = {"/".join(parts[:i]) for parts in (name.split("/") for name in names) for i in range(1, len(parts))}
-    return {name: _path(name) + (f"/{OWN}" if name in parents else "") for name in names}
+    paths = {name: "".join(f"/{_quote(part)}" for part in name.split("/")) for name in names}
+    return {name: path + f"/{OWN}" * (name in parents) for name, path in paths.items()}
 
 
 def datasets_of(tree: xr.DataTree, names: Iterable[str]) -> dict[str, xr.Dataset]:
@@ -148,10 +155,6 @@ def from_path(path: str) -> str:
     """
     parts = path.removesuffix(f"/{OWN}").removeprefix("/").split("/")
     return "/".join("" if part == EMPTY else unquote(part) for part in parts)
-
-
-def _path(name: str) -> str:
-    return "".join(f"/{_quote(part)}" for part in name.split("/"))
 
 
 def _quote(part: str) -> str:

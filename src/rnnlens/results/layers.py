@@ -44,12 +44,15 @@ class LayerTable(Sequence[Any]):
 
     @staticmethod
     def _cells(info: Any) -> tuple[str, ...]:
-        options = ", ".join(f"{key}={value}" for key, value in info.options.items() if _telling(value))
+        set_options = ((key, value) for key, value in info.options.items() if value not in (None, False, 0, ""))
+        options = ", ".join(f"{key}={value}" for key, value in set_options)
+        axes = getattr(info, "state_axes", ())  # of a whole-sequence layer
+        state = " x ".join(f"{size or '?'} {axis.removesuffix('_unit')}s" for axis, size in axes)
         return (
             info.name,
             info.kind,
             "" if info.cell.replace("_", "") == info.kind.lower() else info.cell,
-            _state_words(info) or str(info.units or "?"),
+            state or str(info.units or "?"),
             info.direction,
             "every step" if info.return_sequences else "last step",
             _MASKED[info.masked],
@@ -102,17 +105,6 @@ class LayerTable(Sequence[Any]):
             f"<details open><summary><strong>{count} recurrent {'layer' if count == 1 else 'layers'}</strong></summary>"
             f"{table}</details>"
         )
-
-
-def _state_words(info: Any) -> str:
-    """Return the axes of a whole-sequence layer's state: ``512 channels x 16 states``; empty for other layers."""
-    axes = getattr(info, "state_axes", ())
-    return " x ".join(f"{size or '?'} {axis.removesuffix('_unit')}s" for axis, size in axes)
-
-
-def _telling(value: Any) -> bool:
-    """Return whether an option is worth a mention: not None, False, zero or empty."""
-    return value is not None and value is not False and value != 0 and value != 0.0 and value != ""
 
 
 class LayerView(Mapping[str, xr.DataArray]):

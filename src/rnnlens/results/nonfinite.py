@@ -125,7 +125,9 @@ class NonFinite(Result, kind="nonfinite"):
         **common: Any,
     ) -> None:
         super().__init__(datasets, **common)
-        self.origin = _read(origin) if isinstance(origin, Mapping) else origin
+        if isinstance(origin, Mapping):  # as stored: the value is text, because JSON has no NaN
+            origin = Origin(**{**origin, "value": float(origin["value"])})
+        self.origin = origin
         self.reaches, self.looked_at = tuple(reaches), tuple(looked_at)
 
     def __bool__(self) -> bool:
@@ -157,11 +159,6 @@ class NonFinite(Result, kind="nonfinite"):
 
     def _headline(self) -> str:
         return self.sentence
-
-
-def _read(origin: Mapping[str, Any]) -> Origin:
-    """Build an Origin from its stored form, in which the value is text because JSON has no NaN."""
-    return Origin(**{**origin, "value": float(origin["value"])})
 
 
 _PARTS = ("x", "y", "sample_weight")

@@ -164,10 +164,6 @@ def _told(tree: xr.DataTree, source: Path, *, sealed: bool) -> Any:
     if KIND not in tree.attrs:
         return _unmarked(tree, source)
     check_schema(tree.attrs, source)
-    return _from_tree(tree, source, sealed=sealed)
-
-
-def _from_tree(tree: xr.DataTree, source: Path, *, sealed: bool) -> Any:
     kind = str(tree.attrs[KIND])
     cls = result_class(kind)
     if cls is None and kind not in ("array", "dataset"):

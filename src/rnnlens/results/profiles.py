@@ -14,6 +14,7 @@ from ..measures.profiles import finite_median, own_peak
 from ..recurrence.measures import safe_norm
 from ..typing import Array
 from ..vocabulary import DIRECTION, IN_TIME, OUT_TIME, SAMPLE, TIME
+from .encoding import plain
 
 #: Name of the dimension of a training's records.
 STEP = "step"
@@ -59,8 +60,8 @@ class Profile:
 
     def to_json(self) -> dict[str, Any]:
         """Return the curve as plain numbers, with None for values that are not finite."""
-        rounded = [float(f"{v:.6g}") if np.isfinite(v) else None for v in self.values]
-        return {"label": self.label, "over": self.over, "peak": _finite(self.peak), "values": rounded}
+        rounded = [float(f"{v:.6g}") for v in self.values]
+        return {"label": self.label, "over": self.over, "peak": plain(self.peak), "values": plain(rounded)}
 
 
 def of_dataset(dataset: xr.Dataset) -> dict[str, Profile]:
@@ -155,10 +156,6 @@ def _words(dim: str) -> str:
 def _largest(values: Array) -> float:
     finite = np.abs(values[np.isfinite(values)])
     return float(finite.max()) if finite.size else float("nan")
-
-
-def _finite(value: float) -> float | None:
-    return value if np.isfinite(value) else None
 
 
 def blocks(values: Array, width: int = 32, *, decades: float | None = None) -> str:

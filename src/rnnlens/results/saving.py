@@ -33,7 +33,7 @@ from ..vocabulary import SAMPLE
 from .disk.atomic import replacing_folder, write_file
 from .disk.limits import damaged
 from .disk.netcdf import check_room, sealed
-from .disk.regions import complete, records_of, write_regions
+from .disk.regions import ChunkTasks, complete, records_of, write_regions
 from .disk.store import new_recording
 from .encoding import encode
 from .schema import SCHEMA_VERSION
@@ -99,17 +99,13 @@ def save(tree: xr.DataTree, path: str | PathLike[str]) -> None:
 
 def save_chunks(
     tree: xr.DataTree,
-    tasks: Any,
+    tasks: ChunkTasks,
     path: str | PathLike[str],
     attributes: Callable[[dict[str, Any], str], dict[str, Any]],
 ) -> None:
     """Compute a lazy result chunk by chunk into the Zarr folder ``path``, as :meth:`LazyArray.save` describes it.
 
-    Parameters
-    ----------
-    attributes
-        Function of the reduced record of all chunks, and of the path of the first array. It returns attributes by path
-        that are written at the end.
+    ``attributes`` gets the reduced record of all chunks and the path of the first array; it returns attributes by path.
     """
     target = check_path(path)
     if engine_of(target) != "zarr":

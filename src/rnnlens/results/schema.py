@@ -63,7 +63,7 @@ _DIMENSION_WORDS: dict[str, tuple[str, str]] = {
 
 _ORDER = {name: position for position, name in enumerate(QUANTITIES)}
 
-_BORDER_STATE = re.compile(r"(?P<when>initial|final)_(?P<state>.+?)(?P<grad>_grad)?")
+_BORDER_STATE = re.compile(r"(?P<when>initial|final)_(?P<state>.+?)(_grad)?")
 
 
 def quantity(name: str, cell: str = "") -> Quantity:
@@ -82,10 +82,14 @@ def quantity(name: str, cell: str = "") -> Quantity:
     weight = weight_of(stem, cell)
     if weight is not None:
         return weight_quantity(weight, gradient=gradient)
-    border = _BORDER_STATE.fullmatch(name)
-    if border is not None:
-        return _border_state(name, border["when"], border["state"], border["grad"] is not None)
-    return state_quantity(stem, gradient=gradient)
+    border = _BORDER_STATE.fullmatch(name)  # used where the states of a cell differ in size
+    if border is None:
+        return state_quantity(stem, gradient=gradient)
+    words = f"{border['when']} {border['state'].replace('_', ' ')}"
+    symbol = f"{border['state']}_{'0' if border['when'] == 'initial' else 'T'}"
+    if not gradient:
+        return Quantity(name, (SAMPLE, UNIT), words, "1", f"{symbol}, chronologically by the layer's own direction")
+    return Quantity(name, (SAMPLE, UNIT), f"gradient of the {words}", "loss", f"dL/d{symbol}", True)
 
 
 def weight_of(name: str, cell: str = "") -> Quantity | None:
@@ -106,17 +110,6 @@ def weight_quantity(known: Quantity, *, gradient: bool) -> Quantity:
         return known
     definition = f"dL/d{known.name}, summed over samples (and over time where there is no time axis)"
     return Quantity(f"{known.name}_grad", known.dims, f"gradient of the {known.long_name}", "loss", definition, True)
-
-
-def _border_state(name: str, when: str, state: str, gradient: bool) -> Quantity:
-    """Return the quantity of an initial or final state (``initial_hidden``, ``final_cell_grad``).
-
-    Used where the states of a cell differ in size.
-    """
-    words, symbol = f"{when} {state.replace('_', ' ')}", f"{state}_{'0' if when == 'initial' else 'T'}"
-    if not gradient:
-        return Quantity(name, (SAMPLE, UNIT), words, "1", f"{symbol}, chronologically by the layer's own direction")
-    return Quantity(name, (SAMPLE, UNIT), f"gradient of the {words}", "loss", f"dL/d{symbol}", True)
 
 
 @dataclass
@@ -185,7 +178,11 @@ def labelled_layer(
     """
     described = info_mapping(info)
     both = described.get("direction") == "bidirectional" if bidirectional is None else bidirectional
-    present = {name: to_host(arrays[name]) for name in sorted(arrays, key=_rank) if arrays[name] is not None}
+    present = {
+        name: to_host(arrays[name])
+        for name in sorted(arrays, key=lambda name: _ORDER.get(name, len(_ORDER)))
+        if arrays[name] is not None
+    }
     cell = str(described.get("cell", ""))
     named = {name: tuple((dims or {}).get(name) or _dims(name, array, both, cell)) for name, array in present.items()}
     named = _separate_units(named, present)
@@ -313,11 +310,6 @@ def _coordinate(dim: str, size: int, info: Mapping[str, Any]) -> xr.Variable:
     return xr.Variable((dim,), values, {"long_name": long_name, "definition": definition})
 
 
-def _rank(name: str) -> int:
-    """Return the sort position of a variable: its place in the vocabulary; unknown names come last."""
-    return _ORDER.get(name, len(_ORDER))
-
-
 def _dims(name: str, array: np.ndarray[Any, Any], bidirectional: bool, cell: str) -> tuple[str, ...]:
     """Return the dimensions of an array by quantity and rank.
 
@@ -334,8 +326,9 @@ def _dims(name: str, array: np.ndarray[Any, Any], bidirectional: bool, cell: str
         candidates += [(SAMPLE, *(f"axis_{i}" for i in range(1, array.ndim - 1)), UNIT)]
     elif weight_of(name.removesuffix("_grad"), cell) is not None:
         candidates = [full, (TIME, *full)]
-    if bidirectional:
-        candidates = [*(_with_direction(c) for c in candidates), *candidates]
+    if bidirectional:  # the direction comes after time, else after sample, else first
+        ends = [(dims, direction_axis(dims)) for dims in candidates]
+        candidates = [*((*dims[:at], DIRECTION, *dims[at:]) for dims, at in ends), *candidates]
     for candidate in candidates:
         if len(candidate) == array.ndim:
             return candidate
@@ -344,12 +337,6 @@ def _dims(name: str, array: np.ndarray[Any, Any], bidirectional: bool, cell: str
         got=f"shape {array.shape}",
         expected=" or ".join(f"({', '.join(c)})" for c in candidates),
     )
-
-
-def _with_direction(dims: tuple[str, ...]) -> tuple[str, ...]:
-    """Insert the direction dimension after time, else after sample, else first (weights)."""
-    at = direction_axis(dims)
-    return (*dims[:at], DIRECTION, *dims[at:])
 
 
 def _separate_units(

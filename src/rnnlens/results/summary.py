@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 
 import xarray as xr
@@ -11,6 +10,7 @@ import xarray as xr
 from .array import LabelledArray
 from .base import Part, Result
 from .diagnosis import Diagnosis
+from .encoding import plain
 from .profiles import of
 from .schema import to_host
 
@@ -41,22 +41,14 @@ def summary_of(result: Any) -> dict[str, Any]:
         ]
         loss = getattr(result, "loss", None)
         head = {"schema": SCHEMA, "kind": result.kind, "headline": result._headline()}
-        loss_words = {"loss": _finite(loss)} if isinstance(loss, float) else {}
+        loss_words = {"loss": plain(loss)} if isinstance(loss, float) else {}
         return {**head, **loss_words, "layers": layers, **_trust(result), "notes": result.notes}
     sizes = {"dims": _sizes(result)}
     kind = "array" if isinstance(result, xr.DataArray) else "dataset"
-    attributes = {str(key): value for key, value in result.attrs.items() if isinstance(value, str | int | float)}
     trust = _trust(result) if isinstance(result, LabelledArray) else {}
-    attributes.pop("record", None)
     named = {"name": str(result.name)} if kind == "array" else {}
-    return {
-        "schema": SCHEMA,
-        "kind": kind,
-        **named,
-        **sizes,
-        "attributes": _clean(attributes),
-        "profiles": curves,
-    } | trust
+    attributes = {key: value for key, value in _attributes(result).items() if key != "record"}
+    return {"schema": SCHEMA, "kind": kind, **named, **sizes, "attributes": attributes, "profiles": curves, **trust}
 
 
 def values_of(array: xr.DataArray) -> dict[str, Any]:
@@ -66,10 +58,14 @@ def values_of(array: xr.DataArray) -> dict[str, Any]:
         "kind": "array",
         "name": str(array.name),
         "dims": _sizes(array),
-        "attributes": _clean({str(k): v for k, v in array.attrs.items() if isinstance(v, str | int | float)}),
+        "attributes": _attributes(array),
         "coords": {str(dim): to_host(array[dim].values).tolist() for dim in array.dims if dim in array.coords},
-        "values": _clean(to_host(array.values).tolist()),
+        "values": plain(to_host(array.values).tolist()),
     }
+
+
+def _attributes(array: Any) -> dict[str, Any]:
+    return {str(key): plain(value) for key, value in array.attrs.items() if isinstance(value, str | int | float)}
 
 
 def _trust(result: Any) -> dict[str, Any]:
@@ -90,20 +86,8 @@ def _variables(data: xr.Dataset | xr.DataArray | None) -> dict[str, dict[str, in
 
 
 def _check(check: Any) -> dict[str, Any]:
-    return {**_clean(check.to_dict()), "ok": check.ok}
+    return {**plain(check.to_dict()), "ok": check.ok}
 
 
 def _sizes(array: Any) -> dict[str, int]:
     return {str(dim): int(size) for dim, size in array.sizes.items()}
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _clean(value: Any) -> Any:
-    if isinstance(value, float):
-        return _finite(value)
-    if isinstance(value, dict):
-        return {key: _clean(item) for key, item in value.items()}
-    return [_clean(item) for item in value] if isinstance(value, list) else value

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from rnnlens.results.diagnosis import Diagnosis
-from rnnlens.results.dynamics import FixedPoints
+from rnnlens.results.diagnosis import Diagnosis, FixedPoints
 
 LSTM = ["input", "forget", "candidate", "output"]
 

@@ -184,6 +184,7 @@ def test_flow_of_the_backward_half_runs_the_other_way(layer):
     turned = rl.plot.gradient_flow(layer(steps=30, directions=True), as_computed=True)
     assert (np.diff(curve(turned[1], "hidden_grad")[1]) > 0).all()
     assert names(axes[0]) == names(axes[1]) == names(turned[1])
+    assert [ax.get_xlabel() for ax in turned] == ["time step", "time step, as computed (from the last)"]
 
 
 def test_of_two_networks_the_first_is_grey_and_the_title_has_both_reaches(layer):

@@ -35,11 +35,27 @@ _EVERY = {"write_empty_chunks": True}
 
 
 class ChunkTasks(Protocol):
-    """The tasks of a lazy result, as :class:`~rnnlens.verbs.chunked.graph.ChunkGraph` has them."""
+    """The tasks behind a lazy result, as :class:`~rnnlens.verbs.chunked.graph.ChunkGraph` has them.
 
-    token: str
+    ``names``: by the name of a dask array, that of its part in the values of a chunk, for arrays that keep samples.
+    """
+
+    names: dict[str, str]
     title: str
-    arguments: Sequence[tuple[Any, ...]]
+
+    @property
+    def token(self) -> str:
+        """Name of the call, the same for the same model, data and arguments."""
+        ...
+
+    @property
+    def arguments(self) -> Sequence[tuple[Any, ...]]:
+        """The arguments of each chunk's task."""
+        ...
+
+    def record(self) -> Any:
+        """Return a dask array of one element, a mapping: the checks and the certificate of all chunks."""
+        ...
 
     def reduced(self, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Reduce the records of all chunks to checks, certificate and value."""
@@ -62,12 +78,8 @@ def folder_in_progress(target: Path, token: str) -> Path:
 def write_regions(tree: xr.DataTree, places: Mapping[str, tuple[str, int]], tasks: ChunkTasks, target: Path) -> Path:
     """Lay out a folder, compute all chunks that are missing in it, and return it.
 
-    Raises
-    ------
-    FileError
-        If chunks cannot be written, or the scheduler is lost; what is finished stays for the next call.
-    UserCodeError
-        If chunks raise; the message names the samples of the first.
+    Raise FileError if chunks cannot be written, or the scheduler is lost; what is finished stays for the next call.
+    Raise UserCodeError if chunks raise; the message names the samples of the first.
     """
     folder = folder_in_progress(target, tasks.token)
     if not (folder / _LABELS).is_file():

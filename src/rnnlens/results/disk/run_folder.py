@@ -210,15 +210,7 @@ def chunk_files(root: Path, kind: str) -> dict[str, list[str]]:
 
 @dataclass(frozen=True)
 class RunArray:
-    """One array of a run, as declared by its metadata.
-
-    Attributes
-    ----------
-    key
-        Its folder in the run.
-    shape, chunks
-        Shape of the whole array and of one chunk; the first axis is the step.
-    """
+    """One array of a run in the folder ``key``, as declared by its metadata; the first axis is the step."""
 
     root: Path
     key: str

@@ -121,18 +121,9 @@ def new_recording(root: Path) -> Iterator[Recording]:
 
 @dataclass(frozen=True)
 class Announced:
-    """Sizes and compression of an array, as declared by its metadata.
+    """Sizes of an array, as declared by its metadata: bytes of all of it and of one of ``count`` chunks.
 
-    Attributes
-    ----------
-    size, chunk
-        Bytes in memory of the whole array and of one chunk.
-    count
-        Number of chunks.
-    compressor
-        Name of the compression, or None.
-    most
-        Largest number of bytes that a chunk may unpack to.
+    A chunk may unpack to ``most`` bytes, from the compression ``compressor``, or None.
     """
 
     size: int
@@ -151,14 +142,7 @@ class Announced:
 class Verified(WrapperStore):  # type: ignore[misc]
     """Read-only Zarr store that verifies every file against the list of checksums.
 
-    Parameters
-    ----------
-    store
-        The folder.
-    keys
-        Checksum of each file by path; None as the checksum if there is no list.
-    arrays
-        Declared sizes of the arrays, by folder.
+    ``keys`` has the checksum of each file by path, None where there is no list; ``arrays`` the arrays by folder.
     """
 
     def __init__(self, store: Any, keys: Mapping[str, str | None], arrays: Mapping[str, Announced]) -> None:
