@@ -23,7 +23,6 @@ from .discover import node_name
 from .inputs import on_leaves
 from .lineage import StateLink, upstream
 from .record import CallOwner, CallRecord, CallRecorder, LayerRecord, Packing, PassRules, Recurrence, broken_recurrences
-from .training_weights import unscaled, widened
 from .weights import NAMES, class_of, torch_name
 
 #: Arguments of a cell: its input, and a list of its states, empty if it starts from zeros.
@@ -359,3 +358,13 @@ def _deviation(again: Tensor, before: Tensor) -> float:
     far = float(torch.where(alike, 0.0, (again - before).abs()).max())
     largest = float(torch.where(before.isfinite(), before.abs(), 0.0).max())
     return far / (largest or 1.0)
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """Return a tensor in at least float32."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def unscaled(grad: Tensor, scale: float) -> Tensor:
+    """Divide a gradient by the loss scale, in at least float32."""
+    return widened(grad) if scale == 1.0 else widened(grad) / scale

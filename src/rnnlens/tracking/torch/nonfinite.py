@@ -12,8 +12,7 @@ from torch import nn
 from ...adapters.protocol import Batch
 from ...adapters.registry import adapter_for
 from ...adapters.shared import hook_in_this_thread
-from ...adapters.torch.training_capture import ModuleHook
-from ...adapters.torch.training_weights import entries
+from ...adapters.torch.training_capture import ModuleHook, entries
 from ...verbs.find_nonfinite import find_nonfinite
 from ..incidents import Incidents, is_finite, told
 

@@ -12,7 +12,7 @@ import xarray as xr
 from ...adapters.protocol import Capture
 from ...adapters.registry import adapter_for
 from ...adapters.torch.training_calls import CallReplay, TrainingCall, direct_calls
-from ...adapters.torch.training_weights import WeightGradients
+from ...adapters.torch.training_capture import WeightGradients
 from ...errors import UnsupportedError
 from ...results.checks import Check
 from ...results.trace import Trace
