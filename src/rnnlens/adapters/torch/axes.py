@@ -231,7 +231,7 @@ def _find_times(
     axes = {port: _rest(tuple(probe.values[port].shape), samples.get(port)) for port in moving}
     above = {port: list(sequences) for port in moving}
     for sequence in sequences:
-        patterns = np.concatenate([binary_patterns(sequence.steps), _halves(sequence.steps)])
+        patterns = _patterns(sequence.steps)
         below = probe.nonzero_gradients(sequence.placed(patterns))
         for port in [port for port in moving if port in below]:
             reached = [(place, place.support(below[port])) for place in axes[port]]
@@ -315,18 +315,16 @@ class _StepSequence:
 
     def support(self, arrived: Mapping[Port, Values]) -> Values | None:
         """Return at which output steps any gradient is non-zero, (row, step) of bool; None if all are zero."""
-        parts = [
-            AxisPlace(1, 1, call.steps, 1).support(arrived[call.output]) if call.output in arrived else None
-            for call in self.calls
-        ]
-        rows = next((len(part) for part in parts if part is not None), None)
+        rows = next((len(arrived[call.output]) for call in self.calls if call.output in arrived), None)
         if rows is None:
             return None
-        filled = [
-            np.zeros((rows, call.steps), dtype=bool) if part is None else part
-            for part, call in zip(parts, self.calls, strict=True)
+        parts = [
+            AxisPlace(1, 1, call.steps, 1).support(arrived[call.output])
+            if call.output in arrived
+            else np.zeros((rows, call.steps), dtype=bool)
+            for call in self.calls
         ]
-        return np.concatenate(filled, axis=1)
+        return np.concatenate(parts, axis=1)
 
 
 def _sequences(calls: Sequence[DirectedCall]) -> list[_StepSequence]:
@@ -337,9 +335,10 @@ def _sequences(calls: Sequence[DirectedCall]) -> list[_StepSequence]:
     return [*(_StepSequence((call,)) for call in calls), *together]
 
 
-def _halves(size: int) -> Values:
-    """Return two boolean patterns: the first half of the indices, and the second half."""
-    return np.repeat(np.eye(2, dtype=bool), [size // 2, size - size // 2], axis=1)
+def _patterns(size: int) -> Values:
+    """Return boolean patterns of the binary digits of each index, then of the first half, and of the second half."""
+    halves = np.repeat(np.eye(2, dtype=bool), [size // 2, size - size // 2], axis=1)
+    return np.concatenate([binary_patterns(size), halves])
 
 
 def _rest(shape: tuple[int, ...], sample: AxisPlace | None) -> list[AxisPlace]:
@@ -359,7 +358,7 @@ def _from_above(
     """Find the axes whose halves reach different steps of the outputs of recurrences."""
     reached: list[list[tuple[AxisPlace, Values, bool]]] = [[] for _ in sequences]
     for place in axes:
-        patterns = np.concatenate([binary_patterns(place.size), _halves(place.size)])
+        patterns = _patterns(place.size)
         arrived = probe.nonzero_gradients({port: (place, patterns)})
         for sequence, found in zip(sequences, reached, strict=True):
             support = sequence.support(arrived)
