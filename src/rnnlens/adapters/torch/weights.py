@@ -109,14 +109,7 @@ def library_parameter(module: nn.Module | None, layer: int, key: str) -> nn.Para
 
 def layer_weights(named: Sequence[tuple[str, nn.Module]], node_name: Any) -> dict[str, LayerWeights]:
     """Return the weights of all modules that have any; a recurrent module gives one entry per stacked layer."""
-    every = ((f"{path}.{name}", w) for path, module in named for name, w in module.named_parameters(recurse=False))
-    empty = next((name for name, weight in every if weight.is_meta), None)
-    if empty is not None:
-        raise ModelError(
-            "The weights of this model have no values (meta device).",
-            got=f"{empty} on the meta device",
-            hint="model.to_empty(device=...), and load_state_dict",
-        )
+    _refuse_without_values(named)
     result: dict[str, LayerWeights] = {}
     within: tuple[str, ...] = ()
     seen: set[int] = set()
@@ -159,6 +152,17 @@ def _add_further(result: dict[str, LayerWeights], node_name: Any, path: str, mod
     layer = re.search(r"_l(\d+)", name) if isinstance(module, nn.RNNBase) else None
     entry = result[node_name(path, module, int(layer[1]) if layer else 0)]
     entry.values[name], entry.trainable[name] = own.detach().clone(), own.requires_grad
+
+
+def _refuse_without_values(named: Sequence[tuple[str, nn.Module]]) -> None:
+    every = ((f"{path}.{name}", w) for path, module in named for name, w in module.named_parameters(recurse=False))
+    empty = next((name for name, weight in every if weight.is_meta), None)
+    if empty is not None:
+        raise ModelError(
+            "The weights of this model have no values (meta device).",
+            got=f"{empty} on the meta device",
+            hint="model.to_empty(device=...), and load_state_dict",
+        )
 
 
 def load_weights(model: torch.nn.Module, path: Path, *, unsafe: bool = False) -> None:
