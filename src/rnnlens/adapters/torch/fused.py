@@ -218,13 +218,10 @@ def _one_layer(
 def _cell(recorder: CallRecorder, func: Any, owner: CallOwner, x: Tensor, state: Any, *weights: Tensor | None) -> Any:
     """Run and record one call of a single cell; its weights are in torch's order, without or with biases."""
     given = _as_tuple(state)
-    tail, found = recorder.tail(owner), recorder.continued(owner, given)
-    if found is None:
-        overridden = owner.name in recorder.initial_state and not _goes_on(tail, given)
-        start = recorder.given_state(owner.name, given) if overridden else given
-        fed = tuple(recorder.started(state) for state in start)
-    else:
-        fed = found.fed
+    tail, before, start = recorder.tail(owner), recorder.continued(owner, given), given
+    if before is None and owner.name in recorder.initial_state and not _goes_on(tail, given):
+        start = recorder.given_state(owner.name, given)
+    fed = tuple(recorder.started(state) for state in start) if before is None else before.fed
     stand_ins = {
         name: recorder.leaf(owner, f"{name}/0/0", w)
         for name, w in zip(slots(4), weights, strict=False)
@@ -232,7 +229,7 @@ def _cell(recorder: CallRecorder, func: Any, owner: CallOwner, x: Tensor, state:
     }
     x = recorder.fed(x)
     raw = _as_tuple(func(x, fed if len(fed) > 1 else fed[0], *(stand_ins.get(name) for name in slots(4))))
-    handed = recorder.add_step(owner, x, (given, fed, found), raw, raw, stand_ins)
+    handed = recorder.add_step(owner, x, (given, fed, before), raw, raw, stand_ins)
     return tuple(handed[id(state)] for state in raw) if len(raw) > 1 else handed[id(raw[0])]
 
 
