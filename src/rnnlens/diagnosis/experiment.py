@@ -157,7 +157,7 @@ class Experiment:
         whole = self._turned(to_host(self._leaf(capture.outputs)), given, data.len_of(x))
         if whole.ndim == 1:
             whole = whole[:, None]
-        at_step = self._at_step(whole) if whole.ndim >= 3 else whole
+        at_step = whole[np.arange(len(whole)), self.place(whole)] if whole.ndim >= 3 else whole
         return at_step.reshape(len(at_step), -1)
 
     @cached_property
@@ -225,9 +225,6 @@ class Experiment:
         """Examined output on the first samples, (sample, ...)."""
         few = min(LOOKED_INTO, self.samples.count)
         return self._turned(to_host(self._leaf(self.capture.outputs)), self.few, few)
-
-    def _at_step(self, whole: Array) -> Array:
-        return whole[np.arange(len(whole)), self.place(whole)]
 
     def place(self, whole: Array) -> Array:
         """Return the index of the examined step for each sample, (sample,), in an output (sample, time, ...)."""

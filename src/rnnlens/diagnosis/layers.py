@@ -66,7 +66,11 @@ class LayerFacts:
 
         NaN if it is unknown.
         """
-        return float("nan") if self.adjoint_norms is None else _median_peak(self.adjoint_norms)
+        if self.adjoint_norms is None:
+            return float("nan")
+        # Half of the largest float, so that the mean of two of them is finite.
+        half = np.finfo(self.adjoint_norms.dtype).max / 2
+        return float(np.median(np.nan_to_num(self.adjoint_norms, posinf=half).max(axis=1)))
 
     def signal(self, lag: int, steps: int) -> float:
         """Return the share of a training signal that is left ``lag`` steps before the end of ``steps`` steps.
@@ -225,11 +229,6 @@ def growth(norms: Array | None) -> float:
     start = np.array([row[np.flatnonzero(row)[0]] if row.any() else np.nan for row in norms])
     with np.errstate(divide="ignore", invalid="ignore"):
         return float(np.nanmedian(np.log10(norms.max(axis=1)) - np.log10(start)))
-
-
-def _median_peak(norms: Array) -> float:
-    # Half of the largest float, so that the mean of two of them is finite.
-    return float(np.median(np.nan_to_num(norms, posinf=np.finfo(norms.dtype).max / 2).max(axis=1)))
 
 
 def _timescale(run: Replay, mask: Array | None) -> Array | None:

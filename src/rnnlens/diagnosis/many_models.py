@@ -109,17 +109,16 @@ def diagnoses_of(
     outcomes: dict[Any, Outcome] = {name: value for name, value in models.items() if isinstance(value, Diagnosis)}
     backend = imported_backend()
     candidates = {name: Candidate(value, load, backend) for name, value in models.items() if name not in outcomes}
-    run = _run_here(candidates, arguments) if client is None else _run_on_workers(candidates, client, arguments)
+    run: Iterator[tuple[Any, Outcome]]
+    if client is None:
+        run = ((name, _diagnosed(candidate, arguments)) for name, candidate in candidates.items())
+    else:
+        run = _run_on_workers(candidates, client, arguments)
     with Progress("diagnoses", len(candidates)) as progress:
         for name, outcome in run:
             outcomes[name] = outcome
             progress.advance()
     return {name: outcomes[name] for name in models}
-
-
-def _run_here(candidates: Mapping[Any, Candidate], arguments: Mapping[str, Any]) -> Iterator[tuple[Any, Outcome]]:
-    for name, candidate in candidates.items():
-        yield name, _diagnosed(candidate, arguments)
 
 
 def _diagnosed(candidate: Candidate, arguments: Mapping[str, Any]) -> Outcome:

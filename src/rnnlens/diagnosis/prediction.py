@@ -199,7 +199,8 @@ def read_target(y: Any, raw: Array, step: int | None, task: str | None, loss: An
         values = values[:, step]
     words = _words(loss)
     kind = task or _guess(values, outputs, words)
-    if task is None and not _tell(words) and kind == "values" and _are_logits_of(values, raw):
+    told = any(word in words for word in (*_ENTROPY, *_DISTANCE))
+    if task is None and not told and kind == "values" and _are_logits_of(values, raw):
         kind = "binary"
     if kind == "classes":
         return PredictionTarget("classes", _one_hot(values, outputs), _takes_logits(loss)).with_form(raw)
@@ -220,11 +221,6 @@ def _takes_logits(loss: Any) -> bool | None:
     names = set(_words(loss).split())
     of_logits, of_probabilities = bool(names & _OF_LOGITS), bool(names & _OF_PROBABILITIES)
     return of_logits if of_logits != of_probabilities else None
-
-
-def _tell(words: str) -> bool:
-    """Return whether the words of a loss determine the task."""
-    return any(word in words for word in (*_ENTROPY, *_DISTANCE))
 
 
 def _are_logits_of(values: Array, raw: Array) -> bool:
@@ -249,19 +245,13 @@ def _guess(values: Array, outputs: int, words: str) -> Task:
     distance = any(word in words for word in _DISTANCE)
     entropy = any(word in words for word in _ENTROPY)
     flat = values.reshape(len(values), -1)
-    single = flat.shape[1] == 1
-    if outputs > 1 and single and not distance and values.dtype.kind in "iub":
+    whole, zero_one = values.dtype.kind in "iub", bool(np.isin(flat, (0, 1)).all())
+    one_hot = flat.shape[1] == outputs and zero_one and bool((flat.sum(axis=1) == 1).all())
+    if outputs > 1 and not distance and (one_hot or (flat.shape[1] == 1 and whole)):
         return "classes"
-    if outputs > 1 and not distance and _are_one_hot(flat, outputs):
-        return "classes"
-    zero_one = bool(np.isin(flat, (0, 1)).all())
-    if zero_one and not distance and flat.shape[1] == outputs and (entropy or values.dtype.kind in "iub"):
+    if zero_one and not distance and flat.shape[1] == outputs and (entropy or whole):
         return "binary"
     return "values"
-
-
-def _are_one_hot(flat: Array, outputs: int) -> bool:
-    return flat.shape[1] == outputs and bool(np.isin(flat, (0, 1)).all() and (flat.sum(axis=1) == 1).all())
 
 
 def _one_hot(values: Array, outputs: int) -> Array:

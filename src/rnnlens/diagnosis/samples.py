@@ -43,7 +43,9 @@ class Orientation:
         failure: Exception | None = None
         if not any(name.startswith("input") for name in self.said):
             try:
-                if self._come_first(x):
+                if all(
+                    self._samples_of_first(x, count) <= {count} for count in (2, 3)
+                ):  # the first axis counts samples
                     return None
             except RnnlensError as error:
                 failure = error
@@ -56,10 +58,6 @@ class Orientation:
         leaves = data.leaves_of(x)
         self.axes.learn(Batch(x), [Port("input", index=i) for i in range(len(leaves))])
         return [self._complete(i, leaf, layout) for i, (leaf, layout) in enumerate(zip(leaves, found, strict=True))]
-
-    def _come_first(self, x: Any) -> bool:
-        """Return whether the first axis of x counts samples, by runs on its first two and first three entries."""
-        return all(self._samples_of_first(x, count) <= {count} for count in (2, 3))
 
     def _samples_of_first(self, x: Any, count: int) -> set[int]:
         """Run the model on the first ``count`` entries of every leaf.
@@ -142,7 +140,8 @@ class Orientation:
         """
         port = Port("output", index=index)
         if self._may_lie_otherwise(array, port, x, samples):
-            self.axes.learn(Batch(x if self.inputs is not None else _first_few(x)), [port])
+            few = x if self.inputs is not None else data.map_leaves(lambda leaf: leaf[:3], x)
+            self.axes.learn(Batch(few), [port])
         layout = self.axes.layout(port, array.shape)
         if SAMPLE not in layout.names:
             raise InputError(
@@ -162,10 +161,6 @@ class Orientation:
     def names(self, array: Array, index: int) -> Layout:
         """Return the layout of an output of the model, as far as it is known."""
         return self.axes.layout(Port("output", index=index), array.shape)
-
-
-def _first_few(x: Any) -> Any:
-    return data.map_leaves(lambda leaf: leaf[:3], x)
 
 
 def _turned(array: Array, layout: Layout) -> Array:

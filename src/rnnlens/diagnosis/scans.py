@@ -36,7 +36,8 @@ def measure_scans(experiment: Experiment) -> tuple[list[LayerFacts], Attribution
     facts = []
     for call in capture.sequences:
         kind = experiment.scans[call.layer.rpartition("#")[0] or call.layer].cell
-        facts.append(_facts(call, kind, _steps_seen(experiment, call)))
+        steps = call.cell.steps
+        facts.append(_facts(call, kind, experiment.reach if steps == experiment.samples.steps else steps))
     return facts, _attribution(experiment, capture)
 
 
@@ -53,12 +54,6 @@ def _capture(experiment: Experiment) -> Capture:
     names = (*experiment.scans, *experiment.embeddings)
     request = CaptureRequest(names, weight_grads=False, boundaries=True, all_must_run=False)
     return experiment.adapter.capture(experiment.model, Batch(x, np.zeros(len(weights)), loss=projected), request)
-
-
-def _steps_seen(experiment: Experiment, call: SequenceCall) -> int:
-    """Return the number of steps of a scan up to the examined output step."""
-    steps = call.cell.steps
-    return experiment.reach if steps == experiment.samples.steps else steps
 
 
 def _facts(call: SequenceCall, kind: str, seen: int) -> LayerFacts:

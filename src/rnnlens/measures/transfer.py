@@ -68,7 +68,9 @@ class Transfer:
         step Jacobians Vogt et al. 2022, arXiv:2006.14123, section 2. Products of transposed matrices grow at the same
         rate.
         """
-        kept = self._of_full_length()
+        reached = (~np.isnan(self.log_ratio)).sum(axis=0)
+        count = int(np.median(reached))  # lags that at least half of the samples reach
+        kept = self.log_ratio[:count, reached >= count]
         kept = kept[max(1, round(BURN_IN * len(kept))) :]
         if len(kept) < 2 * _BLOCKS or not np.isfinite(kept).all():
             return (float("-inf") if np.isneginf(kept).any() else float("nan")), float("nan")
@@ -79,12 +81,6 @@ class Transfer:
             rates.std(ddof=1) / np.sqrt(rates.size) if rates.size > 1 else 0.0, blocks.std(ddof=1) / _BLOCKS**0.5
         )
         return float(rates.mean()), float(error)
-
-    def _of_full_length(self) -> Array:
-        """Return logarithms of the state transfer, (lag, sample), for lags that at least half of the samples reach."""
-        reached = (~np.isnan(self.log_ratio)).sum(axis=0)
-        count = int(np.median(reached))
-        return self.log_ratio[:count, reached >= count]
 
 
 def state_spread(run: Replay) -> list[Array]:

@@ -146,7 +146,7 @@ class Collector:
         shape = (int(values.shape[0]), int(values.shape[1]) // self.rows, self.rows, int(values.shape[2]))
         block = self.work.xp.reshape(values, shape)
         if self.reduce is not None:
-            block = self.reduce(_swap(block) if self.swapped else block)
+            block = self.reduce(self.work.xp.permute_dims(block, (0, 1, 3, 2)) if self.swapped else block)
         self.put(t, first // self.rows, block)
 
     def put(self, t: int, start: int, block: Array) -> None:
@@ -170,10 +170,6 @@ class Collector:
         """Add estimates (sample, probe, ...) of the squares of pruned rows to the error."""
         if t in self.steps:
             self.error_squares += float(squares.sum()) / int(squares.shape[1])
-
-
-def _swap(block: Array) -> Array:
-    return namespace(block).permute_dims(block, (0, 1, 3, 2))
 
 
 class FieldCollector:

@@ -243,7 +243,7 @@ def weight_gradients(
         for index in np.ndindex(*w.shape):
             moved = w.copy()
             moved[index] += 1j * _STEP
-            changed = with_values(cell, {**values, name: moved})
+            changed = cell.holding({**values, name: moved})
             for b, t in np.ndindex(*x.shape[:2]):
                 if mask is None or mask[b, t]:
                     after = step(changed, x[b, t], [s[b, t] for s in states_before])
@@ -251,9 +251,3 @@ def weight_gradients(
                         float(c[b, t] @ (s.imag / _STEP)) for c, s in zip(state_cotangent, after, strict=True)
                     )
     return grads
-
-
-def with_values(cell: Cell, values: Mapping[str, Matrix]) -> Cell:
-    """Return a copy of the cell with the given weights."""
-    left = iter(values[name] for name in cell.weights())
-    return cell.with_weights(lambda _: next(left))

@@ -170,19 +170,16 @@ class Alerts:
         return replace(record, notes=(*record.notes, *(alert.sentence for alert in new))) if new else record
 
     def _one(self, record: TrainingRecord, name: str, value: float) -> Alert | None:
-        made = _WATCHED.get(name.rpartition("/")[2]) if "/" in name else None
-        if made is None or not _says_something(record, name):
+        layer, _, quantity = name.rpartition("/")
+        if not layer or quantity not in _WATCHED:
             return None
-        finding, sign, scale = made
+        # Reach and decay of a gradient that is not finite are no findings of their own.
+        if quantity in ("reach", "decay") and not math.isfinite(record.scalars.get(f"{layer}/adjoint", 0.0)):
+            return None
+        finding, sign, scale = _WATCHED[quantity]
         watched = self._watched.setdefault((record.kind, name), _Watched(finding, sign, scale))
         since = watched.look(record.step, float(value))
         return None if since is None else Alert(finding, name, since[0], float(value), since[1])
-
-
-def _says_something(record: TrainingRecord, name: str) -> bool:
-    """Return False for reach and decay of a gradient that is not finite, which are no findings of their own."""
-    layer, _, what = name.rpartition("/")
-    return what not in ("reach", "decay") or math.isfinite(record.scalars.get(f"{layer}/adjoint", 0.0))
 
 
 def _place(alert: Alert) -> str:

@@ -15,7 +15,7 @@ from ..adapters.registry import adapter_for
 from ..results.gradients import Gradients
 from ..results.nonfinite import NonFinite
 from ..results.schema import labelled_layer
-from ..results.trace import Trace, TracedLayer
+from ..results.trace import Trace
 from ..results.weights import Weights
 from ..settings import options
 from ..verbs.find_nonfinite import find_nonfinite
@@ -98,13 +98,10 @@ class LayerOfBatch:
         return self[name]
 
     def __getitem__(self, name: str) -> xr.DataArray:
-        return self._layer(name)[name]
-
-    def _layer(self, quantity: str) -> TracedLayer:
         direct = self._batch.direct
-        if direct is not None and quantity in DIRECT and self.name in direct and quantity in direct[self.name]:
-            return direct[self.name]
-        return self._batch.trace[self.name]
+        if direct is not None and name in DIRECT and self.name in direct and name in direct[self.name]:
+            return direct[self.name][name]
+        return self._batch.trace[self.name][name]
 
     def __repr__(self) -> str:
         return repr(self._batch.trace[self.name])

@@ -56,7 +56,11 @@ class Incidents:
         """
         if self.written is not None:
             return None
-        parts = {name: _unpacked(getattr(batch, name)) for name in ("x", "y", "sample_weight")}
+        # A file stores packed sequences as padded ones.
+        parts = {
+            name: data.map_leaves(lambda leaf: data.padded(leaf) if data.is_packed(leaf) else leaf, value)
+            for name, value in (("x", batch.x), ("y", batch.y), ("sample_weight", batch.sample_weight))
+        }
         incident = Incident.of(parts, weights, when, provenance=self._provenance)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         incident.save(self.path)
@@ -91,8 +95,3 @@ def told(ask: Callable[[], str]) -> str:
     except Exception as error:
         said = str(error).partition("\n")[0]
         return f"its origin could not be determined ({type(error).__name__}{f': {said}' if said else ''})"
-
-
-def _unpacked(value: Any) -> Any:
-    """Convert packed sequences to padded ones, which a file can store."""
-    return data.map_leaves(lambda leaf: data.padded(leaf) if data.is_packed(leaf) else leaf, value)

@@ -338,20 +338,12 @@ def sinks(loggers: Any, directory: str | Path) -> list[Sink]:
 def _sink(logger: Any, directory: Path) -> Sink:
     if isinstance(logger, str):
         return _by_name(logger, directory)
-    if _home(logger) == "lightning":
-        return _of_lightning(logger)
-    return _of(_home(logger), logger)
-
-
-def _of_lightning(logger: Any) -> Sink:
-    """Return a sink for the client inside a logger of Lightning."""
-    inner = getattr(logger, "experiment", logger)
-    if _home(inner) == "mlflow":
-        return MLflow(inner.get_run(logger.run_id), client=inner)
-    return _of(_home(inner), inner)
-
-
-def _of(home: str, logger: Any) -> Sink:
+    if _home(logger) == "lightning":  # with a client inside
+        client = getattr(logger, "experiment", logger)
+        if _home(client) == "mlflow":
+            return MLflow(client.get_run(logger.run_id), client=client)
+        logger = client
+    home = _home(logger)
     if has_attribute(logger, "add_scalar") or (home == "tensorflow" and has_attribute(logger, "as_default")):
         return TensorBoard(logger)
     if home == "wandb" and has_attribute(logger, "define_metric"):

@@ -69,17 +69,13 @@ class Rows:
         for layer, arrays in record.layers.items():
             for name, array in arrays.items():
                 self._put_labelled(f"layers{paths[layer]}/{name}", array)
-        self._add_notes(record)
+        there = self._group.attrs.get("notes", [])
+        if notes := [[record.step, note] for note in record.notes][: _MOST_NOTES - len(there)]:
+            self._group.attrs.update({"notes": [*there, *notes]})
         self._put_sums()
         self._committed[:] = committed(self._count + 1)
         self._count += 1
         self.last_step = record.step
-
-    def _add_notes(self, record: TrainingRecord) -> None:
-        there = self._group.attrs.get("notes", [])
-        notes = [[record.step, note] for note in record.notes][: _MOST_NOTES - len(there)]
-        if notes:
-            self._group.attrs.update({"notes": [*there, *notes]})
 
     def _put_sums(self) -> None:
         """Write the checksums of this row, one for each array in the order of the group's attribute ``arrays``."""
