@@ -199,7 +199,7 @@ def adjoint_custom(
         )
     carry = final_or_zero(run, final_state_cotangent)
     state_grads = tuple(xp.empty_like(s) for s in run.states)
-    input_grad = xp.zeros_like(run.input)
+    input_grad = xp.empty_like(run.input)
     for t in run.steps(reverse=True):
         carry = carry if run.received is None else _passed_on(run, carry, t)
         carry = tuple(without_subnormal(c, xp) for c in carry)

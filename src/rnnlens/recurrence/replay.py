@@ -255,12 +255,11 @@ def _one_step_residual(run: Replay) -> float:
 
 def _fill_masked(hidden: Array, run: Replay) -> Array:
     """Replace outputs at masked steps, which differ between frameworks, by the state carried over."""
-    xp, state = run.xp, run.initial_state[0]
-    filled: list[Array] = []
+    xp, state, filled = run.xp, run.initial_state[0], run.xp.empty_like(hidden)
     for t in run.steps():
         state = carried(hidden[:, t, :], state, run.mask[:, t], xp)  # type: ignore[index]
-        filled.append(state)
-    return xp.stack(filled if run.order == "forward" else filled[::-1], axis=1)
+        filled[:, t, :] = state
+    return filled
 
 
 def _other_states(run: Replay, gates: Array) -> tuple[Array, ...]:
