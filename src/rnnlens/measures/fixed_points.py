@@ -191,73 +191,29 @@ def marginal_curves(states: Array, eigenvalues: Array) -> tuple[Array, tuple[str
     names
         ``"line"`` or ``"ring"`` for each curve (Seung 1996, doi:10.1073/pnas.93.23.13339).
     """
+    # Imported here because the import takes time and few networks have marginal points.
+    from scipy.sparse.csgraph import connected_components, minimum_spanning_tree, shortest_path
+
     curve = np.full(len(states), -1)
     near_one = np.abs(eigenvalues - 1) <= NEARLY_MARGINAL
     chosen = np.flatnonzero(near_one.sum(axis=1) == 1)
     if len(chosen) < FEWEST_ON_A_CURVE:
         return curve, ()
     distance = np.linalg.norm(states[chosen][:, None] - states[chosen][None], axis=2)
-    edges = _spanning_tree(distance)
-    longest = 20 * float(np.median([distance[a, b] for a, b in edges]))
-    parts = _connected(len(chosen), [(a, b) for a, b in edges if distance[a, b] <= longest])
+    tree = minimum_spanning_tree(distance)
+    tree.data[tree.data > 20 * np.median(tree.data)] = 0
+    tree.eliminate_zeros()
+    count, component = connected_components(tree, directed=False)
     names: list[str] = []
-    for part in parts:
+    for part in (np.flatnonzero(component == i) for i in range(count)):
         if len(part) < FEWEST_ON_A_CURVE:
             continue
-        inside = [(a, b) for a, b in edges if a in part and b in part and distance[a, b] <= longest]
-        curve[chosen[sorted(part)]] = len(names)
-        names.append("ring" if _is_closed(part, inside, distance) else "line")
+        curve[chosen[part]] = len(names)
+        along, across = shortest_path(tree[part][:, part], directed=False), distance[np.ix_(part, part)]
+        ends = np.unravel_index(along.argmax(), along.shape)
+        is_closed = along[ends] > 2 * across.max() and across[ends] < 0.5 * across.max()
+        names.append("ring" if is_closed else "line")
     return curve, tuple(names)
-
-
-def _spanning_tree(distance: Array) -> list[tuple[int, int]]:
-    """Return the edges of the minimum spanning tree of points with given distances (point, point)."""
-    nearest, best = np.zeros(len(distance), dtype=int), distance[0].copy()
-    outside, edges = np.ones(len(distance), dtype=bool), []
-    outside[0] = False
-    for _ in range(len(distance) - 1):
-        new = int(np.where(outside, best, np.inf).argmin())
-        edges.append((int(nearest[new]), new))
-        outside[new] = False
-        closer = distance[new] < best
-        nearest[closer], best = new, np.minimum(best, distance[new])
-    return edges
-
-
-def _connected(count: int, edges: list[tuple[int, int]]) -> list[set[int]]:
-    """Return the connected components of a graph, as sets of points."""
-    member = {i: {i} for i in range(count)}
-    for a, b in edges:
-        if member[a] is not member[b]:
-            joined = member[a] | member[b]
-            for i in joined:
-                member[i] = joined
-    return list({id(part): part for part in member.values()}.values())
-
-
-def _is_closed(part: set[int], edges: list[tuple[int, int]], distance: Array) -> bool:
-    """Return whether a tree is long compared with the diameter of its points, but its two ends are close together."""
-    neighbours: dict[int, list[int]] = {i: [] for i in part}
-    for a, b in edges:
-        neighbours[a].append(b)
-        neighbours[b].append(a)
-
-    def farthest(start: int) -> tuple[int, float]:
-        length, waiting = {start: 0.0}, [start]
-        while waiting:
-            at = waiting.pop()
-            for other in neighbours[at]:
-                if other not in length:
-                    length[other] = length[at] + float(distance[at, other])
-                    waiting.append(other)
-        end = max(length, key=length.__getitem__)
-        return end, length[end]
-
-    first, _ = farthest(next(iter(part)))
-    last, length_of_curve = farthest(first)
-    members = sorted(part)
-    diameter = float(distance[np.ix_(members, members)].max())
-    return length_of_curve > 2 * diameter and float(distance[first, last]) < 0.5 * diameter
 
 
 def _descend(map_: StepMap, s: Array, enough: float) -> tuple[Array, Array]:
