@@ -199,6 +199,47 @@ def test_time_jacobians_through_a_loop_are_those_of_the_whole_model(name):
     )
 
 
+def written(model, x, added):
+    """Return the output of a Loop over an LSTMCell by its equations, with numbers added to the cell states."""
+    h = c = zeros(x)
+    outputs, cell = [], model.cell
+    for t in range(STEPS):
+        z = ops.matmul(x[:, t], cell.kernel) + ops.matmul(h, cell.recurrent_kernel) + cell.bias
+        i, f, g, o = ops.split(z, 4, axis=1)
+        c = ops.sigmoid(f) * c + ops.sigmoid(i) * ops.tanh(g) + added[:, t]
+        h = ops.sigmoid(o) * ops.tanh(c)
+        outputs.append(h)
+    return model.head(outputs[-1] + outputs[1]) + (h + c)[:, :2]
+
+
+@pytest.mark.parametrize("implementation", [1, 2])
+def test_gradients_by_cell_states_include_the_hidden_state_of_the_same_step(implementation):
+    model = Loop(L.LSTMCell(UNITS, name="cell", implementation=implementation))
+    rng = np.random.default_rng(0)
+    x, y, none = rng.normal(size=(3, STEPS, 3)), rng.normal(size=(3, 2)), np.zeros((3, STEPS, UNITS))
+    model(ops.convert_to_tensor(x))
+    model.compile("sgd", "mse")
+    one = gradient(lambda added: ops.sum(written(model, ops.convert_to_tensor(x), added)[:, 0]), none)
+    assert np.all(one[:, -1])
+    found = rl.jacobian(model, x, wrt="cell.cell")
+    np.testing.assert_allclose(np.asarray(found)[:, 0], one, rtol=1e-9, atol=1e-13)
+    found = rl.gradients(model, x, of="output", at={"unit": 0}, reduce="sum", wrt="cell.cell")
+    np.testing.assert_allclose(found, one, rtol=1e-9, atol=1e-13)
+    one = gradient(
+        lambda a: ops.mean((written(model, ops.convert_to_tensor(x), a) - ops.convert_to_tensor(y)) ** 2), none
+    )
+    for options in ({}, {"per_sample": True}):
+        found = rl.gradients(model, x, y, wrt="cell.cell", **options)
+        np.testing.assert_allclose(found, one, rtol=1e-9, atol=1e-13)
+
+
+def test_paths_within_a_step_of_a_cell_of_ones_own_are_refused_by_name():
+    model, x, y = built("own cell")
+    assert rl.gradients(model, x, y, wrt="cell.hidden").certificate.state == "passed"
+    with pytest.raises(rl.errors.UnsupportedError, match="may compute its output or another state from this one"):
+        rl.jacobian(model, x, wrt="cell.hidden")
+
+
 class FeedBack(keras.Model):
     """The forecaster of TensorFlow's tutorial on time series: a layer warms up, and a loop over its cell goes on."""
 

@@ -62,13 +62,17 @@ class SteppedLayerError(ChangedStateError):
 
 @dataclass
 class CellRun:
-    """One recurrence over a cell: its record, the states given to the user's code, and those that the cell made."""
+    """One recurrence over a cell: its record, the states given to the user's code, and those that the cell made.
+
+    ``early``: the cell state that the running step computed, and the tapped one that its hidden state is computed from.
+    """
 
     call: LayerCall
     received: list[Any] = field(default_factory=list)
     produced: list[Any] = field(default_factory=list)
     masks: dict[str, Any] = field(default_factory=dict)
     steps: int = 0
+    early: tuple[Any, Any] | None = None
 
 
 @contextmanager
@@ -256,7 +260,8 @@ class LayerRecorder:
             if self.is_inside_a_layer or len(given) < 2:
                 return original(*args, **kwargs)
             run, x, states = steps.enter(*(given[name] for name in names))
-            result = original(x, states, *args[2:], **{k: v for k, v in kwargs.items() if k not in names})
+            with steps.inside(run):
+                result = original(x, states, *args[2:], **{k: v for k, v in kwargs.items() if k not in names})
             if not isinstance(result, tuple | list) or len(result) != 2:
                 raise UnsupportedError(
                     f"Cell {site.name!r} did not return an output and its states.",
@@ -312,13 +317,41 @@ class StepRecorder:
         x, flat = self._enter(run, x, flat)
         return run, x, self._keras.tree.pack_sequence_as(states, flat)
 
+    @contextmanager
+    def inside(self, run: CellRun) -> Iterator[None]:
+        """Tap the cell state of an LSTM before its hidden state is computed from it, within the block.
+
+        The total gradient of c_t includes the path through h_t. Keras' cell applies its activation to c_t last.
+        """
+        cell, applied = self._site.layer.cell, 0
+        if type(cell) is not self._keras.layers.LSTMCell:
+            yield
+            return
+        original = cell.activation
+
+        def activation(tensor: Any) -> Any:
+            nonlocal applied
+            applied += 1
+            if applied == 2:
+                run.early = tensor, self._recorder.record(run.call, f"total/1@{run.steps}", tensor)
+                tensor = run.early[1]
+            return original(tensor)
+
+        vars(cell)["activation"] = substitute_in_this_thread(activation, original)
+        try:
+            yield
+        finally:
+            vars(cell)["activation"] = original
+
     def leave(self, run: CellRun, output: Any, states: Any) -> tuple[Any, Any]:
         """Record and tap the output and the new states of a step; return those that the user's code receives."""
         if self._recorder.training:
             self._dropout(run)
         record, t = self._recorder.record, run.steps
         flat = self._keras.tree.flatten(states)
-        made = {id(s): record(run.call, f"total/{i}@{t}", s) for i, s in enumerate(flat)}
+        self._refuse_paths_within(run, output, flat)
+        made, run.early = {} if run.early is None else {id(run.early[0]): run.early[1]}, None
+        made |= {id(s): record(run.call, f"total/{i}@{t}", s) for i, s in enumerate(flat) if id(s) not in made}
         run.produced = [made[id(s)] for s in flat]
         kept = {id(output): record(run.call, f"output@{t}", made.get(id(output), output))}
         for i, state in enumerate(flat):
@@ -356,6 +389,23 @@ class StepRecorder:
         if self._starts is not None:
             run.call.arrays.update({f"received/{i}@{t}": s for i, s in enumerate(found)})
         return record(run.call, f"input@{t}", x), found
+
+    def _refuse_paths_within(self, run: CellRun, output: Any, states: Sequence[Any]) -> None:
+        """Refuse gradients by a state from which the cell may compute its output or other states within the step."""
+        cell, wanted = self._site.layer.cell, self._recorder.wanted
+        asked = [i for i in range(len(states)) if f"{run.call.key}|total/{i}" in wanted]
+        if type(cell) in self._keras.cells:
+            is_open = 1 in asked and run.early is None
+        else:
+            is_open = bool(asked) and (len(states) > 1 or output is not states[0])
+        if is_open:
+            raise UnsupportedError(
+                f"{self._site.name!r} may compute its output or another state from this one within a step, which "
+                "gradients by the state must include and this loop does not show.",
+                got=f"a {type(cell).__name__} with {len(states)} states, called step by step by the model's own code",
+                expected="a cell whose output is its only state, or one of Keras",
+                hint="rl.trace(model, x, y), whose gradients of the loss include it; or keras.layers.RNN(cell)",
+            )
 
     def _dropout(self, run: CellRun) -> None:
         """Record the cell's dropout multipliers, which have to be the same at each step."""

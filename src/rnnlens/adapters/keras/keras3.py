@@ -345,7 +345,7 @@ def _hooked_loop(recorder: LayerRecorder, site: RecurrentSite, half: int) -> Cal
     def _one_step(steps: StepRecorder, sequences: Any, initial_state: Any, mask: Any) -> Any:
         run, x, states = steps.enter(sequences[:, 0], initial_state)
         options = {"training": recorder.training} if getattr(layer.cell, "_call_has_training_arg", False) else {}
-        with recorder.inside_a_layer():
+        with recorder.inside_a_layer(), steps.inside(run):
             last, new = layer.cell(x, states, **options)
         new = keras.tree.pack_sequence_as(states, keras.tree.flatten(new))
         last, new = steps.leave(run, last, new)
