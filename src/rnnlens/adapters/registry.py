@@ -71,7 +71,8 @@ def adapter_of(model: Any) -> Adapter | None:
 
 def refuse_old(package: str) -> None:
     """Raise UnsupportedError if a framework, or JAX that Keras runs on, is older than the lowest supported version."""
-    engine = "jax" if package == "keras" and _keras_engine() == "jax" else package
+    runs_on_jax = package == "keras" and sys.modules["keras"].backend.backend() == "jax"
+    engine = "jax" if runs_on_jax else package
     for name in {package, engine}:
         words = str(getattr(sys.modules.get(name), "__version__", ""))
         found = tuple(int(part) for part in re.findall(r"\d+", words)[:2])
@@ -80,10 +81,6 @@ def refuse_old(package: str) -> None:
             what = f"This version of {name} is too old for rnnlens."
             hint = f'pip install "{name}>={least}"'
             raise UnsupportedError(what, got=words, expected=f"{least} or newer", hint=hint)
-
-
-def _keras_engine() -> str:
-    return str(sys.modules["keras"].backend.backend())
 
 
 def namespace(name: str) -> Any:

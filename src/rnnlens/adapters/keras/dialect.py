@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -192,8 +193,23 @@ class Dialect(Protocol):
     def inputs_of(self, node: Any) -> list[Any]:
         """Return the input tensors of one symbolic call of a layer."""
 
+    def operations(self, model: Any) -> list[Any] | None:
+        """Return the layers and operations of a model with a graph, in its order; None if it may run otherwise."""
+
     def in_order(self, model: Any) -> list[Any] | None:
         """Return the layers of a model that is one plain chain, without input layers; None for any other model."""
+        operations = self.operations(model)
+        if operations is None or len(model.inputs) != 1 or len(model.outputs) != 1:
+            return None
+        for first, second in pairwise(operations):
+            nodes = second._inbound_nodes
+            if len(nodes) != 1:
+                return None
+            # Keras 2 has all inputs of a call under a name of its own.
+            inputs = getattr(nodes[0], "keras_inputs", None) or nodes[0].input_tensors
+            if len(inputs) != 1 or inputs[0]._keras_history[0] is not first:
+                return None
+        return [op for op in operations if type(op) is not self.layers.InputLayer]
 
     def graph_of(self, model: Any) -> tuple[Any, Any]:
         """Return the nested symbolic inputs and outputs of a functional model; (None, None) for any other model."""

@@ -10,7 +10,6 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -254,19 +253,10 @@ class Keras2(Dialect):
     def inputs_of(self, node: Any) -> list[Any]:
         return list(tf.nest.flatten(node.input_tensors))
 
-    def in_order(self, model: Any) -> list[Any] | None:
+    def operations(self, model: Any) -> list[Any] | None:
         if type(model) not in (tf_keras.Sequential, Functional) or "call" in vars(model) or not model._is_graph_network:
             return None
-        if len(model.inputs) != 1 or len(model.outputs) != 1:
-            return None
-        layers = [layer for layer in model._self_tracked_trackables if isinstance(layer, tf_keras.layers.Layer)]
-        for first, second in pairwise(layers):
-            nodes = second._inbound_nodes
-            if len(nodes) != 1 or len(nodes[0].keras_inputs) != 1:
-                return None
-            if nodes[0].keras_inputs[0]._keras_history.layer is not first:
-                return None
-        return [layer for layer in layers if type(layer) is not tf_keras.layers.InputLayer]
+        return [layer for layer in model._self_tracked_trackables if isinstance(layer, tf_keras.layers.Layer)]
 
     def graph_of(self, model: Any) -> tuple[Any, Any]:
         return getattr(model, "_nested_inputs", None), getattr(model, "_nested_outputs", None)

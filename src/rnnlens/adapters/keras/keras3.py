@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import keras
@@ -143,21 +142,11 @@ class Keras3(Dialect):
     def inputs_of(self, node: Any) -> list[Any]:
         return list(keras.tree.flatten(node.input_tensors))
 
-    def in_order(self, model: Any) -> list[Any] | None:
+    def operations(self, model: Any) -> list[Any] | None:
         if type(model) not in (keras.Sequential, Functional, keras.Model) or "call" in vars(model):
             return None
-        functional = getattr(model, "_functional", None)
-        operations = getattr(model, "operations", None) or getattr(functional, "operations", None)
-        if operations is None or len(model.inputs) != 1 or len(model.outputs) != 1:
-            return None
-        operations = list(operations)
-        for first, second in pairwise(operations):
-            nodes = second._inbound_nodes
-            if len(nodes) != 1 or len(nodes[0].input_tensors) != 1:
-                return None
-            if nodes[0].input_tensors[0]._keras_history.operation is not first:
-                return None
-        return [op for op in operations if type(op) is not keras.layers.InputLayer]
+        operations = getattr(model, "operations", None) or getattr(model, "_functional", None)
+        return None if operations is None else list(getattr(operations, "operations", operations))
 
     def graph_of(self, model: Any) -> tuple[Any, Any]:
         return getattr(model, "_inputs_struct", None), getattr(model, "_outputs_struct", None)
