@@ -37,7 +37,8 @@ def without_subnormal(values: Array, xp: Namespace) -> Array:
     """
     if not is_numpy_namespace(xp) or values.dtype.itemsize < 4:
         return values
-    return values * (np.abs(values) >= np.finfo(values.dtype).smallest_normal)
+    small = np.abs(values) < np.finfo(values.dtype).smallest_normal
+    return values * ~small if small.any() else values
 
 
 @dataclass(frozen=True)
