@@ -118,7 +118,7 @@ def _fetch_gradients(found: OpenNet, asked: _Fetches, request: CaptureRequest, s
 
 def _fetch_beside(asked: _Fetches, made: dict[Any, Any], sources: Mapping[Any, Any], graph: Any, loss: Any) -> None:
     """Fetch gradients that reach the cells' variables outside of their loops: of penalties, and of other layers."""
-    held = {piece.variable for loop in asked.loops for pieces in weights_of(loop).values() for piece in pieces}
+    held = {name: None for loop in asked.loops for name in loop.variables}
     present = [name for name in held if made.get(("variable", name)) is not None]
     stop = [t for loop in asked.loops for boundary in (*loop.final, *loop.states) for t in boundary.tensors]
     stop += [t for loop in asked.loops if loop.output is not None for t in loop.output.tensors]
@@ -189,24 +189,26 @@ class _CaptureBuilder:
 
     def capture(self) -> Capture:
         get, request = self.values.get, self.request
-        told = Capture([self._call(i, loop) for i, loop in enumerate(self.asked.loops)])
+        recorded = Capture([self._call(i, loop) for i, loop in enumerate(self.asked.loops)])
         plain = {name: self._gradient(("plain_grad", name), ("plain", name)) for name in self.asked.plain}
-        told.plain = [NonRecurrentCall(name, np.asarray(get(("plain", name))), grad) for name, grad in plain.items()]
-        told.entangled = not request.gradients and any(loop.carried for loop in self.asked.loops)
-        told.notes.extend(self.asked.notes)
+        recorded.plain = [
+            NonRecurrentCall(name, np.asarray(get(("plain", name))), grad) for name, grad in plain.items()
+        ]
+        recorded.entangled = not request.gradients and any(loop.carried for loop in self.asked.loops)
+        recorded.notes.extend(self.asked.notes)
         words = "is run as a cell of unknown equations, without gates"
-        told.notes.extend(f"{x.name!r} {words}: {x.cell.unknown}." for x in self.asked.loops if x.cell.unknown)
-        told.loss = None if "loss" not in self.values else float(self.values["loss"])
+        recorded.notes.extend(f"{x.name!r} {words}: {x.cell.unknown}." for x in self.asked.loops if x.cell.unknown)
+        recorded.loss = None if "loss" not in self.values else float(self.values["loss"])
         outputs = {name: np.asarray(get(("model output", j))) for j, name in enumerate(self.found.net.outputs)}
-        told.outputs = outputs if len(outputs) > 1 else next(iter(outputs.values()), None)
-        if told.loss is not None and not math.isfinite(told.loss):
+        recorded.outputs = outputs if len(outputs) > 1 else next(iter(outputs.values()), None)
+        if recorded.loss is not None and not math.isfinite(recorded.loss):
             cause = "the first quantity that is not finite is the cause"
-            told.notes.append(f"The loss is {told.loss}: gradients mean nothing, and {cause}.")
+            recorded.notes.append(f"The loss is {recorded.loss}: gradients mean nothing, and {cause}.")
         if request.gradients and request.boundaries:
-            told.input_grads = [get(("model input_grad", j)) for j in range(len(self.found.inputs))]
-            told.output_grads = [get(("model output_grad", j)) for j in range(len(self.found.outputs))]
-            told.beside, told.whole = self._beside()
-        return told
+            recorded.input_grads = [get(("model input_grad", j)) for j in range(len(self.found.inputs))]
+            recorded.output_grads = [get(("model output_grad", j)) for j in range(len(self.found.outputs))]
+            recorded.beside, recorded.whole = self._beside()
+        return recorded
 
     def _call(self, i: int, loop: Loop) -> RecurrentCall:
         get, direct = self.values.get, self.request.gradients
@@ -278,16 +280,15 @@ class _CaptureBuilder:
         """Return the gradients that reach the weights of a layer through its loop, by weight name."""
         found = {}
         for key, pieces in weights_of(loop).items():
-            whole = self._variable_grads(pieces)
-            for name in whole:
-                if ("beside", name) in self.values:
-                    whole[name] = whole[name] - np.asarray(self.values["beside", name])
-            found[key] = block(pieces, whole)
+            whole, beside = self._variable_grads(pieces), self._variable_grads(pieces, beside=True)
+            found[key] = block(pieces, {name: gradient - beside[name] for name, gradient in whole.items()})
         return found
 
-    def _variable_grads(self, pieces: Sequence[WeightPiece]) -> dict[str, Array]:
-        """Return the gradients by whole variables, zeros where there is no path."""
-        gradients = {piece.variable: self.values.get((("variable", piece.variable), "grad")) for piece in pieces}
+    def _variable_grads(self, pieces: Sequence[WeightPiece], *, beside: bool = False) -> dict[str, Array]:
+        """Return the gradients by whole variables, or their parts beside the loops; zeros where there is no path."""
+        names = dict.fromkeys(piece.variable for piece in pieces)
+        keys = {name: ("beside", name) if beside else (("variable", name), "grad") for name in names}
+        gradients = {name: self.values.get(key) for name, key in keys.items()}
         held = self.found.values_of([pieces], self.variables)
         return {n: np.zeros_like(held[n]) if g is None else np.asarray(g) for n, g in gradients.items()}
 
@@ -299,9 +300,7 @@ class _CaptureBuilder:
             for key, pieces in layer.weights.items():
                 name = name_of(pieces, key)
                 if any(("beside", piece.variable) in self.values for piece in pieces):
-                    zeros = self._variable_grads(pieces)
-                    beside = {n: self.values.get(("beside", n), np.zeros_like(zero)) for n, zero in zeros.items()}
-                    found[name] = block(pieces, beside)
+                    found[name] = block(pieces, self._variable_grads(pieces, beside=True))
                     partly.add(name)
                     continue
                 some = any((("variable", piece.variable), "grad") in self.values for piece in pieces)
@@ -311,7 +310,7 @@ class _CaptureBuilder:
     def _tied(self, loop: Loop) -> frozenset[str]:
         """Return the weights that another layer shares in part; none where it shares all, since those are summed."""
         others = [other for other in self.found.loops if other is not loop]
-        shared = {piece.variable for other in others for p in weights_of(other).values() for piece in p}
+        shared = {name for other in others for name in other.variables}
         same = {other.name for other in others if weights_of(other) == weights_of(loop)}
         if same:  # all weights are shared: the gradients of the calls are summed
             return frozenset()

@@ -164,6 +164,6 @@ def clear_errors(net: Net) -> Iterator[None]:
                 f"The placeholder {unfed[1]!r} is not fed.", expected="a value in every run", hint=hint
             ) from error
         said = [line.strip() for line in (error.message or "").splitlines() if line.strip()]
-        told = [line for line in said if not line.startswith(_NOISE)]
-        first = next(iter(told or said), type(error).__name__)
+        errors = [line for line in said if not line.startswith(_NOISE)]
+        first = next(iter(errors or said), type(error).__name__)
         raise UserCodeError("The graph failed on this batch.", got=f"{type(error).__name__}: {first}") from error

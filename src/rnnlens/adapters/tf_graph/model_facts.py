@@ -13,7 +13,7 @@ from ..protocol import NOT_LOOKED_INTO, CaptureRequest, LayerInfo, ModelFacts, R
 from .open_net import OpenNet, open_net
 from .public import Net
 from .recurrences import Loop
-from .weights import LayerVariables, base, is_table, layers_of, variables_used
+from .weights import LayerVariables, is_table, layers_of, variables_used
 
 _HOW = {"v1": "while loop", "v2": "While", "unrolled": "unrolled"}
 
@@ -23,7 +23,7 @@ def describe(net: Net) -> list[LayerInfo]:
     found = open_net(net)
     if net.keras is not None:
         return _of_keras(found)
-    return [_info(found, name) for name in dict.fromkeys(base(loop) for loop in found.loops)]
+    return [_info(found, name) for name in dict.fromkeys(loop.layer for loop in found.loops)]
 
 
 def _of_keras(found: OpenNet) -> list[LayerInfo]:
@@ -32,7 +32,7 @@ def _of_keras(found: OpenNet) -> list[LayerInfo]:
     refused = refusals(found)
     rows: dict[str, LayerInfo] = {}
     for site in names.sites:
-        loops = [loop for loop in found.loops if loop.name.partition("#")[0] == site.name]
+        loops = [loop for loop in found.loops if loop.layer == site.name]
         options = dict(site.info.options)
         if site.name in refused:
             options["refused"] = refused[site.name].splitlines()[0]
@@ -46,7 +46,7 @@ def _of_keras(found: OpenNet) -> list[LayerInfo]:
 
 def _info(found: OpenNet, name: str) -> LayerInfo:
     loops = found.first_call(name)
-    first, calls = loops[0], len({loop.name for loop in found.loops if base(loop) == name})
+    first, calls = loops[0], len({loop.name for loop in found.loops if loop.layer == name})
     direction: Literal["forward", "backward", "bidirectional"] = first.direction
     options: dict[str, Any] = dict(first.cell.options) | {"run as": _HOW[first.kind]}
     if first.time_major:
@@ -149,7 +149,7 @@ def within_reach(found: OpenNet, request: CaptureRequest) -> tuple[tuple[str, ..
     refused = refusals(found) | {loop.name: loop.cell.refused for loop in found.loops if loop.cell.refused}
     layers, kept = layers_of(found), dict[str, None]()
     for name in request.layers:
-        calls = [loop.name for loop in found.loops if name in (loop.name, base(loop))]
+        calls = [loop.name for loop in found.loops if name in (loop.name, loop.layer)]
         if not calls and name in layers and layers[name].output is not None:
             calls = [name]
         kept |= dict.fromkeys(call for call in calls if call not in refused and name not in refused)
@@ -168,7 +168,7 @@ def chosen(found: OpenNet, wanted: tuple[str, ...] | None) -> tuple[list[Loop], 
             )
         asked = infos
     else:
-        calls = {name: [loop.name for loop in found.loops if base(loop) == name] or [name] for name in wanted}
+        calls = {name: [loop.name for loop in found.loops if loop.layer == name] or [name] for name in wanted}
         asked = list(dict.fromkeys(call for name in wanted for call in (calls[name] if name not in infos else [name])))
     for name in [*asked, *(refused if wanted is None else ())]:
         if name in refused:

@@ -74,8 +74,8 @@ class KerasNames:
 
     def refusals(self, loops: Sequence[Loop], used: Container[str]) -> dict[str, str]:
         """Return the reason for each recurrent layer that cannot be captured, by name; unused layers are left out."""
-        there = {loop.name.partition("#")[0] for loop in loops}
-        known = there - {loop.name.partition("#")[0] for loop in loops if loop.cell.cell is None}
+        there = {loop.layer for loop in loops}
+        known = there - {loop.layer for loop in loops if loop.cell.cell is None}
         idle, stacked = self.uncalled(used), _stacked(loops)
         found: dict[str, str] = {}
         for site in self.sites:
@@ -97,7 +97,7 @@ def _stacked(loops: Sequence[Loop]) -> list[str]:
     """Return the names of layers whose loops of one direction run different cells."""
     cells: dict[tuple[str, str], set[frozenset[str]]] = {}
     for loop in loops:
-        cells.setdefault((loop.name.partition("#")[0], loop.direction), set()).add(variables_of(loop))
+        cells.setdefault((loop.layer, loop.direction), set()).add(loop.variables)
     return list(dict.fromkeys(name for (name, _), read in cells.items() if len(read) > 1))
 
 
@@ -129,7 +129,7 @@ def _calls_numbered(loops: Sequence[Loop]) -> tuple[Loop, ...]:
     chains = [[loop for loop in loops if loop.name == name] for name in dict.fromkeys(loop.name for loop in loops)]
     calls: dict[Any, list[list[Loop]]] = {}
     for chain in chains:
-        read = [loop.cell.weights.items() if loop.cell.body is None else variables_of(loop) for loop in chain]
+        read = [loop.cell.weights.items() if loop.cell.body is None else loop.variables for loop in chain]
         cells = [(loop.direction, sorted(map(str, blocks))) for loop, blocks in zip(chain, read, strict=True)]
         if all(read for _, read in cells) and len({direction for direction, _ in cells}) < len(cells):
             calls.setdefault(str(cells[0]), []).extend([loop] for loop in chain)
@@ -143,16 +143,9 @@ def _calls_numbered(loops: Sequence[Loop]) -> tuple[Loop, ...]:
     return tuple(replace(loop, name=names[id(loop)]) for loop in loops)
 
 
-def variables_of(loop: Loop) -> frozenset[str]:
-    """Return the names of the variables that a loop reads."""
-    if loop.cell.body is not None:
-        return frozenset(loop.cell.body.variables)
-    return frozenset(piece.variable for pieces in loop.cell.weights.values() for piece in pieces)
-
-
 def _site_of(loop: Loop, names: KerasNames) -> KerasSite | None:
     """Return the Keras layer with the loop's variables, preferably one named in the loop's scope; None without."""
-    read = variables_of(loop)
+    read = loop.variables
     fitting = [site for site in names.sites if read and read <= site.variables]
     fitting = [site for site in fitting if site.direction == loop.direction] or fitting
     named = [site for site in fitting if site.name.rpartition("/")[2] in loop.name]

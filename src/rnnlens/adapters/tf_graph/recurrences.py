@@ -172,6 +172,18 @@ class Loop:
     replaced: Mapping[str, Any] = field(default_factory=dict)
     redrawn: bool = False
 
+    @property
+    def layer(self) -> str:
+        """Name of the layer, without the number of the call."""
+        return self.name.partition("#")[0]
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """Names of the variables that the cell reads."""
+        if self.cell.body is not None:
+            return frozenset(self.cell.body.variables)
+        return frozenset(piece.variable for pieces in self.cell.weights.values() for piece in pieces)
+
 
 def common_scope(names: Iterable[str]) -> str:
     """Return the scope that all names share; "" if there is none."""

@@ -12,7 +12,7 @@ import numpy as np
 from ...recurrence.cells import Cell
 from ...typing import Array
 from ..protocol import LayerWeights, Port, WeightLocation
-from .blocks import dtype_of, is_variable, trainable_names
+from .blocks import Source, dtype_of, is_variable, trainable_names, variable_of
 from .graph_copy import cone
 from .naming import owner_of
 from .open_net import PERTURBATIONS, OpenNet, open_net
@@ -67,9 +67,7 @@ def _layers(found: OpenNet) -> dict[str, LayerVariables]:
     ends = [found.copy.tensor(tensor.name) for tensor in found.net.ends]
     operations = _operations(found)
     variables = [op for op in found.copy.graph.get_operations() if op in operations and is_variable(op)]
-    owners = {
-        name: base(loop) for loop in found.loops for pieces in weights_of(loop).values() for name in _held(pieces)
-    }
+    owners = {name: loop.layer for loop in found.loops for name in loop.variables}
     layers: dict[str, LayerVariables] = {}
     for variable in variables:
         name = owners.get(variable.name)
@@ -79,7 +77,7 @@ def _layers(found: OpenNet) -> dict[str, LayerVariables]:
         if name is None:
             layers[scope].weights[key] = (WeightPiece(variable.name),)
     for loop in found.loops:  # loops without variables, or with those of another layer
-        layers.setdefault(base(loop), _recurrent(found.first_call(base(loop))))
+        layers.setdefault(loop.layer, _recurrent(found.first_call(loop.layer)))
     made = {} if found.net.keras is None else dict(found.net.keras.outputs)
     for scope, tensors in made.items():  # layers without weights have an output all the same
         layers.setdefault(scope, LayerVariables()).calls = tuple(map(found.copy.tensor, tensors))
@@ -88,11 +86,6 @@ def _layers(found: OpenNet) -> dict[str, LayerVariables]:
             output = _output(scope, operations, ends)
             layer.calls = () if output is None else (output,)
     return layers
-
-
-def base(loop: Loop) -> str:
-    """Return the layer name of a loop, without the number of the call."""
-    return loop.name.partition("#")[0]
 
 
 def _recurrent(loops: Sequence[Loop]) -> LayerVariables:
@@ -132,17 +125,10 @@ def _output(scope: str, operations: set[Any], ends: Sequence[Any]) -> Any:
         for tensor in operation.outputs:
             readers = [op for op in tensor.consumers() if op in operations]
             outside = [op for op in readers if not op.name.startswith((f"{scope}/", "gradients"))]
-            floats = tensor.dtype.base_dtype.is_floating and not _is_weight(tensor)
+            floats = tensor.dtype.base_dtype.is_floating and variable_of(tensor, Source()) is None
             if floats and (tensor.ref() in last or any(op.type not in ("Shape", "Size") for op in outside)):
                 leaving.append(tensor)
     return leaving[0] if len(leaving) == 1 else None
-
-
-def _is_weight(tensor: Any) -> bool:
-    """Return whether a tensor is the value of a variable."""
-    while tensor.op.type in _PASSING and tensor.op.inputs:
-        tensor = tensor.op.inputs[0]
-    return is_variable(tensor.op)
 
 
 def block(pieces: Sequence[WeightPiece], values: Mapping[str, Array], *, added: bool = False) -> Array:
