@@ -12,7 +12,7 @@ import tensorflow.compat.v1 as tf
 from ...errors import message
 from .blocks import Source, constant_of, width_of
 from .cells import Match, steps_in
-from .probe import Key, Probe, understood
+from .probe import COMPUTED, PARTS, Key, Probe
 from .recurrences import Condition, Loop, LoopBoundary, LoopCell
 from .sequences import (
     NO_SETTINGS,
@@ -30,6 +30,26 @@ from .sequences import (
     written,
 )
 from .while_loops import Frame, Paths, Variable
+
+#: Operations of known cells, including those that read variables and sequences.
+_IN_CELLS = (
+    (COMPUTED - {"Floor"})
+    | PARTS
+    | {
+        *(
+            "Const",
+            "Enter",
+            "RefEnter",
+            "ReadVariableOp",
+            "VariableV2",
+            "Variable",
+            "VarHandleOp",
+            "Switch",
+            "Placeholder",
+        ),
+        *("TensorArrayReadV3", "TensorListGetItem", "Pack", "Less", "LogicalNot", "Cast"),
+    }
+)
 
 
 @dataclass(eq=False)
@@ -276,7 +296,7 @@ def at_present(frame: Frame, write: Written) -> bool:
 def why_unknown(analysis: LoopAnalysis) -> str:
     """Return a text on why the step is no known cell: its unsupported operations, or its equations."""
     steps = [analysis.new[id(v)] for v in analysis.states]
-    strange = {op.type: op.name for t in analysis.paths.behind(steps) if not understood(op := t.op)}
+    strange = {op.type: op.name for t in analysis.paths.behind(steps) if (op := t.op).type not in _IN_CELLS}
     if not strange:
         return "its equations are none of those of SimpleRNN, GRU and LSTM"
     return "its step has " + ", ".join(f"{kind} ({name!r})" for kind, name in list(strange.items())[:3])

@@ -44,47 +44,18 @@ _ACTIVATIONS = {
 _HARD_SIGMOIDS = {"hard_sigmoid_keras2": 0.2, "hard_sigmoid": 1 / 6}
 #: All activations that a cell can have.
 ACTIVATIONS = ("linear", *_ACTIVATIONS.values(), *_HARD_SIGMOIDS)
-_COMPUTED = (_TRANSPARENT | _ADDS | _CUTS | _SELECTS | _BOUNDS | set(_ACTIVATIONS)) | {
-    "MatMul",
-    "ConcatV2",
-    "Mul",
-    "Sub",
-    "Neg",
-    "RealDiv",
-    "Floor",
-    "GreaterEqual",
-}
-#: Operations that take a part of a tensor, or change its shape.
-_PARTS = frozenset({"StridedSlice", "Slice", "GatherV2", "Gather", "Transpose", "Reshape", "ExpandDims", "Squeeze"})
-#: Operations of known cells, including those that read variables and sequences.
-_IN_CELLS = (
-    (_COMPUTED - {"Floor"})
-    | _PARTS
-    | {
-        *(
-            "Const",
-            "Enter",
-            "RefEnter",
-            "ReadVariableOp",
-            "VariableV2",
-            "Variable",
-            "VarHandleOp",
-            "Switch",
-            "Placeholder",
-        ),
-        *("TensorArrayReadV3", "TensorListGetItem", "Pack", "Less", "LogicalNot", "Cast"),
-    }
+#: Operations whose values are computed from those of their inputs.
+COMPUTED = frozenset(
+    {"MatMul", "ConcatV2", "Mul", "Sub", "Neg", "RealDiv", "Floor", "GreaterEqual", *_ACTIVATIONS}
+    | (_TRANSPARENT | _ADDS | _CUTS | _SELECTS | _BOUNDS)
 )
-#: Numbers of a condition that is not computed weigh the two sides of a select; 1 and 0 choose one of them.
+#: Operations that take a part of a tensor, or change its shape.
+PARTS = frozenset({"StridedSlice", "Slice", "GatherV2", "Gather", "Transpose", "Reshape", "ExpandDims", "Squeeze"})
+#: Number of rows; a uniform draw is near 0 in half of them, and near 1 in the others.
 _ROWS = 4
 
 #: Identity of a quantity: equal for tensors that have the same numbers.
 Key = bytes
-
-
-def understood(operation: Any) -> bool:
-    """Return whether known cells are built of operations of this type."""
-    return operation.type in _IN_CELLS
 
 
 def activated(name: str, numbers: Array) -> Array:
@@ -311,7 +282,7 @@ class Probe:
     def _first_alike(self, tensor: Any) -> Any:
         """Return a name shared by tensors that take the same part of a tensor, such as ``x[:, t]``."""
         op = tensor.op
-        if op.type not in _PARTS:
+        if op.type not in PARTS:
             return id(tensor)
         values = [constant_value(t) for t in op.inputs]
         taken = tuple(id(t) if v is None else v.tobytes() for t, v in zip(op.inputs, values, strict=True))
@@ -339,6 +310,7 @@ class Probe:
         if len({value.width for value in values} - {1}) > 1:
             return None
         if op.type in _SELECTS:
+            # A condition that is not computed has random weights; 1 and 0 choose a side.
             condition, yes, no = (value.numbers for value in values)
             return values[1] if np.all(condition == 1.0) else Value(condition * yes + (1.0 - condition) * no)
         if op.type == "GreaterEqual":
@@ -386,7 +358,7 @@ def _is_number(tensor: Any) -> bool:
 
 def _is_computed(tensor: Any) -> bool:
     """Return whether the value of a tensor is computed from others, row by row."""
-    if tensor.op.type not in _COMPUTED or not _is_number(tensor):
+    if tensor.op.type not in COMPUTED or not _is_number(tensor):
         return False
     if tensor.op.type == "LeakyRelu":
         return bool(abs(tensor.op.get_attr("alpha") - 0.2) < 1e-7)
