@@ -150,6 +150,7 @@ def test_every_pair_equals_autodiff(model, of):
     check(rl.gradients(model, X, of=of, wrt=ALL, **target), expected, value)
 
 
+@pytest.mark.product(keep=("masked",))
 @pytest.mark.parametrize("mask", [None, MASK], ids=["unmasked", "masked"])
 def test_all_targets_together_equal_autodiff(model, masked_model, mask):
     """The sum of all targets with random weights is wrong if any one pair is wrong."""

@@ -180,6 +180,7 @@ def test_time_jacobians(name):
         close(np.tensordot(np.asarray(ours), signs, (range(1, 1 + signs.ndim), range(signs.ndim))), expected)
 
 
+@pytest.mark.one_engine("torch", "tf_keras")
 def test_samples_on_another_axis_are_asked_for():
     model, x, _ = program("time first")
     with pytest.raises(rl.errors.InputError, match="step along the first axis of the input") as refused:
@@ -200,6 +201,7 @@ def test_samples_on_another_axis_are_asked_for():
     close(np.tensordot(np.asarray(ours), signs, ((1, 2), (0, 1))).swapaxes(0, 1), expected)
 
 
+@pytest.mark.one_engine("torch", "tf_keras")
 def test_gradients_of_samples_on_another_axis_are_asked_for_too():
     model, x, y = program("time first")
     _, grads = by_variables(model, x, y)

@@ -51,6 +51,7 @@ def asked(model, **options):
 
 
 @pytest.mark.compiled("chain-norm")
+@pytest.mark.product(keep=("chain-norm", "graph-magnitudes"))
 @pytest.mark.parametrize(
     ("model", "options"),
     [
@@ -67,6 +68,7 @@ def test_it_passes(model, options):
     assert "before they were measured" in found.attrs["certificate"]
 
 
+@pytest.mark.product(keep=("frames",))
 @pytest.mark.parametrize("model", ["chain", "graph", "frames"])
 def test_a_planted_fault_is_named(model, monkeypatch):
     for name in ("apply", "at_every_step"):
