@@ -322,7 +322,9 @@ def _time_map(material: Material, adapter: Adapter, model: Any, held: ReportSamp
 def _healthy(material: Material) -> list[int]:
     """Return the shown samples without those whose states are not finite."""
     telling = list(material.ranking.telling) if material.ranking is not None else []
-    states = [state for track in material.moments[0].tracks for state in track.states.values()]
+    tracks = material.moments[0].tracks
+    # A layer may have samples of its own: in a loop over the samples, or where words are folded into the batch.
+    states = [s for track in tracks for s in track.states.values() if len(s) == len(material.numbers)]
     healthy = [i for i in telling if all(np.isfinite(state[i]).all() for state in states)]
     if healthy and len(healthy) < len(telling):
         material.left_out.append("The time Jacobian is that of samples whose states are finite.")

@@ -102,7 +102,9 @@ def _run(axes: ModelAxes, template: Batch, x: Any, y: Any = None) -> Capture:
 
 
 def _only_samples_moved(few: Capture, more: Capture) -> bool:
-    """Return whether the two runs differ in the number of samples alone: same steps, outputs in proportion."""
+    """Return whether two runs differ in the number of samples alone: same calls and steps, outputs in proportion."""
+    if len(few.calls) != len(more.calls) or len(data.leaves_of(few.outputs)) != len(data.leaves_of(more.outputs)):
+        return False  # a loop over the samples calls the layer once for each
     pairs = [(tuple(a.input.shape[:2]), tuple(b.input.shape[:2])) for a, b in zip(few.calls, more.calls, strict=True)]
     calls = all(b[0] * _FEW == a[0] * _MORE and a[1] == b[1] for a, b in pairs)
     outputs = [

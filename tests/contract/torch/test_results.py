@@ -122,3 +122,22 @@ def test_a_lone_array_says_how_it_was_checked_also_from_a_file(verb, suffix, mod
     again = rl.open(tmp_path / f"array{suffix}")
     assert (again.checks, again.certificate, again.provenance) == (found.checks, found.certificate, found.provenance)
     np.testing.assert_array_equal(again.values, found.values)
+
+
+class OneByOne(nn.Module):
+    """The layer is called for one sample after the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(F, H), nn.Linear(H, 1)
+
+    def forward(self, x):
+        return torch.stack([self.head(self.rnn(row)[0]) for row in x])
+
+
+def test_a_report_of_a_loop_over_the_samples(tmp_path):
+    """Each call of the layer has one sample, and other data has other numbers of calls."""
+    torch.manual_seed(0)
+    path = rl.report(OneByOne(), torch.randn(B, T, F), torch.randn(B, T, 1), tmp_path / "a.html",
+                     loss=nn.functional.mse_loss, diagnosis=False)  # fmt: skip
+    assert "rnn#0" in path.read_text()

@@ -17,7 +17,7 @@ class ConvLSTMCell(nn.Module):
     def __init__(self, input_dim, hidden_dim, kernel_size, space):
         super().__init__()
         self.hidden_dim = hidden_dim
-        conv = {2: nn.Conv2d, 3: nn.Conv3d}[space]
+        conv = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[space]
         self.conv = conv(input_dim + hidden_dim, 4 * hidden_dim, kernel_size, padding=kernel_size // 2)
 
     def forward(self, input_tensor, cur_state):
@@ -61,7 +61,7 @@ class Net(nn.Module):
 
 def built(**options):
     torch.manual_seed(0)
-    space = (5, 6) if options.get("space", 2) == 2 else (3, 2, 4)
+    space = {1: (7,), 2: (5, 6), 3: (3, 2, 4)}[options.get("space", 2)]
     x = torch.randn(B, T, C, *space, dtype=torch.float64)
     return Net(**options).double(), x, torch.randn(B, 2, dtype=torch.float64)
 
@@ -74,7 +74,8 @@ def _loud():
 
 
 @pytest.mark.parametrize(
-    "options", [{"layers": 1}, {"layers": 2}, {"layers": 1, "space": 3}, {"layers": 2, "decay": 0.8}]
+    "options",
+    [{"layers": 1}, {"layers": 2}, {"layers": 1, "space": 3}, {"layers": 2, "decay": 0.8}, {"layers": 2, "space": 1}],
 )
 def test_states_and_total_gradients_at_every_place(options):
     model, x, y = built(**options)
@@ -92,7 +93,7 @@ def test_states_and_total_gradients_at_every_place(options):
     nn.functional.mse_loss(model(x), y).backward()
     for handle in handles:
         handle.remove()
-    space = ("height", "width") if options.get("space", 2) == 2 else ("depth", "height", "width")
+    space = ("depth", "height", "width")[3 - options.get("space", 2) :]
     for cell, name in zip(model.rnn.cell_list, trace, strict=True):
         for index, state in enumerate(("hidden", "state_1")):
             steps = [outputs[index] for outputs in returned[id(cell)]]
@@ -153,3 +154,32 @@ def test_a_step_too_large_for_memory_is_refused_before_it_is_computed():
     words = " ".join(str(refused.value).split())
     assert words.startswith("The Jacobian of one step of 'rnn.cell_list.0' is larger than the memory limit.")
     assert "3750 by 3750 states: 71.5 MiB" in words
+
+
+class Terse(ConvLSTMCell):
+    """The name of the second argument does not say that it is a state."""
+
+    def forward(self, x, st):
+        return super().forward(x, st)
+
+
+class Signals(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = Terse(C, K, 3, 1)
+
+    def forward(self, x):
+        h = c = x.new_zeros(len(x), K, x.shape[3])
+        for t in range(x.shape[1]):
+            h, c = self.cell(x[:, t], (h, c))
+        return h.mean(2)
+
+
+def test_a_cell_that_ran_is_listed_whatever_its_arguments_are_called():
+    torch.manual_seed(0)
+    model, x = Signals().double(), torch.randn(B, T, C, 7, dtype=torch.float64)
+    assert not list(rl.layers(model))
+    assert list(rl.trace(model, x, loss=torch.sum)) == ["cell"]
+    assert [layer.name for layer in rl.layers(model)] == ["cell"]
+    found = rl.jacobian(model, x, of="cell.hidden", wrt="cell.hidden", measure="norm")
+    assert found.dims == ("sample", "out_time", "in_time")

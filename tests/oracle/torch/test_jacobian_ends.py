@@ -195,3 +195,27 @@ def test_an_output_by_itself_is_answered_with_the_states():
         "  got:      of='rnn.output' and wrt='rnn.output'\n"
         '  try:      of="rnn.hidden", wrt="rnn.hidden": from state to state'
     )
+
+
+class Folded(nn.Module):
+    """Words of all sentences are one batch of the lower layer; sentences are the steps of the upper one."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.sentences = nn.GRU(F, H, batch_first=True), nn.LSTM(H, H, batch_first=True)
+
+    def forward(self, x, added=None):
+        _, last = self.words(x.reshape(2 * B, 2, F))
+        return self.sentences(last[-1].reshape(B, 2, H))[0]
+
+
+def test_states_of_one_layer_beside_a_layer_with_other_samples():
+    torch.manual_seed(0)
+    model, x = Folded().double(), torch.randn(B, 4, F, dtype=torch.float64)
+    found = rl.jacobian(model, x, of="sentences.hidden", wrt="sentences.hidden")
+    alone = rl.jacobian(model.sentences, model.words(x.reshape(2 * B, 2, F))[1][-1].reshape(B, 2, H).detach(),
+                        of="lstm.hidden", wrt="lstm.hidden")  # fmt: skip
+    assert found.shape == (B, 2, H, 2, H)
+    np.testing.assert_allclose(found, alone, atol=1e-14)
+    lower = rl.jacobian(model, x, of="words.hidden", wrt="words.hidden")
+    assert lower.shape == (2 * B, 2, H, 2, H)

@@ -16,7 +16,7 @@ from ...errors import LayerNotFoundError, ModelError, UnsupportedError, did_you_
 from ...recurrence.cells import registered
 from ..protocol import LayerInfo
 from .cells import described, has_own_forward
-from .public import ANY_SCAN, is_disproved, loops_of, named_cell, scans_of
+from .public import ANY_SCAN, loops_of, named_cell, ran_as_cell, scans_of
 from .scan_families import sequence_modules, state_sizes
 from .weights import class_of
 
@@ -159,7 +159,8 @@ def describe(model: nn.Module) -> list[LayerInfo]:
     """Return the rows of ``rl.layers(model)``, without running the model.
 
     A custom cell is listed if it was declared by ``rl.torch.cell`` or if one of the first two arguments of its
-    ``forward`` is named as a state, unless it ran without passing a state on. Others are found when the model runs.
+    ``forward`` is named as a state, unless it ran without passing a state on. Others are found when the model runs, and
+    are listed from then on.
     """
     model = unwrapped(model)
     rows = [row for path, module in recurrent_modules(model) for row in _known_rows(path, module)]
@@ -168,7 +169,8 @@ def describe(model: nn.Module) -> list[LayerInfo]:
         for path, module in cell_candidates(model)
         if named_cell(module) is not None
         or isinstance(module, nn.RNNCellBase)
-        or (not is_disproved(module) and any(_is_state(name) for name in _positional(module)[:2]))
+        or ran_as_cell(module)
+        or (ran_as_cell(module) is None and any(_is_state(name) for name in _positional(module)[:2]))
     )
     for path, module, family in sequence_modules(named_modules(model)):
         axes = state_sizes(module, family)

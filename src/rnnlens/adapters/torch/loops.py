@@ -99,7 +99,7 @@ class EnteredCall:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> None:
         self.flat, self.spec = pytree.tree_flatten((args, kwargs))
         x = args[position] if len(args) > position else kwargs.get(name)
-        if not isinstance(x, Tensor) or x.dim() not in (2, 4, 5) or not x.is_floating_point():
+        if not isinstance(x, Tensor) or x.dim() not in (2, 3, 4, 5) or not x.is_floating_point():
             raise _NotACellError("its input is not a floating tensor (sample, feature) or (sample, channel, *space)")
         self.x: Tensor = x
         self.places = [i for i, leaf in enumerate(self.flat) if isinstance(leaf, Tensor) and leaf is not self.x]

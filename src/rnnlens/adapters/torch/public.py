@@ -35,8 +35,8 @@ _SCANS: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[tuple[str, int], ..
 #: Modules that a user declared cells, by weak references: the modules are not changed and not kept in memory.
 _NAMED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-#: Modules that ran and passed no state from call to call, so that they are no cells.
-_DISPROVED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+#: Modules that may be cells and ran: whether they passed a state from call to call, and so are cells.
+_RAN_AS_CELL: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 #: Loops recorded in each model: names, and sizes of the first state. No function is stored.
 _LOOPS: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
@@ -44,18 +44,17 @@ _LOOPS: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDi
 
 def note_cells(ran: Iterable[nn.Module], cells: Iterable[nn.Module]) -> None:
     """Store which of the modules that may be cells proved to be cells in a forward pass, and which did not."""
-    _DISPROVED.update(ran)
-    _DISPROVED.difference_update(set(cells))
+    _RAN_AS_CELL.update(dict.fromkeys(ran, False) | dict.fromkeys(cells, True))
 
 
-def is_disproved(module: nn.Module) -> bool:
-    """Return whether a module ran last without passing a state on."""
-    return module in _DISPROVED
+def ran_as_cell(module: nn.Module) -> bool | None:
+    """Return whether a module passed a state on when it ran last; None if it did not run."""
+    return _RAN_AS_CELL.get(module)
 
 
 def declarations(module: nn.Module) -> Hashable:
-    """Return whether a module was declared a cell, whether it ran last without passing a state on, and its class."""
-    return module in _NAMED, module in _DISPROVED, registered(module)
+    """Return whether a module was declared a cell, whether it passed a state on when it ran last, and its class."""
+    return module in _NAMED, _RAN_AS_CELL.get(module), registered(module)
 
 
 def note_loop(model: nn.Module, name: str, units: int) -> None:

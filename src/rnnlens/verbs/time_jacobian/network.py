@@ -175,7 +175,7 @@ def _opened(request: JacobianRequest, inside: ReplayedLayers) -> Iterator[Jacobi
     """Open the network around replayed recurrences; without cuts if recurrences read each other in a cycle."""
     of, wrt = _inner(request.of, inside, "of"), _inner(request.wrt, inside, "wrt")
     if of and wrt and not inside.entangled and {id(one) for one in of.within} == {id(one) for one in wrt.within}:
-        yield JacobianNetwork(inside.calls, of, wrt, request.axes, inside=inside)
+        yield JacobianNetwork(tuple(of.within), of, wrt, request.axes, inside=inside)  # of that layer's own samples
         return
     outer = [None if end is not None else _port(name) for end, name in ((of, request.of), (wrt, request.wrt))]
     chain = None if inside.entangled or request.axes.stated else known_chain(request, inside, outer[0], outer[1])
