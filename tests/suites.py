@@ -1,4 +1,4 @@
-"""Runs every suite in a process of its own, as many side by side as there are cores, and sums up.
+"""Run every suite in its own process, as many at once as there are cores, and print a summary.
 
 A deep-learning framework is chosen once per process, so the suites are: the checks of the code, the tests that need no
 particular framework, the Keras contract once per engine, torch, and the documents. A suite that fails, a suite that
@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
 from browsers import chromium  # noqa: E402
 
-#: There a browser has to be: what was not tested may not pass.
+#: In CI the tests in a browser have to run; elsewhere a missing browser is reported.
 IN_CI = bool(os.environ.get("CI"))
 BIN = Path(sys.executable).parent
 COUNTED = ("passed", "failed", "error", "errors", "skipped", "deselected", "xfailed", "xpassed")
@@ -34,7 +34,7 @@ COUNTED = ("passed", "failed", "error", "errors", "skipped", "deselected", "xfai
 
 @dataclass(frozen=True)
 class Suite:
-    """Commands run one after the other, with what they add to the environment."""
+    """A suite: pytest on some paths, or commands run in turn, with additions to the environment."""
 
     name: str
     paths: tuple[str, ...] = ()
@@ -81,7 +81,7 @@ KERAS = (
 
 
 def keras(engine: str) -> Suite:
-    """Keras on one engine; products run whole on torch only, where nothing is compiled (see tests/conftest.py)."""
+    """Return the suite of Keras on one engine; `product` and `one_engine` choose its tests (tests/conftest.py)."""
     return Suite(f"keras-{engine}", KERAS, environment={"KERAS_BACKEND": engine})
 
 
@@ -89,7 +89,7 @@ GRAPHS = ("tests/contract/tf_graph", "tests/oracle/tf_graph")
 
 
 def graphs(control_flow: str) -> Suite:
-    """TensorFlow-1 graphs: loops as rings of operations (v1) or as one operation (v2), chosen once per process."""
+    """Return the suite of TensorFlow-1 graphs, whose loops are Enter and Exit operations (v1) or While (v2)."""
     return Suite(f"tf_graph-{control_flow}", GRAPHS, environment={"RNNLENS_CONTROL_FLOW": control_flow})
 
 
@@ -152,7 +152,7 @@ SUITES = (
 
 
 def commands_of(suite: Suite, full: bool) -> tuple[tuple[str, ...], ...]:
-    """The suite's own commands, or pytest on its paths."""
+    """Return the suite's own commands, or pytest on its paths."""
     if suite.commands:
         return tuple((str(BIN / command[0]), *command[1:]) for command in suite.commands)
     wide = ("-m", "full or not full") if full else ()
@@ -162,7 +162,7 @@ def commands_of(suite: Suite, full: bool) -> tuple[tuple[str, ...], ...]:
 
 
 def environment_of(suite: Suite, compiled: str) -> dict[str, str]:
-    """The environment of its commands, which keep what JAX compiled in the folder ``compiled``."""
+    """Return the environment of a suite; JAX keeps compiled programs in the folder ``compiled``."""
     return {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -183,7 +183,7 @@ def environment_of(suite: Suite, compiled: str) -> dict[str, str]:
 
 
 def run(suite: Suite, full: bool) -> Outcome:
-    """Run all commands of a suite, also after one failed."""
+    """Run all commands of a suite, even after one has failed."""
     with TemporaryDirectory() as compiled:  # of this suite alone: JAX does not lock it
         return run_in(suite, full, environment_of(suite, compiled))
 
@@ -210,14 +210,14 @@ def run_in(suite: Suite, full: bool, environment: dict[str, str]) -> Outcome:
 
 
 def orphans() -> list[str]:
-    """Test files that no suite runs."""
+    """Return the test files that no suite runs."""
     files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
     homes = tuple(f"{path}/" for suite in SUITES for path in suite.paths)
     return sorted(file for file in files if not file.startswith(homes))
 
 
 def main() -> int:
-    """Run the suites asked for, print what failed in full, and one line that sums up."""
+    """Run the chosen suites, print the output of failed ones and the totals, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--full", action="store_true", help="also the wide sweeps marked 'full'")
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=", ".join(suite.name for suite in SUITES))
