@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 import xarray as xr
 
+from ..errors import LayerNotFoundError
 from ..measures import dead_units, gradient_decay, gradient_reach, saturation_share
 from ..recurrence.measures import masked_mean, real_first, safe_norm
 from ..results.trace import Trace, TracedLayer
@@ -272,9 +273,14 @@ def wanted(has_loss: bool) -> list[str]:
 def norms_of_weights(model: Any, layers: Sequence[str]) -> dict[str, float]:
     """Return the Frobenius norm of each weight of ``layers`` by name: ``"lstm/weight_norm/kernel"``."""
     names = dict.fromkeys(layer.partition("#")[0] for layer in layers)
-    rows = weight_norms(model, layers=[*names])
+    try:
+        rows = weight_norms(model, layers=[*names])
+    except LayerNotFoundError:  # a cell that a layer and a loop share is listed once, with the layer
+        rows = weight_norms(model)
     found = {}
     for name, norm in rows.data_vars.items():
         layer, _, weight = str(name).rpartition("/")
+        if layer not in names:
+            continue
         found[f"{layer}/weight_norm/{weight}"] = float(norm.values[-1])
     return found

@@ -43,6 +43,39 @@ def losses(*callbacks, network=network):
     return fitted.history["loss"]
 
 
+class FeedBack(keras.Model):
+    """TensorFlow's tutorial on time series: a layer warms up, and a loop over its cell goes on."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm_cell = keras.layers.LSTMCell(4, name="lstm_cell")
+        self.lstm_rnn = keras.layers.RNN(self.lstm_cell, return_state=True, name="lstm_rnn")
+        self.dense = keras.layers.Dense(3)
+
+    def call(self, x, training=None):
+        output, *state = self.lstm_rnn(x)
+        for _ in range(2):
+            output, state = self.lstm_cell(self.dense(output), states=state, training=training)
+        return self.dense(output)[:, :1]
+
+
+def feedback():
+    keras.utils.set_random_seed(1)
+    model = FeedBack()
+    model.compile("adam", "mse")
+    return model
+
+
+def test_a_cell_in_a_layer_and_in_a_loop_is_followed(tmp_path):
+    """The cell's weights are listed once, with the layer."""
+    plain = losses(network=feedback)
+    watched = losses(rl.keras.Watch(tmp_path / "a.zarr", probe=(X[:5], Y[:5]), every=3), network=feedback)
+    np.testing.assert_allclose(watched, plain, rtol=1e-5)
+    names = [str(name) for name in rl.open(tmp_path / "a.zarr").scalars]
+    assert "lstm_rnn/weight_norm/kernel" in names
+    assert not any(name.startswith("lstm_cell/weight_norm") for name in names)
+
+
 @pytest.mark.product(keep=("probe",))
 @pytest.mark.parametrize("mode", ["probe", "batch"])
 def test_a_model_without_input_is_followed(tmp_path, mode):
