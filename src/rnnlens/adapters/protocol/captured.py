@@ -101,8 +101,8 @@ class RecurrentCall:
     state_grad : (sample, time, unit) by index of the state, or None
         Direct gradients of states at single steps, if the user's own loop reads more than the output of a step.
     stepwise
-        True if the user's own loop calls a cell step by step. Every state is then a tensor of the framework, with a
-        port of kind ``"state"``.
+        True if the user's own loop calls a cell step by step, or a layer whose states it changes between the steps.
+        Every state is then a tensor of the framework, with a port of kind ``"state"``.
     between
         True if the user's code reads states between the calls that form this run. They have ports of kind
         ``"state_read"``.

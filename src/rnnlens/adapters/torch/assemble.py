@@ -17,7 +17,7 @@ from ...errors import UnsupportedError
 from ...recurrence.cells import Cell, registered
 from ..protocol import NonRecurrentCall, Port, RecurrentCall
 from .cells import arranged, described, replayable
-from .record import CallOwner, CallRecord, CallRecorder, Recurrence, call_numbers, last_steps, node_names
+from .record import CallOwner, CallRecord, CallRecorder, LayerRecord, Recurrence, call_numbers, last_steps, node_names
 from .weights import NAMES, from_torch, known_cell
 
 #: Function from a recorded tensor to its gradient; None where no path leads to it.
@@ -46,7 +46,9 @@ def boundary_of(run: Recurrence, layer: int, port: Port) -> PortTensors:
     if port.kind in ("input", "output"):
         return _sequence_boundary(run, layer, port)
     if port.kind == "state":
-        whole, valid = _state_boundary(run, port.index), run.valid()
+        is_fused = run.owner.stacked
+        whole = _fused_state_boundary(run, layer, port.index) if is_fused else _state_boundary(run, port.index)
+        valid = None if is_fused else run.valid()
         if port.key != "ending":
             return whole
         if valid is None:
@@ -124,7 +126,8 @@ def _state_boundary(run: Recurrence, index: int) -> PortTensors:
     if index == 1 and run.owner.step_cell is None:
         first = visits[0].link.raw
         if first[1].grad_fn is None or first[1].grad_fn is first[0].grad_fn:  # a fused kernel: no path from c_t to h_t
-            hidden, slopes = [v.link.raw[0] for v in visits], [_within_step(v) for v in visits]
+            hidden = [v.link.raw[0] for v in visits]
+            slopes = [_within_step(v.pieces[0], v.link.raw, v.link.fed[0]) for v in visits]
     raw = [v.link.raw[index] for v in visits]
     fed = [v.link.fed[index] for v in visits[1:]] if valid is not None else []
 
@@ -142,12 +145,42 @@ def _state_boundary(run: Recurrence, index: int) -> PortTensors:
     return PortTensors([*raw, *fed, *hidden], gather, lambda: torch.stack(carried_states(run, index), dim=1))
 
 
-def _within_step(visit: CallRecord) -> Tensor:
-    """Compute dh_t/dc_t within one step of an LSTM: o (1 - tanh(c)^2), (sample, unit)."""
-    piece, (hidden, cell) = visit.pieces[0], visit.link.raw
-    weights = {name: w[3 * hidden.shape[1] :].to(hidden.dtype) for name, w in piece.weights[0].items()}
+def _fused_state_boundary(run: Recurrence, layer: int, index: int) -> PortTensors:
+    """Return the port of a state, (sample, time, unit), of a library layer called one step at a time.
+
+    Its gradient is total, as that of :func:`_state_boundary`. The layer returns h_t twice, as output and as state.
+    """
+    pieces = [visit.pieces[layer] for visit in run.visits]
+    outputs, hidden = [piece.output for piece in pieces], [visit.state_taps[0] for visit in run.visits]
+    cells = [visit.state_taps[1] for visit in run.visits] if index else []
+    slopes = [_within_step(piece, tuple(s[0] for s in piece.finals), piece.fed[0][0]) for piece in pieces if index]
+    projection = pieces[0].weights[0].get("weight_hr") if index else None
+
+    def gather(parts: Sequence[Tensor]) -> Tensor:
+        count = len(pieces)
+        steps = [y[0] + h[layer] for y, h in zip(parts[:count], parts[count : 2 * count], strict=True)]
+        if projection is not None:
+            steps = [h @ projection for h in steps]
+        if index:  # add the path from c_t to h_t within the step
+            steps = [c[layer] + h * slope for c, h, slope in zip(parts[2 * count :], steps, slopes, strict=True)]
+        return torch.stack(steps, dim=1)
+
+    def start() -> Tensor:
+        steps = [c[layer] for c in cells if c is not None] if index else [y[0] for y in outputs]
+        return torch.stack(steps, dim=1)
+
+    return PortTensors([t for t in (*outputs, *hidden, *cells) if t is not None], gather, start)
+
+
+def _within_step(piece: LayerRecord, states: Sequence[Tensor], before: Tensor) -> Tensor:
+    """Compute dh_t/dc_t within one step of an LSTM: o (1 - tanh(c)^2), (sample, unit).
+
+    ``states``: h_t and c_t; ``before``: h_{t-1}.
+    """
+    hidden, cell = states
+    weights = {name: w[3 * cell.shape[1] :].to(hidden.dtype) for name, w in piece.weights[0].items()}
     with torch.no_grad():
-        x, before = piece.input.to(hidden.dtype), visit.link.fed[0].to(hidden.dtype)
+        x, before = piece.input.reshape(len(hidden), -1).to(hidden.dtype), before.to(hidden.dtype)
         gate = x @ weights["weight_ih"].T + before @ weights["weight_hh"].T
         if "bias_ih" in weights:
             gate = gate + weights["bias_ih"] + weights["bias_hh"]
@@ -268,7 +301,7 @@ class Assembler:
             output=_sequence(run, lambda v: units_of_direction(v.pieces[layer].output, owner.directions, direction)),
             final_state=_final_state(run, layer, direction),
             weights_key=key,
-            stepwise=not owner.stacked,
+            stepwise=not owner.stacked or run.visits[-1].changed,
             between=not owner.stacked or len(run.visits) > 1,
             computed=frozenset(NAMES[slot] for slot, *at in slots if at == [str(layer), str(direction)]),
         )

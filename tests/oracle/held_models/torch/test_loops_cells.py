@@ -317,9 +317,60 @@ def test_a_fused_module_over_pieces_of_a_sequence(how):
     source = x.clone().requires_grad_()
     output = twin(source)
     close(rl.jacobian(model, x), rows(output, [source])[..., 0, :, :], "output by input")
-    for i, steps in enumerate((slice(0, 2), slice(2, 4), slice(4, 5))):
+    pieces = {f"encoder#{i}": steps for i, steps in enumerate((slice(0, 2), slice(2, 4), slice(4, 5)))}
+    for name, steps in (pieces if how == "detach" else {"encoder": slice(None)}).items():
         for state in ("hidden", "cell"):
             zeros = taps["encoder"].zeros[state][steps]
-            close(rl.jacobian(model, x, wrt=f"encoder#{i}.{state}"), rows(output, zeros), f"J by encoder#{i}.{state}")
-            got = rl.gradients(model, x, of="output", reduce="sum", wrt=f"encoder#{i}.{state}")
-            close(got, over_time(pull(output.sum(), zeros)), f"output by encoder#{i}.{state}")
+            close(rl.jacobian(model, x, wrt=f"{name}.{state}"), rows(output, zeros), f"J by {name}.{state}")
+            got = rl.gradients(model, x, of="output", reduce="sum", wrt=f"{name}.{state}")
+            close(got, over_time(pull(output.sum(), zeros)), f"output by {name}.{state}")
+
+
+class Changed(nn.Module):
+    """A library layer over pieces of the sequence, whose states are normalised or reset in between."""
+
+    def __init__(self, kind, layers, size, how):
+        super().__init__()
+        self.size, self.how = size, how
+        self.encoder, self.decoder = kind(F, H, layers, batch_first=True), nn.GRU(H, H, batch_first=True)
+        self.norm = nn.LayerNorm(H)
+        self.register_buffer("keep", torch.tensor([[1.0, 1, 0, 1, 1], [1, 1, 1, 1, 0]]))
+
+    def forward(self, x):
+        state, outputs, step = None, [], 0
+        for piece in x.split(self.size, 1):
+            if state is not None:
+                keep = self.keep[:, step, None].to(x)
+                change = self.norm if self.how == "norm" else lambda s, keep=keep: s * keep
+                state = tuple(map(change, state)) if isinstance(state, tuple) else change(state)
+            seen, state = self.encoder(piece, state)
+            outputs.append(seen)
+            step += piece.shape[1]
+        return self.decoder(torch.cat(outputs, 1))[0]
+
+
+@pytest.mark.parametrize("how", ["norm", "reset"])
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("kind", "layers"), [(nn.GRU, 1), (nn.LSTM, 1), (nn.LSTM, 2)])
+def test_ends_inside_a_fused_module_whose_states_the_model_changes(kind, layers, size, how):
+    """Time Jacobians and gradients from and to every state: the paths go through the model's own change."""
+    model, x = zoo.build(Changed, kind, layers, size, how), zoo.batch()
+    twin, taps = unrolled(model)
+    source = x.clone().requires_grad_()
+    output = twin(source)
+    nodes = ("encoder",) if layers == 1 else ("encoder[0]", "encoder[1]")
+    ends = {f"{node}.{state}": taps[node] for node in nodes for state in states_of(taps[node])}
+    for name, tap in ends.items():
+        state = name.rpartition(".")[2]
+        zeros, values = tap.zeros[state], torch.stack(tap.values[state], 1)
+        close(rl.jacobian(model, x, wrt=name), rows(output, zeros), f"J output by {name}")
+        close(rl.jacobian(model, x, of=name), rows(values, [source])[..., 0, :, :], f"J {name} by input")
+        close(rl.jacobian(model, x, of=name, wrt=name), rows(values, zeros), f"J {name} by itself")
+        got = rl.gradients(model, x, of="output", reduce="sum", wrt=name)
+        close(got, over_time(pull(output.sum(), zeros)), f"output by {name}")
+        for target, value in ((name, values.sum()), (name.replace(".", ".final_"), values[:, -1].sum())):
+            got = rl.gradients(model, x, of=target, reduce="sum", wrt=["input", *ends])
+            close(got["model"]["input"], pull(value, [source])[0], f"{target} by input")
+            for below, other in ends.items():
+                node, _, kept = below.rpartition(".")
+                close(got[node][kept], over_time(pull(value, other.zeros[kept])), f"{target} by {below}")
