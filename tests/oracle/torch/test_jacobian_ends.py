@@ -219,3 +219,32 @@ def test_states_of_one_layer_beside_a_layer_with_other_samples():
     np.testing.assert_allclose(found, alone, atol=1e-14)
     lower = rl.jacobian(model, x, of="words.hidden", wrt="words.hidden")
     assert lower.shape == (2 * B, 2, H, 2, H)
+
+
+class Attending(nn.Module):
+    """A bidirectional encoder, and a decoder's loop that reads it by attention and reads its own output."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.GRU(F, H, batch_first=True, bidirectional=True), nn.Linear(H, 2)
+        self.cell = nn.GRUCell(2 * H + 2, H)
+
+    def forward(self, x):
+        memory, _ = self.rnn(x)
+        state, y, outputs = x.new_zeros(len(x), H), x.new_zeros(len(x), 2), []
+        for _ in range(3):
+            weights = torch.softmax((memory[..., :H] * state[:, None]).sum(-1), 1)
+            state = self.cell(torch.cat([(weights[..., None] * memory).sum(1), y], 1), state)
+            y = self.head(state)
+            outputs.append(y)
+        return torch.stack(outputs, 1)
+
+
+def test_states_of_a_bidirectional_encoder_before_a_loop():
+    torch.manual_seed(0)
+    model, x = Attending().double(), torch.randn(B, T, F, dtype=torch.float64)
+    found = rl.jacobian(model, x, of="rnn.hidden", wrt="rnn.hidden")
+    alone = rl.jacobian(nn.Sequential(model.rnn), x, of="0.hidden", wrt="0.hidden")
+    assert found.dims == ("sample", "out_time", "direction", "out_unit", "in_time", "in_direction", "in_feature")
+    np.testing.assert_allclose(found, alone, atol=1e-14)
+    assert abs(found).max() == 1

@@ -174,7 +174,8 @@ def reopen_network(request: JacobianRequest, network: JacobianNetwork) -> Iterat
 def _opened(request: JacobianRequest, inside: ReplayedLayers) -> Iterator[JacobianNetwork]:
     """Open the network around replayed recurrences; without cuts if recurrences read each other in a cycle."""
     of, wrt = _inner(request.of, inside, "of"), _inner(request.wrt, inside, "wrt")
-    if of and wrt and not inside.entangled and {id(one) for one in of.within} == {id(one) for one in wrt.within}:
+    alone = of is not None and not (inside.entangled and any(one.call.between for one in of.within))
+    if of and wrt and alone and {id(one) for one in of.within} == {id(one) for one in wrt.within}:
         yield JacobianNetwork(tuple(of.within), of, wrt, request.axes, inside=inside)  # of that layer's own samples
         return
     outer = [None if end is not None else _port(name) for end, name in ((of, request.of), (wrt, request.wrt))]
