@@ -329,7 +329,8 @@ def _hookable(stack: ExitStack, model: nn.Module, module: nn.Module) -> nn.Modul
     if not isinstance(module, torch.jit.ScriptModule):
         return module
     shell = _ScriptWrapper(module)
-    for parent in (parent for parent in model.modules() if not isinstance(parent, torch.jit.ScriptModule)):
+    # A list, since the wrapper itself would be among the modules that are still to come.
+    for parent in [parent for parent in model.modules() if not isinstance(parent, torch.jit.ScriptModule)]:
         for name in [name for name, child in parent._modules.items() if child is module]:
             stack.callback(parent._modules.__setitem__, name, module)
             parent._modules[name] = shell
