@@ -3,7 +3,8 @@
     python benchmarks/speed.py [--small] [--demo] [--write] [--only SCRIPT ...]
 
 Runs the benchmarks that measure speed one after the other and collects their figures. ``--demo`` also times ``make
-demo`` in a fresh clone, installation included. ``--write`` puts the table into docs/performance.md.
+demo`` in a fresh clone, installation included. ``--write`` puts the table into docs/performance.md, where rows of
+scripts that ``--only`` leaves out stay as they are.
 """
 
 from __future__ import annotations
@@ -82,12 +83,15 @@ def show(rows: list[Row]) -> None:
 
 
 def write(rows: list[Row]) -> None:
-    """Replace the table between its two marks in docs/performance.md."""
-    text = PAGE.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    lines = [HEADINGS, ("---",) * len(HEADINGS), *map(cells_of, rows)]
-    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.split(END, 1)[1]}", encoding="utf-8")
+    """Write rows into the table between its two marks in docs/performance.md; rows that were not measured stay."""
+    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    known, after = rest.split(END, 1)
+    lines = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in known.strip().splitlines()[2:]]
+    measured = {cells[:2]: cells for cells in map(cells_of, rows)}
+    kept = [measured.pop((cells[0], cells[1]), tuple(cells)) for cells in lines]
+    table = [HEADINGS, ("---",) * len(HEADINGS), *kept, *measured.values()]
+    text = "\n".join(f"| {' | '.join(cells)} |" for cells in table)
+    PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
 
 
 def main() -> int:
