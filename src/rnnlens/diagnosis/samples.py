@@ -43,9 +43,8 @@ class Orientation:
         failure: Exception | None = None
         if not any(name.startswith("input") for name in self.said):
             try:
-                if all(
-                    self._samples_of_first(x, count) <= {count} for count in (2, 3)
-                ):  # the first axis counts samples
+                counts_samples = all(self._samples_of_first(x, count) <= {count} for count in (2, 3))
+                if counts_samples:
                     return None
             except RnnlensError as error:
                 failure = error

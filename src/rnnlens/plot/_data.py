@@ -200,7 +200,7 @@ def axis_label(array: xr.DataArray, dim: Hashable) -> str:
 
 
 def of_samples(array: xr.DataArray, *dims: str) -> Numbers:
-    """Return values as (sample, *dims, ...); without a sample dimension as those of one sample."""
+    """Return the values of an array as (sample, *dims, ...); an array without a sample axis gets one of length 1."""
     array = array if SAMPLE in array.dims else array.expand_dims(SAMPLE)
     return np.asarray(array.transpose(SAMPLE, *dims, ...).values)
 

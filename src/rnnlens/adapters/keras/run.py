@@ -279,7 +279,7 @@ def stamp_of_run(keras: Dialect, model: Any, loss: Any) -> Hashable | None:
 
 
 def compiled_cell(keras: Dialect, cell: Any, make: Callable[[], Result]) -> Result:
-    """Return ``make()``, or what it returned for this cell before in the same training."""
+    """Return the compiled step of a cell: made by ``make()`` once per watched training, and reused afterwards."""
     training = _compiled_training.get()
     stamp = None if training is None else stamp_of_run(keras, cell, None)
     return make() if training is None or stamp is None else training.of_cell(cell, stamp, make)

@@ -185,7 +185,10 @@ def _axes_at(tensor: Any, axis: int, given: set[Any]) -> set[int]:
 
 
 def _ends(operation: Any) -> bool:
-    """Return whether an operation has an unread floating output and is no part of training, saving or a variable."""
+    """Return whether an operation may be an output of the network.
+
+    Its result is floating and read by no other operation, and it is no part of training, saving or a variable.
+    """
     trained = operation.name.startswith("gradients") or operation.type.startswith(_NO_ENDS)
     return not trained and any(t.dtype.base_dtype.is_floating and not t.consumers() for t in operation.outputs)
 

@@ -73,7 +73,7 @@ def note_scan(model: nn.Module, name: str, axes: tuple[tuple[str, int], ...]) ->
 
 
 def scans_of(model: nn.Module) -> dict[str, tuple[tuple[str, int], ...]]:
-    """Return the axes and sizes of the states of the scans recorded in a model so far, by name."""
+    """Return, by name, the axes and sizes of the states of each ``rl.torch.scan`` that a model has run so far."""
     return dict(_SCANS.get(model, {}))
 
 

@@ -158,7 +158,7 @@ class WeightGradientCapture:
         self.forget()
 
     def forget(self) -> None:
-        """Drop the records of a finished training step."""
+        """Delete the records of a finished training step, so that its tensors can be freed."""
         self._own, self._accumulated = {}, {}
         self.begin()
 
@@ -294,7 +294,7 @@ class TrainingCapture:
         self.forget()
 
     def forget(self) -> None:
-        """Drop the records of a finished training step."""
+        """Delete the records of a finished training step, so that its tensors can be freed."""
         self.calls, self.passes, self.carried = [], 0, False
         self.weights.forget()
         self.forwards = self.evaluations = self.without_graph = 0
@@ -395,7 +395,10 @@ class TrainingCapture:
         call.grads[place] = grad if place not in call.grads else call.grads[place] + grad
 
     def _begin_backward(self, task: int, call: TrainingCall) -> None:
-        """Start the record of a backward pass that reached a layer: the first of this step, or a further one."""
+        """Begin to record the gradients of a backward pass, when its first gradient reaches a recorded layer.
+
+        A training step may have several backward passes.
+        """
         self.backward = task
         fresh = self.weights.is_fresh(call.module)
         self.carried = not fresh if not self.passes else self.carried and not fresh

@@ -162,7 +162,7 @@ class _Pull:
         self.swept: dict[str, list[tuple[ReplayedCall, Adjoint]]] = {}
 
     def run(self) -> BatchGradients:
-        """Pull the target back to every requested tensor."""
+        """Compute the derivative of the target by every requested tensor, by vector-Jacobian products."""
         request, value = self.request, self._start()
         self._leave_recurrences()
         arrived = self._pull({port: seed[None] for port, seed in self.seeds.items()})

@@ -225,7 +225,7 @@ class ZarrTarget:
         return self.store.sums
 
     def _template(self) -> xr.DataArray:
-        """Return an array without data that has all labels."""
+        """Return a labelled array of the time Jacobian that takes no memory: every value is NaN."""
         empty = np.broadcast_to(np.asarray(np.nan, self.dtype), self.shape)
         return self.labels.array(empty, self.tally, self.checks)
 
