@@ -202,14 +202,14 @@ def mark_below(ax: Any, x: Numbers, values: Numbers, colour: Any = "0.3") -> Non
         middle = float(places.mean())
         across = (middle - limits[0]) / (limits[1] - limits[0])
         side, over = "left" if across < 0.2 else "right" if across > 0.8 else "center", ax.get_xaxis_transform()
-        words = f"below {power_of_ten(floor)}"
+        words = f"below {short_number(floor)}"
         write(ax, words, (middle, 0), (0, 4), over=over, ha=side, va="bottom", color=colour, gid="below")
 
 
-def power_of_ten(value: float) -> str:
-    """Write a number as short as possible: ``1e-10``, ``0.01``."""
-    if 1e-3 <= value < 1e4:
-        return f"{value:.2g}"
+def short_number(value: float) -> str:
+    """Write a number with at most two digits, as short as possible: ``1e-10``, ``-0.01``, ``100``."""
+    if 1e-3 <= abs(value) < 1e4:
+        return f"{float(f'{value:.2g}'):g}"
     number, _, exponent = f"{value:.1e}".partition("e")
     return f"{number.removesuffix('.0')}e{int(exponent)}"
 

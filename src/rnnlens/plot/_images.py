@@ -15,7 +15,7 @@ from matplotlib.ticker import NullLocator
 
 from ..errors import InputError
 from ..vocabulary import DIRECTION, GATE, SAMPLE, TIME
-from ._axes import Powers, decade_ticks, power_of_ten, step_axis
+from ._axes import Powers, decade_ticks, short_number, step_axis
 from ._data import (
     Numbers,
     axis_label,
@@ -178,12 +178,12 @@ def colour_bar(axes: Sequence[Any], drawn: Any, label: str = "", *, among: Seque
 
 def _log_ticks(bar: Any, low: float, high: float, linear: float) -> None:
     """Set ticks at powers of ten, with 2 and 5 between few of them, and at the end of the scale: ``≤ 1e-4``."""
-    end = f"≤ {power_of_ten(linear)}"
+    end = f"≤ {short_number(linear)}"
     if low < 0:
         ticks = [tick for tick in decade_ticks(max(-low, high), linear) if low <= tick <= high]
     else:
         ticks = [linear, *Powers(6).tick_values(2 * linear, high)]
-    labels = [f"|x| {end}" if tick == 0 else end if tick == linear else power_of_ten(tick) for tick in ticks]
+    labels = [f"|x| {end}" if tick == 0 else end if tick == linear else short_number(tick) for tick in ticks]
     bar.set_ticks(ticks, labels=labels)
     bar.ax.yaxis.set_minor_locator(NullLocator())
 

@@ -154,7 +154,7 @@ def _share_line(ax: Any, values: Numbers, band: tuple[Numbers, Numbers], look: d
         marks = {"marker": "v", "markersize": 6, "linestyle": "", "clip_on": False, "gid": "below"}
         ax.plot(below[:1], [FLOOR], color=look["color"], **marks)
         at = (float(below[0]), FLOOR)
-        _axes.write(ax, f"below {_axes.power_of_ten(FLOOR)}", at, (0, 9), ha="center", va="baseline", gid="below")
+        _axes.write(ax, f"below {_axes.short_number(FLOOR)}", at, (0, 9), ha="center", va="baseline", gid="below")
 
 
 def _time_constants(ax: Any, node: xr.Dataset, keywords: dict[str, Any]) -> None:

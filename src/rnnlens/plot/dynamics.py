@@ -255,7 +255,7 @@ def _scatter(ax: Any, losses: Numbers, norms: Numbers, names: list[str], keyword
     for axis, values, (low, _) in zip("xy", (losses, norms), limits, strict=True):
         if (values[seen] < low).any():
             name, height = ("loss", 0.02) if axis == "x" else ("norm", 0.08)
-            words = f"{name} below {_axes.power_of_ten(low)} at the border"
+            words = f"{name} below {_axes.short_number(low)} at the border"
             _axes.write(ax, words, (0.02, height), over="axes fraction", ha="left", va="baseline", gid="below")
 
 

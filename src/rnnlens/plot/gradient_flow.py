@@ -280,6 +280,6 @@ def _point_down(ax: Any, one: FadingLine) -> None:
         offset, side = ((12, 2), "left") if rises else ((-12, 2), "right")
         look: dict[str, Any] = {"over": ax.get_xaxis_transform(), "color": "0.3", "bbox": _axes.PAPER, "zorder": 5}
         at = (float(one.steps[inner[-1]]), 0)
-        _axes.write(ax, f"below {_axes.power_of_ten(floor)}", at, offset, ha=side, va="baseline", gid="below", **look)
+        _axes.write(ax, f"below {_axes.short_number(floor)}", at, offset, ha=side, va="baseline", gid="below", **look)
     look = {"marker": "v", "markersize": 6, "linestyle": "", "clip_on": False, "zorder": 4, "color": one.colour}
     ax.plot(one.steps[inner], np.zeros(len(inner)), transform=ax.get_xaxis_transform(), gid="below", **look)

@@ -316,7 +316,7 @@ def _draw_lifetime(ax: Any, kept: Numbers, arrived: Numbers, steps: Numbers, key
     for axis in ("x", "y"):
         _axes.log_ticks(ax, axis, most=5)
     if deep:
-        words = f"at the border: below {_axes.power_of_ten(low)}"
+        words = f"at the border: below {_axes.short_number(low)}"
         _axes.write(ax, words, (0.97, 0.02), over="axes fraction", va="bottom", gid="below")
     ax.legend(fontsize="x-small", loc="upper left")
 

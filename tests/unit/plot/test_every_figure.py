@@ -14,6 +14,7 @@ from tests.unit.plot.runs import a_run
 
 import rnnlens as rl
 from rnnlens.errors import InputError
+from rnnlens.plot._axes import short_number
 
 
 @pytest.fixture(scope="module")
@@ -251,3 +252,11 @@ def test_every_figure_refuses_an_object_whose_attributes_raise(name):
     required = [one for one in signature(getattr(rl.plot, name)).parameters.values() if one.default is Parameter.empty]
     with pytest.raises(InputError):
         getattr(rl.plot, name)(*[RaisesAtEverything() for _ in required])
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(0.01, "0.01"), (-0.01, "-0.01"), (1e-4, "1e-4"), (-1e-4, "-1e-4"), (100.0, "100"), (2e-7, "2e-7")],
+)
+def test_negative_numbers_are_written_like_positive_ones(value, words):
+    assert short_number(value) == words
