@@ -32,9 +32,8 @@ import array_api_compat.numpy as anp
 import numpy as np
 
 from rnnlens.recurrence import linear
-from rnnlens.recurrence.arrays import Workspace
+from rnnlens.recurrence.arrays import Workspace, one_thread_each
 from rnnlens.recurrence.jacobian import Taps, reverse
-from rnnlens.recurrence.parallel import one_thread_each
 from rnnlens.recurrence.reductions import REDUCTIONS, Collector, Extent, FieldCollector, Reduction
 from rnnlens.recurrence.sweep_rows import FieldRows, PointRows, Units
 

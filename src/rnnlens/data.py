@@ -13,7 +13,7 @@ from .arguments.data import is_dataset, is_sequence, is_source, refuse_large
 from .autodiff import tensors
 from .errors import InputError, raised_by
 from .layout import Layout
-from .trees import is_packed, leaves_of, map_leaves
+from .typing import is_packed, leaves_of, map_leaves
 
 __all__ = [
     "DataBatch",

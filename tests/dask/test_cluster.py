@@ -34,9 +34,9 @@ def state_of_worker():
     """Models kept, threads of torch, and the process of a worker."""
     import torch
 
-    from rnnlens.cluster import travel
+    from rnnlens import cluster
 
-    return len(travel._models), torch.get_num_threads(), os.getpid()
+    return len(cluster._models), torch.get_num_threads(), os.getpid()
 
 
 def test_equal_bit_for_bit_and_each_worker_rebuilds_the_model_once(client, expected):

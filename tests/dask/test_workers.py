@@ -38,20 +38,20 @@ def of(net):
 
 def count_bytes():
     """Let this process record the size of every model that it unpickles."""
-    from rnnlens.cluster import travel
+    from rnnlens import cluster
 
     def unpickled(self, state):
-        travel.sizes.append(len(state["_bytes"]))
+        cluster.sizes.append(len(state["_bytes"]))
         self.__dict__.update(state)
 
-    travel.sizes = []
-    travel.TravellingModel.__setstate__ = unpickled
+    cluster.sizes = []
+    cluster.TravellingModel.__setstate__ = unpickled
 
 
 def bytes_of_models():
-    from rnnlens.cluster import travel
+    from rnnlens import cluster
 
-    return travel.sizes
+    return cluster.sizes
 
 
 def test_the_model_travels_once_to_each_worker():

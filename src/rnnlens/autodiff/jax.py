@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend import core
 
 from ..typing import Array
-from .protocol import Engine, Keep, Memo, Program, Tap, TargetProgram
+from . import Engine, Keep, Memo, Program, Tap, TargetProgram
 
 #: Float types in the text of a lowered program, the coarsest first, and their names.
 _FLOATS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from ..typing import Array
-from .protocol import Engine, Keep, Memo, Program, TargetProgram
+from . import Engine, Keep, Memo, Program, TargetProgram
 
 #: Float types, the coarsest first.
 _FLOATS = (tf.bfloat16, tf.float16, tf.float32, tf.float64)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..typing import Array
-from .protocol import Engine, Keep, Memo, Program, Tap, TargetProgram
+from . import Engine, Keep, Memo, Program, Tap, TargetProgram
 
 #: Largest memory, in bytes, of the gradients of the rows of a Jacobian that are pulled back at once.
 ROWS_BUDGET = 256 * 2**20

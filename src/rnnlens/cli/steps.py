@@ -1,7 +1,11 @@
-"""Steps of the commands: run a public function on the data of a file, print its result, read what an option names."""
+"""Steps of the commands: run a public function on the data of a file, print its result, read what an option names.
+
+``--json`` prints a result as one JSON document, made here.
+"""
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,11 +22,14 @@ from ..diagnosis.findings import SHOWN_BY
 from ..errors import FileError, InputError, RnnlensError, did_you_mean
 from ..reporting import check_path as check_report_path
 from ..reporting import report
-from ..results.base import Result
+from ..results.array import LabelledArray
+from ..results.base import Part, Result
+from ..results.diagnosis import Diagnosis
+from ..results.encoding import plain
 from ..results.opening import open
-from ..results.profiles import of as profiles_of
+from ..results.page import curves_of
 from ..results.saving import check_path
-from ..results.summary import parts_of, summary_of, values_of
+from ..results.schema import to_host
 from ..verbs.trace import trace
 from ..verbs.weights import layers
 from . import console
@@ -72,7 +79,7 @@ def print_summary(result: Any, *, as_json: bool = False) -> None:
     known = isinstance(result, Result) and not result._said()
     # Results with findings print them first; others print their heading and then their parts.
     console.print_plain(f"<rnnlens {type(result).__name__}> {result._headline()}" if known else result)
-    curves = [(name, words, profiles_of(data)) for name, words, data in parts]
+    curves = [(name, words, curves_of(data)) for name, words, data in parts]
     if known or any(found for _, _, found in curves):
         console.out().print(_table(curves))
     rest = result._beside() if known else []
@@ -169,3 +176,83 @@ def lines_of(path: Path) -> list[str]:
         return path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise FileError("The tokens cannot be read.", got=f"{path}: {error}", expected="UTF-8 text") from error
+
+
+#: Version of the layout; increased when a field is renamed or removed.
+SCHEMA = 1
+
+
+def parts_of(result: Any) -> list[Part]:
+    """Return name, description and data of each part of a result; an array is its own only part."""
+    if isinstance(result, Result):
+        return result._parts()
+    return [(str(getattr(result, "name", None) or "values"), "", result)]
+
+
+def summary_of(result: Any) -> dict[str, Any]:
+    """Return ``schema``, ``kind``, ``headline``, ``layers`` with curves, ``checks``, ``certificate``, ``provenance``.
+
+    A diagnosis gives the fields of its ``to_json`` and its kind; a single array has ``dims`` and ``attributes``.
+    """
+    if isinstance(result, Diagnosis):
+        return {"kind": "diagnosis", **json.loads(result.to_json())}
+    parts = parts_of(result)
+    drawn = {name: curves_of(data) for name, _, data in parts}
+    curves = {name: {way or "all": curve.to_json() for way, curve in named.items()} for name, named in drawn.items()}
+    if isinstance(result, Result):
+        layers = [
+            {"name": name, "words": words, "variables": _variables(data), "profiles": curves[name]}
+            for name, words, data in parts
+        ]
+        loss = getattr(result, "loss", None)
+        head = {"schema": SCHEMA, "kind": result.kind, "headline": result._headline()}
+        loss_words = {"loss": plain(loss)} if isinstance(loss, float) else {}
+        return {**head, **loss_words, "layers": layers, **_trust(result), "notes": result.notes}
+    sizes = {"dims": _sizes(result)}
+    kind = "array" if isinstance(result, xr.DataArray) else "dataset"
+    trust = _trust(result) if isinstance(result, LabelledArray) else {}
+    named = {"name": str(result.name)} if kind == "array" else {}
+    attributes = {key: value for key, value in _attributes(result).items() if key != "record"}
+    return {"schema": SCHEMA, "kind": kind, **named, **sizes, "attributes": attributes, "profiles": curves, **trust}
+
+
+def values_of(array: xr.DataArray) -> dict[str, Any]:
+    """Return one variable with all its values; None for values that are not finite."""
+    return {
+        "schema": SCHEMA,
+        "kind": "array",
+        "name": str(array.name),
+        "dims": _sizes(array),
+        "attributes": _attributes(array),
+        "coords": {str(dim): to_host(array[dim].values).tolist() for dim in array.dims if dim in array.coords},
+        "values": plain(to_host(array.values).tolist()),
+    }
+
+
+def _attributes(array: Any) -> dict[str, Any]:
+    return {str(key): plain(value) for key, value in array.attrs.items() if isinstance(value, str | int | float)}
+
+
+def _trust(result: Any) -> dict[str, Any]:
+    certificate = result.certificate
+    stored = (
+        None if certificate is None else {**certificate.to_dict(), "checks": [_check(c) for c in certificate.checks]}
+    )
+    own = [check for check in result.checks if certificate is None or check not in certificate.checks]
+    return {"checks": [_check(c) for c in own], "certificate": stored, "provenance": dict(result.provenance)}
+
+
+def _variables(data: xr.Dataset | xr.DataArray | None) -> dict[str, dict[str, int]]:
+    if data is None:
+        return {}
+    if isinstance(data, xr.DataArray):
+        return {str(data.name): _sizes(data)}
+    return {str(name): _sizes(array) for name, array in data.data_vars.items()}
+
+
+def _check(check: Any) -> dict[str, Any]:
+    return {**plain(check.to_dict()), "ok": check.ok}
+
+
+def _sizes(array: Any) -> dict[str, int]:
+    return {str(dim): int(size) for dim, size in array.sizes.items()}

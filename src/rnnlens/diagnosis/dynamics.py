@@ -15,9 +15,8 @@ from ..adapters.registry import adapter_for
 from ..arguments import anything, as_numbers, checked, number, one_batch, text, whole
 from ..arguments import seed as random_seed
 from ..errors import InputError, LayerNotFoundError, ModelError, did_you_mean, has_attribute, shown
-from ..measures.fixed_points import find_points, iterate, step_map
-from ..measures.spectrum import lyapunov_spectrum
-from ..measures.spectrum import step_eigenvalues as eigenvalues_of_steps
+from ..measures.dynamics import find_points, iterate, lyapunov_spectrum, step_map
+from ..measures.dynamics import step_eigenvalues as eigenvalues_of_steps
 from ..measures.transfer import refuse_changed_states
 from ..recurrence.replay import Replay
 from ..results.diagnosis import FixedPoints

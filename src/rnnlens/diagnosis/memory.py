@@ -12,14 +12,16 @@ from ..measures.intervention import (
     USED,
     Probes,
     cycle,
+    interval,
     memory_length,
+    resampled_variance,
+    resampling_weights,
     score,
     search,
     skill,
     squared_change,
     total_variance,
 )
-from ..measures.resampling import interval, resampled_variance, resampling_weights
 from ..measures.residual import Missed, Windows, missed_dependency, overlapping_windows
 from ..results.schema import to_host
 from ..typing import Array

@@ -31,9 +31,8 @@ from ..adapters.keras.training_capture import (
 from ..adapters.registry import adapter_for
 from ..errors import InputError, TrackingWarning, message, shown
 from ..results.training_run import Gap
-from ..tracking.alerts import Alerts
+from ..tracking.alerts import Alerts, Incidents, checked_on_nonfinite, is_finite
 from ..tracking.batches import TrainedBatch, direct_trace
-from ..tracking.incidents import Incidents, checked_on_nonfinite, is_finite
 from ..tracking.loggers import beside
 from ..tracking.loggers import sinks as sinks_of
 from ..tracking.recorder import Recorder

@@ -13,6 +13,7 @@ from ..recurrence.measures import (
     saturation_share,
     share_above,
 )
+from .dynamics import effective_rank, kaplan_yorke_dimension, kernel_spectrum, lyapunov_spectrum, step_eigenvalues
 from .facts import (
     census,
     constant_features,
@@ -23,7 +24,7 @@ from .facts import (
     stuck_gates,
     unit_spread,
 )
-from .intervention import benefit, donors, memory_length, skill, total_variance, use
+from .intervention import benefit, bootstrap, donors, memory_length, skill, total_variance, use
 from .profiles import (
     attributed_memory,
     attribution,
@@ -45,17 +46,8 @@ from .profiles import (
     sample_peaks,
     typical_first,
 )
-from .resampling import bootstrap
 from .residual import missed_dependency
-from .scans import decay_half_life, decay_products, effective_state_size
-from .spectrum import (
-    effective_rank,
-    kaplan_yorke_dimension,
-    kernel_spectrum,
-    lyapunov_spectrum,
-    step_eigenvalues,
-)
-from .transfer import state_transfer, step_jacobians, theil_sen
+from .transfer import decay_half_life, decay_products, effective_state_size, state_transfer, step_jacobians, theil_sen
 
 __all__ = [
     "attributed_memory",

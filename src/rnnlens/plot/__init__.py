@@ -7,9 +7,9 @@ Save one with ``.save("run.png")``, or let a notebook display the returned value
 from .curves import curves as curves
 from .curves import points as points
 from .diagnosis import diagnosis as diagnosis
-from .dynamics import eigenvalues as eigenvalues
-from .dynamics import fixed_points as fixed_points
-from .dynamics import gradient_carriers as gradient_carriers
+from .diagnosis import eigenvalues as eigenvalues
+from .diagnosis import fixed_points as fixed_points
+from .diagnosis import gradient_carriers as gradient_carriers
 from .gates import gates as gates
 from .gates import gates_over_time as gates_over_time
 from .gates import saturation_arrows as saturation_arrows

@@ -1,7 +1,8 @@
-"""``diagnosis``: figure of the measurements behind a diagnosis."""
+"""Figures of diagnoses and dynamics: ``diagnosis``, ``eigenvalues``, ``fixed_points``, ``gradient_carriers``."""
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
 from collections.abc import Callable
@@ -9,11 +10,17 @@ from typing import Any
 
 import numpy as np
 import xarray as xr
+from matplotlib.collections import PathCollection
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.lines import Line2D
 
-from ..errors import InputError
-from ..results.diagnosis import Diagnosis
-from . import _axes, _frame
+from ..arguments import as_numbers, as_numpy, refuse_large
+from ..errors import InputError, shown
+from ..measures.profiles import carriers, lorenz, typical_first
+from ..recurrence.measures import safe_norm
+from ..results.diagnosis import Diagnosis, FixedPoints
+from ..vocabulary import SAMPLE, TIME
+from . import _axes, _data, _frame
 from ._call import drawing
 from ._data import Numbers
 
@@ -166,3 +173,260 @@ def _time_constants(ax: Any, node: xr.Dataset, keywords: dict[str, Any]) -> None
     _axes.log_values(ax)
     ax.set(xlabel="unit, in ascending order", ylabel="steps", title="Time constants of the gates")
     _axes.whole_numbers(ax, "x")
+
+
+_ORDER = LinearSegmentedColormap.from_list("rnnlens.order", ("#56b4e9", "#0072b2", "#08306b"))
+
+
+@drawing(PathCollection, extra=("marker", "s"))
+def eigenvalues(values: Any, *, title: str | None = None, ax: Any = None, figure: Any = None, **point: Any) -> Any:
+    """Draw the eigenvalues of step Jacobians in the complex plane, with the unit circle.
+
+    A mode on the circle is kept from step to step, one at 0 is forgotten at once, one outside grows. Later steps are
+    darker. A second panel has the moduli of all modes, largest first: median and range over samples and steps.
+
+    Parameters
+    ----------
+    values
+        Result of ``rl.step_eigenvalues(model, x)``; the fixed points of ``rl.fixed_points``; or a complex array
+        whose last axis counts modes.
+
+    Returns
+    -------
+    1-D array of two Axes
+    """
+    found, colours, label, layer = _of(values)
+    panels = _frame.open_panels("eigenvalues", 2, ax, figure, size=(3.7, 3.2), shape=(1, 2), widths=(1.25, 1))
+    finite = np.isfinite(found)
+    outside = int((np.abs(found[finite]) > 1).sum())
+    _plane(panels.axes[0], found, colours, label, point)
+    _moduli(panels.axes[1], found)
+    said = f"{outside:,} of {int(finite.sum()):,} outside the unit circle"
+    bad = int((~finite).sum())
+    missing = f"NaN: {bad:,} of {found.size:,} ({100 * bad / found.size:.3g} %)" if bad else None
+    head = _data.layer_title({"layer": layer}, "eigenvalues of the step Jacobian")
+    return panels.titled(title or head, [said, missing])
+
+
+def _of(values: Any) -> tuple[Numbers, Numbers, str, str]:
+    """Return eigenvalues (row, mode), a time for each row, the label of these times, and the layer."""
+    if isinstance(values, FixedPoints):
+        array = values.eigenvalues.values
+        return array, np.zeros(len(array)), "", str(values.layers[0])
+    if isinstance(values, xr.Dataset) and "eigenvalue_real" in values:
+        whole = values["eigenvalue_real"] + 1j * values["eigenvalue_imag"]
+        whole = whole.transpose(..., "mode")
+        when = np.zeros(whole.shape[:-1])
+        if whole.dims[-2:-1] == (TIME,):
+            when = np.broadcast_to(_data.positions(whole, TIME), when.shape)
+        flat = whole.values.reshape(-1, whole.shape[-1])
+        return flat, when.reshape(-1), "time step", str(values.attrs.get("layer", ""))
+    array = as_numpy(values.values if isinstance(values, xr.DataArray) else values)
+    refuse_large("values", array, "fewer samples or steps", share=16 / max(array.itemsize, 1))
+    if array.dtype.kind not in "cf" or array.ndim == 0 or array.size == 0:
+        raise InputError(
+            "plot.eigenvalues draws eigenvalues.",
+            got=shown(values),
+            expected="numbers, the last axis counting modes",
+            hint="rl.step_eigenvalues(model, x)",
+        )
+    flat = array.reshape(-1, array.shape[-1]).astype(complex)
+    return flat, np.zeros(len(flat)), "", ""
+
+
+def _plane(ax: Any, values: Numbers, when: Numbers, label: str, keywords: dict[str, Any]) -> None:
+    """Draw all eigenvalues in the complex plane, later ones darker."""
+    angle = np.linspace(0, 2 * np.pi, 200)
+    ax.plot(np.cos(angle), np.sin(angle), color="0.4", linewidth=0.9, gid="unit circle")
+    for line in (ax.axhline, ax.axvline):
+        line(0, color="0.8", linewidth=0.6, zorder=0.5)
+    times = np.broadcast_to(when[:, None], values.shape)
+    seen = np.isfinite(values)
+    size = float(np.clip(9000 / max(1, values.size), 3, 18))
+    look: dict[str, Any] = {"s": size, "alpha": 0.6, "linewidth": 0, "zorder": 2, "gid": "eigenvalues"}
+    look["rasterized"] = values.size > 2000  # a vector file would list them one by one
+    look |= {"c": times[seen], "cmap": _ORDER} if label else {"color": "#0072b2"}
+    drawn = ax.scatter(values.real[seen], values.imag[seen], **{**look, **keywords})
+    if label and len(np.unique(when)) > 1:
+        ax.figure.colorbar(drawn, ax=[ax], fraction=0.08, pad=0.02).set_label(label)
+    reach = 1.1 * max(1.0, float(np.abs(values[seen]).max(initial=0.0)))
+    ax.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal", xlabel="real part", ylabel="imaginary part")
+    if not seen.all():
+        _frame.redden(ax)
+
+
+def _moduli(ax: Any, values: Numbers) -> None:
+    """Draw |eigenvalue| by rank."""
+    seen = np.isfinite(values).all(axis=1)
+    moduli = -np.sort(-np.abs(values[seen]), axis=1)
+    rank = np.arange(1, values.shape[1] + 1)
+    ax.axhline(1, color="0.4", linewidth=0.9)
+    if len(moduli):
+        _axes.draw_band(ax, rank, moduli.min(axis=0), moduli.max(axis=0), "#0072b2", gid="range")
+        look = {"marker": "." if len(rank) < 40 else None, "linewidth": 1.2, "gid": "moduli"}
+        ax.plot(rank, np.median(moduli, axis=0), color="#0072b2", **look)
+    ax.set(xlabel="mode, largest first", ylabel="modulus")
+    ax.set_ylim(0, None)
+    ax.set_xlim(0.5, len(rank) + 0.5)
+
+
+_KINDS = (
+    *(("stable", "#0072b2", "o"), ("saddle", "#d55e00", "X"), ("repeller", "#cc79a7", "D")),
+    *(("marginal", "#009e73", "s"), ("slow", "0.5", ".")),
+)
+
+
+@drawing(Line2D)
+def fixed_points(
+    points: FixedPoints, *, title: str | None = None, ax: Any = None, figure: Any = None, **line: Any
+) -> Any:
+    """Draw fixed points in the first two principal components of the states that the search started from.
+
+    Parameters
+    ----------
+    points
+        Result of ``rl.fixed_points``.
+    title
+        Title; by default the number of points.
+
+    Returns
+    -------
+    1-D array of one Axes. Bars through saddles show their unstable modes, as long as their eigenvalue exceeds 1.
+    """
+    if not isinstance(points, FixedPoints):
+        raise InputError(
+            "plot.fixed_points draws fixed points.", got=type(points).__name__, hint="rl.fixed_points(model, x)"
+        )
+    panels = _frame.open_panels("fixed_points", 1, ax, figure, size=(5.2, 4.4), ticks="medium")
+    place = panels.axes[0]
+    data = points.data
+    cloud = data["trajectory"].values
+    mean, axes, shares = _components(cloud)
+    flat = (cloud - mean) @ axes
+    place.plot(*flat.T, linestyle="", marker=".", markersize=1.5, color="0.8", zorder=1, label="states", gid="states")
+    where = (data["states"].values - mean) @ axes
+    kinds = np.array(points.kinds, dtype=object)
+    for kind, colour, marker in _KINDS:
+        chosen = where[kinds == kind]
+        if len(chosen):
+            look = {"linestyle": "", "marker": marker, "markersize": 7, "color": colour, "zorder": 3}
+            place.plot(*chosen.T, **{"label": f"{kind} ({len(chosen)})", "gid": kind, **look, **line})
+    _modes(place, points, where, axes, float(np.ptp(flat, axis=0).max()))
+    place.set(xlabel=f"first component ({shares[0]:.0%} of variance)", ylabel=f"second component ({shares[1]:.0%})")
+    place.legend(fontsize="x-small", loc="best")
+    return panels.titled(title or points._headline())
+
+
+def _components(cloud: Any) -> tuple[Any, Any, Any]:
+    """Return the mean, first two principal axes (state, 2), and their shares of the variance."""
+    mean = cloud.mean(axis=0)
+    _, sizes, axes = np.linalg.svd(cloud - mean, full_matrices=False)
+    axes = axes[:2].T if len(axes) > 1 else np.concatenate([axes[:1].T, np.zeros_like(axes[:1].T)], axis=1)
+    shares = np.zeros(2)
+    total = float((sizes**2).sum()) or 1.0
+    shares[: min(2, len(sizes))] = (sizes[:2] ** 2) / total
+    return mean, axes, shares
+
+
+def _modes(ax: Any, points: FixedPoints, where: Any, axes: Any, span: float) -> None:
+    values, vectors = points.eigenvalues.values, points.eigenvectors.values
+    unstable = np.isin(points.kinds, ("saddle", "repeller", "slow"))
+    for i in np.flatnonzero(unstable):
+        for mode in np.flatnonzero(np.abs(values[i]) > 1):
+            way = (vectors[i, :, mode].real @ axes) * 0.05 * span * min(float(np.abs(values[i, mode])), 3.0)
+            ends = np.stack([where[i] - way, where[i] + way])
+            ax.plot(*ends.T, color="#d55e00", linewidth=0.9, alpha=0.7, zorder=2, gid="mode")
+
+
+@drawing(PathCollection, extra=("marker", "s"))
+def gradient_carriers(
+    gradient: Any, losses: Any, *, title: str | None = None, ax: Any = None, figure: Any = None, **point: Any
+) -> Any:
+    """Draw how the gradient is distributed over samples: loss against gradient norm, and a Lorenz curve.
+
+    If the curve is far below the diagonal, a few samples make up most of the gradient, and of any mean over samples.
+
+    Parameters
+    ----------
+    gradient : (sample, ...)
+        Gradient of the loss by sample: ``trace["lstm"].hidden_grad``, or any other with a sample dimension.
+    losses : (sample,)
+        The loss of each sample.
+
+    Returns
+    -------
+    1-D array of two Axes
+
+    References
+    ----------
+    Lorenz 1905, doi:10.2307/2276207.
+    """
+    array = _data.labelled(gradient, "gradient_carriers")
+    _data.require_dim(array, SAMPLE, "gradient_carriers")
+    values = as_numbers("losses", losses)
+    ordered = array.transpose(SAMPLE, ...).values.reshape(array.sizes[SAMPLE], -1)
+    if values.size != len(ordered):
+        got, expected = f"{values.size} numbers", f"{len(ordered)} of them"
+        raise InputError("losses= has one number for each sample.", got=got, expected=expected)
+    values = values.reshape(-1).astype(float)
+    norms = np.asarray(safe_norm(ordered.astype(np.float64), axis=1, xp=np))
+    panels = _frame.open_panels("gradient_carriers", 2, ax, figure, size=(3.5, 3.1), shape=(1, 2))
+    _scatter(panels.axes[0], values, norms, _data.names_of(array, SAMPLE), point)
+    _curve(panels.axes[1], norms)
+    share = carriers(norms)
+    count = len(norms)
+    said = None if math.isnan(share) else f"{round(share * count)} of {count} samples carry half of the gradient"
+    missing = " and ".join(note for note in (_data.nonfinite_note(array.values), _data.nonfinite_note(values)) if note)
+    head = _data.layer_title(array.attrs, "samples that make up the gradient")
+    return panels.titled(title or head, [said, missing])
+
+
+def _scatter(ax: Any, losses: Numbers, norms: Numbers, names: list[str], keywords: dict[str, Any]) -> None:
+    """Draw a point per sample; name that of median loss and the largest."""
+    seen = np.isfinite(losses) & np.isfinite(norms)
+    limits = [_limits(values[seen]) for values in (losses, norms)]
+    inside = [np.maximum(values[seen], low) for values, (low, _) in zip((losses, norms), limits, strict=True)]
+    look = {"s": float(np.clip(1200 / max(1, len(norms)), 6, 30)), "color": "#0072b2", "alpha": 0.6, "linewidth": 0}
+    ax.scatter(*inside, **{"gid": "samples", "clip_on": False, **look, **keywords})
+    ax.set(xlim=limits[0], ylim=limits[1], xlabel="loss of the sample", ylabel="norm of its gradient")
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    for axis in ("x", "y"):
+        _axes.log_ticks(ax, axis, most=6)
+    if seen.any():
+        largest = int(np.where(seen, norms, -1.0).argmax())
+        for place, words in {int(typical_first(losses)[0]): "typical", largest: "largest"}.items():
+            at = tuple(max(values[place], low) for values, (low, _) in zip((losses, norms), limits, strict=True))
+            ring = {"s": 45, "facecolor": "none", "edgecolor": "black", "linewidth": 0.9, "clip_on": False, "zorder": 3}
+            ax.scatter([at[0]], [at[1]], gid=f"ring {words}", **ring)
+            text = f"sample {names[place]} ({words})"
+            left = ax.transLimits.transform(ax.transScale.transform(at))[0] < 0.4
+            offset, side = ((4, -8), "left") if left else ((-4, 4), "right")
+            _axes.write(ax, text, at, offset, ha=side, va="baseline", gid=words)
+    if (~seen).any():
+        x, y = np.full((~seen).sum(), 0.03), np.linspace(0.05, 0.4, (~seen).sum())
+        ax.plot(x, y, "x", color="black", transform=ax.transAxes, gid="non-finite")
+    for axis, values, (low, _) in zip("xy", (losses, norms), limits, strict=True):
+        if (values[seen] < low).any():
+            name, height = ("loss", 0.02) if axis == "x" else ("norm", 0.08)
+            words = f"{name} below {_axes.short_number(low)} at the border"
+            _axes.write(ax, words, (0.02, height), over="axes fraction", ha="left", va="baseline", gid="below")
+
+
+def _limits(values: Numbers) -> tuple[float, float]:
+    """Return axis limits around the positive values, at most twelve decades."""
+    positive = values[values > 0]
+    if not positive.size:
+        return 0.1, 10.0
+    high = float(positive.max())
+    return max(float(positive.min()), high * 1e-12) / 2, high * 2
+
+
+def _curve(ax: Any, norms: Numbers) -> None:
+    """Draw the Lorenz curve: share of the gradient against the share of samples, smallest first."""
+    share = lorenz(norms)
+    part = np.linspace(0, 1, len(share))
+    ax.plot([0, 1], [0, 1], color="0.5", linewidth=0.8, linestyle="--", gid="equal")
+    ax.plot(part, share, color="#d55e00", linewidth=1.5, gid="lorenz")
+    _axes.draw_band(ax, part, share, part, "#d55e00", alpha=0.12, gid=None)
+    ax.set(xlim=(0, 1), ylim=(0, 1), xlabel="share of the samples, least first", ylabel="share of the gradient")

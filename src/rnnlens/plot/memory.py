@@ -19,7 +19,7 @@ from matplotlib.lines import Line2D
 from ..arguments import one_of, whole
 from ..errors import InputError
 from ..measures.profiles import finite_median, kept_by_gates, own_diagonal, peak_band
-from ..measures.scans import half_life_of, logarithms
+from ..measures.transfer import half_life_of, logarithms
 from ..recurrence import measures
 from ..vocabulary import BACKWARD, DIRECTION, GATE, IN_FEATURE, IN_TIME, OUT_TIME, OUT_UNIT, SAMPLE, TIME
 from . import _axes, _data, _frame, _images, _samples

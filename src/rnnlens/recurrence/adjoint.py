@@ -20,9 +20,8 @@ from typing import cast
 import numpy as np
 
 from ..typing import Array, Namespace
-from .arrays import without_subnormal
+from .arrays import for_each, large_parts, still_wanted, walk_parts, without_subnormal
 from .cells import StepCell, affine
-from .parallel import for_each, large_parts, still_wanted, walk_parts
 from .replay import Replay
 from .trajectory import Adjoint, States, carried, over_time
 

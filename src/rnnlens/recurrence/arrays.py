@@ -1,22 +1,204 @@
-"""Arrays of NumPy or torch: one step of many, their namespace, and in-place arithmetic.
+"""Arrays of NumPy or torch: in-place arithmetic, steps of arrays, and distribution of samples over threads.
 
 A sweep repeats the same few operations hundreds of times on the same shapes, so that allocating results would cost more
 than computing them. The operations of :class:`Workspace` write to memory of the caller. Only this class uses functions
 that a single library has.
+
+BLAS threads for the small products of one time step busy-wait for each other. On a processor that is also used by other
+programs, a sweep then takes ten to a hundred times as long. NumPy's matrix products are therefore always limited to one
+thread each, and samples are distributed over rnnlens' own threads, which sleep while they wait. Tensors of torch on the
+CPU are converted to NumPy before; other libraries and devices are not affected.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from array_api_compat import array_namespace, is_numpy_namespace, is_torch_namespace
+from threadpoolctl import ThreadpoolController
 
 from ..typing import Array, Namespace
-from .parallel import for_each, row_parts
+
+#: Numbers per thread below which threads do not pay off, in one step of a loop over time and in one large operation.
+#: Between two short operations threads wait for each other, because only one of them may run Python.
+_WORTHWHILE_STEP = 2**12
+_WORTHWHILE = 2**17
+
+#: Multiplications of a product from which on it is split: half of them take about twenty wake-ups of a thread.
+_WORTHWHILE_PRODUCT = 2**25
+
+
+@cache
+def _blas() -> list[Any]:
+    """Return the controllers of NumPy's BLAS libraries, cached because the search is slow."""
+    return list(ThreadpoolController().select(user_api="blas").lib_controllers)
+
+
+class _ThreadLimit:
+    """Reference count of callers that limit BLAS to one thread: the first sets the limit, the last removes it.
+
+    The limit is global to the process. Without counting, two concurrent callers that each set and restore it could
+    leave it at one forever.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.users = 0
+        self.before: list[int] = []
+
+    def set(self, counts: list[int]) -> None:
+        """Set the number of threads of each BLAS library, from any thread."""
+        for library, count in zip(_blas(), counts, strict=True):
+            for _ in range(2):  # threadpoolctl obeys only its controlling thread: clear it before and after setting
+                if hasattr(library, "clear_controlling_thread"):
+                    library.clear_controlling_thread(force=True)
+                if library.get_num_threads() != count:
+                    library.set_num_threads(count)
+
+
+_limit = _ThreadLimit()
+
+
+@contextmanager
+def one_thread_each() -> Iterator[int]:
+    """Limit BLAS to one thread within the block; yield the number of threads that the user allows."""
+    with _limit.lock:
+        if _limit.users == 0:
+            _limit.before = [library.get_num_threads() or 1 for library in _blas()]
+            _limit.set([1] * len(_limit.before))
+        _limit.users += 1
+    try:
+        yield max(_limit.before, default=1)
+    finally:
+        with _limit.lock:
+            _limit.users -= 1
+            if _limit.users == 0:
+                _limit.set(_limit.before)
+
+
+@cache
+def _pool(workers: int) -> ThreadPoolExecutor:
+    """Return the cached thread pool; new threads would each allocate memory of their own."""
+    return ThreadPoolExecutor(workers, thread_name_prefix="rnnlens")
+
+
+class _Dealt(threading.local):
+    """Thread-local state: an event that is set when the job's caller was interrupted; None outside jobs."""
+
+    given_up: threading.Event | None = None
+
+
+_dealt = _Dealt()
+
+
+def _start_anew() -> None:
+    """Reset the pool and its lock in a forked process, which has none of the threads."""
+    if _limit.users:
+        _limit.set(_limit.before)
+    _limit.lock, _limit.users = threading.Lock(), 0
+    _pool.cache_clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_anew)
+
+
+class GivenUpError(Exception):
+    """Error in a job whose caller was interrupted."""
+
+
+def still_wanted() -> None:
+    """Raise GivenUpError in a job whose caller was interrupted; long loops call this at every step."""
+    if _dealt.given_up is not None and _dealt.given_up.is_set():
+        raise GivenUpError
+
+
+def sample_chunks(batch: int, elements: int, *, size: int = 2**19) -> Iterator[slice]:
+    """Return slices over samples with about ``size`` numbers each, for ``elements`` numbers per sample."""
+    count = max(1, size // max(elements, 1))
+    return (slice(start, min(start + count, batch)) for start in range(0, batch, count))
+
+
+def for_each(work: Callable[[slice], None], parts: Iterable[slice], *, xp: Namespace) -> None:
+    """Call ``work`` on each part of the samples, for NumPy in as many threads as the user allows BLAS.
+
+    ``work`` may call this function, but nested calls use no further threads. Overflow gives infinity without NumPy's
+    warning, as in the frameworks.
+    """
+    parts = list(parts)
+    if not is_numpy_namespace(xp):
+        for part in parts:
+            work(part)
+        return
+    work = np.errstate(over="ignore", invalid="ignore")(work)
+    with one_thread_each() as workers:
+        if len(parts) == 1 or workers == 1 or _dealt.given_up is not None:
+            for part in parts:
+                work(part)
+        else:
+            _deal(work, parts, workers)
+
+
+def _deal(work: Callable[[slice], None], parts: list[slice], workers: int) -> None:
+    """Run all parts in the thread pool; if the caller is interrupted, running jobs are stopped."""
+    given_up = threading.Event()
+
+    def job(part: slice) -> None:
+        _dealt.given_up = given_up
+        try:
+            still_wanted()
+            work(part)
+        finally:
+            _dealt.given_up = None
+
+    futures: list[Future[None]] = []
+    try:
+        futures.extend(_pool(workers).submit(job, part) for part in parts)
+        for future in futures:
+            future.result()
+    finally:
+        given_up.set()
+        wait(futures)
+
+
+def walk_parts(batch: int, elements: int, *, xp: Namespace) -> list[slice]:
+    """Split the samples for a loop over time, with ``elements`` numbers per sample and step of one state."""
+    return _shares(batch, elements, _WORTHWHILE_STEP, xp)
+
+
+def large_parts(batch: int, elements: int, *, xp: Namespace) -> list[slice]:
+    """Split the samples for a few large operations, with ``elements`` numbers per sample."""
+    return _shares(batch, elements, _WORTHWHILE, xp)
+
+
+def row_parts(shape: Sequence[int], columns: int) -> list[slice]:
+    """Split the rows of a product (sample, row, n) @ (sample, n, columns); samples are not split."""
+    batch, rows, inner = shape
+    if batch * rows * inner * columns < _WORTHWHILE_PRODUCT:
+        return [slice(None)]
+    return _shares(rows, 1, 0, np)
+
+
+def _shares(batch: int, elements: int, worthwhile: int, xp: Namespace) -> list[slice]:
+    """One per thread for NumPy where each is large enough, else all samples at once."""
+    workers = 1
+    if is_numpy_namespace(xp) and _dealt.given_up is None:
+        with one_thread_each() as granted:
+            workers = min(batch, granted)
+    if workers < 2 or batch * elements < workers * worthwhile:
+        return [slice(0, batch)]
+    bounds = [batch * i // workers for i in range(workers + 1)]
+    return [slice(a, b) for a, b in pairwise(bounds)]
 
 
 def at_step(values: Array, samples: slice, t: int) -> Array:

@@ -15,9 +15,9 @@ from array_api_compat import array_namespace, device
 
 from ..errors import UnsupportedError, no_function_of_its_own
 from ..typing import Array, Namespace
+from .arrays import for_each, sample_chunks, walk_parts
 from .cells import Cell, StepCell
 from .linear import System
-from .parallel import for_each, sample_chunks, walk_parts
 from .trajectory import UNSCALED, Record, Scales, Trajectory, carried, over_time, scale_of_samples, shift
 
 #: Residuals of one step, by dtype, that are too large for rounding alone.

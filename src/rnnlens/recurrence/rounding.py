@@ -17,7 +17,7 @@ import numpy as np
 from array_api_compat import device
 
 from ..typing import Array
-from .parallel import for_each, sample_chunks
+from .arrays import for_each, sample_chunks
 from .replay import Replay, distance, replay
 from .trajectory import Adjoint, Scales
 

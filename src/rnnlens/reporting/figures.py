@@ -17,7 +17,7 @@ from ..measures.profiles import by_own_peak, finite_quartiles
 from ..typing import Array
 from . import draw
 from .draw import Scale, image, row_codes, scale_of
-from .time_map import TimeMap
+from .samples import TimeMap
 from .tracks import binned
 
 #: Largest number of units for which the recurrent kernel is drawn; more cells would be too small.

@@ -18,16 +18,15 @@ from ..measures.facts import padding_share
 from ..measures.profiles import attribution
 from ..recurrence.cells import kinds
 from ..results.diagnosis import Diagnosis
+from ..results.gradients import Weights
 from ..results.schema import to_host
 from ..results.trace import Trace
-from ..results.weights import Weights
 from ..typing import Array
 from ..verbs.trace import trace
 from ..verbs.weights import layers as find_layers
 from ..verbs.weights import weights
 from ..vocabulary import QUANTITIES, SAMPLE
-from .samples import Ranking, ReportRequest, ReportSamples, losses, ranked, read
-from .time_map import TimeMap, of_array, of_model
+from .samples import Ranking, ReportRequest, ReportSamples, TimeMap, losses, of_array, of_model, ranked, read
 from .tracks import Track, norms, tracks_of
 
 

@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from ..recurrence.measures import safe_norm
 from ..results.encoding import plain
-from ..results.weights import Weights
+from ..results.gradients import Weights
 from ..typing import Array
 from ..vocabulary import DIRECTION, GATE, UNIT, UNIT_IN
 from . import evidence

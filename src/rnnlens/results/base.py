@@ -40,7 +40,13 @@ _CLASSES: dict[str, type[Result]] = {}
 
 
 #: Module of each kind whose module has another name than the kind.
-_MODULES = {"run": "training_run", "incident": "nonfinite", "comparison": "diagnosis", "dynamics": "diagnosis"}
+_MODULES = {
+    "run": "training_run",
+    "incident": "nonfinite",
+    "comparison": "diagnosis",
+    "dynamics": "diagnosis",
+    "weights": "gradients",
+}
 
 
 def result_class(kind: str) -> type[Result] | None:

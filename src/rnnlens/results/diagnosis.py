@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import xarray as xr
 
-from ..measures.fixed_points import point_kinds
+from ..measures.dynamics import point_kinds
 from .base import Part, Result
 from .encoding import plain
 from .page import Said

@@ -20,7 +20,7 @@ import numpy as np
 import xarray as xr
 
 from ..errors import FileError, InputError
-from .disk.limits import TEXT
+from .disk import TEXT
 
 OWN, EMPTY = "@", "%"
 _MARK = "json:"

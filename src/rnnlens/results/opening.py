@@ -22,8 +22,7 @@ from ..errors import FileError, InputError, RnnlensError
 from ..settings import current
 from .array import as_result
 from .base import Result, result_class
-from .disk.atomic import recover
-from .disk.limits import damaged
+from .disk import damaged, recover
 from .disk.netcdf import check_contents, check_seal
 from .disk.run_folder import read_metadata
 from .disk.store import root_attributes, verified

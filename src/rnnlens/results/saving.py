@@ -30,8 +30,7 @@ from .. import __version__
 from ..arguments import path as path_of
 from ..errors import FileError, RnnlensError
 from ..vocabulary import SAMPLE
-from .disk.atomic import replacing_folder, write_file
-from .disk.limits import damaged
+from .disk import damaged, replacing_folder, write_file
 from .disk.netcdf import check_room, sealed
 from .disk.regions import ChunkTasks, complete, records_of, write_regions
 from .disk.store import new_recording

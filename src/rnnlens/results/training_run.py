@@ -14,7 +14,7 @@ import xarray as xr
 from ..errors import FileError, QuantityNotFoundError, RnnlensError, TooLargeError, did_you_mean, message
 from ..settings import current
 from .base import Part, Result
-from .disk.limits import damaged, foreign
+from .disk import damaged, foreign
 from .disk.run_folder import (
     MOST_ARRAYS,
     RunArray,

@@ -12,11 +12,10 @@ import numpy as np
 import xarray as xr
 
 from ..adapters.registry import adapter_for
-from ..results.gradients import Gradients
+from ..results.gradients import Gradients, Weights
 from ..results.nonfinite import NonFinite
 from ..results.schema import labelled_layer
 from ..results.trace import Trace
-from ..results.weights import Weights
 from ..settings import options
 from ..verbs.find_nonfinite import find_nonfinite
 from ..verbs.gradients import gradients

@@ -1,24 +1,169 @@
-"""``rl.find_nonfinite``: locate the first value that is not finite by layer, gate, step and sample, and its source."""
+"""``rl.find_nonfinite``: locate the first value that is not finite by layer, gate, step and sample, and its source.
+
+The backward pass is searched here: output gradients, layers from top to bottom, steps from last to first, weights.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import xarray as xr
 
 from .. import arguments as check
-from ..adapters.protocol import NOT_LOOKED_INTO, Batch
+from ..adapters.protocol import NOT_LOOKED_INTO, Batch, Port
 from ..adapters.registry import adapter_for
-from ..recurrence.nonfinite import magnitude_by_step
+from ..recurrence.cells.cell import has_gates
+from ..recurrence.nonfinite import NonfiniteValue, first, first_backward, magnitude_by_step
+from ..recurrence.trajectory import Adjoint
 from ..results.nonfinite import NonFinite, Origin
+from ..results.schema import to_host
+from ..typing import Array
+from ..vocabulary import SAMPLE, TIME
 from .axes import an_axes_table
-from .nonfinite.backward import in_the_backward_pass, reaches
-from .nonfinite.forward import in_the_forward_pass, in_the_loss
-from .nonfinite.observe import ObservedRun, in_the_data, in_the_weights
+from .nonfinite import ObservedCall, ObservedRun, in_the_data, in_the_weights, name_of_input
+from .nonfinite.forward import gradient_at_the_outputs, in_the_forward_pass, in_the_loss, origin_of
+from .recurrent_layers import sweep
 from .request import in_turn
+
+
+def in_the_backward_pass(observed: ObservedRun) -> Iterator[Origin]:
+    """Yield origins of non-finite gradients: from the top layer down, adjoints from the last step, then weights."""
+    if not is_sick(observed):
+        return
+    yield from gradient_at_the_outputs(observed)
+    above, recurrent = "the loss", False
+    for node in reversed(observed.nodes):
+        for replayed in node.directions:
+            yield from _in_recurrence(replayed, _source(node.name, above, recurrent))
+        for one in node.plain:
+            grad = None if one.output_grad is None else to_host(one.output_grad)
+            spot = None if grad is None else observed.first(Port("output", one.layer), "output_grad", grad)
+            if spot is not None and grad is not None:
+                fed, output = _source(one.layer, above, recurrent), to_host(one.output)
+                if output.shape == grad.shape:
+                    place = tuple(np.argwhere(~np.isfinite(grad))[0])
+                    fed += f", where the output is {float(output[place]):.3g}"
+                yield Origin("backward", one.layer, "output_grad", spot.value, spot.index, fed_by=fed)
+        for replayed in node.directions:
+            yield from _at_weights(replayed)
+        above, recurrent = node.name, bool(node.directions)
+    yield from _at_the_boundaries(observed, _source("the input", above, recurrent))
+
+
+def _source(layer: str, above: str, recurrent: bool) -> str:
+    """Name the part of the backward pass behind a gradient; ``recurrent``: the layer above had finite gradients."""
+    return f"the backward pass between {layer} and {above}" if recurrent else f"the backward pass of {above}"
+
+
+def is_sick(observed: ObservedRun) -> bool:
+    """Return whether any gradient is not finite."""
+    capture = observed.capture
+    tensors: list[Any] = [*capture.input_grads, *capture.beside.values()]
+    for call in capture.calls:
+        tensors += [call.output_grad, *(call.final_state_grad or ()), *(call.weight_grads or {}).values()]
+    tensors += [one.output_grad for one in capture.plain]
+    if any(grad is not None and not np.all(np.isfinite(to_host(grad))) for grad in tensors):
+        return True
+    # The replay also shows values beyond the range of half precision, and gradients between steps only.
+    return any(_spot(replayed) is not None for node in observed.nodes for replayed in node.directions)
+
+
+def _swept(replayed: ObservedCall) -> Adjoint | None:
+    call = replayed.call
+    if call.output_grad is None:
+        return None
+    return sweep(call, replayed.run, call.output_grad, call.final_state_grad, call.state_grad)
+
+
+def _spot(replayed: ObservedCall) -> NonfiniteValue | None:
+    """Return the first non-finite gradient of one recurrence: a direct one, else one of its sweep; else None."""
+    call = replayed.call
+    if call.output_grad is None:
+        return None
+    direct = {"output_grad": to_host(call.output_grad)}
+    if not call.returns_sequences:
+        spot = first("output_grad", direct.pop("output_grad"), ("sample", "unit"), replayed.limit)
+        if spot is not None:
+            return spot
+    for name, grad in zip(call.cell.state_names, call.final_state_grad or (), strict=False):
+        spot = first(f"final_{name}_grad", to_host(grad), ("sample", "unit"), replayed.limit)
+        if spot is not None:
+            return spot
+    swept = _swept(replayed)
+    return None if swept is None else first_backward(replayed.run, swept, direct, replayed.limit)
+
+
+def _in_recurrence(replayed: ObservedCall, source: str) -> Iterator[Origin]:
+    spot = _spot(replayed)
+    if spot is None:
+        return
+    if spot.quantity in ("output_grad", *(f"final_{name}_grad" for name in replayed.call.cell.state_names)):
+        fed = source
+    else:
+        fed = _carried(replayed, spot)
+    yield replace(origin_of(replayed, spot, "backward"), fed_by=fed)
+
+
+def _carried(replayed: ObservedCall, spot: NonfiniteValue) -> str:
+    """Return the size of the state gradients of the next step, and of the recurrent kernel, as text."""
+    swept, run, sample, t = _swept(replayed), replayed.run, spot.index[SAMPLE], spot.index[TIME]
+    assert swept is not None
+    after = t + 1 if run.order == "forward" else t - 1
+    parts = []
+    if 0 <= after < run.input.shape[1]:
+        for name, grad in zip(run.cell.state_names, swept.state_grads, strict=True):
+            size = np.max(np.abs(to_host(grad)[sample, after]), initial=0.0)
+            parts.append(f"{name}_grad up to {size:.3g} at step {after}")
+    kernel = run.cell.weights().get("recurrent_kernel")
+    if kernel is not None:
+        parts.append(f"recurrent_kernel up to {np.max(np.abs(to_host(kernel)), initial=0.0):.3g}")
+    return ", ".join(parts)
+
+
+def _at_weights(replayed: ObservedCall) -> Iterator[Origin]:
+    """Yield origins of non-finite weight gradients of a recurrent layer whose adjoints are finite."""
+    cell = replayed.call.cell
+    for key, grad in (replayed.call.weight_grads or {}).items():
+        array, dims = to_host(grad), tuple(f"axis_{i}" for i in range(len(grad.shape)))
+        if key in cell.parameters:
+            dims = tuple(cell.parameters[key].dims)
+            gated = has_gates(cell.parameters[key])
+            array = array.reshape(*array.shape[:-1], len(cell.gates), -1) if gated else array
+        spot = first(f"{key}_grad", array, dims, np.inf)
+        if spot is not None:
+            fed = "a sum over samples and steps of numbers that are finite"
+            yield replace(origin_of(replayed, spot, "backward"), fed_by=fed)
+
+
+def _at_the_boundaries(observed: ObservedRun, source: str) -> Iterator[Origin]:
+    for i, grad in enumerate(observed.capture.input_grads):
+        spot = None if grad is None else observed.first(Port("input", index=i), "input_grad", to_host(grad))
+        if spot is not None:
+            yield Origin("backward", name_of_input(observed, i), "input_grad", spot.value, spot.index, fed_by=source)
+    for name, grad in observed.capture.beside.items():
+        array = None if grad is None else to_host(grad)
+        spot = None if array is None else first("gradient", array, [f"axis_{i}" for i in range(array.ndim)], np.inf)
+        if spot is not None:
+            yield Origin("backward", name, "gradient", spot.value, spot.index, fed_by="finite gradients at the outputs")
+
+
+def reaches(observed: ObservedRun) -> Mapping[str, bool]:
+    """Return, for outputs, loss and gradients, whether they have non-finite values."""
+    found = {"outputs": any(not _fine(array) for array in observed.returned)}
+    if observed.capture.loss is not None:
+        found["loss"] = not np.isfinite(observed.capture.loss)
+        grads = [*observed.capture.input_grads, *observed.capture.beside.values()]
+        grads += [g for call in observed.capture.calls for g in (call.weight_grads or {}).values()]
+        found["gradients"] = any(grad is not None and not _fine(to_host(grad)) for grad in grads)
+    return found
+
+
+def _fine(array: Array) -> bool:
+    return array.dtype.kind not in "fc" or bool(np.all(np.isfinite(array)))
 
 
 @check.checked(

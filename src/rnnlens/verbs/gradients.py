@@ -20,10 +20,9 @@ from ..results.schema import LabelledLayer, labelled_variable
 from ..vocabulary import FEATURE, GATE, SAMPLE, TIME
 from .axes import an_axes_table
 from .batches import DataSetBatches
-from .chunked.samples import SampleChunks
+from .chunked import SampleChunks
 from .chunked.works import gradients_of_chunks
-from .differentiation.clipping import a_clipping, clipped, rule
-from .differentiation.gather import DataSetGradients, gather
+from .differentiation.gather import DataSetGradients, a_clipping, clipped, gather, rule
 from .differentiation.request import GradientArguments, GradientRequest, Of, a_target, read_request, trainable
 from .differentiation.target import Reduction, a_reduction
 from .names import TensorName, known_model

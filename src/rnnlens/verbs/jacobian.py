@@ -20,8 +20,8 @@ from ..vocabulary import IN_TIME, OUT_TIME
 from .axes import an_axes_table
 from .batches import DataSetBatches
 from .certificates.of_jacobian import certify, claim_of
+from .chunked import SampleChunks
 from .chunked.graph import Padding
-from .chunked.samples import SampleChunks
 from .chunked.works import JacobianWork, lazy_jacobian
 from .request import ModelRequest, in_turn
 from .time_jacobian.execute import execute

@@ -17,8 +17,7 @@ from ..adapters.protocol import Adapter, Batch, CaptureRequest, LayerInfo, Layer
 from ..errors import InputError, LayerNotFoundError, RnnlensError, did_you_mean
 from ..layout import Layout, dims_of
 from ..recurrence.cells import cell_of_kind, kinds
-from ..trees import named_leaves
-from ..typing import Array
+from ..typing import Array, named_leaves
 from ..vocabulary import FEATURE, SAMPLE, unnamed_states
 from .weight_layout import dims_of_weight, sources
 

@@ -27,7 +27,7 @@ from ..arguments.data import is_source
 from ..autodiff.tensors import global_random_states_restored, needs_no_threads, running_engines
 from ..errors import UnsupportedError
 from ..layout import Layout
-from ..recurrence.parallel import one_thread_each
+from ..recurrence.arrays import one_thread_each
 from ..settings import current
 from .axes import InputCoordinates, ModelAxes
 from .names import Catalogue, with_named_outputs

@@ -31,7 +31,7 @@ from .certificates.of_trace import (
     remember_passed,
     start_reference_run,
 )
-from .chunked.samples import SampleChunks
+from .chunked import SampleChunks
 from .chunked.works import lazy_datasets
 from .request import ModelRequest, in_turn
 from .tracing.datasets import TraceSelection, assign_coordinates, plain_datasets, recurrent_datasets

@@ -15,13 +15,13 @@ from ..adapters.registry import adapter_for
 from ..errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean, raised_by, shown
 from ..recurrence.sequence import forward
 from ..results.checks import Certificate, warn_about
+from ..results.gradients import Weights
 from ..results.layers import LayerTable
 from ..results.schema import LabelledLayer, to_host
-from ..results.weights import Weights
 from ..vocabulary import FEATURE, TIME
 from .axes import InputCoordinates
 from .certificates.of_gradients import certify_weights
-from .chunked.samples import SampleChunks
+from .chunked import SampleChunks
 from .chunked.works import lazy_datasets
 from .request import ModelRequest, in_turn
 from .tracing.sequences import scan_measures

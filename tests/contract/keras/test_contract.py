@@ -7,7 +7,7 @@ import pytest
 from spoken_keras import PACKAGE, keras, the_adapter
 
 from rnnlens.adapters.protocol import Batch, CaptureRequest
-from rnnlens.testing.check import check_adapter
+from rnnlens.testing import check_adapter
 from rnnlens.testing.keras_models import MODELS
 
 adapter = the_adapter()

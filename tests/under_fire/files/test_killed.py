@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import rnnlens as rl
-from rnnlens.results.disk import atomic
+from rnnlens.results import disk
 
 from .conftest import made, values
 from .test_full_disk import JACOBIAN
@@ -79,8 +79,8 @@ def test_what_another_process_is_writing_just_now_is_left_alone(start, tmp_path,
 def test_killed_between_two_names(start, tmp_path, python):
     """Where two names cannot be swapped in one step, the old folder gets its name back."""
     code = """
-        from rnnlens.results.disk import atomic
-        atomic._swap_names = lambda one, other: False
+        from rnnlens.results import disk
+        disk._swap_names = lambda one, other: False
         made(1).save("run.zarr")
         rename, calls = os.rename, []
         def killed_at_second(*args):
@@ -103,7 +103,7 @@ def test_names_are_swapped_in_one_step_here(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / f"was-{name}").touch()
-    assert atomic._swap_names(tmp_path / "a", tmp_path / "b")
+    assert disk._swap_names(tmp_path / "a", tmp_path / "b")
     assert os.listdir(tmp_path / "a") == ["was-b"]
 
 

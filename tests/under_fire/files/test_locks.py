@@ -10,13 +10,13 @@ import pytest
 
 import rnnlens as rl
 from rnnlens.errors import FileError
-from rnnlens.results.disk import atomic
+from rnnlens.results import disk
 
 from .conftest import made, values
 
 #: A writer that stands still where the new file has its name and the save has not ended.
 STANDS_AT_THE_END = """
-    from rnnlens.results.disk import atomic
+    from rnnlens.results import disk
     real = {function}
     def stand(*paths):
         real(*paths)
@@ -30,7 +30,7 @@ STANDS_AT_THE_END = """
 @pytest.mark.parametrize("suffix", [".nc", ".zarr"])
 def test_readers_and_writers_beside_a_writer_that_has_not_ended(start, tmp_path, suffix):
     made(1).save(tmp_path / f"run{suffix}")
-    function = "atomic._sync_folder" if suffix == ".nc" else "atomic._switch"
+    function = "disk._sync_folder" if suffix == ".nc" else "disk._switch"
     writer = start(STANDS_AT_THE_END.format(suffix=suffix, function=function))
     assert writer.stdout.readline() == "named\n"
     assert values(rl.open(tmp_path / f"run{suffix}")) == [2.0]
@@ -48,8 +48,8 @@ def test_who_clears_up_too_late_does_not_keep_readers_out(tmp_path, suffix, monk
     path = tmp_path / f"run{suffix}"
     made(1).save(path)
     seen, named, held, end = (threading.Event() for _ in range(4))
-    clearing = threading.Thread(target=atomic.remove_leftovers, args=(tmp_path,))
-    lock, remove, keep = fcntl.flock, atomic._remove, atomic._keep_permissions
+    clearing = threading.Thread(target=disk.remove_leftovers, args=(tmp_path,))
+    lock, remove, keep = fcntl.flock, disk._remove, disk._keep_permissions
 
     def late_lock(handle, how):
         if threading.current_thread() is clearing:
@@ -70,8 +70,8 @@ def test_who_clears_up_too_late_does_not_keep_readers_out(tmp_path, suffix, monk
             assert seen.wait(60)
 
     monkeypatch.setattr(fcntl, "flock", late_lock)
-    monkeypatch.setattr(atomic, "_remove", standing_remove)
-    monkeypatch.setattr(atomic, "_keep_permissions", seen_before_it_is_named)
+    monkeypatch.setattr(disk, "_remove", standing_remove)
+    monkeypatch.setattr(disk, "_keep_permissions", seen_before_it_is_named)
     made(2).save(path)
     named.set()
     assert held.wait(60)
@@ -94,9 +94,9 @@ def test_taken_for_a_leftover_as_soon_as_it_was_born(tmp_path, suffix, moment, m
     def clear_once(*args):
         if owner is os:
             real(*args)
-        if not cleared and any(found.startswith(atomic.TEMPORARY) for found in os.listdir(tmp_path)):
+        if not cleared and any(found.startswith(disk.TEMPORARY) for found in os.listdir(tmp_path)):
             cleared.append(True)
-            atomic.remove_leftovers(tmp_path)
+            disk.remove_leftovers(tmp_path)
         if owner is fcntl:
             real(*args)
 
@@ -141,14 +141,14 @@ def test_where_folders_cannot_be_locked(tmp_path, suffix, swaps, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     if not swaps:
-        monkeypatch.setattr(atomic, "_swap_names", lambda one, other: False)
-    left = tmp_path / f"{atomic.TEMPORARY}left"
+        monkeypatch.setattr(disk, "_swap_names", lambda one, other: False)
+    left = tmp_path / f"{disk.TEMPORARY}left"
     left.mkdir()
     for value in (1, 2):
         made(value).save(tmp_path / f"run{suffix}")
         assert values(rl.open(tmp_path / f"run{suffix}")) == [value]
     assert sorted(os.listdir(tmp_path)) == sorted([left.name, f"run{suffix}"])
-    aside = tmp_path / f"{atomic.ASIDE}gone.zarr"
+    aside = tmp_path / f"{disk.ASIDE}gone.zarr"
     aside.mkdir()
-    atomic.recover(tmp_path / "gone.zarr")
+    disk.recover(tmp_path / "gone.zarr")
     assert aside.exists()

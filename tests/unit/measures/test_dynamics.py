@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from rnnlens import measures
-from rnnlens.measures.fixed_points import find_points, iterate, step_map
+from rnnlens.measures.dynamics import find_points, iterate, step_map
 from rnnlens.recurrence.cells import SimpleRNN
 from rnnlens.recurrence.replay import replay
 

@@ -12,8 +12,8 @@ from threadpoolctl import threadpool_limits
 
 from rnnlens.errors import UnsupportedError
 from rnnlens.recurrence.adjoint import adjoint, probed, weight_gradients
+from rnnlens.recurrence.arrays import large_parts, walk_parts
 from rnnlens.recurrence.cells import Cell, IndRNN, SimpleRNN
-from rnnlens.recurrence.parallel import large_parts, walk_parts
 from rnnlens.recurrence.replay import distance, replay
 from rnnlens.recurrence.trajectory import Scales
 from rnnlens.testing import reference

@@ -9,8 +9,7 @@ import pytest
 import xarray as xr
 
 from rnnlens.errors import FileError, InputError
-from rnnlens.results import opening, saving
-from rnnlens.results.disk import atomic
+from rnnlens.results import disk, opening, saving
 from rnnlens.results.gradients import Gradients
 from rnnlens.results.schema import SCHEMA_VERSION
 from rnnlens.results.trace import Trace
@@ -191,7 +190,7 @@ def test_a_zarr_folder_comes_back_if_the_new_one_cannot_move_in(trace, tmp_path,
             raise OSError("busy")
         rename(source, target)
 
-    monkeypatch.setattr(atomic, "_swap_names", lambda one, other: False)
+    monkeypatch.setattr(disk, "_swap_names", lambda one, other: False)
     monkeypatch.setattr(os, "rename", second_fails)
     with pytest.raises(FileError, match="busy"):
         trace.save(path)

@@ -7,8 +7,7 @@ import pytest
 
 from rnnlens.results import opening
 from rnnlens.results.base import Result, result_class
-from rnnlens.results.gradients import Answer, Gradients, Reason
-from rnnlens.results.weights import Weights
+from rnnlens.results.gradients import Answer, Gradients, Reason, Weights
 
 from .conftest import lstm_dataset, normal
 

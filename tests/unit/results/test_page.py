@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import xarray as xr
 
+from rnnlens.cli.steps import summary_of
 from rnnlens.results.checks import Check
 from rnnlens.results.diagnosis import Diagnosis, Finding
-from rnnlens.results.profiles import blocks, of_array, of_dataset, svg
+from rnnlens.results.page import blocks, of_array, of_dataset, svg
 from rnnlens.results.schema import layer_dataset
-from rnnlens.results.summary import summary_of
 from rnnlens.results.trace import Trace
 
 INFO = {"name": "lstm", "kind": "LSTM", "cell": "lstm", "units": 4, "direction": "forward"}

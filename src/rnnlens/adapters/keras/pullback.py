@@ -15,9 +15,9 @@ from ...autodiff import Engine, Memo, Tap
 from ...autodiff.tensors import flipped, join
 from ...errors import InputError, LayerNotFoundError, raised_by
 from ...typing import Array
+from .. import shared
 from ..protocol import Batch, Port, Pullback, refuse_misfits
-from ..shared import functions
-from ..shared.functions import Pull
+from ..shared import Pull
 from . import losses
 from .boundaries import TappedPorts
 from .dialect import Dialect, dialect_of
@@ -232,4 +232,4 @@ def differentiate(function: Callable[..., Any], arrays: Sequence[Array], keras: 
     """Return the value of ``function(*tensors)``, and a function that pulls its cotangents back."""
     tensors = [keras.ops.convert_to_tensor(np.asarray(a)) for a in arrays]
     expected = f"a tensor of {keras.engine.name}, such as {keras.says_mean}"
-    return functions.differentiate(function, tensors, keras.engine, expected)
+    return shared.differentiate(function, tensors, keras.engine, expected)

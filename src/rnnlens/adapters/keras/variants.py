@@ -11,7 +11,7 @@ import numpy as np
 from ...errors import UnsupportedError
 from ...typing import Array
 from ..protocol import ChainLink, Port
-from ..shared.functions import Pull
+from ..shared import Pull
 from .dialect import Dialect, dialect_of
 from .discover import base_name, places
 from .hooks import overriding

@@ -11,7 +11,7 @@ Conventions for every array in this package:
 * Type: NumPy arrays, or the framework's own where they follow the array-API standard and should stay on their device
   (torch). They are never attached to a graph and never a view that the user could see change.
 
-``adapter`` defines the methods. ``facts``, ``captured`` and ``ports`` define their arguments and results.
+``adapter`` defines the methods. ``facts`` and ``captured`` define their arguments and results.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from .captured import (
     CaptureRequest,
     NonRecurrentCall,
     Outputs,
+    Port,
+    Pullback,
     RecurrentCall,
     ReferenceRun,
     SequenceCall,
+    refuse_misfits,
 )
 from .facts import ChainLink, LayerInfo, LayerWeights, ModelFacts, Obstacle, Role, Submodule, WeightLocation
-from .ports import Port, Pullback, refuse_misfits
 
 __all__ = [
     "NOT_LOOKED_INTO",

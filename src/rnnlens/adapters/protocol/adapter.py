@@ -12,12 +12,20 @@ import numpy as np
 
 from ...errors import LayerNotFoundError, ModelError, UnsupportedError, did_you_mean
 from ...layout import Layout, dims_of, input_dims
-from ...trees import leaves_of
-from ...typing import Array
+from ...typing import Array, leaves_of
 from ...vocabulary import FEATURE, UNIT
-from .captured import Batch, Capture, CaptureRequest, NonRecurrentCall, Outputs, RecurrentCall, ReferenceRun
+from .captured import (
+    Batch,
+    Capture,
+    CaptureRequest,
+    NonRecurrentCall,
+    Outputs,
+    Port,
+    Pullback,
+    RecurrentCall,
+    ReferenceRun,
+)
 from .facts import ChainLink, LayerInfo, LayerWeights, ModelFacts, Obstacle, WeightLocation
-from .ports import Port, Pullback
 
 #: One cotangent per leaf of a model's outputs, None for a leaf that gets none; or a function of the outputs' values.
 Cotangents = Sequence[Array | None] | Callable[[Sequence[Array]], Sequence[Array | None]]

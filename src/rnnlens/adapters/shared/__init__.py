@@ -8,8 +8,15 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
+
+from ...autodiff import Engine, Memo, Tap
+from ...autodiff.tensors import dtype_name, engine_of, to_numpy
+from ...errors import InputError, raised_by
+from ...typing import Array
 
 
 def substitute_in_this_thread(substitute: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -26,3 +33,52 @@ def substitute_in_this_thread(substitute: Callable[..., Any], original: Callable
 def hook_in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Return a hook that runs only in the current thread and returns None in others."""
     return substitute_in_this_thread(hook, lambda *args, **kwargs: None)
+
+
+#: Function from a cotangent of a value to one cotangent per argument.
+Pull = Callable[[Array], list[Array]]
+
+
+def differentiate(
+    function: Callable[..., Any], tensors: Sequence[Any], engine: Engine, expected: str
+) -> tuple[Array, Pull]:
+    """Return the value of ``function(*tensors)``, and a function that pulls its cotangents back.
+
+    ``expected`` describes the value of a valid function in the terms of the framework.
+
+    Raises
+    ------
+    InputError
+        If the function does not return one float tensor of this engine; from the pull-back, if the value does not
+        depend on the arguments.
+    """
+
+    def program(arguments: Any, tap: Tap) -> tuple[dict[str, Any], Any]:
+        with raised_by("Your function"):
+            value = function(*(tap(str(i), tensor) for i, tensor in enumerate(arguments)))
+        if engine_of(value) != engine.name or not dtype_name(value).startswith(("float", "bfloat")):
+            raise InputError(
+                "The function must return one tensor of floats, computed with the framework's operations.",
+                got=f"{type(value).__name__}",
+                expected=expected,
+            )
+        return {"value": value}, None
+
+    with raised_by("Your function, differentiated,"):
+        linear = engine.linearise(program, list(tensors), Memo())
+
+    def pull(cotangent: Array) -> list[Array]:
+        with raised_by("The backward pass of your function"):
+            grads = linear.vjp({"value": np.asarray(cotangent)[None]})
+        parts = [grads[str(i)] for i in range(len(tensors))]
+        if all(part is None for part in parts):
+            raise InputError(
+                "The function's value does not depend on its tensors in a way that can be differentiated.",
+                hint="use differentiable operations of the framework: no NumPy, no argmax, no conversion to int",
+            )
+        return [
+            np.zeros_like(to_numpy(t)) if part is None else to_numpy(engine.to_array(part))[0]
+            for part, t in zip(parts, tensors, strict=True)
+        ]
+
+    return to_numpy(engine.to_array(linear.targets["value"])), pull

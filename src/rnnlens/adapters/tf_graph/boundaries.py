@@ -12,7 +12,7 @@ import tensorflow.compat.v1 as tf
 
 from ...errors import InputError, LayerNotFoundError, RnnlensError, did_you_mean
 from ...layout import Layout, named
-from ...trees import map_leaves
+from ...typing import map_leaves
 from ...vocabulary import FEATURE, SAMPLE, TIME, UNIT
 from ..protocol import Batch, Port
 from .blocks import dtype_of, is_variable

@@ -11,8 +11,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from ...errors import InputError, LayerNotFoundError, UnsupportedError, UserCodeError, did_you_mean, shown
-from ...trees import leaves_of
-from ...typing import Array
+from ...typing import Array, leaves_of
 from ..protocol import Batch
 from . import keras_v1
 from .losses import fed_to, is_built, loss_in

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import InputError, ModelError, UnsupportedError, message, two_layers_called
-from ...trees import leaves_of
-from ...typing import Array
+from ...typing import Array, leaves_of
 from ..protocol import Batch, LayerInfo
 from .naming import KerasNames, KerasSite
 from .public import Net

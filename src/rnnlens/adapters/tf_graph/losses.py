@@ -10,8 +10,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from ...errors import InputError, UnsupportedError, has_attribute, raised_by, shown
-from ...trees import leaves_of
-from ...typing import Array
+from ...typing import Array, leaves_of
 from ..protocol import Batch
 from . import keras_v1
 from .open_net import OpenNet

@@ -13,8 +13,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from ...errors import CertificateError
-from ...trees import leaves_of
-from ...typing import Array
+from ...typing import Array, leaves_of
 from ..protocol import Batch, Cotangents, ReferenceRun
 from .blocks import is_variable, read
 from .graph_copy import GraphCopy, cone, definition, dense

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ...arguments import as_numpy
 from ...errors import InputError, raised_by
-from ...trees import is_record, map_fields
+from ...typing import is_record, map_fields
 from .cells import has_own_forward
 
 

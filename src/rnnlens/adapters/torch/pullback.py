@@ -18,9 +18,9 @@ from ...errors import InputError, LayerNotFoundError, ModelError, UnsupportedErr
 from ...layout import Layout
 from ...recurrence.cells import Cell
 from ...typing import Array
+from .. import shared
 from ..protocol import Batch, Outputs, Port
-from ..shared import functions
-from ..shared.functions import Pull
+from ..shared import Pull
 from .assemble import PortTensors, boundary_of
 from .capture import recorded_pass, run_until_recorded
 from .cells import has_own_forward, replayable
@@ -297,7 +297,7 @@ def differentiate(function: Callable[..., Any], arrays: Sequence[Array], model: 
     with torch.inference_mode(False):
         tensors = [torch.tensor(np.asarray(a), device=device) for a in arrays]
         expected = "a torch.Tensor, such as output.mean()"
-        return functions.differentiate(function, tensors, engine("torch"), expected)
+        return shared.differentiate(function, tensors, engine("torch"), expected)
 
 
 def outputs_of(model: nn.Module, batch: Batch) -> Outputs:

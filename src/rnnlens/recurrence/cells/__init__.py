@@ -10,7 +10,6 @@ from ...vocabulary import BIAS, KERNEL, PROJECTION, RECURRENT_BIAS, RECURRENT_KE
 from ..activations import sigmoid
 from ..trajectory import Record
 from .cell import Cell, by_name
-from .cifg import CIFG as CIFG
 from .conv_lstm import ConvLSTM1D as ConvLSTM1D
 from .conv_lstm import ConvLSTM2D as ConvLSTM2D
 from .conv_lstm import ConvLSTM3D as ConvLSTM3D
@@ -18,11 +17,12 @@ from .gru import GRU as GRU
 from .gru import gru_tensorflow1, gru_torch
 from .ind_rnn import IndRNN as IndRNN
 from .lru import LRU as LRU
+from .lstm import CIFG as CIFG
 from .lstm import LSTM as LSTM
 from .lstm_layer_norm import LayerNormLSTM as LayerNormLSTM
 from .lstm_peephole import PeepholeLSTM as PeepholeLSTM
 from .min_gru import MinGRU as MinGRU
-from .min_lstm import MinLSTM as MinLSTM
+from .min_gru import MinLSTM as MinLSTM
 from .registry import cell_of_kind, kinds, register, registered
 from .simple_rnn import SimpleRNN as SimpleRNN
 from .stepped import StepCell

@@ -22,8 +22,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from ...typing import Array
-from ..arrays import Workspace
-from ..parallel import still_wanted
+from ..arrays import Workspace, still_wanted
 
 
 class LinearStep(Protocol):

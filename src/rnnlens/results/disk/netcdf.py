@@ -21,7 +21,7 @@ import numpy as np
 
 from ...errors import TooLargeError
 from ...settings import format_memory
-from .limits import COUNT, DEPTH, LABEL, TEXT, check_size, damaged, foreign
+from . import COUNT, DEPTH, LABEL, TEXT, check_size, damaged, foreign
 
 #: Marker between the netCDF image and its SHA-256.
 SEAL = b"\nrnnlens-sha256\n"

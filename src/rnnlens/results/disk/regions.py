@@ -20,10 +20,10 @@ import numpy as np
 import xarray as xr
 import zarr
 
-from ...cluster.worker import client, failed_samples, results_of
+from ...cluster import client, failed_samples, results_of
 from ...errors import FileError, RnnlensError, UserCodeError, message
 from ...settings import Progress
-from .atomic import replacing_folder, write_file
+from . import replacing_folder, write_file
 from .store import recording
 
 #: Within a folder in progress: the folder of finished chunks' records, and the checksums of labels and metadata.

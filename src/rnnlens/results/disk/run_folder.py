@@ -26,7 +26,7 @@ from zarr.storage import WrapperStore
 
 from ...errors import FileError
 from ...typing import Array
-from .limits import DEPTH, TEXT, check_size, damaged, foreign
+from . import DEPTH, TEXT, check_size, damaged, foreign
 
 #: Attribute of every ``zarr.json`` with its checksum.
 SUM = "rnnlens_sum"

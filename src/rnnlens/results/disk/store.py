@@ -25,8 +25,7 @@ import numpy as np
 from zarr.abc.store import Store
 from zarr.storage import LocalStore, WrapperStore
 
-from .atomic import write_file
-from .limits import COUNT, DEPTH, LABEL, TEXT, check_size, damaged, foreign
+from . import COUNT, DEPTH, LABEL, TEXT, check_size, damaged, foreign, write_file
 
 MANIFEST = ".rnnlens-sha256"
 #: Files that are read as JSON. The root's .zmetadata, a copy of them for other readers, is not read.

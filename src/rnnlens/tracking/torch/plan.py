@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from ...errors import InputError, UnsupportedError, shown
-from ..alerts import checked_stop_on
+from ..alerts import checked_on_nonfinite, checked_stop_on
 from ..batches import DIRECT
-from ..incidents import checked_on_nonfinite
 from ..records import NEEDED
 from ..watch_arguments import Every, Schedule, listed, quantities_of, refuse_idle
 

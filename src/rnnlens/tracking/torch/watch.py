@@ -11,16 +11,14 @@ from ...adapters.registry import adapter_for
 from ...adapters.torch.training_capture import TrainingCapture
 from ...errors import InputError, TrackingWarning, UnsupportedError, has_attribute, message, shown
 from ...results.training_run import Gap
-from ..alerts import Alerts
-from ..incidents import Incidents
+from ..alerts import Alerts, Incidents
 from ..loggers import beside, sinks
 from ..recorder import Recorder
 from ..records import Probe, TrainingRecord
 from ..store import Store
 from ..watch_arguments import Schedule, listed, refuse_unknown
-from .nonfinite import NonfiniteCheck
 from .plan import Plan, plain_model, rank_and_world
-from .steps import NO_STEP, Steps, scaler_on_stack, steps_taken, why_not_captured
+from .steps import NO_STEP, NonfiniteCheck, Steps, scaler_on_stack, steps_taken, why_not_captured
 from .watched_batch import WatchedBatch, record_of
 
 

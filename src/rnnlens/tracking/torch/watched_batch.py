@@ -15,8 +15,8 @@ from ...adapters.torch.training_calls import CallReplay, TrainingCall, direct_ca
 from ...adapters.torch.training_capture import WeightGradients
 from ...errors import UnsupportedError
 from ...results.checks import Check
+from ...results.gradients import Weights
 from ...results.trace import Trace
-from ...results.weights import Weights
 from ...settings import options
 from ...verbs.trace import trace
 from ...verbs.tracing.datasets import TraceSelection, recurrent_datasets

@@ -24,7 +24,7 @@ from ..differentiation.request import BatchGradients, BatchRequest
 from ..names import TensorName, uncalled
 from ..request import ModelRequest
 from ..weight_gradients import FoundGradients
-from .comparisons import LOSS, WEIGHTS, Comparisons, attempt, filled, recheck_failure
+from . import LOSS, WEIGHTS, Comparisons, attempt, filled, recheck_failure
 
 GRADIENT = "reference gradient"
 

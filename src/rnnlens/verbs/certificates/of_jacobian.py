@@ -29,7 +29,7 @@ from ..time_jacobian.execute import numbers
 from ..time_jacobian.network import open_network, reopen_network
 from ..time_jacobian.plan import JacobianPlan, WorkCount, make_plan, plan_for
 from ..time_jacobian.request import JacobianEnds, JacobianOptions, JacobianRequest, is_of_integers
-from .comparisons import Comparisons, attempt, outputs_of, recheck_failure
+from . import Comparisons, attempt, outputs_of, recheck_failure
 
 #: Values of ``measure`` for which the result is linear in the rows of the Jacobian.
 LINEAR = (None, "sum", "mean")

@@ -29,18 +29,7 @@ from ...settings import current
 from ...typing import Array
 from ...vocabulary import DIRECTION, FEATURE, GATE, SAMPLE, STATE, TIME
 from ..request import ModelRequest
-from .comparisons import (
-    INPUTS,
-    LOSS,
-    OUTPUTS,
-    WEIGHTS,
-    Comparisons,
-    attempt,
-    filled,
-    mismatch,
-    outputs_of,
-    recheck_failure,
-)
+from . import INPUTS, LOSS, OUTPUTS, WEIGHTS, Comparisons, attempt, filled, mismatch, outputs_of, recheck_failure
 
 #: Function that waits for the reference run, and returns it and "", or None and the reason for its failure.
 Attempt = Callable[[], tuple[ReferenceRun | None, str]]

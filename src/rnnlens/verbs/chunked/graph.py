@@ -16,15 +16,14 @@ from ... import data
 from ...adapters.protocol import Batch
 from ...adapters.registry import adapter_for
 from ...autodiff.tensors import to_numpy
-from ...cluster.travel import TravellingModel
-from ...cluster.worker import client, naming_samples, warn
+from ...cluster import TravellingModel, client, naming_samples, warn
 from ...errors import InputError, SelfCheckWarning
 from ...results.checks import Check
 from ...settings import Settings, current, options
 from ...typing import Array
 from ...vocabulary import SAMPLE
 from ..request import in_turn
-from .samples import ChunkRows, SampleChunks
+from . import ChunkRows, SampleChunks
 
 #: Engines that compile a run for each number of samples.
 _COMPILED = ("jax", "tensorflow")

@@ -17,7 +17,7 @@ import xarray as xr
 from ... import data
 from ...adapters.protocol import Adapter, Batch
 from ...adapters.registry import adapter_for
-from ...cluster.worker import kept
+from ...cluster import kept
 from ...errors import UnsupportedError
 from ...results.array import RECORD, LazyArray
 from ...results.checks import Certificate
@@ -30,8 +30,8 @@ from ..differentiation.gather import Accumulator, DataSetGradients, combination
 from ..differentiation.missing_gradient import Explanation, explain
 from ..differentiation.pull import answer
 from ..differentiation.request import GradientArguments, GradientRequest, read_request
+from . import ChunkRows, SampleChunks
 from .graph import ChunkGraph, ChunkValues, Padding
-from .samples import ChunkRows, SampleChunks
 
 
 @dataclass(frozen=True)

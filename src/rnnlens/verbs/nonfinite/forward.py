@@ -17,7 +17,7 @@ from ...results.nonfinite import Origin
 from ...results.schema import to_host
 from ...typing import Array
 from ...vocabulary import GATE, SAMPLE, TIME
-from .observe import Node, ObservedCall, ObservedRun, name_of_input
+from . import Node, ObservedCall, ObservedRun, name_of_input
 
 #: Distances from a suspected pole at which a function is evaluated; large enough for single precision.
 _DISTANCES = (1e-1, 1e-2, 1e-3)

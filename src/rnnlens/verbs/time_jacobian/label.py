@@ -16,7 +16,7 @@ import zarr
 from ...errors import FileError, InputError, RnnlensError, UnsupportedError
 from ...results.array import LabelledArray, record
 from ...results.checks import Check
-from ...results.disk.atomic import replacing_folder
+from ...results.disk import replacing_folder
 from ...results.disk.store import new_recording, recording
 from ...results.opening import open as open_result
 from ...results.saving import check_path

@@ -13,8 +13,8 @@ import xarray as xr
 from ...adapters.protocol import LayerInfo, SequenceCall
 from ...arguments import axes_by_name, kept_steps
 from ...errors import InputError, did_you_mean, shown
-from ...measures.scans import effective_state_size, half_life_of, logarithms
-from ...measures.spectrum import effective_rank
+from ...measures.dynamics import effective_rank
+from ...measures.transfer import effective_state_size, half_life_of, logarithms
 from ...recurrence.sequence import SequenceCell, SequenceChunk, chunks, forward, run, sweep
 from ...results.checks import REPLAY, Check, rounding_bound
 from ...results.schema import LabelledLayer, labelled_layer, to_host

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from rnnlens.recurrence.arrays import Workspace
-from rnnlens.recurrence.parallel import (
+from rnnlens.recurrence.arrays import (
+    Workspace,
     for_each,
     large_parts,
     one_thread_each,
@@ -135,7 +135,7 @@ FORKED = """
 import os, threading, time
 import array_api_compat.numpy as anp
 from threadpoolctl import threadpool_limits
-from rnnlens.recurrence.parallel import for_each
+from rnnlens.recurrence.arrays import for_each
 
 meeting = threading.Barrier(2)
 with threadpool_limits(2, "blas"):
