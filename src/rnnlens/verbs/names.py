@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -187,6 +188,24 @@ def with_named_outputs(adapter: Adapter, model: Any, batch: Batch, known: Catalo
         return known
     outputs = adapter.capture(model, batch, CaptureRequest(inputs=False, gradients=False, weight_grads=False)).outputs
     return Catalogue(adapter, model, known.x, tuple(filter(None, named_leaves(outputs))))
+
+
+def with_layers_that_ran(
+    adapter: Adapter, model: Any, batch: Batch, known: Catalogue, texts: Iterable[Any]
+) -> Catalogue:
+    """Return the catalogue after one more run, if one of ``texts`` is a state of no layer known to be recurrent.
+
+    A torch module or loop whose arguments are not named as states shows only when it runs that it is a cell.
+    """
+    states = [text for text in texts if isinstance(text, str) and _state(text.rpartition(".")[2]) is not None]
+    try:
+        for text in states:
+            read(text, known)
+    except LayerNotFoundError:
+        with suppress(RnnlensError):  # the error is that of the name
+            adapter.capture(model, batch, CaptureRequest(inputs=False, gradients=False, weight_grads=False))
+        return Catalogue(adapter, model, known.x, vars(known).get("outputs", ()))
+    return known
 
 
 def read(text: str, known: Catalogue) -> list[TensorName]:

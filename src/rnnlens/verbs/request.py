@@ -30,7 +30,7 @@ from ..layout import Layout
 from ..recurrence.arrays import one_thread_each
 from ..settings import current
 from .axes import InputCoordinates, ModelAxes
-from .names import Catalogue, with_named_outputs
+from .names import Catalogue, with_layers_that_ran, with_named_outputs
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -122,6 +122,7 @@ class ModelRequest:
         known = Catalogue(adapter, model, batch.x)
         if texts and not several:
             known = with_named_outputs(adapter, model, batch.without_loss(), known, texts)
+            known = with_layers_that_ran(adapter, model, batch.without_loss(), known, texts)
         roles = ModelAxes(adapter, model, axes, known)
         return ModelRequest(adapter, model, batch, known, roles, InputCoordinates(() if several else batch.x, roles))
 

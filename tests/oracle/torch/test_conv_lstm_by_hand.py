@@ -183,3 +183,14 @@ def test_a_cell_that_ran_is_listed_whatever_its_arguments_are_called():
     assert [layer.name for layer in rl.layers(model)] == ["cell"]
     found = rl.jacobian(model, x, of="cell.hidden", wrt="cell.hidden", measure="norm")
     assert found.dims == ("sample", "out_time", "in_time")
+
+
+@pytest.mark.parametrize("verb", [rl.jacobian, lambda m, x, **ends: rl.gradients(m, x, reduce="sum", **ends)])
+def test_its_states_have_names_at_the_first_call(verb):
+    torch.manual_seed(0)
+    model, x = Signals().double(), torch.randn(B, T, C, 7, dtype=torch.float64)
+    first = verb(model, x, of="cell.hidden", wrt="cell.state_1")
+    assert np.array_equal(first.values, verb(model, x, of="cell.hidden", wrt="cell.state_1").values)
+    assert first.values.any()
+    with pytest.raises(rl.errors.LayerNotFoundError, match="Nothing in this model is named"):
+        verb(Signals().double(), x, of="sell.hidden")

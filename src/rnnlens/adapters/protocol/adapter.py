@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import LayerNotFoundError, ModelError, UnsupportedError, did_you_mean
+from ...errors import CertificateError, LayerNotFoundError, ModelError, UnsupportedError, did_you_mean
 from ...layout import Layout, dims_of, input_dims
 from ...typing import Array, leaves_of
 from ...vocabulary import FEATURE, UNIT
@@ -18,6 +18,7 @@ from .captured import (
     Batch,
     Capture,
     CaptureRequest,
+    EndPort,
     NonRecurrentCall,
     Outputs,
     Port,
@@ -116,6 +117,17 @@ class Adapter(AxisConvention, ABC):
         without code of rnnlens in between. None if the model cannot be split like that.
         """
         return None
+
+    def reference_between(
+        self, model: Any, batch: Batch, of: EndPort, wrt: EndPort, cotangent: Callable[[Array], Array]
+    ) -> ReferenceRun:
+        """Run the user's model once, and pull ``cotangent`` of the value at ``of`` back to ``wrt`` by its framework.
+
+        The ends are found without what captures and pull-backs use. The one gradient is that at ``wrt``. Ends of a
+        recurrent layer are (sample, time, unit), others in the framework's layout. Raises ``CertificateError`` if an
+        end is no tensor of the user's model, as the states within a fused layer.
+        """
+        raise CertificateError("the framework has no tensor of its own there")
 
     def combination(self, model: Any, batch: Batch) -> str | None:
         """Return how losses of equally large batches combine to that of the data set: ``"mean"``, ``"sum"`` or None.

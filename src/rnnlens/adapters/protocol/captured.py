@@ -38,6 +38,21 @@ class Port:
     direction: Literal["forward", "backward"] | None = None
 
 
+@dataclass(frozen=True)
+class EndPort:
+    """One end of a time Jacobian, as a certificate looks for it in the user's model.
+
+    ``port`` may be of kind ``"state"``, whose ``index`` is the number of the state. ``steps``: number of steps, None
+    without a time axis. ``states``: number of states of the recurrent layer that it belongs to, 0 for any other tensor.
+    ``is_lower``: the derivative is taken by this end.
+    """
+
+    port: Port
+    steps: int | None = None
+    states: int = 0
+    is_lower: bool = False
+
+
 class Pullback(Protocol):
     """One forward pass, kept for differentiation; a context manager that frees all memory on exit.
 

@@ -25,6 +25,7 @@ from .chain import capture_chain
 from .discover import named_modules, node_name, unwrapped
 from .inputs import home_of
 from .pullback import TorchPullback
+from .reference_ends import reference_between
 from .weights import layer_weights
 
 __all__ = ["adapter"]
@@ -49,6 +50,7 @@ class TorchAdapter(Adapter):
     describe = staticmethod(discover.describe)
     reference_run = staticmethod(reference.reference_run)
     place = staticmethod(reference.place)
+    reference_between = staticmethod(reference_between)
     layouts = staticmethod(axes.layouts)
     outputs_of = staticmethod(pullbacks.outputs_of)
     differentiate = staticmethod(pullbacks.differentiate)

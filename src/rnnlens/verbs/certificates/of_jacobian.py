@@ -30,6 +30,7 @@ from ..time_jacobian.network import open_network, reopen_network
 from ..time_jacobian.plan import JacobianPlan, WorkCount, make_plan, plan_for
 from ..time_jacobian.request import JacobianEnds, JacobianOptions, JacobianRequest, is_of_integers
 from . import Comparisons, attempt, outputs_of, recheck_failure
+from .inner_ends import pull_between
 
 #: Values of ``measure`` for which the result is linear in the rows of the Jacobian.
 LINEAR = (None, "sum", "mean")
@@ -62,6 +63,8 @@ class JacobianClaim:
         True if the cotangent was swept through the plan, False if multiplied with the result.
     checks
         Comparison of a result reduced to norms with the product.
+    run
+        Run of the user's model in which the cotangent was pulled between two ends inside it; None if there is none yet.
     """
 
     request: JacobianRequest
@@ -72,6 +75,7 @@ class JacobianClaim:
     spread: float
     probed: bool = False
     checks: tuple[Check, ...] = ()
+    run: ReferenceRun | None = None
 
 
 @np.errstate(over="ignore", invalid="ignore")
@@ -199,9 +203,14 @@ def claim_of(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataArra
         if applies:
             return Certificate("could not", request.adapter.engine, why=why)
     try:
-        if (_is_inside(request.of) or _is_inside(request.wrt)) and not _can_run_by_itself(request):
-            return _through_whole_model(request, plan)
-        return _claimed(request, plan, jacobian)
+        if not (_is_inside(request.of) or _is_inside(request.wrt)) or _can_run_by_itself(request):
+            return _claimed(request, plan, jacobian)
+        if not (plan.ends.of.bidirectional or plan.ends.wrt.bidirectional):
+            claim = _claimed(request, plan, jacobian)
+            run = pull_between(request, plan, partial(_placed, claim))
+            if run is not None:
+                return replace(claim, run=run)
+        return _through_whole_model(request, plan)
     except TooLargeError:
         return Certificate(
             "could not", request.adapter.engine, why="the compared rows are larger than the memory limit"
@@ -250,16 +259,17 @@ def certify(request: JacobianRequest, claim: JacobianClaim | Certificate) -> Cer
 
 def _compared(claim: JacobianClaim) -> Certificate:
     request, plan, engine = claim.request, claim.plan, claim.request.adapter.engine
-    outside = BatchAxes(plan.network.layouts, plan.network.samples)
-    pulled = partial(_cotangents, outside, request.of, claim)
-    if _is_inside(request.of) or _is_inside(request.wrt):
+    pulled = partial(_cotangents, claim)
+    if claim.run is not None:
+        run, why = claim.run, ""
+    elif _is_inside(request.of) or _is_inside(request.wrt):
         run, why = _stretch_by_itself(request, plan, pulled)
     else:
         run, why = attempt(partial(request.adapter.reference_run, request.model, request.batch, pulled))
     if run is None:
         return Certificate("could not", engine, why=why)
     steps = claim.ends.in_times is not None
-    arrived = _arrived(outside, request.wrt, run.input_grads, request.batch.x, steps=steps)
+    arrived = _arrived(claim, run.input_grads, steps=steps)
     if (TIME in arrived.dims) != steps:
         return Certificate("could not", engine, why="the steps of the input are not compared")
     reference = _asked(arrived, claim.ends).transpose(*claim.pulled.dims)
@@ -279,6 +289,11 @@ def _compared(claim: JacobianClaim) -> Certificate:
     if certificate.state == "failed":
         moved = _pulled(request, perturbed=True) - _pulled(request)
         certificate = compare(max(claim.spread, float(abs(moved).max()) / epsilon(dtype)))
+    if certificate.state == "failed" and not run.outputs:  # pulled by the adapter's pull-back
+        whole, why = attempt(partial(request.adapter.reference_run, request.model, request.batch, gradients=False))
+        if whole is None:
+            return Certificate("could not", engine, why=why)
+        run = replace(run, outputs=whole.outputs)
     if certificate.state == "failed":
         return recheck_failure(certificate, request, run, steps=longest)
     return certificate
@@ -353,28 +368,37 @@ def _computed_in(request: JacobianRequest, plan: JacobianPlan) -> str:
     return functools.reduce(coarser, (kind or "" for kind in kinds))
 
 
-def _cotangents(
-    outside: BatchAxes, of: TensorName, claim: JacobianClaim, outputs: Sequence[Array]
-) -> Sequence[Array | None]:
-    """Place the claim's cotangent in the layout of the model's outputs, zero at steps that were not requested."""
+def _cotangents(claim: JacobianClaim, outputs: Sequence[Array]) -> Sequence[Array | None]:
+    """Return one cotangent per output of the model: the claim's at its own output, None at the others."""
+    found: list[Array | None] = [None] * len(outputs)
+    index = claim.request.of.index
+    found[index] = _placed(claim, outputs[index])
+    return found
+
+
+def _placed(claim: JacobianClaim, value: Array) -> Array:
+    """Place the claim's cotangent in the layout of the upper end, zero at steps that were not requested."""
     times = claim.ends.out_times
-    opened = _opened(outside, of, np.zeros_like(outputs[of.index]), steps=times is not None)
+    opened = _opened(claim, claim.request.of, np.zeros_like(value), steps=times is not None)
     if (TIME in opened.dims) != (times is not None):
         raise CertificateError(f"an output with axes {', '.join(map(str, opened.dims))} is not compared")
     steps_first = _as_rows(opened, UNIT).transpose(*[d for d in (TIME, SAMPLE, UNIT) if d in (*opened.dims, UNIT)])
     lacking = [d for d in claim.cotangent.dims if d not in steps_first.dims]
     placed = claim.cotangent.isel(dict.fromkeys(lacking, 0)).transpose(*steps_first.dims)
     steps_first.values[slice(None) if times is None else times] = placed.values
-    found: list[Array | None] = [None] * len(outputs)
     lead = [d for d in (SAMPLE, TIME) if d in opened.dims]
     moved = opened.transpose(*lead, ...)
     rows = steps_first.transpose(*lead, UNIT).values.reshape(moved.shape)
-    found[of.index] = moved.copy(data=rows).transpose(*opened.dims).values.reshape(outputs[of.index].shape)
-    return found
+    cotangent: Array = moved.copy(data=rows).transpose(*opened.dims).values.reshape(value.shape)
+    return cotangent
 
 
-def _opened(outside: BatchAxes, name: TensorName, array: Array, *, steps: bool) -> xr.DataArray:
+def _opened(claim: JacobianClaim, name: TensorName, array: Array, *, steps: bool) -> xr.DataArray:
     """Return an array with named axes; by convention the second axis is time if time is needed."""
+    if not claim.request.known.is_free(name):  # of a recurrent layer: samples first, then steps
+        lead = (SAMPLE, TIME) if steps else (SAMPLE,)
+        return xr.DataArray(array.reshape((*array.shape[: len(lead)], -1)), dims=(*lead, UNIT))
+    outside = BatchAxes(claim.plan.network.layouts, claim.plan.network.samples)
     whole, dims = outside.opened(name.port(), array)
     if steps and TIME not in dims and outside.axes.samples_first and len(dims) > 2:
         dims = (dims[0], TIME, *dims[2:])
@@ -388,13 +412,12 @@ def _as_rows(opened: xr.DataArray, last: str) -> xr.DataArray:
     return xr.DataArray(moved.values.reshape(*(moved.sizes[d] for d in lead), -1), dims=(*lead, last))
 
 
-def _arrived(
-    outside: BatchAxes, wrt: TensorName, gradients: Sequence[Array | None], x: Any, *, steps: bool
-) -> xr.DataArray:
-    """Return the gradient at the input that the Jacobian is taken by, (sample, [time,] feature)."""
-    arrived = gradients[wrt.index]
-    arrived = np.zeros_like(np.asarray(outputs_of(x)[wrt.index])) if arrived is None else arrived
-    return _as_rows(_opened(outside, wrt, arrived, steps=steps), FEATURE)
+def _arrived(claim: JacobianClaim, gradients: Sequence[Array | None], *, steps: bool) -> xr.DataArray:
+    """Return the gradient at the lower end, (sample, [time,] feature); zeros at an input that no path leads to."""
+    wrt = claim.request.wrt
+    arrived = gradients[0 if claim.run is not None else wrt.index]
+    arrived = np.zeros_like(np.asarray(outputs_of(claim.request.batch.x)[wrt.index])) if arrived is None else arrived
+    return _as_rows(_opened(claim, wrt, arrived, steps=steps), FEATURE)
 
 
 def _asked(arrived: xr.DataArray, ends: JacobianEnds) -> xr.DataArray:

@@ -1,11 +1,15 @@
 """Certificates of time Jacobians from or to a layer inside a chain, by a separate run of these layers."""
 
+import warnings
+from dataclasses import replace
+
 import keras
 import numpy as np
 import pytest
 from keras import layers
 
 import rnnlens as rl
+from rnnlens.verbs.time_jacobian import network
 from rnnlens.verbs.time_jacobian.segments import Segment
 
 IDS = np.random.default_rng(0).integers(1, 9, size=(3, 5)).astype("int32")
@@ -53,20 +57,46 @@ def test_a_planted_fault_is_named(monkeypatch):
 
 
 @pytest.mark.one_engine
-@pytest.mark.parametrize(
-    ("model", "ends"),
-    [
-        (lambda: reader(), {"of": "upper.cell", "wrt": "words.output"}),
-        (lambda: reader(mask_zero=True), {"wrt": "words.output"}),
-        (lambda: keras.Sequential([reader(), layers.Dense(1)]), {"wrt": "words.output"}),
-    ],
-    ids=["a state", "a mask", "a model in a model"],
-)
-def test_what_is_no_chain_of_layers_is_not_certified(model, ends):
-    made = model()
-    if len(made.layers) == 2:
-        ends = {"wrt": f"{made.layers[0].name}/words.output"}
-    assert "lies inside the model" in str(asked(made, **ends).attrs["certificate"])
+def test_states_within_a_fused_layer_of_a_model_of_ids_are_not_certified():
+    assert "lies inside the model" in str(asked(of="upper.cell", wrt="words.output").attrs["certificate"])
+
+
+def in_a_model():
+    return keras.Sequential([reader(), layers.Dense(1)])
+
+
+NO_CHAINS = {
+    "a mask": (lambda: reader(mask_zero=True), {"wrt": "words.output"}),
+    "a model in a model": (in_a_model, {"wrt": "words.output"}),
+    "states that are the output": (reader, {"of": "upper.hidden", "wrt": "words.output"}),
+}
+
+
+@pytest.mark.one_engine
+@pytest.mark.parametrize("case", NO_CHAINS)
+def test_ends_in_no_chain_of_layers_are_certified_by_a_pull_back_between_them(case, monkeypatch):
+    make, ends = NO_CHAINS[case]
+    model = make()
+    if len(model.layers) == 2:
+        ends = {"wrt": f"{model.layers[0].name}/words.output"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = asked(model, **ends)
+    assert "Certified: random combinations of its rows" in str(found.attrs["certificate"])
+    monkeypatch.setattr(network, "_port", of_another_layer(network._port))
+    with pytest.warns(rl.errors.SelfCheckWarning, match="differ from the reference run of the model"):
+        asked(model, **ends)
+
+
+def of_another_layer(port_of):
+    """The tensor of the embedding in place of the lower layer's, and the other way round."""
+    swapped = {"words": "lower", "lower": "words"}
+
+    def port(name):
+        path, _, layer = str(name.layer).rpartition("/")
+        return port_of(replace(name, layer=f"{path}/{swapped[layer]}".lstrip("/") if layer in swapped else name.layer))
+
+    return port
 
 
 @pytest.mark.one_engine

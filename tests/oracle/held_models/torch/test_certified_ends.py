@@ -1,0 +1,157 @@
+"""Certificates of time Jacobians between ends inside the model: a wrong end is found, and right ones pass.
+
+The Jacobian from output to input is right under each of these faults: only a pull-back between the ends shows them.
+"""
+
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import rnnlens as rl
+from rnnlens.adapters.protocol import Port
+from rnnlens.adapters.torch import pullback
+from rnnlens.verbs.time_jacobian import network
+
+B, T, U = 3, 5, 4
+
+
+class Chain(nn.Module):
+    """Two library layers of one size, a Linear layer between them and one after them."""
+
+    def __init__(self):
+        super().__init__()
+        self.lower, self.upper = nn.LSTM(U, U, batch_first=True), nn.GRU(U, U, batch_first=True)
+        self.between, self.head = nn.Linear(U, U), nn.Linear(U, U)
+
+    def forward(self, x):
+        return self.head(self.upper(torch.tanh(self.between(self.lower(x)[0])))[0])
+
+
+class Attentive(nn.Module):
+    """A decoder cell that reads the encoder's outputs and its own answer."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.GRU(U, U, batch_first=True), nn.LSTMCell(2 * U, U)
+        self.head = nn.Linear(U, U)
+
+    def forward(self, x):
+        out, _ = self.encoder(x)
+        h = c = x.new_zeros(len(x), U)
+        said, answers = h, []
+        for _ in range(T):
+            read = (torch.softmax((out * h[:, None]).sum(-1), 1)[..., None] * out).sum(1)
+            h, c = self.decoder(torch.cat([said, read], 1), (h, c))
+            said = self.head(h)
+            answers.append(said)
+        return torch.stack(answers, 1)
+
+
+class Residual(nn.Module):
+    """A layer that returns its input, which is read beside it, and a state changed in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.same, self.cell, self.head = nn.Linear(U, U), nn.Identity(), nn.GRUCell(U, U), nn.Linear(U, U)
+
+    def forward(self, x):
+        x = self.embed(x)
+        x = x + torch.tanh(self.same(x))
+        h, states = x.new_zeros(len(x), U), []
+        for t in range(x.shape[1]):
+            h = self.cell(x[:, t], h)
+            h *= 0.9
+            states.append(h.clone())
+        return self.head(torch.stack(states, 1))
+
+
+def asked(model, of, wrt, **options):
+    torch.manual_seed(0)
+    with rl.options(certify="always"):
+        return rl.jacobian(model().double(), torch.randn(B, T, U, dtype=torch.float64), of=of, wrt=wrt, **options)
+
+
+ENDS = [
+    (Chain, "upper.output", "lower.output"),
+    (Chain, "output", "between.output"),
+    (Chain, "upper.hidden", "input"),
+    (Chain, "upper.final_hidden", "lower.output"),
+    (Attentive, "decoder.hidden", "encoder.output"),
+    (Attentive, "decoder.cell", "decoder.hidden"),
+    (Attentive, "decoder.final_cell", "encoder.output"),
+    (Attentive, "encoder.final_hidden", "input"),
+    (Residual, "cell.hidden", "same.output"),
+    (Residual, "cell.hidden", "cell.hidden"),
+]
+
+
+@pytest.mark.parametrize("measure", [None, "norm"])
+@pytest.mark.parametrize(("model", "of", "wrt"), ENDS, ids=lambda v: getattr(v, "__name__", v))
+def test_a_right_jacobian_is_certified_between_its_own_ends(model, of, wrt, measure):
+    certificate = asked(model, of, wrt, measure=measure).certificate
+    assert certificate.state == "passed"
+    assert not any("recurrences" in what for what in certificate.certified)
+
+
+def earlier(boundary):
+    """The states of a loop, one step earlier: at step t the state of step t - 1."""
+
+    def of(run, layer, port):
+        found = boundary(run, layer, port)
+        if port.kind != "state":
+            return found
+        value, gather = found.value, found.gather
+        return replace(found, gather=lambda parts: gather(parts).roll(1, 1), start=lambda: value.roll(1, 1))
+
+    return of
+
+
+def of_another_layer(port_of):
+    """The output of the layer below in place of the layer's own."""
+    below = {"upper": "lower", "between": "lower"}
+    return lambda name: replace(port_of(name), layer=below.get(name.layer, name.layer))
+
+
+def states_of_another_layer(inner):
+    def found(name, inside, role):
+        swapped = {"upper": "lower"}.get(name.layer, name.layer)
+        end = inner(replace(name, layer=swapped), inside, role)
+        return None if end is None else replace(end, name=name)
+
+    return found
+
+
+def in_reverse(at):
+    """The gradients at an encoder's outputs, last step first."""
+
+    def find(self, port):
+        if port == Port("output", "encoder"):
+            found = at(self, port)
+            gather = found.gather
+            return replace(found, gather=lambda parts: gather(parts).flip(1), start=lambda: found.value)
+        return at(self, port)
+
+    return find
+
+
+FAULTS = {
+    "states one step earlier": (pullback, "boundary_of", earlier, Attentive, "decoder.hidden", "encoder.output"),
+    "by states one step earlier": (pullback, "boundary_of", earlier, Attentive, "output", "decoder.hidden"),
+    "another layer's output": (network, "_port", of_another_layer, Chain, "output", "between.output"),
+    "another layer's states": (network, "_inner", states_of_another_layer, Chain, "upper.hidden", "input"),
+    "steps in reverse": (pullback.PortTable, "find", in_reverse, Attentive, "output", "encoder.output"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_end_is_found(fault, monkeypatch):
+    owner, name, plant, model, of, wrt = FAULTS[fault]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        asked(model, of, wrt)
+    monkeypatch.setattr(owner, name, plant(getattr(owner, name)))
+    with pytest.warns(rl.errors.SelfCheckWarning, match="differ from the reference run of the model"):
+        asked(model, of, wrt)
