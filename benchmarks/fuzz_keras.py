@@ -52,6 +52,39 @@ class LeakyCell(L.Layer):
         return h, [h]
 
 
+class Segments(L.Layer):
+    """A layer called on one segment of the sequence after the other, its states changed in between."""
+
+    def __init__(self, inner, segment, change, last):
+        super().__init__()
+        self.inner, self.segment, self.change, self.last = inner, segment, change, last
+
+    def build(self, shape):
+        self.inner.build(shape)
+        self.decay = self.add_weight(shape=(), initializer="ones", name="decay")
+        self.noise = self.add_weight(shape=(STEPS,), initializer="uniform", trainable=False, name="noise")
+        self.built = True
+
+    def changed(self, state, t):
+        stop = tf.stop_gradient if LEGACY else keras.ops.stop_gradient
+        return {
+            "none": lambda: state,
+            "norm": lambda: state / (1.0 + state * state),
+            "decay": lambda: 0.7 * state * self.decay,
+            "reset": lambda: state * float(t % 4 != 0),
+            "detach": lambda: stop(state) if t == 2 * self.segment else state,
+            "noise": lambda: state + 0.1 * self.noise[t],
+        }[self.change]()
+
+    def call(self, x):
+        states, outs = None, []
+        for t in range(0, STEPS, self.segment):
+            states = None if states is None else [self.changed(state, t) for state in states]
+            out, *states = self.inner(x[:, t : t + self.segment], initial_state=states)
+            outs.append(out)
+        return outs[-1][:, -1] if self.last else (tf.concat if LEGACY else keras.ops.concatenate)(outs, 1)
+
+
 class Subclassed(keras.Model):
     """A model that is written as a class, its layers called in `call`."""
 
@@ -79,9 +112,14 @@ def draw_layers(choose):
     pool = choose("pool", ["last", "mean", "max"] + ["all"] * (ids == "numbers"))
     for i in range(count):
         sequences = i < count - 1 or pool != "last"
-        kind = choose(f"{i} kind", ["LSTM", "GRU", "SimpleRNN", "RNN of LSTMCell", "stack", "leaky"])
+        kinds = ["LSTM", "GRU", "SimpleRNN", "RNN of LSTMCell", "stack", "leaky"]
+        # A mask does not reach the segments.
+        kind = choose(f"{i} kind", kinds + ["segments", "segments"] * (ids == "numbers"))
         units = choose(f"{i} units", [FEATURES, 5])
         options = {"return_sequences": sequences, "go_backwards": choose(f"{i} backwards", [False, False, True])}
+        if kind == "segments":
+            layers.append(draw_segments(choose, i, units, sequences))
+            continue
         cells = {
             "RNN of LSTMCell": lambda units=units: L.LSTMCell(units),
             "stack": lambda units=units: [L.GRUCell(units), L.LSTMCell(units)],
@@ -98,6 +136,18 @@ def draw_layers(choose):
             )
     layers += {"mean": [L.GlobalAveragePooling1D()], "max": [L.GlobalMaxPooling1D()]}.get(pool, [])
     return [*layers, L.Dense(2)]
+
+
+def draw_segments(choose, i, units, sequences):
+    """Return a library layer, or a layer of stacked cells, that runs segment by segment."""
+    name = choose(f"{i} layer", ["LSTM", "GRU", "SimpleRNN", "stack"])
+    options = {"return_sequences": True, "return_state": True}
+    stack = [L.GRUCell(units), L.LSTMCell(units)]
+    inner = L.RNN(stack, **options) if name == "stack" else getattr(L, name)(units, **options)
+    if name != "stack" and choose(f"{i} both", [False, False, True]):
+        inner = L.Bidirectional(inner)
+    change = choose(f"{i} change", ["none", "norm", "decay", "reset", "detach", "noise"])
+    return Segments(inner, choose(f"{i} segment", [1, 1, 2, 3]), change, last=not sequences)
 
 
 def draw_model(number, seed):

@@ -26,6 +26,8 @@ import rnnlens as rl
 STEPS, SAMPLES, FEATURES, UNITS = 6, 4, 3, 5
 HABITS = ["none", "none", "feedback", "zoneout", "detach", "scale", "random zoneout", "decay", "euler", "in place"]
 HABITS += ["mixed by a module", "detach every two", "float32 part"]
+#: Changes of the states of a library layer between its calls.
+CHANGES = ["none", "norm", "decay", "reset", "reset of some", "detach", "noise"]
 #: Largest accepted difference. A part in float32 rounds differently in batches of another size.
 TOLERANCE = {"float64": 1e-8, "float32 part": 1e-4}
 
@@ -136,6 +138,38 @@ class Fused(nn.Module):
         return out if self.layer.batch_first else out.transpose(0, 1)
 
 
+class Segmented(nn.Module):
+    """A library layer called on one segment of the sequence after the other, its states changed in between."""
+
+    def __init__(self, layer: nn.Module, units: int, segment: int, change: str) -> None:
+        super().__init__()
+        self.layer, self.units, self.segment, self.change = layer, units, segment, change
+        self.norm, self.decay = nn.LayerNorm(units), nn.Parameter(torch.tensor(0.7))
+        self.register_buffer("noise", torch.randn(STEPS, 1, units))
+
+    def changed(self, state: torch.Tensor, t: int) -> torch.Tensor:
+        some = (torch.arange(state.shape[1]) % 2).to(state)[None, :, None]
+        return {
+            "none": lambda: state,
+            "norm": lambda: self.norm(state),
+            "decay": lambda: state * self.decay,
+            "reset": lambda: state * float(t % 4 != 0),
+            "reset of some": lambda: state * (some if t == self.segment else 1.0),
+            "detach": lambda: state.detach() if t == 2 * self.segment else state,
+            "noise": lambda: state + 0.1 * self.noise[t],
+        }[self.change]()
+
+    def forward(self, x):
+        state, outs = None, []
+        for t in range(0, x.shape[1], self.segment):
+            if state is not None:
+                pair = isinstance(state, tuple)
+                state = tuple(self.changed(s, t) for s in state) if pair else self.changed(state, t)
+            out, state = self.layer(x[:, t : t + self.segment], state)
+            outs.append(out)
+        return torch.cat(outs, 1)
+
+
 class Attention(nn.Module):
     def __init__(self, units: int) -> None:
         super().__init__()
@@ -181,7 +215,7 @@ class Stranger(nn.Module):
         return choose
 
     def _part(self, choose: Callable[[str, list[Any]], Any], i: int, width: int) -> tuple[nn.Module, int]:
-        kind = choose(f"{i} kind", ["LSTM", "GRU", "RNN", "subclass", "loop", "loop"])
+        kind = choose(f"{i} kind", ["LSTM", "GRU", "RNN", "subclass", "loop", "loop", "segments", "segments"])
         units = choose(f"{i} units", [FEATURES, UNITS])
         if kind == "loop":
             cells = {"LSTMCell": nn.LSTMCell, "GRUCell": nn.GRUCell, "RNNCell": nn.RNNCell, "leaky": LeakyCell}
@@ -192,10 +226,16 @@ class Stranger(nn.Module):
             return Loop(
                 cells[name](width, units), units, habit, two_states=name == "LSTMCell", backward=backward
             ), units
+        if kind == "segments":
+            options: dict[str, Any] = {"num_layers": choose(f"{i} layers", [1, 1, 2])}
+            options["bidirectional"] = choose(f"{i} both", [False, True])
+            inner = getattr(nn, choose(f"{i} layer", ["LSTM", "GRU", "RNN"]))(width, units, batch_first=True, **options)
+            segment, change = choose(f"{i} segment", [1, 1, 2, 3]), choose(f"{i} change", CHANGES)
+            return Segmented(inner, units, segment, change), units * (2 if inner.bidirectional else 1)
         if kind == "subclass":
             layer: nn.Module = choose(f"{i} class", [SubclassedLSTM, SubclassedGRU])(width, units, batch_first=True)
             return Fused(layer, "zeros", units), units
-        options: dict[str, Any] = {
+        options = {
             "num_layers": choose(f"{i} layers", [1, 1, 2]),
             "batch_first": choose(f"{i} first", [True, True, False]),
         }
@@ -343,6 +383,8 @@ def check_layers(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> Any:
     for name, several in taps.items():
         for i, grad in enumerate(torch.autograd.grad(loss, several, retain_graph=True)):
             number = f"#{i}" if len(several) > 1 else ""
+            if isinstance(model.get_submodule(name.rpartition(".")[0]), Segmented):  # (layer, sample, unit)
+                grad = grad.transpose(0, 1)
             same(f"trace: {name}{number}", trace[f"{name}{number}"].output_grad, grad, model)
     return trace.certificate
 
@@ -363,6 +405,43 @@ def check_jacobian(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> Any:
     return computed.certificate
 
 
+def check_inner(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> Any:
+    """Compare the Jacobian of the last loop's states by the output of the part before it, or by the input."""
+    loops = [i for i, part in enumerate(model.parts) if isinstance(part, Loop)]
+    before = loops[-1] - 1 if loops else 0
+    if not loops or model.shared or (before < 0 and model.ids):
+        return None
+    below = model.parts[before] if before >= 0 else None
+    if below is not None and not isinstance(below, Loop | Fused | Segmented):
+        return None
+    cell, lower, upper = model.parts[loops[-1]].cell, [], []
+
+    def tapped(module, inputs, output):
+        lower.append(output.clone() if below is not None else None)
+        return lower[-1].clone()
+
+    def returned(module, inputs, output):
+        upper.append(output[0] if isinstance(output, tuple) else output)
+        return tuple(o.clone() for o in output) if isinstance(output, tuple) else output.clone()
+
+    handles = [cell.register_forward_hook(returned)]
+    handles += [below.register_forward_hook(tapped)] if below is not None else []
+    source = x.clone().requires_grad_(not model.ids)
+    with torch.enable_grad():
+        model(source)
+        states = torch.stack(upper, 1)
+    for handle in handles:
+        handle.remove()
+    start = source if below is None else lower[0]
+    rows = [torch.autograd.grad(n, start, retain_graph=True, allow_unused=True)[0] for n in states.flatten(1).sum(0)]
+    rows = [torch.zeros_like(start) if row is None else row for row in rows]
+    wrt = "input" if below is None else f"parts.{before}.output"
+    computed = rl.jacobian(model, x, of=f"parts.{loops[-1]}.cell.hidden", wrt=wrt)
+    expected = torch.stack(rows, 1).reshape(len(x), *states.shape[1:], *start.shape[1:])
+    same(f"jacobian: cell.hidden by {wrt}", computed, expected, model)
+    return computed.certificate
+
+
 CHECKS = {
     "trace": check_trace,
     "layers": check_layers,
@@ -370,6 +449,7 @@ CHECKS = {
     "weights": check_weights,
     "states": check_states,
     "jacobian": check_jacobian,
+    "inner": check_inner,
 }
 
 

@@ -260,8 +260,9 @@ def certify(request: JacobianRequest, claim: JacobianClaim | Certificate) -> Cer
 def _compared(claim: JacobianClaim) -> Certificate:
     request, plan, engine = claim.request, claim.plan, claim.request.adapter.engine
     pulled = partial(_cotangents, claim)
-    if claim.run is not None:
-        run, why = claim.run, ""
+    run, why = claim.run, ""
+    if run is not None:
+        pass
     elif _is_inside(request.of) or _is_inside(request.wrt):
         run, why = _stretch_by_itself(request, plan, pulled)
     else:
