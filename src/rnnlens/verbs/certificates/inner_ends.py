@@ -11,6 +11,7 @@ from ...adapters.protocol import EndPort, Port, ReferenceRun
 from ...errors import CertificateError
 from ...results.schema import to_host
 from ...typing import Array
+from ..recurrent_layers import ReplayedCall
 from ..time_jacobian.plan import JacobianPlan
 from ..time_jacobian.request import JacobianEnd, JacobianRequest
 
@@ -43,6 +44,8 @@ def _end(plan: JacobianPlan, end: JacobianEnd, *, is_lower: bool = False) -> End
     calls = inside.layer(name.layer) if name.layer is not None and _is_recurrent(plan, end) else []
     if any(one.call.mask is not None for one in calls) or (len(calls) > 1 and name.what != "output"):
         raise CertificateError("states of masked steps, or of two directions")
+    if calls and _is_within_layer(plan, end) and (is_lower or not _is_output(end, calls[0])):
+        raise CertificateError("a state within a fused layer")
     states = len(calls[0].run.states) if calls else 0
     return EndPort(Port(name.what, name.layer, name.index), end.times, states, is_lower)  # type: ignore[arg-type]
 
@@ -72,8 +75,17 @@ def _port(plan: JacobianPlan, end: JacobianEnd, *, is_lower: bool = False) -> Po
     one, *others = inside.layer(name.layer)
     if others or one.call.mask is not None:
         raise CertificateError("states of masked steps, or of two directions")
-    if name.what != "state" or inside.is_stepwise(name):
+    if not _is_within_layer(plan, end):
         return port
-    if is_lower or name.index != one.run.output_state or not one.call.returns_sequences:
+    if is_lower or not _is_output(end, one):
         raise CertificateError("a state within a fused layer")
     return Port("output", name.layer)
+
+
+def _is_within_layer(plan: JacobianPlan, end: JacobianEnd) -> bool:
+    return end.name.what == "state" and not plan.network.inside.is_stepwise(end.name)
+
+
+def _is_output(end: JacobianEnd, one: ReplayedCall) -> bool:
+    """Return whether a state is what the layer returns at every step."""
+    return end.name.index == one.run.output_state and one.call.returns_sequences
