@@ -147,14 +147,14 @@ class Segmented(nn.Module):
         self.norm, self.decay = nn.LayerNorm(units), nn.Parameter(torch.tensor(0.7))
         self.register_buffer("noise", torch.randn(STEPS, 1, units))
 
-    def changed(self, state: torch.Tensor, t: int) -> torch.Tensor:
-        some = (torch.arange(state.shape[1]) % 2).to(state)[None, :, None]
+    def changed(self, state: torch.Tensor, t: int, x: torch.Tensor) -> torch.Tensor:
+        some = (x[:, t, 0] > 0).to(state)[None, :, None]
         return {
             "none": lambda: state,
             "norm": lambda: self.norm(state),
             "decay": lambda: state * self.decay,
             "reset": lambda: state * float(t % 4 != 0),
-            "reset of some": lambda: state * (some if t == self.segment else 1.0),
+            "reset of some": lambda: state * some,
             "detach": lambda: state.detach() if t == 2 * self.segment else state,
             "noise": lambda: state + 0.1 * self.noise[t],
         }[self.change]()
@@ -164,7 +164,7 @@ class Segmented(nn.Module):
         for t in range(0, x.shape[1], self.segment):
             if state is not None:
                 pair = isinstance(state, tuple)
-                state = tuple(self.changed(s, t) for s in state) if pair else self.changed(state, t)
+                state = tuple(self.changed(s, t, x) for s in state) if pair else self.changed(state, t, x)
             out, state = self.layer(x[:, t : t + self.segment], state)
             outs.append(out)
         return torch.cat(outs, 1)
@@ -407,7 +407,8 @@ def check_jacobian(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> Any:
 
 def check_inner(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> Any:
     """Compare the Jacobian of the last loop's states by the output of the part before it, or by the input."""
-    loops = [i for i, part in enumerate(model.parts) if isinstance(part, Loop)]
+    # A detached state starts a recurrence of its own, cell#1.
+    loops = [i for i, part in enumerate(model.parts) if isinstance(part, Loop) and "detach" not in part.habit]
     before = loops[-1] - 1 if loops else 0
     if not loops or model.shared or (before < 0 and model.ids):
         return None
