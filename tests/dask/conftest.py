@@ -1,11 +1,24 @@
-"""Two workers for the tests on a cluster: starting a worker takes as long as ten of these tests."""
+"""Two workers for the tests on a cluster, forked from a process that has imported torch and rnnlens."""
 
+import dask
 import pytest
 from dask.distributed import Client, LocalCluster
+from distributed.utils import get_mp_context
+
+#: Imported once, in the fork server, and not by each worker (torch imports sympy). None starts a thread.
+IMPORTED = ("distributed", "torch", "rnnlens.cluster.travel", "rnnlens.verbs.gradients", "rnnlens.adapters.torch", "sympy")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_workers():
+    """Fork workers from a fresh process instead of starting an interpreter for each; tests may set ``spawn`` again."""
+    with dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"}):
+        get_mp_context().set_forkserver_preload(list(IMPORTED))
+        yield
 
 
 @pytest.fixture(scope="session")
-def cluster():
+def cluster(forked_workers):
     """Start two worker processes of one thread each."""
     options = {"processes": True, "threads_per_worker": 1, "dashboard_address": ":0", "memory_limit": "4GiB"}
     with LocalCluster(n_workers=2, **options) as cluster:

@@ -209,31 +209,26 @@ def test_a_client_that_was_killed_goes_on_with_what_is_missing(expected, tmp_pat
 
 @pytest.fixture
 def started(tmp_path):
-    """Start a scheduler and a worker as programs of their own; they are ended after the test."""
+    """Start a scheduler and a worker as programs of their own; return a client and the scheduler's process."""
+    file = tmp_path / "scheduler.json"
+    common = ["--scheduler-file", str(file), "--no-dashboard"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HELPERS), *filter(None, sys.path)])}
     running = []
-
-    def start(number):
-        file = tmp_path / f"scheduler-{number}.json"
-        common = ["--scheduler-file", str(file), "--no-dashboard"]
-        python = [sys.executable, "-W", "ignore", "-m"]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HELPERS), *filter(None, sys.path)])}
-        for module, more in (
-            ("distributed.cli.dask_scheduler", ["--host", "127.0.0.1", "--port", "0"]),
-            ("distributed.cli.dask_worker", ["--nthreads", "1", "--death-timeout", "60"]),
-        ):
-            command = [*python, module, *more, *common]
-            running.append(subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL))
-            while not file.exists():
-                time.sleep(0.05)
-        return Client(scheduler_file=str(file), timeout=30), running[-2].pid
-
-    yield start
+    for module, more in (
+        ("distributed.cli.dask_scheduler", ["--host", "127.0.0.1", "--port", "0"]),
+        ("distributed.cli.dask_worker", ["--nthreads", "1", "--death-timeout", "60"]),
+    ):
+        command = [sys.executable, "-W", "ignore", "-m", module, *more, *common]
+        running.append(subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL))
+        while not file.exists():
+            time.sleep(0.05)
+    yield Client(scheduler_file=str(file), timeout=30), running[0].pid
     for process in reversed(running):
         process.terminate()
         process.wait(timeout=30)
 
 
-def test_a_lost_scheduler_is_one_clear_error_and_the_save_goes_on(expected, tmp_path, started):
+def test_a_lost_scheduler_is_one_clear_error_and_the_save_goes_on(expected, tmp_path, started, cluster):
     result = of(seeded(Slow))
 
     def kill():
@@ -241,7 +236,7 @@ def test_a_lost_scheduler_is_one_clear_error_and_the_save_goes_on(expected, tmp_
             time.sleep(0.005)
         os.kill(scheduler, signal.SIGKILL)
 
-    first, scheduler = started(0)
+    first, scheduler = started
     killer = threading.Thread(target=kill)
     killer.start()
     words = r"connection to the Dask scheduler was lost(.|\n)*goes on"
@@ -250,6 +245,5 @@ def test_a_lost_scheduler_is_one_clear_error_and_the_save_goes_on(expected, tmp_
     killer.join()
     before = chunks_written(tmp_path)
     assert 3 <= len(before) < 10
-    second, _ = started(1)
-    with second:
+    with Client(cluster):
         np.testing.assert_array_equal(goes_on(result, tmp_path / "g.zarr", before), expected)

@@ -79,7 +79,9 @@ def started_with_four_threads(monkeypatch, threads):
     """Start one worker of ``threads`` threads, whose libraries would use four."""
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    return started(1, threads, **{"distributed.nanny.pre-spawn-environ": {"OMP_NUM_THREADS": 4}})
+    variables = {"OMP_NUM_THREADS": 4}  # and Dask's own, which the C library reads when a process starts
+    method = {"distributed.worker.multiprocessing-method": "spawn"}
+    return started(1, threads, **method, **{"distributed.nanny.pre-spawn-environ": variables})
 
 
 def page_faults():

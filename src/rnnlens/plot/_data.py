@@ -384,4 +384,4 @@ def variable(result: Any, name: str, figure: str, *, masked: bool = False) -> An
     if name not in dataset:
         hint = did_you_mean(name, map(str, dataset.data_vars))
         raise InputError(f"plot.{figure} needs {name!r}, which this layer does not have.", hint=hint)
-    return with_mask(dataset[name], dataset) if masked else dataset[name]
+    return with_mask(dataset, name) if masked else dataset[name]

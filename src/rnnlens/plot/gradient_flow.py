@@ -186,7 +186,7 @@ def _lines_of(dataset: xr.Dataset, quantity: str, as_computed: bool) -> Iterator
     """Yield direction and line of one gradient of a layer; nothing if the layer does not have it."""
     if quantity not in dataset:
         return
-    array = _data.labelled(with_mask(dataset[quantity], dataset), "gradient_flow")
+    array = _data.labelled(with_mask(dataset, quantity), "gradient_flow")
     _data.require_dim(array, _data.unit_dim(array) or "unit", "gradient_flow")
     missing, *padding = _samples.notes_of(array)
     layer = str(dataset.attrs.get("layer", ""))

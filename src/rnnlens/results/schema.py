@@ -255,12 +255,11 @@ def coordinates(sizes: Mapping[Any, int], info: Mapping[str, Any]) -> dict[Hasha
     return {str(dim): _coordinate(str(dim), size, info) for dim, size in sizes.items()}
 
 
-def with_mask(array: xr.DataArray, dataset: xr.Dataset) -> xr.DataArray:
-    """Return the array with the layer's mask as a coordinate, if some of its steps are padding."""
-    mask = dataset.get("mask")
-    if mask is None or array.name == "mask" or not set(mask.dims) <= set(array.dims) or bool(mask.all()):
-        return array
-    return array.assign_coords(mask=mask.variable)
+def with_mask(dataset: xr.Dataset, name: str) -> xr.DataArray:
+    """Return a variable of a layer, with the layer's mask as a coordinate if some of its steps are padding."""
+    if name == "mask" or "mask" not in dataset.data_vars or bool(dataset.variables["mask"].all()):
+        return dataset[name]
+    return dataset.set_coords("mask")[name]  # without the mask where the variable lacks its dimensions
 
 
 def labelled(

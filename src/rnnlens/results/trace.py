@@ -39,7 +39,7 @@ class TracedLayer(LayerView):
         return name in self.dataset.variables
 
     def _found(self, name: str) -> xr.DataArray:
-        return with_mask(self.dataset[name], self.dataset)
+        return with_mask(self.dataset, name)
 
     def _absence(self, name: str) -> str:
         where = f"{name!r} was not computed for layer {self.name!r}"
