@@ -6,7 +6,14 @@ from dask.distributed import Client, LocalCluster
 from distributed.utils import get_mp_context
 
 #: Imported once, in the fork server, and not by each worker (torch imports sympy). None starts a thread.
-IMPORTED = ("distributed", "torch", "rnnlens.cluster.travel", "rnnlens.verbs.gradients", "rnnlens.adapters.torch", "sympy")
+IMPORTED = (
+    "distributed",
+    "torch",
+    "rnnlens.cluster.travel",
+    "rnnlens.verbs.gradients",
+    "rnnlens.adapters.torch",
+    "sympy",
+)
 
 
 @pytest.fixture(scope="session", autouse=True)
