@@ -163,3 +163,33 @@ def test_mistakes_are_explained():
         _ = rl.weights(model)["rnn"].kernel_grad
     with rl.options(memory="1 KiB"), pytest.raises(TooLargeError, match='measure="norm" keeps one norm'):
         rl.weights(model, X, Y, by_time=True)
+
+
+class Mixed(keras.layers.Layer):
+    """A layer made of layers, with a variable of its own that scales the state between two segments."""
+
+    def __init__(self):
+        super().__init__(name="mixed")
+        self.inner = keras.layers.LSTM(3, return_sequences=True, return_state=True, name="inner")
+
+    def build(self, shape):
+        self.inner.build(shape)
+        self.decay = self.add_weight(shape=(3,), initializer="random_normal", name="decay")
+        self.built = True
+
+    def call(self, x):
+        _, *states = self.inner(x[:, :2])
+        return self.inner(x[:, 2:], initial_state=[state * self.decay for state in states])[0][:, -1]
+
+
+@pytest.mark.one_engine
+def test_a_variable_of_a_layer_that_is_made_of_layers():
+    model = keras.Sequential([keras.Input((TIME, FEATURES)), Mixed(), keras.layers.Dense(2, name="head")])
+    model.compile(loss="mse")
+    expected = data_gradients(model)[model.get_layer("mixed").decay.path]
+    assert abs(expected).max() > 1e-6
+    found = rl.gradients(model, X, Y, wrt="weights")
+    assert list(found["mixed"]) == ["decay"]
+    assert set(found) == {"mixed/inner", "mixed", "head"}
+    np.testing.assert_allclose(found["mixed"]["decay"], expected, rtol=1e-9)
+    np.testing.assert_allclose(rl.weights(model, X, Y)["mixed"]["decay_grad"], expected, rtol=1e-9)

@@ -85,7 +85,7 @@ class KerasAdapter(Adapter):
         """Return copies of the weights of all layers by node name.
 
         Both directions of a bidirectional layer are under its name. A layer whose variables are all another layer's
-        has no entry: one variable, one name.
+        has no entry: one variable, one name. A layer made of layers has those variables that none of them has.
         """
         found = discover.places(model)
         sites: dict[str, dict[str, Any]] = {}
@@ -102,7 +102,13 @@ class KerasAdapter(Adapter):
             own = {id(variable) for variable in layers[name].weights}
             kept += [name] if own - seen else []
             seen |= own
-        return {name: layer_weights(layers[name], sites.get(name, {}), copy_of) for name in layers if name in kept}
+        every = {name: layer_weights(layers[name], sites.get(name, {}), copy_of) for name in layers if name in kept}
+        for name in sorted(inner - every.keys(), key=lambda path: -path.count("/")):
+            holder = found.plain[name]
+            if any(id(v) not in seen for v in holder.weights):  # beside those of the layers in it
+                every[name] = layer_weights(holder, {}, copy_of, left_out=seen)
+                seen |= set(map(id, holder.weights))
+        return every
 
     def differentiate(
         self, function: Callable[..., Any], arrays: Sequence[Array], model: Any

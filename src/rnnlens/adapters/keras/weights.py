@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 from ...autodiff import Engine
@@ -135,9 +135,15 @@ def named_variables(layer: Any) -> dict[str, Any]:
     return dict(zip(paths, weights, strict=True))
 
 
-def layer_weights(layer: Any, halves: Mapping[str, Any], convert: Callable[[Any], Any]) -> LayerWeights:
-    """Return all weights of one layer. ``halves`` maps a direction to the recurrent layer that runs that way."""
-    keras, variables = dialect_of(layer), named_variables(layer)
+def layer_weights(
+    layer: Any, halves: Mapping[str, Any], convert: Callable[[Any], Any], left_out: Container[int] = ()
+) -> LayerWeights:
+    """Return all weights of one layer but variables whose identity is in ``left_out``.
+
+    ``halves`` maps a direction to the recurrent layer that runs that way.
+    """
+    keras = dialect_of(layer)
+    variables = {name: v for name, v in named_variables(layer).items() if id(v) not in left_out}
     alike = len({likeness(half) for half in halves.values()}) == 1
     known = halves.items() if alike else ()
     made = {direction: cell_with_equations(half.cell, convert) for direction, half in known}
