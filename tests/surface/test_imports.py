@@ -1,6 +1,7 @@
 """Imports of rnnlens in its source stand at the top of a module and in no circle: read from the text alone."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ IMPORTS_IN_FUNCTIONS = {"cli"}
 IMPORT_CIRCLES = set()
 
 
+@cache
 def modules(root=ROOT):
     """Source by dotted name, ``rnnlens.recurrence.cells`` of a package's ``__init__``."""
     found = {}

@@ -47,16 +47,16 @@ def test_a_line_per_record_and_how_it_ended(tmp_path):
     ]
 
 
-def test_only_some_of_the_numbers(tmp_path):
-    write(tmp_path / "a.zarr", 1)
-    assert piped(tmp_path / "a.zarr", "--only", "loss").stdout.splitlines()[0] == "step=0 epoch=0 loss=1"
+def test_only_some_of_the_numbers(rnnlens):
+    write("a.zarr", 1)
+    assert rnnlens("tail", "a.zarr", "--only", "loss").out.splitlines()[0] == "step=0 epoch=0 loss=1"
 
 
-def test_no_run_is_one_clear_error(tmp_path):
-    told = piped(tmp_path / "none.zarr")
-    assert told.returncode == 2
-    assert "There is no run here." in told.stderr
-    assert "--wait" in told.stderr
+def test_no_run_is_one_clear_error(rnnlens):
+    told = rnnlens("tail", "none.zarr")
+    assert told.code == 2
+    assert "There is no run here." in told.err
+    assert "--wait" in told.err
 
 
 def test_a_run_that_does_not_exist_yet_is_waited_for(tmp_path):
@@ -130,20 +130,21 @@ def test_ctrl_c_leaves_the_training_alone(tmp_path):
 
 
 @pytest.mark.parametrize("words", [["--every", "0"], ["--every", "soon"]])
-def test_arguments_that_are_none(tmp_path, words):
-    assert piped(tmp_path / "a.zarr", *words).returncode == 2
+def test_arguments_that_are_none(rnnlens, words):
+    write("a.zarr", 1)
+    assert rnnlens("tail", "a.zarr", *words).code == 2
 
 
-def test_the_loss_is_first_and_norms_of_weights_are_shown_on_request(tmp_path):
+def test_the_loss_is_first_and_norms_of_weights_are_shown_on_request(rnnlens, tmp_path):
     store = Store(tmp_path / "a.zarr")
     scalars = {"lstm/weight_norm/kernel": 2.0, "lstm/decay": 0.9, "lstm/reach": 3.0, "loss": 1.0}
     store.write(TrainingRecord(0, 0, "probe", scalars))
     store.close("finished")
-    told = piped(tmp_path / "a.zarr").stdout.splitlines()[0]
+    told = rnnlens("tail", "a.zarr").out.splitlines()[0]
     assert told == "step=0 epoch=0 loss=1 lstm/reach=3 lstm/decay=0.9"
-    told = piped(tmp_path / "a.zarr", "--all").stdout.splitlines()[0]
+    told = rnnlens("tail", "a.zarr", "--all").out.splitlines()[0]
     assert told == "step=0 epoch=0 loss=1 lstm/reach=3 lstm/weight_norm/kernel=2 lstm/decay=0.9"
-    told = piped(tmp_path / "a.zarr", "--only", "weight_norm").stdout.splitlines()[0]
+    told = rnnlens("tail", "a.zarr", "--only", "weight_norm").out.splitlines()[0]
     assert told == "step=0 epoch=0 lstm/weight_norm/kernel=2"
 
 
@@ -184,9 +185,9 @@ def test_a_page_of_figures_that_grows_with_the_run(tmp_path):
     assert process.returncode == 130
 
 
-def test_a_port_in_use_is_one_clear_error(tmp_path):
-    write(tmp_path / "a.zarr", 1)
+def test_a_port_in_use_is_one_clear_error(rnnlens):
+    write("a.zarr", 1)
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        told = piped(tmp_path / "a.zarr", "--serve", "--port", str(taken.getsockname()[1]))
-    assert told.returncode == 2
-    assert "The port cannot be used." in told.stderr
+        told = rnnlens("tail", "a.zarr", "--serve", "--port", taken.getsockname()[1])
+    assert told.code == 2
+    assert "The port cannot be used." in told.err

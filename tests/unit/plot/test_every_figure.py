@@ -61,15 +61,29 @@ def test_the_cases_cover_every_figure(cases):
     assert set(cases) == set(FIGURES)
 
 
+@pytest.fixture(scope="module")
+def panels(cases):
+    """Number of panels of each figure."""
+    return {name: len(getattr(rl.plot, name)(*cases[name][0])) for name in FIGURES}
+
+
 @pytest.mark.parametrize("name", FIGURES)
-def test_returns_axes_of_one_figure_of_its_own(name, cases, render):
-    axes = getattr(rl.plot, name)(*cases[name][0])
+def test_returns_axes_of_one_figure_of_its_own_and_leaves_its_input(name, cases, render):
+    """Read-only input is drawn as well: nothing is written to, not even for a moment."""
+    data = cases[name][0]
+    before = copy.deepcopy(data)
+    for one in data:
+        for variable in variables(one):
+            variable.flags.writeable = False
+    axes = getattr(rl.plot, name)(*data)
     assert isinstance(axes, np.ndarray)
     assert axes.ndim == 1
     assert all(isinstance(ax, Axes) for ax in axes)
     figure = render(axes)
     assert {ax.get_figure(root=True) for ax in axes} == {figure}
     assert plt.get_fignums() == []
+    for left, right in zip(data, before, strict=True):
+        compare(left, right)
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -90,8 +104,8 @@ def test_draws_into_a_subfigure_beside_other_things(name, cases):
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_draws_into_given_axes(name, cases):
-    count = len(getattr(rl.plot, name)(*cases[name][0]))
+def test_draws_into_given_axes(name, cases, panels):
+    count = panels[name]
     figure = Figure(figsize=(12, 9), layout="constrained")
     given = figure.subplots(-(-count // 4), min(count, 4), squeeze=False).reshape(-1)[:count]
     axes = getattr(rl.plot, name)(*cases[name][0], ax=given[0] if count == 1 else given)
@@ -100,8 +114,8 @@ def test_draws_into_given_axes(name, cases):
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_wrong_number_of_axes_is_one_clear_error(name, cases):
-    count = len(getattr(rl.plot, name)(*cases[name][0]))
+def test_wrong_number_of_axes_is_one_clear_error(name, cases, panels):
+    count = panels[name]
     given = list(Figure().subplots(1, count + 1))
     with pytest.raises(InputError) as caught:
         getattr(rl.plot, name)(*cases[name][0], ax=given)
@@ -128,19 +142,6 @@ def test_misspelt_matplotlib_keyword_is_refused_with_the_right_one(name, cases):
     assert f"did you mean {right!r}?" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", FIGURES)
-def test_input_is_not_changed(name, cases):
-    """Read-only input is drawn as well: nothing is written to, not even for a moment."""
-    data = cases[name][0]
-    before = copy.deepcopy(data)
-    for one in data:
-        for variable in variables(one):
-            variable.flags.writeable = False
-    getattr(rl.plot, name)(*data)[0].figure.draw_without_rendering()
-    for left, right in zip(data, before, strict=True):
-        compare(left, right)
-
-
 def variables(result):
     if hasattr(result, "tree"):
         return [variable.values for node in result.tree.subtree for variable in node.data_vars.values()]
@@ -163,13 +164,9 @@ def compare(left, right):
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_own_title_replaces_the_made_one(name, cases, text_of):
-    assert "what I call it" in text_of(getattr(rl.plot, name)(*cases[name][0], title="what I call it"))
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_all_text_stays_on_the_canvas(name, cases):
+def test_own_title_replaces_the_made_one_and_all_text_stays_on_the_canvas(name, cases, text_of):
     axes = getattr(rl.plot, name)(*cases[name][0], title="a title that is far longer than the figure is wide " * 5)
+    assert "a title that is far longer" in text_of(axes)
     figure = axes[0].get_figure(root=True)
     figure.draw_without_rendering()
     canvas = figure.bbox.padded(1.0)
