@@ -141,3 +141,23 @@ def test_a_report_of_a_loop_over_the_samples(tmp_path):
     path = rl.report(OneByOne(), torch.randn(B, T, F), torch.randn(B, T, 1), tmp_path / "a.html",
                      loss=nn.functional.mse_loss, diagnosis=False)  # fmt: skip
     assert "rnn#0" in path.read_text()
+
+
+def test_a_layer_that_returns_several_tensors_is_traced_at_the_first_with_a_note_on_the_others():
+    class Attending(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.look, self.head = (
+                nn.GRU(3, 4, batch_first=True),
+                nn.MultiheadAttention(4, 2),
+                nn.Linear(4, 1),
+            )
+
+        def forward(self, x):
+            y = self.rnn(x)[0].transpose(0, 1)
+            return self.head(self.look(y, y, y)[0][-1])
+
+    trace = rl.trace(Attending(), torch.randn(2, 5, 3), layers=["rnn", "look"])
+    wanted = "look returns 2 tensors: output is the first, of shape (5, 2, 4); not traced are those of shape (2, 5, 5)."
+    assert wanted in trace.notes
+    assert not any("returns" in note for note in rl.trace(Attending(), torch.randn(2, 5, 3), layers=["rnn"]).notes)

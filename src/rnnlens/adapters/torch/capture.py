@@ -254,6 +254,7 @@ def _read(recorder: CallRecorder, asked: RequestedLayers, loss: Tensor | None, g
         for path, module in asked.recurrent
         if path in asked.ran and path not in seen and has_own_forward(module)
     )
+    notes.extend(_notes_on_further_outputs(recorder))
     scans = recorder.scans.records
     numbers = call_numbers([record.layer for record in scans])
     sequences = [_sequence_call(one.layer + n, one, gradient) for one, n in zip(scans, numbers, strict=True)]
@@ -264,6 +265,16 @@ def _read(recorder: CallRecorder, asked: RequestedLayers, loss: Tensor | None, g
     order = tuple(name for one in recorder.order for name in names.get(id(one), ()) if name in kept)
     scanned = {path: samples for path, (samples, _) in recorder.scans.ran.items()}
     return Capture(calls, plain, sequences, value, notes=notes, order=order, scanned=scanned)
+
+
+def _notes_on_further_outputs(recorder: CallRecorder) -> list[str]:
+    """Return a note for each requested layer that returns several tensors, of which the first is recorded."""
+    several = {visit.name: visit.outputs for visit in recorder.plain if len(visit.outputs) > 1}
+    return [
+        f"{name} returns {1 + len(others)} tensors: output is the first, of shape {tuple(first.shape)}; "
+        f"not traced are those of shape {', '.join(str(tuple(other.shape)) for other in others)}."
+        for name, (first, *others) in several.items()
+    ]
 
 
 def _gradients(recorder: CallRecorder, loss: Tensor, around: Sequence[Tensor]) -> Any:
