@@ -12,7 +12,7 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -132,6 +132,11 @@ class ModelRequest:
         reduction = self.adapter.reduction(self.model, self.batch.loss) if with_loss else None
         return found if reduction is None else {**found, "loss_reduction": reduction}
 
+    def shapes(self) -> Hashable:
+        """Return shapes and dtypes of the inputs."""
+        leaves = [leaf.data if data.is_packed(leaf) else leaf for leaf in data.leaves_of(self.batch.x)]
+        return tuple((tuple(np.shape(leaf)), str(getattr(leaf, "dtype", ""))) for leaf in leaves)
+
     def needs_certificate(self, verb: str, *what: Any) -> bool:
         """Return whether ``rl.options(certify=...)`` requires a certificate of this batch.
 
@@ -142,10 +147,8 @@ class ModelRequest:
             how = "first" if verb == "jacobian" else "always"
         if how != "first":
             return how == "always"
-        leaves = [leaf.data if data.is_packed(leaf) else leaf for leaf in data.leaves_of(self.batch.x)]
-        shapes = tuple((tuple(np.shape(leaf)), str(getattr(leaf, "dtype", ""))) for leaf in leaves)
         known = _certified.setdefault(self.model, set())
-        key = (verb, self.batch.training, shapes, *what)
+        key = (verb, self.batch.training, self.shapes(), *what)
         fresh = key not in known
         known.add(key)
         return fresh

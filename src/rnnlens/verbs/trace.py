@@ -34,6 +34,7 @@ from .certificates.of_trace import (
 from .chunked import SampleChunks
 from .chunked.works import lazy_datasets
 from .request import ModelRequest, in_turn
+from .tracing.chain import ChainGradients, has_agreed
 from .tracing.datasets import TraceSelection, assign_coordinates, plain_datasets, recurrent_datasets
 from .tracing.sequences import chosen_positions, selected, sequence_datasets
 
@@ -131,14 +132,18 @@ def trace(
         return _lazy(model, batch, selection, at or {}, axes)
     request = ModelRequest.resolve(model, batch, axes)
     certified = request.needs_certificate("trace")
-    part = part_to_compare(model, batch, selection.key(loss)) if certified else None
+    key = (selection.key(loss), request.shapes())
+    part = part_to_compare(model, batch, key) if certified else None
+    topmost = (part is not None or not certified) and not initial_state and has_agreed(model, (key, training))
     selection = replace(selection, weighed=certified or current().certify != "first", part=part)
-    capture = adapter.capture(model, batch, selection.request(certified))
+    capture = adapter.capture(model, batch, selection.request(certified, topmost))
+    selection = replace(selection, weighed=selection.weighed and not capture.topmost)
     provenance = request.provenance(with_loss=selection.has_loss)
     claim = ReplayedValues(capture, part) if certified else None
     described = {**request.known.recurrent, **request.known.sequences}
     with nullcontext(None) if claim is None else start_reference_run(request, claim) as reference_run:
-        datasets_of = partial(recurrent_datasets, described, capture, selection, provenance)
+        chain = ChainGradients.of(capture, x) if selection.swept else None
+        datasets_of = partial(recurrent_datasets, described, capture, selection, provenance, chain=chain)
         datasets, checks = datasets_of(claim)
         scans: dict[str, LabelledLayer] = {}
         if capture.sequences:
@@ -148,16 +153,18 @@ def trace(
             claim.include_scans(capture.sequences)
         datasets |= plain_datasets(capture.plain, request.axes, batch, selection, provenance)
         selection.refuse_absent(datasets, list(described))
-        words = _words(datasets, selection.has_loss, part)
+        words = _words(datasets, selection.has_loss, part, capture.topmost)
         assign_coordinates(datasets.values(), request.coordinates)
         certificate = Certificate()
         if claim is not None and reference_run is not None:
             certificate = certify(request, claim, reference_run, partial(_perturbed, datasets_of, capture), **words)
     if part is not None and certificate.state != "passed":
-        remember_difference(model, batch, selection.key(loss))
+        remember_difference(model, key)
         return _of_batch(model, batch, layers=layers, quantities=quantities, at=at, axes=axes)
     if part is None and certificate.state == "passed":
-        remember_passed(model, batch, selection.key(loss), capture)
+        remember_passed(model, batch, key, capture)
+    if chain is not None and certificate.state in ("passed", "off") and all(one.ok for one in checks):
+        chain.remember(model, (key, training))
     kept: dict[str, xr.Dataset | LabelledLayer] = dict(datasets)
     if at:
         kept |= {name: selected(layer.dataset(), at) for name, layer in datasets.items() if name not in scans}
@@ -209,12 +216,18 @@ def _perturbed(datasets_of: Callable[..., Any], capture: Capture) -> ReplayedVal
     return claim
 
 
-def _words(datasets: Mapping[str, LabelledLayer], has_loss: bool, part: SamplePart | None) -> dict[str, Any]:
-    """Return the names of the quantities that are certified, that rest on them, and that are not certified."""
+def _words(
+    datasets: Mapping[str, LabelledLayer], has_loss: bool, part: SamplePart | None, topmost: bool
+) -> dict[str, Any]:
+    """Return the names of the quantities that are certified, that rest on them, and that are not certified.
+
+    ``topmost``: the framework's own gradients at the boundaries of the layers were not captured.
+    """
     present = dict.fromkeys(name for layer in datasets.values() for name in layer.variables)
     certified = ["outputs", *(["loss"] if has_loss and part is None else [])]
     certified += ["gradients at inputs and weights"] if has_loss else []
-    resting = [name for name in present if name.endswith("_grad") and name not in ("input_grad", "initial_state_grad")]
-    certified += [name for name in ("input_grad", "initial_state_grad") if name in present]
+    compared = () if topmost else ("input_grad", "initial_state_grad")
+    resting = [name for name in present if name.endswith("_grad") and name not in compared]
+    certified += [name for name in compared if name in present]
     open_ends = () if part is None else ("the other samples (an earlier call compared all)",)
     return {"certified": tuple(certified), "resting": tuple(resting), "uncertified": open_ends}

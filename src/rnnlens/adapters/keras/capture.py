@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from ...autodiff import Engine, tensors
 from ...errors import InputError, LayerNotFoundError, ModelError, did_you_mean
 from ...typing import Array
-from ..protocol import NOT_LOOKED_INTO, Batch, Capture, CaptureRequest, NonRecurrentCall, RecurrentCall
+from ..protocol import NOT_LOOKED_INTO, Batch, Capture, CaptureRequest, ChainLink, NonRecurrentCall, RecurrentCall
 from . import losses
 from .cells import KerasStepCell, initial_state_weights
 from .dialect import Dialect, dialect_of
@@ -21,6 +22,7 @@ from .hooks import LayerCall
 from .inputs import by_key, input_order
 from .reference_run import names_of, tied_variables
 from .run import RunRequest, RunResult, run
+from .variants import chain
 from .weights import cell_variables, cell_with_equations, class_of, computed_in, known_arrays, registration_of
 
 _UPPER = frozenset({"output", "final_state", "state"})
@@ -37,11 +39,15 @@ def capture(model: Any, batch: Batch, request: CaptureRequest) -> Capture:
     started = given_states(found, batch.initial_state)
     loss = losses.plan(model, batch) if request.gradients or request.loss else None
     boundaries = request.boundaries and request.gradients
+    links = chain(model, training=batch.training) if request.chain or request.topmost else None
+    top = _topmost(model, links, sites) if request.topmost and loss is not None and not plain else ""
+    if top:
+        request = replace(request, weight_grads=False)
     weights: dict[str, Any] = {}
     if request.gradients and request.weight_grads:  # a cell shared between layers has one entry per weight
         cells = {id(site.layer.cell): site.layer.cell for site in sites}
         weights = {f"{key}|{name}": v for key, cell in cells.items() for name, v in cell_variables(cell).items()}
-    if boundaries:
+    if boundaries and not top:
         of_cells = {id(variable) for variable in weights.values()}
         others = [v for v in model.variables if id(v) not in of_cells and keras.is_float(v)]
         weights |= {f"beside|{i}": v for i, v in enumerate(others)}
@@ -52,16 +58,39 @@ def capture(model: Any, batch: Batch, request: CaptureRequest) -> Capture:
         plain,
         loss,
         gradients=request.gradients,
-        wanted=(_BOUNDARIES if boundaries else _UPPER) if request.gradients else frozenset(),
+        wanted=_wanted(request, top),
         keep=_REPLAY if request.inputs else frozenset({"output", "final_state", "outputs"}),
         weights=weights,
     )
     result = run(job)
     told = _Assembly(keras, result, sites, _tied(model, found.sites)).capture(request)
     told.notes.extend(left_out)
+    told.chain, told.topmost = links, bool(top)
     if boundaries:
         _tell_around(told, job, result)
     return told
+
+
+def _topmost(model: Any, links: Sequence[ChainLink] | None, sites: Sequence[RecurrentSite]) -> str:
+    """Return the last recurrent layer of a chain, on which alone the loss depends; "" if there is none.
+
+    A penalty on the output of a layer is another path from the loss to it. Engines that do not compile choose other
+    kernels where no gradient is needed, and the last digits would differ from those of a whole capture.
+    """
+    if not dialect_of(model).engine.compiles:
+        return ""
+    names = [link.name for link in links or () if link.kind == "recurrent"]
+    penalised = any(getattr(layer, "activity_regularizer", None) is not None for layer in model.layers)
+    return names[-1] if names and names == [site.name for site in sites] and not penalised else ""
+
+
+def _wanted(request: CaptureRequest, top: str) -> frozenset[str]:
+    """Return the kinds of tensors, or the tensors, at which gradients are captured."""
+    if not request.gradients:
+        return frozenset()
+    if top:
+        return frozenset({f"{top}|0|0|output", *(["model|output"] if request.boundaries else [])})
+    return _BOUNDARIES if request.boundaries else _UPPER
 
 
 def _within_reach(found: Places, request: CaptureRequest) -> tuple[tuple[str, ...] | None, list[str]]:

@@ -136,6 +136,8 @@ class CaptureRequest:
     weights; certificates compare them.
     ``chain``: also find out whether the model is one plain chain of well-known layers in this pass
     (:attr:`Capture.chain`).
+    ``topmost``: gradients are needed only at the last recurrent layer of a chain; those below follow from its sweep.
+    An adapter that finds no chain in this pass, or does not make this difference, captures all gradients.
     ``scans``: capture the coefficients and outputs of whole-sequence layers.
     ``calls``: record recurrent calls. If False, only the outputs of the model are needed; an adapter that can run it
     more cheaply without recording does so.
@@ -151,6 +153,7 @@ class CaptureRequest:
     loss: bool = False
     all_must_run: bool = True
     chain: bool = False
+    topmost: bool = False
     scans: bool = True
     calls: bool = True
 
@@ -304,6 +307,10 @@ class Capture:
     ``chain``: the layers from input to output if this pass was one plain chain of well-known layers, with axes samples
     first, then time. None if it was not, or if that is not known.
 
+    ``topmost``: whether direct gradients were captured only at the last recurrent layer of ``chain``, and none of the
+    framework's own gradients. The ``output_grad`` of the layers below then has no meaning, and ``input_grads`` has only
+    None.
+
     ``order``: names of all captured calls, in the order in which they finished; empty if not known.
 
     ``scanned``: number of samples of every whole-sequence layer that ran, captured or not.
@@ -331,6 +338,7 @@ class Capture:
     inside: frozenset[str] = frozenset()
     altered: str = ""
     chain: list[ChainLink] | None = None
+    topmost: bool = False
     scanned: Mapping[str, int] = field(default_factory=dict)
 
 

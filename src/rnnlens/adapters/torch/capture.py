@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ModelError, raised_by
-from ..protocol import Batch, Capture, CaptureRequest, SequenceCall
+from ..protocol import Batch, Capture, CaptureRequest, ChainLink, SequenceCall
 from ..shared import hook_in_this_thread
 from .assemble import Assembler
 from .cells import has_own_forward, replayable
@@ -28,7 +28,7 @@ from .discover import (
 from .fused import CallOwners, KernelInterceptor
 from .inputs import as_tensors, call_model, on_leaves, tensors_of, with_sources
 from .loops import CellHook, StepListener
-from .losses import evaluate, gradients_of
+from .losses import evaluate, gradients_of, reaches
 from .public import ANY_SCAN, LISTENER, SCANS
 from .record import (
     CallRecorder,
@@ -108,9 +108,11 @@ def recorded_pass(
 def _pass(
     model: nn.Module, batch: Batch, x: Any, request: CaptureRequest, asked: RequestedLayers, rules: PassRules
 ) -> Capture:
-    separate = request.boundaries and request.gradients
+    topmost = request.topmost and not rules.every_gradient
+    boundaries = request.boundaries and request.gradients
+    separate = boundaries and not topmost
     recorder = CallRecorder(rules, weight_grads=request.weight_grads and request.gradients, separate=separate)
-    with borrowed(model, training=batch.training, seed=batch.seed), differentiable_weights(model, separate):
+    with borrowed(model, training=batch.training, seed=batch.seed), differentiable_weights(model, boundaries):
         x, sources = with_sources(x) if separate else (x, [])
         chain = ChainRecorder(model)
         outputs, loss, unseen = recorded_pass(model, batch, x, recorder, chain, asked)
@@ -118,26 +120,32 @@ def _pass(
             rules.keep_gradients = True
             raise RunAgainError
         _refuse_no_calls(recorder, asked, request)
+        links = None if unseen else chain.chain(outputs)
+        if topmost and not _is_cut_above(recorder, links, loss):
+            rules.every_gradient = True
+            raise RunAgainError
+        recorder.weight_grads = recorder.weight_grads and not topmost
         if rules.keep_gradients:
             recorder.notes.append(_WITH_GRADIENTS)
         weights = dict(model.named_parameters()) if separate else {}
-        leaves, gradient = tensors_of(outputs) if separate else [], None
+        leaves, gradient = tensors_of(outputs) if boundaries else [], None
         if loss is not None and request.gradients:
-            gradient = _gradients(recorder, loss, [*sources, *weights.values(), *leaves])
+            gradient = _gradients(recorder, loss, [*sources, *weights.values(), *leaves], topmost=topmost)
         capture = _read(recorder, asked, loss, gradient)
         capture.outputs, capture.altered = (
             on_leaves(outputs, _detached),
             _WITH_GRADIENTS if rules.keep_gradients else "",
         )
+        capture.topmost = topmost
         if gradient is not None:
-            capture.input_grads = [_maybe(gradient(t)) for t in sources]
+            capture.input_grads = [None for _ in leaves] if topmost else [_maybe(gradient(t)) for t in sources]
             capture.output_grads = [_maybe(gradient(t)) for t in leaves]
             capture.beside = {name: _maybe(gradient(t)) for name, t in weights.items() if t.requires_grad}
             cells = [run for run in recorder.runs if run.owner.step_cell is not None]
             custom = {id(w) for run in cells for visit in run.visits for w in visit.weights()}
             capture.whole = frozenset(name for name, t in weights.items() if id(t) in custom)
             capture.inside = frozenset(name for name, t in weights.items() if id(t) in recorder.substitutes)
-        capture.chain = None if unseen else chain.chain(outputs)
+        capture.chain = links
         if not request.gradients:  # needed only where gradients are computed later
             capture.entangled = unseen or entangled(recorder.runs, tensors_of(outputs))
         return capture
@@ -277,14 +285,30 @@ def _notes_on_further_outputs(recorder: CallRecorder) -> list[str]:
     ]
 
 
-def _gradients(recorder: CallRecorder, loss: Tensor, around: Sequence[Tensor]) -> Any:
+def _is_cut_above(recorder: CallRecorder, links: Sequence[ChainLink] | None, loss: Tensor | None) -> bool:
+    """Return whether the pass was a chain and its loss depends on the recurrent layers through the last one alone."""
+    names = [name for names in node_names(recorder.runs) for name in names]
+    if links is None or loss is None or not names or [link.name for link in links if link.kind == "recurrent"] != names:
+        return False
+    if any(len(run.visits) != 1 or run.owner.autocast for run in recorder.runs) or recorder.plain or recorder.computed:
+        return False
+    *below, top = [piece.output for run in recorder.runs for piece in run.visits[0].pieces]
+    return not reaches(loss, below, without=[top, *_state_taps(recorder)])
+
+
+def _state_taps(recorder: CallRecorder) -> list[Tensor]:
+    return [tap for run in recorder.runs for visit in run.visits for tap in visit.state_taps if tap is not None]
+
+
+def _gradients(recorder: CallRecorder, loss: Tensor, around: Sequence[Tensor], *, topmost: bool) -> Any:
     """Differentiate the loss; return a function from a recorded tensor to its gradient, or None without a path.
 
-    ``around``: tensors of the whole model whose gradients may bypass recurrent calls.
+    ``around``: tensors of the whole model whose gradients may bypass recurrent calls. ``topmost``: of the outputs of
+    recurrent layers only the last one is needed.
     """
     visits = [visit for run in recorder.runs for visit in run.visits]
-    taps = [piece.output for visit in visits for piece in visit.pieces]
-    taps += [tap for visit in visits for tap in visit.state_taps if tap is not None]
+    taps = [piece.output for visit in visits for piece in visit.pieces][-1 if topmost else 0 :]
+    taps += _state_taps(recorder)
     if recorder.weight_grads:
         taps += [weight for visit in visits for weight in visit.weights()]
     taps += [*(visit.outputs[0] for visit in recorder.plain), *(record.output for record in recorder.scans.records)]

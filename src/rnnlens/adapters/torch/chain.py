@@ -29,10 +29,10 @@ from ...vocabulary import FEATURE, SAMPLE, TIME, UNIT
 from ..protocol import Batch, Capture, CaptureRequest, ChainLink, Port, RecurrentCall
 from .discover import node_name
 from .inputs import as_tensors, call_model
-from .losses import evaluate, gradients_of
+from .losses import evaluate, gradients_of, reaches
 from .model_facts import fingerprint
 from .restore import borrowed, differentiable_weights
-from .weights import NAMES, from_torch
+from .weights import NAMES, named_copies
 
 _RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
 _PASSING = (nn.Dropout, nn.Identity)
@@ -355,11 +355,12 @@ def capture_chain(model: nn.Module, batch: Batch, request: CaptureRequest) -> Ca
 
 def _captured(model: nn.Module, batch: Batch, request: CaptureRequest) -> Capture | None:
     """Run a chain forward and, with a loss, backward; None if this pass was no chain."""
-    separate = request.boundaries and request.gradients
+    boundaries = request.boundaries and request.gradients
+    separate = boundaries and not request.topmost
     x = as_tensors(batch.x, model, "x")
     if type(x) is not Tensor:
         return None
-    with borrowed(model, training=batch.training, seed=batch.seed), differentiable_weights(model, separate):
+    with borrowed(model, training=batch.training, seed=batch.seed), differentiable_weights(model, boundaries):
         x = x.requires_grad_() if separate and x.is_floating_point() else x
         recorder = ChainRecorder(model, taps=True, separate=separate)
         with recorder.watch():
@@ -373,9 +374,13 @@ def _captured(model: nn.Module, batch: Batch, request: CaptureRequest) -> Captur
             with raised_by("Your loss"):
                 loss = evaluate(batch, outputs, model)
         wanted = [call for path, call in tensors.items() if request.layers is None or path in request.layers]
-        gradients = None
+        gradients, differentiated = None, wanted
+        if request.topmost and loss is not None:
+            differentiated, request = wanted[-1:], replace(request, weight_grads=False, boundaries=False)
+            if reaches(loss, [t for call in wanted[:-1] for t in call.returned], without=wanted[-1].returned):
+                return None
         if loss is not None and request.gradients:
-            gradients = _gradients(model, (x, outputs), loss, wanted, request)
+            gradients = _gradients(model, (x, outputs), loss, differentiated, request)
             if gradients is None:
                 return None
     value = None if loss is None else float(loss.detach())
@@ -383,11 +388,11 @@ def _captured(model: nn.Module, batch: Batch, request: CaptureRequest) -> Captur
     calls = [_call(call, gradients, request) for call in wanted]
     found = Capture(calls, loss=value, outputs=outputs.detach(), notes=notes, chain=links)
     found.order = tuple(call.layer for call in calls)
-    if separate and gradients is not None:
+    found.topmost = request.topmost and gradients is not None
+    if boundaries and gradients is not None:
         own = {id(weight) for call in wanted for weight in call.weights.values()}
         parameters = dict(model.named_parameters())
-        found.input_grads = [gradients.get(id(x)) if x.is_floating_point() else None]
-        found.output_grads = [gradients.get(id(outputs))]
+        found.input_grads, found.output_grads = [gradients.get(id(x))], [gradients.get(id(outputs))]
         found.beside = {name: None if id(p) in own else gradients.get(id(p)) for name, p in parameters.items()}
         found.inside = frozenset(name for name, p in parameters.items() if id(p) in own)
     return found
@@ -401,32 +406,28 @@ def _gradients(
     ``ends`` are the input and the output of the model.
     """
     returned = [t for call in calls for t in call.returned]
-    taps = list(returned)
+    taps = [*returned, *ends]
     if request.weight_grads:
         taps += [weight for call in calls for weight in call.weights.values()]
     if request.boundaries:
         taps += [t for call in calls for t in (call.input, *call.initial)]
-        taps += [*ends, *model.parameters()]
+        taps += model.parameters()
     found = gradients_of(loss, taps)
     return found if any(id(t) in found for t in returned) else None
 
 
 def _call(call: _LayerTensors, gradients: Mapping[int, Tensor] | None, request: CaptureRequest) -> RecurrentCall:
     """Return one call of a recurrent module as the protocol has it, samples first."""
-    kind, (output, *finals), compact = _CELLS[type(call.module)], call.returned, torch.contiguous_format
+    kind, (output, *finals) = _CELLS[type(call.module)], call.returned
 
     def steps(value: Tensor) -> Tensor:
-        value = value.detach()
-        return (value if call.module.batch_first else value.transpose(0, 1)).clone(memory_format=compact)
-
-    def by_name(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        parts = {NAMES[slot]: from_torch(kind, slot, value.detach()) for slot, value in values.items()}
-        return {name: part.clone(memory_format=compact) for name, part in parts.items()}
+        value = value.detach() if call.module.batch_first else value.detach().transpose(0, 1)
+        return value.clone(memory_format=torch.contiguous_format)
 
     found = RecurrentCall(
         layer=call.path,
         direction="forward",
-        cell=kind(activation=getattr(call.module, "nonlinearity", "tanh"), **by_name(call.weights)),
+        cell=kind(activation=getattr(call.module, "nonlinearity", "tanh"), **named_copies(kind, call.weights)),
         input=steps(call.input),
         initial_state=tuple(state.detach()[0].clone() for state in call.initial),
         output=steps(output),
@@ -442,7 +443,7 @@ def _call(call: _LayerTensors, gradients: Mapping[int, Tensor] | None, request: 
     found.output_grad = steps(gradient(output))
     found.final_state_grad = tuple(gradient(state)[0].clone() for state in finals)
     if request.weight_grads:
-        found.weight_grads = by_name({slot: gradient(weight) for slot, weight in call.weights.items()})
+        found.weight_grads = named_copies(kind, {slot: gradient(weight) for slot, weight in call.weights.items()})
     if request.boundaries:
         found.framework_input_grad = steps(gradient(call.input))
         found.framework_initial_state_grad = tuple(gradient(state)[0].clone() for state in call.initial)

@@ -81,6 +81,22 @@ def gradients_of(loss: Tensor, tensors: Iterable[Tensor], *, retain_graph: bool 
     return {id(source): grad.detach() for source, grad in zip(sources, grads, strict=True) if grad is not None}
 
 
+def reaches(loss: Tensor, ends: Iterable[Tensor], *, without: Iterable[Tensor]) -> bool:
+    """Return whether a path of the graph leads from a loss to one of ``ends``, but not through ``without``."""
+    targets = list(ends)
+    closed, leaves = {t.grad_fn for t in without}, {id(t) for t in targets}
+    nodes, rest = {t.grad_fn for t in targets} - {None}, [loss.grad_fn]
+    while rest and targets:
+        node = rest.pop()
+        if node is None or node in closed:
+            continue
+        if node in nodes or id(getattr(node, "variable", None)) in leaves:
+            return True
+        closed.add(node)
+        rest.extend(following for following, _ in node.next_functions)
+    return False
+
+
 def resolved(loss: Any) -> Callable[..., Any]:
     """Return the callable of a loss: itself, or the function of that name in ``torch.nn.functional``."""
     if not isinstance(loss, str):

@@ -178,13 +178,15 @@ class PassRules:
 
     ``never_by_row``: calls are not joined row by row. ``never_inside``: every call gets copies of its states, because
     the user's code changes some of them between the calls. ``by_step``: for the same reason a call of several steps is
-    run step by step. ``keep_gradients``: ``torch.no_grad`` inside the model's forward is ignored.
+    run step by step. ``keep_gradients``: ``torch.no_grad`` inside the model's forward is ignored. ``every_gradient``:
+    gradients are captured at all layers, because the pass is no chain.
     """
 
     never_by_row: set[int] = field(default_factory=set)
     never_inside: set[int] = field(default_factory=set)
     by_step: set[int] = field(default_factory=set)
     keep_gradients: bool = False
+    every_gradient: bool = False
 
 
 class RunAgainError(Exception):

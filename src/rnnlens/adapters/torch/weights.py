@@ -59,6 +59,12 @@ def from_torch(cell: type[Cell], slot: str, value: Any) -> Any:
     return value if axis == -1 else value.mT
 
 
+def named_copies(cell: type[Cell], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return copies of weights by slot, or of their gradients, under the names and in the layout of rnnlens."""
+    parts = {NAMES[slot]: from_torch(cell, slot, value.detach()) for slot, value in values.items()}
+    return {name: part.clone(memory_format=torch.contiguous_format) for name, part in parts.items()}
+
+
 def known_cell(cell: type[Cell], weights: Mapping[str, Any], activation: str = "tanh") -> Cell:
     """Build the cell of one layer and direction from torch's weights by slot name."""
     arrays: dict[str, Any] = {NAMES[slot]: replayable(from_torch(cell, slot, value)) for slot, value in weights.items()}

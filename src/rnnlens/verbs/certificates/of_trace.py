@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -85,13 +85,13 @@ _known: weakref.WeakKeyDictionary[Any, dict[Hashable, _Calls]] = weakref.WeakKey
 def part_to_compare(model: Any, batch: Batch, key: Hashable) -> SamplePart | None:
     """Return the samples to compare in a certified trace; None for all of them.
 
-    ``key`` distinguishes requests. All samples are compared at the first call for a model, key and shapes, in training
+    ``key`` has the request and the shapes. All samples are compared at the first call for a model and key, in training
     mode, of fewer than ``FEWEST`` samples, and under ``rl.options(certify=)`` other than ``"auto"``.
     """
     count = _samples(batch)
     if count is None or current().certify != "auto":
         return None
-    calls = _known.get(model, {}).get(_key(batch, key))
+    calls = _known.get(model, {}).get(key)
     if calls is None or not calls.divisible:
         return None
     calls.number += 1
@@ -108,12 +108,12 @@ def remember_passed(model: Any, batch: Batch, key: Hashable, capture: Capture) -
     sizes = [call.output.shape[0] for call in capture.calls]
     sizes += [np.shape(leaf)[0] if np.ndim(leaf) else 0 for leaf in capture.output_grads if leaf is not None]
     if all(size == count for size in sizes):
-        _known.setdefault(model, {}).setdefault(_key(batch, key), _Calls())
+        _known.setdefault(model, {}).setdefault(key, _Calls())
 
 
-def remember_difference(model: Any, batch: Batch, key: Hashable) -> None:
+def remember_difference(model: Any, key: Hashable) -> None:
     """Store that a part of the samples differed from all of them, so that further traces compare all."""
-    _known[model][_key(batch, key)].divisible = False
+    _known[model][key].divisible = False
 
 
 def _samples(batch: Batch) -> int | None:
@@ -123,11 +123,6 @@ def _samples(batch: Batch) -> int | None:
         return None
     counts = {np.shape(leaf)[0] if np.ndim(leaf) else 0 for leaf in leaves}
     return counts.pop() if len(counts) == 1 and min(counts) >= FEWEST else None
-
-
-def _key(batch: Batch, key: Hashable) -> Hashable:
-    leaves: Sequence[Any] = data.leaves_of(batch.x)
-    return key, tuple((tuple(np.shape(leaf)), str(getattr(leaf, "dtype", ""))) for leaf in leaves)
 
 
 class BoundaryGradients(NamedTuple):
@@ -165,7 +160,7 @@ class ReplayedValues:
         self.scales[layer] = math.hypot(self.scales.get(layer, 0.0), scale)
         for name, array in sums.items():
             key = (layer, call.direction if call.bidirectional else None, name)
-            if call.weight_grads is None:
+            if call.weight_grads is None and not self.capture.topmost:
                 self.incomplete.add(key)
             if name in call.computed:
                 self.computed.add(key)

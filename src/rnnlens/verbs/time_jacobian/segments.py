@@ -13,17 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
-from array_api_compat import array_namespace
 
 from ... import data
 from ...adapters.protocol import ChainLink, Port, Pullback
 from ...autodiff.tensors import like
 from ...layout import Layout, canonical_order
-from ...recurrence.activations import ACTIVATIONS
 from ...results.schema import to_host
 from ...typing import Array
 from ...vocabulary import SAMPLE, TIME
 from ..axes import patterns, refusal
+from ..chain_links import dense, pull_dense_rows
 from ..recurrent_layers import ReplayedLayers
 from .request import JacobianRequest
 
@@ -327,7 +326,7 @@ class _Chain:
             elif layer.kind == "table":
                 value = None
             elif value is not None and layer.kind == "dense":
-                value = _dense(layer, value)[1]
+                value = dense(layer, value)[1]
             elif value is not None and layer.kind == "step":
                 value = value[:, layer.step]
             self.after.append(value)
@@ -407,28 +406,10 @@ class _Chain:
             if layer.kind == "dense":
                 if before is None:
                     return None
-                block = _pull_dense(layer, before if step is None else before[:, step], block)
+                block = pull_dense_rows(layer, before if step is None else before[:, step], block)
             step = layer.step if layer.kind == "step" else step
         return found
 
 
 def _is_close(value: Array, computed: Array) -> bool:
     return value.shape == computed.shape and np.allclose(value, computed, rtol=1e-4, atol=1e-5, equal_nan=True)
-
-
-def _dense(layer: ChainLink, value: Array) -> tuple[Array, Array]:
-    """Return pre-activation and output of a dense layer."""
-    z = value if layer.kernel is None else value @ layer.kernel
-    z = z if layer.bias is None else z + layer.bias
-    return z, ACTIVATIONS[layer.activation].value(z, array_namespace(z))
-
-
-def _pull_dense(layer: ChainLink, before: Array, block: Array | None) -> Array:
-    """Pull rows (sample or 1, [time or 1,] row, unit) back from a dense layer's output to its input."""
-    if block is None:
-        units = before.shape[-1] if layer.kernel is None else layer.kernel.shape[1]
-        block = np.eye(units, dtype=before.dtype)[(None,) * (before.ndim - 1)]
-    if layer.activation != "linear":
-        z, a = (v[..., None, :] for v in _dense(layer, before))
-        block = ACTIVATIONS[layer.activation].vjp(z, a, block, array_namespace(z))
-    return block if layer.kernel is None else block @ layer.kernel.T

@@ -16,6 +16,7 @@ from ...recurrence.adjoint import PROBES, probed, weight_gradients
 from ...recurrence.cells import kinds
 from ...recurrence.replay import Replay
 from ...recurrence.rounding import Rounding, rounding_of
+from ...recurrence.trajectory import Adjoint
 from ...results.checks import Check, coarser
 from ...results.schema import LabelledLayer, describe, labelled_layer, to_host
 from ...typing import Array
@@ -31,6 +32,7 @@ from ..certificates.of_trace import (
     weight_sums,
 )
 from ..recurrent_layers import WeightSum, on_host, replay_check, sweep
+from .chain import ChainGradients
 
 _STATE = re.compile(r"(?:previous_)?(?P<state>.+?)(_grad)?")
 _BOUNDARY = re.compile(r"(initial|final)_(?P<state>.+)_grad")
@@ -90,7 +92,7 @@ class TraceSelection:
         """Whether total gradients are requested."""
         return self.quantities is None or any(name.endswith("_grad") for name in self.quantities - CAPTURED)
 
-    def request(self, certified: bool) -> CaptureRequest:
+    def request(self, certified: bool, topmost: bool) -> CaptureRequest:
         """Return the capture request for the adapter."""
         quantities = self.quantities
         gradients = self.has_loss and (quantities is None or any(name.endswith("_grad") for name in quantities))
@@ -101,6 +103,8 @@ class TraceSelection:
             weight_grads=gradients and self.swept and self.weighed,
             boundaries=certified,
             loss=self.has_loss,
+            chain=True,
+            topmost=topmost and gradients and self.swept and self.layers is None,
         )
 
     def refuse_absent(self, datasets: Mapping[str, LabelledLayer], known: Sequence[str]) -> None:
@@ -160,7 +164,7 @@ def trace_call(
         arrays |= _boundary("final", names, call.final_state_grad)
     if not selection.replayed:
         return TracedCall(arrays, [])
-    run, steps = replayed(call), int(call.input.shape[1])
+    run = replayed(call)
     arrays |= dict(zip(names, run.states, strict=True))
     arrays |= {"gates": run.gates, "gate_preactivation": run.preactivation}
     if call.received is not None:  # the gradient at a step's output is the total one
@@ -169,29 +173,37 @@ def trace_call(
     traced = TracedCall(arrays, [replay_check(call, run)])
     if call.output_grad is None or not selection.swept:
         return traced
-    spend = not selection.has("gate_preactivation") and not selection.weighed
+    spend = not (selection.has("gate_preactivation") or selection.weighed or selection.part is not None)
     result = sweep(call, run, call.output_grad, call.final_state_grad, call.state_grad, spend=spend)
     if spend:
         arrays["gate_preactivation"] = None
     arrays |= {f"{name}_grad": grad for name, grad in zip(names, result.state_grads, strict=True)}
     arrays |= {"gate_grad": result.gate_grad if call.cell.gates else None, "input_grad": result.input_grad}
     arrays |= _boundary("initial", names, result.initial_state_grad)
-    if not selection.weighed:
-        return traced
-    traced.weights = weight_gradients(run, result, probes=PROBES)
-    traced.rounding = rounding_of(run, result)
-    traced.weights_scale = traced.rounding.weights
-    if call.weight_grads is not None:
-        key = call.weights_key or f"{call.layer}/{call.direction}"
-        reference = {name: grad for name, grad in call.weight_grads.items() if name not in call.tied}
-        reference = reference if call.cell.by_framework else probed(reference)
-        sums.setdefault(key, WeightSum(call, reference)).add(traced.weights, steps, traced.weights_scale)
+    if selection.weighed:
+        _add_weights(traced, call, run, result, sums)
     if selection.part is not None:
         some = selection.part.slice
         run, result = run.of_samples(some), result.of_samples(some)
         traced.weights = weight_gradients(run, result, probes=PROBES)
         traced.weights_scale = rounding_of(run, result).weights
     return traced
+
+
+def _add_weights(
+    traced: TracedCall, call: RecurrentCall, run: Replay, swept: Adjoint, sums: dict[str, WeightSum]
+) -> None:
+    """Add the weight gradients of a swept call to its trace, and to ``sums`` if there are the framework's."""
+    traced.weights = weight_gradients(run, swept, probes=PROBES)
+    traced.rounding = rounding_of(run, swept)
+    traced.weights_scale = traced.rounding.weights
+    if call.weight_grads is not None:
+        key = call.weights_key or f"{call.layer}/{call.direction}"
+        reference = {name: grad for name, grad in call.weight_grads.items() if name not in call.tied}
+        reference = reference if call.cell.by_framework else probed(reference)
+        sums.setdefault(key, WeightSum(call, reference)).add(
+            traced.weights, int(call.input.shape[1]), traced.weights_scale
+        )
 
 
 def _boundary(when: str, names: Sequence[str], grads: Sequence[Array]) -> Arrays:
@@ -240,17 +252,24 @@ def recurrent_datasets(
     provenance: Mapping[str, str],
     claim: ReplayedValues | None,
     replayed: Callable[[RecurrentCall], Replay] = Replay.from_call,
+    chain: ChainGradients | None = None,
 ) -> tuple[dict[str, LabelledLayer], list[Check]]:
-    """Return the labelled arrays of each node in the order of the calls, and the self-checks."""
+    """Return the labelled arrays of each node in the order of the calls, and the self-checks.
+
+    The layers of a ``chain`` are swept from the last to the first.
+    """
     checks: list[Check] = []
     sums: dict[str, WeightSum] = {}
-    datasets = {}
+    datasets: dict[str, LabelledLayer] = {}
     nodes: dict[str, list[RecurrentCall]] = {}
     for call in on_host(capture.calls):  # the forward direction first
         directions = nodes.setdefault(call.layer, [])
         directions.insert(0 if call.direction == FORWARD else len(directions), call)
-    for name, directions in nodes.items():
+    for name in nodes if chain is None else reversed(nodes):
+        directions = nodes[name] if chain is None else list(map(chain.with_output_grad, nodes[name]))
         traced = [trace_call(call, selection, sums, replayed) for call in directions]
+        if chain is not None and traced[0].arrays.get("input_grad") is not None:
+            chain.pull(directions[0], traced[0].arrays["input_grad"])
         checks += [check for one in traced for check in one.checks]
         info = described.get(name) or described.get(name.rpartition("#")[0])
         layer = labelled_layer(
@@ -267,7 +286,7 @@ def recurrent_datasets(
         _open_space(layer, getattr(directions[0].cell, "shapes", {}))
         datasets[name] = layer
     checks += [total.check() for total in sums.values()]
-    return datasets, checks
+    return {name: datasets[name] for name in nodes}, checks
 
 
 def _open_space(layer: LabelledLayer, shapes: Mapping[str, tuple[int, ...]]) -> None:

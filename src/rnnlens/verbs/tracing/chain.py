@@ -1,0 +1,112 @@
+"""Gradients between the recurrent layers of a chain: dL/dy of a layer, from dL/dx in the sweep of the layer above.
+
+In a chain the loss depends on each recurrent layer through the next one alone. The sweep of that layer gives the
+gradient at its input, and pulled back through the layers in between it is dL/dy of the layer below. A capture then
+needs the framework's gradients at the last layer alone, which costs no backward pass through a recurrence. The first
+trace of a model and shapes captures the gradients at all layers nevertheless, and they are compared.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ...adapters.protocol import Capture, ChainLink, RecurrentCall
+from ...autodiff.tensors import dtype_name, like
+from ...data import leaves_of
+from ...results.checks import rounding_bound
+from ...results.schema import to_host
+from ...typing import Array
+from ...vocabulary import SAMPLE, TIME
+from ..chain_links import pull_back
+
+#: By model: traces whose gradients between the layers were those of the framework.
+_agreed: weakref.WeakKeyDictionary[Any, set[Hashable]] = weakref.WeakKeyDictionary()
+
+
+def has_agreed(model: Any, key: Hashable) -> bool:
+    """Return whether the gradients between the layers of an earlier trace with this key were the framework's."""
+    return key in _agreed.get(model, ())
+
+
+class ChainGradients:
+    """Gradients at the outputs of the recurrent layers of one captured chain, from the last layer to the first.
+
+    ``agree``: whether all of them that could be compared are the framework's gradients.
+    """
+
+    def __init__(self, capture: Capture, links: Sequence[ChainLink], x: Any) -> None:
+        self._capture, self._x, self.agree = capture, x, True
+        self._above: dict[str, Array] = {}
+        self._calls = {call.layer: call for call in capture.calls}
+        #: Links below a recurrent layer, down to the layer before it or to the model's input, by the layer's name.
+        self._links: dict[str, list[ChainLink]] = {}
+        below: list[ChainLink] = []
+        for link in links:
+            if link.kind == "recurrent":
+                self._links[link.name], below = below, []
+            else:
+                below.append(link)
+
+    @classmethod
+    def of(cls, capture: Capture, x: Any) -> ChainGradients | None:
+        """Return the gradients of a captured chain with the input ``x``; None for any other capture."""
+        links, calls = capture.chain, capture.calls
+        if links is None or not calls or calls[-1].output_grad is None or capture.plain or capture.sequences:
+            return None
+        names = [link.name for link in links if link.kind == "recurrent"]
+        if names != [call.layer for call in calls] or not all(map(_is_plain, calls)):
+            return None
+        return cls(capture, links, x)
+
+    def with_output_grad(self, call: RecurrentCall) -> RecurrentCall:
+        """Return a call with the gradient at its output that the layer above gave; as captured if that differs."""
+        pulled = self._above.get(call.layer)
+        if pulled is None:
+            return call
+        if not (self._capture.topmost or _is_close(pulled, to_host(call.output_grad), int(call.input.shape[1]))):
+            self.agree = False
+            return call
+        return replace(call, output_grad=like(pulled, call.output))
+
+    def pull(self, call: RecurrentCall, input_grad: Array) -> None:
+        """Pull the gradient at the input of a swept layer back to the layer below, or to the model's input."""
+        names, links = list(self._links), self._links[call.layer]
+        place = names.index(call.layer)
+        if place:
+            below = self._calls[names[place - 1]]
+            self._above[below.layer] = pull_back(links, to_host(below.output), to_host(input_grad))
+        elif self._capture.topmost and self._capture.input_grads:
+            self._capture.input_grads = [self._at_the_input(links, to_host(input_grad))]
+
+    def _at_the_input(self, links: Sequence[ChainLink], grad: Array) -> Array | None:
+        """Return the gradient at the model's input in its own layout; None for an input of integers."""
+        if any(link.kind == "table" for link in links):
+            return None
+        steps_first = bool(links) and links[0].axes[:2] == (TIME, SAMPLE)
+        (leaf,) = leaves_of(self._x)
+        value = to_host(leaf).astype(grad.dtype, copy=False)
+        found = pull_back(links, value.swapaxes(0, 1) if steps_first else value, grad)
+        return found.swapaxes(0, 1) if steps_first else found
+
+    def remember(self, model: Any, key: Hashable) -> None:
+        """Store that further traces with this key need the framework's gradients at the last layer alone."""
+        if self.agree:
+            _agreed.setdefault(model, set()).add(key)
+
+
+def _is_plain(call: RecurrentCall) -> bool:
+    special = call.bidirectional or call.stepwise or call.between or call.cell.by_framework
+    in_half = call.compute_dtype not in ("", dtype_name(call.input))
+    return not (special or in_half) and call.received is None and call.state_grad is None
+
+
+def _is_close(pulled: Array, captured: Array, steps: int) -> bool:
+    """Return whether rounding explains the difference between two gradients; False if a number is not finite."""
+    difference, largest = (float(np.max(np.abs(a), initial=0.0)) for a in (pulled - captured, captured))
+    return difference <= rounding_bound(str(pulled.dtype), steps) * largest < math.inf
