@@ -6,6 +6,13 @@ __all__ = ["graph", "v1"]
 
 pytest_collection_modifyitems = under_v1(
     "test_dropout_wrapper.py",
+    "test_conv_lstm.py::test_layers_of_keras",
+    "test_conv_lstm.py::test_the_layer_of_keras",
+    "test_conv_lstm.py::test_states_gates_total_gradients_and_weights[2-static",
+    "test_conv_lstm.py::test_states_gates_total_gradients_and_weights[1-python",
+    "test_conv_lstm.py::test_states_gates_total_gradients_and_weights[3-",
+    "test_conv_lstm.py::test_time_jacobians_by_norms_over_places_and_channels[1-static",
+    "test_crossed_cells.py::test_cells_side_by_side",
     "test_every_state_of_every_model",
     "test_programs.py::test_layers",
     "test_programs.py::test_gradients",

@@ -20,8 +20,8 @@ _SAME = frozenset({"Identity", "EnsureShape", "ReadVariableOp", "Enter", "RefEnt
 VARIABLES = frozenset({"VarHandleOp", "VariableV2", "Variable"})
 #: Operations that take a part of a tensor.
 CUTS = frozenset({"Split", "SplitV", "StridedSlice", "Slice", "Unpack"})
-#: Number of samples in place of an unknown one, which no slice of a program has as its end.
-_ANY_SIZE = 999_983
+#: Size of an axis in place of an unknown one, which no slice of a program has as its end.
+_ANY_SIZE = 4_999
 
 
 def reached(starts: Iterable[Any], following: Callable[[Any], Iterable[Any]]) -> list[Any]:
@@ -54,15 +54,32 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Block:
-    """Block ``variable[rows, columns]`` of a variable.
+class Convolution:
+    """Strides and dilation by spatial axis, and padding ("valid" or "same"), of a convolution with channels last."""
 
-    ``rows`` is None for a vector, and a number for one row as a vector.
+    strides: tuple[int, ...]
+    dilation: tuple[int, ...]
+    padding: str
+
+    @property
+    def keeps_size(self) -> bool:
+        """True for the convolution of a state: all strides and dilations are 1, and zeros are padded."""
+        return self.padding == "same" and {*self.strides, *self.dilation} == {1}
+
+
+@dataclass(frozen=True)
+class Block:
+    """Block ``variable[..., rows, columns]`` of a variable.
+
+    ``rows`` is None for a vector, and a number for one row as a vector. ``window`` has the spatial sizes of a
+    convolution kernel, all of which belong to the block; ``convolution`` is what it is used by.
     """
 
     variable: str
     rows: tuple[int, int] | int | None
     columns: tuple[int, int]
+    window: tuple[int, ...] = ()
+    convolution: Convolution | None = None
 
     @property
     def width(self) -> int:
@@ -72,7 +89,7 @@ class Block:
     @property
     def is_vector(self) -> bool:
         """True for a vector, or a single row of a matrix, such as a bias of shape (1, unit)."""
-        return not isinstance(self.rows, tuple) or self.rows[1] - self.rows[0] == 1
+        return not self.window and (not isinstance(self.rows, tuple) or self.rows[1] - self.rows[0] == 1)
 
     def piece(self, plus: float = 0.0, *, vector: bool = False) -> WeightPiece:
         """Return the block as a part of a weight; ``plus`` is a constant that the graph adds."""
@@ -123,20 +140,22 @@ def block_of(tensor: Any, outer: Source) -> Block | None:
 def _cut_block(variable: Any, cuts: list[Any]) -> Block | None:
     """Cut an array of the variable's shape, which is never filled, and read the block off where the rest of it lies."""
     shape = [dim.size for dim in variable.get_attr("shape").dim]
-    if len(shape) not in (1, 2) or any(size < 0 for size in shape):
+    if not 1 <= len(shape) <= 5 or any(size < 0 for size in shape):
         return None
     whole = part = np.empty(shape, np.int8)
     for tensor in reversed(cuts):
         part = cut(part, tensor)
         if part is None:
             return None
-    steps = (shape[-1], 1)[-part.ndim :]
-    if part.ndim not in (1, len(shape)) or not part.size or part.strides[-1] != 1 or part.strides != steps:
+    window = tuple(shape[:-2])
+    if part.ndim != len(shape) and (part.ndim != 1 or window):
+        return None
+    if not part.size or part.strides != whole.strides[-part.ndim :] or part.shape[: len(window)] != window:
         return None
     first, last = (array.__array_interface__["data"][0] for array in (whole, part))
     row, column = divmod(last - first, shape[-1])
-    rows = None if len(shape) == 1 else row if part.ndim == 1 else (row, row + part.shape[0])
-    return Block(variable.name, rows, (column, column + part.shape[-1]))
+    rows = None if len(shape) == 1 else row if part.ndim == 1 else (row, row + part.shape[-2])
+    return Block(variable.name, rows, (column, column + part.shape[-1]), window)
 
 
 def width_of(tensor: Any) -> int | None:
@@ -183,8 +202,8 @@ def columns_of(tensor: Any) -> tuple[int, int] | None:
     whole, width = uncut(tensor), width_of(uncut(tensor))
     if width is None:
         return None
-    others = (_ANY_SIZE,) * (whole.shape.rank - 1)
-    columns = cut(np.broadcast_to(np.arange(width), (*others, width)), tensor)
+    others = tuple(size or _ANY_SIZE for size in whole.shape.as_list()[:-1])
+    columns = cut(np.broadcast_to(np.arange(width, dtype=np.int32), (*others, width)), tensor)
     if columns is None or columns.shape[:-1] != others or not columns.size or columns.strides[-1] != columns.itemsize:
         return None
     start = int(columns.flat[0])

@@ -57,14 +57,34 @@ class Spot:
 def chronological(loop: Loop, boundary: LoopBoundary) -> Any:
     """Return the tensor at a boundary of a loop: a sequence as (sample, time, ...), or one state (sample, unit).
 
-    The first step of a sequence comes first, also for a loop that runs backward.
+    The first step of a sequence comes first, also for a loop that runs backward. Images of a cell of unknown equations
+    are flattened, as (channel, *space).
     """
     if not boundary.stacked and len(boundary.tensors) == 1:
-        return boundary.tensors[0]
+        return _flattened(loop, boundary.tensors[0], 1)
     if boundary.last:
-        return boundary.tensors[0][-1] if boundary.stacked else boundary.tensors[-1]
+        return _flattened(loop, boundary.tensors[0][-1] if boundary.stacked else boundary.tensors[-1], 1)
     found = tf.stack(boundary.tensors, axis=1) if not boundary.stacked else swapped(boundary.tensors[0])
-    return turned(loop, found)
+    return _flattened(loop, turned(loop, found), 2)
+
+
+def _flattened(loop: Loop, tensor: Any, lead: int) -> Any:
+    """Flatten images behind ``lead`` axes, (*space, channel), to (channel * space) for a cell of unknown equations."""
+    rank = tensor.shape.rank
+    if loop.cell.body is None or rank == lead + 1:
+        return tensor
+    first = tf.transpose(tensor, [*range(lead), rank - 1, *range(lead, rank - 1)])
+    return tf.reshape(first, tf.concat([tf.shape(tensor)[:lead], [tensor.shape[lead:].num_elements()]], 0))
+
+
+def _opened(loop: Loop, boundary: LoopBoundary, array: Any) -> Any:
+    """Restore the images of a boundary in an array of its layout: the inverse of :func:`_flattened`."""
+    *space, channels = boundary.tensors[0].shape.as_list()[1 + boundary.stacked :]
+    if loop.cell.body is None or not space:
+        return array
+    lead = array.shape.rank - 1
+    images = tf.reshape(array, tf.concat([tf.shape(array)[:lead], [channels, *space]], 0))
+    return tf.transpose(images, [*range(lead), *range(lead + 1, lead + 1 + len(space)), lead])
 
 
 def swapped(tensor: Any) -> Any:
@@ -84,10 +104,12 @@ def turned(loop: Loop, tensor: Any) -> Any:
 
 def as_run(loop: Loop, boundary: LoopBoundary, array: Any) -> list[Any]:
     """Convert a chronological array to the boundary's tensors in run order: the inverse of :func:`chronological`."""
+    array = _opened(loop, boundary, array)
     if not boundary.stacked and len(boundary.tensors) == 1:
         return [array]
     if boundary.last and boundary.stacked:
-        return [tf.pad(array[None], [[tf.shape(boundary.tensors[0])[0] - 1, 0], [0, 0], [0, 0]])]
+        others = [[0, 0]] * array.shape.rank
+        return [tf.pad(array[None], [[tf.shape(boundary.tensors[0])[0] - 1, 0], *others])]
     if boundary.last:
         return [*map(tf.zeros_like, boundary.tensors[:-1]), array]
     array = turned(loop, array)
@@ -243,7 +265,8 @@ def joined(spot: Spot, parts: Sequence[Any]) -> Any:
     parts = [all_of_it if part is None else all_of_it - part for all_of_it, part in pairs]
     filled = [tf.zeros_like(t) if g is None else g for t, g in zip(spot.boundary.tensors, parts, strict=True)]
     if spot.boundary.last:  # with a mask, the output is the state at the last real step
-        return tf.add_n(filled) if not spot.boundary.stacked else tf.reduce_sum(filled[0], axis=0)
+        total = tf.add_n(filled) if not spot.boundary.stacked else tf.reduce_sum(filled[0], axis=0)
+        return _flattened(spot.loop, total, 1)
     return chronological(spot.loop, replace(spot.boundary, tensors=tuple(filled)))
 
 

@@ -13,12 +13,15 @@ from dataclasses import dataclass, field, replace
 from itertools import permutations
 from typing import Any
 
-from ...recurrence.cells import GRU, LSTM, Cell, PeepholeLSTM, SimpleRNN
+from ...recurrence.cells import GRU, LSTM, Cell, ConvLSTM1D, ConvLSTM2D, ConvLSTM3D, PeepholeLSTM, SimpleRNN
 from .blocks import Block
 from .probe import ACTIVATIONS, Affine, Key, Probe, Value, activated, key_of
 from .recurrences import LoopCell, WeightPiece, common_scope
 
 Weights = dict[str, tuple[WeightPiece, ...]]
+
+#: The convolutional LSTM by number of spatial axes.
+_CONV_LSTMS: Mapping[int, type[Cell]] = {1: ConvLSTM1D, 2: ConvLSTM2D, 3: ConvLSTM3D}
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,9 @@ def steps_in(probe: Probe) -> Iterator[Match]:
     ]
     for recognise in (_lstms, _grus, _simple):
         for source, state, gates in groups:
-            yield from recognise(probe, source, state, gates)
+            products = [gate.products.values() for gate in map(_gate, gates)]
+            if recognise is _lstms or not any(block.convolution for blocks in products for block in blocks):
+                yield from recognise(probe, source, state, gates)
 
 
 # One function for each kind of cell.
@@ -184,7 +189,8 @@ def _outputs(
     i, f, g, o = gates
     affines, peepholes, biases = [_gate(v) for v in gates], _peepholes(gates, before, cell), _biases(gates)
     squashed = probe.found(o.numbers * activated(g.activation, cell.numbers))
-    if squashed is None or peepholes is None or biases is None:
+    products = _products(affines, source, state)
+    if squashed is None or peepholes is None or biases is None or products is None:
         return
     hidden: list[tuple[Value, Block | None]] = [(squashed, None)]
     for projected in probe.gates.get(frozenset({squashed.key}), {}).values():
@@ -196,11 +202,29 @@ def _outputs(
         weights = _kernels(affines, source, state) | biases | peepholes
         if block is not None:
             weights["projection"] = (block.piece(),)
-        options: dict[str, Any] = {"activation": g.activation, "recurrent_activation": f.activation}
-        kind: type[Cell] = LSTM
+        kind, convolution = products
+        options: dict[str, Any] = {"activation": g.activation, "recurrent_activation": f.activation, **convolution}
+        if kind is not LSTM and (peepholes or cell.clip or value.clip or block is not None):
+            return
         if peepholes or cell.clip or value.clip:
             kind, options = PeepholeLSTM, options | {"cell_clip": cell.clip, "projection_clip": value.clip}
         yield Match(kind, (state, before.key), (value.key, cell.key), source, i.width, options, weights)
+
+
+def _products(gates: Sequence[Affine], source: Key, state: Key) -> tuple[type[Cell], dict[str, Any]] | None:
+    """Return the class of an LSTM by its products with input and state, all matrix products or all convolutions.
+
+    The options of the convolution of the input come with it. None if the products of the gates differ.
+    """
+    pairs = [(gate.products[source], gate.products[state]) for gate in gates]
+    used = {tuple((block.window, block.convolution) for block in pair) for pair in pairs}
+    (window, of_input), (of_window, of_state) = used.pop()
+    if used or len(window) != len(of_window):
+        return None
+    if of_input is None or of_state is None:
+        return LSTM, {}
+    options = {"strides": of_input.strides, "dilation": of_input.dilation, "padding": of_input.padding}
+    return (_CONV_LSTMS[len(window)], options) if of_state.keeps_size else None
 
 
 def _peepholes(gates: Sequence[Value], before: Value, after: Value) -> Weights | None:

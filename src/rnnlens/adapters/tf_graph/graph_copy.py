@@ -210,7 +210,7 @@ class GraphCopy:
         """Set the variables to the given values, and return the values of tensors from one run."""
         asked = list(fetches.values())
         behind = self.behind(asked, feed)
-        if self._version != self.graph.version:
+        if self._session is None or self._version != self.graph.version:
             self._restart()
         self._load({name: value for name, value in variables.items() if name in self._assign})
         if not asked:
@@ -266,7 +266,7 @@ class GraphCopy:
         return self._behind[key]
 
     def close(self) -> None:
-        """Close the session."""
+        """Close the session; a later run starts another one."""
         if self._session is not None:
             self._session.close()
             self._session = None

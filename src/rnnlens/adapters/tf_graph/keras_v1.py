@@ -20,6 +20,7 @@ from .naming import KerasNames, KerasSite
 from .public import Net
 
 _KINDS = {"SimpleRNN": "simple_rnn", "LSTM": "lstm", "GRU": "gru"}
+_KINDS |= {f"ConvLSTM{rank}D": f"conv_lstm_{rank}d" for rank in (1, 2, 3)}
 
 
 def net_of(model: Any) -> Net:
@@ -148,9 +149,8 @@ def _refusal(name: str, half: Any, owner: Any, wrapper: Any) -> str:
             f"{what}: {kind} inside TimeDistributed runs once per outer step.",
             hint="give the inner layer a model of its own and trace that on one outer step, x[:, i]",
         )
-    if "ConvLSTM" in kind or "CuDNN" in kind:
-        why = "has states with axes of space" if "Conv" in kind else "runs in a kernel of the GPU"
-        return message(f"{what}: {kind} {why}.", hint="name the other layers, layers=[...]")
+    if "CuDNN" in kind:
+        return message(f"{what}: {kind} runs in a kernel of the GPU.", hint="name the other layers, layers=[...]")
     nodes = getattr(owner, "_inbound_nodes", [])
     masked = any(node.call_kwargs.get("mask") is not None for node in nodes)
     masked = masked or any(_mask(tensor) for node in nodes for tensor in _flat(node.keras_inputs))

@@ -12,7 +12,7 @@ import tensorflow.compat.v1 as tf
 from ...errors import message
 from .blocks import Source, constant_of, width_of
 from .cells import Match, steps_in
-from .probe import COMPUTED, PARTS, Key, Probe
+from .probe import COMPUTED, CONVOLUTIONS, PARTS, Key, Probe
 from .recurrences import Condition, Loop, LoopBoundary, LoopCell
 from .sequences import (
     NO_SETTINGS,
@@ -35,6 +35,7 @@ from .while_loops import Frame, Paths, Variable
 _IN_CELLS = (
     (COMPUTED - {"Floor"})
     | PARTS
+    | CONVOLUTIONS
     | {
         *(
             "Const",
@@ -298,5 +299,5 @@ def why_unknown(analysis: LoopAnalysis) -> str:
     steps = [analysis.new[id(v)] for v in analysis.states]
     strange = {op.type: op.name for t in analysis.paths.behind(steps) if (op := t.op).type not in _IN_CELLS}
     if not strange:
-        return "its equations are none of those of SimpleRNN, GRU and LSTM"
+        return "its equations are none of those of SimpleRNN, GRU, LSTM and ConvLSTM"
     return "its step has " + ", ".join(f"{kind} ({name!r})" for kind, name in list(strange.items())[:3])

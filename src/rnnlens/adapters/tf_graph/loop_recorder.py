@@ -311,7 +311,7 @@ def _after(carried: CarriedState, old: Any, copier: Copier) -> Any:
     if carried.kept is not None:
         condition, contrary = copier(carried.kept[0]), carried.kept[1]
         if condition.shape.rank == 1:
-            condition = tf.expand_dims(condition, -1)
+            condition = tf.reshape(condition, [-1, *[1] * (old.shape.rank - 1)])
         new = tf.where_v2(condition, *((new, old) if contrary else (old, new)))
     new = tf.identity(new)
     new.set_shape(old.shape)

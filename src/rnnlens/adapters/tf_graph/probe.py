@@ -19,12 +19,14 @@ import numpy as np
 from tensorflow.python.framework.tensor_util import constant_value
 
 from ...typing import Array
-from .blocks import Block, Source, block_of, columns_of, constant_of, uncut, width_of
+from .blocks import Block, Convolution, Source, block_of, columns_of, constant_of, uncut, width_of
 from .sequences import NO_SETTINGS, GraphSettings, is_filled_with
 
 _TRANSPARENT = frozenset({"Identity", "EnsureShape", "PlaceholderWithDefault", "PreventGradient", "CheckNumerics"})
 _ADDS = frozenset({"Add", "AddV2", "AddN", "BiasAdd", "BiasAddV1"})
 _CUTS = frozenset({"Split", "SplitV", "StridedSlice", "Slice"})
+#: Operations of convolutions; one along a single axis is computed by Conv2D.
+CONVOLUTIONS = frozenset({"Conv2D", "Conv3D"})
 _SELECTS = frozenset({"Select", "SelectV2"})
 _BOUNDS = frozenset({"Maximum", "Minimum", "ClipByValue"})
 #: TensorFlow's operation -> name of the same activation in rnnlens.
@@ -268,6 +270,12 @@ class Probe:
             return [], lambda: _constant(1.0)
         if instead is not None:
             return [instead], lambda: self._values[id(instead)]
+        convolved = _convolved(op)
+        if convolved is not None:
+            source, kernel, how = convolved
+            return [
+                source
+            ], lambda: self._product(self._values[id(source)], kernel, how) or self._leaf(tensor, id(tensor))
         if not _is_computed(tensor):
             return [], lambda: self._leaf(tensor, self._first_alike(tensor))
         inputs = [op.inputs[0]] if op.type == "MatMul" else [t for t in op.inputs if _is_number(t)]
@@ -301,7 +309,8 @@ class Probe:
         if op.type in _ACTIVATIONS:
             return _activation(_ACTIVATIONS[op.type], first)
         if op.type == "MatMul":
-            return self._product(op, first)
+            turned = op.get_attr("transpose_a") or op.get_attr("transpose_b")
+            return None if turned else self._product(first, op.inputs[1])
         if op.type in _CUTS:
             cut, value = columns_of(tensor), self._values[id(uncut(tensor))]
             return None if cut is None else value.columns(*cut) if value.width > 1 else value
@@ -325,15 +334,15 @@ class Probe:
             return _clip(value, bound, None) if op.type == "Maximum" else _clip(value, None, bound)
         return _arithmetic(op.type, values)
 
-    def _product(self, op: Any, value: Value) -> Value | None:
-        """Return the product of a value and a block of a variable; a concatenation is a sum of several products."""
-        block = block_of(op.inputs[1], self._outer)
-        if op.get_attr("transpose_a") or op.get_attr("transpose_b") or block is None or block.rows is None:
+    def _product(self, value: Value, kernel: Any, how: Convolution | None = None) -> Value | None:
+        """Return the product with a block of a variable, or the convolution; of a concatenation a sum of several."""
+        block = block_of(kernel, self._outer)
+        if block is None or block.rows is None or (how is None) != (not block.window):
             return None
-        total, at = _constant(0.0), 0
+        block, total, at = replace(block, convolution=how), _constant(0.0), 0
         for part in value.parts or (value,):
             rows = block.rows_of(at, at + part.width) if value.parts else block
-            numbers = self._drawn((part.key, rows.variable, rows.rows), *rows.columns)
+            numbers = self._drawn((part.key, rows.variable, rows.rows, how), *rows.columns)
             self.by_key.setdefault(part.key, part)
             total, at = _sum(total, Value(numbers, Affine({part.key: rows}))), at + part.width
         return total
@@ -364,7 +373,35 @@ def _is_computed(tensor: Any) -> bool:
         return bool(abs(tensor.op.get_attr("alpha") - 0.2) < 1e-7)
     if tensor.op.type == "GreaterEqual":
         return bool(tensor.op.inputs[0].dtype.is_floating)
-    return tensor.shape.rank in (None, 0, 1, 2)
+    return tensor.shape.rank in (None, 0, 1, 2) or (tensor.shape.rank <= 5 and _in_same_places(tensor))
+
+
+def _in_same_places(tensor: Any) -> bool:
+    """Return whether an operation on images computes each number from those at the same place, and from vectors."""
+    op = tensor.op
+    images = [t for t in op.inputs if _is_number(t) and t.shape.rank not in (0, 1)]
+    return all(t.shape.rank == tensor.shape.rank and t.shape[1:-1] == tensor.shape[1:-1] for t in images)
+
+
+def _convolved(op: Any) -> tuple[Any, Any, Convolution] | None:
+    """Return input, kernel and options of a convolution with channels last; None for another operation.
+
+    TensorFlow computes a convolution along one axis as one along two, between ExpandDims and Squeeze.
+    """
+    inner = op.inputs[0].op if op.type == "Squeeze" else op
+    if inner.type not in CONVOLUTIONS or inner.get_attr("data_format") not in (b"NHWC", b"NDHWC"):
+        return None
+    flat = int(op.type == "Squeeze")
+    source, kernel = inner.inputs
+    if flat:
+        opened = source.op.type == kernel.op.type == "ExpandDims" and list(op.get_attr("squeeze_dims")) in ([1], [-3])
+        places = [constant_value(t.op.inputs[1]) for t in inner.inputs] if opened else []
+        if not opened or int(places[0]) not in (1, -3) or int(places[1]) not in (0, -4):
+            return None
+        source, kernel = source.op.inputs[0], kernel.op.inputs[0]
+    padding = inner.get_attr("padding").decode().lower()
+    strides, dilation = (tuple(inner.get_attr(name)[1 + flat : -1]) for name in ("strides", "dilations"))
+    return (source, kernel, Convolution(strides, dilation, padding)) if padding in ("valid", "same") else None
 
 
 def _constant(number: float) -> Value:

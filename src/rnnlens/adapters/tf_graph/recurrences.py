@@ -43,7 +43,7 @@ class LoopBoundary:
 
 @dataclass(frozen=True)
 class WeightPiece:
-    """Block of a variable: ``variable[rows, columns] + plus``; a vector has columns only.
+    """Block of a variable: ``variable[..., rows, columns] + plus``; a vector has columns only.
 
     ``variable`` is the name of the variable's operation (``"rnn/gru_cell/gates/kernel"``). ``plus`` is a constant that
     the graph adds to the variable, such as the forget bias.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from .blocks import Source, reached, width_of
+from .blocks import Source, reached
 from .cells import Match
 from .loop_analysis import LoopAnalysis, at_present, flat_mask, why_unknown
 from .loop_recorder import CannotRecordError, CarriedState, LoopRecorder, rewire
@@ -62,13 +62,48 @@ class _LoopSplitter:
             order = sorted(analysis.matches, key=lambda match: computed.index(match.after[0]))
             names = [f"{analysis.frame.name}/cell_{i}" for i in range(len(order))]
             cells = zip(order, names if len(order) > 1 else [analysis.frame.name], strict=True)
+            as_one = not self._in_turn(order)
+        if analysis.covered and not as_one:
             found = [self._cell(match, name) for match, name in cells]
             self._rebuild_outputs()
         else:
-            found = [self._native()]
+            found = [self._native("its cells read previous states of one another" if analysis.covered else "")]
         cell = replace(found[0].cell, conditions=analysis.runs_through(self.stacked))
         found[0] = replace(found[0], cell=cell, replaced=self.replaced, redrawn=self.recorder.drew)
         return found
+
+    def _in_turn(self, order: Sequence[Match]) -> bool:
+        """Return whether all steps of each cell can be run before those of the next one, and then the outputs.
+
+        This is impossible if a cell, or an output, reads the previous state of another cell.
+        """
+        analysis, known = self.analysis, set(self.recorder.steps)
+        states = {id(v.before) for v in analysis.states}
+
+        def reads_no_state(targets: Sequence[Any]) -> bool:
+            behind = analysis.paths.behind([*targets, *(v.after for v in self._beside(targets, known))], stop=known)
+            return not any(id(t) in states for t in behind if id(t) not in known)
+
+        for match in order:
+            if not reads_no_state(analysis.probe.tensors_of(match.source)[:1]):
+                return False
+            known |= {id(t) for key in match.after for t in analysis.probe.tensors_of(key)}
+        return reads_no_state([w.value for w in analysis.writes if w.stacked is not None and w.variable.read])
+
+    def _beside(self, targets: Sequence[Any], known: Container[int]) -> list[Variable]:
+        """Return the loop variables that are no states and that tensors depend on, up to those that are recorded."""
+        analysis = self.analysis
+
+        def computing(tensor: Any) -> Sequence[Any]:
+            end = (
+                id(tensor) in known
+                or analysis.paths.is_variable(tensor)
+                or analysis.frame.outer.get(tensor) is not None
+            )
+            return () if end else tensor.op.inputs
+
+        read = [t for t in reached(targets, computing) if analysis.paths.is_variable(t) and id(t) not in known]
+        return [v for v in analysis.paths.carried(read) if not self._is_state(v)]
 
     def _tapped(self, tensor: Any) -> Any:
         """Return an identity of a tensor that only the rewritten loops read."""
@@ -83,18 +118,7 @@ class _LoopSplitter:
         missing = [t for t in tensors if id(t) not in self.recorder.steps]
         if not missing:
             return {}
-        analysis, known = self.analysis, self.recorder.steps
-
-        def computing(tensor: Any) -> Sequence[Any]:
-            end = (
-                id(tensor) in known
-                or analysis.paths.is_variable(tensor)
-                or analysis.frame.outer.get(tensor) is not None
-            )
-            return () if end else tensor.op.inputs
-
-        read = [t for t in reached(missing, computing) if analysis.paths.is_variable(t) and id(t) not in known]
-        beside = [v for v in analysis.paths.carried(read) if not self._is_state(v)]
+        analysis, beside = self.analysis, self._beside(missing, self.recorder.steps)
         carried = [CarriedState(v.entry, v.after) for v in beside]
         before: dict[int, Sequence[Any]] = {id(v.before): (i,) for i, v in enumerate(beside)}
         before |= {id(v.before): (v.entry,) for v in analysis.states}  # only the shape is used
@@ -209,7 +233,7 @@ class _LoopSplitter:
 
     # A cell of unknown equations.
 
-    def _native(self) -> Loop:
+    def _native(self, why: str) -> Loop:
         """Return one loop that treats all states as those of one cell, with the body of the loop as its step."""
         analysis, recorder = self.analysis, self.recorder
         after, before = [analysis.new[id(v)] for v in analysis.states], [v.before for v in analysis.states]
@@ -218,16 +242,20 @@ class _LoopSplitter:
         if writes and analysis.condition is not None and self._hidden_where_masked(output):
             output = same(output, Source()).op.inputs[2 if analysis.condition[1] else 1]
         fed = self._fed([output, *after])
-        if any(t.shape.rank != 2 or width_of(t) is None for t in before):
+        samples = {t.shape.as_list()[0] for t in (*before, *fed) if t.shape.rank}
+        if not all(map(_is_row, before)) or len(samples - {None}) > 1:
             raise CannotRecordError("a state that is not (sample, unit)")
+        ranks, spaces = {t.shape.rank for t in (*before, *fed, output)}, {tuple(t.shape.as_list()[1:-1]) for t in fed}
+        if len(ranks) > 1 or len(spaces) > 1:
+            raise CannotRecordError("images beside vectors, or inputs of several sizes")
         step = StepGraph(fed, before, output, after, analysis.frame.outer)
         self._known(fed)
         with self.stacked.graph.as_default():
             joined = tf.concat([recorder.steps[id(t)] for t in fed], axis=-1) if len(fed) > 1 else None
             tap = self._tapped(recorder.steps[id(fed[0])] if joined is None else joined)
-            pieces = [tap] if joined is None else tf.split(tap, [int(t.shape[1]) for t in fed], axis=-1)
+            pieces = [tap] if joined is None else tf.split(tap, [int(t.shape[-1]) for t in fed], axis=-1)
         name = step.scope or analysis.frame.name
-        cell = LoopCell(name, int(before[0].shape[1]), body=step, unknown=why_unknown(analysis))
+        cell = LoopCell(name, int(before[0].shape[-1]), body=step, unknown=why or why_unknown(analysis))
         starts, places = [self.starts[id(v)] for v in analysis.states], {id(t): [i] for i, t in enumerate(before)}
         sources, names = dict(zip(map(id, fed), pieces, strict=True)), (analysis.frame.name, step.scope)
         loop, _, ends = self._recorded(cell, names, sources, tap, (starts, after, places), output)
@@ -254,10 +282,16 @@ class _LoopSplitter:
                 "a keep probability of 1, set by feed= of rl.tf1.graph, as evaluation has it; or "
                 "DropoutWrapper(variational_recurrent=True); rl.gradients by inputs and weights as it is",
             )
-        if not fed or any(t.shape.rank != 2 or not t.dtype.is_floating or width_of(t) is None for t in fed):
+        if not fed or not all(_is_row(t) and t.dtype.is_floating for t in fed):
             what = ", ".join(repr(t.op.name) for t in fed) or "nothing"
             raise CannotRecordError(f"what is new to it at each step is not floating (sample, feature) numbers: {what}")
         return fed
+
+
+def _is_row(tensor: Any) -> bool:
+    """Return whether a tensor has one vector or one image of a known size per sample: (sample, *space, unit)."""
+    rank = tensor.shape.rank
+    return rank is not None and 2 <= rank <= 5 and tensor.shape[1:].is_fully_defined()
 
 
 def _boundary(tap: Any, *, stacked: bool = False) -> LoopBoundary:

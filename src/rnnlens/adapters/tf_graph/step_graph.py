@@ -53,9 +53,9 @@ class StepGraph:
         self._none = Source()
         self.graph = tf.Graph()
         with self.graph.as_default():
-            widths = [int(t.shape[1]) for t in fed]
-            self.x = tf.placeholder(fed[0].dtype, [None, sum(widths)])
-            parts = [self.x] if len(fed) == 1 else tf.split(self.x, widths, axis=1)
+            widths = [int(t.shape[-1]) for t in fed]
+            self.x = tf.placeholder(fed[0].dtype, [None, *fed[0].shape[1:-1], sum(widths)])
+            parts = [self.x] if len(fed) == 1 else tf.split(self.x, widths, axis=-1)
             self.before = [tf.placeholder(t.dtype, [None, *t.shape[1:]]) for t in before]
             given = {id(t): p for t, p in zip(fed, parts, strict=True)} | {
                 id(b): p for b, p in zip(before, self.before, strict=True)
@@ -144,29 +144,38 @@ def sources_of(tensor: Any) -> tuple[set[str], bool]:
 class BodyCell(StepCell):
     """Cell of unknown equations, run by TensorFlow with the weights' values of the captured run.
 
-    ``names`` has the layer's names of its weights, in the order of the variables of the step.
+    ``names`` has the layer's names of its weights, in the order of the variables of the step. Images are flattened, as
+    (channel, *space).
     """
 
     def __init__(self, step: StepGraph, values: Iterable[Array], names: Sequence[str]) -> None:
         self._step, self._names = step, names
         self._session = tf.Session(graph=step.graph)
         self._fixed = dict(zip(step.fed, values, strict=True))
-        self.state_sizes = tuple(int(t.shape[-1]) for t in step.before)
-        self.output_size = int(step.output.shape[-1])
+        self.state_sizes = tuple(t.shape[1:].num_elements() for t in step.before)
+        self.output_size = step.output.shape[1:].num_elements()
         same = [i for i, t in enumerate(step.after) if t is step.output]
         self.output_state, self.output_is_state = (same[0] if same else 0), bool(same)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes (channel, *space) of input, output and states that are images; empty for a cell without space."""
+        step = self._step
+        named = {"input": step.x, "output": step.output, **dict(zip(self.state_names, step.before, strict=True))}
+        sizes = {name: t.shape.as_list()[1:] for name, t in named.items() if step.x.shape.rank > 2}
+        return {name: (channels, *space) for name, (*space, channels) in sizes.items()}
 
     def advance(self, x: Array, state: Sequence[Array]) -> tuple[Array, tuple[Array, ...]]:
         """Compute one step: input (n, feature) and states (n, size) to output (n, output_size) and new states."""
         output, new = self._run([self._step.output, self._step.after], x, state)
-        return output, tuple(new)
+        return _flat(output), tuple(map(_flat, new))
 
     def vjp(
         self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]
     ) -> tuple[Array, tuple[Array, ...]]:
         """Pull dL/dy_t and dL/ds_t back to dL/dx_t (n, feature) and dL/ds_{t-1}, separately for each of the n rows."""
         by_x, *by_state = self._run(self._step.by_source, x, state, output_cotangent, state_cotangent)
-        return by_x, tuple(by_state)
+        return _flat(by_x), tuple(map(_flat, by_state))
 
     def weight_vjp(
         self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]
@@ -179,7 +188,7 @@ class BodyCell(StepCell):
         self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]
     ) -> tuple[Array, ...]:
         """Pull dL/dy_t and dL/ds_t back to each new state where the step computes it, separately for each row."""
-        return tuple(self._run(self._step.produced, x, state, output_cotangent, state_cotangent))
+        return tuple(map(_flat, self._run(self._step.produced, x, state, output_cotangent, state_cotangent)))
 
     def jacobian(self, x: Array, state: Sequence[Array]) -> tuple[Array, Array]:
         """Return the Jacobians of [new states, output] by the S states and by the input.
@@ -214,7 +223,18 @@ class BodyCell(StepCell):
         if not fetches:
             return []
         step = self._step
-        feed = self._fixed | {step.x: x} | dict(zip(step.before, state, strict=True))
+        feed = {step.x: x} | dict(zip(step.before, state, strict=True))
         if cotangents:
             feed |= {step.output_grad: cotangents[0]} | dict(zip(step.after_grads, cotangents[1], strict=True))
-        return self._session.run(fetches, feed)
+        return self._session.run(fetches, self._fixed | {t: _as_images(rows, t) for t, rows in feed.items()})
+
+
+def _flat(rows: Array) -> Array:
+    """Flatten rows (n, *space, channel) to (n, channel * space)."""
+    return rows if rows.ndim == 2 else np.moveaxis(rows, -1, 1).reshape(len(rows), -1)
+
+
+def _as_images(rows: Array, tensor: Any) -> Array:
+    """Restore the images that a tensor has from rows (n, channel * space)."""
+    *space, channels = tensor.shape.as_list()[1:]
+    return np.moveaxis(np.reshape(rows, (-1, channels, *space)), 1, -1) if space else rows

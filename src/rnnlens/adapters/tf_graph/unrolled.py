@@ -52,8 +52,16 @@ def unrolled(ends: Iterable[Any]) -> list[Loop]:
         )
         groups[key].append(step)
     chains = [chain for steps in groups.values() for chain in _chains(steps)]
-    loops = [loop for chain in chains if (loop := _loop(probe, chain, ends)) is not None]
+    loops = _told_apart([loop for chain in chains if (loop := _loop(probe, chain, ends)) is not None])
     return [*loops, *_conditional(probe, ops, {loop.scope for loop in loops}, groups.values())]
+
+
+def _told_apart(loops: Sequence[Loop]) -> list[Loop]:
+    """Name cells by their own scopes where several of them stand side by side in the scope of one layer."""
+    scopes = defaultdict(set)
+    for loop in loops:
+        scopes[loop.name].add(loop.scope)
+    return [replace(loop, name=loop.scope) if len(scopes[loop.name]) > 1 else loop for loop in loops]
 
 
 def _conditional(probe: Probe, ops: Sequence[Any], told: set[str], groups: Iterable[Sequence[Step]]) -> list[Loop]:
@@ -118,7 +126,7 @@ def _steps(probe: Probe, ops: Sequence[Any], unread: Sequence[Any]) -> Iterable[
     for op in (*ops, *unread):
         if op.type in _MAKES_A_STATE and len(op.outputs) == 1:
             tensor = op.outputs[0]
-            if tensor.dtype.is_floating and tensor.shape.rank == 2:
+            if tensor.dtype.is_floating and tensor.shape.rank and 2 <= tensor.shape.rank <= 5:
                 probe.of(tensor)
     for match in steps_in(probe):
         found = [probe.tensors_of(new) for new in match.after]

@@ -290,14 +290,19 @@ def recurrent_datasets(
 
 
 def _open_space(layer: LabelledLayer, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Open the flat axis of a convolutional cell's input and states into channels and axes of space."""
+    """Open the flat axis of a convolutional cell's input and states into channels and axes of space.
+
+    An axis that is not as long as that of ``hidden`` has the variable's name in front: ``output_channel``.
+    """
     if not shapes:
         return
     for name, array in list(layer.variables.items()):
         stem = _STEM.sub("", name)
-        shape = shapes.get("hidden" if stem in ("output", "state") else stem)
+        shape = shapes.get(stem, shapes["hidden"] if stem in ("output", "state") else None)
         if shape is not None:
-            dims = (*array.dims[:-1], FEATURE if stem == "input" else CHANNEL, *SPACE[len(shape) - 1])
+            axes = zip((CHANNEL, *SPACE[len(shape) - 1]), shape, shapes["hidden"], strict=True)
+            opened = [axis if size == known else f"{stem}_{axis}" for axis, size, known in axes]
+            dims = (*array.dims[:-1], FEATURE if stem == "input" else opened[0], *opened[1:])
             del layer.variables[name]  # opened ones come last
             layer.variables[name] = xr.Variable(dims, array.values.reshape(*array.shape[:-1], *shape), array.attrs)
     layer.coords = {dim: labels for dim, labels in layer.coords.items() if dim not in (UNIT, FEATURE)}

@@ -1,0 +1,265 @@
+"""Convolutional LSTMs in graphs of users: states, gates, total gradients, weights and time Jacobians.
+
+Against TensorFlow's gradients of the same cell called step by step in another graph, and against the layer of Keras.
+"""
+
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+import tf_keras as keras
+from tf1_conv_cells import ConvLSTMCell, rnn_cell
+
+import rnnlens as rl
+
+SPACE = {1: [6], 2: [4, 3], 3: [3, 2, 4]}
+NAMES = {1: ("width",), 2: ("height", "width"), 3: ("depth", "height", "width")}
+SAMPLES, STEPS, FEATURES, CHANNELS, LENGTHS = 2, 3, 2, 2, [3, 2]
+GATES = {"input": 0, "candidate": 1, "forget": 2, "output": 3}
+
+
+def cell_of(rank, **options):
+    return ConvLSTMCell([*SPACE[rank], FEATURES], CHANNELS, [3] * rank, **options)
+
+
+def data(rank):
+    random = np.random.default_rng(0)
+    return random.normal(size=(SAMPLES, STEPS, *SPACE[rank], FEATURES))
+
+
+def fed_state(rank):
+    return np.random.default_rng(5).normal(size=(2, SAMPLES, *SPACE[rank], CHANNELS))
+
+
+def head(outputs, final):
+    weights = tf.constant(np.random.default_rng(1).normal(size=outputs.shape[1:].as_list()), outputs.dtype)
+    return tf.reduce_sum(outputs * weights) + tf.reduce_sum(tf.square(final[0])) + tf.reduce_sum(final[1])
+
+
+class Asked:
+    """A network with a convolutional LSTM as users write it, and the same computed step by step in another graph."""
+
+    def __init__(self, rank, loop, lengths=None, initial=False, norms=False, **options):
+        self.x, self.rank = data(rank), rank
+        x = tf.placeholder(tf.float64, [None, *self.x.shape[1:]])
+        counts, states = tf.placeholder(tf.int32, [None]), tf.placeholder(tf.float64, fed_state(rank).shape)
+        start = rnn_cell.LSTMStateTuple(states[0], states[1]) if initial else None
+        with tf.variable_scope("net", initializer=tf.random_uniform_initializer(-0.5, 0.5, seed=3)):
+            outputs, final = LOOPS[loop](cell_of(rank, **options), x, counts if lengths else None, start)
+        outputs.set_shape([None, STEPS, *SPACE[rank], outputs.shape[-1]])
+        loss = head(outputs, final)
+        self.session = tf.Session()
+        self.session.run(tf.global_variables_initializer())
+        self.values = [self.session.run(v) for v in tf.global_variables()]
+        feed = ({counts: lengths} if lengths else {}) | ({states: fed_state(rank)} if initial else {})
+        self.net = rl.tf1.graph(self.session, inputs={"x": x}, outputs={"y": outputs}, loss=loss, feed=feed)
+        self.layer = "net" if loop == "python" else "net/rnn"
+        self._by_hand(lengths, initial, norms, options)
+
+    def _by_hand(self, lengths, initial, norms, options):
+        """Compute c and h after each step, and the gradients of the loss by these, the input and the variables."""
+        with tf.Graph().as_default(), tf.Session() as session:
+            x, outputs, made = tf.constant(self.x), [], []
+            with tf.variable_scope("net"):
+                cell = cell_of(self.rank, **options)
+                state = rnn_cell.LSTMStateTuple(*tf.unstack(tf.constant(fed_state(self.rank)))) if initial else None
+                state = cell.zero_state(SAMPLES, tf.float64) if state is None else state
+                for t in range(STEPS):
+                    output, new = cell(x[:, t], state)
+                    made.append(new)
+                    if lengths:
+                        real = tf.reshape(tf.constant(lengths) > t, [-1, *[1] * (self.rank + 1)])
+                        output = tf.where_v2(real, output, tf.zeros_like(output))
+                        new = tf.nest.map_structure(lambda n, o, real=real: tf.where_v2(real, n, o), new, state)
+                    outputs.append(output)
+                    state = new
+            loss = head(tf.stack(outputs, 1), state)
+            for variable, value in zip(tf.global_variables(), self.values, strict=True):
+                variable.load(value, session)
+            by_step = tf.gradients(loss, [s for step in made for s in step], unconnected_gradients="zero")
+            self.c, self.h = (np.stack(session.run([step[i] for step in made]), 1) for i in range(2))
+            self.c_grad, self.h_grad = (np.stack(session.run(by_step[i::2]), 1) for i in range(2))
+            self.x_grad = session.run(tf.gradients(loss, x)[0])
+            self.weight_grads = session.run(tf.gradients(loss, tf.global_variables()))
+            self.norms = np.zeros((SAMPLES, STEPS, STEPS))  # of h after each step by x at each step
+            for t, (_, h) in enumerate(made if norms else []):
+                for number in tf.unstack(tf.reshape(tf.reduce_sum(h, 0), [-1])):
+                    squares = np.square(session.run(tf.gradients(number, x)[0]))
+                    self.norms[:, t] += squares.reshape(SAMPLES, STEPS, -1).sum(2)
+
+
+def dynamic(cell, x, lengths, initial):
+    return tf.nn.dynamic_rnn(cell, x, lengths, initial, dtype=tf.float64)
+
+
+def static(cell, x, lengths, initial):
+    outputs, final = tf.nn.static_rnn(cell, tf.unstack(x, axis=1), initial, dtype=tf.float64)
+    return tf.stack(outputs, 1), final
+
+
+def python(cell, x, lengths, initial):
+    state, outputs = initial or cell.zero_state(tf.shape(x)[0], tf.float64), []
+    for t in range(STEPS):
+        output, state = cell(x[:, t], state)
+        outputs.append(output)
+    return tf.stack(outputs, 1), state
+
+
+LOOPS = {"dynamic": dynamic, "static": static, "python": python}
+
+
+def close(array, truth):
+    np.testing.assert_allclose(array, truth, rtol=0, atol=1e-12 * max(1.0, np.abs(truth).max()))
+
+
+CASES = [
+    (2, "dynamic", {"lengths": LENGTHS, "initial": True}),
+    (1, "dynamic", {}),
+    (3, "dynamic", {"lengths": LENGTHS}),
+    (2, "static", {"initial": True}),
+    (1, "python", {"initial": True}),
+    (3, "python", {}),
+]
+
+
+@pytest.mark.parametrize(("rank", "loop", "options"), CASES)
+def test_states_gates_total_gradients_and_weights(rank, loop, options):
+    asked = Asked(rank, loop, **options)
+    trace = rl.trace(asked.net, asked.x)
+    assert trace.certificate.state == "passed", trace.certificate
+    layer, real = trace[asked.layer], np.arange(STEPS) < np.array(options.get("lengths", [STEPS] * 2))[:, None]
+    assert layer.hidden.dims == ("sample", "time", *NAMES[rank], "channel")
+    assert layer.gates.dims == ("sample", "time", *NAMES[rank], "gate", "channel")
+    truths = (("hidden", asked.h), ("cell", asked.c), ("hidden_grad", asked.h_grad), ("cell_grad", asked.c_grad))
+    for name, truth in truths:
+        close(layer[name].values[real], truth[real])
+    gates = {name: layer.gates.sel(gate=name).values for name in ("output",)}
+    close((gates["output"] * np.tanh(layer["cell"].values))[real], asked.h[real])
+    close(layer.input_grad.values, asked.x_grad)
+    close(rl.gradients(asked.net, asked.x, wrt="input").values, asked.x_grad)
+    close(rl.gradients(asked.net, asked.x, wrt=f"{asked.layer}.hidden").values[real], asked.h_grad[real])
+    weights = rl.weights(asked.net, asked.x)
+    assert weights.certificate.state == "passed", weights.certificate
+    window = tuple(f"kernel_{axis}" for axis in NAMES[rank])
+    layer = weights[asked.layer]
+    assert layer.recurrent_kernel_grad.dims == (*window, "channel_in", "gate", "channel")
+    kernel, bias = asked.weight_grads
+    for gate, number in GATES.items():
+        columns = slice(number * CHANNELS, (number + 1) * CHANNELS)
+        close(layer.kernel_grad.sel(gate=gate), kernel[..., :FEATURES, columns])
+        close(layer.recurrent_kernel_grad.sel(gate=gate), kernel[..., FEATURES:, columns])
+        close(layer.bias_grad.sel(gate=gate), bias[columns])
+
+
+@pytest.mark.parametrize(("rank", "loop"), [(2, "dynamic"), (1, "static")])
+def test_time_jacobians_by_norms_over_places_and_channels(rank, loop):
+    asked = Asked(rank, loop, norms=True)
+    found = rl.jacobian(asked.net, asked.x, of=f"{asked.layer}.hidden", wrt="input", measure="norm")
+    assert found.dims == ("sample", "out_time", "in_time")
+    assert found.certificate.state == "passed", found.certificate
+    close(found.values, np.sqrt(asked.norms))
+
+
+NATIVE = [
+    (2, {"skip": True, "lengths": LENGTHS, "initial": False}),
+    (3, {"skip": True}),
+    (1, {"bias": False, "initial": True}),
+    (2, {"peepholes": True, "norms": True}),
+]
+
+
+@pytest.mark.parametrize(("rank", "options"), NATIVE)
+def test_cells_that_differ_in_a_detail_have_states_and_no_gates(rank, options):
+    """A skip connection, a forget bias without a variable, a weight of its own at each place."""
+    asked = Asked(rank, "dynamic", **options)
+    trace = rl.trace(asked.net, asked.x)
+    assert trace.certificate.state == "passed", trace.certificate
+    layer, real = trace[asked.layer], np.arange(STEPS) < np.array(options.get("lengths", [STEPS] * 2))[:, None]
+    assert "gates" not in layer
+    assert layer.hidden.dims == ("sample", "time", "channel", *NAMES[rank])
+    channel = "state_1_channel" if "skip" in options else "channel"
+    assert layer.state_1.dims == ("sample", "time", channel, *NAMES[rank])
+    truths = (("hidden", asked.c), ("hidden_grad", asked.c_grad), ("state_1", asked.h), ("state_1_grad", asked.h_grad))
+    for name, truth in truths:
+        close(layer[name].values[real], np.moveaxis(truth, -1, 2)[real])
+    found = rl.gradients(asked.net, asked.x, wrt=["input", "weights"])
+    close(found["model"]["input"].values, asked.x_grad)
+    for variable, truth in zip(("kernel", "biases"), asked.weight_grads, strict=False):
+        close(found[asked.layer][variable].values, truth)
+    weights = rl.weights(asked.net, asked.x)
+    assert weights.certificate.state == "passed", weights.certificate
+    if "norms" in options:
+        norms = rl.jacobian(asked.net, asked.x, of=f"{asked.layer}.state_1", wrt="input", measure="norm")
+        close(norms.values, np.sqrt(asked.norms))
+
+
+def test_the_layer_of_keras_with_the_same_weights_has_the_same_results(graph):
+    """In a graph of its own, through the adapter of Keras models without eager execution."""
+    asked = Asked(2, "dynamic")
+    kernel, bias = asked.values
+    order = [columns for gate in (0, 2, 1, 3) for columns in range(gate * CHANNELS, (gate + 1) * CHANNELS)]
+    bias = bias + np.repeat([0.0, 0.0, 1.0, 0.0], CHANNELS)
+    with tf.Graph().as_default() as other, tf.Session(graph=other) as session:
+        keras.backend.set_floatx("float64")
+        tf.keras.backend.set_session(session)
+        try:
+            inputs = keras.Input(asked.x.shape[1:])
+            layer = keras.layers.ConvLSTM2D(
+                CHANNELS, 3, padding="same", recurrent_activation="sigmoid", return_sequences=True, name="net/rnn"
+            )
+            model = keras.Model(inputs, layer(inputs))
+            model.compile("sgd", "mse")
+            values = kernel[..., :FEATURES, order], kernel[..., FEATURES:, order], bias[order]
+            model.set_weights(values)
+            y = np.random.default_rng(2).normal(size=(SAMPLES, STEPS, *SPACE[2], CHANNELS))
+            known = rl.trace(model, asked.x, y)
+            by_keras = rl.jacobian(model, asked.x, of="net/rnn.hidden", wrt="input", measure="norm")
+            weights = rl.weights(model, asked.x, y)
+        finally:
+            keras.backend.set_floatx("float32")
+    assert known.certificate.state == by_keras.certificate.state == weights.certificate.state == "passed"
+    target = tf.placeholder(tf.float64, y.shape)
+    output = graph.get_tensor_by_name(asked.net.outputs["y"].name)
+    net = rl.tf1.graph(
+        asked.session,
+        inputs={"x": asked.net.inputs["x"]},
+        outputs={"y": output},
+        targets=target,
+        loss=tf.reduce_mean(tf.square(output - target)),
+    )
+    trace = rl.trace(net, asked.x, y)
+    assert set(trace["net/rnn"]) == set(known["net/rnn"])
+    for name, array in trace["net/rnn"].items():
+        assert array.dims == known["net/rnn"][name].dims
+        close(array.values, known["net/rnn"][name].values)
+    jacobian = rl.jacobian(net, asked.x, of="net/rnn.hidden", wrt="input", measure="norm")
+    close(jacobian.values, by_keras.values)
+    mine = rl.weights(net, asked.x, y)["net/rnn"]
+    for name in ("kernel_grad", "recurrent_kernel_grad", "bias_grad"):
+        assert mine[name].dims == weights["net/rnn"][name].dims
+        close(mine[name].values, weights["net/rnn"][name].values)
+
+
+@pytest.mark.parametrize("options", [{"strides": 2, "padding": "same"}, {"go_backwards": True, "rank": 1}, {"rank": 3}])
+def test_layers_of_keras_without_eager_execution(options):
+    rank = options.pop("rank", 2)
+    with tf.Graph().as_default() as own, tf.Session(graph=own) as session:
+        keras.backend.set_floatx("float64")
+        tf.keras.backend.set_session(session)
+        try:
+            inputs = keras.Input((STEPS, *SPACE[rank], FEATURES))
+            kind = getattr(keras.layers, f"ConvLSTM{rank}D")
+            hidden = kind(CHANNELS, 2, name="conv", return_sequences=True, **options)(inputs)
+            model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Flatten()(hidden)))
+            model.compile("sgd", "mse")
+            model.get_weights()
+            x, y = data(rank), np.random.default_rng(2).normal(size=(SAMPLES, 1))
+            trace = rl.trace(model, x, y)
+            weights = rl.weights(model, x, y)
+            found = rl.gradients(model, x, y, wrt="input")
+            loss = tf.reduce_mean(tf.square(model.output - y))
+            truth = session.run(tf.gradients(loss, model.inputs[0])[0], {model.inputs[0]: x})
+        finally:
+            keras.backend.set_floatx("float32")
+    assert trace.certificate.state == weights.certificate.state == found.certificate.state == "passed"
+    assert trace["conv"].gates.dims == ("sample", "time", *NAMES[rank], "gate", "channel")
+    close(found.values, truth)

@@ -1,0 +1,126 @@
+"""Cells of one loop that read each other's previous states: gradients and time Jacobians go through all of them."""
+
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+
+import rnnlens as rl
+
+cells = tf.nn.rnn_cell
+SAMPLES, STEPS, FEATURES, UNITS = 2, 4, 2, 3
+X = np.random.default_rng(0).normal(size=(SAMPLES, STEPS, FEATURES))
+
+
+class Crossed(cells.RNNCell):
+    """The lower cell reads what the upper one returned at the step before."""
+
+    def __init__(self):
+        super().__init__()
+        self.lower, self.upper = cells.GRUCell(UNITS, name="lower"), cells.GRUCell(UNITS, name="upper")
+
+    state_size = property(lambda self: (UNITS, UNITS))
+    output_size = property(lambda self: UNITS)
+
+    def call(self, x, state):
+        below, above = state
+        below, _ = self.lower(tf.concat([x, above], 1), below)
+        above, _ = self.upper(below, above)
+        return above, (below, above)
+
+
+class Skewed(Crossed):
+    """The upper cell reads what the lower one returned at the step before."""
+
+    def call(self, x, state):
+        below, above = state
+        new, _ = self.lower(x, below)
+        above, _ = self.upper(below, above)
+        return above, (new, above)
+
+
+class OldOutput(Crossed):
+    """The output of a step is computed from the state before it."""
+
+    def call(self, x, state):
+        below, above = state
+        new, _ = self.lower(x, below)
+        newer, _ = self.upper(new, above)
+        return newer + below, (new, newer)
+
+
+def stepped(cell, x):
+    state, outputs, states = cell.zero_state(SAMPLES, tf.float64), [], []
+    for t in range(STEPS):
+        output, state = cell(x[:, t], state)
+        outputs.append(output)
+        states.append(state)
+    return tf.stack(outputs, 1), states
+
+
+def loss_of(outputs):
+    return tf.reduce_sum(tf.square(outputs) * tf.constant(np.arange(1.0, 1 + STEPS))[None, :, None])
+
+
+def net_of(x, outputs):
+    session = tf.Session()
+    session.run(tf.global_variables_initializer())
+    return rl.tf1.graph(session, inputs={"x": x}, outputs={"y": outputs}, loss=loss_of(outputs))
+
+
+def truth(make, values):
+    """Return states, dL/ds, dL/dx and d(state)/dx of every step, of the same cell called step by step."""
+    with tf.Graph().as_default(), tf.Session() as session:
+        x = tf.constant(X)
+        with tf.variable_scope("net/rnn"):
+            outputs, states = stepped(make(), x)
+        for variable in tf.global_variables():
+            variable.load(values[variable.op.name], session)
+        loss = loss_of(outputs)
+        by_state = [tf.gradients(loss, list(column), unconnected_gradients="zero") for column in zip(*states, strict=True)]
+        numbers = [[tf.reduce_sum(s[:, unit]) for s, _ in states] for unit in range(UNITS)]
+        by_input = [[tf.gradients(number, x)[0] for number in column] for column in numbers]
+        by_start = [[tf.gradients(number, states[0][1], unconnected_gradients="zero")[0] for number in c] for c in numbers]
+        fetches = [[tf.stack(column, 1) for column in zip(*states, strict=True)], [tf.stack(g, 1) for g in by_state]]
+        return session.run([*fetches, tf.gradients(loss, x)[0], by_input, by_start])
+
+
+def close(array, expected):
+    np.testing.assert_allclose(array, expected, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("make", [Crossed, Skewed, OldOutput])
+def test_states_gradients_and_jacobians_of_a_loop(make):
+    x = tf.placeholder(tf.float64, [SAMPLES, STEPS, FEATURES])
+    with tf.variable_scope("net", initializer=tf.random_uniform_initializer(-1, 1, seed=3)):
+        outputs, _ = tf.nn.dynamic_rnn(make(), x, dtype=tf.float64)
+    net = net_of(x, outputs)
+    values = {v.op.name: net.session.run(v) for v in tf.global_variables()}
+    states, grads, by_x, by_input, by_start = truth(make, values)
+    trace = rl.trace(net, X)
+    assert trace.certificate.state == "passed", trace.certificate
+    assert list(trace) == ["net/rnn"]
+    for name, state, grad in zip(("hidden", "state_1"), states, grads, strict=True):
+        close(trace["net/rnn"][name], state)
+        close(trace["net/rnn"][f"{name}_grad"], grad)
+    close(rl.gradients(net, X, wrt="input"), by_x)
+    found = rl.jacobian(net, X, of="net/rnn.hidden", wrt="input")
+    close(found.values, np.moveaxis(np.array(by_input), (0, 1, 2), (2, 1, 0)))
+    across = rl.jacobian(net, X, of="net/rnn.hidden", wrt="net/rnn.state_1", at={"in_time": 0})
+    close(across.values.reshape(SAMPLES, STEPS, UNITS, UNITS), np.moveaxis(np.array(by_start), (0, 1, 2), (2, 1, 0)))
+    assert found.certificate.state == across.certificate.state == "passed"
+
+
+def test_cells_side_by_side_in_one_scope_are_named_by_their_own():
+    """Two cells of a Python loop; they were two calls of one layer, whose weight gradients differed."""
+    x = tf.placeholder(tf.float64, [SAMPLES, STEPS, FEATURES])
+    with tf.variable_scope("net/rnn", initializer=tf.random_uniform_initializer(-1, 1, seed=3)):
+        outputs, _ = stepped(Crossed(), x)
+    net = net_of(x, outputs)
+    values = {v.op.name: net.session.run(v) for v in tf.global_variables()}
+    states, grads, *_ = truth(Crossed, values)
+    trace = rl.trace(net, X)
+    assert trace.certificate.state == "passed", trace.certificate
+    assert list(trace) == ["net/rnn/crossed/lower", "net/rnn/crossed/upper"]
+    for layer, state, grad in zip(trace.values(), states, grads, strict=True):
+        close(layer.hidden, state)
+        close(layer.hidden_grad, grad)
