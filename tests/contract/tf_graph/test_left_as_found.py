@@ -133,13 +133,6 @@ def test_a_graph_that_grows_is_copied_again_and_the_old_copy_is_dropped(small):
     assert {key[0] for key in open_net._COPIES[graph]} == {graph.version}
 
 
-def test_a_copy_that_is_dropped_while_it_is_used_still_runs(small, monkeypatch):
-    """Many questions to one graph make a new copy in the middle of a time Jacobian."""
-    monkeypatch.setattr(open_net, "_MOST_BUILT", 0)
-    _, _, net, _ = small
-    assert rl.jacobian(net, DATA[0], measure="norm").certificate.state == "passed"
-
-
 def test_after_an_exception_too(small):
     graph, _, net, (_x, *_) = small
     version = graph.version

@@ -5,6 +5,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import rnnlens as rl
+from rnnlens.adapters.tf_graph import open_net
 
 cells = tf.nn.rnn_cell
 SAMPLES, STEPS, FEATURES, UNITS = 2, 4, 2, 3
@@ -124,3 +125,13 @@ def test_cells_side_by_side_in_one_scope_are_named_by_their_own():
     for layer, state, grad in zip(trace.values(), states, grads, strict=True):
         close(layer.hidden, state)
         close(layer.hidden_grad, grad)
+
+
+def test_a_copy_that_is_dropped_while_it_is_used_still_runs(monkeypatch):
+    """After many questions to one graph a new copy is made in the middle of a time Jacobian."""
+    x = tf.placeholder(tf.float64, [SAMPLES, STEPS, FEATURES])
+    with tf.variable_scope("net", initializer=tf.random_uniform_initializer(-1, 1, seed=3)):
+        net = net_of(x, stepped(Crossed(), x)[0])
+    monkeypatch.setattr(open_net, "_MOST_BUILT", 0)
+    upper = rl.layers(net)[-1].name
+    assert rl.jacobian(net, X, of=f"{upper}.hidden", wrt="input").certificate.state == "passed"
