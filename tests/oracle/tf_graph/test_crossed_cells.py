@@ -77,11 +77,13 @@ def truth(make, values):
         for variable in tf.global_variables():
             variable.load(values[variable.op.name], session)
         loss = loss_of(outputs)
-        by_state = [tf.gradients(loss, list(column), unconnected_gradients="zero") for column in zip(*states, strict=True)]
+        columns, zero = [list(column) for column in zip(*states, strict=True)], "zero"
+        by_state = [tf.gradients(loss, column, unconnected_gradients=zero) for column in columns]
         numbers = [[tf.reduce_sum(s[:, unit]) for s, _ in states] for unit in range(UNITS)]
         by_input = [[tf.gradients(number, x)[0] for number in column] for column in numbers]
-        by_start = [[tf.gradients(number, states[0][1], unconnected_gradients="zero")[0] for number in c] for c in numbers]
-        fetches = [[tf.stack(column, 1) for column in zip(*states, strict=True)], [tf.stack(g, 1) for g in by_state]]
+        start = states[0][1]
+        by_start = [[tf.gradients(n, start, unconnected_gradients=zero)[0] for n in column] for column in numbers]
+        fetches = [[tf.stack(column, 1) for column in columns], [tf.stack(g, 1) for g in by_state]]
         return session.run([*fetches, tf.gradients(loss, x)[0], by_input, by_start])
 
 
