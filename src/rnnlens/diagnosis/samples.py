@@ -11,7 +11,7 @@ import numpy as np
 from .. import data
 from ..adapters.protocol import Adapter, Batch, CaptureRequest, Port
 from ..arguments.data import is_source
-from ..errors import InputError, RnnlensError, UnsupportedError, shown
+from ..errors import InputError, RnnlensError, UnsupportedError, shape_of, shown
 from ..layout import Layout, canonical_order
 from ..results.schema import to_host
 from ..typing import Array
@@ -43,8 +43,7 @@ class Orientation:
         failure: Exception | None = None
         if not any(name.startswith("input") for name in self.said):
             try:
-                counts_samples = all(self._samples_of_first(x, count) <= {count} for count in (2, 3))
-                if counts_samples:
+                if self._samples_lead(x):
                     return None
             except RnnlensError as error:
                 failure = error
@@ -58,17 +57,21 @@ class Orientation:
         self.axes.learn(Batch(x), [Port("input", index=i) for i in range(len(leaves))])
         return [self._complete(i, leaf, layout) for i, (leaf, layout) in enumerate(zip(leaves, found, strict=True))]
 
-    def _samples_of_first(self, x: Any, count: int) -> set[int]:
-        """Run the model on the first ``count`` entries of every leaf.
+    def _samples_lead(self, x: Any) -> bool:
+        """Return whether the recurrent layers get one sample for each entry of the first axis of x.
 
-        Return the numbers of samples of its recurrent calls.
+        The model runs once, on a number of entries that no other axis of x has.
         """
-        few, request = (
-            data.map_leaves(lambda leaf: leaf[:count], x),
-            CaptureRequest(gradients=False, weight_grads=False, scans=False),
-        )
+        shapes = [shape_of(leaf) or (3,) for leaf in data.leaves_of(x)]
+        others = {size for shape in shapes for size in shape[1:]}
+        most = min(shape[0] for shape in shapes)
+        count = next((count for count in (3, 2, *range(4, most + 1)) if count <= most and count not in others), None)
+        if count is None:
+            return False
+        few = data.map_leaves(lambda leaf: leaf[:count], x)
+        request = CaptureRequest(gradients=False, weight_grads=False, scans=False)
         capture = self.axes.adapter.capture(self.axes.model, Batch(few), request)
-        return {*(int(call.input.shape[0]) for call in capture.calls), *capture.scanned.values()}
+        return {*(int(call.input.shape[0]) for call in capture.calls), *capture.scanned.values()} <= {count}
 
     def _complete(self, index: int, leaf: Any, layout: Layout | None) -> Layout:
         """Return the layout of an input leaf with a time axis.

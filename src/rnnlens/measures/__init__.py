@@ -4,7 +4,6 @@
 """
 
 from ..recurrence.measures import (
-    bootstrap_interval,
     covering_lag,
     half_life,
     horizon,
@@ -24,7 +23,7 @@ from .facts import (
     stuck_gates,
     unit_spread,
 )
-from .intervention import benefit, bootstrap, donors, memory_length, skill, total_variance, use
+from .intervention import benefit, bootstrap, bootstrap_interval, donors, memory_length, skill, total_variance, use
 from .profiles import (
     attributed_memory,
     attribution,

@@ -1,4 +1,4 @@
-"""Summary numbers and profiles of arrays: norms, means, saturation, half-life, horizon, bootstrap intervals.
+"""Summary numbers and profiles of arrays: norms, means, saturation, half-life, horizon.
 
 Pure functions on the array API.
 
@@ -241,31 +241,6 @@ def covering_lag(profile: Array, *, share: float = 0.9, axis: int = -1, xp: Name
     enough = reached >= share * total
     first = xp.argmax(xp.astype(enough, xp.int64), axis=-1)
     return xp.where(total[..., 0] > 0, first, xp.full_like(first, -1))
-
-
-def bootstrap_interval(
-    values: Array,
-    *,
-    axis: int = 0,
-    confidence: float = 0.95,
-    resamples: int = 1000,
-    seed: int = 0,
-    xp: Namespace | None = None,
-) -> tuple[Array, Array]:
-    """Return the percentile bootstrap interval (low, high) of the mean along ``axis``.
-
-    Each resample draws as many samples as there are, with replacement. Resamples are stored as counts, so that one
-    matrix product gives all resampled means. Efron 1979, "Bootstrap methods: another look at the jackknife", Annals of
-    Statistics 7(1).
-    """
-    xp = xp or array_namespace(values)
-    values = xp.moveaxis(values, axis, 0)
-    count, rest = values.shape[0], tuple(values.shape[1:])
-    draws = np.random.default_rng(seed).multinomial(count, [1 / count] * count, size=resamples) / count
-    means = xp.matmul(xp.asarray(draws, dtype=values.dtype), xp.reshape(values, (count, -1)))
-    tail = (1 - confidence) / 2
-    low, high = quantiles(means, q=(tail, 1 - tail), axis=0, xp=xp)
-    return xp.reshape(low, rest), xp.reshape(high, rest)
 
 
 def share_above(profile: Array, *, threshold: float = 0.01, axis: int = -1, xp: Namespace | None = None) -> Array:

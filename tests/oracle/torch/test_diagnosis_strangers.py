@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 import rnnlens as rl
+from rnnlens.adapters.registry import adapter_for
+from rnnlens.diagnosis.samples import Orientation
 from rnnlens.errors import InputError, RnnlensError, UnsupportedError
 
 STEPS, SAMPLES = 24, 256
@@ -84,6 +86,22 @@ def test_axes_may_be_said_where_sizes_do_not_tell():
     d = rl.diagnose(net, given, target, axes={"y": ("time", "sample", "unit")})
     assert float(d["model"].memory) == 6
     assert x.shape[0] == square.shape[0]
+
+
+@pytest.mark.parametrize("features", [1, 2, 3])
+def test_one_pass_shows_that_samples_come_first(features):
+    net, passes = nn.LSTM(features, 4, batch_first=True), []
+    net.register_forward_pre_hook(lambda module, given: passes.append(len(given[0])))
+    assert Orientation(adapter_for(net), net, white(8, features=features), None).inputs is None
+    assert len(passes) == 1
+
+
+@pytest.mark.parametrize("samples", [2, 3, 4])
+def test_as_many_samples_as_a_short_run_has_steps(samples):
+    x = white(samples).transpose(1, 0, 2)
+    net = TimeFirst(5)
+    found = Orientation(adapter_for(net), net, x, None).inputs
+    assert [layout.names[:2] for layout in found] == [("time", "sample")]
 
 
 class Packed(nn.Module):

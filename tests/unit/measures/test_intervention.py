@@ -1,7 +1,11 @@
 """Memory by exchange of prefixes against closed forms of linear predictions; resampling weights."""
 
+import math
+
+import array_api_strict
 import numpy as np
 import pytest
+import torch
 
 from rnnlens import measures
 from rnnlens.measures.intervention import cycle, donors, resampling_weights, search
@@ -116,3 +120,27 @@ def test_what_neighbours_share_is_in_the_spread():
             spreads[name].append((resampling_weights(samples, order=order, seed=seed) @ change).var() * samples)
     assert np.mean(spreads["alone"]) == pytest.approx(2, rel=0.1)
     assert np.mean(spreads["in blocks"]) == pytest.approx(4 - 2 / 4, rel=0.1)
+
+
+NAMESPACES = {"numpy": np.asarray, "torch": torch.as_tensor, "strict": array_api_strict.asarray}
+
+
+@pytest.fixture(params=NAMESPACES)
+def make(request):
+    return NAMESPACES[request.param]
+
+
+def test_bootstrap_interval_agrees_with_the_normal_approximation(make):
+    values = np.random.default_rng(4).normal(3.0, 2.0, size=(400, 2))
+    low, high = (np.from_dlpack(end) for end in measures.bootstrap_interval(make(values), axis=0, resamples=4000))
+    spread = 1.96 * values.std(axis=0) / math.sqrt(400)
+    np.testing.assert_allclose(low, values.mean(axis=0) - spread, atol=0.03)
+    np.testing.assert_allclose(high, values.mean(axis=0) + spread, atol=0.03)
+
+
+def test_bootstrap_interval_is_the_same_each_time_and_leaves_the_global_generator_alone(make):
+    values = make(np.arange(5.0)[:, None])
+    before = np.random.get_state()[1].copy()  # noqa: NPY002  # the state that must not move
+    first, second = measures.bootstrap_interval(values), measures.bootstrap_interval(values)
+    assert float(first[0][0]) == float(second[0][0])
+    np.testing.assert_array_equal(np.random.get_state()[1], before)  # noqa: NPY002

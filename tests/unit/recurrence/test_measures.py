@@ -163,19 +163,3 @@ def test_mean_lag_of_a_geometric_profile(make):
 def test_covering_lag_of_a_flat_profile(make):
     assert int(measures.covering_lag(make(np.ones(10)), share=0.9)) == 8
     assert int(measures.covering_lag(make(np.zeros(10)))) == -1
-
-
-def test_bootstrap_interval_agrees_with_the_normal_approximation(make):
-    values = np.random.default_rng(4).normal(3.0, 2.0, size=(400, 2))
-    low, high = (back(end) for end in measures.bootstrap_interval(make(values), axis=0, resamples=4000))
-    spread = 1.96 * values.std(axis=0) / math.sqrt(400)
-    np.testing.assert_allclose(low, values.mean(axis=0) - spread, atol=0.03)
-    np.testing.assert_allclose(high, values.mean(axis=0) + spread, atol=0.03)
-
-
-def test_bootstrap_interval_is_the_same_each_time_and_leaves_the_global_generator_alone(make):
-    values = make(np.arange(5.0)[:, None])
-    before = np.random.get_state()[1].copy()  # noqa: NPY002  # the state that must not move
-    first, second = measures.bootstrap_interval(values), measures.bootstrap_interval(values)
-    assert float(first[0][0]) == float(second[0][0])
-    np.testing.assert_array_equal(np.random.get_state()[1], before)  # noqa: NPY002
