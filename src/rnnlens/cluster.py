@@ -82,7 +82,7 @@ def threads_of_worker() -> int:
 
 
 def kept(model: Any, token: str, make: Callable[[], T]) -> T:
-    """Return what ``make`` returned at the first chunk of a call on this model in this process."""
+    """Return the result of ``make()``, cached in this process for a model and the token of a call."""
     of_model = _kept.setdefault(model, {})
     if token not in of_model:
         if len(of_model) > 8:

@@ -49,7 +49,7 @@ _OF_MODELS = (
 
 
 def on_data(run: Callable[..., Any], model: Any, batch: Data, **arguments: Any) -> Any:
-    """Return ``run(model, x, y, ...)``; raise InputError with the shapes where the framework raises."""
+    """Call ``run(model, x, y, ...)`` on the data of a file; convert framework errors to InputError with shapes."""
     weighted = {} if batch.sample_weight is None else {"sample_weight": batch.sample_weight}
     try:
         with warnings.catch_warnings():

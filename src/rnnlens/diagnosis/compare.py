@@ -67,7 +67,7 @@ class Candidate:
         return self.value() if is_function(self.value) else self.value
 
     def pack(self) -> tuple[str | None, bytes]:
-        """Return the engine of Keras and bytes for :func:`diagnose_on_worker`."""
+        """Serialise the candidate for :func:`diagnose_on_worker`; return the engine of Keras and the bytes."""
         if self.load is None and not is_function(self.value) and not isinstance(self.value, str | os.PathLike):
             sent = _Sent(packed(self.value, adapter_for(self.value).engine))
             return self.backend, dumps(Candidate(sent, _Sent.model, None))

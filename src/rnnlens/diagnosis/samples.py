@@ -234,7 +234,7 @@ class Samples:
         return self._each_sequence(moved, counted)
 
     def _each_sequence(self, change: Change, otherwise: Change = lambda leaf: leaf) -> Any:
-        """Apply ``change`` to the leaves of x that have a time axis, ``otherwise`` to the others."""
+        """Apply ``change`` to the leaves of x that have a time axis, and ``otherwise`` to the leaves without one."""
         place = iter(range(len(data.leaves_of(self.x))))
         return data.map_leaves(lambda leaf: change(leaf) if next(place) in self.sequences else otherwise(leaf), self.x)
 

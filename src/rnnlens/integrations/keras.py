@@ -300,7 +300,7 @@ class Watch(_Callback):
             self._after_execution(batch, logs)
 
     def _after_execution(self, batch: int, logs: Any) -> None:
-        """See :meth:`on_train_batch_end`."""
+        """Count the steps of an execution of the training step; record the batch and the probe if they are due."""
         recorded, failure = (None, None) if self._train_step is None else self._train_step.taken()
         # The last execution of an epoch may have fewer steps than ``batch`` implies.
         through = min(batch + 1, self.params.get("steps") or batch + 1)

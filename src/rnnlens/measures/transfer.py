@@ -149,7 +149,7 @@ def state_transfer(
 
 
 def _from_own_end(logs: Array, begin: Array) -> Array:
-    """Shift each sample to begin at its own end: (lag, sample), NaN beyond its first step."""
+    """Count steps back from the last step of each sample: (lag, sample), NaN beyond the first step."""
     if not begin.any():
         return logs
     shifted = np.arange(len(logs))[:, None] + begin[None, :]

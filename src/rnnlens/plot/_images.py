@@ -63,7 +63,7 @@ def extreme_of_blocks(matrix: Numbers, steps: tuple[int, int]) -> Numbers:
 
 
 def merge_note(shape: Sequence[int], limits: tuple[int, int], rows: str, columns: str) -> str | None:
-    """Return the note on merged cells, with the names of the dimensions; None if no more than ``limits`` are drawn."""
+    """Return a note on the dimensions whose cells are merged; None if no dimension is larger than ``limits``."""
     steps = steps_for(shape, limits)
     rows, columns = ("step" if word == "time" else word for word in (rows, columns))
     if steps == (1, 1):

@@ -244,7 +244,7 @@ def _pairs(before: Any, after: Any, quantity: str, dims: Any) -> dict[str, tuple
 def _rows(
     shown: Mapping[str, Sequence[xr.DataArray]], as_computed: bool
 ) -> tuple[list[list[ComparedRow]], list[str | None]]:
-    """Return the rows for each direction, and the directions' names; with several layers, each direction is a row."""
+    """Return lists of rows to draw, one list per direction of a single layer, else one list of all; and their names."""
     one_layer = len(shown) == 1
     found: dict[str | None, list[ComparedRow]] = {}
     for layer, (first, second) in shown.items():

@@ -177,7 +177,7 @@ def _scale(ax: Any, values: Numbers, *, log: bool) -> bool:
 
 
 def _name(ax: Any, steps: Numbers, members: dict[str, Numbers], drawn: dict[str, Any], *, outside: bool) -> None:
-    """Name few lines at their ends, many in a legend; mark values below a logarithmic axis."""
+    """Label lines at their ends if they are few, else in a legend; mark values below a logarithmic axis."""
     if ax.get_yscale() == "log":
         for name, values in members.items():
             _axes.mark_below(ax, steps, values, drawn[name].get_color())

@@ -288,7 +288,7 @@ def _profile(ax: Any, matrix: Numbers, padded: Numbers, array: xr.DataArray, log
 
 
 def _columns(ax: Any, matrix: Numbers, padded: Numbers, array: xr.DataArray, log: bool) -> None:
-    """Draw the sum of each column below it."""
+    """Draw the column sums of a time Jacobian, on Axes below it."""
     steps = _data.positions(array, IN_TIME)
     totals = input_totals(np.where(padded, 0.0, matrix))
     ax.plot(steps, _drawn(totals, log), color="#0072b2", linewidth=1.2, gid="columns")

@@ -190,7 +190,7 @@ def row_parts(shape: Sequence[int], columns: int) -> list[slice]:
 
 
 def _shares(batch: int, elements: int, worthwhile: int, xp: Namespace) -> list[slice]:
-    """One per thread for NumPy where each is large enough, else all samples at once."""
+    """Return the parts of the samples to compute: for NumPy one per thread if they are large enough, else a single one."""
     workers = 1
     if is_numpy_namespace(xp) and _dealt.given_up is None:
         with one_thread_each() as granted:

@@ -303,7 +303,7 @@ class UnitRows:
         return width
 
     def through(self, sink: Collector, t: int) -> UnitRows:
-        """Return these rows with the sink's readout applied to the matrix that multiplies each unit."""
+        """Return the row source with the readout of the sink applied to the matrix that multiplies each unit."""
         if sink.readout is None or self.matrix is None:
             return self
         return replace(self, matrix=sink.readout(t, self.matrix))

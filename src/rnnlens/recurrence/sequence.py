@@ -190,7 +190,7 @@ class SequenceChunk:
         return _reduced(self.states * _expanded(self.cell, self.direct), read.shape)
 
     def part_grads(self) -> dict[str, Array]:
-        """Return the gradients of all coefficient arrays at these steps, by the names of ``SequenceCell.parts``."""
+        """Return gradients of all coefficient arrays at one chunk of steps, by the names of ``SequenceCell.parts``."""
         cell, found = self.cell, {}
         decay = self.carried_grads * self.previous
         decay = decay * cell.decays() if cell.logarithmic else decay

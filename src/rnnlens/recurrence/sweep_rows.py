@@ -111,7 +111,7 @@ class PointRows:
         self._sign = sign
 
     def first(self, t: int) -> int:
-        """Return the first row of the groups at step t or later in the order of the recurrence."""
+        """Return the number of the first row whose step is t, or comes after t in the order of the recurrence."""
         return self.group * bisect_left(self._ranks, self._sign * t)
 
     def parts(self, t: int, first: int, stop: int, samples: slice) -> Mapping[int, Array]:
@@ -235,7 +235,10 @@ class Vanished(Pruning):
             self._start[first // self.group + i] = norms[:, i]
 
     def drop(self, rows: Array, width: int, start: int, stop: int) -> int:
-        """Every few steps, compare norms, add vanished rows with random signs to the probes, and drop them."""
+        """Every few calls, replace vanished rows among ``start ... stop - 1`` by random sums; return the new ``stop``.
+
+        A row has vanished if its norm is at most ``rtol`` of that at its entry, as for all rows after it.
+        """
         self._calls += 1
         if self._calls % self.every or stop == start:
             return stop

@@ -48,7 +48,7 @@ class Scale:
     log: bool = False
 
     def codes(self, values: Array, levels: int) -> Array:
-        """Return codes 0 to ``levels``; values that are not finite get 0, and the caller marks them."""
+        """Map values to codes 0 to ``levels``; values that are not finite get 0, and the caller marks them."""
         span = self.high - self.low or 1.0
         with np.errstate(divide="ignore", invalid="ignore"):
             measured = np.log10(values) if self.log else np.asarray(values, dtype=np.float64)
@@ -306,7 +306,7 @@ def _range(every: Sequence[Array], log: bool) -> tuple[float, float]:
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Return round numbers between two bounds, about ``about`` of them."""
+    """Return about ``about`` round numbers between two bounds, evenly spaced."""
     span = high - low
     if not span > 0:
         return [low]

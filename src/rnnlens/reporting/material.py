@@ -127,7 +127,7 @@ _WANTED = (
 
 
 def look(model: Any, request: ReportRequest) -> Material:
-    """Trace a model and its baseline on the same samples, rank these, and compute all contents."""
+    """Trace a model and its baseline on the same samples, rank the samples, and compute all contents of the report."""
     adapter = adapter_for(model)
     held, why_one = read(adapter, model, request.x, request.y, request.axes)
     material = Material(total=held.count, layers=find_layers(model))

@@ -57,7 +57,7 @@ def _convert(tree: xr.DataTree, convert: Callable[[xr.Variable], xr.Variable | N
 
 
 def _without_times(variable: xr.Variable) -> xr.Variable | None:
-    """Return dates and durations as integers with the attribute ``DTYPE``, texts with it; None for others."""
+    """Convert a variable of dates, durations or texts for a file, with its dtype in ``DTYPE``; None for others."""
     if variable.dtype.kind not in "mMO":
         return None
     values = np.asarray(variable.values)

@@ -286,7 +286,7 @@ def labelled_variable(
     provenance: Mapping[str, str] | None = None,
     info: Mapping[str, Any] | None = None,
 ) -> tuple[xr.Variable, dict[Hashable, xr.Variable]]:
-    """Return what :func:`labelled` joins: the variable and its coordinates."""
+    """Return a labelled variable, and its coordinates by dimension, from which :func:`labelled` makes a DataArray."""
     array = to_host(values)
     everywhere = coordinates(dict(zip(dims, array.shape, strict=True)), info or {})
     for dim, labels in (coords or {}).items():

@@ -221,7 +221,7 @@ def read_run(
     memory: int | None = None,
     skip_damaged: bool = False,
 ) -> TrainingRun:
-    """Read the complete records of a run; by default those of the probe, or of batches if there is no probe.
+    """Read the complete records of one kind from a run; by default the probe's, or those of batches without a probe.
 
     Parameters
     ----------

@@ -182,7 +182,7 @@ class TrainedBatch(Batch):
         return self._asked(find_nonfinite)  # type: ignore[no-any-return]
 
     def with_variables_before(self, ask: Callable[[], T]) -> T:
-        """Call ``ask`` while the model has the variables of before the update; return its result."""
+        """Call ``ask`` while the model temporarily has its variables from before the update; return the result."""
         with self._before():
             return ask()
 

@@ -82,7 +82,7 @@ class Recorder:
     ) -> None:
         """Call ``make`` for a record and pass it to every sink; a failure becomes a gap, and training continues.
 
-        ``before`` training begins, errors of arguments that do not fit the model are raised.
+        With ``before=True``, before training begins, errors of arguments that do not fit the model are raised.
         """
         try:
             self.write(make())

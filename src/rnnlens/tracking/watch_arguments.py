@@ -81,7 +81,7 @@ R = TypeVar("R")
 
 
 def _some_names(name: str, value: Any) -> Any:
-    """Check a list of names like ``names``; an empty list is allowed."""
+    """Check that an argument is a name or a list of names, which may be empty."""
     return () if isinstance(value, list | tuple) and not value else names(name, value)
 
 

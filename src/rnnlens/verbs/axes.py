@@ -115,7 +115,10 @@ class ModelAxes:
             self._learned |= set(new)
 
     def _find(self, ports: list[Port], batch: Batch, shown: Mapping[Port, Layout]) -> Mapping[Port, Layout]:
-        """Return layouts that are kept or shown, else those of an experiment, which are kept where they are certain."""
+        """Return the layouts of ports: cached ones, else those seen in a captured pass, else those of an experiment.
+
+        Certain results of an experiment are cached.
+        """
         kept = self._kept(batch)
         if kept is not None and all(port in kept for port in ports):
             return {port: kept[port] for port in ports}
@@ -175,7 +178,7 @@ def _port(text: str, known: Catalogue) -> Port:
 
 
 def in_order(array: Array, names: Sequence[str], lead: int = 0) -> tuple[Array, tuple[str, ...]]:
-    """Transpose an array to the axis order of results: samples, steps, then the others; also return the names."""
+    """Transpose an array to the axis order of results: samples, steps, all other axes. Return it and the axis names."""
     order = canonical_order(names)
     if order != list(range(len(names))):
         array = np.transpose(array, [*range(lead), *(lead + i for i in order)])
@@ -388,7 +391,10 @@ def _fits(result: Array, axis: int, name: str, arrives: Callable[[Array, str], A
 
 
 def patterns(size: int) -> np.ndarray[Any, Any]:
-    """Return masks (pattern, size) that separate any two indices: where bit i of the index is set, and where not."""
+    """Return masks (pattern, size) of bool, two for each binary digit of an index: digit is 1, and digit is 0.
+
+    Any two indices below ``size`` differ in at least one mask.
+    """
     if size == 1:
         return np.ones((1, 1), dtype=bool)
     bits = (np.arange(size)[None, :] >> np.arange((size - 1).bit_length())[:, None]) & 1

@@ -81,7 +81,7 @@ def _choices(leaves: Sequence[Any], stated: Sequence[Layout | None]) -> Iterator
 
 
 def _short(x: Any, layouts: Sequence[Layout | None], size: int) -> Any:
-    """Return the inputs cut to ``size`` samples; the first ones repeat if there are fewer."""
+    """Cut the inputs to ``size`` samples; if there are fewer, repeat the first samples."""
     each = iter(layouts)
     return data.map_leaves(lambda leaf: _first(leaf, next(each), size), x)
 

@@ -275,7 +275,7 @@ def _first(observed: ObservedRun) -> tuple[Origin | None, list[str]]:
 
 
 def _computed(observed: ObservedRun) -> Iterator[Origin]:
-    """Yield origins in the order of computation, from the forward pass on."""
+    """Yield the origins of non-finite values in the order of computation: forward pass, loss, backward pass."""
     yield from in_the_forward_pass(observed)
     if observed.has_loss:
         yield from in_the_loss(observed)

@@ -165,7 +165,7 @@ class ReplayedCall:
         return ReplayedCall(self.call, perturbed(self.run))
 
     def flat(self) -> ReplayedCall:
-        """Return the call with its axes of space flattened into the last axis, channel last; itself without them."""
+        """Return the call with spatial axes and channels flattened; the call itself if it has no spatial axes."""
         if len(self.run.input.shape) == 3:
             return self
 

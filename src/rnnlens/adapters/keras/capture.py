@@ -219,7 +219,7 @@ class _Assembly:
         }
 
     def _of_loop(self, get: _Getter, request: CaptureRequest) -> dict[str, Any]:
-        """Return the fields of a loop over a cell that a call of a layer has not, or has otherwise."""
+        """Return the fields of a captured call in which a user's loop over a cell differs from a call of a layer."""
         final = get.all("final_state")
         states: dict[int, Array] = {}
         at_end: list[Array] = []

@@ -344,7 +344,7 @@ class StepRecorder:
             vars(cell)["activation"] = original
 
     def leave(self, run: CellRun, output: Any, states: Any) -> tuple[Any, Any]:
-        """Record and tap the output and the new states of a step; return those that the user's code receives."""
+        """Record and tap the output and the new states of a step; return the tapped tensors, for the user's code."""
         if self._recorder.training:
             self._dropout(run)
         record, t = self._recorder.record, run.steps
@@ -365,7 +365,7 @@ class StepRecorder:
         return kept[id(output)], self._keras.tree.pack_sequence_as(states, [kept[id(s)] for s in flat])
 
     def _run_of(self, states: Sequence[Any]) -> CellRun:
-        """Return the recurrence that a call with these states continues, or a new one."""
+        """Return the recorded recurrence whose last states a call receives, or a new one."""
         if self._starts is not None:
             if self._count not in self._starts and self._runs:
                 return self._runs[-1]
@@ -379,7 +379,7 @@ class StepRecorder:
         return self._runs[-1]
 
     def _enter(self, run: CellRun, x: Any, states: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """Record the input and the states of a call; return those to continue with."""
+        """Record and tap the input and the states of a call; return the tapped tensors, for the call itself."""
         record, t = self._recorder.record, run.steps
         if t == 0:
             found = list(self._recorder.given_state(self._site, 0, list(states)))

@@ -123,7 +123,7 @@ def hook(recorder: LayerRecorder, site: RecurrentSite, half: int, override: Over
 def _record_output(
     recorder: LayerRecorder, site: RecurrentSite, result: Any, *, call: LayerCall, mask: Any, training: Any
 ) -> Any:
-    """Record the output of a layer and its final states; return them to continue with."""
+    """Record the output of a layer and its final states; return the tapped tensors, with which the run continues."""
     del mask
     layer = site.layer
     if "dropout" in recorder.keep and training:

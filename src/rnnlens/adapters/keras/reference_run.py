@@ -110,9 +110,9 @@ class _ReferenceFunction:
         return to_numpy(self.job.keras.engine.to_array(tensor))
 
     def _run(self, name: str, function: Callable[[Any, Any], Any], given: list[Any] | None = None) -> Any:
-        """Call ``function`` on the floats and the other arguments, compiled if the engine compiles.
+        """Call ``function`` on the float tensors and the other arguments, compiled if the engine compiles.
 
-        A closed model reuses what was compiled before.
+        A model with a stamp (all that its run reads is known) reuses the executable of an earlier call.
         """
         job, engine, arguments = self.job, self.job.keras.engine, self.split(given)
         eager = getattr(job.model, "run_eagerly", False) or (self.stamp is None and job.keras.is_short(self.x))

@@ -67,7 +67,7 @@ class RunRequest:
         return self.keras.variables(self.model)
 
     def arguments(self) -> dict[str, Any]:
-        """Return everything that may differ between runs as one tree of tensors: batch, variables, seeds."""
+        """Return all values that may differ between runs as one tree of tensors: batch, variables, seeds."""
         values = self.keras.values(self.variables)
         return {**self.data, "values": values, "seeds": self.keras.seeds(self.model, self.batch.seed)}
 
@@ -143,7 +143,7 @@ def run(job: RunRequest) -> RunResult:
 
 
 def with_loops(job: RunRequest, attempt: Callable[[RunRequest], Result]) -> Result:
-    """Return ``attempt(job)``, with the loops over cells and layers in the request that are met on the way."""
+    """Call ``attempt(job)``; repeat it with the layer or state added to the request that an attempt found in a loop."""
     changed = False
     while True:
         try:
@@ -264,7 +264,7 @@ class CompiledTraining:
             _compiled_training.reset(token)
 
     def of_cell(self, cell: Any, stamp: Hashable, make: Callable[[], Result]) -> Result:
-        """Return ``make()``, or what it returned for this cell and stamp before."""
+        """Return the cached result of ``make()`` for a cell and stamp; the first call computes it."""
         if self._cells.get(id(cell), (None, None))[0] != stamp:
             self._cells[id(cell)] = stamp, make()
         return self._cells[id(cell)][1]  # type: ignore[no-any-return]

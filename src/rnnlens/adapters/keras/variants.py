@@ -152,7 +152,7 @@ def between(model: Any, of: Port, wrt: Port) -> Callable[[Array], tuple[Array, P
 
 
 def _after(port: Port, names: Sequence[str]) -> int | None:
-    """Return the index behind the layer whose output ``port`` is; None for any other port."""
+    """Return the position, in the chain of layers, after the layer whose output is ``port``; None for other ports."""
     return names.index(port.layer) + 1 if port.kind == "output" and port.layer in names and not port.index else None
 
 

@@ -25,7 +25,7 @@ _ANY_SIZE = 4_999
 
 
 def reached(starts: Iterable[Any], following: Callable[[Any], Iterable[Any]]) -> list[Any]:
-    """Return all objects that are reached from some by applying ``following`` again and again, these included."""
+    """Return the transitive closure of some objects under ``following``, the objects themselves included."""
     found: dict[int, Any] = {}
     waiting = list(starts)
     while waiting:

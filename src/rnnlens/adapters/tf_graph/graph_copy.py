@@ -236,7 +236,7 @@ class GraphCopy:
         return found
 
     def is_steady(self, asked: Sequence[Any], feed: Mapping[Any, Any]) -> bool:
-        """Return whether an earlier second run showed that random draws do not change these tensors.
+        """Return whether an earlier repeated run showed that random draws do not change the asked tensors.
 
         This is kept for each setting of scalar feeds and scalar variables, such as dropout rates.
         """
@@ -250,7 +250,9 @@ class GraphCopy:
         return (tuple(tensor.name for tensor in asked), fed, rates)
 
     def behind(self, asked: Sequence[Any], feed: Mapping[Any, Any]) -> Dependences:
-        """Return what some tensors depend on; cached per tensors, feeds and graph version.
+        """Return the variables that tensors depend on, and whether random draws or assignments are involved.
+
+        The result is cached per tensors, feeds and version of the graph.
 
         Raise UnsupportedError if they depend on a queue or an iterator.
         """

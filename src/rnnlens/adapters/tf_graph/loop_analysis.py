@@ -155,7 +155,7 @@ class LoopAnalysis:
 
 
 def analyse(frame: Frame, settings: GraphSettings = NO_SETTINGS) -> LoopAnalysis:
-    """Analyse a while loop: find its states, their updates, and the known cells among these.
+    """Analyse a while loop: find its states, the operations that update them, and the known cells in these updates.
 
     ``settings`` replaces scalar tensors, such as keep probabilities, by their present values.
     """

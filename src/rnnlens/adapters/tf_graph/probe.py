@@ -226,7 +226,7 @@ class Probe:
         return self._tensors.get(key, [])
 
     def found(self, numbers: Array) -> Value | None:
-        """Return the value that has these numbers; None if no tensor has them."""
+        """Return the probed value equal to ``numbers`` within rounding; None if no tensor has them."""
         return self.by_key.get(key_of(numbers))
 
     def holds(self, condition: Any) -> bool:
@@ -252,7 +252,7 @@ class Probe:
         return drawn
 
     def _plan(self, tensor: Any) -> tuple[list[Any], Callable[[], Value]]:
-        """Return the tensors from whose values that of a tensor is computed, and the function that computes it."""
+        """Return how the probe computes a tensor: the tensors that it reads, and a function of their values."""
         outside, op = self._outer.get(tensor), tensor.op
         if id(tensor) in self._leaves:
             return [], lambda: self._leaf(tensor, id(tensor))

@@ -186,7 +186,7 @@ class Loop:
 
 
 def common_scope(names: Iterable[str]) -> str:
-    """Return the scope that all names share; "" if there is none."""
+    """Return the longest common name scope; "" if the names share none."""
     paths = [name.split("/")[:-1] for name in names]
     if not paths:
         return ""

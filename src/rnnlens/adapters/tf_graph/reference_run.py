@@ -157,7 +157,7 @@ def _summed(parts: list[Any]) -> Array | None:
 
 
 def _weights(found: Any, got: Mapping[Any, Any], values: Mapping[str, Array]) -> dict[str, Array | None]:
-    """Return the gradients of all weights by :func:`weights.name_of`, cut out of those of the variables."""
+    """Return gradients of all weights, by :func:`weights.name_of`, as blocks of the gradients of variables."""
     made: dict[str, Array | None] = {}
     for layer in layers_of(found).values():
         for key, pieces in layer.weights.items():

@@ -189,7 +189,7 @@ def _loop(probe: Probe, chain: Sequence[Step], ends: Iterable[Any]) -> Loop | No
 
 
 def _behind(tensors: Sequence[Any], stop: Container[int] = ()) -> list[Any]:
-    """Return the tensors from which others are computed, these included, up to tensors given by id."""
+    """Return some tensors and all tensors that they are computed from, up to tensors given by id."""
     return reached(tensors, lambda tensor: () if id(tensor) in stop else tensor.op.inputs)
 
 

@@ -324,7 +324,7 @@ class Assembler:
         return call
 
     def _add_gradients(self, call: RecurrentCall, run: Recurrence, layer: int, direction: int) -> None:
-        """Add the gradients at the boundaries of a call, and those of its weights."""
+        """Add to a call the gradients at its boundaries and of its weights."""
         assert self.gradient is not None
         first, count = run.visits[0], len(run.visits[0].pieces[layer].fed)
 

@@ -306,7 +306,7 @@ class _StepSequence:
         return sum(call.steps for call in self.calls)
 
     def placed(self, patterns: Values) -> dict[Port, tuple[AxisPlace, Values]]:
-        """Split patterns (row, step) over the calls: by input port, its time axis and its part of each pattern."""
+        """Split patterns (row, step) over the calls; return by input port its time axis and its part."""
         found, start = {}, 0
         for call in self.calls:
             found[call.input] = AxisPlace(1, 1, call.steps, 1), patterns[:, start : start + call.steps]

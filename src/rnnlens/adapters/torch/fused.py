@@ -286,7 +286,7 @@ class CallOwners:
         return self.known[id(module)], order
 
     def _bare(self, cell: type[Cell], activation: str, args: Any, first: Tensor, stacked: bool) -> CallOwner:
-        """Return the owner of a call without a registered module, whose weights are in a plain list, for example."""
+        """Return the owner of a recurrent call whose weights belong to no registered module."""
         if id(first) not in self.known:
             unnamed = sum(owner.name.startswith("unnamed_") for owner in self.known.values())
             rest = args[4:] if stacked and isinstance(args[3], (list, tuple)) else args[3:]

@@ -156,18 +156,18 @@ def upstream(nodes: Iterable[Any], done: set[Any]) -> Iterator[Any]:
 
 
 def follows(given: States, link: StateLink, seen: set[Any] | None = None) -> bool:
-    """Return whether states were computed from those that a call returned, by graph nodes.
+    """Return whether states depend on states or outputs that a call returned, by nodes of the autograd graph.
 
-    Nodes in ``seen`` are known to lead nowhere, and further ones are added.
+    ``seen`` is the set of nodes that were searched without success; it is extended.
     """
     ends = {tensor.grad_fn for tensor in (*link.kept, *([] if link.output is None else [link.output]))}
     return any(node in ends for node in upstream([t.grad_fn for t in given], set() if seen is None else seen))
 
 
 def rows_reset(given: States, link: StateLink) -> tuple[Tensor, bool]:
-    """Return which samples, (sample,), do not depend on what a call returned, and whether no other state changed.
+    """Return which samples, (sample,) of bool, start a call with states that do not depend on the call before it.
 
-    The others are unchanged if they have the returned state, through a path that leaves gradients unchanged.
+    The second result is True if all other samples start with the states that the call before returned, unchanged.
     """
     first = 0 if link.output is None else 1  # a layer's states and output have the samples on the second axis
     count = given[0].shape[first]

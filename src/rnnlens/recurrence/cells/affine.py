@@ -269,7 +269,7 @@ class UnitVectorSystem(TrajectorySystem):
         return pulled
 
     def _produced(self, at: tuple[slice, slice]) -> Array:
-        """Return Jacobians of the states after each step by those that it produces; the identity at masked steps."""
+        """Return Jacobians of the states after each step by the newly computed states; the identity if masked."""
         xp, lead = self.run.xp, self.run.states[0][at].shape[:2]
         blocks = [(len(rows), self._flat(self._pulled(at, rows)[2])) for rows in self._blocks(at)]
         produced = xp.concat([xp.reshape(block, (*lead, count, self.rows)) for count, block in blocks], axis=2)

@@ -55,7 +55,7 @@ class Window:
     def places(
         self, sizes: Sequence[int], window: Sequence[int]
     ) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
-        """Return each position in the window with the part of the padded input that it is multiplied with."""
+        """Return pairs: a position in the kernel window, and the slice of the padded input that it multiplies."""
         padded = [size + sum(pad) for size, pad in zip(sizes, self.pads(sizes, window), strict=True)]
         axes = list(zip(padded, window, self.strides, self.dilation, strict=True))
         counts = [(size - (width - 1) * dilation - 1) // stride + 1 for size, width, stride, dilation in axes]

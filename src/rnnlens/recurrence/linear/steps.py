@@ -102,7 +102,7 @@ class Pattern:
         return int(self.reach.size)
 
     def cells(self) -> Pattern:
-        """Return a pattern with one colour, and one unit for each set of columns that units reach."""
+        """Return the pattern of one unit per distinct set of reached columns, all of one colour."""
         _, first = np.unique(self.reach[:, 0], return_index=True)
         return Pattern(np.zeros(first.size, dtype=int), self.reach[first])
 

@@ -102,7 +102,7 @@ class _KernelsAt:
 
 
 def _for_each(matrices: Array, rows: Array) -> Array:
-    """Return one matrix for each sample of ``rows``, as a view."""
+    """Broadcast matrices (sample or 1, n, n) to the number of samples of ``rows``, as a view."""
     count = int(rows.shape[0])
     if int(matrices.shape[0]) == count:
         return matrices

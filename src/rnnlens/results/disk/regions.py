@@ -135,7 +135,7 @@ def _run(region: Region, missing: Sequence[int], tasks: ChunkTasks, progress: Pr
 
 
 def _ended_here(dask: Any, region: Region, writers: Mapping[int, Any]) -> Iterator[tuple[int, Any]]:
-    """Compute chunks in this process; yield the number of each with what its task returned, or the exception."""
+    """Compute chunks in this process; yield each chunk's number, and its result or the exception."""
     try:
         outcomes = dask.compute(*writers.values())
     except Exception:  # data of the user that cannot be read: each chunk alone, so that the others are not lost

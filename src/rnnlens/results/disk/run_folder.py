@@ -283,7 +283,10 @@ def read_array(root: Path, key: str) -> RunArray:
 
 
 def check_total(root: Path, arrays: Mapping[str, RunArray], count: int, memory: int, *, granted: bool) -> None:
-    """Raise TooLargeError if records exceed ``memory``, or unless ``granted`` are large and 1000 times their files."""
+    """Raise TooLargeError if the records of a run exceed ``memory``.
+
+    Unless the user ``granted`` the memory, raise it also for large records that are much larger than their files.
+    """
     total = sum(count * array.row_bytes for array in arrays.values())
     check_size(root, max([total, *(a.row_bytes for a in arrays.values())], default=0), memory)
     if not granted and total > _USUAL:

@@ -57,7 +57,7 @@ class PendingWrites:
                 self.condition.notify_all()
 
     def stop(self, seconds: float = 10.0) -> None:
-        """Refuse further files, and wait until those that have begun are written, at most ``seconds``."""
+        """Refuse further files, and wait at most ``seconds`` until the files being written are complete."""
         with self.condition:
             self.stopped = True
             self.condition.wait_for(lambda: self.count == 0, seconds)

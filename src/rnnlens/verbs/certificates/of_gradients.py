@@ -101,7 +101,7 @@ def _reads_weights(request: BatchRequest) -> bool:
 def _evaluated(
     request: BatchRequest, outside: BatchAxes, outputs: Sequence[Array]
 ) -> tuple[list[Array], list[Array | None]]:
-    """Return the value of the target for these outputs, and one cotangent for each output."""
+    """Evaluate the target on outputs of the model; return its value, and one cotangent for each output."""
     found: list[Array | None] = [None] * len(outputs)
     value: Array = np.zeros(())
     cotangents: Sequence[Array]

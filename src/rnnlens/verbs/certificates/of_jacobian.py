@@ -422,7 +422,7 @@ def _arrived(claim: JacobianClaim, gradients: Sequence[Array | None], *, steps: 
 
 
 def _asked(arrived: xr.DataArray, ends: JacobianEnds) -> xr.DataArray:
-    """Select and reduce the gradient at the input as the Jacobian does."""
+    """Select steps of an input gradient, and reduce features and samples, by the options of the Jacobian ``ends``."""
     arrived = arrived if SAMPLE in arrived.dims else arrived.expand_dims(SAMPLE)
     if ends.in_times is not None:
         arrived = arrived.isel({TIME: np.asarray(ends.in_times)}).rename({TIME: IN_TIME})

@@ -55,19 +55,19 @@ class SamplePart:
 
     @property
     def slice(self) -> slice:
-        """The slice that selects these samples."""
+        """Slice of the compared samples along the sample axis."""
         return slice(self.start, self.stop)
 
     def of(self, array: Any) -> Any:
-        """Return these samples of an array with samples first."""
+        """Return the compared samples of an array whose first axis counts samples."""
         return array[self.slice]
 
     def batch(self, batch: Batch) -> Batch:
-        """Return the inputs of these samples, without targets."""
+        """Return a batch with the inputs of the compared samples, without targets."""
         return replace(batch.without_loss(), x=data.take(batch.x, self.start, self.stop))
 
     def cotangents(self, capture: Capture) -> list[Array | None]:
-        """Return dL/dy of these samples, one array or None per output."""
+        """Return dL/dy of the compared samples, one array or None per output of the model."""
         return [None if grad is None else self.of(to_host(grad)) for grad in capture.output_grads]
 
 
@@ -169,7 +169,7 @@ class ReplayedValues:
             self.weights[key] = self.weights[key] + to_host(array) if key in self.weights else to_host(array)
 
     def include_scans(self, calls: Iterable[SequenceCall]) -> None:
-        """Widen the number of steps and the dtype of comparisons to those of whole-sequence layers."""
+        """Take steps and dtype of whole-sequence layers into account in the bounds of the comparisons."""
         for call in calls:
             self.steps = max(self.steps, call.cell.steps)
             self.dtype = coarser(self.dtype, call.compute_dtype)

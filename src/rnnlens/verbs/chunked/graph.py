@@ -53,12 +53,12 @@ class ChunkWork(Protocol):
 
     @property
     def padding(self) -> Padding | None:
-        """How a chunk can be padded without changing its result; None if it cannot."""
+        """Padding of a chunk to full size that leaves its result unchanged; None if there is no such padding."""
         ...
 
     @property
     def combine(self) -> str | None:
-        """How targets of chunks combine to that of all samples, ``"mean"`` or ``"sum"``; None for a single chunk."""
+        """Operation that combines the targets of all chunks: ``"mean"`` or ``"sum"``; None for a single chunk."""
         ...
 
     def __call__(self, model: Any, batch: Batch, rows: ChunkRows, size: int) -> ChunkValues:

@@ -121,7 +121,7 @@ def gradients_of_chunks(
 
 
 def template_of(make: Callable[[Batch], Any], chunks: SampleChunks) -> Any:
-    """Return what ``make`` returns for data that stand in for the user's: of few samples, or of one whole chunk."""
+    """Return the result of ``make`` on substitute data: of a few samples, or of as many as a whole chunk."""
     with options(certify="never", progress=False):
         try:
             return make(chunks.template())
@@ -186,7 +186,7 @@ def _padding(request: GradientRequest) -> Padding | None:
 
 
 def refuse_other_loss(adapter: Adapter, model: Any, batch: Batch, combine: str) -> None:
-    """Raise if the loss of this chunk does not combine as that of the stand-in data did, such as for ignored labels."""
+    """Raise if the losses of chunks do not combine as on the substitute data, because of ignored labels for example."""
     how = adapter.combination(model, batch)
     if how != combine:
         raise UnsupportedError(

@@ -75,7 +75,7 @@ class Accumulator:
         self._summed: dict[TensorName, int] = {}
 
     def add(self, answer: BatchGradients, shapes: Shapes = (), count: int | None = None) -> None:
-        """Add the gradients of a batch of samples of these shapes, ``count`` of which (all) are in the target."""
+        """Add the gradients of a batch of which ``count`` samples (None for all) belong to the target."""
         self._shapes.add(shapes)
         self.batches += 1
         self.samples += answer.samples
@@ -119,7 +119,7 @@ class Accumulator:
         self._sums[name] += weighted
 
     def parts(self) -> tuple[dict[TensorName, Array], dict[TensorName, Array]]:
-        """Return what one batch contributes: arrays that keep samples, and terms of sums, both before division."""
+        """Return the contribution of one batch: arrays with a sample axis, and terms of sums, both before division."""
         return {name: arrays[0] for name, arrays in self._kept.items()}, dict(self._sums)
 
     def result(self) -> dict[TensorName, Array]:

@@ -232,7 +232,7 @@ def _masked_out(trials: Experiments, name: TensorName) -> Reason | None:
 
 
 def _underflow(trials: Experiments, name: TensorName) -> Reason | None:
-    """Return a reason if the gradient is not zero after the target is scaled up."""
+    """Return the reason "underflow" if a half-precision gradient is 0, but not after the target is scaled up."""
     request = trials.request
     dtypes = [submodule.dtype for submodule in request.known.facts.submodules.values()]
     dtypes.append(str(request.provenance().get("dtype", "")))

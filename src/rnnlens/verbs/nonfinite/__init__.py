@@ -208,7 +208,7 @@ class ObservedRun:
 
 
 def _array(leaf: Any) -> Array:
-    """Convert a leaf to a NumPy array; a packed sequence is padded, samples first in the user's order."""
+    """Convert an array of the data to NumPy; a packed sequence is padded, samples first in the user's order."""
     if data.is_packed(leaf):
         return to_host(data.padded(leaf))
     return to_host(leaf)

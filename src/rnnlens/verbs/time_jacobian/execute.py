@@ -254,7 +254,7 @@ def _results(part: JacobianPart, tally: WorkCount, advance: Advance) -> Iterator
 
 
 def _index(plan: JacobianPlan, part: JacobianPart, piece: JacobianPiece) -> tuple[Any, ...]:
-    """Return the index of a piece in the result."""
+    """Return the index of a piece in the result array: a tuple of one slice per axis."""
     places = {
         SAMPLE: piece.samples,
         OUT_TIME: piece.outs,

@@ -77,7 +77,7 @@ class DirectRoute:
     pattern: Pattern | None
 
     def alive(self) -> np.ndarray[Any, Any]:
-        """Return the number of active rows at each step of a reverse sweep, in its order."""
+        """Return the number of active rows at each step of a reverse sweep, in the order of the sweep."""
         run, ends = self.one.run, self.ends
         position = {t: i for i, t in enumerate(run.steps())}
         outs, ins = sorted(position[t] for t in self.times), [position.get(t, -1) for t in self.in_times]
@@ -120,7 +120,7 @@ class DirectRoute:
 
 
 def direct_route(network: JacobianNetwork, ends: JacobianEnds) -> DirectRoute | None:
-    """Return the direct route if a single recurrence is on the path with local segments around it; else None."""
+    """Return the direct route if the path has one recurrence, with segments around it that mix no steps; else None."""
     above = _from_above(network, ends)
     if above is None:
         return None

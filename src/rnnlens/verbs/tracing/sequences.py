@@ -88,7 +88,7 @@ Values = Callable[[str], Array]
 
 
 def _chunks_back(call: SequenceCall, swept: bool) -> Iterator[tuple[slice, Values]]:
-    """Yield steps, and the function from the name of a quantity to its values there; the last steps first."""
+    """Yield chunks of steps, the last first, each with a function from the name of a quantity to its values there."""
     _, before, _ = forward(call.cell)
     if swept:
         assert call.output_grad is not None
