@@ -190,7 +190,7 @@ def row_parts(shape: Sequence[int], columns: int) -> list[slice]:
 
 
 def _shares(batch: int, elements: int, worthwhile: int, xp: Namespace) -> list[slice]:
-    """Return the parts of the samples to compute: for NumPy one per thread if they are large enough, else a single one."""
+    """Return the parts of the samples to compute: for NumPy one per thread if large enough, else a single part."""
     workers = 1
     if is_numpy_namespace(xp) and _dealt.given_up is None:
         with one_thread_each() as granted:

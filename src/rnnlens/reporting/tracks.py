@@ -77,7 +77,7 @@ def symbol(state: str) -> str:
 
 
 def tracks_of(trace: Trace) -> list[Track]:
-    """Return all tracks of a trace, layers in the order of their calls."""
+    """Return one track for each layer and direction of a trace, layers in the order of their calls."""
     found = []
     for name in trace.layers:
         dataset = trace.dataset(name)

@@ -169,7 +169,7 @@ class TrainedBatch(Batch):
     def gradients(self) -> Gradients:
         """Gradients of the loss with respect to all weights before clipping.
 
-        ``.clipped`` has those after the optimizer's.
+        ``.clipped`` has the gradients after the optimizer's clipping.
 
         Both are gradients of the unscaled loss of this batch alone.
         """

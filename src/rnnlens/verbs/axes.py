@@ -104,7 +104,7 @@ class ModelAxes:
         return known
 
     def learn(self, batch: Batch, ports: Iterable[Port], shown: Mapping[Port, Layout] | None = None) -> None:
-        """Find the layouts of those ports that have none yet, by an experiment unless they are kept for such data.
+        """Find the layouts of ports that have none yet: cached ones for data of these shapes, else by an experiment.
 
         ``shown``: layouts that a pass on this batch showed already. Layouts in which every axis is known are kept per
         model and input shapes, until the model's fingerprint changes.

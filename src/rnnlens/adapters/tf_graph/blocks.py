@@ -47,7 +47,7 @@ class Source:
         return self._pairs.get(id(tensor))
 
     def settled(self, tensor: Any) -> Any:
-        """Return the tensor outside that is passed in as this one; a tensor computed in the loop is unchanged."""
+        """Return the tensor outside of the loop whose value a tensor has; a tensor computed in the loop is returned itself."""
         while (outside := self.get(tensor)) is not None:
             tensor = outside
         return tensor

@@ -188,7 +188,7 @@ class GraphCopy:
             self._tables = [op for op in self.graph.get_operations() if op.type.startswith(_TABLES)]
 
     def tensor(self, name: str) -> Any:
-        """Return the tensor of the copy that corresponds to the user's tensor of this name, or that has its values."""
+        """Return the copy's tensor that corresponds to the user's tensor of a name, or is equal to it in value."""
         return self._replaced[name] if name in self._replaced else self.graph.get_tensor_by_name(name)
 
     def tap(self, loops: Sequence[Loop]) -> None:

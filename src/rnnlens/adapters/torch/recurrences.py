@@ -198,7 +198,7 @@ def _taps_by_step(run: Recurrence) -> list[tuple[int, Tensor]]:
 
 
 def own_cells_only(recorder: CallRecorder, *, training: bool) -> None:
-    """Keep the recurrences of cells: declared ones, and the innermost whose state was passed on at least once."""
+    """Select, among nested recurrences, declared cells and the innermost ones that passed a state on at least once."""
     custom = [run for run in recorder.runs if run.owner.step_cell is not None]
     joined = {run.owner.name for run in custom if len(run.visits) > 1}
     cells = {name for name in joined if not any(other.startswith(f"{name}.") for other in joined)}

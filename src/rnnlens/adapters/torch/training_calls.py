@@ -220,7 +220,7 @@ def _recurrence(call: TrainingCall) -> Recurrence:
 
 
 def _time_first(call: TrainingCall, place: int, value: Tensor) -> Tensor:
-    """Return a returned tensor, or its gradient, as a recorder has it.
+    """Reorder a tensor that a recurrent call returned, or its gradient, to the layout that a recorder uses.
 
     The output of a layer is (time, sample, unit), or the data of a packed sequence; a final state is (direction,
     sample, unit) of the uppermost layer, in the order of the packed samples. The states of a cell are (time, sample,

@@ -274,7 +274,7 @@ class TorchWatch:
         self._take_once(applied_scale)
 
     def _take_once(self, applied_scale: float = 1.0) -> None:
-        """Capture the batch of the last backward pass, unless it was captured; a failure leaves this step out."""
+        """Capture the batch of the last backward pass, unless that was done; after a failure the step has no record."""
         capture = self._capture
         if capture is None or not capture.on or not capture.calls or self._taken == capture.backward:
             return

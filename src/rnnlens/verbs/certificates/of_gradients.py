@@ -195,7 +195,7 @@ def _compare_swept(
     regularised: bool,
     beside: Mapping[str, Any],
 ) -> list[str]:
-    """Compare dL/dW of sweeps with the framework's less ``beside``, other paths; return the names that rest on them."""
+    """Compare dL/dW of sweeps with the framework's, minus ``beside`` along other paths; return the names certified."""
     known, shared = request.known, set[str]()
     for layer, directions in answer.swept.items():
         base = uncalled(layer, known.recurrent)

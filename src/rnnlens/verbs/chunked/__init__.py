@@ -25,7 +25,7 @@ from ..axes import ModelAxes
 from ..batches import layouts_to_cut
 
 _PARTS = ("x", "y", "sample_weight")
-#: Samples of the data that stand in for the user's while a lazy result is made.
+#: Number of samples of the random data that substitute the user's data while a lazy result is made.
 _FEW = (3, 5, 7, 11)
 
 

@@ -288,7 +288,7 @@ class DatasetWork:
 def lazy_datasets(
     adapter: Adapter, model: Any, chunks: SampleChunks, verb: Verb, title: str, *, sums: bool, with_loss: bool
 ) -> tuple[Any, dict[str, xr.Dataset], ChunkGraph]:
-    """Return the result of stand-in data, lazy datasets by layer, and the graph of tasks.
+    """Return the result on substitute data, lazy datasets by layer, and the graph of tasks.
 
     Raise UnsupportedError if the loss of all samples does not follow from that of each chunk.
     """
