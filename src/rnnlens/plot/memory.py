@@ -18,6 +18,7 @@ from matplotlib.lines import Line2D
 
 from ..arguments import one_of, whole
 from ..errors import InputError
+from ..measures.intervention import bootstrap_interval
 from ..measures.profiles import finite_median, kept_by_gates, own_diagonal, peak_band
 from ..measures.transfer import half_life_of, logarithms
 from ..recurrence import measures
@@ -149,7 +150,7 @@ def _curve(name: str, rows: Numbers, samples: str, epsilon: float, confidence: f
     else:
         middle = measures.finite_mean(rows, axis=0, xp=np)
         if len(rows) > 1 and confidence > 0:
-            low, high = measures.bootstrap_interval(rows, axis=0, confidence=confidence, xp=np)
+            low, high = bootstrap_interval(rows, axis=0, confidence=confidence, xp=np)
     if confidence == 0:
         low = high = None
     lag, reach = measures.mean_lag(middle, xp=np), measures.horizon(middle, epsilon=epsilon, xp=np)

@@ -47,7 +47,7 @@ class Source:
         return self._pairs.get(id(tensor))
 
     def settled(self, tensor: Any) -> Any:
-        """Return the tensor outside of the loop whose value a tensor has; a tensor computed in the loop is returned itself."""
+        """Return the tensor outside of the loop that has the same value; a tensor computed in the loop stays itself."""
         while (outside := self.get(tensor)) is not None:
             tensor = outside
         return tensor
