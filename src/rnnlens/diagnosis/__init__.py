@@ -22,8 +22,8 @@ from ..verbs.axes import an_axes_table
 from ..verbs.request import in_turn
 from .carried import Carried, measure_carried
 from .experiment import Experiment
-from .findings import MODEL, findings, headline, layer_sentence, scan_sentence
-from .layers import Attribution, LayerFacts, measure_layers, measure_scans
+from .findings import MODEL, findings, headline, layer_sentence
+from .layers import Attribution, LayerFacts, measure_layers, measure_scans, scan_sentence
 from .memory import Interval, Memory, is_missed, measure_memory, measure_missed
 from .samples import Orientation, read_samples
 

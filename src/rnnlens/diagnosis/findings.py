@@ -95,26 +95,6 @@ def layer_sentence(name: str, carried: Carried) -> str:
     return f"{name}: the state carries information over {length} {_steps(length)}; {kept}."
 
 
-def scan_sentence(layer: LayerFacts) -> str:
-    """Describe how long the state of a whole-sequence layer lasts by its decay."""
-    half_life = np.ravel(layer.scan["half_life"].values)
-    typical, slow = float(np.median(half_life)), float(np.quantile(half_life, 0.9, method="lower"))
-    if math.isinf(typical):
-        return f"{layer.name}: its state does not decay."
-    if slow < 1:
-        return f"{layer.name}: half of its state decays within less than one step."
-    if half_life.size < 2 or slow < 1.5 * typical:
-        return f"{layer.name}: half of its state decays within {_number(typical)} steps."
-    longest = "do not decay" if math.isinf(slow) else f"take {_number(slow)} steps or more"
-    return (
-        f"{layer.name}: half of its state decays within {_number(typical)} steps (median); the slowest tenth {longest}."
-    )
-
-
-def _number(steps: float) -> str:
-    return f"{steps:.0f}" if steps >= 10 else f"{steps:.1f}"
-
-
 def _used(memory: Memory) -> str:
     n, steps = memory.length.value, memory.steps
     upto = "the steps up to its own" if memory.later[1] else "steps"

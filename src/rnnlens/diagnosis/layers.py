@@ -5,6 +5,7 @@ Whole-sequence layers (Mamba, delta rules) have half-life and ranks of their sta
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -375,3 +376,23 @@ def _scan_attribution(experiment: Experiment, capture: Capture) -> Attribution |
     scores = attribution(gradient, x)[:, : experiment.reach]
     lags = by_lag(scores, range(experiment.reach)[::-1], None)
     return Attribution(band(np.sqrt(lags)), attributed_memory(np.nan_to_num(lags)[:, ::-1]))
+
+
+def scan_sentence(layer: LayerFacts) -> str:
+    """Describe how long the state of a whole-sequence layer lasts by its decay."""
+    half_life = np.ravel(layer.scan["half_life"].values)
+    typical, slow = float(np.median(half_life)), float(np.quantile(half_life, 0.9, method="lower"))
+    if math.isinf(typical):
+        return f"{layer.name}: its state does not decay."
+    if slow < 1:
+        return f"{layer.name}: half of its state decays within less than one step."
+    if half_life.size < 2 or slow < 1.5 * typical:
+        return f"{layer.name}: half of its state decays within {_number(typical)} steps."
+    longest = "do not decay" if math.isinf(slow) else f"take {_number(slow)} steps or more"
+    return (
+        f"{layer.name}: half of its state decays within {_number(typical)} steps (median); the slowest tenth {longest}."
+    )
+
+
+def _number(steps: float) -> str:
+    return f"{steps:.0f}" if steps >= 10 else f"{steps:.1f}"

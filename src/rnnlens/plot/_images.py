@@ -189,7 +189,7 @@ def _log_ticks(bar: Any, low: float, high: float, linear: float) -> None:
 
 
 def one_line(words: str, inches: float) -> str:
-    """Shorten a label to one line of that length: drop the part before its first comma, or all but that part."""
+    """Shorten a label to one line of ``inches``: drop the part before its first comma, or all but that part."""
     most = int(LETTERS_PER_INCH * inches)
     symbol, _, name = words.partition(", ")
     for part in (words, name, symbol):

@@ -301,7 +301,7 @@ def _refuse_others(before: xr.DataArray, after: xr.DataArray) -> None:
 
 
 def _shares(gate: xr.DataArray, name: str) -> Numbers:
-    """Return for each unit the shares near 1 and near 0, (unit, 2)."""
+    """Return for each unit the shares of its gate values near 1 and near 0, (unit, 2)."""
     unit = _data.unit_dim(gate)
     values = gate.transpose(..., unit).values.reshape(-1, gate.sizes[unit])
     low = -0.9 if name == "candidate" else 0.1

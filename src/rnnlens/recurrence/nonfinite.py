@@ -51,8 +51,8 @@ def broken(array: Values, limit: float) -> Values:
 def any_broken(array: Values, limit: float) -> bool:
     """Return whether any number of an array is not finite or exceeds ``limit`` in magnitude.
 
-    Of real numbers the extremes are looked at: an array of flags may be larger than memory, where the values are one
-    number repeated.
+    Real numbers are tested by their extremes. An array of flags could be larger than memory if the values are one
+    number, repeated without a copy.
     """
     if array.dtype.kind == "f" and array.size:
         array = np.asarray([array.min(), array.max()])

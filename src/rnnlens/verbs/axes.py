@@ -15,7 +15,7 @@ from ..layout import Axis, Layout, canonical_order, dims_of
 from ..results.schema import LabelledLayer, to_host
 from ..typing import Array
 from ..vocabulary import FEATURE, SAMPLE, TIME, UNIT
-from .names import Catalogue, known_model, read_one
+from .names import Catalogue, known_model, read_one, text_of
 
 #: Names in ``axes=`` besides the tensors of the model.
 DATA = ("y", "sample_weight")
@@ -161,12 +161,6 @@ class ModelAxes:
                 return int(getattr(leaves[port.index], "shape", (1,))[layout.sample])
         found = next((layout.samples for layout in self.found.values() if layout.samples), 0)
         return found or data.size_of(leaves[0], None)
-
-
-def text_of(port: Port) -> str:
-    """Return the name of a port as a user writes it."""
-    index = f"[{port.index}]" if port.index else ""
-    return f"{port.kind}{index}" if port.layer is None else f"{port.layer}.{port.kind}{index}"
 
 
 def _port(text: str, known: Catalogue) -> Port:

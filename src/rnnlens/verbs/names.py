@@ -79,6 +79,12 @@ class KnownModel:
 _known: weakref.WeakKeyDictionary[Any, KnownModel] = weakref.WeakKeyDictionary()
 
 
+def text_of(port: Port) -> str:
+    """Return the name of a port as a user writes it."""
+    index = f"[{port.index}]" if port.index else ""
+    return f"{port.kind}{index}" if port.layer is None else f"{port.layer}.{port.kind}{index}"
+
+
 def known_model(adapter: Adapter, model: Any) -> KnownModel:
     """Return the facts about a model; they are kept if the adapter has a fingerprint of it."""
     fingerprint = adapter.fingerprint(model)

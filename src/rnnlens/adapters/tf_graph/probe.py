@@ -135,7 +135,7 @@ class Value:
 
     @cached_property
     def key(self) -> Key:
-        """Key of the quantity."""
+        """Key of the numbers of this value, equal for values that differ by rounding only."""
         return key_of(self.numbers)
 
     @property

@@ -15,8 +15,8 @@ from ...recurrence.trajectory import Adjoint
 from ...results.schema import to_host
 from ...typing import Array
 from ...vocabulary import DIRECTION, SAMPLE
-from ..axes import BatchAxes, in_order, refuse_coupled, refuse_steps_first, refuse_unknown, text_of
-from ..names import Catalogue, TensorName, refuse_lone_output, uncalled
+from ..axes import BatchAxes, in_order, refuse_coupled, refuse_steps_first, refuse_unknown
+from ..names import Catalogue, TensorName, refuse_lone_output, text_of, uncalled
 from ..recurrent_layers import ReplayedCall, ReplayedLayers, runs
 from ..weight_layout import WeightSource, assemble, sources
 from .request import BatchGradients, BatchRequest, GradientPlan, TensorPlace, layers_inside, plan

@@ -17,8 +17,8 @@ from ...results.schema import to_host
 from ...settings import must_fit
 from ...typing import Array
 from ...vocabulary import TIME
-from ..axes import ModelAxes, refusal, refuse_steps_first, refuse_unclear_steps, refuse_unknown, text_of
-from ..names import TensorName, refuse_lone_output
+from ..axes import ModelAxes, refusal, refuse_steps_first, refuse_unclear_steps, refuse_unknown
+from ..names import TensorName, refuse_lone_output, text_of
 from ..recurrent_layers import ReplayedCall, ReplayedLayers
 from .request import JacobianEnd, JacobianRequest
 from .segments import OuterTensor, SegmentGraph, known_chain
