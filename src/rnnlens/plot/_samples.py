@@ -108,7 +108,7 @@ def mean_of_real(array: xr.DataArray) -> xr.DataArray:
 
 
 def mark_resets(ax: Any, reset: xr.DataArray | None, steps: Numbers) -> None:
-    """Draw a dashed line before each step at which the state of a sample was set anew, fainter for a few of many."""
+    """Draw a dashed line before each step at which the state of a sample was reset, fainter for few samples."""
     if reset is None or TIME not in reset.dims:
         return
     share = np.asarray(reset.mean([dim for dim in reset.dims if dim != TIME]), dtype=float)

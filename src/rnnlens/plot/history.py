@@ -274,7 +274,7 @@ def _moments(history: Any, quantity: str) -> dict[Any, xr.DataArray]:
 
 
 def _row(array: xr.DataArray) -> tuple[Numbers, Numbers, tuple[float, float, float]]:
-    """Return shape (time,), mask of padding, and the quartiles of the peaks."""
+    """Return the profile (time,) in units of its peak, the mask of padding, and the quartiles of the peaks."""
     values, real = _data.of_samples(array, TIME), _samples.real_steps(array)
     norms = np.asarray(safe_norm(values, axis=tuple(range(2, values.ndim)), xp=np), dtype=float)
     bad = (~np.isfinite(norms) & real).any(axis=0)

@@ -88,7 +88,7 @@ class _Stamp:
         self._met: dict[int, int] = {}
 
     def of(self, value: Any) -> Hashable:
-        """Return the stamp of ``value``; raise _DependsOnAnything if its behaviour may depend on anything."""
+        """Return a hashable that changes with the behaviour of ``value``; raise _DependsOnAnything if none is known."""
         if value is None or isinstance(value, (bool, int, float, str, np.number)):
             return (type(value).__name__, repr(value))
         if isinstance(value, (list, tuple, set, frozenset)):

@@ -289,7 +289,7 @@ _memos: weakref.WeakKeyDictionary[Any, OrderedDict[Hashable, Memo]] = weakref.We
 
 
 def memo_of(model: Any, question: Hashable, stamp: Hashable | None) -> Memo:
-    """Return the memo of one question about ``model``.
+    """Return the memo of one kind of request on ``model``.
 
     An open run (``stamp`` is None) has a new memo, which shares only the executables of the old one.
     """

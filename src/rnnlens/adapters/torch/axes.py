@@ -188,7 +188,7 @@ def _find_samples(probe: AxisProbe, ports: Sequence[Port]) -> tuple[dict[Port, A
 
 
 def _store_place(found: dict[Port, AxisPlace], coupled: set[Port], port: Port, passing: list[AxisPlace] | None) -> None:
-    """Store the only place that passed, or the port as coupled if none did; None: no cotangent reached the port."""
+    """Store the candidate axis of a port if one alone passed; if none of them did, store the port as coupled."""
     if passing:
         plain = [place for place in passing if place.before == place.after == 1]
         if len(passing) == 1 or passing[0].size == 1 or len(plain) == 1:

@@ -82,12 +82,12 @@ class ScanRecorder:
     sweep_size: int = 0
 
     def enter(self, path: str, *_: Any) -> None:
-        """Note that a layer runs (forward pre-hook)."""
+        """Put a layer on the stack of running layers (forward pre-hook)."""
         self.inside.append(path)
         self.entered.add(path)
 
     def leave(self, *_: Any) -> None:
-        """Note that the innermost layer ended (forward hook)."""
+        """Remove the innermost layer from the stack of running layers (forward hook)."""
         del self.inside[-1:]
 
     def hold(self, tensor: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ class Steps:
 
     @property
     def moved(self) -> frozenset[int] | None:
-        """Ids of the weights of the counting optimizer; None where there is none."""
+        """Ids of the weights of the optimizer whose steps are counted; None before its first step."""
         counting = None if self.counting is None else self.counting()
         return None if counting is None else frozenset(weights_in(counting))
 

@@ -176,7 +176,7 @@ def _combination(request: GradientRequest, chunks: SampleChunks) -> str | None:
 
 
 def _padding(request: GradientRequest) -> Padding | None:
-    """Return how chunks can be padded: of a function of the user it is not known which samples it depends on."""
+    """Return how chunks can be padded; None for a function of the user, which may depend on the padding."""
     if request.function is not None:
         return None
     if not request.with_loss:
