@@ -9,7 +9,7 @@ from distributed.utils import get_mp_context
 IMPORTED = (
     "distributed",
     "torch",
-    "rnnlens.cluster.travel",
+    "rnnlens.cluster",
     "rnnlens.verbs.gradients",
     "rnnlens.adapters.torch",
     "sympy",

@@ -25,7 +25,7 @@ from .chain import capture_chain
 from .discover import named_modules, node_name, unwrapped
 from .inputs import home_of
 from .pullback import TorchPullback
-from .reference_ends import reference_between
+from .reference_run import reference_between
 from .weights import layer_weights
 
 __all__ = ["adapter"]
