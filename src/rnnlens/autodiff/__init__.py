@@ -145,6 +145,16 @@ class Engine(ABC):
         Without a memo the engine need not compile: the program is short, and few products of it are computed.
         """
 
+    def answer(
+        self, program: TargetProgram, arguments: Any, memo: Memo, cotangents: Mapping[str, Any]
+    ) -> tuple[Any, Any, Mapping[str, Any]]:
+        """Run ``program(arguments, tap)`` forward and back; return targets, aux and the gradients by tap key.
+
+        Each gradient has a leading axis of one. An engine that compiles does all in one compiled function.
+        """
+        linear = self.linearise(program, arguments, memo)
+        return linear.targets, linear.aux, linear.vjp({name: c[None] for name, c in cotangents.items()})
+
     @abstractmethod
     def per_step(self, function: Callable[..., Any]) -> PerStep:
         """Return the derivatives of a cell's step, a pure function ``(x, states, weights) -> (output, new states)``."""

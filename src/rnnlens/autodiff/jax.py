@@ -76,6 +76,20 @@ class JaxEngine(Engine):
     def linearise(self, program: TargetProgram, arguments: Any, memo: Memo | None) -> Any:
         return _JaxProgram(program, arguments, memo or Memo(), self._keep)
 
+    def answer(
+        self, program: TargetProgram, arguments: Any, memo: Memo, cotangents: Mapping[str, Any]
+    ) -> tuple[Any, Any, dict[str, Any]]:
+        def run(arguments: Any, cotangents: dict[str, Any]) -> Any:
+            zeros = _zeros(lambda tap: (None, program(arguments, tap)))
+            targets, pull, aux = jax.vjp(lambda z: program(arguments, _adding(z, self._keep)), zeros, has_aux=True)
+            full = {name: cotangents.get(name, _no_cotangent(t.shape, t.dtype)) for name, t in targets.items()}
+            return targets, aux, {key: grad[None] for key, grad in pull(full)[0].items()}
+
+        given = {name: jnp.asarray(c) for name, c in cotangents.items()}
+        compiled = memo.once("answer", lambda: _compiled(run, (arguments, given), memo))
+        found: tuple[Any, Any, dict[str, Any]] = compiled(arguments, given)
+        return found
+
     def per_step(self, function: Callable[..., Any]) -> _JaxSteps:
         return _JaxSteps(function)
 

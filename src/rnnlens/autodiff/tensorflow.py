@@ -65,6 +65,27 @@ class TensorFlowEngine(Engine):
             return _EagerTensorFlowProgram(program, arguments, self._keep)
         return _TensorFlowProgram(program, arguments, memo, self._keep)
 
+    def answer(
+        self, program: TargetProgram, arguments: Any, memo: Memo, cotangents: Mapping[str, Any]
+    ) -> tuple[Any, Any, dict[str, Any]]:
+        def run(arguments: Any, cotangents: dict[str, Any]) -> Any:
+            points: dict[str, Any] = {}
+
+            def tap(key: str, tensor: Any) -> Any:
+                points[key], value = _point(tensor, self._keep)
+                tape.watch(points[key])
+                return value
+
+            with tf.GradientTape(watch_accessed_variables=False) as tape:
+                targets, aux = program(arguments, tap)
+            found = _gradients(tape, targets, points, cotangents)
+            return targets, aux, {key: tf.convert_to_tensor(grad)[None] for key, grad in found.items()}
+
+        given = {name: tf.convert_to_tensor(c) for name, c in cotangents.items()}
+        compiled = memo.once("answer", lambda: _graph(run, (arguments, given)))
+        found: tuple[Any, Any, dict[str, Any]] = compiled(arguments, given)
+        return found
+
     def per_step(self, function: Callable[..., Any]) -> _TensorFlowSteps:
         return _TensorFlowSteps(function)
 

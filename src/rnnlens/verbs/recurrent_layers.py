@@ -330,6 +330,18 @@ class ReplayedLayers:
         kinds = ("state", "final_state", "initial_state", "input")
         return name.what in kinds and bool(directions) and all(one.call.stepwise for one in directions)
 
+    def is_output(self, name: TensorName) -> bool:
+        """Return whether a state is the output of its layer at every step, computed in the framework's own dtype."""
+        directions = self.by_layer.get(str(name.layer), [])
+        if name.what != "state" or len(directions) != 1 or "#" in str(name.layer):
+            return False
+        call, run = directions[0].call, directions[0].run
+        is_plain = call.mask is None and call.output_from_state is None
+        is_plain = is_plain and call.compute_dtype in ("", str(run.states[0].dtype).removeprefix("torch."))
+        in_order = call.direction == "forward" and not (call.bidirectional or call.stepwise or call.between)
+        is_state = run.output_is_state and call.returns_sequences and name.index == call.cell.output_state
+        return is_plain and in_order and is_state and call.received is None
+
     def layer(self, name: str | None) -> list[ReplayedCall]:
         """Return the directions of one call of a layer.
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import rnnlens as rl
+from rnnlens.verbs.recurrent_layers import ReplayedCall
 
 B, T = 6, 4
 # No id occurs twice: TensorFlow clips each looked-up row before it adds rows of one id.
@@ -139,3 +140,25 @@ def test_the_loss_scale_of_mixed_precision_is_undone():
     assert {reason.code for reason in unscaled.disconnected.values()} == {"underflow"}
     for name in full.tensors:
         np.testing.assert_allclose(half[name].values, full[name].values, rtol=2e-2, err_msg=name)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize(("kind", "of"), [("LSTM", "rnn.hidden"), ("GRU", "rnn.output")])
+def test_a_stream_of_states_is_swept_once_and_gives_the_numbers_of_one_batch(kind, of, monkeypatch):
+    keras.utils.set_random_seed(0)
+    embedding = layers.Embedding(30, 3, embeddings_initializer="random_normal", name="embedding")
+    model = keras.Sequential(
+        [keras.Input((T,), dtype="int32"), embedding, getattr(layers, kind)(5, return_sequences=True, name="rnn")]
+    )
+    sweeps = []
+    sweep = ReplayedCall.sweep
+    monkeypatch.setattr(ReplayedCall, "sweep", lambda call, *given: sweeps.append(0) or sweep(call, *given))
+    ids = np.random.default_rng(0).integers(0, 30, (9, T)).astype("int32")
+    options = {"of": of, "reduce": "mean", "wrt": "embedding.output", "per_sample": True}
+    whole = rl.gradients(model, ids, **options)
+    sweeps.clear()
+    stream = rl.gradients(model, ids, batch_size=2, **options)
+    np.testing.assert_allclose(stream.values, whole.values, rtol=1e-4, atol=1e-7)
+    # Of the five batches the first is swept, and the last, which is shorter.
+    assert len(sweeps) == (2 if of == "rnn.hidden" else 0)
+    assert np.abs(whole.values).max() > 1e-3

@@ -436,3 +436,34 @@ def test_a_parameter_that_a_subclass_adds_is_a_weight_of_the_layer():
     for found in (weights[layer]["scale_grad"], rl.gradients(model, x, loss=loss, wrt="weights")[layer]["scale"]):
         np.testing.assert_allclose(found, model.scale.grad, rtol=1e-12)
     assert weights.certificate.state == "passed"
+
+
+class Packs(nn.Module):
+    """Packs every sample up to its first 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.lstm = nn.Embedding(11, F), nn.LSTM(F, 4, batch_first=True)
+
+    def forward(self, ids):
+        lengths = (ids > 0).long().cumprod(1).sum(1)
+        packed = nn.utils.rnn.pack_padded_sequence(self.embedding(ids), lengths, batch_first=True, enforce_sorted=False)
+        return nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=T)[0]
+
+
+@pytest.mark.parametrize("shorter", [None, 3])
+def test_streamed_states_are_those_of_each_batch_also_where_only_a_later_batch_is_padded(shorter):
+    torch.manual_seed(0)
+    model = Packs().double()
+    ids = torch.randint(1, 11, (6, T), generator=torch.Generator().manual_seed(1))
+    if shorter:
+        ids[3, shorter:] = 0
+    options = {"of": "lstm.hidden", "reduce": "mean", "per_sample": True, "wrt": "embedding.output"}
+    g = rl.gradients(model, ids, batch_size=2, **options)
+    alone = [rl.gradients(model, ids[i : i + 2], **options).values for i in (0, 2, 4)]
+    np.testing.assert_allclose(g.values, np.concatenate(alone), rtol=1e-10, atol=1e-14)
+    leaf = model.embedding(ids).detach().requires_grad_()
+    value = model.lstm(leaf)[0].mean((1, 2)).sum()
+    (true,) = torch.autograd.grad(value, leaf)
+    full = [0, 1, 2, 4, 5]
+    np.testing.assert_allclose(g.values[full], true.numpy()[full], rtol=1e-9, atol=1e-13)

@@ -81,6 +81,19 @@ class KerasAdapter(Adapter):
             lambda ends, starts: KerasPullback(model, batch, ends, starts, cut), of, wrt, put_together(model)
         )
 
+    def pullback_of(
+        self,
+        model: Any,
+        batch: Batch,
+        of: Sequence[Port],
+        wrt: Sequence[Port],
+        cotangents: Mapping[Port, Array],
+    ) -> Pullback:
+        """Run the model once; compute the gradients of known cotangents in the same compiled pass."""
+        if not cotangents or any(port.kind == "weight" for port in wrt):
+            return self.pullback(model, batch, of, wrt)
+        return KerasPullback(model, batch, of, wrt, cotangents=cotangents)
+
     def weights(self, model: Any) -> Mapping[str, LayerWeights]:
         """Return copies of the weights of all layers by node name.
 

@@ -38,13 +38,22 @@ class KerasPullback:
     """Pullback of one Keras run; see :class:`rnnlens.adapters.protocol.Pullback`."""
 
     def __init__(
-        self, model: Any, batch: Batch, of: Sequence[Port], wrt: Sequence[Port], cut: Sequence[Port] = ()
+        self,
+        model: Any,
+        batch: Batch,
+        of: Sequence[Port],
+        wrt: Sequence[Port],
+        cut: Sequence[Port] = (),
+        cotangents: Mapping[Port, Array] | None = None,
     ) -> None:
         self._keras = dialect_of(model)
         self._engine: Engine = self._keras.engine
         self._of, self._wrt, self._cut = tuple(of), tuple(wrt), tuple(cut)
         self._spots = self._taps(model, batch, frozenset())
         self._linear: Any = None
+        self._cotangents = cotangents
+        #: Gradients of ``cotangents`` by port, with a leading axis; None if they are pulled back by :meth:`vjp`.
+        self.answered: Mapping[Port, Array | None] | None = None
         self.values: Mapping[Port, Array] = {}
         self.outputs = 0
         self.recurrent_sizes: tuple[tuple[int, int], ...] = ()
@@ -77,18 +86,20 @@ class KerasPullback:
             memo = self._memo(job, arguments)
             try:
                 with self._keras.undisturbed(model, regularised=True), raised_by("The forward pass of your model"):
-                    self._linear = self._engine.linearise(self._program(job), arguments, memo)
+                    recorded = self._differentiated(job, arguments, memo)
             except BaseException:
                 if memo is not None:
                     forget(job.model, memo)
                 raise
-        self._linear.tracing = partial(_undone, model, self._keras, batch.seed)
-        recorded = {**self._linear.aux, **self._linear.targets}
+        if self._linear is not None:
+            self._linear.tracing = partial(_undone, model, self._keras, batch.seed)
         self.outputs = int(recorded.pop("outputs"))
         samples, steps = int(recorded.pop("samples")), int(recorded.pop("steps"))
         self.recurrent_sizes = ((samples, steps),) if samples else ()
         values = {}
         for port, key in self._spots.keys.items():
+            if key not in recorded and self.answered is not None:
+                continue
             if key not in recorded:
                 where = "model" if port.layer is None else f"layer {port.layer!r}"
                 what = f"The {port.kind} number {port.index} of the {where} does not appear in this forward pass."
@@ -97,6 +108,17 @@ class KerasPullback:
             if port in self._spots.ending:
                 values[port] = values[port][:, -1]
         self.values = values
+
+    def _differentiated(self, job: RunRequest, arguments: Any, memo: Memo | None) -> dict[str, Any]:
+        """Run the program, forward for any cotangents or forward and back for known ones; return all tensors."""
+        if self._cotangents is None or memo is None:
+            self._cotangents = None
+            self._linear = self._engine.linearise(self._program(job), arguments, memo)
+            return {**self._linear.aux, **self._linear.targets}
+        given = {self._spots.keys[p]: self._turned(p, c, axis=1) for p, c in self._cotangents.items()}
+        targets, aux, found = self._engine.answer(self._program(job), arguments, memo, given)
+        self.answered = {port: self._joined(port, [self._gradient(port, found)]) for port in self._wrt}
+        return {**aux, **targets}
 
     def _memo(self, job: RunRequest, arguments: Any) -> Memo | None:
         """Return the compiled functions of an earlier pullback of the same model and ports, or an empty memo.
@@ -152,7 +174,8 @@ class KerasPullback:
                 if not keras.is_float(recorded[key]):
                     kind = keras.dtype_of(recorded[key])
                     raise InputError(f"{place}.{name} cannot be differentiated.", got=f"dtype {kind}")
-            others = {key: recorded[key] for key in keys - of if key in recorded}
+            # Only gradients are read at the other ports of a pass with known cotangents.
+            others = {key: recorded[key] for key in keys - of if key in recorded and self._cotangents is None}
             samples, steps = _sizes(job.calls)
             counts = {"outputs": len(keras.tree.flatten(outputs)), "samples": samples, "steps": steps}
             return {key: recorded[key] for key in of}, {**others, **counts}

@@ -158,6 +158,20 @@ class Adapter(AxisConvention, ABC):
         layer and sweeps these layers itself.
         """
 
+    def pullback_of(
+        self,
+        model: Any,
+        batch: Batch,
+        of: Sequence[Port],
+        wrt: Sequence[Port],
+        cotangents: Mapping[Port, Array],
+    ) -> Pullback:
+        """Run the model once to pull back these cotangents of ``of``; if they are empty, any cotangents.
+
+        An adapter that compiles computes the gradients in the same pass as the values: see :class:`Pullback`.
+        """
+        return self.pullback(model, batch, of, wrt)
+
     @abstractmethod
     def reference_run(
         self,

@@ -98,8 +98,8 @@ class Accumulator:
         if name.what != "weight" and not by_sample and needed:
             refuse_unknown("Putting samples together", name.text, dims)
         if by_sample and self.measure is not None:
-            axes = tuple(i for i, dim in enumerate(dims) if dim not in _KEPT_BY_NORM)
-            grad = np.sqrt(np.sum(np.square(grad, dtype=np.float64), axis=axes))
+            axes, kept = list(range(grad.ndim)), [i for i, dim in enumerate(dims) if dim in _KEPT_BY_NORM]
+            grad = np.sqrt(np.einsum(grad, axes, grad, axes, kept, dtype=np.float64))
             dims = tuple(dim for dim in dims if dim in _KEPT_BY_NORM)
         if by_sample and self.across is not None:
             at = dims.index(SAMPLE)
@@ -237,13 +237,15 @@ def _added_up(
     request: GradientRequest, target: Target, stream: Iterable[Batch], combine: str | None, batches: DataSetBatches
 ) -> DataSetGradients:
     """Accumulate the gradients of all batches; ``combine`` as in :func:`combination`."""
-    first, total, start = None, _accumulator(request, combine), 0
+    first, known, total, start = None, None, _accumulator(request, combine), 0
     with Progress("gradients", batches.count) as progress:
         for batch in stream:
             stop = start + request.axes.samples(batch)
             of_batch = request.of_batch(batch, target.of_rows(start, stop))
-            first, start = first or of_batch, stop
-            _add(of_batch, total)
+            if first is not None and _is_alike(of_batch, first):
+                of_batch = replace(of_batch, start=known)
+            found = _add(of_batch, total)
+            known, first, start = found.start or known, first or of_batch, stop
             progress.advance()
     assert first is not None
     return _gathered(first, total, batches)
@@ -253,13 +255,19 @@ def _accumulator(request: GradientRequest, combine: str | None) -> Accumulator:
     return Accumulator(combine, request.arguments.measure, request.arguments.across)  # type: ignore[arg-type]
 
 
-def _add(request: BatchRequest, total: Accumulator) -> None:
+def _is_alike(one: BatchRequest, other: BatchRequest) -> bool:
+    """Return whether two batches have as many samples, of equal shapes."""
+    return one.samples == other.samples and _shapes(one.batch) == _shapes(other.batch)
+
+
+def _add(request: BatchRequest, total: Accumulator) -> BatchGradients:
     """Compute and accumulate the gradients of one batch; certify the first batch by a reference run."""
     found = answer(request)
     if total.batches == 0 and request.needs_certificate("gradients"):
         total.certificate = certify_answer(request, found)
     found.swept = {}
     total.add(found, _shapes(request.batch), request.target.picked)
+    return found
 
 
 def _shapes(batch: Batch) -> tuple[tuple[int, ...], ...]:

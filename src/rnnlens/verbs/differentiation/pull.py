@@ -19,7 +19,7 @@ from ..axes import BatchAxes, in_order, refuse_coupled, refuse_steps_first, refu
 from ..names import Catalogue, TensorName, refuse_lone_output, text_of, uncalled
 from ..recurrent_layers import ReplayedCall, ReplayedLayers, runs
 from ..weight_layout import WeightSource, assemble, sources
-from .request import BatchGradients, BatchRequest, GradientPlan, TensorPlace, layers_inside, plan
+from .request import BatchGradients, BatchRequest, GradientPlan, KnownStart, TensorPlace, layers_inside, plan
 
 #: Gradient at each port, with one leading axis K; None where no path leads there.
 Arrived = Mapping[Port, Array | None]
@@ -101,6 +101,11 @@ def answer(request: BatchRequest) -> BatchGradients:
     found = captured(request)
     if found is not None:
         return found
+    if request.start is not None:
+        try:
+            return _pulled(request)
+        except _PaddingError:
+            return answer(replace(request, start=None))
     try:
         return _pulled(request)
     except (LayerNotFoundError, ModelError):
@@ -117,7 +122,10 @@ def _pulled(request: BatchRequest) -> BatchGradients:
     inside = ReplayedLayers.look(request.adapter, request.model, request.batch, layers_inside(request))
     gradient_plan = plan(request, inside)
     of_all = bool(gradient_plan.outputs) or request.named is None
-    with request.adapter.pullback(request.model, request.batch, gradient_plan.starts, gradient_plan.ends) as pullback:
+    known = {} if request.start is None else {port: request.start.cotangents[port] for port in gradient_plan.starts}
+    with request.adapter.pullback_of(
+        request.model, request.batch, gradient_plan.starts, gradient_plan.ends, known
+    ) as pullback:
         count = pullback.outputs
         several = count > 1 and not request.known.outputs
         if several and not of_all:
@@ -137,6 +145,10 @@ def _absent(request: BatchRequest) -> list[TensorName]:
     layers = {str(name.layer).partition("#")[0] for name in request.wrt if name.layer is not None}
     missing = {layer for layer in layers if not runs(request.adapter, request.model, request.batch, layer)}
     return [name for name in request.wrt if str(name.layer).partition("#")[0] in missing]
+
+
+class _PaddingError(Exception):
+    """Error for a batch with padding, where the output of a layer is not its state."""
 
 
 class _Pull:
@@ -163,25 +175,46 @@ class _Pull:
     def run(self) -> BatchGradients:
         """Compute the derivative of the target by every requested tensor, by vector-Jacobian products."""
         request, value = self.request, self._start()
+        start = self._start_of_others()
         self._leave_recurrences()
-        arrived = self._pull({port: seed[None] for port, seed in self.seeds.items()})
-        if self.target.per_sample and request.leaves[0].what != "loss":
+        arrived: Arrived | None = getattr(self.pullback, "answered", None)
+        if arrived is None:
+            arrived = self._pull({port: seed[None] for port, seed in self.seeds.items()})
+        if self.target.per_sample and request.leaves[0].what != "loss" and request.start is None:
             refuse_coupled(self.outside, self.seeds, self._pull)
         found = {place.name: self._activation(place, arrived) for place in self.plan.activations}
         if self.target.per_sample:
             found |= self._weights_by_sample(arrived)
         else:
             found |= {name: self.weights.of(name, arrived) for name in self.plan.weights}
-        return self._answer(value, found)
+        return self._answer(value, found, start if all(grad is not None for grad in found.values()) else None)
 
-    def _answer(self, value: Array, found: Mapping[TensorName, Array | None]) -> BatchGradients:
+    def _start_of_others(self) -> KnownStart | None:
+        """Return where differentiation starts in further batches of the same shapes; None if that is not known.
+
+        A state that is the output of its layer is then differentiated by the framework, in the same pass as all else.
+        """
+        request, (leaf, *_) = self.request, self.plan.leaves
+        if request.start is not None or not (request.partial and request.is_linear) or self.plan.weights:
+            return request.start
+        if not leaf.swept:
+            return None if leaf.stepwise else KnownStart(frozenset(), {p: np.array(s) for p, s in self.seeds.items()})
+        layer = str(leaf.name.layer)
+        if not self.inside.is_output(leaf.name) or any(place.swept for place in self.plan.wrt):
+            return None
+        (states,) = self.on_states[layer]
+        return KnownStart(frozenset([leaf.name]), {Port("output", layer): np.array(states[leaf.name.index])})
+
+    def _answer(
+        self, value: Array, found: Mapping[TensorName, Array | None], start: KnownStart | None
+    ) -> BatchGradients:
         """Return the gradients in the requested order, divided by the loss scale, with named axes."""
-        answer = BatchGradients(value, self.samples, {}, {}, self.swept)
+        answer = BatchGradients(value, self.samples, {}, {}, self.swept, start)
         for place in self.plan.wrt:
             name, grad = place.name, found[place.name]
             answer.gradients[name], answer.dims[name] = None, ()
             if grad is not None:
-                grad = grad / grad.dtype.type(self.request.scale)
+                grad = grad if self.request.scale == 1.0 else grad / grad.dtype.type(self.request.scale)
                 if place.free:
                     answer.gradients[name], answer.dims[name] = in_order(*self.outside.opened(name.port(), grad))
                 else:
@@ -200,7 +233,12 @@ class _Pull:
                     value = cotangent * to_host(self.pullback.values[place.name.port()])
             return value
         values = [self._value(place) for place in self.plan.leaves]
+        if request.framework_states:
+            _refuse_padding(values[0].values)
         value, cotangents = request.evaluate(self.outside, values)
+        if request.start is not None:
+            self.seeds |= request.start.cotangents
+            return value
         for place, cotangent in zip(self.plan.leaves, cotangents, strict=True):
             self._seed(place, np.asarray(cotangent))
         return value
@@ -219,7 +257,8 @@ class _Pull:
 
     def _seed(self, place: TensorPlace, cotangent: Array) -> None:
         """Add a cotangent at the ports or states where differentiation of a tensor starts."""
-        cotangent = cotangent * np.asarray(self.request.scale, dtype=cotangent.dtype)
+        if self.request.scale != 1.0 or not cotangent.flags.writeable:
+            cotangent = cotangent * np.asarray(self.request.scale, dtype=cotangent.dtype)
         if place.swept:
             self._put(self.on_states, place.name, cotangent)
             return
@@ -303,6 +342,13 @@ class _Pull:
 
     def _pull(self, cotangents: Mapping[Port, Array]) -> Arrived:
         return self.pullback.vjp(cotangents) if cotangents else {}
+
+
+def _refuse_padding(states: Array) -> None:
+    """Raise _PaddingError if all units are 0 at a step of a sample: an output that a framework set to 0."""
+    suspects = states[states[..., 0] == 0]
+    if suspects.size and not suspects.any(axis=-1).all():
+        raise _PaddingError
 
 
 def captured(request: BatchRequest) -> BatchGradients | None:

@@ -106,6 +106,12 @@ class GradientRequest(ModelRequest):
         """Number of samples of the batch."""
         return self.axes.samples(self.batch)
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether the target is linear in one tensor, so that its cotangent depends on the tensor's shape alone."""
+        one = self.function is None and self.cotangents is None and len(self.leaves) == 1
+        return one and not self.with_loss and self.target.is_linear
+
     def of_batch(self, batch: Batch, target: Target) -> BatchRequest:
         """Return the request for one batch of the data, with its part of the target."""
         partial = is_source(self.batch.x) or self.axes.samples(batch) < self.samples
@@ -133,17 +139,44 @@ class GradientRequest(ModelRequest):
 
 
 @dataclass(frozen=True)
+class KnownStart:
+    """Start of the differentiation in later batches of the same shapes, as the first batch showed it.
+
+    Attributes
+    ----------
+    states
+        States that are the output of their layer at every step, so that the framework differentiates them itself.
+    cotangents
+        Cotangents by port. They are the same for every batch, since the target is linear.
+    """
+
+    states: frozenset[TensorName]
+    cotangents: Mapping[Port, Array]
+
+
+@dataclass(frozen=True)
 class BatchRequest(GradientRequest):
-    """A request on one batch, with its part of the target; ``partial`` if the data of the call has further samples."""
+    """A request on one batch, with its part of the target.
+
+    ``partial``: whether the data of the call has further samples. ``start``: the start of the differentiation if the
+    first batch showed it; None for the first batch.
+    """
 
     partial: bool = False
+    start: KnownStart | None = None
+
+    @property
+    def framework_states(self) -> frozenset[TensorName]:
+        """States that the framework differentiates, as outputs of their layers."""
+        return frozenset() if self.start is None else self.start.states
 
 
 @dataclass
 class BatchGradients:
     """Gradients of one batch by tensor, None where no path leads there, and the names of their axes.
 
-    ``swept`` has, by layer, the sweeps that gave these gradients; certificates need them.
+    ``swept`` has, by layer, the sweeps that gave these gradients; certificates need them. ``start``: where
+    differentiation can start in later batches of the same shapes; None if that is not known.
     """
 
     value: Array
@@ -151,6 +184,7 @@ class BatchGradients:
     gradients: dict[TensorName, Array | None]
     dims: dict[TensorName, tuple[str, ...]]
     swept: dict[str, list[tuple[ReplayedCall, Adjoint]]] = field(default_factory=dict)
+    start: KnownStart | None = None
 
 
 def read_request(model: Any, run: Batch, arguments: GradientArguments) -> GradientRequest:
@@ -343,14 +377,23 @@ def plan(request: BatchRequest, inside: ReplayedLayers) -> GradientPlan:
     outputs: tuple[Port, ...] = ()
     if request.target.per_sample and request.leaves[0].what == "loss":
         outputs = tuple(Port("output", index=i) for i in range(max(1, len(request.known.outputs))))
-    leaves = tuple(_place(name, request.known, inside) for name in request.leaves)
+    leaves = tuple(
+        _at_output(name) if name in request.framework_states else _place(name, request.known, inside)
+        for name in request.leaves
+    )
     return GradientPlan(leaves, tuple(_place(name, request.known, inside) for name in request.wrt), outputs)
 
 
 def layers_inside(request: BatchRequest) -> list[str]:
     """Return the recurrent layers that a request needs captured."""
-    names = [*request.leaves, *request.wrt]
+    names = [*(name for name in request.leaves if name not in request.framework_states), *request.wrt]
     return [str(name.layer) for name in names if request.known.is_inside(name)]
+
+
+def _at_output(name: TensorName) -> TensorPlace:
+    """Return the place of a state that is the output of its layer at every step."""
+    at = (Port("output", name.layer),)
+    return TensorPlace(name, False, False, False, at, at, at)
 
 
 def _place(name: TensorName, known: Catalogue, inside: ReplayedLayers) -> TensorPlace:

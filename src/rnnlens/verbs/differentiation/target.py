@@ -60,6 +60,12 @@ class Target:
     picked: int | None = None
     chosen: tuple[int, ...] | None = None
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether the cotangent depends on the shape of the tensor alone: not on its values, nor on the batch."""
+        named = self.reduce is None or (isinstance(self.reduce, str) and self.reduce in ("sum", "mean"))
+        return named and SAMPLE not in self.at
+
     def of_rows(self, start: int, stop: int) -> Target:
         """Return the target's part on a batch with samples ``start`` to ``stop`` of ``total``."""
         if self.rows is None:
