@@ -12,7 +12,7 @@ from os import PathLike
 from typing import Any
 
 from ..adapters.torch.public import cell, scan, step
-from ..tracking.torch.plan import Plan
+from ..tracking.torch import Plan
 from ..tracking.torch.watch import TorchWatch
 from ..tracking.watch_arguments import Every, at_the_door
 

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from ..adapters.torch.training_capture import ModuleHook
 from ..errors import MissingDependencyError
-from ..tracking.torch.plan import Plan
+from ..tracking.torch import Plan
 from ..tracking.torch.watch import TorchWatch, TrainerEvents, reason_of
 from ..tracking.watch_arguments import Every, at_the_door
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -12,10 +13,12 @@ from array_api_compat import array_namespace
 from torch import nn
 
 from ...autodiff import engine
+from ...errors import UnsupportedError
 from ...recurrence.rounding import one_rounding
 from ..protocol import Adapter, Batch, Capture, CaptureRequest, LayerWeights, Port, Pullback, ReferenceRun
+from ..shared import hook_in_this_thread
 from ..shared.registered_cells import with_composed
-from . import axes, discover, losses, model_facts, variants
+from . import axes, discover, losses, model_facts
 from . import pullback as pullbacks
 from . import reference_run as reference
 from . import weights as torch_weights
@@ -23,12 +26,72 @@ from .capture import capture, capture_outputs
 from .cells import put_together
 from .chain import capture_chain
 from .discover import named_modules, node_name, unwrapped
-from .inputs import home_of
+from .inputs import home_of, on_leaves
 from .pullback import TorchPullback
 from .reference_run import reference_between
 from .weights import layer_weights
 
 __all__ = ["adapter"]
+
+
+@contextmanager
+def perturbed_port(model: nn.Module, port: Port, size: float) -> Iterator[bool]:
+    """Perturb a weight or output within the block by ``size`` times its root mean square, in a fixed random pattern.
+
+    Yield False if that is not possible. A weight is replaced by a perturbed copy, and the same object is restored
+    afterwards. An output is perturbed by a hook.
+    """
+    path, modules = str(port.layer).partition("#")[0], dict(unwrapped(model).named_modules())
+    path, _, layer = (path, "", "") if path in modules else path.partition("[")
+    module = modules.get(path)
+    if module is None or port.kind not in ("weight", "output"):
+        yield False
+        return
+    if port.kind == "output":
+        hook = hook_in_this_thread(lambda _module, _args, output: on_leaves(output, lambda v: _moved(v, size)))
+        handle = module.register_forward_hook(hook)
+        try:
+            yield True
+        finally:
+            handle.remove()
+        return
+    name = torch_weights.torch_name(module, int(layer.rstrip("]") or 0), port.key)
+    parameter = module._parameters.get(name)
+    try:
+        if parameter is not None:
+            # setattr, not ``_parameters``: a recurrent module updates a second list of its weights then.
+            setattr(module, name, nn.Parameter(_moved(parameter.detach(), size), requires_grad=False))
+        yield True
+    finally:
+        if parameter is not None:
+            setattr(module, name, parameter)
+
+
+def _moved(value: Any, size: float) -> Any:
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    pattern = torch.randn(value.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    spread = float(value.detach().float().pow(2).mean().sqrt()) or 1.0
+    return value + (size * spread * pattern).to(value)
+
+
+def reinitialised(model: nn.Module, seed: int) -> nn.Module:
+    """Return a deep copy in which every module with own parameters was reset by its ``reset_parameters``."""
+    twin = deepcopy(model)
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        for name, module in twin.named_modules():
+            if not any(True for _ in module.parameters(recurse=False)):
+                continue
+            reset = getattr(module, "reset_parameters", None)
+            if reset is None:
+                raise UnsupportedError(
+                    f"Module {name or type(module).__name__!r} cannot be re-initialised.",
+                    got=f"{type(module).__name__} without reset_parameters()",
+                    hint="pass a copy of the model from before training: baseline=that_model",
+                )
+            reset()
+    return twin
 
 
 class TorchAdapter(Adapter):
@@ -57,8 +120,8 @@ class TorchAdapter(Adapter):
     loss_of = staticmethod(losses.loss_of)
     combination = staticmethod(losses.combination)
     mixes_samples = staticmethod(losses.mixes_samples)
-    perturbed_port = staticmethod(variants.perturbed_port)
-    reinitialised = staticmethod(variants.reinitialised)
+    perturbed_port = staticmethod(perturbed_port)
+    reinitialised = staticmethod(reinitialised)
     load_weights = staticmethod(torch_weights.load_weights)
 
     def capture(self, model: nn.Module, batch: Batch, request: CaptureRequest) -> Capture:

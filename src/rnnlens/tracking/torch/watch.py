@@ -17,7 +17,7 @@ from ..recorder import Recorder
 from ..records import Probe, TrainingRecord
 from ..store import Store
 from ..watch_arguments import Schedule, listed, refuse_unknown
-from .plan import Plan, plain_model, rank_and_world
+from . import Plan, plain_model, rank_and_world
 from .steps import NO_STEP, NonfiniteCheck, Steps, scaler_on_stack, steps_taken, why_not_captured
 from .watched_batch import WatchedBatch, record_of
 

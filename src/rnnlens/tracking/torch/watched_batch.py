@@ -24,7 +24,7 @@ from ...verbs.weight_layout import label_cell, weights_of_layer
 from ...vocabulary import DIRECTION, SAMPLE, TIME, UNIT
 from ..batches import DIRECT, Batch
 from ..records import TrainingRecord, norms_of_weights, summary
-from .plan import Plan
+from . import Plan
 
 
 class WatchedBatch(Batch):

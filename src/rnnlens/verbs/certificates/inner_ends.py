@@ -12,8 +12,8 @@ from ...errors import CertificateError
 from ...results.schema import to_host
 from ...typing import Array
 from ..recurrent_layers import ReplayedCall
+from ..time_jacobian import JacobianEnd, JacobianRequest
 from ..time_jacobian.plan import JacobianPlan
-from ..time_jacobian.request import JacobianEnd, JacobianRequest
 
 #: Function from the value of the upper end to its cotangent.
 _Cotangent = Callable[[Array], Array]

@@ -25,10 +25,10 @@ from ...typing import Array
 from ...vocabulary import FEATURE, IN_FEATURE, IN_TIME, OUT_TIME, OUT_UNIT, SAMPLE, TIME, UNIT
 from ..axes import BatchAxes
 from ..names import TensorName, read
+from ..time_jacobian import JacobianEnds, JacobianOptions, JacobianRequest, is_of_integers
 from ..time_jacobian.execute import numbers
 from ..time_jacobian.network import open_network, reopen_network
 from ..time_jacobian.plan import JacobianPlan, WorkCount, make_plan, plan_for
-from ..time_jacobian.request import JacobianEnds, JacobianOptions, JacobianRequest, is_of_integers
 from . import Comparisons, attempt, outputs_of, recheck_failure
 from .inner_ends import pull_between
 

@@ -24,7 +24,7 @@ from ...vocabulary import SAMPLE, TIME
 from ..axes import patterns, refusal
 from ..chain_links import dense, pull_dense_rows
 from ..recurrent_layers import ReplayedLayers
-from .request import JacobianRequest
+from . import JacobianRequest
 
 
 @dataclass(frozen=True)
