@@ -101,10 +101,7 @@ TF_KERAS = (
 
 # The longest first, so that they finish together.
 SUITES = (
-    keras("tensorflow"),
     keras("jax"),
-    # Data in Dask chunks; the cluster's workers are processes of their own.
-    Suite("dask", ("tests/dask",), environment={"KERAS_BACKEND": "jax"}),
     Suite(
         "torch",
         (
@@ -115,15 +112,14 @@ SUITES = (
             "tests/under_fire/torch",
         ),
     ),
-    Suite("docs", ("tests/docs",), environment={"KERAS_BACKEND": "jax"}),
-    keras("torch"),
+    keras("tensorflow"),
+    graphs("v1"),
     Suite(
         "core",
         ("tests/unit", "tests/property", "tests/surface", "tests/third_framework"),
         environment={"KERAS_BACKEND": "jax"},
     ),
-    graphs("v1"),
-    graphs("v2"),
+    keras("torch"),
     Suite(
         "tf_keras",
         (
@@ -137,17 +133,21 @@ SUITES = (
         # KERAS_BACKEND chooses which cases of a product are run, see tests/conftest.py.
         environment={"RNNLENS_TESTED_KERAS": "tf_keras", "TF_USE_LEGACY_KERAS": "1", "KERAS_BACKEND": "tensorflow"},
     ),
+    Suite("docs", ("tests/docs",), environment={"KERAS_BACKEND": "jax"}),
     # Without a framework at first: tests of files fork, which JAX' threads do not survive; those of commands come last.
     Suite("files", ("tests/under_fire/files", "tests/wheel", "tests/under_fire/cli")),
+    graphs("v2"),
+    # Data in Dask chunks; the cluster's workers are processes of their own.
+    Suite("dask", ("tests/dask",), environment={"KERAS_BACKEND": "jax"}),
+    Suite("report", ("tests/report",), environment={"KERAS_BACKEND": "torch"}, needs_browser=True),
+    Suite("lint", commands=LINT),
     # Trainers and loggers of others: their imports are slow, and what they warn of is their own.
     Suite("tools", ("tests/tracking/tools",)),
-    Suite("lint", commands=LINT),
     # The lowest versions that pyproject.toml allows, in an environment of their own: of each Python that is found.
     *(
         Suite(f"lowest-{version}", commands=(("python", "tests/lowest.py", "--python", version),), only_full=True)
         for version in ("3.11", "3.12", "3.13")
     ),
-    Suite("report", ("tests/report",), environment={"KERAS_BACKEND": "torch"}, needs_browser=True),
 )
 
 
