@@ -1,5 +1,7 @@
 """Two workers for the tests on a cluster, forked from a process that has imported torch and rnnlens."""
 
+from multiprocessing import forkserver
+
 import dask
 import pytest
 from dask.distributed import Client, LocalCluster
@@ -22,6 +24,7 @@ def forked_workers():
     with dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"}):
         get_mp_context().set_forkserver_preload(list(IMPORTED))
         yield
+    forkserver._forkserver._stop()  # waits for it: its processor time is that of the suite
 
 
 @pytest.fixture(scope="session")
