@@ -199,7 +199,7 @@ class _Assembly:
         )
 
     def _of_layer(self, site: RecurrentSite, get: _Getter) -> dict[str, Any]:
-        """Return the fields of a call that a loop over a cell has not, or has otherwise."""
+        """Return the fields of a captured call of a layer in which a loop over a cell differs, the mask among them."""
         layer, mask = site.layer, get("mask")
         mask = None if mask is None else mask.reshape(tuple(mask.shape)[:2]) != 0
         follows = output_from_state(layer, None if mask is None else tensors.to_numpy(mask))
