@@ -164,7 +164,7 @@ class Value:
         return high if low is not None and high is not None and -low == high else None
 
     def columns(self, start: int, stop: int) -> Value:
-        """Return the columns ``start:stop``."""
+        """Return the value of the columns ``start:stop`` of the tensor's last axis."""
         affine = self.affine if self.affine is None else self.affine.columns(start, stop)
         clipped = self.clipped and (*self.clipped[:2], self.clipped[2].columns(start, stop))
         line = self.line and (self.line[0].columns(start, stop), *self.line[1:])
