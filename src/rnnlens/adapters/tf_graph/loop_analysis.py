@@ -97,7 +97,7 @@ class LoopAnalysis:
         return condition is self.condition[0] or (mine is not None and mine.agrees(other))
 
     def numbers(self, match: Match) -> list[int]:
-        """Return the numbers of the pairs that are the states of a recognised cell."""
+        """Return the indices, among the state pairs (before, after) of the loop, of the states of a recognised cell."""
         return [self.pairs.index(pair) for pair in zip(match.before, match.after, strict=True)]
 
     @property

@@ -59,7 +59,7 @@ class FusedCall:
 
     @property
     def is_divisible(self) -> bool:
-        """Whether calls of single steps give the same numbers; not with dropout between layers (another order of draws)."""
+        """Whether calls of single steps give the same numbers; not so with dropout between layers (other draws)."""
         drops_out = self.training and self.dropout > 0 and self.layers > 1
         return self.batch_sizes is None and not self.bidirectional and not drops_out
 
