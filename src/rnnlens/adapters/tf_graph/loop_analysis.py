@@ -10,9 +10,9 @@ from typing import Any, Literal
 import tensorflow.compat.v1 as tf
 
 from ...errors import message
-from .blocks import Source, constant_of, width_of
+from .blocks import CONVOLUTIONS, Source, constant_of, width_of
 from .cells import Match, steps_in
-from .probe import COMPUTED, CONVOLUTIONS, PARTS, Key, Probe
+from .probe import COMPUTED, PARTS, Key, Probe
 from .recurrences import Condition, Loop, LoopBoundary, LoopCell
 from .sequences import (
     NO_SETTINGS,
