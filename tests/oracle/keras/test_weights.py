@@ -193,3 +193,66 @@ def test_a_variable_of_a_layer_that_is_made_of_layers():
     assert set(found) == {"mixed/inner", "mixed", "head"}
     np.testing.assert_allclose(found["mixed"]["decay"], expected, rtol=1e-9)
     np.testing.assert_allclose(rl.weights(model, X, Y)["mixed"]["decay_grad"], expected, rtol=1e-9)
+
+
+class Holder(keras.Model):
+    """A model whose own variables scale what its layer returns; they stand by themselves, in a list and in a dict."""
+
+    def __init__(self, rest, name):
+        super().__init__(name=name)
+        self.rest = rest
+        self.alone = keras.Variable(RNG.normal(size=3), name="alone")
+        self.listed = [keras.Variable(RNG.normal(size=3), name="twice") for _ in range(2)]
+        self.named = {"a": keras.Variable(RNG.normal(size=3), name="kernel")}  # the name of a layer's variable
+        self.fixed = keras.Variable(RNG.normal(size=3), trainable=False, name="fixed")
+
+    def build(self, shape):
+        self.rest.build(shape)
+        self.scale = self.add_weight(shape=(3,), initializer="random_normal", name="scale")
+        self.built = True
+
+    def own(self):
+        first, second = self.listed
+        named = {"alone": self.alone, "twice": first, "twice#2": second, "kernel": self.named["a"]}
+        return {**named, "scale": self.scale, "fixed": self.fixed}
+
+    def call(self, x):
+        x = self.rest(x)
+        for factor in self.own().values():
+            x = x * factor
+        return x
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_variables_of_a_model_beside_its_layers(nested):
+    model = Holder(keras.layers.LSTM(3, name="lstm"), "lstm")  # the model's name is its layer's
+    holders = {"lstm_": model}
+    if nested:
+        inner, model = model, Holder(model, "outer")
+        holders = {"outer": model, "lstm": inner}
+    model.compile(loss="mse", optimizer=keras.optimizers.SGD(global_clipnorm=1e-9))
+    target = RNG.normal(size=(BATCH, 3))
+    model(X)
+
+    def loss(tensors):
+        return keras.ops.mean((model(tensors[0]) - keras.ops.convert_to_tensor(target)) ** 2)
+
+    _, _, grads = keras_models.gradients(loss, [X], model.trainable_variables)
+    expected = {id(v): g for v, g in zip(model.trainable_variables, grads, strict=True)}
+    found, weights = rl.gradients(model, X, target, wrt="weights"), rl.weights(model, X, target)
+    for name, holder in holders.items():
+        own = holder.own()
+        assert set(found[name]) == set(own) == {key for key in weights[name] if f"{key}_grad" in weights[name]}
+        for key, variable in own.items():
+            np.testing.assert_array_equal(weights[name][key], numpy_of(variable))
+            if key != "fixed":
+                assert np.any(expected[id(variable)])
+                np.testing.assert_allclose(found[name][key], expected[id(variable)], rtol=1e-8)
+                np.testing.assert_allclose(weights[name][f"{key}_grad"], expected[id(variable)], rtol=1e-8)
+        assert f"{name}/fixed is frozen" in str(found)
+    assert set(found) == {*holders, "lstm/lstm" if nested else "lstm"}
+    norm = np.sqrt(sum((g**2).sum() for g in grads))
+    assert norm > 1e-9
+    layer = "lstm/lstm" if nested else "lstm"
+    clipped = rl.gradients(model, X, target, wrt=f"{layer}/kernel", clip="optimizer").clipped
+    np.testing.assert_allclose(clipped[layer]["kernel"], found[layer]["kernel"] * (1e-9 / norm), rtol=1e-8)

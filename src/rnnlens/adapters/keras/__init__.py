@@ -98,7 +98,8 @@ class KerasAdapter(Adapter):
         """Return copies of the weights of all layers by node name.
 
         Both directions of a bidirectional layer are under its name. A layer whose variables are all another layer's
-        has no entry: one variable, one name. A layer made of layers has those variables that none of them has.
+        has no entry: one variable, one name. A layer made of layers has those variables that none of them has, and so
+        has the model.
         """
         found = discover.places(model)
         sites: dict[str, dict[str, Any]] = {}
@@ -116,8 +117,8 @@ class KerasAdapter(Adapter):
             kept += [name] if own - seen else []
             seen |= own
         every = {name: layer_weights(layers[name], sites.get(name, {}), copy_of) for name in layers if name in kept}
-        for name in sorted(inner - every.keys(), key=lambda path: -path.count("/")):
-            holder = found.plain[name]
+        for name in (*sorted(inner - every.keys(), key=lambda path: -path.count("/")), *found.root):
+            holder = found.holder(name)
             if any(id(v) not in seen for v in holder.weights):  # beside those of the layers in it
                 every[name] = layer_weights(holder, {}, copy_of, left_out=seen)
                 seen |= set(map(id, holder.weights))

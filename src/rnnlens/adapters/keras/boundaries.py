@@ -135,9 +135,8 @@ class TappedPorts:
     def _weight(self, port: Port, model: Any) -> str:
         layer = model
         if port.layer is not None:
-            name = base_name(port.layer, self.found)
-            halves = [s for s in self.found.sites if s.name == name]
-            layer = halves[0].owner if halves else self.found.plain[name]
+            layer = self.found.holder(port.layer)
+            halves = [s for s in self.found.sites if s.owner is layer]
             if port.direction is not None:
                 layer = next((s.layer for s in halves if s.direction == port.direction), layer)
         variables = named_variables(layer)

@@ -44,10 +44,14 @@ class RecurrentSite:
 
 @dataclass(frozen=True)
 class Places:
-    """All layers of a model by node name: the recurrent sites in order, and the other layers."""
+    """All layers of a model by node name: the recurrent sites in order, and the other layers.
+
+    ``root``: the model itself by its node name, for variables that it holds beside its layers.
+    """
 
     sites: tuple[RecurrentSite, ...]
     plain: dict[str, Any]
+    root: dict[str, Any]
 
     def names(self) -> list[str]:
         """Return the names of all layers, recurrent layers first."""
@@ -56,6 +60,10 @@ class Places:
     def layers(self) -> dict[str, Any]:
         """Return the layers by name, recurrent layers first; a bidirectional layer is one."""
         return {**{site.name: site.owner for site in self.sites}, **self.plain}
+
+    def holder(self, name: str) -> Any:
+        """Return the layer with a node name, or the model itself. Raises LayerNotFoundError if there is neither."""
+        return self.root[name] if name in self.root else self.layers()[base_name(name, self)]
 
 
 def places(model: Any) -> Places:
@@ -85,7 +93,17 @@ def places(model: Any) -> Places:
     for site in sites:
         if owners.setdefault(site.name, site.owner) is not site.owner:
             raise ModelError(two_layers_called(site.name))
-    return Places(tuple(sites), plain)
+    return Places(tuple(sites), plain, {root_name(model): model})
+
+
+def root_name(model: Any) -> str:
+    """Return the node name of the model itself: its own name, with underscores appended while a layer has that name."""
+    graph = getattr(model, "_functional", None)  # of a Sequential, by its name
+    taken = {c.name for c in model._flatten_layers(include_self=False, recursive=False) if c is not graph}
+    name = str(model.name)
+    while name in taken:
+        name += "_"
+    return name
 
 
 def describe(model: Any) -> list[LayerInfo]:

@@ -7,7 +7,7 @@ only a closed model (see ``keras3_stamps.py``) reuses what was compiled here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,6 +20,7 @@ from ..protocol import Batch, Cotangents, ReferenceRun, WeightLocation
 from . import losses
 from .cells import initial_state_weights
 from .dialect import dialect_of
+from .discover import root_name
 from .inputs import input_order
 from .restore import as_found
 from .run import RunRequest, call_model, memo_of, stamp_of_run, stamp_of_tensors
@@ -210,16 +211,22 @@ def place(model: Any, layer: str, direction: str | None, key: str) -> WeightLoca
 
     See :meth:`rnnlens.adapters.protocol.Adapter.place`.
     """
-    for found in _called(model, layer.partition("#")[0]):
+    held = [model] if layer == root_name(model) else []
+    for found in (*held, *_called(model, layer.partition("#")[0])):
         sides = ("forward_layer", "backward_layer") if direction is not None else ()
         halves = [getattr(found, side, None) for side in sides]
         half = next((h for h in halves if h is not None and h.go_backwards == (direction == "backward")), found)
         recurrent = isinstance(half, dialect_of(half).layers.RNN)
         cell = half.cell if recurrent else half if hasattr(half, "state_size") else None
-        place = _within(model, half, key) if cell is None else _of_cell(model, cell, key)
+        place = _of_plain(model, half, key) if cell is None else _of_cell(model, cell, key)
         if place is not None:
             return place
     return None
+
+
+def _of_plain(model: Any, layer: Any, key: str) -> WeightLocation | None:
+    """Return the variable ``key`` that a layer adds itself, or else that one of its sublayers has."""
+    return _within(model, dialect_of(layer).own_variables(layer), key) or _within(model, layer.weights, key)
 
 
 def _of_cell(model: Any, cell: Any, key: str) -> WeightLocation | None:
@@ -236,17 +243,18 @@ def _of_cell(model: Any, cell: Any, key: str) -> WeightLocation | None:
     started = name in initial_state_weights(dialect_of(model), cell)
     # A GRU with reset_after has both biases as the rows of one variable.
     both = has_two_biases(cell) and len(cell.bias.shape) == 2 and key in ("bias", "recurrent_bias")
-    place = _within(model, cell, "bias" if both else key, ("bias", "recurrent_bias").index(key) if both else None)
+    row = ("bias", "recurrent_bias").index(key) if both else None
+    place = _within(model, getattr(cell, "weights", ()), "bias" if both else key, row)
     return replace(place, tied=True) if place is not None and started else place
 
 
-def _within(model: Any, owner: Any, key: str, row: int | None = None) -> WeightLocation | None:
-    """Return the variable of a cell or layer that has the name ``key``.
+def _within(model: Any, weights: Sequence[Any], key: str, row: int | None = None) -> WeightLocation | None:
+    """Return the variable among ``weights``, those of a cell or layer, that has the name ``key``.
 
     Returns None if not exactly one variable has it. With ``row``, the location is that row of the variable.
     """
     wanted = key.rpartition("/")[2]
-    keras, weights = dialect_of(model), list(getattr(owner, "weights", ()))
+    keras = dialect_of(model)
     below = [v for v in weights if keras.path(v).endswith(f"/{key}")]
     found = [v for v in weights if keras.variable_name(v) == wanted] or below
     if len(found) > 1:
@@ -275,8 +283,6 @@ def tied_variables(model: Any) -> set[int]:
 
 def _called(model: Any, name: str) -> Iterator[Any]:
     """Yield the layers at the path of names ``name``, such as ``"encoder/lstm"``, in nested models."""
-    if name == model.name:
-        yield model
     for child in model._flatten_layers(include_self=False, recursive=False):
         if child.name == name:
             yield child

@@ -13,7 +13,7 @@ from ...typing import Array
 from ..protocol import ChainLink, Port
 from ..shared import Pull
 from .dialect import Dialect, dialect_of
-from .discover import base_name, places
+from .discover import places
 from .hooks import overriding
 from .pullback import differentiate
 from .restore import as_found
@@ -29,7 +29,7 @@ def perturbed_port(model: Any, port: Port, size: float) -> Iterator[bool]:
     A weight is restored exactly on exit. An output is perturbed by overriding ``call`` on the layer.
     """
     found = places(model)
-    layer = found.layers().get(base_name(str(port.layer), found)) if port.layer is not None else None
+    layer = found.holder(port.layer) if port.layer is not None else None
     own = port.kind != "weight" or (layer is not None and port.key in named_variables(layer))
     if layer is None or not own or port.kind not in ("weight", "output"):
         yield False

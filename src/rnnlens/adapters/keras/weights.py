@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
@@ -123,16 +124,23 @@ def cell_variables(cell: Any) -> dict[str, Any]:
 
 
 def named_variables(layer: Any) -> dict[str, Any]:
-    """Return the variables of any layer by unique names: the last part of the path, or else the path in the layer."""
+    """Return the variables of any layer by unique names: the last part of the path, or else the path in the layer.
+
+    Of variables with one path the second has ``#2`` appended, and so on; those of sublayers come last.
+    """
     found = [(dialect_of(v), v) for v in getattr(layer, "weights", [])]
     weights = [v for keras, v in found if keras.variable_name(v) != "rnn_state"]
     names = [dialect_of(v).variable_name(v) for v in weights]
     if len(set(names)) == len(names):
         return dict(zip(names, weights, strict=True))
-    paths = [_within(layer, dialect_of(v).path(v)) for v in weights]
-    if len(set(paths)) < len(paths):
-        paths = [f"{path}_{i}" for i, path in enumerate(paths)]
-    return dict(zip(paths, weights, strict=True))
+    found_by_path: dict[str, Any] = {}
+    counts: Counter[str] = Counter()
+    own = set(map(id, dialect_of(layer).own_variables(layer)))
+    for variable in sorted(weights, key=lambda v: id(v) not in own):  # those of sublayers later
+        path = _within(layer, dialect_of(variable).path(variable))
+        counts[path] += 1
+        found_by_path[path if counts[path] == 1 else f"{path}#{counts[path]}"] = variable
+    return found_by_path
 
 
 def layer_weights(
