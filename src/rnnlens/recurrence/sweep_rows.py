@@ -80,7 +80,7 @@ class RowSource(Protocol):
         """Return the first row alive at step t; it never increases during the sweep."""
 
     def parts(self, t: int, first: int, stop: int, samples: slice) -> Mapping[int, Array]:
-        """Return what rows ``first ... stop - 1`` receive at step t: (sample or 1, row, size) by state index."""
+        """Return cotangents that rows ``first ... stop - 1`` receive at step t: (sample or 1, row, size) by state."""
 
 
 @dataclass

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from rnnlens.adapters.protocol import Batch, Port
+from rnnlens.verbs.differentiation.plan import layers_inside, plan
 from rnnlens.verbs.differentiation.pull import fits
-from rnnlens.verbs.differentiation.request import GradientArguments, layers_inside, plan, read_request
+from rnnlens.verbs.differentiation.request import GradientArguments, read_request
 from rnnlens.verbs.recurrent_layers import ReplayedLayers
 
 

@@ -8,7 +8,8 @@ from torch import nn
 from trails import trail
 
 import rnnlens as rl
-from rnnlens.verbs.differentiation.request import GradientArguments, GradientPlan, GradientRequest
+from rnnlens.verbs.differentiation.plan import GradientPlan
+from rnnlens.verbs.differentiation.request import GradientArguments, GradientRequest
 
 MOST_FILES = 9
 

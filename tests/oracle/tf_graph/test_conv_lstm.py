@@ -263,3 +263,15 @@ def test_layers_of_keras_without_eager_execution(options):
     assert trace.certificate.state == weights.certificate.state == found.certificate.state == "passed"
     assert trace["conv"].gates.dims == ("sample", "time", *NAMES[rank], "gate", "channel")
     close(found.values, truth)
+
+
+def test_steps_that_a_condition_skips_are_refused_by_name():
+    x, counts = tf.placeholder(tf.float64, [None, STEPS, *SPACE[2], FEATURES]), tf.placeholder(tf.int32, [None])
+    with tf.variable_scope("net"):
+        steps = tf.unstack(x, axis=1)
+        outputs, _ = tf.nn.static_rnn(cell_of(2), steps, dtype=tf.float64, sequence_length=counts)
+    y, session = tf.stack(outputs, 1), tf.Session()
+    session.run(tf.global_variables_initializer())
+    net = rl.tf1.graph(session, inputs={"x": x}, outputs={"y": y}, loss=tf.reduce_sum(y), feed={counts: LENGTHS})
+    with pytest.raises(rl.errors.UnsupportedError, match=r"(?s)passed by under a condition.*dynamic_rnn"):
+        rl.trace(net, data(2))

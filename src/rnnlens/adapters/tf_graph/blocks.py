@@ -20,6 +20,8 @@ _SAME = frozenset({"Identity", "EnsureShape", "ReadVariableOp", "Enter", "RefEnt
 VARIABLES = frozenset({"VarHandleOp", "VariableV2", "Variable"})
 #: Operations that take a part of a tensor.
 CUTS = frozenset({"Split", "SplitV", "StridedSlice", "Slice", "Unpack"})
+#: Operations of convolutions; one along a single axis is computed by Conv2D.
+CONVOLUTIONS = frozenset({"Conv2D", "Conv3D"})
 #: Size of an axis in place of an unknown one, which no slice of a program has as its end.
 _ANY_SIZE = 4_999
 
@@ -65,6 +67,27 @@ class Convolution:
     def keeps_size(self) -> bool:
         """True for the convolution of a state: all strides and dilations are 1, and zeros are padded."""
         return self.padding == "same" and {*self.strides, *self.dilation} == {1}
+
+
+def convolved_by(op: Any) -> tuple[Any, Any, Convolution] | None:
+    """Return input, kernel and options of a convolution with channels last; None for another operation.
+
+    TensorFlow computes a convolution along one axis as one along two, between ExpandDims and Squeeze.
+    """
+    inner = op.inputs[0].op if op.type == "Squeeze" else op
+    if inner.type not in CONVOLUTIONS or inner.get_attr("data_format") not in (b"NHWC", b"NDHWC"):
+        return None
+    flat = int(op.type == "Squeeze")
+    source, kernel = inner.inputs
+    if flat:
+        opened = source.op.type == kernel.op.type == "ExpandDims" and list(op.get_attr("squeeze_dims")) in ([1], [-3])
+        places = [tensor_util.constant_value(t.op.inputs[1]) for t in inner.inputs] if opened else []
+        if not opened or int(places[0]) not in (1, -3) or int(places[1]) not in (0, -4):
+            return None
+        source, kernel = source.op.inputs[0], kernel.op.inputs[0]
+    padding = inner.get_attr("padding").decode().lower()
+    strides, dilation = (tuple(inner.get_attr(name)[1 + flat : -1]) for name in ("strides", "dilations"))
+    return (source, kernel, Convolution(strides, dilation, padding)) if padding in ("valid", "same") else None
 
 
 @dataclass(frozen=True)

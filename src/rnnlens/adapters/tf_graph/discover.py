@@ -80,7 +80,7 @@ def _loops(
 
 
 def _without_dropout(analysis: LoopAnalysis) -> Frame:
-    """Return a loop without the dropout that drops nothing at the present settings; its readers read what is dropped.
+    """Remove from a loop the dropout that has rate 0 at the present settings: what read its result reads its input.
 
     The copy of the graph is made anew where a setting changes.
     """

@@ -10,9 +10,9 @@ from typing import Any, Literal
 import tensorflow.compat.v1 as tf
 
 from ...errors import message
-from .blocks import Source, constant_of, width_of
+from .blocks import CONVOLUTIONS, Source, constant_of, width_of
 from .cells import Match, steps_in
-from .probe import COMPUTED, CONVOLUTIONS, PARTS, Key, Probe
+from .probe import COMPUTED, PARTS, Key, Probe
 from .recurrences import Condition, Loop, LoopBoundary, LoopCell
 from .sequences import (
     NO_SETTINGS,
@@ -97,7 +97,7 @@ class LoopAnalysis:
         return condition is self.condition[0] or (mine is not None and mine.agrees(other))
 
     def numbers(self, match: Match) -> list[int]:
-        """Return the numbers of the pairs that are the states of a recognised cell."""
+        """Return the indices, among the state pairs (before, after) of the loop, of the states of a recognised cell."""
         return [self.pairs.index(pair) for pair in zip(match.before, match.after, strict=True)]
 
     @property

@@ -19,14 +19,12 @@ import numpy as np
 from tensorflow.python.framework.tensor_util import constant_value
 
 from ...typing import Array
-from .blocks import Block, Convolution, Source, block_of, columns_of, constant_of, uncut, width_of
+from .blocks import Block, Convolution, Source, block_of, columns_of, constant_of, convolved_by, uncut, width_of
 from .sequences import NO_SETTINGS, GraphSettings, is_filled_with
 
 _TRANSPARENT = frozenset({"Identity", "EnsureShape", "PlaceholderWithDefault", "PreventGradient", "CheckNumerics"})
 _ADDS = frozenset({"Add", "AddV2", "AddN", "BiasAdd", "BiasAddV1"})
 _CUTS = frozenset({"Split", "SplitV", "StridedSlice", "Slice"})
-#: Operations of convolutions; one along a single axis is computed by Conv2D.
-CONVOLUTIONS = frozenset({"Conv2D", "Conv3D"})
 _SELECTS = frozenset({"Select", "SelectV2"})
 _BOUNDS = frozenset({"Maximum", "Minimum", "ClipByValue"})
 #: TensorFlow's operation -> name of the same activation in rnnlens.
@@ -56,8 +54,7 @@ PARTS = frozenset({"StridedSlice", "Slice", "GatherV2", "Gather", "Transpose", "
 #: Number of rows; a uniform draw is near 0 in half of them, and near 1 in the others.
 _ROWS = 4
 
-#: Identity of a quantity: equal for tensors that have the same numbers.
-Key = bytes
+Key = bytes  #: Identity of a quantity: equal for tensors that have the same numbers.
 
 
 def activated(name: str, numbers: Array) -> Array:
@@ -164,7 +161,7 @@ class Value:
         return high if low is not None and high is not None and -low == high else None
 
     def columns(self, start: int, stop: int) -> Value:
-        """Return the columns ``start:stop``."""
+        """Return the value of the columns ``start:stop`` of the tensor's last axis."""
         affine = self.affine if self.affine is None else self.affine.columns(start, stop)
         clipped = self.clipped and (*self.clipped[:2], self.clipped[2].columns(start, stop))
         line = self.line and (self.line[0].columns(start, stop), *self.line[1:])
@@ -270,12 +267,11 @@ class Probe:
             return [], lambda: _constant(1.0)
         if instead is not None:
             return [instead], lambda: self._values[id(instead)]
-        convolved = _convolved(op)
+        convolved = convolved_by(op)
         if convolved is not None:
             source, kernel, how = convolved
-            return [
-                source
-            ], lambda: self._product(self._values[id(source)], kernel, how) or self._leaf(tensor, id(tensor))
+            product = self._product
+            return [source], lambda: product(self._values[id(source)], kernel, how) or self._leaf(tensor, id(tensor))
         if not _is_computed(tensor):
             return [], lambda: self._leaf(tensor, self._first_alike(tensor))
         inputs = [op.inputs[0]] if op.type == "MatMul" else [t for t in op.inputs if _is_number(t)]
@@ -381,27 +377,6 @@ def _in_same_places(tensor: Any) -> bool:
     op = tensor.op
     images = [t for t in op.inputs if _is_number(t) and t.shape.rank not in (0, 1)]
     return all(t.shape.rank == tensor.shape.rank and t.shape[1:-1] == tensor.shape[1:-1] for t in images)
-
-
-def _convolved(op: Any) -> tuple[Any, Any, Convolution] | None:
-    """Return input, kernel and options of a convolution with channels last; None for another operation.
-
-    TensorFlow computes a convolution along one axis as one along two, between ExpandDims and Squeeze.
-    """
-    inner = op.inputs[0].op if op.type == "Squeeze" else op
-    if inner.type not in CONVOLUTIONS or inner.get_attr("data_format") not in (b"NHWC", b"NDHWC"):
-        return None
-    flat = int(op.type == "Squeeze")
-    source, kernel = inner.inputs
-    if flat:
-        opened = source.op.type == kernel.op.type == "ExpandDims" and list(op.get_attr("squeeze_dims")) in ([1], [-3])
-        places = [constant_value(t.op.inputs[1]) for t in inner.inputs] if opened else []
-        if not opened or int(places[0]) not in (1, -3) or int(places[1]) not in (0, -4):
-            return None
-        source, kernel = source.op.inputs[0], kernel.op.inputs[0]
-    padding = inner.get_attr("padding").decode().lower()
-    strides, dilation = (tuple(inner.get_attr(name)[1 + flat : -1]) for name in ("strides", "dilations"))
-    return (source, kernel, Convolution(strides, dilation, padding)) if padding in ("valid", "same") else None
 
 
 def _constant(number: float) -> Value:

@@ -79,13 +79,16 @@ def _conditional(probe: Probe, ops: Sequence[Any], told: set[str], groups: Itera
             names[scope] = steps[0].match.units
     conditions = [op for op in ops if op.type in ("If", "StatelessIf")]
     for op in conditions:
-        widths = {int(t.shape[-1]) for t in op.outputs if t.dtype.is_floating and t.shape.rank == 2 and t.shape[-1]}
-        if widths and any(
-            behind_identities(t).op in conditions for t in op.inputs if t.dtype.is_floating and t.shape.rank == 2
-        ):
+        widths = {int(t.shape[-1]) for t in op.outputs if _may_be_state(t) and t.shape[-1]}
+        if widths and any(behind_identities(t).op in conditions for t in op.inputs if _may_be_state(t)):
             names.setdefault(op.name.partition("/")[0], max(widths))
     outermost = [name for name in names if not any(name.startswith(f"{other}/") for other in names)]
     return [_refused(name, names[name]) for name in outermost]
+
+
+def _may_be_state(tensor: Any) -> bool:
+    """Return whether a tensor has the shape of a state: (sample, unit), with axes of space between them."""
+    return bool(tensor.dtype.is_floating and tensor.shape.rank in (2, 3, 4, 5))
 
 
 def _in_a_loop(op: Any) -> bool:

@@ -71,7 +71,7 @@ def capture_outputs(model: nn.Module, batch: Batch) -> Capture:
 
 
 def run_until_recorded(run: Callable[[PassRules], Recorded]) -> Recorded:
-    """Call ``run`` again, with what it found out, until no pass has to be run again."""
+    """Repeat the forward pass ``run``, each time with the facts that the last pass added, until a pass records all."""
     rules = PassRules()
     while True:
         try:

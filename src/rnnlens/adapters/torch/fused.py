@@ -59,7 +59,7 @@ class FusedCall:
 
     @property
     def is_divisible(self) -> bool:
-        """Whether calls of one step each compute the same; dropout between layers would be drawn in another order."""
+        """Whether calls of single steps give the same numbers; not so with dropout between layers (other draws)."""
         drops_out = self.training and self.dropout > 0 and self.layers > 1
         return self.batch_sizes is None and not self.bidirectional and not drops_out
 

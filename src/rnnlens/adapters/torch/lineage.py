@@ -96,9 +96,9 @@ class StateLink:
     def _by_gradient(
         self, new: Tensor, index: int, sources: list[Tensor], is_old: Tensor, is_before: Tensor
     ) -> Tensor | None:
-        """Return the rows in which a random cotangent of ``new`` comes back unchanged to this call's state.
+        """Return the samples whose random cotangent of ``new`` reaches the state of this call unchanged, by autograd.
 
-        None if one of the other rows leads to none of the sources.
+        The result is None if the cotangent of another sample reaches none of the sources.
         """
         count, probe = new.shape[0], probe_like(new)
         pulled = _at_sources(new, [self.kept[index], *sources], probe)

@@ -19,7 +19,8 @@ from ..axes import BatchAxes, in_order, refuse_coupled, refuse_steps_first, refu
 from ..names import Catalogue, TensorName, refuse_lone_output, text_of, uncalled
 from ..recurrent_layers import ReplayedCall, ReplayedLayers, runs
 from ..weight_layout import WeightSource, assemble, sources
-from .request import BatchGradients, BatchRequest, GradientPlan, KnownStart, TensorPlace, layers_inside, plan
+from .plan import GradientPlan, TensorPlace, layers_inside, plan
+from .request import BatchGradients, BatchRequest, KnownStart
 
 #: Gradient at each port, with one leading axis K; None where no path leads there.
 Arrived = Mapping[Port, Array | None]

@@ -1,13 +1,9 @@
-"""The request of ``rl.gradients``: a target, the tensors to differentiate it by, their resolved names, and the plan.
-
-The plan says for each tensor whether the framework has it (at ports) or a sweep through a recurrence is needed.
-"""
+"""The request of ``rl.gradients``: a target, the tensors to differentiate it by, and their resolved names."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import xarray as xr
@@ -21,8 +17,8 @@ from ...recurrence.trajectory import Adjoint
 from ...settings import current, parse_memory
 from ...typing import Array
 from ..axes import BatchAxes, refuse_unknown
-from ..names import Catalogue, TensorName, read, read_one, uncalled
-from ..recurrent_layers import ReplayedCall, ReplayedLayers
+from ..names import Catalogue, TensorName, read, read_one
+from ..recurrent_layers import ReplayedCall
 from ..request import ModelRequest
 from ..weight_layout import sources
 from .target import Combine, Reduction, Target
@@ -295,127 +291,3 @@ def _with_all_clipped(asked: Sequence[TensorName], arguments: GradientArguments,
 def _check_samples(target: Target, whole: xr.DataArray) -> None:
     if target.per_sample and target.text != "loss" and whole.ndim:
         refuse_unknown("per_sample=True", target.text, [str(dim) for dim in whole.dims])
-
-
-@dataclass(frozen=True)
-class TensorPlace:
-    """Access to one tensor: by a sweep, or at ports of the framework.
-
-    Attributes
-    ----------
-    swept
-        True if a sweep of rnnlens is needed, as the framework has no such tensor.
-    free
-        True for an input or output of the model or of a non-recurrent layer. It has the framework's own layout, in
-        which samples may be on any axis.
-    stepwise
-        True for a state of a cell that the user's own loop calls. The framework has it at every step.
-    at
-        The ports that together are the tensor: one, or one per direction; empty if it is swept.
-    below
-        The ports from which the framework differentiates on, towards the inputs of the model.
-    above
-        The ports at which the gradients arrive that give the gradient of this tensor.
-    """
-
-    name: TensorName
-    swept: bool
-    free: bool
-    stepwise: bool
-    at: tuple[Port, ...]
-    below: tuple[Port, ...]
-    above: tuple[Port, ...]
-
-
-@dataclass(frozen=True)
-class GradientPlan:
-    """Ports and sweeps that gradients on one batch need.
-
-    Attributes
-    ----------
-    leaves
-        The tensors of the target, where differentiation starts.
-    wrt
-        The tensors to differentiate by.
-    outputs
-        Ports of the model's outputs if the loss is split by sample there; else empty.
-    """
-
-    leaves: tuple[TensorPlace, ...]
-    wrt: tuple[TensorPlace, ...]
-    outputs: tuple[Port, ...] = ()
-
-    @cached_property
-    def starts(self) -> list[Port]:
-        """Ports at which the framework's differentiation starts."""
-        return list(dict.fromkeys([*(port for place in self.leaves for port in place.below), *self.outputs]))
-
-    @cached_property
-    def ends(self) -> list[Port]:
-        """Ports at which the framework's differentiation ends."""
-        return list(dict.fromkeys([*(port for place in self.wrt for port in place.above), *self.outputs]))
-
-    @cached_property
-    def weights(self) -> dict[TensorName, tuple[Port, ...]]:
-        """Requested weights, each with the ports of the framework weights that it consists of."""
-        return {place.name: place.above for place in self.wrt if place.name.what == "weight"}
-
-    @cached_property
-    def activations(self) -> tuple[TensorPlace, ...]:
-        """Requested tensors that are not weights."""
-        return tuple(place for place in self.wrt if place.name.what != "weight")
-
-    @property
-    def free(self) -> list[Port]:
-        """Ports of tensors whose axes have to be determined."""
-        places = [*self.leaves, *self.wrt]
-        return [*(place.name.port() for place in places if place.free), *self.outputs]
-
-
-def plan(request: BatchRequest, inside: ReplayedLayers) -> GradientPlan:
-    """Return the plan for the tensors of a request on one batch whose recurrent layers were captured."""
-    outputs: tuple[Port, ...] = ()
-    if request.target.per_sample and request.leaves[0].what == "loss":
-        outputs = tuple(Port("output", index=i) for i in range(max(1, len(request.known.outputs))))
-    leaves = tuple(
-        _at_output(name) if name in request.framework_states else _place(name, request.known, inside)
-        for name in request.leaves
-    )
-    return GradientPlan(leaves, tuple(_place(name, request.known, inside) for name in request.wrt), outputs)
-
-
-def layers_inside(request: BatchRequest) -> list[str]:
-    """Return the recurrent layers that a request needs captured."""
-    names = [*(name for name in request.leaves if name not in request.framework_states), *request.wrt]
-    return [str(name.layer) for name in names if request.known.is_inside(name)]
-
-
-def _at_output(name: TensorName) -> TensorPlace:
-    """Return the place of a state that is the output of its layer at every step."""
-    at = (Port("output", name.layer),)
-    return TensorPlace(name, False, False, False, at, at, at)
-
-
-def _place(name: TensorName, known: Catalogue, inside: ReplayedLayers) -> TensorPlace:
-    stepwise = inside.is_stepwise(name)
-    swept = known.is_inside(name) and not stepwise
-    what = (name, swept, known.is_free(name), stepwise)
-    if name.what == "weight":
-        found = sources(known.weights[str(name.layer)])[name.key]
-        ports = tuple(Port("weight", name.layer, key=source.key) for source in found)
-        return TensorPlace(*what, ports, ports, ports)
-    if swept:
-        directions = inside.layer(name.layer)
-        below = tuple(port for replayed in directions for port in replayed.below())
-        above = tuple(port for replayed in directions for port in replayed.readers())
-        return TensorPlace(*what, (), below, above)
-    info = known.recurrent.get(uncalled(name.layer))
-    if name.what == "output" and info is not None and info.direction == "bidirectional":
-        at: tuple[Port, ...] = (name.port("forward"), name.port("backward"))
-    else:
-        at = (Port(name.what, name.layer, name.index) if stepwise else name.port(),)  # type: ignore[arg-type]
-    # The total gradient of a final state of a stepwise layer arrives at a port of its own.
-    above = tuple(
-        Port("state", port.layer, port.index, key="ending") if port.kind == "final_state" else port for port in at
-    )
-    return TensorPlace(*what, at, at, above)

@@ -178,8 +178,8 @@ def gradients_of_capture(change):
     """All that the captured backward pass brought, changed."""
 
     def plant(original):
-        def faulty(*args):
-            gradient = original(*args)
+        def faulty(*args, **options):
+            gradient = original(*args, **options)
             return lambda tap: None if gradient(tap) is None else change(gradient(tap))
 
         return faulty
