@@ -125,8 +125,10 @@ def _lost(memory: Memory) -> str:
         return ""
     needed = memory.needed.value
     more = f" 5 % of the score depends on the last {_count(needed, memory.steps)}." if needed > 2 * n else ""
-    share = "all" if lost >= 0.995 else _percent(max(lost, 0.0))
-    return f"Replacing step {n:.0f} from the end and everything older loses {share} of the score.{more}"
+    replaced = f"Replacing step {n:.0f} from the end and everything older"
+    if lost < 0.005:
+        return f"{replaced} changes the prediction, but loses none of the score.{more}"
+    return f"{replaced} loses {'all' if lost >= 0.995 else _percent(lost)} of the score.{more}"
 
 
 def _count(value: float, steps: int) -> str:

@@ -1,10 +1,14 @@
-"""The table of findings names every code that a rule gives."""
+"""The sentence of a diagnosis; the table of findings names every code that a rule gives."""
 
 import ast
 from pathlib import Path
 
+import numpy as np
+import pytest
+
 import rnnlens
-from rnnlens.diagnosis.findings import SHOWN_BY
+from rnnlens.diagnosis.findings import SHOWN_BY, headline
+from rnnlens.diagnosis.memory import Interval, Memory
 
 RULES = Path(rnnlens.__file__).parent / "diagnosis" / "findings.py"
 
@@ -16,3 +20,19 @@ def codes_of_rules():
 
 def test_the_table_names_every_code_that_a_rule_gives():
     assert codes_of_rules() == set(SHOWN_BY)
+
+
+@pytest.mark.parametrize(
+    ("benefit", "said"),
+    [
+        (1.0, "loses all of the score"),
+        (0.12, "loses 12 % of the score"),
+        (0.002, "changes the prediction, but loses none of the score"),
+        (-0.1, "changes the prediction, but loses none of the score"),
+    ],
+)
+def test_the_sentence_does_not_say_that_steps_in_use_lose_0_percent(benefit, said):
+    length = Interval(3.0, 3.0, 3.0)
+    context, lost = np.array([0, 2, 3]), np.array([1.0, benefit, 0.0])
+    memory = Memory(10, None, True, context=context, benefit=lost, length=length, rare=length, needed=length)
+    assert f"Replacing step 3 from the end and everything older {said}." in headline(memory, None, None)
