@@ -35,6 +35,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "time_jacobian.py": ("--only", "small"),
     "overhead.py": (),
     "example_a.py": (),
+    "streaming.py": (),
     "diagnosis_cost.py": ("--passes",),
     "report.py": (),
 }

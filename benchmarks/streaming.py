@@ -1,0 +1,174 @@
+"""Streamed gradients on every framework, beside the framework's own gradient of the same number over the same batches.
+
+    python benchmarks/streaming.py [--small] [--batches 10] [--rounds 3] [--engine NAME]
+
+A SimpleRNN of 200 units over a frozen embedding of 100 dimensions, 1403 steps, batches of 32, random initial state, as
+in `example_a.py`, which has JAX and the memory. Asked for: the gradient of the mean state by the embedded input, as one
+norm per step. Each framework runs in a process of its own. The first batch, which is certified and swept, is counted;
+one round that compiles is not. Medians of interleaved rounds; the two results are compared before. Bar: 1.5.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from _summary import Row, collect
+
+import rnnlens as rl
+
+ENGINES = {
+    "tensorflow": "Keras on TensorFlow",
+    "torch": "Keras on torch",
+    "tf_keras": "tf_keras",
+    "module": "a torch module",
+}
+BATCH, VOCABULARY, BAR = 32, 500, 1.5
+
+Own = Callable[[np.ndarray], np.ndarray]
+
+
+def keras_model(keras: Any, steps: int, dimensions: int, units: int) -> Any:
+    """A stateful SimpleRNN over a frozen embedding."""
+    ids = keras.Input(batch_shape=(BATCH, steps), dtype="int32")
+    embedded = keras.layers.Embedding(VOCABULARY, dimensions, trainable=False, name="embedding")(ids)
+    rnn = keras.layers.SimpleRNN(units, stateful=True, return_sequences=True, name="rnn")
+    return keras.Model(ids, rnn(embedded))
+
+
+def on_tensorflow(keras: Any, sizes: tuple[int, int, int], start: np.ndarray) -> tuple[Any, Own]:
+    """A Keras model on TensorFlow, and the compiled gradient of one batch."""
+    import tensorflow as tf
+
+    model = keras_model(keras, *sizes)
+    state = tf.tile(tf.constant(start), (BATCH, 1))
+
+    @tf.function
+    def gradient(ids):
+        embedded = model.get_layer("embedding")(ids)
+        with tf.GradientTape() as tape:
+            tape.watch(embedded)
+            states = model.get_layer("rnn")(embedded, initial_state=state)
+            value = tf.reduce_sum(tf.reduce_mean(states, (1, 2)))
+        return tf.reduce_mean(tf.norm(tape.gradient(value, embedded), axis=-1), 0)
+
+    def own(ids: np.ndarray) -> np.ndarray:
+        if keras.__name__ == "tf_keras":  # starts from initial_state only where the recorded state is zero
+            model.get_layer("rnn").reset_states()
+        return gradient(tf.constant(ids)).numpy()
+
+    return model, own
+
+
+def on_torch(model: Any, embed: Callable[[Any], Any], states_of: Callable[[Any], Any]) -> tuple[Any, Own]:
+    """A model on torch, and the gradient of one batch."""
+    import torch
+
+    def own(ids: np.ndarray) -> np.ndarray:
+        embedded = embed(torch.as_tensor(ids)).detach().requires_grad_()
+        (grad,) = torch.autograd.grad(states_of(embedded).mean((1, 2)).sum(), embedded)
+        return grad.norm(dim=-1).mean(0).numpy()
+
+    return model, own
+
+
+def built(engine: str, sizes: tuple[int, int, int], start: np.ndarray) -> tuple[Any, Own]:
+    """The model of an engine, and the framework's own gradient of one batch."""
+    if engine == "tf_keras":
+        import tf_keras
+
+        return on_tensorflow(tf_keras, sizes, start)
+    if engine == "tensorflow":
+        import keras
+
+        return on_tensorflow(keras, sizes, start)
+    import torch
+
+    state = torch.as_tensor(start).expand(BATCH, -1).contiguous()
+    if engine == "torch":
+        import keras
+
+        model = keras_model(keras, *sizes)
+        return on_torch(model, model.get_layer("embedding"), lambda e: model.get_layer("rnn")(e, initial_state=state))
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = torch.nn.Embedding(VOCABULARY, sizes[1]).requires_grad_(False)
+            self.rnn = torch.nn.RNN(*sizes[1:], batch_first=True)
+
+        def forward(self, ids):
+            return self.rnn(self.embedding(ids))[0]
+
+    net = Net()
+    return on_torch(net, net.embedding, lambda e: net.rnn(e, state[None])[0])
+
+
+def measure(engine: str, small: bool, batches: int, rounds: int) -> None:
+    """Print and collect how many times as long as the framework's own gradients ours take."""
+    sizes = (60, 10, 16) if small else (1403, 100, 200)
+    start = np.random.default_rng(2).normal(size=(1, sizes[2])).astype("float32")
+    random = np.random.default_rng(1)
+    kind = np.int64 if engine == "module" else np.int32
+    data = [random.integers(0, VOCABULARY, (BATCH, sizes[0])).astype(kind) for _ in range(batches)]
+    model, own = built(engine, sizes, start)
+
+    def ours() -> np.ndarray:
+        found = rl.gradients(
+            model,
+            iter(data),
+            of="rnn.hidden",
+            reduce="mean",
+            per_sample=True,
+            wrt="embedding.output",
+            measure="norm",
+            across="mean",
+            initial_state={"rnn": [start]},
+        )
+        return found.values
+
+    def theirs() -> np.ndarray:
+        return np.mean([own(ids) for ids in data], axis=0)
+
+    calls, reference = {"ours": ours, "own": theirs}, theirs()
+    np.testing.assert_allclose(ours(), reference, rtol=1e-3, atol=1e-3 * reference.max())
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            began = time.perf_counter()
+            call()
+            seconds[name].append(time.perf_counter() - began)
+    a, b = (statistics.median(times) / batches for times in seconds.values())
+    print(f"{ENGINES[engine]:20} {1000 * a:7.0f} ms a batch, own {1000 * b:7.0f} ms, ratio {a / b:.2f}", flush=True)
+    name = f"rl.gradients, {batches} batches of {BATCH} x {sizes[0]} steps, {ENGINES[engine]}"
+    collect(Row("Streaming", name, a / b, "x", "the framework's own gradient", BAR))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--small", action="store_true", help="a toy, to see that it runs")
+    parser.add_argument("--batches", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--engine", choices=list(ENGINES))
+    asked = parser.parse_args()
+    if asked.engine:
+        measure(asked.engine, asked.small, asked.batches, asked.rounds)
+        return 0
+    failed = 0
+    for engine in ENGINES:
+        backend = engine if engine in ("tensorflow", "torch") else "tensorflow"
+        environment = {**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
+        command = [sys.executable, *sys.argv, "--engine", engine]
+        failed += subprocess.run(command, env=environment, check=False).returncode != 0
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
