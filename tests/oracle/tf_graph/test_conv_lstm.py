@@ -275,3 +275,10 @@ def test_steps_that_a_condition_skips_are_refused_by_name():
     net = rl.tf1.graph(session, inputs={"x": x}, outputs={"y": y}, loss=tf.reduce_sum(y), feed={counts: LENGTHS})
     with pytest.raises(rl.errors.UnsupportedError, match=r"(?s)passed by under a condition.*dynamic_rnn"):
         rl.trace(net, data(2))
+
+
+@pytest.mark.parametrize(("loop", "options"), [("static", {"skip": True}), ("python", {"peepholes": True})])
+def test_unrolled_cells_that_differ_in_a_detail_are_not_found_and_the_error_names_dynamic_rnn(loop, options):
+    asked = Asked(1, loop, **options)
+    with pytest.raises(rl.errors.ModelError, match=r"(?s)static_rnn or Python loop.*dynamic_rnn"):
+        rl.trace(asked.net, asked.x)

@@ -164,7 +164,9 @@ def chosen(found: OpenNet, wanted: tuple[str, ...] | None) -> tuple[list[Loop], 
     if wanted is None:
         if not infos and not refused:
             raise ModelError(
-                "There is no recurrent loop on the way to the outputs or the loss.", hint="outputs= and loss="
+                "There is no recurrent loop on the way to the outputs or the loss.",
+                expected="a while loop, or a static_rnn or Python loop over a cell of known equations",
+                hint="tf.nn.dynamic_rnn for a cell of other equations; outputs= and loss=",
             )
         asked = infos
     else:
