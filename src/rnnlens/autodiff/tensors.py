@@ -32,8 +32,9 @@ def engine_of(value: Any) -> str | None:
     if isinstance(value, np.ndarray):
         return None
     for engine, names in _TENSORS.items():
-        module = sys.modules.get(engine)
-        kinds = tuple(getattr(module, name) for name in names if hasattr(module, name))
+        if (module := sys.modules.get(engine)) is None:
+            continue
+        kinds = tuple(kind for name in names if (kind := getattr(module, name, None)) is not None)
         if kinds and isinstance(value, kinds):
             return engine
     return None
