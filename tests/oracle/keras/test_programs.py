@@ -73,8 +73,8 @@ def differentiated(function, arrays):
 
 
 def weights_of(model):
-    """Return the weights, frozen ones too; the states that a program keeps between its calls are none."""
-    return [v for v in model.weights if v.name.partition(":")[0] not in ("rnn_state", "kept", "Variable")]
+    """Return the weights, frozen ones too; states of stateful layers are none."""
+    return [v for v in model.weights if v.name.partition(":")[0] not in ("rnn_state", "Variable")]
 
 
 def by_variables(model, x, y):
@@ -85,7 +85,7 @@ def by_variables(model, x, y):
         held = [v.numpy() for v in model.variables]
         inputs = [tf.constant(leaf) for leaf in leaves_of(x)]
         with untouched(model), tf.GradientTape() as tape:
-            tape.watch([inputs[i] for i in floats_of(x)])
+            tape.watch([*(inputs[i] for i in floats_of(x)), *weights_of(model)])  # frozen weights, too
             given = rebuilt(x, inputs)
             value = model.compute_loss(given, tf.nest.map_structure(tf.constant, y), model(given))
         sources = [*(inputs[i] for i in floats_of(x)), *weights_of(model)]
