@@ -159,6 +159,7 @@ def test_a_stream_of_states_is_swept_once_and_gives_the_numbers_of_one_batch(kin
     sweeps.clear()
     stream = rl.gradients(model, ids, batch_size=2, **options)
     np.testing.assert_allclose(stream.values, whole.values, rtol=1e-4, atol=1e-7)
-    # Of the five batches the first is swept, and the last, which is shorter.
-    assert len(sweeps) == (2 if of == "rnn.hidden" else 0)
+    # Where the engine compiles, of the five batches the first is swept, and the last, which is shorter.
+    swept = 5 if keras.backend.backend() == "torch" else 2
+    assert len(sweeps) == (swept if of == "rnn.hidden" else 0)
     assert np.abs(whole.values).max() > 1e-3

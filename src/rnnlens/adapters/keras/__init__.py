@@ -81,6 +81,10 @@ class KerasAdapter(Adapter):
             lambda ends, starts: KerasPullback(model, batch, ends, starts, cut), of, wrt, put_together(model)
         )
 
+    def has_compiled_pullback(self, model: Any) -> bool:
+        """Return whether the engine compiles: TensorFlow and JAX do."""
+        return bool(dialect_of(model).engine.compiles)
+
     def pullback_of(
         self,
         model: Any,

@@ -158,6 +158,13 @@ class Adapter(AxisConvention, ABC):
         layer and sweeps these layers itself.
         """
 
+    def has_compiled_pullback(self, model: Any) -> bool:
+        """Return whether :meth:`pullback_of` computes the values and the gradients in one compiled pass.
+
+        Later batches of a data set take it then. Otherwise all batches are swept, and give the numbers of single calls.
+        """
+        return False
+
     def pullback_of(
         self,
         model: Any,

@@ -198,6 +198,8 @@ class _Pull:
         request, (leaf, *_) = self.request, self.plan.leaves
         if request.start is not None or not (request.partial and request.is_linear) or self.plan.weights:
             return request.start
+        if not request.adapter.has_compiled_pullback(request.model):
+            return None
         if not leaf.swept:
             return None if leaf.stepwise else KnownStart(frozenset(), {p: np.array(s) for p, s in self.seeds.items()})
         layer = str(leaf.name.layer)
