@@ -254,7 +254,7 @@ def _check_lengths(data: DataBatch) -> None:
 
 
 def _natural_size(x: Any, layouts: DataLayouts | None = None) -> int:
-    """Return the default batch size: the chunk length of a lazily read array, otherwise all samples."""
+    """Return the default batch size: the chunk length of a lazily read array, else the number of samples."""
     for leaf, layout in zip(leaves_of(x), _layouts(layouts, "x") or [None] * len(leaves_of(x)), strict=True):
         if _is_lazy(leaf):
             return int(leaf.chunks[0 if layout is None or layout.sample is None else layout.sample])

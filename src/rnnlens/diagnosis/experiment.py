@@ -132,7 +132,7 @@ class Experiment:
         return self._same_without.get(steps, steps == self.samples.steps)
 
     def _answers_the_same(self, steps: int) -> bool:
-        """Return whether the first ``steps`` steps give the same output as all steps, so that the rest is padding."""
+        """Return whether the first ``steps`` steps alone give the output of all steps: the later ones are padding."""
         place = -1
 
         def cut(leaf: Array) -> Array:

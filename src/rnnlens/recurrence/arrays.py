@@ -177,7 +177,7 @@ def walk_parts(batch: int, elements: int, *, xp: Namespace) -> list[slice]:
 
 
 def large_parts(batch: int, elements: int, *, xp: Namespace) -> list[slice]:
-    """Split the samples for a few large operations, with ``elements`` numbers per sample."""
+    """Split samples with ``elements`` numbers each into few ranges, for operations that are large already."""
     return _shares(batch, elements, _WORTHWHILE, xp)
 
 

@@ -38,7 +38,7 @@ class LayerTable(Sequence[Any]):
         return tuple(column for column, shown in zip(_COLUMNS, used or [True] * len(_COLUMNS), strict=True) if shown)
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Return the text of every row, in the order of :attr:`columns`."""
+        """Return the cells of the table of layers as text: one row per layer, cells in the order of :attr:`columns`."""
         keep = [_COLUMNS.index(column) for column in self.columns]
         return [tuple(self._cells(info)[i] for i in keep) for info in self._infos]
 

@@ -174,7 +174,7 @@ class Dialect(Protocol):
         """Return the state sizes declared by the layer's cell."""
 
     def template(self, cell: Any) -> Any:
-        """Return the nested structure of the states that a cell takes, with sizes as leaves."""
+        """Return the sizes of the states that a cell takes, nested as the cell nests its states."""
 
     def output_size(self, cell: Any) -> Any:
         """Return the output size declared by a cell; None if it declares none."""

@@ -78,7 +78,7 @@ class Pullback(Protocol):
 
 
 def refuse_misfits(cotangents: Mapping[Port, Array], of: Sequence[Port], values: Mapping[Port, Array]) -> None:
-    """Refuse cotangents for a wrong port or of a wrong shape: each needs its port's shape behind one leading axis.
+    """Raise an error for cotangents of other ports than those of a pull-back, or of another shape than (K, *port).
 
     Raises
     ------

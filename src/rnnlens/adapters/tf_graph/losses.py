@@ -38,7 +38,7 @@ class Loss:
 
 
 def is_built(net: Net, batch: Batch) -> bool:
-    """Return whether the loss has to be built in the copy, since it is no tensor of the user's graph."""
+    """Return whether the loss needs operations added to the copy of the graph, and is no tensor of the user's graph."""
     if batch.loss is None:
         return _weighs_anew(net, batch)
     return not isinstance(batch.loss, str) or (net.keras is not None and not _is_name(batch.loss))

@@ -90,7 +90,7 @@ class LSTM(Cell):
         return affine.unproject(dz, self.recurrent_kernel, scale, _GATES, xp)
 
     def others(self, gates: Array, before: States) -> tuple[Array, ...]:
-        """Compute c_t from the gates and c_{t-1}."""
+        """Compute the states of a step other than h_t: c_t = f c_{t-1} + i g, from the gates and c_{t-1}."""
         return (gates[..., 1, :] * before[0] + gates[..., 0, :] * gates[..., 2, :],)
 
     def hidden(self, gates: Array, before: Array, others: States, xp: Namespace) -> Array:
@@ -233,7 +233,7 @@ class CIFG(Cell):
         return Record(z, xp.stack(parts, axis=-2))
 
     def others(self, gates: Array, before: States) -> tuple[Array, ...]:
-        """Compute c_t from the gates and c_{t-1}."""
+        """Compute the states of a step other than h_t: c_t = f c_{t-1} + i g, from the gates and c_{t-1}."""
         return (gates[..., 0, :] * before[0] + (1 - gates[..., 0, :]) * gates[..., 1, :],)
 
     def hidden(self, gates: Array, before: Array, others: States, xp: Namespace) -> Array:

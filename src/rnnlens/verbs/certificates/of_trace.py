@@ -380,7 +380,7 @@ def _of(layer: LabelledLayer, name: str, call: RecurrentCall) -> Array:
 
 
 def _labels(layer: LabelledLayer, dim: str) -> list[str]:
-    """Return the labels of a dimension, by which values are selected."""
+    """Return the coordinate labels of a dimension of a traced layer as text."""
     return [str(label) for label in layer.coords[dim].values]
 
 

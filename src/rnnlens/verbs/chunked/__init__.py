@@ -153,7 +153,7 @@ class SampleChunks:
         return replace(self.run, **parts, initial_state=data.take(self.run.initial_state, 0, count))
 
     def labels(self) -> Array:
-        """Return the coordinate of the samples: that of the first DataArray that has one, else positions."""
+        """Return the sample coordinate of lazy data: that of the first DataArray that has one, else 0, 1, 2, ..."""
         for leaf, (_, axis) in zip(data.leaves_of(self.run.x), self.leaves("x"), strict=True):
             if isinstance(leaf, xr.DataArray) and leaf.dims[axis] in leaf.coords:
                 return np.asarray(leaf[leaf.dims[axis]].values)

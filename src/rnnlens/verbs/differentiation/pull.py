@@ -325,7 +325,7 @@ class _Pull:
         }
 
     def _one_hot(self, port: Port, seed: Array, rows: range) -> Array:
-        """Return cotangents (K, ...): the k-th equals the seed at sample ``rows[k]`` and is zero elsewhere."""
+        """Return K copies of a cotangent ``seed`` (sample, ...); the k-th is zero at all samples but ``rows[k]``."""
         opened, names = self.outside.opened(port, seed) if self.outside.is_here(port) else (seed, (SAMPLE,))
         refuse_unknown("per_sample=True", text_of(port), names)
         at = names.index(SAMPLE)

@@ -109,7 +109,7 @@ class GradientRequest(ModelRequest):
         return one and not self.with_loss and self.target.is_linear
 
     def of_batch(self, batch: Batch, target: Target) -> BatchRequest:
-        """Return the request for one batch of the data, with its part of the target."""
+        """Return this request restricted to one batch of the data and to the part of the target of its samples."""
         partial = is_source(self.batch.x) or self.axes.samples(batch) < self.samples
         return BatchRequest(**{**vars(self), "batch": batch, "target": target}, partial=partial)
 
