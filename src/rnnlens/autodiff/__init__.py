@@ -145,15 +145,14 @@ class Engine(ABC):
         Without a memo the engine need not compile: the program is short, and few products of it are computed.
         """
 
-    def answer(
+    def forward_and_back(
         self, program: TargetProgram, arguments: Any, memo: Memo, cotangents: Mapping[str, Any]
     ) -> tuple[Any, Any, Mapping[str, Any]]:
         """Run ``program(arguments, tap)`` forward and back; return targets, aux and the gradients by tap key.
 
-        Each gradient has a leading axis of one. An engine that compiles does all in one compiled function.
+        Each gradient has a leading axis of one. All is one compiled function; only engines that compile have it.
         """
-        linear = self.linearise(program, arguments, memo)
-        return linear.targets, linear.aux, linear.vjp({name: c[None] for name, c in cotangents.items()})
+        raise NotImplementedError
 
     @abstractmethod
     def per_step(self, function: Callable[..., Any]) -> PerStep:

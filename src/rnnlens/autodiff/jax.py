@@ -76,7 +76,7 @@ class JaxEngine(Engine):
     def linearise(self, program: TargetProgram, arguments: Any, memo: Memo | None) -> Any:
         return _JaxProgram(program, arguments, memo or Memo(), self._keep)
 
-    def answer(
+    def forward_and_back(
         self, program: TargetProgram, arguments: Any, memo: Memo, cotangents: Mapping[str, Any]
     ) -> tuple[Any, Any, dict[str, Any]]:
         def run(arguments: Any, cotangents: dict[str, Any]) -> Any:
@@ -86,7 +86,7 @@ class JaxEngine(Engine):
             return targets, aux, {key: grad[None] for key, grad in pull(full)[0].items()}
 
         given = {name: jnp.asarray(c) for name, c in cotangents.items()}
-        compiled = memo.once("answer", lambda: _compiled(run, (arguments, given), memo))
+        compiled = memo.once("forward_and_back", lambda: _compiled(run, (arguments, given), memo))
         found: tuple[Any, Any, dict[str, Any]] = compiled(arguments, given)
         return found
 

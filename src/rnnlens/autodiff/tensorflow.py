@@ -65,7 +65,7 @@ class TensorFlowEngine(Engine):
             return _EagerTensorFlowProgram(program, arguments, self._keep)
         return _TensorFlowProgram(program, arguments, memo, self._keep)
 
-    def answer(
+    def forward_and_back(
         self, program: TargetProgram, arguments: Any, memo: Memo, cotangents: Mapping[str, Any]
     ) -> tuple[Any, Any, dict[str, Any]]:
         def run(arguments: Any, cotangents: dict[str, Any]) -> Any:
@@ -82,7 +82,7 @@ class TensorFlowEngine(Engine):
             return targets, aux, {key: tf.convert_to_tensor(grad)[None] for key, grad in found.items()}
 
         given = {name: tf.convert_to_tensor(c) for name, c in cotangents.items()}
-        compiled = memo.once("answer", lambda: _graph(run, (arguments, given)))
+        compiled = memo.once("forward_and_back", lambda: _graph(run, (arguments, given)))
         found: tuple[Any, Any, dict[str, Any]] = compiled(arguments, given)
         return found
 

@@ -85,7 +85,7 @@ class KerasAdapter(Adapter):
         """Return whether the engine compiles: TensorFlow and JAX do."""
         return bool(dialect_of(model).engine.compiles)
 
-    def pullback_of(
+    def pullback_of_known(
         self,
         model: Any,
         batch: Batch,

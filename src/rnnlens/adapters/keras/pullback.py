@@ -53,7 +53,7 @@ class KerasPullback:
         self._linear: Any = None
         self._cotangents = cotangents
         #: Gradients of ``cotangents`` by port, with a leading axis; None if they are pulled back by :meth:`vjp`.
-        self.answered: Mapping[Port, Array | None] | None = None
+        self.known_gradients: Mapping[Port, Array | None] | None = None
         self.values: Mapping[Port, Array] = {}
         self.outputs = 0
         self.recurrent_sizes: tuple[tuple[int, int], ...] = ()
@@ -98,7 +98,7 @@ class KerasPullback:
         self.recurrent_sizes = ((samples, steps),) if samples else ()
         values = {}
         for port, key in self._spots.keys.items():
-            if key not in recorded and self.answered is not None:
+            if key not in recorded and self.known_gradients is not None:
                 continue
             if key not in recorded:
                 where = "model" if port.layer is None else f"layer {port.layer!r}"
@@ -116,8 +116,8 @@ class KerasPullback:
             self._linear = self._engine.linearise(self._program(job), arguments, memo)
             return {**self._linear.aux, **self._linear.targets}
         given = {self._spots.keys[p]: self._turned(p, c, axis=1) for p, c in self._cotangents.items()}
-        targets, aux, found = self._engine.answer(self._program(job), arguments, memo, given)
-        self.answered = {port: self._joined(port, [self._gradient(port, found)]) for port in self._wrt}
+        targets, aux, found = self._engine.forward_and_back(self._program(job), arguments, memo, given)
+        self.known_gradients = {port: self._joined(port, [self._gradient(port, found)]) for port in self._wrt}
         return {**aux, **targets}
 
     def _memo(self, job: RunRequest, arguments: Any) -> Memo | None:

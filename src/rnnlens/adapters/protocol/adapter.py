@@ -159,13 +159,13 @@ class Adapter(AxisConvention, ABC):
         """
 
     def has_compiled_pullback(self, model: Any) -> bool:
-        """Return whether :meth:`pullback_of` computes the values and the gradients in one compiled pass.
+        """Return whether :meth:`pullback_of_known` computes the values and the gradients in one compiled pass.
 
         Later batches of a data set take it then. Otherwise all batches are swept, and give the numbers of single calls.
         """
         return False
 
-    def pullback_of(
+    def pullback_of_known(
         self,
         model: Any,
         batch: Batch,

@@ -58,7 +58,7 @@ class Pullback(Protocol):
 
     It may have an attribute ``layouts``, the roles of axes by port, of tensors whose axes this very pass showed; and
     ``recurrent_sizes``, the numbers (samples, steps) of the calls of recurrent layers, where samples come first. If its
-    cotangents were known before the pass, it may have ``answered`` instead of ``vjp``: their gradients by port.
+    cotangents were known before the pass, it may have ``known_gradients`` instead of ``vjp``: their gradients by port.
     """
 
     values: Mapping[Port, Array]

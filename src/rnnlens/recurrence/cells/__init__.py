@@ -21,8 +21,8 @@ from .lstm import CIFG as CIFG
 from .lstm import LSTM as LSTM
 from .lstm_layer_norm import LayerNormLSTM as LayerNormLSTM
 from .lstm_peephole import PeepholeLSTM as PeepholeLSTM
-from .min_gru import MinGRU as MinGRU
-from .min_gru import MinLSTM as MinLSTM
+from .minimal import MinGRU as MinGRU
+from .minimal import MinLSTM as MinLSTM
 from .registry import cell_of_kind, kinds, register, registered
 from .simple_rnn import SimpleRNN as SimpleRNN
 from .stepped import StepCell

@@ -124,7 +124,7 @@ def _pulled(request: BatchRequest) -> BatchGradients:
     gradient_plan = plan(request, inside)
     of_all = bool(gradient_plan.outputs) or request.named is None
     known = {} if request.start is None else {port: request.start.cotangents[port] for port in gradient_plan.starts}
-    with request.adapter.pullback_of(
+    with request.adapter.pullback_of_known(
         request.model, request.batch, gradient_plan.starts, gradient_plan.ends, known
     ) as pullback:
         count = pullback.outputs
@@ -178,7 +178,7 @@ class _Pull:
         request, value = self.request, self._start()
         start = self._start_of_others()
         self._leave_recurrences()
-        arrived: Arrived | None = getattr(self.pullback, "answered", None)
+        arrived: Arrived | None = getattr(self.pullback, "known_gradients", None)
         if arrived is None:
             arrived = self._pull({port: seed[None] for port, seed in self.seeds.items()})
         if self.target.per_sample and request.leaves[0].what != "loss" and request.start is None:
