@@ -1,6 +1,7 @@
 """Base class of recurrent cells: names, equations, and defaults for all methods that follow from a step.
 
-A cell is one class; a variant from the same paper may share its file. It declares the names of its gates, states and weights, and defines one step. All other
+A cell is one class; a variant from the same paper may share its file. It declares the names of its gates, states and
+weights, and defines one step. All other
 methods have a default here, which a cell may override with a faster one. If a cell does not define ``pull_back``, the
 framework of its layer differentiates its step (:attr:`Cell.autodiff`).
 
