@@ -21,8 +21,7 @@ from typing import Any
 
 import numpy as np
 from _summary import Row, collect
-
-import rnnlens as rl
+from example_a import example
 
 ENGINES = {
     "tensorflow": "Keras on TensorFlow",
@@ -119,20 +118,10 @@ def measure(engine: str, small: bool, batches: int, rounds: int) -> None:
     kind = np.int64 if engine == "module" else np.int32
     data = [random.integers(0, VOCABULARY, (BATCH, sizes[0])).astype(kind) for _ in range(batches)]
     model, own = built(engine, sizes, start)
+    gradient = example().gradient
 
     def ours() -> np.ndarray:
-        found = rl.gradients(
-            model,
-            iter(data),
-            of="rnn.hidden",
-            reduce="mean",
-            per_sample=True,
-            wrt="embedding.output",
-            measure="norm",
-            across="mean",
-            initial_state={"rnn": [start]},
-        )
-        return found.values
+        return gradient(model, iter(data), start).values
 
     def theirs() -> np.ndarray:
         return np.mean([own(ids) for ids in data], axis=0)
