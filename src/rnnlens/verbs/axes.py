@@ -110,25 +110,18 @@ class ModelAxes:
         model and input shapes, until the model's fingerprint changes.
         """
         new = [port for port in dict.fromkeys(ports) if port not in self._learned and port not in self.stated]
-        if new and not self.samples_first:
-            self.found |= {} if self.adapter.samples_first else self._find(new, batch, shown or {})
-            self._learned |= set(new)
-
-    def _find(self, ports: list[Port], batch: Batch, shown: Mapping[Port, Layout]) -> Mapping[Port, Layout]:
-        """Return the layouts of ports: cached ones, else those seen in a captured pass, else those of an experiment.
-
-        Certain results of an experiment are cached.
-        """
-        kept = self._kept(batch)
-        if kept is not None and all(port in kept for port in ports):
-            return {port: kept[port] for port in ports}
-        found = shown
-        if not all(port in shown for port in ports):
+        if not new or self.samples_first or self.adapter.samples_first:
+            return
+        kept, found = self._kept(batch), shown or {}
+        if kept is not None and all(port in kept for port in new):
+            found = {port: kept[port] for port in new}
+        elif not all(port in found for port in new):
             quiet = Batch(batch.x, training=batch.training, initial_state=batch.initial_state, seed=batch.seed)
-            found = self.adapter.layouts(self.model, quiet, ports)
+            found = self.adapter.layouts(self.model, quiet, new)
         if kept is not None:
             kept |= {port: one for port, one in found.items() if not (one.coupled or one.is_uncertain or one.order)}
-        return found
+        self.found |= found
+        self._learned |= set(new)
 
     def _kept(self, batch: Batch) -> dict[Port, Layout] | None:
         """Return the mutable cache of layouts for data of these shapes; None if nothing may be cached.
@@ -146,10 +139,6 @@ class ModelAxes:
         names = tuple(batch.x) if isinstance(batch.x, Mapping) else ()
         shapes = tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
         return known.layouts.setdefault((names, shapes, batch.training, tuple(batch.initial_state or ())), {})
-
-    def with_samples_first(self) -> ModelAxes:
-        """Return axes of the same model of which every tensor has samples first, then steps."""
-        return ModelAxes(self.adapter, self.model, rule=AxisConvention())
 
     def samples(self, batch: Batch) -> int:
         """Return the number of samples of a batch by its known layouts, else the length of its first axis."""
@@ -334,23 +323,35 @@ class BatchAxes:
         """Return a function's result with its sample and time axes named by how it depends on its arguments."""
         if result.ndim == 0 or self.axes.samples_first:
             return xr.DataArray(result, dims=self.axes.rule.layout(Port("output"), result.shape).names)
-        opened = []
-        for port, array in zip(ports, arrays, strict=True):
-            names = dims_of(array.shape) if port is None else self.layout(port, array).names
-            opened.append((names, None if port is None else self.layout(port, array)))
+        layouts = [
+            Layout.plain(dims_of(array.shape)) if port is None else self.layout(port, array)
+            for port, array in zip(ports, arrays, strict=True)
+        ]
 
         def arrives(cotangent: Array, name: str) -> Array | None:
             """Return at which indices of the named axis of the arguments the pulled-back cotangent is not zero."""
             found = None
-            for grad, (names, layout) in zip(pull(cotangent), opened, strict=True):
-                if name in names and np.any(grad):
-                    whole = grad if layout is None else layout.opened(grad, self.samples)
-                    at = names.index(name)
-                    hit = np.any(whole != 0, axis=tuple(i for i in range(whole.ndim) if i != at))
+            for grad, layout in zip(pull(cotangent), layouts, strict=True):
+                if name in layout.names and np.any(grad):
+                    hit = reached(layout.opened(grad, self.samples), layout.names.index(name))
                     found = hit if found is None or len(found) != len(hit) else found | hit
             return found
 
         return xr.DataArray(result, dims=_followed(result, arrives))
+
+    def of_samples(self, port: Port, seed: Array, masks: Array) -> Array | None:
+        """Return a cotangent once per mask (row, sample), zero at other samples; None if its samples are unknown."""
+        opened, names = self.opened(port, seed) if self.is_here(port) else (seed, (SAMPLE,))
+        if SAMPLE not in names or opened.shape[names.index(SAMPLE)] != masks.shape[1]:
+            return None
+        at = names.index(SAMPLE)
+        mask = masks.reshape(len(masks), *[1] * at, -1, *[1] * (opened.ndim - at - 1))
+        return np.where(mask, opened[None], seed.dtype.type(0)).reshape(len(masks), *seed.shape)
+
+
+def reached(array: Array, *axes: int) -> Array:
+    """Return at which indices of the given axes an array is not zero everywhere."""
+    return np.any(array != 0, axis=tuple(i for i in range(array.ndim) if i not in axes))
 
 
 def _followed(result: Array, arrives: Callable[[Array, str], Array | None]) -> tuple[str, ...]:
@@ -413,30 +414,18 @@ def refuse_coupled(
     size = max(1, TRIED_AT_ONCE // sum(seed.nbytes for seed in seeds.values()))
     every = patterns(outside.samples)
     for start in range(0, len(every), size):
-        _refuse_coupled_rows(outside, seeds, pull, every[start : start + size])
+        rows = every[start : start + size]
+        placed = {port: outside.of_samples(port, seed, rows) for port, seed in seeds.items()}
+        for port, found in pull({port: seed for port, seed in placed.items() if seed is not None}).items():
+            if found is None or port.kind in ("weight", "loss"):
+                continue
+            arrived, names = to_host(found), (SAMPLE,)
+            if outside.is_here(port):
+                arrived, names = outside.opened(port, arrived, lead=1)
+            hit = reached(arrived, 0, 1 + names.index(SAMPLE)) if SAMPLE in names else rows
+            if hit.shape == rows.shape and bool((hit & ~rows).any()):
+                raise refusal("per_sample=True", port)
     outside.axes.independent.add(tried)
-
-
-def _refuse_coupled_rows(
-    outside: BatchAxes,
-    seeds: Mapping[Port, Array],
-    pull: Callable[[Mapping[Port, Array]], Mapping[Port, Array | None]],
-    rows: Array,
-) -> None:
-    placed = {port: _on(outside, port, seed, rows) for port, seed in seeds.items()}
-    for port, found in pull({port: seed for port, seed in placed.items() if seed is not None}).items():
-        if found is None or port.kind == "weight" or port.kind == "loss":
-            continue
-        arrived = to_host(found)
-        names: tuple[str, ...] = (SAMPLE,)
-        if outside.is_here(port):
-            arrived, names = outside.opened(port, arrived, lead=1)
-        if SAMPLE not in names:
-            continue
-        at = 1 + names.index(SAMPLE)
-        hit = np.any(arrived != 0, axis=tuple(i for i in range(1, arrived.ndim) if i != at))
-        if hit.shape == rows.shape and bool((hit & ~rows).any()):
-            raise refusal("per_sample=True", port)
 
 
 def refusal(what: str, port: Port) -> UnsupportedError:
@@ -448,13 +437,3 @@ def refusal(what: str, port: Port) -> UnsupportedError:
         expected="samples that are computed independently",
         hint="batch statistics: training=False; else a batch of one sample, or the gradient of the whole batch",
     )
-
-
-def _on(outside: BatchAxes, port: Port, seed: Array, rows: Array) -> Array | None:
-    """Return the seed masked to the samples of each row; None if its sample axis is unknown."""
-    opened, names = outside.opened(port, seed) if outside.is_here(port) else (seed, (SAMPLE,))
-    if SAMPLE not in names or opened.shape[names.index(SAMPLE)] != rows.shape[1]:
-        return None
-    at = names.index(SAMPLE)
-    mask = rows.reshape(len(rows), *[1] * at, -1, *[1] * (opened.ndim - at - 1))
-    return np.where(mask, opened[None], seed.dtype.type(0)).reshape(len(rows), *seed.shape)

@@ -14,7 +14,7 @@ from ...layout import dims_of, direction_axis
 from ...recurrence.trajectory import Adjoint
 from ...results.schema import to_host
 from ...typing import Array
-from ...vocabulary import DIRECTION, SAMPLE
+from ...vocabulary import DIRECTION
 from ..axes import BatchAxes, in_order, refuse_coupled, refuse_steps_first, refuse_unknown
 from ..names import Catalogue, TensorName, refuse_lone_output, text_of, uncalled
 from ..recurrent_layers import ReplayedCall, ReplayedLayers, runs
@@ -316,7 +316,7 @@ class _Pull:
             seeds = {port: to_host(a)[0] for port in self.plan.outputs if (a := arrived.get(port)) is not None}
         pieces: dict[TensorName, list[Array | None]] = {name: [] for name in names}
         for rows in self._rows_at_a_time(seeds):
-            got = self._pull({port: self._one_hot(port, seed, rows) for port, seed in seeds.items()})
+            got = self._pull({port: self._of_samples(port, seed, rows) for port, seed in seeds.items()})
             for name in names:
                 pieces[name].append(self.weights.of(name, got, slice(rows.start, rows.stop)))
         return {
@@ -324,16 +324,12 @@ class _Pull:
             for name, parts in pieces.items()
         }
 
-    def _one_hot(self, port: Port, seed: Array, rows: range) -> Array:
-        """Return K copies of a cotangent ``seed`` (sample, ...); the k-th is zero at all samples but ``rows[k]``."""
-        opened, names = self.outside.opened(port, seed) if self.outside.is_here(port) else (seed, (SAMPLE,))
-        refuse_unknown("per_sample=True", text_of(port), names)
-        at = names.index(SAMPLE)
-        stacked = np.zeros((len(rows), *opened.shape), dtype=seed.dtype)
-        for k, n in enumerate(rows):
-            index = (slice(None),) * at + (n,)
-            stacked[(k, *index)] = opened[index]
-        return stacked.reshape(len(rows), *seed.shape)
+    def _of_samples(self, port: Port, seed: Array, rows: range) -> Array:
+        """Return a cotangent (sample, ...) once for each of the samples ``rows``, zero at all others."""
+        if self.outside.is_here(port):
+            refuse_unknown("per_sample=True", text_of(port), self.outside.layout(port, seed).names)
+        masks = np.arange(self.samples) == np.asarray(rows)[:, None]
+        return self.outside.of_samples(port, seed, masks)
 
     def _rows_at_a_time(self, seeds: Mapping[Port, Array]) -> Iterator[range]:
         """Yield ranges of samples whose weight gradients fit into the memory limit."""

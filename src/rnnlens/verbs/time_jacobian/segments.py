@@ -21,7 +21,7 @@ from ...layout import Layout, canonical_order
 from ...results.schema import to_host
 from ...typing import Array
 from ...vocabulary import SAMPLE, TIME
-from ..axes import patterns, refusal
+from ..axes import patterns, reached, refusal
 from ..chain_links import dense, pull_dense_rows
 from ..recurrent_layers import ReplayedLayers
 from . import JacobianRequest
@@ -209,8 +209,7 @@ def _vanishes_elsewhere(rows: Array, on: Array) -> bool:
 def _refuse_coupled(found: Mapping[Port, Array | None], on: Array) -> None:
     for port, rows in found.items():
         if rows is not None and len(on):
-            arrived = to_host(rows[len(rows) - len(on) :])
-            hit = np.any(arrived != 0, axis=tuple(range(2, arrived.ndim)))
+            hit = reached(to_host(rows[len(rows) - len(on) :]), 0, 1)
             if hit.shape == on.shape and bool((hit & ~on).any()):
                 raise refusal("The time Jacobian", port)
 
