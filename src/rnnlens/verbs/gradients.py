@@ -27,7 +27,8 @@ from .differentiation.request import GradientArguments, GradientRequest, Of, a_t
 from .differentiation.target import Reduction, a_reduction
 from .names import TensorName, known_model
 from .request import ModelRequest, in_turn
-from .trace import trace
+from .trace import has_loss, trace_batch
+from .tracing.datasets import TraceSelection
 
 __all__ = ["Gradients", "gradients"]
 
@@ -157,9 +158,7 @@ def gradients(
         return _lazy(model, run, arguments, batch_size)
     scanned = _scan_tensor(adapter_for(model), model, wrt)
     if scanned is not None:
-        others = ("loss", "sample_weight", "class_weight", "initial_state", "training", "seed")
-        given = vars(arguments) | {name: getattr(run, name) for name in others}
-        return _scan_gradient(model, x, y, scanned, _changed(given, batch_size))
+        return _scan_gradient(model, run, scanned, arguments, batch_size)
     request = read_request(model, run, arguments)
     found = gather(request, DataSetBatches(run, batch_size, request.axes, request.with_loss))
     provenance = request.provenance(with_loss=request.with_loss)
@@ -192,14 +191,14 @@ def _scan_tensor(adapter: Adapter, model: Any, wrt: Any) -> tuple[str, str] | No
     return (f"{found[0]}{hash_}{number}", named["quantity"]) if len(found) == 1 else None
 
 
-def _scan_gradient(model: Any, x: Any, y: Any, tensor: tuple[str, str], options: Mapping[str, Any]) -> LabelledArray:
-    """Return the gradient of the loss by a state or coefficient of a scan, with checks and certificate.
-
-    ``options``: the other arguments of ``rl.gradients`` that are not at their defaults. Raise UnsupportedError for a
-    target other than the loss, or a reduction of it.
-    """
-    (layer, quantity), known = tensor, ("loss", "sample_weight", "class_weight", "training", "seed", "axes")
-    others = [name for name in options if name not in known]
+def _scan_gradient(
+    model: Any, run: Batch, tensor: tuple[str, str], arguments: GradientArguments, batch_size: int | None
+) -> LabelledArray:
+    """Return the gradient of the loss by a state or coefficient of a scan, from a trace; refuse any other target."""
+    layer, quantity = tensor
+    given = {**vars(arguments), "initial_state": run.initial_state, "batch_size": batch_size}
+    others = [name for name, is_changed in (("of", arguments.of != "loss"), ("at", arguments.at)) if is_changed]
+    others += [n for n, v in given.items() if n not in ("of", "wrt", "at", "axes") and v is not None and v is not False]
     if others:
         raise UnsupportedError(
             f"A gradient with respect to the {quantity} of a whole-sequence layer is one of the loss of a batch.",
@@ -208,17 +207,11 @@ def _scan_gradient(model: Any, x: Any, y: Any, tensor: tuple[str, str], options:
             hint="loss=lambda output: ..., any scalar of the output; steps are chosen by rl.trace(..., at=)",
         )
     name = f"{quantity}_grad"
-    result = trace(model, x, y, layers=layer, quantities=[name], **options)
+    run = replace(run, x=check.one_batch("x", run.x))
+    result = trace_batch(model, run, TraceSelection.of(layer, name, has_loss(model, run)), {}, arguments.axes)
     array = LabelledArray(result[layer][name])
     array.attrs |= record([check for check in result.checks if check.layer], result.certificate)
     return array
-
-
-def _changed(given: Mapping[str, Any], batch_size: int | None) -> dict[str, Any]:
-    """Return the arguments that are not at their defaults, without the tensors differentiated by."""
-    defaults = {"of": "loss", "training": False, "per_sample": False, "at": {}, "seed": None}
-    every = {**given, "batch_size": batch_size}
-    return {n: v for n, v in every.items() if n != "wrt" and v is not None and (n == "seed" or v != defaults.get(n))}
 
 
 def _lazy(model: Any, run: Batch, arguments: GradientArguments, batch_size: int | None) -> LabelledArray | Gradients:

@@ -125,29 +125,40 @@ def trace(
     ----------
     Total gradients: Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, eqs. 3-5.
     """
-    adapter = adapter_for(model)
-    selection = TraceSelection.of(layers, quantities, y is not None or loss is not None or adapter.has_own_loss(model))
     batch = Batch(x, y, sample_weight, class_weight, loss, training, initial_state, seed)
-    if check.is_lazy((x, y, sample_weight)):
-        return _lazy(model, batch, selection, at or {}, axes)
+    selection = TraceSelection.of(layers, quantities, has_loss(model, batch))
+    verb = _lazy if check.is_lazy((x, y, sample_weight)) else trace_batch
+    return verb(model, batch, selection, at or {}, axes)
+
+
+def has_loss(model: Any, batch: Batch) -> bool:
+    """Return whether there is a loss: a target, a function, or the model's own one."""
+    return batch.y is not None or batch.loss is not None or adapter_for(model).has_own_loss(model)
+
+
+def trace_batch(
+    model: Any, batch: Batch, asked: TraceSelection, at: Mapping[str, Any], axes: Mapping[str, Any] | None
+) -> Trace:
+    """Capture, replay, sweep, label and certify one batch."""
     request = ModelRequest.resolve(model, batch, axes)
     certified = request.needs_certificate("trace")
-    key = (selection.key(loss), request.shapes())
+    key = (asked.key(batch.loss), request.shapes())
     part = part_to_compare(model, batch, key) if certified else None
-    topmost = (part is not None or not certified) and not initial_state and has_agreed(model, (key, training))
-    selection = replace(selection, weighed=certified or current().certify != "first", part=part)
-    capture = adapter.capture(model, batch, selection.request(certified, topmost))
+    agreed = not batch.initial_state and has_agreed(model, (key, batch.training))
+    selection = replace(asked, weighed=certified or current().certify != "first", part=part)
+    wanted = selection.request(certified, topmost=agreed and (part is not None or not certified))
+    capture = request.adapter.capture(model, batch, wanted)
     selection = replace(selection, weighed=selection.weighed and not capture.topmost)
     provenance = request.provenance(with_loss=selection.has_loss)
     claim = ReplayedValues(capture, part) if certified else None
     described = {**request.known.recurrent, **request.known.sequences}
     with nullcontext(None) if claim is None else start_reference_run(request, claim) as reference_run:
-        chain = ChainGradients.of(capture, x) if selection.swept else None
+        chain = ChainGradients.of(capture, batch.x) if selection.swept else None
         datasets_of = partial(recurrent_datasets, described, capture, selection, provenance, chain=chain)
         datasets, checks = datasets_of(claim)
         scans: dict[str, LabelledLayer] = {}
         if capture.sequences:
-            scans, compared = sequence_datasets(described, capture.sequences, selection, provenance, at or {})
+            scans, compared = sequence_datasets(described, capture.sequences, selection, provenance, at)
             datasets, checks = {**datasets, **scans}, [*checks, *compared]
         if claim is not None:
             claim.include_scans(capture.sequences)
@@ -160,11 +171,11 @@ def trace(
             certificate = certify(request, claim, reference_run, partial(_perturbed, datasets_of, capture), **words)
     if part is not None and certificate.state != "passed":
         remember_difference(model, key)
-        return _of_batch(model, batch, layers=layers, quantities=quantities, at=at, axes=axes)
+        return trace_batch(model, batch, asked, at, axes)
     if part is None and certificate.state == "passed":
         remember_passed(model, batch, key, capture)
     if chain is not None and certificate.state in ("passed", "off") and all(one.ok for one in checks):
-        chain.remember(model, (key, training))
+        chain.remember(model, (key, batch.training))
     kept: dict[str, xr.Dataset | LabelledLayer] = dict(datasets)
     if at:
         kept |= {name: selected(layer.dataset(), at) for name, layer in datasets.items() if name not in scans}
@@ -181,11 +192,7 @@ def trace(
 
 
 def _lazy(
-    model: Any,
-    batch: Batch,
-    selection: TraceSelection,
-    at: Mapping[str, Any],
-    axes: Mapping[str, Any] | None,
+    model: Any, batch: Batch, selection: TraceSelection, at: Mapping[str, Any], axes: Mapping[str, Any] | None
 ) -> Trace:
     """Return a trace of data in Dask chunks, which is computed when it is asked for."""
     if SAMPLE in at:
@@ -193,20 +200,13 @@ def _lazy(
         raise UnsupportedError("at= selects no samples of lazy data.", got=f"at={dict(at)!r}", hint=hint)
     request = ModelRequest.resolve(model, batch, axes)
     chunks = SampleChunks.of(request.axes, batch)
-    verb = partial(_of_batch, layers=selection.layers, quantities=selection.quantities, at=at or None, axes=axes)
+    verb = partial(trace_batch, asked=selection, at=at, axes=axes)
     found = lazy_datasets(request.adapter, model, chunks, verb, "trace", sums=False, with_loss=selection.has_loss)
     template, datasets, graph = found
     quantities = None if selection.quantities is None else sorted(selection.quantities)
     notes = [*template.notes, *chunks.notes]
     result = Trace(datasets, quantities=quantities, provenance=template.provenance, notes=notes)
     return result.pending(graph)
-
-
-def _of_batch(model: Any, batch: Batch, **keywords: Any) -> Trace:
-    """Return the trace of one batch."""
-    run = {name: value for name, value in vars(batch).items() if name not in ("x", "y", "frozen")}
-    given = {name: value for name, value in {**run, **keywords}.items() if value is not None or name == "seed"}
-    return trace(model, batch.x, batch.y, **given)
 
 
 def _perturbed(datasets_of: Callable[..., Any], capture: Capture) -> ReplayedValues:

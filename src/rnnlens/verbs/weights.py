@@ -26,7 +26,7 @@ from .chunked.works import lazy_datasets
 from .request import ModelRequest, in_turn
 from .tracing.sequences import scan_measures
 from .weight_gradients import FoundGradients, find_gradients
-from .weight_layout import LabelledWeight, label_cell, label_plain, outside_cells, weights_of_layer
+from .weight_layout import label_cell, label_plain, outside_cells, weights_of_layer
 
 
 @check.checked(model=check.anything)
@@ -115,27 +115,33 @@ def weights(
         raise InputError("measure= applies to gradients by step.", got=f"measure={measure!r}", expected="by_time=True")
     if x is None and (by_time or y is not None or loss is not None):
         raise InputError("Gradients of weights need data.", got="x=None", hint="rl.weights(model, x, y)")
-    request = ModelRequest.resolve(model, Batch(x, y, sample_weight, class_weight, loss, training, None, seed))
+    batch = Batch(x, y, sample_weight, class_weight, loss, training, None, seed)
+    if check.is_lazy((x, y, sample_weight)):
+        return _lazy(model, batch, layers, by_time, measure)
+    return _of_batch(model, batch, layers, measure or by_time)
+
+
+def _of_batch(model: Any, batch: Batch, layers: str | Iterable[str] | None, by_time: bool | str) -> Weights:
+    """Label the weights and, with data, their gradients on one batch, and certify these."""
+    request = ModelRequest.resolve(model, batch)
     found = _selected(request.adapter.weights(model), layers)
     labelled = {}
     for name, layer in found.items():
         cells = {direction: cell.weights() for direction, cell in layer.cells.items()}
         labelled[name] = (label_cell(cells, layer.cells) if cells else {}) | label_plain(outside_cells(layer))
     provenance, differentiated = request.provenance(), FoundGradients()
-    if check.is_lazy((x, y, sample_weight)):
-        return _lazy(request, layers, by_time, measure)
-    certified = x is not None and request.needs_certificate("weights")
-    if x is not None:
-        steps = measure or by_time
-        differentiated = find_gradients(request, found, by_time=steps)
-        for name, gradients in _labelled_gradients(differentiated, found, steps).items():
-            labelled[name] |= gradients
+    if batch.x is not None:
+        differentiated = find_gradients(request, found, by_time=by_time)
+        for name, gradients in differentiated.recurrent.items():
+            labelled[name] |= label_cell(gradients, found[name].cells, suffix="_grad", by_time=by_time)
+        for name, others in differentiated.others.items():
+            labelled[name] |= label_plain({f"{key}_grad": gradient for key, gradient in others.items()})
     datasets = {name: weights_of_layer(name, variables, provenance) for name, variables in labelled.items()}
     _assign_coordinates(datasets, differentiated, request.coordinates)
     for name, measures in _of_scans(request, found).items():
         datasets[name].variables |= measures
-    certificate = None if x is None else Certificate()
-    if certified:
+    certificate = None if batch.x is None else Certificate()
+    if batch.x is not None and request.needs_certificate("weights"):
         certificate = certify_weights(request, found, datasets, differentiated)
     warn_about([*differentiated.checks, *(certificate.checks if certificate else ())])
     return Weights(
@@ -164,24 +170,18 @@ def _of_scans(request: ModelRequest, found: Mapping[str, LayerWeights]) -> dict[
     return {call.layer: scan_measures(call.cell, to_host(forward(call.cell)[2])) for call in calls}
 
 
-def _lazy(request: ModelRequest, layers: str | Iterable[str] | None, by_time: bool, measure: str | None) -> Weights:
+def _lazy(model: Any, batch: Batch, layers: str | Iterable[str] | None, by_time: bool, measure: str | None) -> Weights:
     """Return weights, and their gradients of data in Dask chunks, which are computed when they are asked for."""
     if measure is not None:
         hint = "leave measure= out, compute, and take the norm over units"
         raise UnsupportedError("measure= is of the sum over all samples.", got="lazy data", hint=hint)
-    adapter, model, chunks = request.adapter, request.model, SampleChunks.of(request.axes, request.batch)
-    verb = partial(_of_batch, layers=layers, by_time=by_time)
-    template, datasets, graph = lazy_datasets(adapter, model, chunks, verb, "weights", sums=True, with_loss=True)
+    request = ModelRequest.resolve(model, batch)
+    chunks, verb = SampleChunks.of(request.axes, batch), partial(_of_batch, layers=layers, by_time=by_time)
+    found = lazy_datasets(request.adapter, model, chunks, verb, "weights", sums=True, with_loss=True)
+    template, datasets, graph = found
     notes = [*template.notes, *chunks.notes]
     result = Weights(datasets, penalties=template.penalties, provenance=template.provenance, notes=notes)
     return result.pending(graph)
-
-
-def _of_batch(model: Any, batch: Batch, **keywords: Any) -> Weights:
-    """Return the weights and their gradients of one batch."""
-    names = ("loss", "sample_weight", "class_weight", "training", "seed")
-    run = {name: value for name in names if (value := getattr(batch, name)) is not None or name == "seed"}
-    return weights(model, batch.x, batch.y, **run, **keywords)
 
 
 def _assign_coordinates(layers: Mapping[str, LabelledLayer], found: FoundGradients, given: InputCoordinates) -> None:
@@ -194,20 +194,6 @@ def _assign_coordinates(layers: Mapping[str, LabelledLayer], found: FoundGradien
         name, leaf = call.layer.partition("#")[0], given.is_input(to_host(call.input))
         if name in layers and leaf is not None:
             given.assign_to(layers[name], (FEATURE,), leaf)
-
-
-def _labelled_gradients(
-    found: FoundGradients, weights: Mapping[str, LayerWeights], by_time: bool | str
-) -> dict[str, dict[str, LabelledWeight]]:
-    """Return the gradients by layer, in the layout of the weights."""
-    labelled = {
-        name: label_cell(gradients, weights[name].cells, suffix="_grad", by_time=by_time)
-        for name, gradients in found.recurrent.items()
-    }
-    for name, gradients in found.others.items():
-        plain = label_plain({f"{key}_grad": gradient for key, gradient in gradients.items()})
-        labelled[name] = labelled.get(name, {}) | plain
-    return labelled
 
 
 def _selected(found: Mapping[str, LayerWeights], layers: str | Iterable[str] | None) -> dict[str, LayerWeights]:
