@@ -15,28 +15,19 @@ Axis = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """The names of the axes of a tensor.
+    """The names of the axes of a tensor."""
 
-    Attributes
-    ----------
-    axes
-        For each axis of the framework's tensor its names, several if it is folded: ``(("time", "sample"), ("unit",))``
-        for logits of shape (time * sample, unit).
-    coupled
-        Whether entries of one sample depend on other samples of the batch.
-    samples
-        Number of samples of the batch on which ``coupled`` was determined; 0 if it was not tested.
-    unclear
-        Names of the axes that follow steps but are not called ``time``: several, or one that holds features as well.
-    order
-        For each sample of this tensor its number within the recurrent layers, if a model sorts its samples by length
-        before them, say; empty if the order is the same.
-    """
-
+    #: For each axis of the framework's tensor its names, several if it is folded: ``(("time", "sample"), ("unit",))``
+    #: for logits of shape (time * sample, unit).
     axes: tuple[Axis, ...]
+    #: Whether entries of one sample depend on other samples of the batch.
     coupled: bool = False
+    #: Number of samples of the batch on which ``coupled`` was determined; 0 if it was not tested.
     samples: int = 0
+    #: Names of the axes that follow steps but are not called ``time``: several, or one that holds features as well.
     unclear: tuple[str, ...] = ()
+    #: For each sample of this tensor its number within the recurrent layers, if a model sorts its samples by length
+    #: before them, say; empty if the order is the same.
     order: tuple[int, ...] = ()
 
     @classmethod

@@ -185,19 +185,13 @@ def _unknown(name: str, shapes: Sequence[tuple[int, ...]], failure: Exception | 
 
 @dataclass(frozen=True)
 class DataSetBatches:
-    """Batches of a data set; every iteration starts from the first.
+    """Batches of a data set; every iteration starts from the first."""
 
-    Attributes
-    ----------
-    whole
-        The whole data set as the user passed it, and the options of a run.
-    with_loss
-        Whether a loss is needed; without it, targets and weights are left out.
-    """
-
+    #: The whole data set as the user passed it, and the options of a run.
     whole: Batch
     batch_size: int | None
     axes: ModelAxes
+    #: Whether a loss is needed; without it, targets and weights are left out.
     with_loss: bool
 
     def __iter__(self) -> Iterator[Batch]:

@@ -91,23 +91,16 @@ _certified: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """A call of a verb, resolved on its model once; the requests of the verbs extend it.
-
-    Attributes
-    ----------
-    batch
-        The data and options of the run: one batch, or a data set.
-    known, axes
-        Catalogue of the model's tensors, and their layouts; both are completed while the model runs.
-    coordinates
-        Coordinates of the inputs that are DataArrays.
-    """
+    """A call of a verb, resolved on its model once; the requests of the verbs extend it."""
 
     adapter: Adapter
     model: Any
+    #: The data and options of the run: one batch, or a data set.
     batch: Batch
+    #: Catalogue of the model's tensors, and their layouts; both are completed while the model runs.
     known: Catalogue
     axes: ModelAxes
+    #: Coordinates of the inputs that are DataArrays.
     coordinates: InputCoordinates
 
     @classmethod

@@ -27,25 +27,17 @@ from .weight_layout import outside_cells
 
 @dataclass
 class FoundGradients:
-    """Weight gradients by layer.
+    """Weight gradients by layer."""
 
-    Attributes
-    ----------
-    recurrent
-        By layer, direction and name, in the cell's layout.
-    others
-        By layer and name, for non-recurrent layers; a weight without a path to the loss has no entry.
-    loss, checks, capture
-        The loss of the batch, the self-checks of the sweeps, and the captured pass.
-    scales
-        Scale of rounding in the gradients, by recurrent layer.
-    """
-
+    #: By layer, direction and name, in the cell's layout.
     recurrent: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    #: By layer and name, for non-recurrent layers; a weight without a path to the loss has no entry.
     others: dict[str, dict[str, Array]] = field(default_factory=dict)
+    #: The loss of the batch, the self-checks of the sweeps, and the captured pass.
     loss: float | None = None
     checks: list[Check] = field(default_factory=list)
     capture: Capture | None = None
+    #: Scale of rounding in the gradients, by recurrent layer.
     scales: dict[str, float] = field(default_factory=dict)
 
 

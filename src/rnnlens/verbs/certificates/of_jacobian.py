@@ -45,36 +45,24 @@ _Cotangents = Callable[[Sequence[Array]], Sequence[Array | None]]
 
 @dataclass(frozen=True)
 class JacobianClaim:
-    """A cotangent at the Jacobian's output end, and its product with the Jacobian at the input end.
+    """A cotangent at the Jacobian's output end, and its product with the Jacobian at the input end."""
 
-    Attributes
-    ----------
-    request, plan
-        The Jacobian: the user's, or d output / d input through its recurrences if its ends lie inside the model.
-    ends
-        The ends that ``pulled`` was computed for.
-    cotangent
-        (sample, [time,] unit): of the output's own units, at the steps ``ends.out_times`` in their order.
-    pulled
-        Product of cotangent and Jacobian, with named axes.
-    spread
-        The largest root of the sum of squares of the terms of one entry; the scale of rounding.
-    probed
-        True if the cotangent was swept through the plan, False if multiplied with the result.
-    checks
-        Comparison of a result reduced to norms with the product.
-    run
-        Run of the user's model in which the cotangent was pulled between two ends inside it; None if there is none yet.
-    """
-
+    #: The Jacobian: the user's, or d output / d input through its recurrences if its ends lie inside the model.
     request: JacobianRequest
     plan: JacobianPlan
+    #: The ends that ``pulled`` was computed for.
     ends: JacobianEnds
+    #: (sample, [time,] unit): of the output's own units, at the steps ``ends.out_times`` in their order.
     cotangent: xr.DataArray
+    #: Product of cotangent and Jacobian, with named axes.
     pulled: xr.DataArray
+    #: The largest root of the sum of squares of the terms of one entry; the scale of rounding.
     spread: float
+    #: True if the cotangent was swept through the plan, False if multiplied with the result.
     probed: bool = False
+    #: Comparison of a result reduced to norms with the product.
     checks: tuple[Check, ...] = ()
+    #: Run of the user's model in which the cotangent was pulled between two ends inside it; None if there is none yet.
     run: ReferenceRun | None = None
 
 

@@ -46,24 +46,16 @@ class ChunkRows:
 
 @dataclass
 class SampleChunks:
-    """Data of a call as chunks of samples.
+    """Data of a call as chunks of samples."""
 
-    Attributes
-    ----------
-    run
-        The call's data and options, as the user passed them.
-    layouts
-        Axes of the arrays of each part, as :func:`~rnnlens.verbs.batches.layouts_to_cut` returns them; None if samples
-        come first.
-    bounds
-        The chunks in order; empty ones are left out.
-    notes
-        Sentences on what was rechunked.
-    """
-
+    #: The call's data and options, as the user passed them.
     run: Batch
+    #: Axes of the arrays of each part, as :func:`~rnnlens.verbs.batches.layouts_to_cut` returns them; None if samples
+    #: come first.
     layouts: data.DataLayouts | None
+    #: The chunks in order; empty ones are left out.
     bounds: list[ChunkRows]
+    #: Sentences on what was rechunked.
     notes: list[str] = field(default_factory=list)
 
     @classmethod

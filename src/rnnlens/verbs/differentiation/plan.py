@@ -14,50 +14,33 @@ from .request import BatchRequest
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Access to one tensor: by a sweep, or at ports of the framework.
-
-    Attributes
-    ----------
-    swept
-        True if a sweep of rnnlens is needed, as the framework has no such tensor.
-    free
-        True for an input or output of the model or of a non-recurrent layer. It has the framework's own layout, in
-        which samples may be on any axis.
-    stepwise
-        True for a state of a cell that the user's own loop calls. The framework has it at every step.
-    at
-        The ports that together are the tensor: one, or one per direction; empty if it is swept.
-    below
-        The ports from which the framework differentiates on, towards the inputs of the model.
-    above
-        The ports at which the gradients arrive that give the gradient of this tensor.
-    """
+    """Access to one tensor: by a sweep, or at ports of the framework."""
 
     name: TensorName
+    #: True if a sweep of rnnlens is needed, as the framework has no such tensor.
     swept: bool
+    #: True for an input or output of the model or of a non-recurrent layer. It has the framework's own layout, in which
+    #: samples may be on any axis.
     free: bool
+    #: True for a state of a cell that the user's own loop calls. The framework has it at every step.
     stepwise: bool
+    #: The ports that together are the tensor: one, or one per direction; empty if it is swept.
     at: tuple[Port, ...]
+    #: The ports from which the framework differentiates on, towards the inputs of the model.
     below: tuple[Port, ...]
+    #: The ports at which the gradients arrive that give the gradient of this tensor.
     above: tuple[Port, ...]
 
 
 @dataclass(frozen=True)
 class GradientPlan:
-    """Ports and sweeps that gradients on one batch need.
+    """Ports and sweeps that gradients on one batch need."""
 
-    Attributes
-    ----------
-    leaves
-        The tensors of the target, where differentiation starts.
-    wrt
-        The tensors to differentiate by.
-    outputs
-        Ports of the model's outputs if the loss is split by sample there; else empty.
-    """
-
+    #: The tensors of the target, where differentiation starts.
     leaves: tuple[TensorPlace, ...]
+    #: The tensors to differentiate by.
     wrt: tuple[TensorPlace, ...]
+    #: Ports of the model's outputs if the loss is split by sample there; else empty.
     outputs: tuple[Port, ...] = ()
 
     @cached_property

@@ -49,37 +49,25 @@ class GradientArguments:
 
 @dataclass(frozen=True)
 class GradientRequest(ModelRequest):
-    """A target and the tensors to differentiate it by, with every name resolved.
+    """A target and the tensors to differentiate it by, with every name resolved."""
 
-    Attributes
-    ----------
-    arguments
-        Arguments of the user's call.
-    named
-        The tensors of which the target is a function; None for all outputs of the model.
-    function
-        A callable of these, on framework tensors; None if the target is a named tensor itself.
-    wrt, asked
-        The tensors to differentiate by, and those that the user requested. Clipping needs further ones.
-    lone
-        Whether the user requested one tensor by its own name.
-    scale
-        Loss scale: cotangents are multiplied by it, and gradients divided at the end.
-    memory
-        Bytes that per-sample gradients of weights may use at a time.
-    cotangents
-        Known cotangents of the tensors in ``named``; the target is then not evaluated. None otherwise.
-    """
-
+    #: Arguments of the user's call.
     arguments: GradientArguments
+    #: The tensors of which the target is a function; None for all outputs of the model.
     named: tuple[TensorName, ...] | None
+    #: A callable of these, on framework tensors; None if the target is a named tensor itself.
     function: Callable[..., Any] | None
     target: Target
+    #: The tensors to differentiate by, and those that the user requested. Clipping needs further ones.
     wrt: tuple[TensorName, ...]
     asked: tuple[TensorName, ...] = ()
+    #: Whether the user requested one tensor by its own name.
     lone: bool = False
+    #: Loss scale: cotangents are multiplied by it, and gradients divided at the end.
     scale: float = 1.0
+    #: Bytes that per-sample gradients of weights may use at a time.
     memory: int = 2 * 1024**3
+    #: Known cotangents of the tensors in ``named``; the target is then not evaluated. None otherwise.
     cotangents: tuple[Array, ...] | None = None
 
     @property
@@ -136,17 +124,11 @@ class GradientRequest(ModelRequest):
 
 @dataclass(frozen=True)
 class KnownStart:
-    """Start of the differentiation in later batches of the same shapes, as the first batch showed it.
+    """Start of the differentiation in later batches of the same shapes, as the first batch showed it."""
 
-    Attributes
-    ----------
-    states
-        States that are the output of their layer at every step, so that the framework differentiates them itself.
-    cotangents
-        Cotangents by port. They are the same for every batch, since the target is linear.
-    """
-
+    #: States that are the output of their layer at every step, so that the framework differentiates them itself.
     states: frozenset[TensorName]
+    #: Cotangents by port. They are the same for every batch, since the target is linear.
     cotangents: Mapping[Port, Array]
 
 

@@ -56,14 +56,9 @@ class JacobianOptions:
 
 @dataclass(frozen=True)
 class JacobianRequest(ModelRequest):
-    """A time Jacobian to compute: model, batch, the two ends by name, and options.
+    """A time Jacobian to compute: model, batch, the two ends by name, and options."""
 
-    Attributes
-    ----------
-    of, wrt
-        Names of the upper and the lower end, valid for a time Jacobian.
-    """
-
+    #: Names of the upper and the lower end, valid for a time Jacobian.
     of: TensorName
     wrt: TensorName
     options: JacobianOptions
@@ -127,26 +122,18 @@ Rows = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class JacobianEnd:
-    """One end of a time Jacobian: a state or output inside recurrences, or a tensor of the framework.
-
-    Attributes
-    ----------
-    within
-        The recurrences that contain it, one for each direction; empty if it lies outside of all.
-    port
-        The port of its framework tensor; None inside a recurrence.
-    what, state
-        Inside a recurrence: ``"state"``, ``"final_state"``, ``"initial_state"`` or ``"output"``, and the index of the
-        state.
-    size, times
-        Size per step, and number of steps; None without a time axis.
-    """
+    """One end of a time Jacobian: a state or output inside recurrences, or a tensor of the framework."""
 
     name: TensorName
+    #: The recurrences that contain it, one for each direction; empty if it lies outside of all.
     within: tuple[ReplayedCall, ...]
+    #: The port of its framework tensor; None inside a recurrence.
     port: Port | None
+    #: Inside a recurrence: ``"state"``, ``"final_state"``, ``"initial_state"`` or ``"output"``, and the index of the
+    #: state.
     what: str
     state: int
+    #: Size per step, and number of steps; None without a time axis.
     size: int
     times: int | None
 
@@ -158,32 +145,23 @@ class JacobianEnd:
 
 @dataclass(frozen=True)
 class JacobianEnds:
-    """The two ends of a time Jacobian, their steps, and the reductions.
-
-    Attributes
-    ----------
-    out_times, in_times
-        Requested steps in the requested order; None without a time axis.
-    projection : (1, 1, row, unit) or None
-        Combinations of the output units that the user requested.
-    weights : (sample or 1, time or 1, row, unit) or None
-        Rows to pull back instead of single output units: the projection, or its contraction by a linear reduction.
-    measure
-        Name of the reduction; None for the whole matrix of every pair of steps.
-    sketch
-        Number of random probes that estimate the norm; None for the exact value.
-    average
-        Whether to average over samples.
-    """
+    """The two ends of a time Jacobian, their steps, and the reductions."""
 
     of: JacobianEnd
     wrt: JacobianEnd
+    #: Requested steps in the requested order; None without a time axis.
     out_times: list[int] | None
     in_times: list[int] | None
+    #: (1, 1, row, unit) or None: combinations of the output units that the user requested.
     projection: Rows | None
+    #: (sample or 1, time or 1, row, unit) or None: rows to pull back instead of single output units: the projection, or
+    #: its contraction by a linear reduction.
     weights: Rows | None
+    #: Name of the reduction; None for the whole matrix of every pair of steps.
     measure: str | None
+    #: Number of random probes that estimate the norm; None for the exact value.
     sketch: int | None
+    #: Whether to average over samples.
     average: bool
 
     @property

@@ -26,51 +26,34 @@ from .segments import OuterTensor, SegmentGraph, known_chain
 
 @dataclass(frozen=True)
 class NetworkPath:
-    """Tensors and recurrences on the paths from the upper end to the lower end.
+    """Tensors and recurrences on the paths from the upper end to the lower end."""
 
-    Attributes
-    ----------
-    tops
-        Tensors outside of recurrences from which a path leads to the lower end.
-    recurrences
-        Indices of the recurrences from which a path leads to the lower end.
-    order
-        Indices of all recurrences below the upper end, each after all recurrences that read it.
-    is_cyclic
-        Whether a recurrence reads itself through another one, so that no such order exists.
-    """
-
+    #: Tensors outside of recurrences from which a path leads to the lower end.
     tops: frozenset[Port]
+    #: Indices of the recurrences from which a path leads to the lower end.
     recurrences: frozenset[int]
+    #: Indices of all recurrences below the upper end, each after all recurrences that read it.
     order: tuple[int, ...]
+    #: Whether a recurrence reads itself through another one, so that no such order exists.
     is_cyclic: bool
 
 
 @dataclass
 class JacobianNetwork:
-    """All recurrences and segments between the two ends of a time Jacobian.
+    """All recurrences and segments between the two ends of a time Jacobian."""
 
-    Attributes
-    ----------
-    recurrences
-        All recurrent calls in the order in which they ran.
-    layouts
-        Layouts of the tensors at the two ends.
-    around
-        The segments between tensors outside of recurrences.
-    is_cut
-        Whether differentiation by the framework stops at the recurrences, which are then swept. If not, the framework
-        differentiates through them as well.
-    inside
-        Replays of all recurrent calls.
-    """
-
+    #: All recurrent calls in the order in which they ran.
     recurrences: tuple[ReplayedCall, ...]
     of: JacobianEnd
     wrt: JacobianEnd
+    #: Layouts of the tensors at the two ends.
     layouts: ModelAxes
+    #: The segments between tensors outside of recurrences.
     around: SegmentGraph = field(default_factory=SegmentGraph)
+    #: Whether differentiation by the framework stops at the recurrences, which are then swept. If not, the framework
+    #: differentiates through them as well.
     is_cut: bool = True
+    #: Replays of all recurrent calls.
     inside: ReplayedLayers = field(default_factory=lambda: ReplayedLayers({}))
 
     @property

@@ -31,49 +31,33 @@ from .segments import Segment
 
 @dataclass
 class WorkCount:
-    """Work counted during the computation: FLOPs, and rows and error of pruning.
-
-    Attributes
-    ----------
-    pruned
-        Whether rows were pruned on request.
-    pruned_rows, pruned_error_square
-        Number of pruned rows, and estimated square of the error by pruning.
-    """
+    """Work counted during the computation: FLOPs, and rows and error of pruning."""
 
     flops: float = 0.0
+    #: Whether rows were pruned on request.
     pruned: bool = False
+    #: Number of pruned rows, and estimated square of the error by pruning.
     pruned_rows: int = 0
     pruned_error_square: float = 0.0
 
 
 @dataclass(frozen=True)
 class DirectRoute:
-    """One recurrence that rows enter at single steps, to be read at its input or at a state.
-
-    Attributes
-    ----------
-    state
-        Index of the state that rows enter.
-    readout
-        (sample or 1, time or 1, row, size): matrix from the state to the rows; None for the state itself.
-    below
-        The local segment below the layer's input; None if the lower end is a state of the layer.
-    times
-        Steps at which rows enter.
-    in_times
-        Requested input steps; -1 for the initial state.
-    pattern
-        Sharing pattern for rows of all state units that never mix; None with a readout or without a pattern.
-    """
+    """One recurrence that rows enter at single steps, to be read at its input or at a state."""
 
     one: ReplayedCall
+    #: Index of the state that rows enter.
     state: int
+    #: (sample or 1, time or 1, row, size): matrix from the state to the rows; None for the state itself.
     readout: Array | None
+    #: The local segment below the layer's input; None if the lower end is a state of the layer.
     below: Segment | None
     ends: JacobianEnds
+    #: Steps at which rows enter.
     times: list[int]
+    #: Requested input steps; -1 for the initial state.
     in_times: list[int]
+    #: Sharing pattern for rows of all state units that never mix; None with a readout or without a pattern.
     pattern: Pattern | None
 
     def alive(self) -> np.ndarray[Any, Any]:
@@ -245,28 +229,20 @@ LEAST_ROOM = 64 * 2**20
 
 @dataclass(frozen=True)
 class JacobianPart:
-    """The pieces for one direction at either end, with their route and mode.
+    """The pieces for one direction at either end, with their route and mode."""
 
-    Attributes
-    ----------
-    route
-        ``"direct"``: through one recurrence; ``"composed"``: from one recurrence to the next; ``"uncut"``: by the
-        framework.
-    mode
-        ``"forward"`` or ``"reverse"``.
-    working_bytes
-        Memory of one piece besides its result.
-    place
-        Index along each direction axis of the result.
-    """
-
+    #: ``"direct"``: through one recurrence; ``"composed"``: from one recurrence to the next; ``"uncut"``: by the
+    #: framework.
     route: Literal["direct", "composed", "uncut"]
+    #: ``"forward"`` or ``"reverse"``.
     mode: str
     network: JacobianNetwork
     ends: JacobianEnds
     direct: DirectRoute | None
     pieces: tuple[JacobianPiece, ...]
+    #: Memory of one piece besides its result.
     working_bytes: int
+    #: Index along each direction axis of the result.
     place: Mapping[str, int]
     rtol: float | None = None
 
@@ -283,25 +259,18 @@ class JacobianPart:
 
 @dataclass(frozen=True)
 class JacobianPlan:
-    """Plan of a time Jacobian: parts, dimensions, shape and memory.
-
-    Attributes
-    ----------
-    dims, shape
-        Dimensions and shape of the result; a sketch adds a last axis of two numbers to the shape.
-    peak_bytes
-        Peak memory, including the result if it is kept in memory.
-    ticks
-        Number of progress updates.
-    """
+    """Plan of a time Jacobian: parts, dimensions, shape and memory."""
 
     network: JacobianNetwork
     ends: JacobianEnds
     parts: tuple[JacobianPart, ...]
+    #: Dimensions and shape of the result; a sketch adds a last axis of two numbers to the shape.
     dims: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    #: Peak memory, including the result if it is kept in memory.
     peak_bytes: int
+    #: Number of progress updates.
     ticks: int
 
     def __str__(self) -> str:

@@ -32,20 +32,14 @@ class OuterTensor:
     """A tensor outside the recurrences, viewed as (sample, time, feature) or (sample, feature).
 
     Samples are viewed in the order in which the recurrent layers have them.
-
-    Attributes
-    ----------
-    shape
-        Shape in the framework.
-    layout
-        Roles of the framework's axes; None for samples first, then time.
-    count
-        Number of samples in the batch, if there is a layout.
     """
 
     port: Port
+    #: Shape in the framework.
     shape: tuple[int, ...]
+    #: Roles of the framework's axes; None for samples first, then time.
     layout: Layout | None = None
+    #: Number of samples in the batch, if there is a layout.
     count: int = 0
 
     @property
@@ -108,25 +102,18 @@ Pull = Callable[[Port, Array], Mapping[Port, Array | None]]
 
 @dataclass
 class Segment:
-    """Derivative of a tensor by one of the tensors directly below it.
+    """Derivative of a tensor by one of the tensors directly below it."""
 
-    Attributes
-    ----------
-    kind
-        ``"local"``: steps are independent; ``"flat"``: from a tensor without time; ``"step"``: from a tensor without
-        time to one step of a tensor with time; ``"through"``: anything else, pulled back by the framework each time.
-    block
-        Matrix of a local segment, (sample or 1, time or 1, feature above, feature below), None for the identity; of a
-        flat one (sample, feature above, all entries below), of one step (sample or 1, feature above, feature below);
-        None for ``"through"``.
-    step
-        Step that a ``"step"`` segment reads.
-    """
-
+    #: ``"local"``: steps are independent; ``"flat"``: from a tensor without time; ``"step"``: from a tensor without
+    #: time to one step of a tensor with time; ``"through"``: anything else, pulled back by the framework each time.
     kind: Literal["local", "flat", "step", "through"]
     above: OuterTensor
     below: OuterTensor
+    #: Matrix of a local segment, (sample or 1, time or 1, feature above, feature below), None for the identity; of a
+    #: flat one (sample, feature above, all entries below), of one step (sample or 1, feature above, feature below);
+    #: None for ``"through"``.
     block: Array | None = None
+    #: Step that a ``"step"`` segment reads.
     step: int = 0
 
     def apply(self, rows: Array) -> Array:
@@ -225,21 +212,14 @@ def _subset_rows(top: OuterTensor, axis: int) -> tuple[Array, Array]:
 
 @dataclass
 class SegmentGraph:
-    """Segments between the tensors of one run outside of its recurrences, found when they are needed.
+    """Segments between the tensors of one run outside of its recurrences, found when they are needed."""
 
-    Attributes
-    ----------
-    values
-        Values of the tensors by port, in the framework's layout.
-    pullback
-        The framework's own differentiation; None if all segments are known.
-    segments
-        Known segments, by the upper port, then by the lower port.
-    """
-
+    #: Values of the tensors by port, in the framework's layout.
     values: dict[Port, Array] = field(default_factory=dict)
+    #: The framework's own differentiation; None if all segments are known.
     pullback: Pullback | None = None
     tensors: dict[Port, OuterTensor] = field(default_factory=dict)
+    #: Known segments, by the upper port, then by the lower port.
     segments: dict[Port, dict[Port, Segment]] = field(default_factory=dict)
     _uncoupled: set[Port] = field(default_factory=set)
 
