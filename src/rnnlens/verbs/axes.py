@@ -419,7 +419,8 @@ def refuse_coupled(
         for port, found in pull({port: seed for port, seed in placed.items() if seed is not None}).items():
             if found is None or port.kind in ("weight", "loss"):
                 continue
-            arrived, names = to_host(found), (SAMPLE,)
+            arrived = to_host(found)
+            names: tuple[str, ...] = (SAMPLE,)
             if outside.is_here(port):
                 arrived, names = outside.opened(port, arrived, lead=1)
             hit = reached(arrived, 0, 1 + names.index(SAMPLE)) if SAMPLE in names else rows

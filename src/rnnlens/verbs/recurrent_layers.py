@@ -148,7 +148,7 @@ def _place_output(
     return states, own
 
 
-@dataclass
+@dataclass(eq=False)
 class ReplayedCall:
     """One direction of one call of a recurrent layer, its replay, and the linear system around the replayed states."""
 

@@ -25,9 +25,9 @@ from ...typing import Array
 from ...vocabulary import FEATURE, IN_FEATURE, IN_TIME, OUT_TIME, OUT_UNIT, SAMPLE, TIME, UNIT
 from ..axes import BatchAxes
 from ..names import TensorName, read
-from ..time_jacobian import JacobianEnds, JacobianOptions, JacobianRequest, is_of_integers
+from ..time_jacobian import JacobianEnds, JacobianOptions, JacobianRequest, integer_dtype
 from ..time_jacobian.execute import numbers
-from ..time_jacobian.network import open_network, reopen_network
+from ..time_jacobian.network import open_network
 from ..time_jacobian.plan import JacobianPlan, WorkCount, make_plan, plan_for
 from . import Comparisons, attempt, outputs_of, recheck_failure
 from .inner_ends import pull_between
@@ -218,9 +218,9 @@ def _through_whole_model(request: JacobianRequest, plan: JacobianPlan) -> Jacobi
     for of, wrt in product(read("output", request.known), read("input", request.known)):
         whole = replace(request, of=of, wrt=wrt, options=options)
         try:
-            if is_of_integers(wrt, request.batch):
+            if integer_dtype(wrt, request.batch) is not None:
                 continue
-            with reopen_network(whole, plan.network) as network:
+            with open_network(whole, plan.network.inside) as network:
                 on_path = network.path.recurrences if network.is_cut else range(len(network.recurrences))
                 whole_plan = make_plan(options, network)
                 if needed <= {network.recurrences[number].call.layer for number in on_path}:

@@ -5,7 +5,7 @@ The request is here: names and options, resolved and checked once; its two ends,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
@@ -67,11 +67,7 @@ class JacobianRequest(ModelRequest):
 def read_request(
     model: Any, batch: Batch, ends: tuple[str, str], options: JacobianOptions, axes: Mapping[str, Any] | None
 ) -> JacobianRequest:
-    """Resolve the names of the two ends on the model, and check all arguments that need no run.
-
-    Raise LayerNotFoundError if a name matches nothing. Raise UnsupportedError if the tensor cannot be an end of a time
-    Jacobian. Raise InputError if the input is integer, or ``axes=`` does not name tensors of the model.
-    """
+    """Resolve the names of the two ends on the model, and check all arguments that need no run."""
     resolved = ModelRequest.resolve(model, batch, axes, ends)
     of, wrt = (read_one(text, resolved.known) for text in ends)
     for role, name in (("of", of), ("wrt", wrt)):
@@ -79,8 +75,12 @@ def read_request(
             hint = "rl.gradients differentiates the loss, and by weights and gates"
             what = f"{role}={name.text!r} has no time Jacobian."
             raise UnsupportedError(what, expected=_EXAMPLES[role], hint=hint)
-    if is_of_integers(wrt, batch):
-        raise _integers(wrt, batch, names_behind_ids(resolved.adapter, model, batch, resolved.known))
+    kind = integer_dtype(wrt, batch)
+    if kind is not None:
+        instead = names_behind_ids(resolved.adapter, model, batch, resolved.known)
+        hint = " or ".join(f'wrt="{name}"' for name in instead) or 'x.astype("float32")'
+        got = f"{wrt.text} of dtype {kind}"
+        raise InputError("Integers have no derivative.", got=got, expected="floats", hint=hint)
     if batch.frozen and not resolved.known.sequences:
         what = "frozen=True holds the coefficients of whole-sequence layers, and this model has none."
         raise InputError(what, got=type(model).__name__, expected="a model with a layer of Mamba or a delta rule")
@@ -97,23 +97,16 @@ _EXAMPLES = {
 }
 
 
-def is_of_integers(wrt: TensorName, batch: Batch) -> bool:
-    """Return whether a tensor is an input of the model that holds integers; raise if there is no such input."""
+def integer_dtype(wrt: TensorName, batch: Batch) -> str | None:
+    """Return the dtype of an input of the model that holds integers; None for any other tensor."""
     if wrt.what != "input" or wrt.layer is not None:
-        return False
+        return None
     leaves = data.leaves_of(batch.x)
     if wrt.index >= len(leaves):
         raise InputError(f"The model has no {wrt.text}.", got=f"{len(leaves)} inputs")
     leaf = leaves[wrt.index]
     kind = dtype_name(leaf.data if data.is_packed(leaf) else leaf)
-    return not ("float" in kind or "complex" in kind)
-
-
-def _integers(wrt: TensorName, batch: Batch, instead: Sequence[str]) -> InputError:
-    leaf = data.leaves_of(batch.x)[wrt.index]
-    got = f"{wrt.text} of dtype {dtype_name(leaf.data if data.is_packed(leaf) else leaf)}"
-    hint = " or ".join(f'wrt="{name}"' for name in instead) or 'x.astype("float32")'
-    return InputError("Integers have no derivative.", got=got, expected="floats", hint=hint)
+    return None if "float" in kind or "complex" in kind else kind
 
 
 Reduce = Callable[[Array], Array]
@@ -191,17 +184,14 @@ class JacobianEnds:
         """Number of input steps."""
         return 1 if self.in_times is None else len(self.in_times)
 
-    def rows_at(self, size: int) -> Rows:
-        """Return the pulled rows, (sample or 1, time or 1, row, unit); the identity without weights."""
-        return np.eye(size)[None, None] if self.weights is None else self.weights
+    @property
+    def rows_pulled(self) -> Rows:
+        """The pulled rows, (sample or 1, time or 1, row, unit); the identity without weights."""
+        return np.eye(self.of.size)[None, None] if self.weights is None else self.weights
 
 
 def ends_of(of: JacobianEnd, wrt: JacobianEnd, options: JacobianOptions, samples: int) -> JacobianEnds:
-    """Return the two ends with the steps, rows and reductions of a request.
-
-    Raise InputError if a step does not exist, or ``reduce=`` does not fit the units. Raise TooLargeError if the probes
-    of a sketch would not fit into the memory.
-    """
+    """Return the two ends with the steps, rows and reductions of a request."""
     projection = None if options.reduce is None else _projection(options.reduce, of.size)
     measure = "norm" if options.sketch is not None else options.measure
     weights = projection

@@ -21,7 +21,7 @@ from ...recurrence.sweep_rows import FieldRows, PointRows
 from ...results.schema import to_host
 from ...typing import Array
 from ..recurrent_layers import ReplayedCall
-from . import JacobianEnd
+from . import JacobianEnd, JacobianEnds
 from .network import disconnected
 from .plan import JacobianPart, JacobianPiece, WorkCount
 from .segments import OuterTensor, moved
@@ -82,11 +82,11 @@ class _Descent:
         of, network = self.ends.of, self.network
         if of.port is None:
             for number, one in enumerate(network.recurrences):
-                if any(one is inner for inner in of.within):
-                    self.points[number] = enter(one, of, times, self.ends.rows_at(of.size))
+                if one in of.within:
+                    self.points[number] = _enter(one, self.ends, times)
             return
         tensor, segments = network.around.tensors[of.port], network.around.below(of.port)
-        rows, rest = self.ends.rows_at(tensor.features), set(segments)
+        rows, rest = self.ends.rows_pulled, set(segments)
         for number, one in enumerate(network.recurrences):
             output = one.above()[0]
             kind = segments[output].kind if output in segments and output != self.ends.wrt.port else ""
@@ -191,7 +191,7 @@ def swept_through(
             fields[port] = work.zeros(batch, count, 1, int(run.states[state].shape[-1]))
             taps.initial[state] = FieldCollector(fields[port])
     arrived = None
-    if any(inner is one for inner in wrt.within):
+    if one in wrt.within:
         arrived = work.zeros(batch, count, wrt.times or 1, wrt.size)
         (taps.initial if wrt.what == "initial_state" else taps.states)[wrt.state] = FieldCollector(arrived)
     tally.flops += reverse(one.system, rows, taps).flops
@@ -215,10 +215,10 @@ def starting_rows(tensor: OuterTensor, times: Sequence[int] | None, rows: np.nda
     return whole.reshape(tensor.samples, -1, *whole.shape[3:])
 
 
-def enter(one: ReplayedCall, of: JacobianEnd, times: Sequence[int] | None, block: Array) -> PointRows:
+def _enter(one: ReplayedCall, ends: JacobianEnds, times: Sequence[int] | None) -> PointRows:
     """Return rows that start at a state or the output of a recurrent call."""
     times = [one.last] if times is None else times
-    return one.points(of.state, times, block, of_output=of.what == "output")
+    return one.points(ends.of.state, times, ends.rows_pulled, of_output=ends.of.what == "output")
 
 
 def pull_piece(part: JacobianPart, piece: JacobianPiece, tally: WorkCount) -> np.ndarray[Any, Any]:
@@ -251,12 +251,11 @@ def _seeds(
     of, ends, around = part.ends.of, part.ends, part.network.around
     if of.port is not None:
         tensor = around.tensors[of.port]
-        return {of.port: starting_rows(tensor, times, ends.rows_at(tensor.features))}, []
+        return {of.port: starting_rows(tensor, times, ends.rows_pulled)}, []
     seeds: dict[Port, Array] = {}
     found = []
     for one in of.within:
-        rows = enter(one, of, times, ends.rows_at(of.size))
-        left, arrived = swept_through(one, rows, one.below(), ends.wrt, tally)
+        left, arrived = swept_through(one, _enter(one, ends, times), one.below(), ends.wrt, tally)
         seeds |= left
         found.append(arrived)
     return seeds, found

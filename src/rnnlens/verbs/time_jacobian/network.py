@@ -116,14 +116,14 @@ class JacobianNetwork:
             if number not in gone:
                 entered.add(number)
                 one = self.recurrences[number]
-                ends_here = any(one is inner for inner in self.wrt.within)
-                gone[number] = any([ends_here] if ends_here else [from_tensor(port) for port in one.below()])
+                led = [True] if one in self.wrt.within else [from_tensor(port) for port in one.below()]
+                gone[number] = any(led)
             return gone[number]
 
         if self.of.port is not None:
             from_tensor(self.of.port)
         for number, one in enumerate(self.recurrences):
-            if any(one is inner for inner in self.of.within):
+            if one in self.of.within:
                 from_recurrence(number)
         return NetworkPath(
             frozenset(port for port, found in leads.items() if found),
@@ -134,31 +134,19 @@ class JacobianNetwork:
 
 
 @contextmanager
-def open_network(request: JacobianRequest, *, perturbed: bool = False) -> Iterator[JacobianNetwork]:
+def open_network(
+    request: JacobianRequest, inside: ReplayedLayers | None = None, *, perturbed: bool = False
+) -> Iterator[JacobianNetwork]:
     """Run the model and keep, while the context is open, what differentiation between the two ends needs.
 
-    ``perturbed``: values inside recurrent layers are perturbed by one rounding. Raise ModelError if no recurrent layer
-    ran. Raise DisconnectedError if no path connects the ends. Raise UnsupportedError if samples depend on each other,
-    or recurrent layers run on different numbers of samples.
+    ``inside``: replays of an earlier run, which are used again. ``perturbed``: values inside recurrent layers are
+    perturbed by one rounding. Where recurrences read each other in a cycle, there are no cuts.
     """
-    inside = _look_inside(request)
-    with _opened(request, inside.map(ReplayedCall.perturbed) if perturbed else inside) as network:
-        yield network
-
-
-@contextmanager
-def reopen_network(request: JacobianRequest, network: JacobianNetwork) -> Iterator[JacobianNetwork]:
-    """Open the network between two other ends, with the replays of an open network."""
-    with _opened(request, network.inside) as other:
-        yield other
-
-
-@contextmanager
-def _opened(request: JacobianRequest, inside: ReplayedLayers) -> Iterator[JacobianNetwork]:
-    """Open the network around replayed recurrences; without cuts if recurrences read each other in a cycle."""
+    inside = _look_inside(request) if inside is None else inside
+    inside = inside.map(ReplayedCall.perturbed) if perturbed else inside
     of, wrt = _inner(request.of, inside, "of"), _inner(request.wrt, inside, "wrt")
     alone = of is not None and not (inside.entangled and any(one.call.between for one in of.within))
-    if of and wrt and alone and {id(one) for one in of.within} == {id(one) for one in wrt.within}:
+    if of and wrt and alone and set(of.within) == set(wrt.within):
         yield JacobianNetwork(tuple(of.within), of, wrt, request.axes, inside=inside)  # of that layer's own samples
         return
     outer = [None if end is not None else _port(name) for end, name in ((of, request.of), (wrt, request.wrt))]
@@ -174,7 +162,7 @@ def _opened(request: JacobianRequest, inside: ReplayedLayers) -> Iterator[Jacobi
         if inside.entangled or not network.path.is_cyclic:
             yield network
             return
-    with _opened(request, ReplayedLayers(inside.by_layer, entangled=True)) as network:
+    with open_network(request, ReplayedLayers(inside.by_layer, entangled=True)) as network:
         yield network
 
 
@@ -202,10 +190,7 @@ def _look_inside(request: JacobianRequest) -> ReplayedLayers:
 
 
 def _flattened(one: ReplayedCall, memory: int) -> ReplayedCall:
-    """Return a call with flattened axes of space, if the step matrix between two images fits into the memory.
-
-    Raise TooLargeError if it does not.
-    """
+    """Return a call with flattened axes of space; raise if its step matrix between two images exceeds the memory."""
     flat = one.flat()
     if flat is not one:
         rows, columns = flat.system.rows, flat.system.rows + flat.system.features

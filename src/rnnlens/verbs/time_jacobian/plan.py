@@ -140,7 +140,7 @@ def _from_above(
     one = network.recurrences[network.returned_by[port]]
     if port != one.above()[0]:
         return None
-    rows, sequences = ends.rows_at(of.size), one.call.returns_sequences
+    rows, sequences = ends.rows_pulled, one.call.returns_sequences
     if segment.kind == "local" and sequences:
         identity = segment.block is None and ends.weights is None
         return one, one.run.output_state, None if identity else segment.at_every_step(rows), None
