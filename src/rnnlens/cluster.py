@@ -182,26 +182,14 @@ class TravellingModel:
         self._home = (gethostname(), os.getpid())
 
     def pack(self) -> bytes:
-        """Return the model as bytes; they are made once.
-
-        Raises
-        ------
-        UnsupportedError
-            If a part of the model cannot be sent; the message names it.
-        """
+        """Return the model as bytes; they are made once."""
         if self._bytes is None:
             self._bytes = packed(self._model, self._engine)
             self._key = hashlib.sha256(self._bytes).hexdigest()
         return self._bytes
 
     def get(self) -> Any:
-        """Return the model: the user's own in its process, otherwise the one rebuilt and kept in this process.
-
-        Raises
-        ------
-        ModelError
-            If the weights changed since the lazy result was made.
-        """
+        """Return the model: the user's own in its process, otherwise the one rebuilt and kept in this process."""
         if self._model is None:
             return _rebuilt(self._key, self.pack(), self._home != (gethostname(), os.getpid()))
         if self._digest(self._model) != self.digest:
@@ -218,13 +206,7 @@ class TravellingModel:
 
 
 def packed(model: Any, engine: str) -> bytes:
-    """Serialise a model: Keras by its own format, torch modules and others by cloudpickle.
-
-    Raises
-    ------
-    UnsupportedError
-        If a part of the model cannot be sent; the message names it.
-    """
+    """Serialise a model: Keras by its own format, torch modules and others by cloudpickle."""
     package = _keras_package(model)
     if package is not None:
         return _pickled(_keras_parts(model, package), model)
@@ -316,13 +298,7 @@ def dumps(value: Any) -> bytes:
 
 
 def dumps_arguments(value: Any, parts: Mapping[str, Any]) -> bytes:
-    """Pickle a value that is made of arguments of the user, given by name.
-
-    Raises
-    ------
-    UnsupportedError
-        If an argument cannot be sent; the message names it.
-    """
+    """Pickle a value that is made of arguments of the user, given by name."""
     try:
         return dumps(value)
     except Exception as error:

@@ -183,11 +183,6 @@ def refuse_steps_first(axes: ModelAxes, batch: Batch, sizes: Iterable[Sequence[i
     """Raise where the framework's convention is samples first, and recurrent layers step along the first axis.
 
     ``sizes``: number of samples and of steps of each recurrent call.
-
-    Raises
-    ------
-    InputError
-        If all calls received the first two axes of the input in the other order.
     """
     if not axes.samples_first:
         return

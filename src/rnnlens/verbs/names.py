@@ -215,10 +215,7 @@ def with_layers_that_ran(
 
 
 def read(text: str, known: Catalogue) -> list[TensorName]:
-    """Resolve a name, a pattern (``*``, ``?``) or ``"weights"`` to at least one tensor.
-
-    Raise LayerNotFoundError if nothing matches; the message has the closest name.
-    """
+    """Resolve a name, a pattern (``*``, ``?``) or ``"weights"`` to at least one tensor."""
     for attempt in (_whole_model, _weight_path, _layer_quantity):
         found = attempt(text, known)
         if found:

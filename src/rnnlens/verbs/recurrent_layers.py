@@ -343,10 +343,7 @@ class ReplayedLayers:
         return is_plain and in_order and is_state and call.received is None
 
     def layer(self, name: str | None) -> list[ReplayedCall]:
-        """Return the directions of one call of a layer.
-
-        Raise LayerNotFoundError if the layer was never called, or several times and the name does not select a call.
-        """
+        """Return the directions of one call of a layer."""
         if name in self.by_layer:
             return self.by_layer[name]
         calls = [node for node in self.by_layer if node.rpartition("#")[0] == name]

@@ -107,10 +107,7 @@ class ModelRequest:
     def resolve(
         cls, model: Any, batch: Batch, axes: Mapping[str, Layout] | None = None, texts: Iterable[Any] = ()
     ) -> ModelRequest:
-        """Resolve a call on its model, stated layouts included; ``texts`` are names that may need output keys.
-
-        Raise InputError or LayerNotFoundError if ``axes`` does not name tensors of the model.
-        """
+        """Resolve a call on its model, stated layouts included; ``texts`` are names that may need output keys."""
         adapter, several = adapter_for(model), is_source(batch.x)
         known = Catalogue(adapter, model, batch.x)
         if texts and not several:

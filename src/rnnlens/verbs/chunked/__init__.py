@@ -60,12 +60,7 @@ class SampleChunks:
 
     @classmethod
     def of(cls, axes: ModelAxes, run: Batch, batch_size: int | None = None) -> SampleChunks:
-        """Find the axis of samples of every array, and the cuts.
-
-        Raise InputError if chunk sizes are not known, there are no samples, or numbers of samples differ. Raise
-        UnsupportedError if samples share an axis with something else, or initial states are lazy. Raise TooLargeError
-        if a chunk alone exceeds the memory granted.
-        """
+        """Find the axis of samples of every array, and the cuts."""
         for name in _PARTS:
             _refuse_unknown_chunks(name, getattr(run, name))
         for leaf in data.leaves_of(run.x):

@@ -95,11 +95,7 @@ def gradients_of_chunks(
     label: Callable[[GradientRequest, Any, DataSetGradients, Mapping[str, str]], xr.DataArray],
     provenance: Mapping[str, str],
 ) -> tuple[GradientRequest, dict[str, xr.DataArray], Explanation, ChunkGraph]:
-    """Return lazy gradients by name, reasons for those that do not exist, and the graph of tasks.
-
-    Raise UnsupportedError if the gradients of chunks do not combine to that of the whole data set, or an option needs
-    all of it.
-    """
+    """Return lazy gradients by name, reasons for those that do not exist, and the graph of tasks."""
     _refuse_options(arguments)
     request, template = template_of(lambda batch: _gradients_of_template(model, chunks, arguments, batch), chunks)
     combine = _combination(request, chunks)
@@ -288,10 +284,7 @@ class DatasetWork:
 def lazy_datasets(
     adapter: Adapter, model: Any, chunks: SampleChunks, verb: Verb, title: str, *, sums: bool, with_loss: bool
 ) -> tuple[Any, dict[str, xr.Dataset], ChunkGraph]:
-    """Return the result on substitute data, lazy datasets by layer, and the graph of tasks.
-
-    Raise UnsupportedError if the loss of all samples does not follow from that of each chunk.
-    """
+    """Return the result on substitute data, lazy datasets by layer, and the graph of tasks."""
     template = template_of(partial(verb, model), chunks)
     combine = _combination_of_loss(adapter, model, chunks) if with_loss else None
     padding: Padding | None = "repeated"

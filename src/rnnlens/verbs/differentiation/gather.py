@@ -183,10 +183,7 @@ class DataSetGradients:
 
 
 def gather(request: GradientRequest, batches: DataSetBatches) -> DataSetGradients:
-    """Compute the gradients of all batches; explain missing gradients by experiments on the first batch.
-
-    Raise UnsupportedError if the gradients of batches do not combine to that of the whole data set.
-    """
+    """Compute the gradients of all batches; explain missing gradients by experiments on the first batch."""
     arguments, stream = request.arguments, iter(batches)
     first, second = next(stream), next(stream, None)
     if second is None:

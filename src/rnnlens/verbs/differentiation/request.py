@@ -166,11 +166,7 @@ class BatchGradients:
 
 
 def read_request(model: Any, run: Batch, arguments: GradientArguments) -> GradientRequest:
-    """Resolve all names of ``rl.gradients`` against the model and check the arguments.
-
-    Raise InputError or LayerNotFoundError or UnsupportedError if the target is not valid, a name matches nothing, or
-    arguments exclude each other.
-    """
+    """Resolve all names of ``rl.gradients`` against the model and check the arguments."""
     texts = [arguments.wrt] if isinstance(arguments.wrt, str) else list(arguments.wrt)
     resolved = ModelRequest.resolve(model, run, arguments.axes, [arguments.of, *texts])
     known = resolved.known

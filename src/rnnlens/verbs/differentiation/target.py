@@ -91,10 +91,7 @@ class Target:
         return replace(self, at=at, rows=rows, picked=len(positions), chosen=positions)
 
     def evaluate(self, whole: xr.DataArray, differentiate: Differentiate) -> tuple[Array, Array]:
-        """Return the target's value, a scalar or (sample,), and the cotangent of ``whole``.
-
-        Raise InputError if ``at`` does not fit, or if more than one number remains and ``reduce`` is None.
-        """
+        """Return the target's value, a scalar or (sample,), and the cotangent of ``whole``."""
         if self.picked == 0:
             return np.zeros((0,) if self.per_sample else ()), np.zeros(whole.shape, np.result_type(whole, np.float32))
         at = indices_of(whole, self.at, self.text)

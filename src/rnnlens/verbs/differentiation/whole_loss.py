@@ -112,10 +112,7 @@ class WholeLoss:
 
 
 def output_layouts(axes: ModelAxes, first: Batch, second: Batch) -> OutputLayouts | None:
-    """Return the layout of each model output by its sample axis; None if samples come first.
-
-    Raise UnsupportedError if the outputs of a sample depend on the other samples of its batch.
-    """
+    """Return the layout of each model output by its sample axis; None if samples come first."""
     adapter, model = axes.adapter, axes.model
     mixing = adapter.mixes_samples(model, first.training)
     if mixing is None:

@@ -45,10 +45,7 @@ def refuse_for_chunks(options: JacobianOptions, of: str = "lazy data") -> None:
 
 
 def mean_over(jacobians: Iterable[tuple[LabelledArray, int]]) -> LabelledArray:
-    """Average Jacobians, weighted by their numbers of samples; keep the worst check of all batches.
-
-    Raise InputError if batches differ in length.
-    """
+    """Average Jacobians, weighted by their numbers of samples; keep the worst check of all batches."""
     first: LabelledArray | None = None
     total, samples, checks = np.zeros(()), 0, dict[tuple[str, str], Check]()
     for found, count in jacobians:

@@ -73,10 +73,7 @@ class JacobianNetwork:
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """For each sample of the result its number within the recurrences; empty if the order is the same.
-
-        Raises UnsupportedError if the two ends have their samples in different orders.
-        """
+        """For each sample of the result its number within the recurrences; empty if the order is the same."""
         outside = [self.around.tensors[end.port] for end in (self.of, self.wrt) if end.port is not None]
         orders = {tensor.layout.order for tensor in outside if tensor.layout is not None}
         if len(orders) > 1:

@@ -280,12 +280,7 @@ class JacobianPlan:
 
 
 def make_plan(options: JacobianOptions, network: JacobianNetwork) -> JacobianPlan:
-    """Return the plan for the requested options on a network.
-
-    Raise InputError if steps or projections do not fit the two ends. Raise TooLargeError if the result would not fit
-    into the memory; the message has cheaper calls. Raise UnsupportedError if ``mode="forward"`` or ``rtol=`` is
-    requested although the direct route does not apply.
-    """
+    """Return the plan for the requested options on a network."""
     ends = ends_of(network.of, network.wrt, options, network.samples)
     mode = "reverse" if options.sketch is not None else options.mode
     return plan_for(network, ends, mode, options.rtol, options.memory, streamed=options.out is not None)

@@ -145,10 +145,7 @@ _MANY = 64
 
 
 def probe(pull: Pull, top: OuterTensor, tensors: Mapping[Port, OuterTensor]) -> dict[Port, Segment]:
-    """Find the segments that start at a tensor by pulling probe cotangents, by the lower tensor.
-
-    Raise UnsupportedError if cotangents of some samples reach other samples.
-    """
+    """Find the segments that start at a tensor by pulling probe cotangents, by the lower tensor."""
     (steps, on_steps), (samples, on_samples) = _subset_rows(top, 1), _subset_rows(top, 0)
     found: Mapping[Port, Array | None] = {}
     units = np.zeros((0, *steps.shape[1:]))

@@ -58,10 +58,7 @@ class TraceSelection:
     def of(
         cls, layers: str | Iterable[str] | None, quantities: str | Iterable[str] | None, has_loss: bool
     ) -> TraceSelection:
-        """Check the arguments ``layers`` and ``quantities``.
-
-        Raise InputError if a quantity does not exist, or is a gradient and there is no loss.
-        """
+        """Check the arguments ``layers`` and ``quantities``."""
         named = None if layers is None else (layers,) if isinstance(layers, str) else tuple(layers)
         if quantities is None:
             return cls(named, None, has_loss)
