@@ -25,6 +25,11 @@ def leaves_of(tree: Any) -> list[Any]:
     return [] if tree is None else [tree]
 
 
+def arrays_of(tree: Any) -> list[Any]:
+    """Return the arrays of :func:`leaves_of`; of a packed sequence its data."""
+    return [leaf.data if is_packed(leaf) else leaf for leaf in leaves_of(tree)]
+
+
 def named_leaves(tree: Any) -> tuple[str, ...]:
     """Return a name for every array of :func:`leaves_of`: its key or field, and ``key.1`` inside a nested part."""
     if isinstance(tree, Mapping):

@@ -140,6 +140,10 @@ class ModelAxes:
         shapes = tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
         return known.layouts.setdefault((names, shapes, batch.training, tuple(batch.initial_state or ())), {})
 
+    def with_samples_first(self) -> ModelAxes:
+        """Return axes of the same model of which every tensor has samples first, then steps."""
+        return ModelAxes(self.adapter, self.model, rule=AxisConvention())
+
     def samples(self, batch: Batch) -> int:
         """Return the number of samples of a batch by its known layouts, else the length of its first axis."""
         leaves = data.leaves_of(batch.x)

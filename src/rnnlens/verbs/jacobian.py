@@ -197,7 +197,7 @@ def _lazy(
     mean = options.across is not None
     # A padded chunk needs the Jacobian of each sample, which is large unless it is measured.
     padding: Padding | None = None if mean and options.measure is None else "repeated"
-    work = JacobianWork(verb, by_sample, mean, padding)
+    work = JacobianWork(padding, None, verb, by_sample, mean)
     chunks = SampleChunks.of(ModelRequest.resolve(model, run, axes).axes, run, batch_size)
     return lazy_jacobian(model, chunks, work, ends[0].partition(".")[0])
 

@@ -184,32 +184,24 @@ class Catalogue:
                 yield f"{layer}.weights"
 
 
-def with_named_outputs(adapter: Adapter, model: Any, batch: Batch, known: Catalogue, texts: Iterable[Any]) -> Catalogue:
-    """Return the catalogue with output names, if one of ``texts`` needs them: keys of a dict, fields of a record.
+def completed(known: Catalogue, batch: Batch, texts: Sequence[str]) -> Catalogue:
+    """Return the catalogue after one more run, where a name needs what only a run shows.
 
-    The output keys of a torch model are known only after a run, so the model is run once more.
+    The output keys of a torch model are such names, and the states of a module or loop that is not known to be a cell.
     """
-    asked = [_INDEXED.fullmatch(text) for text in texts if isinstance(text, str)]
-    if known.outputs or not any(m and m["what"] == "output" and not m["which"].isdigit() for m in asked):
-        return known
-    outputs = adapter.capture(model, batch, CaptureRequest(inputs=False, gradients=False, weight_grads=False)).outputs
-    return Catalogue(adapter, model, known.x, tuple(filter(None, named_leaves(outputs))))
-
-
-def with_layers_that_ran(
-    adapter: Adapter, model: Any, batch: Batch, known: Catalogue, texts: Iterable[Any]
-) -> Catalogue:
-    """Return the catalogue after one more run, if one of ``texts`` is a state of no layer known to be recurrent.
-
-    A torch module or loop whose arguments are not named as states shows only when it runs that it is a cell.
-    """
-    states = [text for text in texts if isinstance(text, str) and _state(text.rpartition(".")[2]) is not None]
+    adapter, model = known.adapter, known.model
+    quiet = CaptureRequest(inputs=False, gradients=False, weight_grads=False)
+    asked = map(_INDEXED.fullmatch, texts)
+    if not known.outputs and any(m and m["what"] == "output" and not m["which"].isdigit() for m in asked):
+        outputs = adapter.capture(model, batch, quiet).outputs
+        known = Catalogue(adapter, model, known.x, tuple(filter(None, named_leaves(outputs))))
     try:
-        for text in states:
-            read(text, known)
+        for text in texts:
+            if _state(text.rpartition(".")[2]) is not None:
+                read(text, known)
     except LayerNotFoundError:
         with suppress(RnnlensError):  # the error is that of the name
-            adapter.capture(model, batch, CaptureRequest(inputs=False, gradients=False, weight_grads=False))
+            adapter.capture(model, batch, quiet)
         return Catalogue(adapter, model, known.x, vars(known).get("outputs", ()))
     return known
 

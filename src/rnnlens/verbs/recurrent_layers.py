@@ -17,6 +17,7 @@ import numpy as np
 from ..adapters.protocol import Adapter, Batch, CaptureRequest, ChainLink, Port, RecurrentCall
 from ..autodiff.tensors import like, shared
 from ..errors import LayerNotFoundError, ModelError
+from ..layout import dims_of, direction_axis
 from ..recurrence.adjoint import (
     adjoint,
     adjoint_custom,
@@ -383,6 +384,11 @@ class ReplayedLayers:
             else:
                 parts.append(_pick(one, result.state_grads[name.index], name))
         return _join(parts, name)
+
+
+def stack_directions(parts: Sequence[Array]) -> Array:
+    """Stack arrays of both directions of a layer behind time, or else behind sample; return a lone one as it is."""
+    return parts[0] if len(parts) == 1 else np.stack(parts, axis=direction_axis(dims_of(parts[0].shape)))
 
 
 def outputs_of(adapter: Adapter, model: Any, batch: Batch, layers: tuple[str, ...]) -> dict[str, Array]:

@@ -20,7 +20,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from .. import data
 from ..adapters.protocol import Adapter, Batch
 from ..adapters.registry import adapter_for, adapter_of
 from ..arguments.data import is_source
@@ -29,8 +28,9 @@ from ..errors import UnsupportedError
 from ..layout import Layout
 from ..recurrence.arrays import one_thread_each
 from ..settings import current
+from ..typing import arrays_of
 from .axes import InputCoordinates, ModelAxes
-from .names import Catalogue, with_layers_that_ran, with_named_outputs
+from .names import Catalogue, completed
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -111,8 +111,7 @@ class ModelRequest:
         adapter, several = adapter_for(model), is_source(batch.x)
         known = Catalogue(adapter, model, batch.x)
         if texts and not several:
-            known = with_named_outputs(adapter, model, batch.without_loss(), known, texts)
-            known = with_layers_that_ran(adapter, model, batch.without_loss(), known, texts)
+            known = completed(known, batch.without_loss(), [text for text in texts if isinstance(text, str)])
         roles = ModelAxes(adapter, model, axes, known)
         return ModelRequest(adapter, model, batch, known, roles, InputCoordinates(() if several else batch.x, roles))
 
@@ -124,8 +123,7 @@ class ModelRequest:
 
     def shapes(self) -> Hashable:
         """Return shapes and dtypes of the inputs."""
-        leaves = [leaf.data if data.is_packed(leaf) else leaf for leaf in data.leaves_of(self.batch.x)]
-        return tuple((tuple(np.shape(leaf)), str(getattr(leaf, "dtype", ""))) for leaf in leaves)
+        return tuple((tuple(np.shape(leaf)), str(getattr(leaf, "dtype", ""))) for leaf in arrays_of(self.batch.x))
 
     def needs_certificate(self, verb: str, *what: Any) -> bool:
         """Return whether ``rl.options(certify=...)`` requires a certificate of this batch.

@@ -20,7 +20,7 @@ from ...errors import CertificateError
 from ...recurrence.rounding import one_rounding
 from ...results.checks import Certificate, Check, coarser, epsilon, residual, rounding_bound, underflow_unit
 from ...results.schema import to_host
-from ...typing import Array, is_packed
+from ...typing import Array
 from ..request import ModelRequest
 
 T = TypeVar("T")
@@ -172,11 +172,6 @@ class Comparisons:
             return Certificate("could not", against, why=", ".join(self.left_out))
         words["uncertified"] = (*words.get("uncertified", ()), *self.left_out)
         return Certificate.of(against, [*self.checks, *more], **words)
-
-
-def outputs_of(tree: Any) -> list[Any]:
-    """Return the leaves of a nested output; of a packed sequence its data."""
-    return [leaf.data if is_packed(leaf) else leaf for leaf in data.leaves_of(tree)]
 
 
 def filled(one: Any, other: Any) -> tuple[Any, Any]:

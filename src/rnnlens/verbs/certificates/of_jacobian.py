@@ -21,7 +21,7 @@ from ...adapters.protocol import Port, ReferenceRun
 from ...errors import CertificateError, RnnlensError, TooLargeError
 from ...results.checks import Certificate, Check, coarser, epsilon, residual, rounding_bound
 from ...results.schema import to_host
-from ...typing import Array
+from ...typing import Array, arrays_of
 from ...vocabulary import FEATURE, IN_FEATURE, IN_TIME, OUT_TIME, OUT_UNIT, SAMPLE, TIME, UNIT
 from ..axes import BatchAxes
 from ..names import TensorName, read
@@ -29,7 +29,7 @@ from ..time_jacobian import JacobianEnds, JacobianOptions, JacobianRequest, inte
 from ..time_jacobian.execute import numbers
 from ..time_jacobian.network import open_network
 from ..time_jacobian.plan import JacobianPlan, WorkCount, make_plan, plan_for
-from . import Comparisons, attempt, outputs_of, recheck_failure
+from . import Comparisons, attempt, recheck_failure
 from .inner_ends import pull_between
 
 #: Values of ``measure`` for which the result is linear in the rows of the Jacobian.
@@ -405,7 +405,7 @@ def _arrived(claim: JacobianClaim, gradients: Sequence[Array | None], *, steps: 
     """Return the gradient at the lower end, (sample, [time,] feature); zeros at an input that no path leads to."""
     wrt = claim.request.wrt
     arrived = gradients[0 if claim.run is not None else wrt.index]
-    arrived = np.zeros_like(np.asarray(outputs_of(claim.request.batch.x)[wrt.index])) if arrived is None else arrived
+    arrived = np.zeros_like(np.asarray(arrays_of(claim.request.batch.x)[wrt.index])) if arrived is None else arrived
     return _as_rows(_opened(claim, wrt, arrived, steps=steps), FEATURE)
 
 

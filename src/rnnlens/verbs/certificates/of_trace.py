@@ -26,10 +26,10 @@ from ...recurrence.cells import affine
 from ...results.checks import Certificate, coarser, epsilon
 from ...results.schema import LabelledLayer, to_host
 from ...settings import current
-from ...typing import Array
+from ...typing import Array, arrays_of
 from ...vocabulary import DIRECTION, FEATURE, GATE, SAMPLE, STATE, TIME
 from ..request import ModelRequest
-from . import INPUTS, LOSS, OUTPUTS, WEIGHTS, Comparisons, attempt, filled, mismatch, outputs_of, recheck_failure
+from . import INPUTS, LOSS, OUTPUTS, WEIGHTS, Comparisons, attempt, filled, mismatch, recheck_failure
 
 #: Function that waits for the reference run, and returns it and "", or None and the reason for its failure.
 Attempt = Callable[[], tuple[ReferenceRun | None, str]]
@@ -254,7 +254,7 @@ def _compared(request: ModelRequest, claim: ReplayedValues, run: ReferenceRun) -
     capture, part = claim.capture, claim.part
     if capture.loss is not None and run.loss is not None:
         comparisons.compare(LOSS, "", [(capture.loss, run.loss)])
-    outputs = [to_host(leaf) for leaf in outputs_of(capture.outputs)]
+    outputs = [to_host(leaf) for leaf in arrays_of(capture.outputs)]
     if outputs or run.outputs:
         same = len(outputs) == len(run.outputs)
         pairs = list(zip(outputs, run.outputs, strict=True)) if same else [(np.inf, 1.0)]
@@ -267,7 +267,7 @@ def _compared(request: ModelRequest, claim: ReplayedValues, run: ReferenceRun) -
     if not _has_gradients(capture):
         return comparisons
     if capture.input_grads:
-        sides = list(zip(outputs_of(request.batch.x), capture.input_grads, run.input_grads, strict=True))
+        sides = list(zip(arrays_of(request.batch.x), capture.input_grads, run.input_grads, strict=True))
         if part is not None:
             sides = [(part.of(x), None if a is None else part.of(a), b) for x, a, b in sides]
         sides = [(x, a, b) for x, a, b in sides if a is not None or b is not None]

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import xarray as xr
@@ -48,22 +48,18 @@ class ChunkValues:
         return {"checks": self.checks, "certificate": self.certificate, "value": self.value, "weight": self.weight}
 
 
-class ChunkWork(Protocol):
+@dataclass(frozen=True)
+class ChunkWork:
     """The computation of one chunk, which is sent to workers."""
 
-    @property
-    def padding(self) -> Padding | None:
-        """Padding of a chunk to full size that leaves its result unchanged; None if there is no such padding."""
-        ...
-
-    @property
-    def combine(self) -> str | None:
-        """Operation that combines the targets of all chunks: ``"mean"`` or ``"sum"``; None for a single chunk."""
-        ...
+    #: Padding of a chunk to full size that leaves its result unchanged; None if there is no such padding.
+    padding: Padding | None
+    #: Operation that combines the targets of all chunks: ``"mean"`` or ``"sum"``; None for a single chunk.
+    combine: str | None
 
     def __call__(self, model: Any, batch: Batch, rows: ChunkRows, size: int) -> ChunkValues:
         """Compute one chunk; of the ``size`` samples of the batch the first ``rows.count`` are its own."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -206,24 +202,26 @@ class ChunkGraph:
         parts = []
         for rows, result in zip(self.chunks.bounds, self.results, strict=True):
             shape = tuple(rows.count if i == axis else size for i, size in enumerate(template.shape))
-            part = self._named(delayed(take_kept), f"take-{name}", rows.number)(
-                result, name, shape, str(template.dtype)
-            )
+            take = self._named(delayed(taken), f"take-{name}", rows.number)
+            part = take(result, "kept", name, shape, str(template.dtype))
             parts.append(da.from_delayed(part, shape, template.dtype))
         whole = da.concatenate(parts, axis=axis)
         self.names[whole.name] = name
         return self.label(template, whole)
 
-    def total(self, name: str, template: xr.DataArray, finish: Callable[[Array], Array]) -> xr.DataArray:
-        """Return a lazy array that sums the chunks' parts in their order, so that equal calls give equal numbers."""
+    def total(self, name: str, template: xr.DataArray, scale: float = 1.0, samples: int = 1) -> xr.DataArray:
+        """Return a lazy array that sums the chunks' parts in their order, so that equal calls give equal numbers.
+
+        The sum is multiplied by ``scale`` and divided by ``samples``.
+        """
         import dask.array as da
         from dask import delayed
 
         whole: Any = None
         for rows, result in zip(self.chunks.bounds, self.results, strict=True):
-            part = self._named(delayed(take_sum), f"take-{name}", rows.number)(result, name, template.shape)
+            part = self._named(delayed(taken), f"take-{name}", rows.number)(result, "sums", name, template.shape)
             whole = part if whole is None else self._named(delayed(np.add), f"sum-{name}", rows.number)(whole, part)
-        whole = self._named(delayed(finished), f"finish-{name}", 0)(whole, finish, str(template.dtype))
+        whole = self._named(delayed(finished), f"finish-{name}", 0)(whole, scale, samples, str(template.dtype))
         return self.label(template, da.from_delayed(whole, template.shape, template.dtype))
 
     def record(self) -> Any:
@@ -270,28 +268,21 @@ def compute_chunk(task: ChunkTask, model: TravellingModel, rows: tuple[int, ...]
     return task(model, rows, *parts)
 
 
-def take_kept(values: ChunkValues, name: str, shape: tuple[int, ...], dtype: str) -> Array:
-    """Return one array of a chunk. Raise InputError if its shape is not that of the other chunks."""
-    found = _checked_shape(values.kept[name], name, shape)
-    return found.astype(dtype, copy=False)
-
-
-def take_sum(values: ChunkValues, name: str, shape: tuple[int, ...]) -> Array:
-    """Return a chunk's part of a sum over samples, in double precision."""
-    return _checked_shape(values.sums[name], name, shape)
-
-
-def _checked_shape(found: Array, name: str, shape: tuple[int, ...]) -> Array:
+def taken(
+    values: ChunkValues, kind: Literal["kept", "sums"], name: str, shape: tuple[int, ...], dtype: str | None = None
+) -> Array:
+    """Return one array of a chunk; raise InputError if its shape is not that of the other chunks."""
+    found: Array = getattr(values, kind)[name]
     if found.shape != tuple(shape):
         what = f"A chunk has another shape of {name!r} than the others, so they cannot be put together."
         hint = "pad all samples to one length and mask the padding"
         raise InputError(what, got=found.shape, expected=tuple(shape), hint=hint)
-    return found
+    return found if dtype is None else found.astype(dtype, copy=False)
 
 
-def finished(total: Array, finish: Callable[[Array], Array], dtype: str) -> Array:
+def finished(total: Array, scale: float, samples: int, dtype: str) -> Array:
     """Return the result of a sum over all chunks."""
-    return np.asarray(finish(total)).astype(dtype, copy=False)
+    return np.asarray(total * scale / samples).astype(dtype, copy=False)
 
 
 def boxed(records: Sequence[Mapping[str, Any]], combine: str | None) -> Array:

@@ -22,7 +22,6 @@ from ...errors import UnsupportedError
 from ...results.array import RECORD, LazyArray
 from ...results.checks import Certificate
 from ...settings import options
-from ...typing import Array
 from ...vocabulary import SAMPLE
 from ..axes import refuse_unknown
 from ..certificates.of_gradients import certify_answer
@@ -31,24 +30,21 @@ from ..differentiation.missing_gradient import Explanation, explain
 from ..differentiation.pull import answer
 from ..differentiation.request import GradientArguments, GradientRequest, read_request
 from . import ChunkRows, SampleChunks
-from .graph import ChunkGraph, ChunkValues, Padding
+from .graph import ChunkGraph, ChunkValues, ChunkWork, Padding
 
 
 @dataclass(frozen=True)
-class GradientWork:
+class GradientWork(ChunkWork):
     """Gradients of one chunk, and how they combine to those of all ``total`` samples."""
 
     arguments: GradientArguments
-    combine: str | None
     total: int
     layouts: data.DataLayouts | None
     of_loss: bool
-    padding: Padding | None
-    token: str = ""
 
     def __call__(self, model: Any, batch: Batch, rows: ChunkRows, size: int) -> ChunkValues:
         """Differentiate the target of one chunk."""
-        request = kept(model, repr((self.token, self.arguments)), partial(self._request, model, batch))
+        request = kept(model, repr(self.arguments), partial(_request, model, batch, self.arguments, self.layouts))
         if self.of_loss and self.arguments.combine is None and self.combine is not None:
             refuse_other_loss(request.adapter, model, batch, self.combine)
         target = request.target
@@ -64,11 +60,6 @@ class GradientWork:
         total = Accumulator(self.combine, self.arguments.measure, self.arguments.across)  # type: ignore[arg-type]
         total.add(found, count=size if self.of_loss else rows.count)
         return self._values(total, certificate, rows, size)
-
-    def _request(self, model: Any, batch: Batch) -> GradientRequest:
-        request = read_request(model, batch, self.arguments)
-        request.axes.inputs, request.axes.is_cut = (None if self.layouts is None else self.layouts["x"]), True
-        return request
 
     def _values(self, total: Accumulator, certificate: Certificate, rows: ChunkRows, size: int) -> ChunkValues:
         arrays, sums = total.parts()
@@ -88,6 +79,15 @@ class GradientWork:
         )
 
 
+def _request(
+    model: Any, batch: Batch, arguments: GradientArguments, layouts: data.DataLayouts | None
+) -> GradientRequest:
+    """Resolve the arguments on a batch that was cut along known axes."""
+    request = read_request(model, batch, arguments)
+    request.axes.inputs, request.axes.is_cut = (None if layouts is None else layouts["x"]), True
+    return request
+
+
 def gradients_of_chunks(
     model: Any,
     chunks: SampleChunks,
@@ -96,10 +96,15 @@ def gradients_of_chunks(
     provenance: Mapping[str, str],
 ) -> tuple[GradientRequest, dict[str, xr.DataArray], Explanation, ChunkGraph]:
     """Return lazy gradients by name, reasons for those that do not exist, and the graph of tasks."""
-    _refuse_options(arguments)
+    if arguments.clip is not None:
+        hint = "compute the gradients of all weights, then clip; or x.compute()"
+        raise UnsupportedError("clip= needs the norm over all samples.", got="clip= and lazy data", hint=hint)
+    if SAMPLE in arguments.at:
+        hint = "select the samples of x and y before: x.isel(sample=...), or x[...] of a dask array"
+        raise UnsupportedError("at= selects no samples of lazy data.", got=f"at={dict(arguments.at)!r}", hint=hint)
     request, template = template_of(lambda batch: _gradients_of_template(model, chunks, arguments, batch), chunks)
     combine = _combination(request, chunks)
-    work = GradientWork(arguments, combine, chunks.total, chunks.layouts, request.of_loss, _padding(request))
+    work = GradientWork(_padding(request), combine, arguments, chunks.total, chunks.layouts, request.of_loss)
     layers = dict.fromkeys(str(name.layer or name.what) for name in request.asked)
     graph = ChunkGraph(model, chunks, work, f"gradients-{next(iter(layers)) if len(layers) == 1 else ''}")
     lazy = {}
@@ -110,9 +115,8 @@ def gradients_of_chunks(
                 lazy[name.text] = graph.kept(name.text, array)
             else:
                 over = arguments.across if name.what != "weight" or arguments.per_sample else None
-                scale = 1.0 / chunks.total if combine == "mean" else 1.0
-                finish = partial(finish_sum, scale=scale, samples=chunks.total if over == "mean" else 1)
-                lazy[name.text] = graph.total(name.text, array, finish)
+                scale, samples = _scale(combine, chunks), chunks.total if over == "mean" else 1
+                lazy[name.text] = graph.total(name.text, array, scale, samples)
     return request, lazy, template.explanation, graph
 
 
@@ -128,8 +132,7 @@ def template_of(make: Callable[[Batch], Any], chunks: SampleChunks) -> Any:
 def _gradients_of_template(
     model: Any, chunks: SampleChunks, arguments: GradientArguments, batch: Batch
 ) -> tuple[GradientRequest, DataSetGradients]:
-    request = read_request(model, batch, arguments)
-    request.axes.inputs, request.axes.is_cut = (None if chunks.layouts is None else chunks.layouts["x"]), True
+    request = _request(model, batch, arguments, chunks.layouts)
     target = request.target
     if not request.of_loss:
         count = data.len_of(batch.x, request.axes.inputs)
@@ -193,18 +196,9 @@ def refuse_other_loss(adapter: Adapter, model: Any, batch: Batch, combine: str) 
         )
 
 
-def _refuse_options(arguments: GradientArguments) -> None:
-    if arguments.clip is not None:
-        hint = "compute the gradients of all weights, then clip; or x.compute()"
-        raise UnsupportedError("clip= needs the norm over all samples.", got="clip= and lazy data", hint=hint)
-    if SAMPLE in arguments.at:
-        hint = "select the samples of x and y before: x.isel(sample=...), or x[...] of a dask array"
-        raise UnsupportedError("at= selects no samples of lazy data.", got=f"at={dict(arguments.at)!r}", hint=hint)
-
-
-def finish_sum(total: Array, scale: float, samples: int) -> Array:
-    """Return the gradient of the data set from the sum over its chunks."""
-    return total * scale / samples
+def _scale(combine: str | None, chunks: SampleChunks) -> float:
+    """Return the factor of a sum over all samples in the gradient of a target that combines so."""
+    return 1.0 / chunks.total if combine == "mean" else 1.0
 
 
 #: Verb of one batch: model and batch to its result.
@@ -212,14 +206,12 @@ Verb = Callable[[Any, Batch], Any]
 
 
 @dataclass(frozen=True)
-class JacobianWork:
+class JacobianWork(ChunkWork):
     """Time Jacobian of one chunk, or its part of the mean over samples; ``by_sample`` is the verb without that mean."""
 
     verb: Verb
     by_sample: Verb
     mean: bool
-    padding: Padding | None
-    combine: str | None = None
 
     def __call__(self, model: Any, batch: Batch, rows: ChunkRows, size: int) -> ChunkValues:
         """Differentiate one chunk."""
@@ -243,21 +235,16 @@ def lazy_jacobian(model: Any, chunks: SampleChunks, work: JacobianWork, ends: st
     if not work.mean:
         return LazyArray.of(graph.kept("jacobian", template), graph)
     template.attrs["samples"] = chunks.total
-    finish = partial(finish_sum, scale=1.0, samples=chunks.total)
-    return LazyArray.of(graph.total("jacobian", template, finish), graph)
+    return LazyArray.of(graph.total("jacobian", template, samples=chunks.total), graph)
 
 
 @dataclass(frozen=True)
-class DatasetWork:
-    """Datasets of one chunk by layer: gradients scaled to the loss of all samples.
+class DatasetWork(ChunkWork):
+    """Datasets of one chunk by layer: gradients scaled to the loss of all samples."""
 
-    ``verb`` computes weights (``sums_samples``, gradients are summed over chunks) or a trace (samples are kept).
-    """
-
+    #: Computes weights, whose gradients are summed over chunks, or a trace, which keeps the samples.
     verb: Verb
-    combine: str | None
     sums_samples: bool
-    padding: Padding | None
 
     def __call__(self, model: Any, batch: Batch, rows: ChunkRows, size: int) -> ChunkValues:
         """Compute one chunk."""
@@ -290,22 +277,21 @@ def lazy_datasets(
     padding: Padding | None = "repeated"
     if with_loss:
         padding = "weightless" if adapter.ignores_weight_zero(model, chunks.template()) else None
-    graph = ChunkGraph(model, chunks, DatasetWork(verb, combine, sums, padding), title)
-    scale = 1.0 / chunks.total if combine == "mean" else 1.0
+    graph = ChunkGraph(model, chunks, DatasetWork(padding, combine, verb, sums), title)
     datasets = {}
     for layer in template.layers:
         dataset = template.dataset(layer)
         found: dict[str, xr.DataArray] = {}
         for name, array in dataset.data_vars.items():
             key = f"{layer}/{name}"
-            if sums and key.endswith("_grad"):
-                found[str(name)] = graph.total(key, array, partial(finish_sum, scale=scale, samples=1))
-            elif sums and "_grad_" in key:
-                found[str(name)] = _count(found, str(name), array)
-            elif sums:  # the weights themselves
-                found[str(name)] = array
-            elif not sums:
+            if not sums:
                 found[str(name)] = graph.kept(key, array)
+            elif key.endswith("_grad"):
+                found[str(name)] = graph.total(key, array, _scale(combine, chunks))
+            elif "_grad_" in key:
+                found[str(name)] = _count(found, str(name), array)
+            else:  # the weights themselves
+                found[str(name)] = array
         coords = [coord for coord in dataset.coords.values() if SAMPLE not in coord.dims]
         datasets[layer] = xr.Dataset(found, attrs=dataset.attrs).assign_coords(
             {str(c.name): c.variable for c in coords}

@@ -17,14 +17,13 @@ from ... import data
 from ...adapters.protocol import Batch, Capture, CaptureRequest, Port
 from ...autodiff.tensors import dtype_name, like
 from ...errors import LayerNotFoundError, RnnlensError
-from ...layout import dims_of, direction_axis
 from ...results.gradients import Reason
 from ...results.schema import to_host
 from ...typing import Array
 from ...vocabulary import SAMPLE, TIME
 from ..axes import BatchAxes
 from ..names import Catalogue, TensorName, names_behind_ids
-from ..recurrent_layers import ReplayedLayers, outputs_of, runs
+from ..recurrent_layers import ReplayedLayers, outputs_of, runs, stack_directions
 from ..weight_layout import sources
 from .pull import answer
 from .request import BatchRequest, is_trainable
@@ -70,7 +69,7 @@ def _value(request: BatchRequest, leaf: TensorName, capture: Capture) -> Array:
     outputs = [to_host(call.output) for call in capture.calls if call.layer == leaf.layer]
     if not outputs:
         raise LayerNotFoundError(f"Layer {leaf.layer!r} was not called in this forward pass.")
-    return outputs[0] if len(outputs) == 1 else np.stack(outputs, axis=direction_axis(dims_of(outputs[0].shape)))
+    return stack_directions(outputs)
 
 
 class Experiments:

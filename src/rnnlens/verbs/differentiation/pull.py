@@ -10,14 +10,13 @@ import xarray as xr
 
 from ...adapters.protocol import CaptureRequest, LayerWeights, Port, Pullback
 from ...errors import LayerNotFoundError, ModelError
-from ...layout import dims_of, direction_axis
 from ...recurrence.trajectory import Adjoint
 from ...results.schema import to_host
 from ...typing import Array
 from ...vocabulary import DIRECTION
 from ..axes import BatchAxes, in_order, refuse_coupled, refuse_steps_first, refuse_unknown
 from ..names import Catalogue, TensorName, refuse_lone_output, text_of, uncalled
-from ..recurrent_layers import ReplayedCall, ReplayedLayers, runs
+from ..recurrent_layers import ReplayedCall, ReplayedLayers, runs, stack_directions
 from ..weight_layout import WeightSource, assemble, sources
 from .plan import GradientPlan, TensorPlace, layers_inside, plan
 from .request import BatchGradients, BatchRequest, KnownStart
@@ -255,7 +254,7 @@ class _Pull:
             if place.free:
                 opened, names = self.outside.opened(place.name.port(), parts[0])
                 return xr.DataArray(opened, dims=names)
-            value = parts[0] if len(parts) == 1 else np.stack(parts, axis=direction_axis(dims_of(parts[0].shape)))
+            value = stack_directions(parts)
         return xr.DataArray(value, dims=self.request.known.dims(place.name, value))
 
     def _seed(self, place: TensorPlace, cotangent: Array) -> None:
@@ -390,7 +389,4 @@ def side_by_side(parts: Sequence[Array | None]) -> Array | None:
     present = [array for array in arrays if array is not None]
     if not present:
         return None
-    if len(parts) == 1:
-        return present[0]
-    filled = [np.zeros_like(present[0]) if array is None else array for array in arrays]
-    return np.stack(filled, axis=direction_axis(dims_of(filled[0].shape)))
+    return stack_directions([np.zeros_like(present[0]) if array is None else array for array in arrays])

@@ -23,7 +23,7 @@ from ...adapters.protocol import Batch, Outputs, Port
 from ...errors import UnsupportedError
 from ...layout import Layout
 from ...results.schema import to_host
-from ...typing import Array
+from ...typing import Array, arrays_of
 from ...vocabulary import SAMPLE
 from ..axes import ModelAxes
 from ..names import TensorName, read
@@ -218,8 +218,8 @@ def _joined(parts: list[Array], layout: Layout, counts: Sequence[int], index: in
 
 def _digest(tree: Any) -> list[bytes]:
     """Return hashes of the data of a batch."""
-    leaves = [to_host(leaf.data if data.is_packed(leaf) else leaf) for leaf in data.leaves_of(tree)]
-    return [hashlib.blake2b(np.ascontiguousarray(leaf).tobytes()).digest() for leaf in leaves]
+    arrays = (np.ascontiguousarray(to_host(leaf)) for leaf in arrays_of(tree))
+    return [hashlib.blake2b(array.tobytes()).digest() for array in arrays]
 
 
 def _mixed(why: str) -> UnsupportedError:

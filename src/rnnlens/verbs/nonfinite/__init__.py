@@ -29,7 +29,7 @@ from ...recurrence.nonfinite import NonfiniteValue, any_broken, first, first_for
 from ...recurrence.replay import Replay
 from ...results.nonfinite import Origin
 from ...results.schema import to_host
-from ...typing import Array, is_packed
+from ...typing import Array, arrays_of
 from ...vocabulary import DIRECTION, FEATURE, FORWARD, GATE, SAMPLE, TIME
 from ..axes import BatchAxes, ModelAxes
 from ..names import Catalogue
@@ -261,8 +261,7 @@ def in_the_data(observed: ObservedRun) -> Iterator[Origin]:
         if spot is not None:
             yield Origin("data", name_of_input(observed, i), "value", spot.value, spot.index)
     for name in ("y", "sample_weight"):
-        for leaf in data.leaves_of(getattr(observed.batch, name)):
-            array = to_host(leaf.data if is_packed(leaf) else leaf)
+        for array in map(to_host, arrays_of(getattr(observed.batch, name))):
             spot = observed.first(Port("output"), "value", array) if array.ndim else None
             if spot is not None:
                 yield Origin("data", name, "value", spot.value, spot.index)

@@ -12,14 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from ... import data
 from ...adapters.protocol import Batch, Port
 from ...autodiff.tensors import dtype_name
 from ...errors import InputError, UnsupportedError
 from ...recurrence.reductions import REDUCTIONS, probe_signs, sketched
 from ...results.schema import to_host
 from ...settings import must_fit
-from ...typing import Array
+from ...typing import Array, arrays_of
 from ...vocabulary import IN_TIME, OUT_TIME
 from ..names import TensorName, names_behind_ids, read_one
 from ..recurrent_layers import ReplayedCall
@@ -101,11 +100,10 @@ def integer_dtype(wrt: TensorName, batch: Batch) -> str | None:
     """Return the dtype of an input of the model that holds integers; None for any other tensor."""
     if wrt.what != "input" or wrt.layer is not None:
         return None
-    leaves = data.leaves_of(batch.x)
+    leaves = arrays_of(batch.x)
     if wrt.index >= len(leaves):
         raise InputError(f"The model has no {wrt.text}.", got=f"{len(leaves)} inputs")
-    leaf = leaves[wrt.index]
-    kind = dtype_name(leaf.data if data.is_packed(leaf) else leaf)
+    kind = dtype_name(leaves[wrt.index])
     return None if "float" in kind or "complex" in kind else kind
 
 

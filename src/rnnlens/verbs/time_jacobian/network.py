@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...adapters.protocol import AxisConvention, CaptureRequest, Port, Pullback
+from ...adapters.protocol import CaptureRequest, Port, Pullback
 from ...data import leaves_of
 from ...errors import DisconnectedError, InputError, ModelError, UnsupportedError
 from ...results.schema import to_host
@@ -149,8 +149,7 @@ def open_network(
     outer = [None if end is not None else _port(name) for end, name in ((of, request.of), (wrt, request.wrt))]
     chain = None if inside.entangled or request.axes.stated else known_chain(request, inside, outer[0], outer[1])
     if chain is not None:
-        samples_first = ModelAxes(request.adapter, request.model, rule=AxisConvention())
-        yield _network(request, inside, (of, wrt), chain, samples_first)
+        yield _network(request, inside, (of, wrt), chain, request.axes.with_samples_first())
         return
     with _pullback(request, inside, outer, wrt) as pullback:
         tensors = _tensors(request, inside, pullback.values, outer)
