@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 from contextlib import nullcontext
+from itertools import combinations
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -63,9 +64,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             cases.append(case)
             if case not in keep and os.environ["KERAS_BACKEND"] != mark.kwargs.get("on", "torch"):
                 item.add_marker("full")
+    for item in without_new_pairs(items):
+        item.add_marker("full")
     unknown = [f"{test}[{case}]" for test, keep in wanted.items() for case in keep if case not in found[test]]
     if unknown and not any("::" in argument for argument in config.args):
         raise pytest.UsageError(f"product(keep=) names no case: {', '.join(unknown)}")
+
+
+def without_new_pairs(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the cases of tests marked `pairs` that are not needed for each two values of two parameters to meet."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("pairs"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    spare: list[pytest.Item] = []
+    for test, cases in tests.items():
+        values = {case: [(name, id(value)) for name, value in case.callspec.params.items()] for case in cases}
+        left = {case: set(combinations(named, 2)) for case, named in values.items()}
+        if len(values[cases[0]]) < 3:
+            raise pytest.UsageError(f"{test}: `pairs` is for products of three parameters or more")
+        while any(left.values()):
+            met = left.pop(max(left, key=lambda case: len(left[case])))
+            left = {case: pairs - met for case, pairs in left.items()}
+        spare += left
+    return spare
 
 
 def pytest_collection_finish():

@@ -10,6 +10,7 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import pytest
 import torch
 import transformers as hf
 
@@ -97,6 +98,14 @@ MODELS = {
         | {"layer_types": ["linear_attention", "full_attention"], "experts_implementation": "eager"},
     ),
 }
+
+_KINDS = [kind for kind, *_ in MODELS.values()]
+
+#: The families as test cases: the first of each kind of recurrence, and with `full` all.
+CASES = [
+    pytest.param(name, marks=() if _KINDS.index(_KINDS[place]) == place else pytest.mark.full)
+    for place, name in enumerate(MODELS)
+]
 
 
 def build(name: str, *, seed: int = 0, scale: float = 0.3, **options: object) -> torch.nn.Module:

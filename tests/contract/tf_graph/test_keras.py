@@ -476,7 +476,7 @@ def test_stacked_cells_that_are_unrolled_are_refused_by_name():
         rl.trace(model, X, np.zeros((3, 2)))
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.full), 0.2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_that_are_dropped_in_training_are_seen_outside_of_it(kind, dropout):
     layer, step, options = KINDS[kind]

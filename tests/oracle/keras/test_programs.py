@@ -21,7 +21,7 @@ OF_KERAS_2 = (
     *("imdb bidirectional lstm", "addition", "translation step by step", "stateful lstm", "custom cell"),
     *("residual forecast", "cut between chunks", "attention pooling", "by hand both ways", "state in a variable"),
 )
-few = pytest.mark.product(keep=OF_KERAS_2 if LEGACY else ("translation step by step",))
+few = pytest.mark.product(keep=OF_KERAS_2 if LEGACY else ("autoregressive",))
 
 
 def leaves_of(x):

@@ -161,7 +161,7 @@ def test_time_jacobians_by_norms_over_places_and_channels(rank, loop):
 
 NATIVE = [
     (2, {"skip": True, "lengths": LENGTHS, "initial": False}),
-    (3, {"skip": True}),
+    pytest.param(3, {"skip": True}, marks=pytest.mark.full),
     (1, {"bias": False, "initial": True}),
     (2, {"peepholes": True, "norms": True}),
 ]

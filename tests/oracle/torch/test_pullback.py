@@ -99,6 +99,7 @@ def pull_by_hand(start, cotangents, tensor):
     return None if pulled[0] is None else torch.stack(pulled)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from scan_loops import LOOPS, is_float, noted_arguments
-from scan_models import MODELS, build, tokens
+from scan_models import CASES, MODELS, build, tokens
 from torch.nn import functional
 
 import rnnlens as rl
@@ -93,7 +93,7 @@ def test_float32_agrees_with_the_unmodified_model(name):
     assert trace[next(iter(trace))].state.sizes["time"] == 2
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", CASES)
 def test_jacobian_of_a_logit_by_embeddings_is_autograds(name):
     model, ids = build(name), tokens(2, 9)
     logit = np.eye(1, 23, 5)[0]
@@ -338,7 +338,15 @@ def test_diagnosis_of_a_scan_in_closed_form():
     assert int(found["model"].attributed_memory) >= 1
 
 
-@pytest.mark.parametrize("name", ["mamba", "mamba2", "qwen3_next", "recurrent_gemma", "xlstm", "zamba2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mamba",
+        "qwen3_next",
+        "xlstm",
+        *(pytest.param(m, marks=pytest.mark.full) for m in ("mamba2", "recurrent_gemma", "zamba2")),
+    ],
+)
 def test_measures_of_a_diagnosis_are_those_of_the_trace(name):
     model, ids = build(name), tokens(128, 12)
     with torch.no_grad():

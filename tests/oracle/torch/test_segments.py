@@ -69,6 +69,7 @@ def loss_of(outputs, y):
     return ((outputs - y) ** 2).mean()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("options", [{}, {"layers": 2}, {"batch_first": True}])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("kind", KINDS)

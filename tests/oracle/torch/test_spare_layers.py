@@ -56,6 +56,7 @@ class Model(nn.Module):
         return self.head(h)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("frozen", ["nothing", "spare", "rnn"])
 @pytest.mark.parametrize("spare", SPARE)
 @pytest.mark.parametrize("used", USED)

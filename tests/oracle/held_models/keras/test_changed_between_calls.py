@@ -214,7 +214,18 @@ def _gain_put_back():
     GAIN["value"] = 1.0
 
 
-@pytest.mark.product(on="jax", keep=("object_in_object", "lambda_closure", "compiled_loss"))
+CERTIFIED = ("object_in_object", "lambda_closure", "compiled_loss")
+
+
+@pytest.fixture
+def certified_where_told(name):
+    """Run without certificates but for three cases: reference runs are compiled too, by the same rules."""
+    with rl.options(certify="always" if name in CERTIFIED else "never"):
+        yield
+
+
+@pytest.mark.product(on="jax", keep=CERTIFIED)
+@pytest.mark.usefixtures("certified_where_told")
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_trace_follows(name):
     keras.utils.set_random_seed(1)

@@ -349,6 +349,7 @@ class Changed(nn.Module):
         return self.decoder(torch.cat(outputs, 1))[0]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("how", ["norm", "reset"])
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(("kind", "layers"), [(nn.GRU, 1), (nn.LSTM, 1), (nn.LSTM, 2)])
