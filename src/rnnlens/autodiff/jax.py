@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend import core
 
 from ..typing import Array
-from . import Engine, Keep, Memo, Program, Tap, TargetProgram
+from .interface import Engine, Keep, Memo, Program, Tap, TargetProgram
 
 #: Float types in the text of a lowered program, the coarsest first, and their names.
 _FLOATS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
@@ -31,23 +31,19 @@ class JaxEngine(Engine):
             tensor = tensor.astype(jnp.float32)
         return np.asarray(tensor)
 
-    def own(self, array: Any) -> Any:
-        """Copy a NumPy array, whose memory JAX could otherwise share; return any other value unchanged."""
-        # JAX on a CPU may share the memory of a NumPy array.
-        return np.array(array) if isinstance(array, np.ndarray) else array
-
     def values(self, tensors: Sequence[Any]) -> list[Any] | None:
         """Return the tensors to substitute for the values of a program's variables."""
         return list(tensors)
 
-    def gradients(self, program: Program) -> tuple[Any, Any, dict[str, Any]]:
-        zeros = _zeros(program)
-
-        def loss_of(zeros: dict[str, Any]) -> Any:
-            return program(_adding(zeros, self._keep))
-
-        (loss, aux), found = jax.value_and_grad(loss_of, has_aux=True)(zeros)
-        return loss, aux, found
+    def gradients(
+        self, program: Program, cotangents: Mapping[str, Any] | None = None
+    ) -> tuple[Any, Any, dict[str, Any]]:
+        targets, pull, aux = jax.vjp(lambda z: program(_adding(z, self._keep)), _zeros(program), has_aux=True)
+        if cotangents is None:
+            full = jnp.ones_like(targets)
+        else:
+            full = {name: cotangents.get(name, _no_cotangent(t.shape, t.dtype)) for name, t in targets.items()}
+        return targets, aux, pull(full)[0]
 
     def compile(self, function: Callable[..., Any], arguments: Sequence[Any], memo: Memo) -> Callable[..., Any]:
         """Trace and compile ``function``; an executable of the same trace is taken from ``memo``."""
@@ -75,20 +71,6 @@ class JaxEngine(Engine):
 
     def linearise(self, program: TargetProgram, arguments: Any, memo: Memo | None) -> Any:
         return _JaxProgram(program, arguments, memo or Memo(), self._keep)
-
-    def forward_and_back(
-        self, program: TargetProgram, arguments: Any, memo: Memo, cotangents: Mapping[str, Any]
-    ) -> tuple[Any, Any, dict[str, Any]]:
-        def run(arguments: Any, cotangents: dict[str, Any]) -> Any:
-            zeros = _zeros(lambda tap: (None, program(arguments, tap)))
-            targets, pull, aux = jax.vjp(lambda z: program(arguments, _adding(z, self._keep)), zeros, has_aux=True)
-            full = {name: cotangents.get(name, _no_cotangent(t.shape, t.dtype)) for name, t in targets.items()}
-            return targets, aux, {key: grad[None] for key, grad in pull(full)[0].items()}
-
-        given = {name: jnp.asarray(c) for name, c in cotangents.items()}
-        compiled = memo.once("forward_and_back", lambda: _compiled(run, (arguments, given), memo))
-        found: tuple[Any, Any, dict[str, Any]] = compiled(arguments, given)
-        return found
 
     def per_step(self, function: Callable[..., Any]) -> _JaxSteps:
         return _JaxSteps(function)
@@ -136,7 +118,7 @@ class _JaxProgram:
 
     def __init__(self, program: TargetProgram, arguments: Any, memo: Memo, keep: Keep) -> None:
         self._memo = memo
-        zeros = memo.once("zeros", lambda: _zeros(lambda tap: (None, program(arguments, tap))))
+        zeros = memo.once("zeros", lambda: _zeros(lambda tap: program(arguments, tap)))
 
         def run(zeros: dict[str, Any], arguments: Any) -> Any:
             return jax.vjp(lambda z: program(arguments, _adding(z, keep)), zeros, has_aux=True)

@@ -10,10 +10,11 @@ import numpy as np
 import tensorflow as tf
 
 from ..typing import Array
-from . import Engine, Keep, Memo, Program, TargetProgram
+from .interface import Engine, Keep, Memo, Program, Tap, TargetProgram
 
 #: Float types, the coarsest first.
 _FLOATS = (tf.bfloat16, tf.float16, tf.float32, tf.float64)
+_ZERO = tf.UnconnectedGradients.ZERO
 
 
 class TensorFlowEngine(Engine):
@@ -29,18 +30,15 @@ class TensorFlowEngine(Engine):
         # np.asarray shares the buffer, which has no other user after the run; .numpy() would copy it.
         return np.asarray(tensor)
 
-    def gradients(self, program: Program) -> tuple[Any, Any, dict[str, Any]]:
-        points: dict[str, Any] = {}
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
-
-            def tap(key: str, tensor: Any) -> Any:
-                points[key], tensor = _point(tensor, self._keep)
-                tape.watch(points[key])
-                return tensor
-
-            loss, aux = program(tap)
-        found = tape.gradient(loss, points, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-        return loss, aux, {key: tf.convert_to_tensor(g) for key, g in found.items()}
+    def gradients(
+        self, program: Program, cotangents: Mapping[str, Any] | None = None
+    ) -> tuple[Any, Any, dict[str, Any]]:
+        tape, points, (targets, aux) = _taped(program, self._keep)
+        if cotangents is None:
+            found = tape.gradient(targets, points, unconnected_gradients=_ZERO)
+        else:
+            found = _gradients(tape, targets, points, cotangents)
+        return targets, aux, {key: tf.convert_to_tensor(g) for key, g in found.items()}
 
     def compile(self, function: Callable[..., Any], arguments: Sequence[Any], memo: Memo) -> Callable[..., Any]:
         """Trace ``function`` into a graph for arguments of these structures, shapes and dtypes."""
@@ -64,27 +62,6 @@ class TensorFlowEngine(Engine):
         if memo is None:
             return _EagerTensorFlowProgram(program, arguments, self._keep)
         return _TensorFlowProgram(program, arguments, memo, self._keep)
-
-    def forward_and_back(
-        self, program: TargetProgram, arguments: Any, memo: Memo, cotangents: Mapping[str, Any]
-    ) -> tuple[Any, Any, dict[str, Any]]:
-        def run(arguments: Any, cotangents: dict[str, Any]) -> Any:
-            points: dict[str, Any] = {}
-
-            def tap(key: str, tensor: Any) -> Any:
-                points[key], value = _point(tensor, self._keep)
-                tape.watch(points[key])
-                return value
-
-            with tf.GradientTape(watch_accessed_variables=False) as tape:
-                targets, aux = program(arguments, tap)
-            found = _gradients(tape, targets, points, cotangents)
-            return targets, aux, {key: tf.convert_to_tensor(grad)[None] for key, grad in found.items()}
-
-        given = {name: tf.convert_to_tensor(c) for name, c in cotangents.items()}
-        compiled = memo.once("forward_and_back", lambda: _graph(run, (arguments, given)))
-        found: tuple[Any, Any, dict[str, Any]] = compiled(arguments, given)
-        return found
 
     def per_step(self, function: Callable[..., Any]) -> _TensorFlowSteps:
         return _TensorFlowSteps(function)
@@ -148,32 +125,17 @@ class _TensorFlowProgram:
 
     @staticmethod
     def _probe(program: TargetProgram, arguments: Any, keep: Keep) -> tuple[Any, Any, Any]:
-        """Return the shapes of tapped tensors, the tapped variables, and per target the taps with a path to it.
-
-        The graph is traced, not run.
-        """
-        shapes: dict[str, Any] = {}
-        variables: dict[str, Any] = {}
-        paths: dict[str, set[str]] = {}
+        """Trace the program; return shapes of tapped tensors, tapped variables, and per target the taps before it."""
+        found: list[tuple[Any, Any, Any]] = []
 
         def trace(arguments: Any) -> None:
-            points: dict[str, Any] = {}
-
-            def tap(key: str, tensor: Any) -> Any:
-                points[key], value = _point(tensor, keep)
-                tape.watch(points[key])
-                if isinstance(tensor, tf.Variable):
-                    variables[key] = tensor
-                else:
-                    shapes[key] = (tuple(tensor.shape), tensor.dtype)
-                return value
-
-            with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
-                targets, _ = program(arguments, tap)
-            paths.update(_paths(tape, targets, points))
+            tape, points, (targets, _) = _taped(lambda tap: program(arguments, tap), keep, persistent=True)
+            variables = {key: p for key, p in points.items() if isinstance(p, tf.Variable)}
+            shapes = {key: (tuple(p.shape), p.dtype) for key, p in points.items() if key not in variables}
+            found.append((shapes, variables, _paths(tape, targets, points)))
 
         _graph(trace, (arguments,))
-        return shapes, variables, paths
+        return found[-1]
 
     def vjp(self, cotangents: Mapping[str, Any]) -> dict[str, Any | None]:
         linked = set().union(*(self._paths[name] for name in cotangents))
@@ -196,18 +158,28 @@ class _EagerTensorFlowProgram(_TensorFlowProgram):
     """A forward pass executed op by op under a persistent tape: quicker than a graph that is used once."""
 
     def __init__(self, program: TargetProgram, arguments: Any, keep: Keep) -> None:
-        points: dict[str, Any] = {}
-
-        def tap(key: str, tensor: Any) -> Any:
-            points[key], value = _point(tensor, keep)
-            tape.watch(points[key])
-            return value
-
-        with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
-            self.targets, self.aux = program(arguments, tap)
-        self._tape, self._sources, self._paths = tape, points, _paths(tape, self.targets, points)
+        self._tape, self._sources, (self.targets, self.aux) = _taped(
+            lambda tap: program(arguments, tap), keep, persistent=True
+        )
+        self._paths = _paths(self._tape, self.targets, self._sources)
         self._pull_inside = lambda given: _TensorFlowProgram(program, arguments, Memo(), keep)._pull_inside(given)
         self.tracing = nullcontext
+
+
+def _taped(
+    program: Callable[[Tap], Any], keep: Keep, *, persistent: bool = False
+) -> tuple[Any, dict[str, Any], tuple[Any, Any]]:
+    """Run a program under a gradient tape; return the tape, the tensor that it watches per tap key, and the result."""
+    points: dict[str, Any] = {}
+
+    def tap(key: str, tensor: Any) -> Any:
+        points[key], value = _point(tensor, keep)
+        tape.watch(points[key])
+        return value
+
+    with tf.GradientTape(persistent=persistent, watch_accessed_variables=False) as tape:
+        result = program(tap)
+    return tape, points, result
 
 
 def _paths(tape: Any, targets: Mapping[str, Any], points: dict[str, Any]) -> dict[str, set[str]]:
@@ -224,16 +196,13 @@ def _gradients(
         [targets[name] for name in cotangents],
         sources,
         output_gradients=list(cotangents.values()),
-        unconnected_gradients=tf.UnconnectedGradients.ZERO,
+        unconnected_gradients=_ZERO,
     )
     return found
 
 
 def _point(tensor: Any, keep: Keep) -> tuple[Any, Any]:
-    """Return the tensor that a tape watches, and the tensor with which the program continues.
-
-    A variable is watched itself.
-    """
+    """Return the tensor that a tape watches (a variable itself), and the one with which the program continues."""
     if isinstance(tensor, tf.Variable):
         return tensor, tf.convert_to_tensor(tensor)
     new = keep(tensor, tf.identity(tensor))
@@ -251,17 +220,11 @@ class _TensorFlowSteps:
     """A cell's step function and its derivatives, each compiled once."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.step = _traced_quietly(function)
-        self._pull = _traced_quietly(self._vjp)
-        self._rows = _traced_quietly(self._jacobian)
-        self._produced = _traced_quietly(self._produced_by)
         self._function = function
-
-    def vjp(self, inputs: Any, cotangents: Any) -> Any:
-        return self._pull(inputs, cotangents)
-
-    def produced(self, inputs: Any, cotangents: Any) -> Any:
-        return self._produced(inputs, cotangents)
+        self.step = _traced_quietly(function)
+        self.vjp = _traced_quietly(self._vjp)
+        self.produced = _traced_quietly(self._produced_by)
+        self.jacobian = _traced_quietly(self._jacobian)
 
     def _produced_by(self, inputs: Any, cotangents: Any) -> Any:
         with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
@@ -272,18 +235,14 @@ class _TensorFlowSteps:
             if any(state is t for t in (inputs[0], *inputs[1])):  # passed on, not produced
                 found.append(tf.add_n([c for target, c in zip(targets, given, strict=True) if target is state]))
             else:
-                zero = tf.UnconnectedGradients.ZERO
-                found.append(tape.gradient(targets, state, given, unconnected_gradients=zero))
+                found.append(tape.gradient(targets, state, given, unconnected_gradients=_ZERO))
         return [tf.convert_to_tensor(g) for g in found]
-
-    def jacobian(self, inputs: Any) -> Any:
-        return self._rows(inputs)
 
     def _vjp(self, inputs: Any, cotangents: Any) -> Any:
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(inputs)
             outputs = self._function(*inputs)
-        found = tape.gradient(outputs, inputs, cotangents, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        found = tape.gradient(outputs, inputs, cotangents, unconnected_gradients=_ZERO)
         return tf.nest.map_structure(tf.convert_to_tensor, found)
 
     def _jacobian(self, inputs: Any) -> Any:
@@ -295,8 +254,4 @@ class _TensorFlowSteps:
             tape.watch(joined)
             output, new = self._function(x, tf.split(joined, sizes, axis=-1), weights)
             stacked = tf.concat([*new, output], axis=-1)
-        zero = tf.UnconnectedGradients.ZERO
-        return (
-            tape.batch_jacobian(stacked, joined, unconnected_gradients=zero),
-            tape.batch_jacobian(stacked, x, unconnected_gradients=zero),
-        )
+        return tuple(tape.batch_jacobian(stacked, source, unconnected_gradients=_ZERO) for source in (joined, x))

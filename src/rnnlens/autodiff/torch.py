@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..typing import Array
-from . import Engine, Keep, Memo, Program, Tap, TargetProgram
+from .interface import Engine, Keep, Memo, Program, Tap, TargetProgram
 
 #: Largest memory, in bytes, of the gradients of the rows of a Jacobian that are pulled back at once.
 ROWS_BUDGET = 256 * 2**20
@@ -122,23 +122,25 @@ class TorchEngine(Engine):
 
     def own(self, array: Any) -> Any:
         """Copy an array or a tensor, whose memory torch could otherwise share with the user's."""
-        if isinstance(array, torch.Tensor):
-            return array.detach().clone()
-        return np.array(array)
+        return array.detach().clone() if isinstance(array, torch.Tensor) else super().own(array)
 
     def values(self, tensors: Sequence[Any]) -> list[Any] | None:
         """Return detached tensors to substitute for the values of a program's variables."""
         # Detached tensors share memory with the parameters, whose requires_grad and grad do not change.
         return [tensor.detach() for tensor in tensors]
 
-    def gradients(self, program: Program) -> tuple[Any, Any, dict[str, Any]]:
+    def gradients(
+        self, program: Program, cotangents: Mapping[str, Any] | None = None
+    ) -> tuple[Any, Any, dict[str, Any]]:
         points: dict[str, Any] = {}
         with torch.enable_grad():
-            loss, aux = program(_tapping(points, self._keep))
-            live = loss.requires_grad and points
-            found = backward_pass([loss], list(points.values())) if live else [None] * len(points)
+            targets, aux = program(_tapping(points, self._keep))
+            ends = [targets] if cotangents is None else [targets[name] for name in cotangents]
+            given = None if cotangents is None else list(cotangents.values())
+            live = points and any(end.requires_grad for end in ends)
+            found = backward_pass(ends, list(points.values()), given) if live else [None] * len(points)
         zeros = (torch.zeros_like(p) if g is None else g for p, g in zip(points.values(), found, strict=True))
-        return loss.detach(), aux, dict(zip(points, zeros, strict=True))
+        return targets, aux, dict(zip(points, zeros, strict=True))
 
     def forward(self, program: Program) -> tuple[Any, Any]:
         with torch.no_grad():
@@ -262,10 +264,7 @@ class _TorchSteps:
 
 
 def rows_of(stacked: torch.Tensor, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the Jacobians (n, rows, size) of ``stacked`` (n, rows) by each source (n, size).
-
-    Entries along n must not depend on each other.
-    """
+    """Return the Jacobians (n, rows, size) of ``stacked`` (n, rows), independent along n, by each source (n, size)."""
     n, count = stacked.shape
     pull, whole = PullMany(), [source.new_zeros((n, count, source.shape[1])) for source in sources]
     numbers = n * (count + sum(source.shape[1] for source in sources))

@@ -12,7 +12,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -296,11 +295,6 @@ class Watch(_Callback):
         """Count the steps of the execution, and record the batch and the probe where the schedules require it."""
         if self._recorder is None:
             return
-        with self._training():
-            self._after_execution(batch, logs)
-
-    def _after_execution(self, batch: int, logs: Any) -> None:
-        """Count the steps of an execution of the training step; record the batch and the probe if they are due."""
         recorded, failure = (None, None) if self._train_step is None else self._train_step.taken()
         # The last execution of an epoch may have fewer steps than ``batch`` implies.
         through = min(batch + 1, self.params.get("steps") or batch + 1)
@@ -309,15 +303,15 @@ class Watch(_Callback):
         self._in_epoch = through
         if failure is not None:
             self._running.fail_record(self._step, failure, "batch")
-        if self._waits:
-            self._begin_late()
-            return
-        if recorded is not None:
-            self._examine(recorded, before + 1, logs)
-        if self._probe is not None and any(
-            self._running.due(s, self._epoch) for s in range(before + 1, self._step + 1)
-        ):
-            self._record_probe()
+        with self._training():
+            if self._waits:
+                self._begin_late()
+                return
+            if recorded is not None:
+                self._examine(recorded, before + 1, logs)
+            steps = range(before + 1, self._step + 1)
+            if self._probe is not None and any(self._running.due(step, self._epoch) for step in steps):
+                self._record_probe()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Record the probe at the end of each epoch listed in ``epochs``."""
@@ -365,15 +359,19 @@ class Watch(_Callback):
 
         def make() -> TrainingRecord:
             synchronised(self.model)
-            record = probe.record(self.model, self._step, self._epoch)
-            notes = (BEGUN_LATE,) if self._waits else ()
-            return replace(record, notes=(*record.notes, *self._standing_notes, *notes))
+            return probe.record(self.model, self._step, self._epoch)
 
         self._record(make, "probe", before=before)
 
     def _record(self, make: Callable[[], TrainingRecord], what: str, *, before: bool = False) -> None:
         """Write a record made by ``make``, and end training if it has a finding listed in ``stop_on``."""
-        self._running.record(self._step, make, before=before, what=what)
+        notes = (*self._standing_notes, *((BEGUN_LATE,) if self._waits else ()))
+
+        def with_notes() -> TrainingRecord:
+            record = make()
+            return replace(record, notes=(*record.notes, *notes))
+
+        self._running.record(self._step, with_notes, before=before, what=what)
         if self._running.stop is not None:
             self.model.stop_training = True
 
@@ -401,17 +399,13 @@ class Watch(_Callback):
         if self._due:
             self.latest = trained
             if recorder.sinks:
-                self._record(partial(self._record_of, trained), "batch")
+                self._record(lambda: trained.record(layers=self._layers, keep=self._keep), "batch")
             else:
                 recorder.counted()
             if self._on_batch is not None:
                 self._on_batch(trained)
         if self._reports:
             self._report(trained, logs)
-
-    def _record_of(self, trained: TrainedBatch) -> TrainingRecord:
-        record = trained.record(layers=self._layers, keep=self._keep)
-        return replace(record, notes=(*record.notes, *self._standing_notes))
 
     def _report(self, trained: TrainedBatch, logs: Any) -> None:
         """Write a report of the batch if its loss or a weight after its step is not finite."""
@@ -422,7 +416,8 @@ class Watch(_Callback):
                 self._incidents.report_trained(trained, lambda: weights_of(self.model), loss)
         except Exception as error:
             self._incidents, self._reports_asked = None, False
-            _warn(f"Step {self._step} is not finite, and its incident could not be saved; training goes on.", error)
+            what = f"Step {self._step} is not finite, and its incident could not be saved; training goes on."
+            warnings.warn(message(what, got=f"{type(error).__name__}: {error}"), TrackingWarning, stacklevel=2)
 
 
 def _caller_of(method: str) -> Any:
@@ -438,10 +433,6 @@ def _caller_of(method: str) -> Any:
             return frame.f_locals["self"]
         frame = frame.f_back  # type: ignore[assignment]
     return None
-
-
-def _warn(what: str, error: Exception) -> None:
-    warnings.warn(message(what, got=f"{type(error).__name__}: {error}"), TrackingWarning, stacklevel=3)
 
 
 def _probe(given: Any, layers: Sequence[str] | None, keep: tuple[str, ...]) -> Probe:

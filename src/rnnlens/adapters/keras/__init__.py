@@ -17,10 +17,9 @@ from ..protocol import Adapter, Batch, LayerWeights, Port, Pullback
 from ..shared.registered_cells import with_composed
 from . import discover, losses, model_facts, variants
 from . import reference_run as reference
-from .boundaries import put_together
-from .capture import capture, copy_of
-from .dialect import dialect, dialect_of
-from .pullback import KerasPullback, differentiate
+from .capture import capture
+from .dialect import builds_graph, dialect, dialect_of
+from .pullback import KerasPullback, differentiate, put_together
 from .weights import layer_weights
 
 
@@ -37,8 +36,7 @@ class KerasAdapter(Adapter):
 
     def owns(self, model: Any) -> bool:
         """Return whether ``model`` is a layer or model of this Keras package that does not build a session's graph."""
-        in_graphs = any(base.__module__.endswith("base_layer_v1") for base in type(model).__mro__)
-        return isinstance(model, dialect(self.name).Layer) and not in_graphs
+        return isinstance(model, dialect(self.name).Layer) and not builds_graph(model)
 
     #: Functions that are methods of the contract as they stand: see :class:`Adapter`.
     facts = staticmethod(model_facts.facts)
@@ -60,10 +58,7 @@ class KerasAdapter(Adapter):
     reinitialised = staticmethod(variants.reinitialised)
 
     def load_weights(self, model: Any, path: Path, *, unsafe: bool = False) -> None:
-        """Load a Keras weights file into the model.
-
-        ``unsafe`` is ignored, because such a file contains no code. Raises FileError if the file does not fit.
-        """
+        """Load a Keras weights file, which contains no code, or raise FileError; ``unsafe`` is ignored."""
         del unsafe
         try:
             model.load_weights(path)
@@ -73,10 +68,7 @@ class KerasAdapter(Adapter):
     def pullback(
         self, model: Any, batch: Batch, of: Sequence[Port], wrt: Sequence[Port], cut: Sequence[Port] = ()
     ) -> Pullback:
-        """Run the model once and return a pullback from any port of ``of`` to any port of ``wrt``.
-
-        No gradient flows through the ports of ``cut``.
-        """
+        """Run the model once; return a pullback from the ports ``of`` to those of ``wrt``, not through ``cut``."""
         return with_composed(
             lambda ends, starts: KerasPullback(model, batch, ends, starts, cut), of, wrt, put_together(model)
         )
@@ -120,11 +112,11 @@ class KerasAdapter(Adapter):
             own = {id(variable) for variable in layers[name].weights}
             kept += [name] if own - seen else []
             seen |= own
-        every = {name: layer_weights(layers[name], sites.get(name, {}), copy_of) for name in layers if name in kept}
+        every = {name: layer_weights(layers[name], sites.get(name, {})) for name in layers if name in kept}
         for name in (*sorted(inner - every.keys(), key=lambda path: -path.count("/")), *found.root):
             holder = found.holder(name)
             if any(id(v) not in seen for v in holder.weights):  # beside those of the layers in it
-                every[name] = layer_weights(holder, {}, copy_of, left_out=seen)
+                every[name] = layer_weights(holder, {}, left_out=seen)
                 seen |= set(map(id, holder.weights))
         return every
 

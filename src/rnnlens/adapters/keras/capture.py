@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ...autodiff import Engine, tensors
+from ...autodiff import tensors
 from ...errors import InputError, LayerNotFoundError, ModelError, did_you_mean
 from ...typing import Array
 from ..protocol import NOT_LOOKED_INTO, Batch, Capture, CaptureRequest, ChainLink, NonRecurrentCall, RecurrentCall
@@ -18,10 +18,10 @@ from . import losses
 from .cells import KerasStepCell, initial_state_weights
 from .dialect import Dialect, dialect_of
 from .discover import Places, RecurrentSite, choose, given_states, hooked_beside, places
-from .hooks import LayerCall
+from .hooks import LayerCall, RunRequest
 from .inputs import by_key, input_order
 from .reference_run import names_of, tied_variables
-from .run import RunRequest, RunResult, run
+from .run import RunResult, run
 from .variants import chain
 from .weights import cell_variables, cell_with_equations, class_of, computed_in, known_arrays, registration_of
 
@@ -107,14 +107,12 @@ def _within_reach(found: Places, request: CaptureRequest) -> tuple[tuple[str, ..
 
 def _tell_around(found: Capture, job: RunRequest, result: RunResult) -> None:
     """Add the gradients at the inputs and outputs of the model and at all tapped weights to a capture."""
-    keras, to_array = job.keras, job.keras.engine.to_array
-    gradients = {key: to_array(gradient) for key, gradient in result.gradients.items() if key.startswith("model|")}
+    keras, gradients = job.keras, result.gradients
     found.input_grads = [gradients.get(f"model|input/{i}") for i in input_order(keras, job.data["x"])]
     count = len(keras.tree.flatten(result.outputs))
     found.output_grads = [gradients.get(f"model|output/{i}") for i in range(count)]
     names = names_of(job.model)
-    kept = [(names[id(v)], result.gradients[f"weight|{key}"]) for key, v in job.weights.items() if id(v) in names]
-    found.beside = {name: to_array(gradient) for name, gradient in kept}
+    found.beside = {names[id(v)]: gradients[f"weight|{key}"] for key, v in job.weights.items() if id(v) in names}
     found.whole = frozenset(found.beside)
 
 
@@ -179,31 +177,38 @@ class _Assembly:
 
     def _recurrent(self, call: LayerCall, request: CaptureRequest) -> RecurrentCall:
         """Return one call of a recurrent layer, or a loop of the model's own code over a cell, as one call."""
-        site, get = self._sites[call.place, call.half], _Getter(self._engine, call, self._result.gradients)
+        site = self._sites[call.place, call.half]
         cell = site.layer.cell
-        own = self._of_loop(get, request) if call.is_loop else self._of_layer(site, get)
+        own = self._of_loop(call, request) if call.is_loop else self._of_layer(site, call)
         return RecurrentCall(
             **own,
             layer=self._node(call),
             cell=self._cell(cell),
-            input=get("input"),
-            initial_state=get.all("initial_state"),
-            input_scale=get("input_scale"),
-            state_scale=get("state_scale"),
+            input=call.arrays.get("input"),
+            initial_state=call.all("initial_state"),
+            input_scale=call.arrays.get("input_scale"),
+            state_scale=call.arrays.get("state_scale"),
             compute_dtype=computed_in(site.layer),
             weights_key=next(f"{name}|{half}" for (name, half), s in self._sites.items() if s.layer.cell is cell),
             weight_grads=self._weight_grads(cell) if request.gradients and request.weight_grads else None,
             tied=self._tied_weights(cell),
-            framework_input_grad=get.gradient("input"),
-            framework_initial_state_grad=get.all_gradients("initial_state") or None,
+            framework_input_grad=self._gradient(call, "input"),
+            framework_initial_state_grad=self._gradients(call, "initial_state") or None,
         )
 
-    def _of_layer(self, site: RecurrentSite, get: _Getter) -> dict[str, Any]:
+    def _gradient(self, call: LayerCall, name: str) -> Array | None:
+        return self._result.gradients.get(f"{call.key}|{name}")
+
+    def _gradients(self, call: LayerCall, kind: str) -> tuple[Array, ...]:
+        found = (self._gradient(call, name) for name in call.arrays if name.startswith(f"{kind}/"))
+        return tuple(gradient for gradient in found if gradient is not None)
+
+    def _of_layer(self, site: RecurrentSite, call: LayerCall) -> dict[str, Any]:
         """Return the fields of a captured call of a layer in which a loop over a cell differs, the mask among them."""
-        layer, mask = site.layer, get("mask")
+        layer, mask = site.layer, call.arrays.get("mask")
         mask = None if mask is None else mask.reshape(tuple(mask.shape)[:2]) != 0
         follows = output_from_state(layer, None if mask is None else tensors.to_numpy(mask))
-        output, output_grad = get("output"), get.gradient("output")
+        output, output_grad = call.arrays.get("output"), self._gradient(call, "output")
         if layer.go_backwards and layer.return_sequences:
             output, output_grad = (None if a is None else tensors.flipped(a, 1) for a in (output, output_grad))
         return {
@@ -213,47 +218,46 @@ class _Assembly:
             "output": output,
             "output_from_state": None if follows is None else tensors.like(follows, mask),
             "masked_output": masked_output(layer, class_of(layer.cell) is not None),
-            "final_state": get.all("final_state") or None if layer.return_state else None,
+            "final_state": call.all("final_state") or None if layer.return_state else None,
             "output_grad": output_grad,
-            "final_state_grad": get.all_gradients("final_state") or None if layer.return_state else None,
+            "final_state_grad": self._gradients(call, "final_state") or None if layer.return_state else None,
         }
 
-    def _of_loop(self, get: _Getter, request: CaptureRequest) -> dict[str, Any]:
+    def _of_loop(self, call: LayerCall, request: CaptureRequest) -> dict[str, Any]:
         """Return the fields of a captured call in which a user's loop over a cell differs from a call of a layer."""
-        final = get.all("final_state")
+        final = call.all("final_state")
         states: dict[int, Array] = {}
         at_end: list[Array] = []
         for i, state in enumerate(final):
-            grad = get.gradient(f"state/{i}")  # the gradient of a state that is the output is at the output
+            grad: Any = self._gradient(
+                call, f"state/{i}"
+            )  # the gradient of a state that is the output is at the output
             at_end.append(state * 0 if grad is None else grad[:, -1])
             if grad is not None:
                 states[i] = grad.clone() if hasattr(grad, "clone") else np.array(grad)
                 states[i][:, -1] = 0
         return {
             "direction": "forward",
-            "output": get("output"),
+            "output": call.arrays.get("output"),
             "masked_output": "output",
             "final_state": final,
-            "output_grad": get.gradient("output"),
+            "output_grad": self._gradient(call, "output"),
             "final_state_grad": tuple(at_end) if request.gradients else None,
             "state_grad": states or None,
             "stepwise": True,
             "between": True,
-            "received": get.all("received") or None,
+            "received": call.all("received") or None,
         }
 
     def _cell(self, cell: Any) -> Any:
         if id(cell) not in self._cells:
-            made = cell_with_equations(cell, copy_of, self._engine)
+            made = cell_with_equations(cell, self._engine)
             self._cells[id(cell)] = KerasStepCell(cell, self._keras) if made is None else made
         return self._cells[id(cell)]
 
     def _weight_grads(self, cell: Any) -> dict[str, Array]:
-        found = {
-            name: self._engine.to_array(self._result.gradients[f"weight|{id(cell)}|{name}"])
-            for name in cell_variables(cell)
-        }
-        return known_arrays(cell, found)
+        by_variable = {name: self._result.gradients[f"weight|{id(cell)}|{name}"] for name in cell_variables(cell)}
+        return known_arrays(cell, by_variable)
 
     def _tied_weights(self, cell: Any) -> frozenset[str]:
         """Return the names of a cell's weights whose gradient is shared with other layers or the initial state."""
@@ -265,12 +269,10 @@ class _Assembly:
         return frozenset(names | ({"recurrent_bias"} if "bias" in names else set()))
 
     def _plain(self, call: LayerCall) -> list[NonRecurrentCall]:
-        get = _Getter(self._engine, call, self._result.gradients)
-        names = [name for name in call.arrays if name.startswith("output/")]
-        node = self._node(call)
+        node, outputs = self._node(call), call.all("output")
         return [
-            NonRecurrentCall(node if len(names) == 1 else f"{node}[{i}]", get(name), get.gradient(name))
-            for i, name in enumerate(names)
+            NonRecurrentCall(node if len(outputs) == 1 else f"{node}[{i}]", out, self._gradient(call, f"output/{i}"))
+            for i, out in enumerate(outputs)
         ]
 
     def _check_that_all_ran(
@@ -312,40 +314,8 @@ def _no_path(calls: list[RecurrentCall], plain: list[NonRecurrentCall]) -> list[
     return ["No path leads from the loss to any layer asked for: every gradient is zero."]
 
 
-class _Getter:
-    """Access to the arrays and gradients of one call by the name under which they were recorded."""
-
-    def __init__(self, engine: Engine, call: LayerCall, gradients: dict[str, Any]) -> None:
-        self._engine, self._call, self._gradients = engine, call, gradients
-
-    def __call__(self, name: str) -> Array | None:
-        tensor = self._call.arrays.get(name)
-        return None if tensor is None else self._engine.to_array(tensor)
-
-    def gradient(self, name: str) -> Array | None:
-        tensor = self._gradients.get(f"{self._call.key}|{name}")
-        return None if tensor is None else self._engine.to_array(tensor)
-
-    def all(self, kind: str) -> tuple[Array, ...]:
-        return tuple(self(name) for name in self._call.arrays if name.startswith(kind + "/"))
-
-    def all_gradients(self, kind: str) -> tuple[Array, ...]:
-        found = (self.gradient(name) for name in self._call.arrays if name.startswith(kind + "/"))
-        return tuple(g for g in found if g is not None)
-
-
-def copy_of(variable: Any) -> Array:
-    """Return the value of a variable as an array that shares no memory with it."""
-    keras = dialect_of(variable)
-    value = keras.engine.to_array(keras.ops.convert_to_tensor(variable))
-    return value.clone() if hasattr(value, "clone") else np.array(value)
-
-
 def masked_output(layer: Any, known: bool) -> Literal["state", "output", "zero"]:
-    """Return what ``layer`` outputs at a masked step: its state, the previous output, or zeros.
-
-    ``known``: whether the equations of its cell are known.
-    """
+    """Return what ``layer``, with a cell of ``known`` equations or not, outputs at a masked step."""
     keras = dialect_of(layer)
     engine = keras.engine.name
     if layer.zero_output_for_mask and not (engine == "jax" and layer.unroll):

@@ -22,10 +22,7 @@ _CHUNK = 256 * 2**20
 
 
 class KerasStepCell(StepCell):
-    """A Keras cell as a pure function of (x, states, weights).
-
-    It uses the values that the weights had when it was constructed. The cell runs with ``training=False``.
-    """
+    """A Keras cell as a pure function, with the present values of its weights and ``training=False``."""
 
     def __init__(self, cell: Any, keras: Dialect) -> None:
         self._cell, self._keras, self._array = cell, keras, keras.engine.to_array
@@ -73,10 +70,7 @@ class KerasStepCell(StepCell):
         return tuple(map(self._array, grads))
 
     def jacobian(self, x: Array, state: Sequence[Array]) -> tuple[Array, Array]:
-        """Return the Jacobians of [new states, output] with respect to the states and to the input.
-
-        Their shapes are (n, S + output_size, S) and (n, S + output_size, feature).
-        """
+        """Return the Jacobians (n, S + output_size, size) of [new states, output] by the states and by the input."""
         total, parts = sum(self.state_sizes), []
         size = max(1, _CHUNK // (8 * (total + self.output_size) * (total + int(x.shape[1]))))
         for start in range(0, int(x.shape[0]), size):

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ...autodiff import Engine, Tap
-from ...autodiff.tensors import global_random_states_restored, to_numpy
+from ...autodiff.tensors import dtype_name, global_random_states_restored, to_numpy
 from ...errors import UnsupportedError
 from ...recurrence.cells import Cell
 from ...typing import Array, Namespace
@@ -34,26 +34,17 @@ Override = Callable[[Any, str, Callable[..., Any]], None]
 
 @dataclass(frozen=True, eq=False)
 class LoopOverCell:
-    """A cell that the user's code calls step by step, with the attributes of a recurrent layer around it."""
+    """A cell that the user's code calls step by step, with the options of a recurrent layer around it.
+
+    All other attributes, such as the name and the state size, are those of the cell.
+    """
 
     cell: Any
     go_backwards = stateful = unroll = zero_output_for_mask = False
     return_sequences = return_state = True
 
-    @property
-    def name(self) -> str:
-        """Name of the cell."""
-        return str(self.cell.name)
-
-    @property
-    def compute_dtype(self) -> str:
-        """Dtype in which the cell computes."""
-        return str(self.cell.compute_dtype)
-
-    @property
-    def state_size(self) -> Any:
-        """State sizes declared by the cell."""
-        return self.cell.state_size
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.cell, name)
 
 
 class Dialect(Protocol):
@@ -84,11 +75,6 @@ class Dialect(Protocol):
     #: Whether Keras multiplies sample weights of shape (sample,) along the time axis of a loss per step.
     weighs_steps: bool
 
-    def is_graph(self, thing: Any) -> bool:
-        """Return whether a layer belongs to a TensorFlow 1 graph, which only a session can run."""
-        del thing
-        return False
-
     # -- the engine, dtypes, values
     @property
     def engine(self) -> Engine:
@@ -97,11 +83,9 @@ class Dialect(Protocol):
     def floatx(self) -> str:
         """Return the default float dtype, such as ``"float32"``."""
 
-    def dtype_of(self, tensor: Any) -> str:
-        """Return the name of a tensor's dtype, such as ``"float32"``."""
-
     def is_float(self, tensor: Any) -> bool:
         """Return whether the dtype of a tensor or variable is a float."""
+        return dtype_name(tensor).startswith(("float", "bfloat"))
 
     def computed(self, dtype: str) -> str:
         """Return the name of the dtype in which operations on ``dtype`` are computed."""
@@ -157,10 +141,7 @@ class Dialect(Protocol):
     # -- layers and cells
     @property
     def cells(self) -> Mapping[type, type[Cell] | Mapping[int, type[Cell]]]:
-        """Map from exact Keras cell types to the classes with their equations.
-
-        For a convolution, a map from its number of spatial axes to the class.
-        """
+        """Map from exact Keras cell types to the classes with their equations; of a convolution by the spatial axes."""
 
     @property
     def known_activations(self) -> Mapping[Any, str]:
@@ -189,9 +170,6 @@ class Dialect(Protocol):
         """Return whether the first axis of a layer's input is time."""
         del layer
         return False
-
-    def inputs_of(self, node: Any) -> list[Any]:
-        """Return the input tensors of one symbolic call of a layer."""
 
     def operations(self, model: Any) -> list[Any] | None:
         """Return the layers and operations of a model with a graph, in its order; None if it may run otherwise."""
@@ -222,17 +200,11 @@ class Dialect(Protocol):
         return str(getattr(thing, "__module__", "")).startswith(f"{self.name}.")
 
     # -- a run
-    def asks_for_training(self, model: Any) -> bool:
-        """Return whether the model is to be called with ``training=``."""
-
     def dropout(self, layer: Any) -> dict[str, Any]:
         """Return the dropout multipliers of a layer's known cell in training: ``input_scale``, ``state_scale``."""
 
     def hook(self, recorder: Any, site: Any, half: int, override: Override) -> None:
-        """Override the methods of a recurrent layer so that ``recorder`` records its calls.
-
-        ``half`` is 1 for the second direction of a bidirectional layer and 0 otherwise.
-        """
+        """Let ``recorder`` record a recurrent layer's calls; ``half`` is 1 for the second direction of two."""
 
     def values(self, variables: Sequence[Any]) -> list[Any] | None:
         """Return the tensors that replace the variables in a run; None if the run reads the variables."""
@@ -261,10 +233,7 @@ class Dialect(Protocol):
         """Temporarily substitute tensors for a cell's variables; ``weights`` lists pairs (variable, tensor)."""
 
     def as_found(self, model: Any, seed: int | None) -> AbstractContextManager[None]:
-        """Restore on exit the variables and random generators that a run changes.
-
-        Within the block, process-wide generators are seeded with ``seed`` if it is given.
-        """
+        """Restore on exit the variables and random generators that a run changes, the latter seeded with ``seed``."""
 
     def initial_state(self, cell: Any, samples: int) -> Any:
         """Return the states from the cell's own ``get_initial_state`` for a number of samples."""
@@ -274,6 +243,8 @@ class Dialect(Protocol):
 
     def step(self, cell: Any, x: Any, states: Any) -> tuple[Any, Any]:
         """Call a cell once, as its recurrent layer does; return its output and its new states."""
+        output, new = cell(x, states)
+        return output, new
 
     def inside(self, value: Any) -> Any:
         """Return the container inside a tracking wrapper of the package; None for other objects."""
@@ -334,38 +305,32 @@ def dialect_of(thing: Any) -> Dialect:
     Raises UnsupportedError for a layer of a TensorFlow 1 graph, and TypeError for an object of neither package.
     """
     thing = thing.cell if isinstance(thing, LoopOverCell) else thing
-    found = _of_type(type(thing))
-    if found is not None and found.is_graph(thing):
+    found = next((keras for keras in spoken() if isinstance(thing, (keras.Layer, keras.Variable))), None)
+    if found is None:
+        raise TypeError(f"{type(thing).__name__} belongs to no Keras")
+    if builds_graph(thing):
         raise UnsupportedError(
             f"{type(thing).__name__} was created without eager execution.",
             expected="a model that runs eagerly or in a tf.function",
             hint="create it before tf.compat.v1.disable_eager_execution(), or in a process that does not call it",
         )
-    if found is None:
-        raise TypeError(f"{type(thing).__name__} belongs to no Keras")
     return found
 
 
+def builds_graph(layer: Any) -> bool:
+    """Return whether a layer of ``tf_keras`` belongs to a TensorFlow 1 graph, which only a session can run."""
+    return any(base.__module__.endswith("base_layer_v1") for base in type(layer).__mro__)
+
+
+@cache
 def dialect(package: str) -> Dialect:
     """Return the dialect of a Keras package that is loaded, by the package's name."""
-    return _dialect(_DIALECTS[package])
+    found: Dialect = importlib.import_module(f"{__package__}.{_DIALECTS[package]}").dialect
+    return found
 
 
 def spoken() -> Iterator[Dialect]:
     """Iterate over the dialects of the Keras packages that are loaded."""
-    for package, module in _DIALECTS.items():
+    for package in _DIALECTS:
         if hasattr(sys.modules.get(package), "layers"):
-            yield _dialect(module)
-
-
-def _of_type(kind: type) -> Dialect | None:
-    for keras in spoken():
-        if issubclass(kind, (keras.Layer, keras.Variable)):
-            return keras
-    return None
-
-
-@cache
-def _dialect(module: str) -> Dialect:
-    found: Dialect = importlib.import_module(f"{__package__}.{module}").dialect
-    return found
+            yield dialect(package)

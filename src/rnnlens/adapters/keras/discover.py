@@ -67,13 +67,7 @@ class Places:
 
 
 def places(model: Any) -> Places:
-    """Find all layers of ``model``, those of nested models and custom blocks included.
-
-    Raises
-    ------
-    ModelError
-        If the model is not built, or two different layers share a name.
-    """
+    """Find all layers of a model, nested ones too; raise ModelError if it is not built or a name is ambiguous."""
     if not model.built:
         raise ModelError(
             f"Model {model.name!r} is not built: its weights do not exist yet.",
@@ -108,22 +102,17 @@ def root_name(model: Any) -> str:
 
 def describe(model: Any) -> list[LayerInfo]:
     """Return the rows of ``rl.layers``, one per recurrent layer; a bidirectional layer is one row."""
-    rows: dict[str, LayerInfo] = {}
+    rows: dict[str, RecurrentSite] = {}
     for site in places(model).sites:
-        if site.name not in rows:
-            rows[site.name] = _info(site)
-    return list(rows.values())
+        rows.setdefault(site.name, site)
+    return list(map(_info, rows.values()))
 
 
 def choose(found: Places, wanted: tuple[str, ...] | None) -> tuple[list[RecurrentSite], dict[str, Any]]:
     """Return the recurrent sites and the other layers that ``wanted`` names; all sites if it is None.
 
-    A node such as ``"lstm#1"`` is found under its layer's name.
-
-    Raises
-    ------
-    LayerNotFoundError, ModelError, UnsupportedError
-        For an unknown name, a model without recurrent layers, or a layer that cannot be hooked.
+    A node such as ``"lstm#1"`` is found under its layer's name. An error is raised for an unknown name, a model without
+    recurrent layers, and a layer that cannot be hooked.
     """
     if wanted is None:
         if not found.sites:
@@ -145,13 +134,7 @@ def choose(found: Places, wanted: tuple[str, ...] | None) -> tuple[list[Recurren
 
 
 def given_states(found: Places, initial_state: Mapping[str, Any] | None) -> list[str]:
-    """Return the names of the layers for which ``initial_state`` has states.
-
-    Raises
-    ------
-    LayerNotFoundError
-        If a name is not that of a recurrent layer.
-    """
+    """Return the layers for which ``initial_state`` has states; raise LayerNotFoundError for an unknown name."""
     names = list(initial_state or ())
     known = list(dict.fromkeys(site.name for site in found.sites))
     for name in names:
@@ -174,10 +157,7 @@ def hooked_beside(found: Places, sites: Iterable[RecurrentSite], others: Iterabl
 
 
 def base_name(name: str, found: Places) -> str:
-    """Return the layer name in a node name such as ``"lstm#1"``.
-
-    Raises LayerNotFoundError if there is no such layer.
-    """
+    """Return the layer name in a node name such as ``"lstm#1"``; raise LayerNotFoundError for an unknown one."""
     known = found.names()
     if name in known:
         return name
@@ -233,11 +213,10 @@ def _is_called(cell: Any, model: Any) -> bool:
 
     A cell of a recurrent layer is called by the code if a method other than ``__init__`` and ``build`` reads it.
     """
-    keras = dialect_of(cell)
-    layers = model._flatten_layers()
+    keras, layers = dialect_of(cell), list(model._flatten_layers())
     if not any(isinstance(layer, keras.layers.RNN) and layer.cell is cell for layer in layers):
         return True
-    for layer in model._flatten_layers():
+    for layer in layers:
         held = vars(layer) | vars(layer).get("_modules", {})  # torch keeps sublayers apart
         names = {name for name, value in held.items() if value is cell}
         methods = [m for kind in type(layer).__mro__ if not keras.is_own(kind) for m in vars(kind).items()]
@@ -324,24 +303,16 @@ def _info(site: RecurrentSite) -> LayerInfo:
 def _masked(layer: Any) -> bool | None:
     """Return whether a mask reaches the layer; None if that is known only when the model runs."""
     nodes = getattr(layer, "_inbound_nodes", [])
-    if not nodes:
-        return None
-    tensors = [t for node in nodes for t in dialect_of(layer).inputs_of(node)]
-    return any(getattr(t, "_keras_mask", None) is not None for t in tensors)
+    tensors = [t for node in nodes for t in dialect_of(layer).tree.flatten(node.input_tensors)]
+    return any(getattr(t, "_keras_mask", None) is not None for t in tensors) if nodes else None
 
 
 def refuse_random(site: RecurrentSite, training: bool) -> None:
-    """Refuse cells of unknown equations whose step cannot be replayed in training mode.
-
-    Raises
-    ------
-    UnsupportedError
-        If the cell draws random numbers or uses statistics of the batch.
-    """
+    """Raise UnsupportedError in training if a cell of unknown equations draws random numbers or mixes samples."""
     keras, cell = site.keras, site.layer.cell
     if not training or known_class(cell) is not None or not isinstance(cell, keras.Layer):
         return
-    layers = cell._flatten_layers()
+    layers = list(cell._flatten_layers())
     if any(isinstance(layer, keras.layers.BatchNormalization) and layer.trainable for layer in layers):
         raise UnsupportedError(
             f"Layer {site.name!r}: batch normalisation in the cell {type(cell).__name__} mixes the samples "
@@ -350,7 +321,7 @@ def refuse_random(site: RecurrentSite, training: bool) -> None:
             expected="a cell whose step depends only on its input, its state and its weights",
             hint="training=False",
         )
-    if any(_is_random(keras, layer) for layer in cell._flatten_layers()):
+    if any(_is_random(keras, layer) for layer in layers):
         raise UnsupportedError(
             f"Layer {site.name!r}: dropout inside the cell {type(cell).__name__} cannot be replayed.",
             hint="training=False, or dropout between the layers instead of inside the cell",

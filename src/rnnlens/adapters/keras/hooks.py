@@ -16,16 +16,22 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from ...autodiff import Tap
 from ...errors import InputError, RnnlensError, UnsupportedError
+from ..protocol import Batch
 from ..shared import substitute_in_this_thread
-from .dialect import Dialect
+from .dialect import Dialect, dialect_of
 from .discover import RecurrentSite, refuse_random
+from .inputs import prepare
+from .restore import overriding
 
 #: Numbers of the calls of each cell that start a recurrence, by the cell's name; all other calls continue one.
 Starts = Mapping[str, frozenset[int]]
+#: Function of (x, y, outputs, sample weights) that returns the loss as a scalar tensor.
+Loss = Callable[[Any, Any, Any, Any], Any]
 
 
 @dataclass
@@ -46,6 +52,10 @@ class LayerCall:
     def key(self) -> str:
         """Prefix of the call's tap keys: ``"lstm|0|1"`` is the second call of the first (or only) direction."""
         return f"{self.place}|{self.half}|{self.index}"
+
+    def all(self, kind: str) -> tuple[Any, ...]:
+        """Return the recorded tensors of one kind, such as all final states."""
+        return tuple(tensor for name, tensor in self.arrays.items() if name.startswith(f"{kind}/"))
 
 
 class ChangedStateError(RnnlensError):
@@ -75,51 +85,64 @@ class CellRun:
     early: tuple[Any, Any] | None = None
 
 
-@contextmanager
-def overriding() -> Iterator[Callable[[Any, str, Any], None]]:
-    """Yield a function that overrides a method on an instance; on exit, restore all overridden methods."""
-    saved: list[tuple[dict[str, Any], str, Any]] = []
-
-    def put(thing: Any, name: str, method: Any) -> None:
-        own = vars(thing)
-        saved.append((own, name, own.get(name)))
-        own[name] = method
-
-    try:
-        yield put
-    finally:
-        for own, name, old in reversed(saved):
-            if old is None:
-                own.pop(name, None)
-            else:
-                own[name] = old
-
-
 @dataclass
-class LayerRecorder:
-    """Recorder of layer calls, in the order in which they happen.
+class RunRequest:
+    """One request: what to run, which layers to hook and which tensors to tap. It is never cached.
 
-    ``wanted`` contains what to tap: a kind of tensor (``"output"``) at every call, or one tensor of one call
-    (``"lstm|0|1|final_state/0"``), at every step of a loop over a cell. ``keep`` contains the kinds to record besides
-    the tapped ones. ``starts`` and ``spoiled`` are for loops over cells, see :class:`StepRecorder`. ``stepped`` names
-    the layers whose calls with one step are joined, ``apart`` those whose calls with one step do not continue each
-    other.
+    ``sites`` and ``plain`` are the hooked layers, and ``weights`` the variables to tap by key. ``wanted`` contains what
+    to tap: a kind of tensor (``"output"``) at every call, or one tensor of one call (``"lstm|0|1|final_state/0"``), at
+    every step of a loop over a cell. ``keep`` contains the kinds to record besides the tapped ones. ``starts`` and
+    ``spoiled`` are for loops over cells, see :class:`StepRecorder`. ``stepped`` names the layers whose calls with one
+    step are joined, ``apart`` those whose calls with one step do not continue each other. ``calls`` are those of the
+    last run, in the order in which they happened.
     """
 
-    keras: Dialect
-    tap: Tap
-    wanted: frozenset[str]
-    keep: frozenset[str]
-    initial_state: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    training: bool = False
+    model: Any
+    batch: Batch
+    sites: Sequence[RecurrentSite] = ()
+    plain: Mapping[str, Any] = field(default_factory=dict)
+    loss: Loss | None = None
+    gradients: bool = True
+    wanted: frozenset[str] = frozenset()
+    keep: frozenset[str] = frozenset()
+    weights: Mapping[str, Any] = field(default_factory=dict)
     starts: Starts = field(default_factory=dict)
     spoiled: str = ""
     stepped: frozenset[str] = frozenset()
     apart: frozenset[str] = frozenset()
     calls: list[LayerCall] = field(default_factory=list)
-    is_inside_a_layer: bool = False
-    _recorders: dict[str, StepRecorder] = field(default_factory=dict)
-    _returned: set[str] = field(default_factory=set)
+
+    @cached_property
+    def data(self) -> dict[str, Any]:
+        """The batch as tensors, checked against the model."""
+        return prepare(self.model, self.batch)
+
+    @cached_property
+    def keras(self) -> Dialect:
+        """The dialect of the Keras package that the model belongs to."""
+        return dialect_of(self.model)
+
+    @cached_property
+    def variables(self) -> list[Any]:
+        """All variables that the run may read; variables created during the run are not among them."""
+        return self.keras.variables(self.model)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return all values that may differ between runs as one tree of tensors: batch, variables, seeds."""
+        values = self.keras.values(self.variables)
+        return {**self.data, "values": values, "seeds": self.keras.seeds(self.model, self.batch.seed)}
+
+
+class LayerRecorder:
+    """Recorder of the layer calls of one run; ``initial_state`` has the user's states as tensors, by layer."""
+
+    def __init__(self, job: RunRequest, tap: Tap, initial_state: Mapping[str, Sequence[Any]]) -> None:
+        self.job, self.tap, self.initial_state = job, tap, initial_state
+        self.keras, self.training = job.keras, job.batch.training
+        self.is_inside_a_layer = False
+        self._recorders: dict[str, StepRecorder] = {}
+        self._returned: set[str] = set()
+        job.calls.clear()
 
     @contextmanager
     def inside_a_layer(self) -> Iterator[None]:
@@ -131,75 +154,61 @@ class LayerRecorder:
             self.is_inside_a_layer = before
 
     @contextmanager
-    def hooked(self, sites: Sequence[RecurrentSite], plain: Mapping[str, Any]) -> Iterator[None]:
-        """Hook the recurrent ``sites`` and the ``plain`` layers within the block.
-
-        Hooks are methods overridden on the instances.
-        """
+    def hooked(self) -> Iterator[None]:
+        """Hook the layers of the request within the block: methods are overridden on the instances."""
         halves: dict[str, int] = {}
         with overriding() as put:
 
             def override(layer: Any, name: str, method: Any) -> None:
                 put(layer, name, substitute_in_this_thread(method, getattr(layer, name)))
 
-            for site in sites:
+            for site in self.job.sites:
                 half = halves[site.name] = halves.get(site.name, -1) + 1
                 if site.is_loop:
                     refuse_random(site, self.training)
                     override(site.layer.cell, "call", own_errors_unchanged()(self._cell(site)))
                 else:
                     site.keras.hook(self, site, half, override)
-            for name, layer in plain.items():
+            for name, layer in self.job.plain.items():
                 override(layer, "call", self._plain(name, layer))
             yield
 
     def _steps_of(self, site: RecurrentSite) -> StepRecorder:
         if site.name not in self._recorders:
-            starts, spoiled = self.starts.get(site.name), self.spoiled == site.name
-            self._recorders[site.name] = StepRecorder(self, site, starts, spoiled)
+            self._recorders[site.name] = StepRecorder(self, site)
         return self._recorders[site.name]
 
     def steps_of(self, site: RecurrentSite, sequence: Any, states: Any) -> StepRecorder | None:
-        """Return the recorder of steps for a call of a layer with one step; None for any other call.
+        """Return the recorder of steps for a call, with one step, of a layer that returns its states; else None.
 
-        Only a layer that returns its states can be called in a loop over the steps.
-
-        Raises
-        ------
-        SteppedLayerError
-            If the layer was called before, and neither ``stepped`` nor ``apart`` names it: the call may continue it.
+        SteppedLayerError is raised at the second such call of a layer that neither ``stepped`` nor ``apart`` names.
         """
         layer = site.layer
         random = self.training and any(getattr(layer.cell, name, 0.0) for name in ("dropout", "recurrent_dropout"))
-        if site.name in self.apart or site.bidirectional or layer.stateful or random:
+        apart = site.name in self.job.apart or site.bidirectional or layer.stateful or random
+        if apart or not layer.return_state or sequence.shape[1] != 1 or len(sequence.shape) != 3:
             return None
-        if not layer.return_state or sequence.shape[1] != 1 or len(sequence.shape) != 3:
-            return None
-        if site.name in self.stepped:
+        if site.name in self.job.stepped:
             return self._steps_of(site)
         if site.name in self._returned:
             raise SteppedLayerError(site.name)
         return None
 
-    def returns(self, site: RecurrentSite) -> None:
-        """Note that a layer returned its states, from which its next call may start."""
-        self._returned.add(site.name)
-
     def starts_call(self, place: str, half: int = 0, *, is_loop: bool = False) -> LayerCall:
         """Add a record for a new call of a layer, and return it."""
-        index = sum(call.place == place and call.half == half for call in self.calls)
+        index = sum(call.place == place and call.half == half for call in self.job.calls)
         call = LayerCall(place, half, index, is_loop=is_loop)
-        self.calls.append(call)
+        self.job.calls.append(call)
         return call
 
     def record(self, call: LayerCall, name: str, tensor: Any) -> Any:
         """Tap and record ``tensor`` if that is requested; return the tensor to continue with."""
         every = name.partition("@")[0]
         kind, key = every.split("/")[0], f"{call.key}|{every}"
-        tapped = self.keras.is_float(tensor) and (kind in self.wanted or key in self.wanted)
+        tapped = self.keras.is_float(tensor) and not self.job.wanted.isdisjoint((kind, key))
         if tapped:
             tensor = self.tap(f"{call.key}|{name}", tensor)
-        if tapped or kind in self.keep or key in self.keep:
+        if tapped or not self.job.keep.isdisjoint((kind, key)):
             call.arrays[name] = tensor
         return tensor
 
@@ -225,9 +234,19 @@ class LayerRecorder:
         flat = self.keras.tree.flatten(initial_state)
         flat = [self.record(call, f"initial_state/{i}", state) for i, state in enumerate(flat)]
         initial_state = self.keras.tree.pack_sequence_as(initial_state, flat)
-        if "mask" in self.keep and mask is not None:
+        if "mask" in self.job.keep and mask is not None:
             call.arrays["mask"] = mask
         return call, sequence, initial_state
+
+    def leaves(self, site: RecurrentSite, call: LayerCall, output: Any, states: Any, training: Any) -> tuple[Any, Any]:
+        """Record the dropout, the output and the final states of a recurrent call; return the latter two, tapped."""
+        if "dropout" in self.job.keep and training:
+            call.arrays.update(self.keras.dropout(site.layer))
+        output = self.record(call, "output", output)
+        if site.layer.return_state:
+            states = self.record_all(call, "final_state", states)
+            self._returned.add(site.name)
+        return output, states
 
     def given_state(self, site: RecurrentSite, half: int, state: Any) -> Any:
         """Return the user's ``initial_state`` for this layer, cast and nested as its own state.
@@ -288,14 +307,13 @@ class LayerRecorder:
 class StepRecorder:
     """Recorder of single steps of one cell or layer, joined to recurrences; see the module's text.
 
-    ``starts`` are the numbers of the calls that start a recurrence if the user's code changes states, else None.
-    ``spoiled``: replace the states that the user's code receives by NaN, to find out which calls depend on them.
+    ``_starts`` are the numbers of the calls that start a recurrence if the user's code changes states, else None.
+    ``_spoiled``: replace the states that the user's code receives by NaN, to find out which calls depend on them.
     """
 
-    def __init__(
-        self, recorder: LayerRecorder, site: RecurrentSite, starts: frozenset[int] | None, spoiled: bool
-    ) -> None:
-        self._recorder, self._site, self._starts, self._spoiled = recorder, site, starts, spoiled
+    def __init__(self, recorder: LayerRecorder, site: RecurrentSite) -> None:
+        self._recorder, self._site = recorder, site
+        self._starts, self._spoiled = recorder.job.starts.get(site.name), recorder.job.spoiled == site.name
         self._keras: Dialect = site.keras
         self._context = self._keras.engine.context()
         self._runs: list[CellRun] = []
@@ -312,10 +330,17 @@ class StepRecorder:
                 hint="keras.layers.RNN(cell, return_sequences=True)",
             )
         flat = self._keras.tree.flatten(states)
-        run = self._run_of(flat)
+        run, record = self._run_of(flat), self._recorder.record
         self._count += 1
-        x, flat = self._enter(run, x, flat)
-        return run, x, self._keras.tree.pack_sequence_as(states, flat)
+        t = run.steps
+        if t == 0:
+            flat = self._recorder.given_state(self._site, 0, flat)
+            flat = [record(run.call, f"initial_state/{i}", s) for i, s in enumerate(flat)]
+        elif self._starts is None:
+            flat = run.produced
+        if self._starts is not None:
+            run.call.arrays.update({f"received/{i}@{t}": s for i, s in enumerate(flat)})
+        return run, record(run.call, f"input@{t}", x), self._keras.tree.pack_sequence_as(states, flat)
 
     @contextmanager
     def inside(self, run: CellRun) -> Iterator[None]:
@@ -378,21 +403,9 @@ class StepRecorder:
         self._runs.append(CellRun(self._recorder.starts_call(self._site.name, is_loop=True)))
         return self._runs[-1]
 
-    def _enter(self, run: CellRun, x: Any, states: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """Record and tap the input and the states of a call; return the tapped tensors, for the call itself."""
-        record, t = self._recorder.record, run.steps
-        if t == 0:
-            found = list(self._recorder.given_state(self._site, 0, list(states)))
-            found = [record(run.call, f"initial_state/{i}", s) for i, s in enumerate(found)]
-        else:
-            found = list(states) if self._starts is not None else run.produced
-        if self._starts is not None:
-            run.call.arrays.update({f"received/{i}@{t}": s for i, s in enumerate(found)})
-        return record(run.call, f"input@{t}", x), found
-
     def _refuse_paths_within(self, run: CellRun, output: Any, states: Sequence[Any]) -> None:
         """Refuse gradients by a state from which the cell may compute its output or other states within the step."""
-        cell, wanted = self._site.layer.cell, self._recorder.wanted
+        cell, wanted = self._site.layer.cell, self._recorder.job.wanted
         asked = [i for i in range(len(states)) if f"{run.call.key}|total/{i}" in wanted]
         if type(cell) in self._keras.cells:
             is_open = 1 in asked and run.early is None
@@ -417,7 +430,7 @@ class StepRecorder:
                 hint="training=False, or keras.layers.RNN(cell)",
             )
         run.masks = found
-        if "dropout" in self._recorder.keep:
+        if "dropout" in self._recorder.job.keep:
             run.call.arrays.update(found)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ...arguments import as_numpy
-from ...autodiff.tensors import to_numpy
+from ...autodiff.tensors import dtype_name, to_numpy
 from ...errors import InputError
 from ...typing import Array
 from ..protocol import Batch
@@ -16,13 +16,7 @@ from .dialect import Dialect, dialect_of
 
 
 def prepare(model: Any, batch: Batch) -> dict[str, Any]:
-    """Check ``batch`` against the model; return x, y, sample_weight and initial_state as tensors of the engine.
-
-    Raises
-    ------
-    InputError
-        If data is not numeric, is empty, or has another shape than the model was built for.
-    """
+    """Return x, y, sample_weight and initial_state as tensors, or raise InputError if they do not fit the model."""
     keras = dialect_of(model)
     x = _structure(keras, batch.x, "x")
     _check_shapes(model, x)
@@ -58,7 +52,7 @@ def _converter(model: Any) -> Callable[[Any], Any]:
         if leaf is None:
             return None
         # Integers have the default dtype of the engine: JAX warns if int64 is requested while it is disabled.
-        dtype = floats if keras.dtype_of(leaf) in ("float32", "float64") else None
+        dtype = floats if dtype_name(leaf) in ("float32", "float64") else None
         return keras.ops.convert_to_tensor(keras.engine.own(leaf), dtype=dtype)
 
     return lambda tree: keras.tree.map_structure(tensor, tree)
@@ -117,10 +111,7 @@ def _check_shapes(model: Any, x: Any) -> None:
 
 
 def _by_name(model: Any, x: Any) -> Any:
-    """Return a dict of inputs as a list in the order of the model, if its keys are the model's input names.
-
-    Returns any other ``x`` unchanged.
-    """
+    """Return inputs by name as a list in the order of the model; return any other ``x`` unchanged."""
     names = [getattr(tensor, "name", None) for tensor in getattr(model, "inputs", None) or ()]
     listed = not isinstance(dialect_of(model).graph_of(model)[0], dict)
     return [x[name] for name in names] if isinstance(x, dict) and listed and set(x) == set(names) else x
@@ -227,10 +218,7 @@ def _labels(y: Array, model: Any) -> Array:
 
 
 def input_order(keras: Dialect, x: Any) -> list[int]:
-    """Return, for each input in the user's order, its index among the leaves in Keras' order.
-
-    Keras sorts dicts by key.
-    """
+    """Return, for each input in the user's order, its index in Keras' order, which sorts dicts by key."""
     count = iter(range(len(keras.tree.flatten(x))))
     taken: list[int] = keras.tree.flatten(_numbered(x, count))
     return [taken.index(i) for i in range(len(taken))]
@@ -246,10 +234,7 @@ def by_key(tree: Any) -> Any:
 
 
 def output_names(model: Any) -> tuple[str, ...]:
-    """Return the keys of a functional model's dict of outputs, in the order of ports.
-
-    Returns () for any other model.
-    """
+    """Return the keys of a functional model's dict of outputs, in the order of ports; () for any other model."""
     keras = dialect_of(model)
     if not isinstance(model, keras.Functional) or type(model).call is not keras.Functional.call:
         return ()

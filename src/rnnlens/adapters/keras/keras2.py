@@ -17,20 +17,19 @@ import tensorflow as tf
 import tf_keras
 from tensorflow.python.util import nest
 from tf_keras.src import backend
-from tf_keras.src.engine import base_layer_v1, compile_utils
+from tf_keras.src.engine import compile_utils
 from tf_keras.src.engine.functional import Functional
 from tf_keras.src.layers.rnn import base_conv_lstm, gru_v1, lstm_v1
 from tf_keras.src.utils import losses_utils
 
 from ...autodiff import Engine, Tap, engine
-from ...autodiff.tensors import to_numpy
 from ...errors import UnsupportedError
 from ...recurrence.cells import GRU, LSTM, Cell, ConvLSTM1D, ConvLSTM2D, ConvLSTM3D, SimpleRNN
 from ...typing import Namespace
 from ..shared import substitute_in_this_thread
 from . import keras2_run
 from .dialect import Dialect
-from .hooks import overriding
+from .restore import overriding
 
 #: Prefixes of the tested versions of ``tf_keras``.
 _VERSIONS = ("2.21.",)
@@ -72,7 +71,7 @@ class _Ops:
 
     cast, stack, stop_gradient, zeros, zeros_like = tf.cast, tf.stack, tf.stop_gradient, tf.zeros, tf.zeros_like
     sum, mean, sqrt, square = tf.reduce_sum, tf.reduce_mean, tf.sqrt, tf.square
-    is_tensor, convert_to_numpy = tf.is_tensor, staticmethod(to_numpy)
+    is_tensor = tf.is_tensor
 
     @staticmethod
     def convert_to_tensor(value: Any, dtype: Any = None) -> Any:
@@ -164,23 +163,13 @@ class Keras2(Dialect):
     dropout = staticmethod(keras2_run.dropout)
     refusal = staticmethod(keras2_run.refusal)
 
-    def is_graph(self, thing: Any) -> bool:
-        return isinstance(thing, base_layer_v1.Layer)
-
     # -- the engine, dtypes, values
     @cached_property
     def engine(self) -> Engine:
         """The TensorFlow engine; it carries Keras masks over to replaced tensors."""
         return engine("tensorflow", self.with_mask)
 
-    def floatx(self) -> str:
-        return str(tf_keras.backend.floatx())
-
-    def dtype_of(self, tensor: Any) -> str:
-        return str(tf.as_dtype(tensor.dtype).name)
-
-    def is_float(self, tensor: Any) -> bool:
-        return bool(tf.as_dtype(tensor.dtype).is_floating)
+    floatx = staticmethod(tf_keras.backend.floatx)
 
     def computed(self, dtype: str) -> str:
         """Return ``dtype``: TensorFlow computes in the dtype of its inputs."""
@@ -193,7 +182,6 @@ class Keras2(Dialect):
         tensor._keras_mask = mask
 
     def namespace(self) -> Namespace:
-        """Return TensorFlow's functions under the names of the array-API standard."""
         return _ArrayFunctions()
 
     # -- variables
@@ -227,16 +215,13 @@ class Keras2(Dialect):
 
     # -- layers and cells
     def state_size(self, layer: Any) -> Any:
-        """Return the state sizes declared by the layer's cell as integers, nested as in the cell."""
         return _sizes(layer.cell.state_size)
 
     def template(self, cell: Any) -> Any:
-        """Return the nested structure of the states that a cell takes, with sizes as leaves."""
         size = _sizes(cell.state_size)
         return size if tf.nest.is_nested(size) else [size]
 
     def output_size(self, cell: Any) -> Any:
-        """Return the output size declared by a cell; None if it declares none or raises NotImplementedError."""
         try:
             size = getattr(cell, "output_size", None)
         except NotImplementedError:
@@ -249,9 +234,6 @@ class Keras2(Dialect):
 
     def time_major(self, layer: Any) -> bool:
         return bool(layer.time_major)
-
-    def inputs_of(self, node: Any) -> list[Any]:
-        return list(tf.nest.flatten(node.input_tensors))
 
     def operations(self, model: Any) -> list[Any] | None:
         if type(model) not in (tf_keras.Sequential, Functional) or "call" in vars(model) or not model._is_graph_network:
@@ -266,15 +248,6 @@ class Keras2(Dialect):
         return tuple(shape.as_list()) if isinstance(shape, tf.TensorShape) and shape.rank is not None else shape
 
     # -- a run
-    def asks_for_training(self, model: Any) -> bool:
-        """Return True: every Keras 2 model takes ``training`` and passes it to its layers."""
-        del model
-        return True
-
-    def seeds(self, model: Any, seed: int | None) -> list[Any]:
-        """Return one seed of two integers for each random generator; the same at each call unless ``seed`` differs."""
-        return keras2_run.seeds(model, seed)
-
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
         """Let initializers draw from ``seed``: ``set_random_seed`` gave Keras 2 a generator for their seeds."""
@@ -301,6 +274,7 @@ class Keras2(Dialect):
         with keras2_run.stateless(model, seeds):
             yield
 
+    seeds = staticmethod(keras2_run.seeds)
     stepping = staticmethod(keras2_run.stepping)
 
     def step(self, cell: Any, x: Any, states: Any) -> tuple[Any, Any]:
@@ -345,14 +319,9 @@ class Keras2(Dialect):
         return getattr(getattr(model, "compiled_loss", None), "_user_losses", None)
 
     def compiled_form(self, loss: Any, weights: Any = None, names: Any = None) -> Callable[[Any, Any, Any], Any]:
-        """Return ``loss`` as the function of ``(y, y_pred, sample_weight)`` that ``compile(loss=...)`` makes of it.
-
-        It updates no metric.
-        """
         return _UntrackedLosses(loss, weights, names)
 
     def whole_loss(self, model: Any, x: Any, y: Any, y_pred: Any, weight: Any, training: bool) -> Any:
-        """Return the loss that training minimises: compiled loss, loss weights, regularisers and ``add_loss``."""
         del training
         return model.compute_loss(x, y, y_pred, weight)
 
@@ -369,7 +338,7 @@ class Keras2(Dialect):
                 override(model, "compiled_loss", _UntrackedLosses(*given))
             for layer in () if regularised else model._flatten_layers():
                 if layer._callable_losses:
-                    stopped = [substitute_in_this_thread(_stopped(p), _named(p)) for p in layer._callable_losses]
+                    stopped = [substitute_in_this_thread(_stopped(p), p) for p in layer._callable_losses]
                     override(layer, "_callable_losses", stopped)
             yield
 
@@ -390,11 +359,6 @@ def _stopped(loss: Any) -> Any:
         return None if value is None else tf.stop_gradient(value)
 
     return stopped
-
-
-def _named(loss: Any) -> Any:
-    """Return a function that calls ``loss``; unlike a ``functools.partial`` it has a name."""
-    return lambda: loss()
 
 
 def _sizes(sizes: Any) -> Any:

@@ -23,7 +23,8 @@ from tf_keras.src.layers.rnn import base_conv_lstm, base_conv_rnn, base_cudnn_rn
 from ...errors import UnsupportedError, no_function_of_its_own
 from .dialect import Override
 from .discover import RecurrentSite, refuse_random
-from .hooks import LayerCall, LayerRecorder, overriding, own_errors_unchanged
+from .hooks import LayerCall, LayerRecorder, own_errors_unchanged
+from .restore import overriding
 from .weights import known_class
 
 _OWN_CALLS = tuple(
@@ -111,8 +112,10 @@ def hook(recorder: LayerRecorder, site: RecurrentSite, half: int, override: Over
         record = given.pop()
         with own_errors_unchanged():
             if "step" in record:
-                return _of_one_step(layer, result, record["step"])
-            return _record_output(recorder, site, result, **record)
+                output, states = record["step"](result[1], list(result[1:]))
+                sequence = _samples_first(layer, output[:, None])
+                return [sequence if layer.return_sequences else output, *states]
+            return _record_output(recorder, site, result, record["call"], record["training"])
 
     override(layer, "_process_inputs", process)
     if fused:
@@ -120,35 +123,18 @@ def hook(recorder: LayerRecorder, site: RecurrentSite, half: int, override: Over
     override(layer, "call", call)
 
 
-def _record_output(
-    recorder: LayerRecorder, site: RecurrentSite, result: Any, *, call: LayerCall, mask: Any, training: Any
-) -> Any:
+def _record_output(recorder: LayerRecorder, site: RecurrentSite, result: Any, call: LayerCall, training: Any) -> Any:
     """Record the output of a layer and its final states; return the tapped tensors, with which the run continues."""
-    del mask
     layer = site.layer
-    if "dropout" in recorder.keep and training:
-        call.arrays.update(dropout(layer))
     output, states = (result[0], result[1:]) if layer.return_state else (result, None)
     if tf.nest.is_nested(output):
         raise UnsupportedError(
             f"Layer {site.name!r}: the cell has several outputs.", expected="one tensor of shape (sample, unit)"
         )
-    if layer.return_sequences:
-        output = _samples_first(layer, recorder.record(call, "output", _samples_first(layer, output)))
-    else:
-        output = recorder.record(call, "output", output)
-    if states is None:
-        return output
-    states = recorder.record_all(call, "final_state", states)
-    recorder.returns(site)
-    return [output, *states]
-
-
-def _of_one_step(layer: Any, result: Any, leave: Any) -> Any:
-    """Record the states of a layer that was called with one step; return its output and states to continue with."""
-    output, states = leave(result[1], list(result[1:]))
-    sequence = _samples_first(layer, output[:, None])
-    return [sequence if layer.return_sequences else output, *states]
+    swapped: Any = _samples_first if layer.return_sequences else lambda _, tensor: tensor
+    output, states = recorder.leaves(site, call, swapped(layer, output), states, training)
+    output = swapped(layer, output)
+    return output if states is None else [output, *states]
 
 
 def _samples_first(layer: Any, tensor: Any) -> Any:
@@ -159,10 +145,7 @@ def _samples_first(layer: Any, tensor: Any) -> Any:
 
 
 def dropout(layer: Any) -> dict[str, Any]:
-    """Return the dropout multipliers of a known cell, the same at each step.
-
-    There is one per gate for ``implementation=1``.
-    """
+    """Return the dropout multipliers of a known cell, the same at each step; one per gate for ``implementation=1``."""
     cell: Any = layer.cell
     found: dict[str, Any] = {}
     if getattr(layer, "_could_use_gpu_kernel", False):
@@ -220,29 +203,17 @@ class _Generator:
         seed = self.make_seed_for_stateless_op()
         return tf.nn.experimental.stateless_dropout(inputs, rate=rate, noise_shape=noise_shape, seed=seed)
 
-    def random_normal(
-        self, shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = None, nonce: Any = None
-    ) -> Any:
-        del nonce
-        return tf.random.stateless_normal(
-            shape, self.make_seed_for_stateless_op(), mean, stddev, dtype or tf_keras.backend.floatx()
-        )
+    def random_normal(self, shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = None, **_: Any) -> Any:
+        return self._drawn(tf.random.stateless_normal, shape, mean, stddev, dtype)
 
-    def random_uniform(
-        self, shape: Any, minval: Any = 0.0, maxval: Any = None, dtype: Any = None, nonce: Any = None
-    ) -> Any:
-        del nonce
-        maxval = 1.0 if maxval is None else maxval
-        return tf.random.stateless_uniform(
-            shape, self.make_seed_for_stateless_op(), minval, maxval, dtype or tf_keras.backend.floatx()
-        )
+    def random_uniform(self, shape: Any, minval: Any = 0.0, maxval: Any = None, dtype: Any = None, **_: Any) -> Any:
+        return self._drawn(tf.random.stateless_uniform, shape, minval, 1.0 if maxval is None else maxval, dtype)
 
-    def truncated_normal(
-        self, shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = None, nonce: Any = None
-    ) -> Any:
-        del nonce
-        seed = self.make_seed_for_stateless_op()
-        return tf.random.stateless_truncated_normal(shape, seed, mean, stddev, dtype or tf_keras.backend.floatx())
+    def truncated_normal(self, shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = None, **_: Any) -> Any:
+        return self._drawn(tf.random.stateless_truncated_normal, shape, mean, stddev, dtype)
+
+    def _drawn(self, draw: Any, shape: Any, first: Any, second: Any, dtype: Any) -> Any:
+        return draw(shape, self.make_seed_for_stateless_op(), first, second, dtype or tf_keras.backend.floatx())
 
 
 def _random_layers(model: Any) -> list[Any]:
@@ -302,10 +273,7 @@ def as_found(model: Any, variables: Sequence[Any]) -> Iterator[None]:
 
 @contextmanager
 def stepping(cell: Any, weights: Sequence[tuple[Any, Any]]) -> Iterator[None]:
-    """Temporarily substitute tensors for the variables in the attributes of a cell and its sublayers.
-
-    ``weights`` lists pairs (variable, tensor).
-    """
+    """Temporarily substitute tensors for variables of a cell and its sublayers; ``weights`` lists such pairs."""
     by_id = {id(variable): tensor for variable, tensor in weights}
     placed: set[int] = set()
     with overriding() as override:
@@ -323,10 +291,7 @@ def stepping(cell: Any, weights: Sequence[tuple[Any, Any]]) -> Iterator[None]:
 
 
 def _put(value: Any, by_id: dict[int, Any], dtype: str | None, placed: set[int]) -> Any:
-    """Return ``value`` with variables replaced by tensors, and add the ids of these variables to ``placed``.
-
-    Returns the same object if it contains no such variable.
-    """
+    """Return ``value`` with tensors for its variables, whose ids are added to ``placed``; itself if it has none."""
     if isinstance(value, tf.Variable):
         tensor = by_id.get(id(value))
         if tensor is None:

@@ -24,8 +24,9 @@ from ...typing import Namespace
 from ..shared import substitute_in_this_thread
 from .dialect import Dialect, Override
 from .discover import RecurrentSite, refuse_random
-from .hooks import LayerRecorder, StepRecorder, overriding, own_errors_unchanged
+from .hooks import LayerRecorder, StepRecorder, own_errors_unchanged
 from .keras3_stamps import stamp_of
+from .restore import overriding
 
 _NAMES = (
     *("linear", "tanh", "sigmoid", "relu", "leaky_relu", "relu6", "elu", "celu", "selu", "softplus", "softsign"),
@@ -76,17 +77,8 @@ class Keras3(Dialect):
 
     floatx = staticmethod(keras.backend.floatx)
 
-    def dtype_of(self, tensor: Any) -> str:
-        return str(keras.backend.standardize_dtype(tensor.dtype))
-
-    def is_float(self, tensor: Any) -> bool:
-        return bool(keras.backend.is_float_dtype(self.dtype_of(tensor)))
-
     def computed(self, dtype: str) -> str:
-        """Return the dtype in which operations on ``dtype`` are computed.
-
-        JAX and torch may round float64 to float32.
-        """
+        """Return the dtype of operations on ``dtype``: JAX and torch may round float64 to float32."""
         return str(keras.backend.result_type(dtype, dtype))
 
     mask_of, set_mask = staticmethod(get_keras_mask), staticmethod(set_keras_mask)
@@ -139,9 +131,6 @@ class Keras3(Dialect):
             return None
         return "overrides inner_loop", "write the recurrence as a cell, keras.layers.RNN(cell)"
 
-    def inputs_of(self, node: Any) -> list[Any]:
-        return list(keras.tree.flatten(node.input_tensors))
-
     def operations(self, model: Any) -> list[Any] | None:
         if type(model) not in (keras.Sequential, Functional, keras.Model) or "call" in vars(model):
             return None
@@ -152,14 +141,10 @@ class Keras3(Dialect):
         return getattr(model, "_inputs_struct", None), getattr(model, "_outputs_struct", None)
 
     def built_on(self, model: Any) -> Any:
-        """Return the input shape on which a model was built; None if there are several or none."""
         shapes = getattr(model, "_build_shapes_dict", None) or {}
         return next(iter(shapes.values())) if len(shapes) == 1 else None
 
     # -- a run
-    def asks_for_training(self, model: Any) -> bool:
-        return bool(getattr(model, "_call_has_training_arg", False))
-
     def hook(self, recorder: LayerRecorder, site: RecurrentSite, half: int, override: Override) -> None:
         """Override the ``inner_loop`` of a recurrent layer, and switch off the fused kernel of a bidirectional one.
 
@@ -183,11 +168,9 @@ class Keras3(Dialect):
         return found
 
     def values(self, variables: Sequence[Any]) -> list[Any] | None:
-        """Return the tensors that replace the variables in a run; None if the engine reads the variables itself."""
         return self.engine.values([v._value for v in variables])
 
     def seeds(self, model: Any, seed: int | None) -> list[Any]:
-        """Return the states of the seed generators, or states derived from ``seed`` if it is given."""
         random = _seed_states(self.variables(model))
         return [keras.ops.convert_to_tensor(v) if seed is None else _seeded(v, seed, i) for i, v in enumerate(random)]
 
@@ -195,10 +178,7 @@ class Keras3(Dialect):
     def running(
         self, model: Any, values: Sequence[Any] | None, seeds: Sequence[Any], weights: Mapping[str, Any], tap: Tap
     ) -> Iterator[None]:
-        """Open a ``keras.StatelessScope`` with tapped weights and the given values and seeds for a block.
-
-        No variable of the model is written.
-        """
+        """Open a ``keras.StatelessScope`` with tapped weights, values and seeds: no variable is written."""
         variables = self.variables(model)
         held = {} if values is None else {id(v): a for v, a in zip(variables, values, strict=True)}
         held.update({id(v): a for v, a in zip(_seed_states(variables), seeds, strict=True)})
@@ -214,17 +194,9 @@ class Keras3(Dialect):
 
     @contextmanager
     def stepping(self, cell: Any, weights: Sequence[tuple[Any, Any]]) -> Iterator[None]:
-        """Temporarily substitute tensors for a cell's variables in a ``keras.StatelessScope``.
-
-        ``weights`` lists pairs (variable, tensor).
-        """
         del cell
         with keras.StatelessScope(list(weights), collect_losses=True, initialize_variables=False):
             yield
-
-    def step(self, cell: Any, x: Any, states: Any) -> tuple[Any, Any]:
-        output, new = cell(x, states)
-        return output, new
 
     @contextmanager
     def as_found(self, model: Any, seed: int | None) -> Iterator[None]:
@@ -318,17 +290,12 @@ def _hooked_loop(recorder: LayerRecorder, site: RecurrentSite, half: int) -> Cal
             if steps is not None:
                 return _one_step(steps, sequences, initial_state, mask)
             call, sequences, initial_state = recorder.enters(site, half, sequences, initial_state, mask)
-        if "dropout" in recorder.keep and training:
-            call.arrays.update(dialect.dropout(layer))
         with recorder.inside_a_layer():
             last, outputs, states = original(sequences, initial_state, mask, training=training)
         if layer.return_sequences:
-            outputs = recorder.record(call, "output", outputs)
+            outputs, states = recorder.leaves(site, call, outputs, states, training)
         else:
-            last = recorder.record(call, "output", last)
-        if layer.return_state:
-            states = recorder.record_all(call, "final_state", states)
-            recorder.returns(site)
+            last, states = recorder.leaves(site, call, last, states, training)
         return last, outputs, states
 
     def _one_step(steps: StepRecorder, sequences: Any, initial_state: Any, mask: Any) -> Any:

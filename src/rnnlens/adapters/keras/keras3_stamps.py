@@ -176,10 +176,7 @@ def _identity(value: Any) -> Hashable:
 
 
 def _keras_own(value: Any) -> Hashable:
-    """Return the stamp of a function or class that a module of Keras defines under its own name.
-
-    Raises _DependsOnAnything for any other.
-    """
+    """Return the stamp of a function or class that a module of Keras defines, or raise _DependsOnAnything."""
     module = sys.modules.get(value.__module__ or "")
     if not _is_keras(value) or getattr(module, value.__qualname__, None) is not value:
         raise _DependsOnAnything

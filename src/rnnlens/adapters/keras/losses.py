@@ -9,24 +9,20 @@ from typing import Any
 import numpy as np
 
 from ...autodiff import Memo, Tap
+from ...autodiff.tensors import dtype_name
 from ...errors import InputError, ModelError, UnsupportedError, message, raised_by
 from ...typing import Array
 from ..protocol import Batch, Outputs
 from .dialect import Dialect, dialect_of
 from .discover import given_states, places
+from .hooks import Loss, RunRequest
 from .inputs import targets
 from .restore import as_found
-from .run import Loss, RunRequest, run
+from .run import run
 
 
 def plan(model: Any, batch: Batch) -> Loss:
-    """Return the loss as a function ``(x, y, y_pred, sample_weight) -> scalar tensor``.
-
-    Raises
-    ------
-    InputError, ModelError
-        If there is no loss, or no target for it.
-    """
+    """Return the loss as a function ``(x, y, y_pred, sample_weight) -> scalar``; raise an error without one."""
     if batch.loss is None:
         return _compiled(model, batch)
     keras = dialect_of(model)
@@ -139,15 +135,12 @@ def _scalar(keras: Dialect, loss: Any) -> Any:
 
 
 #: Losses with one value per sample (and step): the mean over batches of one size is the mean over the data set.
+#: Their functions (``mean_squared_error``) and classes (``MeanSquaredError``), without case and underscores.
 _PLAIN = {
-    "mean_squared_error", "mean_absolute_error", "mean_absolute_percentage_error", "mean_squared_logarithmic_error",
-    "huber", "log_cosh", "hinge", "squared_hinge", "categorical_hinge", "binary_crossentropy", "kl_divergence",
-    "categorical_crossentropy", "sparse_categorical_crossentropy", "poisson", "cosine_similarity",
-    "binary_focal_crossentropy", "categorical_focal_crossentropy",
-    "MeanSquaredError", "MeanAbsoluteError", "MeanAbsolutePercentageError", "MeanSquaredLogarithmicError",
-    "Huber", "LogCosh", "Hinge", "SquaredHinge", "CategoricalHinge", "BinaryCrossentropy", "KLDivergence",
-    "CategoricalCrossentropy", "SparseCategoricalCrossentropy", "Poisson", "CosineSimilarity",
-    "BinaryFocalCrossentropy", "CategoricalFocalCrossentropy",
+    "meansquarederror", "meanabsoluteerror", "meanabsolutepercentageerror", "meansquaredlogarithmicerror",
+    "huber", "logcosh", "hinge", "squaredhinge", "categoricalhinge", "binarycrossentropy", "kldivergence",
+    "categoricalcrossentropy", "sparsecategoricalcrossentropy", "poisson", "cosinesimilarity",
+    "binaryfocalcrossentropy", "categoricalfocalcrossentropy",
 }  # fmt: skip
 
 
@@ -173,10 +166,7 @@ def ignores_weight_zero(model: Any, batch: Batch) -> bool:
 
 
 def mixes_samples(model: Any, training: bool) -> str | None:
-    """Return the name of a layer that uses batch statistics, ``"?"`` if unknown, or None if there is none.
-
-    It is unknown if a layer is not Keras' own.
-    """
+    """Return the name of a layer that uses batch statistics; ``"?"`` if a layer is not Keras' own; else None."""
     keras = dialect_of(model)
     for layer in model._flatten_layers():
         if training and isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
@@ -186,33 +176,25 @@ def mixes_samples(model: Any, training: bool) -> str | None:
 
 def outputs_of(model: Any, batch: Batch) -> Outputs:
     """Run the model on one batch and return its outputs, with their masks."""
-    keras = dialect_of(model)
+    keras, found = dialect_of(model), places(model)
     engine = keras.engine
-    found = places(model)
     names = given_states(found, batch.initial_state)
     sites = [site for site in found.sites if site.name in names]
     kept = run(RunRequest(model, batch, sites, keep=frozenset({"outputs", "masks"}))).outputs
-    leaves = keras.tree.flatten(kept["outputs"])
     masks = [None if mask is None else np.asarray(engine.to_array(mask)) for mask in kept["masks"]]
-    arrays = [keras.value_of(leaf) for leaf in leaves]
+    arrays = [keras.value_of(leaf) for leaf in keras.tree.flatten(kept["outputs"])]
     structure = {"outputs": kept["outputs"], "adds": bool(np.asarray(engine.to_array(kept["adds"])))}
 
     def nothing(y: Any, y_pred: Any) -> Any:
         """Return 0, to which the model's own losses are added."""
         del y
-        return keras.ops.zeros((), dtype=keras.dtype_of(keras.tree.flatten(y_pred)[0]))
+        return keras.ops.zeros((), dtype=dtype_name(keras.tree.flatten(y_pred)[0]))
 
     return Outputs(arrays, structure, masks, nothing if _has_own_losses(model) else None)
 
 
 def loss_of(model: Any, batch: Batch, outputs: Outputs) -> tuple[float, list[Array | None]]:
-    """Return the loss of joined outputs, and its gradient at each output; None if the loss does not depend on it.
-
-    Raises
-    ------
-    UnsupportedError
-        If the loss depends on more than the outputs: on the model's weights or its input, or on ``add_loss``.
-    """
+    """Return the loss of joined outputs, and its gradients at them, or raise UnsupportedError if it needs more."""
     keras = dialect_of(model)
     if keras.is_overridden(model) and batch.loss is None:
         raise UnsupportedError(_not_from_outputs("the model overrides compute_loss()"))
@@ -290,9 +272,8 @@ def _kind(keras: Dialect, loss: Any) -> str | None:
     if isinstance(loss, str):
         loss = keras.losses.get(loss)
     name = getattr(loss, "__name__", type(loss).__name__)
-    if name not in _PLAIN or getattr(keras.losses, name, None) not in (loss, type(loss)):
-        return None
-    if getattr(loss, "ignore_class", None) is not None:
+    is_own = getattr(keras.losses, name, None) in (loss, type(loss))
+    if not is_own or name.replace("_", "").lower() not in _PLAIN or getattr(loss, "ignore_class", None) is not None:
         return None
     return {"sum": "sum", "mean": "mean", "sum_over_batch_size": "mean", "auto": "mean"}.get(
         getattr(loss, "reduction", "mean")

@@ -1,37 +1,174 @@
-"""Pullback: one run of a model, kept so that any port can be differentiated with respect to any other."""
+"""Pullback: one run of a model with a tap at each port, kept so that any port can be differentiated by any other."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
 from ...autodiff import Engine, Memo, Tap
-from ...autodiff.tensors import flipped, join
-from ...errors import InputError, LayerNotFoundError, raised_by
+from ...autodiff.tensors import dtype_name, flipped, join
+from ...errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean, raised_by
 from ...typing import Array
 from .. import shared
 from ..protocol import Batch, Port, Pullback, refuse_misfits
 from ..shared import Pull
+from ..shared.registered_cells import ComposedWeight
 from . import losses
-from .boundaries import TappedPorts
 from .dialect import Dialect, dialect_of
-from .discover import given_states, places
-from .hooks import LayerCall
+from .discover import Places, RecurrentSite, base_name, given_states, hooked_beside, places
+from .hooks import LayerCall, Loss, RunRequest
 from .inputs import input_order
 from .restore import as_found
-from .run import Loss, RunRequest, forget, memo_for, program, with_loops
+from .run import forget, memo_for, program, with_loops
+from .weights import composed, named_variables, registration_of
 
 #: Largest size in bytes of one chunk of cotangents, intermediate tensors included.
 _CHUNK = 512 * 2**20
 _AROUND = 16
 #: Suffix of the name under which a recurrent layer is hooked for the numbers of its samples and steps alone.
 _SIZES = "~sizes"
+#: Suffix of the name under which a whole bidirectional layer is hooked, besides its two directions.
+_WHOLE = "~whole"
+
+
+@dataclass
+class TappedPorts:
+    """All ports of one pullback: the tap key of each, and the layers and weights to hook for them.
+
+    ``inputs``: for each input of the model, its index among the leaves of ``x`` in Keras' order. ``turned``: ports
+    whose time axis is reversed; ``ending``: ports of which only the last step is meant; ``stepped``: layers that the
+    user's code calls one step at a time.
+    """
+
+    found: Places
+    inputs: Sequence[int] = ()
+    keys: dict[Port, str] = field(default_factory=dict)
+    turned: set[Port] = field(default_factory=set)
+    ending: set[Port] = field(default_factory=set)
+    sites: dict[int, RecurrentSite] = field(default_factory=dict)
+    plain: dict[str, Any] = field(default_factory=dict)
+    weights: dict[str, Any] = field(default_factory=dict)
+    stepped: frozenset[str] = frozenset()
+
+    def add(self, port: Port, model: Any) -> None:
+        """Find the tap key of a port, and note what to hook for it; raise an error if there is no such tensor."""
+        if port in self.keys:
+            return
+        if port.kind == "weight":
+            self.keys[port] = self._weight(port, model)
+        elif port.layer is None:
+            self.keys[port] = self._of_model(port)
+        else:
+            self.keys[port] = self._of_layer(port)
+
+    def hooked_sites(self, others: Collection[str] = ()) -> list[RecurrentSite]:
+        """Return the recurrent sites to hook: those of the ports, and those of the layers named in ``others``.
+
+        A bidirectional layer has both of its sites in the list, so that their numbers stay valid.
+        """
+        names = {site.name for site in self.sites.values()} | set(others)
+        sites = [site for site in self.found.sites if site.name in names]
+        return [*sites, *hooked_beside(self.found, sites, ())]
+
+    def _of_model(self, port: Port) -> str:
+        if port.kind == "input" and port.index < len(self.inputs):
+            return f"model|input/{self.inputs[port.index]}"
+        if port.kind in ("input", "output"):
+            return f"model|{port.kind}/{port.index}"
+        if port.kind == "loss":
+            return "model|loss"
+        raise InputError(f"A model has no {port.kind}.", hint="name a recurrent layer")
+
+    def _of_layer(self, port: Port) -> str:
+        assert port.layer is not None
+        name = base_name(port.layer, self.found)
+        index = port.layer[len(name) + 1 :] or "0"
+        halves = [site for site in self.found.sites if site.name == name]
+        if not halves:
+            return self._of_plain(port, name, self.found.plain[name], index)
+        if port.direction is None and halves[0].bidirectional:
+            if port.kind not in ("input", "output"):
+                raise InputError(
+                    f"{port.kind} of the bidirectional layer {name!r} exists once per direction.",
+                    hint='direction="forward" or direction="backward"',
+                )
+            return self._of_plain(port, name + _WHOLE, halves[0].owner, index)
+        return self._of_site(port, halves, index)
+
+    def _of_plain(self, port: Port, place: str, layer: Any, index: str) -> str:
+        if port.kind not in ("input", "output"):
+            raise InputError(f"Layer {port.layer!r} has no {port.kind}: it is not recurrent.")
+        self.plain[place] = layer
+        return f"{place}|0|{index}|{port.kind}/{port.index}"
+
+    def _of_site(self, port: Port, halves: list[RecurrentSite], index: str) -> str:
+        half = next((i for i, s in enumerate(halves) if port.direction in (None, s.direction)), None)
+        if half is None:
+            raise InputError(
+                f"Layer {port.layer!r} does not run {port.direction}.", expected=f"{halves[0].direction!r} or None"
+            )
+        site = halves[half]
+        if site.refusal is not None:
+            raise UnsupportedError(site.refusal)
+        self.sites[id(site)] = site
+        if site.is_loop or site.name in self.stepped:
+            return self._of_loop(port, site, index)
+        name: str = port.kind
+        count = len(site.keras.tree.flatten(site.keras.state_size(site.layer)))
+        if port.kind == "output" and port.index == 0:
+            if site.layer.go_backwards and site.layer.return_sequences:
+                self.turned.add(port)
+        elif port.kind == "output":
+            name = f"final_state/{port.index - 1}"
+        elif port.kind in ("initial_state", "final_state"):
+            _check_index(port, count)
+            name = f"{port.kind}/{port.index}"
+        if name.startswith("final_state") and not site.layer.return_state:
+            raise InputError(
+                f"Layer {port.layer!r} does not return its final state.", hint="make it with return_state=True"
+            )
+        return f"{site.name}|{half}|{index}|{name}"
+
+    def _of_loop(self, port: Port, site: RecurrentSite, index: str) -> str:
+        """Return the tap key of a tensor of a loop over a cell, which has one tap per step."""
+        name: str = port.kind
+        if port.kind in ("initial_state", "final_state", "state", "state_read"):
+            _check_index(port, len(site.keras.tree.flatten(site.keras.state_size(site.layer))))
+            kind = {"state": "total", "state_read": "state"}.get(port.kind, port.kind)
+            name = f"{kind}/{port.index}"
+        if port.key == "ending":
+            self.ending.add(port)
+        return f"{site.name}|0|{index}|{name}"
+
+    def _weight(self, port: Port, model: Any) -> str:
+        layer = model
+        if port.layer is not None:
+            layer = self.found.holder(port.layer)
+            halves = [s for s in self.found.sites if s.owner is layer]
+            if port.direction is not None:
+                layer = next((s.layer for s in halves if s.direction == port.direction), layer)
+        variables = named_variables(layer)
+        if port.key not in variables:
+            where = "the model" if port.layer is None else f"layer {port.layer!r}"
+            raise LayerNotFoundError(
+                f"There is no weight {port.key!r} in {where}.", hint=did_you_mean(port.key, variables)
+            )
+        variable = variables[port.key]
+        # Paths are not unique: each of two nested models may have an "lstm/lstm_cell/kernel".
+        tap = next((key for key, v in self.weights.items() if v is variable), f"{port.layer}|{port.key}")
+        self.weights[tap] = variable
+        return f"weight|{tap}"
+
+
+def _check_index(port: Port, count: int) -> None:
+    if not 0 <= port.index < count:
+        raise InputError(f"Layer {port.layer!r} has no state number {port.index}.", expected=f"0 to {count - 1}")
 
 
 class KerasPullback:
@@ -57,9 +194,6 @@ class KerasPullback:
         self.values: Mapping[Port, Array] = {}
         self.outputs = 0
         self.recurrent_sizes: tuple[tuple[int, int], ...] = ()
-        self._run(model, batch)
-
-    def _run(self, model: Any, batch: Batch) -> None:
         with_loss = any(port.kind == "loss" for port in (*self._of, *self._wrt))
         loss = losses.plan(model, batch) if with_loss else None
 
@@ -69,7 +203,7 @@ class KerasPullback:
             if job.stepped:  # the tensors of such layers have taps of their own
                 own = self._job(model, batch, loss)
                 job = replace(own, stepped=job.stepped, apart=job.apart, starts=job.starts)
-            self._open(job, model, batch)
+            self._open(job)
 
         with_loops(self._job(model, batch, loss), attempt)
 
@@ -80,21 +214,21 @@ class KerasPullback:
             spots.add(port, model)
         return spots
 
-    def _open(self, job: RunRequest, model: Any, batch: Batch) -> None:
-        with as_found(model, self._keras, batch.seed):
+    def _open(self, job: RunRequest) -> None:
+        with _undone(job):
             arguments = job.arguments()
             memo = self._memo(job, arguments)
             try:
-                with self._keras.undisturbed(model, regularised=True), raised_by("The forward pass of your model"):
+                with raised_by("The forward pass of your model"):
                     recorded = self._differentiated(job, arguments, memo)
             except BaseException:
                 if memo is not None:
                     forget(job.model, memo)
                 raise
         if self._linear is not None:
-            self._linear.tracing = partial(_undone, model, self._keras, batch.seed)
+            self._linear.tracing = partial(_undone, job)
         self.outputs = int(recorded.pop("outputs"))
-        samples, steps = int(recorded.pop("samples")), int(recorded.pop("steps"))
+        samples, steps = map(int, recorded.pop("sizes"))
         self.recurrent_sizes = ((samples, steps),) if samples else ()
         values = {}
         for port, key in self._spots.keys.items():
@@ -115,7 +249,8 @@ class KerasPullback:
             self._cotangents = None
             self._linear = self._engine.linearise(self._program(job), arguments, memo)
             return {**self._linear.aux, **self._linear.targets}
-        given = {self._spots.keys[p]: self._turned(p, c, axis=1) for p, c in self._cotangents.items()}
+        tensor = self._keras.ops.convert_to_tensor
+        given = {self._spots.keys[p]: tensor(self._turned(p, c, axis=1)) for p, c in self._cotangents.items()}
         targets, aux, found = self._engine.forward_and_back(self._program(job), arguments, memo, given)
         self.known_gradients = {port: self._joined(port, [self._gradient(port, found)]) for port in self._wrt}
         return {**aux, **targets}
@@ -145,10 +280,8 @@ class KerasPullback:
         )
 
     def _program(self, job: RunRequest) -> Any:
-        of = {self._spots.keys[port] for port in self._of}
-        keys, cut = set(self._spots.keys.values()), {self._spots.keys[port] for port in self._cut}
-
-        keras = self._keras
+        keras, keys = self._keras, self._spots.keys
+        of, cut = ({keys[port] for port in ports} for ports in (self._of, self._cut))
 
         def run(arguments: Any, tap: Tap) -> tuple[dict[str, Any], Any]:
             recorded: dict[str, Any] = {f"model|input/{i}": t for i, t in enumerate(keras.tree.flatten(arguments["x"]))}
@@ -172,21 +305,19 @@ class KerasPullback:
                 if key not in recorded:
                     raise LayerNotFoundError(f"{place}.{name} does not appear in this forward pass.")
                 if not keras.is_float(recorded[key]):
-                    kind = keras.dtype_of(recorded[key])
+                    kind = dtype_name(recorded[key])
                     raise InputError(f"{place}.{name} cannot be differentiated.", got=f"dtype {kind}")
             # Only gradients are read at the other ports of a pass with known cotangents.
-            others = {key: recorded[key] for key in keys - of if key in recorded and self._cotangents is None}
-            samples, steps = _sizes(job.calls)
-            counts = {"outputs": len(keras.tree.flatten(outputs)), "samples": samples, "steps": steps}
+            others = {
+                key: recorded[key] for key in set(keys.values()) - of if key in recorded and self._cotangents is None
+            }
+            counts = {"outputs": len(keras.tree.flatten(outputs)), "sizes": _sizes(job.calls)}
             return {key: recorded[key] for key in of}, {**others, **counts}
 
         return run
 
     def vjp(self, cotangents: Mapping[Port, Array]) -> dict[Port, Array | None]:
-        """Multiply K cotangents per ``of`` port, first axis K, by the transposed Jacobians.
-
-        Returns K gradients per ``wrt`` port, or None for a port without a path.
-        """
+        """Multiply K cotangents (K, ...) per ``of`` port by the transposed Jacobians; None where no path leads."""
         if self._linear is None:
             raise InputError("This pullback is closed.", hint="use it inside its with block")
         refuse_misfits(cotangents, self._of, self.values)
@@ -242,12 +373,9 @@ def _sizes(calls: Sequence[LayerCall]) -> tuple[int, int]:
 
 
 @contextmanager
-def _undone(model: Any, keras: Dialect, seed: int | None) -> Iterator[None]:
-    """Restore on exit the state of a model that a pullback runs again.
-
-    Within the block, the loss and the random numbers are as in the first run.
-    """
-    with as_found(model, keras, seed), keras.undisturbed(model, regularised=True):
+def _undone(job: RunRequest) -> Iterator[None]:
+    """Let a model run within the block, each time with the same random numbers, and restore its state on exit."""
+    with as_found(job.model, job.keras, job.batch.seed), job.keras.undisturbed(job.model, regularised=True):
         yield
 
 
@@ -256,3 +384,23 @@ def differentiate(function: Callable[..., Any], arrays: Sequence[Array], keras: 
     tensors = [keras.ops.convert_to_tensor(np.asarray(a)) for a in arrays]
     expected = f"a tensor of {keras.engine.name}, such as {keras.says_mean}"
     return shared.differentiate(function, tensors, keras.engine, expected)
+
+
+def put_together(model: Any) -> Callable[[Port], ComposedWeight | None]:
+    """Return a function from a weight's port to the variables of a registered cell that compose it, or None."""
+
+    @cache
+    def by_layer() -> dict[str, dict[str, ComposedWeight]]:
+        halves: dict[str, dict[str, RecurrentSite]] = {}
+        for site in places(model).sites:
+            if registration_of(getattr(site.layer, "cell", None)) is not None:
+                halves.setdefault(site.name, {})[site.direction] = site
+        return {
+            name: composed(named_variables(next(iter(sites.values())).owner), {d: s.layer for d, s in sites.items()})
+            for name, sites in halves.items()
+        }
+
+    def find(port: Port) -> ComposedWeight | None:
+        return by_layer().get(str(port.layer).partition("#")[0], {}).get(port.key)
+
+    return find

@@ -21,9 +21,10 @@ from . import losses
 from .cells import initial_state_weights
 from .dialect import dialect_of
 from .discover import root_name
+from .hooks import RunRequest
 from .inputs import input_order
 from .restore import as_found
-from .run import RunRequest, call_model, memo_of, stamp_of_run, stamp_of_tensors
+from .run import call_model, memo_of, stamp_of_run, stamp_of_tensors
 from .weights import attributes, has_two_biases, registration_of
 
 
@@ -45,7 +46,7 @@ def reference_run(
     keras = dialect_of(model)
     with_loss = batch.loss is not None or batch.y is not None or (gradients and cotangents is None)
     with _reference_function(model, batch, with_loss, regularised) as run:
-        outputs, value, grads = run.backward(cotangents) if gradients else run.forward()
+        outputs, value, grads = run.results(cotangents, gradients)
     of_variables = {id(variable): grads.get(len(run.x) + i) for i, variable in enumerate(run.job.variables)}
     weights = {name: of_variables.get(key) for key, name in names_of(model).items() if gradients}
     is_flat = isinstance(batch.x, dict) and not any(map(keras.tree.is_nested, batch.x.values()))
@@ -85,15 +86,15 @@ class _ReferenceFunction:
         own = enumerate(job.variables if self.arguments["values"] is None else (), start=len(self.x))
         self.watched = {i: v for i, v in own if job.keras.is_float(v)}
 
-    def forward(self) -> tuple[list[Array], float | None, dict[int, Array]]:
-        """Run the model; return its outputs, the loss (None if there is none) and no gradients."""
-        value, outputs = self._run("forward", self.program)
-        return [self._array(t) for t in outputs], None if value is None else float(self._array(value)), {}
-
-    def backward(self, cotangents: Cotangents | None) -> tuple[list[Array], float | None, dict[int, Array]]:
-        """Run and differentiate; return outputs, loss, and gradients by the number of the tensor."""
-        given = None if cotangents is None else self._as_tensors(cotangents)
-        (value, outputs), grads = self._run("backward", self._differentiated, given)
+    def results(
+        self, cotangents: Cotangents | None, gradients: bool
+    ) -> tuple[list[Array], float | None, dict[int, Array]]:
+        """Run the model; return its outputs, the loss (None if there is none) and gradients by tensor number."""
+        if gradients:
+            given = None if cotangents is None else self._as_tensors(cotangents)
+            (value, outputs), grads = self._run("backward", self._differentiated, given)
+        else:
+            (value, outputs), grads = self._run("forward", self.program), {}
         arrays = {i: self._array(grad) for i, grad in grads.items()}
         return [self._array(t) for t in outputs], None if value is None else float(self._array(value)), arrays
 
@@ -141,10 +142,7 @@ class _ReferenceFunction:
         return value, keras.tree.flatten(outputs)
 
     def _differentiated(self, sources: Mapping[int, Any], rest: Any) -> Any:
-        """Return ((loss, outputs), gradients by number).
-
-        The gradients are of the loss, or of the sum of the outputs times their cotangents.
-        """
+        """Return ((loss, outputs), gradients by number) of the loss, or of the outputs times their cotangents."""
         given, keras = rest["given"], self.job.keras
 
         def target(sources: Mapping[int, Any]) -> tuple[Any, Any]:
@@ -207,10 +205,7 @@ def names_of(model: Any) -> dict[int, str]:
 
 
 def place(model: Any, layer: str, direction: str | None, key: str) -> WeightLocation | None:
-    """Return the Keras variable that contains the weight ``key`` of a layer, or None if there is no single one.
-
-    See :meth:`rnnlens.adapters.protocol.Adapter.place`.
-    """
+    """Return the variable with the weight ``key`` of a layer, or None: see :meth:`.protocol.Adapter.place`."""
     held = [model] if layer == root_name(model) else []
     for found in (*held, *_called(model, layer.partition("#")[0])):
         sides = ("forward_layer", "backward_layer") if direction is not None else ()
@@ -218,15 +213,13 @@ def place(model: Any, layer: str, direction: str | None, key: str) -> WeightLoca
         half = next((h for h in halves if h is not None and h.go_backwards == (direction == "backward")), found)
         recurrent = isinstance(half, dialect_of(half).layers.RNN)
         cell = half.cell if recurrent else half if hasattr(half, "state_size") else None
-        place = _of_plain(model, half, key) if cell is None else _of_cell(model, cell, key)
+        if cell is not None:
+            place = _of_cell(model, cell, key)
+        else:  # a variable that the layer adds itself comes before those of its sublayers
+            place = _within(model, dialect_of(half).own_variables(half), key) or _within(model, half.weights, key)
         if place is not None:
             return place
     return None
-
-
-def _of_plain(model: Any, layer: Any, key: str) -> WeightLocation | None:
-    """Return the variable ``key`` that a layer adds itself, or else that one of its sublayers has."""
-    return _within(model, dialect_of(layer).own_variables(layer), key) or _within(model, layer.weights, key)
 
 
 def _of_cell(model: Any, cell: Any, key: str) -> WeightLocation | None:
@@ -249,10 +242,7 @@ def _of_cell(model: Any, cell: Any, key: str) -> WeightLocation | None:
 
 
 def _within(model: Any, weights: Sequence[Any], key: str, row: int | None = None) -> WeightLocation | None:
-    """Return the variable among ``weights``, those of a cell or layer, that has the name ``key``.
-
-    Returns None if not exactly one variable has it. With ``row``, the location is that row of the variable.
-    """
+    """Return the only variable among ``weights`` of the name ``key``, or its ``row``; None for none or several."""
     wanted = key.rpartition("/")[2]
     keras = dialect_of(model)
     below = [v for v in weights if keras.path(v).endswith(f"/{key}")]

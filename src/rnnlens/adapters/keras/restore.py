@@ -30,22 +30,18 @@ def undo_contents(container: Any) -> Callable[[], object]:
 
     It calls the methods of the built-in type: a framework's subclass would track the entries a second time.
     """
-    if isinstance(container, dict):
-        pairs = dict(container)
-        kind: Any = type(container) if type(container).__module__ == "collections" else dict
+    is_dict, kind = isinstance(container, dict), type(container)
+    if kind.__module__ != "collections":
+        kind = next(kind for kind in CONTAINERS if isinstance(container, kind))
+    before: Any = dict(container) if is_dict else list(container)
+    add: Any = kind.update if hasattr(kind, "update") else kind.extend
 
-        def undo() -> None:
-            if not (_same(container, pairs) and _same(container.values(), pairs.values())):
-                kind.clear(container)
-                kind.update(container, pairs)
+    def undo() -> None:
+        if not _same(container, before) or (is_dict and not _same(container.values(), before.values())):
+            kind.clear(container)
+            add(container, before)
 
-        return undo
-    if isinstance(container, set):
-        members = set(container)
-        return lambda: None if container == members else (set.clear(container), set.update(container, members))
-    entries = list(container)
-    base: Any = list if isinstance(container, list) else deque
-    return lambda: None if _same(container, entries) else (base.clear(container), base.extend(container, entries))
+    return undo
 
 
 def _same(now: Any, before: Any) -> bool:
@@ -87,10 +83,7 @@ _FOREIGN = frozenset(
 
 @contextmanager
 def as_found(model: Any, keras: Dialect, seed: int | None = None) -> Iterator[None]:
-    """Restore on exit the variables, random generators, Python state of layers and Keras' process-wide state.
-
-    ``model`` may also be a cell that is not a Keras layer.
-    """
+    """Restore on exit all state that a run of a model or cell changes: variables, random generators, Python state."""
     with keras.as_found(model, seed), unchanged(model, keras):
         yield
 
@@ -107,6 +100,26 @@ def unchanged(model: Any, keras: Dialect) -> Iterator[None]:
             yield
         finally:
             memory.restore()
+
+
+@contextmanager
+def overriding() -> Iterator[Callable[[Any, str, Any], None]]:
+    """Yield a function that overrides a method on an instance; on exit, restore all overridden methods."""
+    saved: list[tuple[dict[str, Any], str, Any]] = []
+
+    def put(thing: Any, name: str, method: Any) -> None:
+        own = vars(thing)
+        saved.append((own, name, own.get(name)))
+        own[name] = method
+
+    try:
+        yield put
+    finally:
+        for own, name, old in reversed(saved):
+            if old is None:
+                own.pop(name, None)
+            else:
+                own[name] = old
 
 
 class _UndoLog:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,92 +15,30 @@ import numpy as np
 from ...autodiff import Engine, Memo, Tap
 from ...errors import raised_by
 from ...settings import current
-from ..protocol import Batch
-from .dialect import Dialect, dialect_of
-from .discover import RecurrentSite
-from .hooks import ChangedStateError, LayerCall, LayerRecorder, Starts, SteppedLayerError
-from .inputs import prepare
+from .dialect import Dialect
+from .hooks import ChangedStateError, LayerCall, LayerRecorder, RunRequest, Starts, SteppedLayerError
 from .restore import as_found, unchanged
 
-#: Function of (x, y, outputs, sample weights) that returns the loss as a scalar tensor.
-Loss = Callable[[Any, Any, Any, Any], Any]
 Result = TypeVar("Result")
-
-
-@dataclass
-class RunRequest:
-    """One request: what to run, which layers to hook and which tensors to tap. It is never cached.
-
-    ``sites`` and ``plain`` are the hooked layers; ``wanted``, ``keep``, ``starts``, ``spoiled`` and ``stepped`` are
-    those of :class:`.hooks.LayerRecorder`, and ``weights`` the variables to tap by key.
-    """
-
-    model: Any
-    batch: Batch
-    sites: Sequence[RecurrentSite] = ()
-    plain: Mapping[str, Any] = field(default_factory=dict)
-    loss: Loss | None = None
-    gradients: bool = True
-    wanted: frozenset[str] = frozenset()
-    keep: frozenset[str] = frozenset()
-    weights: Mapping[str, Any] = field(default_factory=dict)
-    starts: Starts = field(default_factory=dict)
-    spoiled: str = ""
-    stepped: frozenset[str] = frozenset()
-    apart: frozenset[str] = frozenset()
-    calls: list[LayerCall] = field(default_factory=list)
-
-    @cached_property
-    def data(self) -> dict[str, Any]:
-        """The batch as tensors, checked against the model."""
-        return prepare(self.model, self.batch)
-
-    @cached_property
-    def keras(self) -> Dialect:
-        """The dialect of the Keras package that the model belongs to."""
-        return dialect_of(self.model)
-
-    @cached_property
-    def variables(self) -> list[Any]:
-        """All variables that the run may read; variables created during the run are not among them."""
-        return self.keras.variables(self.model)
-
-    def arguments(self) -> dict[str, Any]:
-        """Return all values that may differ between runs as one tree of tensors: batch, variables, seeds."""
-        values = self.keras.values(self.variables)
-        return {**self.data, "values": values, "seeds": self.keras.seeds(self.model, self.batch.seed)}
 
 
 def program(job: RunRequest, arguments: Mapping[str, Any], tap: Tap) -> tuple[Any, Any]:
     """Run ``job`` once: return (loss or None, (tensors of each call, outputs of the model))."""
-    keras = job.keras
-    recorder = LayerRecorder(
-        keras,
-        tap,
-        job.wanted,
-        job.keep,
-        arguments["initial_state"] or {},
-        training=job.batch.training,
-        starts=job.starts,
-        spoiled=job.spoiled,
-        stepped=job.stepped,
-        apart=job.apart,
-    )
+    keras, recorder = job.keras, LayerRecorder(job, tap, arguments["initial_state"] or {})
     x, y, weight = arguments["x"], arguments["y"], arguments["sample_weight"]
     x = _tapped(job, "model|input", x, tap)
     # An engine may call the program several times; each call must start from the user's model, unchanged.
     values, seeds = arguments["values"], arguments["seeds"]
     with unchanged(job.model, keras), keras.running(job.model, values, seeds, job.weights, tap):
-        with recorder.hooked(job.sites, job.plain):
+        with recorder.hooked():
             with raised_by("Your model"):
                 outputs = call_model(job.model, x, job.batch.training)
             outputs = _tapped(job, "model|output", outputs, tap)
         with raised_by("Your loss"):
             value = None if job.loss is None else job.loss(x, y, outputs, weight)
         adds = keras.adds_losses(job.model)
-    for call in recorder.calls:
+    for call in job.calls:
         call.arrays = stacked(keras, call.arrays)
-    job.calls[:] = recorder.calls
     kept = outputs if "outputs" in job.keep else None
     if "masks" in job.keep:
         kept = {
@@ -109,7 +46,7 @@ def program(job: RunRequest, arguments: Mapping[str, Any], tap: Tap) -> tuple[An
             "masks": [keras.mask_of(t) for t in keras.tree.flatten(outputs)],
             "adds": keras.ops.convert_to_tensor(adds),
         }
-    return value, ([call.arrays for call in recorder.calls], kept)
+    return value, ([call.arrays for call in job.calls], kept)
 
 
 def _tapped(job: RunRequest, kind: str, tree: Any, tap: Tap) -> Any:
@@ -129,7 +66,7 @@ def _tapped(job: RunRequest, kind: str, tree: Any, tap: Tap) -> Any:
 
 @dataclass
 class RunResult:
-    """Tensors of one run: per call, gradients by tap key, the loss and the outputs of the model."""
+    """Arrays of each call and gradients by tap key of one run, and as tensors the loss and the model's outputs."""
 
     calls: list[LayerCall]
     gradients: dict[str, Any]
@@ -165,8 +102,12 @@ def _run(job: RunRequest) -> RunResult:
         ):
             raw, calls = _compiled_or_eager(job, arguments, engine, memo)
     value, (arrays, outputs), gradients = raw
-    made = [replace(c, arrays=a) for c, a in zip(calls, arrays, strict=True)]
-    return RunResult(made, stacked(job.keras, gradients), value, outputs)
+
+    def as_arrays(tensors: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: engine.to_array(tensor) for name, tensor in tensors.items()}
+
+    recorded = [replace(call, arrays=as_arrays(tensors)) for call, tensors in zip(calls, arrays, strict=True)]
+    return RunResult(recorded, as_arrays(stacked(job.keras, gradients)), value, outputs)
 
 
 def with_starts(job: RunRequest) -> RunRequest:
@@ -241,7 +182,8 @@ def memo_for(job: RunRequest, arguments: Any, *more: Hashable) -> Memo | None:
 
 def call_model(model: Any, x: Any, training: bool) -> Any:
     """Call ``model`` on ``x``, with ``training`` if its ``call`` has that argument; return its outputs."""
-    return model(x, training=training) if dialect_of(model).asks_for_training(model) else model(x)
+    # Keras 2 has no such attribute: each of its models takes ``training`` and passes it to its layers.
+    return model(x, training=training) if getattr(model, "_call_has_training_arg", True) else model(x)
 
 
 class CompiledTraining:
@@ -252,7 +194,7 @@ class CompiledTraining:
 
     def __init__(self, model: Any) -> None:
         self._eager = bool(getattr(model, "run_eagerly", False))
-        self._cells: dict[int, tuple[Hashable, Any]] = {}
+        self.cells: dict[int, tuple[Hashable, Any]] = {}
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -262,12 +204,6 @@ class CompiledTraining:
             yield
         finally:
             _compiled_training.reset(token)
-
-    def of_cell(self, cell: Any, stamp: Hashable, make: Callable[[], Result]) -> Result:
-        """Return the cached result of ``make()`` for a cell and stamp; the first call computes it."""
-        if self._cells.get(id(cell), (None, None))[0] != stamp:
-            self._cells[id(cell)] = stamp, make()
-        return self._cells[id(cell)][1]  # type: ignore[no-any-return]
 
 
 _compiled_training: ContextVar[CompiledTraining | None] = ContextVar("compiled_training", default=None)
@@ -282,7 +218,11 @@ def compiled_cell(keras: Dialect, cell: Any, make: Callable[[], Result]) -> Resu
     """Return the compiled step of a cell: made by ``make()`` once per watched training, and reused afterwards."""
     training = _compiled_training.get()
     stamp = None if training is None else stamp_of_run(keras, cell, None)
-    return make() if training is None or stamp is None else training.of_cell(cell, stamp, make)
+    if training is None or stamp is None:
+        return make()
+    if training.cells.get(id(cell), (None, None))[0] != stamp:
+        training.cells[id(cell)] = stamp, make()
+    return training.cells[id(cell)][1]  # type: ignore[no-any-return]
 
 
 _memos: weakref.WeakKeyDictionary[Any, OrderedDict[Hashable, Memo]] = weakref.WeakKeyDictionary()

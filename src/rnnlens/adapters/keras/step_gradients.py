@@ -16,8 +16,8 @@ from ...errors import LayerNotFoundError, UnsupportedError, did_you_mean
 from ...typing import Array
 from .dialect import dialect_of
 from .discover import RecurrentSite, places
-from .hooks import overriding
 from .model_facts import facts
+from .restore import overriding
 
 #: Attribute of a compiled step that maps names of layers to the step compiled with taps at these layers.
 _TAPPED = "_rnnlens_tapped"
@@ -53,12 +53,15 @@ class DirectGradients:
         """Run one training step by ``original`` on ``fed`` with taps; :meth:`read` then reads them."""
         self._scale, self.gradients, self.loss = facts(self._model).loss_scale, None, None
         if self._keras.engine.name == "torch":
-            passing = StepTensors()
-            with _hooked_step(self._model, self._sites, passing, _hooked):
-                done = original(fed)
-        else:
-            done, passing = self._on_tensorflow(original, fed)
-        self._passing = passing
+            self._passing = StepTensors()
+            with _hooked_step(self._model, self._sites, self._passing, _hooked):
+                return original(fed)
+        compiled = vars(original).setdefault(_TAPPED, {})  # stored on the step that Keras compiled
+        names = tuple(site.name for site in self._sites)
+        if names not in compiled:
+            compiled[names] = _compiled(self._model, self._sites)
+        done, found = compiled[names](fed)
+        self._passing = StepTensors(**found)
         return done
 
     def read(self) -> None:
@@ -69,19 +72,10 @@ class DirectGradients:
         self.gradients = {}
         for site in self._sites:
             if site.name in passing.gradients and site.name in passing.outputs:
-                pair = {"output": passing.outputs[site.name], "output_grad": passing.gradients[site.name]}
-                arrays = {name: _turned(get(tensor), site) for name, tensor in pair.items()}
-                self.gradients[site.name] = {**arrays, "output_grad": arrays["output_grad"] / scale}
+                output, gradient = passing.outputs[site.name], passing.gradients[site.name]
+                arrays = {"output": get(output), "output_grad": get(gradient) / scale}
+                self.gradients[site.name] = {name: _turned(array, site) for name, array in arrays.items()}
         self._passing = StepTensors()
-
-    def _on_tensorflow(self, original: Callable[..., Any], fed: Any) -> tuple[Any, StepTensors]:
-        """Run the tapped step on TensorFlow. It is compiled once and stored on the step that Keras compiled."""
-        compiled = vars(original).setdefault(_TAPPED, {})
-        names = tuple(site.name for site in self._sites)
-        if names not in compiled:
-            compiled[names] = _compiled(self._model, self._sites)
-        logs, found = compiled[names](fed)
-        return logs, StepTensors(**found)
 
 
 def _compiled(model: Any, sites: Sequence[RecurrentSite]) -> Callable[..., Any]:
@@ -101,10 +95,7 @@ def _compiled(model: Any, sites: Sequence[RecurrentSite]) -> Callable[..., Any]:
 def _hooked_step(
     model: Any, sites: Sequence[RecurrentSite], passing: StepTensors, tap: Callable[[Any, str, StepTensors], Any]
 ) -> Iterator[None]:
-    """Record outputs, gradients and loss of a step into ``passing`` within the block.
-
-    Methods of the layers and the loss of the model are overridden for it.
-    """
+    """Record outputs, gradients and loss of a training step by methods overridden within the block."""
     original_loss = model._compute_loss
 
     def compute_loss(*arguments: Any, **named: Any) -> Any:
@@ -170,10 +161,10 @@ def _sites(model: Any, layers: Sequence[str]) -> list[RecurrentSite]:
     for name in layers:
         if name in known:
             continue
-        if any(site.name == name for site in sites):
-            is_loop = any(site.is_loop for site in sites if site.name == name)
-            kind = "a cell in a loop" if is_loop else "a bidirectional layer"
-            what = f"The direct gradients of {name!r}, {kind}, cannot be recorded in the training step."
-            raise UnsupportedError(what, hint="leave direct= out: rnnlens then computes them when you access them")
-        raise LayerNotFoundError(f"No recurrent layer named {name!r}.", hint=did_you_mean(name, known))
+        site = next((site for site in sites if site.name == name), None)
+        if site is None:
+            raise LayerNotFoundError(f"No recurrent layer named {name!r}.", hint=did_you_mean(name, known))
+        kind = "a cell in a loop" if site.is_loop else "a bidirectional layer"
+        what = f"The direct gradients of {name!r}, {kind}, cannot be recorded in the training step."
+        raise UnsupportedError(what, hint="leave direct= out: rnnlens then computes them when you access them")
     return [known[name] for name in layers]

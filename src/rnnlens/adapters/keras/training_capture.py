@@ -19,6 +19,7 @@ from ...autodiff import Engine
 from ...errors import UnsupportedError
 from .dialect import dialect_of
 from .model_facts import optimizers
+from .reference_run import names_of
 from .step_gradients import DirectGradients
 
 
@@ -148,25 +149,23 @@ class TrainStep:
         if len(arguments) == 1:
             copies = [(variable, copy_of(variable)) for variable in self._keras.variables(self._model)]
             return StateBeforeStep(engine, copies, _torch_state() if engine.name == "torch" else None)
-        trainable, rest = arguments[0][:2]
-        here = [*zip(self._model.trainable_variables, trainable, strict=True)]
-        here += zip(self._model.non_trainable_variables, rest, strict=True)
-        return StateBeforeStep(engine, [(variable, value.copy()) for variable, value in here])
+        here = [*self._model.trainable_variables, *self._model.non_trainable_variables]
+        values = [*arguments[0][0], *arguments[0][1]]
+        return StateBeforeStep(engine, [(v, value.copy()) for v, value in zip(here, values, strict=True)])
 
     def _tee(self, source: Any, fed: list[Any]) -> Any:
         """Return a source with the elements of ``source``, and add those of one execution to ``fed``."""
-        if self._keras.engine.name == "jax":
 
-            def recorded() -> Iterator[Any]:
-                for element in source:
-                    fed.append(element)
-                    yield element
+        def recorded() -> Iterator[Any]:
+            for element in source:
+                fed.append(element)
+                yield element
 
-            return recorded()
-        if self._keras.engine.name == "torch":
+        engine = self._keras.engine.name
+        if engine == "torch":
             fed.append(source[0])
             return source
-        return self._tensorflow(source, fed)
+        return recorded() if engine == "jax" else self._tensorflow(source, fed)
 
     def _tensorflow(self, source: Any, fed: list[Any]) -> Any:
         """Return an iterator of the same specification, so that the compiled step is not traced again."""
@@ -186,12 +185,8 @@ def record_fit(model: Any, direct: Sequence[str] = ()) -> TrainStep:
     """Start recording the ``fit`` that has begun; :meth:`TrainStep.remove` ends it.
 
     ``direct`` names the layers whose direct gradients are recorded in the step itself, if that is possible.
-
-    Raises
-    ------
-    UnsupportedError
-        If the model has its own training loop, is trained under a ``tf.distribute`` strategy, or draws random numbers
-        that cannot be reproduced.
+    UnsupportedError is raised for a training loop of the user, a ``tf.distribute`` strategy, and random numbers that
+    cannot be reproduced.
     """
     if getattr(model, "train_function", None) is None:
         raise UnsupportedError(
@@ -263,11 +258,8 @@ def steps_taken(model: Any) -> int:
 
 def weights_of(model: Any) -> dict[str, Any]:
     """Return copies of all weights by unique name, in the order of ``set_weights``."""
-    keras, found = dialect_of(model), dict[str, Any]()
-    for variable in model.weights:
-        name = str(getattr(variable, "path", variable.name))
-        found[name if name not in found else f"{name}#{len(found)}"] = np.array(keras.value_of(variable))
-    return found
+    keras, names = dialect_of(model), names_of(model)
+    return {names[id(variable)]: keras.value_of(variable) for variable in model.weights}
 
 
 def largest_weight(model: Any) -> float:

@@ -14,9 +14,8 @@ from ..protocol import ChainLink, Port
 from ..shared import Pull
 from .dialect import Dialect, dialect_of
 from .discover import places
-from .hooks import overriding
 from .pullback import differentiate
-from .restore import as_found
+from .restore import as_found, overriding
 from .weights import named_variables
 
 
@@ -28,15 +27,13 @@ def perturbed_port(model: Any, port: Port, size: float) -> Iterator[bool]:
 
     A weight is restored exactly on exit. An output is perturbed by overriding ``call`` on the layer.
     """
-    found = places(model)
-    layer = found.holder(port.layer) if port.layer is not None else None
-    own = port.kind != "weight" or (layer is not None and port.key in named_variables(layer))
-    if layer is None or not own or port.kind not in ("weight", "output"):
+    layer = None if port.layer is None else places(model).holder(port.layer)
+    variable = named_variables(layer).get(port.key) if port.kind == "weight" and layer is not None else None
+    if layer is None or (variable is None and port.kind != "output"):
         yield False
         return
     keras = dialect_of(layer)
-    if port.kind == "weight":
-        variable = named_variables(layer)[port.key]
+    if variable is not None:
         before = keras.value_of(variable)
         try:
             variable.assign(before + _pattern(before.shape, before, size))
@@ -70,13 +67,7 @@ def _pattern(shape: tuple[int, ...], like: np.ndarray[Any, Any], size: float) ->
 
 
 def reinitialised(model: Any, seed: int) -> Any:
-    """Return a model of the same configuration and shapes, with weights drawn by its own initializers.
-
-    Raises
-    ------
-    UnsupportedError
-        If the model cannot be constructed from its configuration.
-    """
+    """Return a model of the same configuration with newly drawn weights, or raise UnsupportedError."""
     keras = dialect_of(model)
     is_graph: Any = isinstance(model, keras.Sequential) or hasattr(model, "_functional")
     is_graph = is_graph or getattr(model, "_is_graph_network", False) or getattr(model, "_operations", None)
@@ -118,10 +109,7 @@ def chain(model: Any, *, training: bool) -> list[ChainLink] | None:
 
 
 def between(model: Any, of: Port, wrt: Port) -> Callable[[Array], tuple[Array, Pull]] | None:
-    """Return a function that runs and differentiates the layers of a chain between two ports.
-
-    Returns None if the model is no chain or a port is not an output of one of its layers.
-    """
+    """Return a function that runs and differentiates a chain of layers between two ports; None for any other model."""
     keras = dialect_of(model)
     layers = keras.in_order(model)
     if layers is None:
@@ -162,17 +150,18 @@ def _among(keras: Dialect, names: Sequence[str]) -> list[type]:
 
 def _link(keras: Dialect, layer: Any, training: bool) -> ChainLink | None:
     kind = type(layer)
-    if not isinstance(layer, keras.layers.Layer) or "call" in vars(layer):
-        return None
-    if layer.compute_dtype != layer.variable_dtype:
+    if (
+        not isinstance(layer, keras.layers.Layer)
+        or "call" in vars(layer)
+        or layer.compute_dtype != layer.variable_dtype
+    ):
         return None
     if kind in _among(keras, _RECURRENT):
         odd = layer.go_backwards or layer.return_state or keras.time_major(layer)
         return None if odd else ChainLink(layer.name, "recurrent")
-    if kind is keras.layers.TimeDistributed and type(layer.layer) is keras.layers.Dense:
-        return _dense(keras, layer.layer, layer.name)
-    if kind is keras.layers.Dense:
-        return _dense(keras, layer, layer.name)
+    dense = layer.layer if kind is keras.layers.TimeDistributed else layer
+    if type(dense) is keras.layers.Dense:
+        return _dense(keras, dense, layer.name)
     if kind is keras.layers.Embedding:
         return ChainLink(layer.name, "table")
     if kind in _among(keras, _IDLE) and not training:
@@ -186,5 +175,5 @@ def _dense(keras: Dialect, layer: Any, name: str) -> ChainLink | None:
     activation = getattr(layer.activation, "__name__", "")
     if layer.activation is not getattr(keras.activations, activation, None):
         return None
-    kernel, bias = keras.value_of(layer.kernel), None if layer.bias is None else keras.value_of(layer.bias)
-    return ChainLink(name, "dense", kernel, bias, activation)
+    bias = None if layer.bias is None else keras.value_of(layer.bias)
+    return ChainLink(name, "dense", keras.value_of(layer.kernel), bias, activation)

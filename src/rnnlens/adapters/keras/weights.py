@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
+
+import numpy as np
 
 from ...autodiff import Engine
 from ...errors import UnsupportedError
@@ -20,10 +22,7 @@ _STATISTICS = ("moving_mean", "moving_variance")
 
 
 def known_class(cell: Any) -> type[Cell] | None:
-    """Return the rnnlens class with the equations of a Keras cell; None if they are not known for certain.
-
-    Only exact Keras types with Keras' own activation functions are known: a subclass may compute anything.
-    """
+    """Return the class with the equations of a cell of Keras' own type and activations; None for any other cell."""
     ours = next((d.cells[type(cell)] for d in spoken() if type(cell) in d.cells), None)
     if isinstance(ours, Mapping):  # a convolution: number of spatial axes -> class
         ours = ours[cell.rank] if cell.data_format == "channels_last" else None
@@ -59,15 +58,19 @@ def computed_in(layer: Any) -> str:
     return computed
 
 
-def cell_with_equations(cell: Any, convert: Callable[[Any], Any], engine: Engine | None = None) -> Cell | None:
-    """Return a cell's equations with its converted weights; None if its equations are not known.
+def copy_of(variable: Any) -> Array:
+    """Return the value of a variable as an array that shares no memory with it."""
+    keras = dialect_of(variable)
+    value = keras.engine.to_array(keras.ops.convert_to_tensor(variable))
+    return value.clone() if hasattr(value, "clone") else np.array(value)
 
-    ``engine`` differentiates the step of a registered cell without derivatives of its own.
-    """
+
+def cell_with_equations(cell: Any, engine: Engine | None = None) -> Cell | None:
+    """Return a known cell with its weights; ``engine`` differentiates the step of a registered one."""
     known = registration_of(cell)
     if known is None:
-        return None if known_class(cell) is None else _known_cell(cell, convert)
-    made = known.make(cell, {name: convert(v) for name, v in attributes(cell).items()})
+        return None if known_class(cell) is None else _known_cell(cell)
+    made = known.make(cell, {name: copy_of(v) for name, v in attributes(cell).items()})
     if engine is None:
         return made
     keras = dialect_of(cell)
@@ -86,10 +89,9 @@ def likeness(layer: Any) -> tuple[Any, ...]:
     return (kind_of(cell), ", ".join(map(str, sizes)), details)
 
 
-def _known_cell(cell: Any, convert: Callable[[Any], Any]) -> Cell:
-    """Return a known cell with its weights; ``convert`` turns a Keras variable into a copy as array."""
+def _known_cell(cell: Any) -> Cell:
     ours: Any = known_class(cell)
-    arrays = known_arrays(cell, {name: convert(getattr(cell, name)) for name in _variables(cell)})
+    arrays = known_arrays(cell, {name: copy_of(variable) for name, variable in cell_variables(cell).items()})
     options: dict[str, Any] = {role: _activation(cell, role) or "" for role in _roles(cell)}
     if hasattr(cell, "reset_after"):
         options["reset_after"] = bool(cell.reset_after)
@@ -119,7 +121,8 @@ def has_two_biases(cell: Any) -> bool:
 def cell_variables(cell: Any) -> dict[str, Any]:
     """Return the variables of a cell by the names that ``weight_grads`` and ``weight_vjp`` use."""
     if known_class(cell) is not None:
-        return {name: getattr(cell, name) for name in _variables(cell)}
+        names = ("kernel", "recurrent_kernel", *(["bias"] if cell.bias is not None else []))
+        return {name: getattr(cell, name) for name in names}
     return named_variables(cell) if registration_of(cell) is None else attributes(cell)
 
 
@@ -128,11 +131,11 @@ def named_variables(layer: Any) -> dict[str, Any]:
 
     Of variables with one path the second has ``#2`` appended, and so on; those of sublayers come last.
     """
-    found = [(dialect_of(v), v) for v in getattr(layer, "weights", [])]
-    weights = [v for keras, v in found if keras.variable_name(v) != "rnn_state"]
-    names = [dialect_of(v).variable_name(v) for v in weights]
-    if len(set(names)) == len(names):
-        return dict(zip(names, weights, strict=True))
+    named = [(dialect_of(v).variable_name(v), v) for v in getattr(layer, "weights", [])]
+    weights = [v for name, v in named if name != "rnn_state"]
+    by_name = {name: v for name, v in named if name != "rnn_state"}
+    if len(by_name) == len(weights):
+        return by_name
     found_by_path: dict[str, Any] = {}
     counts: Counter[str] = Counter()
     own = set(map(id, dialect_of(layer).own_variables(layer)))
@@ -143,25 +146,20 @@ def named_variables(layer: Any) -> dict[str, Any]:
     return found_by_path
 
 
-def layer_weights(
-    layer: Any, halves: Mapping[str, Any], convert: Callable[[Any], Any], left_out: Container[int] = ()
-) -> LayerWeights:
-    """Return all weights of one layer but variables whose identity is in ``left_out``.
-
-    ``halves`` maps a direction to the recurrent layer that runs that way.
-    """
+def layer_weights(layer: Any, halves: Mapping[str, Any], left_out: Container[int] = ()) -> LayerWeights:
+    """Return the weights of a layer but ``left_out``; ``halves`` are its recurrent layers by direction."""
     keras = dialect_of(layer)
     variables = {name: v for name, v in named_variables(layer).items() if id(v) not in left_out}
     alike = len({likeness(half) for half in halves.values()}) == 1
     known = halves.items() if alike else ()
-    made = {direction: cell_with_equations(half.cell, convert) for direction, half in known}
+    made = {direction: cell_with_equations(half.cell) for direction, half in known}
     cells = {direction: cell for direction, cell in made.items() if cell is not None}
     put_together = composed(variables, halves) if cells else {}
     if put_together:
-        return _put_together(layer, variables, put_together, cells, convert)
+        return _put_together(layer, variables, put_together, cells)
     penalties = keras.regularizers(layer)
     return LayerWeights(
-        values={name: convert(v) for name, v in variables.items()},
+        values={name: copy_of(v) for name, v in variables.items()},
         trainable={name: bool(v.trainable) for name, v in variables.items()},
         cells=cells,
         penalties={name: penalties[id(v)] for name, v in variables.items() if id(v) in penalties},
@@ -171,11 +169,7 @@ def layer_weights(
 
 
 def _put_together(
-    layer: Any,
-    variables: Mapping[str, Any],
-    weights: Mapping[str, ComposedWeight],
-    cells: dict[str, Cell],
-    convert: Any,
+    layer: Any, variables: Mapping[str, Any], weights: Mapping[str, ComposedWeight], cells: dict[str, Cell]
 ) -> LayerWeights:
     """Return the weights of a layer with a registered cell, by the names of the registration."""
     penalties = dialect_of(layer).regularizers(layer)
@@ -186,7 +180,7 @@ def _put_together(
                 "registered cells do not support.",
                 expected="add the penalty to the loss, or do not register the cell",
             )
-    arrays = {key: convert(v) for key, v in variables.items()}
+    arrays = {key: copy_of(v) for key, v in variables.items()}
     values, trainable = {}, {}
     for key, what in weights.items():
         values[key] = what.registration.arrays({name: arrays[held] for name, (_, held) in what.keys.items()})[what.name]
@@ -208,10 +202,6 @@ def _activation(cell: Any, role: str) -> str | None:
         return None
 
 
-def _variables(cell: Any) -> list[str]:
-    return ["kernel", "recurrent_kernel", *(["bias"] if cell.bias is not None else [])]
-
-
 def _within(layer: Any, path: str) -> str:
     marker = f"{layer.name}/"
     return path[path.index(marker) + len(marker) :] if marker in path else path
@@ -222,10 +212,7 @@ _DEPTH = 4
 
 
 def registration_of(cell: Any) -> Registration | None:
-    """Return the registration of a cell's class.
-
-    Returns None if there is none, or if ``call`` is overridden on the instance.
-    """
+    """Return the registration of a cell's class; None if there is none, or if its instance overrides ``call``."""
     return None if cell is None or "call" in vars(cell) else registered(cell)
 
 
@@ -250,10 +237,7 @@ def _attributes(layer: Any, prefix: str, depth: int) -> Iterator[tuple[str, Any]
 
 
 def composed(named: Mapping[str, Any], halves: Mapping[str, Any]) -> dict[str, ComposedWeight]:
-    """Return each composed weight of a layer with registered cells, by name.
-
-    ``named`` maps the keys of the layer's weights to its variables.
-    """
+    """Return the composed weights of a layer with registered cells; ``named`` has its variables by key."""
     keys = {id(v): key for key, v in named.items()}
     found: dict[str, ComposedWeight] = {}
     for direction, half in halves.items():

@@ -1,0 +1,175 @@
+"""Interface of an autodiff engine: programs with taps, their gradients and pull-backs, and the memo of a request."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from .. import settings
+from ..typing import Array
+
+#: ``tap(key, tensor)`` returns the tensor with which the program continues; it is a source of differentiation.
+Tap = Callable[[str, Any], Any]
+#: ``program(tap)`` runs the model once, calls ``tap`` at each boundary, and returns (loss or None, aux).
+Program = Callable[[Tap], tuple[Any, Any]]
+#: ``program(arguments, tap)`` returns the tensors to differentiate by name, and aux.
+TargetProgram = Callable[[Any, Tap], tuple[dict[str, Any], Any]]
+#: ``keep(old, new)`` returns the new tensor with the data that a framework attached to the old one.
+Keep = Callable[[Any, Any], Any]
+T = TypeVar("T")
+
+
+def as_it_is(old: Any, new: Any) -> Any:
+    """Return the new tensor unchanged: the default where frameworks attach nothing to tensors."""
+    del old
+    return new
+
+
+class Memo:
+    """Cache for repeated runs of one request on a model: intermediate results and compiled executables.
+
+    If a request depends only on its arguments, all of its runs share one memo. Otherwise each run has a new memo, which
+    shares only ``executables``, keyed by the hash of the trace that they were compiled from.
+    """
+
+    def __init__(self, executables: dict[bytes, Any] | None = None) -> None:
+        self.executables: dict[bytes, Any] = {} if executables is None else executables
+        self._made: dict[Any, Any] = {}
+
+    def once(self, name: Any, make: Callable[[], T]) -> T:
+        """Return the cached result under this name; the first call computes it with ``make``."""
+        if name not in self._made:
+            self._made[name] = make()
+        found: T = self._made[name]
+        return found
+
+    def executable(self, trace: str, make: Callable[[], T]) -> T:
+        """Return the executable of exactly this trace; in a full cache, the least recently used one is dropped."""
+        key = hashlib.sha256(trace.encode()).digest()
+        found: T = self.executables.pop(key) if key in self.executables else make()
+        while len(self.executables) >= settings.current().compiled:
+            del self.executables[next(iter(self.executables))]
+        self.executables[key] = found
+        return found
+
+
+class LinearisedProgram(Protocol):
+    """A program that was run once and can be differentiated many times, with its ``targets`` and ``aux``."""
+
+    aux: Any
+    targets: Mapping[str, Any]
+
+    def vjp(self, cotangents: Mapping[str, Any]) -> dict[str, Any | None]:
+        """Pull K cotangents per target (K, ...) back to K gradients per tap key; None where no path leads."""
+
+
+class Engine(ABC):
+    """Autodiff engine; it calls ``keep(old, new)`` when the tensor ``new`` is substituted for ``old``."""
+
+    name: str
+    #: Whether :meth:`compile` compiles; False if it returns the function itself.
+    compiles = True
+
+    def __init__(self, keep: Keep = as_it_is) -> None:
+        self._keep = keep
+
+    @abstractmethod
+    def to_array(self, tensor: Any) -> Array:
+        """Copy a tensor to NumPy, or for torch off the CPU to a torch tensor; bfloat16 and float16 become float32."""
+
+    def own(self, array: Any) -> Any:
+        """Copy an array whose memory the engine could otherwise share with the user's."""
+        return np.array(array) if isinstance(array, np.ndarray) else array
+
+    def values(self, tensors: Sequence[Any]) -> list[Any] | None:
+        """Return tensors to substitute for the values of variables; None if a program may read the variables itself."""
+        return None
+
+    @abstractmethod
+    def gradients(
+        self, program: Program, cotangents: Mapping[str, Any] | None = None
+    ) -> tuple[Any, Any, dict[str, Any]]:
+        """Return loss, aux and the gradient of the loss for each tap key; zeros where no path leads to the loss.
+
+        With ``cotangents`` the program returns targets by name in place of the loss, and these are pulled back.
+        """
+
+    def forward(self, program: Program) -> tuple[Any, Any]:
+        """Run a program without gradients, and return (loss, aux)."""
+        return program(lambda key, tensor: tensor)
+
+    @abstractmethod
+    def compile(self, function: Callable[..., Any], arguments: Sequence[Any], memo: Memo) -> Callable[..., Any]:
+        """Trace ``function`` for arguments of these structures, shapes and dtypes, and return the compiled function.
+
+        An executable is reused from ``memo.executables`` only if its trace is identical, constants included. Values
+        that ``function`` reads from outside are therefore never out of date.
+        """
+
+    @abstractmethod
+    def coarsest_dtype(self, function: Callable[..., Any], arguments: Sequence[Any] = ()) -> str:
+        """Call or trace a function; return the coarsest float dtype in which its operations compute, or ""."""
+
+    def settings(self) -> Hashable:
+        """Return the engine's own settings that compiled programs depend on."""
+        return ()
+
+    def context(self) -> Hashable:
+        """Return the trace or graph in which operations are recorded now; it differs inside a compiled loop."""
+        return ()
+
+    def preserved(self, seed: int | None = None) -> AbstractContextManager[None]:
+        """Restore process-wide random generators on exit, after seeding them if a seed is given.
+
+        The default does nothing: on JAX and TensorFlow, Keras keeps random states in its own variables.
+        """
+        return nullcontext()
+
+    @abstractmethod
+    def linearise(self, program: TargetProgram, arguments: Any, memo: Memo | None) -> LinearisedProgram:
+        """Run ``program(arguments, tap)`` once, and return it ready for vector-Jacobian products.
+
+        Without a memo the engine need not compile: the program is short, and few products of it are computed.
+        """
+
+    def forward_and_back(
+        self, program: TargetProgram, arguments: Any, memo: Memo, cotangents: Mapping[str, Any]
+    ) -> tuple[Any, Any, Mapping[str, Any]]:
+        """Run ``program(arguments, tap)`` forward and back; return targets, aux and the gradients by tap key.
+
+        Each gradient has a leading axis of one. All is one compiled function.
+        """
+
+        def run(arguments: Any, cotangents: Mapping[str, Any]) -> Any:
+            targets, aux, found = self.gradients(lambda tap: program(arguments, tap), cotangents)
+            return targets, aux, {key: grad[None] for key, grad in found.items()}
+
+        given = (arguments, dict(cotangents))
+        compiled = memo.once("forward_and_back", lambda: self.compile(run, given, memo))
+        answer: tuple[Any, Any, Mapping[str, Any]] = compiled(*given)
+        return answer
+
+    @abstractmethod
+    def per_step(self, function: Callable[..., Any]) -> PerStep:
+        """Return the derivatives of a cell's step, a pure function ``(x, states, weights) -> (output, new states)``."""
+
+
+class PerStep(Protocol):
+    """A cell's step on a batch of rows (n, size), and its derivatives; rows do not depend on each other."""
+
+    def step(self, x: Any, states: Any, weights: Any) -> Any:
+        """Compute (output, new states) of one step."""
+
+    def vjp(self, inputs: Any, cotangents: Any) -> Any:
+        """Pull cotangents of (output, new states) back to (x, states, weights), zeros where no path leads."""
+
+    def produced(self, inputs: Any, cotangents: Any) -> Any:
+        """Pull cotangents of (output, new states) back to each new state where the step computes it."""
+
+    def jacobian(self, inputs: Any) -> Any:
+        """Return Jacobians (n, rows, size) of [new states, output]: by the concatenated states, and by the input."""
