@@ -18,7 +18,7 @@ BAR = 1e-6
         pytest.param("keras", "torch", marks=pytest.mark.full),  # the rest of this folder runs on torch
         ("keras", "jax"),
         pytest.param("keras", "tensorflow", marks=pytest.mark.full),
-        ("tf_keras", "tensorflow"),
+        pytest.param("tf_keras", "tensorflow", marks=pytest.mark.full),
     ],
     ids=["keras-torch", "keras-jax", "keras-tensorflow", "tf_keras"],
 )

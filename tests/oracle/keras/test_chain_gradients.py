@@ -60,6 +60,7 @@ CHAINS = ("plain", "dense", "dropout", "dense below", "last step")
 OTHERS = ("masked", "norm", "bidirectional", "penalty")
 
 
+@pytest.mark.product(on="jax", keep=("dense", "last step", "masked"))
 @pytest.mark.parametrize("name", [*CHAINS, *OTHERS])
 def test_later_traces_have_the_gradients_of_the_framework(name, topmost):
     model, (x, y) = model_of(name), data_of(name)

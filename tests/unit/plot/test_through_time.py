@@ -414,6 +414,7 @@ def drawn(name, samples, units, directions, fixtures):
     }[name]()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("directions", [False, True])
 @pytest.mark.parametrize(("samples", "units"), [(1, 512), (64, 6)])
 @pytest.mark.parametrize(
