@@ -139,9 +139,14 @@ class _JaxProgram:
         return {key: found[key] if key in linked else None for key in self._keys}
 
     def _linked(self, names: set[str]) -> set[str]:
-        """Return the keys of the taps from which a path leads to any of the targets ``names``."""
+        """Return the keys of the taps from which a path leads to any of the targets ``names``.
+
+        JAX omits operations without a path from a pull-back, so that a dependence in its jaxpr is a path.
+        """
         template = {n: _no_cotangent(t.shape, t.dtype) for n, t in self.targets.items()}
-        return linked_outputs(lambda cotangents: self._pull(cotangents)[0], template, names)
+        closed, gradients = jax.make_jaxpr(lambda cotangents: self._pull(cotangents)[0], return_shape=True)(template)
+        reached = _reach(closed.jaxpr, [name in names for name in sorted(template)])  # as JAX flattens a dict
+        return {key for key, hit in zip(sorted(gradients), reached, strict=True) if hit}
 
 
 def _pull_many(pull: Callable[[Any], Any], cotangents: Any) -> Any:
@@ -196,19 +201,6 @@ class _JaxSteps:
 
 
 # Analysis of jaxprs: which results depend on which arguments; running a jaxpr with values added to its results.
-
-
-def linked_outputs(function: Callable[[Any], Mapping[str, Any]], template: Any, names: set[str]) -> set[str]:
-    """Return the keys of ``function(template)`` that depend on the entries ``names`` of its dictionary argument.
-
-    ``function`` is a pull-back: JAX omits operations without a path, so dependence in its jaxpr means a path.
-    """
-    closed, shape = jax.make_jaxpr(function, return_shape=True)(template)
-    leaves = jax.tree_util.tree_flatten_with_path(template)[0]
-    marked = [path[0].key in names for path, _ in leaves]
-    reached = _reach(closed.jaxpr, marked)
-    keys = [path[0].key for path, _ in jax.tree_util.tree_flatten_with_path(shape)[0]]
-    return {key for key, hit in zip(keys, reached, strict=True) if hit}
 
 
 def with_outputs_moved(closed: Any, arguments: Sequence[Any], moves: Mapping[int, Any]) -> list[Any]:

@@ -63,12 +63,12 @@ def capture(model: Any, batch: Batch, request: CaptureRequest) -> Capture:
         weights=weights,
     )
     result = run(job)
-    told = _Assembly(keras, result, sites, _tied(model, found.sites)).capture(request)
-    told.notes.extend(left_out)
-    told.chain, told.topmost = links, bool(top)
+    captured = _Assembly(keras, result, sites, _tied(model, found.sites)).capture(request)
+    captured.notes.extend(left_out)
+    captured.chain, captured.topmost = links, bool(top)
     if boundaries:
-        _tell_around(told, job, result)
-    return told
+        _add_outer_gradients(captured, job, result)
+    return captured
 
 
 def _topmost(model: Any, links: Sequence[ChainLink] | None, sites: Sequence[RecurrentSite]) -> str:
@@ -105,7 +105,7 @@ def _within_reach(found: Places, request: CaptureRequest) -> tuple[tuple[str, ..
     return kept, [f"{NOT_LOOKED_INTO}: {refusal.splitlines()[0]}" for refusal in refused.values()]
 
 
-def _tell_around(found: Capture, job: RunRequest, result: RunResult) -> None:
+def _add_outer_gradients(found: Capture, job: RunRequest, result: RunResult) -> None:
     """Add the gradients at the inputs and outputs of the model and at all tapped weights to a capture."""
     keras, gradients = job.keras, result.gradients
     found.input_grads = [gradients.get(f"model|input/{i}") for i in input_order(keras, job.data["x"])]

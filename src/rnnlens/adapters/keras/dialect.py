@@ -13,13 +13,13 @@ import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
 
-from ...autodiff import Engine, Tap
+from ...autodiff import Engine, Tap, engine
 from ...autodiff.tensors import dtype_name, global_random_states_restored, to_numpy
 from ...errors import UnsupportedError
 from ...recurrence.cells import Cell
@@ -55,6 +55,8 @@ class Dialect(Protocol):
 
     #: Name of the package: ``"keras"`` or ``"tf_keras"``.
     name: str
+    #: Name of the engine on which the package computes in this process.
+    engine_name: str
     layers: Any
     activations: Any
     losses: Any
@@ -76,9 +78,10 @@ class Dialect(Protocol):
     weighs_steps: bool
 
     # -- the engine, dtypes, values
-    @property
+    @cached_property
     def engine(self) -> Engine:
         """The autodiff engine; it carries Keras masks over to replaced tensors."""
+        return engine(self.engine_name, self.with_mask)
 
     def floatx(self) -> str:
         """Return the default float dtype, such as ``"float32"``."""
@@ -238,9 +241,6 @@ class Dialect(Protocol):
     def initial_state(self, cell: Any, samples: int) -> Any:
         """Return the states from the cell's own ``get_initial_state`` for a number of samples."""
 
-    def books(self, layer: Any) -> Iterator[Any]:
-        """Iterate over the containers that a layer's calls append to."""
-
     def step(self, cell: Any, x: Any, states: Any) -> tuple[Any, Any]:
         """Call a cell once, as its recurrent layer does; return its output and its new states."""
         output, new = cell(x, states)
@@ -305,7 +305,7 @@ def dialect_of(thing: Any) -> Dialect:
     Raises UnsupportedError for a layer of a TensorFlow 1 graph, and TypeError for an object of neither package.
     """
     thing = thing.cell if isinstance(thing, LoopOverCell) else thing
-    found = next((keras for keras in spoken() if isinstance(thing, (keras.Layer, keras.Variable))), None)
+    found = next((keras for keras in loaded_dialects() if isinstance(thing, (keras.Layer, keras.Variable))), None)
     if found is None:
         raise TypeError(f"{type(thing).__name__} belongs to no Keras")
     if builds_graph(thing):
@@ -329,7 +329,7 @@ def dialect(package: str) -> Dialect:
     return found
 
 
-def spoken() -> Iterator[Dialect]:
+def loaded_dialects() -> Iterator[Dialect]:
     """Iterate over the dialects of the Keras packages that are loaded."""
     for package in _DIALECTS:
         if hasattr(sys.modules.get(package), "layers"):

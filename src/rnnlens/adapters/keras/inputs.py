@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -28,8 +28,8 @@ def prepare(model: Any, batch: Batch) -> dict[str, Any]:
     }
     for name, given in states.items():
         _check_count(keras, f"initial_state[{name!r}]", given, count)
-    tensors = _converter(model)
-    return {"x": tensors(x), "y": y, "sample_weight": weight, "initial_state": tensors(states) if states else None}
+    initial_state = _tensors(model, states) if states else None
+    return {"x": _tensors(model, x), "y": y, "sample_weight": weight, "initial_state": initial_state}
 
 
 def targets(model: Any, batch: Batch, count: int) -> tuple[Any, Any]:
@@ -39,12 +39,11 @@ def targets(model: Any, batch: Batch, count: int) -> tuple[Any, Any]:
     weight = _sample_weight(model, batch, y)
     for name, value in (("y", y), ("sample_weight", weight)):
         _check_count(keras, name, value, count)
-    tensors = _converter(model)
-    return tensors(y), tensors(weight)
+    return _tensors(model, y), _tensors(model, weight)
 
 
-def _converter(model: Any) -> Callable[[Any], Any]:
-    """Return a function that converts a tree of arrays to tensors of the engine, floats in the dtype of the model."""
+def _tensors(model: Any, tree: Any) -> Any:
+    """Convert a tree of arrays to tensors of the engine, floats in the dtype of the model."""
     keras = dialect_of(model)
     floats = "float64" if getattr(model, "compute_dtype", "") == "float64" else keras.floatx()
 
@@ -55,7 +54,7 @@ def _converter(model: Any) -> Callable[[Any], Any]:
         dtype = floats if dtype_name(leaf) in ("float32", "float64") else None
         return keras.ops.convert_to_tensor(keras.engine.own(leaf), dtype=dtype)
 
-    return lambda tree: keras.tree.map_structure(tensor, tree)
+    return keras.tree.map_structure(tensor, tree)
 
 
 def _structure(keras: Dialect, value: Any, name: str) -> Any:

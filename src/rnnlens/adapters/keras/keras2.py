@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from tf_keras.src.engine.functional import Functional
 from tf_keras.src.layers.rnn import base_conv_lstm, gru_v1, lstm_v1
 from tf_keras.src.utils import losses_utils
 
-from ...autodiff import Engine, Tap, engine
+from ...autodiff import Tap
 from ...errors import UnsupportedError
 from ...recurrence.cells import GRU, LSTM, Cell, ConvLSTM1D, ConvLSTM2D, ConvLSTM3D, SimpleRNN
 from ...typing import Namespace
@@ -135,7 +134,7 @@ class _UntrackedLosses(compile_utils.LossesContainer):  # type: ignore[misc]  # 
 class Keras2(Dialect):
     """Dialect of ``tf_keras``; see :class:`rnnlens.adapters.keras.dialect.Dialect`."""
 
-    name = "tf_keras"
+    name, engine_name = "tf_keras", "tensorflow"
     version = str(tf_keras.__version__)
     says_mean, says_sum = "tf.reduce_mean(...)", "tf.reduce_sum(...)"
     weighs_steps = False
@@ -164,11 +163,6 @@ class Keras2(Dialect):
     refusal = staticmethod(keras2_run.refusal)
 
     # -- the engine, dtypes, values
-    @cached_property
-    def engine(self) -> Engine:
-        """The TensorFlow engine; it carries Keras masks over to replaced tensors."""
-        return engine("tensorflow", self.with_mask)
-
     floatx = staticmethod(tf_keras.backend.floatx)
 
     def computed(self, dtype: str) -> str:
@@ -296,11 +290,6 @@ class Keras2(Dialect):
 
     def initial_state(self, cell: Any, samples: int) -> Any:
         return cell.get_initial_state(inputs=None, batch_size=samples, dtype=cell.dtype or self.floatx())
-
-    def books(self, layer: Any) -> Iterator[Any]:
-        for name in ("_losses", "_callable_losses", "_updates", "_metrics"):
-            if name in vars(layer):
-                yield vars(layer)[name]
 
     inside = staticmethod(keras2_run.inside)
 

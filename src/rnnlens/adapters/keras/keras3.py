@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any
 
 import keras
@@ -17,7 +16,7 @@ from keras.src.models.functional import Functional
 from keras.src.trainers.compile_utils import CompileLoss
 from keras.src.utils.tracking import Tracker
 
-from ...autodiff import Engine, Tap, engine
+from ...autodiff import Tap
 from ...errors import UnsupportedError
 from ...recurrence.cells import GRU, LSTM, Cell, ConvLSTM1D, ConvLSTM2D, ConvLSTM3D, SimpleRNN
 from ...typing import Namespace
@@ -42,7 +41,7 @@ _SEEDS = "global_seed_generator"
 class Keras3(Dialect):
     """Dialect of Keras 3; see :class:`rnnlens.adapters.keras.dialect.Dialect`."""
 
-    name = "keras"
+    name, engine_name = "keras", keras.backend.backend()
     says_mean, says_sum = "keras.ops.mean(...)", "keras.ops.sum(...)"
     weighs_steps = True
     version = str(keras.__version__)
@@ -65,11 +64,6 @@ class Keras3(Dialect):
     known_activations: Mapping[Any, str] = {getattr(keras.activations, name): name for name in _NAMES}
 
     # -- the engine, dtypes, values
-    @cached_property
-    def engine(self) -> Engine:
-        """The engine that Keras 3 is configured for in this process; it carries masks over to replaced tensors."""
-        return engine(keras.backend.backend(), self.with_mask)
-
     @property
     def single_precision(self) -> frozenset[str]:
         by_engine = {"torch": frozenset({"hard_sigmoid"}), "tensorflow": frozenset({"leaky_relu", "gelu"})}
@@ -220,14 +214,10 @@ class Keras3(Dialect):
     def initial_state(self, cell: Any, samples: int) -> Any:
         return cell.get_initial_state(batch_size=samples)
 
-    def books(self, layer: Any) -> Iterator[Any]:
-        yield from (layer._losses, layer._loss_ids)
-
     def tracks(self, value: Any) -> bool:
         return isinstance(value, Tracker)
 
-    def stamp(self, model: Any, loss: Any, within: Any = None) -> Hashable | None:
-        return stamp_of(model, loss, self.engine, within)
+    stamp = staticmethod(stamp_of)
 
     # -- the loss
     def is_compiled(self, model: Any) -> bool:

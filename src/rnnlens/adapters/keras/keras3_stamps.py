@@ -22,7 +22,7 @@ from keras.src.dtype_policies.dtype_policy import DTypePolicy
 from keras.src.ops.function import Function
 from keras.src.trainers.compile_utils import CompileLoss
 
-from ...autodiff import Engine
+from ...autodiff import engine
 
 #: Attributes for Keras' bookkeeping, which do not affect the computation.
 _BOOKS = frozenset(
@@ -66,7 +66,7 @@ class _SameObject:
         return isinstance(other, _SameObject) and self._ref() is not None and self._ref() is other._ref()
 
 
-def stamp_of(model: Any, loss: Any, engine: Engine, within: Any = None) -> Hashable | None:
+def stamp_of(model: Any, loss: Any, within: Any = None) -> Hashable | None:
     """Return the stamp of a closed run with ``loss``, or with the compiled loss if it is None.
 
     Returns None for an open run; during a compiled training ``within``, a stamp of the attributes of user layers.
@@ -75,7 +75,12 @@ def stamp_of(model: Any, loss: Any, engine: Engine, within: Any = None) -> Hasha
     config = keras.config
     settings = (config.floatx(), config.epsilon(), config.image_data_format(), config.is_flash_attention_enabled())
     try:
-        return (settings, engine.settings(), _Stamp(within).of(model), _Stamp(within).of(given))
+        return (
+            settings,
+            engine(keras.backend.backend()).settings(),
+            _Stamp(within).of(model),
+            _Stamp(within).of(given),
+        )
     except _DependsOnAnything:
         return None
 

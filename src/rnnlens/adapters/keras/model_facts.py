@@ -52,15 +52,13 @@ def reduction(model: Any, loss: Any) -> str | None:
 
 
 def _roles(layer: Any) -> frozenset[Role]:
-    roles: set[Role] = set()
     keras = dialect_of(layer)
-    if isinstance(layer, keras.layers.Embedding):
-        roles.add("embedding")
-    if isinstance(layer, tuple(getattr(keras.layers, name) for name in _DROPOUTS)):
-        roles.add("dropout")
-    if _is_relu(keras, layer):
-        roles.add("relu")
-    return frozenset(roles)
+    roles: dict[Role, bool] = {
+        "embedding": isinstance(layer, keras.layers.Embedding),
+        "dropout": isinstance(layer, tuple(getattr(keras.layers, name) for name in _DROPOUTS)),
+        "relu": _is_relu(keras, layer),
+    }
+    return frozenset(role for role, has_role in roles.items() if has_role)
 
 
 def _is_relu(keras: Dialect, layer: Any) -> bool:
@@ -87,11 +85,8 @@ def optimizers(model: Any) -> tuple[Any, Any]:
 
 
 def _clipping(optimizer: Any) -> tuple[str, float] | None:
-    for kind in ("clipvalue", "clipnorm", "global_clipnorm"):
-        threshold = getattr(optimizer, kind, None)
-        if threshold:
-            return kind, float(threshold)
-    return None
+    thresholds = {kind: getattr(optimizer, kind, None) for kind in ("clipvalue", "clipnorm", "global_clipnorm")}
+    return next(((kind, float(threshold)) for kind, threshold in thresholds.items() if threshold), None)
 
 
 def _scale(optimizer: Any) -> float:

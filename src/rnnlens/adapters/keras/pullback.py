@@ -186,7 +186,7 @@ class KerasPullback:
         self._keras = dialect_of(model)
         self._engine: Engine = self._keras.engine
         self._of, self._wrt, self._cut = tuple(of), tuple(wrt), tuple(cut)
-        self._spots = self._taps(model, batch, frozenset())
+        self._tapped = self._taps(model, batch, frozenset())
         self._linear: Any = None
         self._cotangents = cotangents
         #: Gradients of ``cotangents`` by port, with a leading axis; None if they are pulled back by :meth:`vjp`.
@@ -198,8 +198,8 @@ class KerasPullback:
         loss = losses.plan(model, batch) if with_loss else None
 
         def attempt(job: RunRequest) -> None:
-            if job.stepped != self._spots.stepped:
-                self._spots = self._taps(model, batch, job.stepped)
+            if job.stepped != self._tapped.stepped:
+                self._tapped = self._taps(model, batch, job.stepped)
             if job.stepped:  # the tensors of such layers have taps of their own
                 own = self._job(model, batch, loss)
                 job = replace(own, stepped=job.stepped, apart=job.apart, starts=job.starts)
@@ -209,10 +209,10 @@ class KerasPullback:
 
     def _taps(self, model: Any, batch: Batch, stepped: frozenset[str]) -> TappedPorts:
         """Return the taps of all ports; ``stepped`` are the layers that are called one step at a time."""
-        spots = TappedPorts(places(model), input_order(self._keras, batch.x), stepped=stepped)
+        tapped = TappedPorts(places(model), input_order(self._keras, batch.x), stepped=stepped)
         for port in (*self._of, *self._wrt, *self._cut):
-            spots.add(port, model)
-        return spots
+            tapped.add(port, model)
+        return tapped
 
     def _open(self, job: RunRequest) -> None:
         with _undone(job):
@@ -231,7 +231,7 @@ class KerasPullback:
         samples, steps = map(int, recorded.pop("sizes"))
         self.recurrent_sizes = ((samples, steps),) if samples else ()
         values = {}
-        for port, key in self._spots.keys.items():
+        for port, key in self._tapped.keys.items():
             if key not in recorded and self.known_gradients is not None:
                 continue
             if key not in recorded:
@@ -239,7 +239,7 @@ class KerasPullback:
                 what = f"The {port.kind} number {port.index} of the {where} does not appear in this forward pass."
                 raise LayerNotFoundError(what)
             values[port] = self._turned(port, self._engine.to_array(recorded[key]), axis=1)
-            if port in self._spots.ending:
+            if port in self._tapped.ending:
                 values[port] = values[port][:, -1]
         self.values = values
 
@@ -250,7 +250,7 @@ class KerasPullback:
             self._linear = self._engine.linearise(self._program(job), arguments, memo)
             return {**self._linear.aux, **self._linear.targets}
         tensor = self._keras.ops.convert_to_tensor
-        given = {self._spots.keys[p]: tensor(self._turned(p, c, axis=1)) for p, c in self._cotangents.items()}
+        given = {self._tapped.keys[p]: tensor(self._turned(p, c, axis=1)) for p, c in self._cotangents.items()}
         targets, aux, found = self._engine.forward_and_back(self._program(job), arguments, memo, given)
         self.known_gradients = {port: self._joined(port, [self._gradient(port, found)]) for port in self._wrt}
         return {**aux, **targets}
@@ -260,27 +260,27 @@ class KerasPullback:
 
         Return None for a loss of a short run: its single product takes less time eagerly than a graph to trace.
         """
-        boundaries = (frozenset(self._spots.keys[port] for port in ports) for ports in (self._of, self._cut))
+        boundaries = (frozenset(self._tapped.keys[port] for port in ports) for ports in (self._of, self._cut))
         found = memo_for(job, arguments, *boundaries)
         return found if found is not None or all(port.kind == "loss" for port in self._of) else Memo()
 
     def _job(self, model: Any, batch: Batch, loss: Loss | None) -> RunRequest:
-        wanted = frozenset(self._spots.keys[port] for port in (*self._wrt, *self._cut))
-        sites = [site for site in self._spots.found.sites if not site.is_loop and site.refusal is None]
+        wanted = frozenset(self._tapped.keys[port] for port in (*self._wrt, *self._cut))
+        sites = [site for site in self._tapped.found.sites if not site.is_loop and site.refusal is None]
         sized = {site.name + _SIZES: site.owner for site in sites}
         return RunRequest(
             model,
             batch,
-            self._spots.hooked_sites(given_states(self._spots.found, batch.initial_state)),
-            self._spots.plain | sized,
+            self._tapped.hooked_sites(given_states(self._tapped.found, batch.initial_state)),
+            self._tapped.plain | sized,
             loss,
             wanted=wanted,
-            keep=frozenset(self._spots.keys.values()) | {"outputs"},
-            weights=self._spots.weights,
+            keep=frozenset(self._tapped.keys.values()) | {"outputs"},
+            weights=self._tapped.weights,
         )
 
     def _program(self, job: RunRequest) -> Any:
-        keras, keys = self._keras, self._spots.keys
+        keras, keys = self._keras, self._tapped.keys
         of, cut = ({keys[port] for port in ports} for ports in (self._of, self._cut))
 
         def run(arguments: Any, tap: Tap) -> tuple[dict[str, Any], Any]:
@@ -321,23 +321,24 @@ class KerasPullback:
         if self._linear is None:
             raise InputError("This pullback is closed.", hint="use it inside its with block")
         refuse_misfits(cotangents, self._of, self.values)
-        given = {self._spots.keys[p]: self._turned(p, c, axis=2) for p, c in cotangents.items()}
+        given = {self._tapped.keys[p]: self._turned(p, c, axis=2) for p, c in cotangents.items()}
         count = len(next(iter(given.values())))
-        size = self._chunk(count)
+        per_row = sum(8 * math.prod(array.shape) for array in self.values.values()) * _AROUND
+        size = min(count, max(1, _CHUNK // max(per_row, 1)))
         with raised_by("The backward pass of your model"):
             parts = [self._linear.vjp({k: c[i : i + size] for k, c in given.items()}) for i in range(0, count, size)]
         return {port: self._joined(port, [self._gradient(port, part) for part in parts]) for port in self._wrt}
 
     def _gradient(self, port: Port, part: Mapping[str, Any]) -> Any:
         """Return the gradient of a port; for a loop over a cell, its gradients at all steps or at the last."""
-        key = self._spots.keys[port]
+        key = self._tapped.keys[port]
         if key in part or port.kind in ("weight", "loss"):
             return part.get(key)
         name = key.replace("|final_state/", "|state/")
         steps: list[Any] = []
         while f"{name}@{len(steps)}" in part:
             steps.append(part[f"{name}@{len(steps)}"])
-        if port in self._spots.ending or port.kind == "final_state":
+        if port in self._tapped.ending or port.kind == "final_state":
             return steps[-1] if steps else None
         some = next((step for step in steps if step is not None), None)
         if some is None:
@@ -351,12 +352,8 @@ class KerasPullback:
         arrays = [self._engine.to_array(row) for row in rows]
         return self._turned(port, arrays[0] if len(arrays) == 1 else join(arrays, axis=0), axis=2)
 
-    def _chunk(self, count: int) -> int:
-        per_row: int = sum(8 * math.prod(array.shape) for array in self.values.values()) * _AROUND
-        return min(count, max(1, _CHUNK // max(per_row, 1)))
-
     def _turned(self, port: Port, array: Array, axis: int) -> Array:
-        return flipped(array, axis) if port in self._spots.turned else array
+        return flipped(array, axis) if port in self._tapped.turned else array
 
     def __enter__(self) -> Pullback:
         return self

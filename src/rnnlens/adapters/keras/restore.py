@@ -72,6 +72,8 @@ def undo_draws(generator: Any) -> Callable[[], object] | None:
     return None
 
 
+#: Attributes of Keras' layers with containers that calls append to.
+_BOOKS = frozenset(["_losses", "_loss_ids", "_callable_losses", "_updates", "_metrics"])
 #: Packages whose objects are not recorded.
 _FOREIGN = frozenset(
     [
@@ -139,8 +141,8 @@ class _UndoLog:
         """Record a layer's attributes, and the objects that they refer to unless the layer is Keras' own."""
         if self._is_new(layer):
             self._undo.append(undo_attributes(layer))
-            for books in self._keras.books(layer):
-                self.value(books)
+            for name in _BOOKS & vars(layer).keys():
+                self.value(vars(layer)[name])
             is_users = not self._keras.is_own(type(layer)) or type(layer) is self._keras.layers.Lambda
             for value in list(vars(layer).values()):
                 # Keras' own layers change only their attributes, but may contain a user's cell or function.

@@ -15,7 +15,7 @@ from ...recurrence.cells.registry import Registration
 from ...typing import Array
 from ..protocol import LayerWeights
 from ..shared.registered_cells import ComposedWeight, with_step_autodiff
-from .dialect import dialect_of, spoken
+from .dialect import dialect_of, loaded_dialects
 
 #: Names of variables that a layer updates itself, without the optimizer.
 _STATISTICS = ("moving_mean", "moving_variance")
@@ -23,7 +23,7 @@ _STATISTICS = ("moving_mean", "moving_variance")
 
 def known_class(cell: Any) -> type[Cell] | None:
     """Return the class with the equations of a cell of Keras' own type and activations; None for any other cell."""
-    ours = next((d.cells[type(cell)] for d in spoken() if type(cell) in d.cells), None)
+    ours = next((d.cells[type(cell)] for d in loaded_dialects() if type(cell) in d.cells), None)
     if isinstance(ours, Mapping):  # a convolution: number of spatial axes -> class
         ours = ours[cell.rank] if cell.data_format == "channels_last" else None
     if ours is None or "call" in vars(cell):
@@ -197,7 +197,7 @@ def _activation(cell: Any, role: str) -> str | None:
     if function is None:
         return "linear"
     try:
-        return next((d.known_activations[function] for d in spoken() if function in d.known_activations), None)
+        return next((d.known_activations[function] for d in loaded_dialects() if function in d.known_activations), None)
     except TypeError:  # an unhashable callable is the user's own
         return None
 
