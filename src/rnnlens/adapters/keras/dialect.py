@@ -48,7 +48,7 @@ class LoopOverCell:
 
 
 class Dialect(Protocol):
-    """Interface of one Keras package, with what most packages share.
+    """Interface of one Keras package, with what both share and, as defaults, what Keras 3 does without an import of it.
 
     Attributes without a comment are those of Keras 3 with the same name.
     """
@@ -131,12 +131,16 @@ class Dialect(Protocol):
 
     def path(self, variable: Any) -> str:
         """Return the path of a variable, such as ``"lstm/lstm_cell/kernel"``."""
+        return str(variable.path)
 
     def own_variables(self, layer: Any) -> list[Any]:
         """Return the variables of a layer without those of its sublayers."""
+        return [*layer._trainable_variables, *layer._non_trainable_variables]
 
     def regularizers(self, layer: Any) -> Mapping[int, Any]:
         """Map the id of each regularised variable of the layer and its sublayers to its regulariser."""
+        found = getattr(layer, "variables", ())
+        return {id(v): v.regularizer for v in found if getattr(v, "regularizer", None) is not None}
 
     def variables(self, model: Any) -> list[Any]:
         """Return all variables that a run may read, states and metrics included."""
@@ -159,12 +163,16 @@ class Dialect(Protocol):
 
     def template(self, cell: Any) -> Any:
         """Return the sizes of the states that a cell takes, nested as the cell nests its states."""
+        size = cell.state_size
+        return [size] if isinstance(size, int) else list(size)
 
     def output_size(self, cell: Any) -> Any:
         """Return the output size declared by a cell; None if it declares none."""
+        return getattr(cell, "output_size", None)
 
     def draws(self, layer: Any) -> bool:
         """Return whether a layer has a random generator that no dropout rate among its attributes accounts for."""
+        return bool(getattr(layer, "_seed_generators", None))
 
     def refusal(self, layer: Any) -> tuple[str, str] | None:
         """Return (reason, workaround) if a recurrent layer cannot be hooked; None if it can."""
@@ -176,6 +184,10 @@ class Dialect(Protocol):
 
     def operations(self, model: Any) -> list[Any] | None:
         """Return the layers and operations of a model with a graph, in its order; None if it may run otherwise."""
+        if type(model) not in (self.Sequential, self.Functional, self.Model) or "call" in vars(model):
+            return None
+        operations = getattr(model, "operations", None) or getattr(model, "_functional", None)
+        return None if operations is None else list(getattr(operations, "operations", operations))
 
     def in_order(self, model: Any) -> list[Any] | None:
         """Return the layers of a model that is one plain chain, without input layers; None for any other model."""
@@ -194,9 +206,12 @@ class Dialect(Protocol):
 
     def graph_of(self, model: Any) -> tuple[Any, Any]:
         """Return the nested symbolic inputs and outputs of a functional model; (None, None) for any other model."""
+        return getattr(model, "_inputs_struct", None), getattr(model, "_outputs_struct", None)
 
     def built_on(self, model: Any) -> Any:
         """Return the input shape, or shapes by name, on which a model was built; None if unknown."""
+        shapes = getattr(model, "_build_shapes_dict", None) or {}
+        return next(iter(shapes.values())) if len(shapes) == 1 else None
 
     def is_own(self, thing: Any) -> bool:
         """Return whether a class or function is defined in this Keras package."""
@@ -240,6 +255,7 @@ class Dialect(Protocol):
 
     def initial_state(self, cell: Any, samples: int) -> Any:
         """Return the states from the cell's own ``get_initial_state`` for a number of samples."""
+        return cell.get_initial_state(batch_size=samples)
 
     def step(self, cell: Any, x: Any, states: Any) -> tuple[Any, Any]:
         """Call a cell once, as its recurrent layer does; return its output and its new states."""
@@ -276,18 +292,22 @@ class Dialect(Protocol):
 
     def is_compiled(self, model: Any) -> bool:
         """Return whether ``compile`` was called on the model."""
+        return bool(model.compiled)
 
     def compiled_loss(self, model: Any) -> Any:
         """Return the compiled loss, a function of ``(y, y_pred, sample_weight)``; None if there is none."""
+        return getattr(model, "_compile_loss", None)
 
     def compiled_form(self, loss: Any, weights: Any = None, names: Any = None) -> Callable[[Any, Any, Any], Any]:
         """Return ``loss`` as the function of ``(y, y_pred, sample_weight)`` that ``compile(loss=...)`` makes of it."""
 
     def user_loss(self, model: Any) -> Any:
         """Return the loss that was passed to ``compile``; None if there is none."""
+        return getattr(self.compiled_loss(model), "_user_loss", None)
 
     def whole_loss(self, model: Any, x: Any, y: Any, y_pred: Any, weight: Any, training: bool) -> Any:
         """Return the loss that training minimises: compiled loss, loss weights, regularisers and ``add_loss``."""
+        return model._compute_loss(x, y, y_pred, weight, training=training)
 
     def undisturbed(self, model: Any, regularised: bool) -> AbstractContextManager[None]:
         """Keep the compiled loss unchanged by runs within the block; penalties have a gradient if ``regularised``."""
@@ -297,6 +317,7 @@ class Dialect(Protocol):
 
     def adds_losses(self, model: Any) -> bool:
         """Return whether a layer called ``add_loss`` in the last call of the model."""
+        return any(la._get_own_losses() and la.activity_regularizer is None for la in model._flatten_layers())
 
 
 def dialect_of(thing: Any) -> Dialect:

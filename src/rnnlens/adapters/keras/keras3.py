@@ -89,16 +89,6 @@ class Keras3(Dialect):
         return _KerasOps()
 
     # -- variables
-    def path(self, variable: Any) -> str:
-        return str(variable.path)
-
-    def own_variables(self, layer: Any) -> list[Any]:
-        return [*layer._trainable_variables, *layer._non_trainable_variables]
-
-    def regularizers(self, layer: Any) -> Mapping[int, Any]:
-        found = getattr(layer, "variables", ())
-        return {id(v): v.regularizer for v in found if getattr(v, "regularizer", None) is not None}
-
     def variables(self, model: Any) -> list[Any]:
         seeds = global_state.get_global_attribute(_SEEDS)
         metrics = getattr(model, "metrics_variables", [])
@@ -110,33 +100,10 @@ class Keras3(Dialect):
         """Return the state sizes declared by the layer's cell; for a ConvLSTM the channels of h and c."""
         return [layer.cell.filters] * 2 if type(layer.cell) is ConvLSTMCell else layer.state_size
 
-    def template(self, cell: Any) -> Any:
-        size = cell.state_size
-        return [size] if isinstance(size, int) else list(size)
-
-    def output_size(self, cell: Any) -> Any:
-        return getattr(cell, "output_size", None)
-
-    def draws(self, layer: Any) -> bool:
-        return bool(getattr(layer, "_seed_generators", None))
-
     def refusal(self, layer: Any) -> tuple[str, str] | None:
         if any(type(layer).inner_loop is loop.inner_loop for loop in _OWN_LOOPS):
             return None
         return "overrides inner_loop", "write the recurrence as a cell, keras.layers.RNN(cell)"
-
-    def operations(self, model: Any) -> list[Any] | None:
-        if type(model) not in (keras.Sequential, Functional, keras.Model) or "call" in vars(model):
-            return None
-        operations = getattr(model, "operations", None) or getattr(model, "_functional", None)
-        return None if operations is None else list(getattr(operations, "operations", operations))
-
-    def graph_of(self, model: Any) -> tuple[Any, Any]:
-        return getattr(model, "_inputs_struct", None), getattr(model, "_outputs_struct", None)
-
-    def built_on(self, model: Any) -> Any:
-        shapes = getattr(model, "_build_shapes_dict", None) or {}
-        return next(iter(shapes.values())) if len(shapes) == 1 else None
 
     # -- a run
     def hook(self, recorder: LayerRecorder, site: RecurrentSite, half: int, override: Override) -> None:
@@ -211,30 +178,15 @@ class Keras3(Dialect):
             global_state.set_global_attribute(_UNINITIALIZED, pending or None)
             global_state.set_global_attribute(_SEEDS, seeds)
 
-    def initial_state(self, cell: Any, samples: int) -> Any:
-        return cell.get_initial_state(batch_size=samples)
-
     def tracks(self, value: Any) -> bool:
         return isinstance(value, Tracker)
 
     stamp = staticmethod(stamp_of)
 
     # -- the loss
-    def is_compiled(self, model: Any) -> bool:
-        return bool(model.compiled)
-
-    def compiled_loss(self, model: Any) -> Any:
-        return getattr(model, "_compile_loss", None)
-
-    def user_loss(self, model: Any) -> Any:
-        return getattr(self.compiled_loss(model), "_user_loss", None)
-
     def compiled_form(self, loss: Any, weights: Any = None, names: Any = None) -> Callable[[Any, Any, Any], Any]:
         form: Callable[[Any, Any, Any], Any] = CompileLoss(loss, weights, output_names=names)
         return form
-
-    def whole_loss(self, model: Any, x: Any, y: Any, y_pred: Any, weight: Any, training: bool) -> Any:
-        return model._compute_loss(x, y, y_pred, weight, training=training)
 
     @contextmanager
     def undisturbed(self, model: Any, regularised: bool) -> Iterator[None]:
@@ -258,9 +210,6 @@ class Keras3(Dialect):
         """Return targets and outputs with the same rank: (n,) becomes (n, 1) if the other is (n, 1)."""
         found: tuple[Any, Any] = squeeze_or_expand_to_same_rank(y, y_pred)
         return found
-
-    def adds_losses(self, model: Any) -> bool:
-        return any(la._get_own_losses() and la.activity_regularizer is None for la in model._flatten_layers())
 
 
 def _hooked_loop(recorder: LayerRecorder, site: RecurrentSite, half: int) -> Callable[..., Any]:
