@@ -10,7 +10,7 @@ from rnnlens.adapters.protocol import Batch
 from rnnlens.adapters.registry import adapter_for
 from rnnlens.autodiff import engine
 from rnnlens.results.checks import Certificate, Check
-from rnnlens.verbs.certificates import recheck_failure
+from rnnlens.verbs.certificates.compare import recheck_failure
 from rnnlens.verbs.request import ModelRequest
 
 

@@ -82,7 +82,7 @@ def test_no_warning_without_cause(recwarn):
 
 @pytest.mark.parametrize(("small", "fails"), [(1e-45, False), (5e-39, False), (1e-32, True), (1.0, True)])
 def test_digits_that_underflow_are_no_fault(small, fails):
-    from rnnlens.verbs.certificates import Comparisons
+    from rnnlens.verbs.certificates.compare import Comparisons
 
     comparisons = Comparisons(500, "float32")
     ours, theirs = np.float32([small, 0.0]), np.float32([-small, small])
@@ -93,7 +93,7 @@ def test_digits_that_underflow_are_no_fault(small, fails):
 
 @pytest.mark.parametrize(("ours", "said"), [(0.0, "left out"), (1e-9, "left out"), (1.0, "failed")])
 def test_what_drowns_in_rounding_is_not_said_to_be_certified(ours, said):
-    from rnnlens.verbs.certificates import Comparisons
+    from rnnlens.verbs.certificates.compare import Comparisons
 
     comparisons = Comparisons(100, "float32")
     comparisons.compare("reference loss", "", [(2.0, 2.0)])
@@ -107,7 +107,7 @@ def test_what_drowns_in_rounding_is_not_said_to_be_certified(ours, said):
 
 
 def test_what_stands_out_of_rounding_is_compared():
-    from rnnlens.verbs.certificates import Comparisons
+    from rnnlens.verbs.certificates.compare import Comparisons
 
     comparisons = Comparisons(100, "float32")
     comparisons.compare("gradient", "lstm", [(np.float32([0.02]), np.float32([0.01]))], scale=1.0)

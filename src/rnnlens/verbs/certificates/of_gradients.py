@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,57 +26,54 @@ from ..differentiation.request import BatchGradients, BatchRequest
 from ..names import TensorName, uncalled
 from ..request import ModelRequest
 from ..weight_gradients import FoundGradients
-from . import LOSS, WEIGHTS, Comparisons, attempt, filled, recheck_failure
+from .compare import LOSS, WEIGHTS, Comparisons, attempt, certified, could_not, filled
 
 GRADIENT = "reference gradient"
 
 
 def certify_answer(request: BatchRequest, answer: BatchGradients) -> Certificate:
     """Compare the requested gradients of one batch with one vector-Jacobian product of a reference run."""
-    engine = request.adapter.engine
     why = _out_of_reach(request)
     if why:
-        return Certificate("could not", engine, why=why)
-    of_loss, batch = request.of_loss, request.batch
+        return could_not(request, why)
+    adapter, of_loss, batch = request.adapter, request.of_loss, request.batch
     value: list[Array] = []
-    outside = BatchAxes(request.axes, answer.samples)
+    outside, steps = BatchAxes(request.axes, answer.samples), _steps(answer)
+    # A sweep through a layer does not include the gradient of its weight regularisers.
+    regularised = not request.target.per_sample
 
     def cotangents(outputs: Sequence[Array]) -> Sequence[Array | None]:
         value[:], found = _evaluated(request, outside, outputs)
         return found
 
-    # A sweep through a layer does not include the gradient of its weight regularisers.
-    regularised, steps = not request.target.per_sample, _steps(answer)
-    run, why = attempt(
-        lambda: request.adapter.reference_run(
-            request.model, batch, None if of_loss else cotangents, regularised=regularised
-        )
-    )
-    if run is None:
-        return Certificate("could not", engine, why=why)
+    def reference() -> ReferenceRun:
+        given = None if of_loss else cotangents
+        return adapter.reference_run(request.model, batch, given, regularised=regularised)
 
-    def compared(beside: Mapping[str, Any]) -> Certificate:
+    def compared(run: ReferenceRun, beside: Mapping[str, Any] = MappingProxyType({})) -> Certificate:
         comparisons = Comparisons(steps, _dtype(request, answer))
-        reference: Any = run.loss if of_loss else value[0]
-        if np.shape(reference) == np.shape(answer.value):
-            comparisons.compare(LOSS if of_loss else "reference target", "", [(answer.value, reference)])
-        certified = _compare_named(comparisons, request, outside, answer, run, data.leaves_of(batch.x))
+        target: Any = run.loss if of_loss else value[0]
+        if np.shape(target) == np.shape(answer.value):
+            comparisons.compare(LOSS if of_loss else "reference target", "", [(answer.value, target)])
+        named = _compare_named(comparisons, request, outside, answer, run, data.leaves_of(batch.x))
         resting = _compare_swept(comparisons, request, answer, run, regularised, beside)
-        return comparisons.certificate(engine, certified=("value", *certified), resting=tuple(resting))
+        return comparisons.certificate(adapter.engine, certified=("value", *named), resting=tuple(resting))
 
-    certificate = compared({})
-    if certificate.state == "failed" and of_loss and answer.swept:
-        # The loss may reach a weight by other paths than its recurrence: a penalty that is part of the user's loss.
+    def without_other_paths(run: ReferenceRun) -> Certificate | None:
+        """Compare without the gradients by other paths than a recurrence, as of a penalty in the user's loss."""
         layers = CaptureRequest(tuple(answer.swept), boundaries=True)
-        capture, _ = attempt(lambda: request.adapter.capture(request.model, batch, layers))
+        capture = (
+            attempt(lambda: adapter.capture(request.model, batch, layers))[0] if of_loss and answer.swept else None
+        )
         beside = {} if capture is None else {n: g for n, g in capture.beside.items() if n not in capture.whole}
-        certificate = compared(beside) if any(grad is not None for grad in beside.values()) else certificate
-    if certificate.state != "failed":
-        return certificate
-    if of_loss and not regularised and _reads_weights(request):
+        return compared(run, beside) if any(grad is not None for grad in beside.values()) else None
+
+    def divisible(run: ReferenceRun) -> Certificate | None:
         reason = "the loss depends directly on weights of the model, which cannot be divided among samples"
-        return Certificate("could not", engine, why=reason)
-    return recheck_failure(certificate, request, run, steps=steps)
+        return could_not(request, reason) if of_loss and not regularised and _reads_weights(request) else None
+
+    comparisons = [compared, without_other_paths, divisible]
+    return certified(request, lambda: attempt(reference), comparisons, steps=steps)
 
 
 def _out_of_reach(request: BatchRequest) -> str:
@@ -127,7 +126,7 @@ def _compare_named(
     leaves: Sequence[Any],
 ) -> list[str]:
     """Compare gradients of inputs and weights by name; return the names compared. Packed inputs are skipped."""
-    certified: list[str] = []
+    compared: list[str] = []
     inputs = [name for name in request.wrt if name.what == "input" and name.layer is None]
     for name in inputs:
         index: int | None = name.index
@@ -140,7 +139,7 @@ def _compare_named(
                 reference, _ = in_order(*outside.opened(name.port(), reference))
             if claimed is not None or reference is not None:
                 comparisons.compare(GRADIENT, name.text, [filled(claimed, reference)])
-                certified.append(name.text)
+                compared.append(name.text)
     for layer in dict.fromkeys(str(name.layer) for name in request.wrt if name.what == "weight"):
         pairs = []
         for name in request.wrt:
@@ -148,8 +147,8 @@ def _compare_named(
                 claimed = answer.gradients.get(name)
                 pairs += list(named_pairs(request.adapter, request.model, run, name, claimed, answer.dims.get(name)))
         comparisons.compare(WEIGHTS, layer, pairs)
-        certified += ["gradients of weights"] if pairs and "gradients of weights" not in certified else []
-    return certified
+        compared += ["gradients of weights"] if pairs and "gradients of weights" not in compared else []
+    return compared
 
 
 def named_pairs(
@@ -255,42 +254,40 @@ def certify_weights(
 ) -> Certificate:
     """Compare the labelled weight gradients with a reference run; norms of single steps are not compared."""
     adapter, model, batch = request.adapter, request.model, request.batch
-    engine, capture, loss = adapter.engine, gradients.capture, gradients.loss
-    run, why = attempt(lambda: adapter.reference_run(model, batch))
-    if run is None:
-        return Certificate("could not", engine, why=why)
+    capture, loss = gradients.capture, gradients.loss
     if capture is not None and capture.altered:
-        return Certificate("could not", engine, why=capture.altered)
+        return could_not(request, capture.altered)
     calls = [] if capture is None else capture.calls
     lengths = [int(call.input.shape[1]) for call in calls]
     lengths += [sizes[TIME] for layer in labelled.values() if TIME in (sizes := layer.sizes)]
-    dtype = functools.reduce(coarser, [call.compute_dtype for call in calls], "")
-    comparisons = Comparisons(max([*lengths, 64]), dtype)
-    comparisons.compare(LOSS, "", [(loss, run.loss)] if loss is not None else [])
+    steps, dtype = max([*lengths, 64]), functools.reduce(coarser, [call.compute_dtype for call in calls], "")
     beside = {} if capture is None else {n: g for n, g in capture.beside.items() if n not in capture.whole}
     computed = {(call.layer.partition("#")[0], key) for call in calls for key in call.computed}
-    norms = []
-    for layer, arrays in labelled.items():
-        pairs = []
-        for name in arrays.variables:
-            key = _key(name, found[layer])
-            if key is None or key in found[layer].penalties:
-                continue
-            if (layer, key.rpartition("/")[2]) in computed:
-                comparisons.left_out[f"weights of {layer}, which the model computes from its parameters"] = None
-                continue
-            tensor = TensorName(f"{layer}/{key}", "weight", layer, key=key)
-            claimed, dims = _in_our_order(arrays, name, found[layer])
-            around = beside if found[layer].cells else {}
-            pairs += list(named_pairs(adapter, model, run, tensor, claimed, dims, around))
-        comparisons.compare(WEIGHTS, layer, pairs, scale=gradients.scales.get(layer, 0.0))
-        norms += [name for name in arrays.variables if name.endswith("_grad_norm")]
-    certified = ("loss", *(["gradients of weights"] if any(c.name == WEIGHTS for c in comparisons.checks) else []))
-    open_ends = ("norms of single steps",) if norms else ()
-    certificate = comparisons.certificate(engine, certified=certified, uncertified=open_ends)
-    if certificate.state != "failed":
-        return certificate
-    return recheck_failure(certificate, request, run, steps=comparisons.steps)
+
+    def compared(run: ReferenceRun) -> Certificate:
+        comparisons = Comparisons(steps, dtype)
+        comparisons.compare(LOSS, "", [(loss, run.loss)] if loss is not None else [])
+        for layer, arrays in labelled.items():
+            pairs = []
+            for name in arrays.variables:
+                key = _key(name, found[layer])
+                if key is None or key in found[layer].penalties:
+                    continue
+                if (layer, key.rpartition("/")[2]) in computed:
+                    comparisons.left_out[f"weights of {layer}, which the model computes from its parameters"] = None
+                    continue
+                tensor = TensorName(f"{layer}/{key}", "weight", layer, key=key)
+                claimed, dims = _in_our_order(arrays, name, found[layer])
+                around = beside if found[layer].cells else {}
+                pairs += list(named_pairs(adapter, model, run, tensor, claimed, dims, around))
+            comparisons.compare(WEIGHTS, layer, pairs, scale=gradients.scales.get(layer, 0.0))
+        of_weights = ["gradients of weights"] if any(c.name == WEIGHTS for c in comparisons.checks) else []
+        has_norms = any(name.endswith("_grad_norm") for arrays in labelled.values() for name in arrays.variables)
+        open_ends = ("norms of single steps",) if has_norms else ()
+        return comparisons.certificate(adapter.engine, certified=("loss", *of_weights), uncertified=open_ends)
+
+    reference = partial(attempt, lambda: adapter.reference_run(model, batch))
+    return certified(request, reference, [compared], steps=steps)
 
 
 def _key(name: str, weights: LayerWeights) -> str | None:

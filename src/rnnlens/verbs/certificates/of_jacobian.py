@@ -29,7 +29,7 @@ from ..time_jacobian import JacobianEnds, JacobianOptions, JacobianRequest, inte
 from ..time_jacobian.execute import numbers
 from ..time_jacobian.network import open_network
 from ..time_jacobian.plan import JacobianPlan, WorkCount, make_plan, plan_for
-from . import Comparisons, attempt, recheck_failure
+from .compare import Comparisons, attempt, certified, could_not
 from .inner_ends import pull_between
 
 #: Values of ``measure`` for which the result is linear in the rows of the Jacobian.
@@ -189,7 +189,7 @@ def claim_of(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataArra
     }
     for why, applies in reasons.items():
         if applies:
-            return Certificate("could not", request.adapter.engine, why=why)
+            return could_not(request, why)
     try:
         if not (_is_inside(request.of) or _is_inside(request.wrt)) or _can_run_by_itself(request):
             return _claimed(request, plan, jacobian)
@@ -200,9 +200,7 @@ def claim_of(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataArra
                 return replace(claim, run=run)
         return _through_whole_model(request, plan)
     except TooLargeError:
-        return Certificate(
-            "could not", request.adapter.engine, why="the compared rows are larger than the memory limit"
-        )
+        return could_not(request, "the compared rows are larger than the memory limit")
 
 
 def _through_whole_model(request: JacobianRequest, plan: JacobianPlan) -> JacobianClaim | Certificate:
@@ -230,8 +228,9 @@ def _through_whole_model(request: JacobianRequest, plan: JacobianPlan) -> Jacobi
         except RnnlensError:
             continue
     inner = next(name for name in (request.of, request.wrt) if _is_inside(name))
-    why = f"{inner.text} lies inside the model, and no floating input and output enclose its recurrences"
-    return Certificate("could not", request.adapter.engine, why=why)
+    return could_not(
+        request, f"{inner.text} lies inside the model, and no floating input and output enclose its recurrences"
+    )
 
 
 def certify(request: JacobianRequest, claim: JacobianClaim | Certificate) -> Certificate:
@@ -246,46 +245,38 @@ def certify(request: JacobianRequest, claim: JacobianClaim | Certificate) -> Cer
 
 
 def _compared(claim: JacobianClaim) -> Certificate:
-    request, plan, engine = claim.request, claim.plan, claim.request.adapter.engine
-    pulled = partial(_cotangents, claim)
-    run, why = claim.run, ""
-    if run is not None:
-        pass
-    elif _is_inside(request.of) or _is_inside(request.wrt):
-        run, why = _stretch_by_itself(request, plan, pulled)
-    else:
-        run, why = attempt(partial(request.adapter.reference_run, request.model, request.batch, pulled))
-    if run is None:
-        return Certificate("could not", engine, why=why)
-    steps = claim.ends.in_times is not None
-    arrived = _arrived(claim, run.input_grads, steps=steps)
-    if (TIME in arrived.dims) != steps:
-        return Certificate("could not", engine, why="the steps of the input are not compared")
-    reference = _asked(arrived, claim.ends).transpose(*claim.pulled.dims)
+    request, plan = claim.request, claim.plan
     dtype, longest = _computed_in(request, plan), max((64, *plan.shape))
-
     words: dict[str, tuple[str, ...]] = {"certified": ("random combinations of its rows",)}
     if claim.probed and plan.ends.measure is not None:
         before = "random combinations of the rows before they were measured"
         words = {"certified": (before,), "resting": (_MEASURED[plan.ends.measure],)}
 
-    def compare(scale: float) -> Certificate:
+    def compare(run: ReferenceRun, scale: float = claim.spread) -> Certificate:
+        steps = claim.ends.in_times is not None
+        arrived = _arrived(claim, run.input_grads, steps=steps)
+        if (TIME in arrived.dims) != steps:
+            return could_not(request, "the steps of the input are not compared")
+        reference = _asked(arrived, claim.ends).transpose(*claim.pulled.dims)
         comparisons = Comparisons(longest, dtype)
         comparisons.compare(JACOBIAN, "", [(claim.pulled, reference)], scale=scale)
-        return comparisons.certificate(engine, claim.checks, **words)
+        return comparisons.certificate(request.adapter.engine, claim.checks, **words)
 
-    certificate = compare(claim.spread)
-    if certificate.state == "failed":
+    def compare_perturbed(run: ReferenceRun) -> Certificate:
         moved = _pulled(request, perturbed=True) - _pulled(request)
-        certificate = compare(max(claim.spread, float(abs(moved).max()) / epsilon(dtype)))
-    if certificate.state == "failed" and not run.outputs:  # pulled by the adapter's pull-back
-        whole, why = attempt(partial(request.adapter.reference_run, request.model, request.batch, gradients=False))
-        if whole is None:
-            return Certificate("could not", engine, why=why)
-        run = replace(run, outputs=whole.outputs)
-    if certificate.state == "failed":
-        return recheck_failure(certificate, request, run, steps=longest)
-    return certificate
+        return compare(run, max(claim.spread, float(abs(moved).max()) / epsilon(dtype)))
+
+    return certified(request, partial(_reference, claim), [compare, compare_perturbed], steps=longest)
+
+
+def _reference(claim: JacobianClaim) -> tuple[ReferenceRun | None, str]:
+    """Return the run of the user's model in which the cotangent is pulled back, and "", or None and the reason."""
+    request, pulled = claim.request, partial(_cotangents, claim)
+    if claim.run is not None:
+        return claim.run, ""
+    if _is_inside(request.of) or _is_inside(request.wrt):
+        return _stretch_by_itself(request, claim.plan, pulled)
+    return attempt(partial(request.adapter.reference_run, request.model, request.batch, pulled))
 
 
 def _pulled(request: JacobianRequest, *, perturbed: bool = False) -> xr.DataArray:

@@ -29,7 +29,7 @@ from ...settings import current
 from ...typing import Array, arrays_of
 from ...vocabulary import DIRECTION, FEATURE, GATE, SAMPLE, STATE, TIME
 from ..request import ModelRequest
-from . import INPUTS, LOSS, OUTPUTS, WEIGHTS, Comparisons, attempt, filled, mismatch, recheck_failure
+from .compare import INPUTS, LOSS, OUTPUTS, WEIGHTS, Comparisons, attempt, certified, could_not, filled, mismatch
 
 #: Function that waits for the reference run, and returns it and "", or None and the reason for its failure.
 Attempt = Callable[[], tuple[ReferenceRun | None, str]]
@@ -227,25 +227,20 @@ def certify(
     ``perturbed`` recomputes the replayed values with one more rounding; it is called only if the comparison fails.
     ``words`` as in :meth:`Certificate.of`.
     """
-    altered, engine = claim.capture.altered, request.adapter.engine
-    run, why = reference_attempt()
-    if run is None:
-        return Certificate("could not", engine, why=why)
 
-    def compare(claim: ReplayedValues) -> Certificate:
-        return _compared(request, claim, run).certificate(engine, **words)
+    def compare(run: ReferenceRun) -> Certificate:
+        return _compared(request, claim, run).certificate(request.adapter.engine, **words)
 
-    certificate = compare(claim)
+    def compare_perturbed(run: ReferenceRun) -> Certificate:
+        return _compared(request, claim.beside(perturbed()), run).certificate(request.adapter.engine, **words)
+
     if claim.part is not None:
-        return replace(certificate, samples=str(claim.part))
-    if certificate.state == "failed":
-        certificate = compare(claim.beside(perturbed()))
-    if certificate.state == "failed":
-        captured = replace(request, batch=_as_captured(request.batch, claim.capture))
-        certificate = recheck_failure(certificate, captured, run, steps=claim.steps)
-    if altered and certificate.state != "failed":
-        return Certificate("could not", engine, why=altered)
-    return certificate
+        run, why = reference_attempt()
+        return could_not(request, why) if run is None else replace(compare(run), samples=str(claim.part))
+    captured = replace(request, batch=_as_captured(request.batch, claim.capture))
+    certificate = certified(captured, reference_attempt, [compare, compare_perturbed], steps=claim.steps)
+    altered = claim.capture.altered
+    return could_not(request, altered) if altered and certificate.state != "failed" else certificate
 
 
 def _compared(request: ModelRequest, claim: ReplayedValues, run: ReferenceRun) -> Comparisons:

@@ -22,7 +22,7 @@ from ...results.schema import LabelledLayer, describe, labelled_layer, to_host
 from ...typing import Array
 from ...vocabulary import CHANNEL, FEATURE, FORWARD, QUANTITIES, SAMPLE, SPACE, TIME, UNIT
 from ..axes import BatchAxes, InputCoordinates, ModelAxes, in_order
-from ..certificates import INITIAL, LAYER_INPUT
+from ..certificates.compare import INITIAL, LAYER_INPUT
 from ..certificates.of_trace import (
     BoundaryGradients,
     ReplayedValues,

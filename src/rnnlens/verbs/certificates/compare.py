@@ -1,0 +1,244 @@
+"""Comparison of a claim with a reference run: the user's own model, run and differentiated by its framework.
+
+Self-checks compare a replay with a capture; a common error of both would not show. A reference run contains no code
+of rnnlens. It gives outputs, loss, and one vector-Jacobian product.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ... import data
+from ...adapters.protocol import ReferenceRun
+from ...autodiff.tensors import like
+from ...errors import CertificateError
+from ...recurrence.rounding import one_rounding
+from ...results.checks import Certificate, Check, coarser, epsilon, residual, rounding_bound, underflow_unit
+from ...results.schema import to_host
+from ...typing import Array
+from ..request import ModelRequest
+
+T = TypeVar("T")
+
+#: Names of comparisons.
+LOSS, OUTPUTS, INPUTS, WEIGHTS = (
+    "reference loss",
+    "reference outputs",
+    "reference input gradient",
+    "reference weight gradients",
+)
+LAYER_INPUT, INITIAL = "reference layer input gradient", "reference initial state gradient"
+
+
+def attempt(run: Callable[[], T]) -> tuple[T | None, str]:
+    """Call ``run``; return its result and "", or None and the reason for the failure."""
+    try:
+        return run(), ""
+    except CertificateError as reason:
+        return None, str(reason)
+    except Exception as error:
+        first = next(iter(str(error).strip().splitlines()), "")
+        return None, f"the reference run of the model raised {type(error).__name__}: {first}"
+
+
+def could_not(request: ModelRequest, why: str) -> Certificate:
+    """Return the certificate of a result that cannot be compared."""
+    return Certificate("could not", request.adapter.engine, why=why)
+
+
+def certified(
+    request: ModelRequest,
+    reference: Callable[[], tuple[ReferenceRun | None, str]],
+    comparisons: Iterable[Callable[[ReferenceRun], Certificate | None]],
+    *,
+    steps: int,
+) -> Certificate:
+    """Compare a claim with an attempted reference run, in turn until a comparison does not fail; check a failure again.
+
+    A later comparison takes more into account than the ones before; it returns None where it has nothing to add.
+    """
+    run, why = reference()
+    if run is None:
+        return could_not(request, why)
+    certificate = Certificate()
+    for compare in comparisons:
+        certificate = compare(run) or certificate
+        if certificate.state != "failed":
+            return certificate
+    if not run.outputs:  # a pull-back by the adapter, which returns no outputs
+        whole, why = attempt(lambda: request.adapter.reference_run(request.model, request.batch, gradients=False))
+        if whole is None:
+            return could_not(request, why)
+        run = replace(run, outputs=whole.outputs)
+    return recheck_failure(certificate, request, run, steps=steps)
+
+
+def recheck_failure(failed: Certificate, request: ModelRequest, first: ReferenceRun, *, steps: int) -> Certificate:
+    """Check a failed certificate again, with the rounding of the coarsest dtype that ran in the model.
+
+    Return it as failed, as passed, or as "could not" if the reference run itself is random or chaotic.
+    """
+    adapter, batch = request.adapter, request.batch
+    dtype, _ = attempt(lambda: adapter.coarsest_dtype(request.model, batch))
+    if dtype:
+        bounds = rounding_bound(dtype, steps)
+        checks = tuple(replace(check, bound=max(check.bound, bounds)) for check in failed.checks)
+        failed = replace(failed, checks=checks, state="passed" if all(c.ok for c in checks) else "failed")
+        if failed.state == "passed":
+            return failed
+    if request.known.sequences:
+        failed = _with_rounding_of_scans(failed, request, first, dtype or "")
+        if failed.state == "passed":
+            return failed
+    if _rerun_difference(request, first) > 1e-6:
+        return could_not(request, "two reference runs of the model give different numbers")
+    if batch.training and _rerun_difference(request, first, seed=(batch.seed or 0) + 1) > 1e-6:
+        return could_not(request, "the model draws random numbers in training mode, and drew others in the traced run")
+    unit = epsilon(request.provenance().get("dtype"))
+    moved = _rerun_difference(request, first, x=data.map_leaves(lambda leaf: _perturbed_leaf(leaf, unit), batch.x))
+    if all(check.ok or check.residual <= check.bound * moved / unit for check in failed.checks):
+        return could_not(request, f"the model is chaotic: rounding its input changes its outputs by {moved:.1g}")
+    return failed
+
+
+def _with_rounding_of_scans(failed: Certificate, request: ModelRequest, first: ReferenceRun, dtype: str) -> Certificate:
+    """Widen the bounds of a failed certificate by what one rounding of the weights changes in the reference run.
+
+    The models' own scans round more than a loop does: in chunks, with triangular inverses. A gradient that is zero but
+    for rounding, such as that of a router with one expert per token, differs as a whole.
+    """
+    unit = max(epsilon(request.provenance().get("dtype")), epsilon(dtype) if dtype else 0.0)
+    again, _ = attempt(lambda: request.adapter.rounded_run(request.model, request.batch, unit))
+    if again is None:
+        return failed
+    pairs: dict[str, list[tuple[Array, Array]]] = {}
+    for name, gradient in first.weight_grads.items():
+        other = again.weight_grads.get(name)
+        if gradient is not None and other is not None:
+            pairs.setdefault(name.rpartition(".")[0], []).append((to_host(other), to_host(gradient)))
+    whole = _largest_share([pair for found in pairs.values() for pair in found])
+
+    def widened(check: Check) -> Check:
+        of_layer = check.name == WEIGHTS and check.layer in pairs
+        moved = _largest_share(pairs[check.layer]) if of_layer else whole
+        return check if check.ok else replace(check, bound=check.bound * max(1.0, moved / unit))
+
+    checks = tuple(map(widened, failed.checks))
+    return replace(failed, checks=checks, state="passed" if all(check.ok for check in checks) else "failed")
+
+
+def _largest_share(pairs: list[tuple[Array, Array]]) -> float:
+    """Return the largest difference of all pairs, relative to the largest number of their second arrays."""
+    size = max((float(np.abs(b).max(initial=0.0)) for _, b in pairs), default=0.0)
+    off = max((float(np.abs(np.subtract(a, b, dtype=np.float64)).max(initial=0.0)) for a, b in pairs), default=0.0)
+    return off / size if size else 0.0
+
+
+def _rerun_difference(request: ModelRequest, first: ReferenceRun, **changed: Any) -> float:
+    """Return the relative difference of outputs and loss between a reference run and the first, batch ``changed``."""
+    batch = replace(request.batch, **changed)
+    again, _ = attempt(lambda: request.adapter.reference_run(request.model, batch, gradients=False))
+    if again is None:
+        return 0.0
+    pairs = list(zip(again.outputs, first.outputs, strict=True))
+    if again.loss is not None and first.loss is not None:
+        pairs.append((again.loss, first.loss))
+    both = ((np.asarray(to_host(a), dtype=float), np.asarray(to_host(b), dtype=float)) for a, b in pairs)
+    return max((residual(a, b) for a, b in both), default=0.0)
+
+
+def _perturbed_leaf(leaf: Any, unit: float) -> Any:
+    """Perturb each float by one rounding, up or down; integers and packed sequences stay unchanged."""
+    if data.is_packed(leaf) or to_host(leaf).dtype.kind != "f":
+        return leaf
+    values: Any = to_host(leaf)
+    return like(one_rounding(np, unit)(values), leaf)
+
+
+#: Numbers in a part of an array whose difference is taken at a time.
+_CACHED = 1 << 16
+
+
+class Comparisons:
+    """A list of comparisons, each with a bound on the mismatch that rounding explains."""
+
+    def __init__(self, steps: int, dtype: str) -> None:
+        self.checks: list[Check] = []
+        self.left_out: dict[str, None] = {}
+        self.steps, self.dtype = steps, dtype
+
+    @np.errstate(invalid="ignore")  # infinity less infinity
+    def compare(self, name: str, layer: str, pairs: Iterable[tuple[Any, Any]], *, scale: float = 0.0) -> None:
+        """Add a comparison of pairs of arrays: their largest difference, relative to the largest value or ``scale``.
+
+        If the rounding of numbers of size ``scale`` is as large as all values, agreement proves nothing; the quantity
+        is then listed as not compared. A difference beyond the bound fails nevertheless.
+        """
+        every = list(pairs)
+        both = [(_array(a), _array(b)) for a, b in every]
+        if not both:
+            return
+        kind = self.dtype
+        if not kind:  # Python floats were converted from tensors of unknown dtype; float32 is assumed.
+            kinds = ["float32" if isinstance(v, float) else str(_array(v).dtype) for pair in every for v in pair]
+            kind = functools.reduce(coarser, kinds)
+        bound, largest = rounding_bound(kind, self.steps), max(_largest(b) for _, b in both)
+        unit = max(scale, underflow_unit(kind, self.steps), largest)
+        check = Check(name, layer, max(_residual(a, b, unit) for a, b in both), bound)
+        if check.ok and 0.0 < largest <= bound * scale:
+            what = " ".join(part for part in (layer, name.removeprefix("reference ")) if part)
+            self.left_out[f"{what} (no larger than what rounding explains)"] = None
+        else:
+            self.checks.append(check)
+
+    def certificate(self, against: str, more: Iterable[Check] = (), **words: Any) -> Certificate:
+        """Return the certificate of all comparisons, with ``words`` as in :meth:`Certificate.of`."""
+        if self.left_out and not self.checks:
+            return Certificate("could not", against, why=", ".join(self.left_out))
+        words["uncertified"] = (*words.get("uncertified", ()), *self.left_out)
+        return Certificate.of(against, [*self.checks, *more], **words)
+
+
+def filled(one: Any, other: Any) -> tuple[Any, Any]:
+    """Return both gradients, with zeros for a missing one."""
+    if one is None:
+        return np.zeros_like(to_host(other)), other
+    return one, np.zeros_like(to_host(one)) if other is None else other
+
+
+def _array(value: Any) -> Array:
+    array = np.asarray(to_host(value))
+    return array.astype(np.float64) if array.dtype.kind in "biu" else array
+
+
+def _largest(array: Array) -> float:
+    largest = max(float(np.max(array)), -float(np.min(array))) if array.size else 0.0
+    return largest if np.isfinite(largest) else 0.0
+
+
+@np.errstate(invalid="ignore")
+def mismatch(one: Array, other: Array) -> float:
+    """Return the largest finite difference of two arrays."""
+    difference = np.abs(_array(one) - _array(other))
+    return float(np.max(difference, where=np.isfinite(difference), initial=0.0))
+
+
+def _residual(claimed: Array, reference: Array, unit: float) -> float:
+    if claimed.shape != reference.shape:
+        return float("inf")
+    difference = 0.0
+    if claimed.size:  # NaN if any is; in parts that fit the processor's cache
+        one, other = np.atleast_1d(claimed, reference)
+        rows = max(1, _CACHED * len(one) // one.size)
+        starts = range(0, len(one), rows)
+        difference = float(np.max([np.max(np.abs(one[i : i + rows] - other[i : i + rows])) for i in starts]))
+    if np.isfinite(difference) and (unit or not difference):
+        return difference / unit if unit else 0.0
+    return residual(
+        claimed, reference.astype(claimed.dtype) if reference.dtype != claimed.dtype else reference, scale=unit
+    )
