@@ -24,8 +24,8 @@ from ..results.schema import to_host
 from ..typing import Array
 from ..vocabulary import SAMPLE, TIME
 from .axes import an_axes_table
-from .nonfinite import ObservedCall, ObservedRun, in_the_data, in_the_weights, name_of_input
-from .nonfinite.forward import gradient_at_the_outputs, in_the_forward_pass, in_the_loss, origin_of
+from .nonfinite_forward import gradient_at_the_outputs, in_the_forward_pass, in_the_loss, origin_of
+from .observed_run import ObservedCall, ObservedRun, in_the_data, in_the_weights, name_of_input
 from .recurrent_layers import sweep
 from .request import in_turn
 

@@ -31,10 +31,10 @@ from .certificates.of_trace import (
     remember_passed,
     start_reference_run,
 )
+from .chain import ChainGradients, has_agreed
 from .chunked import SampleChunks
 from .chunked.works import lazy_datasets
 from .request import ModelRequest, in_turn
-from .tracing.chain import ChainGradients, has_agreed
 from .tracing.datasets import TraceSelection, assign_coordinates, plain_datasets, recurrent_datasets
 from .tracing.sequences import chosen_positions, selected, sequence_datasets
 

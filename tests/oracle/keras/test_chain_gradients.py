@@ -8,7 +8,7 @@ import pytest
 from spoken_keras import keras
 
 import rnnlens as rl
-from rnnlens.verbs.tracing import chain
+from rnnlens.verbs import chain
 
 SAMPLES = 16
 layers = keras.layers

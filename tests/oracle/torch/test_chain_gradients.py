@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 import rnnlens as rl
-from rnnlens.verbs.tracing import chain, datasets
+from rnnlens.verbs import chain
+from rnnlens.verbs.tracing import datasets
 
 SAMPLES = 16
 

@@ -22,7 +22,7 @@ from ...results.schema import to_host
 from ...typing import Array
 from ...vocabulary import SAMPLE, TIME
 from ..axes import patterns, reached, refusal
-from ..chain_links import dense, pull_dense_rows
+from ..chain import dense, pull_dense_rows
 from ..recurrent_layers import ReplayedLayers
 from . import JacobianRequest
 

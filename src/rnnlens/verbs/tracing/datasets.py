@@ -31,8 +31,8 @@ from ..certificates.of_trace import (
     input_gradient,
     weight_sums,
 )
+from ..chain import ChainGradients
 from ..recurrent_layers import WeightSum, on_host, replay_check, sweep
-from .chain import ChainGradients
 
 _STATE = re.compile(r"(?:previous_)?(?P<state>.+?)(_grad)?")
 _BOUNDARY = re.compile(r"(initial|final)_(?P<state>.+)_grad")

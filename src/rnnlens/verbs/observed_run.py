@@ -1,4 +1,4 @@
-"""Search for values that are not finite: captures, weights and data of one run."""
+"""One observed run of a model: captures with named axes, and the search of its weights and data."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ... import data
-from ...adapters.protocol import (
+from .. import data
+from ..adapters.protocol import (
     Adapter,
     Batch,
     Capture,
@@ -22,19 +22,19 @@ from ...adapters.protocol import (
     Port,
     RecurrentCall,
 )
-from ...autodiff import tensors
-from ...errors import RnnlensError
-from ...layout import dims_of
-from ...recurrence.nonfinite import NonfiniteValue, any_broken, first, first_forward, largest
-from ...recurrence.replay import Replay
-from ...results.nonfinite import Origin
-from ...results.schema import to_host
-from ...typing import Array, arrays_of
-from ...vocabulary import DIRECTION, FEATURE, FORWARD, GATE, SAMPLE, TIME
-from ..axes import BatchAxes, ModelAxes
-from ..names import Catalogue
-from ..recurrent_layers import on_host
-from ..weight_layout import assemble, dims_of_weight, sources
+from ..autodiff import tensors
+from ..errors import RnnlensError
+from ..layout import dims_of
+from ..recurrence.nonfinite import NonfiniteValue, any_broken, first, first_forward, largest
+from ..recurrence.replay import Replay
+from ..results.nonfinite import Origin
+from ..results.schema import to_host
+from ..typing import Array, arrays_of
+from ..vocabulary import DIRECTION, FEATURE, FORWARD, GATE, SAMPLE, TIME
+from .axes import BatchAxes, ModelAxes
+from .names import Catalogue
+from .recurrent_layers import on_host
+from .weight_layout import assemble, dims_of_weight, sources
 
 
 @dataclass

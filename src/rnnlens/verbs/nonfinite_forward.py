@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from ... import data
-from ...adapters.protocol import Outputs, Port
-from ...recurrence.nonfinite import NonfiniteValue, largest, largest_term, on_cpu
-from ...recurrence.replay import Replay
-from ...results.nonfinite import Origin
-from ...results.schema import to_host
-from ...typing import Array
-from ...vocabulary import GATE, SAMPLE, TIME
-from . import Node, ObservedCall, ObservedRun, name_of_input
+from .. import data
+from ..adapters.protocol import Outputs, Port
+from ..recurrence.nonfinite import NonfiniteValue, largest, largest_term, on_cpu
+from ..recurrence.replay import Replay
+from ..results.nonfinite import Origin
+from ..results.schema import to_host
+from ..typing import Array
+from ..vocabulary import GATE, SAMPLE, TIME
+from .observed_run import Node, ObservedCall, ObservedRun, name_of_input
 
 #: Distances from a suspected pole at which a function is evaluated; large enough for single precision.
 _DISTANCES = (1e-1, 1e-2, 1e-3)

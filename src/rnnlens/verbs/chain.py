@@ -1,4 +1,4 @@
-"""Gradients between the recurrent layers of a chain: dL/dy of a layer, from dL/dx in the sweep of the layer above.
+"""Values and gradients through the known layers of a chain (:class:`~rnnlens.adapters.protocol.ChainLink`).
 
 In a chain the loss depends on each recurrent layer through the next one alone. The sweep of that layer gives the
 gradient at its input, and pulled back through the layers in between it is dL/dy of the layer below. A capture then
@@ -15,15 +15,49 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from array_api_compat import array_namespace
 
-from ...adapters.protocol import Capture, ChainLink, RecurrentCall
-from ...autodiff.tensors import dtype_name, like
-from ...data import leaves_of
-from ...results.checks import rounding_bound
-from ...results.schema import to_host
-from ...typing import Array
-from ...vocabulary import SAMPLE, TIME
-from ..chain_links import pull_back
+from ..adapters.protocol import Capture, ChainLink, RecurrentCall
+from ..autodiff.tensors import dtype_name, like
+from ..data import leaves_of
+from ..recurrence.activations import ACTIVATIONS
+from ..results.checks import rounding_bound
+from ..results.schema import to_host
+from ..typing import Array
+from ..vocabulary import SAMPLE, TIME
+
+
+def dense(link: ChainLink, value: Array) -> tuple[Array, Array]:
+    """Return pre-activation and output of a dense layer."""
+    z = value if link.kernel is None else value @ link.kernel
+    z = z if link.bias is None else z + link.bias
+    return z, ACTIVATIONS[link.activation].value(z, array_namespace(z))
+
+
+def pull_dense_rows(link: ChainLink, before: Array, block: Array | None) -> Array:
+    """Pull rows (sample or 1, [time or 1,] row, unit) back from a dense layer's output to its input."""
+    if block is None:
+        units = before.shape[-1] if link.kernel is None else link.kernel.shape[1]
+        block = np.eye(units, dtype=before.dtype)[(None,) * (before.ndim - 1)]
+    if link.activation != "linear":
+        z, a = (v[..., None, :] for v in dense(link, before))
+        block = ACTIVATIONS[link.activation].vjp(z, a, block, array_namespace(z))
+    return block if link.kernel is None else block @ link.kernel.T
+
+
+def pull_back(links: Sequence[ChainLink], value: Array, cotangent: Array) -> Array:
+    """Pull a cotangent (sample, time, unit) back through dense and unchanging layers to their input ``value``."""
+    layers = [link for link in links if link.kind == "dense"]
+    values = [value]
+    for link in layers[:-1]:
+        values.append(dense(link, values[-1])[1])
+    for link, before in zip(reversed(layers), reversed(values[: len(layers)]), strict=True):
+        if link.activation != "linear":
+            z, a = dense(link, before)
+            cotangent = ACTIVATIONS[link.activation].vjp(z, a, cotangent, array_namespace(z))
+        cotangent = cotangent if link.kernel is None else cotangent @ link.kernel.T
+    return cotangent
+
 
 #: By model: traces whose gradients between the layers were those of the framework.
 _agreed: weakref.WeakKeyDictionary[Any, set[Hashable]] = weakref.WeakKeyDictionary()
