@@ -159,19 +159,8 @@ _loading = threading.Lock()
 class TravellingModel:
     """A model that is itself in its own process, and bytes in any other one until it is used there.
 
-    Parameters
-    ----------
-    model
-        The user's model. Its weights may not change before the lazy result is computed.
-    digest
-        Returns the digest of a model; importable by name.
-    engine
-        Engine that it runs on: ``"torch"``, ``"jax"``, ``"tensorflow"``.
-
-    Attributes
-    ----------
-    digest
-        Hash of the weights and of the structure, the same in every process.
+    Its weights may not change before the lazy result is computed. ``digest``, a function that can be imported by name,
+    returns a hash of a model's weights and structure, which is the same in every process.
     """
 
     def __init__(self, model: Any, digest: Callable[[Any], str], engine: str) -> None:
@@ -209,14 +198,14 @@ def packed(model: Any, engine: str) -> bytes:
     """Serialise a model: Keras by its own format, torch modules and others by cloudpickle."""
     package = _keras_package(model)
     if package is not None:
-        return _pickled(_keras_parts(model, package), model)
+        return dumps_parts(_keras_parts(model, package), model)
     if engine == "tensorflow":
         raise UnsupportedError(
             "A TensorFlow-1 graph belongs to its session and cannot be sent to workers.",
             got=type(model).__name__,
             hint="x.compute() a part of the data here, or load the checkpoint as a tf_keras model",
         )
-    return _pickled({"model": model}, model)
+    return dumps_parts({"model": model}, model)
 
 
 def _keras_package(model: Any) -> str | None:
@@ -271,14 +260,6 @@ def _layers(model: Any) -> list[Any]:
     return list(flatten()) if flatten is not None else [model]
 
 
-def _pickled(parts: Mapping[str, Any], model: Any) -> bytes:
-    try:
-        return dumps(dict(parts))
-    except Exception as error:
-        path, cause = blamed(model)
-        raise _cannot_travel(path, cause or error) from error
-
-
 def dumps(value: Any) -> bytes:
     """Pickle a value, classes of the user's script by value, and torch modules with parametrizations by their parts."""
     cloudpickle = importlib.import_module("cloudpickle")
@@ -297,12 +278,12 @@ def dumps(value: Any) -> bytes:
     return stream.getvalue()
 
 
-def dumps_arguments(value: Any, parts: Mapping[str, Any]) -> bytes:
-    """Pickle a value that is made of arguments of the user, given by name."""
+def dumps_parts(value: Any, parts: Any, name: str = "") -> bytes:
+    """Pickle a value that is made of parts of the user; the error for one that cannot be sent names it."""
     try:
         return dumps(value)
     except Exception as error:
-        path, cause = blamed(parts, "arguments")
+        path, cause = blamed(parts, name)
         raise _cannot_travel(path, cause or error) from error
 
 

@@ -56,34 +56,11 @@ def batches(
 ) -> Iterator[DataBatch]:
     """Yield the batches of a data set, with one batch in memory at a time.
 
-    Parameters
-    ----------
-    x
-        An array with samples first, a tuple, list or dict of such arrays (a model with several inputs), a Zarr array;
-        or a source of batches: ``tf.data.Dataset``, torch ``DataLoader``, Keras ``PyDataset``, a generator. Batches
-        of a source are ``x``, ``(x, y)`` or ``(x, y, sample_weight)``.
-    y, sample_weight
-        Arrays with samples first, only if ``x`` is not a source: elements of a source contain their own.
-    batch_size
-        Samples per batch. Arrays: all samples at once where None. Zarr: one chunk where None. A ``tf.data.Dataset``
-        is rebatched; for other sources, which have their own batches, it raises InputError.
-    as_numpy
-        Turn framework tensors of a source into NumPy arrays, for a model of another framework.
-    layouts
-        Axis names of the arrays; None if samples are on the first axis of each.
+    ``x`` is an array, nested arrays, a Zarr array, or a source of batches, which contain their own targets: a
+    ``tf.data.Dataset``, torch ``DataLoader``, Keras ``PyDataset`` or generator. Without ``batch_size``, arrays are one
+    batch, and a Zarr array is read by its chunks. ``as_numpy`` converts tensors of a source, for a model of another
+    framework. ``layouts``: axis names of the arrays; None if samples come first.
 
-    Yields
-    ------
-    DataBatch
-        ``(x, y, sample_weight)``.
-
-    Raises
-    ------
-    InputError
-        For an empty data set, arrays of different lengths, or an unknown type.
-
-    Examples
-    --------
     >>> import numpy as np
     >>> [batch.x.shape for batch in batches(np.zeros((5, 3)), batch_size=2)]
     [(2, 3), (2, 3), (1, 3)]

@@ -47,17 +47,7 @@ def anything(name: str, value: Any) -> Any:
 def checked(**table: Check) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate a function so that a table of checks validates and converts its arguments; defaults are not checked.
 
-    Parameters
-    ----------
-    **table
-        A check for each parameter, except one that collects further keywords (``**line``).
-
-    Raises
-    ------
-    CallError
-        At the call, for an unknown argument or a missing one.
-    InputError
-        At the call, for a value that does not pass its check.
+    The table has a check for each parameter, except one that collects further keywords (``**line``).
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:

@@ -25,7 +25,7 @@ from ..adapters.registry import adapter_for
 from ..arguments import anything, checked, data_set, many_examples
 from ..cluster import (
     dumps,
-    dumps_arguments,
+    dumps_parts,
     fit_process,
     fit_thread,
     imported_backend,
@@ -72,7 +72,7 @@ class Candidate:
             sent = _Sent(packed(self.value, adapter_for(self.value).engine))
             return self.backend, dumps(Candidate(sent, _Sent.model, None))
         parts = {"load": self.load, "model": self.value}
-        return self.backend, dumps_arguments(Candidate(self.value, self.load, self.backend), parts)
+        return self.backend, dumps_parts(Candidate(self.value, self.load, self.backend), parts, "arguments")
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def _diagnosed(candidate: Candidate, arguments: Mapping[str, Any]) -> Outcome:
 def _run_on_workers(
     candidates: Mapping[Any, Candidate], client: Any, arguments: Mapping[str, Any]
 ) -> Iterator[tuple[Any, Outcome]]:
-    sent, run = dumps_arguments(dict(arguments), arguments), uuid.uuid4().hex[:8]
+    sent, run = dumps_parts(dict(arguments), arguments, "arguments"), uuid.uuid4().hex[:8]
     # A task of its own, not scattered data: Dask makes it again when the worker that holds it is killed.
     data = client.submit(bytes, sent, key=f"rnnlens-samples-{run}", pure=False)
     packs = {}

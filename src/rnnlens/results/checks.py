@@ -107,6 +107,16 @@ class Check:
         return asdict(self)
 
 
+def worst(checks: Iterable[Check]) -> list[Check]:
+    """Return the check closest to its bound, or furthest beyond, of each name and layer."""
+    found: dict[tuple[str, str], Check] = {}
+    for check in checks:
+        known = found.setdefault((check.name, check.layer), check)
+        if check.ratio > known.ratio:
+            found[check.name, check.layer] = check
+    return list(found.values())
+
+
 @dataclass(frozen=True)
 class Certificate:
     """Outcome of comparing a result with a reference run of the model by its framework alone.

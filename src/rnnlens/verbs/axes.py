@@ -55,14 +55,8 @@ _MOST_SHAPES = 64
 class ModelAxes:
     """Layouts of a model's tensors: stated by the user, else found by experiment, else by the framework's convention.
 
-    Parameters
-    ----------
-    stated
-        Layouts stated by the user, by the name of a tensor, or ``"y"`` and ``"sample_weight"``.
-    known
-        Catalogue of the model's tensors, to resolve these names; None if nothing is stated.
-    rule
-        Axis convention; by default that of the adapter.
+    ``stated``: by the name of a tensor, which ``known`` resolves, or ``"y"`` and ``"sample_weight"``. ``rule``: the
+    convention, by default that of the adapter.
     """
 
     def __init__(
@@ -235,12 +229,7 @@ def _feature_or_unit(name: str) -> str:
 class InputCoordinates:
     """Coordinates of the DataArrays passed to a call, by role of the axis: samples, steps and features.
 
-    Parameters
-    ----------
-    x
-        The inputs of the call; arrays other than DataArrays have no coordinates.
-    layouts
-        Layouts of inputs whose dimensions are not called ``sample``, ``time`` and ``feature``.
+    ``layouts`` are those of inputs whose dimensions are not called ``sample``, ``time`` and ``feature``.
     """
 
     def __init__(self, x: Any, layouts: ModelAxes) -> None:

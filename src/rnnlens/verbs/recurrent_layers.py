@@ -32,7 +32,7 @@ from ..recurrence.sweep_rows import PointRows
 from ..recurrence.trajectory import Adjoint, over_time
 from ..results.checks import CEILING, REPLAY, Check, epsilon, rounding_bound, weight_sum_check
 from ..results.schema import to_host
-from ..typing import Array
+from ..typing import Array, map_leaves
 from .names import TensorName
 
 
@@ -43,20 +43,16 @@ def on_host(calls: Iterable[RecurrentCall]) -> list[RecurrentCall]:
     for call in calls:
         if not call.cell.by_framework and shared(call.input) is not None:
             cell = cells.setdefault(id(call.cell), call.cell.with_weights(_numpy))
-            call = replace(call, **{f.name: _numpy(getattr(call, f.name)) for f in fields(call)} | {"cell": cell})
+            others = {f.name: map_leaves(_numpy, getattr(call, f.name)) for f in fields(call) if f.name != "cell"}
+            call = replace(call, cell=cell, **others)
         found.append(call)
     return found
 
 
 def _numpy(value: Any) -> Any:
+    """Return a tensor in the CPU's memory as a NumPy array that shares it, any other value as it is."""
     array = shared(value)
-    if array is not None:
-        return array
-    if isinstance(value, tuple):
-        return tuple(_numpy(v) for v in value)
-    if isinstance(value, dict):
-        return {key: _numpy(v) for key, v in value.items()}
-    return value
+    return value if array is None else array
 
 
 def sweep(
@@ -70,16 +66,8 @@ def sweep(
 ) -> Adjoint:
     """Compute total gradients of a call from direct ones, by a reverse sweep.
 
-    Parameters
-    ----------
-    output_grad : shaped as ``call.output``
-        Direct gradient of the layer's output; None for zero.
-    final_state_grad : one (sample, size) array per state
-        Direct gradients of the final states that the layer returned; None for zero.
-    state_grad : (sample, time, size) by index of the state
-        Cotangents added to the states at every step, such as that of ``lstm.cell``.
-    spend
-        True if the pre-activations of ``run`` may be overwritten (:func:`~rnnlens.recurrence.adjoint.adjoint`).
+    The direct ones are those of the output, of the final states, (sample, size) each, and of states at every step,
+    (sample, time, size) by their index. ``spend``: the pre-activations of ``run`` may be overwritten.
     """
     states, own_output = _place_output(call, run, output_grad)
     for index, extra in (state_grad or {}).items():

@@ -257,7 +257,10 @@ def weight_norms(
     """
     row = {}
     found = weights(model, layers=layers)
-    _refuse_unknown_dims(found, over)
+    known = {str(dim): None for layer in found for dim in found.dataset(layer).dims}
+    for dim in [over] if isinstance(over, str) else over or ():
+        if dim not in known:
+            raise InputError(f"No weight has a dimension {dim!r}.", got=f"over={over!r}", hint=did_you_mean(dim, known))
     for layer, node in found.items():
         for name in node:
             if not name.endswith("_count") and name != "bias_total":
@@ -268,14 +271,6 @@ def weight_norms(
     last = -1 if history is None else int(history["step"].values[-1])
     new = xr.Dataset(row).expand_dims(step=[last + 1 if step is None else step])
     return new if history is None else xr.concat([history, new], dim="step", combine_attrs="override")
-
-
-def _refuse_unknown_dims(found: Weights, over: str | Iterable[str] | None) -> None:
-    """Refuse a dimension that no weight has."""
-    known = {str(dim): None for layer in found for dim in found.dataset(layer).dims}
-    for dim in [over] if isinstance(over, str) else over or ():
-        if dim not in known:
-            raise InputError(f"No weight has a dimension {dim!r}.", got=f"over={over!r}", hint=did_you_mean(dim, known))
 
 
 def _norm(values: xr.DataArray, over: str | Iterable[str] | None, ord: Any) -> xr.DataArray:

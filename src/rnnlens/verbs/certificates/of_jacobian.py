@@ -67,15 +67,6 @@ class JacobianClaim:
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def taken_from(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataArray) -> JacobianClaim:
-    """Multiply a finished Jacobian by random signs; it must be linear in its rows."""
-    signs = _signs(plan)
-    bare = jacobian.drop_vars(list(jacobian.coords))
-    pulled = _contracted(bare, signs)
-    return JacobianClaim(request, plan, plan.ends, _on_units(signs, plan.ends), pulled, _spread(bare))
-
-
-@np.errstate(over="ignore", invalid="ignore")
 def pushed_through(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataArray | None) -> JacobianClaim:
     """Sweep random signs through the plan of a measured Jacobian; check the measured values against them if given."""
     memory = request.options.memory
@@ -288,10 +279,14 @@ def _pulled(request: JacobianRequest, *, perturbed: bool = False) -> xr.DataArra
         return _claimed(request, plan, jacobian).pulled
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def _claimed(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataArray | None) -> JacobianClaim:
-    if plan.ends.measure in LINEAR and jacobian is not None:
-        return taken_from(request, plan, jacobian)
-    return pushed_through(request, plan, jacobian)
+    """Multiply random signs with a finished Jacobian that is linear in its rows; sweep them for any other one."""
+    if plan.ends.measure not in LINEAR or jacobian is None:
+        return pushed_through(request, plan, jacobian)
+    signs, bare = _signs(plan), jacobian.drop_vars(list(jacobian.coords))
+    cotangent, pulled = _on_units(signs, plan.ends), _contracted(bare, signs)
+    return JacobianClaim(request, plan, plan.ends, cotangent, pulled, _spread(bare))
 
 
 def _is_inside(name: TensorName) -> bool:

@@ -83,7 +83,10 @@ class SampleChunks:
         stops = enumerate(np.cumsum(sizes).tolist())
         chunks.bounds = [ChunkRows(i, stop - sizes[i], stop, total) for i, stop in stops]
         for name in _PARTS[1:]:
-            chunks._refuse_other_length(name, total)
+            for array, axis in chunks.leaves(name):
+                if array.shape[axis] != total:
+                    got = f"{total} and {array.shape[axis]}"
+                    raise InputError(f"x and {name} have different numbers of samples.", got=got)
         chunks._refuse_large()
         return chunks
 
@@ -157,12 +160,6 @@ class SampleChunks:
             if sizes[:-1] != [batch_size] * (len(sizes) - 1):
                 self.notes.append(f"Chunks of samples had several sizes, and were made {batch_size} each but the last.")
         return [min(batch_size, total - start) for start in range(0, total, batch_size)]
-
-    def _refuse_other_length(self, name: str, total: int) -> None:
-        for array, axis in self.leaves(name):
-            if array.shape[axis] != total:
-                got = f"{total} and {array.shape[axis]}"
-                raise InputError(f"x and {name} have different numbers of samples.", got=got)
 
     def _refuse_large(self) -> None:
         largest = max(rows.count for rows in self.bounds)

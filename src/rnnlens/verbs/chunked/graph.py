@@ -18,7 +18,7 @@ from ...adapters.registry import adapter_for
 from ...autodiff.tensors import to_numpy
 from ...cluster import TravellingModel, client, naming_samples, warn
 from ...errors import InputError, SelfCheckWarning
-from ...results.checks import Check
+from ...results.checks import Check, worst
 from ...settings import Settings, current, options
 from ...typing import Array
 from ...vocabulary import SAMPLE
@@ -124,17 +124,7 @@ def _in_turn(model: Any, task: ChunkTask, rows: ChunkRows, parts: Sequence[Any])
 
 
 class ChunkGraph:
-    """The tasks of one call, and lazy arrays made of their results.
-
-    Parameters
-    ----------
-    chunks
-        The data.
-    work
-        Computes one chunk.
-    title
-        Words that name the tasks on Dask's dashboard: ``"gradients-lstm"``.
-    """
+    """The tasks of one call, and lazy arrays of their results; ``title`` names the tasks on Dask's dashboard."""
 
     def __init__(self, model: Any, chunks: SampleChunks, work: ChunkWork, title: str) -> None:
         self.chunks, self.work, run = chunks, work, chunks.run
@@ -297,11 +287,7 @@ def worst_of(records: Sequence[Mapping[str, Any]], combine: str | None) -> dict[
 
     ``value`` is the target's value over all samples: a number, or one for each sample.
     """
-    checks: dict[tuple[str, str], Mapping[str, Any]] = {}
-    for found in (check for one in records for check in one["checks"]):
-        known = checks.setdefault((found["name"], found["layer"]), found)
-        if not found["residual"] / found["bound"] <= known["residual"] / known["bound"]:
-            checks[found["name"], found["layer"]] = found
+    checks = worst(Check(**check) for one in records for check in one["checks"])
     values: list[Any] = [one["value"] for one in records]
     value: Any = None
     if values[0] is not None and np.ndim(values[0]):
@@ -317,7 +303,7 @@ def worst_of(records: Sequence[Mapping[str, Any]], combine: str | None) -> dict[
 
     certificates = [one["certificate"] for one in records if one["certificate"] is not None]
     return {
-        "checks": list(checks.values()),
+        "checks": [check.to_dict() for check in checks],
         "certificate": min(certificates, key=order, default=None),
         "value": value,
     }

@@ -48,16 +48,8 @@ def combination(target: Target, by_function: bool, asked: Combine | None) -> Com
 class Accumulator:
     """Accumulates :class:`BatchGradients`: one running sum per tensor, or all samples if they are kept.
 
-    Parameters
-    ----------
-    combine
-        How targets of batches combine to that of the data set: ``"mean"``, ``"sum"``, or None for a single batch.
-    measure
-        Reduction of the units or features of a gradient: None keeps them, ``"norm"`` takes the L2 norm for every sample
-        and step. A gradient without a sample axis is reduced to the norm of the whole.
-    across
-        Reduction of the sample axis afterwards: None keeps it, ``"mean"`` and ``"sum"`` reduce it. A gradient without a
-        sample axis stays unchanged.
+    ``combine``: how targets of batches combine to that of the data set; None for a single batch. ``measure="norm"``
+    takes the norm over units or features, or of the whole without a sample axis; ``across`` then reduces that axis.
     """
 
     def __init__(self, combine: Combine | None, measure: str | None = None, across: str | None = None) -> None:
@@ -239,7 +231,7 @@ def _added_up(
         for batch in stream:
             stop = start + request.axes.samples(batch)
             of_batch = request.of_batch(batch, target.of_rows(start, stop))
-            if first is not None and _is_alike(of_batch, first):
+            if first is not None and of_batch.samples == first.samples and _shapes(batch) == _shapes(first.batch):
                 of_batch = replace(of_batch, start=known)
             found = _add(of_batch, total)
             known, first, start = found.start or known, first or of_batch, stop
@@ -250,11 +242,6 @@ def _added_up(
 
 def _accumulator(request: GradientRequest, combine: str | None) -> Accumulator:
     return Accumulator(combine, request.arguments.measure, request.arguments.across)  # type: ignore[arg-type]
-
-
-def _is_alike(one: BatchRequest, other: BatchRequest) -> bool:
-    """Return whether two batches have as many samples, of equal shapes."""
-    return one.samples == other.samples and _shapes(one.batch) == _shapes(other.batch)
 
 
 def _add(request: BatchRequest, total: Accumulator) -> BatchGradients:

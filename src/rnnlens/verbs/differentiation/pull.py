@@ -28,10 +28,7 @@ Arrived = Mapping[Port, Array | None]
 class SweptWeightGradients:
     """Sums weight gradients from sweeps and from the framework, for the batch or for every sample.
 
-    Parameters
-    ----------
-    ports
-        The requested weights, each with the ports of the framework weights that it consists of.
+    ``ports``: the requested weights, each with the ports of the framework weights that it consists of.
     """
 
     def __init__(self, known: Catalogue, ports: Mapping[TensorName, Sequence[Port]], *, per_sample: bool) -> None:
@@ -109,7 +106,10 @@ def answer(request: BatchRequest) -> BatchGradients:
     try:
         return _pulled(request)
     except (LayerNotFoundError, ModelError):
-        absent = _absent(request)
+        # Tensors of layers that are not called in this forward pass have no gradient.
+        layers = {str(name.layer).partition("#")[0] for name in request.wrt if name.layer is not None}
+        missing = {layer for layer in layers if not runs(request.adapter, request.model, request.batch, layer)}
+        absent = [name for name in request.wrt if str(name.layer).partition("#")[0] in missing]
         if not absent or len(absent) == len(request.wrt):
             raise
         present = tuple(name for name in request.wrt if name not in absent)
@@ -138,13 +138,6 @@ def _pulled(request: BatchRequest) -> BatchGradients:
     # Only the run showed that the model returns several tensors, and the request is about all of them.
     request.known.outputs = tuple(map(str, range(count)))
     return _pulled(request)
-
-
-def _absent(request: BatchRequest) -> list[TensorName]:
-    """Return the requested tensors of layers that are not called in this forward pass."""
-    layers = {str(name.layer).partition("#")[0] for name in request.wrt if name.layer is not None}
-    missing = {layer for layer in layers if not runs(request.adapter, request.model, request.batch, layer)}
-    return [name for name in request.wrt if str(name.layer).partition("#")[0] in missing]
 
 
 class _PaddingError(Exception):
@@ -236,7 +229,10 @@ class _Pull:
             return value
         values = [self._value(place) for place in self.plan.leaves]
         if request.framework_states:
-            _refuse_padding(values[0].values)
+            states = values[0].values
+            suspects = states[states[..., 0] == 0]
+            if suspects.size and not suspects.any(axis=-1).all():  # outputs that the framework set to 0 for padding
+                raise _PaddingError
         value, cotangents = request.evaluate(self.outside, values)
         if request.start is not None:
             self.seeds |= request.start.cotangents
@@ -340,13 +336,6 @@ class _Pull:
 
     def _pull(self, cotangents: Mapping[Port, Array]) -> Arrived:
         return self.pullback.vjp(cotangents) if cotangents else {}
-
-
-def _refuse_padding(states: Array) -> None:
-    """Raise _PaddingError if all units are 0 at a step of a sample: an output that a framework set to 0."""
-    suspects = states[states[..., 0] == 0]
-    if suspects.size and not suspects.any(axis=-1).all():
-        raise _PaddingError
 
 
 def captured(request: BatchRequest) -> BatchGradients | None:

@@ -110,9 +110,12 @@ class GradientRequest(ModelRequest):
             return value, [cotangent]
         ports = [leaf.port() if self.known.is_free(leaf) else None for leaf in self.leaves]
         arrays = [v.values if p is None else outside.closed(p, v) for p, v in zip(ports, values, strict=True)]
-        if self.named is None and len(arrays) > 1:
-            function = on_list(function)
-        result, pull = self._differentiate(function, arrays)
+
+        def on_list(*tensors: Any) -> Any:
+            """Call the user's function of the list of all outputs."""
+            return function(list(tensors))
+
+        result, pull = self._differentiate(on_list if self.named is None and len(arrays) > 1 else function, arrays)
         whole = outside.named_result(result, pull, ports, arrays)
         _check_samples(target, whole)
         value, cotangent = target.evaluate(whole, self._differentiate)
@@ -187,15 +190,6 @@ def read_request(model: Any, run: Batch, arguments: GradientArguments) -> Gradie
         scale=known.facts.loss_scale if named and named[0].what == "loss" else 1.0,
         memory=current().memory if arguments.memory is None else parse_memory(arguments.memory),
     )
-
-
-def on_list(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Convert a function of one list into a function of the list's items."""
-
-    def of_items(*tensors: Any) -> Any:
-        return function(list(tensors))
-
-    return of_items
 
 
 def a_target(name: str, value: Any) -> Any:

@@ -43,22 +43,15 @@ def times_of(part: JacobianPart, piece: JacobianPiece) -> list[int] | None:
 
 
 class _Descent:
-    """Rows of cotangents, pulled back from the upper end to the lower one.
-
-    Attributes
-    ----------
-    arriving
-        (sample, row, [time,] feature) by tensor: rows pulled back so far.
-    points
-        By the index of a recurrence: rows that enter it at single steps.
-    arrived
-        Rows at the lower end; None before any have reached it.
-    """
+    """Rows of cotangents, pulled back from the upper end to the lower one."""
 
     def __init__(self, part: JacobianPart, tally: WorkCount) -> None:
         self.network, self.ends, self.tally = part.network, part.ends, tally
+        #: (sample, row, [time,] feature) by tensor: rows pulled back so far.
         self.arriving: dict[Port, Array] = {}
+        #: By the index of a recurrence: rows that enter it at single steps.
         self.points: dict[int, PointRows] = {}
+        #: Rows at the lower end; None before any have reached it.
         self.arrived: Array | None = None
 
     def go(self, times: Sequence[int] | None) -> Array | None:

@@ -171,16 +171,10 @@ class _PieceSweep:
 
 def _reorder(array: np.ndarray[Any, Any], order: list[int], axis: int) -> np.ndarray[Any, Any]:
     """Reorder an array along an axis, as a view if the order is ascending or descending."""
-    count = len(order)
-    index: list[Any] = [slice(None)] * array.ndim
-    if order == list(range(count)):
+    ascending = list(range(len(order)))
+    if order == ascending:
         return array
-    if order == list(range(count))[::-1]:
-        index[axis] = slice(None, None, -1)
-    else:
-        index[axis] = order
-    taken: np.ndarray[Any, Any] = array[tuple(index)]
-    return taken
+    return np.flip(array, axis) if order == ascending[::-1] else np.take(array, order, axis)
 
 
 Values = np.ndarray[Any, Any]

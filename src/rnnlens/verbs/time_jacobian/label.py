@@ -15,7 +15,7 @@ import zarr
 
 from ...errors import FileError, InputError, RnnlensError, UnsupportedError
 from ...results.array import LabelledArray, record
-from ...results.checks import Check
+from ...results.checks import Check, worst
 from ...results.disk import replacing_folder
 from ...results.disk.store import new_recording, recording
 from ...results.opening import open as open_result
@@ -47,21 +47,18 @@ def refuse_for_chunks(options: JacobianOptions, of: str = "lazy data") -> None:
 def mean_over(jacobians: Iterable[tuple[LabelledArray, int]]) -> LabelledArray:
     """Average Jacobians, weighted by their numbers of samples; keep the worst check of all batches."""
     first: LabelledArray | None = None
-    total, samples, checks = np.zeros(()), 0, dict[tuple[str, str], Check]()
+    total, samples, checks = np.zeros(()), 0, list[Check]()
     for found, count in jacobians:
         first = found if first is None else first
         if found.shape != first.shape:
             got, hint = f"{found.sizes} after {first.sizes}", "pad all batches to one length"
             raise InputError("Batches differ in length, so their mean is not defined.", got=got, hint=hint)
         total, samples = total + found.values.astype(np.float64) * count, samples + count
-        for check in found.checks:
-            known = checks.setdefault((check.name, check.layer), check)
-            if check.residual / check.bound > known.residual / known.bound:
-                checks[check.name, check.layer] = check
+        checks = worst([*checks, *found.checks])
     assert first is not None
     mean = first.copy(data=(total / samples).astype(first.dtype))
     compared = {(check.name, check.layer) for check in first.certificate.checks}
-    own = [check for key, check in checks.items() if key not in compared]
+    own = [check for check in checks if (check.name, check.layer) not in compared]
     mean.attrs |= record(own, first.certificate) | {"samples": samples}
     return LabelledArray(mean)
 

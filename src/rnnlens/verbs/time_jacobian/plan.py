@@ -82,16 +82,13 @@ class DirectRoute:
         alive = ends.wrt.size * np.searchsorted(ins, np.arange(ins[0] + 1, last + 1))
         return forward_flops(system, int(alive.sum()), 0 if self.readout is None else ends.rows)
 
-    def buffer_bytes(self, mode: str, groups: int) -> int:
-        """Return the buffer bytes per sample for ``groups`` output steps (reverse) or input steps (forward)."""
-        system, features = self.one.system, self.one.system.features
-        rows = groups * (self.ends.rows if mode == "reverse" else self.ends.wrt.size)
-        if mode == "reverse" and self.pattern is not None:
-            rows, features = groups * self.pattern.count, 0
-        width = 2 * (system.rows + (features if mode == "reverse" else 0)) + system.scratch
-        if mode == "reverse":
-            width += system.rows
-        return rows * width * self.one.system.work.itemsize
+    def buffer_bytes(self, mode: str) -> int:
+        """Return the buffer bytes per sample for one output step (reverse) or input step (forward)."""
+        system = self.one.system
+        if mode == "forward":
+            return self.ends.wrt.size * (2 * system.rows + system.scratch) * system.work.itemsize
+        rows, features = (self.ends.rows, system.features) if self.pattern is None else (self.pattern.count, 0)
+        return rows * (3 * system.rows + 2 * features + system.scratch) * system.work.itemsize
 
     def unit_bytes(self, mode: str) -> int:
         """Return the extra bytes per sample of a blocked reverse sweep, independent of the number of output steps."""
@@ -171,7 +168,7 @@ class JacobianPiece:
 
     def count(self) -> int:
         """Return the number of (sample, output step, input step) triples."""
-        return math.prod(part.stop - part.start for part in (self.samples, self.outs, self.ins))
+        return math.prod(int(part.stop - part.start) for part in (self.samples, self.outs, self.ins))
 
     def __str__(self) -> str:
         parts = {"samples": self.samples, "outs": self.outs, "ins": self.ins}
@@ -184,7 +181,7 @@ def direct_pieces(direct: DirectRoute, mode: str, memory: int) -> tuple[list[Jac
     outs, ins = len(direct.times), len(direct.in_times)
     groups, others = (outs, ins) if mode == "reverse" else (ins, outs)
     collected = math.prod(ends.tail) if ends.measured_by is not None else ends.rows * ends.wrt.size
-    per_group = direct.buffer_bytes(mode, 1) + others * collected * system.work.itemsize
+    per_group = direct.buffer_bytes(mode) + others * collected * system.work.itemsize
     block = min(BLOCK_BUDGET, system.time * system.numbers(True) * system.work.itemsize)
     units = direct.unit_bytes(mode)
     room = max(memory - block, per_group + units)
@@ -245,12 +242,6 @@ class JacobianPart:
     #: Index along each direction axis of the result.
     place: Mapping[str, int]
     rtol: float | None = None
-
-    @property
-    def result_bytes(self) -> int:
-        """Bytes of the largest result of one piece."""
-        numbers = self.pieces[0].count() * (self.ends.rows * self.ends.wrt.size if self.ends.measured_by is None else 1)
-        return int(numbers * self.network.dtype.itemsize)
 
     def __str__(self) -> str:
         where = "".join(f", {axis} {index}" for axis, index in self.place.items())
@@ -316,8 +307,10 @@ def plan_for(
         _part(network, replace(ends, of=of, wrt=wrt), {**above, **below}, mode, rtol, room)
         for (of, above), (wrt, below) in product(*sides)
     )
-    taken = max(part.result_bytes for part in parts) if streamed else size
-    peak = max(part.working_bytes for part in parts) + taken
+    if streamed:  # the largest result of one piece
+        numbers = ends.rows * ends.wrt.size if ends.measured_by is None else 1
+        size = max(part.pieces[0].count() for part in parts) * numbers * dtype.itemsize
+    peak = max(part.working_bytes for part in parts) + size
     steps = [len(part.pieces) * (1 if part.direct is None else part.direct.one.system.time) for part in parts]
     return JacobianPlan(network, ends, parts, tuple(sizes), shape, dtype, peak, sum(steps))
 
