@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 
 from ...adapters.protocol import EndPort, Port, ReferenceRun
 from ...errors import CertificateError
+from ...results.checks import residual
 from ...results.schema import to_host
 from ...typing import Array
 from ..recurrent_layers import ReplayedCall
@@ -19,18 +21,36 @@ from ..time_jacobian.plan import JacobianPlan
 _Cotangent = Callable[[Array], Array]
 
 
-def pull_between(request: JacobianRequest, plan: JacobianPlan, cotangent: _Cotangent) -> ReferenceRun | None:
+def pull_between(
+    request: JacobianRequest, plan: JacobianPlan, cotangent: _Cotangent, bound: float
+) -> ReferenceRun | None:
     """Pull a cotangent from the upper end to the lower one in a run of the user's model, without any replay or sweep.
 
-    The adapter's reference run, which finds the ends by itself, comes first; then its pull-back without cuts, unless
-    the Jacobian was computed by that. None if the framework has no tensor at an end, as for states in a fused layer.
+    First by the layers of a chain, run alone; then by the adapter's reference run, which finds the ends by itself; then
+    by its pull-back without cuts, unless the Jacobian was computed by that. None if the framework has no tensor at an
+    end, as for states in a fused layer.
     """
     if plan.network.order:
         return None
-    for run in (_by_reference_run, _by_pullback):
+    for run in (partial(_by_layers_alone, bound), _by_reference_run, _by_pullback):
         with suppress(Exception):  # of the user's model, which cannot be run like that
             return run(request, plan, cotangent)
     return None
+
+
+def _by_layers_alone(bound: float, request: JacobianRequest, plan: JacobianPlan, cotangent: _Cotangent) -> ReferenceRun:
+    """Run the user's layers between the ends alone; raise unless with them the model's own output follows."""
+    of, wrt, batch, adapter = request.of, request.wrt, request.batch, request.adapter
+    stretch = adapter.subnetwork(request.model, of.port(), wrt.port())
+    if stretch is None or plan.ends.wrt.port is None or batch.training or batch.initial_state:
+        raise CertificateError("no chain of layers that can be run alone")
+    value, pull = stretch(to_host(plan.network.around.values[plan.ends.wrt.port]))
+    rest = adapter.subnetwork(request.model, Port("output"), of.port())
+    end = value if rest is None else rest(value)[0]
+    (whole,) = adapter.reference_run(request.model, batch, gradients=False).outputs
+    if end.shape != whole.shape or residual(end, whole, scale=1.0) > bound:
+        raise CertificateError("its layers, called one after the other, give another output than the model")
+    return ReferenceRun([whole], input_grads=pull(np.asarray(cotangent(value))))
 
 
 def _by_reference_run(request: JacobianRequest, plan: JacobianPlan, cotangent: _Cotangent) -> ReferenceRun:

@@ -7,7 +7,7 @@ swept through the same plan once more, without the norm, as one row for each out
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -17,10 +17,9 @@ import numpy as np
 import xarray as xr
 
 from ... import data
-from ...adapters.protocol import Port, ReferenceRun
+from ...adapters.protocol import ReferenceRun
 from ...errors import CertificateError, RnnlensError, TooLargeError
-from ...results.checks import Certificate, Check, coarser, epsilon, residual, rounding_bound
-from ...results.schema import to_host
+from ...results.checks import Certificate, Check, coarser, epsilon, rounding_bound
 from ...typing import Array, arrays_of
 from ...vocabulary import FEATURE, IN_FEATURE, IN_TIME, OUT_TIME, OUT_UNIT, SAMPLE, TIME, UNIT
 from ..axes import BatchAxes
@@ -38,9 +37,6 @@ LINEAR = (None, "sum", "mean")
 PROBED_STEPS = 64
 
 MEASURE = "bound of the measure"
-
-#: Function from the values of the outputs to their cotangents.
-_Cotangents = Callable[[Sequence[Array]], Sequence[Array | None]]
 
 
 @dataclass(frozen=True)
@@ -161,9 +157,6 @@ def _spread(jacobian: xr.DataArray) -> float:
 
 JACOBIAN = "reference jacobian"
 
-#: Runs the user's own layers from one tensor to another; maps an array to a value and its pull-back.
-SubnetworkRun = Callable[[Array], tuple[Array, Callable[[Array], list[Array | None]]]]
-
 _MEASURED = {"norm": "norms", "spectral": "largest singular values", "abs_mean": "mean magnitudes"}
 
 
@@ -182,11 +175,12 @@ def claim_of(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataArra
         if applies:
             return could_not(request, why)
     try:
-        if not (_is_inside(request.of) or _is_inside(request.wrt)) or _can_run_by_itself(request):
+        if not (_is_inside(request.of) or _is_inside(request.wrt)):
             return _claimed(request, plan, jacobian)
         if not (plan.ends.of.bidirectional or plan.ends.wrt.bidirectional):
             claim = _claimed(request, plan, jacobian)
-            run = pull_between(request, plan, partial(_placed, claim))
+            bound = rounding_bound(_computed_in(request, plan), max((64, *plan.shape)))
+            run = pull_between(request, plan, partial(_placed, claim), bound)
             if run is not None:
                 return replace(claim, run=run)
         return _through_whole_model(request, plan)
@@ -262,12 +256,15 @@ def _compared(claim: JacobianClaim) -> Certificate:
 
 def _reference(claim: JacobianClaim) -> tuple[ReferenceRun | None, str]:
     """Return the run of the user's model in which the cotangent is pulled back, and "", or None and the reason."""
-    request, pulled = claim.request, partial(_cotangents, claim)
+    request = claim.request
     if claim.run is not None:
         return claim.run, ""
-    if _is_inside(request.of) or _is_inside(request.wrt):
-        return _stretch_by_itself(request, claim.plan, pulled)
-    return attempt(partial(request.adapter.reference_run, request.model, request.batch, pulled))
+
+    def cotangents(outputs: Sequence[Array]) -> list[Array | None]:
+        """Return the claim's cotangent at its own output, None at the others."""
+        return [_placed(claim, value) if i == request.of.index else None for i, value in enumerate(outputs)]
+
+    return attempt(partial(request.adapter.reference_run, request.model, request.batch, cotangents))
 
 
 def _pulled(request: JacobianRequest, *, perturbed: bool = False) -> xr.DataArray:
@@ -293,62 +290,12 @@ def _is_inside(name: TensorName) -> bool:
     return name.layer is not None or name.what not in ("input", "output")
 
 
-def _can_run_by_itself(request: JacobianRequest) -> bool:
-    """Return whether the adapter can run the user's layers between the two ends alone."""
-    of, wrt, batch = request.of, request.wrt, request.batch
-    if {of.what, wrt.what} - {"input", "output"} or batch.training or batch.initial_state:
-        return False
-    return request.adapter.subnetwork(request.model, of.port(), wrt.port()) is not None
-
-
-def _stretch_by_itself(
-    request: JacobianRequest, plan: JacobianPlan, cotangents: _Cotangents
-) -> tuple[ReferenceRun | None, str]:
-    """Run the layers between the two ends alone; return the run and "", or None and the reason."""
-    adapter, model = request.adapter, request.model
-    whole, why = attempt(partial(adapter.reference_run, model, request.batch, gradients=False))
-    if whole is None:
-        return None, why
-    stretch = adapter.subnetwork(model, request.of.port(), request.wrt.port())
-    rest = adapter.subnetwork(model, Port("output"), request.of.port())
-    assert stretch is not None
-    assert plan.ends.wrt.port is not None
-    start = to_host(plan.network.around.values[plan.ends.wrt.port])
-    bound = rounding_bound(_computed_in(request, plan), max((64, *plan.shape)))
-    return attempt(partial(_pulled_through, stretch, rest, start, whole, bound, cotangents))
-
-
-def _pulled_through(
-    stretch: SubnetworkRun,
-    rest: SubnetworkRun | None,
-    start: Array,
-    whole: ReferenceRun,
-    bound: float,
-    cotangents: _Cotangents,
-) -> ReferenceRun:
-    """Pull a cotangent back through the layers between the ends; raise if they do not reproduce the model."""
-    value, pull = stretch(start)
-    end = value if rest is None else rest(value)[0]
-    if end.shape != whole.outputs[0].shape or residual(end, whole.outputs[0], scale=1.0) > bound:
-        raise CertificateError("its layers, called one after the other, give another output than the model")
-    (cotangent,) = cotangents([value])
-    return ReferenceRun(whole.outputs, input_grads=pull(np.asarray(cotangent)))
-
-
 def _computed_in(request: JacobianRequest, plan: JacobianPlan) -> str:
     """Return the coarsest dtype among those of the result, of the model and of its layers."""
     layers = (one.call.compute_dtype for one in plan.network.recurrences)
     others = (part.dtype for part in request.adapter.facts(request.model).submodules.values())
     kinds = [str(plan.dtype), request.provenance().get("dtype", ""), *layers, *others]
     return functools.reduce(coarser, (kind or "" for kind in kinds))
-
-
-def _cotangents(claim: JacobianClaim, outputs: Sequence[Array]) -> Sequence[Array | None]:
-    """Return one cotangent per output of the model: the claim's at its own output, None at the others."""
-    found: list[Array | None] = [None] * len(outputs)
-    index = claim.request.of.index
-    found[index] = _placed(claim, outputs[index])
-    return found
 
 
 def _placed(claim: JacobianClaim, value: Array) -> Array:
