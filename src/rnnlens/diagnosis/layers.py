@@ -27,7 +27,7 @@ from ..results.schema import to_host
 from ..settings import options
 from ..typing import Array
 from ..verbs.gradients import gradients
-from ..verbs.tracing.sequences import scan_measures
+from ..verbs.traced_scans import scan_measures
 from .experiment import Experiment
 
 

@@ -12,7 +12,7 @@ from ..adapters.protocol import Adapter
 from ..arguments import Check, anything, called, checked, loss, names, path, switch, whole
 from ..arguments import listed as some_of
 from ..errors import InputError, LayerNotFoundError, did_you_mean, shown
-from ..verbs.tracing.datasets import TraceSelection
+from ..verbs.traced_layers import TraceSelection
 
 POWERS = "powers of two"
 Every = int | str | Callable[[int, int], bool]

@@ -20,7 +20,7 @@ from ..results.schema import LabelledLayer, labelled_variable
 from ..vocabulary import FEATURE, GATE, SAMPLE, TIME
 from .axes import an_axes_table
 from .batches import DataSetBatches
-from .chunked import SampleChunks
+from .chunked.samples import SampleChunks
 from .chunked.works import gradients_of_chunks
 from .differentiation.gather import DataSetGradients, a_clipping, clipped, gather, rule
 from .differentiation.request import GradientArguments, GradientRequest, Of, a_target, read_request, trainable
@@ -28,7 +28,7 @@ from .differentiation.target import Reduction, a_reduction
 from .names import TensorName, known_model
 from .request import ModelRequest, in_turn
 from .trace import has_loss, trace_batch
-from .tracing.datasets import TraceSelection
+from .traced_layers import TraceSelection
 
 __all__ = ["Gradients", "gradients"]
 

@@ -20,15 +20,15 @@ from ..vocabulary import IN_TIME, OUT_TIME
 from .axes import an_axes_table
 from .batches import DataSetBatches
 from .certificates.of_jacobian import certify, claim_of
-from .chunked import SampleChunks
 from .chunked.graph import Padding
+from .chunked.samples import SampleChunks
 from .chunked.works import JacobianWork, lazy_jacobian
 from .request import ModelRequest, in_turn
-from .time_jacobian import JacobianOptions, read_request
 from .time_jacobian.execute import execute
 from .time_jacobian.label import JacobianLabels, mean_over, refuse_for_chunks, refuse_without_mean
 from .time_jacobian.network import open_network
 from .time_jacobian.plan import make_plan
+from .time_jacobian.request import JacobianOptions, read_request
 
 __all__ = ["jacobian"]
 

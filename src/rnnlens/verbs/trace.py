@@ -32,11 +32,11 @@ from .certificates.of_trace import (
     start_reference_run,
 )
 from .chain import ChainGradients, has_agreed
-from .chunked import SampleChunks
+from .chunked.samples import SampleChunks
 from .chunked.works import lazy_datasets
 from .request import ModelRequest, in_turn
-from .tracing.datasets import TraceSelection, assign_coordinates, plain_datasets, recurrent_datasets
-from .tracing.sequences import chosen_positions, selected, sequence_datasets
+from .traced_layers import TraceSelection, assign_coordinates, plain_datasets, recurrent_datasets
+from .traced_scans import chosen_positions, selected, sequence_datasets
 
 
 @check.checked(

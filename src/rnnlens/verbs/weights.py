@@ -21,10 +21,10 @@ from ..results.schema import LabelledLayer, to_host
 from ..vocabulary import FEATURE, TIME
 from .axes import InputCoordinates
 from .certificates.of_gradients import certify_weights
-from .chunked import SampleChunks
+from .chunked.samples import SampleChunks
 from .chunked.works import lazy_datasets
 from .request import ModelRequest, in_turn
-from .tracing.sequences import scan_measures
+from .traced_scans import scan_measures
 from .weight_gradients import FoundGradients, find_gradients
 from .weight_layout import label_cell, label_plain, outside_cells, weights_of_layer
 

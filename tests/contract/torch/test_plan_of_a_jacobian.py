@@ -10,8 +10,9 @@ from torch import nn
 import rnnlens as rl
 from rnnlens.adapters.protocol import Batch
 from rnnlens.recurrence import jacobian as sweeps
-from rnnlens.verbs.time_jacobian import JacobianOptions, composed, execute, plan, read_request
+from rnnlens.verbs.time_jacobian import composed, execute, plan
 from rnnlens.verbs.time_jacobian.network import open_network
+from rnnlens.verbs.time_jacobian.request import JacobianOptions, read_request
 
 B, T, F, H = 3, 5, 3, 4
 

@@ -12,7 +12,7 @@ from trails import trail
 
 import rnnlens as rl
 from rnnlens.verbs import time_jacobian
-from rnnlens.verbs.time_jacobian import JacobianRequest
+from rnnlens.verbs.time_jacobian.request import JacobianRequest
 
 MOST_FILES = 9
 
@@ -42,7 +42,7 @@ def test_few_files_each_entered_from_one_other(question):
         found = trail(lambda: rl.jacobian(model, x, **QUESTIONS[question]), rl.jacobian, "model", JacobianRequest)
     assert found.files[0] == "verbs/jacobian.py"
     assert {
-        "verbs/time_jacobian/__init__.py",
+        "verbs/time_jacobian/request.py",
         "verbs/time_jacobian/network.py",
         "verbs/certificates/of_jacobian.py",
     } <= set(found.files)

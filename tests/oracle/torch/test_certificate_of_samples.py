@@ -7,8 +7,7 @@ from torch import nn
 from torch.nn import functional
 
 import rnnlens as rl
-from rnnlens.verbs import recurrent_layers
-from rnnlens.verbs.tracing import datasets
+from rnnlens.verbs import recurrent_layers, traced_layers
 
 SAMPLES = 32
 
@@ -194,12 +193,12 @@ def test_a_fault_in_a_later_trace_is_found(monkeypatch, quantity):
 def test_a_fault_in_the_labels_of_a_later_trace_is_found(monkeypatch):
     model, (x, y) = Stacked(), stacked_data()
     traced(model, x, y)
-    right = datasets.labelled_layer
+    right = traced_layers.labelled_layer
 
     def wrong(arrays, **options):
         return right({**arrays, "gate_grad": np.roll(arrays["gate_grad"], 1, axis=-2)}, **options)
 
-    monkeypatch.setattr(datasets, "labelled_layer", wrong)
+    monkeypatch.setattr(traced_layers, "labelled_layer", wrong)
     assert traced(model, x, y).certificate.state == "failed"
 
 

@@ -12,8 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import rnnlens as rl
-from rnnlens.verbs import chain
-from rnnlens.verbs.tracing import datasets
+from rnnlens.verbs import chain, traced_layers
 
 SAMPLES = 16
 
@@ -213,11 +212,11 @@ def test_a_later_trace_differentiates_no_recurrence(layers):
 
 FAULTS = {
     "input gradient of a sweep": (
-        datasets,
+        traced_layers,
         "sweep",
         lambda swept: setattr(swept, "input_grad", 1.01 * swept.input_grad),
     ),
-    "gates of a sweep": (datasets, "sweep", lambda swept: setattr(swept, "gate_grad", 1.01 * swept.gate_grad)),
+    "gates of a sweep": (traced_layers, "sweep", lambda swept: setattr(swept, "gate_grad", 1.01 * swept.gate_grad)),
 }
 
 

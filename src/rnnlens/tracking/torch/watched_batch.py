@@ -19,7 +19,7 @@ from ...results.gradients import Weights
 from ...results.trace import Trace
 from ...settings import options
 from ...verbs.trace import trace
-from ...verbs.tracing.datasets import TraceSelection, recurrent_datasets
+from ...verbs.traced_layers import TraceSelection, recurrent_datasets
 from ...verbs.weight_layout import label_cell, weights_of_layer
 from ...vocabulary import DIRECTION, SAMPLE, TIME, UNIT
 from ..batches import DIRECT, Batch

@@ -23,7 +23,7 @@ from ...settings import Settings, current, options
 from ...typing import Array
 from ...vocabulary import SAMPLE
 from ..request import in_turn
-from . import ChunkRows, SampleChunks
+from .samples import ChunkRows, SampleChunks
 
 #: Engines that compile a run for each number of samples.
 _COMPILED = ("jax", "tensorflow")

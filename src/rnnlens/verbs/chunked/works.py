@@ -29,8 +29,8 @@ from ..differentiation.gather import Accumulator, DataSetGradients, combination
 from ..differentiation.missing_gradient import Explanation, explain
 from ..differentiation.pull import answer
 from ..differentiation.request import GradientArguments, GradientRequest, read_request
-from . import ChunkRows, SampleChunks
 from .graph import ChunkGraph, ChunkValues, ChunkWork, Padding
+from .samples import ChunkRows, SampleChunks
 
 
 @dataclass(frozen=True)

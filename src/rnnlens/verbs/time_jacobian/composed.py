@@ -21,9 +21,9 @@ from ...recurrence.sweep_rows import FieldRows, PointRows
 from ...results.schema import to_host
 from ...typing import Array
 from ..recurrent_layers import ReplayedCall
-from . import JacobianEnd, JacobianEnds
 from .network import disconnected
 from .plan import JacobianPart, JacobianPiece, WorkCount
+from .request import JacobianEnd, JacobianEnds
 from .segments import OuterTensor, moved
 
 

@@ -23,8 +23,8 @@ from ...results.saving import check_path
 from ...results.schema import labelled, to_host
 from ...vocabulary import BACKWARD, FEATURE, FORWARD, IN_FEATURE, IN_TIME, OUT_TIME, SAMPLE, TIME
 from ..axes import InputCoordinates
-from . import JacobianOptions
 from .plan import IN_DIRECTION, JacobianPlan, WorkCount
+from .request import JacobianOptions
 
 
 def refuse_without_mean(options: JacobianOptions) -> None:

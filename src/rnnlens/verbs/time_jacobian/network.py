@@ -20,7 +20,7 @@ from ...vocabulary import TIME
 from ..axes import ModelAxes, refusal, refuse_steps_first, refuse_unclear_steps, refuse_unknown
 from ..names import TensorName, refuse_lone_output, text_of
 from ..recurrent_layers import ReplayedCall, ReplayedLayers
-from . import JacobianEnd, JacobianRequest
+from .request import JacobianEnd, JacobianRequest
 from .segments import OuterTensor, SegmentGraph, known_chain
 
 

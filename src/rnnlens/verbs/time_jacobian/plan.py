@@ -24,8 +24,8 @@ from ...settings import format_memory, must_fit
 from ...typing import Array
 from ...vocabulary import DIRECTION, IN_FEATURE, IN_TIME, OUT_TIME, OUT_UNIT, SAMPLE
 from ..recurrent_layers import ReplayedCall
-from . import JacobianEnd, JacobianEnds, JacobianOptions, ends_of
 from .network import JacobianNetwork
+from .request import JacobianEnd, JacobianEnds, JacobianOptions, ends_of
 from .segments import Segment
 
 

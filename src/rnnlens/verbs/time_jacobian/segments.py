@@ -24,7 +24,7 @@ from ...vocabulary import SAMPLE, TIME
 from ..axes import patterns, reached, refusal
 from ..chain import dense, pull_dense_rows
 from ..recurrent_layers import ReplayedLayers
-from . import JacobianRequest
+from .request import JacobianRequest
 
 
 @dataclass(frozen=True)

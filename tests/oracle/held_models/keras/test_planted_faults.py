@@ -22,7 +22,7 @@ capture, hooks, pullback, run = (
     importlib.import_module(f"{ADAPTER}.{name}") for name in ("capture", "hooks", "pullback", "run")
 )
 jacobian, datasets, weights = (
-    importlib.import_module(f"{VERBS}.{name}") for name in ("jacobian", "tracing.datasets", "weights")
+    importlib.import_module(f"{VERBS}.{name}") for name in ("jacobian", "traced_layers", "weights")
 )
 
 

@@ -115,7 +115,7 @@ def test_a_planted_fault_is_named(fault, options, monkeypatch):
 @pytest.mark.parametrize(("outputs", "factor"), [(1, 0.99), (1, 1.01), (3, 0.2)])
 def test_a_wrong_measure_is_named(kind, outputs, factor, monkeypatch):
     wrong = {**REDUCTIONS, kind: lambda block: REDUCTIONS[kind](block) * factor}
-    monkeypatch.setattr("rnnlens.verbs.time_jacobian.REDUCTIONS", wrong)
+    monkeypatch.setattr("rnnlens.verbs.time_jacobian.request.REDUCTIONS", wrong)
     with pytest.warns(rl.errors.SelfCheckWarning, match="contradict the measured sizes"):
         found = asked(lambda: Net(outputs=outputs), measure=kind)
     assert found.attrs["certificate"].startswith("NOT certified")

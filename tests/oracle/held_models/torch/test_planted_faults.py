@@ -31,8 +31,8 @@ pull, inside, jacobian, calls, datasets, weights = (
         "differentiation.pull",
         "recurrent_layers",
         "jacobian",
-        "tracing.datasets",
-        "tracing.datasets",
+        "traced_layers",
+        "traced_layers",
         "weights",
     )
 )

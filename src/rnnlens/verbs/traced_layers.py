@@ -10,20 +10,20 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from ...adapters.protocol import Batch, Capture, CaptureRequest, LayerInfo, NonRecurrentCall, Port, RecurrentCall
-from ...errors import InputError, LayerNotFoundError, did_you_mean
-from ...recurrence.adjoint import PROBES, probed, weight_gradients
-from ...recurrence.cells import kinds
-from ...recurrence.replay import Replay
-from ...recurrence.rounding import Rounding, rounding_of
-from ...recurrence.trajectory import Adjoint
-from ...results.checks import Check, coarser
-from ...results.schema import LabelledLayer, describe, labelled_layer, to_host
-from ...typing import Array
-from ...vocabulary import CHANNEL, FEATURE, FORWARD, QUANTITIES, SAMPLE, SPACE, TIME, UNIT
-from ..axes import BatchAxes, InputCoordinates, ModelAxes, in_order
-from ..certificates.compare import INITIAL, LAYER_INPUT
-from ..certificates.of_trace import (
+from ..adapters.protocol import Batch, Capture, CaptureRequest, LayerInfo, NonRecurrentCall, Port, RecurrentCall
+from ..errors import InputError, LayerNotFoundError, did_you_mean
+from ..recurrence.adjoint import PROBES, probed, weight_gradients
+from ..recurrence.cells import kinds
+from ..recurrence.replay import Replay
+from ..recurrence.rounding import Rounding, rounding_of
+from ..recurrence.trajectory import Adjoint
+from ..results.checks import Check, coarser
+from ..results.schema import LabelledLayer, describe, labelled_layer, to_host
+from ..typing import Array
+from ..vocabulary import CHANNEL, FEATURE, FORWARD, QUANTITIES, SAMPLE, SPACE, TIME, UNIT
+from .axes import BatchAxes, InputCoordinates, ModelAxes, in_order
+from .certificates.compare import INITIAL, LAYER_INPUT
+from .certificates.of_trace import (
     BoundaryGradients,
     ReplayedValues,
     SamplePart,
@@ -31,8 +31,8 @@ from ..certificates.of_trace import (
     input_gradient,
     weight_sums,
 )
-from ..chain import ChainGradients
-from ..recurrent_layers import WeightSum, on_host, replay_check, sweep
+from .chain import ChainGradients
+from .recurrent_layers import WeightSum, on_host, replay_check, sweep
 
 _STATE = re.compile(r"(?:previous_)?(?P<state>.+?)(_grad)?")
 _BOUNDARY = re.compile(r"(initial|final)_(?P<state>.+)_grad")

@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from ...adapters.protocol import LayerInfo, SequenceCall
-from ...arguments import axes_by_name, kept_steps
-from ...errors import InputError, did_you_mean, shown
-from ...measures.dynamics import effective_rank
-from ...measures.transfer import effective_state_size, half_life_of, logarithms
-from ...recurrence.sequence import SequenceCell, SequenceChunk, chunks, forward, run, sweep
-from ...results.checks import REPLAY, Check, rounding_bound
-from ...results.schema import LabelledLayer, labelled_layer, to_host
-from ...settings import must_fit
-from ...typing import Array
-from ...vocabulary import SAMPLE, TIME
-from .datasets import TraceSelection
+from ..adapters.protocol import LayerInfo, SequenceCall
+from ..arguments import axes_by_name, kept_steps
+from ..errors import InputError, did_you_mean, shown
+from ..measures.dynamics import effective_rank
+from ..measures.transfer import effective_state_size, half_life_of, logarithms
+from ..recurrence.sequence import SequenceCell, SequenceChunk, chunks, forward, run, sweep
+from ..results.checks import REPLAY, Check, rounding_bound
+from ..results.schema import LabelledLayer, labelled_layer, to_host
+from ..settings import must_fit
+from ..typing import Array
+from ..vocabulary import SAMPLE, TIME
+from .traced_layers import TraceSelection
 
 #: Quantities of a whole-sequence layer; those of the second row need a loss.
 VALUES = ("state", "decay", "write", "read", "gate", "output")
