@@ -53,4 +53,4 @@ def test_few_files_each_entered_from_one_other(question):
 def test_the_readme_lists_every_file():
     folder = Path(time_jacobian.__file__).parent
     listed = re.findall(r"^\| `(\w+\.py)` \|", (folder / "README.md").read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted(file.name for file in folder.glob("*.py"))
+    assert sorted(listed) == sorted(file.name for file in folder.glob("*.py") if file.name != "__init__.py")
