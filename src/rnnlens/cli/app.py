@@ -291,10 +291,8 @@ def show(
     result = steps.open(path)
     if name is None:
         steps.print_summary(result, as_json=as_json)
-    elif as_json:
-        console.print_json(steps.json_of(steps.part_of(result, name)))
     else:
-        console.print_plain(steps.part_of(result, name))
+        steps.print_part(steps.part_of(result, name), as_json=as_json)
 
 
 @app.command()

@@ -199,21 +199,19 @@ def portray(keras: Any, model: Any, digits: Digits, fitting: Callable[[], Any]) 
     """Trace a network before and after training, and diagnose it."""
     untrained = keras.models.clone_model(model)
     untrained.set_weights(model.get_weights())
-    first, before, _ = look(model, digits)
+    first, before, _ = look(keras, model, digits)
     fitting()
-    last, after, losses = look(model, digits)
+    last, after, losses = look(keras, model, digits)
     diagnosis = diagnose(model, digits.x_test, digits.y_test, baseline=untrained)
     return Portrait(model.layers[0].name, (before, after), diagnosis, (first, last), losses)
 
 
-def look(model: Any, digits: Digits) -> tuple[Trace, float, np.ndarray]:
+def look(keras: Any, model: Any, digits: Digits) -> tuple[Trace, float, np.ndarray]:
     """Trace the held-out digits; return the trace, the accuracy, and the loss of each digit."""
-    scores = np.asarray(model.predict(digits.x_test, batch_size=HELD_OUT, verbose=0), dtype=np.float64)
+    scores = model.predict(digits.x_test, batch_size=HELD_OUT, verbose=0)
     accuracy = float(np.mean(np.argmax(scores, axis=-1) == digits.y_test))
-    highest = scores.max(axis=1, keepdims=True)
-    chances = scores - highest - np.log(np.exp(scores - highest).sum(axis=1, keepdims=True))
-    losses: np.ndarray = -np.take_along_axis(chances, digits.y_test[:, None], axis=1)[:, 0]
-    return trace(model, digits.x_test, digits.y_test), accuracy, losses
+    losses = keras.losses.sparse_categorical_crossentropy(digits.y_test, scores, from_logits=True)
+    return trace(model, digits.x_test, digits.y_test), accuracy, keras.ops.convert_to_numpy(losses)
 
 
 def table(portraits: Sequence[Portrait]) -> Table:

@@ -70,9 +70,10 @@ def _load_keras(path: Path, imports: Iterable[str], unsafe: bool) -> Any:
         raise FileError("There is no such model file.", got=str(path), expected="a file written by model.save")
     check_archive(path)
     if _written_by_keras2(path):
-        return _load_legacy(path, imports, unsafe)
+        return _load_keras2(path, tuple(imports), unsafe)
     _choose_engine(announce=True)
-    keras = _import_keras()
+    with _quiet_libraries():  # TensorFlow's libraries write to standard error on import
+        keras = _library("keras", "A Keras model needs Keras.", "pip install keras, and one of jax, torch, tensorflow")
     own = _names_in(imports)
     try:
         with warnings.catch_warnings():
@@ -86,26 +87,33 @@ def _load_keras(path: Path, imports: Iterable[str], unsafe: bool) -> Any:
         raise _keras_refusal(path, error) from error
 
 
-def _load_legacy(path: Path, imports: Iterable[str], unsafe: bool) -> Any:
-    """Load a file of Keras 2 with Keras 2, because ``hard_sigmoid`` is another function in Keras 3."""
-    imports = tuple(imports)
+def _load_keras2(path: Path, imports: Collection[str], unsafe: bool) -> Any:
+    """Load a file of Keras 2 with Keras 2, because ``hard_sigmoid`` is another function in Keras 3.
+
+    Raise FileError if that could run code of the file, unless ``unsafe``.
+    """
     try:
         with _quiet_libraries():
-            return _load_keras2(path, _names_in(imports), imports, unsafe)
+            own, hint = _names_in(imports), "pip install --no-deps tf_keras==2.21.0, with tensorflow 2.21"
+            keras = _library("tf_keras", "A model that Keras 2 wrote needs tf_keras.", hint)
+            if unsafe:
+                return keras.models.load_model(path, custom_objects=own, safe_mode=False)
+            if path.is_dir():
+                return _from_numbers(keras, path, own, imports)
+            _refuse_code(path, _configuration(path), imports)
+            with keras.src.saving.serialization_lib.SafeModeScope(True):
+                return keras.models.load_model(path, custom_objects=own)
     except RnnlensError:
         raise
     except Exception as error:
         raise _keras_refusal(path, error) from error
 
 
-def _import_keras() -> Any:
-    """Import Keras, and drop messages that TensorFlow's libraries write to standard error on import."""
+def _library(name: str, what: str, hint: str) -> Any:
     try:
-        with _quiet_libraries():
-            return importlib.import_module("keras")
+        return importlib.import_module(name)
     except ImportError as error:
-        hint = "pip install keras, and one of jax, torch, tensorflow"
-        raise MissingDependencyError("A Keras model needs Keras.", got=str(error), hint=hint) from error
+        raise MissingDependencyError(what, got=str(error), hint=hint) from error
 
 
 @contextmanager
@@ -133,39 +141,28 @@ def _keras_refusal(path: Path, error: Exception) -> RnnlensError:
         return _refusal(path, f"{what} that Keras' safe mode refuses")
     missing = re.search(r"(?:Could not locate (?:class|function)|Unknown \w+:) '([^']+)'", text)
     if missing:
-        return ModelError(
-            f"The model uses {missing[1]!r}, which is not known here.",
-            got=str(path),
-            hint="--import your.module, where it is defined",
-        )
+        what = f"The model uses {missing[1]!r}, which is not known here."
+        return ModelError(what, got=str(path), hint="--import your.module, where it is defined")
     lines = text.strip().splitlines() or [type(error).__name__]
     return FileError("This model file cannot be loaded.", got=f"{path}: {lines[-1][:300]}")
 
 
 def _choose_engine(*, announce: bool) -> None:
-    """Set KERAS_BACKEND to an installed backend if the user chose none."""
+    """Set KERAS_BACKEND, unless it is set, to an installed backend: the one in Keras' configuration file, if any."""
     if "KERAS_BACKEND" in os.environ or "keras" in sys.modules:
         return
     installed = [name for name in _ENGINES if importlib.util.find_spec(name) is not None]
-    configured = _configured_engine()
-    if configured in installed:
-        engine = configured
-    elif installed:
-        engine = installed[0]
-    else:
+    if not installed:
         return  # importing Keras then raises an error that names the missing package
+    home = Path(os.environ.get("KERAS_HOME") or Path.home() / ".keras")
+    try:
+        configured = json.loads((home / "keras.json").read_text()).get("backend")
+    except (OSError, ValueError, AttributeError):
+        configured = None
+    engine = configured if configured in installed else installed[0]
     os.environ["KERAS_BACKEND"] = engine
     if announce:
         say(f"Keras runs on {engine} (set KERAS_BACKEND to choose)")
-
-
-def _configured_engine() -> str:
-    """Return the backend named in Keras' own configuration file; "" if there is none."""
-    home = Path(os.environ.get("KERAS_HOME") or Path.home() / ".keras")
-    try:
-        return str(json.loads((home / "keras.json").read_text()).get("backend", ""))
-    except (OSError, ValueError, AttributeError):
-        return ""
 
 
 def _names_in(modules: Iterable[str]) -> dict[str, Any]:
@@ -173,9 +170,7 @@ def _names_in(modules: Iterable[str]) -> dict[str, Any]:
     own: dict[str, Any] = {}
     for name in modules:
         module = _import(name)
-        own |= {
-            key: value for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__
-        }
+        own |= {key: it for key, it in vars(module).items() if getattr(it, "__module__", None) == module.__name__}
     return own
 
 
@@ -232,28 +227,6 @@ def _written_by_keras2(path: Path) -> bool:
     return version.partition(".")[0] in ("1", "2")
 
 
-def _load_keras2(path: Path, own: dict[str, Any], imports: Collection[str], unsafe: bool) -> Any:
-    """Load a model written by Keras 2; raise FileError if that could run code of the file, unless ``unsafe``."""
-    keras = _tf_keras()
-    if unsafe:
-        return keras.models.load_model(path, custom_objects=own, safe_mode=False)
-    if path.is_dir():
-        return _from_numbers(keras, path, own, imports)
-    _refuse_code(path, _configuration(path), imports)
-    with keras.src.saving.serialization_lib.SafeModeScope(True):
-        return keras.models.load_model(path, custom_objects=own)
-
-
-def _tf_keras() -> Any:
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    try:
-        return importlib.import_module("tf_keras")
-    except ImportError as error:
-        hint = "pip install --no-deps tf_keras==2.21.0, with tensorflow 2.21"
-        what = "A model that Keras 2 wrote needs tf_keras."
-        raise MissingDependencyError(what, got=str(error), hint=hint) from error
-
-
 def _configuration(path: Path) -> dict[str, Any]:
     """Read the configuration in a ``.keras`` or HDF5 file: version, layers, loss."""
     if zipfile.is_zipfile(path):
@@ -264,11 +237,10 @@ def _configuration(path: Path) -> dict[str, Any]:
         names = ("keras_version", "model_config", "training_config")
         known = {name: file.attrs[name] for name in names if name in file.attrs}
         words = {name: value.decode() if isinstance(value, bytes) else str(value) for name, value in known.items()}
-        training = words.get("training_config")
         return {
             "keras_version": words["keras_version"],
             "model": json.loads(words["model_config"]),
-            "training": None if training is None else json.loads(training),
+            "training": json.loads(words.get("training_config", "null")),
         }
 
 

@@ -88,6 +88,14 @@ def print_summary(result: Any, *, as_json: bool = False) -> None:
         console.print_plain(f"  {label:<{width}}  {text}")
 
 
+def print_part(part: Any, *, as_json: bool) -> None:
+    """Print a layer of a result or one of its variables; as JSON a layer's summary, or all values of the variable."""
+    if as_json:
+        console.print_json(values_of(part) if isinstance(part, xr.DataArray) else summary_of(part.dataset))
+    else:
+        console.print_plain(part)
+
+
 def _table(parts: list[tuple[str, str, dict[str, Any]]]) -> Table:
     """Return the table of ``rnnlens show``: one row for each layer and direction, with its curve over time."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, pad_edge=False)
@@ -100,11 +108,6 @@ def _table(parts: list[tuple[str, str, dict[str, Any]]]) -> Table:
             blocks, peak = ("", "") if curve is None else (curve.blocks(24), f"{curve.peak:.2g}")
             table.add_row(*said, Text(blocks), Text(label), Text(peak))
     return table
-
-
-def json_of(part: Any) -> Any:
-    """Return a layer as a summary, or a variable with all its values, for JSON."""
-    return values_of(part) if isinstance(part, xr.DataArray) else summary_of(part.dataset)
 
 
 def part_of(result: Any, name: str) -> Any:
@@ -208,36 +211,30 @@ def summary_of(result: Any) -> dict[str, Any]:
         head = {"schema": SCHEMA, "kind": result.kind, "headline": result._headline()}
         loss_words = {"loss": plain(loss)} if isinstance(loss, float) else {}
         return {**head, **loss_words, "layers": layers, **_trust(result), "notes": result.notes}
-    sizes = {"dims": _sizes(result)}
-    kind = "array" if isinstance(result, xr.DataArray) else "dataset"
-    trust = _trust(result) if isinstance(result, LabelledArray) else {}
-    named = {"name": str(result.name)} if kind == "array" else {}
-    attributes = {key: value for key, value in _attributes(result).items() if key != "record"}
-    return {"schema": SCHEMA, "kind": kind, **named, **sizes, "attributes": attributes, "profiles": curves, **trust}
+    found = _described(result)
+    found["attributes"].pop("record", None)
+    return {**found, "profiles": curves, **(_trust(result) if isinstance(result, LabelledArray) else {})}
 
 
 def values_of(array: xr.DataArray) -> dict[str, Any]:
     """Return one variable with all its values; None for values that are not finite."""
-    return {
-        "schema": SCHEMA,
-        "kind": "array",
-        "name": str(array.name),
-        "dims": _sizes(array),
-        "attributes": _attributes(array),
-        "coords": {str(dim): to_host(array[dim].values).tolist() for dim in array.dims if dim in array.coords},
-        "values": plain(to_host(array.values).tolist()),
-    }
+    coords = {str(dim): to_host(array[dim].values).tolist() for dim in array.dims if dim in array.coords}
+    return {**_described(array), "coords": coords, "values": plain(to_host(array.values).tolist())}
 
 
-def _attributes(array: Any) -> dict[str, Any]:
-    return {str(key): plain(value) for key, value in array.attrs.items() if isinstance(value, str | int | float)}
+def _described(data: Any) -> dict[str, Any]:
+    """Return ``schema``, ``kind``, ``name``, ``dims`` and ``attributes`` of an array; a dataset has no name."""
+    attrs = {str(key): plain(value) for key, value in data.attrs.items() if isinstance(value, str | int | float)}
+    sizes = {"dims": _sizes(data), "attributes": attrs}
+    if isinstance(data, xr.DataArray):
+        return {"schema": SCHEMA, "kind": "array", "name": str(data.name), **sizes}
+    return {"schema": SCHEMA, "kind": "dataset", **sizes}
 
 
 def _trust(result: Any) -> dict[str, Any]:
-    certificate = result.certificate
-    stored = (
-        None if certificate is None else {**certificate.to_dict(), "checks": [_check(c) for c in certificate.checks]}
-    )
+    certificate, stored = result.certificate, None
+    if certificate is not None:
+        stored = {**certificate.to_dict(), "checks": [_check(check) for check in certificate.checks]}
     own = [check for check in result.checks if certificate is None or check not in certificate.checks]
     return {"checks": [_check(c) for c in own], "certificate": stored, "provenance": dict(result.provenance)}
 

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from matplotlib.colors import Colormap, LinearSegmentedColormap, Normalize, SymL
 from matplotlib.markers import CARETDOWNBASE
 from matplotlib.ticker import FixedLocator, Formatter, Locator, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-from ._data import Numbers, finite_range, largest_magnitude
+from ._data import Numbers, finite_range
 
 #: Colour of NaN and infinite values. Neither map contains this grey.
 MISSING = "#7a7a7a"
@@ -41,9 +42,9 @@ POSITIVE = _map("rnnlens.positive", _BLUE_WHITE_ORANGE[3:])
 DECADES = 4
 
 
-def line_colours(count: int) -> list[Any]:
+def line_colours(count: int) -> list[str]:
     """Return colours for ``count`` lines that a legend names."""
-    return [CYCLE[i % len(CYCLE)] for i in range(count)]
+    return list(islice(cycle(CYCLE), count))
 
 
 def linear_below(limit: float) -> float:
@@ -51,19 +52,14 @@ def linear_below(limit: float) -> float:
     return max(limit * 10.0**-DECADES, float(np.finfo(float).tiny))
 
 
-def around_zero(limit: float, *, log: bool = False) -> Normalize:
-    """Return a symmetric colour scale from -limit to limit, with 0 white."""
-    limit = limit if limit > 0 and math.isfinite(limit) else 1.0
-    if log:
-        return SymLogNorm(linthresh=linear_below(limit), linscale=0.5, vmin=-limit, vmax=limit, base=10)
-    return Normalize(-limit, limit)
-
-
 def colours(values: Numbers, limit: float, *, log: bool = False, positive: bool | None = None) -> dict[str, Any]:
     """Return colour map and scale of an image: from white up if ``values`` are ``positive``, else white at 0."""
     if is_positive(values) if positive is None else positive:
         return {"cmap": POSITIVE, "norm": from_zero(values, limit, log=log)}
-    return {"cmap": DIVERGING, "norm": around_zero(limit, log=log)}
+    limit = limit if limit > 0 and math.isfinite(limit) else 1.0
+    linear: dict[str, Any] = {"linthresh": linear_below(limit), "linscale": 0.5, "base": 10}
+    norm = SymLogNorm(vmin=-limit, vmax=limit, **linear) if log else Normalize(-limit, limit)
+    return {"cmap": DIVERGING, "norm": norm}
 
 
 def from_zero(values: Numbers, limit: float, *, log: bool = False) -> Normalize:
@@ -126,37 +122,26 @@ class End:
     colour: Any
 
 
-def name_ends(ax: Any, ends: Sequence[End], *, left: bool = False, outside: bool = True) -> None:
+def name_ends(ax: Any, ends: Sequence[End], *, outside: bool = True) -> None:
     """Write the name of each line beside its end, in its colour, without overlaps.
 
     Call it when the limits of the value axis are final. A line without a finite end is named at the lower border. Names
-    are outside of the panel, with its ticks on the other side. On the user's own Axes, which leave no room for that,
-    they are inside, and the axis is lengthened for them.
+    are outside of the panel. On the user's own Axes, which leave no room for that, they are inside, and the axis is
+    lengthened for them; its ticks stay where they were.
     """
-    if not ends:
-        return
-    at = ax.get_xlim()[0 if left else 1]
-    size = ax.get_window_extent().width / ax.figure.dpi, ax.get_window_extent().height / ax.figure.dpi
-    if not outside:
-        _make_room(ax, ends, size[0], left=left)
-    elif left:
-        ax.yaxis.tick_right()
-    tall = _LINE * max(1 + end.words.count("\n") for end in ends) / max(size[1], 0.5)
-    heights = _apart([float(np.clip(_height(ax, end.y), 0.6 * tall, 1 - 0.6 * tall)) for end in ends], tall)
-    over, side = ax.get_xaxis_transform(), "right" if left else "left"
-    for end, height in zip(ends, heights, strict=True):
-        look = {"color": end.colour, "linespacing": 1.05, "gid": "end"}
-        write(ax, end.words, (at, height), (-4 if left else 4, 0), over=over, ha=side, **look)
-
-
-def _make_room(ax: Any, ends: Sequence[End], width: float, *, left: bool) -> None:
-    """Lengthen the axis so that names fit within a panel ``width`` inches wide; ticks stay where they were."""
     low, high = ax.get_xlim()
-    lines = [re.sub(r"\$.*?\$", "dL/dh", line) for end in ends for line in end.words.split("\n")]
-    gutter = min(0.55, (_LETTER * max(map(len, lines)) + 0.12) / max(width, 0.5))
-    room = (high - low) * gutter / (1 - gutter)
-    ax.set_xlim(low - room if left else low, high if left else high + room)
-    ax.xaxis.set_major_locator(FixedLocator([tick for tick in ax.get_xticks() if low <= tick <= high]))
+    extent, dpi = ax.get_window_extent(), ax.figure.dpi
+    lines = [end.words.split("\n") for end in ends]
+    if not outside:
+        letters = max(len(re.sub(r"\$.*?\$", "dL/dh", line)) for several in lines for line in several)
+        gutter = min(0.55, (_LETTER * letters + 0.12) / max(extent.width / dpi, 0.5))
+        ax.set_xlim(low, high + (high - low) * gutter / (1 - gutter))
+        ax.xaxis.set_major_locator(FixedLocator([tick for tick in ax.get_xticks() if low <= tick <= high]))
+    tall = _LINE * max(map(len, lines)) / max(extent.height / dpi, 0.5)
+    heights = _apart([float(np.clip(_height(ax, end.y), 0.6 * tall, 1 - 0.6 * tall)) for end in ends], tall)
+    for end, height in zip(ends, heights, strict=True):
+        look = {"color": end.colour, "linespacing": 1.05, "ha": "left", "gid": "end"}
+        write(ax, end.words, (high, height), (4, 0), over=ax.get_xaxis_transform(), **look)
 
 
 def _height(ax: Any, y: float) -> float:
@@ -214,12 +199,14 @@ def short_number(value: float) -> str:
     return f"{number.removesuffix('.0')}e{int(exponent)}"
 
 
-def step_axis(ax: Any, axis: str, steps: Numbers, *, time: bool = True) -> None:
-    """Tick whole steps, always including the last."""
+def step_axis(ax: Any, axis: str, steps: Numbers, *, time: bool = True, room: float | None = None) -> None:
+    """Tick whole steps, always including the last; with ``room``, also set the limits, that far beyond the steps."""
     steps = np.asarray(steps, dtype=float)
     if not steps.size:
         return
     first, last = float(steps.min()), float(steps.max())
+    if room is not None:
+        ax.set(**{f"{axis}lim": (first - room, last + room)})
     most = 9 if first >= 0 and last <= 9 else 6  # labels of one digit are narrow
     ticks = list(MaxNLocator(nbins=most, integer=True, min_n_ticks=1).tick_values(first, last))
     gap = ticks[1] - ticks[0] if len(ticks) > 1 else 1.0
@@ -273,8 +260,9 @@ class Short(Formatter):
         return f"{x:g}"
 
 
-def log_ticks(ax: Any, axis: str = "y", *, most: int = 7) -> None:
-    """Tick a logarithmic axis with labels that do not overlap."""
+def log_axis(ax: Any, axis: str = "y", *, most: int = 7) -> None:
+    """Make an axis logarithmic, with tick labels that do not overlap."""
+    ax.set(**{f"{axis}scale": "log"})
     place = getattr(ax, f"{axis}axis")
     place.set_major_locator(Powers(most))
     place.set_major_formatter(Short())
@@ -292,11 +280,14 @@ def value_axis(ax: Any, values: Numbers, *, log: bool) -> None:
     """Set limits of the value axis with a margin of 5 %, around 0 for a constant; or a logarithmic axis."""
     if log and is_positive(values):
         log_limits(ax, values, room=2)
-        log_values(ax)
+        log_axis(ax)
         return
     low, high = finite_range(values) or (0.0, 0.0)
     if log:  # of both signs: linear around 0, which is within the limits
-        log_around_zero(ax, largest_magnitude(values))
+        limit = max(-low, high) or 1.0
+        ax.set_yscale("symlog", linthresh=linear_below(limit), linscale=0.5)
+        ax.yaxis.set_major_locator(FixedLocator(decade_ticks(limit)))
+        ax.yaxis.set_minor_locator(NullLocator())
         low, high = min(low, 0.0), max(high, 0.0)
     room = abs(low) * 0.1 or 1.0 if low == high else 0.05 * (high - low)
     ax.set_ylim(low - room, high + room)
@@ -323,19 +314,12 @@ def log_limits(ax: Any, values: Numbers, *, room: float) -> None:
     else:
         ax.set_ylim(low / 2, top * room)
     if ax.get_yscale() == "log":
-        log_ticks(ax)
+        log_axis(ax)
 
 
-def whole_numbers(ax: Any, *axes: str) -> None:
-    """Tick whole numbers only, for axes that count steps or units."""
-    for axis in axes:
-        getattr(ax, f"{axis}axis").set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
-
-
-def log_values(ax: Any) -> None:
-    """Set a logarithmic value axis; call :func:`log_ticks` when its limits are final."""
-    ax.set_yscale("log")
-    log_ticks(ax)
+def whole_numbers(axis: Any) -> None:
+    """Tick whole numbers only, for an axis that counts steps or units."""
+    axis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
 
 
 def decade_ticks(limit: float, linear: float = 0.0) -> list[float]:
@@ -347,14 +331,6 @@ def decade_ticks(limit: float, linear: float = 0.0) -> list[float]:
     few = linear > 0 and top < 200 * linear
     powers = [top * 10.0**-k for k in range(0, DECADES, 1 if few else 2)]
     return sorted([0.0] + [sign * power for power in powers if power >= 1.5 * linear for sign in (1, -1)])
-
-
-def log_around_zero(ax: Any, limit: float) -> None:
-    """Set a symmetric logarithmic value axis over ``DECADES`` decades."""
-    limit = limit or 1.0
-    ax.set_yscale("symlog", linthresh=linear_below(limit), linscale=0.5)
-    ax.yaxis.set_major_locator(FixedLocator(decade_ticks(limit)))
-    ax.yaxis.set_minor_locator(NullLocator())
 
 
 def mark_steps(ax: Any, steps: Any) -> None:

@@ -6,7 +6,6 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -147,9 +146,9 @@ def drawing(artist: type, *, extra: Sequence[str] = (), **table: Check) -> Calla
         def draw(*args: P.args, **kwargs: P.kwargs) -> R:
             handed_on = {name: value for name, value in kwargs.items() if name not in parameters}
             named: dict[str, Any] = {name: value for name, value in kwargs.items() if name in parameters}
-            properties = known_properties(handed_on, artist, figure=function.__name__, extra=extra)
+            _refuse_unknown(handed_on, artist, extra, function.__name__)
             try:
-                return function(*args, **named, **properties)
+                return function(*args, **named, **normalize_kwargs(handed_on, artist))
             except RnnlensError:
                 raise
             except Exception as error:
@@ -177,9 +176,8 @@ def _documented(function: Callable[..., Any], artist: type, extra: Sequence[str]
         if key:
             ordered[key] = entries[key].rstrip("\n")
         elif parameter.kind is parameter.VAR_KEYWORD:
-            further = (
-                "" if not extra else " and keywords of ``Axes.imshow``" if len(extra) > 4 else f", {', '.join(extra)}"
-            )
+            many = len(extra) > 4
+            further = " and keywords of ``Axes.imshow``" if many else "".join(f", {keyword}" for keyword in extra)
             ordered[f"**{name}"] = f"**{name}\n    Properties of matplotlib's {artist.__name__}{further}."
         elif name in DOCUMENTATION:
             ordered[name] = f"{name}\n    {DOCUMENTATION[name]}"
@@ -187,29 +185,16 @@ def _documented(function: Callable[..., Any], artist: type, extra: Sequence[str]
     return f"{before}{heading}{chr(10).join(ordered.values())}{after_heading}{returns}\n\n{RAISES}{references}{sources}"
 
 
-@cache
-def _known(artist: type) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the settable properties of a matplotlib artist class, and their aliases."""
+@functools.cache
+def _properties_of(artist: type) -> frozenset[str]:
+    """Return the settable properties of a matplotlib artist class, with their aliases."""
     inspector = ArtistInspector(artist)
-    aliases = {alias for names in inspector.aliasd.values() for alias in names}
-    return frozenset(inspector.get_setters()), frozenset(aliases)
+    return frozenset(inspector.get_setters()).union(*inspector.aliasd.values())
 
 
-def known_properties(
-    given: Mapping[str, Any],
-    artist: type,
-    *,
-    figure: str,
-    extra: Iterable[str] = (),
-    defaults: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Return the properties in ``given`` with aliases resolved, added to ``defaults``.
-
-    Raise InputError if ``artist`` has no such property and ``extra`` (further keywords of the drawing call) does not
-    name it.
-    """
-    setters, aliases = _known(artist)
-    known = setters | aliases | frozenset(extra)
+def _refuse_unknown(given: Mapping[str, Any], artist: type, extra: Iterable[str], figure: str) -> None:
+    """Raise InputError for a keyword that is no property of ``artist`` and no further one of the drawing call."""
+    known = _properties_of(artist).union(extra)
     for name in given:
         if name not in known:
             raise InputError(
@@ -218,5 +203,3 @@ def known_properties(
                 expected=f"a property of {artist.__name__}",
                 hint=did_you_mean(name, sorted(known)).split(" Known:")[0],
             )
-    clear = normalize_kwargs(dict(given), artist)
-    return {**(defaults or {}), **clear}

@@ -74,7 +74,6 @@ def labelled(
     if isinstance(data, xr.DataArray):
         array = data.copy(data=numbers(data.values, figure), deep=False)
     else:
-        _refuse_whole_results(data, figure)
         values = numbers(data, figure)
         array = xr.DataArray(values, dims=_dims_of(values, figure, dims, guess or OVER_TIME))
     if len(set(array.dims)) < array.ndim:
@@ -279,25 +278,21 @@ def largest_magnitude(*arrays: Numbers) -> float:
     return max((max(abs(low), abs(high)) for low, high in ranges), default=0.0)
 
 
-def nonfinite_counts(values: Numbers) -> tuple[int, int]:
-    """Return the number of NaN values and of infinite values."""
-    nan = infinite = 0
-    for piece in chunks(values):
-        finite = int(np.count_nonzero(np.isfinite(piece)))
-        if finite != piece.size:
-            missing = int(np.count_nonzero(np.isnan(piece)))
-            nan, infinite = nan + missing, infinite + piece.size - finite - missing
-    return nan, infinite
-
-
 def nonfinite_note(values: Numbers) -> str | None:
     """Return a note with counts such as ``"NaN: 3 of 4,000 (0.075 %)"``; None if all values are finite."""
-    parts = [
-        f"{word}: {count:,} of {values.size:,} ({100 * count / values.size:.3g} %)"
-        for word, count in zip(("NaN", "Inf"), nonfinite_counts(values), strict=True)
-        if count
-    ]
-    return ", ".join(parts) or None
+    counts = {"NaN": 0, "Inf": 0}
+    for piece in chunks(values):
+        if not np.isfinite(piece).all():
+            counts["NaN"] += int(np.isnan(piece).sum())
+            counts["Inf"] += int(np.isinf(piece).sum())
+    size = values.size
+    return ", ".join(f"{word}: {n:,} of {size:,} ({100 * n / size:.3g} %)" for word, n in counts.items() if n) or None
+
+
+def nonfinite_by_name(names: Iterable[str], arrays: Iterable[Numbers]) -> list[str]:
+    """Return the notes of :func:`nonfinite_note`, each after a name."""
+    notes = map(nonfinite_note, arrays)
+    return [f"{name}: {note}" for name, note in zip(names, notes, strict=True) if note]
 
 
 def choose(count: int, limit: int, words: str, *, page: int | None = None) -> tuple[list[int], str | None]:
@@ -306,8 +301,6 @@ def choose(count: int, limit: int, words: str, *, page: int | None = None) -> tu
     Without ``page``, items are evenly spaced and include first and last; with it, they are the page-th run of
     ``limit``.
     """
-    if limit < 1:
-        raise InputError(f"At least one of the {words} has to be drawn.", got=limit, expected="1 or more")
     if page is None:
         if count <= limit:
             return list(range(count)), None

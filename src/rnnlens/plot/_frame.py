@@ -137,29 +137,26 @@ class Panels:
         return [ax for half in self.halves for ax in half]
 
     def titled(self, words: str, notes: Iterable[str | None] = ()) -> Drawing:
-        """Set the common title with the notes below it; return a 1-D array of Axes in drawing order."""
-        self._write_title(words, [part for note in notes if note for part in note.split("; ")])
-        found = np.empty(len(self.axes), dtype=object)
-        found[:] = self.axes
-        return found.view(Drawing)
+        """Set the common title with the notes below it; return a 1-D array of Axes in drawing order.
 
-    def _write_title(self, words: str, said: Sequence[str]) -> None:
-        """Write title and notes above all panels, wrapped to the width of the figure, or on the user's first Axes."""
+        They are wrapped to the width of the figure, or of the user's first Axes.
+        """
         for ax in self.axes:
             if _missing(ax.get_title()) or any(line.get_gid() == "non-finite" for line in ax.lines):
                 ax.title.set_color(ALARM)
                 redden(ax)
-        colour = {"color": ALARM} if any(_missing(note) for note in said) else {}
-        if self.owners:
-            width = max(24, int(LETTERS_PER_INCH * _width(self.figure)))
-            if words or said:  # an array without labels has no title
-                self.figure.suptitle(_wrapped(words, said, width), fontsize="medium", **colour)
-            return
-        first = self.axes[0]
-        own = first.get_title()
-        width = max(24, int(LETTERS_PER_INCH * _width(first.figure) * first.get_position().width))
-        whole = [_wrapped(words, said, width), textwrap.fill(own, width)]
-        first.set_title("\n".join(part for part in whole if part), fontsize="medium", **colour)
+        said = [part for note in notes if note for part in note.split("; ")]
+        colour = {"color": ALARM} if any(map(_missing, said)) else {}
+        first, inches = self.axes[0], _inches(self.figure)[0]
+        if self.owners and (words or said):  # an array without labels has no title
+            self.figure.suptitle(_wrapped(words, said, inches), fontsize="medium", **colour)
+        elif not self.owners:
+            inches *= first.get_position().width
+            whole = [_wrapped(words, said, inches), _wrapped(first.get_title(), (), inches)]
+            first.set_title("\n".join(part for part in whole if part), fontsize="medium", **colour)
+        found = np.empty(len(self.axes), dtype=object)
+        found[:] = self.axes
+        return found.view(Drawing)
 
     def label(self, x: Sequence[str] | str, y: str) -> None:
         """Label axes: common labels for each direction with several panels, else labels on the Axes."""
@@ -168,13 +165,14 @@ class Panels:
             if self.owners and len(half) > 1:
                 self.owners[number].supxlabel(label, fontsize="medium")
                 # The second direction has an invisible label, so that both are equally wide.
+                tall = _inches(self.figure)[1]
                 self.owners[number].supylabel(
-                    wrapped_label(y, _height(self.figure)), fontsize="medium", alpha=None if number == 0 else 0.0
+                    wrapped_label(y, tall), fontsize="medium", alpha=None if number == 0 else 0.0
                 )
                 continue
             for ax in half:
                 ax.set_xlabel(label)
-            tall = _height(half[0].figure) * half[0].get_position().height
+            tall = _inches(half[0].figure)[1] * half[0].get_position().height
             half[0].set_ylabel(wrapped_label(y, tall), alpha=None if number == 0 or not self.owners else 0.0)
 
     def value_label(self, words: str) -> None:
@@ -220,17 +218,15 @@ def wrapped_label(words: str, inches: float) -> str:
     return textwrap.fill(words, max(16, int(LETTERS_PER_INCH * inches)))
 
 
-def _height(figure: Any) -> float:
-    return float(figure.bbox.height / figure.dpi)
+def _inches(figure: Any) -> tuple[float, float]:
+    """Return width and height of a figure."""
+    return figure.bbox.width / figure.dpi, figure.bbox.height / figure.dpi
 
 
-def _width(figure: Any) -> float:
-    return float(figure.bbox.width / figure.dpi)
-
-
-def _wrapped(words: str, notes: Iterable[str], width: int) -> str:
-    """Wrap a title, and below it the notes, several to a line if they fit."""
+def _wrapped(words: str, notes: Iterable[str], inches: float) -> str:
+    """Wrap a title, and below it the notes, several to a line if they fit into the width."""
     lines: list[str] = []
+    width = max(24, int(LETTERS_PER_INCH * inches))
     for note in notes:
         joined = f"{lines[-1]}; {note}" if lines else note
         lines = [*lines[:-1], joined] if len(joined) <= width else [*lines, note]
@@ -255,25 +251,17 @@ def near_square(count: int, *, aspect: float = 1.5) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Grid:
-    """Size and arrangement of the panels of one direction.
+    """Size and arrangement of the panels of one direction."""
 
-    Attributes
-    ----------
-    size, margin
-        Width and height of one panel, and of the space for labels and title, in inches.
-    shape
-        Rows and columns; nearly square by default.
-    widths, heights
-        Ratios of the columns, and of the rows; equal by default.
-    ticks
-        Size of the tick labels.
-    """
-
+    #: Width and height of one panel, and of the space for labels and title, in inches.
     size: tuple[float, float] = (2.4, 1.5)
     margin: tuple[float, float] = (0.9, 1.1)
+    #: Rows and columns; nearly square by default.
     shape: tuple[int, int] | None = None
+    #: Ratios of the columns, and of the rows; equal by default.
     widths: Sequence[float] | None = None
     heights: Sequence[float] | None = None
+    #: Font size of the tick labels.
     ticks: str = "small"
 
 

@@ -17,6 +17,7 @@ from ..errors import InputError
 from ..vocabulary import DIRECTION, GATE, SAMPLE, TIME
 from ._axes import Powers, decade_ticks, short_number, step_axis
 from ._data import (
+    OVER_TIME,
     Numbers,
     axis_label,
     finite_range,
@@ -122,20 +123,15 @@ def draw_image(
     if "vmin" in keywords or "vmax" in keywords:
         keywords["norm"] = None
     drawn = ax.imshow(shown, origin="lower" if upward else "upper", extent=extent, **keywords)
-    ax.set(xlim=(left, right), ylim=(top, bottom) if upward else (bottom, top))
-    if x_even:
-        step_axis(ax, "x", x, time=matrix.over_time)
-    if y_even:
-        step_axis(ax, "y", y)
     rows, columns = np.nonzero(missing if empty is None else missing & ~empty)
     if 0 < len(rows) <= MOST_CROSSES:
-        own_limits = ax.get_xlim(), ax.get_ylim()
         ax.plot(xs[columns], ys[rows], "x", color="black", markersize=5, markeredgewidth=1.1, gid="non-finite")
-        ax.set(xlim=own_limits[0], ylim=own_limits[1])
-    if not x_even:
-        name_ticks(ax, "x", xs, [f"{value:g}" for value in x])
-    if not y_even:
-        name_ticks(ax, "y", ys, [f"{value:g}" for value in y])
+    ax.set(xlim=(left, right), ylim=(top, bottom) if upward else (bottom, top))
+    for axis, even, places, centres in (("x", x_even, xs, x), ("y", y_even, ys, y)):
+        if even:
+            step_axis(ax, axis, centres, time=matrix.over_time)
+        else:
+            name_ticks(ax, axis, places, [f"{centre:g}" for centre in centres])
     return drawn
 
 
@@ -146,11 +142,11 @@ def name_ticks(ax: Any, axis: str, places: Sequence[float] | Numbers, names: Seq
     setter(list(places)[::every], labels=list(names)[::every])
 
 
-def separate(ax: Any, axis: str, size: int, names: Sequence[str], *, kind: str = "gate") -> None:
-    """Draw lines between blocks of ``size`` cells along ``axis``, and the name of each block at its middle."""
+def separate(ax: Any, axis: str, size: int, names: Sequence[str]) -> None:
+    """Draw lines between gates, blocks of ``size`` cells along ``axis``, and the name of each at its middle."""
     line = ax.axvline if axis == "x" else ax.axhline
     for number in range(1, len(names)):
-        line(number * size - 0.5, gid=f"{kind} separator", **SEPARATOR)
+        line(number * size - 0.5, gid="gate separator", **SEPARATOR)
     middles = [(number + 0.5) * size - 0.5 for number in range(len(names))]
     name_ticks(ax, axis, middles, names, most=len(names))
     ax.tick_params(axis=axis, length=0)
@@ -161,9 +157,12 @@ def colour_bar(axes: Sequence[Any], drawn: Any, label: str = "", *, among: Seque
 
     Its ends are pointed where values of ``drawn``, or of the images ``among``, exceed the colour scale.
     """
-    figure = axes[0].figure
-    (share, slender), ends = _slender(axes), beyond(drawn.norm, among or [drawn])
-    bar = figure.colorbar(drawn, ax=list(axes), fraction=share, pad=0.02, aspect=slender, extend=ends)
+    figure, boxes = axes[0].figure, [ax.get_window_extent() for ax in axes]
+    width = max(1.0, max(box.x1 for box in boxes) - min(box.x0 for box in boxes))
+    height = max(box.y1 for box in boxes) - min(box.y0 for box in boxes)
+    share = float(np.clip(0.2 * figure.dpi / width, 0.08, 0.3))
+    shape = {"fraction": share, "pad": 0.02, "aspect": max(20.0, height / (share * width))}
+    bar = figure.colorbar(drawn, ax=list(axes), extend=beyond(drawn.norm, among or [drawn]), **shape)
     bar.ax.tick_params(labelsize="small" if label else "x-small")
     if label:
         specs = [(ax.get_subplotspec(), ax) for ax in axes]
@@ -198,20 +197,10 @@ def one_line(words: str, inches: float) -> str:
     return textwrap.shorten(name or words, max(most, 12), placeholder="…")
 
 
-def _slender(axes: Sequence[Any]) -> tuple[float, float]:
-    """Return, for a colour bar as tall as these axes, its share of the width and its aspect ratio."""
-    boxes = [ax.get_window_extent() for ax in axes]
-    width = max(box.x1 for box in boxes) - min(box.x0 for box in boxes)
-    height = max(box.y1 for box in boxes) - min(box.y0 for box in boxes)
-    share = float(np.clip(0.2 * axes[0].figure.dpi / max(width, 1.0), 0.08, 0.3))
-    return share, max(20.0, height / (share * max(width, 1.0)))
-
-
 def beyond(norm: Any, images: Sequence[Any]) -> str:
     """Return which ends of a colour scale are exceeded by values: matplotlib's ``extend``."""
-    arrays: list[Any] = [image.get_array() for image in images if image is not None]
-    values: list[Numbers] = [np.ma.filled(np.ma.asarray(array, dtype=float), np.nan) for array in arrays]
-    ranges = [found for one in values if (found := finite_range(one)) is not None]
+    arrays: list[Any] = [np.ma.asarray(image.get_array(), dtype=float) for image in images if image is not None]
+    ranges = [found for array in arrays if (found := finite_range(np.ma.filled(array, np.nan))) is not None]
     if not ranges or norm.vmin is None or norm.vmax is None:
         return "neither"
     slack = 1e-6 * (norm.vmax - norm.vmin)
@@ -252,7 +241,7 @@ def fade(bar: Any) -> None:
 
 
 #: Dimensions of a plain array by its rank.
-GUESS = {2: (TIME, "unit"), 3: (SAMPLE, TIME, "unit"), 4: (SAMPLE, TIME, GATE, "unit")}
+GUESS = {rank: dims for rank, dims in OVER_TIME.items() if rank > 1}
 
 
 @dataclass(frozen=True)

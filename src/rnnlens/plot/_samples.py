@@ -15,26 +15,25 @@ from ._data import Numbers, names_of, nonfinite_note, of_samples, require_dim
 
 
 def by_loss(array: xr.DataArray, losses: Any, figure: str) -> xr.DataArray:
-    """Name the samples by their losses, that of median loss first; unchanged without losses.
-
-    Raise InputError if there are not as many losses as samples.
-    """
+    """Name the samples by their losses, that of median loss first; unchanged without losses."""
     if losses is None:
         return array
-    require_dim(array, SAMPLE, figure)
-    values = as_numbers("losses", losses)
-    if values.size != array.sizes[SAMPLE]:
-        raise InputError(
-            "losses= has one number for each sample.",
-            got=f"{values.size} numbers",
-            expected=f"{array.sizes[SAMPLE]} of them",
-        )
-    values = values.reshape(-1).astype(float)
+    values = losses_of(array, losses, figure)
     order = typical_first(values)
     names = names_of(array, SAMPLE)
     words = [f"sample {names[i]}, loss {values[i]:.2g}" for i in order]
     words[0] += " (the median)"
     return array.isel({SAMPLE: order}).assign_coords({SAMPLE: np.array(words, dtype=object).astype(str)})
+
+
+def losses_of(array: xr.DataArray, losses: Any, figure: str) -> Numbers:
+    """Return the loss of each sample. Raise InputError if there are not as many losses as samples."""
+    require_dim(array, SAMPLE, figure)
+    values, count = as_numbers("losses", losses), array.sizes[SAMPLE]
+    if values.size != count:
+        what, got = "losses= has one number for each sample.", f"{values.size} numbers"
+        raise InputError(what, got=got, expected=f"{count} of them")
+    return values.reshape(-1).astype(float)
 
 
 def rms_picture(array: xr.DataArray, figure: str) -> xr.DataArray:

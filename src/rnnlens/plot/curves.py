@@ -66,13 +66,13 @@ def curves(
     count = array.sizes[by] if by else 1
     picked, thinned = _data.choose(count, max(1, max_panels // len(gates)), f"{by}s", page=page)
     lines, fewer = _data.choose(array.sizes[along] if along else 1, max_lines, f"{along}s")
+    slots = [(gate, index) for gate in range(len(gates)) for index in picked]
     shape = (len(gates), len(picked)) if len(gates) > 1 else None
     ways = [half.name for half in shown]
-    panels = _frame.open_panels("curves", len(gates) * len(picked), ax, figure, ways=ways, shape=shape)
+    panels = _frame.open_panels("curves", len(slots), ax, figure, ways=ways, shape=shape)
+    most = next(points for limit, points in MOST_POINTS.items() if len(slots) <= limit)
     note = None
     for half, axes in zip(shown, panels.halves, strict=True):
-        most = next(points for limit, points in MOST_POINTS.items() if len(gates) * len(picked) <= limit)
-        slots = [(gate, index) for gate in range(len(gates)) for index in picked]
         for place, (gate, index) in zip(axes, slots, strict=True):
             values = half.data.isel({dim: i for dim, i in ((GATE, gate), (by, index)) if dim in half.data.dims})
             values = values.isel({along: lines}).transpose(along, TIME) if along else values.expand_dims("line")
@@ -81,7 +81,9 @@ def curves(
             words = (gates[gate], _data.place_words(array, by, index) if by else None)
             place.set_title(" · ".join(part for part in words if part), fontsize="small", pad=3)
     _finish(panels, array, shown, shared=shared, log=log)
-    _name_lines(panels, array, along, lines, line)
+    if along and 1 < len(lines) <= _axes.MOST_NAMED and not {"color", "colors", "array"} & set(line):
+        names = _data.names_of(array, along)
+        panels.legend(_handles(panels.axes[0], [names[i] for i in lines]), title=_data.axis_label(array, along))
     cloud = f"{len(lines)} {along}s, black: their median" if len(lines) > _axes.MOST_NAMED else None
     return panels.titled(title or _data.title_of(array), [thinned, fewer, cloud, note, *_samples.notes_of(array)])
 
@@ -139,11 +141,8 @@ def _draw(ax: Any, half: _data.DirectionView, values: Numbers, keywords: dict[st
     if len(x) == 1:
         for row, colour in zip(clean, [look["color"]] * count if many else look["color"], strict=True):
             ax.plot(x, row, "o", markersize=4, gid="point", color=colour, alpha=look["alpha"])
-    margin = 0.5 if len(x) == 1 else 0.0
-    ax.set_xlim(x.min() - margin, x.max() + margin)
-    if len(at) != len(x):
-        return f"lowest and highest of every {2 * -(-len(x) // most)} steps"
-    return None
+    _axes.step_axis(ax, "x", x, room=0.5 if len(x) == 1 else 0.0)
+    return None if len(at) == len(x) else f"lowest and highest of every {2 * -(-len(x) // most)} steps"
 
 
 def _finish(
@@ -155,7 +154,6 @@ def _finish(
         _axes.value_axis(ax, np.concatenate(values) if shared else own, log=log)
         for x, line, colour in _lines(ax) if ax.get_yscale() == "log" else ():
             _axes.mark_below(ax, x, line, colour)
-        _axes.step_axis(ax, "x", _data.positions(shown[0].data, TIME))
     panels.label([half.time_label for half in shown], _data.value_label(array) + (", log scale" if log else ""))
     if shared:
         panels.outer_ticks_only()
@@ -170,18 +168,10 @@ def _lines(ax: Any) -> Iterator[tuple[Numbers, Numbers, Any]]:
             yield x, values, colours[i % len(colours)] if len(colours) else "0.3"
 
 
-def _name_lines(
-    panels: _frame.Panels, array: xr.DataArray, along: str | None, lines: list[int], keywords: dict[str, Any]
-) -> None:
-    """Draw a legend in the first panel if few lines have their own colours."""
-    if along is None or not 1 < len(lines) <= _axes.MOST_NAMED or {"color", "colors", "array"} & set(keywords):
-        return
-    names = _data.names_of(array, along)
-    handles = [
-        panels.axes[0].plot([], [], color=colour, label=names[i])[0]
-        for i, colour in zip(lines, _axes.line_colours(len(lines)), strict=True)
-    ]
-    panels.legend(handles, title=_data.axis_label(array, along))
+def _handles(ax: Any, names: Sequence[str], marker: str = "-") -> list[Any]:
+    """Return legend entries for lines or points in the colours of the cycle."""
+    lines = zip(names, _axes.line_colours(len(names)), strict=True)
+    return [ax.plot([], [], marker, color=colour, markersize=4, label=name)[0] for name, colour in lines]
 
 
 #: Largest number of units that each have their own tick.
@@ -240,7 +230,7 @@ def points(
     _data.refuse_places_of_others(array, panel, "points", DIRECTION, str(unit))
     if panel is not None:
         _data.require_dim(array, panel, "points")
-    keep = [str(d) for d in array.dims if d not in (unit, DIRECTION, SAMPLE) or (d == panel and d != unit)]
+    keep = [str(d) for d in array.dims if d not in (unit, DIRECTION, SAMPLE) or d == panel]
     shown = _data.halves(array)
     slots = _images.slots_of(array, keep)
     picked, thinned = _data.choose(len(slots), max_panels, " x ".join(f"{d}s" for d in keep) or "panels", page=page)
@@ -264,7 +254,10 @@ def points(
     panels.label(_data.axis_label(array, unit), _data.value_label(array) + (", log scale" if log else ""))
     if shared:
         panels.outer_ticks_only()
-    _legend(panels.axes[-1], array, samples, point)
+    if 1 < samples <= _axes.MOST_NAMED and not _COLOURED & set(point):
+        look = {"fontsize": "small", "title_fontsize": "small", "loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
+        handles = _handles(panels.axes[-1], _data.names_of(array, SAMPLE), "o")
+        panels.axes[-1].legend(handles=handles, title=_data.axis_label(array, SAMPLE), **look)
     alike = f"{samples} samples in one colour" if samples > _axes.MOST_NAMED else None
     return panels.titled(title or _data.title_of(array), [thinned, alike, _data.nonfinite_note(array.values)])
 
@@ -302,15 +295,3 @@ def _name_outlier(ax: Any, x: Numbers, values: Numbers, names: list[str] | None)
     words = f"unit {x[unit]:g}" if names is None else f"sample {names[sample]}"
     offset, side = ((-6, 0), "right") if unit > values.shape[1] / 2 else ((6, 0), "left")
     _axes.write(ax, words, (float(x[unit]), float(values[sample, unit])), offset, ha=side, gid="outlier")
-
-
-def _legend(ax: Any, array: xr.DataArray, samples: int, keywords: dict[str, Any]) -> None:
-    if not 1 < samples <= _axes.MOST_NAMED or _COLOURED & set(keywords):
-        return
-    names = _data.names_of(array, SAMPLE)
-    handles = [
-        ax.plot([], [], "o", color=colour, markersize=4, label=name)[0]
-        for name, colour in zip(names, _axes.line_colours(samples), strict=True)
-    ]
-    look = {"fontsize": "small", "title_fontsize": "small", "loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
-    ax.legend(handles=handles, title=_data.axis_label(array, SAMPLE), **look)

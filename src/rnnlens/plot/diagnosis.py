@@ -14,13 +14,13 @@ from matplotlib.collections import PathCollection
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.lines import Line2D
 
-from ..arguments import as_numbers, as_numpy, refuse_large
+from ..arguments import as_numpy, refuse_large
 from ..errors import InputError, shown
 from ..measures.profiles import carriers, lorenz, typical_first
 from ..recurrence.measures import safe_norm
 from ..results.diagnosis import Diagnosis, FixedPoints
 from ..vocabulary import SAMPLE, TIME
-from . import _axes, _data, _frame
+from . import _axes, _data, _frame, _samples
 from ._call import drawing
 from ._data import Numbers
 
@@ -73,7 +73,7 @@ def diagnosis(
     for owner in panels.owners:
         owner._suptitle.set_fontweight("bold")
         if rest and title is None:
-            width = int(13 * owner.bbox.width / panels.figure.dpi)
+            width = int(13 * owner.bbox.width / owner.dpi)
             owner.supxlabel(textwrap.fill(rest[0][:1].upper() + rest[0][1:], width), fontsize="small", color="0.25")
     return drawn
 
@@ -91,7 +91,7 @@ def _over_context(ax: Any, model: xr.Dataset, name: str, colour: str, keywords: 
     _axes.draw_band(ax, context, band[:, 0], band[:, 1], colour, alpha=0.15, gid=None)
     ax.set_xlim(0, float(model["steps"]) + 0.5)
     ax.set_xlabel("steps kept, counted back from the last")
-    _axes.whole_numbers(ax, "x")
+    _axes.whole_numbers(ax.xaxis)
 
 
 def _use(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None:
@@ -142,12 +142,11 @@ def _gradient(ax: Any, node: xr.Dataset, keywords: dict[str, Any]) -> None:
             _share_line(ax, node[name].values, (node[f"{name}_low"].values, node[f"{name}_high"].values), look)
     ax.axhline(1e-4, **_THRESHOLD)
     _axes.write(ax, "vanished: 1e-4", (1, 1e-4), (-2, 2), over=ax.get_yaxis_transform(), va="baseline")
-    ax.set_yscale("log")
+    _axes.log_axis(ax)
     ax.set_ylim(bottom=FLOOR)
-    _axes.log_ticks(ax)
     ax.set(xlabel="k, steps back", ylabel="share of the gradient", title="Gradient surviving k steps back")
     ax.legend(fontsize="x-small", loc="best")
-    _axes.whole_numbers(ax, "x")
+    _axes.whole_numbers(ax.xaxis)
 
 
 def _share_line(ax: Any, values: Numbers, band: tuple[Numbers, Numbers], look: dict[str, Any]) -> None:
@@ -170,9 +169,9 @@ def _time_constants(ax: Any, node: xr.Dataset, keywords: dict[str, Any]) -> None
     finite = np.where(np.isfinite(values), values, np.nan)
     look = {"color": _BLUE, "marker": ".", "markersize": 5, "linewidth": 0.8}
     ax.plot(np.arange(values.size), finite, **{"gid": "timescale", **look, **keywords})
-    _axes.log_values(ax)
+    _axes.log_axis(ax)
     ax.set(xlabel="unit, in ascending order", ylabel="steps", title="Time constants of the gates")
-    _axes.whole_numbers(ax, "x")
+    _axes.whole_numbers(ax.xaxis)
 
 
 _ORDER = LinearSegmentedColormap.from_list("rnnlens.order", ("#56b4e9", "#0072b2", "#08306b"))
@@ -195,15 +194,13 @@ def eigenvalues(values: Any, *, title: str | None = None, ax: Any = None, figure
     -------
     1-D array of two Axes
     """
-    found, colours, label, layer = _of(values)
+    found, times, label, layer = _of(values)
     panels = _frame.open_panels("eigenvalues", 2, ax, figure, size=(3.7, 3.2), shape=(1, 2), widths=(1.25, 1))
-    finite = np.isfinite(found)
-    outside = int((np.abs(found[finite]) > 1).sum())
-    _plane(panels.axes[0], found, colours, label, point)
+    _plane(panels.axes[0], found, times, label, point)
     _moduli(panels.axes[1], found)
-    said = f"{outside:,} of {int(finite.sum()):,} outside the unit circle"
-    bad = int((~finite).sum())
-    missing = f"NaN: {bad:,} of {found.size:,} ({100 * bad / found.size:.3g} %)" if bad else None
+    finite = found[np.isfinite(found)]
+    said = f"{int((np.abs(finite) > 1).sum()):,} of {finite.size:,} outside the unit circle"
+    missing = _data.nonfinite_note(np.where(np.isfinite(found), 0.0, np.nan))
     head = _data.layer_title({"layer": layer}, "eigenvalues of the step Jacobian")
     return panels.titled(title or head, [said, missing])
 
@@ -224,12 +221,8 @@ def _of(values: Any) -> tuple[Numbers, Numbers, str, str]:
     array = as_numpy(values.values if isinstance(values, xr.DataArray) else values)
     refuse_large("values", array, "fewer samples or steps", share=16 / max(array.itemsize, 1))
     if array.dtype.kind not in "cf" or array.ndim == 0 or array.size == 0:
-        raise InputError(
-            "plot.eigenvalues draws eigenvalues.",
-            got=shown(values),
-            expected="numbers, the last axis counting modes",
-            hint="rl.step_eigenvalues(model, x)",
-        )
+        expected, hint = "numbers, the last axis counting modes", "rl.step_eigenvalues(model, x)"
+        raise InputError("plot.eigenvalues draws eigenvalues.", got=shown(values), expected=expected, hint=hint)
     flat = array.reshape(-1, array.shape[-1]).astype(complex)
     return flat, np.zeros(len(flat)), "", ""
 
@@ -362,19 +355,13 @@ def gradient_carriers(
     Lorenz 1905, doi:10.2307/2276207.
     """
     array = _data.labelled(gradient, "gradient_carriers")
-    _data.require_dim(array, SAMPLE, "gradient_carriers")
-    values = as_numbers("losses", losses)
-    ordered = array.transpose(SAMPLE, ...).values.reshape(array.sizes[SAMPLE], -1)
-    if values.size != len(ordered):
-        got, expected = f"{values.size} numbers", f"{len(ordered)} of them"
-        raise InputError("losses= has one number for each sample.", got=got, expected=expected)
-    values = values.reshape(-1).astype(float)
+    values = _samples.losses_of(array, losses, "gradient_carriers")
+    ordered = array.transpose(SAMPLE, ...).values.reshape(len(values), -1)
     norms = np.asarray(safe_norm(ordered.astype(np.float64), axis=1, xp=np))
     panels = _frame.open_panels("gradient_carriers", 2, ax, figure, size=(3.5, 3.1), shape=(1, 2))
     _scatter(panels.axes[0], values, norms, _data.names_of(array, SAMPLE), point)
     _curve(panels.axes[1], norms)
-    share = carriers(norms)
-    count = len(norms)
+    share, count = carriers(norms), len(norms)
     said = None if math.isnan(share) else f"{round(share * count)} of {count} samples carry half of the gradient"
     missing = " and ".join(note for note in (_data.nonfinite_note(array.values), _data.nonfinite_note(values)) if note)
     head = _data.layer_title(array.attrs, "samples that make up the gradient")
@@ -389,10 +376,8 @@ def _scatter(ax: Any, losses: Numbers, norms: Numbers, names: list[str], keyword
     look = {"s": float(np.clip(1200 / max(1, len(norms)), 6, 30)), "color": "#0072b2", "alpha": 0.6, "linewidth": 0}
     ax.scatter(*inside, **{"gid": "samples", "clip_on": False, **look, **keywords})
     ax.set(xlim=limits[0], ylim=limits[1], xlabel="loss of the sample", ylabel="norm of its gradient")
-    ax.set_xscale("log")
-    ax.set_yscale("log")
     for axis in ("x", "y"):
-        _axes.log_ticks(ax, axis, most=6)
+        _axes.log_axis(ax, axis, most=6)
     if seen.any():
         largest = int(np.where(seen, norms, -1.0).argmax())
         for place, words in {int(typical_first(losses)[0]): "typical", largest: "largest"}.items():

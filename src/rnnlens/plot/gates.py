@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,20 +21,6 @@ from ._data import Numbers
 
 #: Largest number of cells of one map.
 CELLS = (120, 160)
-
-
-@dataclass(frozen=True)
-class _Gate:
-    """Data of one row of the figure: one gate of one direction."""
-
-    name: str
-    steps: Numbers
-    mean: Numbers
-    low_share: Numbers
-    high_share: Numbers
-    bounds: tuple[float, float]
-    bad_steps: Numbers
-    empty_steps: Numbers
 
 
 @drawing(PathCollection, extra=("marker", "s"))
@@ -72,20 +57,21 @@ def gates(
     """
     array = _gates_of(layer, "gates")
     _data.require_time(array, "gates")
-    valid = _mask_of(layer, mask, array)
+    if mask is not None and SAMPLE in array.dims:
+        array = array.assign_coords(mask=((SAMPLE, TIME), _mask_of(mask, array)))
     shown = _data.halves(array, as_computed=as_computed)
     count = array.sizes[GATE]
     sizes: dict[str, Any] = {"size": (2.6, 1.7), "margin": (1.0, 1.2), "shape": (count, 3), "widths": (1.3, 1.3, 1)}
     panels = _frame.open_panels("gates", 3 * count, ax, figure, ways=[half.name for half in shown], **sizes)
     for half, axes in zip(shown, panels.halves, strict=True):
         for number in range(count):
-            turned = valid if valid is None or half.time_label == shown[0].time_label else valid[:, ::-1]
-            _draw_row(axes[3 * number : 3 * number + 3], _summary(half, number, turned), point)
+            one, name = half.data.isel({GATE: number}), _data.names_of(half.data, GATE)[number]
+            _draw_row(axes[3 * number : 3 * number + 3], one, name, point)
         for place in axes[:-3]:
             place.tick_params(labelbottom=False)
         _name_columns(axes, half, _data.axis_label(array, _data.unit_dim(array)))
     merged = _images.merge_note([array.sizes[_data.unit_dim(array)], array.sizes[TIME]], CELLS, "unit", "step")
-    masked = "masked steps left out, grey where no sample has one" if valid is not None and not valid.all() else None
+    masked = "masked steps left out, grey where no sample has one" if _samples.hidden(array) is not None else None
     head = _data.layer_title(array.attrs, "gate activity and saturation")
     return panels.titled(title or head, [_data.nonfinite_note(array.values), merged, masked])
 
@@ -99,63 +85,50 @@ def _gates_of(layer: Any, figure: str) -> xr.DataArray:
     return array
 
 
-def _mask_of(layer: Any, mask: Any, array: Any) -> Numbers | None:
-    """Return the mask, (sample, time) of bool, or None."""
-    if mask is None:
-        dataset = _data.dataset_of(layer)
-        mask = dataset["mask"] if dataset is not None and "mask" in dataset else None
-    if mask is None or SAMPLE not in array.dims:
-        return None
+def _mask_of(mask: Any, array: xr.DataArray) -> Numbers:
+    """Return the user's mask, (sample, time) of bool. Raise InputError if it has another shape."""
     values = as_numbers("mask", mask.values if isinstance(mask, xr.DataArray) else mask)
-    wanted = tuple(array.sizes.get(dim, 1) for dim in (SAMPLE, TIME))
+    wanted = (array.sizes[SAMPLE], array.sizes[TIME])
     if values.shape != wanted:
         raise InputError("mask= does not fit the gates.", got=f"shape {values.shape}", expected=f"{wanted}")
     return np.asarray(values != 0)
 
 
-def _summary(half: _data.DirectionView, number: int, valid: Numbers | None) -> _Gate:
-    """Summarise one gate of one direction over samples."""
-    values = _data.of_samples(half.data.isel({GATE: number}), TIME)
-    name = _data.names_of(half.data, GATE)[number]
-    low = -0.9 if name == "candidate" else 0.1
-    where = None if valid is None else valid[:, :, None]
-    shut, opened = saturation_share(values, axis=(0, 1), low=low, high=0.9, where=where, xp=np)
-    bad: Numbers = np.asarray(~np.isfinite(values).all(axis=(0, 2)))
-    mean = (values.mean(axis=0) if where is None else masked_mean(values, where, axis=0, xp=np)).T
-    nowhere = np.zeros(len(bad), dtype=bool) if valid is None else np.asarray(~valid.any(axis=0))
-    top = _data.largest_magnitude(values)
-    bounds = (0.0, 1.0) if name != "candidate" and top <= 1 else (-max(1.0, top), max(1.0, top))
-    return _Gate(name, _data.positions(half.data, TIME), mean, shut, opened, bounds, bad & ~nowhere, nowhere)
-
-
-def _draw_row(axes: list[Any], row: _Gate, keywords: dict[str, Any]) -> None:
+def _draw_row(axes: list[Any], gate: xr.DataArray, name: str, keywords: dict[str, Any]) -> None:
     """Draw activity, map and saturation of one gate."""
     activity, picture, saturation = axes
-    steps, (bottom, top) = row.steps, row.bounds
-    low, high = quantiles(row.mean, q=(0.1, 0.9), axis=0, xp=np)
+    values, steps, real = _data.of_samples(gate, TIME), _data.positions(gate, TIME), _samples.real_steps(gate)
+    where = None if real.all() else real[:, :, None]
+    nowhere = ~real.any(axis=0)
+    mean = (values.mean(axis=0) if where is None else masked_mean(values, where, axis=0, xp=np)).T
+    low, high = quantiles(mean, q=(0.1, 0.9), axis=0, xp=np)
     _axes.draw_band(activity, steps, low, high, "#56b4e9", alpha=0.45)
-    activity.plot(steps, finite_mean(row.mean, axis=0, xp=np), color="#0072b2", linewidth=1.2, gid="mean")
-    _axes.mark_steps(activity, steps[row.bad_steps])
+    activity.plot(steps, finite_mean(mean, axis=0, xp=np), color="#0072b2", linewidth=1.2, gid="mean")
+    _axes.mark_steps(activity, steps[~np.isfinite(values).all(axis=(0, 2)) & ~nowhere])
+    top = max(1.0, _data.largest_magnitude(values))
+    bottom = -top if name == "candidate" or top > 1 else 0.0
     activity.set_ylim(bottom - 0.03 * (top - bottom), top + 0.03 * (top - bottom))
-    margin = 0.5 if len(steps) == 1 else 0
-    activity.set_xlim(steps.min() - margin, steps.max() + margin)
-    activity.set_ylabel("candidate" if row.name == "candidate" else f"{row.name} gate")
-    _axes.step_axis(activity, "x", steps)
-    empty = np.broadcast_to(row.empty_steps, row.mean.shape)
+    activity.set_ylabel(_words(name))
+    _axes.step_axis(activity, "x", steps, room=0.5 if len(steps) == 1 else 0)
     look = {"cmap": _axes.POSITIVE if bottom == 0 else _axes.DIVERGING, "vmin": bottom, "vmax": top}
-    matrix = _images.Matrix(row.mean, steps, np.arange(len(row.mean)), empty)
+    matrix = _images.Matrix(mean, steps, np.arange(len(mean)), np.broadcast_to(nowhere, mean.shape))
     _images.colour_bar([picture], _images.draw_image(picture, matrix, look=look, limits=CELLS))
-    look = {"s": float(np.clip(2500 / len(row.mean), 6, 30)), "color": "#d55e00", "alpha": 0.55, "linewidth": 0}
+    shut, opened = saturation_share(values, axis=(0, 1), low=_ends(name)[0], high=0.9, where=where, xp=np)
+    look = {"s": float(np.clip(2500 / len(mean), 6, 30)), "color": "#d55e00", "alpha": 0.55, "linewidth": 0}
     saturation.plot([0, 1], [1, 0], color="#909090", linewidth=0.8, gid="limit")
-    saturation.scatter(row.high_share, row.low_share, **{"gid": "saturation", "clip_on": False, **look, **keywords})
+    saturation.scatter(opened, shut, **{"gid": "saturation", "clip_on": False, **look, **keywords})
     saturation.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03))
 
 
-def _ends(gate: str) -> tuple[str, str]:
-    """Return the labels for the shares of values near the lower and the upper end of a gate's range."""
+def _words(gate: str) -> str:
+    return gate if gate == "candidate" else f"{gate} gate"
+
+
+def _ends(gate: str) -> tuple[float, str, str]:
+    """Return the bound of values near the lower end of a gate's range, and labels for shares near either end."""
     if gate == "candidate":
-        return "share near -1 (< -0.9)", "share near +1 (> 0.9)"
-    return "share near 0 (< 0.1)", "share near 1 (> 0.9)"
+        return -0.9, "share near -1 (< -0.9)", "share near +1 (> 0.9)"
+    return 0.1, "share near 0 (< 0.1)", "share near 1 (> 0.9)"
 
 
 def _name_columns(axes: list[Any], half: _data.DirectionView, unit: str) -> None:
@@ -167,7 +140,7 @@ def _name_columns(axes: list[Any], half: _data.DirectionView, unit: str) -> None
     axes[-2].set_xlabel(half.time_label)
     names = _data.names_of(half.data, GATE)
     for number, name in enumerate(names):
-        low, high = _ends(name)
+        _, low, high = _ends(name)
         axes[3 * number + 1].set_ylabel(unit, fontsize="small")
         axes[3 * number + 2].set_ylabel(low, fontsize="small")
         if name in ("candidate", names[-1]):
@@ -237,8 +210,7 @@ def _draw_gate_lines(ax: Any, half: _data.DirectionView, data: xr.DataArray, key
             _axes.draw_band(ax, steps, low, high, colour, alpha=0.15, gid=f"band {names[number]}")
         _axes.mark_steps(ax, steps[bad])
     _samples.shade(ax, steps, np.asarray(~real.any(axis=0)))
-    ax.set_xlim(steps.min() - 0.5, steps.max() + 0.5)
-    _axes.step_axis(ax, "x", steps)
+    _axes.step_axis(ax, "x", steps, room=0.5)
 
 
 @drawing(Quiver, extra=("width", "headwidth", "headlength", "pivot"))
@@ -283,9 +255,7 @@ def saturation_arrows(
             first, last = (_shares(half[number].data.isel({GATE: gates.index(gate)}), gate) for half in shown)
             _draw_saturation(place, first, last, gate, arrow)
     head = _data.layer_title(pair[0].attrs, "saturation of the gates, per unit")
-    missing = [
-        f"{name}: {note}" for name, one in zip(names, pair, strict=True) if (note := _data.nonfinite_note(one.values))
-    ]
+    missing = _data.nonfinite_by_name(names, [one.values for one in pair])
     return panels.titled(title or head, [f"from {names[0]} (ring) to {names[1]} (arrow head)", *missing])
 
 
@@ -304,8 +274,7 @@ def _shares(gate: xr.DataArray, name: str) -> Numbers:
     """Return for each unit the shares of its gate values near 1 and near 0, (unit, 2)."""
     unit = _data.unit_dim(gate)
     values = gate.transpose(..., unit).values.reshape(-1, gate.sizes[unit])
-    low = -0.9 if name == "candidate" else 0.1
-    shut, opened = saturation_share(values, axis=0, low=low, high=0.9, xp=np)
+    shut, opened = saturation_share(values, axis=0, low=_ends(name)[0], high=0.9, xp=np)
     return np.stack([opened, shut], axis=1)
 
 
@@ -321,7 +290,7 @@ def _draw_saturation(ax: Any, before: Numbers, after: Numbers, gate: str, keywor
     arrows.set_clip_on(False)
     arrows.set_in_layout(False)  # a unit without a share has no position
     ax.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03), aspect="equal")
-    ax.set_title(gate if gate == "candidate" else f"{gate} gate", fontsize="small", pad=3)
-    low, high = _ends(gate)
+    ax.set_title(_words(gate), fontsize="small", pad=3)
+    _, low, high = _ends(gate)
     ax.set_xlabel(high, fontsize="small")
     ax.set_ylabel(low, fontsize="small")

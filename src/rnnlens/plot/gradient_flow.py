@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -163,8 +163,8 @@ def _of_one(layers: Mapping[str, xr.Dataset], as_computed: bool) -> PanelLines:
     content: PanelLines = {}
     for layer, dataset in layers.items():
         for quantity, (words, colour, style) in GRADIENTS.items():
-            for way, one in _lines_of(dataset, quantity, as_computed):
-                content.setdefault((layer, way), []).append(replace(one, words=words, colour=colour, style=style))
+            for way, one in _lines_of(dataset, quantity, as_computed, words=words, colour=colour, style=style):
+                content.setdefault((layer, way), []).append(one)
     return content
 
 
@@ -177,12 +177,14 @@ def _of_several(networks: Mapping[str, Mapping[str, xr.Dataset]], quantity: str,
     for (network, layers), colour in zip(networks.items(), colours, strict=True):
         for layer, dataset in layers.items():
             words = network if shared or len(layers) == 1 else f"{network} {layer}"
-            for way, one in _lines_of(dataset, quantity, as_computed):
-                content.setdefault((layer if shared else "", way), []).append(replace(one, words=words, colour=colour))
+            for way, one in _lines_of(dataset, quantity, as_computed, words=words, colour=colour):
+                content.setdefault((layer if shared else "", way), []).append(one)
     return content
 
 
-def _lines_of(dataset: xr.Dataset, quantity: str, as_computed: bool) -> Iterator[tuple[str | None, FadingLine]]:
+def _lines_of(
+    dataset: xr.Dataset, quantity: str, as_computed: bool, **look: str
+) -> Iterator[tuple[str | None, FadingLine]]:
     """Yield direction and line of one gradient of a layer; nothing if the layer does not have it."""
     if quantity not in dataset:
         return
@@ -195,11 +197,11 @@ def _lines_of(dataset: xr.Dataset, quantity: str, as_computed: bool) -> Iterator
     for half in _data.halves(array, as_computed=as_computed):
         backward = BACKWARD in (half.name, dataset.attrs.get("direction"))
         from_start = backward and not (as_computed and half.name == BACKWARD)
-        line = _fading(quantity, half, dataset.sizes.get(TIME, 1), from_start=from_start)
-        yield half.name, replace(line, notes=notes)
+        count = dataset.sizes.get(TIME, 1)
+        yield half.name, _fading(quantity, half, count, from_start=from_start, notes=notes, **look)
 
 
-def _fading(quantity: str, half: _data.DirectionView, count: int, *, from_start: bool) -> FadingLine:
+def _fading(quantity: str, half: _data.DirectionView, count: int, *, from_start: bool, **other: Any) -> FadingLine:
     """Summarise one direction over samples; ``from_start``: the recurrence ends at the first step."""
     values = half.data
     timed = values if TIME in values.dims else values.expand_dims(TIME)
@@ -211,13 +213,13 @@ def _fading(quantity: str, half: _data.DirectionView, count: int, *, from_start:
     nowhere = ~real.any(axis=0)
     bad = ~np.isfinite(values.values).all(axis=tuple(i for i, d in enumerate(values.dims) if d != TIME))
     bad = np.atleast_1d(bad) & ~nowhere
-    median, low, high = (np.where(bad, np.nan, part) for part in (shape.median, shape.low, shape.high))
+    band: dict[str, Any] = {name: np.where(bad, np.nan, getattr(shape, name)) for name in ("median", "low", "high")}
     recurrent = TIME in values.dims and quantity != "output_grad"
     reach = gradient_reach(real_first(norms[:, against], real[:, against], xp=np)) if recurrent else 0
     zeros = int(((norms == 0) | ~real).all(axis=0).sum() - nowhere.sum())
+    other |= {"bad": steps[bad], "padded": steps[nowhere], "reset": values.coords.get("reset")}
     label = half.time_label
-    line = FadingLine(quantity, "", steps, median, low, high, reach, zeros, steps[bad], steps[nowhere], label)
-    return replace(line, reset=values.coords.get("reset"))
+    return FadingLine(quantity, steps=steps, reach=reach, zeros=zeros, time_label=label, **band, **other)
 
 
 def _open(keys: Sequence[tuple[str, str | None]], ax: Any, figure: Any) -> _frame.Panels:
@@ -256,15 +258,13 @@ def _draw(ax: Any, lines: Sequence[FadingLine], keywords: Mapping[str, Any], val
     longest = max(lines, key=lambda one: len(one.steps))
     _samples.shade(ax, longest.padded, np.ones(len(longest.padded), dtype=bool))
     _samples.mark_resets(ax, longest.reset, longest.steps)
-    _axes.log_values(ax)
+    _axes.log_axis(ax)
     _axes.log_limits(ax, np.maximum(values, np.where(values > 0, FLOOR, 0)), room=2)
     if ax.get_ylim()[0] < FLOOR or (values == 0).any():
         ax.set_ylim(bottom=FLOOR)
-    every = np.concatenate([one.steps for one in lines])
-    ax.set_xlim(float(every.min()) - 0.5, float(every.max()) + 0.5)
+    _axes.step_axis(ax, "x", np.concatenate([one.steps for one in lines]), room=0.5)
     for one in lines:
         _point_down(ax, one)
-    _axes.step_axis(ax, "x", every)
 
 
 def _point_down(ax: Any, one: FadingLine) -> None:

@@ -21,6 +21,9 @@ from . import _axes, _data, _frame, _images, _samples
 from ._call import drawing
 from ._data import Numbers
 
+#: Label of the RMS over samples.
+_RMS = "RMS, share of the peak"
+
 
 @drawing(AxesImage, extra=_images.IMSHOW, samples=one_of("panels", "rms"))
 def heatmap(
@@ -98,7 +101,7 @@ def heatmap(
                 _samples.mark_resets(place, one.coords.get("reset"), matrix.x)
     labels = [half.time_label if dims_of.across == TIME else _data.axis_label(array, dims_of.across) for half in shown]
     panels.label(labels, dims_of.label(array))
-    words = "RMS, share of the peak" if samples == "rms" else _data.value_label(array)
+    words = _RMS if samples == "rms" else _data.value_label(array)
     _images.colour_bars(panels, drawn, words, shared=shared, wanted=colorbar)
     panels.outer_ticks_only()
     merged = _images.merge_note(shape, cells, dims_of.down, dims_of.across)
@@ -164,22 +167,18 @@ def before_after(
     1-D array of Axes: before, after, ratio, row by row, forward before backward
     """
     pairs = _pairs(before, after, quantity, dims)
-    one_layer = len(pairs) == 1
+    one_layer, rms = len(pairs) == 1, samples == "rms"
     shown = {name: [_samples.by_loss(one, losses, "before_after") for one in pair] for name, pair in pairs.items()}
-    if samples == "rms":
+    if rms:
         shown = {name: [_samples.rms_picture(one, "before_after") for one in pair] for name, pair in shown.items()}
     rows, ways = _rows(shown, as_computed)
     picked, thinned = _data.choose(len(rows[0]), max_rows, "samples" if one_layer else "rows", page=page)
     every = [one for pair in shown.values() for one in pair]
     top = limit if limit is not None else _data.largest_magnitude(*(one.values for one in every))
-    shape = (len(picked), 3)
-    panels = _frame.open_panels(
-        "before_after", 3 * len(picked), ax, figure, ways=ways, size=(2.9, 2.2), margin=(2.2, 1.1), shape=shape
-    )
+    sizes: dict[str, Any] = {"size": (2.9, 2.2), "margin": (2.2, 1.1), "shape": (len(picked), 3)}
+    panels = _frame.open_panels("before_after", 3 * len(picked), ax, figure, ways=ways, **sizes)
     look = {**_axes.colours(np.concatenate([one.values.reshape(-1) for one in every]), top, log=log), **image}
-    value, times = _data.value_label(every[0]), "times as large"
-    if samples == "rms":
-        value, times = "RMS, share of the peak", "times the share"
+    value, times = (_RMS, "times the share") if rms else (_data.value_label(every[0]), "times as large")
     for axes, of_half in zip(panels.halves, rows, strict=True):
         for i, row in enumerate(picked):
             drawn = _draw_row(axes[3 * i : 3 * i + 3], of_half[row], names, losses is not None, look)
@@ -192,11 +191,8 @@ def before_after(
     if one_layer:
         panels.outer_ticks_only()
     merged = _images.merge_note(first.dims.shape(first.before), CELLS, first.dims.down, first.dims.across)
-    missing = [
-        f"{name}: {note}"
-        for name, side in zip(names, zip(*pairs.values(), strict=True), strict=True)
-        if (note := _data.nonfinite_note(np.concatenate([one.values.reshape(-1) for one in side])))
-    ]
+    sides = (np.concatenate([one.values.reshape(-1) for one in side]) for side in zip(*pairs.values(), strict=True))
+    missing = _data.nonfinite_by_name(names, sides)
     head = _data.title_of(every[0]) if one_layer else str(every[0].attrs.get("long_name", quantity))
     return panels.titled(title or head, [thinned, merged, *missing])
 
@@ -216,17 +212,14 @@ def _pairs(before: Any, after: Any, quantity: str, dims: Any) -> dict[str, tuple
     """Return the arrays of both moments, by layer if there are several."""
 
     def read(one: Any) -> dict[str, xr.DataArray]:
-        whole = _data.dataset_of(one) is None and (
-            isinstance(one, Mapping | xr.DataTree) or has_attribute(one, "layers")
-        )
-        layers = _data.layers_of(one, "before_after") if whole else {}
-        members = layers if len(layers) > 1 else {"": one}
-        return {
-            name: _data.labelled(
-                _data.variable(part, quantity, "before_after"), "before_after", dims=dims, guess=_images.GUESS
-            )
-            for name, part in members.items()
+        many = isinstance(one, Mapping | xr.DataTree) or has_attribute(one, "layers")
+        layers = _data.layers_of(one, "before_after") if many and _data.dataset_of(one) is None else {}
+        parts = {
+            name: _data.variable(part, quantity, "before_after")
+            for name, part in (layers if len(layers) > 1 else {"": one}).items()
         }
+        guess = _images.GUESS
+        return {name: _data.labelled(part, "before_after", dims=dims, guess=guess) for name, part in parts.items()}
 
     first, second = read(before), read(after)
     found = {}

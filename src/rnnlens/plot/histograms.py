@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import xarray as xr
-from matplotlib.patches import StepPatch
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, StepPatch
 from matplotlib.ticker import MaxNLocator
 
 from ..arguments import either, one_of, switch
 from ..errors import InputError
+from ..vocabulary import IN_FEATURE, IN_TIME, OUT_TIME, OUT_UNIT, SAMPLE
 from . import _axes, _data, _frame, _images
 from ._call import drawing
 from ._data import Numbers
@@ -44,12 +46,12 @@ def count_in_bins(values: Numbers, edges: Numbers) -> Numbers:
 def draw_panel(ax: Any, content: Mapping[str, Numbers], edges: Numbers, keywords: Mapping[str, Any]) -> None:
     """Draw one histogram per layer: filled if alone, lightly filled if there are two, outlines if there are more.
 
-    If all values of a panel are equal, the value and its count are written instead.
+    If all finite values of a panel are equal and more than one, the value and its count are written instead.
     """
-    several = len(content) > 1
-    same = None if several else one_value(next(iter(content.values())))
-    if same is not None:
-        count, value = same
+    several, first = len(content) > 1, next(iter(content.values()))
+    low, value = _data.finite_range(first) or (0.0, 1.0)
+    if not several and low == value and first.size > 1:
+        count = int(np.isfinite(first).sum())
         ax.axvline(value, color="#0072b2", linewidth=1.4, gid="constant")
         at, over = (value, 0.5), ax.get_xaxis_transform()
         _axes.write(ax, f"{count:,} x {value:g}", at, (4, 0), over=over, ha="left", fontsize="small", gid="constant")
@@ -69,14 +71,6 @@ def draw_panel(ax: Any, content: Mapping[str, Numbers], edges: Numbers, keywords
         ax.stairs(counts, edges, **{"gid": f"histogram {name}".strip(), **look, **keywords})
     ax.set_xlim(edges[0], edges[-1])
     ax.xaxis.set_major_locator(MaxNLocator(nbins=4))
-
-
-def one_value(values: Numbers) -> tuple[int, float] | None:
-    """Return count and value if all finite values are equal and more than one; else None."""
-    found = _data.finite_range(values)
-    if found is None or found[0] != found[1] or values.size < 2:
-        return None
-    return int(np.isfinite(values).sum()), found[0]
 
 
 def _steps_of(ax: Any) -> list[Any]:
@@ -116,13 +110,7 @@ def _write_counts(ax: Any, top: float, clip_peaks: int) -> None:
 
 
 #: Dimensions of a plain array by its rank.
-GUESS = {
-    1: ("value",),
-    2: ("time", "unit"),
-    3: ("sample", "time", "unit"),
-    4: ("sample", "time", "gate", "unit"),
-    5: ("sample", "out_time", "out_unit", "in_time", "in_feature"),
-}
+GUESS = {**_data.OVER_TIME, 1: ("value",), 5: (SAMPLE, OUT_TIME, OUT_UNIT, IN_TIME, IN_FEATURE)}
 
 
 @drawing(StepPatch)
@@ -167,9 +155,6 @@ def histogram(
     -------
     1-D array of Axes, in panel order
     """
-    if (bins is not None and bins < 1) or clip_peaks < 0:
-        got, expected = f"bins={bins}, clip_peaks={clip_peaks}", "bins >= 1, clip_peaks >= 0"
-        raise InputError("A histogram needs bins.", got=got, expected=expected)
     layers = _layers(data, dims, overlay)
     first = next(iter(layers.values()))
     by = [panel] if isinstance(panel, str) else list(panel or ())
@@ -183,13 +168,17 @@ def histogram(
     contents = [{name: array.isel(slots[i][0]).values for name, array in layers.items()} for i in picked]
     common = equal_bins([values for content in contents for values in content.values()], bins) if shared else None
     for place, content, i in zip(panels.axes, contents, picked, strict=True):
-        draw_panel(place, content, common if common is not None else equal_bins(list(content.values()), bins), step)
+        draw_panel(place, content, equal_bins(list(content.values()), bins) if common is None else common, step)
         notes = map(_data.nonfinite_note, content.values())  # the exact share of NaN and Inf
         place.set_title("\n".join(part for part in (slots[i][1], *notes) if part), fontsize="small", pad=3)
     scale_counts(panels.axes, shared=shared, log=log, clip_peaks=clip_peaks)
     panels.label(_data.value_label(first), "count" + (", log scale" if log else ""))
     if len(layers) > 1:
-        name_layers(panels, list(layers), _data.axis_label(first, overlay) if overlay else None)
+        pairs = list(zip(layers, _axes.line_colours(len(layers)), strict=True))
+        handles: list[Any] = [Line2D([], [], color=colour, label=name) for name, colour in pairs]
+        if len(pairs) == 2:
+            handles = [Patch(color=colour, alpha=0.6, label=name) for name, colour in pairs]
+        panels.legend(handles, title=_data.axis_label(first, overlay) if overlay else None)
     if shared:
         panels.outer_ticks_only()
     everything = None if len(layers) > 1 else _data.nonfinite_note(first.values)
@@ -213,16 +202,6 @@ def _layers(data: Any, dims: Sequence[str] | None, overlay: str | None) -> dict[
         return {"": array}
     _data.require_dim(array, overlay, "histogram")
     return {name: array.isel({overlay: i}) for i, name in enumerate(_data.names_of(array, overlay))}
-
-
-def name_layers(panels: _frame.Panels, names: Sequence[str], title: str | None) -> None:
-    """Draw the legend beside the panels."""
-    pairs = list(zip(names, _axes.line_colours(len(names)), strict=True))
-    if len(pairs) > 2:
-        handles: list[Any] = [panels.axes[0].plot([], [], color=colour, label=name)[0] for name, colour in pairs]
-    else:
-        handles = [panels.axes[0].fill_between([], [], color=colour, alpha=0.6, label=name) for name, colour in pairs]
-    panels.legend(handles, title=title)
 
 
 @drawing(StepPatch, shared=either(switch, one_of("row"), expected="True, False or 'row'"))
@@ -264,10 +243,10 @@ def weights_histogram(
     kernels, attrs = kernels_of(weights, "weights_histogram", grad=grad)
     columns = by_direction(kernels)
     panels, places = _open(columns, ax, figure)
-    everything = equal_bins([kernel.values for kernel in kernels], bins)
+    edges = equal_bins([kernel.values for kernel in kernels], bins) if shared is True else None
     for column, axes in zip(columns.values(), places, strict=True):
         for kernel, row in zip(column, axes, strict=True):
-            _draw_row(row, kernel, everything if shared is True else None, bins, step, shared=bool(shared))
+            _draw_row(row, kernel, equal_bins([kernel.values], bins) if shared == "row" else edges, bins, step)
             if shared is not True:
                 scale_counts(row, shared=bool(shared), log=log, clip_peaks=clip_peaks)
     if shared is True:
@@ -300,15 +279,13 @@ def _open(columns: dict[str | None, list[Kernel]], ax: Any, figure: Any) -> tupl
 
 
 def _draw_row(
-    row: list[Any], kernel: Kernel, edges: Numbers | None, bins: int | None, keywords: dict[str, Any], *, shared: bool
+    row: list[Any], kernel: Kernel, edges: Numbers | None, bins: int | None, keywords: dict[str, Any]
 ) -> None:
-    """Draw the gates of one kernel."""
-    if edges is None and shared:
-        edges = equal_bins([kernel.values], bins)
+    """Draw the gates of one kernel in common bins, or each in ``bins`` of its own."""
     for number, ax in enumerate(row):
         values = np.ascontiguousarray(kernel.values[:, number, :])
         draw_panel(ax, {"": values}, edges if edges is not None else equal_bins([values], bins), keywords)
         words = " · ".join(part for part in (kernel.title, kernel.gates[number] if kernel.gates else "") if part)
         ax.set_title("\n".join(part for part in (words, _data.nonfinite_note(values)) if part), fontsize="small", pad=3)
-        if number and shared:
+        if number and edges is not None:
             ax.tick_params(labelleft=False)

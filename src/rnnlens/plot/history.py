@@ -63,18 +63,14 @@ def weight_norms(
             hint="select layers, or raise max_panels=",
         )
     size = (5.0, 3.0) if len(layers) == 1 else (3.4, 2.1)
-    drawn: dict[str, dict[str, Any]] = {}
     panels = _frame.open_panels("weight_norms", len(layers), ax, figure, size=size, margin=(1.4, 1.0))
-    for place, (layer, members) in zip(panels.axes, layers.items(), strict=True):
-        drawn[layer] = _draw_norms(place, steps, members, line)
-        place.set_title(layer, fontsize="small", pad=3)
     everything = np.concatenate(list(lines.values()))
-    used = False
     for place, (layer, members) in zip(panels.axes, layers.items(), strict=True):
-        mine = everything if shared else np.concatenate(list(members.values()))
-        used = _scale(place, mine, log=log) or used
-        _name(place, steps, members, drawn[layer], outside=bool(panels.owners))
-    panels.label(words, "norm" + (", log scale" if used else ""))
+        drawn = _draw_norms(place, steps, members, line)
+        place.set_title(layer, fontsize="small", pad=3)
+        _scale(place, everything if shared else np.concatenate(list(members.values())), log=log)
+        _name(place, steps, members, drawn, outside=bool(panels.owners))
+    panels.label(words, "norm, log scale" if any(place.get_yscale() == "log" for place in panels.axes) else "norm")
     if shared:
         panels.outer_ticks_only()
     return panels.titled(title or "norms of weights while training", [_data.nonfinite_note(everything)])
@@ -87,16 +83,11 @@ def _lines_of(history: Any) -> tuple[dict[tuple[str, str], Numbers], Numbers, st
     if isinstance(history, xr.Dataset | xr.DataArray):
         return _labelled_lines(history)
     if isinstance(history, Mapping) and history:
-        found = {
-            str(name): np.atleast_1d(_data.labelled(values, "weight_norms").values) for name, values in history.items()
-        }
-        lengths = {values.shape for values in found.values()}
-        if len(lengths) == 1 and len(next(iter(lengths))) == 1:
-            return (
-                {_parted(name): values for name, values in found.items()},
-                np.arange(next(iter(lengths))[0]),
-                "training step",
-            )
+        arrays = {_parted(str(name)): _data.labelled(values, "weight_norms") for name, values in history.items()}
+        found = {parts: np.atleast_1d(array.values) for parts, array in arrays.items()}
+        shape, *others = {values.shape for values in found.values()}
+        if not others and len(shape) == 1:
+            return found, np.arange(shape[0]), "training step"
     raise InputError(
         "plot.weight_norms draws a history of norms.",
         got=type(history).__name__,
@@ -113,12 +104,11 @@ def _parted(name: str) -> tuple[str, str]:
 
 def _labelled_lines(history: xr.Dataset | xr.DataArray) -> tuple[dict[tuple[str, str], Numbers], Numbers, str]:
     arrays = {str(n): a for n, a in history.data_vars.items()} if isinstance(history, xr.Dataset) else {"": history}
-    if not arrays:
-        raise InputError("plot.weight_norms draws a history of norms.", got="nothing in it")
-    first = next(iter(arrays.values()))
+    first = next(iter(arrays.values()), xr.DataArray(0.0))
     dims = [str(d) for d in first.dims]
     if not dims:
-        raise InputError("plot.weight_norms draws a history of norms.", got="norms without a training dimension")
+        got = "norms without a training dimension" if arrays else "nothing in it"
+        raise InputError("plot.weight_norms draws a history of norms.", got=got)
     along = next((name for name in ROWS if name in dims), dims[0])
     found: dict[tuple[str, str], Numbers] = {}
     for name, array in arrays.items():
@@ -157,23 +147,18 @@ def _draw_norms(ax: Any, steps: Numbers, members: dict[str, Numbers], keywords: 
     return drawn
 
 
-def _scale(ax: Any, values: Numbers, *, log: bool) -> bool:
-    """Set the value axis; return whether it is logarithmic."""
+def _scale(ax: Any, values: Numbers, *, log: bool) -> None:
+    """Set the value axis."""
     finite = values[np.isfinite(values)]
     positive = finite[finite > 0]
-    if not finite.size:
-        return False
     if log and positive.size and positive.max() >= 10 * positive.min():
-        ax.set_ylim(float(positive.min()) / 1.3, float(positive.max()) * 1.3)
-        ax.set_yscale("log")
+        _axes.log_axis(ax)
         _axes.log_limits(ax, finite, room=1.3)
-        return True
-    low, high = float(finite.min()), float(finite.max())
-    # The axis starts at 0 if the values are close to it; small changes of a large norm need a narrow range.
-    ax.set_ylim(
-        min(0.0, low) if low < 0.5 * high else low - 0.15 * (high - low or high), high + 0.08 * (high - low or high)
-    )
-    return False
+    elif finite.size:
+        low, high = float(finite.min()), float(finite.max())
+        room = high - low or high
+        # The axis starts at 0 if the values are close to it; small changes of a large norm need a narrow range.
+        ax.set_ylim(min(0.0, low) if low < 0.5 * high else low - 0.15 * room, high + 0.08 * room)
 
 
 def _name(ax: Any, steps: Numbers, members: dict[str, Numbers], drawn: dict[str, Any], *, outside: bool) -> None:
@@ -229,9 +214,7 @@ def norm_history(
     panels = _frame.open_panels("norm_history", 2, ax, figure, ways=ways, ticks="medium", **sizes)
     for number, places in enumerate(panels.halves):
         rows = [_row(halves_of[number].data) for halves_of in shown]
-        _draw_history(
-            places, names, _data.positions(shown[0][number].data, TIME), rows, {"log": log, "keywords": image}
-        )
+        _draw_history(places, names, _data.positions(shown[0][number].data, TIME), rows, log=log, keywords=image)
         places[0].set_xlabel(shown[0][number].time_label)
     several = first.sizes.get(SAMPLE, 1)
     note = f"median of {several} samples, each by its own peak" if several > 1 else "each moment by its own peak"
@@ -246,13 +229,10 @@ def _moments(history: Any, quantity: str) -> dict[Any, xr.DataArray]:
     if isinstance(history, xr.DataArray):
         along = next((name for name in ROWS if name in history.dims and name != TIME), None)
         if along is None:
-            got, names = f"dimensions ({', '.join(map(str, history.dims))})", ROWS[: ROWS.index(TIME)]
-            raise InputError(
-                "plot.norm_history needs a training dimension.", got=got, expected=f"one of {', '.join(names)}"
-            )
-        found = {
-            step: history.isel({along: i}, drop=True) for i, step in enumerate(_data.positions(history, along).tolist())
-        }
+            got, expected = f"dimensions ({', '.join(map(str, history.dims))})", f"one of {', '.join(ROWS[:-1])}"
+            raise InputError("plot.norm_history needs a training dimension.", got=got, expected=expected)
+        steps = _data.positions(history, along).tolist()
+        found = {step: history.isel({along: i}, drop=True) for i, step in enumerate(steps)}
     elif isinstance(history, Mapping) and history and _data.dataset_of(history) is None:
         found = {name: _data.variable(one, quantity, "norm_history", masked=True) for name, one in history.items()}
     else:
@@ -282,11 +262,13 @@ def _row(array: xr.DataArray) -> tuple[Numbers, Numbers, tuple[float, float, flo
     return shape, np.asarray(~real.any(axis=0)), quartiles(sample_peaks(np.where(real, norms, 0.0)))
 
 
-def _draw_history(places: list[Any], names: list[Any], steps: Numbers, rows: list[Any], look: dict[str, Any]) -> None:
+def _draw_history(
+    places: list[Any], names: list[Any], steps: Numbers, rows: list[Any], *, log: bool, keywords: dict[str, Any]
+) -> None:
     """Draw the map of gradient shapes, and the sizes beside it."""
     shapes, empty = np.stack([row[0] for row in rows]), np.stack([row[1] for row in rows])
     at = np.arange(len(rows))
-    colours = {"cmap": _axes.POSITIVE, "norm": _axes.from_zero(shapes, 1.0, log=look["log"]), **look["keywords"]}
+    colours = {"cmap": _axes.POSITIVE, "norm": _axes.from_zero(shapes, 1.0, log=log), **keywords}
     drawn = _images.draw_image(places[0], _images.Matrix(shapes, steps, at, empty), look=colours, upward=True)
     numeric = all(isinstance(name, int | float | np.number) for name in names)
     _images.name_ticks(places[0], "y", at, [f"{name:g}" if numeric else str(name) for name in names])
@@ -301,6 +283,5 @@ def _draw_history(places: list[Any], names: list[Any], steps: Numbers, rows: lis
     positive = positive[np.isfinite(positive) & (positive > 0)]
     if positive.size:
         size.set_xlim(float(positive.min()) / 1.5, float(positive.max()) * 1.5)
-        size.set_xscale("log")
-        _axes.log_ticks(size, "x", most=3)
+        _axes.log_axis(size, "x", most=3)
     _images.colour_bar([size], drawn, "share of the sample's peak")

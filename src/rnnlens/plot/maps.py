@@ -90,18 +90,14 @@ def maps(
             drawn.append(_images.draw_image(place, dims_of.matrix(one), look=look, limits=_CELLS))
             if len(space) == 2:
                 place.set_title(f"step {_data.positions(half.data, TIME)[step]:g}", fontsize="small", pad=3)
-    panels.label(_data.axis_label(pictures, dims_of.across), _data.axis_label(pictures, dims_of.down))
-    value = _data.value_label(one_sample)
-    _images.colour_bars(
-        panels, drawn, f"norm of {value}" if words and channel is None else value, shared=True, wanted=colorbar
-    )
-    panels.outer_ticks_only()
     down, across = (_data.axis_label(pictures, dim) for dim in (dims_of.down, dims_of.across))
-    merged = _images.merge_note(
-        [whole_pictures.sizes[dim] for dim in (dims_of.down, dims_of.across)], _CELLS, down, across
-    )
-    number = [_data.place_words(whole_array, SAMPLE, sample)] if SAMPLE in whole_array.dims else []
-    head = " · ".join([*filter(None, [_data.title_of(one_sample), words]), *number])
+    panels.label(across, down)
+    value = f"norm of {_data.value_label(one_sample)}" if words and channel is None else _data.value_label(one_sample)
+    _images.colour_bars(panels, drawn, value, shared=True, wanted=colorbar)
+    panels.outer_ticks_only()
+    merged = _images.merge_note(dims_of.shape(whole_pictures), _CELLS, down, across)
+    number = _data.place_words(whole_array, SAMPLE, sample) if SAMPLE in whole_array.dims else ""
+    head = " · ".join(filter(None, [_data.title_of(one_sample), words, number]))
     return panels.titled(title or head, [thinned, merged, *missing])
 
 
@@ -137,9 +133,8 @@ def _place(array: xr.DataArray, dim: str | None, index: int) -> xr.DataArray:
     count = 0 if dim is None else array.sizes.get(dim, 0)
     if index >= count:
         name = SAMPLE if dim == SAMPLE else CHANNEL
-        got = (
-            f"{name}={index} of {count}" if count else f"{name}={index}, dimensions ({', '.join(map(str, array.dims))})"
-        )
+        there = f" of {count}" if count else f", dimensions ({', '.join(map(str, array.dims))})"
+        got = f"{name}={index}{there}"
         expected = f"{name}=0 to {count - 1}" if count else f"an array with {name}s"
         raise InputError(f"There is no such {name}.", got=got, expected=expected)
     return array.isel({dim: index}, drop=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,7 @@ class _Curve:
     high: Numbers | None
     mean_lag: float
     horizon: int
-    colour: Any = "#0072b2"
+    colour: str
 
     @property
     def words(self) -> str:
@@ -111,15 +111,12 @@ def lag_profile(
             if half.name == BACKWARD:  # lag counts from the output step to later input steps
                 norms, where, times = np.swapaxes(norms, -1, -2), np.swapaxes(where, -1, -2), times[::-1]
             words = " ".join(part for part in (name, half.name) if part)
-            curves.append(_curve(words, _rows(norms, where, times), samples, epsilon, confidence))
+            colour = _axes.line_colours(len(curves) + 1)[-1]
+            curves.append(_curve(words, colour, _rows(norms, where, times), samples, epsilon, confidence))
     panels = _frame.open_panels("lag_profile", 1, ax, figure, size=(6.2, 3.4))
-    place = panels.axes[0]
-    curves = [
-        replace(curve, colour=colour) for curve, colour in zip(curves, _axes.line_colours(len(curves)), strict=True)
-    ]
     for curve in curves:
-        _draw_lags(place, curve, line)
-    _scale(place, curves, delays, outside=bool(panels.owners))
+        _draw_lags(panels.axes[0], curve, line)
+    _scale(panels.axes[0], curves, delays, outside=bool(panels.owners))
     of_peaks = samples == "median" and any(curve.low is not None for curve in curves)
     words = "mean norm of the time Jacobian" + (", share of the sample's peak" if of_peaks else "")
     panels.label("lag (output step - input step)", words)
@@ -141,20 +138,15 @@ def _rows(norms: Numbers, where: Numbers, times: tuple[Numbers, Numbers]) -> Num
     )
 
 
-def _curve(name: str, rows: Numbers, samples: str, epsilon: float, confidence: float) -> _Curve:
+def _curve(name: str, colour: str, rows: Numbers, samples: str, epsilon: float, confidence: float) -> _Curve:
     """Summarise all samples: line, band, mean lag and horizon."""
-    low = high = None
-    if len(rows) > 1 and samples == "median":
-        found = peak_band(rows)
-        middle, low, high = found.median, found.low, found.high
-    else:
-        middle = measures.finite_mean(rows, axis=0, xp=np)
-        if len(rows) > 1 and confidence > 0:
-            low, high = bootstrap_interval(rows, axis=0, confidence=confidence, xp=np)
-    if confidence == 0:
-        low = high = None
+    several, low, high = len(rows) > 1, None, None
+    band = peak_band(rows) if several and samples == "median" else None
+    middle = measures.finite_mean(rows, axis=0, xp=np) if band is None else band.median
+    if several and confidence > 0:
+        low, high = (band.low, band.high) if band else bootstrap_interval(rows, axis=0, confidence=confidence, xp=np)
     lag, reach = measures.mean_lag(middle, xp=np), measures.horizon(middle, epsilon=epsilon, xp=np)
-    return _Curve(name, middle, low, high, float(lag), int(reach))
+    return _Curve(name, middle, low, high, float(lag), int(reach), colour)
 
 
 def _draw_lags(ax: Any, curve: _Curve, keywords: dict[str, Any]) -> None:
@@ -174,11 +166,9 @@ def _draw_lags(ax: Any, curve: _Curve, keywords: dict[str, Any]) -> None:
 
 def _scale(ax: Any, curves: Sequence[_Curve], delays: Numbers, *, outside: bool) -> None:
     """Set a logarithmic value axis, mark the delays, and name the lines at their ends."""
-    _axes.log_values(ax)
+    _axes.log_axis(ax)
     _axes.log_limits(ax, np.concatenate([curve.mean for curve in curves]), room=2)
-    longest = max(len(curve.mean) for curve in curves)
-    ax.set_xlim(-0.5, longest - 0.5)
-    _axes.step_axis(ax, "x", np.arange(longest), time=False)
+    _axes.step_axis(ax, "x", np.arange(max(len(curve.mean) for curve in curves)), time=False, room=0.5)
     _axes.mark_delays(ax, delays)
     for delay in delays:
         _axes.mark_top(ax, float(delay), "delay")
@@ -230,7 +220,7 @@ def memory_lifetime(
     -------
     1-D array of Axes, forward before backward
     """
-    gates = _data.labelled(_data.variable(layer, "gates", "memory_lifetime"), "memory_lifetime")
+    gates = _data.labelled(_data.variable(layer, "gates", "memory_lifetime", masked=True), "memory_lifetime")
     _data.require_dim(gates, GATE, "memory_lifetime")
     keep = next((name for name in KEEPING if name in _data.names_of(gates, GATE)), None)
     if keep is None:
@@ -239,12 +229,9 @@ def memory_lifetime(
         raise InputError("No gate of this cell keeps its state.", got=got, expected=expected)
     array = _data.labelled(jacobian, "memory_lifetime", guess={4: (SAMPLE, OUT_TIME, OUT_UNIT, IN_FEATURE)})
     ways = [half.name for half in _data.halves(gates)]
-    dataset, mask = _data.dataset_of(layer), None
-    if dataset is not None and "mask" in dataset and SAMPLE in gates.dims:
-        mask = np.asarray(dataset["mask"].transpose(SAMPLE, TIME).values != 0)
     panels = _frame.open_panels("memory_lifetime", 1, ax, figure, ways=ways, size=(3.6, 3.5))
     for number, (place, way) in enumerate(zip(panels.axes, ways, strict=True)):
-        kept, arrived, steps = _values(gates, array, keep, number if way else None, mask, most=max_lines)
+        kept, arrived, steps = _values(gates, array, keep, number if way else None, most=max_lines)
         _draw_lifetime(place, kept, arrived, steps, point)
     symbol = "c" if keep == "forget" else "h"
     words = f"product of the {keep} gates up to t"
@@ -257,7 +244,7 @@ def memory_lifetime(
 
 
 def _values(
-    gates: xr.DataArray, array: xr.DataArray, keep: str, half: int | None, mask: Numbers | None, *, most: int
+    gates: xr.DataArray, array: xr.DataArray, keep: str, half: int | None, *, most: int
 ) -> tuple[Numbers, Numbers, Numbers]:
     """Return the product of the gates and the measured derivative, (step, unit) each, and the steps."""
     backward = half is not None and _data.names_of(gates, DIRECTION)[half] == BACKWARD
@@ -266,9 +253,9 @@ def _values(
         gates = gates.isel({DIRECTION: half})
         own = {dim: half for dim in (DIRECTION, f"in_{DIRECTION}") if dim in array.dims}
         array = array.isel(own)
-    forget = _data.of_samples(gates.sel({GATE: keep}), TIME)
+    forget, real = _data.of_samples(gates.sel({GATE: keep}), TIME), _samples.real_steps(gates)
     against = slice(None, None, -1) if backward else slice(None)
-    kept = kept_by_gates(forget[:, against], None if mask is None else mask[:, against])[:, against]
+    kept = kept_by_gates(forget[:, against], real[:, against])[:, against]
     sources = [str(d) for d in array.dims if d not in (SAMPLE, OUT_TIME, OUT_UNIT)]
     if OUT_TIME not in array.dims or OUT_UNIT not in array.dims or len(sources) != 1:
         _refuse(array)
@@ -300,8 +287,7 @@ def _draw_lifetime(ax: Any, kept: Numbers, arrived: Numbers, steps: Numbers, key
     positive = values[np.isfinite(values) & (values > 0)]
     low = max(float(positive.min(initial=1.0)), _DEEPEST) / 3
     high = max(float(positive.max(initial=1.0)), 1.0) * 3
-    size = float(np.clip(1500 / kept.shape[1], 4, 26))
-    deep = False
+    size, deep = float(np.clip(1500 / kept.shape[1], 4, 26)), False
     for x, y, step, colour in zip(kept, arrived, steps, _axes.line_colours(len(steps)), strict=True):
         seen = np.isfinite(x) & np.isfinite(y)
         deep = deep or bool((np.minimum(x, y)[seen] < low).any())
@@ -312,10 +298,8 @@ def _draw_lifetime(ax: Any, kept: Numbers, arrived: Numbers, steps: Numbers, key
             ax.plot(np.maximum(x[~seen], low), np.full((~seen).sum(), low), "x", color="black", gid="non-finite")
     ax.plot([low, high], [low, high], color="0.4", linewidth=0.9, linestyle="--", zorder=1, gid="identity")
     ax.set(xlim=(low, high), ylim=(low, high), aspect="equal")
-    ax.set_xscale("log")
-    ax.set_yscale("log")
     for axis in ("x", "y"):
-        _axes.log_ticks(ax, axis, most=5)
+        _axes.log_axis(ax, axis, most=5)
     if deep:
         words = f"at the border: below {_axes.short_number(low)}"
         _axes.write(ax, words, (0.97, 0.02), over="axes fraction", va="bottom", gid="below")

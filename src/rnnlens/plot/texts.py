@@ -18,7 +18,6 @@ from ..measures.profiles import by_own_peak, input_sensitivity, peak_band
 from ..recurrence.measures import safe_norm
 from ..vocabulary import FEATURE, GATE, IN_TIME, OUT_TIME, SAMPLE, TIME
 from . import _axes, _data, _frame, _images, _samples
-from ._axes import colours
 from ._call import drawing
 from ._data import Numbers
 
@@ -35,18 +34,15 @@ def tokens_of(tokens: Any, count: int, figure: str) -> list[str]:
     """
     several = isinstance(tokens, str | Sequence) or (isinstance(tokens, np.ndarray) and tokens.ndim == 1)
     if not several or len(tokens) != count:
-        raise InputError(
-            f"plot.{figure} writes one token for each step.",
-            got=f"{len(tokens)} tokens" if several else shown(tokens),
-            expected=f"{count} of them",
-        )
+        got = f"{len(tokens)} tokens" if several else shown(tokens)
+        raise InputError(f"plot.{figure} writes one token for each step.", got=got, expected=f"{count} of them")
     return [str(token).replace("\n", "↵").replace("\t", "→") or " " for token in tokens]
 
 
 def places_of(tokens: Sequence[str]) -> list[tuple[int, int]]:
-    """Return the line and column at which each token begins."""
+    """Return the line and column at which each token begins, in lines of about equal length."""
     total = sum(map(len, tokens))
-    width = min(WIDTH, -(-total // -(-total // WIDTH)) + max(map(len, tokens)))  # lines of about equal length
+    width = min(WIDTH, -(-total // -(-total // WIDTH)) + max(map(len, tokens)))
     places, line, column = [], 0, 0
     for token in tokens:
         if column and column + len(token) > width:
@@ -58,15 +54,11 @@ def places_of(tokens: Sequence[str]) -> list[tuple[int, int]]:
     return places
 
 
-def height_of(tokens: Sequence[str]) -> float:
-    """Return the height of the text in inches."""
-    return LINE * (min(places_of(tokens)[-1][0] + 1, MOST_LINES) + 0.4)
-
-
-def width_of(tokens: Sequence[str]) -> int:
-    """Return the number of letters of the longest line, at least a third of a full line."""
-    longest = max(column + len(token) for (_, column), token in zip(places_of(tokens), tokens, strict=True))
-    return max(WIDTH // 3, longest)
+def text_size(tokens: Sequence[str]) -> tuple[int, int]:
+    """Return the letters of the longest line, at least a third of a full line, and the number of lines shown."""
+    places = places_of(tokens)
+    longest = max(column + len(token) for (_, column), token in zip(places, tokens, strict=True))
+    return max(WIDTH // 3, longest), min(places[-1][0] + 1, MOST_LINES)
 
 
 def shade_text(ax: Any, tokens: Sequence[str], values: Numbers, look: dict[str, Any]) -> tuple[Any, str | None]:
@@ -78,7 +70,7 @@ def shade_text(ax: Any, tokens: Sequence[str], values: Numbers, look: dict[str, 
     shown = np.ma.masked_invalid(np.asarray(values, dtype=float)[kept])
     drawn.set_array(shown)
     ax.add_collection(drawn)
-    ax.set(xlim=(-0.5, width_of(tokens) + 0.5), ylim=(places[kept[-1]][0] + 1.2, -0.3))
+    ax.set(xlim=(-0.5, text_size(tokens)[0] + 0.5), ylim=(places[kept[-1]][0] + 1.2, -0.3))
     colours = drawn.norm(shown)
     for i, share in zip(kept, np.ma.filled(colours, np.nan), strict=True):
         line, column = places[i]
@@ -151,26 +143,27 @@ def input_map(
     _data.require_time(array, "input_map")
     values, note = _sensitivity(array, x)
     real = _samples.real_steps(array)
-    values = one = np.where(real, values, np.nan)
-    if tokens is not None and sample is None:
-        sample = 0
+    missing = _data.nonfinite_note(np.where(real, values, 0.0))
+    values = np.where(real, values, np.nan)
+    sample = 0 if tokens is not None and sample is None else sample
     if sample is not None:
         refuse_no_sample(sample, len(values))
-        one = values[sample : sample + 1]
+        values = values[sample : sample + 1]
     if tokens is not None:
-        one = by_own_peak(one)
-    target = _target(array) if output_step is None else f"output step {output_step}"
+        values = by_own_peak(values)
+    differentiated = _TARGET.match(str(array.attrs.get("long_name", "")))
+    target = None if differentiated is None or differentiated["of"] == "loss" else differentiated["of"]
+    target = target if output_step is None else f"output step {output_step}"
     words = ("$|dL/dx_t|$" if target is None else f"|d {target} / $dx_t$|") + (_SCALED if x is not None else "")
-    missing = _data.nonfinite_note(np.where(real, values, 0.0))
-    middle, low, high, said = _shape_of(one, real, sample)
+    middle, low, high, said = _shape_of(values, real, sample)
     label = f"{words}, share of peak" if said or tokens is not None else words
-    subject = f"input steps that the {target or 'loss'} depends on"
-    head = _data.layer_title(array.attrs, subject)
-    look = {**colours(middle, _data.largest_magnitude(middle), log=log, positive=True)}
+    head = _data.layer_title(array.attrs, f"input steps that the {target or 'loss'} depends on")
+    look = _axes.colours(middle, _data.largest_magnitude(middle), log=log, positive=True)
     size, drawn, extra = (5.2, 2.8), None, None
     words_of = None if tokens is None else tokens_of(tokens, len(middle), "input_map")
     if words_of is not None:
-        size = (LETTER * width_of(words_of), height_of(words_of) + 0.1)
+        letters, rows = text_size(words_of)
+        size = (LETTER * letters, LINE * (rows + 0.4) + 0.1)
     elif shape is not None:  # wide enough for the image to fill the height, like its colour bar
         rows, columns = _sides(shape, len(middle))
         wide = float(np.clip(3.0 * columns / rows, 1.5, 8.0))
@@ -236,12 +229,6 @@ def _shape_of(values: Numbers, real: Numbers, sample: int | None) -> tuple[Numbe
     return median, low, high, f"median of {len(values)} samples, each by its own peak"
 
 
-def _target(array: xr.DataArray) -> str | None:
-    """Return the name of the differentiated quantity; None for the loss."""
-    found = _TARGET.match(str(array.attrs.get("long_name", "")))
-    return None if found is None or found["of"] == "loss" else found["of"]
-
-
 def _sides(shape: Any, count: int) -> tuple[int, int]:
     """Return rows and columns of an image with ``count`` pixels."""
     given = np.atleast_1d(as_numbers("shape", shape))
@@ -265,8 +252,7 @@ def _line(
         ax.set_yscale("log")
     else:
         ax.set_ylim(0, None)
-    ax.set_xlim(steps.min() - 0.5, steps.max() + 0.5)
-    _axes.step_axis(ax, "x", steps)
+    _axes.step_axis(ax, "x", steps, room=0.5)
 
 
 @drawing(PatchCollection, tokens=anything, units=anything, gate=text, sample=whole(least=0))
@@ -322,22 +308,20 @@ def unit_over_text(
     names = tokens_of(tokens, array.sizes[TIME], "unit_over_text")
     picked, thinned = _picked_unit_text(units, array.sizes[unit], max_panels)
     rows = [(half, index) for half in _data.halves(array) for index in picked]
-    size = (LETTER * width_of(names) + 0.4, height_of(names) + 0.3)
-    panels = _frame.open_panels(
-        "unit_over_text", len(rows), ax, figure, size=size, margin=(1.2, 0.7), shape=(len(rows), 1)
-    )
+    letters, lines = text_size(names)
+    size, shape = (LETTER * letters + 0.4, LINE * (lines + 0.4) + 0.3), (len(rows), 1)
+    panels = _frame.open_panels("unit_over_text", len(rows), ax, figure, size=size, margin=(1.2, 0.7), shape=shape)
     top, notes = _data.largest_magnitude(array.values), [thinned]
     for place, (half, index) in zip(panels.axes, rows, strict=True):
         values = np.asarray(half.data.isel({unit: index}).values)
-        look = {**colours(values, top if shared else _data.largest_magnitude(values), positive=False), **patch}
+        look = {**_axes.colours(values, top if shared else _data.largest_magnitude(values), positive=False), **patch}
         drawn, note = shade_text(place, names, values, look)
         notes += [note] if note not in notes else []
         words = f"{_data.axis_label(array, unit)} {_data.names_of(array, unit)[index]}"
         place.set_title(" · ".join(part for part in (half.name, words) if part), fontsize="small", loc="left", pad=2)
         _images.colour_bar([place], drawn)
-    return panels.titled(
-        title or _data.title_of(array) or "a unit over text", [*notes, _data.nonfinite_note(array.values)]
-    )
+    head = title or _data.title_of(array) or "a unit over text"
+    return panels.titled(head, [*notes, _data.nonfinite_note(array.values)])
 
 
 def _one_gate(array: xr.DataArray, gate: str | None) -> xr.DataArray:

@@ -100,9 +100,7 @@ def time_jacobian(
     if len(matrices) > 1:
         panels.outer_ticks_only()
     merged = _images.merge_note(matrices[0].shape, CELLS, "output step", "input step")
-    finding = _finding(matrices[0], empty[0], array) if len(matrices) == 1 else None
-    head = _data.layer_title(array.attrs, finding or "time Jacobian")
-    return panels.titled(title or head, [thinned, merged, *notes])
+    return panels.titled(title or _headline(matrices, empty, array), [thinned, merged, *notes])
 
 
 def matrices_of(
@@ -190,13 +188,12 @@ def _draw_row(ax: Any, row: Numbers, padded: Numbers, steps: Numbers, *, log: bo
     positive = log and _axes.is_positive(row)
     shown = np.where(bad | ((row == 0) & positive), np.nan, row)
     ax.plot(steps, shown, color="#0072b2", linewidth=1.3, marker="." if len(steps) < 80 else None, gid="row")
-    ax.set_xlim(steps.min() - 0.5, steps.max() + 0.5)
+    _axes.step_axis(ax, "x", steps, room=0.5)
     if positive:
         _axes.value_axis(ax, row, log=True)
         _axes.mark_below(ax, steps, np.where(padded, np.nan, row), "#0072b2")
     else:
         _axes.zero_line(ax)
-    _axes.step_axis(ax, "x", steps)
 
 
 @drawing(AxesImage, extra=_images.IMSHOW, samples=one_of("median", "mean"))
@@ -250,25 +247,21 @@ def jacobian_margins(
         _mark(places, array, delays, backward=way == BACKWARD)
         places[0].set_ylabel(_data.axis_label(array, OUT_TIME) if len(matrix) > 1 else words)
         places[2].set_xlabel(_data.axis_label(array, IN_TIME))
-    finding = _finding(matrices[0], empty[0], array) if len(matrices) == 1 else None
-    head = _data.layer_title(array.attrs, finding or "time Jacobian")
-    return panels.titled(title or head, [note, *notes])
+    return panels.titled(title or _headline(matrices, empty, array), [note, *notes])
 
 
-def _finding(matrix: Numbers, padded: Numbers, array: xr.DataArray) -> str | None:
-    """Return text on one to three input steps with at least half of the matrix; None if more are needed."""
-    totals = input_totals(np.where(padded | ~np.isfinite(matrix), 0.0, np.abs(matrix)))
-    steps = _data.positions(array, IN_TIME)
-    if len(totals) < 8 or not totals.sum() > 0:
-        return None
-    order = np.argsort(-totals)
-    shares = np.cumsum(totals[order]) / totals.sum()
-    count = int(np.searchsorted(shares, 0.5)) + 1
-    if count > 3:
-        return None
-    names = [f"{step:g}" for step in sorted(steps[order[:count]])]
-    which = f"step {names[0]} carries" if count == 1 else f"steps {', '.join(names[:-1])} and {names[-1]} carry"
-    return f"input {which} {shares[count - 1]:.0%} of the time Jacobian"
+def _headline(matrices: list[Numbers], padding: list[Numbers], array: xr.DataArray) -> str:
+    """Return a title: of a single matrix the one to three input steps that hold half of it, if there are so few."""
+    words, steps = "time Jacobian", _data.positions(array, IN_TIME)
+    totals = input_totals(np.where(padding[0] | ~np.isfinite(matrices[0]), 0.0, np.abs(matrices[0])))
+    if len(matrices) == 1 and len(totals) >= 8 and totals.sum() > 0:
+        order = np.argsort(-totals)
+        shares = np.cumsum(totals[order]) / totals.sum()
+        count = int(np.searchsorted(shares, 0.5)) + 1
+        *first, last = [f"{step:g}" for step in sorted(steps[order[:count]])]
+        which = f"steps {', '.join(first)} and {last} carry" if first else f"step {last} carries"
+        words = words if count > 3 else f"input {which} {shares[count - 1]:.0%} of the time Jacobian"
+    return _data.layer_title(array.attrs, words)
 
 
 def _profile(ax: Any, matrix: Numbers, padded: Numbers, array: xr.DataArray, log: bool, *, backward: bool) -> None:
@@ -279,38 +272,30 @@ def _profile(ax: Any, matrix: Numbers, padded: Numbers, array: xr.DataArray, log
     norms = np.where(where, norms, 0.0)
     profile = lag_profile(norms, out_times=times[0], in_times=times[1], where=where, xp=np)
     lag = np.arange(len(profile))
-    ax.plot(lag, _drawn(profile, log), color="#0072b2", linewidth=1.2, gid="profile")
-    ax.set_xlim(-0.5, len(profile) - 0.5)
-    _axes.step_axis(ax, "x", lag, time=False)
+    _margin(ax, lag, profile, log, gid="profile")
+    _axes.step_axis(ax, "x", lag, time=False, room=0.5)
     ax.set_xlabel("lag", fontsize="small")
     ax.set_title("mean by lag", fontsize="small", pad=3)
-    _value_axis(ax, profile, log)
 
 
 def _columns(ax: Any, matrix: Numbers, padded: Numbers, array: xr.DataArray, log: bool) -> None:
     """Draw the column sums of a time Jacobian, on Axes below it."""
     steps = _data.positions(array, IN_TIME)
-    totals = input_totals(np.where(padded, 0.0, matrix))
-    ax.plot(steps, _drawn(totals, log), color="#0072b2", linewidth=1.2, gid="columns")
-    ax.set_xlim(steps.min() - 0.5, steps.max() + 0.5)
-    _axes.step_axis(ax, "x", steps)
+    _margin(ax, steps, input_totals(np.where(padded, 0.0, matrix)), log, gid="columns")
+    _axes.step_axis(ax, "x", steps, room=0.5)
     ax.set_ylabel("sum of\ncolumn", fontsize="small")
-    _value_axis(ax, totals, log)
 
 
-def _drawn(values: Numbers, log: bool) -> Numbers:
-    return np.where(values > 0, values, np.nan) if log else values
-
-
-def _value_axis(ax: Any, values: Numbers, log: bool) -> None:
-    """Set the value axis of a margin."""
+def _margin(ax: Any, x: Numbers, values: Numbers, log: bool, *, gid: str) -> None:
+    """Draw a margin as a line, and set its value axis."""
     positive = values[np.isfinite(values) & (values > 0)]
+    shown = np.where(values > 0, values, np.nan) if log else values
+    ax.plot(x, shown, color="#0072b2", linewidth=1.2, gid=gid)
     if not log:
         ax.set_ylim(0, None)
     elif positive.size:
         _axes.log_limits(ax, positive, room=1.6)
-        ax.set_yscale("log")
-        _axes.log_ticks(ax, "y", most=4)
+        _axes.log_axis(ax, most=4)
 
 
 def _mark(places: list[Any], array: xr.DataArray, delays: Numbers, *, backward: bool) -> None:

@@ -22,8 +22,6 @@ from . import _axes, _data, _frame
 from ._call import drawing
 from ._data import Numbers
 
-#: Factor between the largest and smallest value from which on the value axis is logarithmic.
-_RANGE = 10.0
 #: Ratio of late to early distances between records from which on the training axis is logarithmic.
 _DENSER = 8.0
 
@@ -37,18 +35,11 @@ def edges_of(places: Numbers) -> Numbers:
     return np.concatenate([[2 * places[0] - middles[0]], middles, [2 * places[-1] - middles[-1]]])
 
 
-def is_denser_early(steps: Numbers) -> bool:
-    """Return whether late records are many times farther apart than early ones, as those at powers of two."""
-    gaps = np.diff(np.asarray(steps, dtype=float))
-    if len(gaps) < 4 or np.any(gaps <= 0):
-        return False
-    third = max(1, len(gaps) // 3)
-    return bool(np.median(gaps[-third:]) >= _DENSER * np.median(gaps[:third]))
-
-
 def training_axis(ax: Any, steps: Numbers) -> None:
-    """Set a linear training axis, or a logarithmic one if records are denser early."""
-    if is_denser_early(steps):
+    """Set limits and ticks of the training axis: logarithmic if late records are much farther apart than early ones."""
+    gaps = np.diff(np.asarray(steps, dtype=float))
+    third = max(1, len(gaps) // 3)
+    if len(gaps) > 3 and (gaps > 0).all() and np.median(gaps[-third:]) >= _DENSER * np.median(gaps[:third]):
         first, last = float(steps[steps > 0].min()), float(steps.max())
         ax.set_xscale("symlog", linthresh=first, linscale=0.5)
         decades = range(math.floor(math.log10(first)), math.ceil(math.log10(last)) + 1)
@@ -58,7 +49,8 @@ def training_axis(ax: Any, steps: Numbers) -> None:
         ax.set_xticks(shown_ticks, [f"{tick:g}" for tick in shown_ticks])
         ax.minorticks_off()
     else:
-        _axes.whole_numbers(ax, "x")
+        _axes.whole_numbers(ax.xaxis)
+    ax.set_xlim(*edges_of(steps)[[0, -1]])
 
 
 def scalar_line(ax: Any, scalar: xr.DataArray, *, label: str | None = None, colour: Any = None) -> None:
@@ -75,14 +67,11 @@ def scalar_line(ax: Any, scalar: xr.DataArray, *, label: str | None = None, colo
         log_where_it_helps(ax, [values])
 
 
-def log_where_it_helps(ax: Any, lines: Sequence[Numbers], *, most: float = _RANGE) -> bool:
-    """Set a logarithmic value axis if all finite values are positive and span a factor of ``most``; return whether."""
-    values = np.concatenate([np.ravel(line) for line in lines])
-    values = values[np.isfinite(values)]
-    if not values.size or values.min() <= 0 or values.max() < most * values.min():
-        return False
-    _axes.log_values(ax)
-    return True
+def log_where_it_helps(ax: Any, lines: Sequence[Numbers]) -> None:
+    """Set a logarithmic value axis if all finite values are positive and span a factor of ten."""
+    low, high = _data.finite_range(np.concatenate(lines)) or (0.0, 0.0)
+    if low > 0 and high >= 10 * low:
+        _axes.log_axis(ax)
 
 
 def moments_of(moments: Mapping[str, float] | None, steps: Numbers) -> dict[str, float]:
@@ -116,13 +105,6 @@ def mark_moments(axes: Sequence[Any], moments: Mapping[str, float], *, words: bo
         look = {"rotation": 90, "ha": "right" if late else "left"} if words else {"ha": "center", "fontweight": "bold"}
         look |= {"over": axes[0].get_xaxis_transform(), "va": "top", "bbox": _axes.PAPER, "gid": "moment"}
         _axes.write(axes[0], ", ".join(some), (step, 1.0), ((-3 if late else 3) if words else 0, -3), **look)
-
-
-def under_training(figure: Any, moments: Mapping[str, float]) -> str:
-    """Return the label of the training axis with the numbered moments, wrapped to fit the figure."""
-    named = "; ".join(f"{n} {name} (step {step:g})" for n, (name, step) in enumerate(moments.items(), start=1))
-    lines = _frame.wrapped_label(named, 0.9 * float(figure.bbox.width / figure.dpi))
-    return f"training step\n{lines}" if named else "training step"
 
 
 STEP = "step"
@@ -193,8 +175,6 @@ def film(
     if under is not None:
         scalar_line(panels.axes[-1], under)
         training_axis(panels.axes[-1], steps)
-    for place in panels.axes:
-        place.set_xlim(*edges_of(steps)[[0, -1]])
     if panels.owners:
         for place in panels.axes[:-1]:
             place.tick_params(labelbottom=False)
@@ -271,7 +251,7 @@ def _draw_film(ax: Any, strip: xr.DataArray, keywords: Mapping[str, Any]) -> Any
     drawn = ax.pcolormesh(across, along, shown_shares, gid="film", rasterized=True, **keywords)
     ax.set_facecolor(_axes.POSITIVE.get_bad())
     ax.set_ylim(along[-1], along[0])
-    _axes.whole_numbers(ax, "y")
+    _axes.whole_numbers(ax.yaxis)
     ax.set_ylabel("time step" if down == TIME else "steps back from the end", fontsize="small")
     return drawn
 
@@ -343,9 +323,10 @@ def timeline(
         _draw_timeline(place, kind, lines, line)
         _name(place, lines, beside=bool(panels.owners) and len(lines) > _INSIDE)
         training_axis(place, steps)
-        place.set_xlim(*edges_of(steps)[[0, -1]])
     mark_moments(panels.axes, marks)
-    panels.label(under_training(panels.axes[0].figure, marks), "")
+    named = "; ".join(f"{n} {name} (step {step:g})" for n, (name, step) in enumerate(marks.items(), start=1))
+    inches = panels.figure.bbox.width / panels.figure.dpi
+    panels.label("\n".join(["training step"] + [_frame.wrapped_label(named, 0.9 * inches)] * bool(named)), "")
     values = np.concatenate([one.values for lines in groups.values() for one in lines.values()])
     return panels.titled(title or "training, record by record", [_data.nonfinite_note(values[~np.isnan(values)])])
 

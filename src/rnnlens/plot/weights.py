@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,11 @@ from ._call import drawing
 from ._data import Numbers
 
 
-def drawing_order() -> dict[str, int]:
-    """Return the rank of each weight name from top to bottom, in the order in which cells list them."""
-    names = dict.fromkeys(name for cell in kinds().values() for name in cell.parameters)
-    return {name: position for position, name in enumerate(names)}
+def drawing_order(names: Iterable[str]) -> list[str]:
+    """Sort names of weights and of their gradients from top to bottom, in the order in which cells list them."""
+    listed = list(dict.fromkeys(name for cell in kinds().values() for name in cell.parameters))
+    rank = {name: position for position, name in enumerate(listed)}
+    return sorted(names, key=lambda name: rank.get(name.removesuffix("_grad"), len(rank)))
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,11 @@ class Kernel:
         """Name of the weight in words."""
         return self.name.removesuffix("_grad").replace("_", " ") + ", gradient" * self.name.endswith("_grad")
 
+    @property
+    def has_one_row(self) -> bool:
+        """Whether the weight has a single row, as a bias does."""
+        return len(self.values) == 1
+
 
 def kernels_of(weights: Any, figure: str, *, grad: bool = False) -> tuple[list[Kernel], dict[str, Any]]:
     """Return weights of a layer (gradients with ``grad``) in drawing order, forward first, and its attributes.
@@ -61,9 +67,7 @@ def kernels_of(weights: Any, figure: str, *, grad: bool = False) -> tuple[list[K
         )
     names = {str(name): name for name in (dataset.data_vars if isinstance(dataset, xr.Dataset) else dataset)}
     derived = [name for name in names if name.endswith(("_count", "_norm")) or name.startswith("bias_total")]
-    wanted = [name for name in names if name.endswith("_grad") == grad and name not in derived]
-    order = drawing_order()
-    wanted.sort(key=lambda name: order.get(name.removesuffix("_grad"), len(order)))
+    wanted = drawing_order(name for name in names if name.endswith("_grad") == grad and name not in derived)
     recurrent = any(name.startswith("recurrent_kernel") for name in wanted)
     arrays = {name: _labelled(name, dataset[names[name]], figure, recurrent=recurrent) for name in wanted}
     found = [kernel for name, array in arrays.items() for kernel in _split(name, array)]
@@ -168,7 +172,7 @@ def weights_heatmap(
     drawn = []
     for column, axes in zip(columns.values(), panels.halves, strict=True):
         for kernel, place in zip(column, axes, strict=True):
-            is_common = limit is not None or (shared and not _alone(kernel))
+            is_common = limit is not None or (shared and not kernel.has_one_row)
             own = top if is_common else _data.largest_magnitude(kernel.values)
             drawn.append(_draw_weight_maps(place, kernel, own, image, absolute=absolute, log=log))
     label = kernels[0].words if len(kernels) == 1 else "gradient" if grad else "weight"
@@ -181,25 +185,20 @@ def weights_heatmap(
     return panels.titled(title or _data.layer_title(attrs, what), [*merged, clipped])
 
 
-def _alone(kernel: Kernel) -> bool:
-    """Return whether a weight has a single row, as a bias does."""
-    return len(kernel.values) == 1
-
-
 def _bars(panels: _frame.Panels, columns: list[list[Kernel]], drawn: list[Any], label: str, *, shared: bool) -> None:
     """Draw a colour bar for the kernels and one for each bias; those of the first of two directions are invisible."""
     images = iter(drawn)
     for number, (column, axes) in enumerate(zip(columns, panels.halves, strict=True)):
         shown = [(kernel, ax, next(images)) for kernel, ax in zip(column, axes, strict=True)]
-        together = [(ax, image) for kernel, ax, image in shown if shared and not _alone(kernel)]
+        together = [(ax, image) for kernel, ax, image in shown if shared and not kernel.has_one_row]
         bars = []
         if together:
             places, pictures = zip(*together, strict=True)
             bars.append(_images.colour_bar(places, pictures[-1], label, among=pictures))
         for kernel, ax, image in shown:
-            if not shared or _alone(kernel):
+            if not shared or kernel.has_one_row:
                 bars.append(_images.colour_bar([ax], image, label if len(shown) == 1 else ""))
-            if _alone(kernel):
+            if kernel.has_one_row:
                 bars[-1].set_ticks([tick for tick in (image.norm.vmin, 0, image.norm.vmax) if tick is not None])
                 bars[-1].ax.yaxis.set_major_formatter("{x:.2g}")
         for bar in bars if number + 1 < len(columns) and panels.owners else ():
@@ -218,7 +217,7 @@ def _open(columns: dict[str | None, list[Kernel]], ax: Any, figure: Any) -> _fra
 
 def _common_limit(kernels: list[Kernel]) -> tuple[float, str | None]:
     """Return the colour limit of all kernels, and a note if values exceed it."""
-    matrices = [kernel.values for kernel in kernels if not _alone(kernel)] or [kernel.values for kernel in kernels]
+    matrices = [kernel.values for kernel in kernels if not kernel.has_one_row] or [kernel.values for kernel in kernels]
     largest = _data.largest_magnitude(*matrices)
     magnitudes = np.abs(np.concatenate([values.reshape(-1) for values in matrices]))
     (bulk,) = quantiles(magnitudes[np.isfinite(magnitudes)], q=(0.995,), axis=0, xp=np) if largest else (0.0,)
@@ -283,8 +282,9 @@ def weight_lags(
     1-D array of Axes, weight by weight, forward before backward
     """
     dataset = _data.dataset_of(weights)
-    given = [] if dataset is None else [(name, _by_time(dataset, name)) for name in _weights_of(dataset)]
-    found = {name: array for name, array in given if array is not None}
+    names = [] if dataset is None else [str(name).removesuffix("_norm") for name in dataset.data_vars]
+    weights_of = drawing_order(sorted({name.removesuffix("_grad") for name in names if name.endswith("_grad")}))
+    found = {name: array for name in weights_of if (array := _by_time(dataset, name)) is not None}
     if dataset is None or not found:
         raise InputError(
             "plot.weight_lags needs gradients of the weights by time.",
@@ -311,15 +311,7 @@ def weight_lags(
     return panels.titled(title or head, [_data.nonfinite_note(everything)])
 
 
-def _weights_of(dataset: xr.Dataset) -> list[str]:
-    """Return the names of the weights that have a gradient, in drawing order."""
-    gradients = [str(name).removesuffix("_norm") for name in dataset.data_vars]
-    found = {name.removesuffix("_grad") for name in gradients if name.endswith("_grad")}
-    order = drawing_order()
-    return sorted(found, key=lambda name: (order.get(name, len(order)), name))
-
-
-def _by_time(dataset: xr.Dataset, name: str) -> xr.DataArray | None:
+def _by_time(dataset: Any, name: str) -> xr.DataArray | None:
     """Return the norms of each step's part of dL/dW, (direction, time, gate); None without a gradient by time."""
     for key in (f"{name}_grad_norm", f"{name}_grad"):
         if key in dataset and TIME in dataset[key].dims:
@@ -346,5 +338,5 @@ def _draw_weight_lags(ax: Any, norms: xr.DataArray, runs_back: bool, delays: Num
         _axes.write(ax, words, (0.97, 0.05), over="axes fraction", va="baseline", gid="silent")
     _axes.mark_delays(ax, delays)
     ax.axhline(1, color="#909090", linewidth=0.6, zorder=0.5)
-    ax.set(xlim=(-0.5, len(lag) - 0.5), ylim=(-0.03, 1.05))
-    _axes.step_axis(ax, "x", lag, time=False)
+    ax.set_ylim(-0.03, 1.05)
+    _axes.step_axis(ax, "x", lag, time=False, room=0.5)

@@ -87,8 +87,7 @@ def image(values: Array, palette: str, scale: Scale, padded: Array | None = None
     codes[~np.isfinite(values)] = BROKEN
     if padded is not None:
         codes[:, padded] = PADDING
-    picture = Image.fromarray(codes.astype(np.uint8), mode=None).convert("L")
-    picture = Image.frombytes("P", picture.size, picture.tobytes())
+    picture = Image.fromarray(codes.astype(np.uint8))
     picture.putpalette(bytes(colours(palette).ravel()))
     stream = io.BytesIO()
     picture.save(stream, "PNG", optimize=True)
@@ -200,27 +199,22 @@ def lines(drawn: Sequence[StaticLine], frame: CurveAxes, height: int = 190) -> M
     if log and any((line.y < 10**low * 0.999).any() for line in drawn if line.y is not None):
         below = Markup('<text class="below" x="{}" y="{}">▾ below {:.0e}</text>')
         parts.append(below.format(LEFT + 4, bottom - 4, 10**low))
-    for place, word in frame.marks:
+    word = Markup('<text class="word" x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>')
+    for place, text in frame.marks:
         spot = across(place)
         parts.append(Markup('<path class="mark" d="M{:.1f} {}V{}"/>').format(spot, TOP, bottom))
-        anchor = "end" if spot > WIDTH / 2 else "start"
-        parts.append(_word(spot + (-4 if anchor == "end" else 4), TOP + 11, anchor, word))
-    for value, word in frame.levels:
+        shift, anchor = (-4, "end") if spot > WIDTH / 2 else (4, "start")
+        parts.append(word.format(spot + shift, TOP + 11, anchor, text))
+    for value, text in frame.levels:
         spot = down(value)
         parts.append(Markup('<path class="level" d="M{} {:.1f}H{}"/>').format(LEFT, spot, WIDTH - RIGHT))
-        parts.append(_word(WIDTH - RIGHT - 4, spot - 4 if spot > TOP + 14 else spot + 12, "end", word))
+        parts.append(word.format(WIDTH - RIGHT - 4, spot - 4 if spot > TOP + 14 else spot + 12, "end", text))
     label = Markup('<text class="axis" transform="translate(13 {}) rotate(-90)" text-anchor="middle">{}</text>')
     parts.append(label.format((TOP + bottom) / 2, frame.y))
     legend = Markup("").join(
         Markup('<span class="key l{}">{}</span>').format(i % 6, line.name) for i, line in enumerate(drawn)
     )
     return Markup('{}<p class="legend">{}</p>').format(_svg(height, parts, f"{frame.y} by {frame.x}"), legend)
-
-
-def _word(x: float, y: float, anchor: str, word: str) -> Markup:
-    """Return SVG of a short text at pixel (x, y); ``anchor`` is the SVG text anchor."""
-    text = Markup('<text class="word" x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>')
-    return text.format(x, y, anchor, word)
 
 
 def _hatched(left: float, right: float, top: float, bottom: float) -> Markup:

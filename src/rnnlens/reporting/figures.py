@@ -178,17 +178,6 @@ class Choice:
     palette: str
 
 
-@dataclass(frozen=True)
-class EncodedMap:
-    """A map of one sample as an image."""
-
-    url: str
-    scale: Scale
-    rows: int
-    palette: str
-    broken: int
-
-
 def maps(head: Caption, choices: Sequence[Choice], over: TrackSteps, rows: str = "unit") -> ReportFigure:
     """Return a figure of maps; at a second moment only the first two samples have one."""
     first, sample = choices[0].moments[0], over.plan.telling[0]
@@ -198,24 +187,26 @@ def maps(head: Caption, choices: Sequence[Choice], over: TrackSteps, rows: str =
     padded = () if mask is None else np.flatnonzero(~mask[sample]).tolist()
     drawings, broken = [], 0
     for place, choice in enumerate(choices):
-        moments: list[dict[str, Any]] = []
+        tables = []
         for number, (values, real) in enumerate(zip(choice.moments, over.masks, strict=True)):
-            kept = over.plan.maps if number == 0 else over.plan.maps[:2]
-            tables = {one: _encode_map(values, real, one, over, choice.palette) for one in kept}
-            moments.append({str(one): [table.url, table.scale.to_json()] for one, table in tables.items()})
-        spec["choices"].append({"name": choice.name, "palette": choice.palette, "moments": moments})
-        table = _encode_map(choice.moments[0], mask, sample, over, choice.palette)
-        axes = draw.ImageAxes("time step", rows, table.rows, spec["steps"], padded=padded)
+            kept = over.plan.maps[: 2 if number else None]
+            tables.append({one: _encode_map(values, real, one, over, choice.palette) for one in kept})
+        url, scale, missing = tables[0][sample]
+        axes = draw.ImageAxes("time step", rows, choice.moments[0].shape[2], spec["steps"], padded=padded)
         label, id = choice.name if len(choices) > 1 else "", f"{head.id}-{place}"
-        drawings.append(draw.picture(table.url, id, table.scale, axes, palette=table.palette, label=label))
-        moments[0][str(sample)][0] = ""  # the script reads it from the drawing
-        broken += table.broken
+        drawings.append(draw.picture(url, id, scale, axes, palette=choice.palette, label=label))
+        tables[0][sample] = ("", scale, missing)  # the script reads it from the drawing
+        moments = [{str(one): [url, scale.to_json()] for one, (url, scale, _) in table.items()} for table in tables]
+        spec["choices"].append({"name": choice.name, "palette": choice.palette, "moments": moments})
+        broken += missing
     notes = [f"{broken:,} values of this sample are NaN or infinite: red."] if broken else []
     return ReportFigure(head, "map", spec, Markup("").join(drawings), notes)
 
 
-def _encode_map(values: Array, mask: Array | None, sample: int, over: TrackSteps, palette: str) -> EncodedMap:
-    """Encode one sample's (time, row) values as an image."""
+def _encode_map(
+    values: Array, mask: Array | None, sample: int, over: TrackSteps, palette: str
+) -> tuple[str, Scale, int]:
+    """Encode one sample's (time, row) values as an image; return its URL, scale, and count of non-finite values."""
     width, one = over.plan.map_bin, values[sample : sample + 1]
     padded = None
     if mask is not None:
@@ -225,8 +216,7 @@ def _encode_map(values: Array, mask: Array | None, sample: int, over: TrackSteps
     scale = Scale(0.0, 1.0)
     if palette != "gate":
         scale = scale_of(table, log=palette == "size", signed=palette == "signed")
-    broken = int((~np.isfinite(table)).sum())
-    return EncodedMap(image(table, palette, scale, padded), scale, len(table), palette, broken)
+    return image(table, palette, scale, padded), scale, int((~np.isfinite(table)).sum())
 
 
 def of_units(head: Caption, table: Array, columns: Sequence[str], track: int) -> ReportFigure:
@@ -250,12 +240,7 @@ def of_units(head: Caption, table: Array, columns: Sequence[str], track: int) ->
 def jacobian(found: TimeMap) -> ReportFigure:
     """Return the figure of the time Jacobian: norms on a logarithmic scale, future inputs hatched."""
     width = max(1, -(-found.norms.shape[1] // _COLUMNS))
-    table = found.norms
-    if width > 1:
-        starts = np.arange(0, table.shape[1], width)
-        counts = np.diff([*starts, table.shape[1]])
-        table = np.sqrt(np.add.reduceat(table**2, starts, axis=1) / counts)
-    first = found.in_times[::width]
+    table, first = binned(found.norms, width, size=True), found.in_times[::width]
     later = first[None, :] > found.out_times[:, None]
     scale = scale_of(np.where(later, 0.0, table) if found.causal else table, log=True)
     url = image(table, "size", scale)

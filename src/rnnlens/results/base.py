@@ -26,11 +26,11 @@ from ..arguments import checked
 from ..arguments import path as path_of
 from ..errors import LayerNotFoundError, did_you_mean, shown
 from .array import aligned, compute_with_record
-from .checks import Certificate, Check
+from .checks import Certificate, Check, worst_of
 from .disk.regions import ChunkTasks
 from .encoding import datasets_of, from_path, to_paths
 from .page import Row, Said, page
-from .saving import META, root_attrs, save, save_chunks
+from .saving import META, lazy_name, root_attrs, save, save_chunks
 from .schema import LabelledLayer, origin, with_version
 
 #: Name, description and data of one part of a result.
@@ -189,7 +189,7 @@ class Result(Mapping[str, Any]):
         """
         if self._tasks is None:
             save(self._marked_tree(), path)
-        elif all(_chunk_name(v, self._tasks) for name in self for v in self.dataset(name).data_vars.values()):
+        elif all(lazy_name(v) in self._tasks.names for name in self for v in self.dataset(name).data_vars.values()):
             save_chunks(self._marked_tree(), self._tasks, path, self._attributes_of_chunks)
         else:
             self.compute().save(path)
@@ -283,8 +283,14 @@ class Result(Mapping[str, Any]):
         return [(name, ", ".join(str(v) for v in self.dataset(name).data_vars)) for name in self]
 
     def _remarks(self) -> list[tuple[str, str]]:
-        """Return label and text of each line below the layers in the repr: checks, certificate, notes, provenance."""
-        remarks = [("checks", sentence) for sentence in _check_sentences(self._self_checks)]
+        """Return label and text of each line below the layers in the repr: checks, certificate, notes, provenance.
+
+        If all checks passed, they are one line on the check closest to its bound.
+        """
+        remarks = [("checks", f"FAILED {check.sentence}") for check in self._self_checks if not check.ok]
+        if not remarks and (worst := worst_of(self._self_checks)):
+            passed = f"{len(self._self_checks)} of {len(self._self_checks)} passed"
+            remarks = [("checks", f"{passed} ({worst.layer} {worst.name}: {worst.figures})")]
         if self.certificate is not None:
             remarks += [("certificate", self.certificate.sentence)]
             remarks += [("", f"FAILED {check.sentence}") for check in self.certificate.checks if not check.ok]
@@ -320,17 +326,3 @@ def refuse_no_name(name: object, known: Iterable[str], where: str) -> None:
         raise LayerNotFoundError(
             f"Entries of {where} are found by name.", got=shown(name), hint=did_you_mean(name, known)
         )
-
-
-def _chunk_name(array: xr.DataArray, tasks: ChunkTasks) -> str | None:
-    """Return the name of a lazy array's part in the values of a chunk; None if it does not keep samples."""
-    return tasks.names.get(getattr(array.data, "name", ""))
-
-
-def _check_sentences(checks: list[Check]) -> list[str]:
-    """Return one sentence per failed check; if all passed, one sentence about the check closest to its bound."""
-    failed = [check.sentence for check in checks if not check.ok]
-    if failed or not checks:
-        return [f"FAILED {sentence}" for sentence in failed]
-    worst = max(checks, key=lambda check: check.ratio)
-    return [f"{len(checks)} of {len(checks)} passed ({worst.layer} {worst.name}: {worst.figures})"]

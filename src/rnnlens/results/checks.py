@@ -17,6 +17,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self
 
+from array_api_compat import array_namespace
+
 from ..errors import SelfCheckWarning
 from ..typing import Array
 
@@ -25,24 +27,15 @@ FACTOR = 32.0
 #: Upper limit of every bound: half precision is off by a few percent after hundreds of steps.
 CEILING = 0.25
 
-#: Machine epsilon by dtype name, since bfloat16 is no NumPy dtype.
-_EPSILON = {
-    "float64": 2.0**-52,
-    "complex128": 2.0**-52,
-    "float32": 2.0**-23,
-    "complex64": 2.0**-23,
-    "float16": 2.0**-10,
-    "bfloat16": 2.0**-7,
-}
-
-#: Smallest normal number by dtype name; for float16 the smallest subnormal number.
-_SMALLEST = {
-    "float64": 2.0**-1022,
-    "complex128": 2.0**-1022,
-    "float32": 2.0**-126,
-    "complex64": 2.0**-126,
-    "float16": 2.0**-24,
-    "bfloat16": 2.0**-126,
+#: Machine epsilon and smallest normal number by dtype name, since bfloat16 is no NumPy dtype; for float16 the smallest
+#: subnormal number.
+_FLOATS = {
+    "float64": (2.0**-52, 2.0**-1022),
+    "complex128": (2.0**-52, 2.0**-1022),
+    "float32": (2.0**-23, 2.0**-126),
+    "complex64": (2.0**-23, 2.0**-126),
+    "float16": (2.0**-10, 2.0**-24),
+    "bfloat16": (2.0**-7, 2.0**-126),
 }
 
 State = Literal["passed", "failed", "could not", "off"]
@@ -190,24 +183,25 @@ class Certificate:
         return text + "".join(f"; not certified: {what}" for what in self.uncertified)
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert the certificate to plain strings, numbers and lists, as stored in files."""
-        lists = {key: list(getattr(self, key)) for key in ("certified", "resting", "uncertified")}
-        checks = [check.to_dict() for check in self.checks]
-        words = {"state": self.state, "against": self.against, "why": self.why, "samples": self.samples}
-        return {**words, **lists, "checks": checks}
+        """Convert the certificate to plain strings, numbers and sequences, as stored in files."""
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> Self:
-        """Rebuild a certificate from the mapping that :meth:`to_dict` returned."""
-        words = {key: tuple(stored.get(key, ())) for key in ("certified", "resting", "uncertified")}
-        checks = tuple(Check(**check) for check in stored.get("checks", ()))
-        against, why, samples = (str(stored.get(key, "")) for key in ("against", "why", "samples"))
-        return cls(stored["state"], against, why=why, checks=checks, samples=samples, **words)
+        """Rebuild a certificate from the mapping that :meth:`to_dict` returned, or from its JSON."""
+        names = {key: tuple(stored[key]) for key in ("certified", "resting", "uncertified")}
+        return cls(**{**stored, **names, "checks": tuple(Check(**check) for check in stored["checks"])})
 
 
 def worst_of(checks: Iterable[Check]) -> Check | None:
     """Return the check with the largest ratio of residual to bound; None without checks."""
     return max(checks, key=lambda check: check.ratio, default=None)
+
+
+def _limits(dtype: Any) -> tuple[float, float]:
+    """Return machine epsilon and smallest number of a dtype of any library, found by its name; float64's if unknown."""
+    name = str(getattr(dtype, "name", dtype)).rpartition(".")[2]
+    return _FLOATS.get(name, _FLOATS["float64"])
 
 
 def epsilon(dtype: Any) -> float:
@@ -216,11 +210,7 @@ def epsilon(dtype: Any) -> float:
     >>> epsilon("float32") == 2.0**-23
     True
     """
-    return _EPSILON.get(_name(dtype), _EPSILON["float64"])
-
-
-def _name(dtype: Any) -> str:
-    return str(getattr(dtype, "name", dtype)).rpartition(".")[2]
+    return _limits(dtype)[0]
 
 
 def coarser(one: str, other: str) -> str:
@@ -252,7 +242,7 @@ def underflow_unit(dtype: Any, steps: int) -> float:
     >>> 1e-45 / underflow_unit("float32", 500) < rounding_bound("float32", 500) < 1e-30 / underflow_unit("float32", 500)
     True
     """
-    return _SMALLEST.get(_name(dtype), _SMALLEST["float64"]) / rounding_bound(dtype, steps)
+    return _limits(dtype)[1] / rounding_bound(dtype, steps)
 
 
 def residual(actual: Array, expected: Array, *, scale: float | None = None) -> float:
@@ -272,8 +262,6 @@ def residual(actual: Array, expected: Array, *, scale: float | None = None) -> f
     float
         The residual; inf if an element is finite in only one array, 0 if both arrays are 0 everywhere.
     """
-    from array_api_compat import array_namespace
-
     xp = array_namespace(actual, expected)
     if 0 in expected.shape:
         return 0.0
@@ -313,8 +301,6 @@ def weight_sum_check(
 
 def _largest(array: Array) -> float:
     """Return the largest finite absolute value of an array; 0 for an empty one."""
-    from array_api_compat import array_namespace
-
     xp = array_namespace(array)
     if 0 in array.shape:
         return 0.0

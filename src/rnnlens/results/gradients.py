@@ -6,7 +6,7 @@ Gradients have a reason for each missing one; weights are labelled by kernel and
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Self
 
@@ -43,16 +43,6 @@ class Reason:
 
     def __str__(self) -> str:
         return f"[{self.code}] {self.sentence} Try: {self.remedy}"
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Differentiated target, its value, and reasons for missing or flagged gradients; see :class:`Gradients`."""
-
-    of: str = "loss"
-    value: Any = None
-    disconnected: Mapping[str, Reason] = field(default_factory=dict)
-    flags: Mapping[str, Reason] = field(default_factory=dict)
 
 
 class LayerGradients(LayerView):
@@ -104,16 +94,19 @@ class Gradients(Result, kind="gradients"):
     def __init__(
         self,
         datasets: Mapping[str, xr.Dataset | LabelledLayer] | xr.DataTree,
-        answer: Answer | None = None,
+        *,
+        of: str = "loss",
+        value: Any = None,
+        disconnected: Mapping[str, Reason | Mapping[str, str]] | None = None,
+        flags: Mapping[str, Reason | Mapping[str, str]] | None = None,
+        clip: Mapping[str, Any] | None = None,
         **common: Any,
     ) -> None:
         super().__init__(datasets, **common)
-        answer = answer or Answer()
-        self.of = answer.of
-        self.value = np.asarray(answer.value)[()] if answer.value is not None else None
-        self.disconnected = dict(answer.disconnected)
-        self.flags = dict(answer.flags)
-        self.clip: dict[str, Any] = {}
+        self.of = of
+        self.value = None if value is None else np.asarray(value)[()]
+        self.disconnected, self.flags = _reasons(disconnected), _reasons(flags)
+        self.clip: dict[str, Any] = dict(clip or {})
         self.clipped: Gradients | None = None
 
     @cached_property
@@ -170,13 +163,10 @@ class Gradients(Result, kind="gradients"):
     def _restore(cls, tree: xr.DataTree, meta: Mapping[str, Any]) -> Self:
         datasets = datasets_of(tree, meta["layers"])
         before = {name: dataset for name, dataset in datasets.items() if not name.startswith(_CLIPPED)}
-        answer = Answer(meta["of"], meta["value"], _reasons(meta["disconnected"]), _reasons(meta["flags"]))
-        common = {key: meta[key] for key in ("provenance", "notes", "checks", "certificate")}
-        result = cls(before, answer, **common)
-        result.clip = dict(meta["clip"])
+        result = cls(before, **{key: value for key, value in meta.items() if key != "layers"})
         after = {name.removeprefix(_CLIPPED): datasets[name] for name in datasets if name not in before}
         if after:
-            result.clipped = Gradients(after, Answer(result.of, result.value), provenance=meta["provenance"])
+            result.clipped = Gradients(after, of=result.of, value=result.value, provenance=meta["provenance"])
         return result
 
     def _headline(self) -> str:
@@ -220,9 +210,9 @@ def _no_gradient(reason: Reason) -> str:
     )
 
 
-def _reasons(stored: Mapping[str, Mapping[str, str]]) -> dict[str, Reason]:
-    """Rebuild reasons by name from the mappings stored in a file."""
-    return {name: Reason(**reason) for name, reason in stored.items()}
+def _reasons(given: Mapping[str, Reason | Mapping[str, str]] | None) -> dict[str, Reason]:
+    """Return reasons by name, rebuilt if they are mappings as stored in a file."""
+    return {name: it if isinstance(it, Reason) else Reason(**it) for name, it in (given or {}).items()}
 
 
 class LayerWeights(LayerView):

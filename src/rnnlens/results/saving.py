@@ -111,16 +111,21 @@ def save_chunks(
         raise FileError("A lazy result is written chunk by chunk.", got=str(path), expected="a path in .zarr")
     _prepare(tree)
     places = {
-        tasks.names[lazy]: (f"{node.path}/{key}", v.dims.index(SAMPLE))
+        tasks.names[lazy_name(v)]: (f"{node.path}/{key}", v.dims.index(SAMPLE))
         for node in tree.subtree
         for key, v in node.variables.items()
-        if (lazy := getattr(v.data, "name", "")) in tasks.names
+        if lazy_name(v) in tasks.names
     }
     with _writing(target):
         folder = write_regions(tree, places, tasks, target)
         count = len(tasks.arguments)
         found = tasks.reduced(records_of(folder, count))
         complete(folder, target, count, attributes(found, next(iter(places.values()))[0]))
+
+
+def lazy_name(array: Any) -> str:
+    """Return the name of a Dask array; "" for one in memory."""
+    return str(getattr(array.data, "name", ""))
 
 
 def check_path(path: str | PathLike[str]) -> Path:

@@ -15,7 +15,7 @@ from ..adapters.protocol import Adapter, Batch
 from ..adapters.registry import adapter_for
 from ..errors import DisconnectedError, UnsupportedError
 from ..results.array import LabelledArray, LazyArray, record
-from ..results.gradients import Answer, Gradients, Reason
+from ..results.gradients import Gradients, Reason
 from ..results.schema import LabelledLayer, labelled_variable
 from ..vocabulary import FEATURE, GATE, SAMPLE, TIME
 from .axes import an_axes_table
@@ -167,7 +167,10 @@ def gradients(
     reasons = found.explanation
     result = Gradients(
         _datasets(request, found, provenance),
-        Answer(request.target.text, found.value, reasons.disconnected, reasons.flags),
+        of=request.target.text,
+        value=found.value,
+        disconnected=reasons.disconnected,
+        flags=reasons.flags,
         provenance=provenance,
         notes=reasons.notes,
         certificate=found.certificate,
@@ -228,8 +231,8 @@ def _lazy(model: Any, run: Batch, arguments: GradientArguments, batch_size: int 
 
     found = ((name, arrays[name.text]) for name in request.asked if name.text in arrays)
     datasets = _by_layer({n: (array.variable, {d: array[d].variable for d in array.coords}) for n, array in found})
-    answer = Answer(request.target.text, None, explanation.disconnected)
-    return Gradients(datasets, answer, provenance=provenance, notes=chunks.notes).pending(graph)
+    words: dict[str, Any] = {"of": request.target.text, "provenance": provenance, "notes": chunks.notes}
+    return Gradients(datasets, disconnected=explanation.disconnected, **words).pending(graph)
 
 
 def _array(request: GradientRequest, found: DataSetGradients, provenance: Mapping[str, str]) -> LabelledArray:
@@ -265,7 +268,7 @@ def _add_clipped(
     if sparse and request.known.facts.clips_lookups_apart:
         result.notes.append(_ROWS_APART)
     result.clip = {"kind": kind, "threshold": threshold, "norm": norm}
-    result.clipped = Gradients(datasets, Answer(result.of, found.value), provenance=result.provenance)
+    result.clipped = Gradients(datasets, of=result.of, value=found.value, provenance=result.provenance)
 
 
 #: An array and its coordinates.

@@ -7,7 +7,7 @@ import pytest
 
 from rnnlens.results import opening
 from rnnlens.results.base import Result, result_class
-from rnnlens.results.gradients import Answer, Gradients, Reason, Weights
+from rnnlens.results.gradients import Gradients, Reason, Weights
 
 from .conftest import lstm_dataset, normal
 
@@ -16,7 +16,7 @@ def gradients():
     dataset = lstm_dataset()[["hidden_grad"]]
     dataset["hidden_grad"].attrs["tensor"] = "lstm.hidden"
     reason = Reason("head/kernel", "not_on_path", "It is not on the path.", 'of="output"')
-    return Gradients({"lstm": dataset}, Answer("loss", 0.5, {"head/kernel": reason}))
+    return Gradients({"lstm": dataset}, value=0.5, disconnected={"head/kernel": reason})
 
 
 def weights():
