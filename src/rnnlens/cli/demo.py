@@ -285,13 +285,13 @@ def draw(portraits: Sequence[Portrait], folder: Path) -> list[Path]:
     for portrait in portraits:
         figures[f"{portrait.layer}-before-after.png"] = draw_units(portrait)
         figures[f"{portrait.layer}-samples.png"] = draw_samples(portrait)
-        figures[f"{portrait.layer}-diagnosis.png"] = plot.diagnosis(portrait.diagnosis)[0].figure
-    for name, figure in figures.items():
-        figure.savefig(folder / name, dpi=110)
+        figures[f"{portrait.layer}-diagnosis.png"] = plot.diagnosis(portrait.diagnosis)
+    for name, drawn in figures.items():
+        drawn.save(folder / name, dpi=110)
     return [folder / name for name in figures]
 
 
-def draw_steps(portraits: Sequence[Portrait], narrow: bool = False) -> Figure:
+def draw_steps(portraits: Sequence[Portrait], narrow: bool = False) -> Any:
     """Draw the total gradient at each step before the answer, a panel per network; stacked if ``narrow``."""
     traces = {moment: {p.kind: p.traces[i][p.layer] for p in portraits} for i, moment in enumerate(MOMENTS)}
     paper = Figure((3.9, 2.2 * len(portraits) + 1.2), layout="constrained") if narrow else None
@@ -302,24 +302,19 @@ def draw_steps(portraits: Sequence[Portrait], narrow: bool = False) -> Figure:
         ax.set_xticks([last - lag for lag in lags], labels=[str(lag) for lag in lags])
         if ax.get_xlabel():
             ax.set_xlabel("steps before the answer", fontsize="small")
-    figure: Figure = drawn.figure
-    return figure
+    return drawn
 
 
-def draw_units(portrait: Portrait) -> Figure:
+def draw_units(portrait: Portrait) -> Any:
     """Draw units by time, before and after: the RMS over held-out digits, each digit divided by its own peak."""
     before, after = (seen[portrait.layer] for seen in portrait.traces)
     title = f"{portrait.kind}: total gradient of the hidden state, RMS over {len(portrait.losses)} digits"
-    drawn = plot.before_after(before, after, samples="rms", names=MOMENTS, log=True, title=title)
-    figure: Figure = drawn.figure
-    return figure
+    return plot.before_after(before, after, samples="rms", names=MOMENTS, log=True, title=title)
 
 
-def draw_samples(portrait: Portrait) -> Figure:
+def draw_samples(portrait: Portrait) -> Any:
     """Draw units by time for single digits, named with their losses; the typical digit comes first."""
     before, after = (seen[portrait.layer] for seen in portrait.traces)
     title = f"{portrait.kind}: total gradient of the hidden state, single digits"
     look: dict[str, Any] = {"names": MOMENTS, "log": True, "max_rows": 3, "title": title}
-    drawn = plot.before_after(before, after, losses=portrait.losses, **look)
-    figure: Figure = drawn.figure
-    return figure
+    return plot.before_after(before, after, losses=portrait.losses, **look)

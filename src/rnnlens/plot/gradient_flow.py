@@ -38,36 +38,27 @@ _NARROW = 5.0
 
 @dataclass(frozen=True)
 class FadingLine:
-    """One line of the figure: one gradient of one direction over time.
-
-    Attributes
-    ----------
-    steps, median, low, high
-        Median and quartiles over samples of the norm over units, each sample divided by its own peak.
-    reach
-        Steps back from the last that hold 95 % of the squared gradient; 0 if it is not defined.
-    zeros
-        Number of steps at which the gradient is 0 in every sample.
-    bad, padded
-        Steps with a non-finite value; steps that are padding in every sample.
-    reset
-        Where a sample's state was set anew, with a time axis; None if nowhere.
-    """
+    """One line of the figure: one gradient of one direction over time."""
 
     gid: str
     words: str
     steps: Numbers
+    #: Median and quartiles over samples of the norm over units, each sample divided by its own peak.
     median: Numbers
     low: Numbers
     high: Numbers
+    #: Steps back from the last that hold 95 % of the squared gradient; 0 if it is not defined.
     reach: int
+    #: Number of steps at which the gradient is 0 in every sample.
     zeros: int
+    #: Steps with a non-finite value; steps that are padding in every sample.
     bad: Numbers
     padded: Numbers
     time_label: str
-    reset: xr.DataArray | None = None
-    notes: tuple[str, ...] = ()
-    colour: Any = "#0072b2"
+    #: Where a sample's state was set anew, with a time axis; None if nowhere.
+    reset: xr.DataArray | None
+    notes: tuple[str, ...]
+    colour: str
     style: str = "-"
 
     @property

@@ -58,21 +58,14 @@ class ReportFigure:
 
 @dataclass(frozen=True)
 class PagePlan:
-    """The samples of the page, the most informative first, and how much of them is in it.
+    """The samples of the page, the most informative first, and how much of them is in it."""
 
-    Attributes
-    ----------
-    telling
-        All samples, in the order in which they have priority.
-    curve_count, map_count
-        Number of samples with curves (one value per step), and with maps (one value per unit and step).
-    curve_bin, map_bin
-        Number of steps merged into one.
-    """
-
+    #: All samples, in the order in which they have priority.
     telling: tuple[int, ...]
+    #: Number of samples with curves (one value per step), and number of steps merged into one.
     curve_count: int
     curve_bin: int
+    #: The same for maps (one value per unit and step).
     map_count: int
     map_bin: int
 
@@ -98,21 +91,14 @@ class TrackSteps:
 
 @dataclass(frozen=True)
 class ValueAxis:
-    """The value axis of curves.
-
-    Attributes
-    ----------
-    log
-        Whether values are magnitudes: on a logarithmic axis, and relative to their own peak if the reader selects it.
-    share
-        Whether the values lie between 0 and 1.
-    of_units
-        By name of a curve: the map, and the choice within it, with the values of single units.
-    """
+    """The value axis of curves."""
 
     label: str
+    #: Whether values are magnitudes: on a logarithmic axis, and relative to their own peak if the reader selects it.
     log: bool = False
+    #: Whether the values lie between 0 and 1.
     share: bool = False
+    #: By name of a curve: the map, and the choice within it, with the values of single units.
     of_units: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
 
@@ -265,9 +251,8 @@ def jacobian(found: TimeMap) -> ReportFigure:
         line = draw.StaticLine("norm", np.asarray(found.in_times, dtype=np.float64), found.norms[0])
         drawing = draw.lines([line], draw.CurveAxes(x="input step", y="norm", log=True))
     words = f"{found.words[:1].upper()}{found.words[1:]}."
-    figure = ReportFigure(
-        Caption("jacobian", "Output step by input step", words, found.code), "jacobian", spec, drawing
-    )
+    head = Caption("jacobian", "Output step by input step", words, found.code)
+    figure = ReportFigure(head, "jacobian", spec, drawing)
     if width > 1:
         figure.remarks.append(f"{width} input steps are one column: root mean square.")
     if several and len(found.out_times) < steps:

@@ -72,27 +72,20 @@ class Moment:
 
 @dataclass
 class Material:
-    """All contents of a report.
+    """All contents of a report."""
 
-    Attributes
-    ----------
-    moments
-        The model itself, and the baseline if there is one.
-    numbers, labels
-        Positions of the samples in the data, and what the page calls them.
-    losses
-        (sample,), or None with the reason in ``why_no_losses``.
-    """
-
+    #: The model itself, and the baseline if there is one.
     moments: list[Moment] = field(default_factory=list)
     trace: Trace | None = None
     diagnosis: Diagnosis | None = None
     weights: Weights | None = None
     time_map: TimeMap | None = None
     layers: Any = None
+    #: Positions of the samples in the data, and what the page calls them.
     numbers: list[int] = field(default_factory=list)
     labels: list[str] = field(default_factory=list)
     targets: list[str] = field(default_factory=list)
+    #: (sample,), or None with the reason in ``why_no_losses``.
     losses: Array | None = None
     why_no_losses: str = ""
     ranking: Ranking | None = None
@@ -226,8 +219,9 @@ def _rank(material: Material, adapter: Adapter, model: Any, held: ReportSamples,
     tracks = material.moments[0].tracks
     if not tracks:
         return
-    found, why = losses(adapter, model, held, material.numbers, request, max(track.steps for track in tracks))
-    material.losses, material.why_no_losses = found, why
+    steps = max(track.steps for track in tracks)
+    found, material.why_no_losses = losses(adapter, model, held, material.numbers, request, steps)
+    material.losses = found
     material.ranking = ranked(_gradient_sizes(tracks, len(material.numbers)) if found is None else found)
 
 

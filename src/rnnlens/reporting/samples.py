@@ -45,22 +45,15 @@ class ReportRequest:
 
 @dataclass
 class ReportSamples:
-    """Samples in the layout that the model takes.
+    """Samples in the layout that the model takes."""
 
-    Attributes
-    ----------
-    x, y
-        All samples, on the axis where the model has them.
-    count
-        Number of samples; None if samples cannot be separated, such as in a packed sequence.
-    labels
-        Coordinate of the samples where x is a DataArray that has one, else their positions; None if they are not known.
-    """
-
+    #: All samples, on the axis where the model has them.
     x: Any
     y: Any
+    #: Number of samples; None if samples cannot be separated, such as in a packed sequence.
     count: int | None
-    lie: Orientation | None = None
+    orientation: Orientation | None = None
+    #: Coordinate of the samples where x is a DataArray that has one, else their positions; None if they are not known.
     labels: Array | None = None
 
     def take(self, chosen: Sequence[int]) -> tuple[Any, Any]:
@@ -70,9 +63,9 @@ class ReportSamples:
         rows = np.asarray(chosen)
         x = data.map_leaves(lambda leaf: leaf[rows], self.x)
         y = None if self.y is None else data.map_leaves(lambda leaf: leaf[rows], self.y)
-        if self.lie is None or self.lie.inputs is None:
+        if self.orientation is None or self.orientation.inputs is None:
             return x, y
-        return self.lie.as_given(x), None if y is None else self.lie.target_as_given(y)
+        return self.orientation.as_given(x), None if y is None else self.orientation.target_as_given(y)
 
     def targets(self, chosen: Sequence[int]) -> list[str]:
         """Return each sample's target as text; "" if it is more than one number."""
@@ -206,33 +199,20 @@ _ROWS = 128
 
 @dataclass(frozen=True)
 class TimeMap:
-    """Norms of the time Jacobian, averaged over samples.
-
-    Attributes
-    ----------
-    norms : (output step, input step)
-    out_times, in_times
-        Steps of the rows and columns, chronological.
-    words
-        Text on the two ends and the reduction.
-    code
-        Call that returns the same.
-    causal
-        Whether no output depends on a later input, so that the upper triangle is zero by construction.
-    estimated
-        Number of random probes; 0 for an exact norm.
-    samples
-        Number of samples averaged.
-    """
+    """Norms of the time Jacobian, (output step, input step), averaged over samples."""
 
     norms: Array
+    #: Steps of the rows and of the columns, chronological.
     out_times: Array
     in_times: Array
+    #: Text on the two ends and the reduction.
     words: str
+    #: Call that returns the same; "" if it is not known.
     code: str
-    causal: bool = True
-    estimated: int = 0
-    samples: int = 0
+    #: Whether no output depends on a later input, so that the upper triangle is zero by construction.
+    causal: bool
+    #: Number of samples averaged.
+    samples: int
 
 
 def of_model(
@@ -308,4 +288,4 @@ def _labelled(found: xr.DataArray, code: str, samples: int, probes: int, directi
     causal = DIRECTION not in found.dims and not any(d for d in directions)
     later = values[IN_TIME].values[None, :] > values[OUT_TIME].values[:, None]
     causal = causal and not np.nan_to_num(norms)[later].any()
-    return TimeMap(norms, values[OUT_TIME].values, values[IN_TIME].values, words, code, causal, probes, samples)
+    return TimeMap(norms, values[OUT_TIME].values, values[IN_TIME].values, words, code, causal, samples)

@@ -20,31 +20,23 @@ _SYMBOLS = {"hidden": "h", "cell": "c"}
 
 @dataclass
 class Track:
-    """Arrays of one direction of one layer.
-
-    Attributes
-    ----------
-    states, gradients
-        (sample, time, unit) by name of the state: its values, and the total gradient of the loss by them.
-    gates, gate_gradients
-        (sample, time, gate, unit), or None: their values, and the gradient of the loss by their pre-activations.
-    mask
-        (sample, time) of bool, False where a step is padding, or None.
-    rows, within
-        Name of the last axis of the arrays; and the axes of a whole-sequence layer's state over which its norm is
-        taken, so that one number is left for each channel or head.
-    """
+    """Arrays of one direction of one layer."""
 
     layer: str
     direction: str
     words: str
+    #: (sample, time, unit) by name of the state: its values, and the total gradient of the loss by them.
     states: dict[str, Array] = field(default_factory=dict)
     gradients: dict[str, Array] = field(default_factory=dict)
+    #: (sample, time, gate, unit), or None: values, and the gradient of the loss by their pre-activations.
     gates: Array | None = None
     gate_gradients: Array | None = None
     gate_names: tuple[str, ...] = ()
+    #: (sample, time) of bool, False where a step is padding, or None.
     mask: Array | None = None
+    #: Name of the last axis of the arrays.
     rows: str = "unit"
+    #: Axes of a whole-sequence layer's state over which its norm is taken, one number for each channel or head.
     within: tuple[str, ...] = ()
 
     @property

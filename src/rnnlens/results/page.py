@@ -182,8 +182,9 @@ def blocks(values: Array, width: int = 32, *, decades: float | None = None) -> s
     )
 
 
-def svg(values: Array, title: str, *, decades: float | None = None, width: int = 160, height: int = 28) -> str:
+def svg(values: Array, title: str, *, decades: float | None = None) -> str:
     """Format a curve as an inline SVG line; values that are not finite are gaps with a red mark at the bottom."""
+    width, height = 160, 28
     shares = _shares(_merged(np.asarray(values, dtype=np.float64), width), decades)
     room = width / max(len(shares) - 1, 1)
     commands, pen, feet = [], "M", []

@@ -93,7 +93,7 @@ def test_sentence_is_that_of_the_diagnosis():
 
 
 def test_figures_show_before_and_after():
-    (panel,) = draw_steps([portrait()]).axes
+    (panel,) = draw_steps([portrait()]).figure.axes
     before, after = (line for line in panel.lines if line.get_gid() == "hidden_grad")
     np.testing.assert_allclose(before.get_ydata(), 0.5 ** np.arange(STEPS)[::-1])
     np.testing.assert_allclose(after.get_ydata(), 0.9 ** np.arange(STEPS)[::-1])
@@ -108,14 +108,14 @@ def test_figures_show_before_and_after():
 
 
 def test_the_picture_of_a_network_is_that_of_all_its_digits_each_by_its_own_peak():
-    images = [ax for ax in draw_units(portrait()).axes if ax.images]
+    images = [ax for ax in draw_units(portrait()).figure.axes if ax.images]
     assert [ax.get_title() for ax in images] == [
         "before training",
         "after training",
         "ratio",
     ]
     np.testing.assert_allclose(images[1].images[0].get_array()[2], 0.9 ** np.arange(STEPS)[::-1])
-    one = [ax.get_title() for ax in draw_samples(portrait()).axes if ax.images]
+    one = [ax.get_title() for ax in draw_samples(portrait()).figure.axes if ax.images]
     assert one[0] == "before training · sample 2"  # whose loss then is not known
     assert one[1] == "after training\nsample 2, loss 0.4 (the median)"
 
