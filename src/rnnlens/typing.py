@@ -45,6 +45,11 @@ def named_leaves(tree: Any) -> tuple[str, ...]:
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """Return a tree of the same structure with ``function`` applied to every array; None stays None."""
+    if isinstance(tree, Mapping) and is_record(tree):  # an output of Hugging Face: its fields are its entries
+        changed: Any = copy.copy(tree)
+        for key, part in tree.items():
+            changed[key] = map_leaves(function, part)
+        return changed
     if isinstance(tree, Mapping):
         return {key: map_leaves(function, part) for key, part in tree.items()}
     if isinstance(tree, tuple | list) and not is_packed(tree):

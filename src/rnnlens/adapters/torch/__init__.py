@@ -18,7 +18,7 @@ from ...recurrence.rounding import one_rounding
 from ..protocol import Adapter, Batch, Capture, CaptureRequest, LayerWeights, Port, Pullback, ReferenceRun
 from ..shared import hook_in_this_thread
 from ..shared.registered_cells import with_composed
-from . import axes, discover, losses, model_facts
+from . import axes, discover, losses
 from . import pullback as pullbacks
 from . import reference_run as reference
 from . import weights as torch_weights
@@ -108,8 +108,8 @@ class TorchAdapter(Adapter):
         return isinstance(model, nn.Module)
 
     #: Functions that are methods of the contract as they stand: see :class:`Adapter`.
-    fingerprint = staticmethod(model_facts.fingerprint)
-    facts = staticmethod(model_facts.facts)
+    fingerprint = staticmethod(discover.fingerprint)
+    facts = staticmethod(discover.facts)
     describe = staticmethod(discover.describe)
     reference_run = staticmethod(reference.reference_run)
     place = staticmethod(reference.place)

@@ -88,7 +88,7 @@ class TorchStepCell(StepCell):
         """Compute one step from inputs (n, feature) and states (n, size); return the output and the new states."""
         with self._as_captured(), torch.no_grad():
             output, new = self._run(x, state)
-        return _widened(output), tuple(_widened(s) for s in new)
+        return widened(output.detach()), tuple(widened(s.detach()) for s in new)
 
     def vjp(
         self, x: Tensor, state: Sequence[Tensor], output_cotangent: Tensor, state_cotangent: Sequence[Tensor]
@@ -130,7 +130,7 @@ class TorchStepCell(StepCell):
             found = iter(torch.autograd.grad(starts, ends, cotangents, allow_unused=True) if ends else ())
         grads = [next(found) if is_made else None for is_made in made]
         kept = zip(grads, state_cotangent, strict=True)
-        return tuple(c if g is None else _widened(g.flatten(1)) for g, c in kept)
+        return tuple(c if g is None else widened(g.flatten(1)) for g, c in kept)
 
     def jacobian(self, x: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return per-row Jacobians of [new states, output] with respect to the states and to the input."""
@@ -138,7 +138,7 @@ class TorchStepCell(StepCell):
             sources = [t.detach().requires_grad_() for t in (x, *state)]
             output, new = self._run(sources[0], sources[1:])
             rows = rows_of(torch.cat([*new, output], dim=1), sources)
-        by_input, *by_state = (_widened(part) for part in rows)
+        by_input, *by_state = (widened(part.detach()) for part in rows)
         return torch.cat(by_state, dim=2), by_input
 
     def _run(self, x: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -174,9 +174,9 @@ class TorchStepCell(StepCell):
                 inner.training = flag
 
 
-def _widened(value: Tensor) -> Tensor:
-    value = value.detach()
-    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+def widened(tensor: Tensor) -> Tensor:
+    """Return a tensor in at least float32."""
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def _pull(outputs: Sequence[Tensor], sources: Sequence[Tensor], cotangents: Sequence[Tensor]) -> list[Tensor]:
@@ -184,15 +184,13 @@ def _pull(outputs: Sequence[Tensor], sources: Sequence[Tensor], cotangents: Sequ
     given = [c.to(out.dtype) for out, c in zip(outputs, cotangents, strict=True)]
     # A step function may read tensors that the model computed from its weights; their graph is needed again.
     found = pulled(outputs, sources, given, retain_graph=True)
-    return [_widened(torch.zeros_like(s) if g is None else g) for g, s in zip(found, sources, strict=True)]
+    return [widened(torch.zeros_like(s) if g is None else g.detach()) for g, s in zip(found, sources, strict=True)]
 
 
 def replayable(value: Any) -> Any:
     """Return a detached copy for the replay; half precision is widened to float32 for accuracy."""
-    value = value.detach()
-    if value.dtype in (torch.bfloat16, torch.float16):
-        return value.float().contiguous()
-    return value.clone(memory_format=torch.contiguous_format)
+    wide = widened(value.detach())
+    return wide.contiguous() if wide.dtype != value.dtype else wide.clone(memory_format=torch.contiguous_format)
 
 
 def has_own_forward(module: nn.Module) -> bool:
@@ -231,16 +229,19 @@ def _steps_as_torch(module: Any, kind: type[nn.Module]) -> bool:
         except Exception:  # the user's forward may expect other arguments
             continue
         if len(calls.seen) == 1:
-            (kernel_args, result), arrived = calls.seen[0], (x, *_flat(state))
-            taken = sorted(float(value.sum()) for value in (kernel_args[0], *_flat(kernel_args[1])))
-            pairs = list(zip(_flat(returned), _flat(result), strict=False))
-            alike = all(isinstance(a, Tensor) and torch.equal(a, b) for a, b in pairs)
-            alike = alike and len(_flat(returned)) == len(_flat(result))
-            return alike and taken == sorted(float(value.sum()) for value in arrived)
+            kernel_args, result = calls.seen[0]
+            arrived, taken = (
+                sorted(float(value.sum()) for value in (first, *as_tuple(rest)))
+                for first, rest in ((x, state), kernel_args[:2])
+            )
+            own, kernels = as_tuple(returned), as_tuple(result)
+            alike = len(own) == len(kernels) and all(map(torch.is_tensor, own)) and all(map(torch.equal, own, kernels))
+            return alike and taken == arrived
     return False
 
 
-def _flat(value: Any) -> tuple[Any, ...]:
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    """Return the states or results of a call as a tuple, also where they are one tensor."""
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 

@@ -27,10 +27,9 @@ from ...layout import Axis, Layout, named
 from ...recurrence.cells import GRU, LSTM, SimpleRNN
 from ...vocabulary import FEATURE, SAMPLE, TIME, UNIT
 from ..protocol import Batch, Capture, CaptureRequest, ChainLink, Port, RecurrentCall
-from .discover import node_name
+from .discover import fingerprint, node_name
 from .inputs import as_tensors, call_model
 from .losses import evaluate, gradients_of, reaches
-from .model_facts import fingerprint
 from .restore import borrowed, differentiable_weights
 from .weights import NAMES, named_copies
 

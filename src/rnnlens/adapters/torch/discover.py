@@ -1,28 +1,29 @@
-"""Finds the recurrent layers of a torch model and their names, and refuses layers that cannot be recorded."""
+"""Finds the layers of a torch model, their names and roles, and refuses layers that cannot be recorded."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import is_lazy
 
 from ...errors import LayerNotFoundError, ModelError, UnsupportedError, did_you_mean
 from ...recurrence.cells import registered
-from ..protocol import LayerInfo
+from ..protocol import LayerInfo, ModelFacts, Submodule
 from .cells import described, has_own_forward
-from .public import ANY_SCAN, loops_of, named_cell, ran_as_cell, scans_of
+from .public import ANY_SCAN, LOOPS_RUN, RAN_AS_CELL, SCANS_RUN, is_declared_cell
 from .scan_families import sequence_modules, state_sizes
-from .weights import class_of
+from .weights import TABLES, class_of
 
 _STATE_PARAMETER = re.compile(r"^(h|c|hx|hc|hidden|state|states|carry|prev|memory)$|hidden|state")
-
-
+#: Containers of modules, which are never called themselves.
+_HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _RECURRENT_SCRIPT = {"RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell"}
 
 
@@ -60,13 +61,13 @@ def node_name(path: str, module: Any, layer: int) -> str:
 def recurrent_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """List torch's own recurrent modules and cells that can be recorded, in the order of their definition."""
     named = named_modules(model)
-    cells = [path for path, module in named if named_cell(module) is not None]
+    cells = [path for path, module in named if is_declared_cell(module)]
     found = []
     for path, module in named:
         if any(path.startswith(f"{outer}.") for outer in cells):
             continue
         _refuse(path, module)
-        if class_of(module) is not None and named_cell(module) is None:
+        if class_of(module) is not None and not is_declared_cell(module):
             found.append((path, module))
     return found
 
@@ -75,7 +76,7 @@ def _refuse(path: str, module: nn.Module) -> None:
     """Raise ``UnsupportedError`` for a recurrent layer in TorchScript or a quantized one: it cannot be recorded."""
     script = isinstance(module, torch.jit.ScriptModule)
     original = str(getattr(module, "original_name", "")) if script else ""
-    if original in _RECURRENT_SCRIPT and named_cell(module) is None:
+    if original in _RECURRENT_SCRIPT and not is_declared_cell(module):
         raise UnsupportedError(
             f"Layer {path!r} is a {original} inside TorchScript, whose steps cannot be recorded.",
             got="torch.jit.script or torch.jit.trace",
@@ -120,11 +121,11 @@ def cell_candidates(model: nn.Module) -> list[tuple[str, nn.Module]]:
     A candidate proves to be a cell when the model runs: its returned state must be the next call's state.
     """
     named = named_modules(model)
-    inner = [path for path, module in named if class_of(module) is not None or named_cell(module) is not None]
-    whole = [path for path, module in named if named_cell(module) is not None]
+    whole = [path for path, module in named if is_declared_cell(module)]
+    inner = [*whole, *(path for path, module in named if class_of(module) is not None)]
 
     def is_candidate(path: str, module: nn.Module) -> bool:
-        if named_cell(module) is not None:
+        if path in whole:
             return True
         # Layers of transformers run whole sequences at a time; their scans are found by their functions.
         if type(module).__module__.startswith(("torch.nn.modules", "transformers.")):
@@ -167,18 +168,17 @@ def describe(model: nn.Module) -> list[LayerInfo]:
     rows.extend(
         _custom_row(path, module)
         for path, module in cell_candidates(model)
-        if named_cell(module) is not None
+        if is_declared_cell(module)
         or isinstance(module, nn.RNNCellBase)
-        or ran_as_cell(module)
-        or (ran_as_cell(module) is None and any(_is_state(name) for name in _positional(module)[:2]))
+        or RAN_AS_CELL.get(module, any(_is_state(name) for name in _positional(module)[:2]))
     )
     for path, module, family in sequence_modules(named_modules(model)):
         axes = state_sizes(module, family)
         rows.append(_row(path, type(module).__name__, family.name, axes[0][1], masked=False, state_axes=axes))
     order = {path: index for index, (path, _) in enumerate(named_modules(model))}
     rows.sort(key=lambda row: order[row.name.split("[")[0] if row.name not in order else row.name])
-    rows += [_row(name, "loop", "custom", units) for name, units in loops_of(model).items()]
-    scans = scans_of(model).items()
+    rows += [_row(name, "loop", "custom", units) for name, units in LOOPS_RUN.get(model, {}).items()]
+    scans = SCANS_RUN.get(model, {}).items()
     return [*rows, *(_row(n, "scan", "affine_scan", axes[0][1], masked=False, state_axes=axes) for n, axes in scans)]
 
 
@@ -217,6 +217,46 @@ def _custom_row(path: str, module: nn.Module) -> LayerInfo:
     return _row(path, str(getattr(module, "original_name", type(module).__name__)), "custom", units)
 
 
+def facts(model: nn.Module) -> ModelFacts:
+    """Return the roles and dtypes of modules: see :meth:`rnnlens.adapters.protocol.Adapter.facts`."""
+    named = named_modules(unwrapped(model))
+    found: dict[str, Submodule] = {}
+    for path, module in named[1:] or named:
+        if isinstance(module, _HOLDERS):
+            continue
+        roles: dict[Any, bool] = {
+            "embedding": isinstance(module, TABLES),
+            "dropout": isinstance(module, nn.modules.dropout._DropoutNd),
+            "relu": isinstance(module, nn.ReLU | nn.ReLU6) or (class_of(module) or ("", ""))[1] == "relu",
+        }
+        floats = (str(p.dtype) for p in module._parameters.values() if p is not None and p.is_floating_point())
+        part = Submodule(frozenset(role for role, is_held in roles.items() if is_held), next(floats, "")[6:])
+        for layer in range(module.num_layers if isinstance(module, nn.RNNBase) else 1):
+            found[node_name(path, module, layer)] = part
+    return ModelFacts(found)
+
+
+def fingerprint(model: nn.Module) -> Hashable:
+    """Return structure, hooks, flags, attributes, forward code, known loops and scans, without values of weights."""
+    parts = ((path, *_state_of(module)) for path, module in model.named_modules(remove_duplicate=False))
+    return (tuple(LOOPS_RUN.get(model, {}).items()), tuple(SCANS_RUN.get(model, {}).items()), *parts)
+
+
+def _state_of(module: nn.Module) -> Iterator[Any]:
+    yield type(module), is_declared_cell(module), RAN_AS_CELL.get(module), registered(module)
+    yield getattr(inspect.getattr_static(type(module), "forward", None), "__code__", None)
+    for name, value in vars(module).items():
+        if name in ("_parameters", "_buffers"):
+            # A lazy module's parameters have no shape before its first batch.
+            tensors = {key: tensor for key, tensor in value.items() if tensor is not None and not is_lazy(tensor)}
+            yield tuple((key, tuple(t.shape), t.dtype, t.requires_grad) for key, t in tensors.items())
+        elif name == "_modules" or "hook" in name:
+            yield tuple((key, id(part)) for key, part in (value.items() if isinstance(value, dict) else ()))
+        else:
+            is_plain = isinstance(value, (int, float, str, type(None)))
+            yield name, value if is_plain else (type(value), getattr(value, "__code__", None), id(value))
+
+
 @dataclass
 class RequestedLayers:
     """Layers to record: recurrent modules, candidates for custom cells, other modules, and the requested names.
@@ -236,11 +276,11 @@ class RequestedLayers:
     def of(cls, model: nn.Module, names: Sequence[str] | None) -> RequestedLayers:
         """Sort the requested names into kinds of layers; raise ``LayerNotFoundError`` for an unknown name."""
         recurrent, cells, modules = recurrent_modules(model), cell_candidates(model), named_modules(model)
-        sequences = frozenset([*(path for path, *_ in sequence_modules(modules)), *scans_of(model), ANY_SCAN])
+        sequences = frozenset([*(path for path, *_ in sequence_modules(modules)), *SCANS_RUN.get(model, {}), ANY_SCAN])
         if names is None:
             return cls(recurrent, cells, [], None, modules, sequences=sequences)
         nodes = [node_name(path, m, i) for path, m in recurrent for i in range(getattr(m, "num_layers", 1))]
-        special = {*nodes, *dict(recurrent), *dict(cells), *loops_of(model), *sequences}
+        special = {*nodes, *dict(recurrent), *dict(cells), *LOOPS_RUN.get(model, {}), *sequences}
         plain = []
         for name in names:
             base = name.split("#")[0]

@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from ...recurrence.cells import GRU, LSTM, Cell, SimpleRNN
+from .cells import as_tuple
 from .discover import RequestedLayers
 from .inputs import check_features
 from .lineage import StateLink, follows
@@ -73,13 +74,9 @@ class FusedCall:
         """Build a call from the positional arguments of either of torch's two overloads."""
         if isinstance(args[3], (list, tuple)):
             data, sizes, state, weights, bias, layers, dropout, training, both = args
-            return cls(data, _as_tuple(state), weights, bias, layers, dropout, training, both, batch_sizes=sizes)
+            return cls(data, as_tuple(state), weights, bias, layers, dropout, training, both, batch_sizes=sizes)
         data, state, weights, *rest = args
-        return cls(data, _as_tuple(state), weights, *rest)
-
-
-def _as_tuple(state: Any) -> tuple[Tensor, ...]:
-    return (state,) if isinstance(state, Tensor) else tuple(state)
+        return cls(data, as_tuple(state), weights, *rest)
 
 
 class KernelInterceptor(TorchFunctionMode):  # type: ignore[misc]
@@ -217,7 +214,7 @@ def _one_layer(
 
 def _cell(recorder: CallRecorder, func: Any, owner: CallOwner, x: Tensor, state: Any, *weights: Tensor | None) -> Any:
     """Run and record one call of a single cell; its weights are in torch's order, without or with biases."""
-    given = _as_tuple(state)
+    given = as_tuple(state)
     tail, before, start = recorder.tail(owner), recorder.continued(owner, given), given
     if before is None and owner.name in recorder.initial_state and not _goes_on(tail, given):
         start = recorder.given_state(owner.name, given)
@@ -228,7 +225,7 @@ def _cell(recorder: CallRecorder, func: Any, owner: CallOwner, x: Tensor, state:
         if w is not None
     }
     x = recorder.fed(x)
-    raw = _as_tuple(func(x, fed if len(fed) > 1 else fed[0], *(stand_ins.get(name) for name in slots(4))))
+    raw = as_tuple(func(x, fed if len(fed) > 1 else fed[0], *(stand_ins.get(name) for name in slots(4))))
     handed = recorder.add_step(owner, x, (given, fed, before), raw, raw, stand_ins)
     return tuple(handed[id(state)] for state in raw) if len(raw) > 1 else handed[id(raw[0])]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -14,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from ... import typing
 from ...arguments import as_numpy
 from ...errors import InputError, raised_by
-from ...typing import is_record, map_fields
 from .cells import has_own_forward
 
 
@@ -29,23 +27,10 @@ def home_of(model: nn.Module) -> tuple[torch.device, torch.dtype]:
 
 
 def on_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply ``change`` to every array within nested tuples, lists, dicts and records, and return the result."""
-    if isinstance(value, PackedSequence):
-        return value._replace(data=change(value.data))
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(on_leaves(item, change) for item in value))
-    if isinstance(value, (tuple, list)):
-        return type(value)(on_leaves(item, change) for item in value)
-    if isinstance(value, dict) and is_record(value):  # an output of Hugging Face: its fields are its entries
-        changed = copy.copy(value)
-        for key, item in value.items():
-            changed[key] = on_leaves(item, change)
-        return changed
-    if isinstance(value, dict):
-        return {key: on_leaves(item, change) for key, item in value.items()}
-    if is_record(value):
-        return map_fields(lambda item: on_leaves(item, change), value)
-    return change(value)
+    """Apply ``change`` to every array in nested values, of a packed sequence to its data, and return the result."""
+    return typing.map_leaves(
+        lambda leaf: leaf._replace(data=change(leaf.data)) if isinstance(leaf, PackedSequence) else change(leaf), value
+    )
 
 
 def as_tensors(data: Any, model: nn.Module, what: str) -> Any:
@@ -142,19 +127,9 @@ def check_features(name: str, module: nn.Module, value: Any) -> None:
 
 def tensors_of(value: Any) -> list[Tensor]:
     """Return all tensors within nested values, in order; of a packed sequence its data."""
-    found: list[Tensor] = []
-    on_leaves(value, lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None)
-    return found
+    return [leaf.data if isinstance(leaf, PackedSequence) else leaf for leaf in leaves_of(value)]
 
 
 def leaves_of(value: Any) -> list[Any]:
     """Return tensors and packed sequences within nested tuples, lists, dicts and records, in order."""
-    if isinstance(value, (Tensor, PackedSequence)):
-        return [value]
-    if is_record(value):
-        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (tuple, list)):
-        return [leaf for item in value for leaf in leaves_of(item)]
-    return []
+    return [leaf for leaf in typing.leaves_of(value) if isinstance(leaf, (Tensor, PackedSequence))]

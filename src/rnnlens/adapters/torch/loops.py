@@ -14,7 +14,7 @@ from ...recurrence.cells import StepCell, registered
 from .cells import CellForm, TorchStepCell, leaves
 from .discover import input_argument
 from .lineage import Continuation, upstream
-from .public import named_cell, note_loop
+from .public import LOOPS_RUN, is_declared_cell
 from .record import (
     CallOwner,
     CallRecorder,
@@ -74,7 +74,7 @@ class StepListener:
         args, kwargs = ((x, *state), {}) if fed is None else fed
         output = module(*args, **kwargs)
         handed = hook.after(module, args, kwargs, output)
-        note_loop(self.model, hook.owner.name, int(leaves(output)[0].flatten(1).shape[1]))
+        LOOPS_RUN.setdefault(self.model, {})[hook.owner.name] = int(leaves(output)[0].flatten(1).shape[1])
         return output if handed is None else handed
 
     def _hook(self, function: Callable[..., Any], name: str | None) -> CellHook:
@@ -137,7 +137,7 @@ class CellHook:
 
     def __init__(self, recorder: CallRecorder, path: str, module: Any) -> None:
         self.recorder, self.module = recorder, module
-        self.owner = CallOwner(id(module), path, StepCell, named=named_cell(module) is not None)
+        self.owner = CallOwner(id(module), path, StepCell, named=is_declared_cell(module))
         self.owner.module = module if registered(module) is not None else None
         self.position, self.name = input_argument(module)
         self.active = True

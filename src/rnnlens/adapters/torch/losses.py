@@ -19,6 +19,7 @@ from ...autodiff.torch import backward_pass, pulled
 from ...errors import InputError, UnsupportedError, did_you_mean, raised_by
 from ...typing import Array
 from ..protocol import Batch, Outputs
+from .cells import widened
 from .discover import named_modules, unwrapped
 from .inputs import as_tensors, leaves_of, on_leaves
 from .restore import borrowed
@@ -332,5 +333,4 @@ def host_array(value: Any) -> Array:
     """Return a value as a NumPy array, half precision widened to float32."""
     if not isinstance(value, Tensor):
         return np.asarray(value)
-    value = value.detach().cpu()
-    return (value.float() if value.dtype in (torch.float16, torch.bfloat16) else value).numpy()
+    return widened(value.detach().cpu()).resolve_conj().numpy()

@@ -8,7 +8,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
 from typing import Any
 
@@ -29,76 +30,20 @@ SCANS: ContextVar[Callable[..., Any] | None] = ContextVar("declared scans", defa
 #: In a set of requested layers: every declared scan.
 ANY_SCAN = "*scan"
 
-#: Scans recorded in each model: axes and sizes of the state, by name.
-_SCANS: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[tuple[str, int], ...]]] = weakref.WeakKeyDictionary()
+#: Declared scans that each model has run so far: axes and sizes of the state, by name.
+SCANS_RUN: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[tuple[str, int], ...]]] = weakref.WeakKeyDictionary()
 
 #: Modules that a user declared cells, by weak references: the modules are not changed and not kept in memory.
 _NAMED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 #: Modules that may be cells and ran: whether they passed a state from call to call, and so are cells.
-_RAN_AS_CELL: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+RAN_AS_CELL: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
-#: Loops recorded in each model: names, and sizes of the first state. No function is stored.
-_LOOPS: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
-
-
-def note_cells(ran: Iterable[nn.Module], cells: Iterable[nn.Module]) -> None:
-    """Store which of the modules that may be cells proved to be cells in a forward pass, and which did not."""
-    _RAN_AS_CELL.update(dict.fromkeys(ran, False) | dict.fromkeys(cells, True))
+#: Loops that each model has run so far: sizes of the first state, by name. No function is stored.
+LOOPS_RUN: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
 
 
-def ran_as_cell(module: nn.Module) -> bool | None:
-    """Return whether a module passed a state on when it ran last; None if it did not run."""
-    return _RAN_AS_CELL.get(module)
-
-
-def declarations(module: nn.Module) -> Hashable:
-    """Return whether a module was declared a cell, whether it passed a state on when it ran last, and its class."""
-    return module in _NAMED, _RAN_AS_CELL.get(module), registered(module)
-
-
-def note_loop(model: nn.Module, name: str, units: int) -> None:
-    """Store a loop of a model with its name and state size."""
-    _LOOPS.setdefault(model, {})[name] = units
-
-
-def loops_of(model: nn.Module) -> dict[str, int]:
-    """Return the names and state sizes of the loops recorded in a model so far."""
-    return dict(_LOOPS.get(model, {}))
-
-
-def note_scan(model: nn.Module, name: str, axes: tuple[tuple[str, int], ...]) -> None:
-    """Store a declared scan of a model with the axes of its state."""
-    _SCANS.setdefault(model, {})[name] = axes
-
-
-def scans_of(model: nn.Module) -> dict[str, tuple[tuple[str, int], ...]]:
-    """Return, by name, the axes and sizes of the states of each ``rl.torch.scan`` that a model has run so far."""
-    return dict(_SCANS.get(model, {}))
-
-
-class _NamedCells:
-    """Context manager that :func:`cell` returns: leaving it ends the registration.
-
-    Without ``with`` the registration stays.
-    """
-
-    def __init__(self, modules: tuple[nn.Module, ...]) -> None:
-        self._fresh = [weakref.ref(module) for module in modules if module not in _NAMED]
-        for module in modules:
-            _NAMED.add(module)
-
-    def __enter__(self) -> _NamedCells:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for reference in self._fresh:
-            module = reference()
-            if module is not None:
-                _NAMED.discard(module)
-
-
-def cell(*modules: nn.Module) -> _NamedCells:
+def cell(*modules: nn.Module) -> AbstractContextManager[object]:
     """Declare ``modules`` to be recurrent cells: their calls map (input, state) to state or to (output, state).
 
     This is needed where rnnlens cannot detect a cell: one called only once per forward pass, or one that contains a
@@ -119,7 +64,12 @@ def cell(*modules: nn.Module) -> _NamedCells:
     for module in modules or (None,):
         if not isinstance(module, nn.Module):
             raise InputError("A cell must be a torch module.", got=type(module).__name__, expected="a torch.nn.Module")
-    return _NamedCells(tuple(getattr(module, "_orig_mod", module) for module in modules))
+    declared = ExitStack()  # without a with block it is never closed, and the declaration stays
+    for module in (getattr(module, "_orig_mod", module) for module in modules):
+        if module not in _NAMED:
+            _NAMED.add(module)
+            declared.callback(_NAMED.discard, module)
+    return declared
 
 
 def step(function: Callable[..., Any], x: Tensor, *state: Any, name: str | None = None) -> Any:
@@ -219,6 +169,6 @@ def in_order_of_time(a: Tensor, b: Tensor, initial: Tensor | None = None) -> Ten
     return torch.stack(states, 1)
 
 
-def named_cell(module: nn.Module) -> nn.Module | None:
-    """Return ``module`` if the user declared it a cell or registered its class, else None."""
-    return module if module in _NAMED or registered(module) is not None else None
+def is_declared_cell(module: nn.Module) -> bool:
+    """Return whether the user declared a module a cell, or registered its class."""
+    return module in _NAMED or registered(module) is not None

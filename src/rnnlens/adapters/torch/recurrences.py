@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...errors import UnsupportedError
 from .lineage import follows, probe_like, rows_reset, upstream
-from .public import note_cells
+from .public import RAN_AS_CELL
 from .record import CallRecord, CallRecorder, Recurrence, RunAgainError, StateTrail
 
 
@@ -208,7 +208,7 @@ def own_cells_only(recorder: CallRecorder, *, training: bool) -> None:
 
     if joined:
         modules = {run.owner.name: run.owner.step_cell.module for run in custom}
-        note_cells(modules.values(), (module for name, module in modules.items() if name in joined))
+        RAN_AS_CELL.update({module: name in joined for name, module in modules.items()})
     recorder.runs = [run for run in recorder.runs if kept(run)]
     for run in recorder.runs:
         if training and run.owner.step_cell is not None:

@@ -24,10 +24,10 @@ from ...recurrence.cells import GRU, LSTM, Cell, SimpleRNN, registered
 from ...typing import Array
 from ..protocol import Batch, Cotangents, EndPort, ReferenceRun, WeightLocation
 from .assemble import PortTensors
-from .cells import has_own_forward, has_own_step, leaves, replayable
+from .cells import has_own_forward, has_own_step, leaves
 from .discover import named_modules, unwrapped
 from .inputs import as_tensors, call_model, tensors_of, with_sources
-from .losses import evaluate
+from .losses import evaluate, host_array
 from .restore import borrowed, differentiable_weights
 from .scan_families import sequence_modules, state_sizes
 
@@ -77,11 +77,12 @@ def reference_run(
                 starts = [(leaf, torch.as_tensor(c).to(leaf)) for leaf, c in pairs]
             weights = dict(model.named_parameters())
             found = _pulled(starts, [*sources, *weights.values()]) if gradients else None
+    value = None if loss is None else float(loss.detach())
     if found is None:
-        return ReferenceRun(values, _number(loss), [], {})
+        return ReferenceRun(values, value)
     by_name = dict(zip(weights, found[len(sources) :], strict=True))
     keys = tuple(given_x) if isinstance(given_x, dict) and len(given_x) == len(sources) else ()
-    return ReferenceRun(values, _number(loss), found[: len(sources)], by_name, keys)
+    return ReferenceRun(values, value, found[: len(sources)], by_name, keys)
 
 
 #: Largest number of operations of a backward pass that grows with the square of the steps: some 15 s of one core.
@@ -161,12 +162,7 @@ def _pulled(starts: Sequence[tuple[Any, Any]], sources: Sequence[Tensor]) -> lis
 
 
 def _array(tensor: Any) -> Array:
-    tensor = tensor.detach().cpu().resolve_conj()
-    return (tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor).numpy().copy()
-
-
-def _number(loss: Tensor | None) -> float | None:
-    return None if loss is None else float(loss.detach())
+    return host_array(tensor).copy()
 
 
 def reference_between(
@@ -186,11 +182,10 @@ def reference_between(
             value = upper.value
             if not value.requires_grad or not all(t.requires_grad for t in lower.tensors):
                 raise CertificateError("an end is not part of torch's graph")
-            given = torch.as_tensor(cotangent(replayable(value).cpu().numpy())).to(value)
+            given = torch.as_tensor(cotangent(_array(value))).to(value)
             found = backward_pass([value], lower.tensors, [given])
     whole = [torch.zeros_like(t) if g is None else g for t, g in zip(lower.tensors, found, strict=True)]
-    values = [replayable(output).cpu().numpy() for output in outputs]
-    return ReferenceRun(values, input_grads=[replayable(lower.gather(whole)).cpu().numpy()])
+    return ReferenceRun([_array(output) for output in outputs], input_grads=[_array(lower.gather(whole))])
 
 
 @contextmanager
@@ -205,7 +200,7 @@ def _returned_values(modules: dict[str, nn.Module], ends: Sequence[EndPort]) -> 
 
     def hook(path: str) -> Callable[..., Any]:
         def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            if isinstance(output, PackedSequence) or (isinstance(output, tuple) and _is_packed(output[:1])):
+            if isinstance(output[0] if type(output) is tuple else output, PackedSequence):
                 raise CertificateError(f"{path} returns a packed sequence")
             given = {id(leaf) for leaf in leaves((args, kwargs))}
             tensors = {id(leaf): leaf for leaf in leaves(output)}
@@ -229,10 +224,6 @@ def _returned_values(modules: dict[str, nn.Module], ends: Sequence[EndPort]) -> 
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _is_packed(values: Sequence[Any]) -> bool:
-    return any(isinstance(value, PackedSequence) for value in values)
 
 
 def _path(end: EndPort) -> str:

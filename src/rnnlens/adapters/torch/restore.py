@@ -10,9 +10,8 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ import torch
 from ...autodiff.torch import set_seed
 
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
-_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
 
 @contextmanager
@@ -31,7 +29,7 @@ def borrowed(model: torch.nn.Module, *, training: bool, seed: int | None) -> Ite
     Compiled submodules run as the plain modules that they wrap, because hooks do not run inside a compiled graph.
     """
     with ExitStack() as stack:
-        stack.enter_context(_random_states(model))
+        _restore_random_states(stack, model)
         stack.enter_context(restored_attributes(model))
         stack.enter_context(_buffers(model))
         modules = list(model.modules())
@@ -47,7 +45,7 @@ def borrowed(model: torch.nn.Module, *, training: bool, seed: int | None) -> Ite
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(eagerly())
-        stack.enter_context(at_once())
+        stack.enter_context(_without_checkpoints())
         if seed is not None:
             random.seed(seed)
             np.random.seed(seed % 2**32)  # noqa: NPY002  the state that user code draws from
@@ -66,18 +64,13 @@ def differentiable_weights(model: torch.nn.Module, wanted: bool = True) -> Itera
         yield
 
 
-@contextmanager
-def eagerly() -> Iterator[None]:
+def eagerly() -> AbstractContextManager[Any]:
     """Run compiled code as plain Python within the block. Where nothing was compiled, no compiler is loaded."""
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 @contextmanager
-def at_once() -> Iterator[None]:
+def _without_checkpoints() -> Iterator[None]:
     """Run checkpointed functions without checkpointing within the block: the values are the same.
 
     With checkpointing a layer is recomputed in the backward pass, after its hooks were removed. With
@@ -105,29 +98,19 @@ def at_once() -> Iterator[None]:
         checkpoint._checkpoint_without_reentrant_generator = before
 
 
-@contextmanager
-def _random_states(model: torch.nn.Module) -> Iterator[None]:
+def _restore_random_states(stack: ExitStack, model: torch.nn.Module) -> None:
+    """Let a stack restore the global random states, and those of generators that modules hold."""
+    stack.callback(random.setstate, random.getstate())
+    stack.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002
+    for value in [value for module in model.modules() for value in vars(module).values()]:
+        if isinstance(value, random.Random):
+            stack.callback(value.setstate, value.getstate())
+        elif isinstance(value, np.random.Generator):
+            stack.callback(setattr, value.bit_generator, "state", value.bit_generator.state)
+        elif isinstance(value, np.random.RandomState | torch.Generator):
+            stack.callback(value.set_state, value.get_state())
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
-    attributes = [value for module in model.modules() for value in list(module.__dict__.values())]
-    put_back = [_saved(value) for value in attributes if isinstance(value, _GENERATORS)]
-    try:
-        with torch.random.fork_rng(devices=sorted(devices)):
-            yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)  # noqa: NPY002
-        for again in put_back:
-            again()
-
-
-def _saved(generator: Any) -> Callable[[], object]:
-    """Return a function that restores the present state of a random generator."""
-    if isinstance(generator, random.Random):
-        return partial(generator.setstate, generator.getstate())
-    if isinstance(generator, np.random.Generator):
-        return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
-    return partial(generator.set_state, generator.get_state())
+    stack.enter_context(torch.random.fork_rng(devices=sorted(devices)))
 
 
 @contextmanager
@@ -186,8 +169,5 @@ def _put_back(container: Any, content: Any) -> None:
     for key in [key for key in container if key not in content]:
         del container[key]
     for key, value in content.items():
-        if container.get(key, _MISSING) is not value:
+        if key not in container or container[key] is not value:
             container[key] = value
-
-
-_MISSING = object()

@@ -20,7 +20,7 @@ from ...errors import UnsupportedError
 from ...recurrence.sequence import SequenceCell, forward, sweep
 from ..protocol import SequenceCall
 from ..shared import hook_in_this_thread, substitute_in_this_thread
-from .public import ANY_SCAN, in_order_of_time, note_scan
+from .public import ANY_SCAN, SCANS_RUN, in_order_of_time
 from .scan_families import TESTED, Family, read_call, scan_of, sequence_modules, version, widened
 
 
@@ -121,7 +121,7 @@ class ScanRecorder:
         is_wanted = path in self.wanted or ANY_SCAN in self.wanted
         states, _, record = self._run(path, cell, (a, b), is_wanted=is_wanted)
         if self.model is not None:
-            note_scan(self.model, path, tuple(zip(axes, map(int, cell.shape[2:]), strict=True)))
+            SCANS_RUN.setdefault(self.model, {})[path] = tuple(zip(axes, map(int, cell.shape[2:]), strict=True))
         if record is not None:
             given = (a, b) if initial is None else (a, b, initial)
             with torch.no_grad():

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ...errors import UnsupportedError
 from ..protocol import RecurrentCall
 from .assemble import Assembler
+from .cells import widened
 from .discover import node_name
 from .inputs import on_leaves
 from .lineage import StateLink, upstream
@@ -358,11 +359,6 @@ def _deviation(again: Tensor, before: Tensor) -> float:
     far = float(torch.where(alike, 0.0, (again - before).abs()).max())
     largest = float(torch.where(before.isfinite(), before.abs(), 0.0).max())
     return far / (largest or 1.0)
-
-
-def widened(tensor: Tensor) -> Tensor:
-    """Return a tensor in at least float32."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def unscaled(grad: Tensor, scale: float) -> Tensor:
