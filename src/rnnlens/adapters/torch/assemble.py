@@ -6,7 +6,7 @@ or from their gradients, to the layout of rnnlens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
@@ -17,7 +17,7 @@ from ...errors import UnsupportedError
 from ...recurrence.cells import Cell, registered
 from ..protocol import NonRecurrentCall, Port, RecurrentCall
 from .cells import arranged, described, replayable
-from .record import CallOwner, CallRecord, CallRecorder, LayerRecord, Recurrence, call_numbers, last_steps, node_names
+from .record import CallRecord, CallRecorder, LayerRecord, Recurrence, call_numbers, last_steps, node_names
 from .weights import NAMES, from_torch, known_cell
 
 #: Function from a recorded tensor to its gradient; None where no path leads to it.
@@ -65,18 +65,15 @@ def boundary_of(run: Recurrence, layer: int, port: Port) -> PortTensors:
 
 
 def _sequence_boundary(run: Recurrence, layer: int, port: Port) -> PortTensors:
-    """Return the inputs or outputs of a layer over all calls; with a direction, only the units of that direction."""
+    """Return the inputs or outputs of a layer over all calls; with a direction, only its units."""
     owner, outputs = run.owner, port.kind == "output"
     tensors = [v.pieces[layer].output if outputs else v.pieces[layer].input for v in run.visits]
 
     def gather(parts: Sequence[Tensor]) -> Tensor:
         if not outputs and not owner.stacked:  # one step: (sample, feature), or (sample, channel, *space)
             parts = [part.flatten(1) for part in parts]
-        timed = [
-            p if p.dim() == 3 or v.packing is not None else p.unsqueeze(0)
-            for p, v in zip(parts, run.visits, strict=True)
-        ]
-        whole = sequence(run, timed)
+        pairs = zip(parts, run.visits, strict=True)
+        whole = sequence(run, [p if p.dim() == 3 or v.packing is not None else p.unsqueeze(0) for p, v in pairs])
         if not outputs or port.direction is None:
             return whole
         return units_of_direction(whole, owner.directions, int(port.direction == "backward"))
@@ -89,8 +86,7 @@ def sequence(run: Recurrence, parts: list[Tensor]) -> Tensor:
     packed = [v.packing.padded(p) if v.packing is not None else p for v, p in zip(run.visits, parts, strict=True)]
     for i, part in enumerate(packed):
         missing = packed[0].shape[1] - part.shape[1]
-        if missing:
-            packed[i] = torch.cat([part, part.new_zeros((part.shape[0], missing, *part.shape[2:]))], dim=1)
+        packed[i] = torch.cat([part, part.new_zeros((part.shape[0], missing, *part.shape[2:]))], 1) if missing else part
     return (packed[0] if len(packed) == 1 else torch.cat(packed)).transpose(0, 1)
 
 
@@ -116,11 +112,7 @@ def _layer_state_boundary(run: Recurrence, layer: int, port: Port) -> PortTensor
 
 
 def _state_boundary(run: Recurrence, index: int) -> PortTensors:
-    """Return the port of a cell's state after every step, (sample, time, unit), with its total gradient.
-
-    At a masked step a sample has its earlier state, and the gradient that comes back to that state through the next
-    step.
-    """
+    """Return the port of a cell's state, (sample, time, unit), with its total gradient; a masked step keeps both."""
     visits, valid = run.visits, run.valid()
     hidden, slopes = list[Tensor](), list[Tensor]()
     if index == 1 and run.owner.step_cell is None:
@@ -146,9 +138,9 @@ def _state_boundary(run: Recurrence, index: int) -> PortTensors:
 
 
 def _fused_state_boundary(run: Recurrence, layer: int, index: int) -> PortTensors:
-    """Return the port of a state, (sample, time, unit), of a library layer called one step at a time.
+    """Return the port of a state, (sample, time, unit), with its total gradient, of a library layer called step by step.
 
-    Its gradient is total, as that of :func:`_state_boundary`. The layer returns h_t twice, as output and as state.
+    The layer returns h_t twice, as output and as state.
     """
     pieces = [visit.pieces[layer] for visit in run.visits]
     outputs, hidden = [piece.output for piece in pieces], [visit.state_taps[0] for visit in run.visits]
@@ -173,10 +165,7 @@ def _fused_state_boundary(run: Recurrence, layer: int, index: int) -> PortTensor
 
 
 def _within_step(piece: LayerRecord, states: Sequence[Tensor], before: Tensor) -> Tensor:
-    """Compute dh_t/dc_t within one step of an LSTM: o (1 - tanh(c)^2), (sample, unit).
-
-    ``states``: h_t and c_t; ``before``: h_{t-1}.
-    """
+    """Compute dh_t/dc_t = o (1 - tanh(c)^2), (sample, unit), of an LSTM's step from h_{t-1} to (h_t, c_t)."""
     hidden, cell = states
     weights = {name: w[3 * cell.shape[1] :].to(hidden.dtype) for name, w in piece.weights[0].items()}
     with torch.no_grad():
@@ -260,7 +249,7 @@ class Assembler:
         for run in recorder.runs:
             for weights in (each for piece in run.visits[0].pieces for each in piece.weights):
                 for weight in weights.values():
-                    self._holders.setdefault(id(weight), set()).add(_together(weights))
+                    self._holders.setdefault(id(weight), set()).add(tuple(map(id, weights.values())))
 
     def calls(self) -> list[RecurrentCall]:
         """Return one call per recurrence, stacked layer and direction."""
@@ -360,9 +349,12 @@ class Assembler:
         owner, weights = run.owner, run.visits[0].pieces[layer].weights[direction]
         if owner.module is None and owner.step_cell is not None:
             return owner.name, owner.step_cell
-        key = _together(weights) if owner.module is None else (owner.key,)
-        if key not in self._cells:
-            self._cells[key] = _known(owner, name, weights)
+        known = registered(owner.module)
+        key = (owner.key,) if known is not None else tuple(map(id, weights.values()))
+        if key not in self._cells and known is not None:
+            self._cells[key] = owner.name, described(owner.module, known)
+        elif key not in self._cells:
+            self._cells[key] = name, known_cell(owner.cell, weights, owner.activation)
         return self._cells[key]
 
     def _weight_grads(self, run: Recurrence, layer: int, direction: int) -> dict[str, Tensor]:
@@ -373,24 +365,10 @@ class Assembler:
         grads = {slot: _or_zeros(self.gradient(weight), weight) for slot, weight in own.items()}
         known = registered(owner.module)
         if known is not None:  # computed from several parameters: all gradients are needed
-            whole = owner.module is not None and len(grads) == len(list(owner.module.parameters()))
-            return arranged(known, grads) if whole else {}
+            return arranged(known, grads) if len(grads) == len(list(owner.module.parameters())) else {}
         if owner.step_cell is not None:
             return {name: replayable(grad) for name, grad in grads.items()}
         return {NAMES[slot]: replayable(from_torch(owner.cell, slot, grad)) for slot, grad in grads.items()}
-
-
-def _known(owner: CallOwner, name: str, weights: Mapping[str, Tensor]) -> tuple[str, Cell]:
-    """Return the key of a cell's weights and the cell, which is torch's or a registered one."""
-    known = registered(owner.module)
-    if owner.module is None or known is None:
-        return name, known_cell(owner.cell, weights, owner.activation)
-    return owner.name, described(owner.module, known)
-
-
-def _together(weights: Mapping[str, Tensor]) -> tuple[int, ...]:
-    """Return a key of the weights of one cell, made of the identities of their tensors."""
-    return tuple(id(weight) for weight in weights.values())
 
 
 def _or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:

@@ -94,16 +94,19 @@ class _NotACellError(Exception):
 
 
 class EnteredCall:
-    """One call between its pre-hook and its hook: the user's tensors, their substitutes, and how to call again."""
+    """One call between its pre-hook and its hook: the user's input and states, and their substitutes ``fed``."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> None:
-        self.flat, self.spec = pytree.tree_flatten((args, kwargs))
+        flat, self._spec = pytree.tree_flatten((args, kwargs))
         x = args[position] if len(args) > position else kwargs.get(name)
         if not isinstance(x, Tensor) or x.dim() not in (2, 3, 4, 5) or not x.is_floating_point():
             raise _NotACellError("its input is not a floating tensor (sample, feature) or (sample, channel, *space)")
         self.x: Tensor = x
-        self.places = [i for i, leaf in enumerate(self.flat) if isinstance(leaf, Tensor) and leaf is not self.x]
-        self.given = [self.flat[i] for i in self.places]
+        self._inputs = [i for i, leaf in enumerate(flat) if leaf is x]
+        self._places = [i for i, leaf in enumerate(flat) if isinstance(leaf, Tensor) and leaf is not x]
+        # Of other leaves only values that are no tensors are stored, so that the forward pass is not kept in memory.
+        self._constants = [None if isinstance(leaf, Tensor) else leaf for leaf in flat]
+        self.given = [flat[i] for i in self._places]
         for state in self.given:
             if not state.is_floating_point() or state.dim() < 2 or state.shape[0] != self.x.shape[0]:
                 raise _NotACellError("one of its state tensors is not floating, or not of shape (sample, ...)")
@@ -111,21 +114,16 @@ class EnteredCall:
             raise _NotACellError("its states are not (sample, channel, *space) in the space of its input")
         self.fed: list[Tensor] = []
         self.before: Continuation | None = None
-        self.arguments: Arguments = self._again
 
-    def _again(self, x: Tensor, state: Sequence[Tensor]) -> Any:
-        # Only values that are no tensors are stored, so that the forward pass is not kept in memory.
-        again = list(self._constants)
-        for i in self._inputs:
-            again[i] = x
-        for i, value in zip(self.places, state, strict=True):
-            again[i] = value
-        return pytree.tree_unflatten(again, self.spec)
+    def arguments(self) -> Arguments:
+        """Return a function from other tensors to the arguments of the same call; it refers to no tensor."""
+        constants, inputs, places, spec = self._constants, self._inputs, self._places, self._spec
 
-    def release(self) -> None:
-        """Drop the references to the user's tensors and keep what another call needs."""
-        self._inputs = [i for i, leaf in enumerate(self.flat) if leaf is self.x]
-        self._constants = [None if isinstance(leaf, Tensor) else leaf for leaf in self.flat]
+        def again(x: Tensor, state: Sequence[Tensor]) -> Any:
+            tensors = dict.fromkeys(inputs, x) | dict(zip(places, state, strict=True))
+            return pytree.tree_unflatten([tensors.get(i, leaf) for i, leaf in enumerate(constants)], spec)
+
+        return again
 
 
 class CellHook:
@@ -152,17 +150,12 @@ class CellHook:
             entered = EnteredCall(args, kwargs, self.position, self.name)
         except _NotACellError as reason:
             return self._give_up(reason)
-        refuse_transformed(self.owner.name, entered.flat)
-        x = self.recorder.fed(entered.x)
-        flat = [x if leaf is entered.x else leaf for leaf in entered.flat]
+        refuse_transformed(self.owner.name, [entered.x, *entered.given])
         entered.before = self.recorder.continued(self.owner, entered.given)
         started = [self.recorder.started(state) for state in entered.given] if entered.before is None else []
         entered.fed = started if entered.before is None else list(entered.before.fed)
-        for i, state in zip(entered.places, entered.fed, strict=True):
-            flat[i] = state
-        entered.release()
-        entered.x, self.entered = x, entered
-        return pytree.tree_unflatten(flat, entered.spec)
+        entered.x, self.entered = self.recorder.fed(entered.x), entered
+        return entered.arguments()(entered.x, entered.fed)
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Record the returned tensors and return copies of them (forward hook)."""
@@ -170,9 +163,7 @@ class CellHook:
         if entered is None or not self.active or self.recorder.paused:
             return None
         try:
-            if not entered.given:
-                self._start_from_zero(entered, output)
-            return self._note(entered, output)
+            return self._note(entered if entered.given else self._started_from_zero(args, kwargs, output), output)
         except _NotACellError as reason:
             return self._give_up(reason)
 
@@ -184,14 +175,14 @@ class CellHook:
         first = returned[0]
         if self.owner.step_cell is None:
             shapes = tuple(tuple(s.shape[1:]) for s in states)
-            form = CellForm(entered.arguments, shapes, len(states) == len(returned), tuple(entered.x.shape[1:]))
+            form = CellForm(entered.arguments(), shapes, len(states) == len(returned), tuple(entered.x.shape[1:]))
             self.owner.step_cell = TorchStepCell(
                 self.module, form, tuple(first.shape[1:]), first.dtype, autocast_around(first)
             )
         handed = self.recorder.add_step(
             self.owner,
             entered.x,
-            (entered.given or entered.fed, entered.fed, entered.before),
+            (entered.given, entered.fed, entered.before),
             [raw[id(leaf)] for leaf in returned],
             [raw[id(state)] for state in states],
             {name: p for name, p in self.module.named_parameters() if p.requires_grad},
@@ -199,25 +190,32 @@ class CellHook:
         copies = {key: handed[id(tensor)] for key, tensor in raw.items()}
         return pytree.tree_unflatten([copies.get(id(leaf), leaf) for leaf in flat], spec)
 
-    def _start_from_zero(self, entered: EnteredCall, output: Any) -> None:
-        """Store the initial state of a call that was given none: zeros, if another call with them gives the same.
+    def _started_from_zero(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> EnteredCall:
+        """Return a call that was given no state as one given zeros, if another call with them returns the same.
 
-        A returned pair may be (output, state) or a state of two tensors.
+        The state stands in place of the first None, or after the input. A returned pair may be (output, state) or a
+        state of two tensors.
         """
         guesses = [output[1], output] if isinstance(output, tuple) and len(output) == 2 else [output]
-        for guess in guesses:
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        empty = next((i for i, leaf in enumerate(flat) if leaf is None), None)
+        for guess in guesses if empty is not None or self.position == 0 else ():
             zeros = pytree.tree_map(lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf, guess)
-            arguments = _with_state(entered, zeros, self.position)
-            if arguments is not None and self._same(output, arguments(entered.x, leaves(zeros))):
-                entered.arguments, entered.fed = arguments, [differentiable(leaf) for leaf in leaves(zeros)]
-                return
+            whole = ((*args, zeros), kwargs)
+            if empty is not None:
+                whole = pytree.tree_unflatten([zeros if i == empty else leaf for i, leaf in enumerate(flat)], spec)
+            if self._returns(output, *whole):
+                entered = EnteredCall(*whole, self.position, self.name)
+                entered.fed = [differentiable(state) for state in entered.given]
+                return entered
         raise _NotACellError("its first state is not zero and is created inside; pass the first state to it")
 
-    def _same(self, output: Any, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
+    def _returns(self, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether another call of the cell returns ``output``."""
         self.recorder.paused = True
         try:
             with torch.no_grad():
-                again = self.module(*arguments[0], **arguments[1])
+                again = self.module(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
             return False  # the cell does not accept a state of this form
         finally:
@@ -247,28 +245,3 @@ def _states_of(returned: list[Tensor], entered: EnteredCall) -> list[Tensor]:
     if not first.is_floating_point() or first.dim() < 2 or first.shape[0] != entered.x.shape[0]:
         raise _NotACellError("its output is not a floating tensor (sample, ...)")
     return states
-
-
-def _with_state(entered: EnteredCall, state: Any, position: int) -> Arguments | None:
-    """Return a function that calls the cell with a state in place of the first None, or after the input.
-
-    None if neither is possible.
-    """
-    flat = entered._constants
-    (args, kwargs) = pytree.tree_unflatten(list(range(len(flat))), entered.spec)
-    empty = [i for i, leaf in enumerate(flat) if leaf is None and i not in entered._inputs]
-    spec = pytree.tree_structure(state)
-    if not empty and position > 0:
-        return None
-
-    def arguments(x: Tensor, values: Sequence[Tensor]) -> Any:
-        nested = pytree.tree_unflatten(list(values), spec)
-        put = list(flat)
-        for index in entered._inputs:
-            put[index] = x
-        if empty:
-            put[empty[0]] = nested
-        positional = [put[i] for i in args]
-        return (*positional, *(() if empty else (nested,))), {key: put[i] for key, i in kwargs.items()}
-
-    return arguments

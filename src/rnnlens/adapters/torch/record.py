@@ -41,7 +41,7 @@ class CallOwner:
     stacked: bool = False
     step_cell: Any = None
     named: bool = False
-    module: torch.nn.Module | None = None
+    module: Any = None
     autocast: torch.dtype | None = None
 
 
