@@ -15,7 +15,7 @@ from typing import Any
 
 from ..adapters.torch.discover import recurrent_modules
 from ..errors import MissingDependencyError
-from ..tracking.torch import Plan
+from ..tracking.torch.plan import WatchPlan
 from ..tracking.torch.steps import weights_in
 from ..tracking.torch.watch import TorchWatch, TrainerEvents, reason_of
 from ..tracking.watch_arguments import Every, at_the_door
@@ -157,4 +157,4 @@ class Watch(LightningEvents, *_callbacks()):  # type: ignore[misc]
         points: int | None = 64,
     ) -> None:
         super().__init__()
-        self.plan = Plan.asked(locals())
+        self.plan = WatchPlan.asked(locals())

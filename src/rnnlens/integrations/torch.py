@@ -12,7 +12,7 @@ from os import PathLike
 from typing import Any
 
 from ..adapters.torch.public import cell, scan, step
-from ..tracking.torch import Plan
+from ..tracking.torch.plan import WatchPlan
 from ..tracking.torch.watch import TorchWatch
 from ..tracking.watch_arguments import Every, at_the_door
 
@@ -121,4 +121,4 @@ def watch(
     TrackingWarning
         At the end, if nothing was recorded, with the reason; once for each failed record.
     """
-    return TorchWatch(model, Plan.asked(locals()))
+    return TorchWatch(model, WatchPlan.asked(locals()))

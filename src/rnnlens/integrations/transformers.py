@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from ..adapters.torch.training_capture import ModuleHook
 from ..errors import MissingDependencyError
-from ..tracking.torch import Plan
+from ..tracking.torch.plan import WatchPlan
 from ..tracking.torch.watch import TorchWatch, TrainerEvents, reason_of
 from ..tracking.watch_arguments import Every, at_the_door
 
@@ -157,4 +157,4 @@ class Watch(TransformersEvents, TrainerCallback):
         super().__init__()
         if isinstance(probe, Mapping):
             probe, loss = (dict(probe),), own_loss if loss is None else loss
-        self.plan = Plan.asked(locals())
+        self.plan = WatchPlan.asked(locals())

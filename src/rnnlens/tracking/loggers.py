@@ -41,20 +41,19 @@ def distributions(record: TrainingRecord) -> Iterator[tuple[str, Array]]:
     for layer, arrays in record.layers.items():
         for name, array in arrays.items():
             stem = f"{ROOM}/{record.kind}/{layer}/{name}"
-            for suffix, part in _by_gate(array):
-                values = np.asarray(part, dtype=np.float64).ravel()
-                values = values[np.isfinite(values)]
+            for suffix, part in _along(GATE, array):
+                values = part.ravel()[np.isfinite(part.ravel())]
                 if values.size:
                     yield stem + suffix, values
 
 
-def _by_gate(array: xr.DataArray) -> Iterator[tuple[str, xr.DataArray]]:
-    if GATE not in array.dims:
-        yield "", array
+def _along(dim: str, array: xr.DataArray) -> Iterator[tuple[str, Array]]:
+    """Yield suffix and values of every entry of a dimension; the whole array, without suffix, where it has none."""
+    if dim not in array.dims:
+        yield "", np.asarray(array, dtype=np.float64)
         return
-    names = array.coords[GATE].values if GATE in array.coords else range(array.sizes[GATE])
-    for index, gate in enumerate(names):
-        yield f"/{gate}", array.isel({GATE: index})
+    for index, label in enumerate(array[dim].values):  # 0, 1, 2, ... without labels
+        yield f"/{label}", np.asarray(array.isel({dim: index}), dtype=np.float64)
 
 
 #: Decades below the peak of a record that the colours cover.
@@ -76,7 +75,7 @@ class Film:
         for layer, arrays in record.layers.items():
             if PROFILE in arrays:
                 found = True
-                for side, row in _sides(arrays[PROFILE]):
+                for side, row in _along(DIRECTION, arrays[PROFILE]):
                     name = f"{ROOM}/{record.kind}/{layer}{side}/film"
                     self._rows.setdefault(name, []).append(row)
         self._count += found
@@ -85,15 +84,6 @@ class Film:
     def pictures(self) -> dict[str, Array]:
         """Return images by name, (height, width, 3) of uint8: first record on top, first time step on the left."""
         return {name: _drawn(rows) for name, rows in self._rows.items() if len(rows) > 1}
-
-
-def _sides(profile: xr.DataArray) -> Iterator[tuple[str, Array]]:
-    """Yield suffix and profile over time, one for each direction."""
-    if DIRECTION not in profile.dims:
-        yield "", np.asarray(profile, dtype=np.float64)
-        return
-    for side in map(str, profile[DIRECTION].values):
-        yield f"/{side}", np.asarray(profile.sel({DIRECTION: side}), dtype=np.float64)
 
 
 def _drawn(rows: list[Array]) -> Array:
@@ -122,15 +112,14 @@ class TensorBoard:
 
     def __init__(self, writer: Any, *, owned: bool = False) -> None:
         self._writer, self._owned, self._film, self._last = writer, owned, Film(), 0
-        self._write: Any = _Torch(writer) if hasattr(writer, "add_scalar") else _TensorFlow(writer)
 
     def write(self, record: TrainingRecord) -> None:
         """Write one point per scalar and one histogram per array at the step of the record."""
         self._last = record.step
         for name, value in numbers(record).items():
-            self._write.scalar(name, value, record.step)
+            self._put("scalar", name, value, record.step)
         for name, values in distributions(record):
-            self._write.histogram(name, values, record.step)
+            self._put("histogram", name, values, record.step)
         if self._film.add(record):
             self._draw()
 
@@ -143,44 +132,18 @@ class TensorBoard:
 
     def _draw(self) -> None:
         for name, picture in self._film.pictures().items():
-            self._write.image(name, picture, self._last)
+            self._put("image", name, picture, self._last)
 
-
-class _Torch:
-    """Adapter to the methods of torch's ``SummaryWriter``."""
-
-    def __init__(self, writer: Any) -> None:
-        self.writer = writer
-
-    def scalar(self, name: str, value: float, step: int) -> None:
-        self.writer.add_scalar(name, value, step)
-
-    def histogram(self, name: str, values: Any, step: int) -> None:
-        self.writer.add_histogram(name, values, step)
-
-    def image(self, name: str, picture: Any, step: int) -> None:
-        self.writer.add_image(name, picture, step, dataformats="HWC")
-
-
-class _TensorFlow:
-    """Adapter to the functions of ``tf.summary``, called within the writer."""
-
-    def __init__(self, writer: Any) -> None:
+    def _put(self, kind: str, name: str, value: Any, step: int) -> None:
+        """Write a scalar, a histogram or an image (height, width, colour)."""
+        if hasattr(self._writer, "add_scalar"):
+            options = {"dataformats": "HWC"} if kind == "image" else {}
+            getattr(self._writer, f"add_{kind}")(name, value, step, **options)
+            return
         import tensorflow as tf
 
-        self.writer, self.summary = writer, tf.summary
-
-    def scalar(self, name: str, value: float, step: int) -> None:
-        with self.writer.as_default():
-            self.summary.scalar(name, value, step=step)
-
-    def histogram(self, name: str, values: Any, step: int) -> None:
-        with self.writer.as_default():
-            self.summary.histogram(name, values, step=step)
-
-    def image(self, name: str, picture: Any, step: int) -> None:
-        with self.writer.as_default():
-            self.summary.image(name, picture[None], step=step)
+        with self._writer.as_default():
+            getattr(tf.summary, kind)(name, value[None] if kind == "image" else value, step=step)
 
 
 #: Metric used as the horizontal axis of all charts.
@@ -352,16 +315,18 @@ def _sink(logger: Any, directory: Path) -> Sink:
         return MLflow(logger)
     if all(has_attribute(logger, name) for name in ("write", "close")):
         return cast(Sink, logger)
-    raise _unknown(logger)
+    raise InputError(
+        "loggers= contains an object that is not a logger.",
+        got=f"{type(logger).__module__}.{type(logger).__qualname__}: {shown(logger)}",
+        expected="a SummaryWriter, a run of wandb or mlflow, 'tensorboard', 'wandb', 'mlflow', "
+        "or an object with write(record) and close(reason)",
+    )
 
 
 def _home(logger: Any) -> str:
     """Return the top-level package of an object's class; ``"lightning"`` for all loggers of Lightning."""
-    for cls in type(logger).__mro__:
-        module = cls.__module__
-        if module.startswith(("lightning.", "pytorch_lightning.", "lightning_fabric.")):
-            return "lightning"
-    return type(logger).__module__.partition(".")[0]
+    homes = [cls.__module__.partition(".")[0] for cls in type(logger).__mro__]
+    return "lightning" if {"lightning", "pytorch_lightning", "lightning_fabric"} & set(homes) else homes[0]
 
 
 def _by_name(name: str, directory: Path) -> Sink:
@@ -394,13 +359,4 @@ def _event_writer(directory: Path) -> Any:
     raise MissingDependencyError(
         "TensorBoard's event files are written by torch or TensorFlow, and neither is loaded.",
         hint="give a writer of your own, loggers=[writer], such as tensorboardX.SummaryWriter(directory)",
-    )
-
-
-def _unknown(logger: Any) -> InputError:
-    return InputError(
-        "loggers= contains an object that is not a logger.",
-        got=f"{type(logger).__module__}.{type(logger).__qualname__}: {shown(logger)}",
-        expected="a SummaryWriter, a run of wandb or mlflow, 'tensorboard', 'wandb', 'mlflow', "
-        "or an object with write(record) and close(reason)",
     )

@@ -72,18 +72,14 @@ class Rows:
         there = self._group.attrs.get("notes", [])
         if notes := [[record.step, note] for note in record.notes][: _MOST_NOTES - len(there)]:
             self._group.attrs.update({"notes": [*there, *notes]})
-        self._put_sums()
+        names = self._group.attrs["arrays"]
+        sums = np.array([self._sums.get(name, 0) for name in names], dtype=np.uint32)
+        if "sums" not in self._arrays:
+            self._array("sums", sums.shape, "uint32", ("step", "array"))
+        self._put("sums", sums)
         self._committed[:] = committed(self._count + 1)
         self._count += 1
         self.last_step = record.step
-
-    def _put_sums(self) -> None:
-        """Write the checksums of this row, one for each array in the order of the group's attribute ``arrays``."""
-        names = self._group.attrs["arrays"]
-        row = np.array([self._sums.get(name, 0) for name in names], dtype=np.uint32)
-        if "sums" not in self._arrays:
-            self._array("sums", row.shape, "uint32", ("step", "array"))
-        self._put("sums", row)
 
     def _refuse_another_network(self, record: TrainingRecord) -> None:
         """Raise FileError if an array has other axes, or other sizes besides steps, lags and samples, than before."""
@@ -134,15 +130,17 @@ class Rows:
             self._put("scalars", row.astype(np.float32))
 
     def _put_labelled(self, path: str, array: xr.DataArray) -> None:
-        profile = "sample" not in array.dims
         values = np.asarray(array.values)
         labels = {str(dim): array[dim].values for dim in array.dims if dim in array.coords}
-        if profile:
+        if "sample" not in array.dims:  # a profile
             values, labels = _thinned(values, list(map(str, array.dims)), labels, self._points)
             values = _rounded(values)
         if path not in self._arrays:
             words = {key: value for key, value in array.attrs.items() if isinstance(value, str | int | float)}
-            axes = {dim: np.asarray(at).tolist() for dim, at in labels.items() if not _counts_up(at)}
+            # 0, 1, 2, ... are the default labels of an axis.
+            axes = {
+                dim: np.asarray(at).tolist() for dim, at in labels.items() if not np.array_equal(at, np.arange(len(at)))
+            }
             self._array(path, values.shape, str(values.dtype), ("step", *map(str, array.dims)))
             self._arrays[path].attrs.update({**words, "labels": axes})
         self._put(path, values)
@@ -187,11 +185,6 @@ class Rows:
         new = [path for path in self._arrays if path not in named and path != "sums"]
         if new:
             self._group.attrs.update({"arrays": [*named, *new]})
-
-
-def _counts_up(labels: Any) -> bool:
-    """Return whether labels are 0, 1, 2, ..., the default labels of an axis."""
-    return np.asarray(labels).dtype.kind in "iu" and np.array_equal(labels, np.arange(len(labels)))
 
 
 def _thinned(

@@ -138,7 +138,7 @@ def _state_boundary(run: Recurrence, index: int) -> PortTensors:
 
 
 def _fused_state_boundary(run: Recurrence, layer: int, index: int) -> PortTensors:
-    """Return the port of a state, (sample, time, unit), with its total gradient, of a library layer called step by step.
+    """Return the port of a state with its total gradient, (sample, time, unit), of a library layer called by step.
 
     The layer returns h_t twice, as output and as state.
     """

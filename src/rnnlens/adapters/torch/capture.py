@@ -26,7 +26,7 @@ from .discover import (
     unwrapped,
 )
 from .fused import CallOwners, KernelInterceptor
-from .inputs import as_tensors, call_model, on_leaves, tensors_of, with_sources
+from .inputs import as_tensors, call_model, detached, on_leaves, tensors_of, with_sources
 from .loops import CellHook, StepListener
 from .losses import evaluate, gradients_of, reaches
 from .public import ANY_SCAN, LISTENER, SCANS
@@ -67,7 +67,7 @@ def capture_outputs(model: nn.Module, batch: Batch) -> Capture:
     model = unwrapped(model)
     x = as_tensors(batch.x, model, "x")
     with borrowed(model, training=batch.training, seed=batch.seed), torch.no_grad():
-        return Capture([], outputs=on_leaves(call_model(model, x), _detached))
+        return Capture([], outputs=detached(call_model(model, x)))
 
 
 def run_until_recorded(run: Callable[[PassRules], Recorded]) -> Recorded:
@@ -132,11 +132,8 @@ def _pass(
         if loss is not None and request.gradients:
             gradient = _gradients(recorder, loss, [*sources, *weights.values(), *leaves], topmost=topmost)
         capture = _read(recorder, asked, loss, gradient)
-        capture.outputs, capture.altered = (
-            on_leaves(outputs, _detached),
-            _WITH_GRADIENTS if rules.keep_gradients else "",
-        )
-        capture.topmost = topmost
+        capture.outputs, capture.topmost = detached(outputs), topmost
+        capture.altered = _WITH_GRADIENTS if rules.keep_gradients else ""
         if gradient is not None:
             capture.input_grads = [None for _ in leaves] if topmost else [_maybe(gradient(t)) for t in sources]
             capture.output_grads = [_maybe(gradient(t)) for t in leaves]
@@ -338,10 +335,6 @@ def _sequence_call(name: str, record: SequenceCall, gradient: Any) -> SequenceCa
         output_grad=grad,
         gate=None if gate is None else gate.detach(),
     )
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
 
 
 class _ScriptWrapper(nn.Module):  # type: ignore[misc]

@@ -33,6 +33,17 @@ def on_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
     )
 
 
+def with_clones(value: Any) -> Any:
+    """Return nested values with copies of all tensors, which stay in the graph."""
+    return on_leaves(value, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
+
+
+def detached(value: Any, *, copy: bool = False) -> Any:
+    """Return nested values with detached tensors, as copies on request."""
+    found = on_leaves(value, lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
+    return with_clones(found) if copy else found
+
+
 def as_tensors(data: Any, model: nn.Module, what: str) -> Any:
     """Convert the user's arrays to tensors. NumPy floats take the model's dtype, tensors keep theirs."""
     device, dtype = home_of(model)
@@ -68,7 +79,7 @@ def call_model(model: nn.Module, x: Any) -> Any:
     A dict whose keys are no parameters of ``forward`` is its one argument. Tensors are copied, because the model may
     change them.
     """
-    x = on_leaves(x, lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf)
+    x = with_clones(x)
     with raised_by("Your model's forward"), ExitStack() as stack:
         for module in model.modules():
             config: Any = getattr(module, "config", None)

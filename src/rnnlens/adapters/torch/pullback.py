@@ -26,7 +26,7 @@ from .capture import recorded_pass, run_until_recorded
 from .cells import has_own_forward, replayable
 from .chain import ChainRecorder
 from .discover import RequestedLayers, named_modules, unwrapped
-from .inputs import as_tensors, home_of, leaves_of, on_leaves, tensors_of
+from .inputs import as_tensors, detached, home_of, leaves_of, on_leaves, tensors_of
 from .losses import host_array
 from .record import CallRecorder, OutputRecord, Packing, PassRules, Recurrence, RunAgainError, node_names
 from .restore import borrowed
@@ -95,7 +95,7 @@ class TorchPullback:
             weights = stand_ins(modules, (*self.of, *self.wrt))
             outputs, loss, unseen = recorded_pass(model, batch, inputs, recorder, chain, asked)
         self._in_scans = recorder.scans.sweep_size
-        self.returned = on_leaves(outputs, lambda t: t.detach() if isinstance(t, Tensor) else t)
+        self.returned = detached(outputs)
         leaves = leaves_of(outputs)
         self.layouts = chain.layouts(outputs)
         if unseen and not any(t.requires_grad for t in (*tensors_of(outputs), *([] if loss is None else [loss]))):

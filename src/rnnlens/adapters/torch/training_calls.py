@@ -19,9 +19,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ...errors import UnsupportedError
 from ..protocol import RecurrentCall
 from .assemble import Assembler
-from .cells import widened
+from .cells import as_tuple, widened
 from .discover import node_name
-from .inputs import on_leaves
+from .inputs import with_clones
 from .lineage import StateLink, upstream
 from .record import CallOwner, CallRecord, CallRecorder, LayerRecord, Packing, PassRules, Recurrence, broken_recurrences
 from .weights import NAMES, class_of, torch_name
@@ -121,6 +121,11 @@ class TrainingLoops:
         return loop
 
 
+def add_to(grads: dict[Any, Tensor], key: Any, grad: Tensor) -> None:
+    """Add a gradient to those stored under a key, as a copy, since torch may reuse its memory."""
+    grads[key] = grads[key] + grad.detach() if key in grads else grad.detach().clone()
+
+
 def record_inner_gradients(
     loop: TrainingCall, arguments: CellArguments, new: list[Tensor], on: Callable[[], bool]
 ) -> None:
@@ -139,8 +144,7 @@ def record_inner_gradients(
         def hook(inner: tuple[Tensor | None, ...], outer: Any) -> None:
             grad = inner[edge]
             if grad is not None and on():
-                known = loop.through.get(at)
-                loop.through[at] = grad.detach().clone() if known is None else known + grad.detach()
+                add_to(loop.through, at, grad)
 
         return hook
 
@@ -253,8 +257,8 @@ class CallReplay(nn.Module):  # type: ignore[misc]
     def __init__(self, calls: Sequence[TrainingCall], scale: float = 1.0) -> None:
         super().__init__()
         self._calls, self._scale = list(calls), scale
-        self._modules_by_path: dict[str, Any] = {}
         self.deviation = 0.0
+        paths = set[str]()
         for call in self._calls:
             device = call.returned[0].device.type
             if call.random is not None and device != "cpu":
@@ -264,27 +268,24 @@ class CallReplay(nn.Module):  # type: ignore[misc]
                     expected="dropout=0, or training on the CPU",
                     hint="one nn module per layer with nn.Dropout between them; output_grad is recorded in any case",
                 )
-            if call.path not in self._modules_by_path:
-                self._modules_by_path[call.path] = self._put(call)
+            if call.path not in paths:
+                paths.add(call.path)
+                self._put(call)
 
     def forward(self, *_inputs: Any) -> list[Any]:
         """Return the tensors of every call: its output, then its final states."""
         returned = []
         for call in self._calls:
-            module, device = self._modules_by_path[call.path], call.returned[0].device.type
+            module, device = self.get_submodule(call.path), call.returned[0].device.type
             if call.random is not None:
                 torch.set_rng_state(call.random)
             with torch.autocast(device, dtype=call.autocast, enabled=call.autocast is not None):
-                args, kwargs = (
-                    on_leaves(given, lambda value: value.clone() if isinstance(value, Tensor) else value)
-                    for given in (call.args, call.kwargs)
-                )
+                args, kwargs = with_clones((call.args, call.kwargs))
                 if isinstance(module, nn.RNNCellBase):
                     returned.append(_looped(module, *args))
                     continue
                 first, finals = module(*args, **kwargs)
-            first = first.data if isinstance(first, PackedSequence) else first
-            returned.append([first, finals] if isinstance(finals, Tensor) else [first, *finals])
+            returned.append([first.data if isinstance(first, PackedSequence) else first, *as_tuple(finals)])
         return returned
 
     def loss(self, returned: list[list[Tensor]]) -> Tensor:
@@ -312,17 +313,15 @@ class CallReplay(nn.Module):  # type: ignore[misc]
                     hint="the direct gradients of the step are right; probe mode records the rest",
                 )
 
-    def _put(self, call: TrainingCall) -> nn.Module:
+    def _put(self, call: TrainingCall) -> None:
         """Add a new module with the weights of the step, under its path in the user's model."""
-        module = _fresh(call)
         holder: nn.Module = self
         *above, last = call.path.split(".")
         for name in above:
             if name not in holder._modules:
                 holder.add_module(name, nn.Module())
             holder = holder._modules[name]
-        holder.add_module(last, module)
-        return module
+        holder.add_module(last, _fresh(call))
 
 
 def _looped(cell: Any, inputs: Tensor, initial: tuple[Tensor, ...]) -> list[Tensor]:
@@ -331,7 +330,7 @@ def _looped(cell: Any, inputs: Tensor, initial: tuple[Tensor, ...]) -> list[Tens
     states = []
     for x in inputs.unbind(1):
         state = cell(x, state)
-        states.append(state if isinstance(state, tuple) else (state,))
+        states.append(as_tuple(state))
     return [torch.stack(steps, 1) for steps in zip(*states, strict=True)]
 
 

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from .cells import has_own_forward
+from .cells import as_tuple, has_own_forward
 from .discover import describe, node_name, recurrent_modules, unwrapped
-from .inputs import on_leaves
+from .inputs import detached
 from .record import autocast_around
-from .training_calls import TrainingCall, TrainingLoops, joined, record_inner_gradients, unscaled
+from .training_calls import TrainingCall, TrainingLoops, add_to, joined, record_inner_gradients, unscaled
 from .weights import NAMES, cell_weights, class_of, from_torch
 
 #: Number for no backward pass: torch counts them from 0.
@@ -137,8 +137,8 @@ class WeightGradientCapture:
         self._norms: dict[int, float] = {}
         self.slots: dict[int, WeightSlot] = {}
         self.parameters: dict[int, nn.Parameter] = {}
-        self._own: dict[int, Tensor] = {}
-        self._reached: set[int] = set()  # parameters with gradients of this step; ``.grad`` of others may be old
+        self.own: dict[int, Tensor] = {}  # of the last forward pass of the step
+        self.reached: set[int] = set()  # parameters with gradients of this step; ``.grad`` of others may be old
         self._accumulated: dict[int, Tensor] = {}
         for path, module in modules:
             known = class_of(module)
@@ -159,16 +159,8 @@ class WeightGradientCapture:
 
     def forget(self) -> None:
         """Delete the records of a finished training step, so that its tensors can be freed."""
-        self._own, self._accumulated = {}, {}
-        self.begin()
-
-    def begin(self) -> None:
-        """Start a new accumulation of gradients."""
-        self._reached.clear()
-
-    def forget_own(self) -> None:
-        """Drop the gradients of the previous forward pass, because another one begins within the step."""
-        self._own = {}
+        self.own, self._accumulated = {}, {}
+        self.reached.clear()
 
     def is_fresh(self, module: nn.Module) -> bool:
         """Return whether no gradient of a module is accumulated: all are None, or the smallest is all zeros."""
@@ -177,13 +169,14 @@ class WeightGradientCapture:
         return not grads or not bool(min(grads, key=Tensor.numel).any())
 
     def accumulated(self) -> None:
-        """Record the content of ``.grad`` after a backward pass."""
-        self._accumulated, self._norms = self._held(), self._whole()
+        """Record the content of ``.grad`` after a backward pass, unless recording was switched off meanwhile."""
+        if self.on:
+            self._accumulated, self._norms = self._held(), self._whole()
 
     def read(self, scale: float, applied_scale: float = 1.0) -> WeightGradients:
         """Return the gradients; ``applied_scale`` is left of the loss scale when the optimizer gets its gradients."""
         return WeightGradients(
-            self._by_slot(self._own, scale),
+            self._by_slot(self.own, scale),
             self._by_slot(self._accumulated, scale),
             self._by_slot(self._held(), applied_scale),
             {
@@ -200,7 +193,7 @@ class WeightGradientCapture:
         return dict(zip(grads, torch.stack(norms).tolist() if norms else [], strict=True))
 
     def _held(self) -> dict[int, Tensor]:
-        held = {key: self.parameters[key].grad for key in self.parameters if key in self._reached}
+        held = {key: self.parameters[key].grad for key in self.parameters if key in self.reached}
         return {key: grad.detach().clone() for key, grad in held.items() if grad is not None}
 
     def _by_slot(self, grads: Mapping[int, Tensor], scale: float) -> dict[WeightSlot, Tensor]:
@@ -209,9 +202,8 @@ class WeightGradientCapture:
     def _gradient_hook(self, key: int) -> Any:
         def hook(grad: Tensor) -> None:
             if self.on:
-                self._reached.add(key)
-                known = self._own.get(key)
-                self._own[key] = grad.detach().clone() if known is None else known + grad.detach()
+                self.reached.add(key)
+                add_to(self.own, key, grad)
 
         return hook
 
@@ -227,6 +219,8 @@ class TrainingCapture:
         Names of layers, or None for all.
     whole
         Whether to store the data of a replay: inputs, weights, the state of the random generator.
+    failed
+        Called with an exception of a hook, so that the user's training does not stop.
 
     Attributes
     ----------
@@ -239,17 +233,21 @@ class TrainingCapture:
         Number of backward passes accumulated in ``.grad``; whether ``.grad`` contained gradients from before this step.
     """
 
-    def __init__(self, model: nn.Module, layers: Iterable[str] | None, *, whole: bool) -> None:
-        self.model, self.whole = unwrapped(model), whole
-        self._on = False
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Iterable[str] | None,
+        *,
+        whole: bool,
+        failed: Callable[[Exception], None],
+    ) -> None:
+        self.model, self.whole, self._failed = unwrapped(model), whole, failed
         self.calls: list[TrainingCall] = []
         self.forwards = self.evaluations = self.without_graph = 0
         self.passes, self.carried = 0, False
         self._forward, self.backward = 0, NO_PASS
         #: Whether a backward pass of this step built a graph (``create_graph=True``), as a gradient penalty does.
         self.differentiates_gradients = False
-        #: Function called with an exception of a hook, so that the user's training does not stop; None raises it.
-        self.failed: Callable[[Exception], None] | None = None
         self._states: dict[int, Tensor] = {}
         self._handles: list[Any] = []
         self._loops = TrainingLoops()
@@ -267,19 +265,19 @@ class TrainingCapture:
         self.weights = WeightGradientCapture(self.modules, self.model.parameters())
         for path, module in self.modules:
             if isinstance(module, nn.RNNBase):
-                before = ModuleHook(module, self._before, self._on_failure)
+                before = ModuleHook(module, self._before, failed)
                 self._handles.append(module.register_forward_pre_hook(before, prepend=True))
-            after = ModuleHook(module, partial(self._after, path), self._on_failure)
+            after = ModuleHook(module, partial(self._after, path), failed)
             self._handles.append(module.register_forward_hook(after, with_kwargs=True))
 
     @property
     def on(self) -> bool:
         """Whether to record at all; if False, every hook returns at once."""
-        return self._on
+        return self.weights.on
 
     @on.setter
     def on(self, value: bool) -> None:
-        self._on = self.weights.on = value
+        self.weights.on = value
 
     def batch(self) -> tuple[list[TrainingCall], list[str]]:
         """Return the calls recorded since :meth:`forget`, in the order of the forward pass, and notes about them."""
@@ -299,11 +297,6 @@ class TrainingCapture:
         self.weights.forget()
         self.forwards = self.evaluations = self.without_graph = 0
         self.differentiates_gradients = False
-
-    def _on_failure(self, error: Exception) -> None:
-        if self.failed is None:
-            raise error
-        self.failed(error)
 
     def _before(self, module: Any, args: Any) -> None:
         if self.on and self.whole and module.training and module.dropout and module.num_layers > 1:
@@ -325,23 +318,20 @@ class TrainingCapture:
     def _new_call(self, path: str, module: Any, returned: Sequence[Tensor]) -> TrainingCall:
         """Return the record of a new call, with the fields common to fused layers and loops of cells."""
         self._forward += 1
-        taken = _copied if self.whole else Tensor.detach
-        weights = {
-            (layer, direction): {slot: taken(weight) for slot, weight in weights.items()}
-            for layer, direction, weights in cell_weights(module)
-        }
+        weights = {(layer, direction): weights for layer, direction, weights in cell_weights(module)}
+        weights = detached(weights, copy=self.whole)
         return TrainingCall(path, module, bool(module.training), weights, self._forward, autocast_around(returned[0]))
 
     def _record_cell(self, path: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        new = [output] if isinstance(output, Tensor) else list(output)
+        new = list(as_tuple(output))
         if not self._trains(new):
             return
         bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
         state = bound.get("hx")
-        arguments = bound["input"], [] if state is None else [state] if isinstance(state, Tensor) else list(state)
+        arguments = bound["input"], [] if state is None else list(as_tuple(state))
         loop = self._loops.step(arguments, new, lambda: self._new_call(path, module, new))
         if self.whole:
-            loop.inputs.append(_copied(arguments[0]))
+            loop.inputs.append(arguments[0].detach().clone())
         capture = weakref.ref(self)
         record_inner_gradients(loop, arguments, new, lambda: (here := capture()) is not None and here.on)
         for place, tensor in enumerate(new):
@@ -353,15 +343,14 @@ class TrainingCapture:
         if not isinstance(output, tuple) or len(output) != 2:
             return  # a subclass whose own forward returns something else
         first, finals = output
-        tensors = [first.data if isinstance(first, PackedSequence) else first]
-        tensors += [finals] if isinstance(finals, Tensor) else list(finals)
+        tensors = [first.data if isinstance(first, PackedSequence) else first, *as_tuple(finals)]
         if not self._trains(tensors):
             return
         call = self._new_call(path, module, tensors)
         call.steps, call.random = [[tensor.detach() for tensor in tensors]], state
         call.packed = first if isinstance(first, PackedSequence) else None
         if self.whole:
-            call.args, call.kwargs = on_leaves(args, _copied), on_leaves(kwargs, _copied)
+            call.args, call.kwargs = detached((args, kwargs), copy=True)
         for place, tensor in enumerate(tensors):
             if tensor.requires_grad:
                 tensor.register_hook(self._gradient_hook(call, (place, 0)))
@@ -379,9 +368,9 @@ class TrainingCapture:
                 here.differentiates_gradients = True
                 return
             try:
-                here._add_gradient(call, place, grad.detach().clone())
+                here._add_gradient(call, place, grad)
             except Exception as error:
-                here._on_failure(error)
+                here._failed(error)
 
         return hook
 
@@ -392,7 +381,7 @@ class TrainingCapture:
         if call not in self.calls:
             self.calls.append(call)
         call.backwards.add(task)
-        call.grads[place] = grad if place not in call.grads else call.grads[place] + grad
+        add_to(call.grads, place, grad)
 
     def _begin_backward(self, task: int, call: TrainingCall) -> None:
         """Begin to record the gradients of a backward pass, when its first gradient reaches a recorded layer.
@@ -404,25 +393,13 @@ class TrainingCapture:
         self.carried = not fresh if not self.passes else self.carried and not fresh
         self.passes = 1 if fresh else self.passes + 1
         if fresh:
-            self.weights.begin()
+            self.weights.reached.clear()
         if self.calls and call not in self.calls and call.number > self.calls[-1].number:
             self.calls = []
-            self.weights.forget_own()
+            self.weights.own = {}
         # Queue twice, to run after the callbacks in which distributed training averages gradients.
-        _queue(lambda: _queue(self._read_accumulated))
-
-    def _read_accumulated(self) -> None:
-        if self.on:
-            self.weights.accumulated()
-
-
-def _queue(function: Callable[[], None]) -> None:
-    """Call a function when the running backward pass has ended."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        queue(lambda: queue(self.weights.accumulated))
 
 
 def entries(grad: Tensor) -> Tensor:

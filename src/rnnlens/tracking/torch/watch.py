@@ -16,8 +16,8 @@ from ..loggers import beside, sinks
 from ..recorder import Recorder
 from ..records import Probe, TrainingRecord
 from ..store import Store
-from ..watch_arguments import Schedule, listed, refuse_unknown
-from . import Plan, plain_model, rank_and_world
+from ..watch_arguments import listed, refuse_unknown
+from .plan import WatchPlan, plain_model, rank_and_world
 from .steps import NO_STEP, NonfiniteCheck, Steps, scaler_on_stack, steps_taken, why_not_captured
 from .watched_batch import WatchedBatch, record_of
 
@@ -35,7 +35,7 @@ class TorchWatch:
         Target of the current batch; a loop sets it to have it in the report of ``on_nonfinite=``.
     """
 
-    def __init__(self, model: Any, plan: Plan, own_loss: Callable[..., Any] | None = None) -> None:
+    def __init__(self, model: Any, plan: WatchPlan, own_loss: Callable[..., Any] | None = None) -> None:
         self.model, self.plan, self._own_loss = plain_model(model), plan, own_loss
         self.latest: WatchedBatch | None = None
         self._loss: Any = None
@@ -126,8 +126,9 @@ class TorchWatch:
         return taken if self._store is None else self._store.go_on(taken)
 
     def _start_capture(self) -> None:
-        self._capture = TrainingCapture(self.model, self.plan.layers, whole=not self.plan.only_direct)
-        self._capture.failed = self._capture_failed
+        self._capture = TrainingCapture(
+            self.model, self.plan.layers, whole=not self.plan.only_direct, failed=self._capture_failed
+        )
         if not self._capture.modules:
             raise UnsupportedError(
                 "Batch mode records nn.RNN, nn.LSTM, nn.GRU and their cells, and none of them is among the watched "
@@ -170,8 +171,7 @@ class TorchWatch:
 
     @loss.setter
     def loss(self, value: Any) -> None:
-        one = value is None or (value.numel() == 1 if has_attribute(value, "numel") else isinstance(value, Real))
-        if not one:
+        if not (value is None or (value.numel() == 1 if has_attribute(value, "numel") else isinstance(value, Real))):
             got = f"shape {tuple(value.shape)}" if has_attribute(value, "shape") else shown(value)
             raise InputError("watch.loss is one number.", got=got, hint="watch.loss = loss.mean()")
         self._loss = value
@@ -201,10 +201,12 @@ class TorchWatch:
         self._prepare()
 
     def _end_epoch(self) -> None:
-        latest = None if not self._open else self._recorder.latest
+        if not self._open:
+            return
+        latest = self._recorder.latest
         is_recorded = latest is not None and latest.kind == "probe" and latest.step == self.steps
-        if self._open and not is_recorded and self.steps > self._begun and self.plan.probes.due_after(self._epoch):
-            self._record_probe(self._epoch)
+        if not is_recorded and self.steps > self._begun and self.plan.probes.due_after(self._epoch):
+            self._record_probe()
 
     def counted(self, steps: int) -> None:
         """Set the number of steps that a trainer has counted, including those without an optimizer step."""
@@ -265,11 +267,12 @@ class TorchWatch:
     def _prepare(self) -> None:
         """Switch the capture of the next batch on or off, according to the schedule."""
         if self._capture is not None:
-            self._capture.on = self._open and self._is_due(self.plan.batch_schedule, self.steps + 1)
+            schedule = self.plan.batch_schedule
+            self._capture.on = self._open and self._recorder.on_schedule(schedule, self.steps + 1, self._epoch)
 
     def _step_begins(self, optimizer: Any, applied_scale: float) -> None:
         # A closure runs the batch within the step, so there are no gradients to test yet.
-        if not (self._steps is not None and self._steps.runs_batch):
+        if self._steps is None or not self._steps.runs_batch:
             self.check_finite()
         self._take_once(applied_scale)
 
@@ -358,29 +361,22 @@ class TorchWatch:
         if batch is not None and self.plan.on_batch is not None:
             self.plan.on_batch(batch)
 
-    def _is_due(self, schedule: Schedule, step: int) -> bool:
-        return self._recorder.on_schedule(schedule, step, self._epoch)
-
     def _record_probe_if_due(self) -> None:
-        if not self.plan.probes.off and self._is_due(self.plan.probes, self.steps):
-            self._record_probe(self._epoch)
+        if not self.plan.probes.off and self._recorder.on_schedule(self.plan.probes, self.steps, self._epoch):
+            self._record_probe()
 
-    def _record_probe(self, epoch: int) -> None:
+    def _record_probe(self) -> None:
         if self._recorder.writes:
+            x, y, weight = (*(self.plan.probe or ()), None, None)[:3]
+            probe = Probe(x, y, weight, listed(self.plan.layers), tuple(self.plan.keep), self.plan.loss)
             before = self.steps == self._begun
-            self._recorder.record(
-                self.steps, lambda: self._probe().record(self.model, self.steps, epoch), before=before
-            )
-
-    def _probe(self) -> Probe:
-        x, y, weight = (*(self.plan.probe or ()), None, None)[:3]
-        return Probe(x, y, weight, listed(self.plan.layers), tuple(self.plan.keep), self.plan.loss)
+            self._recorder.record(self.steps, lambda: probe.record(self.model, self.steps, self._epoch), before=before)
 
 
 class TrainerEvents:
     """Base of a trainer's callback, which has a :class:`TorchWatch` while the trainer trains."""
 
-    plan: Plan
+    plan: WatchPlan
     watch: TorchWatch | None = None
 
     @property

@@ -24,7 +24,7 @@ from ...verbs.weight_layout import label_cell, weights_of_layer
 from ...vocabulary import DIRECTION, SAMPLE, TIME, UNIT
 from ..batches import DIRECT, Batch
 from ..records import TrainingRecord, norms_of_weights, summary
-from . import Plan
+from .plan import WatchPlan
 
 
 class WatchedBatch(Batch):
@@ -170,7 +170,7 @@ _WORDS = {
 }
 
 
-def record_of(batch: WatchedBatch, plan: Plan) -> TrainingRecord:
+def record_of(batch: WatchedBatch, plan: WatchPlan) -> TrainingRecord:
     """Build the record of a batch from its captured quantities, and from a replay if more are needed."""
     scalars, layers = direct_profiles(batch.direct)
     notes = list(batch.notes)

@@ -1,0 +1,133 @@
+"""``WatchPlan``: the checked arguments of a watch in torch; the module inside DDP; which process writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from os import PathLike
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from ...errors import InputError, UnsupportedError, shown
+from ..alerts import checked_on_nonfinite, checked_stop_on
+from ..batches import DIRECT
+from ..records import NEEDED
+from ..watch_arguments import Every, Schedule, listed, quantities_of, refuse_idle
+
+
+@dataclass(frozen=True)
+class WatchPlan:
+    """Arguments of :func:`rnnlens.torch.watch`, checked; trainers set some of them themselves."""
+
+    path: str | PathLike[str] | None = None
+    probe: Sequence[Any] | None = None
+    loss: Callable[..., Any] | str | None = None
+    every: Every = 50
+    epochs: Collection[int] = ()
+    batches: Every | None = None
+    on_batch: Callable[[Any], object] | None = None
+    quantities: str | Iterable[str] | None = None
+    optimizer: Any = None
+    scaler: Any = None
+    layers: str | Iterable[str] | None = None
+    keep: str | Iterable[str] = ()
+    loggers: Any = None
+    stop_on: str | Iterable[str] = ()
+    on_nonfinite: str | None = None
+    resume: bool = True
+    points: int | None = 64
+    step: int | None = None
+
+    @classmethod
+    def asked(cls, given: Mapping[str, Any]) -> Self:
+        """Build a plan from arguments by name, such as ``locals()``; unknown names are ignored."""
+        return cls(**{field.name: given[field.name] for field in fields(cls) if field.name in given})
+
+    def __post_init__(self) -> None:
+        """Check the arguments before any file is opened."""
+        checked = {
+            "layers": listed(self.layers),
+            "quantities": quantities_of(self.quantities),
+            "keep": quantities_of(self.keep) or (),
+            "stop_on": checked_stop_on(self.stop_on),
+            "epochs": Schedule(self.every, self.epochs).epochs,
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        checked_on_nonfinite(self.on_nonfinite)
+        if self.probe is not None:
+            if not isinstance(self.probe, tuple | list) or not 1 <= len(self.probe) <= 3:
+                expected = "(x, y) or (x, y, sample_weight)"
+                raise InputError("probe= is a batch.", got=shown(self.probe), expected=expected)
+            if self.loss is None:
+                raise InputError(
+                    "A probe of a torch model needs a loss.",
+                    got="loss=None",
+                    expected="loss=callable(output, target)",
+                    hint="loss=torch.nn.functional.cross_entropy",
+                )
+        Schedule(0 if self.batches is None else self.batches)  # constructed for its checks
+        of_batches = {"on_batch": self.on_batch, "quantities": self.quantities}
+        refuse_idle(self.probe, self.batches, self.epochs, of_batches)
+
+    @property
+    def probes(self) -> Schedule:
+        """Schedule of the probe; never due without a probe."""
+        return Schedule(self.every, self.epochs) if self.probe is not None else Schedule(0)
+
+    @property
+    def batch_schedule(self) -> Schedule:
+        """Schedule of batch records; without ``batches=`` and probe it is that of ``every=``."""
+        if self.batches is not None:
+            return Schedule(self.batches)
+        return Schedule(self.every) if self.probe is None else Schedule(0)
+
+    @property
+    def off(self) -> bool:
+        """True if nothing is ever due."""
+        return self.probes.off and self.batch_schedule.off and self.on_nonfinite is None
+
+    @property
+    def recorded(self) -> tuple[str, ...]:
+        """Names of the quantities recorded of a batch."""
+        return (*(NEEDED if self.quantities is None else self.quantities), *self.keep)
+
+    @property
+    def only_direct(self) -> bool:
+        """True if all recorded quantities are captured directly, so that no replay is needed."""
+        return set(self.recorded) <= DIRECT
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """Optimizers given by the user, as a list."""
+        given = () if self.optimizer is None else self.optimizer
+        return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def plain_model(model: Any) -> nn.Module:
+    """Return the module inside ``DistributedDataParallel``; any other module unchanged."""
+    if isinstance(model, nn.DataParallel):
+        raise UnsupportedError(
+            "nn.DataParallel copies the model for every batch, and the copies cannot be recorded.",
+            got="nn.DataParallel",
+            expected="nn.parallel.DistributedDataParallel, or the module by itself",
+        )
+    if any(cls.__name__ in ("FullyShardedDataParallel", "FSDPModule") for cls in type(model).__mro__):
+        raise UnsupportedError(
+            "No process has the whole weights of a sharded model.", got=type(model).__name__, expected="DDP"
+        )
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    if not isinstance(model, nn.Module):
+        raise InputError("rl.torch.watch takes a torch module.", got=type(model).__name__, expected="torch.nn.Module")
+    return model
+
+
+def rank_and_world() -> tuple[int, int]:
+    """Return the rank of this process and the number of processes; (0, 1) without torch.distributed."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1
