@@ -167,8 +167,12 @@ class Alerts:
         new = []
         for name, value in record.scalars.items():
             alert = self._one(record, name, value)
-            if alert is not None and (place := (record.kind, alert.finding, _place(alert))) not in self._told:
-                self._told.add(place)
+            if alert is None:
+                continue
+            # A finding is reported once for each scalar of gates, and once for all gradients of a layer.
+            subject = name if alert.finding == "saturated" else name.rpartition("/")[0]
+            if (record.kind, alert.finding, subject) not in self._told:
+                self._told.add((record.kind, alert.finding, subject))
                 new.append(alert)
         self.found += new
         for alert in new:
@@ -188,14 +192,6 @@ class Alerts:
         watched = self._watched.setdefault((record.kind, name), _Watched(finding, sign, scale))
         since = watched.look(record.step, float(value))
         return None if since is None else Alert(finding, name, since[0], float(value), since[1])
-
-
-def _place(alert: Alert) -> str:
-    """Return the key under which a finding is reported once.
-
-    For saturated gates it is the scalar, for gradients the layer.
-    """
-    return alert.name if alert.finding == "saturated" else alert.name.rpartition("/")[0]
 
 
 def _log_of(value: float) -> float:

@@ -249,17 +249,16 @@ def direct_trace(model: Any, arrays: Mapping[str, Mapping[str, Any]], loss: floa
 
 def _norms(found: Gradients, layers: Sequence[str]) -> dict[str, float]:
     """Return the norm of all weight gradients, before and after clipping, and of each weight of ``layers``."""
-    scalars = {"grad_norm": _norm(found)}
+
+    def norm(grads: Gradients, names: Sequence[str]) -> float:
+        squares = [float(np.sum(np.asarray(grads[name].values, dtype=np.float64) ** 2)) for name in names]
+        return float(np.sqrt(sum(squares)))
+
+    scalars = {"grad_norm": norm(found, found.tensors)}
     if found.clipped is not None:
-        scalars["grad_norm_clipped"] = _norm(found.clipped)
+        scalars["grad_norm_clipped"] = norm(found.clipped, found.clipped.tensors)
     for name in found.tensors:
         layer, _, weight = name.rpartition("/")
         if layer in layers:
-            scalars[f"{layer}/weight_grad_norm/{weight}"] = _norm({name: found[name]})
+            scalars[f"{layer}/weight_grad_norm/{weight}"] = norm(found, [name])
     return scalars
-
-
-def _norm(found: Gradients | Mapping[str, Any]) -> float:
-    names = found.tensors if isinstance(found, Gradients) else tuple(found)
-    squares = [float(np.sum(np.asarray(found[name].values, dtype=np.float64) ** 2)) for name in names]
-    return float(np.sqrt(sum(squares)))

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 from ..errors import InputError, LayerNotFoundError, TrackingWarning, message
 from ..results.training_run import Gap
@@ -86,11 +85,9 @@ class Recorder:
         """
         try:
             self.write(make())
-        except (InputError, LayerNotFoundError) as error:
-            if before:
-                raise
-            self.fail_record(step, error, what)
         except Exception as error:
+            if before and isinstance(error, InputError | LayerNotFoundError):
+                raise
             self.fail_record(step, error, what)
 
     def write(self, record: TrainingRecord) -> None:
@@ -158,7 +155,8 @@ class Recorder:
         self._gaps[cause] = gap._replace(records=gap.records + 1)
         for sink in self.sinks:
             with suppress(Exception):  # if the run cannot be written, its next record writes the gaps
-                getattr(sink, "note_gaps", _ignore)(self.gaps)
+                if hasattr(sink, "note_gaps"):  # a logger has no place for gaps
+                    sink.note_gaps(self.gaps)
         if known is None:
             hint = "watch.gaps, and run.gaps after rl.open, list what is missing"
             warnings.warn(message(what, got=reason, hint=hint), TrackingWarning, stacklevel=4)
@@ -175,7 +173,3 @@ class Recorder:
             why = "; ".join(f"{reason} ({count} times)" for reason, count in self._missed.items())
             what = f"{self._missed.total()} of the batches that were due were not recorded: {why}."
             warnings.warn(what, TrackingWarning, stacklevel=4)
-
-
-def _ignore(gaps: Any) -> None:
-    """Do nothing: a logger has no place for gaps."""

@@ -105,13 +105,14 @@ def summary(trace: Trace, *, keep: Collection[str] = ()) -> tuple[dict[str, floa
     layers: dict[str, dict[str, xr.DataArray]] = {}
     for name in trace:
         layer = trace[name]
+        mask = np.asarray(layer.dataset["mask"].values, dtype=bool) if "mask" in layer.dataset else None
         profiles: dict[str, list[xr.DataArray]] = {}
         for half, values in _halves(layer):
             prefix = name if half is None else f"{name}/{half}"
-            mask, adjoint = _mask(layer), _adjoint(values)
-            for kind, profile in _profiles(values, adjoint, mask, half).items():
+            numbers, found = _measures(values, mask, half)
+            for kind, profile in found.items():
                 profiles.setdefault(kind, []).append(profile)
-            scalars |= {f"{prefix}/{key}": number for key, number in _scalars(values, adjoint, mask, half).items()}
+            scalars |= {f"{prefix}/{key}": number for key, number in numbers.items()}
         layers[name] = {kind: _side_by_side(parts) for kind, parts in profiles.items()}
         layers[name] |= {quantity: layer.dataset[quantity] for quantity in keep if quantity in layer}
     return scalars, layers
@@ -128,40 +129,32 @@ def _halves(layer: TracedLayer) -> Iterator[tuple[str | None, Mapping[str, xr.Da
         yield half, {str(name): array for name, array in one.data_vars.items()}
 
 
-def _mask(layer: TracedLayer) -> Array | None:
-    mask = layer.dataset.get("mask")
-    return None if mask is None else np.asarray(mask.values, dtype=bool)
-
-
-def _adjoint(values: Mapping[str, xr.DataArray]) -> Array | None:
-    """Return the RMS over units of the total gradient, (sample, time); None where it was not computed."""
-    gradient = values.get("hidden_grad")
-    if gradient is None or gradient.dims != (SAMPLE, TIME, UNIT):
-        return None
-    norm = np.asarray(safe_norm(gradient.values, axis=-1), dtype=np.float64)
-    return norm / np.sqrt(gradient.sizes[UNIT])
-
-
-def _everywhere(mask: Array | None, shape: tuple[int, ...]) -> Array:
-    return np.ones(shape, dtype=bool) if mask is None else mask
-
-
-def _profiles(
-    values: Mapping[str, xr.DataArray], adjoint: Array | None, mask: Array | None, half: str | None
-) -> dict[str, xr.DataArray]:
-    found: dict[str, xr.DataArray] = {}
-    if adjoint is not None:
-        where = _everywhere(mask, adjoint.shape)
-        found["adjoint_profile"] = _labelled("adjoint_profile", masked_mean(adjoint, where, axis=0), (TIME,))
-        profile = masked_mean(*_by_lag(adjoint, where, half), axis=0)
-        found["lag_profile"] = _labelled("lag_profile", profile, (LAG,))
-    gates = values.get("gates")
+def _measures(
+    values: Mapping[str, xr.DataArray], mask: Array | None, half: str | None
+) -> tuple[dict[str, float], dict[str, xr.DataArray]]:
+    """Return the scalars and the profiles of one layer, or of one direction of it, by name."""
+    scalars: dict[str, float] = {}
+    profiles: dict[str, xr.DataArray] = {}
+    gradient, hidden, gates = (values.get(name) for name in ("hidden_grad", "hidden", "gates"))
+    if gradient is not None and gradient.dims == (SAMPLE, TIME, UNIT):
+        norm = np.asarray(safe_norm(gradient.values, axis=-1), dtype=np.float64)
+        adjoint = norm / np.sqrt(gradient.sizes[UNIT])
+        where = np.ones(adjoint.shape, dtype=bool) if mask is None else mask
+        moved, there = _by_lag(adjoint, where, half)
+        by_lag, counted = np.where(there, moved, np.nan), adjoint[where]
+        scalars["adjoint"] = float(safe_norm(counted, axis=0) / np.sqrt(counted.size)) if counted.size else float("nan")
+        scalars["reach"], scalars["decay"] = float(gradient_reach(by_lag)), gradient_decay(by_lag)
+        profiles["adjoint_profile"] = _labelled("adjoint_profile", masked_mean(adjoint, where, axis=0), (TIME,))
+        profiles["lag_profile"] = _labelled("lag_profile", masked_mean(moved, there, axis=0), (LAG,))
+    if hidden is not None and hidden.dims == (SAMPLE, TIME, UNIT):
+        scalars["dead_units"] = float(dead_units(hidden.values, mask).mean())
     if gates is not None and gates.dims == (SAMPLE, TIME, GATE, UNIT):
         mean = gates.values.mean(axis=-1).astype(np.float64)
-        where = _everywhere(mask, mean.shape[:2])[:, :, None]
-        over_time = np.moveaxis(np.asarray(masked_mean(mean, where, axis=0)), 0, -1)
-        found["gates"] = _labelled("gates", over_time, (GATE, TIME), {GATE: gates[GATE].values})
-    return found
+        where = np.ones(mean.shape[:2], dtype=bool) if mask is None else mask
+        over_time = np.moveaxis(np.asarray(masked_mean(mean, where[:, :, None], axis=0)), 0, -1)
+        profiles["gates"] = _labelled("gates", over_time, (GATE, TIME), {GATE: gates[GATE].values})
+        scalars |= _saturation(gates, mask)
+    return scalars, profiles
 
 
 def _by_lag(adjoint: Array, where: Array, half: str | None) -> tuple[Array, Array]:
@@ -171,28 +164,6 @@ def _by_lag(adjoint: Array, where: Array, half: str | None) -> tuple[Array, Arra
     moved = np.asarray(real_first(ordered, real))
     counted = np.arange(moved.shape[1])[None, :] < real.sum(axis=1, keepdims=True)
     return moved, counted
-
-
-def _scalars(
-    values: Mapping[str, xr.DataArray], adjoint: Array | None, mask: Array | None, half: str | None
-) -> dict[str, float]:
-    """Return the scalars of one layer, or of one direction of it."""
-    found: dict[str, float] = {}
-    if adjoint is not None:
-        where = _everywhere(mask, adjoint.shape)
-        moved, there = _by_lag(adjoint, where, half)
-        by_lag = np.where(there, moved, np.nan)
-        counted = adjoint[where]
-        found["adjoint"] = float(safe_norm(counted, axis=0) / np.sqrt(counted.size)) if counted.size else float("nan")
-        found["reach"] = float(gradient_reach(by_lag))
-        found["decay"] = gradient_decay(by_lag)
-    hidden = values.get("hidden")
-    if hidden is not None and hidden.dims == (SAMPLE, TIME, UNIT):
-        found["dead_units"] = float(dead_units(hidden.values, mask).mean())
-    gates = values.get("gates")
-    if gates is not None and gates.dims == (SAMPLE, TIME, GATE, UNIT):
-        found |= _saturation(gates, mask)
-    return found
 
 
 def _saturation(gates: xr.DataArray, mask: Array | None) -> dict[str, float]:
@@ -280,7 +251,6 @@ def norms_of_weights(model: Any, layers: Sequence[str]) -> dict[str, float]:
     found = {}
     for name, norm in rows.data_vars.items():
         layer, _, weight = str(name).rpartition("/")
-        if layer not in names:
-            continue
-        found[f"{layer}/weight_norm/{weight}"] = float(norm.values[-1])
+        if layer in names:
+            found[f"{layer}/weight_norm/{weight}"] = float(norm.values[-1])
     return found

@@ -185,10 +185,10 @@ def test_a_disk_that_takes_nothing(tmp_path, monkeypatch, until, code):
 def test_an_error_of_a_hook_does_not_reach_the_forward_pass(tmp_path, monkeypatch):
     from rnnlens.adapters.torch import training_capture
 
-    def broken(value):
+    def broken(value, *, copy):
         raise MemoryError("no room for a copy")
 
-    monkeypatch.setattr(training_capture, "_copied", broken)
+    monkeypatch.setattr(training_capture, "detached", broken)
     with pytest.warns(TrackingWarning, match="no room for a copy") as told:
         losses, watch = train(lambda model: rl.torch.watch(model, tmp_path / "a.zarr", every=1))
     assert losses == train()[0]

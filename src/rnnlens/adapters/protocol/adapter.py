@@ -323,19 +323,27 @@ def _capture_by_boundaries(adapter: Adapter, model: Any, batch: Batch, request: 
     """Capture a model by one pull-back at the boundaries of its layers; implements :meth:`Adapter.capture`."""
     recurrent, others = _chosen(adapter, model, request)
     weights = adapter.weights(model)
-    kernels = _ports_of(weights if request.boundaries else {name: weights[name] for name in recurrent})
+    of_weights = weights if request.boundaries else recurrent
+    kernels = [Port("weight", name, key=key) for name in of_weights for key in weights[name].values]
     inputs = [Port("input", index=i) for i in range(len(leaves_of(batch.x)))]
     outputs = [Port("output", index=i) for i in range(max(1, len(adapter.facts(model).outputs)))]
     plain = {name: Port("output", name) for name in others}
     boundaries = [port for name in recurrent for port in _boundaries(name, weights[name])]
-    run = _Run(adapter, model, batch, [*boundaries, *plain.values(), *inputs, *outputs, *kernels], request)
-    capture = Capture([_call(name, weights[name], run, request) for name in recurrent], loss=run.loss)
-    capture.plain = [NonRecurrentCall(name, run.values[port], run.grads.get(port)) for name, port in plain.items()]
-    capture.outputs = [run.values[port] for port in outputs] if len(outputs) > 1 else run.values[outputs[0]]
+    ports = [*boundaries, *plain.values(), *inputs, *outputs, *kernels]
+    of = [_LOSS] if request.gradients or request.loss else []
+    with adapter.pullback(model, batch, of, ports) as back:
+        values, grads = dict(back.values), dict[Port, Array]()
+        found = back.vjp({_LOSS: np.ones(1)}) if request.gradients else {}
+        for port, grad in found.items():  # zeros without a path
+            grads[port] = np.zeros(tuple(values[port].shape)) if grad is None else grad[0]
+    capture = Capture([_call(name, weights[name], values, grads, request) for name in recurrent])
+    capture.loss = float(values[_LOSS]) if of else None
+    capture.plain = [NonRecurrentCall(name, values[port], grads.get(port)) for name, port in plain.items()]
+    capture.outputs = [values[port] for port in outputs] if len(outputs) > 1 else values[outputs[0]]
     if request.gradients and request.boundaries:
-        capture.input_grads = [run.grads[port] for port in inputs]
+        capture.input_grads = [grads[port] for port in inputs]
         places = {port: adapter.place(model, str(port.layer), None, port.key) for port in kernels}
-        capture.beside = {place.name: run.grads[port] for port, place in places.items() if place is not None}
+        capture.beside = {place.name: grads[port] for port, place in places.items() if place is not None}
         capture.whole = frozenset(capture.beside)
     return capture
 
@@ -360,47 +368,28 @@ def _chosen(adapter: Adapter, model: Any, request: CaptureRequest) -> tuple[list
     return [name for name in asked if name in infos], [name for name in asked if name not in infos]
 
 
-def _ports_of(weights: Mapping[str, LayerWeights]) -> list[Port]:
-    return [Port("weight", layer, key=key) for layer, own in weights.items() for key in own.values]
-
-
 def _boundaries(name: str, weights: LayerWeights) -> list[Port]:
     """Return the ports of a recurrent layer: input, output and initial states."""
     states = range(len(weights.cells["forward"].states))
     return [Port("input", name), Port("output", name), *(Port("initial_state", name, i) for i in states)]
 
 
-class _Run:
-    """One pull-back of the model: port values and, with gradients, the loss gradients (zeros without a path)."""
-
-    def __init__(
-        self, adapter: Adapter, model: Any, batch: Batch, ports: Sequence[Port], request: CaptureRequest
-    ) -> None:
-        self.grads: dict[Port, Array] = {}
-        of = [_LOSS] if request.gradients or request.loss else []
-        with adapter.pullback(model, batch, of, ports) as back:
-            self.values = dict(back.values)
-            self.loss = float(back.values[_LOSS]) if of else None
-            if request.gradients:
-                found = back.vjp({_LOSS: np.ones(1)})
-                zeros = {port: np.zeros(tuple(self.values[port].shape)) for port in ports if found[port] is None}
-                self.grads = {port: zeros[port] if grad is None else grad[0] for port, grad in found.items()}
-
-
-def _call(name: str, weights: LayerWeights, run: _Run, request: CaptureRequest) -> RecurrentCall:
+def _call(
+    name: str, weights: LayerWeights, values: Mapping[Port, Array], grads: Mapping[Port, Array], request: CaptureRequest
+) -> RecurrentCall:
     below, above, *initial = _boundaries(name, weights)
     asked = request.gradients and request.boundaries
-    named = {key: run.grads[Port("weight", name, key=key)] for key in weights.values} if request.gradients else None
+    named = {key: grads[Port("weight", name, key=key)] for key in weights.values} if request.gradients else None
     return RecurrentCall(
         layer=name,
         direction="forward",
         cell=weights.cells["forward"],
-        input=run.values[below],
-        initial_state=tuple(run.values[port] for port in initial),
-        output=run.values[above],
-        output_grad=run.grads.get(above),
+        input=values[below],
+        initial_state=tuple(values[port] for port in initial),
+        output=values[above],
+        output_grad=grads.get(above),
         weights_key=name,
         weight_grads=named if request.weight_grads else None,
-        framework_input_grad=run.grads[below] if asked else None,
-        framework_initial_state_grad=tuple(run.grads[port] for port in initial) if asked else None,
+        framework_input_grad=grads[below] if asked else None,
+        framework_initial_state_grad=tuple(grads[port] for port in initial) if asked else None,
     )

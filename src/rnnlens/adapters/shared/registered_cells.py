@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...autodiff import Engine
+from ...autodiff.tensors import like, to_numpy
 from ...recurrence.cells import Cell
 from ...recurrence.cells.registry import Registration
 from ...typing import Array, Namespace
@@ -41,20 +42,14 @@ class ComposedPullback:
         """Pull cotangents back to all ports, composed weights included; see :meth:`Pullback.vjp`."""
         found = dict(self._inner.vjp(cotangents))
         count = len(next(iter(cotangents.values())))
-        return found | {port: self._joined(what, ports, found, count) for port, (what, ports) in self._parts.items()}
-
-    def _joined(
-        self, what: ComposedWeight, ports: Mapping[str, Port], found: Mapping[Port, Array | None], count: int
-    ) -> Array | None:
-        if all(found.get(port) is None for port in ports.values()):
-            return None
-        filled = {}
-        for name, port in ports.items():
-            grad = found.get(port)
-            value = np.asarray(_host(self._inner.values[port]))
-            filled[name] = np.zeros((count, *value.shape), value.dtype) if grad is None else np.asarray(_host(grad))
-        rows = [what.registration.arrays({n: g[k] for n, g in filled.items()})[what.name] for k in range(count)]
-        return np.stack(rows)
+        for composed, (what, ports) in self._parts.items():
+            filled = {}
+            for name, port in ports.items():
+                value, grad = to_numpy(self._inner.values[port]), found.get(port)
+                filled[name] = np.zeros((count, *value.shape), value.dtype) if grad is None else to_numpy(grad)
+            rows = [what.registration.arrays({n: g[k] for n, g in filled.items()})[what.name] for k in range(count)]
+            found[composed] = None if all(found.get(port) is None for port in ports.values()) else np.stack(rows)
+        return found
 
     def __enter__(self) -> Pullback:
         self._inner.__enter__()
@@ -85,10 +80,6 @@ def with_composed(
     return ComposedPullback(inner, parts) if parts else inner
 
 
-def _host(array: Array) -> Array:
-    return array.detach().cpu().numpy() if hasattr(array, "detach") else array
-
-
 class StepAutodiff:
     """Autodiff of one step of a registered cell; implements :class:`rnnlens.recurrence.cells.autodiff.Autodiff`.
 
@@ -117,14 +108,10 @@ class StepAutodiff:
         return [self._array(part) for part in self._per_step.produced(*self._given(projected, before, cotangent))]
 
     def _given(self, projected: Array, before: Sequence[Array], cotangent: Sequence[Array]) -> Any:
-        x, states, given = (
-            self._tensor(projected),
-            [self._tensor(b) for b in before],
-            list(map(self._tensor, cotangent)),
-        )
+        given = [self._tensor(c) for c in cotangent]
         # The search for fixed points uses another precision than that of the weights.
-        weights = {name: self._tensor(_as(w, projected)) for name, w in self._cell.weights().items()}
-        return (x, states, weights), (given[0] * 0, given)
+        weights = {name: self._tensor(like(w, projected)) for name, w in self._cell.weights().items()}
+        return (self._tensor(projected), [self._tensor(b) for b in before], weights), (given[0] * 0, given)
 
     def _pure(self, projected: Any, states: Sequence[Any], weights: Mapping[str, Any]) -> tuple[Any, list[Any]]:
         _, after = self._cell.holding(weights).step(projected, tuple(states), None, self._xp)
@@ -138,9 +125,3 @@ def with_step_autodiff(
     if not known.differentiates:
         object.__setattr__(cell, "autodiff", StepAutodiff(cell, engine, xp, tensor))
     return cell
-
-
-def _as(weight: Array, like: Array) -> Array:
-    if hasattr(like, "detach"):
-        return weight.to(like)
-    return (weight.detach().cpu().numpy() if hasattr(weight, "detach") else weight).astype(like.dtype)

@@ -25,7 +25,7 @@ from . import weights as torch_weights
 from .capture import capture, capture_outputs
 from .cells import put_together
 from .chain import capture_chain
-from .discover import named_modules, node_name, unwrapped
+from .discover import named_modules, unwrapped
 from .inputs import home_of, on_leaves
 from .pullback import TorchPullback
 from .reference_run import reference_between
@@ -156,7 +156,7 @@ class TorchAdapter(Adapter):
 
         Recurrent modules give one entry per stacked layer, with gates in the order of rnnlens.
         """
-        return layer_weights(named_modules(unwrapped(model)), node_name)
+        return layer_weights(named_modules(unwrapped(model)))
 
     def provenance(self, model: Any) -> Mapping[str, str]:
         """Return framework and engine version, adapter, dtype and device as strings.

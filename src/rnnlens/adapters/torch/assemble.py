@@ -18,7 +18,7 @@ from ...recurrence.cells import Cell, registered
 from ..protocol import NonRecurrentCall, Port, RecurrentCall
 from .cells import arranged, described, replayable
 from .record import CallRecord, CallRecorder, LayerRecord, Recurrence, call_numbers, last_steps, node_names
-from .weights import NAMES, from_torch, known_cell
+from .weights import NAMES, known_cell, named_copies
 
 #: Function from a recorded tensor to its gradient; None where no path leads to it.
 Gradients = Callable[[Tensor], Tensor | None]
@@ -368,7 +368,7 @@ class Assembler:
             return arranged(known, grads) if len(grads) == len(list(owner.module.parameters())) else {}
         if owner.step_cell is not None:
             return {name: replayable(grad) for name, grad in grads.items()}
-        return {NAMES[slot]: replayable(from_torch(owner.cell, slot, grad)) for slot, grad in grads.items()}
+        return named_copies(owner.cell, grads)
 
 
 def _or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:

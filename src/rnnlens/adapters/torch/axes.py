@@ -7,8 +7,9 @@ the rank of a tensor nor the equality of two sizes is used as evidence.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import count
 from typing import Any
 
@@ -106,9 +107,9 @@ def _shrinking(
     is only one input, each of its axes is tried. ``every``: ports whose shapes are compared.
     """
 
-    def sizes(x: Any) -> tuple[list[tuple[int, int]], Mapping[Port, Shape]]:
+    def sizes(x: Any) -> tuple[Values, Mapping[Port, Shape]]:
         with AxisProbe(model, replace(batch, x=x), list(every), cut=True) as probe:
-            return [(call.samples, call.steps) for call in probe.calls], probe.shapes(list(every))
+            return np.array([(call.samples, call.steps) for call in probe.calls]), probe.shapes(list(every))
 
     x = as_tensors(batch.x, model, "x")
     leaves, (calls, shapes) = leaves_of(x), sizes(x)
@@ -122,7 +123,10 @@ def _shrinking(
             fewer, found = sizes(_shorter(x, axes))
         except Exception:
             continue
-        if len(fewer) == len(calls) and _moved(calls, fewer, counts):
+        if len(fewer) != len(calls) or (fewer != calls)[:, int(counts)].any():
+            continue  # the calls changed in the other size, too
+        smaller = (fewer < calls)[:, 1 - int(counts)]
+        if smaller.all() if counts else smaller.any():
             both = [port for port in ports if port in found and len(shapes[port]) == len(found[port])]
             pairs = {port: enumerate(zip(shapes[port], found[port], strict=True)) for port in both}
             shorter = {port: tuple(i for i, (a, b) in several if b == a - 1) for port, several in pairs.items()}
@@ -139,14 +143,6 @@ def _shorter(x: Any, axes: Mapping[int, int]) -> Any:
         return leaf if axis is None else torch.narrow(leaf, axis, 0, leaf.shape[axis] - 1)
 
     return on_leaves(x, one)
-
-
-def _moved(before: Sequence[tuple[int, int]], after: Sequence[tuple[int, int]], counts: bool) -> bool:
-    """Return whether the calls changed in the intended size only: samples in every call, or steps in at least one."""
-    fewer, same = (0, 1) if counts else (1, 0)
-    changed = [b[fewer] < a[fewer] for a, b in zip(before, after, strict=True)]
-    kept = all(b[same] == a[same] for a, b in zip(before, after, strict=True))
-    return kept and (all(changed) if counts else any(changed))
 
 
 def _candidates(shape: tuple[int, ...], samples: int) -> list[AxisPlace]:
@@ -198,10 +194,9 @@ def _store_place(found: dict[Port, AxisPlace], coupled: set[Port], port: Port, p
 
 
 def _passing_as_sink(arrived: Values, count: int, patterns: Values) -> list[AxisPlace]:
-    candidates = _candidates(arrived.shape[1:], count)
-    passing = [place for place in candidates if not (place.support(arrived) & ~patterns).any()]
-    ordered = [] if passing else [replace(p, order=order_of(p.support(arrived), patterns)) for p in candidates]
-    return passing or [place for place in ordered if place.order]
+    supports = [(place, place.support(arrived)) for place in _candidates(arrived.shape[1:], count)]
+    passing = [place for place, support in supports if not (support & ~patterns).any()]
+    return passing or [replace(p, order=order) for p, support in supports if (order := order_of(support, patterns))]
 
 
 def _passing_as_source(
@@ -226,21 +221,23 @@ def _find_times(
     probe: AxisProbe, ports: Sequence[Port], samples: Mapping[Port, AxisPlace]
 ) -> tuple[dict[Port, AxisPlace], dict[Port, tuple[int, ...]]]:
     """Find the axis of each tensor that corresponds to the steps of a recurrence, else the axes that could."""
-    sequences = [sequence for sequence in _sequences(probe.calls) if sequence.steps > 1]
     moving: dict[Port, list[_MovingAxis]] = {port: [] for port in ports if port in probe.values}
-    axes = {port: _rest(tuple(probe.values[port].shape), samples.get(port)) for port in moving}
-    above = {port: list(sequences) for port in moving}
-    for sequence in sequences:
-        patterns = _patterns(sequence.steps)
-        below = probe.nonzero_gradients(sequence.placed(patterns))
-        for port in [port for port in moving if port in below]:
-            reached = [(place, place.support(below[port])) for place in axes[port]]
-            pairs = [(place, support, _is_exact(place, support, patterns, sequence)) for place, support in reached]
-            moving[port] += _moving_along(pairs, sequence, is_below=True)
-            above[port].remove(sequence)
-    for port, left in above.items():
-        if left:
-            moving[port] += _from_above(probe, port, left, axes[port])
+
+    @cache
+    def pulled(port: Port, place: AxisPlace) -> dict[Port, Values]:
+        return probe.nonzero_gradients({port: (place, _patterns(place.size))})
+
+    for sequence in (sequence for sequence in _sequences(probe.calls) if sequence.steps > 1):
+        below = probe.nonzero_gradients(sequence.placed(_patterns(sequence.steps)))
+        for port, found in moving.items():
+            axes, is_below = _rest(tuple(probe.values[port].shape), samples.get(port)), port in below
+            supports = (
+                (place, place.support(below[port]) if is_below else sequence.support(pulled(port, place)))
+                for place in axes
+            )
+            found += _moving_along(supports, sequence, is_below=is_below)
+    for found in moving.values():
+        found.sort(key=lambda one: not one.is_below)
     return _choose_times(probe, moving, samples)
 
 
@@ -352,36 +349,20 @@ def _rest(shape: tuple[int, ...], sample: AxisPlace | None) -> list[AxisPlace]:
     return [*others, AxisPlace(sample.axis, sample.size, sample.after, 1)] if sample.after > 1 else others
 
 
-def _from_above(
-    probe: AxisProbe, port: Port, sequences: Sequence[_StepSequence], axes: Sequence[AxisPlace]
-) -> list[_MovingAxis]:
-    """Find the axes whose halves reach different steps of the outputs of recurrences."""
-    reached: list[list[tuple[AxisPlace, Values, bool]]] = [[] for _ in sequences]
-    for place in axes:
-        patterns = _patterns(place.size)
-        arrived = probe.nonzero_gradients({port: (place, patterns)})
-        for sequence, found in zip(sequences, reached, strict=True):
-            support = sequence.support(arrived)
-            if support is not None:
-                found.append((place, support, _is_exact(place, support, patterns, sequence)))
-    pairs = zip(sequences, reached, strict=True)
-    return [one for sequence, found in pairs for one in _moving_along(found, sequence, is_below=False)]
-
-
-def _is_exact(place: AxisPlace, support: Values, patterns: Values, sequence: _StepSequence) -> bool:
-    """Return whether each entry of an axis goes with the same step alone."""
-    return place.size == sequence.steps and not bool((support & ~patterns).any())
-
-
 def _moving_along(
-    axes: Sequence[tuple[AxisPlace, Values, bool]], sequence: _StepSequence, *, is_below: bool
+    supports: Iterable[tuple[AxisPlace, Values | None]], sequence: _StepSequence, *, is_below: bool
 ) -> list[_MovingAxis]:
-    """Return the one axis that matches the steps exactly, else those whose halves reach different steps."""
-    exact = [place for place, _, is_exact in axes if is_exact]
-    if len(exact) == 1:
-        return [_MovingAxis(exact[0], True, sequence, is_below)]
-    apart = [p for p, support, _ in axes if support[-1].any() and support[-2].any() and _ordered(*support[-2:])]
-    return [_MovingAxis(place, False, sequence, is_below) for place in apart]
+    """Return the one axis whose entries go with one step each, else those whose halves reach different steps."""
+    exact, apart = [], []
+    for place, support in supports:
+        if support is None:
+            continue
+        if place.size == sequence.steps and not (support & ~_patterns(place.size)).any():
+            exact.append(place)
+        if support[-1].any() and support[-2].any() and _ordered(*support[-2:]):
+            apart.append(place)
+    is_exact = len(exact) == 1
+    return [_MovingAxis(place, is_exact, sequence, is_below) for place in (exact if is_exact else apart)]
 
 
 def _ordered(first: Values, second: Values) -> bool:

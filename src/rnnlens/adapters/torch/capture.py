@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +21,6 @@ from .chain import ChainRecorder, remember_chain
 from .discover import (
     RequestedLayers,
     named_modules,
-    node_name,
     refuse_own_loops,
     refuse_scripts,
     unwrapped,
@@ -37,13 +37,15 @@ from .record import (
     RunAgainError,
     broken_recurrences,
     call_numbers,
+    differentiable,
     node_names,
     refuse_hooked,
-    tapped,
+    refuse_transformed,
 )
 from .recurrences import check_joints, entangled, join_changed_states, mark_endings, own_cells_only
 from .restore import borrowed, differentiable_weights
 from .scans import ScanRecorder, seams
+from .weights import node_name
 
 Recorded = TypeVar("Recorded")
 
@@ -160,24 +162,26 @@ def watched(
     recorder.initial_state = dict(batch.initial_state or {})
     recorder.scans = ScanRecorder(asked.sequences, held=batch.frozen, model=model)
     owners = CallOwners(asked)
-    handles: list[Any] = []
     with ExitStack() as stack:
-        stack.callback(lambda: [handle.remove() for handle in handles])
+
+        def hook(module: nn.Module, before: Any, after: Any = None) -> None:
+            """Add hooks to a module, which run in this thread alone, until the stack closes."""
+            handle = module.register_forward_pre_hook(hook_in_this_thread(before), with_kwargs=True)
+            stack.callback(handle.remove)
+            if after is not None:
+                stack.callback(module.register_forward_hook(hook_in_this_thread(after), with_kwargs=True).remove)
+
         for path, module in named_modules(model):
             if isinstance(module, (nn.RNNBase, nn.RNNCellBase, nn.Linear)):
-                hook = owners.entering(path)
-                handles.append(module.register_forward_pre_hook(hook_in_this_thread(hook), with_kwargs=True))
+                hook(module, owners.entering(path))
         for path, module in asked.cells:
             around = CellHook(recorder, path, module)
-            module = _hookable(stack, model, module)
-            handles.append(module.register_forward_pre_hook(hook_in_this_thread(around.before), with_kwargs=True))
-            handles.append(module.register_forward_hook(hook_in_this_thread(around.after), with_kwargs=True))
+            hook(_hookable(stack, model, module), around.before, around.after)
         stack.enter_context(seams(asked.modules, recorder.scans))
         stack.callback(SCANS.reset, SCANS.set(recorder.scans.declared))
         for path, module in asked.plain:
-            module, hooks = _hookable(stack, model, module), _OutputHook(recorder, path)
-            handles.append(module.register_forward_pre_hook(hook_in_this_thread(hooks.before), with_kwargs=True))
-            handles.append(module.register_forward_hook(hook_in_this_thread(hooks.after)))
+            hooks = _OutputHook(recorder, path)
+            hook(_hookable(stack, model, module), hooks.before, hooks.after)
         stack.callback(LISTENER.reset, LISTENER.set(StepListener(recorder, model, asked.names)))
         with KernelInterceptor(recorder, owners) as interceptor:
             yield interceptor
@@ -194,27 +198,27 @@ class _OutputHook:
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Record the inputs of a call, if boundaries are kept separate (forward pre-hook)."""
         self.inputs = []
-        return self._tapped((args, kwargs), self.inputs) if self.recorder.separate else None
+        is_recorded = self.recorder.separate and not self.recorder.paused
+        return on_leaves((args, kwargs), partial(self._tap, self.inputs)) if is_recorded else None
 
-    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Record the outputs of a call (forward hook)."""
-        outputs: list[Tensor] = []
-        copies = self._tapped(output, outputs)
-        if not self.recorder.paused:
-            visit = OutputRecord(self.path, self.inputs, outputs)
-            self.recorder.plain.append(visit)
-            self.recorder.order.append(visit)
-        return copies
+        if self.recorder.paused:
+            return None
+        visit = OutputRecord(self.path, self.inputs, [])
+        self.recorder.plain.append(visit)
+        self.recorder.order.append(visit)
+        return on_leaves(output, partial(self._tap, visit.outputs))
 
-    def _tapped(self, values: Any, points: list[Tensor]) -> Any:
-        def tap(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            point, copy = tapped(self.path, value)
-            points.append(point)
-            return copy
-
-        return None if self.recorder.paused else on_leaves(values, tap)
+    def _tap(self, points: list[Tensor], value: Any) -> Any:
+        """Add a point of the graph to ``points`` and return a copy of it, which the user's code may change in place."""
+        if not isinstance(value, Tensor):
+            return value
+        refuse_transformed(self.path, [value])
+        is_float = value.is_floating_point()
+        # The copy before keeps the gradients of other uses of a tensor apart: a layer may return its input.
+        points.append(differentiable(value.clone() if value.requires_grad else value) if is_float else value)
+        return points[-1].clone() if is_float else value
 
 
 _WITH_GRADIENTS = "The model's forward uses torch.no_grad(); rnnlens ran it with gradients enabled."
@@ -326,15 +330,9 @@ def _sequence_call(name: str, record: SequenceCall, gradient: Any) -> SequenceCa
     if gradient is not None:
         grad = gradient(output)
         grad = torch.zeros_like(output) if grad is None else grad.detach()
-    cell = record.cell.with_parts(torch.Tensor.detach)
-    return replace(
-        record,
-        layer=name,
-        cell=cell,
-        output=output.detach(),
-        output_grad=grad,
-        gate=None if gate is None else gate.detach(),
-    )
+    gate = None if gate is None else gate.detach()
+    cell = record.cell.with_parts(Tensor.detach)
+    return replace(record, layer=name, cell=cell, output=output.detach(), output_grad=grad, gate=gate)
 
 
 class _ScriptWrapper(nn.Module):  # type: ignore[misc]

@@ -189,8 +189,10 @@ def _pull(outputs: Sequence[Tensor], sources: Sequence[Tensor], cotangents: Sequ
 
 def replayable(value: Any) -> Any:
     """Return a detached copy for the replay; half precision is widened to float32 for accuracy."""
-    wide = widened(value.detach())
-    return wide.contiguous() if wide.dtype != value.dtype else wide.clone(memory_format=torch.contiguous_format)
+    value = value.detach()
+    if value.dtype in (torch.bfloat16, torch.float16):
+        return value.float().contiguous()
+    return value.clone(memory_format=torch.contiguous_format)
 
 
 def has_own_forward(module: nn.Module) -> bool:

@@ -12,7 +12,7 @@ import math
 import threading
 import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -27,11 +27,11 @@ from ...layout import Axis, Layout, named
 from ...recurrence.cells import GRU, LSTM, SimpleRNN
 from ...vocabulary import FEATURE, SAMPLE, TIME, UNIT
 from ..protocol import Batch, Capture, CaptureRequest, ChainLink, Port, RecurrentCall
-from .discover import fingerprint, node_name
+from .discover import fingerprint
 from .inputs import as_tensors, call_model
 from .losses import evaluate, gradients_of, reaches
 from .restore import borrowed, differentiable_weights
-from .weights import NAMES, named_copies
+from .weights import NAMES, named_copies, node_name
 
 _RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
 _PASSING = (nn.Dropout, nn.Identity)
@@ -116,19 +116,15 @@ class ChainRecorder:
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Record the calls of the model's library modules within the block."""
-        handles = []
-        if self._is_chain:
-            handles = [self.model.register_forward_pre_hook(self._enter, with_kwargs=True)]
-            for path, module in self._modules.items():
+        with ExitStack() as stack:
+            if self._is_chain:
+                stack.callback(self.model.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
+            for path, module in self._modules.items() if self._is_chain else ():
                 if self.calls is not None and isinstance(module, _RECURRENT):
                     before = partial(self._with_initial_states, path)
-                    handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-                handles.append(module.register_forward_hook(partial(self._follow, path), with_kwargs=True))
-        try:
+                    stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(partial(self._follow, path), with_kwargs=True).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def chain(self, outputs: Any) -> list[ChainLink] | None:
         """Return the links from the input itself to the first output; None if the model is not one plain chain."""

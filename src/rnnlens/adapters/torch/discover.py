@@ -17,9 +17,9 @@ from ...errors import LayerNotFoundError, ModelError, UnsupportedError, did_you_
 from ...recurrence.cells import registered
 from ..protocol import LayerInfo, ModelFacts, Submodule
 from .cells import described, has_own_forward
-from .public import ANY_SCAN, LOOPS_RUN, RAN_AS_CELL, SCANS_RUN, is_declared_cell
+from .public import ANY_SCAN, DECLARED_CELLS, LOOPS_RUN, RAN_AS_CELL, SCANS_RUN, is_declared_cell
 from .scan_families import sequence_modules, state_sizes
-from .weights import TABLES, class_of
+from .weights import TABLES, class_of, node_name
 
 _STATE_PARAMETER = re.compile(r"^(h|c|hx|hc|hidden|state|states|carry|prev|memory)$|hidden|state")
 #: Containers of modules, which are never called themselves.
@@ -51,11 +51,6 @@ def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
         clean = ".".join(part for part in path.split(".") if part != "_orig_mod")
         found.append((clean or type(module).__name__.lower(), module))
     return found
-
-
-def node_name(path: str, module: Any, layer: int) -> str:
-    """Return the name of one stacked layer: the module's path, with the layer index if there are several."""
-    return f"{path}[{layer}]" if getattr(module, "num_layers", 1) > 1 and isinstance(module, nn.RNNBase) else path
 
 
 def recurrent_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -238,23 +233,21 @@ def facts(model: nn.Module) -> ModelFacts:
 
 def fingerprint(model: nn.Module) -> Hashable:
     """Return structure, hooks, flags, attributes, forward code, known loops and scans, without values of weights."""
-    parts = ((path, *_state_of(module)) for path, module in model.named_modules(remove_duplicate=False))
-    return (tuple(LOOPS_RUN.get(model, {}).items()), tuple(SCANS_RUN.get(model, {}).items()), *parts)
-
-
-def _state_of(module: nn.Module) -> Iterator[Any]:
-    yield type(module), is_declared_cell(module), RAN_AS_CELL.get(module), registered(module)
-    yield getattr(inspect.getattr_static(type(module), "forward", None), "__code__", None)
-    for name, value in vars(module).items():
-        if name in ("_parameters", "_buffers"):
-            # A lazy module's parameters have no shape before its first batch.
-            tensors = {key: tensor for key, tensor in value.items() if tensor is not None and not is_lazy(tensor)}
-            yield tuple((key, tuple(t.shape), t.dtype, t.requires_grad) for key, t in tensors.items())
-        elif name == "_modules" or "hook" in name:
-            yield tuple((key, id(part)) for key, part in (value.items() if isinstance(value, dict) else ()))
-        else:
-            is_plain = isinstance(value, (int, float, str, type(None)))
-            yield name, value if is_plain else (type(value), getattr(value, "__code__", None), id(value))
+    found: list[Any] = [tuple(ran.get(model, {}).items()) for ran in (LOOPS_RUN, SCANS_RUN)]
+    for path, module in model.named_modules(remove_duplicate=False):
+        code = getattr(inspect.getattr_static(type(module), "forward", None), "__code__", None)
+        found += [path, type(module), code, module in DECLARED_CELLS, RAN_AS_CELL.get(module), registered(module)]
+        for name, value in vars(module).items():
+            if name in ("_parameters", "_buffers"):
+                # A lazy module's parameters have no shape before its first batch.
+                tensors = {key: tensor for key, tensor in value.items() if tensor is not None and not is_lazy(tensor)}
+                found.append(tuple((key, tuple(t.shape), t.dtype, t.requires_grad) for key, t in tensors.items()))
+            elif name == "_modules" or "hook" in name:
+                found.append(tuple((key, id(part)) for key, part in value.items()) if isinstance(value, dict) else ())
+            else:
+                is_plain = isinstance(value, (int, float, str, type(None)))
+                found.append((name, value if is_plain else (type(value), getattr(value, "__code__", None), id(value))))
+    return tuple(found)
 
 
 @dataclass

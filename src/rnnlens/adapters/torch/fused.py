@@ -121,7 +121,7 @@ def _fused(recorder: CallRecorder, func: Any, owner: CallOwner, order: Tensor | 
     given = call.state
     if before is None and not _goes_on(tail, given):
         given = _overridden(recorder, owner, call, packing)
-    fed = tuple(recorder.started(state) for state in given) if before is None else before.fed
+    fed = recorder.started(given, before)
     directions = 2 if call.bidirectional else 1
     pieces: list[LayerRecord] = []
     for layer in range(call.layers):
@@ -218,7 +218,7 @@ def _cell(recorder: CallRecorder, func: Any, owner: CallOwner, x: Tensor, state:
     tail, before, start = recorder.tail(owner), recorder.continued(owner, given), given
     if before is None and owner.name in recorder.initial_state and not _goes_on(tail, given):
         start = recorder.given_state(owner.name, given)
-    fed = tuple(recorder.started(state) for state in start) if before is None else before.fed
+    fed = recorder.started(start, before)
     stand_ins = {
         name: recorder.leaf(owner, f"{name}/0/0", w)
         for name, w in zip(slots(4), weights, strict=False)

@@ -152,8 +152,7 @@ class CellHook:
             return self._give_up(reason)
         refuse_transformed(self.owner.name, [entered.x, *entered.given])
         entered.before = self.recorder.continued(self.owner, entered.given)
-        started = [self.recorder.started(state) for state in entered.given] if entered.before is None else []
-        entered.fed = started if entered.before is None else list(entered.before.fed)
+        entered.fed = list(self.recorder.started(entered.given, entered.before))
         entered.x, self.entered = self.recorder.fed(entered.x), entered
         return entered.arguments()(entered.x, entered.fed)
 

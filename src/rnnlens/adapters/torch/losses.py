@@ -22,6 +22,7 @@ from ..protocol import Batch, Outputs
 from .cells import widened
 from .discover import named_modules, unwrapped
 from .inputs import as_tensors, leaves_of, on_leaves
+from .lineage import upstream
 from .restore import borrowed
 
 #: Elementwise operations with which a loss compares output and target.
@@ -85,17 +86,9 @@ def gradients_of(loss: Tensor, tensors: Iterable[Tensor], *, retain_graph: bool 
 def reaches(loss: Tensor, ends: Iterable[Tensor], *, without: Iterable[Tensor]) -> bool:
     """Return whether a path of the graph leads from a loss to one of ``ends``, but not through ``without``."""
     targets = list(ends)
-    closed, leaves = {t.grad_fn for t in without}, {id(t) for t in targets}
-    nodes, rest = {t.grad_fn for t in targets} - {None}, [loss.grad_fn]
-    while rest and targets:
-        node = rest.pop()
-        if node is None or node in closed:
-            continue
-        if node in nodes or id(getattr(node, "variable", None)) in leaves:
-            return True
-        closed.add(node)
-        rest.extend(following for following, _ in node.next_functions)
-    return False
+    nodes, leaves = {t.grad_fn for t in targets}, {id(t) for t in targets}
+    found = upstream([loss.grad_fn], {t.grad_fn for t in without}) if targets else ()
+    return any(node in nodes or id(getattr(node, "variable", None)) in leaves for node in found)
 
 
 def resolved(loss: Any) -> Callable[..., Any]:
@@ -139,11 +132,11 @@ class BroadcastCheck(TorchFunctionMode):  # type: ignore[misc]
             shapes = [tuple(t.shape) for t in (*args, *(kwargs or {}).values()) if isinstance(t, Tensor)]
             for output in self.outputs.intersection(shapes):
                 for target in self.targets.intersection(shapes):
-                    _check(output, target)
+                    _refuse_larger(output, target)
         return func(*args, **(kwargs or {}))
 
 
-def _check(output: tuple[int, ...], target: tuple[int, ...]) -> None:
+def _refuse_larger(output: tuple[int, ...], target: tuple[int, ...]) -> None:
     try:
         both = tuple(torch.broadcast_shapes(output, target))
     except RuntimeError:

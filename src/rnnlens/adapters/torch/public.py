@@ -34,7 +34,7 @@ ANY_SCAN = "*scan"
 SCANS_RUN: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[tuple[str, int], ...]]] = weakref.WeakKeyDictionary()
 
 #: Modules that a user declared cells, by weak references: the modules are not changed and not kept in memory.
-_NAMED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+DECLARED_CELLS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 #: Modules that may be cells and ran: whether they passed a state from call to call, and so are cells.
 RAN_AS_CELL: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
@@ -66,9 +66,9 @@ def cell(*modules: nn.Module) -> AbstractContextManager[object]:
             raise InputError("A cell must be a torch module.", got=type(module).__name__, expected="a torch.nn.Module")
     declared = ExitStack()  # without a with block it is never closed, and the declaration stays
     for module in (getattr(module, "_orig_mod", module) for module in modules):
-        if module not in _NAMED:
-            _NAMED.add(module)
-            declared.callback(_NAMED.discard, module)
+        if module not in DECLARED_CELLS:
+            DECLARED_CELLS.add(module)
+            declared.callback(DECLARED_CELLS.discard, module)
     return declared
 
 
@@ -171,4 +171,4 @@ def in_order_of_time(a: Tensor, b: Tensor, initial: Tensor | None = None) -> Ten
 
 def is_declared_cell(module: nn.Module) -> bool:
     """Return whether the user declared a module a cell, or registered its class."""
-    return module in _NAMED or registered(module) is not None
+    return module in DECLARED_CELLS or registered(module) is not None

@@ -325,9 +325,9 @@ class CallRecorder:
         """Return the input tensor for a layer: a copy if boundaries are kept separate, else ``tensor`` itself."""
         return differentiable(tensor).clone() if self.separate and tensor.is_floating_point() else tensor
 
-    def started(self, state: Tensor) -> Tensor:
-        """Return a differentiable copy of an initial state, which the user's code may overwrite later."""
-        return differentiable(state).clone()
+    def started(self, states: Sequence[Tensor], before: Continuation | None) -> tuple[Tensor, ...]:
+        """Return the states on which a call computes: those of the call before, or copies, which nobody overwrites."""
+        return tuple(differentiable(state).clone() for state in states) if before is None else before.fed
 
     def handed(self, owner: CallOwner, tensor: Tensor) -> Tensor:
         """Return an output tensor of a layer as a point to read gradients from above; a new leaf if it is cut."""
@@ -383,19 +383,6 @@ def refuse_transformed(name: str, values: Iterable[Any]) -> None:
             expected="a direct call of the layer, with samples on an axis of its input",
             hint="call the layer on the whole batch, outside of torch.vmap and torch.func",
         )
-
-
-def tapped(name: str, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a tensor of the layer ``name`` as a point of its own in the graph, and a copy of it for the user's code.
-
-    The copy before keeps the gradients of other uses of a tensor apart: a layer may return its input. The copy after is
-    there because the user's code may change it in place.
-    """
-    refuse_transformed(name, [value])
-    if not value.is_floating_point():
-        return value, value
-    point = value.clone() if value.requires_grad else value.detach().requires_grad_()
-    return point, point.clone()
 
 
 def refuse_hooked(recorder: CallRecorder) -> None:

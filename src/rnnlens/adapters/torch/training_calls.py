@@ -20,11 +20,10 @@ from ...errors import UnsupportedError
 from ..protocol import RecurrentCall
 from .assemble import Assembler
 from .cells import as_tuple, widened
-from .discover import node_name
 from .inputs import with_clones
 from .lineage import StateLink, upstream
 from .record import CallOwner, CallRecord, CallRecorder, LayerRecord, Packing, PassRules, Recurrence, broken_recurrences
-from .weights import NAMES, class_of, torch_name
+from .weights import NAMES, class_of, node_name, torch_name
 
 #: Arguments of a cell: its input, and a list of its states, empty if it starts from zeros.
 CellArguments = tuple[Tensor, list[Tensor]]

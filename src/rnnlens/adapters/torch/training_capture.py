@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from .cells import as_tuple, has_own_forward
-from .discover import describe, node_name, recurrent_modules, unwrapped
+from .discover import describe, recurrent_modules, unwrapped
 from .inputs import detached
 from .record import autocast_around
 from .training_calls import TrainingCall, TrainingLoops, add_to, joined, record_inner_gradients, unscaled
-from .weights import NAMES, cell_weights, class_of, from_torch
+from .weights import NAMES, cell_weights, class_of, from_torch, node_name
 
 #: Number for no backward pass: torch counts them from 0.
 NO_PASS = -1

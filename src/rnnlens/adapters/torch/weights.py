@@ -61,15 +61,13 @@ def from_torch(cell: type[Cell], slot: str, value: Any) -> Any:
 
 def named_copies(cell: type[Cell], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return copies of weights by slot, or of their gradients, under the names and in the layout of rnnlens."""
-    parts = {NAMES[slot]: from_torch(cell, slot, value.detach()) for slot, value in values.items()}
-    return {name: part.clone(memory_format=torch.contiguous_format) for name, part in parts.items()}
+    return {NAMES[slot]: replayable(from_torch(cell, slot, value)) for slot, value in values.items()}
 
 
 def known_cell(cell: type[Cell], weights: Mapping[str, Any], activation: str = "tanh") -> Cell:
     """Build the cell of one layer and direction from torch's weights by slot name."""
-    arrays: dict[str, Any] = {NAMES[slot]: replayable(from_torch(cell, slot, value)) for slot, value in weights.items()}
     made: Any = cell
-    return made(activation=activation, **arrays)  # type: ignore[no-any-return]
+    return made(activation=activation, **named_copies(cell, weights))  # type: ignore[no-any-return]
 
 
 def class_of(module: nn.Module) -> tuple[type[Cell], str] | None:
@@ -113,7 +111,12 @@ def library_parameter(module: nn.Module | None, layer: int, key: str) -> nn.Para
     return parameter if isinstance(parameter, nn.Parameter) else None
 
 
-def layer_weights(named: Sequence[tuple[str, nn.Module]], node_name: Any) -> dict[str, LayerWeights]:
+def node_name(path: str, module: Any, layer: int) -> str:
+    """Return the name of one stacked layer: the module's path, with the layer index if there are several."""
+    return f"{path}[{layer}]" if getattr(module, "num_layers", 1) > 1 and isinstance(module, nn.RNNBase) else path
+
+
+def layer_weights(named: Sequence[tuple[str, nn.Module]]) -> dict[str, LayerWeights]:
     """Return the weights of all modules that have any; a recurrent module gives one entry per stacked layer."""
     _refuse_without_values(named)
     result: dict[str, LayerWeights] = {}
@@ -138,8 +141,7 @@ def layer_weights(named: Sequence[tuple[str, nn.Module]], node_name: Any) -> dic
             continue
         for layer, direction, weights in cell_weights(module):
             entry = result.setdefault(node_name(path, module, layer), LayerWeights({}, {}))
-            cell = known_cell(found[0], weights, found[1])
-            entry.cells[direction] = cell
+            entry.cells[direction] = known_cell(found[0], weights, found[1])
             prefix = f"{direction}/" if getattr(module, "bidirectional", False) else ""
             for slot, value in weights.items():
                 entry.values[prefix + NAMES[slot]] = from_torch(found[0], slot, value.detach()).clone()
@@ -149,15 +151,11 @@ def layer_weights(named: Sequence[tuple[str, nn.Module]], node_name: Any) -> dic
                 seen.add(id(value))
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in seen:
-                _add_further(result, node_name, path, module, name, parameter)
+                # Torch's cell does not use it itself, such as ``weight_hh_l0_g`` of ``weight_norm``.
+                number = re.search(r"_l(\d+)", name) if isinstance(module, nn.RNNBase) else None
+                entry = result[node_name(path, module, int(number[1]) if number else 0)]
+                entry.values[name], entry.trainable[name] = parameter.detach().clone(), parameter.requires_grad
     return result
-
-
-def _add_further(result: dict[str, LayerWeights], node_name: Any, path: str, module: Any, name: str, own: Any) -> None:
-    """Add a parameter that torch's cell does not use itself, such as ``weight_hh_l0_g`` of ``weight_norm``."""
-    layer = re.search(r"_l(\d+)", name) if isinstance(module, nn.RNNBase) else None
-    entry = result[node_name(path, module, int(layer[1]) if layer else 0)]
-    entry.values[name], entry.trainable[name] = own.detach().clone(), own.requires_grad
 
 
 def _refuse_without_values(named: Sequence[tuple[str, nn.Module]]) -> None:

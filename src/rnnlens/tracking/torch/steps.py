@@ -194,9 +194,9 @@ class NonfiniteCheck:
     ) -> None:
         self._model, self._loss, self._own_loss, self.incidents = model, loss, own_loss, incidents
         self._input: Any = None
-        self._handle = model.register_forward_pre_hook(
-            ModuleHook(model, hook_in_this_thread(self._remember), _ignore), with_kwargs=True
-        )
+        # Without the input after a failure, the report lacks it.
+        hook = ModuleHook(model, hook_in_this_thread(self._remember), failed=lambda error: None)
+        self._handle = model.register_forward_pre_hook(hook, with_kwargs=True)
 
     def remove(self) -> None:
         """Remove the hook and the stored input."""
@@ -249,7 +249,3 @@ class NonfiniteCheck:
         if not found and loss is None:
             return "in the loss or after it: set watch.target and pass loss= to the watch to locate it"
         return found.sentence
-
-
-def _ignore(error: Exception) -> None:
-    """Do nothing: the report then lacks the input."""
