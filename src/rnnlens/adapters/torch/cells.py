@@ -21,7 +21,7 @@ from ...errors import runs_again
 from ...recurrence.cells import Cell, StepCell, registered
 from ...recurrence.cells.registry import Registration
 from ...typing import Array
-from ..protocol import LayerWeights, Port
+from ..protocol import Port
 from ..shared.registered_cells import ComposedWeight, with_step_autodiff
 from .restore import borrowed, eagerly, restored_attributes
 
@@ -276,12 +276,6 @@ def arranged(known: Registration, grads: Mapping[str, Tensor]) -> dict[str, Tens
     arrays = known.arrays({name: replayable(grad).cpu().numpy() for name, grad in grads.items()})
     device = next((grad.device for grad in grads.values()), None)
     return {name: torch.tensor(array, device=device) for name, array in arrays.items()}
-
-
-def registered_weights(module: nn.Module, known: Registration) -> LayerWeights:
-    """Return the weights of a registered cell by their names in rnnlens."""
-    cell, trainable = described(module, known), all(p.requires_grad for p in module.parameters())
-    return LayerWeights(cell.weights(), dict.fromkeys(cell.weights(), trainable), {"forward": cell})
 
 
 def put_together(modules: Mapping[str, nn.Module], port: Port) -> ComposedWeight | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -196,7 +196,6 @@ def _returned_values(modules: dict[str, nn.Module], ends: Sequence[EndPort]) -> 
     """
     returned: dict[str, list[Any]] = {path: [] for path in map(_path, ends) if path}
     recurrent = {_path(end) for end in ends if end.states}
-    handles = []
 
     def hook(path: str) -> Callable[..., Any]:
         def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -214,16 +213,13 @@ def _returned_values(modules: dict[str, nn.Module], ends: Sequence[EndPort]) -> 
 
         return record
 
-    try:
+    with ExitStack() as stack:
         for path in returned:
             module = modules.get(path)
             if module is None or isinstance(module, torch.jit.ScriptModule):
                 raise CertificateError(f"{path} is no Python module")
-            handles.append(module.register_forward_hook(hook(path), with_kwargs=True))
+            stack.callback(module.register_forward_hook(hook(path), with_kwargs=True).remove)
         yield returned
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _path(end: EndPort) -> str:
@@ -256,7 +252,7 @@ def _tensors_at(
 
 
 def _of_cell(end: EndPort, calls: Sequence[Any]) -> PortTensors:
-    """Return the tensors that a cell returned, one for each step: its states stand last."""
+    """Return the tensors that a cell returned, (sample, time, unit) or the last one: its states stand last."""
     every = [leaves(call) for call in calls]
     if end.port.kind == "output" and end.is_lower:
         raise CertificateError("the state of a cell is also its output")  # torch has one tensor for both
@@ -268,7 +264,10 @@ def _of_cell(end: EndPort, calls: Sequence[Any]) -> PortTensors:
         return PortTensors(steps[-1:], lambda parts: parts[0].flatten(1))
     if end.port.kind == "state" and index == -1 and end.states == 2 and every[0][-1].grad_fn is every[0][-2].grad_fn:
         raise CertificateError("a fused kernel has no path from its cell state to its hidden state")
-    return _stacked(steps, end)
+    sizes = {(len(step), math.prod(step.shape[1:])) for step in steps}
+    if len(steps) != end.steps or len(sizes) != 1:
+        raise CertificateError("the cell ran on another number of steps or samples")
+    return PortTensors(steps, lambda parts: torch.stack([part.flatten(1) for part in parts], 1))
 
 
 def _of_library_layer(end: EndPort, module: nn.RNNBase, calls: Sequence[Any]) -> PortTensors:
@@ -292,11 +291,3 @@ def _of_library_layer(end: EndPort, module: nn.RNNBase, calls: Sequence[Any]) ->
     if end.is_lower:
         return PortTensors([calls[0][0]], lambda parts: parts[0] if module.batch_first else parts[0].transpose(0, 1))
     return PortTensors([torch.cat(first, 1)])
-
-
-def _stacked(steps: Sequence[Tensor], end: EndPort) -> PortTensors:
-    """Return one tensor for each step, stacked as (sample, time, unit)."""
-    sizes = {(len(step), math.prod(step.shape[1:])) for step in steps}
-    if len(steps) != end.steps or len(sizes) != 1:
-        raise CertificateError("the cell ran on another number of steps or samples")
-    return PortTensors(list(steps), lambda parts: torch.stack([part.flatten(1) for part in parts], 1))

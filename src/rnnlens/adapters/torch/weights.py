@@ -17,7 +17,7 @@ from torch import nn
 from ...errors import FileError, ModelError
 from ...recurrence.cells import GRU, LSTM, Cell, SimpleRNN, registered
 from ..protocol import LayerWeights
-from .cells import has_own_step, registered_weights, replayable
+from .cells import described, has_own_step, replayable
 
 #: Position of each gate of rnnlens in torch's order: LSTM i, f, g, o; GRU r, z, n, where z is the update gate.
 _ORDER: dict[type[Cell], tuple[int, ...]] = {SimpleRNN: (0,), LSTM: (0, 1, 2, 3), GRU: (1, 0, 2)}
@@ -125,7 +125,9 @@ def layer_weights(named: Sequence[tuple[str, nn.Module]]) -> dict[str, LayerWeig
     for path, module in named:
         known = registered(module)
         if known is not None:
-            result[path], within = registered_weights(module, known), (*within, f"{path}.")
+            cell, trains = described(module, known), all(p.requires_grad for p in module.parameters())
+            result[path] = LayerWeights(cell.weights(), dict.fromkeys(cell.weights(), trains), {"forward": cell})
+            within = (*within, f"{path}.")
             continue
         if path.startswith(within):
             continue
