@@ -324,7 +324,7 @@ def _collect(
         some = call if part is None else replace(call, initial_state=tuple(map(part.of, call.initial_state)))
         claim.add_weights(
             call,
-            weight_sums(layer, some, PROBES, slice(None) if part is None else part.slice) or one.weights,
+            weight_sums(layer, some, slice(None) if part is None else part.slice) or one.weights,
             one.weights_scale,
         )
         grads = initial_state_gradients(layer, call, call.cell.state_names)

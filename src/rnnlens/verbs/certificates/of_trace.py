@@ -21,7 +21,7 @@ import numpy as np
 
 from ... import data
 from ...adapters.protocol import Batch, Capture, RecurrentCall, ReferenceRun, SequenceCall
-from ...recurrence.adjoint import probed
+from ...recurrence.adjoint import PROBES, probed
 from ...recurrence.cells import affine
 from ...results.checks import Certificate, coarser, epsilon
 from ...results.schema import LabelledLayer, to_host
@@ -326,10 +326,10 @@ def _flags(leaf: Any) -> bool:
 _NEEDED = {"input", "hidden", "gate_grad", "gates"}
 
 
-def weight_sums(layer: LabelledLayer, call: RecurrentCall, probes: int, samples: slice) -> dict[str, Array] | None:
-    """Compute dL/dW of one direction of a layer by the names of ``Cell.weights``; None if data for it are missing.
+def weight_sums(layer: LabelledLayer, call: RecurrentCall, samples: slice) -> dict[str, Array] | None:
+    """Sum dL/dW of one direction over some samples, by the names of ``Cell.weights``; None if data for it are missing.
 
-    ``samples``: those of the labelled arrays that are summed.
+    Kernels are summed as random combinations of their rows.
     """
     cell = call.cell
     scaled = call.input_scale is not None or call.state_scale is not None
@@ -351,9 +351,9 @@ def weight_sums(layer: LabelledLayer, call: RecurrentCall, probes: int, samples:
     if terms is None:
         return None
     recurrent_dz, operands = terms
-    products = [_outer(_probed(operand, probes), recurrent_dz[:, :, gates]) for gates, operand in operands]
+    products = [_outer(_probed(operand), recurrent_dz[:, :, gates]) for gates, operand in operands]
     sums = {
-        "kernel": _outer(_probed(x, probes), dz),
+        "kernel": _outer(_probed(x), dz),
         "bias": dz.sum(axis=(0, 1)).ravel(),
         "recurrent_kernel": np.concatenate(products, axis=1),
         "recurrent_bias": recurrent_dz.sum(axis=(0, 1)).ravel(),
@@ -379,8 +379,8 @@ def _labels(layer: LabelledLayer, dim: str) -> list[str]:
     return [str(label) for label in layer.coords[dim].values]
 
 
-def _probed(x: Array, probes: int) -> Array:
-    signs = affine.probe_rows(x.shape[-1], x, affine.Contraction(probes=probes))
+def _probed(x: Array) -> Array:
+    signs = affine.probe_rows(x.shape[-1], x, affine.Contraction(probes=PROBES))
     return x @ signs.T
 
 
