@@ -31,7 +31,7 @@ from pathlib import Path
 import array_api_compat.numpy as anp
 import numpy as np
 
-from rnnlens.recurrence import linear
+from rnnlens.recurrence import linear, structured
 from rnnlens.recurrence.arrays import Workspace, one_thread_each
 from rnnlens.recurrence.jacobian import Taps, reverse
 from rnnlens.recurrence.reductions import REDUCTIONS, Collector, Extent, FieldCollector, Reduction
@@ -42,25 +42,25 @@ SAMPLES = {"adjoint": 16, "norms": 2, "projected": 16}
 STRUCTURES = ("diagonal", "complex")
 
 
-def structured(name: str, samples: int, states: int, steps: int) -> linear.StructuredSystem:
+def system_of(name: str, samples: int, states: int, steps: int) -> structured.StructuredSystem:
     """A recurrence that neither explodes nor vanishes at once."""
     rng = np.random.default_rng(0)
 
     def draw(*shape: int) -> np.ndarray:
         return rng.uniform(0.95, 1.0, size=(samples, steps, *shape)).astype("float32")
 
-    into = linear.Kernels(draw(2, states), rng.normal(size=(2, FEATURES, states)).astype("float32"))
+    into = structured.Kernels(draw(2, states), rng.normal(size=(2, FEATURES, states)).astype("float32"))
     if name == "complex":
         turn = draw(states // 2)
-        transition = linear.ComplexDiagonal(Workspace(anp, turn), 0.8 * turn, 0.6 * turn)
-        return linear.StructuredSystem(transition, into, samples, steps)
-    return linear.diagonal(draw(states), into)
+        transition = structured.ComplexDiagonal(Workspace(anp, turn), 0.8 * turn, 0.6 * turn)
+        return structured.StructuredSystem(transition, into, samples, steps)
+    return structured.diagonal(draw(states), into)
 
 
 class WrittenOut(linear.ProductSystem):
     """The same numbers as product matrices, made in blocks of steps as a sweep gets to them."""
 
-    def __init__(self, system: linear.StructuredSystem) -> None:
+    def __init__(self, system: structured.StructuredSystem) -> None:
         self.system, self.work, self.batch, self.time = system, system.work, system.batch, system.time
         self.rows = self.columns = system.rows
         self.features, self.order, self.state_sizes = system.features, system.order, system.state_sizes
@@ -119,7 +119,7 @@ def compare(name: str, states: int, steps: int, rounds: int) -> bool:
     """Print the ratios of one structure; whether the bar is kept."""
     kept = True
     for title, job in JOBS.items():
-        ours = structured(name, SAMPLES[title], states, steps)
+        ours = system_of(name, SAMPLES[title], states, steps)
         peer = WrittenOut(ours)
         job(ours)
         job(peer)
@@ -140,8 +140,8 @@ def status(field: str) -> int:
 
 def peak(title: str, states: int, steps: int) -> int:
     """High-water mark of one job in this process, above what it held before."""
-    JOBS[title](structured("diagonal", 1, 16, 10))
-    system = structured("diagonal", 1, states, steps)
+    JOBS[title](system_of("diagonal", 1, 16, 10))
+    system = system_of("diagonal", 1, states, steps)
     Path("/proc/self/clear_refs").write_text("5")  # forget the high-water mark of the imports
     before = status("VmRSS")
     JOBS[title](system)

@@ -22,9 +22,7 @@ from rich.table import Table
 
 from rnnlens.recurrence.arrays import Workspace
 from rnnlens.recurrence.cells import kinds
-from rnnlens.recurrence.cells.gru import GruSystem
-from rnnlens.recurrence.cells.lstm import LstmSystem
-from rnnlens.recurrence.cells.simple_rnn import SimpleRnnSystem
+from rnnlens.recurrence.cells.affine import GateSystem
 from rnnlens.recurrence.jacobian import Taps, reverse
 from rnnlens.recurrence.reductions import REDUCTIONS, Collector, Extent, Reduction
 from rnnlens.recurrence.replay import replay
@@ -36,11 +34,7 @@ PARTS = {
     "element-wise": [(Workspace, "multiply"), (Workspace, "add_product")],
     "flushing": [(Workspace, "flush")],
     "reducing": [(Collector, "take")],
-    "linearising": [
-        (LstmSystem, "build"),
-        (GruSystem, "build"),
-        (SimpleRnnSystem, "build"),
-    ],
+    "linearising": [(GateSystem, "build")],
 }
 
 

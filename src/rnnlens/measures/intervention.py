@@ -14,7 +14,7 @@ import numpy as np
 from array_api_compat import array_namespace
 
 from ..recurrence.measures import quantiles
-from ..typing import Array, Namespace
+from ..typing import Array
 
 RESAMPLES = 300
 #: Default number of dependent neighbours in a block.
@@ -75,20 +75,19 @@ def bootstrap_interval(
     confidence: float = 0.95,
     resamples: int = 1000,
     seed: int = 0,
-    xp: Namespace | None = None,
 ) -> tuple[Array, Array]:
     """Return the percentile bootstrap interval (low, high) of the mean along ``axis``, in arrays of the same library.
 
-    ``xp`` is the array namespace, by default that of ``values``. One matrix product gives all resampled means. Efron
-    1979, "Bootstrap methods: another look at the jackknife", Annals of Statistics 7(1).
+    One matrix product gives all resampled means. Efron 1979, "Bootstrap methods: another look at the jackknife", Annals
+    of Statistics 7(1).
     """
-    xp = xp or array_namespace(values)
+    xp = array_namespace(values)
     values = xp.moveaxis(values, axis, 0)
     count, rest = values.shape[0], tuple(values.shape[1:])
     weights = resampling_weights(count, resamples=resamples, seed=seed)
     means = xp.matmul(xp.asarray(weights, dtype=values.dtype), xp.reshape(values, (count, -1)))
     tail = (1 - confidence) / 2
-    low, high = quantiles(means, q=(tail, 1 - tail), axis=0, xp=xp)
+    low, high = quantiles(means, q=(tail, 1 - tail), axis=0)
     return xp.reshape(low, rest), xp.reshape(high, rest)
 
 

@@ -209,7 +209,7 @@ def norm_over(array: xr.DataArray, dims: Iterable[Hashable]) -> xr.DataArray:
     dims = list(dims)
 
     def norm(values: Numbers) -> Numbers:
-        return np.asarray(safe_norm(values, axis=tuple(range(-len(dims), 0)), xp=np))
+        return np.asarray(safe_norm(values, axis=tuple(range(-len(dims), 0))))
 
     found: xr.DataArray = xr.apply_ufunc(norm, array, input_core_dims=[dims], keep_attrs=True)
     return found

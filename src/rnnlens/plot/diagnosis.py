@@ -357,7 +357,7 @@ def gradient_carriers(
     array = _data.labelled(gradient, "gradient_carriers")
     values = _samples.losses_of(array, losses, "gradient_carriers")
     ordered = array.transpose(SAMPLE, ...).values.reshape(len(values), -1)
-    norms = np.asarray(safe_norm(ordered.astype(np.float64), axis=1, xp=np))
+    norms = np.asarray(safe_norm(ordered.astype(np.float64), axis=1))
     panels = _frame.open_panels("gradient_carriers", 2, ax, figure, size=(3.5, 3.1), shape=(1, 2))
     _scatter(panels.axes[0], values, norms, _data.names_of(array, SAMPLE), point)
     _curve(panels.axes[1], norms)

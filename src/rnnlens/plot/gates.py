@@ -100,10 +100,10 @@ def _draw_row(axes: list[Any], gate: xr.DataArray, name: str, keywords: dict[str
     values, steps, real = _data.of_samples(gate, TIME), _data.positions(gate, TIME), _samples.real_steps(gate)
     where = None if real.all() else real[:, :, None]
     nowhere = ~real.any(axis=0)
-    mean = (values.mean(axis=0) if where is None else masked_mean(values, where, axis=0, xp=np)).T
-    low, high = quantiles(mean, q=(0.1, 0.9), axis=0, xp=np)
+    mean = (values.mean(axis=0) if where is None else masked_mean(values, where, axis=0)).T
+    low, high = quantiles(mean, q=(0.1, 0.9), axis=0)
     _axes.draw_band(activity, steps, low, high, "#56b4e9", alpha=0.45)
-    activity.plot(steps, finite_mean(mean, axis=0, xp=np), color="#0072b2", linewidth=1.2, gid="mean")
+    activity.plot(steps, finite_mean(mean, axis=0), color="#0072b2", linewidth=1.2, gid="mean")
     _axes.mark_steps(activity, steps[~np.isfinite(values).all(axis=(0, 2)) & ~nowhere])
     top = max(1.0, _data.largest_magnitude(values))
     bottom = -top if name == "candidate" or top > 1 else 0.0
@@ -113,7 +113,7 @@ def _draw_row(axes: list[Any], gate: xr.DataArray, name: str, keywords: dict[str
     look = {"cmap": _axes.POSITIVE if bottom == 0 else _axes.DIVERGING, "vmin": bottom, "vmax": top}
     matrix = _images.Matrix(mean, steps, np.arange(len(mean)), np.broadcast_to(nowhere, mean.shape))
     _images.colour_bar([picture], _images.draw_image(picture, matrix, look=look, limits=CELLS))
-    shut, opened = saturation_share(values, axis=(0, 1), low=_ends(name)[0], high=0.9, where=where, xp=np)
+    shut, opened = saturation_share(values, axis=(0, 1), low=_ends(name)[0], high=0.9, where=where)
     look = {"s": float(np.clip(2500 / len(mean), 6, 30)), "color": "#d55e00", "alpha": 0.55, "linewidth": 0}
     saturation.plot([0, 1], [1, 0], color="#909090", linewidth=0.8, gid="limit")
     saturation.scatter(opened, shut, **{"gid": "saturation", "clip_on": False, **look, **keywords})
@@ -274,7 +274,7 @@ def _shares(gate: xr.DataArray, name: str) -> Numbers:
     """Return for each unit the shares of its gate values near 1 and near 0, (unit, 2)."""
     unit = _data.unit_dim(gate)
     values = gate.transpose(..., unit).values.reshape(-1, gate.sizes[unit])
-    shut, opened = saturation_share(values, axis=0, low=_ends(name)[0], high=0.9, xp=np)
+    shut, opened = saturation_share(values, axis=0, low=_ends(name)[0], high=0.9)
     return np.stack([opened, shut], axis=1)
 
 

@@ -206,7 +206,7 @@ def _fading(quantity: str, half: _data.DirectionView, count: int, *, from_start:
     bad = np.atleast_1d(bad) & ~nowhere
     band: dict[str, Any] = {name: np.where(bad, np.nan, getattr(shape, name)) for name in ("median", "low", "high")}
     recurrent = TIME in values.dims and quantity != "output_grad"
-    reach = gradient_reach(real_first(norms[:, against], real[:, against], xp=np)) if recurrent else 0
+    reach = gradient_reach(real_first(norms[:, against], real[:, against])) if recurrent else 0
     zeros = int(((norms == 0) | ~real).all(axis=0).sum() - nowhere.sum())
     other |= {"bad": steps[bad], "padded": steps[nowhere], "reset": values.coords.get("reset")}
     label = half.time_label

@@ -256,7 +256,7 @@ def _moments(history: Any, quantity: str) -> dict[Any, xr.DataArray]:
 def _row(array: xr.DataArray) -> tuple[Numbers, Numbers, tuple[float, float, float]]:
     """Return the profile (time,) in units of its peak, the mask of padding, and the quartiles of the peaks."""
     values, real = _data.of_samples(array, TIME), _samples.real_steps(array)
-    norms = np.asarray(safe_norm(values, axis=tuple(range(2, values.ndim)), xp=np), dtype=float)
+    norms = np.asarray(safe_norm(values, axis=tuple(range(2, values.ndim))), dtype=float)
     bad = (~np.isfinite(norms) & real).any(axis=0)
     shape = np.where(bad, np.nan, peak_band(norms, real).median)
     return shape, np.asarray(~real.any(axis=0)), quartiles(sample_peaks(np.where(real, norms, 0.0)))

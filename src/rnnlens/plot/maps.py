@@ -147,7 +147,7 @@ def _pictures(one: xr.DataArray, channel: int | None, space: list[str]) -> tuple
         return _place(one, channels, channel), f"channel {channel}"
     if channels is None:
         return one, ""
-    norms = safe_norm(one.values, axis=one.get_axis_num(channels), xp=np)
+    norms = safe_norm(one.values, axis=one.get_axis_num(channels))
     return one.isel({channels: 0}, drop=True).copy(data=norms), "norm over channels"
 
 

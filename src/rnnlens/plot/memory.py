@@ -132,7 +132,7 @@ def _rows(norms: Numbers, where: Numbers, times: tuple[Numbers, Numbers]) -> Num
     out_times, in_times = (None if whole and np.array_equal(t, np.arange(len(t))) else t.tolist() for t in times)
     return np.stack(
         [
-            measures.lag_profile(piece, out_times=out_times, in_times=in_times, where=real, xp=np)
+            measures.lag_profile(piece, out_times=out_times, in_times=in_times, where=real)
             for piece, real in zip(norms, where, strict=True)
         ]
     )
@@ -142,10 +142,10 @@ def _curve(name: str, colour: str, rows: Numbers, samples: str, epsilon: float, 
     """Summarise all samples: line, band, mean lag and horizon."""
     several, low, high = len(rows) > 1, None, None
     band = peak_band(rows) if several and samples == "median" else None
-    middle = measures.finite_mean(rows, axis=0, xp=np) if band is None else band.median
+    middle = measures.finite_mean(rows, axis=0) if band is None else band.median
     if several and confidence > 0:
-        low, high = (band.low, band.high) if band else bootstrap_interval(rows, axis=0, confidence=confidence, xp=np)
-    lag, reach = measures.mean_lag(middle, xp=np), measures.horizon(middle, epsilon=epsilon, xp=np)
+        low, high = (band.low, band.high) if band else bootstrap_interval(rows, axis=0, confidence=confidence)
+    lag, reach = measures.mean_lag(middle), measures.horizon(middle, epsilon=epsilon)
     return _Curve(name, middle, low, high, float(lag), int(reach), colour)
 
 

@@ -201,7 +201,7 @@ def _sensitivity(array: xr.DataArray, x: Any) -> tuple[Numbers, str | None]:
     ordered = _data.of_samples(array, TIME)
     ordered = ordered.reshape(*ordered.shape[:2], -1)
     if x is None:
-        return np.asarray(safe_norm(ordered, axis=2, xp=np), dtype=np.float64), None
+        return np.asarray(safe_norm(ordered, axis=2), dtype=np.float64), None
     given = np.asarray(as_numbers("x", x))
     if given.size != ordered.size or (SAMPLE in array.dims and list(given.shape[:2]) != list(ordered.shape[:2])):
         raise InputError("x= is not the input of this gradient.", got=f"shape {given.shape}", expected=f"{array.shape}")

@@ -270,7 +270,7 @@ def _profile(ax: Any, matrix: Numbers, padded: Numbers, array: xr.DataArray, log
     norms, where = (matrix.T, ~padded.T) if backward else (matrix, ~padded)
     times = (in_times, out_times) if backward else (out_times, in_times)
     norms = np.where(where, norms, 0.0)
-    profile = lag_profile(norms, out_times=times[0], in_times=times[1], where=where, xp=np)
+    profile = lag_profile(norms, out_times=times[0], in_times=times[1], where=where)
     lag = np.arange(len(profile))
     _margin(ax, lag, profile, log, gid="profile")
     _axes.step_axis(ax, "x", lag, time=False, room=0.5)
@@ -390,7 +390,7 @@ def _refuse_others(arrays: Sequence[xr.DataArray]) -> None:
 def _shares(matrices: Sequence[Numbers], array: xr.DataArray) -> str:
     """Return how large the frozen map is beside the total one, at the smallest and largest lag that has values."""
     rows, columns = (_data.positions(array, dim).tolist() for dim in (OUT_TIME, IN_TIME))
-    total, frozen = (np.asarray(lag_profile(m, out_times=rows, in_times=columns, xp=np)) for m in matrices)
+    total, frozen = (np.asarray(lag_profile(m, out_times=rows, in_times=columns)) for m in matrices)
     with np.errstate(invalid="ignore"):
         seen = np.flatnonzero(total > _SEEN * np.nanmax(total)) if np.isfinite(total).any() else np.zeros(0, int)
     if not seen.size or not np.nanmax(total) > 0:

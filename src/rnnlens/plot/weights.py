@@ -220,7 +220,7 @@ def _common_limit(kernels: list[Kernel]) -> tuple[float, str | None]:
     matrices = [kernel.values for kernel in kernels if not kernel.has_one_row] or [kernel.values for kernel in kernels]
     largest = _data.largest_magnitude(*matrices)
     magnitudes = np.abs(np.concatenate([values.reshape(-1) for values in matrices]))
-    (bulk,) = quantiles(magnitudes[np.isfinite(magnitudes)], q=(0.995,), axis=0, xp=np) if largest else (0.0,)
+    (bulk,) = quantiles(magnitudes[np.isfinite(magnitudes)], q=(0.995,), axis=0) if largest else (0.0,)
     if not bulk or largest <= 2 * bulk:
         return largest, None
     return float(bulk), f"colours end at {bulk:.2g}, the 99.5 % quantile of magnitudes; largest {largest:.3g}"

@@ -23,7 +23,7 @@ from ..typing import Array, Namespace
 from .arrays import for_each, large_parts, still_wanted, walk_parts, without_subnormal
 from .cells import StepCell, affine
 from .replay import Replay
-from .trajectory import Adjoint, States, carried, over_time
+from .trajectory import Adjoint, States, carried
 
 #: Largest total size of all step Jacobians, in bytes, for which they are computed at once.
 FOLD_LIMIT = 256 * 2**20
@@ -82,34 +82,46 @@ def _sweep(run: Replay, direct: Sequence[Array | None], carry: tuple[Array, ...]
     """Run BPTT from the last step of the recurrence to the first, and write the gradients to ``out``."""
     xp, cell, record = run.xp, run.cell, run.known_record
     gate_grad: Array = out.gate_grad
-    for t in run.steps(reverse=True):
-        still_wanted()
-        carry = carry if run.received is None else _passed_on(run, carry, t)
-        carry = tuple(without_subnormal(c, xp) for c in carry)
-        cotangent = tuple(c if d is None else c + d[:, t, ...] for c, d in zip(carry, direct, strict=True))
+
+    def pull(t: int, cotangent: States) -> tuple[Array, ...]:
         now, after = record.at((slice(None), t, ...)), tuple(s[:, t, ...] for s in run.states)
-        dz, carry, total = cell.pull_back(now, run.state_before(t), after, cotangent, run.state_scale, xp)
-        if run.mask is not None:
-            real = run.mask[:, t]
-            carry = tuple(carried(new, old, real, xp) for new, old in zip(carry, cotangent, strict=True))
-            total = tuple(carried(new, old, real, xp) for new, old in zip(total, cotangent, strict=True))
-            dz = xp.where(over_time(real, dz), dz, xp.zeros_like(dz))
-        gate_grad[:, t, ...] = dz
+        dz, before, total = cell.pull_back(now, run.state_before(t), after, cotangent, run.state_scale, xp)
+        real = None if run.mask is None else run.mask[:, t]
+        gate_grad[:, t, ...] = dz if real is None else carried(dz, xp.zeros_like(dz), real, xp)
         for grads, value in zip(out.returned_grads or (), cotangent, strict=False):
             grads[:, t, ...] = value
-        for grads, value in zip(out.state_grads, total, strict=True):
-            grads[:, t, ...] = value
+        for grads, new, old in zip(out.state_grads, total, cotangent, strict=True):
+            grads[:, t, ...] = carried(new, old, real, xp)
+        return before
+
+    carry = _backwards(run, direct, carry, pull)
     flat = affine.join_gates(gate_grad, xp)
     out.input_grad[...] = cell.input_gradient(run.input, flat, run.input_scale, xp)
     for target, value in zip(out.initial_state_grad, carry, strict=True):
         target[...] = value
 
 
-def _passed_on(run: Replay, carry: tuple[Array, ...], t: int) -> tuple[Array, ...]:
-    """Return the cotangents that reach step t from the next one: zero where user code changes states in between."""
-    if t == next(run.steps(reverse=True)):
-        return carry
-    return tuple(run.xp.zeros_like(c) for c in carry)
+def _backwards(
+    run: Replay,
+    direct: Sequence[Array | None],
+    carry: tuple[Array, ...],
+    pull: Callable[[int, States], tuple[Array, ...]],
+) -> tuple[Array, ...]:
+    """Walk from the last step of the recurrence to the first; return dL/ds_0.
+
+    ``pull(t, cotangent)`` returns the cotangents before step t from those after it. They end at every step where user
+    code changes the states between the steps.
+    """
+    xp, last = run.xp, next(run.steps(reverse=True))
+    for t in run.steps(reverse=True):
+        still_wanted()
+        if run.received is not None and t != last:
+            carry = tuple(xp.zeros_like(c) for c in carry)
+        carry = tuple(without_subnormal(c, xp) for c in carry)
+        cotangent = tuple(c if d is None else c + d[:, t, ...] for c, d in zip(carry, direct, strict=True))
+        real = None if run.mask is None else run.mask[:, t]
+        carry = tuple(carried(new, old, real, xp) for new, old in zip(pull(t, cotangent), cotangent, strict=True))
+    return carry
 
 
 def weight_gradients(
@@ -156,15 +168,11 @@ def unmasked_output_cotangent(run: Replay, output_grad: Array, masked_output: st
     Returns the gradient of each step's own output, and the gradient of the state carried over, or None. The second is
     None unless the layer returns that state at masked steps (``masked_output="state"``).
     """
-    xp, mask = run.xp, run.mask
-    if mask is None:
-        return output_grad, None
-    zero = xp.zeros_like(output_grad)
-    kept = xp.where(mask[:, :, None], output_grad, zero)
-    if masked_output == "zero":
+    xp, mask, kept = run.xp, run.mask, run.at_real_steps(output_grad)
+    if mask is None or masked_output == "zero":
         return kept, None
     if masked_output == "state":
-        return kept, xp.where(mask[:, :, None], zero, output_grad)
+        return kept, xp.where(mask[:, :, None], xp.zeros_like(output_grad), output_grad)
     pending = xp.zeros_like(output_grad[:, 0, :])
     for t in run.steps(reverse=True):
         pending = pending + output_grad[:, t, :]
@@ -196,23 +204,18 @@ def adjoint_custom(
         output_cotangent = xp.zeros(
             (batch, time, cell.output_size), dtype=run.states[0].dtype, device=getattr(run.input, "device", None)
         )
-    carry = final_or_zero(run, final_state_cotangent)
     state_grads = tuple(xp.empty_like(s) for s in run.states)
     input_grad = xp.empty_like(run.input)
-    for t in run.steps(reverse=True):
-        carry = carry if run.received is None else _passed_on(run, carry, t)
-        carry = tuple(without_subnormal(c, xp) for c in carry)
-        cotangent = tuple(c if d is None else c + d[:, t, :] for c, d in zip(carry, state_cotangent, strict=True))
-        dx, carry = vjp(t, output_cotangent[:, t, :], cotangent)
-        if run.mask is not None:
-            real = run.mask[:, t, None]
-            carry = tuple(xp.where(real, new, old) for new, old in zip(carry, cotangent, strict=True))
-            dx = xp.where(real, dx, xp.zeros_like(dx))
-        input_grad[:, t, :] = dx
+
+    def pull(t: int, cotangent: States) -> tuple[Array, ...]:
+        input_grad[:, t, :], before = vjp(t, output_cotangent[:, t, :], cotangent)
         for grads, value in zip(state_grads, cotangent, strict=True):
             grads[:, t, :] = value
+        return before
+
+    carry = _backwards(run, state_cotangent, final_or_zero(run, final_state_cotangent), pull)
     produced = _as_produced(run, state_grads, output_cotangent)
-    return Adjoint(produced, None, input_grad, carry, output_cotangent, state_grads)
+    return Adjoint(produced, None, run.at_real_steps(input_grad), carry, output_cotangent, state_grads)
 
 
 def _as_produced(run: Replay, returned: tuple[Array, ...], output: Array) -> tuple[Array, ...]:
@@ -220,23 +223,16 @@ def _as_produced(run: Replay, returned: tuple[Array, ...], output: Array) -> tup
     xp, cell = run.xp, cast(StepCell, run.cell)
     before = [_fold(s, xp) for s in run.states_before()]
     flat = cell.produced(_fold(run.input, xp), before, _fold(output, xp), [_fold(g, xp) for g in returned])
-    found = tuple(xp.reshape(new, old.shape) for new, old in zip(flat, returned, strict=True))
-    if run.mask is None:
-        return found
-    real = run.mask[:, :, None]
-    return tuple(xp.where(real, new, old) for new, old in zip(found, returned, strict=True))
+    pairs = zip(flat, returned, strict=True)
+    return tuple(carried(xp.reshape(new, old.shape), old, run.mask, xp) for new, old in pairs)
 
 
 def _weight_gradients_by_framework(run: Replay, result: Adjoint, by_time: bool) -> dict[str, Array]:
     """Return dL/dW of a cell run by the framework, by its weight names; with a leading time axis if ``by_time``."""
     xp, before = run.xp, run.states_before()
-    grads = result.returned_grads or result.state_grads
-    output: Array = result.output_cotangent
-    if run.mask is not None:
-        real = run.mask[:, :, None]
-        grads = tuple(xp.where(real, g, xp.zeros_like(g)) for g in grads)
-        output = xp.where(real, output, xp.zeros_like(output))
-    cell = cast(StepCell, run.cell)
+    grads = tuple(map(run.at_real_steps, result.returned_grads or result.state_grads))
+    assert result.output_cotangent is not None
+    output, cell = run.at_real_steps(result.output_cotangent), cast(StepCell, run.cell)
     if not by_time:
         folded = [_fold(s, xp) for s in before], _fold(output, xp), [_fold(g, xp) for g in grads]
         return dict(cell.weight_vjp(_fold(run.input, xp), *folded))

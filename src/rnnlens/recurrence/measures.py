@@ -1,8 +1,7 @@
 """Summary numbers and profiles of arrays: norms, means, saturation, half-life, horizon.
 
-Pure functions on the array API.
+Pure functions on the array API: each returns arrays of the library of its argument.
 
-Each function takes the array namespace ``xp``, by default that of the array, and returns arrays of the same library.
 NaN and infinite values are omitted only by functions that document it.
 """
 
@@ -18,7 +17,7 @@ from ..typing import Array, Namespace
 
 
 @np.errstate(over="ignore")
-def safe_norm(array: Array, *, axis: int | tuple[int, ...], xp: Namespace | None = None) -> Array:
+def safe_norm(array: Array, *, axis: int | tuple[int, ...]) -> Array:
     """Return the Euclidean norm, scaled so that squares neither underflow nor overflow.
 
     Parameters
@@ -26,7 +25,7 @@ def safe_norm(array: Array, *, axis: int | tuple[int, ...], xp: Namespace | None
     array : any real floating array
     axis : axes over which the norm is taken
     """
-    xp = xp or array_namespace(array)
+    xp = array_namespace(array)
     largest = xp.max(xp.abs(array), axis=axis, keepdims=True)
     usable = xp.isfinite(largest) & (largest > 0)
     scale = xp.where(usable, largest, xp.ones_like(largest))
@@ -35,34 +34,30 @@ def safe_norm(array: Array, *, axis: int | tuple[int, ...], xp: Namespace | None
     return xp.squeeze(norm, axis=axis)
 
 
-def finite_mean(array: Array, *, axis: int | tuple[int, ...], xp: Namespace | None = None) -> Array:
+def finite_mean(array: Array, *, axis: int | tuple[int, ...]) -> Array:
     """Return the mean over the finite values along ``axis``; NaN if there are none."""
-    xp = xp or array_namespace(array)
-    finite = xp.isfinite(array)
-    count = xp.sum(xp.astype(finite, array.dtype), axis=axis)
-    total = xp.sum(xp.where(finite, array, xp.zeros_like(array)), axis=axis)
-    return xp.where(count > 0, total / xp.where(count > 0, count, xp.ones_like(count)), xp.full_like(total, math.nan))
+    return masked_mean(array, array_namespace(array).isfinite(array), axis=axis)
 
 
-def masked_mean(array: Array, where: Array, *, axis: int | tuple[int, ...], xp: Namespace | None = None) -> Array:
+def masked_mean(array: Array, where: Array, *, axis: int | tuple[int, ...]) -> Array:
     """Return the mean along ``axis`` over the positions where ``where`` is True; NaN if there are none.
 
     ``where`` must broadcast against ``array``. Non-finite values at these positions make the mean non-finite; values at
     other positions have no effect.
     """
-    xp = xp or array_namespace(array)
+    xp = array_namespace(array)
     counted = xp.broadcast_to(where, array.shape)
     count = xp.sum(xp.astype(counted, array.dtype), axis=axis)
     total = xp.sum(xp.where(counted, array, xp.zeros_like(array)), axis=axis)
     return xp.where(count > 0, total / xp.where(count > 0, count, xp.ones_like(count)), xp.full_like(total, math.nan))
 
 
-def quantiles(array: Array, *, q: Sequence[float], axis: int, xp: Namespace | None = None) -> tuple[Array, ...]:
+def quantiles(array: Array, *, q: Sequence[float], axis: int) -> tuple[Array, ...]:
     """Return quantiles along ``axis``, one array per ``q``, interpolated linearly between order statistics.
 
     The result is NaN wherever a value along ``axis`` is NaN.
     """
-    xp = xp or array_namespace(array)
+    xp = array_namespace(array)
     ordered = xp.sort(array, axis=axis)
     spoilt = xp.any(xp.isnan(array), axis=axis)
     count = array.shape[axis]
@@ -84,14 +79,13 @@ def saturation_share(
     low: float = 0.1,
     high: float = 0.9,
     where: Array | None = None,
-    xp: Namespace | None = None,
 ) -> tuple[Array, Array]:
     """Return the shares of the values along ``axis`` that are below ``low``, and above ``high``.
 
     NaN values, and positions where ``where`` (broadcastable) is False, are omitted. A plot of low against high share
     per unit is found in Karpathy, Johnson, Li 2015, arXiv:1506.02078, fig. 4.
     """
-    xp = xp or array_namespace(gates)
+    xp = array_namespace(gates)
     counted = ~xp.isnan(gates)
     if where is not None:
         counted = counted & where
@@ -135,7 +129,6 @@ def lag_profile(
     out_times: Sequence[int] | None = None,
     in_times: Sequence[int] | None = None,
     where: Array | None = None,
-    xp: Namespace | None = None,
 ) -> Array:
     """Return m(tau), the mean over t of the norm of the time Jacobian G[t, t - tau].
 
@@ -153,7 +146,7 @@ def lag_profile(
     (..., lag), lag = 0, 1, ...; NaN at a lag without a pair of times. Negative lags (the backward direction of a
     bidirectional layer) are omitted.
     """
-    xp = xp or array_namespace(norms)
+    xp = array_namespace(norms)
     out_times = range(norms.shape[-2]) if out_times is None else [int(t) for t in out_times]
     in_times = range(norms.shape[-1]) if in_times is None else [int(t) for t in in_times]
     counted = xp.ones(norms.shape[-2:], dtype=norms.dtype) if where is None else xp.astype(where, norms.dtype)
@@ -164,19 +157,19 @@ def lag_profile(
     return xp.where(count > 0, mean, xp.full_like(mean, math.nan))
 
 
-def real_first(values: Array, where: Array, *, xp: Namespace | None = None) -> Array:
+def real_first(values: Array, where: Array) -> Array:
     """Move the steps of ``values`` (sample, step) where ``where`` is True to the front, and fill the rest with NaN.
 
     Column n is then the n-th real step after the first, regardless of padding before or between them.
     """
-    xp = xp or array_namespace(values)
+    xp = array_namespace(values)
     order = xp.argsort(xp.astype(~where, xp.int8), axis=1, stable=True)
     moved = xp.take_along_axis(values, order, axis=1)
     count = xp.sum(xp.astype(where, xp.int64), axis=1, keepdims=True)
     return xp.where(xp.arange(values.shape[1])[None, :] < count, moved, xp.full_like(moved, math.nan))
 
 
-def half_life(profile: Array, *, axis: int = -1, level: float = 0.5, xp: Namespace | None = None) -> Array:
+def half_life(profile: Array, *, axis: int = -1, level: float = 0.5) -> Array:
     """Return the number of lags from the peak of ``profile`` until it first falls to ``level`` times the peak.
 
     Later rises are ignored. Between two lags the profile is interpolated exponentially, so that m(tau) = a**tau gives
@@ -187,9 +180,8 @@ def half_life(profile: Array, *, axis: int = -1, level: float = 0.5, xp: Namespa
     ----------
     profile : non-negative, lag along ``axis``
     """
-    xp = xp or array_namespace(profile)
+    xp, finite = array_namespace(profile), _finite(profile, axis)
     profile = xp.moveaxis(profile, axis, -1)
-    finite = xp.where(xp.isfinite(profile), profile, xp.zeros_like(profile))
     peak = xp.max(finite, axis=-1, keepdims=True)
     start = xp.argmax(finite, axis=-1, keepdims=True)
     lag = xp.arange(profile.shape[-1])
@@ -209,33 +201,27 @@ def half_life(profile: Array, *, axis: int = -1, level: float = 0.5, xp: Namespa
     return xp.where(peak > 0, life, xp.full_like(life, math.nan))
 
 
-def horizon(profile: Array, *, epsilon: float = 0.01, axis: int = -1, xp: Namespace | None = None) -> Array:
+def horizon(profile: Array, *, epsilon: float = 0.01, axis: int = -1) -> Array:
     """Return the largest lag at which ``profile`` is at least ``epsilon`` of its peak; -1 if it is 0 everywhere."""
-    xp = xp or array_namespace(profile)
-    profile = xp.moveaxis(profile, axis, -1)
-    finite = xp.where(xp.isfinite(profile), profile, xp.zeros_like(profile))
+    xp, finite = array_namespace(profile), _finite(profile, axis)
     peak = xp.max(finite, axis=-1, keepdims=True)
     alive = (finite >= epsilon * peak) & (peak > 0)
-    lag = xp.arange(profile.shape[-1])
+    lag = xp.arange(finite.shape[-1])
     return xp.max(xp.where(alive, lag, xp.full_like(lag, -1)), axis=-1)
 
 
-def mean_lag(profile: Array, *, axis: int = -1, xp: Namespace | None = None) -> Array:
+def mean_lag(profile: Array, *, axis: int = -1) -> Array:
     """Return the mean lag weighted by ``profile``; lags without a finite value are omitted."""
-    xp = xp or array_namespace(profile)
-    profile = xp.moveaxis(profile, axis, -1)
-    finite = xp.where(xp.isfinite(profile), profile, xp.zeros_like(profile))
-    lag = xp.astype(xp.arange(profile.shape[-1]), profile.dtype)
+    xp, finite = array_namespace(profile), _finite(profile, axis)
+    lag = xp.astype(xp.arange(finite.shape[-1]), finite.dtype)
     total = xp.sum(finite, axis=-1)
     mean = xp.sum(finite * lag, axis=-1) / xp.where(total > 0, total, xp.ones_like(total))
     return xp.where(total > 0, mean, xp.full_like(mean, math.nan))
 
 
-def covering_lag(profile: Array, *, share: float = 0.9, axis: int = -1, xp: Namespace | None = None) -> Array:
+def covering_lag(profile: Array, *, share: float = 0.9, axis: int = -1) -> Array:
     """Return the smallest lag up to which ``share`` of the profile's sum lies; -1 if the profile is 0 everywhere."""
-    xp = xp or array_namespace(profile)
-    profile = xp.moveaxis(profile, axis, -1)
-    finite = xp.where(xp.isfinite(profile), profile, xp.zeros_like(profile))
+    xp, finite = array_namespace(profile), _finite(profile, axis)
     reached = xp.cumulative_sum(finite, axis=-1)
     total = reached[..., -1:]
     enough = reached >= share * total
@@ -243,12 +229,18 @@ def covering_lag(profile: Array, *, share: float = 0.9, axis: int = -1, xp: Name
     return xp.where(total[..., 0] > 0, first, xp.full_like(first, -1))
 
 
-def share_above(profile: Array, *, threshold: float = 0.01, axis: int = -1, xp: Namespace | None = None) -> Array:
+def share_above(profile: Array, *, threshold: float = 0.01, axis: int = -1) -> Array:
     """Return the share of steps where ``profile`` exceeds ``threshold`` of its maximum; 0 if it is 0 everywhere.
 
     A step without a finite value counts as a step below the threshold.
     """
-    xp = xp or array_namespace(profile)
-    finite = xp.where(xp.isfinite(profile), profile, xp.zeros_like(profile))
-    above = finite > threshold * xp.max(finite, axis=axis, keepdims=True)
-    return xp.mean(xp.astype(above, profile.dtype), axis=axis)
+    xp, finite = array_namespace(profile), _finite(profile, axis)
+    above = finite > threshold * xp.max(finite, axis=-1, keepdims=True)
+    return xp.mean(xp.astype(above, profile.dtype), axis=-1)
+
+
+def _finite(profile: Array, axis: int) -> Array:
+    """Return a profile with its axis moved to the end, and zeros in place of values that are not finite."""
+    xp = array_namespace(profile)
+    moved = xp.moveaxis(profile, axis, -1)
+    return xp.where(xp.isfinite(moved), moved, xp.zeros_like(moved))

@@ -135,11 +135,13 @@ def step_jacobians(cell: Cell, x: Matrix, state: Sequence[Matrix]) -> tuple[Matr
 class Reference:
     """Results of BPTT: states after each step, their total gradients, and the gradients of input and initial state.
 
-    Arrays are (sample, time, ...), in chronological order.
+    Arrays are (sample, time, ...), in chronological order. ``returned_grads`` are dL/ds_t of the states as a step
+    returns them, without their paths to each other within the step.
     """
 
     states: list[Matrix]
     state_grads: list[Matrix]
+    returned_grads: list[Matrix]
     input_grad: Matrix
     initial_state_grad: list[Matrix]
 
@@ -170,9 +172,8 @@ def bptt(
     batch, time, _ = x.shape
     order = list(range(time))[:: -1 if backward else 1]
     sizes = [s.shape[1] for s in initial_state]
-    states = [np.zeros((batch, time, n)) for n in sizes]
-    grads = [np.zeros((batch, time, n)) for n in sizes]
-    result = Reference(states, grads, np.zeros(x.shape), [np.zeros(s.shape) for s in initial_state])
+    states, grads, returned = ([np.zeros((batch, time, n)) for n in sizes] for _ in range(3))
+    result = Reference(states, grads, returned, np.zeros(x.shape), [np.zeros(s.shape) for s in initial_state])
     for b in range(batch):
         trajectory, state = [], [np.asarray(s[b], dtype=float) for s in initial_state]
         for t in order:
@@ -187,8 +188,10 @@ def bptt(
         for t, before in zip(order[::-1], trajectory[::-1], strict=True):
             lam[: sizes[0]] += output_grad[b, t]
             real = mask is None or bool(mask[b, t])
-            through = through_hidden(cell, x[b, t], before) if real and "cell" in cell.states else None
-            _store(grads, lam, (b, t), through)
+            for target, total, value in zip(returned, grads, np.split(lam, np.cumsum(sizes)[:-1]), strict=True):
+                target[b, t] = total[b, t] = value
+            if real and "cell" in cell.states:
+                grads[1][b, t] += through_hidden(cell, x[b, t], before).T @ returned[0][b, t]
             if real:
                 a, into = step_jacobians(cell, x[b, t], before)
                 result.input_grad[b, t] = into.T @ lam
@@ -196,18 +199,6 @@ def bptt(
         for target, value in zip(result.initial_state_grad, np.split(lam, np.cumsum(sizes)[:-1]), strict=True):
             target[b] = value
     return result
-
-
-def _store(grads: list[Matrix], lam: Matrix, at: tuple[int, int], through: Matrix | None) -> None:
-    """Store total gradients ``lam`` of the states at a (sample, step).
-
-    ``through``, dh_t/dc_t, adds the path from c_t through h_t, if there is one.
-    """
-    parts = np.split(lam, np.cumsum([g.shape[2] for g in grads])[:-1])
-    for target, value in zip(grads, parts, strict=True):
-        target[at] = value
-    if through is not None:
-        grads[1][at] += through.T @ parts[0]
 
 
 def through_hidden(cell: Any, x: Matrix, before: Sequence[Matrix]) -> Matrix:

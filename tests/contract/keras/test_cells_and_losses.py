@@ -12,7 +12,7 @@ from rnnlens import errors
 from rnnlens.adapters.protocol import Batch, CaptureRequest, Port
 from rnnlens.adapters.registry import adapter_for
 from rnnlens.recurrence.replay import Replay
-from rnnlens.testing import reference_of
+from rnnlens.testing.adapter_contract import reference_of
 
 adapter = the_adapter()
 X = np.random.default_rng(0).normal(size=(3, 4, 2))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rnnlens.measures import lyapunov_spectrum
-from rnnlens.recurrence import linear
+from rnnlens.recurrence import linear, structured
 from rnnlens.recurrence.arrays import Workspace, namespace
 from rnnlens.recurrence.jacobian import Entrances, Taps, UnitRows, forward, reverse
 from rnnlens.recurrence.reductions import REDUCTIONS, Collector, Extent, FieldCollector, Reduction
@@ -57,17 +57,17 @@ class DenseSystem(linear.ProductSystem):
 
 def complex_diagonal(real, imaginary, b, order="forward", mask=None):
     """A complex diagonal as the LRU makes it, with numbers that may be those of all samples and steps."""
-    transition = linear.ComplexDiagonal(Workspace(namespace(real), real), real, imaginary)
+    transition = structured.ComplexDiagonal(Workspace(namespace(real), real), real, imaginary)
     batch, time = (B, T) if real.shape[:2] == (1, 1) else real.shape[:2]
-    return linear.StructuredSystem(transition, b, int(batch), int(time), order, mask)
+    return structured.StructuredSystem(transition, b, int(batch), int(time), order, mask)
 
 
 def constant(b):
     """Matrices (state, feature) that are those of all samples and steps, as kernels."""
-    return linear.Kernels(np.ones((1, 1, 1, len(b))), [b.T])
+    return structured.Kernels(np.ones((1, 1, 1, len(b))), [b.T])
 
 
-MAKE = {"diagonal": linear.diagonal, "complex": complex_diagonal, "dense": DenseSystem}
+MAKE = {"diagonal": structured.diagonal, "complex": complex_diagonal, "dense": DenseSystem}
 
 
 def factors(rng, states, scale):
@@ -79,7 +79,7 @@ def factors(rng, states, scale):
         whole = whole * drop[:, None, None, None]
     if scale == "per_gate":
         whole = whole * drop.transpose(1, 0, 2)[:, None, :, None]
-    return linear.Kernels(coefficients, kernels, drop), whole.sum(2)
+    return structured.Kernels(coefficients, kernels, drop), whole.sum(2)
 
 
 def make(structure, order="forward", masked=False, scale=None, engine="numpy", seed=0):
@@ -95,7 +95,7 @@ def make(structure, order="forward", masked=False, scale=None, engine="numpy", s
         b = to(n)
     else:
         drop = None if inputs.scale is None else to(inputs.scale)
-        b = linear.Kernels(to(inputs.coefficients), [to(k) for k in inputs.kernels], drop)
+        b = structured.Kernels(to(inputs.coefficients), [to(k) for k in inputs.kernels], drop)
     options = {"order": order} | ({"mask": to(MASK)} if masked else {})
     return MAKE[structure](*map(to, parts), b, **options), a, n
 
@@ -246,7 +246,7 @@ def test_a_complex_diagonal_against_finite_differences_of_the_complex_recurrence
 
 def test_sizes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="differ in size: A 4, B 3"):
-        linear.diagonal(np.ones((1, 2, 4)), constant(np.ones((3, 2))))
+        structured.diagonal(np.ones((1, 2, 4)), constant(np.ones((3, 2))))
 
 
 def test_a_gated_step_is_the_matrix_that_it_stands_for():
@@ -355,7 +355,7 @@ def test_norms_of_complex_states_do_not_cancel():
     """A unit that has turned by a quarter moves its real part by nothing; its square must not be a difference."""
     turn = np.exp(0.5j * np.pi)
     rows = np.array([[turn.real, -turn.imag], [0.0, 0.0]])[None, None]  # of the real part; the imaginary one is zero
-    pattern = linear.ComplexDiagonal(Workspace(anp, rows), rows[..., :1], rows[..., 1:]).pattern()
+    pattern = structured.ComplexDiagonal(Workspace(anp, rows), rows[..., :1], rows[..., 1:]).pattern()
     assert UnitRows(rows, pattern, np.array([[[1.0], [0.0]]])).norms().item() < 1e-15
 
 
@@ -364,7 +364,7 @@ def test_what_pruning_took_away_is_estimated_without_bias(structure):
     rng = np.random.default_rng(3)
     parts, a = numbers(structure, rng, 40)
     parts = [0.3 * part for part in parts]
-    inputs = linear.Kernels(rng.normal(size=(B, 1, 1, a.shape[2])), [rng.normal(size=(F, a.shape[2]))])
+    inputs = structured.Kernels(rng.normal(size=(B, 1, 1, a.shape[2])), [rng.normal(size=(F, a.shape[2]))])
     system = MAKE[structure](*parts, inputs)
     size, exact = system.state_sizes[0], None
     errors, estimates = [], []

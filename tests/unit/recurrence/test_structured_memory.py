@@ -6,7 +6,7 @@ import array_api_compat.numpy as anp
 import numpy as np
 import pytest
 
-from rnnlens.recurrence import linear
+from rnnlens.recurrence import structured
 from rnnlens.recurrence.arrays import Workspace
 from rnnlens.recurrence.jacobian import Entrances, Taps, forward, reverse
 from rnnlens.recurrence.reductions import REDUCTIONS, Collector, Extent, FieldCollector, Reduction
@@ -17,12 +17,14 @@ T, F = 1000, 3
 
 def system_of(states, structure="diagonal"):
     rng = np.random.default_rng(0)
-    into = linear.Kernels(rng.random((1, T, 2, states), dtype="float32"), rng.random((2, F, states), dtype="float32"))
+    into = structured.Kernels(
+        rng.random((1, T, 2, states), dtype="float32"), rng.random((2, F, states), dtype="float32")
+    )
     a = rng.uniform(0.9, 1.0, size=(1, T, states)).astype("float32")
     if structure == "complex":
         real, imaginary = 0.8 * a[..., : states // 2], 0.6 * a[..., states // 2 :]
-        return linear.StructuredSystem(linear.ComplexDiagonal(Workspace(anp, a), real, imaginary), into, 1, T)
-    return linear.diagonal(a, into)
+        return structured.StructuredSystem(structured.ComplexDiagonal(Workspace(anp, a), real, imaginary), into, 1, T)
+    return structured.diagonal(a, into)
 
 
 def adjoint(system):
@@ -92,7 +94,7 @@ def test_norms_of_a_long_diagonal_recurrence_in_closed_form():
     """h_t = a h_{t-1} + x_t: the block of lag tau is a^tau times the kernel."""
     rng = np.random.default_rng(1)
     a, kernel = rng.uniform(0.99, 1.0, 50), rng.normal(size=(F, 50))
-    system = linear.diagonal(np.broadcast_to(a, (1, T, 50)), linear.Kernels(np.ones((1, 1, 1, 50)), [kernel]))
+    system = structured.diagonal(np.broadcast_to(a, (1, T, 50)), structured.Kernels(np.ones((1, 1, 1, 50)), [kernel]))
     found = norms(system, [T - 1])[0, :, 0]
     lag = np.arange(T)[::-1, None]
     expected = np.sqrt((a ** (2 * lag) * (kernel**2).sum(0)).sum(1))

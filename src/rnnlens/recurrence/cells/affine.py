@@ -15,7 +15,6 @@ import numpy as np
 from array_api_compat import device
 
 from ...typing import Array, Namespace
-from ..activations import ACTIVATIONS
 from ..arrays import Workspace, namespace
 from ..linear import ProductSteps, ProductSystem
 from ..trajectory import Pulled, Scale, Trajectory, scale_of_samples
@@ -146,41 +145,85 @@ class TrajectorySystem(ProductSystem):
         self.work.diagonal_add(product[:, :, :, : self.rows], xp.where(real[:, :, None], xp.zeros_like(ones), ones))
 
 
+class GateTerms(NamedTuple):
+    """Rows of a product matrix that are a sum over gates of diag(coefficient) @ kernel^T.
+
+    coefficients : (sample, time, gate, unit) of the gates with the indices ``gates``
+    """
+
+    rows: slice
+    gates: tuple[int, ...]
+    coefficients: Array
+
+
 class GateSystem(TrajectorySystem):
-    """System whose product matrices are sums over gates of diag(coefficient) @ kernel^T.
+    """System whose product matrices are sums over gates of diag(coefficient) @ kernel^T, and a diagonal.
 
     Parameters
     ----------
     cell
         A cell with ``gates``, ``units``, ``kernel``, ``recurrent_kernel`` and element-wise activations.
+    state, inputs
+        Terms of A_t and of B_t; by default those of B_t are those of A_t.
+    diagonal : (sample, time, unit), optional
+        Diagonal added to the block of h_t by h_{t-1}.
+    keep, lift : (sample, time, unit), optional
+        Factors of a gated system (:class:`rnnlens.recurrence.linear.Gated`).
     """
 
-    def __init__(self, cell: Any, run: Trajectory) -> None:
+    def __init__(
+        self,
+        cell: Any,
+        run: Trajectory,
+        state: Sequence[GateTerms],
+        inputs: Sequence[GateTerms] | None = None,
+        *,
+        diagonal: Array | None = None,
+        keep: Array | None = None,
+        lift: Array | None = None,
+    ) -> None:
         super().__init__(run)
-        self.cell = cell
+        self.cell, self.gated = cell, keep is not None
+        self.columns = cell.units
         sides = (cell.recurrent_kernel, cell.kernel)
         turned = [[columns(kernel, g, len(cell.gates)).T for g in range(len(cell.gates))] for kernel in sides]
         if self.work.is_numpy:
             turned = [[np.ascontiguousarray(kernel) for kernel in kernels] for kernels in turned]
         self.into_state, self.into_input = turned
+        real = [term._replace(coefficients=run.at_real_steps(term.coefficients)) for term in state]
+        self.terms = {"state": real, "input": real}
+        if inputs is not None:
+            self.terms["input"] = [term._replace(coefficients=run.at_real_steps(term.coefficients)) for term in inputs]
+        self.diagonal = self._carried(diagonal)
+        self.keep = None if keep is None else self._carried(keep)
+        self.lift = None if lift is None else run.at_real_steps(lift)
+
+    def _carried(self, value: Array | None) -> Array | None:
+        """Return a diagonal (sample, time, unit) with ones at masked steps; None if it is zero everywhere."""
+        if self.run.mask is None:
+            return value
+        xp, like = self.run.xp, self.run.states[0]
+        inside = xp.zeros_like(like) if value is None else value
+        return xp.where(self.run.mask[:, :, None], inside, xp.ones_like(like))
 
     def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> ProductSteps:
         """Linearise the chronological steps ``first ... stop - 1`` of some samples."""
-        raise NotImplementedError
+        units, at = self.cell.units, (samples, slice(first, stop))
+        product = self.empty(first, stop, samples, inputs)
+        sides = {"state": slice(0, units), "input": slice(units, None)}
+        for side in sides if inputs else ["state"]:
+            for rows, gates, coefficients in self.terms[side]:
+                self.combine(product[:, :, rows, sides[side]], coefficients[at], gates, side, samples)
+        self.add_terms(product, at, samples, inputs)
+        if self.diagonal is not None:
+            self.work.diagonal_add(product[:, :, -units:, :units], self.diagonal[at])
+        if self.keep is None or self.lift is None:
+            return ProductSteps(self.work, product)
+        return ProductSteps(self.work, product, self.keep[at], self.lift[at])
 
-    def slopes(self) -> tuple[Any, Any]:
-        """Return derivatives of the cell's activation and recurrent activation, as functions of (z, a = act(z))."""
-        names = self.cell.activation, getattr(self.cell, "recurrent_activation", "linear")
-        act, rec = (ACTIVATIONS[name] for name in names)
-        return (lambda z, a: act.slope(z, a, self.run.xp)), (lambda z, a: rec.slope(z, a, self.run.xp))  # type: ignore[misc]
-
-    def carried(self, value: Array | None, like: Array) -> Array | None:
-        """Return a diagonal with ones at masked steps; None if the value is None."""
-        if self.run.mask is None:
-            return value
-        xp = self.run.xp
-        inside = xp.zeros_like(like) if value is None else value
-        return xp.where(self.run.mask[:, :, None], inside, xp.ones_like(like))
+    def add_terms(self, product: Array, at: tuple[slice, slice], samples: slice, inputs: bool) -> None:
+        """Add terms of another form to the product matrices, in place; by default none."""
+        return
 
     def combine(self, out: Any, coefficients: Any, gates: tuple[int, ...], side: str, samples: slice) -> None:
         """Write the sum over gates of diag(coefficient_g) @ kernel_g^T @ diag(dropout) to out (sample, step, unit, n).

@@ -20,7 +20,7 @@ import numpy as np
 from ...errors import UnsupportedError
 from ...typing import Array, Namespace
 from ...vocabulary import GATE, Quantity
-from ..activations import ACTIVATIONS
+from ..activations import ACTIVATIONS, Activation
 from ..linear import System
 from ..trajectory import Adjoint, Gradients, Pulled, Record, RecurrentTerms, Scale, States, Stepped, Trajectory
 from . import affine
@@ -161,6 +161,23 @@ class Cell:
         return "bias" in found and "recurrent_bias" in found
 
     # One step.
+
+    @property
+    def activations(self) -> list[Activation]:
+        """Activation of each gate of a built-in cell: ``activation`` of the candidate, or ``recurrent_activation``."""
+        names = ["activation" if gate == "candidate" else "recurrent_activation" for gate in self.gates]
+        return [ACTIVATIONS[getattr(self, name)] for name in names]
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether the activations of all gates act on each unit separately."""
+        return all(activation.slope is not None for activation in self.activations)
+
+    def through_activations(self, record: Record, grads: Sequence[Array], xp: Namespace) -> Array:
+        """Pull dL/dgate, one (..., unit) array per gate, back through the activations to dL/dz (..., gate, unit)."""
+        z, a = record.preactivation, record.gates
+        parts = [k.vjp(z[..., g, :], a[..., g, :], grads[g], xp) for g, k in enumerate(self.activations)]
+        return xp.stack(parts, axis=-2)
 
     def project(self, x: Array, scale: Scale, xp: Namespace) -> Array:
         """Compute the input side of all pre-activations, with biases: (sample, ..., n) to (sample, ..., gate * unit).
@@ -359,11 +376,6 @@ def flat_gate_grad(run: Trajectory, result: Adjoint, times: slice) -> Array:
     """Return dL/dz of some steps with gates concatenated: (sample, time, gate * unit)."""
     gate_grad: Any = result.gate_grad
     return affine.join_gates(gate_grad[:, times, ...], run.xp)
-
-
-def are_elementwise(*activations: str) -> bool:
-    """Return whether all of these activations act on each unit separately."""
-    return all(ACTIVATIONS[name].slope is not None for name in activations)
 
 
 def by_name(*parameters: Quantity) -> Mapping[str, Quantity]:

@@ -16,22 +16,30 @@ from array_api_compat import array_namespace
 from ...typing import Array, Namespace
 from ...vocabulary import BIAS, KERNEL, RECURRENT_BIAS, RECURRENT_KERNEL
 from ..activations import ACTIVATIONS
-from ..linear import ProductSteps, System
-from ..trajectory import Adjoint, Gradients, Pulled, Record, RecurrentTerms, Scale, States, Stepped, Trajectory
+from ..linear import System
+from ..trajectory import (
+    Adjoint,
+    Gradients,
+    Pulled,
+    Record,
+    RecurrentTerms,
+    Scale,
+    States,
+    Stepped,
+    Trajectory,
+    scale_of_samples,
+)
 from . import affine
-from .affine import Contraction, GateSystem
-from .cell import Cell, are_elementwise, by_name, flat_gate_grad
+from .affine import Contraction, GateSystem, GateTerms
+from .cell import Cell, by_name, flat_gate_grad
 from .registry import built_in
 
 _GATES = 3
 
 
-def _scale_of(scale: Scale, gates: slice) -> Array | None:
+def _scale_of(scale: Scale, gates: int | slice) -> Array | None:
+    """Return the dropout multipliers of some gates; those of all gates if they share them."""
     return scale if scale is None or len(scale.shape) == 2 else scale[gates]
-
-
-def _candidate_scale(scale: Scale) -> Array | None:
-    return scale if scale is None or len(scale.shape) == 2 else scale[2]
 
 
 @built_in
@@ -118,7 +126,7 @@ class GRU(Cell):
             z_ur = affine.split_gates(projected[..., :split] + recurrent, 2, xp)
             ur = rec.value(z_ur, xp)
             inner = None
-            z_n = projected[..., split:] + affine.project(ur[..., 1, :] * h, u_n, _candidate_scale(scale), 1, xp)
+            z_n = projected[..., split:] + affine.project(ur[..., 1, :] * h, u_n, _scale_of(scale, 2), 1, xp)
         n = act.value(z_n, xp)
         z = xp.concat([z_ur, z_n[..., None, :]], axis=-2)
         gates = xp.concat([ur, n[..., None, :]], axis=-2)
@@ -132,23 +140,29 @@ class GRU(Cell):
         self, record: Record, before: States, after: States, cotangent: States, scale: Scale, xp: Namespace
     ) -> Pulled:
         """Pull dL/dh_t back through the candidate into the reset gate, and through all three gates into h_{t-1}."""
-        act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
-        (lam,), h = cotangent, before[0]
-        z, a = record.preactivation, record.gates
-        u, r, n = (a[..., k, :] for k in range(_GATES))
-        dz_u = rec.vjp(z[..., 0, :], u, lam * (h - n), xp)
-        dz_n = act.vjp(z[..., 2, :], n, lam * (1 - u), xp)
+        (lam,), (u, r, _) = cotangent, (record.gates[..., k, :] for k in range(_GATES))
+        grads, into_product = self._by_gates(record, before[0], lam, scale, xp)
+        dz = self.through_activations(record, grads, xp)
         if self.reset_after:
-            dz_r = rec.vjp(z[..., 1, :], r, dz_n * record.inner, xp)
-            recurrent = xp.concat([dz_u, dz_r, dz_n * r], axis=-1)
+            recurrent = xp.concat([dz[..., 0, :], dz[..., 1, :], dz[..., 2, :] * r], axis=-1)
             carry = lam * u + affine.unproject(recurrent, self.recurrent_kernel, scale, _GATES, xp)
         else:
-            u_ur, u_n = self._kernels()
-            into_product = affine.unproject(dz_n, u_n, _candidate_scale(scale), 1, xp)
-            dz_r = rec.vjp(z[..., 1, :], r, into_product * h, xp)
-            recurrent = xp.concat([dz_u, dz_r], axis=-1)
-            carry = lam * u + into_product * r + affine.unproject(recurrent, u_ur, _scale_of(scale, slice(0, 2)), 2, xp)
-        return xp.stack([dz_u, dz_r, dz_n], axis=-2), (carry,), (lam,)
+            recurrent, kernel = affine.join_gates(dz[..., :2, :], xp), self._kernels()[0]
+            carry = lam * u + into_product * r
+            carry = carry + affine.unproject(recurrent, kernel, _scale_of(scale, slice(0, 2)), 2, xp)
+        return dz, (carry,), (lam,)
+
+    def _by_gates(
+        self, record: Record, before: Array, lam: Array, scale: Scale, xp: Namespace
+    ) -> tuple[list[Array], Array]:
+        """Return dL/du, dL/dr, dL/dn from dL/dh, and the gradient at the other factor of the reset gate's product."""
+        u, _, n = (record.gates[..., k, :] for k in range(_GATES))
+        by_candidate = lam * (1 - u)
+        into_product = self.activations[2].vjp(record.preactivation[..., 2, :], n, by_candidate, xp)
+        if not self.reset_after:
+            into_product = affine.unproject(into_product, self._kernels()[1], _scale_of(scale, 2), 1, xp)
+        by_reset = into_product * (record.inner if self.reset_after else before)
+        return [lam * (before - n), by_reset, by_candidate], into_product
 
     def recurrent_gradients(self, run: Trajectory, result: Adjoint, how: Contraction, times: slice) -> Gradients:
         """Return the gradients of the recurrent kernel and, with ``reset_after``, of the recurrent bias."""
@@ -163,7 +177,7 @@ class GRU(Cell):
                 grads["recurrent_bias"] = affine.total(flat, how, xp)
             return grads
         ur = affine.outer(before, affine.join_gates(dz[..., :2, :], xp), _scale_of(scale, slice(0, 2)), 2, how, xp)
-        n = affine.outer(reset * before, dz[..., 2, :], _candidate_scale(scale), 1, how, xp)
+        n = affine.outer(reset * before, dz[..., 2, :], _scale_of(scale, 2), 1, how, xp)
         return {"recurrent_kernel": xp.concat([ur, n], axis=-1)}
 
     def recurrent_terms(self, gate_grad: Array, gates: Array, before: Array) -> RecurrentTerms | None:
@@ -180,84 +194,51 @@ class GRU(Cell):
 
     def gate_gradient(self, run: Trajectory, result: Adjoint) -> Array:
         """Return dL/du = dL/dh (h_{t-1} - n), dL/dn = dL/dh (1 - u), and dL/dr through n."""
-        gates = run.known_record.gates
-        update, candidate = gates[:, :, 0], gates[:, :, 2]
-        by_hidden, before = result.state_grads[0], run.before(0)
-        by_candidate_input: Any = result.gate_grad[:, :, 2]  # type: ignore[index]
-        if self.reset_after:
-            by_reset = by_candidate_input * run.known_record.inner
-        else:
-            kernel = self._kernels()[1]
-            by_reset = affine.unproject(by_candidate_input, kernel, _candidate_scale(run.state_scale), 1, run.xp)
-            by_reset = by_reset * before
-        return run.xp.stack([by_hidden * (before - candidate), by_reset, by_hidden * (1 - update)], axis=2)
+        grads = self._by_gates(run.known_record, run.before(0), result.state_grads[0], run.state_scale, run.xp)[0]
+        return run.xp.stack(grads, axis=2)
 
     def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
         """Linearise with A_t as one unit x unit block, with the update gate on its diagonal."""
-        plain = are_elementwise(self.activation, self.recurrent_activation)
-        return GruSystem(self, run) if plain else super().linear_system(run)
+        if not self.is_elementwise:
+            return super().linear_system(run)
+        record, xp, kept = run.known_record, run.xp, run.known_record.gates[:, :, 0, :]
+        one = xp.ones_like(kept)
+        if not self.reset_after:
+            grads = [run.before(0) - record.gates[:, :, 2, :], one, 1 - kept]
+            slopes = self.through_activations(record, grads, xp)
+            return ResetBeforeSystem(self, run, slopes)
+        slopes = self.through_activations(record, self._by_gates(record, run.before(0), one, None, xp)[0], xp)
+        through_reset = xp.stack([slopes[:, :, 0], slopes[:, :, 1], slopes[:, :, 2] * record.gates[:, :, 1]], axis=2)
+        state, inputs = ([GateTerms(slice(None), (0, 1, 2), c)] for c in (through_reset, slopes))
+        return GateSystem(self, run, state, inputs, diagonal=kept)
 
 
-class GruSystem(GateSystem):
-    """Linear system of a GRU: A_t is one unit x unit block with the update gate on its diagonal."""
+class ResetBeforeSystem(GateSystem):
+    """Linear system of a GRU with the reset before U_n (r h), whose gradient goes through U_n, then to h and r."""
 
-    def __init__(self, cell: GRU, run: Trajectory) -> None:
-        super().__init__(cell, run)
-        act, rec = self.slopes()
-        z, a, h = run.known_record.preactivation, run.known_record.gates, run.before(0)
-        u, r, n = (a[:, :, k, :] for k in range(3))
-        by_update = (h - n) * rec(z[:, :, 0, :], u)
-        by_candidate = (1 - u) * act(z[:, :, 2, :], n)
-        reset_slope = rec(z[:, :, 1, :], r)
-        if self.cell.reset_after:
-            by_reset = by_candidate * run.known_record.inner * reset_slope
-            state = run.xp.stack([by_update, by_reset, by_candidate * r], axis=2)
-            inputs = run.xp.stack([by_update, by_reset, by_candidate], axis=2)
-        else:
-            state = inputs = run.xp.stack([by_update, by_candidate], axis=2)
-        self.by_state, self.by_input, self.through_reset = map(run.at_real_steps, (state, inputs, h * reset_slope))
-        self.diagonal = self.carried(u, u)
+    def __init__(self, cell: GRU, run: Trajectory, slopes: Array) -> None:
+        update = GateTerms(slice(None), (0,), slopes[:, :, :1, :])
+        both = GateTerms(slice(None), (0, 2), slopes[:, :, ::2, :])
+        super().__init__(cell, run, [update], [both], diagonal=run.known_record.gates[:, :, 0, :])
+        self.candidate = run.at_real_steps(slopes[:, :, 2:, :])
+        self.by_reset = run.at_real_steps(run.before(0) * slopes[:, :, 1, :])
 
-    def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> ProductSteps:
-        """Linearise the chronological steps ``first ... stop - 1`` of some samples.
-
-        The product matrix is diag(u) plus the products of the gates; :meth:`_reset_before` computes the form of the
-        cell with the reset gate before the product.
-        """
-        units, at = self.cell.units, (samples, slice(first, stop))
-        product = self.empty(first, stop, samples, inputs)
-        if self.cell.reset_after:
-            self.combine(product[:, :, :, :units], self.by_state[at], (0, 1, 2), "state", samples)
-            if inputs:
-                self.combine(product[:, :, :, units:], self.by_input[at], (0, 1, 2), "input", samples)
-        else:
-            self._reset_before(product, at, samples, inputs)
-        self.work.diagonal_add(product[:, :, :, :units], self.diagonal[at])  # type: ignore[index]
-        return ProductSteps(self.work, product)
-
-    def _reset_before(self, product: Array, at: tuple[slice, slice], samples: slice, inputs: bool) -> None:
-        """Write A_t and B_t with the reset before U_n (r h), whose gradient goes through U_n, then to h and r."""
-        units, by = self.cell.units, self.by_state[at]
-        reset, xp = self.run.known_record.gates[at][:, :, 1, :], self.run.xp
-        through = self.work.empty(*by.shape[:2], units, units)
-        self.combine(through, by[:, :, 1:, :], (2,), "state", samples)
-        into_reset = through * self.through_reset[at][:, :, None, :]
-        self.combine(product[:, :, :, :units], by[:, :, :1, :], (0,), "state", samples)
-        scale = self.run.state_scale
-        if scale is not None:
-            scale = scale[samples] if len(scale.shape) == 2 else scale[1][samples]
-        gate = xp.matmul(into_reset, self.into_state[1])
-        gate = gate if scale is None else gate * scale[:, None, None, :]
-        product[:, :, :, :units] += gate + through * reset[:, :, None, :]
-        if not inputs:
-            return
-        self.combine(product[:, :, :, units:], by, (0, 2), "input", samples)
-        scale = self.run.input_scale
-        gate = xp.matmul(into_reset, self.into_input[1])
-        if scale is not None:
-            scale = scale[samples] if len(scale.shape) == 2 else scale[1][samples]
-            gate = gate * scale[:, None, None, :]
-        product[:, :, :, units:] += gate
+    def add_terms(self, product: Array, at: tuple[slice, slice], samples: slice, inputs: bool) -> None:
+        """Add the terms of the candidate's recurrent side: through h_{t-1}, and through the reset gate."""
+        units, xp = self.cell.units, self.run.xp
+        through = self.work.empty(*product.shape[:2], units, units)
+        self.combine(through, self.candidate[at], (2,), "state", samples)
+        into_reset = through * self.by_reset[at][:, :, None, :]
+        sides = [(self.into_state[1], self.run.state_scale), (self.into_input[1], self.run.input_scale)]
+        gates = []
+        for kernel, scale in sides[: 2 if inputs else 1]:
+            of_gate = scale_of_samples(_scale_of(scale, 1), samples)
+            gate = xp.matmul(into_reset, kernel)
+            gates.append(gate if of_gate is None else gate * of_gate[:, None, None, :])
+        reset = self.run.known_record.gates[at][:, :, 1, :]
+        product[:, :, :, :units] += gates[0] + through * reset[:, :, None, :]
+        if inputs:
+            product[:, :, :, units:] += gates[1]
 
 
 def gru_tensorflow1(

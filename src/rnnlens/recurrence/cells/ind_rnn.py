@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from ...typing import Array, Namespace
 from ...vocabulary import BIAS, GATE, KERNEL, UNIT, Quantity
 from ..activations import ACTIVATIONS
-from ..linear import Kernels, System, diagonal
+from ..linear import System
+from ..structured import Kernels, diagonal
 from ..trajectory import Adjoint, Gradients, Pulled, Record, Scale, States, Stepped, Trajectory
 from . import affine
 from .affine import Contraction
-from .cell import Cell, are_elementwise, by_name
+from .cell import Cell, by_name
 from .registry import built_in
 
 RECURRENT_WEIGHT = Quantity(
@@ -56,9 +57,8 @@ class IndRNN(Cell):
         self, record: Record, before: States, after: States, cotangent: States, scale: Scale, xp: Namespace
     ) -> Pulled:
         """Return dz = act'(z) dL/dh_t, and u dz for the state before."""
-        z, a = record.preactivation[..., 0, :], record.gates[..., 0, :]
-        dz = ACTIVATIONS[self.activation].vjp(z, a, cotangent[0], xp)
-        return dz[..., None, :], (dz * self.recurrent_weight,), (cotangent[0],)
+        dz = self.through_activations(record, cotangent, xp)
+        return dz, (dz[..., 0, :] * self.recurrent_weight,), (cotangent[0],)
 
     def recurrent_gradients(self, run: Trajectory, result: Adjoint, how: Contraction, times: slice) -> Gradients:
         """Return the gradient of the recurrent weight u."""
@@ -72,9 +72,8 @@ class IndRNN(Cell):
 
     def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
         """Linearise with A_t = diag(u act'(z_t))."""
-        if not are_elementwise(self.activation):
+        if not self.is_elementwise:
             return super().linear_system(run)
-        z, a = run.known_record.preactivation, run.known_record.gates
-        slope = ACTIVATIONS[self.activation].slope(z, a, run.xp)  # type: ignore[misc]
+        slope = self.through_activations(run.known_record, [run.xp.ones_like(run.states[0])], run.xp)
         inputs = Kernels(slope, [self.kernel], run.input_scale)
         return diagonal(slope[:, :, 0, :] * self.recurrent_weight, inputs, order=run.order, mask=run.mask)

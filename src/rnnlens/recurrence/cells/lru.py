@@ -14,7 +14,8 @@ from array_api_compat import array_namespace
 from ...typing import Array, Namespace
 from ...vocabulary import FEATURE, Quantity
 from ..arrays import Workspace
-from ..linear import ComplexDiagonal, Kernels, StructuredSystem, System
+from ..linear import System
+from ..structured import ComplexDiagonal, Kernels, StructuredSystem
 from ..trajectory import Adjoint, Gradients, Pulled, Record, Scale, States, Stepped, Trajectory
 from . import affine
 from .affine import Contraction

@@ -96,21 +96,14 @@ class LayerNormLSTM(Cell):
         self, record: Record, before: States, after: States, cotangent: States, scale: Scale, xp: Namespace
     ) -> Pulled:
         """Pull dL/dh_t and dL/dc_t back as in an LSTM, through the normalisations of c_t and U h_{t-1}."""
-        act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
-        (lam_h, lam_c), z, a = cotangent, record.preactivation, record.gates
-        i, f, g, _ = (a[..., k, :] for k in range(4))
+        (lam_h, lam_c), a = cotangent, record.gates
         normal, spread, squashed, inner = self._at_output(a, after[1], lam_h, xp)
         total_c = lam_c + _through(normal, spread, inner * self.gain_cell, xp)
-        dz = [
-            rec.vjp(z[..., 0, :], i, total_c * g, xp),
-            rec.vjp(z[..., 1, :], f, total_c * before[1], xp),
-            act.vjp(z[..., 2, :], g, total_c * i, xp),
-            rec.vjp(z[..., 3, :], a[..., 3, :], lam_h * squashed, xp),
-        ]
-        stacked = xp.stack(dz, axis=-2)
-        by_product = self._by_product(affine.join_gates(stacked, xp), before[0], scale, xp)[1]
+        grads = [total_c * a[..., 2, :], total_c * before[1], total_c * a[..., 0, :], lam_h * squashed]
+        dz = self.through_activations(record, grads, xp)
+        by_product = self._by_product(affine.join_gates(dz, xp), before[0], scale, xp)[1]
         carry_h = affine.unproject(by_product, self.recurrent_kernel, scale, 4, xp)
-        return stacked, (carry_h, total_c * f), (lam_h, total_c)
+        return dz, (carry_h, total_c * a[..., 1, :]), (lam_h, total_c)
 
     def _by_product(self, dz: Array, hidden: Array, scale: Scale, xp: Namespace) -> tuple[Array, Array]:
         """Return LN(U h) and the gradient of the product U h."""
@@ -137,9 +130,7 @@ class LayerNormLSTM(Cell):
         """Return the gradients of the recurrent kernel and its gain, and of the cell state's gain and shift."""
         xp, flat, before = run.xp, flat_gate_grad(run, result, times), run.before(0)[:, times, :]
         normal, by_product = self._by_product(flat, before, run.state_scale, xp)
-        lam_h = result.state_grads[0]
-        if run.mask is not None:
-            lam_h = xp.where(run.mask[:, :, None], lam_h, xp.zeros_like(lam_h))
+        lam_h = run.at_real_steps(result.state_grads[0])
         gates, c = run.known_record.gates[:, times, ...], run.states[1][:, times, :]
         of_cell, _, _, inner = self._at_output(gates, c, lam_h[:, times, :], xp)
         return {

@@ -10,21 +10,78 @@ here, because in all cells of rnnlens ``update`` is the share of the state that 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ...typing import Array, Namespace
 from ...vocabulary import BIAS, KERNEL
-from ..activations import ACTIVATIONS
-from ..linear import Kernels, System, diagonal
+from ..linear import System
+from ..structured import Kernels, diagonal
 from ..trajectory import Adjoint, Gradients, Pulled, Record, Scale, States, Stepped, Trajectory
 from . import affine
 from .affine import Contraction
-from .cell import Cell, are_elementwise, by_name
+from .cell import Cell, by_name
 from .registry import built_in
+
+
+@dataclass(frozen=True, eq=False)
+class _Minimal(Cell):
+    """Base class of minimal cells: one state, kept by a factor that depends on the input alone."""
+
+    parameters = by_name(KERNEL, BIAS)
+    at_once = True
+
+    kernel: Array
+    bias: Array | None = None
+    activation: str = "linear"
+    recurrent_activation: str = "sigmoid"
+
+    def step(self, projected: Array, before: States, scale: Scale, xp: Namespace) -> Stepped:
+        """Compute the gates from the input, and h_t from the gates."""
+        z = affine.split_gates(projected, len(self.gates), xp)
+        parts = [k.value(z[..., g, :], xp) for g, k in enumerate(self.activations)]
+        gates = xp.stack(parts, axis=-2)
+        return Record(z, gates), (self.hidden(gates, before[0], (), xp),)
+
+    def _kept(self, gates: Array, value: Any) -> Array:
+        """Multiply a value by dh_t/dh_{t-1}."""
+        raise NotImplementedError
+
+    def _by_gates(self, gates: Array, before: Array, after: Array, lam: Array) -> list[Array]:
+        """Return dL/dgate of each gate from dL/dh_t."""
+        raise NotImplementedError
+
+    def pull_back(
+        self, record: Record, before: States, after: States, cotangent: States, scale: Scale, xp: Namespace
+    ) -> Pulled:
+        """Pull dL/dh_t back to the gates, and to h_{t-1}."""
+        (lam,) = cotangent
+        dz = self.through_activations(record, self._by_gates(record.gates, before[0], after[0], lam), xp)
+        return dz, (self._kept(record.gates, lam),), (lam,)
+
+    def recurrent_gradients(self, run: Trajectory, result: Adjoint, how: Contraction, times: slice) -> Gradients:
+        """Return an empty dict: the cell has no recurrent weights."""
+        return {}
+
+    def gate_gradient(self, run: Trajectory, result: Adjoint) -> Array:
+        """Return the gradients of the gates."""
+        grads = self._by_gates(run.known_record.gates, run.before(0), run.states[0], result.state_grads[0])
+        return run.xp.stack(grads, axis=2)
+
+    def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
+        """Linearise with a diagonal A_t."""
+        if not self.is_elementwise:
+            return super().linear_system(run)
+        one = run.xp.ones_like(run.states[0])
+        grads = self._by_gates(run.known_record.gates, run.before(0), run.states[0], one)
+        slopes = self.through_activations(run.known_record, grads, run.xp)
+        kernels = [affine.columns(self.kernel, g, len(self.gates)) for g in range(len(self.gates))]
+        inputs = Kernels(slopes, kernels, run.input_scale)
+        return diagonal(self._kept(run.known_record.gates, 1), inputs, order=run.order, mask=run.mask)
 
 
 @built_in
 @dataclass(frozen=True, eq=False)
-class MinGRU(Cell):
+class MinGRU(_Minimal):
     """A minimal GRU.
 
     Attributes
@@ -37,60 +94,22 @@ class MinGRU(Cell):
 
     kind = "min_gru"
     gates = ("input", "candidate")
-    parameters = by_name(KERNEL, BIAS)
-    at_once = True
-
-    kernel: Array
-    bias: Array | None = None
-    activation: str = "linear"
-    recurrent_activation: str = "sigmoid"
-
-    def step(self, projected: Array, before: States, scale: Scale, xp: Namespace) -> Stepped:
-        """Compute gates from the input, and h_t = (1 - z) h_{t-1} + z n."""
-        z = affine.split_gates(projected, 2, xp)
-        act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
-        a = xp.stack([rec.value(z[..., 0, :], xp), act.value(z[..., 1, :], xp)], axis=-2)
-        return Record(z, a), (self.hidden(a, before[0], (), xp),)
 
     def hidden(self, gates: Array, before: Array, others: States, xp: Namespace) -> Array:
         """Compute h_t = (1 - z) h_{t-1} + z n from the gates."""
-        return (1 - gates[..., 0, :]) * before + gates[..., 0, :] * gates[..., 1, :]
+        return self._kept(gates, before) + gates[..., 0, :] * gates[..., 1, :]
 
-    def pull_back(
-        self, record: Record, before: States, after: States, cotangent: States, scale: Scale, xp: Namespace
-    ) -> Pulled:
-        """Pull dL/dh_t back to the gates, and to h_{t-1} as (1 - z) dL/dh_t."""
-        act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
-        (lam,), z, a = cotangent, record.preactivation, record.gates
-        dz = rec.vjp(z[..., 0, :], a[..., 0, :], lam * (a[..., 1, :] - before[0]), xp)
-        dn = act.vjp(z[..., 1, :], a[..., 1, :], lam * a[..., 0, :], xp)
-        return xp.stack([dz, dn], axis=-2), (lam * (1 - a[..., 0, :]),), (lam,)
+    def _kept(self, gates: Array, value: Any) -> Array:
+        return (1 - gates[..., 0, :]) * value
 
-    def recurrent_gradients(self, run: Trajectory, result: Adjoint, how: Contraction, times: slice) -> Gradients:
-        """Return an empty dict: the cell has no recurrent weights."""
-        return {}
-
-    def gate_gradient(self, run: Trajectory, result: Adjoint) -> Array:
+    def _by_gates(self, gates: Array, before: Array, after: Array, lam: Array) -> list[Array]:
         """Return dL/dz = dL/dh (n - h_{t-1}) and dL/dn = dL/dh z."""
-        a, lam = run.known_record.gates, result.state_grads[0]
-        return run.xp.stack([lam * (a[:, :, 1] - run.before(0)), lam * a[:, :, 0]], axis=2)
-
-    def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
-        """Linearise with A_t = diag(1 - z_t)."""
-        if not are_elementwise(self.activation, self.recurrent_activation):
-            return super().linear_system(run)
-        act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
-        z, a, xp = run.known_record.preactivation, run.known_record.gates, run.xp
-        by_gate = (a[:, :, 1] - run.before(0)) * rec.slope(z[:, :, 0], a[:, :, 0], xp)  # type: ignore[misc]
-        by_candidate = a[:, :, 0] * act.slope(z[:, :, 1], a[:, :, 1], xp)  # type: ignore[misc]
-        kernels = [affine.columns(self.kernel, g, 2) for g in range(2)]
-        inputs = Kernels(xp.stack([by_gate, by_candidate], axis=2), kernels, run.input_scale)
-        return diagonal(1 - a[:, :, 0], inputs, order=run.order, mask=run.mask)
+        return [lam * (gates[..., 1, :] - before), lam * gates[..., 0, :]]
 
 
 @built_in
 @dataclass(frozen=True, eq=False)
-class MinLSTM(Cell):
+class MinLSTM(_Minimal):
     """A minimal LSTM with the single state h, which is its output. Gates in results are those before normalisation.
 
     Attributes
@@ -105,21 +124,8 @@ class MinLSTM(Cell):
 
     kind = "min_lstm"
     gates = ("input", "forget", "candidate")
-    parameters = by_name(KERNEL, BIAS)
-    at_once = True
 
-    kernel: Array
-    bias: Array | None = None
-    activation: str = "linear"
-    recurrent_activation: str = "sigmoid"
     normalised: bool = True
-
-    def step(self, projected: Array, before: States, scale: Scale, xp: Namespace) -> Stepped:
-        """Compute gates from the input, and h_t = f' h_{t-1} + i' n."""
-        z = affine.split_gates(projected, 3, xp)
-        act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
-        a = xp.concat([rec.value(z[..., :2, :], xp), act.value(z[..., 2:, :], xp)], axis=-2)
-        return Record(z, a), (self.hidden(a, before[0], (), xp),)
 
     def _sum(self, gates: Array) -> Array | float:
         return gates[..., 0, :] + gates[..., 1, :] if self.normalised else 1.0
@@ -128,39 +134,11 @@ class MinLSTM(Cell):
         """Compute h_t = f' h_{t-1} + i' n from the gates."""
         return (gates[..., 1, :] * before + gates[..., 0, :] * gates[..., 2, :]) / self._sum(gates)
 
+    def _kept(self, gates: Array, value: Any) -> Array:
+        return value * gates[..., 1, :] / self._sum(gates)
+
     def _by_gates(self, gates: Array, before: Array, after: Array, lam: Array) -> list[Array]:
         """Return dL/di, dL/df, dL/dn from dL/dh, of h = (f h' + i n) / (f + i) with dh/df = (h' - h) / (f + i)."""
         total, less = self._sum(gates), after if self.normalised else 0.0
         i, n = gates[..., 0, :], gates[..., 2, :]
         return [lam * (n - less) / total, lam * (before - less) / total, lam * i / total]
-
-    def pull_back(
-        self, record: Record, before: States, after: States, cotangent: States, scale: Scale, xp: Namespace
-    ) -> Pulled:
-        """Pull dL/dh_t back to the gates, and to h_{t-1} as f' dL/dh_t."""
-        act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
-        (lam,), z, a = cotangent, record.preactivation, record.gates
-        grads = self._by_gates(a, before[0], after[0], lam)
-        dz = [k.vjp(z[..., g, :], a[..., g, :], grads[g], xp) for g, k in enumerate((rec, rec, act))]
-        return xp.stack(dz, axis=-2), (lam * a[..., 1, :] / self._sum(a),), (lam,)
-
-    def recurrent_gradients(self, run: Trajectory, result: Adjoint, how: Contraction, times: slice) -> Gradients:
-        """Return an empty dict: the cell has no recurrent weights."""
-        return {}
-
-    def gate_gradient(self, run: Trajectory, result: Adjoint) -> Array:
-        """Return the gradients of the gates before normalisation."""
-        grads = self._by_gates(run.known_record.gates, run.before(0), run.states[0], result.state_grads[0])
-        return run.xp.stack(grads, axis=2)
-
-    def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
-        """Linearise with A_t = diag(f'_t)."""
-        if not are_elementwise(self.activation, self.recurrent_activation):
-            return super().linear_system(run)
-        act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
-        z, a, xp = run.known_record.preactivation, run.known_record.gates, run.xp
-        grads = self._by_gates(a, run.before(0), run.states[0], xp.ones_like(run.states[0]))
-        slopes = [k.vjp(z[:, :, g], a[:, :, g], grads[g], xp) for g, k in enumerate((rec, rec, act))]
-        kernels = [affine.columns(self.kernel, g, 3) for g in range(3)]
-        inputs = Kernels(xp.stack(slopes, axis=2), kernels, run.input_scale)
-        return diagonal(a[:, :, 1] / self._sum(a), inputs, order=run.order, mask=run.mask)

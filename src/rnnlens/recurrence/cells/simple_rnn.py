@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from ...typing import Array, Namespace
 from ...vocabulary import BIAS, KERNEL, RECURRENT_BIAS, RECURRENT_KERNEL
 from ..activations import ACTIVATIONS
-from ..linear import ProductSteps, System
+from ..linear import System
 from ..trajectory import Adjoint, Gradients, Pulled, Record, RecurrentTerms, Scale, States, Stepped, Trajectory
 from . import affine
-from .affine import Contraction, GateSystem
-from .cell import Cell, are_elementwise, by_name, of_every_gate
+from .affine import Contraction, GateSystem, GateTerms
+from .cell import Cell, by_name, of_every_gate
 from .registry import built_in
 
 
@@ -57,10 +57,9 @@ class SimpleRNN(Cell):
     ) -> Pulled:
         """Return dz = act'(z) dL/dh_t, and U^T dz for the state before."""
         (lam,) = cotangent
-        z, a = record.preactivation[..., 0, :], record.gates[..., 0, :]
-        dz = ACTIVATIONS[self.activation].vjp(z, a, lam, xp)
-        carry = affine.unproject(dz, self.recurrent_kernel, scale, 1, xp)
-        return dz[..., None, :], (carry,), (lam,)
+        dz = self.through_activations(record, cotangent, xp)
+        carry = affine.unproject(dz[..., 0, :], self.recurrent_kernel, scale, 1, xp)
+        return dz, (carry,), (lam,)
 
     def recurrent_gradients(self, run: Trajectory, result: Adjoint, how: Contraction, times: slice) -> Gradients:
         """Return the gradient of the recurrent kernel."""
@@ -76,25 +75,8 @@ class SimpleRNN(Cell):
 
     def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
         """Linearise with A_t as one unit x unit block, diag(act'(z_t)) U^T."""
-        return SimpleRnnSystem(self, run) if are_elementwise(self.activation) else super().linear_system(run)
-
-
-class SimpleRnnSystem(GateSystem):
-    """Linear system of a simple RNN, with A_t as one unit x unit block."""
-
-    def __init__(self, cell: SimpleRNN, run: Trajectory) -> None:
-        super().__init__(cell, run)
-        act, _ = self.slopes()
-        self.coefficient = run.at_real_steps(act(run.known_record.preactivation, run.known_record.gates))
-        self.diagonal = self.carried(None, run.states[0])
-
-    def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> ProductSteps:
-        """Linearise the steps ``first ... stop - 1``: the product matrix is diag(act') [U | W]^T."""
-        units, at = self.cell.units, (samples, slice(first, stop))
-        product = self.empty(first, stop, samples, inputs)
-        self.combine(product[:, :, :, :units], self.coefficient[at], (0,), "state", samples)
-        if inputs:
-            self.combine(product[:, :, :, units:], self.coefficient[at], (0,), "input", samples)
-        if self.diagonal is not None:
-            self.work.diagonal_add(product[:, :, :, :units], self.diagonal[at])
-        return ProductSteps(self.work, product)
+        if not self.is_elementwise:
+            return super().linear_system(run)
+        record = run.known_record
+        slope = self.through_activations(record, [run.xp.ones_like(run.states[0])], run.xp)
+        return GateSystem(self, run, [GateTerms(slice(None), (0,), slope)])

@@ -13,7 +13,7 @@ import numpy as np
 from ...autodiff.tensors import like
 from ...recurrence.arrays import at_step, for_each, large_parts
 from ...recurrence.jacobian import Entrances, Taps, forward, reverse
-from ...recurrence.linear.steps import transposed
+from ...recurrence.linear import transposed
 from ...recurrence.reductions import Collector, Extent, Reduction
 from ...recurrence.sweep_rows import PointRows, Units, Vanished
 from ...results.array import LabelledArray

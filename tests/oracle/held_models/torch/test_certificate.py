@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 import rnnlens as rl
-from rnnlens.recurrence.cells.simple_rnn import SimpleRnnSystem
+from rnnlens.recurrence.cells import SimpleRNN
 
 
 class Plain(nn.Module):
@@ -119,13 +119,15 @@ def test_a_jacobian_of_saturated_units_is_no_fault(cell, bias, rows, measure):
 @pytest.mark.parametrize("measure", [None, "norm"])
 def test_a_fault_in_a_jacobian_of_saturated_units_is_found(monkeypatch, measure):
     """One part in a million of what is left of them."""
-    right = SimpleRnnSystem.__init__
+    right = SimpleRNN.linear_system
 
     def wrong(self, *arguments):
-        right(self, *arguments)
-        self.coefficient = self.coefficient * (1 + 1e-6)
+        system = right(self, *arguments)
+        for term in system.terms["state"]:
+            term.coefficients[...] *= 1 + 1e-6
+        return system
 
-    monkeypatch.setattr(SimpleRnnSystem, "__init__", wrong)
+    monkeypatch.setattr(SimpleRNN, "linear_system", wrong)
     model, x, _ = of_its_bias(nn.RNN, 5.0)
     with pytest.warns(rl.errors.SelfCheckWarning):
         assert rl.jacobian(model, x, measure=measure).certificate.state == "failed"

@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ...typing import Array
-from ..arrays import Workspace, at_step, namespace
-from .steps import LinearStep, Pattern, System
+from ..typing import Array
+from .arrays import Workspace, at_step, namespace
+from .linear import LinearStep, Pattern, System
 
 Order = Literal["forward", "backward"]
 

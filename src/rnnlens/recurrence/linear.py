@@ -1,4 +1,15 @@
-"""Linear systems and their steps: the interfaces that sweeps call, iteration over steps, dense and gated steps.
+"""A recurrence as a linear time-varying system around its trajectory: delta s_t = A_t delta s_{t-1} + B_t delta x_t.
+
+A sweep calls a :class:`LinearStep` for the products with A_t and B_t. Only the step depends on the structure of A_t,
+and only a dense step stores A_t as a matrix:
+
+======================== ============================================== ================ =====================
+made by                  A_t                                            numbers per step recurrences
+======================== ============================================== ================ =====================
+:class:`ProductSteps`    dense, or gated: two dense blocks and diagonals S^2              RNN, GRU; LSTM
+``structured.diagonal``  diag(a)                                        S                minGRU, minLSTM, IndRNN
+``ComplexDiagonal``      diag(a), a complex                             2 S              LRU
+======================== ============================================== ================ =====================
 
 A dense or gated step has one *product* matrix [A | B] per sample, built once and shared by all cotangents or tangents.
 
@@ -21,8 +32,8 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from ...typing import Array
-from ..arrays import Workspace, still_wanted
+from ..typing import Array
+from .arrays import Workspace, still_wanted
 
 
 class LinearStep(Protocol):
