@@ -19,11 +19,12 @@ from _summary import Row, collect
 from torch import nn
 
 import rnnlens as rl
+from rnnlens.adapters.registry import adapter_for
 from rnnlens.diagnosis.carried import measure_carried
 from rnnlens.diagnosis.experiment import Experiment
 from rnnlens.diagnosis.layers import measure_layers
 from rnnlens.diagnosis.memory import measure_memory, measure_missed
-from rnnlens.diagnosis.samples import read_samples
+from rnnlens.diagnosis.samples import Orientation, read_samples
 from rnnlens.measures import lyapunov_spectrum
 from rnnlens.recurrence.cells import LSTM, SimpleRNN
 from rnnlens.recurrence.replay import replay
@@ -68,7 +69,7 @@ def diagnosis(units: int, batch: int, steps: int, rounds: int) -> None:
         nn.functional.cross_entropy(net(given), wanted).backward()
 
     def experiment() -> Experiment:
-        made = Experiment(net, read_samples(x, y, 512))
+        made = Experiment(net, read_samples(x, y, 512, lambda batch: Orientation(adapter_for(net), net, batch, None)))
         _ = made.runs, made.prediction
         return made
 

@@ -25,9 +25,10 @@ from _zoo_tasks import Task
 from _zoo_truth import data_for, known_memory, truth_of
 
 import rnnlens as rl
+from rnnlens.adapters.registry import adapter_for
 from rnnlens.diagnosis.experiment import Experiment
 from rnnlens.diagnosis.memory import Memory, measure_memory
-from rnnlens.diagnosis.samples import read_samples
+from rnnlens.diagnosis.samples import Orientation, read_samples
 
 SOLVED = 0.95
 #: Samples that stand for all there are, and how often an interval is drawn anew, when its coverage is counted.
@@ -90,7 +91,13 @@ def coverage(entry: Entry, net: Any, task: Task | None, samples: int) -> dict[st
 
     def memory(count: int, stream: int) -> Memory:
         x, y = data_for(entry, net, task, count, stream)
-        return measure_memory(Experiment(net, read_samples(x, y, count), seed=stream))
+        return measure_memory(
+            Experiment(
+                net,
+                read_samples(x, y, count, lambda batch: Orientation(adapter_for(net), net, batch, None)),
+                seed=stream,
+            )
+        )
 
     n = memory(POPULATION, 1).length.value
     found = [memory(samples, 2 + again).length for again in range(REPEATS)]

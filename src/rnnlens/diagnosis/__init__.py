@@ -23,7 +23,7 @@ from ..verbs.request import in_turn
 from .carried import Carried, measure_carried
 from .experiment import Experiment
 from .findings import MODEL, findings, headline, layer_sentence
-from .layers import Attribution, LayerFacts, measure_layers, measure_scans, scan_sentence
+from .layers import LayerFacts, measure_layers, measure_scans, scan_sentence
 from .memory import Interval, Memory, is_missed, measure_memory, measure_missed
 from .samples import Orientation, read_samples
 
@@ -121,7 +121,7 @@ def diagnose(
     missed = measure_missed(experiment)
     layers, attributed = measure_layers(experiment)
     scans, of_scans = measure_scans(experiment)
-    layers, attributed = [*layers, *scans], attributed or of_scans
+    layers, attributed = [*layers, *scans], of_scans if attributed is None else attributed
     by_rule = findings(
         memory,
         missed,
@@ -213,7 +213,7 @@ BOUNDS = ["low", "high"]
 
 
 def model_dataset(
-    memory: Memory, missed: Missed | None, attributed: Attribution | None, before: Memory | None, samples: Array
+    memory: Memory, missed: Missed | None, attributed: int | None, before: Memory | None, samples: Array
 ) -> xr.Dataset:
     """Label the measures of the model: curves over ``context``, lengths with intervals, skill, residual test by lag.
 
@@ -244,7 +244,7 @@ def model_dataset(
         variables["missed_learned"] = _v((), missed.learned, "share of the association that the prediction has", "1")
         variables["missed_effect"] = _v((), missed.effect, "share of Var y that ridge explains in the errors", "1")
     if attributed is not None:
-        variables["attributed_memory"] = _v((), attributed.memory, "steps that hold 95 % of the attribution", "step")
+        variables["attributed_memory"] = _v((), attributed, "steps that hold 95 % of the attribution", "step")
     if before is not None:
         variables |= _interval("memory_before", before.length, "memory in use before training, n at 5 %")
         variables["use_before"] = _v(("context_before",), before.use, "use of older inputs before training", "share")

@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .. import data
 from ..adapters.protocol import RecurrentCall
 from ..errors import InputError, RnnlensError
 from ..measures.intervention import USED, donors, memory_length, search, squared_change, total_variance
@@ -60,7 +59,6 @@ class _Bench:
     def __init__(self, experiment: Experiment) -> None:
         self.experiment, self.why = experiment, ""
         count = min(LOOKED_INTO, experiment.samples.count)
-        self.x = data.map_leaves(lambda leaf: leaf[:count], experiment.samples.x)
         self.steps = experiment.samples.steps
         self.states: dict[str, list[Array]] = {}
         self.possible = self._look(count)
@@ -109,14 +107,9 @@ class _Bench:
         for name, states in self.states.items():
             order = self.lender if name == exchanged else slice(None)
             start[name] = [s[:, at][order] for s in states]
-        place = -1
-
-        def cut(leaf: Any) -> Any:
-            nonlocal place
-            place += 1
-            return leaf[:, -keep:] if place in self.experiment.samples.sequences else leaf
-
-        raw = self.experiment.outputs(data.map_leaves(cut, self.x), start)
+        count = len(self.lender)
+        x = self.experiment.samples.each_sequence(lambda leaf: leaf[:count, -keep:], lambda leaf: leaf[:count])
+        raw = self.experiment.outputs(x, start)
         target = self.experiment.target
         return raw if target is None else target.of_samples(np.arange(len(raw))).prediction(raw)
 

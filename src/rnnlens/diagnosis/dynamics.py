@@ -294,9 +294,9 @@ def _run(
     """Return the layer's name, its run on the first ``most`` samples, and the labels of all samples and steps."""
     adapter = adapter_for(model)
     refuse_without_time(x, least=1)
-    lie = Orientation(adapter, model, x, axes)
-    turned, _ = lie.turned(x, None)
-    few = lie.as_given(data.map_leaves(lambda leaf: leaf[:most], turned))
+    orientation = Orientation(adapter, model, x, axes)
+    turned, _ = orientation.turned(x, None)
+    few = orientation.as_given(data.map_leaves(lambda leaf: leaf[:most], turned))
     calls = adapter.capture(model, Batch(few), CaptureRequest(gradients=False, weight_grads=False)).calls
     names = list(dict.fromkeys(call.layer for call in calls))
     if not names:
@@ -309,7 +309,7 @@ def _run(
         name, hint = chosen[0].layer, "rl.find_nonfinite(model, x) finds the first one"
         raise InputError(f"The inputs or states of {name!r} are not finite.", got="NaN or infinity", hint=hint)
     refuse_changed_states(run)
-    given = InputCoordinates(x, lie.axes)
+    given = InputCoordinates(x, orientation.axes)
     sizes = {SAMPLE: data.len_of(turned), TIME: int(run.input.shape[1])}
     return chosen[0].layer, run, {role: given.find(role, size) for role, size in sizes.items()}
 

@@ -15,7 +15,7 @@ from .. import data
 from ..adapters.protocol import Adapter, Batch, Capture, CaptureRequest, LayerInfo, RecurrentCall
 from ..adapters.registry import adapter_for
 from ..errors import InputError, ModelError, RnnlensError, shown
-from ..layout import Layout, dims_of
+from ..layout import Layout
 from ..measures.intervention import donors, score, squared_change
 from ..recurrence.replay import Replay
 from ..results.schema import to_host
@@ -50,27 +50,23 @@ class Experiment:
 
         Axes that are left out are found by an experiment.
         """
-        lie = self.samples.lie
-        said = {} if lie is None else {name: layout.axes for name, layout in lie.said.items()}
-        if output in said or (lie is not None and lie.inputs is not None):
-            return said
+        orientation = self.samples.orientation
+        declared = {name: layout.axes for name, layout in orientation.declared.items()}
+        if output in declared or orientation.inputs is not None:
+            return declared
         # Samples come first in the inputs, and the axes of the output are known.
-        return {**said, output: self.layout.axes}
+        return {**declared, output: self.layout.axes}
 
     @cached_property
     def layout(self) -> Layout:
         """Axes of the examined output."""
         whole = to_host(self._leaf(self.capture.outputs))
         _ = self.looked_at
-        return (
-            Layout.plain(dims_of(whole.shape))
-            if self.samples.lie is None
-            else self.samples.lie.names(whole, self.which)
-        )
+        return self.samples.orientation.names(whole, self.which)
 
     def given(self, x: Any) -> Any:
         """Return data in the model's own order of axes."""
-        return x if self.samples.lie is None else self.samples.lie.as_given(x)
+        return self.samples.orientation.as_given(x)
 
     @cached_property
     def few(self) -> Any:
@@ -133,18 +129,11 @@ class Experiment:
 
     def _answers_the_same(self, steps: int) -> bool:
         """Return whether the first ``steps`` steps alone give the output of all steps: the later ones are padding."""
-        place = -1
-
-        def cut(leaf: Array) -> Array:
-            nonlocal place
-            place += 1
-            return leaf[:LOOKED_INTO, :steps] if place in self.samples.sequences else leaf[:LOOKED_INTO]
-
+        few = self.samples.each_sequence(lambda leaf: leaf[:LOOKED_INTO, :steps], lambda leaf: leaf[:LOOKED_INTO])
         request = CaptureRequest(inputs=False, gradients=False, weight_grads=False, calls=False)
         whole = to_host(self._leaf(self.capture.outputs))
         try:
-            x = self.given(data.map_leaves(cut, self.samples.x))
-            part = to_host(self._leaf(self.adapter.capture(self.model, Batch(x), request).outputs))
+            part = to_host(self._leaf(self.adapter.capture(self.model, Batch(self.given(few)), request).outputs))
         except RnnlensError:
             return False
         return part.shape == whole.shape and bool(np.allclose(part, whole, rtol=1e-3, atol=1e-5))
@@ -154,7 +143,7 @@ class Experiment:
         request = CaptureRequest(inputs=False, gradients=False, weight_grads=False, calls=False)
         given = self.given(x)
         capture = self.adapter.capture(self.model, Batch(given, initial_state=initial_state), request)
-        whole = self._turned(to_host(self._leaf(capture.outputs)), given, data.len_of(x))
+        whole = self.samples.orientation.output(to_host(self._leaf(capture.outputs)), self.which, given, data.len_of(x))
         if whole.ndim == 1:
             whole = whole[:, None]
         at_step = whole[np.arange(len(whole)), self.place(whole)] if whole.ndim >= 3 else whole
@@ -183,8 +172,7 @@ class Experiment:
             returned.append(loss(*arguments))
             return returned[-1]
 
-        y = data.map_leaves(lambda leaf: leaf[:LOOKED_INTO], self.samples.y)
-        y = y if self.samples.lie is None else self.samples.lie.target_as_given(y)
+        y = self.samples.orientation.target_as_given(data.map_leaves(lambda leaf: leaf[:LOOKED_INTO], self.samples.y))
         request = CaptureRequest(inputs=False, gradients=False, weight_grads=False, loss=True)
         with suppress(RnnlensError):  # the loss is not needed: its name is enough
             self.adapter.capture(self.model, Batch(self.few, y, loss=recorded), request)
@@ -216,15 +204,11 @@ class Experiment:
             raise InputError("rnnlens cannot tell which target belongs to the output.", got=got, hint="pass that one")
         return targets[self.which]
 
-    def _turned(self, whole: Array, given: Any, samples: int) -> Array:
-        lie = self.samples.lie
-        return whole if lie is None else lie.output(whole, self.which, given, samples)
-
     @cached_property
     def looked_at(self) -> Array:
         """Examined output on the first samples, (sample, ...)."""
-        few = min(LOOKED_INTO, self.samples.count)
-        return self._turned(to_host(self._leaf(self.capture.outputs)), self.few, few)
+        count = min(LOOKED_INTO, self.samples.count)
+        return self.samples.orientation.output(to_host(self._leaf(self.capture.outputs)), self.which, self.few, count)
 
     def place(self, whole: Array) -> Array:
         """Return the index of the examined step for each sample, (sample,), in an output (sample, time, ...)."""

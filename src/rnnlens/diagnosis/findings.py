@@ -18,7 +18,7 @@ from ..measures.residual import Missed
 from ..results.diagnosis import Finding
 from ..typing import Array
 from .carried import Carried
-from .layers import Attribution, LayerFacts
+from .layers import LayerFacts
 from .memory import EFFECT, ENOUGH, FEWEST, MISCALIBRATED, P_VALUE, Memory, is_missed
 
 MODEL = "model"
@@ -143,7 +143,7 @@ def findings(
     memory: Memory,
     missed: Missed | None,
     layers: Sequence[LayerFacts],
-    attributed: Attribution | None,
+    attributed: int | None,
     x: Array,
     mask: Array | None,
     prediction: xr.DataArray,
@@ -405,7 +405,7 @@ def _about_data(x: Array, mask: Array | None) -> Iterator[Finding]:
         )
 
 
-def _about_memory(memory: Memory, attributed: Attribution | None) -> Iterator[Finding]:
+def _about_memory(memory: Memory, attributed: int | None) -> Iterator[Finding]:
     samples = memory.change.shape[1] if memory.change.size else 0
     if samples and samples < ENOUGH:
         result = "too few to measure memory" if samples < FEWEST else "the intervals are too narrow"
@@ -431,10 +431,10 @@ def _about_memory(memory: Memory, attributed: Attribution | None) -> Iterator[Fi
             "n = 1 with skill",
             "nothing, if the task needs no more; only a missed dependency would be a fault.",
         )
-    if attributed is None or not attributed.memory:
+    if not attributed:
         return
-    ratio = max(attributed.memory / length.value, length.value / attributed.memory)
-    outside = not length.low / DISAGREE < attributed.memory < length.high * DISAGREE
+    ratio = max(attributed / length.value, length.value / attributed)
+    outside = not length.low / DISAGREE < attributed < length.high * DISAGREE
     if ratio >= DISAGREE and outside:
         latch = "a stable memory (a latch) has a gradient of nearly zero"
         few = "few samples with large gradients dominate the attribution"
@@ -442,9 +442,9 @@ def _about_memory(memory: Memory, attributed: Attribution | None) -> Iterator[Fi
             "GRADIENT_MEMORY_DISAGREE",
             "caution",
             MODEL,
-            f"Gradients attribute the prediction to the last {attributed.memory} steps, replacing inputs to the "
-            f"last {length.value:.0f}: {latch if attributed.memory < length.value else few}.",
-            {"attributed": attributed.memory, "memory": length.value},
+            f"Gradients attribute the prediction to the last {attributed} steps, replacing inputs to the "
+            f"last {length.value:.0f}: {latch if attributed < length.value else few}.",
+            {"attributed": attributed, "memory": length.value},
             f"a factor of {DISAGREE:g}, outside the interval",
             "rely on the memory in use (Bengio, Simard, Frasconi 1994).",
         )

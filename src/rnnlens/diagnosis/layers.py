@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -37,12 +38,10 @@ class LayerFacts:
 
     Attributes
     ----------
-    adjoint : Band over lag
-        Norm of the output's total gradient at the hidden state, each sample divided by its own peak; None if unknown.
-    growth
-        Largest norm of this gradient over its first non-zero one, in decades; median over samples.
-    final_norm, quarter_norm
-        Mean norm of the state at the last step and after a quarter of the steps, for :attr:`bounded`.
+    adjoint_norms : (sample, lag)
+        Norm of the output's total gradient at the hidden state; None if unknown.
+    state_norms : (time,)
+        Mean norm of the state, in the order of the recurrence.
     against_vanishing
         Remedy against a vanishing gradient in this kind of layer.
     scan
@@ -52,20 +51,36 @@ class LayerFacts:
     name: str
     direction: str
     cell: str
-    transfer: Transfer
-    adjoint: Band | None
-    adjoint_norms: Array | None
-    growth: float
-    decay: float
-    dead: Array
-    timescale: Array | None
-    shut: Array | None
-    open: Array | None
-    states: Census
-    final_norm: float
-    quarter_norm: float
     against_vanishing: str
+    transfer: Transfer
+    adjoint_norms: Array | None
+    states: Census
+    state_norms: Array
+    dead: Array = field(default_factory=lambda: np.zeros(0, dtype=bool))
+    timescale: Array | None = None
+    shut: Array | None = None
+    open: Array | None = None
     scan: Mapping[str, xr.Variable] = field(default_factory=dict)
+
+    @cached_property
+    def adjoint(self) -> Band | None:
+        """Norm of the output's total gradient by lag, each sample divided by its own peak; None if unknown."""
+        return None if self.adjoint_norms is None else band(self.adjoint_norms)
+
+    @property
+    def decay(self) -> float:
+        """Theil-Sen slope of the median of :attr:`adjoint`; NaN if it is unknown."""
+        return float("nan") if self.adjoint is None else theil_sen(self.adjoint.median)
+
+    @property
+    def growth(self) -> float:
+        """Largest norm of the output's total gradient over its first non-zero one, in decades; median over samples."""
+        norms = np.nan_to_num(np.zeros((1, 1)) if self.adjoint_norms is None else self.adjoint_norms)
+        if not norms.any():
+            return 0.0
+        start = np.array([row[np.flatnonzero(row)[0]] if row.any() else np.nan for row in norms])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return float(np.nanmedian(np.log10(norms.max(axis=1)) - np.log10(start)))
 
     @property
     def adjoint_size(self) -> float:
@@ -98,19 +113,11 @@ class LayerFacts:
     @property
     def bounded(self) -> bool:
         """Whether the mean norm of the final state is below three times that after a quarter of the steps."""
-        return self.final_norm < 3 * max(self.quarter_norm, 1e-30)
+        return float(self.state_norms[-1]) < 3 * max(float(self.state_norms[len(self.state_norms) // 4]), 1e-30)
 
 
-@dataclass(frozen=True)
-class Attribution:
-    """Attribution of the prediction to input steps by gradients: profile, and number of last steps with 95 % of it."""
-
-    profile: Band
-    memory: int
-
-
-def measure_layers(experiment: Experiment) -> tuple[list[LayerFacts], Attribution | None]:
-    """Measure every recurrent call, and attribute the prediction to the input steps of the first recurrent layer.
+def measure_layers(experiment: Experiment) -> tuple[list[LayerFacts], int | None]:
+    """Measure every recurrent call; also count the last input steps that gradients attribute the prediction to.
 
     Raises
     ------
@@ -201,41 +208,24 @@ def _facts(call: RecurrentCall, run: Replay, gradient: Array | None, ends: Array
     order = list(run.steps(reverse=True))
     norms = None
     if gradient is not None:
-        norms = by_lag(np.linalg.norm(np.asarray(gradient, dtype=np.float64), axis=-1), order, ends)
+        norms = by_lag(_norms(gradient), order, ends)
     mask = None if run.mask is None else np.asarray(to_host(run.mask), dtype=bool)
-    hidden = to_host(run.states[0])
     states = np.concatenate([to_host(s) for s in run.states], axis=-1)
-    sizes = np.linalg.norm(states[:, order[::-1]].astype(np.float64), axis=-1).mean(axis=0)
-    profile = None if norms is None else band(norms)
     shut, opened = (None, None) if run.gates is None else stuck_gates(to_host(run.gates), mask)
     return LayerFacts(
-        call.layer,
-        call.direction,
-        run.cell.kind,
-        state_transfer(run, ends=ends),
-        profile,
-        norms,
-        growth(norms),
-        float("nan") if profile is None else theil_sen(profile.median),
-        dead_units(hidden, mask),
-        _timescale(run, mask),
-        shut,
-        opened,
-        census(states),
-        float(sizes[-1]),
-        float(sizes[len(sizes) // 4]),
-        run.cell.against_vanishing,
+        name=call.layer,
+        direction=call.direction,
+        cell=run.cell.kind,
+        against_vanishing=run.cell.against_vanishing,
+        transfer=state_transfer(run, ends=ends),
+        adjoint_norms=norms,
+        states=census(states),
+        state_norms=_norms(states[:, order[::-1]]).mean(axis=0),
+        dead=dead_units(to_host(run.states[0]), mask),
+        timescale=_timescale(run, mask),
+        shut=shut,
+        open=opened,
     )
-
-
-def growth(norms: Array | None) -> float:
-    """Compute log10 of each sample's largest norm over its first non-zero one; return the median over samples."""
-    if norms is None or not np.nan_to_num(norms).any():
-        return 0.0
-    norms = np.nan_to_num(norms)
-    start = np.array([row[np.flatnonzero(row)[0]] if row.any() else np.nan for row in norms])
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return float(np.nanmedian(np.log10(norms.max(axis=1)) - np.log10(start)))
 
 
 def _timescale(run: Replay, mask: Array | None) -> Array | None:
@@ -245,14 +235,18 @@ def _timescale(run: Replay, mask: Array | None) -> Array | None:
     return gate_timescale(to_host(run.gates)[:, :, gate], mask)
 
 
-def _attribution(experiment: Experiment, found: dict[tuple[str, str], Array]) -> Attribution | None:
+def _attribution(experiment: Experiment, found: dict[tuple[str, str], Array]) -> int | None:
     gradient, (_, run) = found.get(("input", "")), experiment.runs[0]
     if gradient is None or gradient.shape != tuple(run.input.shape):
         return None
     scores = attribution(gradient, to_host(run.input))
     backwards = list(range(scores.shape[1]))[::-1]
-    lags = by_lag(scores, backwards, experiment.ends(experiment.runs[0][0]))
-    return Attribution(band(np.sqrt(lags)), attributed_memory(np.nan_to_num(lags)[:, ::-1]))
+    return _attributed(by_lag(scores, backwards, experiment.ends(experiment.runs[0][0])))
+
+
+def _attributed(scores: Array) -> int:
+    """Count the last steps that have 95 % of the attribution (sample, lag)."""
+    return attributed_memory(np.nan_to_num(scores)[:, ::-1])
 
 
 #: Largest number of samples whose scans are captured, and of random cotangents of the state transfer.
@@ -264,8 +258,8 @@ _AGAINST_VANISHING = (
 )
 
 
-def measure_scans(experiment: Experiment) -> tuple[list[LayerFacts], Attribution | None]:
-    """Measure every scan of the examined model, and attribute the prediction to input steps; nothing without scans."""
+def measure_scans(experiment: Experiment) -> tuple[list[LayerFacts], int | None]:
+    """Measure every scan, and count the attributed input steps as :func:`measure_layers` does."""
     if not experiment.scans:
         return [], None
     capture = _capture(experiment)
@@ -305,26 +299,15 @@ def _scan_facts(call: SequenceCall, kind: str, seen: int) -> LayerFacts:
         moments += _moments(values)
         counted = census(values)
         states = Census(*(a + b for a, b in zip(vars(states).values(), vars(counted).values(), strict=True)))
-    size = np.concatenate(sizes[::-1])
-    gradient = by_lag(np.concatenate(norms[::-1], axis=1), range(seen)[::-1], None)
-    profile = band(gradient)
     return LayerFacts(
         name=call.layer,
         direction="forward",
         cell=kind,
         against_vanishing=_AGAINST_VANISHING,
         transfer=_transfer(cell, _spread(moments)),
-        adjoint=profile,
-        adjoint_norms=gradient,
-        growth=growth(gradient),
-        decay=theil_sen(profile.median),
-        dead=np.zeros(0, dtype=bool),
-        timescale=None,
-        shut=None,
-        open=None,
+        adjoint_norms=by_lag(np.concatenate(norms[::-1], axis=1), range(seen)[::-1], None),
         states=states,
-        final_norm=float(size[-1]),
-        quarter_norm=float(size[len(size) // 4]),
+        state_norms=np.concatenate(sizes[::-1]),
         scan=scan_measures(cell, to_host(last)),
     )
 
@@ -361,7 +344,7 @@ def _transfer(cell: SequenceCell, spread: Array) -> Transfer:
     return Transfer(np.mean(logs, axis=0))
 
 
-def _scan_attribution(experiment: Experiment, capture: Capture) -> Attribution | None:
+def _scan_attribution(experiment: Experiment, capture: Capture) -> int | None:
     """Attribute the prediction to the steps of the embedded ids, or of the float input."""
     if capture.plain and capture.plain[0].output_grad is not None:
         x, gradient = to_host(capture.plain[0].output), to_host(capture.plain[0].output_grad)
@@ -374,8 +357,7 @@ def _scan_attribution(experiment: Experiment, capture: Capture) -> Attribution |
     if gradient.shape != x.shape or x.ndim != 3 or x.shape[1] != experiment.samples.steps:
         return None
     scores = attribution(gradient, x)[:, : experiment.reach]
-    lags = by_lag(scores, range(experiment.reach)[::-1], None)
-    return Attribution(band(np.sqrt(lags)), attributed_memory(np.nan_to_num(lags)[:, ::-1]))
+    return _attributed(by_lag(scores, range(experiment.reach)[::-1], None))
 
 
 def scan_sentence(layer: LayerFacts) -> str:

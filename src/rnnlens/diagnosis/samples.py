@@ -31,7 +31,7 @@ class Orientation:
     """
 
     def __init__(self, adapter: Adapter, model: Any, x: Any, given: Mapping[str, Layout] | None) -> None:
-        self.said = {name: layout for name, layout in (given or {}).items() if name not in DATA}
+        self.declared = {name: layout for name, layout in (given or {}).items() if name not in DATA}
         self.axes = ModelAxes(adapter, model, given, Catalogue(adapter, model, x))
         self.inputs = self._of_inputs(x)
         self.targets: list[Layout] = []
@@ -41,7 +41,7 @@ class Orientation:
         if self.axes.adapter.samples_first:
             return None
         failure: Exception | None = None
-        if not any(name.startswith("input") for name in self.said):
+        if not any(name.startswith("input") for name in self.declared):
             try:
                 if self._samples_lead(x):
                     return None
@@ -87,19 +87,14 @@ class Orientation:
 
     def turned(self, x: Any, y: Any) -> tuple[Any, Any]:
         """Convert x and y to NumPy, with the sample axis first and the time axis second."""
-        x = data.map_leaves(lambda leaf: np.asarray(to_host(leaf)), x)
-        y = None if y is None else data.map_leaves(lambda leaf: np.asarray(to_host(leaf)), y)
+        x, y = _numpy(x), _numpy(y)
         if self.inputs is None and "y" not in self.axes.data:
             return x, y
         first, lead = data.leaves_of(x)[0], (self.inputs or [Layout.plain((SAMPLE, TIME))])[0]
         count, steps = (first.shape[lead.names.index(name)] for name in (SAMPLE, TIME))
         self.targets = [] if y is None else [self._of_target(leaf, count, steps) for leaf in data.leaves_of(y)]
-        of_each = iter(self.targets)
-        y = None if y is None else data.map_leaves(lambda leaf: _turned(leaf, next(of_each)), y)
-        if self.inputs is not None:
-            each = iter(self.inputs)
-            x = data.map_leaves(lambda leaf: _turned(leaf, next(each)), x)
-        return x, y
+        y = None if y is None else _each_turned(_turned, y, self.targets)
+        return x if self.inputs is None else _each_turned(_turned, x, self.inputs), y
 
     def _of_target(self, leaf: Array, count: int, steps: int) -> Layout:
         """Return the layout of a target: samples first, or steps before samples.
@@ -124,15 +119,11 @@ class Orientation:
 
     def as_given(self, x: Any) -> Any:
         """Convert x from samples first to the model's own order of axes."""
-        if self.inputs is None:
-            return x
-        each = iter(self.inputs)
-        return data.map_leaves(lambda leaf: _turned_back(leaf, next(each)), x)
+        return x if self.inputs is None else _each_turned(_turned_back, x, self.inputs)
 
     def target_as_given(self, y: Any) -> Any:
         """Convert targets from samples first to the order in which they were given to :meth:`turned`."""
-        each = iter(self.targets)
-        return data.map_leaves(lambda leaf: _turned_back(leaf, next(each)), y) if self.targets else y
+        return _each_turned(_turned_back, y, self.targets) if self.targets else y
 
     def output(self, array: Array, index: int, x: Any, samples: int) -> Array:
         """Convert one output of the model to (sample, time, ...) or (sample, ...).
@@ -176,8 +167,12 @@ def _turned_back(array: Array, layout: Layout) -> Array:
     return np.ascontiguousarray(np.transpose(array, np.argsort(canonical_order(layout.names))))
 
 
-#: Function that finds the order of axes of a batch of data.
-Orient = Callable[[Any], Orientation]
+def _each_turned(turn: Callable[[Array, Layout], Array], tree: Any, layouts: Sequence[Layout]) -> Any:
+    """Apply ``turn`` to every leaf with its layout."""
+    each = iter(layouts)
+    return data.map_leaves(lambda leaf: turn(leaf, next(each)), tree)
+
+
 #: Function that changes one array of the data.
 Change = Callable[[Array], Array]
 
@@ -192,8 +187,8 @@ class Samples:
         Indices of the leaves of x with a time axis (their second), which are exchanged together.
     labels
         Coordinate of the samples where x is a DataArray that has one, else their positions in x.
-    lie
-        Order of axes of the model; None for samples first.
+    orientation
+        Order of axes of the model's data and outputs.
     """
 
     x: Any
@@ -201,7 +196,7 @@ class Samples:
     steps: int
     sequences: tuple[int, ...]
     labels: Array
-    lie: Orientation | None = None
+    orientation: Orientation
 
     @property
     def count(self) -> int:
@@ -211,12 +206,12 @@ class Samples:
     def with_suffix(self, begin: int, lender: Array) -> Any:
         """Return x with the steps from ``begin`` on replaced by those of another sample."""
         after = np.broadcast_to(np.arange(self.steps) >= begin, (self.count, self.steps))
-        return self._each_sequence(lambda leaf: np.where(_index(after, leaf.ndim), leaf[lender], leaf))
+        return self.each_sequence(lambda leaf: np.where(_index(after, leaf.ndim), leaf[lender], leaf))
 
     def shortened(self, lengths: Array, kept: Array) -> Any:
         """Return x with only the last ``kept`` of the ``lengths`` real steps of each sample, and padding after them."""
         if (lengths == self.steps).all():
-            return self._each_sequence(lambda leaf: leaf[:, -int(kept.max()) :])
+            return self.each_sequence(lambda leaf: leaf[:, -int(kept.max()) :])
         filler = int(lengths.argmin())
         place = np.arange(self.steps)[None, :]
         source = np.minimum(place + (lengths - kept)[:, None], self.steps - 1)
@@ -231,9 +226,9 @@ class Samples:
                 return kept.reshape(leaf.shape).astype(leaf.dtype)
             return leaf
 
-        return self._each_sequence(moved, counted)
+        return self.each_sequence(moved, counted)
 
-    def _each_sequence(self, change: Change, otherwise: Change = lambda leaf: leaf) -> Any:
+    def each_sequence(self, change: Change, otherwise: Change = lambda leaf: leaf) -> Any:
         """Apply ``change`` to the leaves of x that have a time axis, and ``otherwise`` to the leaves without one."""
         place = iter(range(len(data.leaves_of(self.x))))
         return data.map_leaves(lambda leaf: change(leaf) if next(place) in self.sequences else otherwise(leaf), self.x)
@@ -252,20 +247,20 @@ class Samples:
             other = np.take_along_axis(leaf[lender], _index(borrowed, leaf.ndim), axis=1)
             return np.where(_index(own, leaf.ndim), leaf, other)
 
-        return self._each_sequence(exchange)
+        return self.each_sequence(exchange)
 
 
 def _index(array: Array, ndim: int) -> Array:
     return array[(slice(None), slice(None), *([None] * (ndim - 2)))]
 
 
-def read_samples(x: Any, y: Any, most: int, orient: Orient | None = None) -> Samples:
+def read_samples(x: Any, y: Any, most: int, orient: Callable[[Any], Orientation]) -> Samples:
     """Read at most ``most`` samples, from arrays or from the first batches of a data set.
 
     Parameters
     ----------
     orient
-        Function that finds the order of axes of a batch; None for samples first.
+        Function that finds the order of axes of a batch.
 
     Raises
     ------
@@ -276,14 +271,10 @@ def read_samples(x: Any, y: Any, most: int, orient: Orient | None = None) -> Sam
     refuse_without_time(pairs[0][0])
     for _, target in pairs:
         _refuse_packed(target)
-    lie = None if orient is None else orient(pairs[0][0])
-    given = None if lie is None or len(pairs) > 1 else InputCoordinates(pairs[0][0], lie.axes)
-    turned = [(_numpy(x), _numpy(y)) if lie is None else lie.turned(x, y) for x, y in pairs]
-    x, y = (
-        turned[0]
-        if len(turned) == 1
-        else (_joined_or_refused([x for x, _ in turned]), _joined_or_refused([y for _, y in turned]))
-    )
+    orientation = orient(pairs[0][0])
+    given = None if len(pairs) > 1 else InputCoordinates(pairs[0][0], orientation.axes)
+    turned = [orientation.turned(x, y) for x, y in pairs]
+    x, y = turned[0] if len(turned) == 1 else map(_joined, zip(*turned, strict=True))
     count = data.len_of(x)
     if y is not None and any(leaf.shape[:1] != (count,) for leaf in data.leaves_of(y)):
         got = f"y of shape {', '.join(str(leaf.shape) for leaf in data.leaves_of(y))} for {count} samples"
@@ -298,20 +289,7 @@ def read_samples(x: Any, y: Any, most: int, orient: Orient | None = None) -> Sam
     leaves = data.leaves_of(x)
     steps = next(leaf.shape[1] for leaf in leaves if leaf.ndim >= 2)
     sequences = tuple(i for i, leaf in enumerate(leaves) if leaf.ndim >= 2 and leaf.shape[1] == steps)
-    return Samples(x, y, steps, sequences, labels, lie)
-
-
-def _joined_or_refused(trees: Sequence[Any]) -> Any:
-    """Join batches along the sample axis; raise ``InputError`` if their other sizes differ."""
-    try:
-        return _joined(trees)
-    except ValueError as error:
-        shapes = dict.fromkeys(str([tuple(leaf.shape) for leaf in data.leaves_of(tree)]) for tree in trees)
-        raise InputError(
-            "The batches differ in other axes than the number of samples.",
-            got=", then ".join(shapes),
-            hint="pad all batches to one length, or pass one of them",
-        ) from error
+    return Samples(x, y, steps, sequences, labels, orientation)
 
 
 def refuse_without_time(x: Any, *, least: int = 2) -> None:
@@ -356,8 +334,17 @@ def _numpy(tree: Any) -> Any:
 
 
 def _joined(trees: Sequence[Any]) -> Any:
+    """Join batches along the sample axis; raise ``InputError`` if their other sizes differ."""
     if trees[0] is None:
         return None
     columns = zip(*(data.leaves_of(tree) for tree in trees), strict=True)
-    joined = iter([np.concatenate([np.asarray(to_host(leaf)) for leaf in column]) for column in columns])
+    try:
+        joined = iter([np.concatenate(column) for column in columns])
+    except ValueError as error:
+        shapes = dict.fromkeys(str([tuple(leaf.shape) for leaf in data.leaves_of(tree)]) for tree in trees)
+        raise InputError(
+            "The batches differ in other axes than the number of samples.",
+            got=", then ".join(shapes),
+            hint="pad all batches to one length, or pass one of them",
+        ) from error
     return data.map_leaves(lambda _: next(joined), trees[0])
