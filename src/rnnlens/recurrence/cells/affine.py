@@ -194,17 +194,12 @@ class GateSystem(TrajectorySystem):
         self.terms = {"state": real, "input": real}
         if inputs is not None:
             self.terms["input"] = [term._replace(coefficients=run.at_real_steps(term.coefficients)) for term in inputs]
-        self.diagonal = self._carried(diagonal)
-        self.keep = None if keep is None else self._carried(keep)
+        if run.mask is not None:  # ones at masked steps
+            real, zero = run.mask[:, :, None], run.xp.zeros_like(run.states[0])
+            diagonal = run.xp.where(real, zero if diagonal is None else diagonal, zero + 1)
+            keep = None if keep is None else run.xp.where(real, keep, zero + 1)
+        self.diagonal, self.keep = diagonal, keep
         self.lift = None if lift is None else run.at_real_steps(lift)
-
-    def _carried(self, value: Array | None) -> Array | None:
-        """Return a diagonal (sample, time, unit) with ones at masked steps; None if it is zero everywhere."""
-        if self.run.mask is None:
-            return value
-        xp, like = self.run.xp, self.run.states[0]
-        inside = xp.zeros_like(like) if value is None else value
-        return xp.where(self.run.mask[:, :, None], inside, xp.ones_like(like))
 
     def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> ProductSteps:
         """Linearise the chronological steps ``first ... stop - 1`` of some samples."""
@@ -214,16 +209,11 @@ class GateSystem(TrajectorySystem):
         for side in sides if inputs else ["state"]:
             for rows, gates, coefficients in self.terms[side]:
                 self.combine(product[:, :, rows, sides[side]], coefficients[at], gates, side, samples)
-        self.add_terms(product, at, samples, inputs)
         if self.diagonal is not None:
             self.work.diagonal_add(product[:, :, -units:, :units], self.diagonal[at])
         if self.keep is None or self.lift is None:
             return ProductSteps(self.work, product)
         return ProductSteps(self.work, product, self.keep[at], self.lift[at])
-
-    def add_terms(self, product: Array, at: tuple[slice, slice], samples: slice, inputs: bool) -> None:
-        """Add terms of another form to the product matrices, in place; by default none."""
-        return
 
     def combine(self, out: Any, coefficients: Any, gates: tuple[int, ...], side: str, samples: slice) -> None:
         """Write the sum over gates of diag(coefficient_g) @ kernel_g^T @ diag(dropout) to out (sample, step, unit, n).

@@ -16,7 +16,7 @@ from array_api_compat import array_namespace
 from ...typing import Array, Namespace
 from ...vocabulary import BIAS, KERNEL, RECURRENT_BIAS, RECURRENT_KERNEL
 from ..activations import ACTIVATIONS
-from ..linear import System
+from ..linear import ProductSteps, System
 from ..trajectory import (
     Adjoint,
     Gradients,
@@ -219,13 +219,15 @@ class ResetBeforeSystem(GateSystem):
     def __init__(self, cell: GRU, run: Trajectory, slopes: Array) -> None:
         update = GateTerms(slice(None), (0,), slopes[:, :, :1, :])
         both = GateTerms(slice(None), (0, 2), slopes[:, :, ::2, :])
-        super().__init__(cell, run, [update], [both], diagonal=run.known_record.gates[:, :, 0, :])
+        super().__init__(cell, run, [update], [both])
+        self.kept = run.at_real_steps(run.known_record.gates[:, :, 0, :])
         self.candidate = run.at_real_steps(slopes[:, :, 2:, :])
         self.by_reset = run.at_real_steps(run.before(0) * slopes[:, :, 1, :])
 
-    def add_terms(self, product: Array, at: tuple[slice, slice], samples: slice, inputs: bool) -> None:
-        """Add the terms of the candidate's recurrent side: through h_{t-1}, and through the reset gate."""
-        units, xp = self.cell.units, self.run.xp
+    def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> ProductSteps:
+        """Linearise steps ``first ... stop - 1``, with the candidate's side through h_{t-1} and the reset gate."""
+        steps, at = super().build(first, stop, samples, inputs=inputs), (samples, slice(first, stop))
+        units, xp, product = self.cell.units, self.run.xp, steps.product
         through = self.work.empty(*product.shape[:2], units, units)
         self.combine(through, self.candidate[at], (2,), "state", samples)
         into_reset = through * self.by_reset[at][:, :, None, :]
@@ -239,6 +241,8 @@ class ResetBeforeSystem(GateSystem):
         product[:, :, :, :units] += gates[0] + through * reset[:, :, None, :]
         if inputs:
             product[:, :, :, units:] += gates[1]
+        self.work.diagonal_add(product[:, :, :, :units], self.kept[at])
+        return steps
 
 
 def gru_tensorflow1(
