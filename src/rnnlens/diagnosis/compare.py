@@ -40,7 +40,7 @@ from ..measures.intervention import USED, interval, memory_length, resampling_we
 from ..results.diagnosis import Comparison, Diagnosis
 from ..settings import Progress
 from ..typing import Array
-from . import diagnose
+from .of_model import diagnose
 
 #: A diagnosis, or the kind and text of the error that prevented it.
 Outcome = Diagnosis | str

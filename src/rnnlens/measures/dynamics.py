@@ -274,18 +274,8 @@ def find_points(map_: StepMap, starts: Array, *, tolerance: float = 1e-3) -> Poi
     order = kept[np.argsort(speed[kept], kind="stable")]
     chosen, members = _distinct(ends[order], tolerance * scale * np.sqrt(map_.size))
     states, speed = ends[order][chosen], speed[order][chosen]
-    if not len(states):
-        nothing = np.empty((0, map_.size))
-        return Points(
-            nothing,
-            speed,
-            nothing.astype(complex),
-            np.empty((0, map_.size, map_.size), complex),
-            speed < 0,
-            members,
-            members,
-        )
-    values, vectors = np.linalg.eig(map_.jacobian(states))
+    jacobians = map_.jacobian(states) if len(states) else np.empty((0, map_.size, map_.size))
+    values, vectors = np.linalg.eig(jacobians)
     by_size = np.argsort(-np.abs(values), axis=1, kind="stable")
     values = np.take_along_axis(values, by_size, axis=1)
     curve, curves = marginal_curves(states, values)

@@ -15,7 +15,6 @@ from .conv_lstm import ConvLSTM2D as ConvLSTM2D
 from .conv_lstm import ConvLSTM3D as ConvLSTM3D
 from .gru import GRU as GRU
 from .gru import gru_tensorflow1, gru_torch
-from .ind_rnn import IndRNN as IndRNN
 from .lru import LRU as LRU
 from .lstm import CIFG as CIFG
 from .lstm import LSTM as LSTM
@@ -24,6 +23,7 @@ from .lstm_peephole import PeepholeLSTM as PeepholeLSTM
 from .minimal import MinGRU as MinGRU
 from .minimal import MinLSTM as MinLSTM
 from .registry import cell_of_kind, kinds, register, registered
+from .simple_rnn import IndRNN as IndRNN
 from .simple_rnn import SimpleRNN as SimpleRNN
 from .stepped import StepCell
 

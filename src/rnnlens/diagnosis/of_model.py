@@ -1,0 +1,326 @@
+"""``rl.diagnose``: measure how much of its past a model uses, apply the rules of the findings, label the measures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from .. import data
+from ..adapters.registry import adapter_for
+from ..arguments import anything, checked, data_set, either, many_examples, text, whole
+from ..arguments import loss as a_loss
+from ..arguments import seed as random_seed
+from ..errors import InputError
+from ..measures.residual import Missed
+from ..results.diagnosis import Diagnosis
+from ..results.schema import to_host
+from ..typing import Array
+from ..verbs.axes import an_axes_table
+from ..verbs.request import in_turn
+from .carried import Carried, measure_carried
+from .experiment import Experiment
+from .findings import MODEL, findings, headline, layer_sentence
+from .layers import LayerFacts, measure_layers, measure_scans, scan_sentence
+from .memory import Interval, Memory, is_missed, measure_memory, measure_missed
+from .samples import Orientation, read_samples
+
+
+@checked(
+    model=anything,
+    x=data_set,
+    y=many_examples,
+    baseline=anything,
+    step=whole(),
+    output=either(whole(), text, expected="a whole number, or a name"),
+    task=text,
+    loss=a_loss,
+    samples=whole(),
+    seed=random_seed,
+    axes=an_axes_table,
+)
+@in_turn
+def diagnose(
+    model: Any,
+    x: Any,
+    y: Any = None,
+    *,
+    baseline: Any = None,
+    step: int = -1,
+    output: int | str = 0,
+    task: str | None = None,
+    loss: Any = None,
+    samples: int = 512,
+    seed: int = 0,
+    axes: Mapping[str, Any] | None = None,
+) -> Diagnosis:
+    """Measure how much of its past a trained network uses, and find what it missed and why.
+
+    The memory in use is measured by exchange: all but a sample's last k steps are replaced by another sample's. The
+    memory n is the smallest k from which on this changes the prediction by at most 5 % of its variance. Gradients are
+    used only to decide whether a training signal could have reached a missed step.
+
+    Parameters
+    ----------
+    model
+        A Keras model (any engine) or ``torch.nn.Module`` with at least one recurrent layer (of a Mamba or another
+        whole-sequence layer the state is not exchanged); it is not changed.
+    x, y
+        Held-out samples (sample, time, ...), at least 128 of them; or a data set whose batches are (x, y). y contains
+        classes as integers or one-hot, or numbers. Without y there is no skill, and the memory in use is not reported.
+    baseline
+        ``"init"`` for the same model re-initialised, or another model, such as this one before training. Its memory is
+        reported for comparison, without findings.
+    step
+        Examined step of a sequence output; the last real one by default. In a forecast it is a step of the forecast.
+    output
+        Examined output of several: its position, or its name if the outputs are a dict. y is then a dict too, or the
+        target of this output alone.
+    task
+        ``"classes"``, ``"binary"`` or ``"values"``; needed only if y, the output and the loss do not determine it.
+    loss
+        As for ``rl.trace``. Its name determines the task, and whether outputs are logits. A function is called once, on
+        a few samples, to check that it returns a number.
+    samples
+        Largest number of samples to use.
+    seed
+        Seed of the exchange, of random directions and of resampling.
+    axes
+        Names of the axes of inputs, outputs or ``"y"``, such as ``{"y": ("time", "sample", "unit")}``; needed only if
+        they cannot be detected.
+
+    Returns
+    -------
+    Diagnosis
+        ``print(d)`` shows the sentences and the findings. ``d["lstm"]`` and ``d["model"]`` are Datasets of measures
+        with their intervals. ``d.findings`` lists the findings with evidence, threshold and remedy.
+
+    Raises
+    ------
+    InputError
+        If x has no time axis, the target does not fit the output, or the loss returns no number.
+    ModelError
+        If no recurrent layer runs.
+
+    References
+    ----------
+    Total Sobol index by exchange: Jansen 1999, doi:10.1016/S0010-4655(98)00154-4.
+    Vanishing gradients and latched memory: Bengio, Simard, Frasconi 1994, doi:10.1109/72.279181.
+    """
+    _check(task, samples)
+    adapter = adapter_for(model)
+    batch = read_samples(x, y, samples, lambda batch: Orientation(adapter, model, batch, axes))
+    experiment = Experiment(model, batch, step, output, task, loss if loss is not None else _compiled(model), seed)
+    experiment.refuse_loss(loss)
+    memory = measure_memory(experiment)
+    before = _baseline(baseline, experiment)
+    missed = measure_missed(experiment)
+    layers, attributed = measure_layers(experiment)
+    scans, of_scans = measure_scans(experiment)
+    layers, attributed = [*layers, *scans], of_scans if attributed is None else attributed
+    by_rule = findings(
+        memory,
+        missed,
+        layers,
+        attributed,
+        _numbers(experiment),
+        _mask(experiment),
+        xr.DataArray(experiment.prediction, {"sample": batch.labels}, ("sample", "unit")),
+    )
+    carried, why = measure_carried(experiment) if memory.known else ({}, "")
+    datasets = {MODEL: model_dataset(memory, missed, attributed, None if before is None else before[1], batch.labels)}
+    for name in dict.fromkeys(layer.name for layer in layers):
+        datasets[name] = layer_dataset([layer for layer in layers if layer.name == name], carried.get(name))
+    sentences = {name: layer_sentence(name, found) for name, found in carried.items()}
+    sentences |= {scan.name: scan_sentence(scan) for scan in scans if "half_life" in scan.scan}
+    return Diagnosis(
+        datasets,
+        sentences={"the model": headline(memory, before, missed), **sentences},
+        findings=by_rule,
+        provenance=experiment.adapter.provenance(model),
+        notes=_notes(memory, missed, why if experiment.runs else "", alone=bool(carried)),
+    )
+
+
+def _numbers(experiment: Experiment) -> Any:
+    """Return the input (sample, time, feature): the model's own, or for ids that of its first recurrent layer."""
+    x = experiment.samples.x
+    if not isinstance(x, (tuple, list, dict)) and x.dtype.kind == "f":
+        return x.reshape(*x.shape[:2], -1)
+    if experiment.runs:
+        return np.asarray(to_host(experiment.runs[0][1].input))
+    first = data.leaves_of(x)[experiment.samples.sequences[0]]
+    return first.reshape(*first.shape[:2], -1)
+
+
+def _mask(experiment: Experiment) -> Any:
+    mask = experiment.runs[0][1].mask if experiment.runs else None
+    return None if mask is None else to_host(mask)
+
+
+def _check(task: str | None, samples: int) -> None:
+    if task not in (None, "classes", "binary", "values"):
+        raise InputError("task= is not understood.", got=repr(task), expected='"classes", "binary", "values" or None')
+    if samples < 2:
+        raise InputError("samples= is too small.", got=samples, expected="2 or more; 128 for intervals")
+
+
+def _compiled(model: Any) -> Any:
+    """Return the loss of a compiled Keras model; None if there is none, or several."""
+    loss = adapter_for(model).facts(model).loss
+    return loss if isinstance(loss, str) or callable(loss) else None
+
+
+def _baseline(baseline: Any, experiment: Experiment) -> tuple[str, Memory] | None:
+    """Measure the memory of the baseline; return its name and memory, or None without a baseline."""
+    if baseline is None:
+        return None
+    if isinstance(baseline, str) and baseline != "init":
+        raise InputError("baseline= is not understood.", got=repr(baseline), expected='"init" or a model')
+    if isinstance(baseline, str):
+        name, model = "re-initialised", experiment.adapter.reinitialised(experiment.model, experiment.seed)
+    else:
+        name, model = "baseline", baseline
+    other = Experiment(
+        model, experiment.samples, experiment.step, experiment.output, experiment.task, experiment.loss, experiment.seed
+    )
+    return name, measure_memory(other)
+
+
+def _notes(memory: Memory, missed: Missed | None, why: str, *, alone: bool) -> list[str]:
+    notes = []
+    if missed is not None and not is_missed(missed, memory):
+        notes.append("The residual test finds linear effects and products within a step; no finding is no proof.")
+    if missed is not None and missed.overlapping:
+        notes.append(
+            "The samples are overlapping windows of one series: tests and intervals resample blocks of neighbouring "
+            "windows."
+        )
+    if memory.known and memory.steps > 1:
+        notes.append("Memory in use is what the model uses on these data, not what the task needs.")
+    if why and alone:
+        notes.append(f"The memory of each layer was measured on the layer alone: {why}.")
+    elif why:
+        notes.append(f"The memory of each layer was not measured: {why}.")
+    return notes
+
+
+BOUNDS = ["low", "high"]
+
+
+def model_dataset(
+    memory: Memory, missed: Missed | None, attributed: int | None, before: Memory | None, samples: Array
+) -> xr.Dataset:
+    """Label the measures of the model: curves over ``context``, lengths with intervals, skill, residual test by lag.
+
+    ``samples`` are the labels of the samples in the user's data.
+    """
+    variables = {
+        "use": _v(("context",), memory.use, "use of older inputs", "share of variance", "U(k), total Sobol index"),
+        "use_interval": _v(("context", "bound"), memory.use_band, "95 % interval of use", "share of variance"),
+        "benefit": _v(("context",), memory.benefit, "benefit of older inputs", "share of the score", "B(k)"),
+        "benefit_interval": _v(("context", "bound"), memory.benefit_band, "95 % interval of benefit", "share"),
+        "steps": _v((), memory.steps, "steps that the output can have seen", "step"),
+        **_interval("memory", memory.length, "memory in use, n at 5 %"),
+        **_interval("memory_1_percent", memory.rare, "memory in use, n at 1 %"),
+        **_interval("memory_needed", memory.needed, "memory by benefit, n at 5 %"),
+    }
+    if memory.change.size:
+        variables["change"] = _v(("context", "sample"), memory.change, "squared change of the prediction", "1")
+    if memory.skill is not None:
+        variables |= _interval("skill", memory.skill.raw, "skill: 1 - loss / best constant loss", "1")
+        variables |= _interval("skill_recalibrated", memory.skill.recalibrated, "skill, recalibrated", "1")
+    if memory.later[1]:
+        variables["later_steps_used"] = _v((), memory.later[0], "steps after the output's own step in use", "step")
+    if missed is not None:
+        variables["missed"] = _v(
+            ("lag",), missed.by_step[::-1], "association of the errors with the input", "share of Var y"
+        )
+        variables["missed_threshold"] = _v((), missed.threshold, "99 % of permuted maxima", "share of Var y")
+        variables["missed_learned"] = _v((), missed.learned, "share of the association that the prediction has", "1")
+        variables["missed_effect"] = _v((), missed.effect, "share of Var y that ridge explains in the errors", "1")
+    if attributed is not None:
+        variables["attributed_memory"] = _v((), attributed, "steps that hold 95 % of the attribution", "step")
+    if before is not None:
+        variables |= _interval("memory_before", before.length, "memory in use before training, n at 5 %")
+        variables["use_before"] = _v(("context_before",), before.use, "use of older inputs before training", "share")
+    dataset = xr.Dataset(variables, attrs={"known": memory.known, "why": memory.why, "censored": memory.censored})
+    coords = {"context": memory.context, "bound": BOUNDS}
+    if memory.change.size:
+        coords["sample"] = samples
+    if before is not None:
+        coords["context_before"] = before.context
+    return dataset.assign_coords(coords)
+
+
+def layer_dataset(parts: Sequence[LayerFacts], carried: Carried | None = None) -> xr.Dataset:
+    """Label the measures of a layer, by direction: state transfer, adjoint, leading exponent, gates, units."""
+    datasets = _as_long([_one(part) for part in parts])
+    whole = datasets[0] if len(parts) == 1 else xr.concat(datasets, dim="direction", combine_attrs="override")
+    if carried is not None:
+        words = f"use of the layer's state by {'the prediction' if carried.of == 'prediction' else 'its last state'}"
+        whole["carried"] = _v(("context",), carried.use, words, "share of variance", "U(k), its state exchanged")
+        whole["carried_memory"] = _v((), carried.length, "memory carried by the layer, n at 5 %", "step")
+        whole = whole.assign_coords(context=carried.context)
+    return whole.assign_attrs(cell=parts[0].cell)
+
+
+def _as_long(datasets: Sequence[xr.Dataset]) -> list[xr.Dataset]:
+    """Pad the profiles of all directions with NaN to the longest."""
+    found = list(datasets)
+    for dim in ("lag", "lag_out"):
+        longest = max(d.sizes.get(dim, 0) for d in found)
+        found = [d.pad({dim: (0, longest - d.sizes[dim])}) if d.sizes.get(dim, longest) < longest else d for d in found]
+    return found
+
+
+def _one(part: LayerFacts) -> xr.Dataset:
+    rate, error = part.transfer.leading_exponent()
+    low, high = part.transfer.quartiles()
+    variables = {
+        "kappa": _v(
+            ("lag",), part.transfer.kappa, "state transfer", "1", "share of a cotangent on the final state left"
+        ),
+        "kappa_low": _v(("lag",), low, "state transfer, lower quartile", "1"),
+        "kappa_high": _v(("lag",), high, "state transfer, upper quartile", "1"),
+        "lambda_1": _v((), rate, "leading exponent", "1 / step"),
+        "lambda_1_stderr": _v((), error, "standard error of the leading exponent", "1 / step"),
+        "growth": _v((), part.growth, "growth of the output's adjoint", "decades"),
+        "decay": _v((), part.decay, "Theil-Sen slope of the adjoint", "1 / step"),
+        "nan": _v((), part.states.nan / part.states.count, "share of the states that is NaN", "1"),
+        "infinite": _v((), part.states.infinite / part.states.count, "share of the states that is infinite", "1"),
+        "subnormal": _v((), part.states.underflow / part.states.count, "share of the states that is subnormal", "1"),
+        **part.scan,
+    }
+    if part.dead.size:
+        variables["dead"] = _v(("unit",), part.dead, "dead units", "1")
+    if part.adjoint_norms is not None:
+        variables["adjoint_size"] = _v((), part.adjoint_size, "largest norm of the adjoint of a sample, median", "1")
+    if part.adjoint is not None:
+        variables["adjoint"] = _v(("lag_out",), part.adjoint.median, "adjoint of the output by own peak, median", "1")
+        variables["adjoint_low"] = _v(("lag_out",), part.adjoint.low, "lower quartile", "1")
+        variables["adjoint_high"] = _v(("lag_out",), part.adjoint.high, "upper quartile", "1")
+    if part.timescale is not None:
+        variables["timescale"] = _v(("cell_unit",), part.timescale, "gate time constant", "step")
+    if part.shut is not None and part.open is not None:
+        variables["stuck_shut"] = _v(("gate", "cell_unit"), part.shut, "gates nearly always shut", "1")
+        variables["stuck_open"] = _v(("gate", "cell_unit"), part.open, "gates nearly always open", "1")
+    return xr.Dataset(variables)
+
+
+def _v(dims: tuple[str, ...], values: object, long_name: str, units: str, definition: str = "") -> xr.Variable:
+    attrs = {"long_name": long_name, "units": units}
+    return xr.Variable(dims, np.asarray(values), {**attrs, "definition": definition} if definition else attrs)
+
+
+def _interval(name: str, found: Interval, long_name: str, units: str = "step") -> dict[str, xr.Variable]:
+    return {
+        name: _v((), found.value, long_name, units),
+        f"{name}_interval": _v(("bound",), _bounds(found), f"95 % interval of {long_name}", units),
+    }
+
+
+def _bounds(found: Interval) -> Array:
+    return np.array([found.low, found.high])
