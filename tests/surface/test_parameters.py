@@ -70,5 +70,5 @@ def test_what_is_public_is_found():
         ("rnnlens.verbs.gradients", "gradients"),
         ("rnnlens.plot.heatmap", "heatmap"),
         ("rnnlens.cli.app", "trace"),
-        ("rnnlens.diagnosis", "diagnose"),
+        ("rnnlens.diagnosis.of_model", "diagnose"),
     } <= PUBLIC

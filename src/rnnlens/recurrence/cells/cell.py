@@ -168,11 +168,6 @@ class Cell:
         names = ["activation" if gate == "candidate" else "recurrent_activation" for gate in self.gates]
         return [ACTIVATIONS[getattr(self, name)] for name in names]
 
-    @property
-    def is_elementwise(self) -> bool:
-        """Whether the activations of all gates act on each unit separately."""
-        return all(activation.slope is not None for activation in self.activations)
-
     def through_activations(self, record: Record, grads: Sequence[Array], xp: Namespace) -> Array:
         """Pull dL/dgate, one (..., unit) array per gate, back through the activations to dL/dz (..., gate, unit)."""
         z, a = record.preactivation, record.gates

@@ -199,7 +199,7 @@ class GRU(Cell):
 
     def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
         """Linearise with A_t as one unit x unit block, with the update gate on its diagonal."""
-        if not self.is_elementwise:
+        if any(activation.slope is None for activation in self.activations):
             return super().linear_system(run)
         record, xp, kept = run.known_record, run.xp, run.known_record.gates[:, :, 0, :]
         one = xp.ones_like(kept)

@@ -138,7 +138,7 @@ class LSTM(Cell):
 
     def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
         """Linearise in gated form: two dense unit x unit blocks of A_t, the rest diagonal."""
-        if self.projection is not None or not self.is_elementwise:
+        if self.projection is not None or any(activation.slope is None for activation in self.activations):
             return super().linear_system(run)
         act, gates = ACTIVATIONS[self.activation], run.known_record.gates
         squashed = act.value(run.states[1], run.xp)

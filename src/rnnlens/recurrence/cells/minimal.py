@@ -69,7 +69,7 @@ class _Minimal(Cell):
 
     def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
         """Linearise with a diagonal A_t."""
-        if not self.is_elementwise:
+        if any(activation.slope is None for activation in self.activations):
             return super().linear_system(run)
         one = run.xp.ones_like(run.states[0])
         grads = self._by_gates(run.known_record.gates, run.before(0), run.states[0], one)

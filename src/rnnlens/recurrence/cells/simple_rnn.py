@@ -85,7 +85,7 @@ class SimpleRNN(Cell):
 
     def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
         """Linearise with A_t as one unit x unit block, diag(act'(z_t)) U^T."""
-        if not self.is_elementwise:
+        if any(activation.slope is None for activation in self.activations):
             return super().linear_system(run)
         record = run.known_record
         slope = self.through_activations(record, [run.xp.ones_like(run.states[0])], run.xp)
@@ -140,7 +140,7 @@ class IndRNN(Cell):
 
     def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
         """Linearise with A_t = diag(u act'(z_t))."""
-        if not self.is_elementwise:
+        if any(activation.slope is None for activation in self.activations):
             return super().linear_system(run)
         slope = self.through_activations(run.known_record, [run.xp.ones_like(run.states[0])], run.xp)
         inputs = Kernels(slope, [self.kernel], run.input_scale)
