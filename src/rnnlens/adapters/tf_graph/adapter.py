@@ -70,10 +70,6 @@ class TfGraphAdapter(Adapter):
         """Find the variable, and the block of it, that is a layer's weight."""
         return place_of(open_net(net_of(model)), layer, direction, key)
 
-    def reduction(self, model: Any, loss: Any) -> str | None:
-        """Return None: a graph does not declare how its loss is reduced over samples."""
-        return None
-
     def has_own_loss(self, model: Any) -> bool:
         """Return whether the net has a loss that needs no targets from the batch."""
         return net_of(model).has_own_loss
@@ -121,10 +117,6 @@ class TfGraphAdapter(Adapter):
         """
         return perturbed_port(net_of(model), port, size)
 
-    def mixes_samples(self, model: Any, training: bool) -> str | None:
-        """Return "?" (unknown): batch statistics in a graph depend on the value fed to its phase."""
-        return "?"
-
 
 class TimeMajorGraphAdapter(TfGraphAdapter):
     """Adapter of TensorFlow-1 graphs whose inputs are (time, sample, ...)."""
@@ -145,8 +137,7 @@ class KerasGraphAdapter(TfGraphAdapter):
 
     def reduction(self, model: Any, loss: Any) -> str | None:
         """Return the ``reduction`` attribute of the loss as text; None if it has none."""
-        says = getattr(model.loss if loss is None else loss, "reduction", None)
-        return None if says is None else str(says)
+        return super().reduction(model, model.loss if loss is None else loss)
 
 
 def net_of(model: Any) -> Net:

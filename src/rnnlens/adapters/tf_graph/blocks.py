@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,8 @@ from ...errors import ModelError, UnsupportedError
 from ...typing import Array
 from .recurrences import WeightPiece
 
-_SAME = frozenset({"Identity", "EnsureShape", "ReadVariableOp", "Enter", "RefEnter", "Switch", "PreventGradient"})
+_IDENTITIES = frozenset({"Identity", "Enter", "EnsureShape"})
+_READERS = _IDENTITIES | {"ReadVariableOp", "RefEnter", "Switch", "PreventGradient"}
 #: Operation types of variables.
 VARIABLES = frozenset({"VarHandleOp", "VariableV2", "Variable"})
 #: Operations that take a part of a tensor.
@@ -38,6 +39,28 @@ def reached(starts: Iterable[Any], following: Callable[[Any], Iterable[Any]]) ->
     return list(found.values())
 
 
+#: Tensors that have to be known before another one, and a function that then computes it.
+Plan = tuple[list[Any], Callable[[], Any]]
+
+
+def evaluated(tensor: Any, values: dict[int, Any], plan: Callable[[Any], Plan]) -> Any:
+    """Compute a tensor, and before it all that it depends on, into ``values`` by id; the depth is not limited."""
+    waiting, plans = [tensor], dict[int, Plan]()
+    while waiting:
+        current = waiting[-1]
+        if id(current) in values:
+            waiting.pop()
+            continue
+        if id(current) not in plans:
+            plans[id(current)] = plan(current)
+        needed, compute = plans[id(current)]
+        missing = [t for t in needed if id(t) not in values]
+        waiting.extend(missing)
+        if not missing:
+            values[id(current)] = compute()
+    return values[id(tensor)]
+
+
 class Source:
     """Mapping from the loop invariants in a loop's body to the tensors outside of it."""
 
@@ -55,6 +78,16 @@ class Source:
         return tensor
 
 
+NO_LOOP = Source()
+
+
+def same(tensor: Any, outer: Source = NO_LOOP, passing: Container[str] = _IDENTITIES) -> Any:
+    """Return the tensor that loop invariants and operations of the types ``passing`` pass on unchanged."""
+    while (tensor := outer.settled(tensor)).op.type in passing:
+        tensor = tensor.op.inputs[0]
+    return tensor
+
+
 @dataclass(frozen=True)
 class Convolution:
     """Strides and dilation by spatial axis, and padding ("valid" or "same"), of a convolution with channels last."""
@@ -62,11 +95,6 @@ class Convolution:
     strides: tuple[int, ...]
     dilation: tuple[int, ...]
     padding: str
-
-    @property
-    def keeps_size(self) -> bool:
-        """True for the convolution of a state: all strides and dilations are 1, and zeros are padded."""
-        return self.padding == "same" and {*self.strides, *self.dilation} == {1}
 
 
 def convolved_by(op: Any) -> tuple[Any, Any, Convolution] | None:
@@ -133,31 +161,19 @@ class Block:
 
 def variable_of(tensor: Any, outer: Source) -> Any:
     """Return the operation of the variable whose value a tensor is; None if it is no variable."""
-    while True:
-        tensor = outer.settled(tensor)
-        if tensor.op.type in VARIABLES:
-            return tensor.op
-        if tensor.op.type not in _SAME:
-            return None
-        tensor = tensor.op.inputs[0]
+    operation = same(tensor, outer, _READERS).op
+    return operation if is_variable(operation) else None
 
 
 def block_of(tensor: Any, outer: Source) -> Block | None:
     """Return the block of a variable that a tensor equals; None if it is no such block."""
     if not tensor.dtype.base_dtype.is_floating and tensor.dtype.name != "resource":
         return None
-    cuts = []
-    while True:
-        tensor = outer.settled(tensor)
-        op = tensor.op
-        if op.type in CUTS:
-            cuts.append(tensor)
-            tensor = uncut(tensor)
-        elif op.type in _SAME:
-            tensor = op.inputs[0]
-        else:
-            break
-    return _cut_block(op, cuts) if op.type in VARIABLES else None
+    cuts, tensor = [], same(tensor, outer, _READERS)
+    while tensor.op.type in CUTS:
+        cuts.append(tensor)
+        tensor = same(uncut(tensor), outer, _READERS)
+    return _cut_block(tensor.op, cuts) if is_variable(tensor.op) else None
 
 
 def _cut_block(variable: Any, cuts: list[Any]) -> Block | None:
@@ -233,18 +249,9 @@ def columns_of(tensor: Any) -> tuple[int, int] | None:
     return start, start + columns.shape[-1]
 
 
-def behind_identities(tensor: Any) -> Any:
-    """Return the tensor behind a chain of Identity operations."""
-    while tensor.op.type == "Identity":
-        tensor = tensor.op.inputs[0]
-    return tensor
-
-
 def constant_of(tensor: Any, outer: Source) -> Any:
     """Return the number that a constant tensor has; None if it is not constant or has several elements."""
-    tensor = outer.settled(tensor)
-    while tensor.op.type in ("Identity", "Enter", "Cast"):
-        tensor = outer.settled(tensor.op.inputs[0])
+    tensor = same(tensor, outer, ("Identity", "Enter", "Cast"))
     if tensor.shape.rank not in (0, None) and tensor.shape.num_elements() != 1:
         return None
     value = tensor_util.constant_value(tensor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from ...vocabulary import FEATURE, SAMPLE, TIME, UNIT
 from ..protocol import Batch, Port
 from .blocks import dtype_of, is_variable
 from .inputs import fed, names_of_inputs
-from .losses import loss_tensor
+from .losses import loss_in
 from .open_net import OpenNet, open_net
 from .public import Net
 from .recurrences import Loop, LoopBoundary, WeightPiece
@@ -28,29 +29,22 @@ from .weights import LayerVariables, layers_of
 class Spot:
     """One port in the copy of a graph: its value, and the tensors by which the loss is differentiated.
 
-    Attributes
-    ----------
-    value
-        The port's tensor in the layout of the adapter protocol, (sample, time, ...) for a sequence; None for a weight.
-    sources
-        The tensors by which the loss is differentiated; :func:`joined` combines their gradients. The tensors of the
-        boundary may be followed by copies that the next step reads: gradients by these copies are subtracted.
-    loop, boundary
-        The loop, and its boundary, to which the port belongs; None for other ports.
-    pieces
-        For a weight: its blocks of variables.
-    stop
-        Tensors that differentiation treats as constants, so that the gradient by the port is the direct one.
-    halves
-        For the input of a bidirectional layer: the ports of its two directions.
+    ``sources`` are the tensors of the boundary, whose gradients :func:`joined` combines. Copies that the next step
+    reads may follow them: gradients by these copies are subtracted.
     """
 
+    #: The port's tensor in the layout of the adapter protocol, (sample, time, ...) for a sequence.
     value: Any
     sources: tuple[Any, ...]
+    #: The loop, and its boundary, to which the port belongs; None for other ports.
     loop: Loop | None = None
     boundary: LoopBoundary | None = None
+    #: For a weight: its blocks of variables, and the values of these variables, one for each of the sources.
     pieces: tuple[WeightPiece, ...] = ()
+    wholes: tuple[Any, ...] = ()
+    #: Tensors that differentiation treats as constants, so that the gradient by the port is the direct one.
     stop: tuple[Any, ...] = ()
+    #: For the input of a bidirectional layer: the ports of its two directions.
     halves: tuple[Spot, ...] = ()
 
 
@@ -64,8 +58,16 @@ def chronological(loop: Loop, boundary: LoopBoundary) -> Any:
         return _flattened(loop, boundary.tensors[0], 1)
     if boundary.last:
         return _flattened(loop, boundary.tensors[0][-1] if boundary.stacked else boundary.tensors[-1], 1)
-    found = tf.stack(boundary.tensors, axis=1) if not boundary.stacked else swapped(boundary.tensors[0])
-    return _flattened(loop, turned(loop, found), 2)
+    if boundary.stacked:
+        (steps,) = boundary.tensors
+        found = tf.transpose(steps, [1, 0, *range(2, steps.shape.rank or 3)])
+    else:
+        found = tf.stack(boundary.tensors, axis=1)
+    if loop.direction == "backward" and loop.turned_by is None:
+        found = tf.reverse(found, [1])
+    elif loop.direction == "backward":
+        found = tf.reverse_sequence(found, tf.cast(loop.turned_by, tf.int64), seq_axis=1, batch_axis=0)
+    return _flattened(loop, found, 2)
 
 
 def _flattened(loop: Loop, tensor: Any, lead: int) -> Any:
@@ -75,45 +77,6 @@ def _flattened(loop: Loop, tensor: Any, lead: int) -> Any:
         return tensor
     first = tf.transpose(tensor, [*range(lead), rank - 1, *range(lead, rank - 1)])
     return tf.reshape(first, tf.concat([tf.shape(tensor)[:lead], [tensor.shape[lead:].num_elements()]], 0))
-
-
-def _opened(loop: Loop, boundary: LoopBoundary, array: Any) -> Any:
-    """Restore the images of a boundary in an array of its layout: the inverse of :func:`_flattened`."""
-    *space, channels = boundary.tensors[0].shape.as_list()[1 + boundary.stacked :]
-    if loop.cell.body is None or not space:
-        return array
-    lead = array.shape.rank - 1
-    images = tf.reshape(array, tf.concat([tf.shape(array)[:lead], [channels, *space]], 0))
-    return tf.transpose(images, [*range(lead), *range(lead + 1, lead + 1 + len(space)), lead])
-
-
-def swapped(tensor: Any) -> Any:
-    """Transpose (time, sample, ...) to (sample, time, ...), or back."""
-    rank = tensor.shape.rank or 3
-    return tf.transpose(tensor, [1, 0, *range(2, rank)])
-
-
-def turned(loop: Loop, tensor: Any) -> Any:
-    """Convert (sample, time, ...) from the loop's run order to chronological order, or back."""
-    if loop.direction == "forward":
-        return tensor
-    if loop.turned_by is None:
-        return tf.reverse(tensor, [1])
-    return tf.reverse_sequence(tensor, tf.cast(loop.turned_by, tf.int64), seq_axis=1, batch_axis=0)
-
-
-def as_run(loop: Loop, boundary: LoopBoundary, array: Any) -> list[Any]:
-    """Convert a chronological array to the boundary's tensors in run order: the inverse of :func:`chronological`."""
-    array = _opened(loop, boundary, array)
-    if not boundary.stacked and len(boundary.tensors) == 1:
-        return [array]
-    if boundary.last and boundary.stacked:
-        others = [[0, 0]] * array.shape.rank
-        return [tf.pad(array[None], [[tf.shape(boundary.tensors[0])[0] - 1, 0], *others])]
-    if boundary.last:
-        return [*map(tf.zeros_like, boundary.tensors[:-1]), array]
-    array = turned(loop, array)
-    return [swapped(array)] if boundary.stacked else tf.unstack(array, len(boundary.tensors), axis=1)
 
 
 class PortTensors:
@@ -132,7 +95,7 @@ class PortTensors:
 
     def _of_model(self, port: Port) -> Spot:
         if port.kind == "loss":
-            loss = loss_tensor(self._opened, self._batch)
+            loss = loss_in(self._opened.net, self._opened.copy, self._batch).tensor
             return Spot(loss, (loss,))
         if port.kind == "output":
             if port.index >= len(self._opened.outputs):
@@ -152,51 +115,52 @@ class PortTensors:
             return self._of_tensor(port)
         if port.direction is not None:
             loops = [loop for loop in loops if loop.direction == port.direction]
-        if len(loops) > 1:
-            return self._of_both(port, loops)
         if not loops:
             raise InputError(f"Layer {port.layer!r} does not run {port.direction}.")
-        return at_boundary(loops[0], port)
-
-    def _of_both(self, port: Port, loops: Sequence[Loop]) -> Spot:
-        """Return the input port of a bidirectional layer: one tensor that both directions read, in opposite orders."""
+        if len(loops) == 1:
+            return at_boundary(loops[0], port)
         if port.kind != "input":
             raise InputError(
                 f"{port.kind} of the bidirectional layer {port.layer!r} exists once per direction.",
                 hint='direction="forward" or direction="backward"',
             )
-        halves = tuple(at_boundary(loop, port) for loop in loops)
+        halves = tuple(at_boundary(loop, port) for loop in loops)  # one tensor, which they read in opposite orders
         return Spot(halves[0].value, (), halves=halves)
 
     def _of_tensor(self, port: Port) -> Spot:
-        tensor = self._named(str(port.layer))
+        """Return a tensor by its own name, or the output of a layer by its scope."""
+        name, tensor = str(port.layer), None
+        if ":" in name:
+            with suppress(KeyError, ValueError):
+                tensor = self._opened.copy.tensor(name)
+        elif name in self._layers:
+            tensor = self._layers[name].output
         if port.kind != "output" or tensor is None:
             known = dict.fromkeys([*(loop.name for loop in self._opened.loops), *self._layers])
-            raise LayerNotFoundError(f"No layer is called {port.layer!r}.", hint=did_you_mean(str(port.layer), known))
+            raise LayerNotFoundError(f"No layer is called {name!r}.", hint=did_you_mean(name, known))
         return Spot(_read(tensor), (tensor,))
 
-    def _named(self, name: str) -> Any:
-        """Return a tensor by its own name, or the output of a layer by its scope; None if there is neither."""
-        if ":" in name:
-            try:
-                return self._opened.copy.tensor(name)
-            except (KeyError, ValueError):
-                return None
-        return self._layers[name].output if name in self._layers else None
-
     def _weight(self, port: Port) -> Spot:
-        layer = self._layers.get(str(port.layer))
-        key = port.key if port.direction is None or "/" in port.key else f"{port.direction}/{port.key}"
-        pieces = None if layer is None else layer.weights.get(key) or layer.weights.get(port.key)
-        if pieces is None:
-            known = [] if layer is None else list(layer.weights)
-            raise LayerNotFoundError(
-                f"There is no weight {port.key!r} in {port.layer!r}.", hint=did_you_mean(port.key, known)
-            )
-        names = dict.fromkeys(piece.variable for piece in pieces)
-        graph = self._opened.copy.graph
-        held = tuple(graph.get_operation_by_name(name).outputs[0] for name in names)
-        return Spot(None, held, pieces=pieces)
+        layer = self._layers.get(str(port.layer), LayerVariables())
+        pieces = layer.pieces(port.key, port.direction)
+        if not pieces:
+            hint = did_you_mean(port.key, list(layer.weights))
+            raise LayerNotFoundError(f"There is no weight {port.key!r} in {port.layer!r}.", hint=hint)
+        return weight_spot(self._opened.copy.graph, pieces)
+
+
+def weight_spot(graph: Any, pieces: tuple[WeightPiece, ...]) -> Spot:
+    """Return the port of a weight: the variables that it is part of, and its value."""
+    sources = [graph.get_operation_by_name(name).outputs[0] for name in dict.fromkeys(p.variable for p in pieces)]
+    wholes = tuple(map(_read, sources))
+    return Spot(_assembled(pieces, wholes), tuple(sources), pieces=pieces, wholes=wholes)
+
+
+def _assembled(pieces: Sequence[WeightPiece], wholes: Sequence[Any]) -> Any:
+    """Assemble a weight, or its gradient, from tensors of the variables that it is part of."""
+    by_name = dict(zip(dict.fromkeys(piece.variable for piece in pieces), wholes, strict=True))
+    parts = [piece.of(by_name[piece.variable]) for piece in pieces]
+    return tf.concat(parts, axis=-1) if len(parts) > 1 else parts[0]
 
 
 def _read(tensor: Any) -> Any:
@@ -255,6 +219,8 @@ def joined(spot: Spot, parts: Sequence[Any]) -> Any:
     """Combine the gradients by a port's tensors into one, in the layout of the port's value; None if there is none."""
     if all(part is None for part in parts):
         return None
+    if spot.pieces:
+        return _assembled(spot.pieces, [_or_zeros(part, t) for part, t in zip(parts, spot.wholes, strict=True)])
     if spot.boundary is None:
         present = [part for part in parts if part is not None]
         return tf.add_n(present) if len(present) > 1 else present[0]
@@ -263,11 +229,15 @@ def joined(spot: Spot, parts: Sequence[Any]) -> Any:
     by_next = [*parts[steps:], *[None] * (2 * steps - len(parts))]
     pairs = zip(parts[:steps], by_next, strict=True)
     parts = [all_of_it if part is None else all_of_it - part for all_of_it, part in pairs]
-    filled = [tf.zeros_like(t) if g is None else g for t, g in zip(spot.boundary.tensors, parts, strict=True)]
+    filled = [_or_zeros(part, tensor) for part, tensor in zip(parts, spot.boundary.tensors, strict=True)]
     if spot.boundary.last:  # with a mask, the output is the state at the last real step
         total = tf.add_n(filled) if not spot.boundary.stacked else tf.reduce_sum(filled[0], axis=0)
         return _flattened(spot.loop, total, 1)
     return chronological(spot.loop, replace(spot.boundary, tensors=tuple(filled)))
+
+
+def _or_zeros(gradient: Any, tensor: Any) -> Any:
+    return tf.zeros_like(tensor) if gradient is None else gradient
 
 
 # Axis names of time-first graphs.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,14 +13,14 @@ import tensorflow.compat.v1 as tf
 from ...errors import UnsupportedError
 from ...typing import Array
 from ..protocol import Batch, Capture, CaptureRequest, NonRecurrentCall, Port, RecurrentCall
-from .boundaries import PortTensors, Spot, at_boundary, chronological, direct_state, joined
+from .boundaries import PortTensors, Spot, at_boundary, chronological, direct_state, weight_spot
 from .inputs import clear_errors, fed, names_of_inputs
-from .losses import key_of, loss_tensor
-from .model_facts import chosen, within_reach
+from .losses import key_of, loss_in
+from .model_facts import selected
 from .open_net import OpenNet, open_net
 from .public import Net
-from .pullback import gradients
-from .recurrences import Loop, WeightPiece
+from .pullback import pulled_back
+from .recurrences import Loop, LoopBoundary
 from .step_graph import BodyCell
 from .weights import block, known_cell, layers_of, name_of, weights_of
 
@@ -29,12 +29,12 @@ Fetched = dict[Any, Any]
 
 @dataclass
 class _Fetches:
-    """Tensors to fetch for one kind of capture; built once and kept."""
+    """Tensors to fetch for one kind of capture, its loops, its other layers and its notes; built once and kept."""
 
-    fetches: dict[Any, Any] = field(default_factory=dict)
-    loops: list[Loop] = field(default_factory=list)
-    plain: dict[str, Spot] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    fetches: dict[Any, Any]
+    loops: list[Loop]
+    plain: dict[str, Spot]
+    notes: list[str]
 
 
 def capture(net: Net, batch: Batch, request: CaptureRequest) -> Capture:
@@ -43,19 +43,20 @@ def capture(net: Net, batch: Batch, request: CaptureRequest) -> Capture:
     feed = fed(found, batch)
     loss = key_of(batch) if request.gradients or request.loss else None
     key = ("capture", request, loss, tuple(names_of_inputs(net, batch.x)))
-    if key not in found.copy.built:
-        found.copy.built[key] = _fetches(found, batch, request)
-    asked: _Fetches = found.copy.built[key]
+    asked = found.copy.once(key, lambda: _fetches(found, batch, request))
     variables = found.variables(list(asked.fetches.values()), feed)
     with clear_errors(net):
         values = found.copy.run(asked.fetches, feed, variables)
+    for i, loop in enumerate(asked.loops):
+        for j, condition in enumerate(loop.cell.conditions):
+            if not np.all(np.asarray(values[i, "condition", j]) == condition.value):
+                raise UnsupportedError(condition.otherwise)
     return _CaptureBuilder(found, asked, values, variables, request).capture()
 
 
 def _fetches(found: OpenNet, batch: Batch, request: CaptureRequest) -> _Fetches:
     """Select the loops and layers of a capture, and build the tensors to fetch."""
-    layers, notes = within_reach(found, request)
-    loops, names = chosen(found, layers)
+    loops, names, notes = selected(found, request)
     spots = PortTensors(found, batch)
     asked = _Fetches({}, loops, {name: spots(Port("output", name)) for name in names}, notes)
     of = asked.fetches
@@ -72,7 +73,7 @@ def _fetches(found: OpenNet, batch: Batch, request: CaptureRequest) -> _Fetches:
         of |= {("plain", name): spot.value for name, spot in asked.plain.items()}
         of |= {("model output", j): tensor for j, tensor in enumerate(found.outputs)}
         if request.gradients or request.loss:
-            of["loss"] = loss_tensor(found, batch)
+            of["loss"] = loss_in(found.net, found.copy, batch).tensor
         if request.gradients:
             _fetch_gradients(found, asked, request, spots)
     return asked
@@ -84,73 +85,43 @@ def _fetch_gradients(found: OpenNet, asked: _Fetches, request: CaptureRequest, s
     Each unrolled loop needs one more backward pass for its direct gradients.
     """
     graph, loss = found.copy.graph, asked.fetches["loss"]
-    wanted: dict[Any, Any] = {}
+    wanted: dict[Any, Spot] = {("plain_grad", name): spot for name, spot in asked.plain.items()}
     for i, loop in enumerate(asked.loops):
-        ports = {("output_grad", 0): Port("output", loop.name)}
-        ports |= {("final_grad", j): Port("final_state", index=j) for j in range(len(loop.final))}
+        ports: dict[Any, Port] = {}
         if loop.kind == "unrolled":
-            ports = {}
-            for j in range(len(loop.states)):
-                spot = direct_state(loop, j)
-                direct = joined(spot, gradients(graph, [loss], spot.sources, stop=spot.stop))
-                asked.fetches |= {} if direct is None else {(i, "state_grad", j): direct}
+            wanted |= {(i, "state_grad", j): direct_state(loop, j) for j in range(len(loop.states))}
+        else:
+            ports["output_grad", 0] = Port("output", loop.name)
+            ports |= {("final_grad", j): Port("final_state", index=j) for j in range(len(loop.final))}
         if request.boundaries:
             ports["input_grad", 0] = Port("input", loop.name)
             ports |= {("initial_grad", j): Port("initial_state", index=j) for j in range(len(loop.initial))}
         wanted |= {(i, *key): at_boundary(loop, port) for key, port in ports.items()}
-    wanted |= {("plain_grad", name): spot for name, spot in asked.plain.items()}
     if request.boundaries:
         wanted |= {("model input_grad", j): spots(Port("input", index=j)) for j in range(len(found.inputs))}
         wanted |= {("model output_grad", j): spots(Port("output", index=j)) for j in range(len(found.outputs))}
-    sources: dict[Any, Any] = {
-        (key, j): source for key, spot in wanted.items() for j, source in enumerate(spot.sources)
+    known = {key for key in wanted if key[0] == "plain_grad" or key[1] in ("output_grad", "final_grad", "initial_grad")}
+    asked.fetches |= {key: tf.zeros_like(wanted[key].value) for key in known}  # where no path leads to the loss
+    weights = _weights(found, asked, request)
+    asked.fetches |= pulled_back(graph, [loss], wanted | {("weight", name): spot for name, spot in weights.items()})
+    # Gradients that reach the cells' variables outside of their loops: of penalties, and of other layers.
+    held = {name for loop in asked.loops for name in loop.variables}
+    outside = {
+        ("beside", name): spot
+        for name, spot in weights.items()
+        if ("weight", name) in asked.fetches and held.intersection(piece.variable for piece in spot.pieces)
     }
-    for name in _variables(found, asked, request):
-        sources["variable", name] = graph.get_operation_by_name(name).outputs[0]
-    made = dict(zip(sources, gradients(graph, [loss], list(sources.values())), strict=True))
-    _fetch_beside(asked, made, sources, graph, loss)
-    for key, spot in wanted.items():
-        together = joined(spot, [made.pop((key, j)) for j in range(len(spot.sources))])
-        if together is not None:
-            asked.fetches[key] = together
-    asked.fetches |= {(key, "grad"): gradient for key, gradient in made.items() if gradient is not None}
-
-
-def _fetch_beside(asked: _Fetches, made: dict[Any, Any], sources: Mapping[Any, Any], graph: Any, loss: Any) -> None:
-    """Fetch gradients that reach the cells' variables outside of their loops: of penalties, and of other layers."""
-    held = {name: None for loop in asked.loops for name in loop.variables}
-    present = [name for name in held if made.get(("variable", name)) is not None]
     stop = [t for loop in asked.loops for boundary in (*loop.final, *loop.states) for t in boundary.tensors]
     stop += [t for loop in asked.loops if loop.output is not None for t in loop.output.tensors]
-    found = gradients(graph, [loss], [sources["variable", name] for name in present], stop=stop)
-    pairs = zip(present, found, strict=True)
-    asked.fetches |= {("beside", name): gradient for name, gradient in pairs if gradient is not None}
+    asked.fetches |= pulled_back(graph, [loss], outside, stop=stop)
 
 
-def _by_output(loop: Loop, output_grad: Array, states: dict[int, Array]) -> tuple[Array, dict[int, Array]]:
-    """Move the direct gradient of the first state of an unrolled loop to its output, which is the same tensor.
-
-    Returns the output's gradient (sample, time, unit), or (sample, unit) if only the last step is the output, and the
-    remaining state gradients by state number.
-    """
-    if 0 not in states:
-        return output_grad, states
-    first = states[0].copy()
-    if output_grad.ndim == first.ndim:
-        return output_grad + first, {j: grad for j, grad in states.items() if j}
-    last = 0 if loop.direction == "backward" else -1
-    found, first[:, last] = output_grad + first[:, last], 0
-    return found, {**states, 0: first}
-
-
-def _variables(found: OpenNet, asked: _Fetches, request: CaptureRequest) -> list[str]:
-    """Return the names of the variables whose gradients are fetched: those of all layers, of the cells, or none."""
+def _weights(found: OpenNet, asked: _Fetches, request: CaptureRequest) -> dict[str, Spot]:
+    """Return the ports of the weights whose gradients are fetched: those of all layers, of the cells, or none."""
+    weights = {name_of(p, k): p for loop in asked.loops if request.weight_grads for k, p in weights_of(loop).items()}
     if request.boundaries:
-        sets = [pieces for layer in layers_of(found).values() for pieces in layer.weights.values()]
-    else:
-        wanted = asked.loops if request.weight_grads else []
-        sets = [pieces for loop in wanted for pieces in weights_of(loop).values()]
-    return list(dict.fromkeys(piece.variable for pieces in sets for piece in pieces))
+        weights |= {name_of(p, k): p for layer in layers_of(found).values() for k, p in layer.weights.items()}
+    return {name: weight_spot(found.copy.graph, pieces) for name, pieces in weights.items()}
 
 
 def _moving(loop: Loop, mask: Array) -> Array | None:
@@ -168,31 +139,22 @@ def _moving(loop: Loop, mask: Array) -> Array | None:
     return (mask[:, ::turn].cumsum(axis=1) > 0)[:, ::turn]
 
 
+@dataclass
 class _CaptureBuilder:
     """Conversion of fetched values to the ``Capture`` of the adapter protocol."""
 
-    def __init__(
-        self,
-        found: OpenNet,
-        asked: _Fetches,
-        values: Fetched,
-        variables: Mapping[str, Array],
-        request: CaptureRequest,
-    ) -> None:
-        self.found, self.asked, self.values, self.request = found, asked, values, request
-        self.variables = variables
-        for loop in asked.loops:
-            for j, condition in enumerate(loop.cell.conditions):
-                value = values[asked.loops.index(loop), "condition", j]
-                if not np.all(np.asarray(value) == condition.value):
-                    raise UnsupportedError(condition.otherwise)
+    found: OpenNet
+    asked: _Fetches
+    values: Fetched
+    variables: Mapping[str, Array]
+    request: CaptureRequest
 
     def capture(self) -> Capture:
         get, request = self.values.get, self.request
         recorded = Capture([self._call(i, loop) for i, loop in enumerate(self.asked.loops)])
-        plain = {name: self._gradient(("plain_grad", name), ("plain", name)) for name in self.asked.plain}
         recorded.plain = [
-            NonRecurrentCall(name, np.asarray(get(("plain", name))), grad) for name, grad in plain.items()
+            NonRecurrentCall(name, np.asarray(get(("plain", name))), get(("plain_grad", name)))
+            for name in self.asked.plain
         ]
         recorded.entangled = not request.gradients and any(loop.carried for loop in self.asked.loops)
         recorded.notes.extend(self.asked.notes)
@@ -211,33 +173,37 @@ class _CaptureBuilder:
         return recorded
 
     def _call(self, i: int, loop: Loop) -> RecurrentCall:
-        get, direct = self.values.get, self.request.gradients
-        output = np.asarray(self.values[i, "output"])
-        mask = self._mask(i, loop)
-        initial = tuple(np.asarray(get((i, "initial", j))) for j in range(len(loop.initial)))
-        final = tuple(np.asarray(get((i, "final", j))) for j in range(len(loop.final)))
-        unrolled = loop.kind == "unrolled"
-        final_grad, initial_grad = self._state_grads(i, "final", final), self._state_grads(i, "initial", initial)
-        if loop.output is None and final_grad:  # the output is this state
+        get, direct, unrolled = self.values.get, self.request.gradients, loop.kind == "unrolled"
+        output, output_grad = self.values[i, "output"], get((i, "output_grad", 0))
+        mask, state_grad, final_grad = self._mask(i, loop), None, self._states(i, "final_grad", loop.final)
+        if loop.output is None and direct:  # the output is this state
             final_grad = (np.zeros_like(final_grad[0]), *final_grad[1:])
-        output_grad, state_grad = self._gradient((i, "output_grad", 0), (i, "output")), None
         if direct and unrolled:
-            present = {j: get((i, "state_grad", j)) for j in range(len(loop.states))}
-            state_grad = {j: np.asarray(gradient) for j, gradient in present.items() if gradient is not None}
-        if output_grad is not None and state_grad is not None:
-            output_grad, state_grad = _by_output(loop, output_grad, state_grad)
+            output_grad, present = (
+                np.zeros_like(output),
+                {j: get((i, "state_grad", j)) for j in range(len(loop.states))},
+            )
+            state_grad = {j: gradient for j, gradient in present.items() if gradient is not None}
+            if 0 in state_grad:  # the first state is the output, which may be the last step alone
+                first = state_grad.pop(0)
+                if output.ndim == first.ndim:
+                    output_grad = first
+                else:
+                    last = 0 if loop.direction == "backward" else -1
+                    output_grad, state_grad[0] = first[:, last], first.copy()
+                    state_grad[0][:, last] = 0
         return RecurrentCall(
             layer=loop.name,
             direction=loop.direction,
             bidirectional=loop.bidirectional,
             cell=self._cell(i, loop),
-            input=np.asarray(self.values[i, "input"]),
+            input=self.values[i, "input"],
             mask=mask,
-            initial_state=initial,
+            initial_state=self._states(i, "initial", loop.initial),
             output=output,
             output_from_state=None if mask is None else _moving(loop, mask),
             masked_output=loop.masked_output,
-            final_state=None if unrolled else final,
+            final_state=None if unrolled else self._states(i, "final", loop.final),
             output_grad=output_grad,
             final_state_grad=final_grad if direct and not unrolled else None,
             state_grad=state_grad,
@@ -246,66 +212,44 @@ class _CaptureBuilder:
             weight_grads=self._weight_grads(loop) if direct and self.request.weight_grads else None,
             tied=self._tied(loop),
             framework_input_grad=get((i, "input_grad", 0)),
-            framework_initial_state_grad=initial_grad if direct and self.request.boundaries else None,
+            framework_initial_state_grad=self._states(i, "initial_grad", loop.initial)
+            if direct and self.request.boundaries
+            else None,
         )
+
+    def _states(self, i: int, kind: str, boundaries: Sequence[LoopBoundary]) -> tuple[Array, ...]:
+        """Return the fetched values or gradients of the states of a loop."""
+        return tuple(self.values[i, kind, j] for j in range(len(boundaries)) if (i, kind, j) in self.values)
 
     def _mask(self, i: int, loop: Loop) -> Array | None:
         """Return the mask (sample, time) of bool in chronological order; None if the loop has no mask."""
-        steps = np.asarray(self.values[i, "input"]).shape[1]
         if loop.lengths is not None:
-            return np.arange(steps)[None] < np.asarray(self.values[i, "lengths"])[:, None]
+            return np.arange(self.values[i, "input"].shape[1])[None] < self.values[i, "lengths"][:, None]
         if loop.mask is None:
             return None
-        mask = np.asarray(self.values[i, "mask"], dtype=bool).T
+        mask: Array = self.values[i, "mask"].T
         return mask[:, ::-1] if loop.direction == "backward" else mask
 
     def _cell(self, i: int, loop: Loop) -> Any:
         if loop.cell.body is None:
-            return known_cell(loop, self.found.values_of(weights_of(loop).values(), self.variables))
-        outer = [np.asarray(self.values[i, "outer", j]) for j in range(len(loop.cell.body.outer))]
-        return BodyCell(loop.cell.body, outer, list(weights_of(loop)))
-
-    def _gradient(self, key: Any, value: Any) -> Array | None:
-        """Return a gradient of the loss, zeros where there is no path; None if no gradients were requested."""
-        if not self.request.gradients:
-            return None
-        found = self.values.get(key)
-        return np.zeros_like(np.asarray(self.values[value])) if found is None else np.asarray(found)
-
-    def _state_grads(self, i: int, kind: str, states: tuple[Array, ...]) -> tuple[Array, ...]:
-        found = [self._gradient((i, f"{kind}_grad", j), (i, kind, j)) for j in range(len(states))]
-        return tuple(gradient for gradient in found if gradient is not None)
+            return known_cell(loop, self.variables)
+        return BodyCell(loop.cell.body, self._states(i, "outer", loop.cell.body.fed), list(weights_of(loop)))
 
     def _weight_grads(self, loop: Loop) -> dict[str, Array]:
         """Return the gradients that reach the weights of a layer through its loop, by weight name."""
         found = {}
         for key, pieces in weights_of(loop).items():
-            whole, beside = self._variable_grads(pieces), self._variable_grads(pieces, beside=True)
-            found[key] = block(pieces, {name: gradient - beside[name] for name, gradient in whole.items()})
+            whole, beside = (self.values.get((kind, name_of(pieces, key))) for kind in ("weight", "beside"))
+            whole = np.zeros_like(block(pieces, self.variables)) if whole is None else whole
+            found[key] = whole if beside is None else whole - beside
         return found
-
-    def _variable_grads(self, pieces: Sequence[WeightPiece], *, beside: bool = False) -> dict[str, Array]:
-        """Return the gradients by whole variables, or their parts beside the loops; zeros where there is no path."""
-        names = dict.fromkeys(piece.variable for piece in pieces)
-        keys = {name: ("beside", name) if beside else (("variable", name), "grad") for name in names}
-        gradients = {name: self.values.get(key) for name, key in keys.items()}
-        held = self.found.values_of([pieces], self.variables)
-        return {n: np.zeros_like(held[n]) if g is None else np.asarray(g) for n, g in gradients.items()}
 
     def _beside(self) -> tuple[dict[str, Array | None], frozenset[str]]:
         """Return gradients of all weights outside of the loops, and the names for which that is the whole gradient."""
-        found: dict[str, Array | None] = {}
-        partly = set()
-        for layer in layers_of(self.found).values():
-            for key, pieces in layer.weights.items():
-                name = name_of(pieces, key)
-                if any(("beside", piece.variable) in self.values for piece in pieces):
-                    found[name] = block(pieces, self._variable_grads(pieces, beside=True))
-                    partly.add(name)
-                    continue
-                some = any((("variable", piece.variable), "grad") in self.values for piece in pieces)
-                found[name] = block(pieces, self._variable_grads(pieces)) if some else None
-        return found, frozenset(found) - partly
+        layers = layers_of(self.found).values()
+        names = [name_of(pieces, key) for layer in layers for key, pieces in layer.weights.items()]
+        beside = {name: self.values["beside", name] for name in names if ("beside", name) in self.values}
+        return {name: self.values.get(("weight", name)) for name in names} | beside, frozenset(names) - set(beside)
 
     def _tied(self, loop: Loop) -> frozenset[str]:
         """Return the weights that another layer shares in part; none where it shares all, since those are summed."""

@@ -9,7 +9,7 @@ differs in any detail is not matched; its equations are then unknown.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any
 
@@ -26,34 +26,22 @@ _CONV_LSTMS: Mapping[int, type[Cell]] = {1: ConvLSTM1D, 2: ConvLSTM2D, 3: ConvLS
 
 @dataclass(frozen=True)
 class Match:
-    """One step of a recognised cell: its class, states, input, options and weights.
+    """One step of a recognised cell: its input, and its states before and after it in the order of the class."""
 
-    Attributes
-    ----------
-    before, after
-        Its states before and after the step, in the order of the class (h, then c).
-    source
-        Its input.
-    """
-
-    cell: type[Cell]
+    cell: LoopCell
     before: tuple[Key, ...]
     after: tuple[Key, ...]
     source: Key
-    units: int
-    options: Mapping[str, Any] = field(default_factory=dict)
-    weights: Mapping[str, tuple[WeightPiece, ...]] = field(default_factory=dict)
-
-    @property
-    def loop_cell(self) -> LoopCell:
-        """The cell as that of a loop; options of which there is none are left out."""
-        options = {name: value for name, value in self.options.items() if value is not None}
-        return LoopCell(self.cell.kind, self.units, self.cell, options, self.weights)
 
     @property
     def scope(self) -> str:
         """Common name scope of the variables that are its weights."""
-        return common_scope(piece.variable for pieces in self.weights.values() for piece in pieces)
+        return common_scope(self.cell.variables)
+
+
+def _cell(kind: type[Cell], units: int, options: Mapping[str, Any], weights: Weights) -> LoopCell:
+    """Return a known cell; options of which there is none are left out."""
+    return LoopCell(kind.kind, units, kind, {k: v for k, v in options.items() if v is not None}, weights)
 
 
 def steps_in(probe: Probe) -> Iterator[Match]:
@@ -83,9 +71,8 @@ def _simple(probe: Probe, source: Key, state: Key, gates: Sequence[Value]) -> It
         gate, biases = _gate(value), _biases([value])
         if not gate.peepholes and biases is not None:
             weights = _kernels([gate], source, state) | biases
-            yield Match(
-                SimpleRNN, (state,), (value.key,), source, gate.width, {"activation": value.activation}, weights
-            )
+            cell = _cell(SimpleRNN, gate.width, {"activation": value.activation}, weights)
+            yield Match(cell, (state,), (value.key,), source)
 
 
 def _grus(probe: Probe, source: Key, state: Key, gates: Sequence[Value]) -> Iterator[Match]:
@@ -101,7 +88,7 @@ def _grus(probe: Probe, source: Key, state: Key, gates: Sequence[Value]) -> Iter
             after = probe.found(u.numbers * before + (1 - u.numbers) * n) if n.shape == before.shape else None
             if after is not None:
                 options = {"activation": name, "recurrent_activation": u.activation, **rest}
-                yield Match(GRU, (state,), (after.key,), source, u.width, options, weights)
+                yield Match(_cell(GRU, u.width, options, weights), (state,), (after.key,), source)
 
 
 _Candidate = tuple[str, Any, dict[str, Any], Weights]
@@ -208,7 +195,8 @@ def _outputs(
             return
         if peepholes or cell.clip or value.clip:
             kind, options = PeepholeLSTM, options | {"cell_clip": cell.clip, "projection_clip": value.clip}
-        yield Match(kind, (state, before.key), (value.key, cell.key), source, i.width, options, weights)
+        match = _cell(kind, i.width, options, weights)
+        yield Match(match, (state, before.key), (value.key, cell.key), source)
 
 
 def _products(gates: Sequence[Affine], source: Key, state: Key) -> tuple[type[Cell], dict[str, Any]] | None:
@@ -224,7 +212,8 @@ def _products(gates: Sequence[Affine], source: Key, state: Key) -> tuple[type[Ce
     if of_input is None or of_state is None:
         return LSTM, {}
     options = {"strides": of_input.strides, "dilation": of_input.dilation, "padding": of_input.padding}
-    return (_CONV_LSTMS[len(window)], options) if of_state.keeps_size else None
+    keeps_size = of_state.padding == "same" and {*of_state.strides, *of_state.dilation} == {1}
+    return (_CONV_LSTMS[len(window)], options) if keeps_size else None
 
 
 def _peepholes(gates: Sequence[Value], before: Value, after: Value) -> Weights | None:

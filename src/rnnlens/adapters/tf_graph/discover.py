@@ -26,21 +26,11 @@ def find(
     *,
     may_vary: bool = False,
 ) -> list[Loop]:
-    """Find the recurrent loops among the ancestors of tensors, in the order in which they were built.
+    """Find the recurrent loops among the ancestors of outputs and loss, in the order in which they were built.
 
-    Parameters
-    ----------
-    graph
-        The copy of the user's graph.
-    ends
-        Outputs and loss; other loops (those of gradients, or of input pipelines) are left out.
-    value_of
-        Function from a scalar tensor, such as a keep probability, to its present value. A cell may be known at that
-        value only.
-    stacks
-        Sets of variables: cells that have these are treated as one recurrence.
-    may_vary
-        Whether runs of the same copy may use other values, such as another learning phase of Keras.
+    ``value_of`` returns the present value of a scalar tensor, such as a keep probability: a cell may be known at that
+    value only. ``may_vary``: runs of the same copy may use other values, such as another learning phase of Keras.
+    Cells whose variables are a set of ``stacks`` are treated as one recurrence.
     """
     ends = list(ends)
     built = [
@@ -51,7 +41,7 @@ def find(
     loops = zip((number for number, _ in built), _paired([loop for _, loop in built]), strict=True)
     # An unrolled loop stands where its first state is computed, a refused one last.
     steps = [(int(x.states[0].tensors[0].op._id) if x.states else math.inf, x) for x in unrolled(ends)]
-    in_branches = [of_a_branch(op.name) for op in conditions_with_loops(graph, ends)]
+    in_branches = [of_a_branch(op.name) for op in conditions_with_loops(ends)]
     return [*(loop for _, loop in sorted([*loops, *steps], key=lambda pair: pair[0])), *fused(ends), *in_branches]
 
 
@@ -62,15 +52,15 @@ def _loops(
     if frame.in_condition:
         return [of_a_branch(frame.name)]
     if frame.nested:
-        floats = [v for v in frame.variables if v.before.dtype.is_floating and v.before.shape.rank != 0]
-        return [refused(frame, floats, sequences(frame), "a loop within its body")] if floats else []
+        return [refused(frame, frame.floats, sequences(frame), "a loop within its body")] if frame.floats else []
     settings = GraphSettings(value_of)
     analysis = as_set = analyse(frame, settings)
     if not analysis.states:
         return []
     if settings.used and (may_vary or not as_set.covered):
         analysis = analyse(frame if may_vary else _without_dropout(as_set))
-    if len(analysis.matches) > 1 and any(analysis.variables <= stack for stack in stacks):
+    read = frozenset[str]().union(*(match.cell.variables for match in analysis.matches))
+    if len(analysis.matches) > 1 and any(read <= stack for stack in stacks):
         return split(analysis, as_one=True)
     if analysis is as_set or analysis.covered or not as_set.covered:
         return _cells(analysis)
@@ -93,7 +83,7 @@ def _without_dropout(analysis: LoopAnalysis) -> Frame:
 
 
 def _cells(analysis: LoopAnalysis) -> list[Loop]:
-    known = _known(analysis) if analysis.whole else None
+    known = _known(analysis) if len(analysis.matches) == 1 and analysis.covered else None
     return split(analysis) if known is None else [known]
 
 
@@ -102,20 +92,24 @@ def _known(analysis: LoopAnalysis) -> Loop | None:
     match = analysis.matches[0]
     read = next((read for read in analysis.reads if analysis.probe.of(read.value).key == match.source), None)
     output = output_of(analysis, match.after[0])
-    understood = analysis.mask is not None or not analysis.masked
+    understood = analysis.mask is not None or analysis.condition is None
     in_one = any(columns is not None for _, columns in analysis.owners)
     if read is None or read.reader is None or output is None or not understood or in_one:
         return None
     owners = [analysis.owners[i][0] for i in analysis.numbers(match)]
-    boundaries = (
+    return Loop(
+        analysis.frame.name,
+        analysis.frame.kind,
+        replace(match.cell, conditions=analysis.runs_through(read.stacked)),
         tuple(LoopBoundary((v.entry,), ((v.reader,),)) for v in owners),
         tuple(LoopBoundary((v.exit,)) for v in owners),
         LoopBoundary((read.stacked,), ((read.reader,),), stacked=True),
         output[0],
+        masked_output=output[1],
+        scope=match.scope,
+        **analysis.mask_words,
+        **course_of(read.stacked).words,
     )
-    cell = replace(match.loop_cell, conditions=analysis.runs_through(read.stacked))
-    words = {**analysis.mask_words, "masked_output": output[1]}
-    return analysis.loop(analysis.frame.name, cell, boundaries, read.stacked, match.scope, **words)
 
 
 # Two directions, one layer.

@@ -23,24 +23,10 @@ from ...errors import UnsupportedError
 from ...typing import Array
 from .blocks import is_variable, reached
 from .recurrences import Loop, LoopBoundary
+from .while_loops import RANDOM, types_of
 
 #: Collections that are needed to differentiate loops of control flow v1.
 _CONTEXTS = ("while_context", "cond_context")
-#: Operations that draw new random numbers at every run.
-RANDOM = frozenset(
-    [
-        "RandomUniform",
-        "RandomStandardNormal",
-        "TruncatedNormal",
-        "RandomUniformInt",
-        "RandomShuffle",
-        "Multinomial",
-        "RandomGamma",
-        "RandomPoisson",
-        "RandomPoissonV2",
-        "ParameterizedTruncatedNormal",
-    ]
-)
 #: Multiplier that gives each seed other draws: an odd number near 2^32 divided by the golden ratio.
 _ANOTHER_DRAW = 0x9E3779B1
 _numbers = count()
@@ -64,27 +50,27 @@ def definition(graph: Any) -> Any:
 
 
 def imported(meta: Any) -> Any:
-    """Create a graph from a definition, with function names that are unique in this process.
+    """Create a graph from a definition, in which functions get names that are unique in this process.
 
     TensorFlow registers functions by name for all graphs together. The gradient functions of a While get names derived
     from the old ones.
     """
-    own = {function.signature.name for function in meta.graph_def.library.function}
     graph = tf.Graph()
-    if own:
-        changed, mark = type(meta)(), f"_copy{next(_numbers)}"
-        changed.CopyFrom(meta)
-        _rename_functions(changed.graph_def, own, mark)
-        meta = changed
+    _rename_functions(meta.graph_def, f"_copy{next(_numbers)}")
     with graph.as_default():
         meta_graph.import_scoped_meta_graph(meta)
     return graph
 
 
-def _rename_functions(definition: Any, own: set[str], mark: str) -> None:
+def _nodes(definition: Any) -> list[Any]:
+    """Return all nodes of a graph's definition, those of its functions included."""
+    return [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
+
+
+def _rename_functions(definition: Any, mark: str) -> None:
     """Add a suffix to the names of functions, in their definitions and in all calls."""
-    nodes = [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
-    for node in nodes:
+    own = {function.signature.name for function in definition.library.function}
+    for node in _nodes(definition) if own else ():
         if node.op in own:
             node.op += mark
         for value in node.attr.values():
@@ -99,41 +85,38 @@ def _rename_functions(definition: Any, own: set[str], mark: str) -> None:
 
 
 def seeded(meta: Any, seed: int) -> Any:
-    """Return the definition with seeds for all random operations, and loops that run one step at a time.
+    """Set seeds for all random operations of a definition, and let loops run one step at a time; return it.
 
     Equal runs then draw equal random numbers. A loop with parallel iterations may draw the numbers of a later step
     first.
     """
-    nodes = [*meta.graph_def.node, *(node for f in meta.graph_def.library.function for node in f.node_def)]
+    nodes = _nodes(meta.graph_def)
     drawn = [node for node in nodes if node.op in RANDOM]
     if not drawn:
         return meta
-    changed = type(meta)()
-    changed.CopyFrom(meta)
-    nodes = [*changed.graph_def.node, *(node for f in changed.graph_def.library.function for node in f.node_def)]
-    for i, node in enumerate(node for node in nodes if node.op in RANDOM):
+    for i, node in enumerate(drawn):
         unset = not node.attr["seed"].i and not node.attr["seed2"].i
         if unset or seed:
             node.attr["seed"].i = (node.attr["seed"].i or i + 1) + seed * _ANOTHER_DRAW
     for node in nodes:
         if "parallel_iterations" in node.attr:
             node.attr["parallel_iterations"].i = 1
-    contexts = changed.collection_def["while_context"].bytes_list.value
+    # Asking for a missing entry would add it, and TensorFlow would log an error.
+    contexts = meta.collection_def["while_context"].bytes_list.value if "while_context" in meta.collection_def else []
     for i, context in enumerate(contexts):
         loop = control_flow_pb2.WhileContextDef.FromString(context)
         loop.parallel_iterations = 1
         contexts[i] = bytes(loop.SerializeToString())
-    return changed
+    return meta
 
 
 K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
 
 #: Largest number of entries in the cache of :meth:`GraphCopy.is_steady`.
 _MOST_RATES = 64
 #: Operations that fill tables.
 _TABLES = ("InitializeTable", "LookupTableImport")
-#: Operations that run functions of the graph.
-_CALLS = ("While", "StatelessWhile", "If", "StatelessIf", "Case")
 #: Operations that assign variables; those of TensorArrays and TensorLists are excluded.
 _ASSIGNS = re.compile(r"(?!Tensor).*(Assign|Scatter|Apply|CountUpTo)")
 #: Operations that take data from a queue or a pipeline.
@@ -162,12 +145,7 @@ class Dependences:
 class GraphCopy:
     """Copy of a graph with taps at its loops, and a session that runs it.
 
-    Parameters
-    ----------
-    meta
-        See :func:`definition`.
-    seed
-        Seed of the random operations. With 0, seeded operations draw the same as in a new session of the user's graph.
+    With ``seed`` 0, seeded operations draw the same as in a new session of the user's graph.
     """
 
     def __init__(self, meta: Any, seed: int = 0, config: Any = None) -> None:
@@ -191,6 +169,13 @@ class GraphCopy:
         """Return the copy's tensor that corresponds to the user's tensor of a name, or is equal to it in value."""
         return self._replaced[name] if name in self._replaced else self.graph.get_tensor_by_name(name)
 
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what ``make`` adds to the copy; for each key this is done once."""
+        if key not in self.built:
+            self.built[key] = make()
+        found: T = self.built[key]
+        return found
+
     def tap(self, loops: Sequence[Loop]) -> None:
         """Insert a copy of each input, initial state and fed-back state of the loops. Only that loop reads the copy."""
         for loop in loops:
@@ -199,9 +184,9 @@ class GraphCopy:
             self.loops = tuple(
                 replace(
                     loop,
-                    input=_tapped(loop.input, tf.identity),
-                    initial=tuple(_tapped(boundary, _as_it_was) for boundary in loop.initial),
-                    carried=tuple(_tapped(boundary, tf.identity) for boundary in loop.carried),
+                    input=_tapped(loop.input),
+                    initial=tuple(_tapped(boundary, _snapshot) for boundary in loop.initial),
+                    carried=tuple(map(_tapped, loop.carried)),
                 )
                 for loop in loops
             )
@@ -215,17 +200,17 @@ class GraphCopy:
         self._load({name: value for name, value in variables.items() if name in self._assign})
         if not asked:
             return {}
-        found = self._run(asked, dict(feed)) if behind.draws else self._session.run(asked, dict(feed))
+        found = self._run(asked, dict(feed), steady=not behind.draws or self.is_steady(asked, feed))
         if behind.assigns:
             self._loaded = {}
         return dict(zip(fetches, found, strict=True))
 
-    def _run(self, asked: Sequence[Any], feed: dict[Any, Any]) -> list[Any]:
-        """Run with random operations so that they draw the same numbers as in the last such run."""
-        if self.is_steady(asked, feed):
+    def _run(self, asked: Sequence[Any], feed: dict[Any, Any], *, steady: bool) -> list[Any]:
+        """Run the copy; if draws change the results, then in a new session, where random operations start anew."""
+        if steady:
             return list(self._session.run(asked, feed))
         loaded, key = self._loaded, self._steady_key(asked, feed)
-        self._restart()  # in a new session the random operations start from their seeds
+        self._restart()
         self._load(loaded)
         found = list(self._session.run(asked, feed))
         if key not in self._steady:
@@ -261,9 +246,16 @@ class GraphCopy:
             for stale in [other for other in self._behind if other[0] != self.graph.version]:
                 del self._behind[stale]
             operations = cone(asked, feed)
-            _refuse_sources(operations)
+            for operation in operations:
+                if operation.type.startswith(_SOURCES):
+                    raise UnsupportedError(
+                        f"The graph takes its data from {operation.name!r}, which our copy must not empty or wait for.",
+                        got=operation.type,
+                        expected="data that is fed",
+                        hint=f'inputs={{"x": "{operation.name}:0"}}: the batch tensor itself can be fed',
+                    )
             variables = tuple(op.name for op in operations if is_variable(op))
-            types = self._types(operations)
+            types = types_of(operations)
             self._behind[key] = Dependences(variables, bool(types & RANDOM), any(map(_ASSIGNS.match, types)))
         return self._behind[key]
 
@@ -291,21 +283,6 @@ class GraphCopy:
             self._session.run([assign for _, assign in places.values()], feed)
             self._loaded = {**old, **new}
 
-    def _types(self, operations: Iterable[Any]) -> frozenset[str]:
-        """Return the types of operations, including those inside of functions that they call."""
-        every = list(operations)
-        found = {op.type for op in every}
-        called = [name for op in every if op.type in _CALLS or "PartitionedCall" in op.type for name in _called(op)]
-        functions = {f.signature.name: f for f in self.graph.as_graph_def().library.function} if called else {}
-        seen: set[str] = set()
-        while called:
-            name = called.pop()
-            if name in functions and name not in seen:
-                seen.add(name)
-                found |= {node.op for node in functions[name].node_def}
-                called += [other for node in functions[name].node_def for other in _called(node)]
-        return frozenset(found)
-
 
 def _shared(config: Any) -> Any:
     """Return the user's session configuration. Without a setting of threads, half of the cores are used."""
@@ -315,12 +292,6 @@ def _shared(config: Any) -> Any:
         own.use_per_session_threads = True
         own.inter_op_parallelism_threads = max(1, (os.cpu_count() or 1) // 2)
     return own
-
-
-def _called(operation: Any) -> list[str]:
-    """Return the names of the functions that an operation, or a node of a function, calls."""
-    attributes = getattr(operation, "node_def", operation).attr.values()
-    return [f.name for a in attributes for f in (a.func, *a.list.func) if f.name]
 
 
 def _assigned(operation: Any) -> tuple[Any, Any]:
@@ -334,34 +305,19 @@ def _assigned(operation: Any) -> tuple[Any, Any]:
         return value, tf.raw_ops.Assign(ref=tensor, value=value, validate_shape=False)
 
 
-def _as_it_was(tensor: Any) -> Any:
-    """Return a copy of a tensor in memory.
-
-    For a reference variable of control flow v1 an identity would follow later assignments.
-    """
+def _snapshot(tensor: Any) -> Any:
+    """Copy a tensor in memory: of a reference variable of control flow v1 an identity would follow assignments."""
     with tensor.graph.gradient_override_map({"Snapshot": "Identity"}):
         return tf.raw_ops.Snapshot(input=tensor)
 
 
-def _tapped(boundary: LoopBoundary, copied: Callable[[Any], Any]) -> LoopBoundary:
+def _tapped(boundary: LoopBoundary, copied: Callable[[Any], Any] = tf.identity) -> LoopBoundary:
     tapped = []
     for tensor, readers in zip(boundary.tensors, boundary.readers, strict=True):
-        tap = copied(tensor)
+        tapped.append(copied(tensor))
         for operation, index in readers:
-            operation._update_input(index, tap)
-        tapped.append(tap)
+            operation._update_input(index, tapped[-1])
     return replace(boundary, tensors=tuple(tapped))
-
-
-def _refuse_sources(operations: Iterable[Any]) -> None:
-    for operation in operations:
-        if operation.type.startswith(_SOURCES):
-            raise UnsupportedError(
-                f"The graph takes its data from {operation.name!r}, which our copy must not empty or wait for.",
-                got=operation.type,
-                expected="data that is fed",
-                hint=f'inputs={{"x": "{operation.name}:0"}}: the batch tensor itself can be fed',
-            )
 
 
 def dense(gradient: Any) -> Any:

@@ -14,7 +14,8 @@ from ...errors import InputError, LayerNotFoundError, UnsupportedError, UserCode
 from ...typing import Array, leaves_of
 from ..protocol import Batch
 from . import keras_v1
-from .losses import fed_to, is_built, loss_in
+from .graph_copy import GraphCopy
+from .losses import feed_of_loss, is_built
 from .open_net import OpenNet
 from .public import Net
 
@@ -44,15 +45,13 @@ def names_of_inputs(net: Net, x: Any) -> list[str]:
 
 def fed(found: OpenNet, batch: Batch) -> dict[Any, Array]:
     """Return the feeds of a run of a batch, by tensor of the copy."""
-    feed = fed_in(found.net, found.copy.graph, batch)
-    if is_built(found.net, batch):
-        feed |= fed_to(loss_in(found.net, found.copy.graph, found.copy.tensor, batch, found.copy.built), batch)
+    feed = fed_in(found.net, found.copy, batch) | feed_of_loss(found.net, found.copy, batch)
     for layer, states in (batch.initial_state or {}).items():
         feed |= _started(found, layer, states)
     return feed
 
 
-def fed_in(net: Net, graph: Any, batch: Batch) -> dict[Any, Array]:
+def fed_in(net: Net, copy: GraphCopy, batch: Batch) -> dict[Any, Array]:
     """Return the feeds of a batch for any copy of the net's graph, without those of losses built in that copy."""
     _refuse(net, batch)
     feed = {tensor.name: _fitting(f"feed[{tensor.op.name!r}]", tensor, value) for tensor, value in net.feed.items()}
@@ -66,7 +65,7 @@ def fed_in(net: Net, graph: Any, batch: Batch) -> dict[Any, Array]:
         feed |= {name: np.asarray(value) for name, value in keras_v1.phase_feed(net, batch.training).items()}
     if not is_built(net, batch):
         feed |= _targets(net, batch)
-    return {graph.get_tensor_by_name(name): value for name, value in feed.items()}
+    return {copy.graph.get_tensor_by_name(name): value for name, value in feed.items()}
 
 
 def _targets(net: Net, batch: Batch) -> dict[str, Array]:

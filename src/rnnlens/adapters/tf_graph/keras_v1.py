@@ -75,25 +75,21 @@ def _names(model: Any, graph: Any, outputs: list[Any]) -> KerasNames:
 
     phase = backend._GRAPH_LEARNING_PHASES.get(graph)
     phase = phase() if callable(phase) else phase
-    weights = list(getattr(model, "_feed_sample_weights", None) or []) if _is_compiled(model) else []
+    compiled: dict[str, Any] = {}
+    if _is_compiled(model):
+        weights, scales = getattr(model, "_feed_sample_weights", None) or [], model._loss_weights_list
+        compiled["weights"] = tuple(tensor.name for tensor in weights)
+        compiled |= {"optimizer": type(model.optimizer).__name__, "loss": model.loss}
+        compiled["scales"] = tuple(map(float, scales)) if all(isinstance(scale, Real) for scale in scales) else None
     return KerasNames(
         tuple(sites),
         tuple(owners.items()),
         tuple((name, tensors) for name, tensors in made.items() if tensors),
         phase.name if hasattr(phase, "name") else None if phase is None else bool(phase),
-        tuple(tensor.name for tensor in weights),
-        tuple(loss.name for loss in model.losses if hasattr(loss, "op") and loss.graph is graph),
-        tuple(_mask(tensor) for tensor in outputs),
-        type(getattr(model, "optimizer", None)).__name__ if _is_compiled(model) else "",
-        model.loss if _is_compiled(model) else None,
-        _scales(model) if _is_compiled(model) else (),
+        extra=tuple(loss.name for loss in model.losses if hasattr(loss, "op") and loss.graph is graph),
+        masks=tuple(_mask(tensor) for tensor in outputs),
+        **compiled,
     )
-
-
-def _scales(model: Any) -> tuple[float, ...] | None:
-    """Return the loss weight of each output; None if any of them is a tensor."""
-    given = list(model._loss_weights_list)
-    return tuple(map(float, given)) if all(isinstance(scale, Real) for scale in given) else None
 
 
 def _mask(tensor: Any) -> str | None:

@@ -10,21 +10,18 @@ from typing import Any, Literal
 import tensorflow.compat.v1 as tf
 
 from ...errors import message
-from .blocks import CONVOLUTIONS, Source, constant_of, width_of
+from .blocks import CONVOLUTIONS, VARIABLES, Source, constant_of, same, width_of
 from .cells import Match, steps_in
 from .probe import COMPUTED, PARTS, Key, Probe
-from .recurrences import Condition, Loop, LoopBoundary, LoopCell
+from .recurrences import Condition, LoopBoundary
 from .sequences import (
     NO_SETTINGS,
     GraphSettings,
     Mask,
     Read,
     Written,
-    clocks,
-    course_of,
     is_filled_with,
     mask_of,
-    same,
     sequences,
     steps_run,
     written,
@@ -32,44 +29,14 @@ from .sequences import (
 from .while_loops import Frame, Paths, Variable
 
 #: Operations of known cells, including those that read variables and sequences.
-_IN_CELLS = (
-    (COMPUTED - {"Floor"})
-    | PARTS
-    | CONVOLUTIONS
-    | {
-        *(
-            "Const",
-            "Enter",
-            "RefEnter",
-            "ReadVariableOp",
-            "VariableV2",
-            "Variable",
-            "VarHandleOp",
-            "Switch",
-            "Placeholder",
-        ),
-        *("TensorArrayReadV3", "TensorListGetItem", "Pack", "Less", "LogicalNot", "Cast"),
-    }
-)
+_IN_CELLS = (COMPUTED - {"Floor"}) | PARTS | CONVOLUTIONS | VARIABLES
+_IN_CELLS |= {"Const", "Enter", "RefEnter", "ReadVariableOp", "Switch", "Placeholder"}
+_IN_CELLS |= {"TensorArrayReadV3", "TensorListGetItem", "Pack", "Less", "LogicalNot", "Cast"}
 
 
 @dataclass(eq=False)
 class LoopAnalysis:
-    """Result of the analysis of one while loop.
-
-    Attributes
-    ----------
-    new
-        New value of each state at steps that are not masked, by id of the loop variable.
-    pairs
-        Quantities of each state before and after the step. A concatenation of several states counts as several.
-    owners
-        Loop variable of each pair, and its columns there (None for all).
-    condition
-        A tensor of the body, and whether samples keep their states where it is True; None if states are never kept.
-    mask
-        The condition as a mask of steps; None if it is not known to be one.
-    """
+    """Result of the analysis of one while loop."""
 
     frame: Frame
     probe: Probe
@@ -77,17 +44,17 @@ class LoopAnalysis:
     reads: list[Read]
     writes: list[Written]
     states: list[Variable]
+    #: New value of each state at steps that are not masked, by id of the loop variable.
     new: dict[int, Any]
+    #: Quantities of each state before and after the step. A concatenation of several states counts as several.
     pairs: list[tuple[Key, Key]]
+    #: Loop variable of each pair, and its columns there (None for all).
     owners: list[tuple[Variable, tuple[int, int] | None]]
+    #: The condition as a mask of steps; None if it is not known to be one.
     mask: Mask | None
+    #: A tensor of the body, and whether samples keep their states where it is True; None if states are never kept.
     condition: tuple[Any, bool] | None
     matches: list[Match]
-
-    @property
-    def masked(self) -> bool:
-        """True if some samples keep their states at some steps."""
-        return self.condition is not None
 
     def same_condition(self, condition: Any) -> bool:
         """Return whether a tensor of the body is the condition under which states are kept, or an equal mask."""
@@ -107,18 +74,6 @@ class LoopAnalysis:
             return {}
         steps = None if self.mask.steps is None else flat_mask(self.mask.steps.stacked, self.mask.inverted)
         return {"lengths": self.mask.lengths, "mask": steps}
-
-    def loop(
-        self, name: str, cell: LoopCell, boundaries: Sequence[Any], stacked: Any, scope: str, **words: Any
-    ) -> Loop:
-        """Return a recurrence that this loop runs.
-
-        ``boundaries`` are its initial states, final states, input and output, ``stacked`` is the sequence that the loop
-        reads; ``words`` are further attributes of the ``Loop``.
-        """
-        initial, final, source, output = boundaries
-        words |= course_of(stacked).words | {"scope": scope}
-        return Loop(name, self.frame.kind, cell, initial, final, source, output, **words)
 
     def runs_through(self, stacked: Any) -> tuple[Condition, ...]:
         """Return the condition that the loop runs over all steps of the sequence it reads.
@@ -142,17 +97,6 @@ class LoopAnalysis:
         """True if every state belongs to a known cell."""
         return sum(len(match.before) for match in self.matches) == len(self.pairs)
 
-    @property
-    def variables(self) -> frozenset[str]:
-        """Names of the variables that are weights of the loop's known cells."""
-        blocks = (pieces for match in self.matches for pieces in match.weights.values())
-        return frozenset(piece.variable for pieces in blocks for piece in pieces)
-
-    @property
-    def whole(self) -> bool:
-        """True if the loop consists of a single known cell with all its states."""
-        return len(self.matches) == 1 and self.covered
-
 
 def analyse(frame: Frame, settings: GraphSettings = NO_SETTINGS) -> LoopAnalysis:
     """Analyse a while loop: find its states, the operations that update them, and the known cells in these updates.
@@ -160,15 +104,13 @@ def analyse(frame: Frame, settings: GraphSettings = NO_SETTINGS) -> LoopAnalysis
     ``settings`` replaces scalar tensors, such as keep probabilities, by their present values.
     """
     reads, writes = sequences(frame), written(frame)
-    floats = _floats(frame)
-    made = {id(v): unselected(v.after, v.before, frame.outer) for v in floats}
-    states = _states(frame, floats, made, writes)
+    made = {id(v): unselected(v.after, v.before, frame.outer) for v in frame.floats}
+    states = _states(frame, made, writes)
     paths = Paths(frame, states)
     condition = _condition(frame, reads, paths, [made[id(v)][1] for v in states])
     new = {id(v): made[id(v)][0] if condition is not None else v.after for v in states}
-    probe = Probe(
-        [id(t) for t in (*(v.before for v in floats), *(read.value for read in reads))], frame.outer, settings
-    )
+    leaves = [*(v.before for v in frame.floats), *(read.value for read in reads)]
+    probe = Probe([id(t) for t in leaves], frame.outer, settings)
     pairs: list[tuple[Key, Key]] = []
     owners: list[tuple[Variable, tuple[int, int] | None]] = []
     for variable in states:
@@ -220,17 +162,13 @@ def unselected(after: Any, before: Any, outer: Source) -> tuple[Any, tuple[Any, 
     return after, None
 
 
-def _states(frame: Frame, floats: list[Variable], made: dict[int, Any], writes: list[Written]) -> list[Variable]:
+def _states(frame: Frame, made: dict[int, Any], writes: list[Written]) -> list[Variable]:
     """Return the variables on which some step's result depends, without those that repeat the previous output."""
-    targets = [made[id(v)][0] for v in floats]
-    for write in writes:
-        value = write.value
-        for variable in floats:
-            if same(variable.after, frame.outer) is same(value, frame.outer):
-                value = made[id(variable)][0]
-        targets.append(value)
+    new = {id(same(v.after, frame.outer)): made[id(v)][0] for v in frame.floats}
+    targets = [made[id(v)][0] for v in frame.floats]
+    targets += [new.get(id(same(write.value, frame.outer)), write.value) for write in writes]
     read = {id(v) for target in targets for v in Paths(frame, []).directly(target)}
-    return [v for v in floats if id(v) in read]
+    return [v for v in frame.floats if id(v) in read]
 
 
 def _condition(
@@ -256,17 +194,18 @@ Output = tuple[LoopBoundary | None, Literal["state", "output", "zero"]]
 def output_of(analysis: LoopAnalysis, hidden: Key) -> Output | None:
     """Return where a hidden state is stacked, and the output at masked steps; None if other numbers are stacked."""
     writes = [w for w in analysis.writes if w.stacked is not None]
-    found = _output_of(analysis, hidden, writes) if writes else None
-    return (None, "state") if found is None and not any(w.variable.read for w in writes) else found
+    if not any(w.variable.read for w in writes):
+        return _output_of(analysis, hidden, writes) or (None, "state")
+    return _output_of(analysis, hidden, writes)
 
 
 def _output_of(analysis: LoopAnalysis, hidden: Key, writes: Sequence[Written]) -> Output | None:
     outer, keys = analysis.frame.outer, analysis.probe
-    if len(writes) > 1 or not at_present(analysis.frame, writes[0]):
+    if len(writes) != 1 or not at_present(analysis.frame, writes[0]):
         return None
     boundary = LoopBoundary((writes[0].stacked,), stacked=True)
     value = same(writes[0].value, outer)
-    if not analysis.masked:
+    if analysis.condition is None:
         return (boundary, "state") if keys.of(value).key == hidden else None
     if value.op.type not in ("Select", "SelectV2") or analysis.mask is None:
         return None
@@ -280,18 +219,13 @@ def _output_of(analysis: LoopAnalysis, hidden: Key, writes: Sequence[Written]) -
         return boundary, "zero"
     if (keys.of(other).key, hidden) in analysis.pairs:
         return boundary, "state"
-    kept = any(other is v.before and is_filled_with(0, v.entry, outer) for v in _floats(analysis.frame))
+    kept = any(other is v.before and is_filled_with(0, v.entry, outer) for v in analysis.frame.floats)
     return (boundary, "output") if kept else None  # the previous output
-
-
-def _floats(frame: Frame) -> list[Variable]:
-    """Return the loop variables that are floating-point and no scalars."""
-    return [v for v in frame.variables if v.before.dtype.is_floating and v.before.shape.rank != 0]
 
 
 def at_present(frame: Frame, write: Written) -> bool:
     """Return whether each step writes to the position of its own time index."""
-    return any(same(write.index, frame.outer) is v.before for v in clocks(frame))
+    return any(same(write.index, frame.outer) is v.before for v in frame.clocks)
 
 
 def why_unknown(analysis: LoopAnalysis) -> str:

@@ -13,28 +13,26 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from .blocks import VARIABLES, Source, reached
-from .sequences import clocks
-from .while_loops import CannotCopyError, Frame, body_graph, function_of
+from .blocks import NO_LOOP, Plan, Source, evaluated, is_variable, reached, same
+from .while_loops import CONDITIONS, Frame, body_graph
 
 _CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
-_CONDITIONS = frozenset({"If", "StatelessIf"})
 _LOOPS = frozenset({"While", "StatelessWhile", "Enter", "RefEnter", "NextIteration", "LoopCond"})
+
+
+class CannotRecordError(Exception):
+    """Error with the reason why a loop cannot be rewritten; ``hint`` is a remedy."""
+
+    def __init__(self, reason: str, hint: str = "") -> None:
+        super().__init__(reason)
+        self.hint = hint
 
 
 class Copier:
     """Copies the operations behind tensors of a loop's body into the default graph and context.
 
-    Parameters
-    ----------
-    given
-        Substitutes for tensors of the body, by id of the tensor.
-    outer
-        The invariants of the loop.
-    outside
-        Function from a tensor outside of the loop to its substitute.
-    in_branch
-        Whether the tensors are those of one branch of a v1 condition: a Switch is then replaced by its input.
+    ``given`` has substitutes for tensors of the body, by id. ``outside`` returns the substitute of a tensor outside of
+    the loop. ``in_branch``: the tensors are those of one branch of a v1 condition, whose Switch becomes its input.
     """
 
     def __init__(
@@ -46,57 +44,38 @@ class Copier:
 
     def __call__(self, tensor: Any) -> Any:
         """Return a copy of a tensor; operations that are already copied are used again."""
-        waiting = [tensor]
-        while waiting:
-            current = waiting[-1]
-            if id(current) in self._made:
-                waiting.pop()
-                continue
-            needed = [t for t in self._needs(current) if id(t) not in self._made]
-            if needed:
-                waiting.extend(needed)
-                continue
-            self._make(current)
-            waiting.pop()
-        return self._made[id(tensor)]
+        return evaluated(tensor, self._made, self._plan)
 
-    def _needs(self, tensor: Any) -> list[Any]:
-        if self._outer.get(tensor) is not None:
-            return []
-        op = tensor.op
-        if op.type in _LOOPS:
-            raise CannotCopyError(f"a loop within its body ({op.name!r})")
-        if op.type == "Switch" and self._in_branch:
-            return [op.inputs[0]]
-        if op.type in ("Switch", "Placeholder"):
-            raise CannotCopyError(f"a variable of the loop other than its states ({op.name!r})")
-        if op.type == "ReadVariableOp" or op.type in VARIABLES:
-            return []
-        return _boundary_of(op) if op.type == "Merge" else list(op.inputs)
-
-    def _make(self, tensor: Any) -> None:
-        outside = self._outer.get(tensor)
-        op = tensor.op
+    def _plan(self, tensor: Any) -> Plan:
+        """Return the tensors that must be copied before this one, and a function that copies it."""
+        outside, op = self._outer.get(tensor), tensor.op
         if outside is not None:
-            self._made[id(tensor)] = self._outside(outside)
-        elif op.type in VARIABLES:
-            self._made[id(tensor)] = self._outside(tensor)
-        elif op.type == "ReadVariableOp":
-            self._made[id(tensor)] = self._outside(read_of(self._outer.settled(_handle(op, self._outer)), tensor.dtype))
-        elif op.type == "Switch":
-            self._made[id(tensor)] = self._made[id(op.inputs[0])]
-        elif op.type == "Merge":
-            self._made[id(tensor)] = self._condition(op)
-        elif op.type in _CONDITIONS:
-            self._keep(op, self._condition_of_functions(op))
-        elif op.type in _CALLS:
-            self._keep(op, self._call(op, op.get_attr("f").name, list(op.inputs)))
-        else:
-            self._keep(op, self._operation(op))
+            return [], lambda: self._outside(outside)
+        if op.type in _LOOPS:
+            raise CannotRecordError(f"a loop within its body ({op.name!r})")
+        if op.type == "Switch" and self._in_branch:
+            return [op.inputs[0]], lambda: self._made[id(op.inputs[0])]
+        if op.type in ("Switch", "Placeholder"):
+            raise CannotRecordError(f"a variable of the loop other than its states ({op.name!r})")
+        if is_variable(op):
+            return [], lambda: self._outside(tensor)
+        if op.type == "ReadVariableOp":
+            handle = same(op.inputs[0], self._outer, ("Identity", "Switch", "Enter"))
+            return [], lambda: self._outside(read_of(handle, tensor.dtype))
+        if op.type == "Merge":
+            return _boundary_of(op), lambda: self._condition(op)
+        return list(op.inputs), lambda: self._outputs(op)[tensor.value_index]
 
-    def _keep(self, op: Any, outputs: Sequence[Any]) -> None:
-        for old, new in zip(op.outputs, outputs, strict=True):
-            self._made[id(old)] = new
+    def _outputs(self, op: Any) -> list[Any]:
+        """Copy an operation, or what it calls, with all its outputs."""
+        if op.type in CONDITIONS:
+            copied = self._condition_of_functions(op)
+        elif op.type in _CALLS:
+            copied = self._call(op, op.get_attr("f").name, list(op.inputs))
+        else:
+            copied = self._operation(op)
+        self._made |= {id(old): new for old, new in zip(op.outputs, copied, strict=True)}
+        return copied
 
     def _operation(self, op: Any) -> list[Any]:
         if op.op_def.is_stateful and op.outputs and op.outputs[0].dtype.name != "resource":
@@ -133,20 +112,11 @@ class Copier:
         return list(found) if isinstance(found, (list, tuple)) else [found]
 
     def _call(self, op: Any, name: str, inputs: list[Any]) -> list[Any]:
-        function, home = function_of(op.graph, name)
-        _, taken, returned = body_graph(function, inputs, home)
-        given = {id(p): self._made[id(t)] for p, t in zip(taken, inputs, strict=True)}
-        copier = Copier(given, Source(), lambda t: t)
+        _, taken, returned = body_graph(op.graph, name, inputs)
+        copier = Copier({id(p): self._made[id(t)] for p, t in zip(taken, inputs, strict=True)}, NO_LOOP, lambda t: t)
         found = [copier(t) for t in returned]
         self.random |= copier.random
         return found
-
-
-def _handle(read: Any, outer: Source) -> Any:
-    tensor = outer.settled(read.inputs[0])
-    while tensor.op.type in ("Identity", "Switch", "Enter"):
-        tensor = outer.settled(tensor.op.inputs[0])
-    return tensor
 
 
 def read_of(handle: Any, dtype: Any) -> Any:
@@ -162,7 +132,7 @@ def read_of(handle: Any, dtype: Any) -> Any:
 def _context(merge: Any) -> Any:
     context = merge.inputs[1].op._get_control_flow_context()
     if getattr(context, "pred", None) is None:
-        raise CannotCopyError(f"a condition that the graph no longer describes ({merge.name!r})")
+        raise CannotRecordError(f"a condition that the graph no longer describes ({merge.name!r})")
     return context
 
 
@@ -193,15 +163,7 @@ class CarriedState:
 
 
 class LoopRecorder:
-    """Runs parts of the body of one loop as new loops in the same graph.
-
-    Parameters
-    ----------
-    frame
-        The loop.
-    count
-        Number of steps: a scalar tensor.
-    """
+    """Runs parts of the body of one loop as new loops of ``count`` steps, a scalar tensor, in the same graph."""
 
     def __init__(self, frame: Frame, count: Any) -> None:
         self.frame, self.count, self.graph = frame, count, count.graph
@@ -216,18 +178,11 @@ class LoopRecorder:
         carried: Sequence[CarriedState] = (),
         before: Mapping[int, Sequence[Any]] | None = None,
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        """Build a loop; return all steps of some tensors, all steps of the states, and the final states.
+        """Build a loop; return all steps of some tensors, all steps of its states, and the final states.
 
-        Parameters
-        ----------
-        wanted
-            Tensors of the body. Tensors that are already recorded are read, not computed again.
-        carried
-            The states of the new loop.
-        before
-            Substitutes for the previous states in the body, by id of the tensor. Each is a list of numbers of
-            ``carried`` states, or of tensors of which only the shape is used; they are concatenated along the last
-            axis.
+        Tensors that are already recorded are read, not computed again. ``before`` has substitutes for the previous
+        states in the body, by id of the tensor: numbers of ``carried`` states, or tensors of which only the shape is
+        used; several are concatenated along the last axis.
         """
         self._runs += 1
         with self.graph.as_default(), tf.control_dependencies(None), tf.name_scope(f"rnnlens/{self.frame.name}/"):
@@ -256,16 +211,13 @@ class LoopRecorder:
 
     def _used(self, targets: Sequence[Any]) -> set[int]:
         """Return the ids of the recorded tensors on which the targets depend."""
-        found, waiting = set(), list(targets)
-        seen = {id(v.before) for v in self.frame.variables}
-        while waiting:
-            tensor = waiting.pop()
-            if id(tensor) in self.steps:
-                found.add(id(tensor))
-            elif id(tensor) not in seen and self.frame.outer.get(tensor) is None:
-                seen.add(id(tensor))
-                waiting.extend(tensor.op.inputs)
-        return found
+        variables = {id(v.before) for v in self.frame.variables}
+
+        def following(tensor: Any) -> Sequence[Any]:
+            is_end = id(tensor) in self.steps or id(tensor) in variables or self.frame.outer.get(tensor) is not None
+            return () if is_end else tensor.op.inputs
+
+        return {id(t) for t in reached(targets, following)} & self.steps.keys()
 
     def _array(self, dtype: Any) -> Any:
         return tf.TensorArray(dtype, size=self.count, infer_shape=False)
@@ -277,7 +229,7 @@ class LoopRecorder:
         known: Mapping[int, Any],
         before: Mapping[int, Sequence[Any]],
     ) -> Callable[..., Any]:
-        times = [v.before for v in clocks(self.frame)]
+        times = [v.before for v in self.frame.clocks]
 
         def step(i: Any, outs: list[Any], states: list[Any]) -> Any:
             present = {id(t): tf.cast(i, t.dtype) for t in times}
@@ -298,15 +250,8 @@ class LoopRecorder:
         return step
 
 
-class CannotRecordError(Exception):
-    """Error with the reason why a loop cannot be rewritten; ``hint`` is a remedy."""
-
-    def __init__(self, reason: str, hint: str = "") -> None:
-        super().__init__(reason)
-        self.hint = hint
-
-
 def _after(carried: CarriedState, old: Any, copier: Copier) -> Any:
+    """Return the new value of a state, or the old one where the sample keeps it."""
     new = copier(carried.after)
     if carried.kept is not None:
         condition, contrary = copier(carried.kept[0]), carried.kept[1]

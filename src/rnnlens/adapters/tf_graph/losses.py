@@ -13,7 +13,7 @@ from ...errors import InputError, UnsupportedError, has_attribute, raised_by, sh
 from ...typing import Array, leaves_of
 from ..protocol import Batch
 from . import keras_v1
-from .open_net import OpenNet
+from .graph_copy import GraphCopy
 from .public import Net, scalar, tensor_of
 
 #: Function from a tensor's name in the user's graph to the tensor of a copy.
@@ -22,15 +22,7 @@ Get = Callable[[str], Any]
 
 @dataclass(frozen=True)
 class Loss:
-    """Loss in a copy of the graph.
-
-    Attributes
-    ----------
-    tensor
-        The scalar, with the losses that layers add.
-    targets, weights
-        Placeholders of targets and sample weights of a built loss; empty for a loss of the user's graph.
-    """
+    """Loss in a copy of the graph: a scalar, and the placeholders of targets and sample weights of a built loss."""
 
     tensor: Any
     targets: tuple[Any, ...] = ()
@@ -39,19 +31,11 @@ class Loss:
 
 def is_built(net: Net, batch: Batch) -> bool:
     """Return whether the loss needs operations added to the copy of the graph, and is no tensor of the user's graph."""
-    if batch.loss is None:
-        return _weighs_anew(net, batch)
-    return not isinstance(batch.loss, str) or (net.keras is not None and not _is_name(batch.loss))
-
-
-def _weighs_anew(net: Net, batch: Batch) -> bool:
-    """Return whether samples have weights, and the compiled Keras model has no placeholder for these."""
-    weighed = batch.sample_weight is not None or batch.class_weight is not None
-    return weighed and net.keras is not None and not net.keras.weights
-
-
-def _is_name(text: str) -> bool:
-    return ":" in text or "/" in text
+    if batch.loss is None:  # or samples have weights, for which a compiled Keras model has no placeholder
+        weighed = batch.sample_weight is not None or batch.class_weight is not None
+        return weighed and net.keras is not None and not net.keras.weights
+    is_name = isinstance(batch.loss, str) and (net.keras is None or ":" in batch.loss or "/" in batch.loss)
+    return not is_name
 
 
 def key_of(batch: Batch) -> Any:
@@ -62,28 +46,19 @@ def key_of(batch: Batch) -> Any:
     return ("loss", loss, shapes, weighed, tuple(np.ndim(w) for w in leaves_of(batch.sample_weight)))
 
 
-def loss_in(net: Net, graph: Any, get: Get, batch: Batch, built: dict[Any, Any]) -> Loss:
+def loss_in(net: Net, copy: GraphCopy, batch: Batch) -> Loss:
     """Return the loss of a batch in a copy of the net's graph.
 
-    ``get`` maps names to tensors of the copy, and ``built`` is the cache of losses built there. Raise InputError if
-    there is no loss, or it is not one number.
+    Raise InputError if there is no loss, or it is not one number.
     """
     if not is_built(net, batch):
-        return Loss(_of_graph(net, get, batch))
-    key = key_of(batch)
-    if key not in built:
-        with graph.as_default(), tf.name_scope("rnnlens/loss"):
-            built[key] = _built(net, get, batch)
-    found: Loss = built[key]
-    return found
-
-
-def _of_graph(net: Net, get: Get, batch: Batch) -> Any:
-    given = net.loss if batch.loss is None else scalar(tensor_of(net.graph, "loss", batch.loss))
-    if given is None:
-        hint = "model.compile(loss=...)" if net.keras is not None else "rl.tf1.graph(..., loss=tensor)"
-        raise InputError("There is no loss.", expected="loss=, or a model that has one", hint=hint)
-    return get(given.name)
+        given = net.loss if batch.loss is None else scalar(tensor_of(net.graph, "loss", batch.loss))
+        if given is None:
+            hint = "model.compile(loss=...)" if net.keras is not None else "rl.tf1.graph(..., loss=tensor)"
+            raise InputError("There is no loss.", expected="loss=, or a model that has one", hint=hint)
+        return Loss(copy.tensor(given.name))
+    with copy.graph.as_default(), tf.name_scope("rnnlens/loss"):
+        return copy.once(key_of(batch), lambda: _built(net, copy.tensor, batch))
 
 
 def _built(net: Net, get: Get, batch: Batch) -> Loss:
@@ -105,11 +80,9 @@ def _built(net: Net, get: Get, batch: Batch) -> Loss:
 
 
 def _places(arrays: Sequence[Array], outputs: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(tf.placeholder(_kind(a, out), [None] * a.ndim) for a, out in zip(arrays, outputs, strict=False))
-
-
-def _kind(array: Array, output: Any) -> Any:
-    return output.dtype if array.dtype.kind == "f" else tf.as_dtype(array.dtype)
+    """Return a placeholder for each target: floats in the dtype of the output, others in their own."""
+    pairs = zip(arrays, outputs, strict=False)
+    return tuple(tf.placeholder(out.dtype if a.dtype.kind == "f" else a.dtype, [None] * a.ndim) for a, out in pairs)
 
 
 @dataclass(frozen=True)
@@ -131,7 +104,11 @@ def _terms(net: Net, batch: Batch, outputs: Sequence[Any], count: int) -> list[_
         what, hint = "loss_weights of a compiled model are tensors, and samples are weighed.", "loss_weights of numbers"
         raise UnsupportedError(what, hint=hint)
     masks = [*names.masks, *[None] * len(outputs)]
-    losses = _by_output(names.loss if compiled else batch.loss, list(net.outputs), len(outputs))
+    losses = names.loss if compiled else batch.loss
+    if isinstance(losses, Mapping):
+        losses = [losses.get(name) for name in net.outputs]
+    elif not isinstance(losses, list | tuple):
+        losses = [losses] * len(outputs)
     every = zip(outputs, losses, masks, scales, strict=False)
     terms = [_Term(*one) for one in every if one[1] is not None]
     if len(terms) != count:
@@ -163,14 +140,6 @@ def _of_output(get: Get, target: Any, term: _Term, weight: Any) -> Any:
     return function(target, term.output, **({} if weight is None else {"sample_weight": weight}))
 
 
-def _by_output(loss: Any, names: Sequence[str], count: int) -> list[Any]:
-    if isinstance(loss, Mapping):
-        return [loss.get(name) for name in names]
-    if isinstance(loss, list | tuple):
-        return list(loss)
-    return [loss] * count
-
-
 def _one_number(value: Any) -> Any:
     if not has_attribute(value, "op") or value.shape.rank not in (None, 0):
         got = f"shape {value.shape}" if has_attribute(value, "shape") else shown(value)
@@ -178,15 +147,13 @@ def _one_number(value: Any) -> Any:
     return value
 
 
-def fed_to(loss: Loss, batch: Batch) -> dict[Any, Array]:
-    """Return the feeds of the placeholders of a built loss: targets and sample weights."""
+def feed_of_loss(net: Net, copy: GraphCopy, batch: Batch) -> dict[Any, Array]:
+    """Return the feeds of the placeholders of a built loss, targets and sample weights; empty for another loss."""
+    if not is_built(net, batch):
+        return {}
+    loss = loss_in(net, copy, batch)
     feed = dict(zip(loss.targets, (np.asarray(leaf) for leaf in leaves_of(batch.y)), strict=False))
     if loss.weights:
         present = [w for w in keras_v1.sample_weights(batch) if w is not None]
         feed |= dict(zip(loss.weights, present, strict=True))
     return feed
-
-
-def loss_tensor(found: OpenNet, batch: Batch) -> Any:
-    """Return the scalar tensor, in the copy of the graph, that is differentiated; see :func:`loss_in`."""
-    return loss_in(found.net, found.copy.graph, found.copy.tensor, batch, found.copy.built).tensor

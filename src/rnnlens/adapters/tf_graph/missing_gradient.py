@@ -137,7 +137,10 @@ _SMOOTH = "ask for the tensor behind it, or put something smooth in its place (a
 
 
 def _unregistered(operation: Any, named: str) -> _Block | None:
-    if not operation.inputs or operation.type in ("While", "StatelessWhile", "If", "StatelessIf") or _own(operation):
+    if not operation.inputs or operation.type in ("While", "StatelessWhile", "If", "StatelessIf"):
+        return None
+    custom = "_gradient_op_type" in operation.node_def.attr  # or it calls a function
+    if custom or "PartitionedCall" in operation.type or operation.type == "SymbolicGradient":
         return None
     try:
         function = ops.gradient_registry.lookup(operation.type)
@@ -145,15 +148,6 @@ def _unregistered(operation: Any, named: str) -> _Block | None:
         sentence = f"TensorFlow knows no gradient of {named}."
         return "no_gradient_registered", sentence, "another operation for the same (LSTMCell for LSTMBlockCell)"
     return None if function is not None else ("non_differentiable", f"{named} has no gradient.", _SMOOTH)
-
-
-def _own(operation: Any) -> bool:
-    """Return whether an operation has a custom gradient, or calls a function."""
-    try:
-        operation.get_attr("_gradient_op_type")
-    except ValueError:
-        return "PartitionedCall" in operation.type or operation.type == "SymbolicGradient"
-    return True
 
 
 def _integer_input(found: OpenNet, tensor: Any) -> Obstacle:

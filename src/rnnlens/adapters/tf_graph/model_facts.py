@@ -10,6 +10,7 @@ import tensorflow.compat.v1 as tf
 
 from ...errors import LayerNotFoundError, ModelError, UnsupportedError, did_you_mean
 from ..protocol import NOT_LOOKED_INTO, CaptureRequest, LayerInfo, ModelFacts, Role, Submodule
+from .blocks import dtype_of
 from .open_net import OpenNet, open_net
 from .public import Net
 from .recurrences import Loop
@@ -74,7 +75,7 @@ def facts(net: Net) -> ModelFacts:
     found = open_net(net)
     layers = layers_of(found)
     return ModelFacts(
-        submodules={name: _part(found, layer) for name, layer in layers.items()},
+        submodules={name: _part(found.copy.graph, layer) for name, layer in layers.items()},
         inputs=tuple(net.inputs),
         outputs=tuple(net.outputs),
         loss=net.loss,
@@ -99,14 +100,11 @@ class _Tensors(Container[str]):
         return True
 
 
-def _part(found: OpenNet, layer: LayerVariables) -> Submodule:
-    graph, dtype = found.copy.graph, ""
+def _part(graph: Any, layer: LayerVariables) -> Submodule:
+    dtypes = [dtype_of(graph.get_operation_by_name(pieces[0].variable)).name for pieces in layer.weights.values()]
     tables = any(is_table(graph, pieces) for pieces in layer.weights.values())
     roles: frozenset[Role] = frozenset({"embedding"} if tables and layer.output is not None else ())
-    for pieces in layer.weights.values():
-        operation = graph.get_operation_by_name(pieces[0].variable)
-        dtype = tf.as_dtype(operation.get_attr("dtype")).base_dtype.name
-    return Submodule(roles, dtype)
+    return Submodule(roles, dtypes[-1] if dtypes else "")
 
 
 def provenance(net: Net) -> Mapping[str, str]:
@@ -132,57 +130,42 @@ def refusals(found: OpenNet) -> dict[str, str]:
     return {} if names is None else names.refusals(found.loops, variables_used(found))
 
 
-def uncalled(found: OpenNet) -> list[str]:
-    """Return a note on the recurrent Keras layers that outputs and loss do not depend on, if there are any."""
-    names = [] if found.net.keras is None else found.net.keras.uncalled(variables_used(found))
-    return [f"Left out, since outputs and loss do not depend on it: {', '.join(names)}."] if names else []
-
-
-def within_reach(found: OpenNet, request: CaptureRequest) -> tuple[tuple[str, ...] | None, list[str]]:
-    """Return the requested layers and notes on those left out.
+def selected(found: OpenNet, request: CaptureRequest) -> tuple[list[Loop], list[str], list[str]]:
+    """Return the loops to capture, the names of the other requested layers, and notes on layers that are left out.
 
     If not all layers have to run, those that cannot be captured are left out. Layers without an output, such as
     variables outside of all layers, are left out as well.
     """
-    if request.all_must_run or request.layers is None:
-        return request.layers, [] if request.layers is not None else uncalled(found)
-    refused = refusals(found) | {loop.name: loop.cell.refused for loop in found.loops if loop.cell.refused}
-    layers, kept = layers_of(found), dict[str, None]()
-    for name in request.layers:
-        calls = [loop.name for loop in found.loops if name in (loop.name, loop.layer)]
-        if not calls and name in layers and layers[name].output is not None:
-            calls = [name]
-        kept |= dict.fromkeys(call for call in calls if call not in refused and name not in refused)
-    return tuple(kept), [f"{NOT_LOOKED_INTO}: {why.splitlines()[0]}" for why in dict.fromkeys(refused.values())]
-
-
-def chosen(found: OpenNet, wanted: tuple[str, ...] | None) -> tuple[list[Loop], list[str]]:
-    """Return the loops to capture, and the names of the other requested layers."""
-    infos = list(dict.fromkeys(loop.name for loop in found.loops))
-    layers = layers_of(found)
-    refused = refusals(found)
-    if wanted is None:
+    infos, layers, refused, notes = [loop.name for loop in found.loops], layers_of(found), refusals(found), list[str]()
+    pairs = [(call, name) for name in request.layers or () for call in _calls(found, name)]
+    if request.layers is None:
         if not infos and not refused:
             raise ModelError(
                 "There is no recurrent loop on the way to the outputs or the loss.",
                 expected="a while loop, or a static_rnn or Python loop over a cell of known equations",
                 hint="tf.nn.dynamic_rnn for a cell of other equations; outputs= and loss=",
             )
-        asked = infos
-    else:
-        calls = {name: [loop.name for loop in found.loops if loop.layer == name] or [name] for name in wanted}
-        asked = list(dict.fromkeys(call for name in wanted for call in (calls[name] if name not in infos else [name])))
-    for name in [*asked, *(refused if wanted is None else ())]:
-        if name in refused:
-            raise UnsupportedError(refused[name])
+        pairs = [(name, name) for name in (*infos, *refused)]
+        idle = [] if found.net.keras is None else found.net.keras.uncalled(variables_used(found))
+        notes = [f"Left out, since outputs and loss do not depend on it: {', '.join(idle)}."] if idle else []
+    elif not request.all_must_run:
+        refused |= {loop.name: loop.cell.refused for loop in found.loops if loop.cell.refused}
+        has_output = {name for name, layer in layers.items() if layer.output is not None}.union(infos)
+        pairs = [pair for pair in pairs if pair[0] in has_output and refused.keys().isdisjoint(pair)]
+        notes = [f"{NOT_LOOKED_INTO}: {why.splitlines()[0]}" for why in dict.fromkeys(refused.values())]
+    asked = list(dict.fromkeys(call for call, _ in pairs))
     loops = [loop for name in asked for loop in found.layer(name)]
-    for loop in loops:
-        if loop.cell.refused:
-            raise UnsupportedError(loop.cell.refused)
+    for why in (*(refused.get(name) for name in asked), *(loop.cell.refused for loop in loops)):
+        if why:
+            raise UnsupportedError(why)
     others = [name for name in asked if name not in infos]
     for name in others:
         if name not in layers and ":" not in name:
-            raise LayerNotFoundError(
-                f"No layer is called {name!r}.", hint=did_you_mean(name, dict.fromkeys([*infos, *layers]))
-            )
-    return loops, others
+            known = dict.fromkeys([*infos, *layers])
+            raise LayerNotFoundError(f"No layer is called {name!r}.", hint=did_you_mean(name, known))
+    return loops, others, notes
+
+
+def _calls(found: OpenNet, name: str) -> list[str]:
+    """Return the names of a layer's calls; that of a call, or of a layer that is not recurrent, stays itself."""
+    return [name] if found.layer(name) else [loop.name for loop in found.loops if loop.layer == name] or [name]

@@ -16,7 +16,7 @@ from .discover import find
 from .graph_copy import GraphCopy, cone, definition
 from .naming import renamed
 from .public import Net, refuse_closed, refuse_remote
-from .recurrences import Loop, WeightPiece
+from .recurrences import Loop
 
 _NONE: Mapping[tuple[Any, str], Array] = MappingProxyType({})
 #: Copies of the present version of each graph, for the outputs, losses and seeds used last.
@@ -30,21 +30,12 @@ PERTURBATIONS: ContextVar[Mapping[tuple[Any, str], Array]] = ContextVar("nudges 
 
 
 class OpenNet:
-    """A net together with the copy of its graph.
-
-    Attributes
-    ----------
-    net, copy
-        The user's net, and the copy of its graph.
-    inputs, outputs, loss
-        The corresponding tensors of the copy.
-    """
+    """The user's net, the copy of its graph, and the tensors there that are its inputs and outputs."""
 
     def __init__(self, net: Net, copy: GraphCopy) -> None:
         self.net, self.copy = net, copy
         self.inputs = [tuple(copy.tensor(t.name) for t in alike) for alike in net.inputs.values()]
         self.outputs = [copy.tensor(tensor.name) for tensor in net.outputs.values()]
-        self.loss = None if net.loss is None else copy.tensor(net.loss.name)
 
     @property
     def loops(self) -> tuple[Loop, ...]:
@@ -68,12 +59,6 @@ class OpenNet:
     def variables(self, fetches: Sequence[Any], feed: Mapping[Any, Any]) -> dict[str, Array]:
         """Return the present values of all variables that some tensors depend on, with any perturbation added."""
         return self.read(self.copy.behind(fetches, feed).variables)
-
-    def values_of(self, weights: Iterable[Sequence[WeightPiece]], known: Mapping[str, Array]) -> dict[str, Array]:
-        """Return the values of the variables that weights are parts of: those ``known``, and others as they are now."""
-        names = dict.fromkeys(piece.variable for pieces in weights for piece in pieces)
-        missing = [name for name in names if name not in known]
-        return {name: known[name] for name in names if name in known} | (self.read(missing) if missing else {})
 
     def close(self) -> None:
         """Close the session of the copy."""

@@ -9,7 +9,7 @@ the tensor that has the result. No variable is read, and names of operations do 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from hashlib import blake2b
@@ -19,7 +19,19 @@ import numpy as np
 from tensorflow.python.framework.tensor_util import constant_value
 
 from ...typing import Array
-from .blocks import Block, Convolution, Source, block_of, columns_of, constant_of, convolved_by, uncut, width_of
+from .blocks import (
+    Block,
+    Convolution,
+    Plan,
+    Source,
+    block_of,
+    columns_of,
+    constant_of,
+    convolved_by,
+    evaluated,
+    uncut,
+    width_of,
+)
 from .sequences import NO_SETTINGS, GraphSettings, is_filled_with
 
 _TRANSPARENT = frozenset({"Identity", "EnsureShape", "PlaceholderWithDefault", "PreventGradient", "CheckNumerics"})
@@ -109,26 +121,16 @@ class Affine:
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """Numbers (row, column) of a tensor, and how they were computed.
-
-    Attributes
-    ----------
-    affine, activation
-        The tensor is this activation of this affine map; None if it is anything else.
-    parts
-        Of a concatenation along the last axis: the values that are concatenated.
-    clipped
-        Lower bound, upper bound, and the value to which they were applied; None for others.
-    line
-        The value of which this one is ``factor * value + constant``, with these two numbers; None for others.
-    """
+    """Numbers (row, column) of a tensor, and how they were computed."""
 
     numbers: Array
+    #: The tensor is this activation of this affine map; None if it is anything else.
     affine: Affine | None = None
     activation: str = "linear"
+    #: Of a concatenation along the last axis: the values that are concatenated.
     parts: tuple[Value, ...] = ()
+    #: Lower bound, upper bound, and the value to which they were applied; None for others.
     clipped: tuple[float | None, float | None, Value] | None = None
-    line: tuple[Value, float, float] | None = None
 
     @cached_property
     def key(self) -> Key:
@@ -164,8 +166,7 @@ class Value:
         """Return the value of the columns ``start:stop`` of the tensor's last axis."""
         affine = self.affine if self.affine is None else self.affine.columns(start, stop)
         clipped = self.clipped and (*self.clipped[:2], self.clipped[2].columns(start, stop))
-        line = self.line and (self.line[0].columns(start, stop), *self.line[1:])
-        return Value(self.numbers[:, start:stop], affine, self.activation, (), clipped, line)
+        return Value(self.numbers[:, start:stop], affine, self.activation, (), clipped)
 
 
 def key_of(numbers: Array) -> Key:
@@ -176,14 +177,8 @@ def key_of(numbers: Array) -> Key:
 class Probe:
     """Values of tensors at random numbers, for one graph or for the body of one loop.
 
-    Parameters
-    ----------
-    leaves
-        Ids of tensors that are not computed: states before the step, and sequences read in it.
-    outer
-        Loop invariants: tensors of the body and the tensors outside that are passed in as them.
-    settings
-        Rates and switches outside of the loop, whose present values are used as constants.
+    ``leaves`` are ids of tensors that are not computed: states before the step, and sequences read in it. ``settings``
+    has rates and switches outside of the loop, whose present values are used as constants.
     """
 
     def __init__(self, leaves: Sequence[int], outer: Source, settings: GraphSettings = NO_SETTINGS) -> None:
@@ -201,22 +196,14 @@ class Probe:
         self.clips: dict[Key, list[Value]] = defaultdict(list)
 
     def of(self, tensor: Any) -> Value:
-        """Return the value of a tensor. The graph is traversed without recursion, so its depth is not limited."""
-        waiting, plans = [tensor], dict[int, tuple[list[Any], Callable[[], Value]]]()
-        while waiting:
-            current = waiting[-1]
-            if id(current) in self._values:
-                waiting.pop()
-                continue
-            if id(current) not in plans:
-                plans[id(current)] = self._plan(current)
-            inputs, compute = plans[id(current)]
-            missing = [t for t in inputs if id(t) not in self._values]
-            waiting.extend(missing)
-            if not missing:
-                self._values[id(current)] = compute()
-                self._record(current, self._values[id(current)])
-        return self._values[id(tensor)]
+        """Return the value of a tensor."""
+
+        def plan(current: Any) -> Plan:
+            inputs, compute = self._plan(current)
+            return inputs, lambda: self._recorded(current, compute())
+
+        found: Value = evaluated(tensor, self._values, plan)
+        return found
 
     def tensors_of(self, key: Key) -> list[Any]:
         """Return the tensors, of those computed so far, that are a quantity."""
@@ -230,7 +217,8 @@ class Probe:
         """Return whether a condition is always true, such as dropout's "uniform draw >= rate" at a rate of 0."""
         return bool(np.all(self.of(condition).numbers == 1.0))
 
-    def _record(self, tensor: Any, value: Value) -> None:
+    def _recorded(self, tensor: Any, value: Value) -> Value:
+        """Enter the value of a tensor into the tables of the probe; return it."""
         self._tensors[value.key].append(tensor)
         self.by_key.setdefault(value.key, value)
         if value.gate is not None:
@@ -241,6 +229,7 @@ class Probe:
             for one, other in (tensor.op.inputs, reversed(tensor.op.inputs)):
                 if id(one) in self._values and id(other) in self._values:
                     self.cofactors[self._values[id(one)].key][self._values[id(other)].key] = self._values[id(other)]
+        return value
 
     def _drawn(self, name: Any, start: int, stop: int) -> Array:
         """Return the columns ``start:stop`` of the random numbers of a name."""
@@ -248,7 +237,7 @@ class Probe:
         drawn: Array = np.random.default_rng(seed).normal(size=(stop, _ROWS))[start:].T
         return drawn
 
-    def _plan(self, tensor: Any) -> tuple[list[Any], Callable[[], Value]]:
+    def _plan(self, tensor: Any) -> Plan:
         """Return how the probe computes a tensor: the tensors that it reads, and a function of their values."""
         outside, op = self._outer.get(tensor), tensor.op
         if id(tensor) in self._leaves:
@@ -323,11 +312,11 @@ class Probe:
         if op.type == "Floor":
             return Value(np.floor(first.numbers))
         if op.type == "ClipByValue":
-            return _clip(first, values[1].constant, values[2].constant)
+            return self._clip(first, values[1].constant, values[2].constant)
         if op.type in _BOUNDS:
             bounds = [value.constant for value in values]
             value, bound = (first, bounds[1]) if bounds[0] is None else (values[1], bounds[0])
-            return _clip(value, bound, None) if op.type == "Maximum" else _clip(value, None, bound)
+            return self._clip(value, bound, None) if op.type == "Maximum" else self._clip(value, None, bound)
         return _arithmetic(op.type, values)
 
     def _product(self, value: Value, kernel: Any, how: Convolution | None = None) -> Value | None:
@@ -342,6 +331,21 @@ class Probe:
             self.by_key.setdefault(part.key, part)
             total, at = _sum(total, Value(numbers, Affine({part.key: rows}))), at + part.width
         return total
+
+    def _clip(self, value: Value, low: float | None, high: float | None) -> Value | None:
+        """Return a value between bounds: two bounds one after the other are one clip, that of a line a hard sigmoid."""
+        if low is None and high is None:
+            return None
+        if value.clipped is not None and (value.clipped[0] is None) != (low is None):
+            below, above, value = value.clipped
+            low, high = (below if low is None else low), (above if high is None else high)
+        for name, slope in _HARD_SIGMOIDS.items() if (low, high) == (0.0, 1.0) else ():
+            numbers = (value.numbers - 0.5) / slope  # of the tensor behind the line slope * z + 0.5, if it is one
+            for base in self.by_key.values():
+                if base.numbers.shape == numbers.shape and np.allclose(base.numbers, numbers, 1e-5, 1e-6):
+                    return _activation(name, base)
+        shift = sum(bound * weight for bound, weight in ((low, 0.7), (high, 1.3)) if bound is not None)
+        return Value(np.sin(1.7 * value.numbers + shift), clipped=(low, high, value))
 
     def _joined(self, op: Any, values: list[Value]) -> Value | None:
         axis, rank = constant_of(op.inputs[-1], self._outer), op.outputs[0].shape.rank
@@ -388,20 +392,15 @@ def _linear(value: Value) -> Affine | None:
 
 
 def _sum(one: Value, other: Value) -> Value:
-    maps, line = (_linear(one), _linear(other)), None
+    maps = _linear(one), _linear(other)
     affine = None if maps[0] is None or maps[1] is None else maps[0].plus(maps[1])
-    for value, constant in ((one, other.constant), (other, one.constant)):
-        if constant is not None:
-            base, factor, before = value.line or (value, 1.0, 0.0)
-            line = base, factor, before + constant
-    return Value(one.numbers + other.numbers, affine, line=line)
+    return Value(one.numbers + other.numbers, affine)
 
 
 def _scaled(value: Value, number: float) -> Value:
     if value.constant is not None:
         return _constant(value.constant * number)
-    base, factor, constant = value.line or (value, 1.0, 0.0)
-    return value if number == 1.0 else Value(value.numbers * number, line=(base, factor * number, constant * number))
+    return value if number == 1.0 else Value(value.numbers * number)
 
 
 def _times(one: Value, other: Value) -> Value:
@@ -433,18 +432,3 @@ def _arithmetic(kind: str, values: Sequence[Value]) -> Value | None:
 
 def _activation(name: str, value: Value) -> Value:
     return Value(activated(name, value.numbers), _linear(value), name)
-
-
-def _clip(value: Value, low: float | None, high: float | None) -> Value | None:
-    """Return a value between bounds: two bounds one after the other are one clip, that of a line a hard sigmoid."""
-    if low is None and high is None:
-        return None
-    if value.clipped is not None and (value.clipped[0] is None) != (low is None):
-        below, above, value = value.clipped
-        low, high = (below if low is None else low), (above if high is None else high)
-    base, factor, constant = value.line or (value, 1.0, 0.0)
-    for name, slope in _HARD_SIGMOIDS.items() if (low, high) == (0.0, 1.0) else ():
-        if abs(constant - 0.5) < 1e-9 and abs(factor / slope - 1) < 1e-6:
-            return _activation(name, base)
-    shift = sum(bound * weight for bound, weight in ((low, 0.7), (high, 1.3)) if bound is not None)
-    return Value(np.sin(1.7 * value.numbers + shift), clipped=(low, high, value))

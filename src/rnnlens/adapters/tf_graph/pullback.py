@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,12 @@ import tensorflow.compat.v1 as tf
 from ...errors import InputError, UnsupportedError, raised_by, shown
 from ...typing import Array
 from ..protocol import Batch, Port, Pullback, refuse_misfits
-from .boundaries import PortTensors, Spot, as_run, joined
+from .boundaries import PortTensors, Spot, joined
 from .graph_copy import dense
 from .inputs import clear_errors, fed, names_of_inputs
 from .losses import key_of
 from .open_net import open_net
 from .public import Net
-from .weights import block
 
 
 def gradients(
@@ -45,6 +45,33 @@ def gradients(
         for i, gradient in zip(usable, made, strict=True):
             found[i] = dense(gradient)
     return found
+
+
+def pulled_back(
+    graph: Any,
+    ys: Sequence[Any],
+    spots: Mapping[Any, Spot],
+    given: Sequence[Any] | None = None,
+    stop: Sequence[Any] = (),
+) -> dict[Any, Any]:
+    """Add the gradients of ``ys`` by ports to the copy; ports without a path are left out.
+
+    Each port at which differentiation stops elsewhere needs a pass of its own.
+    """
+    apart = {key: spot for key, spot in spots.items() if spot.stop}
+    together = {key: spot for key, spot in spots.items() if key not in apart}
+    found: dict[Any, Any] = {}
+    for group in (together, *({key: spot} for key, spot in apart.items())):
+        halves = {(key, h): half for key, spot in group.items() for h, half in enumerate(spot.halves or (spot,))}
+        sources = [source for half in halves.values() for source in half.sources]
+        constants = [*stop, *(tensor for spot in group.values() for tensor in spot.stop)]
+        made = iter(gradients(graph, ys, sources, given, constants))
+        parts = {key: list(islice(made, len(half.sources))) for key, half in halves.items()}
+        for key in group:
+            whole = [joined(half, parts[of]) for of, half in halves.items() if of[0] == key]
+            present = [gradient for gradient in whole if gradient is not None]
+            found[key] = tf.add_n(present) if len(present) > 1 else present[0] if present else None
+    return {key: gradient for key, gradient in found.items() if gradient is not None}
 
 
 def differentiate(
@@ -94,99 +121,44 @@ class GraphPullback:
         self, net: Net, batch: Batch, of: Sequence[Port], wrt: Sequence[Port], cut: Sequence[Port] = ()
     ) -> None:
         self._net, self._opened = net, open_net(net, batch.seed)
-        self._key = (
-            tuple(of),
-            tuple(wrt),
-            tuple(cut),
-            key_of(batch),
-            tuple(names_of_inputs(net, batch.x)),
-        )
-        self._feed = fed(self._opened, batch)
-        self._spots: dict[Port, Spot] = self._once(
-            "spots", lambda: {port: PortTensors(self._opened, batch)(port) for port in (*of, *wrt, *cut)}
-        )
         self._of, self._wrt, self._cut = tuple(of), tuple(wrt), tuple(cut)
+        self._key = ("pullback", self._of, self._wrt, self._cut, key_of(batch), tuple(names_of_inputs(net, batch.x)))
+        self._feed = fed(self._opened, batch)
+        spots = PortTensors(self._opened, batch)
+        self._spots = self._opened.copy.once(self._key, lambda: {port: spots(port) for port in (*of, *wrt, *cut)})
         self.outputs = len(self._opened.outputs)
-        fetches = {port: self._spots[port].value for port in (*of, *wrt) if port.kind != "weight"}
+        fetches = {port: self._spots[port].value for port in (*of, *wrt)}
         self._variables = self._opened.variables(list(fetches.values()), self._feed)
         with clear_errors(net):
             values = self._opened.copy.run(fetches, self._feed, self._variables)
         #: Values of the kept forward tensors, by id of ``_Built``.
         self._forward: dict[int, dict[Any, Array]] = {}
-        weights = {port: block(self._spots[port].pieces, self._held(port)) for port in wrt if port.kind == "weight"}
-        self.values: Mapping[Port, Array] = {port: np.asarray(value) for port, value in values.items()} | weights
-
-    def _once(self, name: str, make: Any) -> Any:
-        built = self._opened.copy.built
-        key = ("pullback", self._key, name)
-        if key not in built:
-            built[key] = make()
-        return built[key]
-
-    def _held(self, port: Port) -> dict[str, Array]:
-        """Return the values of the variables that a weight is part of."""
-        held = self._opened.values_of([self._spots[port].pieces], self._variables)
-        self._variables |= held
-        return held
+        self.values: Mapping[Port, Array] = {port: np.asarray(value) for port, value in values.items()}
 
     def vjp(self, cotangents: Mapping[Port, Array]) -> Mapping[Port, Array | None]:
         """Pull cotangents back to the ``wrt`` ports; see :meth:`Pullback.vjp`."""
         refuse_misfits(cotangents, self._of, self.values)
         chosen = tuple(cotangents)
-        built: _Built = self._once(f"vjp {chosen}", lambda: self._build(chosen))
+        built = self._opened.copy.once((self._key, chosen), lambda: self._build(chosen))
         count = len(next(iter(cotangents.values())))
         rows = [self._row(built, {port: c[k] for port, c in cotangents.items()}) for k in range(count)]
-        return {port: self._stacked(port, built, rows) for port in self._wrt}
+        found = {port: np.stack([row[port] for row in rows]) for port in built.found}
+        return {port: found.get(port) for port in self._wrt}
 
     def _build(self, of: Sequence[Port]) -> _Built:
         """Add the backward pass from some ports to the copy."""
         graph = self._opened.copy.graph
         before = set(graph.get_operations())
-        ys, given, placeholders = [], [], {}
+        values = {port: self._spots[port].value for port in of}
         with graph.as_default(), tf.name_scope("rnnlens/pullback"):
-            for port in of:
-                spot = self._spots[port]
-                placeholder = tf.placeholder(spot.value.dtype.base_dtype, spot.value.shape)
-                placeholders[port] = placeholder
-                for tensor, part in self._starts(spot, placeholder):
-                    ys.append(tensor)
-                    given.append(part)
+            placeholders = {port: tf.placeholder(value.dtype.base_dtype, value.shape) for port, value in values.items()}
             built = _Built(placeholders)
-            stop = [tensor for port in self._cut for tensor in _boundary(self._spots[port])]
-            together = [port for port in self._wrt if not self._spots[port].stop]
-            apart = [port for port in self._wrt if self._spots[port].stop]
-            self._add(built, together, ys, given, stop)
-            for port in apart:
-                self._add(built, [port], ys, given, [*stop, *self._spots[port].stop])
+            cut = [self._spots[port] for port in self._cut]
+            stop = [t for spot in cut for t in (spot.boundary.tensors if spot.boundary is not None else (spot.value,))]
+            wrt = {port: self._spots[port] for port in self._wrt}
+            built.found = pulled_back(graph, list(values.values()), wrt, list(placeholders.values()), stop)
         built.kept = self._keepable(built, set(graph.get_operations()) - before)
         return built
-
-    def _starts(self, spot: Spot, cotangent: Any) -> list[tuple[Any, Any]]:
-        """Return the tensors at which differentiation starts, with the cotangent of each."""
-        spot = spot.halves[0] if spot.halves else spot
-        if spot.boundary is None or spot.loop is None:
-            return [(spot.value, cotangent)]
-        return list(zip(spot.boundary.tensors, as_run(spot.loop, spot.boundary, cotangent), strict=True))
-
-    def _add(self, built: _Built, ports: Sequence[Port], ys: list[Any], given: list[Any], stop: list[Any]) -> None:
-        sources: dict[Any, Any] = {}
-        for port in ports:
-            for h, spot in enumerate(self._spots[port].halves or (self._spots[port],)):
-                sources |= {(port, h, j): source for j, source in enumerate(spot.sources)}
-        made = dict(
-            zip(sources, gradients(self._opened.copy.graph, ys, list(sources.values()), given, stop), strict=True)
-        )
-        for port in ports:
-            spots = self._spots[port].halves or (self._spots[port],)
-            if port.kind == "weight":
-                names = dict.fromkeys(piece.variable for piece in spots[0].pieces)
-                parts = {name: made[port, 0, j] for j, name in enumerate(names)}
-                built.found |= {(port, name): g for name, g in parts.items() if g is not None}
-                continue
-            halves = [joined(s, [made[port, h, j] for j in range(len(s.sources))]) for h, s in enumerate(spots)]
-            present = [half for half in halves if half is not None]
-            if present:
-                built.found[port] = tf.add_n(present) if len(present) > 1 else present[0]
 
     def _keepable(self, built: _Built, added: set[Any]) -> list[Any] | None:
         """Return the forward tensors that the backward pass reads; None if it needs some that cannot be fed."""
@@ -212,26 +184,8 @@ class GraphPullback:
                 self._forward[id(built)] = {tensor: left[i] for i, tensor in enumerate(built.kept)}
             return copy.run(built.found, {**self._forward[id(built)], **given}, {})
 
-    def _stacked(self, port: Port, built: _Built, rows: Sequence[Mapping[Any, Array]]) -> Array | None:
-        if port.kind != "weight":
-            return np.stack([row[port] for row in rows]) if port in built.found else None
-        names = list(dict.fromkeys(piece.variable for piece in self._spots[port].pieces))
-        if not any((port, name) in built.found for name in names):
-            return None
-        whole = {
-            name: np.stack([row[port, name] for row in rows])
-            if (port, name) in built.found
-            else np.zeros((len(rows), *self._held(port)[name].shape), self._held(port)[name].dtype)
-            for name in names
-        }
-        return block(self._spots[port].pieces, whole)
-
     def __enter__(self) -> Pullback:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._forward = {}
-
-
-def _boundary(spot: Spot) -> tuple[Any, ...]:
-    return spot.boundary.tensors if spot.boundary is not None else (spot.value,)

@@ -1,12 +1,7 @@
 """Classes for the recurrences found in a graph: loops, their boundaries and their cells.
 
-All tensors are those of the *copy* of the user's graph. ``discover`` creates these objects, and the rest of the adapter
-reads them. Only the modules behind ``discover`` depend on how a loop was written, or on its kind of control flow. The
-entry point is
-
-    find(graph, ends) -> list[Loop]
-
-``ends`` are the outputs and the loss; loops that these do not depend on are left out.
+All tensors are those of the *copy* of the user's graph. Only ``discover`` and the modules behind it depend on how a
+loop was written, or on its kind of control flow.
 """
 
 from __future__ import annotations
@@ -20,24 +15,16 @@ from ...recurrence.cells import Cell
 
 @dataclass(frozen=True)
 class LoopBoundary:
-    """A tensor at the boundary of a loop: an input, an output or a state.
+    """A tensor at the boundary of a loop: an input, an output or a state."""
 
-    Attributes
-    ----------
-    tensors
-        A sequence: one tensor (time, sample, ...) with all steps; for an unrolled loop one (sample, ...) per step, in
-        the order of the run. An initial or final state: one tensor (sample, unit).
-    readers
-        For each tensor: the pairs (operation, number of its input) by which this loop reads it. Empty for outputs.
-    stacked
-        Whether the tensor has time as its first axis.
-    last
-        For an output: whether the layer returns only the last step of the run, (sample, unit).
-    """
-
+    #: A sequence: one tensor (time, sample, ...) with all steps; for an unrolled loop one (sample, ...) per step, in
+    #: the order of the run. An initial or final state: one tensor (sample, unit).
     tensors: tuple[Any, ...]
+    #: For each tensor: the pairs (operation, number of its input) by which this loop reads it; empty for outputs.
     readers: tuple[tuple[tuple[Any, int], ...], ...] = ()
+    #: Whether the tensor has time as its first axis.
     stacked: bool = False
+    #: For an output: whether the layer returns only the last step of the run, (sample, unit).
     last: bool = False
 
 
@@ -54,6 +41,17 @@ class WeightPiece:
     columns: slice = field(default_factory=lambda: slice(None))
     plus: float = 0.0
 
+    @property
+    def is_whole(self) -> bool:
+        """True for the whole variable."""
+        return self.rows is None and self.columns == slice(None)
+
+    def of(self, variable: Any) -> Any:
+        """Return the block of an array or tensor of the variable's shape; leading axes are kept."""
+        if self.is_whole:
+            return variable
+        return variable[..., self.columns] if self.rows is None else variable[..., self.rows, self.columns]
+
 
 @dataclass(frozen=True)
 class Condition:
@@ -69,107 +67,71 @@ class Condition:
 
 @dataclass(frozen=True)
 class LoopCell:
-    """Cell of a loop: a known cell, a body of unknown equations, or a refused one.
+    """Cell of a loop: a known cell, a body of unknown equations, or a refused one."""
 
-    Attributes
-    ----------
-    kind
-        Name of the cell in results: ``"gru"``, or the scope of an unknown cell.
-    units
-        Size of the first state.
-    cell, options
-        Known cell: its class of :mod:`rnnlens.recurrence.cells`, and the options that are no weights (``activation``,
-        ...).
-    weights
-        Known cell: by weight name, the blocks of variables that are concatenated along the last axis. A weight that the
-        graph does not have is absent.
-    conditions
-        Conditions that a run must meet for the cell to be valid.
-    body
-        Cell of unknown equations: its step, a ``StepGraph`` of :mod:`.step_graph`.
-    unknown
-        Cell of unknown equations: text on what in its step is not supported.
-    refused
-        Error text if the cell cannot be captured at all; empty otherwise.
-    """
-
+    #: Name of the cell in results: ``"gru"``, or the scope of an unknown cell.
     kind: str
+    #: Size of the first state.
     units: int
+    #: Known cell: its class, and its options that are no weights (``activation``, ...).
     cell: type[Cell] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    #: Known cell: by weight name, the blocks of variables that are concatenated along the last axis.
     weights: Mapping[str, tuple[WeightPiece, ...]] = field(default_factory=dict)
+    #: Conditions that a run must meet for the cell to be valid.
     conditions: tuple[Condition, ...] = ()
+    #: Cell of unknown equations: its step, a ``StepGraph``, and what in it is not supported.
     body: Any = None
     unknown: str = ""
+    #: Error text if the cell cannot be captured at all; empty otherwise.
     refused: str = ""
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """Names of the variables that the cell reads."""
+        if self.body is not None:
+            return frozenset(self.body.variables)
+        return frozenset(piece.variable for pieces in self.weights.values() for piece in pieces)
 
 
 @dataclass(frozen=True)
 class Loop:
-    """One recurrence of a graph: one direction of one layer.
+    """One recurrence of a graph: one direction of one layer."""
 
-    Attributes
-    ----------
-    name
-        The scope of the layer: ``"lstm_model/rnn"``; both directions of a bidirectional layer have the same.
-    kind
-        Control flow v1 (Enter, Exit) or v2 (While), or unrolled.
-    cell
-        The cell that is run at each step.
-    initial
-        The initial states, in the order of the cell's class (h, then c).
-    final
-        The final states, in the same order.
-    states
-        Unrolled: every state after each step, one tensor per step; empty for a while loop.
-    carried
-        Unrolled, with the output fed back as input: every state but the last, as the next step reads it.
-    input
-        The input of the cell at every step, in the order of the run: reversed in time if the loop runs backward.
-    output
-        The output at every step, in the order of the run; None if it is not read.
-    lengths
-        (sample,) of int: number of real steps of each sample; padding has zero output and keeps the state. None for
-        all.
-    mask
-        (time, sample) of bool in the order of the run, False at masked steps; None if there is no mask.
-    masked_output
-        Output of the loop at a masked step: the state, the previous output, or zero.
-    direction
-        ``"backward"`` if the input is reversed in time before the loop.
-    turned_by
-        Backward: (sample,) number of steps of each sample that are reversed, later steps stay; None for all.
-    bidirectional
-        Whether it is one direction of a bidirectional layer; the loop of the other one has the same name.
-    time_major
-        Whether the user's input and output tensors have time as the first axis.
-    scope
-        Scope of the variables of the cell: ``"lstm_model/rnn/gru_cell"``.
-    replaced
-        Substitutes for tensors of the user's graph, by name. A loop of several cells, or with dropout or a projection
-        around a cell, is rewritten as several loops in the copy; these compute the substitutes.
-    redrawn
-        Whether the rewritten loops draw random numbers, which then differ from those of the user's loop.
-    """
-
+    #: Scope of the layer: ``"lstm_model/rnn"``; both directions of a bidirectional layer have the same.
     name: str
+    #: Control flow v1 (Enter, Exit) or v2 (While), or unrolled.
     kind: Literal["v1", "v2", "unrolled"]
     cell: LoopCell
+    #: States before the first and after the last step, in the order of the cell's class (h, then c).
     initial: tuple[LoopBoundary, ...]
     final: tuple[LoopBoundary, ...]
+    #: Input and output of the cell at every step, in the order of the run; no output if it is not read.
     input: LoopBoundary
     output: LoopBoundary | None
+    #: (sample,) of int: number of real steps of each sample; padding has zero output and keeps the state. None for all.
     lengths: Any = None
+    #: (time, sample) of bool in the order of the run, False at masked steps; None if there is no mask.
     mask: Any = None
+    #: Unrolled: every state after each step, one tensor per step.
     states: tuple[LoopBoundary, ...] = ()
+    #: Unrolled, with the output fed back as input: every state but the last, as the next step reads it.
     carried: tuple[LoopBoundary, ...] = ()
+    #: Output of the loop at a masked step: the state, the previous output, or zero.
     masked_output: Literal["state", "output", "zero"] = "zero"
+    #: ``"backward"`` if the input is reversed in time before the loop.
     direction: Literal["forward", "backward"] = "forward"
+    #: Backward: (sample,) number of steps of each sample that are reversed, later steps stay; None for all.
     turned_by: Any = None
+    #: Whether it is one direction of a bidirectional layer; the loop of the other one has the same name.
     bidirectional: bool = False
+    #: Whether the user's input and output tensors have time as the first axis.
     time_major: bool = False
+    #: Scope of the variables of the cell: ``"lstm_model/rnn/gru_cell"``.
     scope: str = ""
+    #: Substitutes for tensors of the user's graph, by name, that the loops computed into which this one was split.
     replaced: Mapping[str, Any] = field(default_factory=dict)
+    #: Whether these loops draw random numbers, which then differ from those of the user's loop.
     redrawn: bool = False
 
     @property
@@ -180,9 +142,7 @@ class Loop:
     @property
     def variables(self) -> frozenset[str]:
         """Names of the variables that the cell reads."""
-        if self.cell.body is not None:
-            return frozenset(self.cell.body.variables)
-        return frozenset(piece.variable for pieces in self.cell.weights.values() for piece in pieces)
+        return self.cell.variables
 
 
 def common_scope(names: Iterable[str]) -> str:

@@ -18,7 +18,7 @@ from ..protocol import Batch, Cotangents, ReferenceRun
 from .blocks import is_variable, read
 from .graph_copy import GraphCopy, cone, definition, dense
 from .inputs import fed, fed_in, names_of_inputs
-from .losses import fed_to, is_built, key_of, loss_in, loss_tensor
+from .losses import feed_of_loss, key_of, loss_in
 from .open_net import OpenNet, open_net
 from .public import Net
 from .weights import block, layers_of, name_of
@@ -32,13 +32,12 @@ class _ReferenceGraph:
 
     def __init__(self, net: Net, batch: Batch, *, of_loss: bool, gradients: bool) -> None:
         self.copy = GraphCopy(definition(net.graph), batch.seed or 0, getattr(net.session, "_config", None))
-        self.graph = self.copy.graph
-        with self.graph.as_default():
-            get = self.graph.get_tensor_by_name
+        graph = self.copy.graph
+        with graph.as_default():
+            get = self.copy.tensor
             self.outputs = [get(tensor.name) for tensor in net.outputs.values()]
-            self.built: dict[Any, Any] = {}
-            self.loss = loss_in(net, self.graph, get, batch, self.built).tensor if of_loss else None
-            self.variables = {op.name: op for op in self.graph.get_operations() if is_variable(op)}
+            self.loss = loss_in(net, self.copy, batch).tensor if of_loss else None
+            self.variables = {op.name: op for op in graph.get_operations() if is_variable(op)}
             self.ends = [*self.outputs, *([] if self.loss is None else [self.loss])]
             used = set(cone(self.ends))
             self.used = [name for name, op in self.variables.items() if op in used]
@@ -67,7 +66,7 @@ def _refuse_other_draws(
     """Raise ``CertificateError`` if a rewritten loop draws other random numbers, and the results depend on them."""
     given, ends = fed(found, batch), list(found.outputs)
     if bare.loss is not None:
-        ends.append(loss_tensor(found, batch))
+        ends.append(loss_in(found.net, found.copy, batch).tensor)
     if found.copy.is_steady(ends, given):
         return
     mine = found.copy.run(dict(enumerate(ends)), given, found.variables(ends, given))
@@ -94,9 +93,7 @@ def prepared(
     has_loss = bool(leaves_of(batch.y)) or batch.loss is not None or net.has_own_loss
     of_loss = cotangents is None and has_loss
     bare = _bare(net, batch, of_loss, gradients)
-    feed = fed_in(net, bare.graph, batch)
-    if of_loss and is_built(net, batch):
-        feed |= fed_to(loss_in(net, bare.graph, bare.graph.get_tensor_by_name, batch, bare.built), batch)
+    feed = fed_in(net, bare.copy, batch) | (feed_of_loss(net, bare.copy, batch) if of_loss else {})
     values = read(net.session, bare.used)
     if any(loop.redrawn for loop in found.loops):
         _refuse_other_draws(found, batch, bare, feed, values)
@@ -104,7 +101,16 @@ def prepared(
     def run() -> ReferenceRun:
         given = {} if cotangents is None else _pulled(bare, cotangents, feed, values)
         got = bare.copy.run(bare.asked, feed | given, values)
-        return _reference_of(found, bare, got, values, batch, gradients=gradients)
+        names = names_of_inputs(net, batch.x)
+        parts = [[got.get(("input", name, i)) for i in range(len(bare.inputs[name]))] for name in names]
+        present = [[np.asarray(part) for part in alike if part is not None] for alike in parts]
+        return ReferenceRun(
+            [np.asarray(got["output", i]) for i in range(len(bare.outputs))],
+            float(got["loss"]) if "loss" in got else None,
+            [np.sum(alike, axis=0) if alike else None for alike in present],
+            _weights(found, got, values) if gradients else {},
+            tuple(names) if isinstance(batch.x, Mapping) else (),
+        )
 
     return run
 
@@ -115,25 +121,6 @@ def _pulled(bare: _ReferenceGraph, cotangents: Cotangents, feed: Mapping[Any, An
     found = cotangents(given) if callable(cotangents) else cotangents
     every = zip(bare.given, found, given, strict=True)
     return {place: np.zeros_like(out) if c is None else np.asarray(c, out.dtype) for place, c, out in every}
-
-
-def _reference_of(
-    found: OpenNet,
-    bare: _ReferenceGraph,
-    got: Mapping[Any, Any],
-    values: Mapping[str, Array],
-    batch: Batch,
-    *,
-    gradients: bool,
-) -> ReferenceRun:
-    names = names_of_inputs(found.net, batch.x)
-    return ReferenceRun(
-        [np.asarray(got["output", i]) for i in range(len(bare.outputs))],
-        float(got["loss"]) if "loss" in got else None,
-        [_summed([got.get(("input", name, i)) for i in range(len(bare.inputs[name]))]) for name in names],
-        _weights(found, got, values) if gradients else {},
-        tuple(names) if isinstance(batch.x, Mapping) else (),
-    )
 
 
 def _bare(net: Net, batch: Batch, of_loss: bool, gradients: bool) -> _ReferenceGraph:
@@ -149,11 +136,6 @@ def _bare(net: Net, batch: Batch, of_loss: bool, gradients: bool) -> _ReferenceG
             del kept[next(iter(kept))]
         kept[key] = _ReferenceGraph(net, batch, of_loss=of_loss, gradients=gradients)
     return kept[key]
-
-
-def _summed(parts: list[Any]) -> Array | None:
-    present = [np.asarray(part) for part in parts if part is not None]
-    return None if not present else np.sum(present, axis=0)
 
 
 def _weights(found: Any, got: Mapping[Any, Any], values: Mapping[str, Array]) -> dict[str, Array | None]:

@@ -38,17 +38,19 @@ def refused(frame: Frame, states: Sequence[Variable], found: Sequence[Read], rea
 
 def of_a_branch(scope: str) -> Loop:
     """Return a refused loop for a recurrence inside a branch of a condition."""
-    words = message(
+    return without_steps(
+        scope,
+        scope,
+        0,
         f"The recurrence {scope!r} stands in one branch of a tf.cond, and its steps cannot be read from outside.",
         expected="a recurrence that is always run",
         hint="tf.cond around its input or its result: tf.cond(switch, lambda: outputs, lambda: others)",
     )
-    return without_steps(scope, scope, 0, words)
 
 
-def without_steps(name: str, scope: str, units: int, words: str) -> Loop:
-    """Return a refused loop of which no step can be read."""
-    cell = LoopCell("unknown", units, refused=words)
+def without_steps(name: str, scope: str, units: int, what: str, **words: str) -> Loop:
+    """Return a refused loop of which no step can be read; ``what`` and ``words`` make the message."""
+    cell = LoopCell("unknown", units, refused=message(what, **words))
     return Loop(name, "unrolled", cell, (), (), LoopBoundary(()), None, scope=scope)
 
 
@@ -60,15 +62,16 @@ _FUSED = frozenset(
 
 def fused(ends: Iterable[Any]) -> list[Loop]:
     """Return a refused loop for each recurrence, or cell, that is a single fused operation."""
-    found: dict[str, Loop] = {}
-    for op in ancestors(ends):
-        if op.type in _FUSED:
-            scope = op.name.rpartition("/")[0] or op.name
-            words = message(
-                f"The recurrence {scope!r} is one operation, and its steps are not in the graph.",
-                got=op.type,
-                expected="a loop of steps",
-                hint="tf.nn.dynamic_rnn with tf.nn.rnn_cell.LSTMCell or GRUCell, on the same weights",
-            )
-            found.setdefault(scope, without_steps(scope, scope, 0, words))
-    return list(found.values())
+    scopes = {op.name.rpartition("/")[0] or op.name: op.type for op in ancestors(ends) if op.type in _FUSED}
+    return [
+        without_steps(
+            scope,
+            scope,
+            0,
+            f"The recurrence {scope!r} is one operation, and its steps are not in the graph.",
+            got=kind,
+            expected="a loop of steps",
+            hint="tf.nn.dynamic_rnn with tf.nn.rnn_cell.LSTMCell or GRUCell, on the same weights",
+        )
+        for scope, kind in scopes.items()
+    ]

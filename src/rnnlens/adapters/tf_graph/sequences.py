@@ -11,9 +11,9 @@ import tensorflow.compat.v1 as tf
 from tensorflow.python.framework import tensor_util
 
 from ...errors import message
-from .blocks import Source, behind_identities, constant_of
+from .blocks import Source, constant_of, same
 from .recurrences import Condition
-from .while_loops import Frame, Variable, body_graph, function_of
+from .while_loops import CONDITIONS, Frame, Variable, body_graph
 
 _READS = frozenset({"TensorArrayReadV3", "TensorListGetItem"})
 
@@ -60,21 +60,6 @@ class Mask:
         return (self.steps and self.steps.stacked) is (other.steps and other.steps.stacked)
 
 
-def same(tensor: Any, outer: Source) -> Any:
-    """Return the tensor that identity operations and loop invariants pass on unchanged."""
-    while True:
-        tensor = outer.settled(tensor)
-        if tensor.op.type not in ("Identity", "Enter", "EnsureShape"):
-            return tensor
-        tensor = tensor.op.inputs[0]
-
-
-def clocks(frame: Frame) -> list[Variable]:
-    """Return the step counters of a loop: integer variables that start at 0 and grow by one."""
-    counters = [v for v in frame.variables if v.before.dtype.is_integer and _is_next(v.after, v.before, frame.outer)]
-    return [v for v in counters if constant_of(v.entry, Source()) == 0]
-
-
 def steps_run(frame: Frame) -> Any:
     """Return the number of steps that a loop runs, as a number or a tensor outside; None if it is unknown."""
     if frame.bounds and all(isinstance(bound, np.ndarray) for bound in frame.bounds):
@@ -82,21 +67,13 @@ def steps_run(frame: Frame) -> Any:
     with frame.variables[0].entry.graph.as_default():
         if frame.bounds:
             return tf.reduce_min(tf.stack([tf.cast(bound, tf.int32) for bound in frame.bounds]))
-        ends = [clock.exit for clock in clocks(frame) if clock.exit is not None]
+        ends = [clock.exit for clock in frame.clocks if clock.exit is not None]
         return tf.cast(ends[0], tf.int32) if ends else None
-
-
-def _is_next(after: Any, before: Any, outer: Source) -> bool:
-    if after.op.type not in ("Add", "AddV2"):
-        return False
-    sides = [same(t, outer) for t in after.op.inputs]
-    ones = [constant_of(t, outer) for t in after.op.inputs]
-    return any(s is before and o == 1 for s, o in zip(sides, ones[::-1], strict=True))
 
 
 def sequences(frame: Frame) -> list[Read]:
     """Return the tensors that the body reads at the present step."""
-    times = [v.before for v in clocks(frame)]
+    times = [v.before for v in frame.clocks]
     found = []
     for op in frame.ops:
         axis = _indexed(op, frame, times)
@@ -108,7 +85,7 @@ def sequences(frame: Frame) -> list[Read]:
         filled = frame.outer.get(op.inputs[source])
         if filled is None or not any(same(op.inputs[place], frame.outer) is t for t in times):
             continue
-        filled = behind_identities(filled)
+        filled = same(filled)
         if filled.op.type == "TensorArrayScatterV3":
             found.append(Read(op.outputs[0], filled.op.inputs[2], (filled.op, 2)))
         elif filled.op.type == "TensorListFromTensor":
@@ -120,7 +97,9 @@ def _indexed(op: Any, frame: Frame, times: Sequence[Any]) -> int | None:
     """Return the axis along which an operation takes the present step of an invariant, as x[:, t]; otherwise None."""
     if op.type not in ("StridedSlice", "GatherV2") or frame.outer.get(op.inputs[0]) is None:
         return None
-    now = [any(same(t, frame.outer) is time for time in times) for t in _places(op, frame.outer)]
+    begin = same(op.inputs[1], frame.outer)
+    places = begin.op.inputs if begin.op.type == "Pack" else [begin]
+    now = [any(same(t, frame.outer) is time for time in times) for t in places]
     if op.type == "GatherV2":
         axis = constant_of(op.inputs[2], frame.outer)
         return int(axis) if now == [True] and axis in (0, 1) and op.inputs[1].shape.rank == 0 else None
@@ -136,12 +115,6 @@ def _indexed(op: Any, frame: Frame, times: Sequence[Any]) -> int | None:
         ):
             return axis
     return None
-
-
-def _places(op: Any, outer: Source) -> list[Any]:
-    """Return the start indices of a slice or gather, one per axis."""
-    begin = same(op.inputs[1], outer)
-    return list(begin.op.inputs) if begin.op.type == "Pack" else [begin]
 
 
 def _taken(frame: Frame, tensor: Any, axis: int) -> Any:
@@ -160,7 +133,7 @@ def written(frame: Frame) -> list[Written]:
     """Return the tensors that the body writes at each step."""
     found = []
     for variable in frame.variables:
-        op = behind_identities(variable.after).op
+        op = same(variable.after).op
         if op.type in _WRITES:
             value, index, before = (op.inputs[i] for i in _WRITES[op.type])
             if same(before, frame.outer) is variable.before:
@@ -181,7 +154,7 @@ def _stacked(tensor: Any) -> Any:
 
 def mask_of(condition: Any, frame: Frame, reads: Sequence[Read]) -> Mask | None:
     """Return the mask that a select's condition expresses for the present step; None if it is no mask."""
-    times = [v.before for v in clocks(frame)]
+    times = [v.before for v in frame.clocks]
     condition = same(condition, frame.outer)
     if condition.op.type in ("GreaterEqual", "Greater", "Less", "LessEqual"):
         left, right = (same(t, frame.outer) for t in condition.op.inputs)
@@ -191,8 +164,11 @@ def mask_of(condition: Any, frame: Frame, reads: Sequence[Read]) -> Mask | None:
         inverted = {("GreaterEqual", True): True, ("Less", True): False, ("Greater", False): False}
         inverted[("LessEqual", False)] = True
         key = (condition.op.type, ahead)
-        known = any(clock is t for t in times) and key in inverted and lengths.graph is not frame.graph
-        known = known or (any(clock is t for t in times) and key in inverted and frame.kind == "v1")
+        known = (
+            any(clock is t for t in times)
+            and key in inverted
+            and (frame.kind == "v1" or lengths.graph is not frame.graph)
+        )
         return Mask(lengths=lengths, inverted=inverted[key]) if known and lengths.shape.rank == 1 else None
     inverted_by = False
     while condition.op.type in ("Tile", "ExpandDims", "Reshape", "LogicalNot", "BroadcastTo", "Identity", "Squeeze"):
@@ -267,13 +243,8 @@ def _turns(op: Any, axis: int) -> bool:
 class GraphSettings:
     """Scalars outside of the loops that do not depend on data, with their present values.
 
-    Some cells are known at these values only, for example at a keep probability of 1. ``used`` has the values read so
-    far.
-
-    Parameters
-    ----------
-    value_of
-        Function from a scalar tensor outside of the loops to its value; None if that depends on data or random numbers.
+    Some cells are known at these values only, for example at a keep probability of 1. ``value_of`` returns the value of
+    such a tensor, None for others. ``used`` has the values read so far.
     """
 
     def __init__(self, value_of: Callable[[Any], Any] = lambda _: None) -> None:
@@ -297,15 +268,14 @@ class GraphSettings:
         """Return the tensor that a condition passes on at the present value of its switch; None for other tensors."""
         op = tensor.op
         if op.type == "Merge":
-            switch = behind_identities(op.inputs[0]).op
+            switch = same(op.inputs[0]).op
             taken = self.value(switch.inputs[1], outer) if switch.type == "Switch" else None
-            passed = None if taken is None else behind_identities(op.inputs[int(taken)]).op
+            passed = None if taken is None else same(op.inputs[int(taken)]).op
             return passed.inputs[0] if passed is not None and passed.type == "Switch" else None
-        if op.type in ("If", "StatelessIf") and (taken := self.value(op.inputs[0], outer)) is not None:
+        if op.type in CONDITIONS and (taken := self.value(op.inputs[0], outer)) is not None:
             branch = op.get_attr("then_branch" if taken else "else_branch").name
-            function, home = function_of(op.graph, branch)
-            _, given, returned = body_graph(function, op.inputs[1:], home)
-            passed = behind_identities(returned[tensor.value_index])
+            _, given, returned = body_graph(op.graph, branch, op.inputs[1:])
+            passed = same(returned[tensor.value_index])
             return next((t for t, p in zip(op.inputs[1:], given, strict=True) if p is passed), None)
         return None
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from .blocks import Source, reached
+from .blocks import same
 from .cells import Match
 from .loop_analysis import LoopAnalysis, at_present, flat_mask, why_unknown
 from .loop_recorder import CannotRecordError, CarriedState, LoopRecorder, rewire
 from .recurrences import Loop, LoopBoundary, LoopCell
 from .refusals import refused
-from .sequences import same
+from .sequences import course_of
 from .step_graph import StepGraph
-from .while_loops import CannotCopyError, Variable
+from .while_loops import Variable
 
 
 def split(analysis: LoopAnalysis, *, as_one: bool = False) -> list[Loop]:
@@ -27,9 +27,8 @@ def split(analysis: LoopAnalysis, *, as_one: bool = False) -> list[Loop]:
     """
     try:
         return _LoopSplitter(analysis).loops(as_one=as_one)
-    except (CannotCopyError, CannotRecordError) as reason:
-        hint = getattr(reason, "hint", "")
-        return [refused(analysis.frame, analysis.states, analysis.reads, str(reason), hint)]
+    except CannotRecordError as reason:
+        return [refused(analysis.frame, analysis.states, analysis.reads, str(reason), reason.hint)]
 
 
 class _LoopSplitter:
@@ -56,18 +55,17 @@ class _LoopSplitter:
 
     def loops(self, *, as_one: bool) -> list[Loop]:
         """Return one loop per known cell, in the order of their dependence; or a single loop of unknown equations."""
-        analysis = self.analysis
-        if analysis.covered and not as_one:
-            computed = list(analysis.probe.by_key)
-            order = sorted(analysis.matches, key=lambda match: computed.index(match.after[0]))
-            names = [f"{analysis.frame.name}/cell_{i}" for i in range(len(order))]
-            cells = zip(order, names if len(order) > 1 else [analysis.frame.name], strict=True)
-            as_one = not self._in_turn(order)
-        if analysis.covered and not as_one:
-            found = [self._cell(match, name) for match, name in cells]
-            self._rebuild_outputs()
+        analysis, computed = self.analysis, list(self.analysis.probe.by_key)
+        order = sorted(analysis.matches, key=lambda match: computed.index(match.after[0]))
+        if not analysis.covered:
+            found = [self._native("")]
+        elif as_one or not self._in_turn(order):
+            found = [self._native("its cells read previous states of one another")]
         else:
-            found = [self._native("its cells read previous states of one another" if analysis.covered else "")]
+            name = analysis.frame.name
+            names = [f"{name}/cell_{i}" for i in range(len(order))] if len(order) > 1 else [name]
+            found = [self._cell(match, name) for match, name in zip(order, names, strict=True)]
+            self._rebuild_outputs()
         cell = replace(found[0].cell, conditions=analysis.runs_through(self.stacked))
         found[0] = replace(found[0], cell=cell, replaced=self.replaced, redrawn=self.recorder.drew)
         return found
@@ -92,18 +90,10 @@ class _LoopSplitter:
 
     def _beside(self, targets: Sequence[Any], known: Container[int]) -> list[Variable]:
         """Return the loop variables that are no states and that tensors depend on, up to those that are recorded."""
-        analysis = self.analysis
-
-        def computing(tensor: Any) -> Sequence[Any]:
-            end = (
-                id(tensor) in known
-                or analysis.paths.is_variable(tensor)
-                or analysis.frame.outer.get(tensor) is not None
-            )
-            return () if end else tensor.op.inputs
-
-        read = [t for t in reached(targets, computing) if analysis.paths.is_variable(t) and id(t) not in known]
-        return [v for v in analysis.paths.carried(read) if not self._is_state(v)]
+        paths = self.analysis.paths
+        read = [t for t in paths.behind(targets, known) if paths.is_variable(t) and id(t) not in known]
+        counts = [v for v in self.analysis.frame.variables if v.before.dtype.is_integer and v.before.shape.rank == 0]
+        return [v for v in paths.carried(read) if v not in (*self.analysis.states, *counts)]
 
     def _tapped(self, tensor: Any) -> Any:
         """Return an identity of a tensor that only the rewritten loops read."""
@@ -142,24 +132,32 @@ class _LoopSplitter:
         recorder.steps |= sources
         outputs, steps, ends = recorder.run([] if output is None else [output], carried, before)
         recorder.steps |= around
-        boundaries = (
+        loop = Loop(
+            names[0],
+            analysis.frame.kind,
+            cell,
             tuple(_boundary(start) for start in starts),
             tuple(LoopBoundary((end,)) for end in ends),
             _boundary(tap, stacked=True),
             LoopBoundary(((outputs or steps)[0],), stacked=True),
+            masked_output="state" if output is None else "zero",
+            scope=names[1],
+            **self.mask,
+            **course_of(self.stacked).words,
         )
-        masked = "state" if output is None else "zero"
-        words = {**self.mask, "masked_output": masked}
-        return analysis.loop(names[0], cell, boundaries, self.stacked, names[1], **words), steps, ends
+        return loop, steps, ends
 
     # Known cells.
 
     def _cell(self, match: Match, name: str) -> Loop:
         analysis, recorder = self.analysis, self.recorder
         numbers = analysis.numbers(match)
-        source, *after = (self._tensor_of(key) for key in (match.source, *match.after))
+        held = [analysis.probe.tensors_of(key) for key in (match.source, *match.after)]
+        if not all(held):
+            raise CannotRecordError("a value that no tensor of its body holds")
+        source, *after = (tensors[0] for tensors in held)
         self._known([source])
-        whole, alike = recorder.steps[id(source)], [id(t) for t in analysis.probe.tensors_of(match.source)]
+        whole, alike = recorder.steps[id(source)], list(map(id, held[0]))
         recorder.steps |= dict.fromkeys(alike, whole)
         tap = self._tapped(whole)
         before: dict[int, list[Any]] = {}  # numbers of the cell's own states; of others only the shape is used
@@ -167,18 +165,12 @@ class _LoopSplitter:
             before.setdefault(id(variable.before), []).append(numbers.index(i) if i in numbers else self._start(i))
         states = [self._start(i) for i in numbers], after, before
         loop, steps, ends = self._recorded(
-            match.loop_cell, (name, match.scope), dict.fromkeys(alike, tap), tap, states, None
+            match.cell, (name, match.scope), dict.fromkeys(alike, tap), tap, states, None
         )
-        for key, stacked in zip(match.after, steps, strict=True):
-            recorder.steps |= {id(tensor): stacked for tensor in analysis.probe.tensors_of(key)}
+        for tensors, stacked in zip(held[1:], steps, strict=True):
+            recorder.steps |= dict.fromkeys(map(id, tensors), stacked)
         self._finish(dict(zip(numbers, ends, strict=True)))
         return loop
-
-    def _tensor_of(self, key: Any) -> Any:
-        found = self.analysis.probe.tensors_of(key)
-        if not found:
-            raise CannotRecordError("a value that no tensor of its body holds")
-        return found[0]
 
     def _start(self, index: int) -> Any:
         """Return the start value of a state; it is a part of a loop variable that joins several states."""
@@ -188,10 +180,6 @@ class _LoopSplitter:
             return start
         with start.graph.as_default():
             return self._tapped(start[:, columns[0] : columns[1]])
-
-    def _is_state(self, variable: Variable) -> bool:
-        counts = variable.before.dtype.is_integer and variable.before.shape.rank == 0
-        return counts or any(variable is v for v in self.analysis.states)
 
     def _finish(self, ends: Mapping[int, Any]) -> None:
         """Replace the final values of loop variables, of which all states are recorded, by the last values ``ends``."""
@@ -223,7 +211,7 @@ class _LoopSplitter:
 
     def _hidden_where_masked(self, value: Any) -> bool:
         """Return whether an output is replaced at masked steps, by the same condition that keeps the states."""
-        chosen = same(value, Source())
+        chosen = same(value)
         select = chosen.op.type in ("Select", "SelectV2") and self.analysis.condition is not None
         return select and self.analysis.same_condition(chosen.op.inputs[0])
 
@@ -240,7 +228,7 @@ class _LoopSplitter:
         writes = [w for w in analysis.writes if w.stacked is not None and w.variable.read and w.value.dtype.is_floating]
         output = writes[0].value if writes else after[0]
         if writes and analysis.condition is not None and self._hidden_where_masked(output):
-            output = same(output, Source()).op.inputs[2 if analysis.condition[1] else 1]
+            output = same(output).op.inputs[2 if analysis.condition[1] else 1]
         fed = self._fed([output, *after])
         samples = {t.shape.as_list()[0] for t in (*before, *fed) if t.shape.rank}
         if not all(map(_is_row, before)) or len(samples - {None}) > 1:

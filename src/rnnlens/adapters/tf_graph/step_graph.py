@@ -5,7 +5,7 @@ Samples and steps are folded into one axis of rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,9 @@ import tensorflow.compat.v1 as tf
 
 from ...recurrence.cells import StepCell
 from ...typing import Array
-from .blocks import VARIABLES, Source, reached, variable_of
-from .loop_recorder import Copier
+from .blocks import NO_LOOP, VARIABLES, Source, is_variable, reached, variable_of
+from .loop_recorder import CannotRecordError, Copier
 from .recurrences import common_scope
-from .while_loops import CannotCopyError
 
 #: Bytes that the Jacobians of one chunk of steps may take.
 _CHUNK = 256 * 2**20
@@ -24,33 +23,20 @@ _DATA = frozenset({"Placeholder", "PlaceholderWithDefault", "Exit", "RefExit", "
 
 
 class StepGraph:
-    """One step of a loop's body as a separate graph.
+    """One step of a loop's body as a separate graph, with placeholders for all that it reads from outside.
 
-    It has placeholders for the input, the states and the tensors that the step reads from outside.
-
-    Parameters
-    ----------
-    fed, before
-        Tensors of the body: those that are new at each step, whose concatenation is the input; and the previous states.
-    output, after
-        Tensors of the body: the output of the step, and the new states.
-    outer
-        The invariants of the loop.
-
-    Raises
-    ------
-    CannotCopyError
-        If one step is not a function of these, separately for each sample.
+    ``fed`` are the tensors of the body that are new at each step, whose concatenation is the input. Raise
+    CannotRecordError if the step is not a function of these, the states and the invariants, sample by sample.
     """
 
     def __init__(
         self, fed: Sequence[Any], before: Sequence[Any], output: Any, after: Sequence[Any], outer: Source
     ) -> None:
+        #: Tensors outside that the step reads, and their placeholders, by id; those that are values of variables.
         self.outer: dict[int, Any] = {}
-        self.fed: list[Any] = []
+        self.fed: dict[int, Any] = {}
         self.variables: dict[str, Any] = {}
         self._batch = before[0].shape[0]
-        self._none = Source()
         self.graph = tf.Graph()
         with self.graph.as_default():
             widths = [int(t.shape[-1]) for t in fed]
@@ -65,7 +51,7 @@ class StepGraph:
             try:
                 self._differentiate()
             except LookupError as error:
-                raise CannotCopyError(f"an operation without a gradient ({error})") from error
+                raise CannotRecordError(f"an operation without a gradient ({error})") from error
 
     @property
     def scope(self) -> str:
@@ -74,32 +60,29 @@ class StepGraph:
 
     def _read(self, tensor: Any) -> Any:
         """Return the substitute of a tensor outside: a placeholder, or a copy where it depends on variables only."""
-        if id(tensor) in self.outer:
-            return self.fed[list(self.outer).index(id(tensor))]
+        variable = variable_of(tensor, NO_LOOP)
+        if variable is not None:
+            tensor = self.variables.setdefault(variable.name, tensor)
+        if id(tensor) in self.fed:
+            return self.fed[id(tensor)]
         names, data = sources_of(tensor)
-        if names and not data and variable_of(tensor, self._none) is None:
-            return Copier({}, _Edge(), self._read)(tensor)
-        if data and self._of_samples(tensor):
-            raise CannotCopyError(f"a tensor with an axis of samples that every step reads ({tensor.op.name!r})")
+        if names and not data and variable is None:
+            return Copier({}, NO_LOOP, self._read)(tensor)
+        rank = tensor.shape.rank
+        if data and (rank is None or (rank > 0 and (tensor.shape[0] is None or tensor.shape[0] == self._batch != 1))):
+            raise CannotRecordError(f"a tensor with an axis of samples that every step reads ({tensor.op.name!r})")
         self.outer[id(tensor)] = tensor
         with self.graph.as_default():
-            shape = tensor.shape if tensor.shape.rank is not None else None
-            self.fed.append(tf.placeholder(tensor.dtype.base_dtype, shape))
-        variable = variable_of(tensor, self._none)
-        if variable is not None:
-            self.variables[variable.name] = tensor
-        return self.fed[-1]
-
-    def _of_samples(self, tensor: Any) -> bool:
-        rank = tensor.shape.rank
-        return rank is None or (rank > 0 and (tensor.shape[0] is None or tensor.shape[0] == self._batch != 1))
+            shape = tensor.shape if rank is not None else None
+            self.fed[id(tensor)] = tf.placeholder(tensor.dtype.base_dtype, shape)
+        return self.fed[id(tensor)]
 
     def _differentiate(self) -> None:
         self.output_grad = tf.placeholder(self.output.dtype, self.output.shape)
         self.after_grads = [tf.placeholder(t.dtype, t.shape) for t in self.after]
         targets, given = [self.output, *self.after], [self.output_grad, *self.after_grads]
         sources = [self.x, *self.before]
-        weights = [self.fed[list(self.outer).index(id(t))] for t in self.variables.values()]
+        weights = [self.fed[id(t)] for t in self.variables.values()]
 
         def pulled(to: Sequence[Any]) -> list[Any]:
             found = tf.gradients(targets, to, given, unconnected_gradients="zero") if to else []
@@ -114,31 +97,15 @@ class StepGraph:
                 self.produced += pulled([state])
 
 
-class _Edge(Source):
-    """Source of tensors outside of the loop.
-
-    Values of variables are read; tensors computed from them are computed again.
-    """
-
-    def get(self, tensor: Any) -> Any:
-        """Return the tensor if it is the value of a variable, which is then read; None otherwise."""
-        return tensor if variable_of(tensor, Source()) is not None else None
-
-    def settled(self, tensor: Any) -> Any:
-        """Return the tensor unchanged: it already is outside of the loop."""
-        return tensor
-
-
 def sources_of(tensor: Any) -> tuple[set[str], bool]:
-    """Return the names of the variables behind a tensor, and whether it also depends on data.
+    """Return the names of the variables behind a tensor outside of the loop, and whether it also depends on data.
 
-    Data are placeholders, results of loops and stateful operations. The tensor is one outside of the loop.
+    Data are placeholders, results of loops and stateful operations.
     """
     operations = reached([tensor.op], lambda op: [t.op for t in op.inputs])
-    names = {op.name for op in operations if op.type in VARIABLES}
     plain = (*VARIABLES, "ReadVariableOp")
     data = any(op.type in _DATA or (op.op_def.is_stateful and op.type not in plain) for op in operations)
-    return names, data
+    return {op.name for op in operations if is_variable(op)}, data
 
 
 class BodyCell(StepCell):
@@ -151,7 +118,7 @@ class BodyCell(StepCell):
     def __init__(self, step: StepGraph, values: Iterable[Array], names: Sequence[str]) -> None:
         self._step, self._names = step, names
         self._session = tf.Session(graph=step.graph)
-        self._fixed = dict(zip(step.fed, values, strict=True))
+        self._fixed = dict(zip(step.fed.values(), values, strict=True))
         self.state_sizes = tuple(t.shape[1:].num_elements() for t in step.before)
         self.output_size = step.output.shape[1:].num_elements()
         same = [i for i, t in enumerate(step.after) if t is step.output]
@@ -195,16 +162,14 @@ class BodyCell(StepCell):
 
         Their shapes are (n, S + output_size, S) and (n, S + output_size, feature).
         """
-        parts = [self._jacobian(x[rows], [s[rows] for s in state]) for rows in self._chunks(x)]
-        by_state, by_input = (np.concatenate([part[i] for part in parts]) for i in range(2))
-        return by_state, by_input
-
-    def _chunks(self, x: Array) -> Iterator[slice]:
         total = sum(self.state_sizes)
         row = 8 * (total + self.output_size) * (2 * total + self.output_size + int(x.shape[1]))
-        size = max(1, _CHUNK // row)
+        size, parts = max(1, _CHUNK // row), []
         for start in range(0, int(x.shape[0]), size):
-            yield slice(start, start + size)
+            rows = slice(start, start + size)
+            parts.append(self._jacobian(x[rows], [s[rows] for s in state]))
+        by_state, by_input = (np.concatenate(column) for column in zip(*parts, strict=True))
+        return by_state, by_input
 
     def _jacobian(self, x: Array, state: Sequence[Array]) -> tuple[Array, Array]:
         """Compute the Jacobians of n rows in one vector-Jacobian product.

@@ -11,13 +11,15 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tensorflow.python.ops.control_flow_util import IsInWhileLoop
+
 from ...errors import message
-from .blocks import Source, behind_identities, block_of, reached
+from .blocks import NO_LOOP, block_of, reached, same
 from .cells import Match, steps_in
 from .probe import Key, Probe
 from .recurrences import Loop, LoopBoundary
 from .refusals import without_steps
-from .while_loops import ancestors, in_built_order
+from .while_loops import CONDITIONS, ancestors, in_built_order
 
 _MAKES_A_STATE = frozenset(
     {"Add", "AddV2", "AddN", "Sub", "Mul", "MatMul", "Maximum", "Minimum", "ClipByValue", "BiasAdd", "Tanh", "Sigmoid"}
@@ -37,31 +39,28 @@ class Step:
     match: Match
     tensors: tuple[Any, ...]
 
+    @property
+    def kind(self) -> str:
+        """Text that is equal for steps of the same cell with the same weights."""
+        cell = self.match.cell
+        return repr((cell.cell, sorted(cell.options.items(), key=str), sorted(cell.weights.items())))
+
 
 def unrolled(ends: Iterable[Any]) -> list[Loop]:
     """Return the unrolled recurrences among the ancestors of some tensors: chains of at least two equal steps."""
     ends = list(ends)
-    ops = [op for op in ancestors(ends) if not _in_a_loop(op)]
-    probe, groups = Probe([], Source()), defaultdict(list)
+    ops = [op for op in ancestors(ends) if not IsInWhileLoop(op)]
+    probe, groups = Probe([], NO_LOOP), defaultdict[str, list[Step]](list)
     for step in _steps(probe, ops, _unread(ops)):
-        match = step.match
-        key = (
-            match.cell,
-            tuple(sorted(match.options.items(), key=str)),
-            tuple(sorted((name, repr(pieces)) for name, pieces in match.weights.items())),
-        )
-        groups[key].append(step)
+        groups[step.kind].append(step)
     chains = [chain for steps in groups.values() for chain in _chains(steps)]
-    loops = _told_apart([loop for chain in chains if (loop := _loop(probe, chain, ends)) is not None])
-    return [*loops, *_conditional(probe, ops, {loop.scope for loop in loops}, groups.values())]
-
-
-def _told_apart(loops: Sequence[Loop]) -> list[Loop]:
-    """Name cells by their own scopes where several of them stand side by side in the scope of one layer."""
+    loops = [loop for chain in chains if (loop := _loop(probe, chain, ends)) is not None]
     scopes = defaultdict(set)
     for loop in loops:
         scopes[loop.name].add(loop.scope)
-    return [replace(loop, name=loop.scope) if len(scopes[loop.name]) > 1 else loop for loop in loops]
+    # Cells that stand side by side in the scope of one layer are named by their own scopes.
+    loops = [replace(loop, name=loop.scope) if len(scopes[loop.name]) > 1 else loop for loop in loops]
+    return [*loops, *_conditional(probe, ops, {loop.scope for loop in loops}, groups.values())]
 
 
 def _conditional(probe: Probe, ops: Sequence[Any], told: set[str], groups: Iterable[Sequence[Step]]) -> list[Loop]:
@@ -76,37 +75,30 @@ def _conditional(probe: Probe, ops: Sequence[Any], told: set[str], groups: Itera
         ]
         passed = {step.match.after[0] for step in by_condition}
         if scope not in told and len(passed) > 1:
-            names[scope] = steps[0].match.units
-    conditions = [op for op in ops if op.type in ("If", "StatelessIf")]
+            names[scope] = steps[0].match.cell.units
+    conditions = [op for op in ops if op.type in CONDITIONS]
     for op in conditions:
         widths = {int(t.shape[-1]) for t in op.outputs if _may_be_state(t) and t.shape[-1]}
-        if widths and any(behind_identities(t).op in conditions for t in op.inputs if _may_be_state(t)):
+        if widths and any(same(t).op in conditions for t in op.inputs if _may_be_state(t)):
             names.setdefault(op.name.partition("/")[0], max(widths))
     outermost = [name for name in names if not any(name.startswith(f"{other}/") for other in names)]
-    return [_refused(name, names[name]) for name in outermost]
+    return [
+        without_steps(
+            _name(scope),
+            scope,
+            names[scope],
+            f"The steps of {scope!r} are unrolled, and passed by under a condition.",
+            got="tf.nn.static_rnn(sequence_length=), or a Python loop with tf.cond",
+            expected="steps that are all run",
+            hint="tf.nn.dynamic_rnn(sequence_length=), or static_rnn without sequence_length",
+        )
+        for scope in outermost
+    ]
 
 
 def _may_be_state(tensor: Any) -> bool:
     """Return whether a tensor has the shape of a state: (sample, unit), with axes of space between them."""
     return bool(tensor.dtype.is_floating and tensor.shape.rank in (2, 3, 4, 5))
-
-
-def _in_a_loop(op: Any) -> bool:
-    """Return whether an operation belongs to the body of a v1 while loop."""
-    context = op._get_control_flow_context()
-    while context is not None and not context.IsWhileContext():
-        context = context.outer_context
-    return context is not None
-
-
-def _refused(scope: str, units: int) -> Loop:
-    words = message(
-        f"The steps of {scope!r} are unrolled, and passed by under a condition.",
-        got="tf.nn.static_rnn(sequence_length=), or a Python loop with tf.cond",
-        expected="steps that are all run",
-        hint="tf.nn.dynamic_rnn(sequence_length=), or static_rnn without sequence_length",
-    )
-    return without_steps(_name(scope), scope, units, words)
 
 
 def _unread(ops: Iterable[Any]) -> list[Any]:
@@ -116,7 +108,7 @@ def _unread(ops: Iterable[Any]) -> list[Any]:
     while waiting:
         for reader in (op for tensor in waiting.pop().outputs for op in tensor.consumers()):
             inside = (t.op in known or t.op.type == "Const" for t in reader.inputs)
-            if reader.type in _TO_AN_OUTPUT and reader not in known and not _in_a_loop(reader) and all(inside):
+            if reader.type in _TO_AN_OUTPUT and reader not in known and not IsInWhileLoop(reader) and all(inside):
                 known.add(reader)
                 found.append(reader)
                 waiting.append(reader)
@@ -129,7 +121,7 @@ def _steps(probe: Probe, ops: Sequence[Any], unread: Sequence[Any]) -> Iterable[
     for op in (*ops, *unread):
         if op.type in _MAKES_A_STATE and len(op.outputs) == 1:
             tensor = op.outputs[0]
-            if tensor.dtype.is_floating and tensor.shape.rank and 2 <= tensor.shape.rank <= 5:
+            if _may_be_state(tensor):
                 probe.of(tensor)
     for match in steps_in(probe):
         found = [probe.tensors_of(new) for new in match.after]
@@ -156,23 +148,34 @@ def _chains(steps: Sequence[Step]) -> list[list[Step]]:
 
 
 def _loop(probe: Probe, chain: Sequence[Step], ends: Iterable[Any]) -> Loop | None:
-    sources = [_tensor(probe, step.match.source) for step in chain]
-    starts = [_tensor(probe, old) for old in chain[0].match.before]
-    if any(t is None for t in (*sources, *starts)):
+    found = [probe.tensors_of(key) for key in (*(step.match.source for step in chain), *chain[0].match.before)]
+    if not all(found):
         return None
+    sources, starts = ([tensors[0] for tensors in part] for part in (found[: len(chain)], found[len(chain) :]))
     edges = [_edges(probe, step) for step in chain]
     states = [LoopBoundary(tuple(step.tensors[i] for step in chain)) for i in range(len(starts))]
     match = chain[0].match
-    scope, cell = match.scope, match.loop_cell
+    scope, cell = match.scope, match.cell
     carried: tuple[LoopBoundary, ...] = ()
     hidden = {id(t) for t in states[0].tensors}
     others = {id(t) for boundary in states[1:] for t in boundary.tensors}
     fed_back = any(id(t) in hidden for t in _behind(sources))
     if fed_back and any(id(t) in others for t in _behind(sources, hidden)):
-        cell = replace(cell, refused=_feedback_of_another_state(scope))
+        words = message(
+            f"The steps of {scope!r} are fed what was computed from a state that is not their output.",
+            expected="feedback of what the cell returns",
+            hint="rl.gradients by inputs and weights",
+        )
+        cell = replace(cell, refused=words)
     # Or a cell state is read outside.
     if fed_back or any(id(t) in others for t in _behind(list(ends), hidden | others)):
-        carried = _carried(chain, edges)
+        carried = tuple(
+            LoopBoundary(
+                tuple(step.tensors[i] for step in chain[:-1]),
+                tuple(read[step.match.before[i]] for step, read in zip(chain[1:], edges[1:], strict=True)),
+            )
+            for i in range(len(states))
+        )
     return Loop(
         _name(scope),
         "unrolled",
@@ -196,25 +199,6 @@ def _behind(tensors: Sequence[Any], stop: Container[int] = ()) -> list[Any]:
     return reached(tensors, lambda tensor: () if id(tensor) in stop else tensor.op.inputs)
 
 
-def _carried(chain: Sequence[Step], edges: Sequence[dict[Key, Readers]]) -> tuple[LoopBoundary, ...]:
-    """Return the states between the steps, with the operations by which the next step reads them."""
-    return tuple(
-        LoopBoundary(
-            tuple(step.tensors[i] for step in chain[:-1]),
-            tuple(read[step.match.before[i]] for step, read in zip(chain[1:], edges[1:], strict=True)),
-        )
-        for i in range(len(chain[0].tensors))
-    )
-
-
-def _feedback_of_another_state(scope: str) -> str:
-    return message(
-        f"The steps of {scope!r} are fed what was computed from a state that is not their output.",
-        expected="feedback of what the cell returns",
-        hint="rl.gradients by inputs and weights",
-    )
-
-
 def _start_edges(first: Step, edges: dict[Key, Readers]) -> list[Readers]:
     """Return the operations that read each initial state; of a tensor that is both, products read the first one."""
     found = [edges[key] for key in first.match.before]
@@ -227,11 +211,6 @@ def _start_edges(first: Step, edges: dict[Key, Readers]) -> list[Readers]:
 def _name(scope: str) -> str:
     """Return the scope around the cell, as the name of the layer."""
     return scope.rpartition("/")[0] or scope
-
-
-def _tensor(probe: Probe, key: Key) -> Any:
-    found = probe.tensors_of(key)
-    return found[0] if found else None
 
 
 def _edges(probe: Probe, step: Step) -> dict[Key, Readers]:
@@ -247,6 +226,6 @@ def _edges(probe: Probe, step: Step) -> dict[Key, Readers]:
         for index, tensor in enumerate(op.inputs):
             if id(tensor) in boundary:
                 found[boundary[id(tensor)]].append((op, index))
-            elif block_of(tensor, Source()) is None:
+            elif block_of(tensor, NO_LOOP) is None:
                 waiting.append(tensor.op)
     return {key: tuple(edges) for key, edges in found.items()}

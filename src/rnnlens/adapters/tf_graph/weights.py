@@ -12,7 +12,7 @@ import numpy as np
 from ...recurrence.cells import Cell
 from ...typing import Array
 from ..protocol import LayerWeights, Port, WeightLocation
-from .blocks import Source, dtype_of, is_variable, trainable_names, variable_of
+from .blocks import NO_LOOP, dtype_of, is_variable, trainable_names, variable_of
 from .graph_copy import cone
 from .naming import owner_of
 from .open_net import PERTURBATIONS, OpenNet, open_net
@@ -36,6 +36,11 @@ class LayerVariables:
     loops: list[Loop] = field(default_factory=list)
     calls: tuple[Any, ...] = ()
 
+    def pieces(self, key: str, direction: str | None) -> tuple[WeightPiece, ...]:
+        """Return the blocks of a weight of the layer or of one of its directions; empty if there is none."""
+        full = key if direction is None or "/" in key else f"{direction}/{key}"
+        return self.weights.get(full) or self.weights.get(key, ())
+
     @property
     def output(self) -> Any:
         """Output tensor of the layer; None unless it has exactly one call with one output."""
@@ -44,17 +49,12 @@ class LayerVariables:
 
 def layers_of(found: OpenNet) -> dict[str, LayerVariables]:
     """Return all layers with weights that the outputs or the loss depend on, in the order of the graph."""
-    layers: dict[str, LayerVariables] = found.copy.built.get("layers") or _layers(found)
-    found.copy.built["layers"] = layers
-    return layers
+    return found.copy.once("layers", lambda: _layers(found))
 
 
 def variables_used(found: OpenNet) -> frozenset[str]:
     """Return the names of the operations of all variables that the outputs or the loss depend on."""
-    if "used" not in found.copy.built:
-        found.copy.built["used"] = frozenset(op.name for op in _operations(found) if is_variable(op))
-    names: frozenset[str] = found.copy.built["used"]
-    return names
+    return found.copy.once("used", lambda: frozenset(op.name for op in _operations(found) if is_variable(op)))
 
 
 def _operations(found: OpenNet) -> set[Any]:
@@ -125,7 +125,7 @@ def _output(scope: str, operations: set[Any], ends: Sequence[Any]) -> Any:
         for tensor in operation.outputs:
             readers = [op for op in tensor.consumers() if op in operations]
             outside = [op for op in readers if not op.name.startswith((f"{scope}/", "gradients"))]
-            floats = tensor.dtype.base_dtype.is_floating and variable_of(tensor, Source()) is None
+            floats = tensor.dtype.base_dtype.is_floating and variable_of(tensor, NO_LOOP) is None
             if floats and (tensor.ref() in last or any(op.type not in ("Shape", "Size") for op in outside)):
                 leaving.append(tensor)
     return leaving[0] if len(leaving) == 1 else None
@@ -134,16 +134,11 @@ def _output(scope: str, operations: set[Any], ends: Sequence[Any]) -> Any:
 def block(pieces: Sequence[WeightPiece], values: Mapping[str, Array], *, added: bool = False) -> Array:
     """Assemble a weight, or its gradient, from blocks of variables.
 
-    With ``added=True`` the constants that the graph adds to the variables are included. Leading axes of the values are
-    kept.
+    With ``added=True`` the constants that the graph adds to the variables are included.
     """
     parts = []
     for piece in pieces:
-        part = np.asarray(values[piece.variable])
-        if piece.rows is not None:
-            part = part[..., piece.rows, piece.columns]
-        elif piece.columns != slice(None):
-            part = part[..., piece.columns]
+        part = piece.of(np.asarray(values[piece.variable]))
         parts.append(part + np.asarray(piece.plus, part.dtype) if added and piece.plus else part)
     return np.concatenate(parts, axis=-1) if len(parts) > 1 else np.array(parts[0])
 
@@ -201,7 +196,7 @@ def is_table(graph: Any, pieces: Sequence[WeightPiece]) -> bool:
 
 def name_of(pieces: Sequence[WeightPiece], key: str) -> str:
     """Return the name of a weight in the framework: that of its variable, or of its blocks of variables."""
-    if len(pieces) == 1 and pieces[0].rows is None and pieces[0].columns == slice(None):
+    if len(pieces) == 1 and pieces[0].is_whole:
         return pieces[0].variable
     blocks = [f"{p.variable}[{_window(p.rows)}{_window(p.columns)}]".replace(",]", "]") for p in pieces]
     return "+".join(blocks) if blocks else key
@@ -219,12 +214,8 @@ def _window(part: slice | int | None) -> str:
 def place_of(found: OpenNet, layer: str, direction: str | None, key: str) -> WeightLocation | None:
     """Return where a layer's weight is among the variables, as in :meth:`Adapter.place`; None if there is none."""
     layers = layers_of(found)
-    own = layers.get(layer)
-    if own is None:
-        return None
-    full = key if direction is None or "/" in key else f"{direction}/{key}"
-    pieces = own.weights.get(full) or own.weights.get(key)
-    if pieces is None:
+    pieces = layers[layer].pieces(key, direction) if layer in layers else ()
+    if not pieces:
         return None
     name = name_of(pieces, key)
     users = [n for n, other in layers.items() for k, p in other.weights.items() if name_of(p, k) == name]

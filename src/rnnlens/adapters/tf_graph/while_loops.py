@@ -8,70 +8,90 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import tensorflow.compat.v1 as tf
 from tensorflow.python.framework import function_def_to_graph, tensor_util
-from tensorflow.python.ops import handle_data_util
+from tensorflow.python.ops import control_flow_util, handle_data_util
 
-from .blocks import Source, behind_identities, reached
+from .blocks import NO_LOOP, Source, constant_of, reached, same
 
 _ENTERS = frozenset({"Enter", "RefEnter"})
 _WHILES = frozenset({"While", "StatelessWhile"})
+_MERGES = frozenset({"Merge", "RefMerge"})
+#: Operations that draw new random numbers at every run.
+RANDOM = frozenset(
+    {
+        *(
+            "RandomUniform",
+            "RandomUniformInt",
+            "RandomStandardNormal",
+            "TruncatedNormal",
+            "ParameterizedTruncatedNormal",
+        ),
+        *("RandomShuffle", "RandomGamma", "RandomPoisson", "RandomPoissonV2", "Multinomial"),
+    }
+)
+#: v2 conditions.
+CONDITIONS = frozenset({"If", "StatelessIf"})
 
 
 @dataclass(frozen=True, eq=False)
 class Variable:
-    """One loop variable of a while loop.
+    """One loop variable of a while loop."""
 
-    Attributes
-    ----------
-    entry, exit
-        Tensors outside of the loop: the initial and the final value; ``exit`` is None if the graph has no final value.
-    before, after
-        Tensors of the body: the values at the beginning and at the end of a step.
-    reader
-        The operation, and the number of its input, by which the loop reads ``entry``.
-    read
-        Whether the requested tensors depend on the variable.
-    """
-
+    #: Tensor outside of the loop: the initial value.
     entry: Any
+    #: Tensors of the body: the values at the beginning and at the end of a step.
     before: Any
     after: Any
+    #: Tensor outside of the loop: the final value; None if the graph has none.
     exit: Any
+    #: The operation, and the number of its input, by which the loop reads ``entry``.
     reader: tuple[Any, int]
+    #: Whether the requested tensors depend on the variable.
     read: bool = True
 
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """One while loop of control flow v1 or v2.
-
-    ``outer`` maps invariants of the body to tensors outside. ``built`` is the number of its first operation, by which
-    loops are sorted. ``bounds`` are the exclusive upper limits of its counters from 0, as tensors outside or numbers;
-    empty if the loop ends by another condition or the limits are unknown.
-    """
+    """One while loop of control flow v1 or v2."""
 
     name: str
     kind: Literal["v1", "v2"]
+    #: Number of its first operation, by which loops are sorted.
     built: int
     variables: tuple[Variable, ...]
+    #: From invariants of the body to tensors outside.
     outer: Source
     graph: Any
     ops: tuple[Any, ...]
+    #: Exclusive upper limits of its counters from 0, as tensors outside or numbers; empty if it ends otherwise.
     bounds: tuple[Any, ...] = ()
 
     @property
     def in_condition(self) -> bool:
         """True if the loop is inside a branch of a condition of control flow v1."""
-        context = self.variables[0].reader[0]._get_control_flow_context() if self.variables else None
-        while context is not None and not context.IsCondContext():
-            context = context.outer_context
-        return context is not None
+        return bool(self.variables) and control_flow_util.IsInCond(self.variables[0].reader[0])
+
+    @cached_property
+    def floats(self) -> list[Variable]:
+        """Loop variables that are floating-point and no scalars."""
+        return [v for v in self.variables if v.before.dtype.is_floating and v.before.shape.rank != 0]
+
+    @cached_property
+    def clocks(self) -> list[Variable]:
+        """Step counters: integer variables that start at 0 and grow by one."""
+
+        def counts(v: Variable) -> bool:
+            sides = v.after.op.inputs if v.after.op.type in ("Add", "AddV2") else ()
+            steps = [constant_of(t, self.outer) for t in sides if same(t, self.outer) is not v.before]
+            return len(sides) == 2 and steps == [1] and constant_of(v.entry, NO_LOOP) == 0
+
+        return [v for v in self.variables if v.before.dtype.is_integer and counts(v)]
 
     @property
     def nested(self) -> bool:
@@ -85,26 +105,30 @@ def frames_of(graph: Any, ends: Iterable[Any]) -> Iterator[Frame]:
     Each frame is built when the iterator reaches it, since rewriting an earlier loop may change what a later one reads.
     """
     ops = ancestors(ends)
-    old: dict[str, list[Any]] = defaultdict(list)
-    found: list[tuple[int, Callable[[], Frame]]] = []
-    functions: dict[str, Any] = {}
-    for op in ops:
-        if op.type in _ENTERS:
-            old[op.get_attr("frame_name").decode()].append(op)
-        elif op.type in _WHILES:
-            functions = functions or {f.signature.name: f for f in graph.as_graph_def().library.function}
-            found.append((op._id, partial(_new_frame, op, functions)))
-    every: dict[str, list[Any]] = defaultdict(list)
-    for op in graph.get_operations() if old else ():
-        if op.type in _ENTERS:
-            every[op.get_attr("frame_name").decode()].append(op)
-    inner = _inner(old)
-    for name, enters in old.items():
-        if name in inner:
-            continue  # part of the loop around it
-        found.append((_first(enters), partial(_old_frame, name, enters, every[name])))
+    entered = _by_frame(ops)
+    every = _by_frame(graph.get_operations()) if entered else {}
+    found = [(op._id, partial(_new_frame, op)) for op in ops if op.type in _WHILES]
+    for name, enters in entered.items():
+        if not _is_inner(enters):  # else it is a part of the loop around it
+            found.append((enters[0]._id, partial(_old_frame, name, enters, every[name])))
     for _, make in sorted(found, key=lambda pair: pair[0]):
         yield make()
+
+
+def _by_frame(operations: Iterable[Any]) -> dict[str, list[Any]]:
+    """Return the Enter operations by the name of their loop."""
+    found: dict[str, list[Any]] = defaultdict(list)
+    for op in operations:
+        if op.type in _ENTERS:
+            found[op.get_attr("frame_name").decode()].append(op)
+    return found
+
+
+def _is_inner(enters: Iterable[Any]) -> bool:
+    """Return whether a v1 loop with these Enter operations is in the body of another loop."""
+    merges = [op for enter in enters for op in enter.outputs[0].consumers() if op.type in _MERGES]
+    context = merges[0]._get_control_flow_context() if merges else None
+    return context is not None and control_flow_util.GetContainingWhileContext(context.outer_context) is not None
 
 
 def ancestors(ends: Iterable[Any]) -> list[Any]:
@@ -117,18 +141,23 @@ def in_built_order(operations: Iterable[Any]) -> list[Any]:
     return sorted(operations, key=lambda op: int(op._id))
 
 
-def conditions_with_loops(graph: Any, ends: Iterable[Any]) -> list[Any]:
+def conditions_with_loops(ends: Iterable[Any]) -> list[Any]:
     """Return the v2 conditions (If) among the ancestors of ``ends`` of which a branch contains a loop."""
-    conditions = [op for op in ancestors(ends) if op.type in ("If", "StatelessIf")]
-    functions = {f.signature.name: f for f in graph.as_graph_def().library.function} if conditions else {}
+    return [op for op in ancestors(ends) if op.type in CONDITIONS and _WHILES & types_of([op])]
 
-    def has_loop(name: str) -> bool:
-        nodes = functions[name].node_def
-        called = [a.func.name for node in nodes for a in node.attr.values() if a.func.name in functions]
-        return any(node.op in _WHILES for node in nodes) or any(map(has_loop, called))
 
-    branches = ("then_branch", "else_branch")
-    return [op for op in conditions if any(has_loop(op.get_attr(which).name) for which in branches)]
+def types_of(operations: Iterable[Any]) -> frozenset[str]:
+    """Return the types of operations of a graph, including those inside of functions that they call."""
+    every = list(operations)
+    found, waiting, seen = {op.type for op in every}, [op.node_def for op in every], set[str]()
+    while waiting:
+        for value in waiting.pop().attr.values():
+            for name in {f.name for f in (value.func, *value.list.func)} - seen - {""}:
+                seen.add(name)
+                nodes = every[0].graph._get_function(name).cached_definition.node_def
+                found |= {node.op for node in nodes}
+                waiting.extend(nodes)
+    return frozenset(found)
 
 
 def scope_of(name: str) -> str:
@@ -137,86 +166,59 @@ def scope_of(name: str) -> str:
     return re.sub(r"/(fw|bw)/\1$", r"/\1", scope)  # bw/bw -> bw: scope of the direction and of its loop
 
 
-def _inner(old: dict[str, list[Any]]) -> set[str]:
-    """Return the names of loops inside the body of another loop."""
-    found: set[str] = set()
-    for name, enters in old.items():
-        within = {e.get_attr("frame_name").decode() for e in _old_frame(name, enters).ops if e.type in _ENTERS}
-        found |= within - {name}
-    return found
-
-
-def _old_frame(name: str, enters: Sequence[Any], every: Sequence[Any] = ()) -> Frame:
-    """Build the ``Frame`` of a v1 loop.
-
-    ``enters`` are its Enter operations that the requested tensors depend on; ``every`` has all of its Enter operations.
-    """
+def _old_frame(name: str, asked: Sequence[Any], every: Sequence[Any]) -> Frame:
+    """Build the ``Frame`` of a v1 loop from its Enter operations: those behind the requested tensors, and all."""
     variables, outer = [], {}
-    asked, entered = set(enters), sorted({*enters, *every}, key=lambda op: op._id)
-    for enter in entered:
+    for enter in every:
         (out,) = enter.outputs
+        merge = next((op for op in out.consumers() if op.type in _MERGES), None)
         if enter.get_attr("is_constant"):
             outer[id(out)] = enter.inputs[0]
-            continue
-        merge = next((op for op in out.consumers() if op.type in ("Merge", "RefMerge")), None)
-        if merge is not None:
-            variables.append(replace(_old_variable(enter, merge), read=enter in asked))
-    kept = _needed(variables)
-    ops = _inside([v.after for v in kept], {v.before.op.name for v in kept} | {e.name for e in entered})
-    return Frame(scope_of(name), "v1", _first(enters), kept, Source(outer), enters[0].graph, ops)
+        elif merge is not None:
+            switch = next(op for op in merge.outputs[0].consumers() if op.type in ("Switch", "RefSwitch"))
+            following = next(t for t in merge.inputs if t.op.type in ("NextIteration", "RefNextIteration"))
+            exits = [op.outputs[0] for op in switch.outputs[0].consumers() if op.type in ("Exit", "RefExit")]
+            ends = switch.outputs[1], following.op.inputs[0], exits[0] if exits else None
+            variables.append(Variable(enter.inputs[0], *ends, (enter, 0), enter in asked))
+    # Besides the variables that are read, stacked outputs and copies of the previous output are needed.
+    writes = [v for v in variables if same(v.after).op.type == "TensorArrayWriteV3"]
+    written = {id(same(same(v.after).op.inputs[2])) for v in writes}
+    kept = tuple(v for v in variables if v.read or v in writes or id(same(v.after)) in written)
+    boundary = {v.before.op for v in kept} | set(every)
+
+    def behind(tensors: Iterable[Any]) -> list[Any]:
+        return [t.op for t in tensors if t.op not in boundary]
+
+    ops = in_built_order(reached(behind(v.after for v in kept), lambda op: behind(op.inputs)))
+    return Frame(scope_of(name), "v1", asked[0]._id, kept, Source(outer), every[0].graph, tuple(ops))
 
 
-def _needed(variables: Sequence[Variable]) -> tuple[Variable, ...]:
-    """Return the loop variables that are needed: those read, stacked outputs, and copies of the previous output."""
-    writes = [v for v in variables if behind_identities(v.after).op.type == "TensorArrayWriteV3"]
-    put_out = {id(behind_identities(behind_identities(v.after).op.inputs[2])) for v in writes}
-    return tuple(v for v in variables if v.read or v in writes or id(behind_identities(v.after)) in put_out)
-
-
-def _first(ops: Iterable[Any]) -> int:
-    return min(int(op._id) for op in ops)
-
-
-def _old_variable(enter: Any, merge: Any) -> Variable:
-    switch = next(op for op in merge.outputs[0].consumers() if op.type in ("Switch", "RefSwitch"))
-    following = next(t for t in merge.inputs if t.op.type in ("NextIteration", "RefNextIteration"))
-    out = next((op.outputs[0] for op in switch.outputs[0].consumers() if op.type in ("Exit", "RefExit")), None)
-    return Variable(enter.inputs[0], switch.outputs[1], following.op.inputs[0], out, (enter, 0))
-
-
-def _inside(after: list[Any], boundary: set[str]) -> tuple[Any, ...]:
-    def behind(operations: Iterable[Any]) -> list[Any]:
-        return [op for op in operations if op.name not in boundary]
-
-    return tuple(in_built_order(reached(behind(t.op for t in after), lambda op: behind(t.op for t in op.inputs))))
-
-
-def _new_frame(op: Any, functions: dict[str, Any]) -> Frame:
-    body, starts, ends = body_graph(functions[op.get_attr("body").name], op.inputs, op.graph)
+def _new_frame(op: Any) -> Frame:
+    body, starts, ends = body_graph(op.graph, op.get_attr("body").name, op.inputs)
     variables, outer = [], {}
     for i, (before, after) in enumerate(zip(starts, ends, strict=True)):
-        if behind_identities(after) is before:
+        if same(after) is before:
             outer[id(before)] = op.inputs[i]
         else:
             variables.append(Variable(op.inputs[i], before, after, op.outputs[i], (op, i)))
     ops = tuple(inner for inner in body.get_operations() if inner.type != "Placeholder")
-    bounds = _bounds(op, functions[op.get_attr("cond").name], {v.reader[1] for v in variables})
+    bounds = _bounds(op, {v.reader[1] for v in variables})
     return Frame(scope_of(op.name), "v2", op._id, tuple(variables), Source(outer), body, ops, bounds)
 
 
-def _bounds(loop: Any, condition: Any, changing: set[int]) -> tuple[Any, ...]:
+def _bounds(loop: Any, changing: set[int]) -> tuple[Any, ...]:
     """Return upper bounds of a While's counters; empty if it ends otherwise. ``changing``: inputs that change."""
-    _, given, (goes_on,) = body_graph(condition, loop.inputs, loop.graph)
+    _, given, (goes_on,) = body_graph(loop.graph, loop.get_attr("cond").name, loop.inputs)
     place = {id(tensor): i for i, tensor in enumerate(given)}
     found, waiting = [], [goes_on]
     while waiting:
-        op = behind_identities(waiting.pop()).op
+        op = same(waiting.pop()).op
         if op.type == "LogicalAnd":
             waiting.extend(op.inputs)
             continue
         if op.type != "Less":
             return ()
-        counter, bound = (behind_identities(t) for t in op.inputs)
+        counter, bound = map(same, op.inputs)
         i, k = (place.get(id(t)) for t in (counter, bound))
         value = tensor_util.constant_value(bound) if k is None else loop.inputs[k]
         if i is None or tensor_util.constant_value(loop.inputs[i]) != 0 or value is None or k in changing:
@@ -225,29 +227,15 @@ def _bounds(loop: Any, condition: Any, changing: set[int]) -> tuple[Any, ...]:
     return tuple(found)
 
 
-class CannotCopyError(Exception):
-    """Error with the reason why a body cannot be copied."""
+def body_graph(home: Any, name: str, inputs: Sequence[Any]) -> tuple[Any, list[Any], list[Any]]:
+    """Copy a function of a graph into a graph of its own; return that graph, its placeholders and its results.
 
-
-def function_of(graph: Any, name: str) -> tuple[Any, Any]:
-    """Return the function of this name, and the graph that defines it: the given graph or one around it."""
-    while graph is not None:
-        for function in graph.as_graph_def().library.function:
-            if function.signature.name == name:
-                return function, graph
-        graph = getattr(graph, "outer_graph", None)
-    raise CannotCopyError(f"a function that the graph does not have ({name!r})")
-
-
-def body_graph(function: Any, inputs: Sequence[Any], home: Any) -> tuple[Any, list[Any], list[Any]]:
-    """Copy a function into a graph of its own; return the graph, its placeholders and its results.
-
-    ``home`` is the graph that defines the function and those that it calls. Shapes, also those of variables behind
-    handles, are taken from ``inputs``, since the definition of a function does not contain them.
+    Shapes, also those of variables behind handles, are taken from ``inputs``, since the definition of a function does
+    not contain them.
     """
-    shapes = [t.shape for t in inputs]
+    function = home._get_function(name).cached_definition
     with home.as_default():
-        definition, names = function_def_to_graph.function_def_to_graph_def(function, shapes, True)
+        definition, names = function_def_to_graph.function_def_to_graph_def(function, [t.shape for t in inputs], True)
     graph = tf.Graph()
     with graph.as_default():
         given = [tf.placeholder(t.dtype, t.shape) for t in inputs]
@@ -262,15 +250,12 @@ def body_graph(function: Any, inputs: Sequence[Any], home: Any) -> tuple[Any, li
 
 
 _SHAPES = frozenset({"Shape", "ShapeN", "Size", "Rank"})
-
-
 #: Operations of conditions.
-_BRANCHES = frozenset({"Switch", "Merge", "If", "StatelessIf"})
+_BRANCHES = CONDITIONS | {"Switch", "Merge"}
 
 
 def _is_random(op: Any) -> bool:
-    draws = op.type.startswith(("Random", "Stateful", "Truncated", "Multinomial"))
-    return bool(op.op_def.is_stateful and draws)
+    return op.type in RANDOM or ("PartitionedCall" in op.type and bool(RANDOM & types_of([op])))
 
 
 class Paths:
@@ -337,38 +322,29 @@ class Paths:
 
     def chance(self, tensor: Any, reads: Sequence[Any]) -> Any:
         """Return the random operation behind a tensor; None without one, or if it depends on inputs too."""
-        every = list(self.behind([tensor]))
+        every = self.behind([tensor])
         if any(t is read for t in every for read in reads):
             return None
         return next((t.op for t in every if _is_random(t.op)), None)
 
     def carried(self, targets: Iterable[Any]) -> list[Variable]:
         """Return the loop variables on which the targets depend, within one step or over several steps."""
-        found: dict[int, Variable] = {}
-        waiting = list(targets)
-        while waiting:
-            for variable in self.directly(waiting.pop()):
-                if id(variable) not in found:
-                    found[id(variable)] = variable
-                    waiting.append(variable.after)
+        starts = [v for target in targets for v in self.directly(target)]
+        found = {id(v) for v in reached(starts, lambda v: self.directly(v.after))}
         return [v for v in self.frame.variables if id(v) in found]
 
     def directly(self, target: Any) -> list[Variable]:
         """Return the loop variables on which a tensor depends within one step."""
         return [self._variables[id(t)] for t in self.behind([target]) if id(t) in self._variables]
 
-    def behind(self, targets: Iterable[Any], stop: Container[int] = ()) -> Iterator[Any]:
-        """Yield the tensors of the body from which the targets are computed, the targets included.
+    def behind(self, targets: Iterable[Any], stop: Container[int] = ()) -> list[Any]:
+        """Return the tensors of the body from which the targets are computed, the targets included.
 
-        The search ends at tensors whose id is in ``stop``. Operations that only read the shape of a tensor are not
-        followed.
+        The search ends at tensors whose id is in ``stop``, and at operations that only read the shape of a tensor.
         """
-        waiting, seen = list(targets), set()
-        while waiting:
-            tensor = waiting.pop()
-            if id(tensor) in seen or self.frame.outer.get(tensor) is not None:
-                continue
-            seen.add(id(tensor))
-            yield tensor
-            if id(tensor) not in stop and not self.is_variable(tensor) and tensor.op.type not in _SHAPES:
-                waiting.extend(tensor.op.inputs)
+
+        def following(tensor: Any) -> list[Any]:
+            is_end = id(tensor) in stop or self.is_variable(tensor) or tensor.op.type in _SHAPES
+            return [] if is_end else [t for t in tensor.op.inputs if self.frame.outer.get(t) is None]
+
+        return reached((t for t in targets if self.frame.outer.get(t) is None), following)
