@@ -70,7 +70,7 @@ def __dir__() -> list[str]:
 
 
 def _registry() -> Any:
-    """Return the registry of adapters, of which those that joined by an entry point may have a public module."""
+    """Import and return the module ``rnnlens.adapters.registry``, which finds the adapter of a framework."""
     import importlib
 
     return importlib.import_module("rnnlens.adapters.registry")

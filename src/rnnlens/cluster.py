@@ -44,11 +44,11 @@ _kept: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 
 
 def fit_process() -> None:
-    """Prepare this worker process before an engine is imported.
+    """Set numbers of threads and malloc options of this worker process before an engine is imported.
 
-    Libraries that are imported later use as many threads as the worker has; otherwise workers of one machine compete
-    for its cores. Dask's nanny makes malloc return freed memory at once, which costs more time than a chunk of many
-    arrays takes to compute; glibc's own threshold is set again.
+    Libraries that are imported later use as many threads as the worker has; otherwise workers of one machine
+    compete for its cores. Dask's nanny makes malloc return freed memory at once, which costs more time than a chunk
+    of many arrays takes to compute; glibc's own threshold is set again.
     """
     threads = str(threads_of_worker())
     os.environ |= dict.fromkeys(_OF_BLAS, threads)
@@ -82,7 +82,7 @@ def threads_of_worker() -> int:
 
 
 def kept(model: Any, token: str, make: Callable[[], T]) -> T:
-    """Return the result of ``make()``, cached in this process for a model and the token of a call."""
+    """Return ``make()``, called once in this process for each model and ``token`` of a call."""
     of_model = _kept.setdefault(model, {})
     if token not in of_model:
         if len(of_model) > 8:
@@ -124,10 +124,11 @@ def client() -> Any:
 
 
 def results_of(connected: Any, futures: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield each future as it ends, with its result or the exception; cancel those that are left at an interrupt.
+    """Yield each Dask future when it finishes, with its result or exception; cancel the others at an interrupt.
 
-    A lost scheduler ends all futures that are left with the error of the connection. The scheduler is told to forget
-    the tasks before this returns: one of the same name, sent while it keeps a failed one, would fail like that.
+    A lost scheduler ends all futures that are left with the error of the connection. The scheduler is told to
+    forget the tasks before this returns: one of the same name, sent while it keeps a failed one, would fail like
+    that.
     """
     distributed = importlib.import_module("distributed")
     left = dict.fromkeys(futures)
@@ -218,7 +219,7 @@ def _keras_package(model: Any) -> str | None:
 
 
 def _keras_parts(model: Any, package: str) -> dict[str, Any]:
-    """Return what rebuilds a Keras model: its archive, the classes and functions of the user, states and engine."""
+    """Return the parts from which a Keras model is rebuilt: archive, user classes and functions, states and engine."""
     keras = sys.modules[package]
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -301,7 +302,7 @@ def _with_parametrizations(kind: type, state: dict[str, Any]) -> Any:
 
 
 def blamed(value: Any, path: str = "", depth: int = 6) -> tuple[str, Exception | None]:
-    """Return the dotted path of the innermost part that cannot be pickled, and the error it raises."""
+    """Return the dotted path of the innermost part of a value that cannot be pickled, and the error it raises."""
     path = path or type(value).__name__
     for name, part in _parts(value) if depth else ():
         try:
@@ -313,7 +314,7 @@ def blamed(value: Any, path: str = "", depth: int = 6) -> tuple[str, Exception |
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the named parts of a module, a mapping, a list or any object with attributes."""
+    """Yield name and value of each part of a module, a mapping, a list or any object with attributes."""
     if isinstance(value, Mapping):
         yield from ((str(name), part) for name, part in value.items())
     elif isinstance(value, list | tuple):

@@ -61,7 +61,7 @@ class TooLargeError(RnnlensError, MemoryError):
     """Error for a result that would not fit into the memory granted; raised before computing."""
 
     def __new__(cls, *args: object, **options: object) -> TooLargeError:
-        """Make an empty error, also where Dask restores one of a worker; ``MemoryError.__new__`` refuses this class."""
+        """Create an empty error, also where Dask rebuilds one, since ``MemoryError.__new__`` refuses this class."""
         return Exception.__new__(cls, *args)
 
 
@@ -151,7 +151,7 @@ def has_attribute(value: object, name: str) -> bool:
 
 @contextmanager
 def raised_by(whose: str) -> Iterator[None]:
-    """Convert exceptions of user code within the block to UserCodeError, whose message starts with ``whose``.
+    """Convert exceptions of user code within the block to UserCodeError, with a message that starts with ``whose``.
 
     RnnlensError, KeyboardInterrupt and SystemExit are not converted.
 

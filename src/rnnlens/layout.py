@@ -37,7 +37,7 @@ class Layout:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all axes in the framework's order, folded axes expanded."""
+        """Names of all axes in the framework's order; an axis with folded axes has several names."""
         return tuple(name for axis in self.axes for name in axis)
 
     @property
@@ -71,7 +71,10 @@ class Layout:
         return tuple(map(int, found))
 
     def opened(self, array: Array, samples: int, lead: int = 0) -> Array:
-        """Reshape an array so that each name has its own axis; ``lead`` further axes in front are kept."""
+        """Split folded axes of an array, so that each name has its own axis.
+
+        ``lead`` further axes in front are kept.
+        """
         if not self.is_folded:
             return array
         return array.reshape((*array.shape[:lead], *self.sizes(array.shape[lead:], samples)))

@@ -84,13 +84,13 @@ def refuse_old(package: str) -> None:
 
 
 def namespace(name: str) -> Any:
-    """Return the module ``public`` beside an adapter that joined under the entry point ``name``; None if none did."""
+    """Return the module ``public`` of a third-party adapter with the entry point ``name``; None if it has none."""
     homes = [f"{entry.module}.public" for entry in entry_points(group=GROUP, name=name)]
     return next((importlib.import_module(home) for home in homes if _exists(home)), None)
 
 
 def namespaces() -> list[str]:
-    """Return the names of the entry points for which :func:`namespace` returns a module."""
+    """Return the names of the third-party adapters that have a module ``public``."""
     return [entry.name for entry in entry_points(group=GROUP) if _exists(f"{entry.module}.public")]
 
 

@@ -40,7 +40,7 @@ _ELSEWHERE = {
 
 
 def anything(name: str, value: Any) -> Any:
-    """Return any value unchanged, for an argument that the function checks itself."""
+    """Accept and return any value: the check of an argument that the function checks itself."""
     return value
 
 
@@ -162,7 +162,7 @@ def text(name: str, value: Any) -> str:
 
 
 def names(name: str, value: Any) -> str | tuple[str, ...]:
-    """Check for one name or several, each given once, and return a string, or a tuple in the order given."""
+    """Check one name or a collection of distinct names; return a string, or a tuple in the order given."""
     value = as_name(value)
     if isinstance(value, str):
         return text(name, value)
@@ -304,7 +304,7 @@ def either(*checks: Check, expected: str, what: str = "is not understood") -> Ch
 
 
 def called(name: str, value: Any) -> Any:
-    """Check that ``value`` is callable and not a class."""
+    """Check that ``value`` is a callable object and not a class."""
     if not callable(value) or isinstance(value, type):
         raise InputError(f"{name}= cannot be called.", got=shown(value), expected="a function")
     return value

@@ -102,7 +102,7 @@ def _finite(name: str, tree: Any) -> Any:
 
 
 def chunked(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
-    """Return a check that lets numeric lazy arrays (Dask) pass as they are; other values are checked by ``check``."""
+    """Return a check that returns numeric lazy arrays (Dask) unchanged, and applies ``check`` to other values."""
 
     def leaf_of(where: str, leaf: Any) -> Any:
         if not is_lazy(leaf):
@@ -125,7 +125,7 @@ def chunked(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
 
 
 def in_memory(name: str, value: Any) -> Any:
-    """Check that no array is lazy: it would be computed in this process without a word. Nothing else is checked."""
+    """Raise InputError for a lazy array (Dask), which would be computed in this process. Nothing else is checked."""
     if is_lazy(value):
         hint = f"{name}.compute(), or fewer samples: {name}[:512].compute()"
         what = f"{name} is lazy, and this call needs numbers: it would be computed here, all of it."
@@ -232,7 +232,7 @@ def _refuse_depth(name: str, value: Any, depth: int = 0, seen: list[int] | None 
 
 
 def _each(change: Callable[[str, Any], Any], name: str, tree: Any) -> Any:
-    """Apply ``change(name, array)`` to each array of a tree; None and plain numbers and strings are kept."""
+    """Apply ``change(name, array)`` to each array of a tree; None, numbers and strings are returned unchanged."""
     if isinstance(tree, Mapping):
         return {key: _each(change, f"{name}[{key!r}]", part) for key, part in tree.items()}
     if isinstance(tree, tuple | list) and not has_attribute(tree, "batch_sizes"):

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def as_it_is(old: Any, new: Any) -> Any:
-    """Return the new tensor unchanged: the default where frameworks attach nothing to tensors."""
+    """Return ``new``: the default ``keep`` function, for frameworks that attach no data to tensors."""
     del old
     return new
 
@@ -49,7 +49,10 @@ class Memo:
         return found
 
     def executable(self, trace: str, make: Callable[[], T]) -> T:
-        """Return the executable of exactly this trace; in a full cache, the least recently used one is dropped."""
+        """Return the executable compiled from exactly this trace.
+
+        The least recently used one is dropped from a full cache.
+        """
         key = hashlib.sha256(trace.encode()).digest()
         found: T = self.executables.pop(key) if key in self.executables else make()
         while len(self.executables) >= settings.current().compiled:
@@ -83,11 +86,11 @@ class Engine(ABC):
         """Copy a tensor to NumPy, or for torch off the CPU to a torch tensor; bfloat16 and float16 become float32."""
 
     def own(self, array: Any) -> Any:
-        """Copy an array whose memory the engine could otherwise share with the user's."""
+        """Copy an array to memory of its own, if the engine could otherwise share the user's memory."""
         return np.array(array) if isinstance(array, np.ndarray) else array
 
     def values(self, tensors: Sequence[Any]) -> list[Any] | None:
-        """Return tensors to substitute for the values of variables; None if a program may read the variables itself."""
+        """Return tensors to substitute for the values of variables; None if programs read the variables themselves."""
         return None
 
     @abstractmethod
@@ -116,7 +119,7 @@ class Engine(ABC):
         """Call or trace a function; return the coarsest float dtype in which its operations compute, or ""."""
 
     def settings(self) -> Hashable:
-        """Return the engine's own settings that compiled programs depend on."""
+        """Return a hashable of the engine's settings that compiled programs depend on."""
         return ()
 
     def context(self) -> Hashable:
@@ -156,20 +159,23 @@ class Engine(ABC):
 
     @abstractmethod
     def per_step(self, function: Callable[..., Any]) -> PerStep:
-        """Return the derivatives of a cell's step, a pure function ``(x, states, weights) -> (output, new states)``."""
+        """Return the vectorised derivatives of a cell's step ``(x, states, weights) -> (output, new states)``."""
 
 
 class PerStep(Protocol):
     """A cell's step on a batch of rows (n, size), and its derivatives; rows do not depend on each other."""
 
     def step(self, x: Any, states: Any, weights: Any) -> Any:
-        """Compute (output, new states) of one step."""
+        """Compute (output, new states) of one step for n independent rows."""
 
     def vjp(self, inputs: Any, cotangents: Any) -> Any:
         """Pull cotangents of (output, new states) back to (x, states, weights), zeros where no path leads."""
 
     def produced(self, inputs: Any, cotangents: Any) -> Any:
-        """Pull cotangents of (output, new states) back to each new state where the step computes it."""
+        """Return the total gradient of each new state, given cotangents of (output, new states).
+
+        It includes paths through other results of the same step, as of c_t through h_t.
+        """
 
     def jacobian(self, inputs: Any) -> Any:
         """Return Jacobians (n, rows, size) of [new states, output]: by the concatenated states, and by the input."""

@@ -170,9 +170,10 @@ class _JaxSteps:
         self.jacobian = jax.jit(self._jacobian)
 
     def _produced_by(self, inputs: Any, cotangents: Any) -> Any:
-        """Pull cotangents of (output, new states) back to each new state where the step computes it.
+        """Return the total gradient of each new state, given cotangents of (output, new states).
 
-        The sources are zeros added to the new states within the program.
+        The sources are zeros added to the new states within the program, so that paths within the step are
+        included.
         """
         leaves, tree = jax.tree.flatten(inputs)
         closed = jax.make_jaxpr(lambda *given: self._function(*jax.tree.unflatten(tree, given)))(*leaves)
@@ -204,10 +205,10 @@ class _JaxSteps:
 
 
 def with_outputs_moved(closed: Any, arguments: Sequence[Any], moves: Mapping[int, Any]) -> list[Any]:
-    """Run a jaxpr, adding ``moves[i]`` to result ``i`` where it is computed.
+    """Evaluate the closed jaxpr ``closed``, adding ``moves[i]`` to its result i where that is computed.
 
-    Values computed from a moved result change with it. A result that is an argument of the program is moved only when
-    it is returned.
+    Values computed from a changed result change with it. A result that is an argument of the program is changed
+    only when it is returned.
     """
     jaxpr = closed.jaxpr
     values: dict[Any, Any] = {}
@@ -248,7 +249,7 @@ def _reach(jaxpr: Any, marked: list[bool]) -> list[bool]:
 
 
 def _through(equation: Any, incoming: list[bool]) -> list[bool]:
-    """Return which results of an equation depend on marked arguments: exact for calls and loops, else all or none."""
+    """Return which results of a jaxpr equation depend on marked arguments; exact only for calls and loops."""
     inner = equation.params.get("jaxpr") or equation.params.get("call_jaxpr")
     inner = getattr(inner, "jaxpr", inner)
     count = len(equation.outvars)

@@ -90,7 +90,7 @@ def _tensors(tree: Any) -> list[Any]:
 
 
 def _filled(absent: Any, leaves: list[Any]) -> Any:
-    """Rebuild a tree from its tensors, in the order of :func:`_tensors`, with None where ``absent`` is True."""
+    """Rebuild a nested structure from its tensors, in the order of :func:`_tensors`; None where ``absent`` is True."""
     rest = iter(leaves)
     return tf.nest.map_structure(lambda none: None if none else next(rest), absent)
 
@@ -125,7 +125,10 @@ class _TensorFlowProgram:
 
     @staticmethod
     def _probe(program: TargetProgram, arguments: Any, keep: Keep) -> tuple[Any, Any, Any]:
-        """Trace the program; return shapes of tapped tensors, tapped variables, and per target the taps before it."""
+        """Trace a program.
+
+        Return shapes of tapped tensors, tapped variables, and for each target the taps it depends on.
+        """
         found: list[tuple[Any, Any, Any]] = []
 
         def trace(arguments: Any) -> None:
@@ -202,7 +205,7 @@ def _gradients(
 
 
 def _point(tensor: Any, keep: Keep) -> tuple[Any, Any]:
-    """Return the tensor that a tape watches (a variable itself), and the one with which the program continues."""
+    """Return a tensor for a tape to watch (a variable itself), and the tensor with which the program continues."""
     if isinstance(tensor, tf.Variable):
         return tensor, tf.convert_to_tensor(tensor)
     new = keep(tensor, tf.identity(tensor))

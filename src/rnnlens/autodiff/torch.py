@@ -29,9 +29,9 @@ def pulled(
     cotangents: Sequence[torch.Tensor] | None = None,
     **options: Any,
 ) -> list[torch.Tensor | None]:
-    """Pull cotangents of targets back to one gradient per source.
+    """Pull cotangents of ``targets`` back to one gradient per source; None where no path leads.
 
-    None where no path leads. Without cotangents the targets are scalars, and their cotangents are 1.
+    Without cotangents the targets are scalars, and their cotangents are 1.
     """
     live = [i for i, target in enumerate(targets) if target.requires_grad]
     if not live or not sources:

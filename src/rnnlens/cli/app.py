@@ -100,7 +100,7 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """Print a warning as one yellow line, without its place in the code of rnnlens."""
+    """Print a warning as one yellow line, without the file and line that raised it."""
     if not issubclass(category, DeprecationWarning | PendingDeprecationWarning | ResourceWarning):
         console.print_warning(str(message))
 
@@ -346,5 +346,5 @@ def demo(
 
 
 def split(names: list[str] | None) -> list[str] | None:
-    """Split names given one by one or separated by commas; None without names."""
+    """Split command-line names that are given one by one or separated by commas; None if no names are given."""
     return [part.strip() for name in names for part in name.split(",") if part.strip()] if names else None

@@ -207,7 +207,7 @@ def portray(keras: Any, model: Any, digits: Digits, fitting: Callable[[], Any]) 
 
 
 def look(keras: Any, model: Any, digits: Digits) -> tuple[Trace, float, np.ndarray]:
-    """Trace the held-out digits; return the trace, the accuracy, and the loss of each digit."""
+    """Trace a model on the held-out digits; return the trace, the accuracy, and the loss of each digit."""
     scores = model.predict(digits.x_test, batch_size=HELD_OUT, verbose=0)
     accuracy = float(np.mean(np.argmax(scores, axis=-1) == digits.y_test))
     losses = keras.losses.sparse_categorical_crossentropy(digits.y_test, scores, from_logits=True)

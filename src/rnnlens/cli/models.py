@@ -203,7 +203,7 @@ def resolve(spec: str) -> Any:
 
 
 def _make(spec: str) -> Any:
-    """Return the model that ``spec`` names, or the return value of the function that it names."""
+    """Return the object that ``spec`` names if it is a model, or else its return value if it is a function."""
     found = resolve(spec)
     if not isinstance(found, type) and adapter_of(found) is not None:
         return found
@@ -280,7 +280,7 @@ def _refusal(path: Path, got: str, first: str = "") -> FileError:
 
 
 def _from_numbers(keras: Any, path: Path, own: dict[str, Any], imports: Collection[str]) -> Any:
-    """Rebuild a SavedModel from its configuration, and load the weights of its checkpoint."""
+    """Rebuild a SavedModel from its Keras configuration, and load the weights of its checkpoint."""
     from tf_keras.protobuf import saved_metadata_pb2
 
     metadata = saved_metadata_pb2.SavedMetadata()

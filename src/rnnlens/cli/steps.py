@@ -223,7 +223,10 @@ def values_of(array: xr.DataArray) -> dict[str, Any]:
 
 
 def _described(data: Any) -> dict[str, Any]:
-    """Return ``schema``, ``kind``, ``name``, ``dims`` and ``attributes`` of an array; a dataset has no name."""
+    """Return ``schema``, ``kind``, ``name``, ``dims`` and ``attributes`` of an array or dataset.
+
+    A dataset has no name.
+    """
     attrs = {str(key): plain(value) for key, value in data.attrs.items() if isinstance(value, str | int | float)}
     sizes = {"dims": _sizes(data), "attributes": attrs}
     if isinstance(data, xr.DataArray):

@@ -101,7 +101,7 @@ def show_live(states: Iterator[TrainingRun], chosen: ChosenScalars) -> None:
 
 
 def picture(run: TrainingRun, chosen: ChosenScalars = ChosenScalars(), *, height: int = 40) -> Group:
-    """Return the state of a run: current step, latest and first numbers, their course, and notes."""
+    """Return the state of a run as text: current step, latest and first scalars, their course, and notes."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for title, side in (("", "left"), ("latest", "right"), ("first", "right"), ("over training", "left")):
         table.add_column(title, justify=side, no_wrap=True)  # type: ignore[arg-type]
@@ -281,7 +281,7 @@ def handler_of(page: RunPage) -> type[BaseHTTPRequestHandler]:
 
 
 def _state(run: TrainingRun) -> str:
-    """Return one line on how far the run is."""
+    """Return one line of text with the last step and loss of a run, and how it ended."""
     count = run.steps.size
     if not count:
         return "Nothing recorded yet."

@@ -67,7 +67,7 @@ class Candidate:
         return self.value() if is_function(self.value) else self.value
 
     def pack(self) -> tuple[str | None, bytes]:
-        """Serialise the candidate for :func:`diagnose_on_worker`; return the engine of Keras and the bytes."""
+        """Serialise the candidate for :func:`diagnose_on_worker`; return the name of Keras' engine and the bytes."""
         if self.load is None and not is_function(self.value) and not isinstance(self.value, str | os.PathLike):
             sent = _Sent(packed(self.value, adapter_for(self.value).engine))
             return self.backend, dumps(Candidate(sent, _Sent.model, None))
@@ -185,7 +185,7 @@ def _run_on_workers(
 
 
 def diagnose_on_worker(backend: str | None, model: bytes, data: bytes) -> Outcome:
-    """Rebuild one candidate and diagnose it; the function of the tasks."""
+    """Rebuild one candidate model from bytes and diagnose it; this is the function of the Dask tasks."""
     fit_process()
     propose_backend(backend)
     try:
@@ -354,7 +354,7 @@ def _one(model: xr.Dataset, key: str) -> tuple[float, Array]:
 
 
 def _lengths(model: xr.Dataset) -> tuple[float, Array | None]:
-    """Return n, and n in each resample; models with equal numbers of samples are resampled with the same weights."""
+    """Return the memory n of a diagnosis, and n in each resample; equal numbers of samples get the same weights."""
     if "change" not in model or not bool(model.attrs["known"]):
         return float("nan"), None
     change, context = model["change"].values, model["context"].values

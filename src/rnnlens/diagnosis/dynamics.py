@@ -291,7 +291,10 @@ def fixed_points(
 def _run(
     model: Any, x: Any, layer: str | None, most: int, axes: Mapping[str, Any] | None
 ) -> tuple[str, Replay, dict[str, Array | None]]:
-    """Return the layer's name, its run on the first ``most`` samples, and the labels of all samples and steps."""
+    """Replay a recurrent layer on the first ``most`` samples.
+
+    Return its name, the replay, and sample and step labels.
+    """
     adapter = adapter_for(model)
     refuse_without_time(x, least=1)
     orientation = Orientation(adapter, model, x, axes)
@@ -359,7 +362,7 @@ def _starts(starts: Any, name: str, run: Replay, most: int, noise: float, seed: 
 
 
 def _states_of(starts: Any, name: str, count: int) -> list[Any]:
-    """Return the states of a layer from a trace or a mapping like one; any other value as a list of one array."""
+    """Return starting states of a layer, from a trace or a mapping like one; any other value as the only array."""
     if not isinstance(starts, Mapping):
         return [starts]
     node: Any = starts.get(name)

@@ -65,12 +65,12 @@ class Experiment:
         return self.samples.orientation.names(whole, self.which)
 
     def given(self, x: Any) -> Any:
-        """Return data in the model's own order of axes."""
+        """Convert data with samples first to the model's own order of axes."""
         return self.samples.orientation.as_given(x)
 
     @cached_property
     def few(self) -> Any:
-        """First samples, at most ``LOOKED_INTO``, in the model's own order of axes."""
+        """First samples of the data, at most ``LOOKED_INTO``, in the model's own order of axes."""
         return self.given(data.map_leaves(lambda leaf: leaf[:LOOKED_INTO], self.samples.x))
 
     @cached_property
@@ -128,7 +128,7 @@ class Experiment:
         return self._same_without.get(steps, steps == self.samples.steps)
 
     def _answers_the_same(self, steps: int) -> bool:
-        """Return whether the first ``steps`` steps alone give the output of all steps: the later ones are padding."""
+        """Return whether the first ``steps`` steps alone give the same output as all steps: the rest is padding."""
         few = self.samples.each_sequence(lambda leaf: leaf[:LOOKED_INTO, :steps], lambda leaf: leaf[:LOOKED_INTO])
         request = CaptureRequest(inputs=False, gradients=False, weight_grads=False, calls=False)
         whole = to_host(self._leaf(self.capture.outputs))
@@ -139,7 +139,7 @@ class Experiment:
         return part.shape == whole.shape and bool(np.allclose(part, whole, rtol=1e-3, atol=1e-5))
 
     def outputs(self, x: Any, initial_state: Any = None) -> Array:
-        """Run the model and return its output (sample, output) at the examined step."""
+        """Run the model; return the examined output at the examined step, (sample, output)."""
         request = CaptureRequest(inputs=False, gradients=False, weight_grads=False, calls=False)
         given = self.given(x)
         capture = self.adapter.capture(self.model, Batch(given, initial_state=initial_state), request)
@@ -151,7 +151,7 @@ class Experiment:
 
     @cached_property
     def which(self) -> int:
-        """Position of the examined output among the model's outputs."""
+        """Position of the output examined by the diagnosis among the model's outputs."""
         outputs = self.capture.outputs
         names = list(outputs) if isinstance(outputs, Mapping) else []
         count = len(data.leaves_of(outputs))
@@ -211,7 +211,7 @@ class Experiment:
         return self.samples.orientation.output(to_host(self._leaf(self.capture.outputs)), self.which, self.few, count)
 
     def place(self, whole: Array) -> Array:
-        """Return the index of the examined step for each sample, (sample,), in an output (sample, time, ...)."""
+        """Return each sample's index (sample,) of the examined step, in an output (sample, time, ...)."""
         count, steps = whole.shape[:2]
         if self.step == -1 and self._are_steps_of_the_data(steps):
             return self.lengths[:count] - 1
@@ -220,9 +220,10 @@ class Experiment:
         return np.full(count, self.step % steps)
 
     def ends(self, call: RecurrentCall) -> Array | None:
-        """Return the step of a captured call after which each sample's state reaches the examined output, (sample,).
+        """Return the step (sample,) after which each sample's state reaches the examined output, in a captured call.
 
-        The result is None if this is the last step of the recurrence, or if its steps are not those of the data.
+        The result is None if this is the last step of the recurrence, or if its steps are not those of the
+        data.
         """
         own = self._are_steps_of_the_data(call.input.shape[1])
         if not own or (call.direction == "backward" and not self.is_sequence):
@@ -277,27 +278,31 @@ class Experiment:
 
     @cached_property
     def lender(self) -> Array:
-        """Index of the sample whose prefix is used in each exchange, (sample,)."""
+        """Index of the sample whose older steps replace those of each sample in an exchange, (sample,)."""
         return donors(self.samples.count, lengths=self.last, seed=self.seed)
 
     def exchanged(self, keep: int) -> tuple[Array, Array]:
-        """Predict with all but the last ``keep`` steps taken from another sample.
+        """Predict with all but the last ``keep`` steps of each sample taken from another sample.
 
-        Return the squared change of the prediction, and the score, (sample,) each.
+        Return the squared change of the prediction, and each sample's covariance with the target (score),
+        (sample,) each.
         """
         kept = np.full(self.samples.count, keep)
         return self.changed(self.samples.with_prefix(kept, self.lender, self.last))
 
     def changed(self, x: Any) -> tuple[Array, Array]:
-        """Predict on changed inputs; return the squared change of the prediction, and the score, (sample,) each."""
+        """Predict on changed inputs.
+
+        Return the squared change and the score (covariance with the target), (sample,) each.
+        """
         prediction = self._predicted(self.outputs(x))
         change = squared_change(self.prediction, prediction)
         return change, np.zeros_like(change) if self.target is None else score(self.target.values, prediction)
 
     def answer_shorter(self, lengths: Array) -> Array | None:
-        """Predict from only the last ``lengths`` steps of each sample.
+        """Predict from the last ``lengths`` steps of each sample alone.
 
-        None if the model does not accept fewer steps.
+        Returns None if the model does not accept fewer steps.
         """
         equal = bool((self.lengths == self.samples.steps).all())
         if not equal and self.is_sequence:

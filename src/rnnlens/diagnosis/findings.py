@@ -119,7 +119,10 @@ def _remarks(memory: Memory, baseline: tuple[str, Memory] | None) -> list[str]:
 
 
 def _lost(memory: Memory) -> str:
-    """Describe the share of the score lost without the oldest used step and all older ones; "" if n = 1 or unknown."""
+    """Return text on the share of the score lost without the oldest used step and older ones.
+
+    Returns "" if n = 1 or unknown.
+    """
     lost, n = memory.lost_without, memory.length.value
     if n == 1 or math.isnan(lost):
         return ""
@@ -264,7 +267,7 @@ _REPAIR = "rl.find_nonfinite(model, x, y) finds the first one; check the data an
 
 
 def _about_numbers(layers: Sequence[LayerFacts], prediction: xr.DataArray) -> Iterator[Finding]:
-    """Report layers with states that are not finite, or else predictions that are not finite."""
+    """Yield findings on layers with states that are not finite, or else on predictions that are not finite."""
     broken = [layer for layer in layers if layer.states.nan or layer.states.infinite]
     for layer in broken:
         nan, infinite, count = layer.states.nan, layer.states.infinite, layer.states.count

@@ -245,7 +245,7 @@ def _attribution(experiment: Experiment, found: dict[tuple[str, str], Array]) ->
 
 
 def _attributed(scores: Array) -> int:
-    """Count the last steps that have 95 % of the attribution (sample, lag)."""
+    """Count the last input steps that together have 95 % of the attribution (sample, lag)."""
     return attributed_memory(np.nan_to_num(scores)[:, ::-1])
 
 

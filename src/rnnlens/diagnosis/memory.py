@@ -152,7 +152,7 @@ def measure_memory(experiment: Experiment) -> Memory:
 
 
 def _windows(experiment: Experiment) -> Windows | None:
-    """Return order and overlap of the samples if they are windows of one series, else None."""
+    """Return order and overlap of the samples if they are overlapping windows of one series, else None."""
     leaf = data.leaves_of(experiment.samples.x)[experiment.samples.sequences[0]]
     return overlapping_windows(np.asarray(leaf)[: experiment.samples.count])
 
@@ -283,7 +283,7 @@ def _band(repeats: Array) -> Array:
 
 
 def _later(experiment: Experiment, variance: float) -> tuple[int, int]:
-    """Count the steps after the examined one that the prediction uses, and all steps after it."""
+    """Count the steps after the examined one: those that the prediction uses, and all."""
     rest = experiment.samples.steps - experiment.reach
     if rest < 1 or not variance or (experiment.last != experiment.reach).any():
         return 0, max(rest, 0)
@@ -299,7 +299,7 @@ def _later(experiment: Experiment, variance: float) -> tuple[int, int]:
 
 
 def _count_matters(experiment: Experiment, used: int, variance: float) -> bool:
-    """Return whether half as many steps, which still include all those in use, change the prediction."""
+    """Return whether the prediction changes if half of the steps are left out, although all used ones remain."""
     lengths = np.maximum(experiment.lengths // 2, 1)
     if (lengths < max(used, _LEAST_STEPS)).any() or (experiment.last != experiment.lengths).any():
         return False
@@ -343,7 +343,8 @@ def is_missed(missed: Missed | None, memory: Memory) -> bool:
 def _numbers(experiment: Experiment) -> Array | None:
     """Return the first sequence of x, (sample, time, feature); for ids, the input of the first recurrent layer.
 
-    None if that layer has another number of steps. In a model of whole-sequence layers alone, ids are embedded.
+    Returns None if that layer has another number of steps. In a model of whole-sequence layers alone, ids are
+    embedded.
     """
     leaf = data.leaves_of(experiment.samples.x)[experiment.samples.sequences[0]]
     if leaf.dtype.kind == "f":

@@ -268,7 +268,7 @@ def layer_dataset(parts: Sequence[LayerFacts], carried: Carried | None = None) -
 
 
 def _as_long(datasets: Sequence[xr.Dataset]) -> list[xr.Dataset]:
-    """Pad the profiles of all directions with NaN to the longest."""
+    """Pad the lag profiles of both directions with NaN to the length of the longer one."""
     found = list(datasets)
     for dim in ("lag", "lag_out"):
         longest = max(d.sizes.get(dim, 0) for d in found)

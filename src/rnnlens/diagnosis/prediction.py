@@ -61,7 +61,10 @@ class PredictionTarget:
         return float(self.values.var(axis=0).sum())
 
     def prediction(self, raw: Array) -> Array:
-        """Convert outputs (sample, output) to probabilities for classes; return them as they are otherwise."""
+        """Convert model outputs (sample, output) to probabilities if the target is classes.
+
+        Else return them unchanged.
+        """
         raw = np.asarray(raw, dtype=np.float64)
         if self.task == "values":
             return raw
@@ -70,7 +73,7 @@ class PredictionTarget:
         return _sigmoid(raw) if self.task == "binary" else _softmax(raw)
 
     def with_form(self, raw: Array) -> PredictionTarget:
-        """Decide from the model's own outputs whether they are logits.
+        """Decide from model outputs whether they are logits; return the target with this decision.
 
         Predictions on changed inputs are then converted in the same way.
         """
@@ -231,7 +234,7 @@ def _are_logits_of(values: Array, raw: Array) -> bool:
 
 
 def _words(loss: Any) -> str:
-    """Return the name of a loss, and the names of well-known losses that a user's function calls."""
+    """Return the name of a loss function, and the names of well-known losses that its code calls."""
     name = loss if isinstance(loss, str) else getattr(loss, "__name__", None) or type(loss).__name__
     return " ".join([str(name).lower(), *_called(loss)])
 

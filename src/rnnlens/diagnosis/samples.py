@@ -74,9 +74,9 @@ class Orientation:
         return {*(int(call.input.shape[0]) for call in capture.calls), *capture.scanned.values()} <= {count}
 
     def _complete(self, index: int, leaf: Any, layout: Layout | None) -> Layout:
-        """Return the layout of an input leaf with a time axis.
+        """Return the layout of an input leaf, with a time axis.
 
-        If that is unknown, it is the first axis that does not count samples.
+        If the time axis is unknown, it is the first axis that does not count samples.
         """
         known = self.axes.layout(Port("input", index=index), np.shape(leaf))
         names = list(known.names if layout is None or SAMPLE in known.names else layout.names)
@@ -146,13 +146,13 @@ class Orientation:
         return turned[:, :, None] if set(layout.names) == {SAMPLE, TIME} else turned
 
     def _may_lie_otherwise(self, array: Array, port: Port, x: Any, samples: int) -> bool:
-        """Return whether an output may not be (sample, unit), so that its axes must be found."""
+        """Return whether an output may have axes other than (sample, unit), so that an experiment must find them."""
         lengths = {leaf.shape[1] for leaf in data.leaves_of(x) if len(leaf.shape) > 1}
         many = array.ndim > 2 or (array.ndim == 2 and array.shape[1] > 1 and array.shape[1] in lengths)
         return self.inputs is not None or port in self.axes.stated or array.shape[:1] != (samples,) or many
 
     def names(self, array: Array, index: int) -> Layout:
-        """Return the layout of an output of the model, as far as it is known."""
+        """Return the layout of an output of the model; axes of unknown role have default names."""
         return self.axes.layout(Port("output", index=index), array.shape)
 
 
@@ -168,7 +168,7 @@ def _turned_back(array: Array, layout: Layout) -> Array:
 
 
 def _each_turned(turn: Callable[[Array, Layout], Array], tree: Any, layouts: Sequence[Layout]) -> Any:
-    """Apply ``turn`` to every leaf with its layout."""
+    """Apply ``turn(leaf, layout)`` to every leaf of a nested structure with its layout."""
     each = iter(layouts)
     return data.map_leaves(lambda leaf: turn(leaf, next(each)), tree)
 

@@ -274,7 +274,7 @@ class Watch(_Callback):
         self._waits = False
 
     def _interrupted(self) -> None:
-        """Detach the capture, and close the run as interrupted: training ended without ``on_train_end``."""
+        """Remove the capture of training steps, and close the run as interrupted: ``on_train_end`` was not called."""
         self._stop_recording()
         if self._recorder is not None:
             self._recorder.abort("interrupted")
@@ -332,7 +332,7 @@ class Watch(_Callback):
         self._recorder.close("stopped" if stopped else "finished", steps=self._step - self._start)
 
     def _stop_recording(self) -> None:
-        """Detach the capture and restore the model's own training step."""
+        """Remove the capture of training steps, and restore the model's own training step."""
         if self._train_step is not None:
             self._train_step.remove()
             self._train_step = None
@@ -381,7 +381,7 @@ class Watch(_Callback):
         return self._incidents is not None and self._incidents.written is None
 
     def _trained(self, recorded: RecordedStep, step: int) -> TrainedBatch:
-        """Return the captured batch as a TrainedBatch, with the variables from before its step."""
+        """Convert a captured training step to a ``TrainedBatch``, with the variables from before the step."""
         synchronised(self.model)
         data = (recorded.x, recorded.y, recorded.sample_weight)
         notes = notes_of_training(self.model, recorded)

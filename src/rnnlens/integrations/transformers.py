@@ -72,7 +72,7 @@ class TransformersEvents(TrainerEvents):
         self._close("stopped" if stopped else "finished")
 
     def _told(self, model: Any, args: Any, output: Any) -> None:
-        """Record the loss in the output of a Hugging Face model: the hook after its forward pass."""
+        """Record the loss in the output of a Hugging Face model (forward hook)."""
         watch = self.watch
         if watch is not None and (watch.captures or watch.reports) and model.training:
             watch.set_loss(own_loss(output))

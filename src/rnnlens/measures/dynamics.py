@@ -67,7 +67,7 @@ def lyapunov_spectrum(run: Replay, *, count: int | None = None, burn_in: float =
 
 
 def _growth_by_qr(run: Replay, count: int, seed: int) -> Array:
-    """Return log |R_ii| at each step, (step, sample, exponent), in the order of the recurrence."""
+    """Return log |R_ii| of the QR factorisation at each step of the recurrence, (step, sample, exponent)."""
     samples, time = run.input.shape[:2]
     basis = np.random.default_rng(seed).normal(size=(samples, sum(int(s.shape[-1]) for s in run.states), count))
     q = np.linalg.qr(basis)[0]
@@ -80,7 +80,10 @@ def _growth_by_qr(run: Replay, count: int, seed: int) -> Array:
 
 
 def _growth(run: Replay, moduli: Array, count: int, burnt: int) -> Array:
-    """Return log |a| after the first ``burnt`` steps, (step, sample, exponent), for steps with common eigenvectors."""
+    """Return log |eigenvalue| of each step's Jacobian, (step, sample, exponent), for steps with common eigenvectors.
+
+    The first ``burnt`` steps are left out.
+    """
     order = list(run.steps())[burnt:]
     logs = np.log(np.maximum(np.asarray(moduli, dtype=np.float64)[:, order], 1e-300))
     largest = np.argsort(-logs.mean(axis=1), axis=1)[:, None, :count]
@@ -354,7 +357,10 @@ def marginal_curves(states: Array, eigenvalues: Array) -> tuple[Array, tuple[str
 
 
 def _descend(map_: StepMap, s: Array, enough: float) -> tuple[Array, Array]:
-    """Run Levenberg-Marquardt from every start (start, state); return the end points and their speeds."""
+    """Minimise the speed of a map from every start (start, state) by Levenberg-Marquardt.
+
+    Return end points and speeds.
+    """
     s = s.copy()
     residual = map_.step(s) - s
     speed = 0.5 * np.sum(residual**2, axis=1)
@@ -383,7 +389,7 @@ def _descend(map_: StepMap, s: Array, enough: float) -> tuple[Array, Array]:
 
 
 def _distinct(points: Array, radius: float) -> tuple[Array, Array]:
-    """Return the index of the first point of each group of near points, and the size of each group."""
+    """Group points that are closer than ``radius``; return the index of each group's first point, and its size."""
     chosen: list[int] = []
     counts: list[int] = []
     for i, point in enumerate(points):

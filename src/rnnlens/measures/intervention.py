@@ -107,7 +107,7 @@ _CONSTANT = 1e-10
 
 
 def donors(samples: int, *, lengths: Array | None = None, seed: int = 0) -> Array:
-    """Draw for each sample another one whose prefix it gets: a permutation without fixed points.
+    """Draw for each sample another one whose older steps it gets: a permutation without fixed points.
 
     Parameters
     ----------
@@ -129,7 +129,7 @@ def donors(samples: int, *, lengths: Array | None = None, seed: int = 0) -> Arra
 
 
 def cycle(lender: Array) -> Array:
-    """Order the samples so that each gets its prefix from the next one, given the result of :func:`donors`."""
+    """Order the samples so that each gets its older steps from the next one, given the result of :func:`donors`."""
     lender = np.asarray(lender)
     order = [0]
     while len(order) < len(lender):
@@ -286,6 +286,6 @@ def search(
 
 
 def _grid(steps: int) -> list[int]:
-    """Return the first context lengths of a search: 1, 2, 4, ... and steps - 1."""
+    """Return the context lengths at which a search starts: 1, 2, 4, ... and steps - 1."""
     doubling = [2**i for i in range(steps.bit_length()) if 2**i < steps - 1]
     return [*doubling, steps - 1] if steps > 1 else []

@@ -115,7 +115,7 @@ def missed_dependency(
 
 
 def _learned(target: Array, prediction: Array, at_step: Array) -> float:
-    """Return the slope that maps the target's covariances with a step's features to those of the prediction."""
+    """Regress the prediction's covariances with one step's features on those of the target; return the slope."""
     wanted, made = ((values - values.mean(axis=0)).T @ at_step for values in (target, prediction))
     size = float(np.sum(wanted**2))
     return float(np.sum(wanted * made)) / size if size else float("nan")
@@ -262,7 +262,7 @@ def _followers(x: Array) -> tuple[Array, Array]:
 
 
 def _scaled_stride(x: Array) -> int:
-    """Return how many steps later each overlapping sample starts than the one before it; 0 if samples do not overlap.
+    """Return the shift in steps between successive overlapping samples; 0 if they do not overlap.
 
     Windows are compared up to scale and offset.
     """
@@ -290,7 +290,7 @@ def _proportional(one: Array, other: Array) -> Array:
 
 
 def _in_line(after: Array) -> list[int]:
-    """Return all samples in one order, in which a window comes directly before the one that continues it."""
+    """Return a permutation of the samples in which a window comes directly before the window that continues it."""
     begun = np.ones(len(after), dtype=bool)
     begun[after[after >= 0]] = False
     seen, line = np.zeros(len(after), dtype=bool), []

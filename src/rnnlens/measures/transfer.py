@@ -40,25 +40,28 @@ class Transfer:
 
     @property
     def kappa(self) -> Array:
-        """State transfer (lag,): median of the ratio over the samples that reach this lag; NaN if none does."""
+        """State transfer (lag,): median over samples of |cotangent at this lag| / |cotangent at lag 0|.
+
+        It is NaN at lags that no sample reaches.
+        """
         found: Array = np.full(len(self.log_ratio), np.nan)
         found[self._reached] = np.nanmedian(np.exp(self.log_ratio[self._reached]), axis=1)
         return found
 
     def quartiles(self) -> tuple[Array, Array]:
-        """Return the lower and the upper quartile of the ratio over samples, (lag,) each."""
+        """Return lower and upper quartile over samples of |cotangent at a lag| / |cotangent at lag 0|, (lag,) each."""
         found = np.full((2, len(self.log_ratio)), np.nan)
         found[:, self._reached] = np.nanquantile(np.exp(self.log_ratio[self._reached]), [0.25, 0.75], axis=1)
         return found[0], found[1]
 
     @property
     def _reached(self) -> Array:
-        """Whether any sample reaches each lag, (lag,) of bool."""
+        """Whether any sample has a finite cotangent at each lag, (lag,) of bool."""
         return ~np.isnan(self.log_ratio).all(axis=1)
 
     @property
     def growth(self) -> float:
-        """Largest growth of the cotangent in decades: log10 of the largest kappa, at least 0."""
+        """Largest growth of the cotangent on its way back, in decades: log10 of the largest kappa, at least 0."""
         return float(np.log10(np.nanmax(self.kappa)))
 
     def leading_exponent(self) -> tuple[float, float]:
@@ -149,7 +152,7 @@ def state_transfer(
 
 
 def _from_own_end(logs: Array, begin: Array) -> Array:
-    """Count steps back from the last step of each sample: (lag, sample), NaN beyond the first step."""
+    """Reorder values by steps back from the last step of each sample: (lag, sample), NaN beyond the first step."""
     if not begin.any():
         return logs
     shifted = np.arange(len(logs))[:, None] + begin[None, :]
@@ -293,12 +296,12 @@ def effective_state_size(
     decay, write, read, *rank_one = np.broadcast_arrays(*(np.asarray(a, dtype=np.float64) for a in arrays))
 
     def after(t: int, columns: Array) -> Array:
-        """Return A_t times a matrix (..., state, state)."""
+        """Multiply a matrix (..., state, state) by A_t from the left."""
         carried = decay[t][..., None] * columns
         return carried - rank_one[0][t][..., None] * (rank_one[1][t][..., None, :] @ carried) if rank_one else carried
 
     def before(t: int, rows: Array) -> Array:
-        """Return a matrix (..., state, state) times A_t."""
+        """Multiply a matrix (..., state, state) by A_t from the right."""
         rows = rows - (rows @ rank_one[0][t][..., None]) * rank_one[1][t][..., None, :] if rank_one else rows
         return rows * decay[t][..., None, :]
 

@@ -48,7 +48,7 @@ def line_colours(count: int) -> list[str]:
 
 
 def linear_below(limit: float) -> float:
-    """Return the value below which a logarithmic scale is linear; never 0."""
+    """Return the value below which a symmetric logarithmic scale is linear, for values up to ``limit``; never 0."""
     return max(limit * 10.0**-DECADES, float(np.finfo(float).tiny))
 
 
@@ -82,7 +82,7 @@ def write(
     over: Any = "data",
     **look: Any,
 ) -> None:
-    """Write small text beside a point, ``offset`` points away from it; ``over`` are the coordinates of the point."""
+    """Write small text ``offset`` points away from the point ``at``; ``over`` are the coordinates of the point."""
     look = {"ha": "right", "va": "center", "fontsize": "x-small", **look}
     ax.annotate(words, at, offset, over, "offset points", **look)
 
@@ -96,7 +96,7 @@ PAPER: dict[str, Any] = {"boxstyle": "round,pad=0.15", "facecolor": "white", "ed
 
 
 def mark_delays(ax: Any, delays: Numbers) -> None:
-    """Mark lags at which a task is known to need its input."""
+    """Draw lines at the lags at which a task is known to need its input."""
     for delay in delays:
         ax.axvline(delay, **DOTTED, zorder=0.8, gid="delay")
 
@@ -153,7 +153,7 @@ def _height(ax: Any, y: float) -> float:
 
 
 def _apart(wanted: Sequence[float], gap: float) -> list[float]:
-    """Shift heights so that neighbours are at least ``gap`` apart if they fit, in the order of ``wanted``."""
+    """Shift label positions so that neighbours are at least ``gap`` apart if they fit, in the order of ``wanted``."""
     order = np.argsort(wanted, kind="stable")
     gap = min(gap, 0.96 / max(1, len(wanted) - 1))
     placed = np.asarray(wanted, dtype=float)[order]
@@ -277,7 +277,7 @@ DEEPEST = 12
 
 
 def value_axis(ax: Any, values: Numbers, *, log: bool) -> None:
-    """Set limits of the value axis with a margin of 5 %, around 0 for a constant; or a logarithmic axis."""
+    """Set limits of the value axis with a margin of 5 %, also for constant values; or make it logarithmic."""
     if log and is_positive(values):
         log_limits(ax, values, room=2)
         log_axis(ax)

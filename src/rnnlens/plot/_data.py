@@ -133,7 +133,7 @@ def require_dim(array: xr.DataArray, dim: str, figure: str, *, hint: str | None 
 
 
 def refuse_places_of_others(array: xr.DataArray, dim: str | None, figure: str, *others: str) -> None:
-    """Raise InputError if ``dim`` is a dimension that the figure uses for another purpose."""
+    """Raise InputError if a dimension is chosen for one purpose that the figure needs for another."""
     if dim is not None and dim in others:
         free = [str(d) for d in array.dims if d not in others]
         raise InputError(
@@ -231,24 +231,24 @@ def symbol_of(array: xr.DataArray) -> str:
 
 
 def place_words(array: xr.DataArray, dim: Hashable, index: int) -> str:
-    """Return a title for one position along ``dim``: ``unit 3``, or a named position such as ``before training``."""
+    """Return a panel title for one position along ``dim``: ``unit 3``, or a name such as ``before training``."""
     name = names_of(array, dim)[index]
     named = dim in array.coords and array.coords[dim].values.dtype.kind in "UO"
     return name if named else f"{axis_label(array, dim)} {name}"
 
 
 def title_of(array: xr.DataArray) -> str:
-    """Return a title from layer and long_name, as far as they are known."""
+    """Return a title of layer name and quantity (``long_name``), as far as they are known."""
     return layer_title(array.attrs, array.attrs.get("long_name") or array.name)
 
 
 def layer_title(attrs: Mapping[str, Any], *words: object) -> str:
-    """Return a title from the layer's name, if it is known, and words."""
+    """Return a title that starts with the layer's name, if it is known, followed by ``words``."""
     return " · ".join(str(part) for part in (attrs.get("layer"), *words) if part)
 
 
 def chunks(values: Numbers) -> Iterator[Numbers]:
-    """Yield the values in flat pieces of bounded size, so that no temporary array is as large as the data."""
+    """Yield values in flat chunks of bounded size, so that no temporary array is as large as the data."""
     flat = values.reshape(-1) if values.flags.c_contiguous else None
     if flat is None:
         yield from (values[i].reshape(-1) for i in range(len(values))) if values.ndim > 1 else (values,)
@@ -290,13 +290,13 @@ def nonfinite_note(values: Numbers) -> str | None:
 
 
 def nonfinite_by_name(names: Iterable[str], arrays: Iterable[Numbers]) -> list[str]:
-    """Return the notes of :func:`nonfinite_note`, each after a name."""
+    """Return notes on NaN and infinite values of several arrays, as :func:`nonfinite_note`, each after a name."""
     notes = map(nonfinite_note, arrays)
     return [f"{name}: {note}" for name, note in zip(names, notes, strict=True) if note]
 
 
 def choose(count: int, limit: int, words: str, *, page: int | None = None) -> tuple[list[int], str | None]:
-    """Select the items to show if only ``limit`` of ``count`` fit; also return the note that states it.
+    """Select which of ``count`` items to show if only ``limit`` fit; also return the note for the figure.
 
     Without ``page``, items are evenly spaced and include first and last; with it, they are the page-th run of
     ``limit``.

@@ -133,7 +133,7 @@ class Panels:
 
     @property
     def axes(self) -> list[Any]:
-        """All Axes in drawing order."""
+        """All matplotlib Axes of the panels in drawing order."""
         return [ax for half in self.halves for ax in half]
 
     def titled(self, words: str, notes: Iterable[str | None] = ()) -> Drawing:
@@ -208,7 +208,7 @@ def _missing(words: str) -> bool:
 
 
 def redden(ax: Any) -> None:
-    """Draw a red frame around a panel, as that of NaN or infinite values."""
+    """Draw a red frame around a panel, to mark NaN or infinite values."""
     for spine in ax.spines.values():
         spine.set(edgecolor=ALARM, linewidth=1.4)
 
@@ -301,7 +301,7 @@ def open_panels(
 
 
 def _given_panels(name: str, count: int, ways: int, ax: Any, figure: Any) -> Panels | None:
-    """Return the user's Axes as ``count`` panels for each direction; None without ``ax``, after a check of ``figure``.
+    """Return the user's Axes ``ax`` as panels; None without ``ax``, after a check of ``figure``.
 
     Raise InputError if there are more or fewer Axes than panels.
     """

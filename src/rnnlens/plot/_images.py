@@ -45,7 +45,7 @@ IMSHOW = (
 
 
 def steps_for(shape: Sequence[int], limits: tuple[int, int] = MOST_CELLS) -> tuple[int, int]:
-    """Return how many rows and columns have to be merged into one cell."""
+    """Return how many rows and columns of an image to merge into one cell, for at most ``limits`` cells."""
     return -(-shape[0] // limits[0]), -(-shape[1] // limits[1])
 
 
@@ -73,7 +73,7 @@ def merge_note(shape: Sequence[int], limits: tuple[int, int], rows: str, columns
 
 
 def edges(centres: Numbers) -> tuple[float, float]:
-    """Return the outer edges of cells whose centres are evenly spaced."""
+    """Return the lower and upper limit of an axis of cells whose centres are evenly spaced."""
     first, last = float(centres[0]), float(centres[-1])
     half = 0.5 * (last - first) / (len(centres) - 1) if len(centres) > 1 else 0.5
     return first - half, last + half
@@ -198,7 +198,7 @@ def one_line(words: str, inches: float) -> str:
 
 
 def beyond(norm: Any, images: Sequence[Any]) -> str:
-    """Return which ends of a colour scale are exceeded by values: matplotlib's ``extend``."""
+    """Return matplotlib's ``extend``: at which ends the images' values exceed the colour scale."""
     arrays: list[Any] = [np.ma.asarray(image.get_array(), dtype=float) for image in images if image is not None]
     ranges = [found for array in arrays if (found := finite_range(np.ma.filled(array, np.nan))) is not None]
     if not ranges or norm.vmin is None or norm.vmax is None:
@@ -212,7 +212,7 @@ def beyond(norm: Any, images: Sequence[Any]) -> str:
 def colour_bars(panels: Panels, drawn: list[Any], label: str, *, shared: bool, wanted: bool = True) -> None:
     """Draw one colour bar for all panels, or one for each.
 
-    The other direction of a bidirectional layer has an invisible one, so that both are equally wide.
+    That of a second direction keeps its space but is invisible.
     """
     if not wanted or drawn[-1] is None:
         return
@@ -277,12 +277,12 @@ class ImageDims:
         return cls(x, y, GATE in array.dims and GATE not in (x, y))
 
     def slots(self, array: xr.DataArray) -> tuple[list[str], list[tuple[dict[str, int], str]]]:
-        """Return the dimensions that are neither drawn nor directions, and the panels along them."""
+        """Return the dimensions along which there are several panels, and the selection and title of each panel."""
         rest = [str(d) for d in array.dims if d not in (self.across, self.down, GATE, DIRECTION)]
         return rest, slots_of(array, rest)
 
     def shape(self, array: xr.DataArray) -> tuple[int, int]:
-        """Return the numbers of rows and columns."""
+        """Return the numbers of rows and columns of the image."""
         return array.sizes[self.down] * (array.sizes[GATE] if self.stacked else 1), array.sizes[self.across]
 
     def label(self, array: xr.DataArray) -> str:
@@ -290,7 +290,7 @@ class ImageDims:
         return "gate, " * self.stacked + axis_label(array, self.down)
 
     def values(self, array: xr.DataArray) -> Numbers:
-        """Return the values (row, column)."""
+        """Return the values of the image, (row, column)."""
         if not self.stacked:
             return np.asarray(array.transpose(self.down, self.across).values)
         values = array.transpose(GATE, self.down, self.across).values
@@ -313,7 +313,7 @@ class ImageDims:
 
 
 def slots_of(array: xr.DataArray, keep: list[str]) -> list[tuple[dict[str, int], str]]:
-    """Return the selection and title of each panel."""
+    """Return the selection and title of each panel, along all dimensions but ``keep``."""
     found: list[tuple[dict[str, int], str]] = [({}, "")]
     for dim in keep:
         found = [

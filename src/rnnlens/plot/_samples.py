@@ -15,7 +15,7 @@ from ._data import Numbers, names_of, nonfinite_note, of_samples, require_dim
 
 
 def by_loss(array: xr.DataArray, losses: Any, figure: str) -> xr.DataArray:
-    """Name the samples by their losses, that of median loss first; unchanged without losses."""
+    """Sort the samples from the median loss outwards, and name them by their losses; unchanged without losses."""
     if losses is None:
         return array
     values = losses_of(array, losses, figure)
@@ -62,7 +62,7 @@ NOTE = "padding is grey"
 
 
 def hidden(array: xr.DataArray) -> xr.DataArray | None:
-    """Return a mask that is True at padded steps (of either axis); None without padding."""
+    """Return a mask of an image that is True at padded steps (of either axis); None without padding."""
     found: xr.DataArray | None = None
     for name in MASKS:
         if name in array.coords:

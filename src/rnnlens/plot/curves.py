@@ -148,7 +148,7 @@ def _draw(ax: Any, half: _data.DirectionView, values: Numbers, keywords: dict[st
 def _finish(
     panels: _frame.Panels, array: xr.DataArray, shown: list[_data.DirectionView], *, shared: bool, log: bool
 ) -> None:
-    """Set value axes, labels and ticks."""
+    """Set limits, labels and ticks of all panels of a figure of curves."""
     values = [np.concatenate([line for _, line, _ in _lines(ax)]) for ax in panels.axes]
     for ax, own in zip(panels.axes, values, strict=True):
         _axes.value_axis(ax, np.concatenate(values) if shared else own, log=log)
@@ -169,7 +169,7 @@ def _lines(ax: Any) -> Iterator[tuple[Numbers, Numbers, Any]]:
 
 
 def _handles(ax: Any, names: Sequence[str], marker: str = "-") -> list[Any]:
-    """Return legend entries for lines or points in the colours of the cycle."""
+    """Return legend entries for lines or points in the colours of the colour cycle."""
     lines = zip(names, _axes.line_colours(len(names)), strict=True)
     return [ax.plot([], [], marker, color=colour, markersize=4, label=name)[0] for name, colour in lines]
 

@@ -79,7 +79,7 @@ def diagnosis(
 
 
 def _measured(model: xr.Dataset, name: str) -> bool:
-    """Return whether a curve over the context was measured."""
+    """Return whether a curve over the number of steps kept was measured."""
     return name in model and bool(model[name].size) and bool(np.isfinite(model[name].values).any())
 
 
@@ -150,7 +150,7 @@ def _gradient(ax: Any, node: xr.Dataset, keywords: dict[str, Any]) -> None:
 
 
 def _share_line(ax: Any, values: Numbers, band: tuple[Numbers, Numbers], look: dict[str, Any]) -> None:
-    """Draw one curve over lag with its band, and an arrow where it falls below the axis."""
+    """Draw one curve by lag with its band, and an arrow where it falls below the lower limit of the axis."""
     lag = np.arange(values.size)
     ax.plot(lag, np.where(values > 0, np.maximum(values, FLOOR * 1e-2), np.nan), **look)
     low, high = (np.maximum(end, FLOOR * 1e-2) for end in band)
@@ -206,7 +206,7 @@ def eigenvalues(values: Any, *, title: str | None = None, ax: Any = None, figure
 
 
 def _of(values: Any) -> tuple[Numbers, Numbers, str, str]:
-    """Return eigenvalues (row, mode), a time for each row, the label of these times, and the layer."""
+    """Read eigenvalues: return (row, mode), a time for each row, the label of these times, and the layer name."""
     if isinstance(values, FixedPoints):
         array = values.eigenvalues.values
         return array, np.zeros(len(array)), "", str(values.layers[0])
@@ -249,7 +249,7 @@ def _plane(ax: Any, values: Numbers, when: Numbers, label: str, keywords: dict[s
 
 
 def _moduli(ax: Any, values: Numbers) -> None:
-    """Draw |eigenvalue| by rank."""
+    """Draw the modulus of the eigenvalues by rank: median and range."""
     seen = np.isfinite(values).all(axis=1)
     moduli = -np.sort(-np.abs(values[seen]), axis=1)
     rank = np.arange(1, values.shape[1] + 1)

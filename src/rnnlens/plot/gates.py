@@ -95,7 +95,7 @@ def _mask_of(mask: Any, array: xr.DataArray) -> Numbers:
 
 
 def _draw_row(axes: list[Any], gate: xr.DataArray, name: str, keywords: dict[str, Any]) -> None:
-    """Draw activity, map and saturation of one gate."""
+    """Draw activity over time, map of units by time, and saturation of one gate in a row of panels."""
     activity, picture, saturation = axes
     values, steps, real = _data.of_samples(gate, TIME), _data.positions(gate, TIME), _samples.real_steps(gate)
     where = None if real.all() else real[:, :, None]
@@ -125,7 +125,7 @@ def _words(gate: str) -> str:
 
 
 def _ends(gate: str) -> tuple[float, str, str]:
-    """Return the bound of values near the lower end of a gate's range, and labels for shares near either end."""
+    """Return the value below which a gate is near its lower end, and labels of the shares near either end."""
     if gate == "candidate":
         return -0.9, "share near -1 (< -0.9)", "share near +1 (> 0.9)"
     return 0.1, "share near 0 (< 0.1)", "share near 1 (> 0.9)"

@@ -150,7 +150,7 @@ def _networks(trace: Any) -> dict[str, dict[str, xr.Dataset]] | None:
 
 
 def _of_one(layers: Mapping[str, xr.Dataset], as_computed: bool) -> PanelLines:
-    """Return the panels of one network: one for each layer and direction, with a line for each gradient."""
+    """Return the lines of one network by panel: a panel for each layer and direction, with a line for each gradient."""
     content: PanelLines = {}
     for layer, dataset in layers.items():
         for quantity, (words, colour, style) in GRADIENTS.items():
@@ -160,7 +160,7 @@ def _of_one(layers: Mapping[str, xr.Dataset], as_computed: bool) -> PanelLines:
 
 
 def _of_several(networks: Mapping[str, Mapping[str, xr.Dataset]], quantity: str, as_computed: bool) -> PanelLines:
-    """Return a panel for each layer that all networks share, or one for all; a line for each network."""
+    """Return the lines of several networks by panel: a panel for each shared layer, or one, with a line per network."""
     content: PanelLines = {}
     several = any(len(layers) > 1 for layers in networks.values())
     shared = several and len({tuple(layers) for layers in networks.values()}) == 1
@@ -214,7 +214,7 @@ def _fading(quantity: str, half: _data.DirectionView, count: int, *, from_start:
 
 
 def _open(keys: Sequence[tuple[str, str | None]], ax: Any, figure: Any) -> _frame.Panels:
-    """Open one panel per layer and direction, stacked if the figure is narrow."""
+    """Open one panel per layer and direction: side by side, or below each other in a narrow figure."""
     ways = max(1, len({way for _, way in keys}))
     columns = ways if ways > 1 or len(keys) == 1 else min(2 if len(keys) == 4 else 3, len(keys))
     if isinstance(figure, Figure | SubFigure) and figure.bbox.width / figure.dpi < _NARROW:

@@ -109,7 +109,7 @@ def heatmap(
 
 
 def _size(count: int, rows: int) -> tuple[tuple[float, float], tuple[int, int]]:
-    """Return the size of one of ``count`` panels in inches, tall for many rows; and the cells that it can show."""
+    """Return the size of one panel in inches, taller for many rows, and how many cells it can show."""
     width, height = (6.0, 4.6) if count == 1 else (3.4, 2.4) if count <= 4 else (2.6, 1.9)
     cells = _images.MOST_CELLS if count == 1 else (200, 300) if count <= 4 else (150, 220)
     return (width, height * min(1.0, 0.55 + rows / 400)), cells
@@ -209,7 +209,7 @@ class ComparedRow:
 
 
 def _pairs(before: Any, after: Any, quantity: str, dims: Any) -> dict[str, tuple[xr.DataArray, xr.DataArray]]:
-    """Return the arrays of both moments, by layer if there are several."""
+    """Return the two arrays to compare, before and after, by layer name; one pair without a name for plain arrays."""
 
     def read(one: Any) -> dict[str, xr.DataArray]:
         many = isinstance(one, Mapping | xr.DataTree) or has_attribute(one, "layers")

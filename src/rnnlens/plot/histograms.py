@@ -78,7 +78,7 @@ def _steps_of(ax: Any) -> list[Any]:
 
 
 def scale_counts(axes: Sequence[Any], *, shared: bool, log: bool, clip_peaks: int) -> None:
-    """Set the counts axes; cut off the tallest bars and label them."""
+    """Set the axes of counts; with ``clip_peaks``, cut off the tallest bars and write their counts."""
     drawn = [ax for ax in axes if _steps_of(ax)]
     ordered = [np.sort(np.concatenate([step.get_data().values for step in _steps_of(ax)])) for ax in drawn]
     tops = [float(max(1, counts[: len(counts) - clip_peaks].max(initial=1))) for counts in ordered]
@@ -187,7 +187,7 @@ def histogram(
 
 
 def _layers(data: Any, dims: Sequence[str] | None, overlay: str | None) -> dict[str, xr.DataArray]:
-    """Return the overlaid arrays by name."""
+    """Return the arrays whose histograms are drawn over each other, by name."""
     if isinstance(data, Mapping) and _data.dataset_of(data) is None:
         if overlay is not None:
             raise InputError(

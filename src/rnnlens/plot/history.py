@@ -77,7 +77,7 @@ def weight_norms(
 
 
 def _lines_of(history: Any) -> tuple[dict[tuple[str, str], Numbers], Numbers, str]:
-    """Return values over training by layer and weight, the training steps, and the label of the axis."""
+    """Read a history of norms: return values by (layer, weight), training steps, and the label of the axis."""
     dataset = _data.dataset_of(history)
     history = history if dataset is None else dataset
     if isinstance(history, xr.Dataset | xr.DataArray):
@@ -97,7 +97,7 @@ def _lines_of(history: Any) -> tuple[dict[tuple[str, str], Numbers], Numbers, st
 
 
 def _parted(name: str) -> tuple[str, str]:
-    """Split ``outer/lstm/kernel`` into layer and weight."""
+    """Split the name of a weight, ``outer/lstm/kernel``, into layer and weight."""
     layer, _, weight = name.rpartition("/")
     return layer, weight
 
@@ -148,7 +148,7 @@ def _draw_norms(ax: Any, steps: Numbers, members: dict[str, Numbers], keywords: 
 
 
 def _scale(ax: Any, values: Numbers, *, log: bool) -> None:
-    """Set the value axis."""
+    """Set limits and scale, linear or logarithmic, of the value axis."""
     finite = values[np.isfinite(values)]
     positive = finite[finite > 0]
     if log and positive.size and positive.max() >= 10 * positive.min():
@@ -225,7 +225,7 @@ def norm_history(
 
 
 def _moments(history: Any, quantity: str) -> dict[Any, xr.DataArray]:
-    """Return the arrays by training step."""
+    """Return the recorded arrays of a quantity by training step."""
     if isinstance(history, xr.DataArray):
         along = next((name for name in ROWS if name in history.dims and name != TIME), None)
         if along is None:

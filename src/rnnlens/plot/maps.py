@@ -141,7 +141,7 @@ def _place(array: xr.DataArray, dim: str | None, index: int) -> xr.DataArray:
 
 
 def _pictures(one: xr.DataArray, channel: int | None, space: list[str]) -> tuple[xr.DataArray, str]:
-    """Return the values over time and space, and the words for what became of the channels."""
+    """Return the values over time and space, with channels reduced, and text on how they were reduced."""
     channels = _channels(one)
     if channel is not None:
         return _place(one, channels, channel), f"channel {channel}"

@@ -127,7 +127,7 @@ def lag_profile(
 
 
 def _rows(norms: Numbers, where: Numbers, times: tuple[Numbers, Numbers]) -> Numbers:
-    """Return the lag profile of each sample, (sample, lag)."""
+    """Compute the lag profile of each sample, (sample, lag), from norms of a time Jacobian."""
     whole = len(times[0]) == len(times[1])
     out_times, in_times = (None if whole and np.array_equal(t, np.arange(len(t))) else t.tolist() for t in times)
     return np.stack(
@@ -139,7 +139,7 @@ def _rows(norms: Numbers, where: Numbers, times: tuple[Numbers, Numbers]) -> Num
 
 
 def _curve(name: str, colour: str, rows: Numbers, samples: str, epsilon: float, confidence: float) -> _Curve:
-    """Summarise all samples: line, band, mean lag and horizon."""
+    """Summarise the lag profiles of all samples: line, band, mean lag and horizon."""
     several, low, high = len(rows) > 1, None, None
     band = peak_band(rows) if several and samples == "median" else None
     middle = measures.finite_mean(rows, axis=0) if band is None else band.median
@@ -246,7 +246,7 @@ def memory_lifetime(
 def _values(
     gates: xr.DataArray, array: xr.DataArray, keep: str, half: int | None, *, most: int
 ) -> tuple[Numbers, Numbers, Numbers]:
-    """Return the product of the gates and the measured derivative, (step, unit) each, and the steps."""
+    """Return the products of forget gates and the measured derivatives, (step, unit) each, and the steps."""
     backward = half is not None and _data.names_of(gates, DIRECTION)[half] == BACKWARD
     backward = backward or (half is None and gates.attrs.get("direction") == BACKWARD)
     if half is not None:

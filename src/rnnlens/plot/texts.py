@@ -40,7 +40,7 @@ def tokens_of(tokens: Any, count: int, figure: str) -> list[str]:
 
 
 def places_of(tokens: Sequence[str]) -> list[tuple[int, int]]:
-    """Return the line and column at which each token begins, in lines of about equal length."""
+    """Return line and column of the first letter of each token, in lines of about equal length."""
     total = sum(map(len, tokens))
     width = min(WIDTH, -(-total // -(-total // WIDTH)) + max(map(len, tokens)))
     places, line, column = [], 0, 0
@@ -220,7 +220,7 @@ def refuse_no_sample(sample: int, count: int) -> None:
 
 
 def _shape_of(values: Numbers, real: Numbers, sample: int | None) -> tuple[Numbers, Numbers, Numbers, str | None]:
-    """Return median and quartiles over samples, each by its own peak; for one sample its own values."""
+    """Return median and quartiles over samples, each divided by its own peak; for one ``sample`` its own values."""
     if len(values) == 1:
         return values[0], values[0], values[0], None
     found = peak_band(values, real if sample is None else None)
@@ -230,7 +230,7 @@ def _shape_of(values: Numbers, real: Numbers, sample: int | None) -> tuple[Numbe
 
 
 def _sides(shape: Any, count: int) -> tuple[int, int]:
-    """Return rows and columns of an image with ``count`` pixels."""
+    """Return height and width in pixels of an image whose steps are its ``count`` pixels."""
     given = np.atleast_1d(as_numbers("shape", shape))
     sizes = given.flat[:3].astype(int)
     if given.size != 2 or int(sizes.prod()) != count or (sizes < 1).any():
@@ -242,7 +242,7 @@ def _sides(shape: Any, count: int) -> tuple[int, int]:
 def _line(
     ax: Any, steps: Numbers, bands: tuple[Numbers, Numbers, Numbers], keywords: dict[str, Any], *, log: bool
 ) -> None:
-    """Draw the steps as a line, with its band."""
+    """Draw values over steps as a line with its band."""
     middle, low, high = ([np.where(part > 0, part, np.nan) for part in bands]) if log else bands
     look = {"color": "#0072b2", "linewidth": 1.3, "gid": "sensitivity", "marker": "o" if len(steps) == 1 else None}
     _axes.draw_band(ax, steps, low, high, "#0072b2")
@@ -340,7 +340,7 @@ def _one_gate(array: xr.DataArray, gate: str | None) -> xr.DataArray:
 
 
 def _picked_unit_text(units: Any, count: int, most: int) -> tuple[list[int], str | None]:
-    """Select the units that are drawn."""
+    """Select the units that are drawn; also return a note if some are left out."""
     if units is None:
         return _data.choose(count, most, "units")
     given = listed(units, most=count) if not isinstance(units, int | np.integer) else [units]

@@ -287,7 +287,7 @@ def _columns(ax: Any, matrix: Numbers, padded: Numbers, array: xr.DataArray, log
 
 
 def _margin(ax: Any, x: Numbers, values: Numbers, log: bool, *, gid: str) -> None:
-    """Draw a margin as a line, and set its value axis."""
+    """Draw the values of a margin as a line, and set its value axis."""
     positive = values[np.isfinite(values) & (values > 0)]
     shown = np.where(values > 0, values, np.nan) if log else values
     ax.plot(x, shown, color="#0072b2", linewidth=1.2, gid=gid)
@@ -299,7 +299,7 @@ def _margin(ax: Any, x: Numbers, values: Numbers, log: bool, *, gid: str) -> Non
 
 
 def _mark(places: list[Any], array: xr.DataArray, delays: Numbers, *, backward: bool) -> None:
-    """Mark delays of the task: as diagonals of the matrix, named by their lag, and in the profile."""
+    """Draw the known delays of the task as diagonals of the matrix, named by their lag, and in the lag profile."""
     matrix, profile, _ = places
     in_times = _data.positions(array, IN_TIME)
     limits = matrix.get_xlim(), matrix.get_ylim()
@@ -388,7 +388,7 @@ def _refuse_others(arrays: Sequence[xr.DataArray]) -> None:
 
 
 def _shares(matrices: Sequence[Numbers], array: xr.DataArray) -> str:
-    """Return how large the frozen map is beside the total one, at the smallest and largest lag that has values."""
+    """Return text on how large the frozen map is relative to the total one, at the smallest and largest lag."""
     rows, columns = (_data.positions(array, dim).tolist() for dim in (OUT_TIME, IN_TIME))
     total, frozen = (np.asarray(lag_profile(m, out_times=rows, in_times=columns)) for m in matrices)
     with np.errstate(invalid="ignore"):

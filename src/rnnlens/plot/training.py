@@ -75,9 +75,9 @@ def log_where_it_helps(ax: Any, lines: Sequence[Numbers]) -> None:
 
 
 def moments_of(moments: Mapping[str, float] | None, steps: Numbers) -> dict[str, float]:
-    """Check named moments of training, each within the run.
+    """Check named moments of training: a mapping from names to steps that lie within the run.
 
-    Raise InputError if it is not a mapping from names to steps of this run.
+    Raise InputError for any other value.
     """
     if moments is None:
         return {}
@@ -196,7 +196,7 @@ def _refuse_no_run(run: Any, figure: str) -> None:
 
 
 def _strips(run: Any, layers: Any, quantity: str) -> dict[str, xr.DataArray]:
-    """Return profiles (step, time) by the name of their panel."""
+    """Return the profiles (step, time) to draw by the name of their panel."""
     _refuse_no_run(run, "film")
     held = {name: run[name] for name in run}
     wanted = list(held) if layers is None else [layers] if isinstance(layers, str) else list(layers)

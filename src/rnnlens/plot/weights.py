@@ -99,7 +99,7 @@ def _labelled(name: str, data: Any, figure: str, *, recurrent: bool) -> xr.DataA
 
 
 def _split(name: str, array: xr.DataArray) -> list[Kernel]:
-    """Return one weight by direction; a gradient by time is summed over its steps to dL/dW."""
+    """Split a weight by direction; a gradient by time is summed over its steps to dL/dW."""
     words, kernels = _data.value_label(array), []
     if TIME in array.dims:
         array = array.sum(TIME, skipna=False, keep_attrs=True)
@@ -227,7 +227,7 @@ def _common_limit(kernels: list[Kernel]) -> tuple[float, str | None]:
 
 
 def _cells(kernel: Kernel) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return rows and columns of one gate, and how many of them can be shown."""
+    """Return rows and columns of one gate's block of a kernel, and how many of them can be shown."""
     rows, gates, units = kernel.values.shape
     return (rows, units), (CELLS[0], max(1, CELLS[1] // gates))
 

@@ -107,10 +107,10 @@ def _backwards(
     carry: tuple[Array, ...],
     pull: Callable[[int, States], tuple[Array, ...]],
 ) -> tuple[Array, ...]:
-    """Walk from the last step of the recurrence to the first; return dL/ds_0.
+    """Pull cotangents back from the last step of the recurrence to the first; return dL/ds_0.
 
-    ``pull(t, cotangent)`` returns the cotangents before step t from those after it. They end at every step where user
-    code changes the states between the steps.
+    ``pull(t, cotangent)`` returns the cotangents before step t from those after it. They end at every step where
+    user code changes the states between the steps.
     """
     xp, last = run.xp, next(run.steps(reverse=True))
     for t in run.steps(reverse=True):
@@ -156,7 +156,7 @@ def probed(weights: Mapping[str, Array], probes: int = PROBES) -> dict[str, Arra
 
 
 def final_or_zero(run: Replay, final: Sequence[Array] | None) -> tuple[Array, ...]:
-    """Return the cotangents of the final states with which BPTT starts: ``final``, or zeros if it is None."""
+    """Return the cotangents of the final states with which BPTT starts; zeros if ``final`` is None."""
     if final is not None:
         return tuple(final)
     return tuple(run.xp.zeros_like(s) for s in run.initial_state)
@@ -219,7 +219,7 @@ def adjoint_custom(
 
 
 def _as_produced(run: Replay, returned: tuple[Array, ...], output: Array) -> tuple[Array, ...]:
-    """Return total gradients of states as a step produces them: also through its other results, as c_t to h_t."""
+    """Return total gradients of states, given those of returned states: add paths within the step, as c_t to h_t."""
     xp, cell = run.xp, cast(StepCell, run.cell)
     before = [_fold(s, xp) for s in run.states_before()]
     flat = cell.produced(_fold(run.input, xp), before, _fold(output, xp), [_fold(g, xp) for g in returned])

@@ -118,13 +118,13 @@ class GivenUpError(Exception):
 
 
 def still_wanted() -> None:
-    """Raise GivenUpError in a job whose caller was interrupted; long loops call this at every step."""
+    """Raise GivenUpError in a thread whose caller was interrupted; long loops call this at every step."""
     if _dealt.given_up is not None and _dealt.given_up.is_set():
         raise GivenUpError
 
 
 def sample_chunks(batch: int, elements: int, *, size: int = 2**19) -> Iterator[slice]:
-    """Return slices over samples with about ``size`` numbers each, for ``elements`` numbers per sample."""
+    """Iterate over slices of samples, each of about ``size`` numbers in all, with ``elements`` numbers per sample."""
     count = max(1, size // max(elements, 1))
     return (slice(start, min(start + count, batch)) for start in range(0, batch, count))
 
@@ -150,7 +150,7 @@ def for_each(work: Callable[[slice], None], parts: Iterable[slice], *, xp: Names
 
 
 def _deal(work: Callable[[slice], None], parts: list[slice], workers: int) -> None:
-    """Run all parts in the thread pool; if the caller is interrupted, running jobs are stopped."""
+    """Call ``work`` on all parts in the thread pool; if the caller is interrupted, stop running jobs."""
     given_up = threading.Event()
 
     def job(part: slice) -> None:
@@ -172,17 +172,17 @@ def _deal(work: Callable[[slice], None], parts: list[slice], workers: int) -> No
 
 
 def walk_parts(batch: int, elements: int, *, xp: Namespace) -> list[slice]:
-    """Split the samples for a loop over time, with ``elements`` numbers per sample and step of one state."""
+    """Split the samples of a loop over time among NumPy's threads; a step computes ``elements`` numbers per sample."""
     return _shares(batch, elements, _WORTHWHILE_STEP, xp)
 
 
 def large_parts(batch: int, elements: int, *, xp: Namespace) -> list[slice]:
-    """Split samples with ``elements`` numbers each into few ranges, for operations that are large already."""
+    """Split the samples of one large operation, on ``elements`` numbers per sample, among NumPy's threads."""
     return _shares(batch, elements, _WORTHWHILE, xp)
 
 
 def row_parts(shape: Sequence[int], columns: int) -> list[slice]:
-    """Split the rows of a product (sample, row, n) @ (sample, n, columns); samples are not split."""
+    """Split the rows of a product (sample, row, n) @ (sample, n, columns) among NumPy's threads."""
     batch, rows, inner = shape
     if batch * rows * inner * columns < _WORTHWHILE_PRODUCT:
         return [slice(None)]
@@ -190,7 +190,7 @@ def row_parts(shape: Sequence[int], columns: int) -> list[slice]:
 
 
 def _shares(batch: int, elements: int, worthwhile: int, xp: Namespace) -> list[slice]:
-    """Return the parts of the samples to compute: for NumPy one per thread if large enough, else a single part."""
+    """Split the samples into one part per NumPy thread if these are large enough; else return a single part."""
     workers = 1
     if is_numpy_namespace(xp) and _dealt.given_up is None:
         with one_thread_each() as granted:

@@ -92,14 +92,20 @@ def forward(
 
 
 def reverse_flops(system: System, alive: Sequence[int] | np.ndarray[Any, Any], with_input: bool) -> float:
-    """Return the FLOPs of a reverse sweep with ``alive`` rows (step,), in blocks only if ``with_input``."""
+    """Return the FLOPs of a reverse sweep with ``alive`` cotangent rows (step,).
+
+    In blocks of steps only if ``with_input``.
+    """
     if with_input:
         return 2.0 * system.batch * plan_blocks(system, alive, system.features).products
     return 2.0 * system.batch * float(np.sum(alive)) * system.multiplications(False)
 
 
 def unit_flops(system: System, state: int, alive: Sequence[int] | np.ndarray[Any, Any], features: int) -> float:
-    """Return the FLOPs of a sweep of all units, ``alive`` groups (step,); ``features`` are 1 if reduced immediately."""
+    """Return the FLOPs of a reverse sweep of all units of a state, with ``alive`` groups (step,).
+
+    ``features`` is 1 if blocks are reduced immediately.
+    """
     pattern = system.pattern(state)
     assert pattern is not None
     per_group = pattern.count * system.multiplications(False) + pattern.entries * features
@@ -134,13 +140,13 @@ class Entrances:
     state: int = 0
 
     def group(self, system: System) -> int:
-        """Return the number of rows that enter at one step."""
+        """Return the number of tangent rows that enter at one step."""
         if self.kind != "input":
             return system.state_sizes[self.state]
         return system.features if self.blocks is None else int(self.blocks.shape[2])
 
     def count(self, system: System) -> int:
-        """Return the total number of rows."""
+        """Return the total number of tangent rows that enter the recurrence."""
         return self.group(system) * (1 if self.kind == "initial" else len(self.times))
 
 
@@ -169,7 +175,7 @@ class ForwardSweep:
         self.per_row = 2.0 * self.count * system.multiplications(False)
 
     def run(self, progress: Callable[[], None] | None) -> Cost:
-        """Walk through all steps, or up to the last step of interest."""
+        """Push tangents from the first step to the last step that a sink requests; return the cost."""
         remaining, entering = len(self.steps), frozenset(self.entrances.times)
         if self.entrances.kind == "initial":
             self._enter_state(None)
@@ -195,7 +201,7 @@ class ForwardSweep:
         return self.cost
 
     def _step(self, step: LinearStep) -> None:
-        """Push all rows forward by one step: from the states before it to the states after it."""
+        """Push all tangent rows from the states before a step to the states after it."""
         rows = slice(self.start, self.stop + self.pruning.probes_alive)
         step.push(self.old[:, rows], self.new[:, rows])
         self.cost.flops += (rows.stop - rows.start) * self.per_row
@@ -212,7 +218,7 @@ class ForwardSweep:
         self.pruning.note(self.old, self.system.rows, fresh.start, fresh.stop)
 
     def _enter_state(self, step: LinearStep | None) -> None:
-        """Add unit tangents of a state as the step produces it, such as c_t of an LSTM, which also changes h_t."""
+        """Add unit tangents of one new state of a step, such as c_t of an LSTM, with their effect on h_t."""
         fresh, state = slice(self.start - self.group, self.start), self.entrances.state
         columns = state_columns(self.system, state)
         self.old[:, fresh] = 0
@@ -248,7 +254,10 @@ class UnitSweep(ReverseSweep):
         self.needs_b = taps.input is not None
 
     def run(self, progress: Callable[[], None] | None) -> Cost:
-        """Walk through all steps, or down to the last step of interest. Pruned rows are counted as units."""
+        """Pull unit cotangents back from the last step to the earliest one that a sink requests; return the cost.
+
+        Pruned rows are counted as units.
+        """
         cost = super().run(progress)
         self.pruning.dropped = self.pruning.dropped * self.units // self.pattern.count
         return cost
@@ -287,7 +296,10 @@ class UnitRows:
     matrix: Array | None
 
     def hand(self, sink: RowSink, t: int, first: int) -> int:
-        """Pass the groups from ``first`` on to a sink; return how many numbers were computed per entry."""
+        """Pass the rows of all groups of units to a sink; return how many numbers were computed per entry.
+
+        ``first`` is the number of the first group.
+        """
         if isinstance(sink, Collector):
             if t not in sink.steps or not int(self.rows.shape[1]):
                 return 0
@@ -303,13 +315,13 @@ class UnitRows:
         return width
 
     def through(self, sink: Collector, t: int) -> UnitRows:
-        """Return the row source with the readout of the sink applied to the matrix that multiplies each unit."""
+        """Multiply the matrix of each unit's cotangent by the sink's readout; return the result as rows."""
         if sink.readout is None or self.matrix is None:
             return self
         return replace(self, matrix=sink.readout(t, self.matrix))
 
     def norms(self) -> Array:
-        """Return the Frobenius norm (sample, group) of the block of all units."""
+        """Return the Frobenius norm of each group's block of all units, (sample, group)."""
         xp = namespace(self.rows)
         if self.matrix is None:
             return frobenius(self.rows)
@@ -322,9 +334,10 @@ class UnitRows:
         return xp.concat(parts, axis=1)
 
     def _triangle(self, matrix: Array) -> tuple[Array, Array | None, Array | None]:
-        """Return R of the QR factorisation of the one or two rows of ``matrix`` that each unit reaches, by entry.
+        """Return R of the QR factorisation of the one or two rows of ``matrix`` that each unit's cotangent reaches.
 
-        The norm |v b + w c|^2 = (v r + w s)^2 + (w q)^2 is then a sum of two squares, without cancellation.
+        R is returned as r, s, q, (sample, 1, unit) each; s and q are None for one row. The norm |v b + w c|^2 =
+        (v r + w s)^2 + (w q)^2 is then a sum of two squares, without cancellation.
         """
         xp, (b, *others) = namespace(matrix), [matrix[:, _index(w)] for w in self.pattern.reach.T]
         r = xp.sqrt(xp.sum(b * b, axis=2))
@@ -336,7 +349,7 @@ class UnitRows:
         return r[:, None], s[:, None], xp.sqrt(xp.sum(rest * rest, axis=2))[:, None]
 
     def _totals(self) -> Array:
-        """Return the sum (sample, group) over the block of all units."""
+        """Return the sum of all entries of each group's block, (sample, group)."""
         xp = namespace(self.rows)
         if self.matrix is None:
             return total(self.rows)
@@ -347,7 +360,7 @@ class UnitRows:
         return xp.concat(parts, axis=1)
 
     def _entry(self, w: int) -> Array:
-        """Return the value (sample, group, unit) of each unit in the w-th of the columns that it reaches."""
+        """Return the w-th of the entries that each unit's cotangent reaches, (sample, group, unit)."""
         colour, column = self.pattern.colour, self.pattern.reach[:, w]
         if self.pattern.count == 1:
             return self.rows[:, :, 0, _index(column)]

@@ -53,34 +53,37 @@ class LinearStep(Protocol):
         return
 
     def pull(self, rows: Array, out: Array, *, inputs: bool) -> None:
-        """Write rows @ A and, with ``inputs``, rows @ B to out (sample, row, state [+ feature]), after `arrive`."""
+        """Pull cotangent rows back: write rows @ A and, with ``inputs``, rows @ B to out.
+
+        The rows are total gradients, as :meth:`arrive` returns them. out : (sample, row, state [+ feature]).
+        """
 
     def push(self, rows: Array, out: Array) -> None:
         """Push tangents of the states before the step forward: write rows @ A^T to out (sample, row, state)."""
 
     def inject(self, block: Array | None, out: Array) -> None:
-        """Write block @ B^T to out (sample, row, state).
+        """Map tangents of the input to tangents of the new states: write block @ B^T to out (sample, row, state).
 
         block : (sample or 1, row, feature) tangents of the input, or None for its unit vectors
         """
 
     def spread(self, rows: Array, state: int, columns: slice) -> None:
-        """Add the effect of one produced state's tangents, at ``columns`` of zero rows, on the step's other results."""
+        """Add to tangent rows how one new state, with tangents at ``columns``, changes other results of the step."""
         return
 
     def produced(self, rows: Array, state: int, columns: slice) -> Array:
-        """Return cotangents (sample, row, size) of one state as the step produces it, of rows after :meth:`arrive`."""
+        """Return the total gradients (sample, row, size) of one new state, from rows after :meth:`arrive`."""
         return rows[:, :, columns]
 
     def input_matrix(self) -> Array:
-        """Return B (sample, state, feature), for the states after the step."""
+        """Return B = ds_t/dx_t as a dense matrix (sample, state, feature)."""
 
 
 class LinearSteps(Protocol):
     """Sequence of consecutive steps in chronological order."""
 
     def __getitem__(self, at: int, /) -> LinearStep:
-        """Return the step at a position, counted from 0."""
+        """Return the linearised step at a position, counted from 0."""
 
 
 @dataclass(frozen=True)
@@ -104,16 +107,16 @@ class Pattern:
 
     @property
     def count(self) -> int:
-        """Number of colours."""
+        """Number of colours of the units."""
         return int(self.colour.max()) + 1
 
     @property
     def entries(self) -> int:
-        """Number of pairs of a unit and a column that it can reach."""
+        """Number of pairs of a unit and a column that the unit's cotangent can reach."""
         return int(self.reach.size)
 
     def cells(self) -> Pattern:
-        """Return the pattern of one unit per distinct set of reached columns, all of one colour."""
+        """Return a coarser colouring: one unit for each distinct set of reached columns, all of one colour."""
         _, first = np.unique(self.reach[:, 0], return_index=True)
         return Pattern(np.zeros(first.size, dtype=int), self.reach[first])
 
@@ -150,20 +153,23 @@ class System(Protocol):
 
     @property
     def scratch(self) -> int:
-        """Numbers of temporary memory per row, besides the rows and the result."""
+        """Temporary memory of a sweep, in numbers per row, besides the rows and the result."""
         return 1
 
     def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> LinearSteps:
-        """Linearise the chronological steps ``first ... stop - 1`` of some samples; without B unless ``inputs``."""
+        """Linearise the chronological steps ``first ... stop - 1`` of some samples.
+
+        B_t = ds_t/dx_t is left out unless ``inputs``.
+        """
 
     def multiplications(self, inputs: bool) -> int:
-        """Return the number of multiplications per row, step and sample: by A and, with ``inputs``, by B."""
+        """Return the number of multiplications per cotangent row, step and sample: by A and, with ``inputs``, by B."""
 
     def numbers(self, inputs: bool) -> int:
-        """Return how many numbers are stored per step and sample."""
+        """Return how many numbers the linearisation stores per step and sample."""
 
     def pattern(self, state: int) -> Pattern | None:
-        """Return the pattern of a state whose units do not all meet in a reverse sweep; by default None."""
+        """Return the colouring of a state's units whose cotangents never meet in a reverse sweep; by default None."""
         return None
 
     def moduli(self) -> Array | None:
@@ -236,18 +242,18 @@ class Dense(LinearStep):
     whole: Callable[[], Array] | None = None
 
     def pull(self, rows: Array, out: Array, *, inputs: bool) -> None:
-        """Compute [rows] @ product = [states before | dx]."""
+        """Pull cotangent rows back through a step by one matrix product: rows @ [A | B] = [states before | dx]."""
         if inputs:
             self.work.matmul(rows, self.product, out)
         else:
             self.work.matmul(rows, self.product[:, :, : self.product.shape[1]], out)
 
     def push(self, rows: Array, out: Array) -> None:
-        """Compute [states before] @ A^T = [states after]."""
+        """Push tangent rows forward through a step: [states before] @ A^T = [states after]."""
         self.work.matmul(rows, transposed(self.product[:, :, : self.product.shape[1]]), out)
 
     def inject(self, block: Array | None, out: Array) -> None:
-        """Write block @ B^T to ``out``, or B^T if the block is None."""
+        """Map input tangents to state tangents: write block @ B^T to ``out``, or B^T if the block is None."""
         into = transposed(self.input_matrix())
         out[...] = into if block is None else self.work.xp.matmul(block, into)
 
@@ -257,13 +263,13 @@ class Dense(LinearStep):
             rows[...] = transposed(self.whole()[:, :, columns])
 
     def produced(self, rows: Array, state: int, columns: slice) -> Array:
-        """Return cotangents of a state as the step produces it; for c_t they include the path through h_t."""
+        """Return the total gradients of one new state; for c_t they include the path through h_t."""
         if self.whole is not None:
             return self.work.xp.matmul(rows, self.whole()[:, :, columns])
         return rows[:, :, columns]
 
     def input_matrix(self) -> Array:
-        """Return B (sample, state, feature)."""
+        """Return B = ds_t/dx_t as a matrix (sample, state, feature)."""
         return self.product[:, :, self.product.shape[1] :]
 
 
@@ -282,7 +288,7 @@ class Gated(LinearStep):
         self.work.add_product(rows[:, :, :units], rows[:, :, units:], self.lift)
 
     def pull(self, rows: Array, out: Array, *, inputs: bool) -> None:
-        """Compute [dc | dh] @ product = [dh before | dx], and dc before element by element."""
+        """Pull cotangents [dc | dh] back: the path through h by one matrix product, c_{t-1} element by element."""
         units = self.keep.shape[2]
         if inputs:
             self.work.matmul(rows, self.product, out[:, :, units:])
@@ -311,7 +317,7 @@ class Gated(LinearStep):
             rows[:, :, units:] = rows[:, :, :units] * self.lift
 
     def input_matrix(self) -> Array:
-        """Return B (sample, [c | h], feature)."""
+        """Return B = ds_t/dx_t of an LSTM's states as a matrix (sample, [c | h], feature)."""
         units = self.keep.shape[2]
         lifted = self.product[:, :, units:] * 1
         self.work.add_product(lifted[:, units:], lifted[:, :units], self.work.xp.permute_dims(self.lift, (0, 2, 1)))
@@ -338,15 +344,15 @@ class ProductSystem(System):
 
     @property
     def scratch(self) -> int:
-        """Numbers of temporary memory per row, used by :meth:`Gated.arrive`."""
+        """Temporary memory that :meth:`Gated.arrive` needs, in numbers per row."""
         return self.columns if self.gated else 0
 
     def multiplications(self, inputs: bool) -> int:
-        """Return the number of entries of the product matrix; element-wise multiplications are not counted."""
+        """Return the multiplications per row: the entries of the product matrix [A | B], without element-wise ones."""
         return self.rows * (self.columns + (self.features if inputs else 0))
 
     def numbers(self, inputs: bool) -> int:
-        """Return the number of entries of the product matrix of one step of one sample."""
+        """Return the number of entries of the product matrix [A | B] of one step of one sample."""
         return self.multiplications(inputs)
 
 

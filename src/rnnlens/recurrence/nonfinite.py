@@ -42,7 +42,7 @@ def largest(dtype: object) -> float:
 
 
 def broken(array: Values, limit: float) -> Values:
-    """Return where an array is not finite or exceeds ``limit`` in magnitude."""
+    """Return a boolean array: where an array is not finite or exceeds ``limit`` in magnitude."""
     with np.errstate(all="ignore"):
         bad: Values = ~np.isfinite(array) | (np.abs(array) > limit)
     return bad
@@ -82,7 +82,7 @@ def first_forward(run: Replay, limit: float) -> NonfiniteValue | None:
 
 
 def _forward(run: Replay) -> Iterator[tuple[str, Array]]:
-    """Yield the arrays that a step computes, in their order of computation, each for all steps."""
+    """Yield name and array (for all steps) of each quantity that a step computes, in their order of computation."""
     yield "input", run.input
     if run.record is not None:
         yield "gate_preactivation", run.record.preactivation
@@ -154,7 +154,7 @@ class Term:
 def largest_term(run: Replay, spot: NonfiniteValue) -> Term | None:
     """Return the largest product in one pre-activation: of an input with the kernel, or of a previous state.
 
-    None if the cell's pre-activations are not sums of products with these kernels.
+    Returns None if the cell's pre-activations are not sums of products with these kernels.
     """
     weights, index = run.cell.weights(), spot.index
     kernel, recurrent = weights.get("kernel"), weights.get("recurrent_kernel")

@@ -160,14 +160,14 @@ class Collector:
             self.result[:, place, groups] = block
 
     def residue(self, t: int, values: Array) -> None:
-        """Estimate the squares of pruned rows from their signed sums (sample, probe, n) at step t."""
+        """Estimate the squared norm of pruned rows at step t from their random-sign sums (sample, probe, n)."""
         if t not in self.steps:
             return
         values = values if self.readout is None else self.readout(t, values)
         self.lose(t, values * values)
 
     def lose(self, t: int, squares: Array) -> None:
-        """Add estimates (sample, probe, ...) of the squares of pruned rows to the error."""
+        """Add estimates (sample, probe, ...) of the squared norm of pruned rows at step t to the error."""
         if t in self.steps:
             self.error_squares += float(squares.sum()) / int(squares.shape[1])
 

@@ -57,7 +57,7 @@ class Replay(Trajectory):
 
     @property
     def output_state(self) -> int:
-        """Index of the state that is the layer's output; an output that is no state is counted after the states."""
+        """Index of the state that is the layer's output; the number of states if the output is no state."""
         return self.cell.output_state if self.output_is_state else len(self.states)
 
     def linear_system(self, masked_output: str = "state") -> System:
@@ -123,7 +123,7 @@ class Replay(Trajectory):
 
 
 def _constant_put_in(call: Any, run: Replay, last: Array) -> Array:
-    """Set the last output (sample, unit) to zero for samples where the framework returned zeros."""
+    """Set the replayed last output (sample, unit) to zero for samples for which the framework returned zeros."""
     if call.output_from_state is None:
         return last
     *_, step = run.steps()

@@ -99,7 +99,7 @@ class SequenceCell:
 
     @property
     def axis(self) -> int:
-        """Position of the contracted axis in arrays (sample, *axes), from the end."""
+        """Position of the contracted axis (over which y_t = C_t S_t sums) in arrays (sample, *axes), from the end."""
         return self.contracted % len(self.axes) - len(self.axes)
 
     def at(self, steps: slice) -> SequenceCell:
@@ -127,7 +127,10 @@ class SequenceCell:
 
 
 def run(cell: SequenceCell, start: Array) -> tuple[Array, Array]:
-    """Run consecutive steps; return all states (sample, time, *axes) and the last one."""
+    """Run consecutive steps of a sequence cell from ``start``.
+
+    Return all states (sample, time, *axes) and the last one.
+    """
     decay, write, xp = cell.decays(), cell.writes(), namespace(start)
     state, states = start, []
     for t in range(cell.steps):
@@ -171,7 +174,7 @@ class SequenceChunk:
 
     @property
     def carried_grads(self) -> Array:
-        """Gradient of a_t S_{t-1}, before the part of rank one is removed."""
+        """Gradient at a_t S_{t-1}: dL/dS_t pulled back through the rank-one factor I - left_t right_t^T."""
         cell = self.cell
         if cell.left is None or cell.right is None:
             return self.grads
@@ -251,7 +254,7 @@ def pull_back(cell: SequenceCell, cotangent: Array) -> Iterator[Array]:
 
 
 def _before_step(cell: SequenceCell, decay: Array, t: int, grad: Array) -> Array:
-    """Return A_t^T times the gradient of the state after step t."""
+    """Pull the gradient of the state after step t back to the state before it: multiply by A_t^T."""
     if cell.left is not None and cell.right is not None:
         grad = grad - _step(cell.right, t) * _summed(_step(cell.left, t) * grad, cell.axis)
     return _step(decay, t) * grad
@@ -274,7 +277,7 @@ def _step(array: Array, t: int) -> Array:
 
 
 def _expanded(cell: SequenceCell, direct: Array) -> Array:
-    """Return a cotangent of the outputs with an axis of size 1 in place of the contracted one."""
+    """Insert an axis of size 1 into a cotangent of the outputs, where they contract the state."""
     return namespace(direct).expand_dims(direct, axis=cell.axis) if cell.read is not None else direct
 
 

@@ -39,7 +39,7 @@ class Kernels:
         self.stacked = namespace(coefficients).concat([kernel.T for kernel in self.kernels], axis=0)
 
     def at(self, work: Workspace, samples: slice, t: int) -> _KernelsAt:
-        """Return B of one step as views of its factors."""
+        """Return B_t = ds_t/dx_t of one step as views of its factors."""
         scale = self.scale
         if scale is not None:
             scale = scale[samples] if len(scale.shape) == 2 else scale[:, samples]
@@ -50,11 +50,14 @@ class Kernels:
         return Kernels(_where(work, mask, self.coefficients, 0.0), self.kernels, self.scale)
 
     def multiplications(self) -> int:
-        """Return the number of multiplications by B per row, step and sample; with several gates B is a matrix."""
+        """Return the number of multiplications by B_t = ds_t/dx_t per cotangent row, step and sample.
+
+        With several gates B_t is multiplied as a dense matrix.
+        """
         return self.states * self.features * (1 if len(self.kernels) > 1 else 2)
 
     def numbers(self) -> int:
-        """Return the number of coefficients per step and sample; kernels are stored once for all steps."""
+        """Return the number of coefficients of B_t per step and sample; kernels are stored once for all steps."""
         return self.states * len(self.kernels)
 
 
@@ -67,7 +70,10 @@ class _KernelsAt:
         self.per_gate = scale is not None and len(scale.shape) == 3
 
     def pull(self, rows: Array, out: Array) -> None:
-        """Compute rows @ B. rows : (sample, row, state); out : (sample, row, feature)."""
+        """Pull cotangent rows back to the input: write rows @ B. rows : (sample, row, state).
+
+        Out : (sample, row, feature).
+        """
         if self.per_gate or (len(self.kernels) > 1 and rows.shape[1] > 1):
             self.work.matmul(rows, _for_each(self.matrix(), rows), out)
             return
@@ -124,33 +130,33 @@ class Diagonal:
 
     @property
     def states(self) -> int:
-        """Number of states."""
+        """Number of states: the length of the diagonal."""
         return int(self.values.shape[-1])
 
     def at(self, samples: slice, t: int) -> Diagonal:
-        """Return a view of one step."""
+        """Return the diagonal of A_t at one step of some samples, as a view."""
         return Diagonal(self.work, at_step(self.values, samples, t))
 
     def masked(self, mask: Array) -> Diagonal:
-        """Return a copy with ones at masked steps."""
+        """Return a copy in which A_t is the identity at masked steps."""
         return Diagonal(self.work, _where(self.work, mask, self.values, 1.0))
 
     def pull(self, rows: Array, out: Array) -> None:
-        """Multiply rows by the diagonal."""
+        """Multiply cotangent rows by the diagonal of A_t."""
         self.work.multiply(rows, self.values[:, None, :], out)
 
     push = pull
 
     def multiplications(self) -> int:
-        """Return the number of states: one multiplication each."""
+        """Return the number of multiplications per row, one for each state."""
         return self.states
 
     def moduli(self) -> Array:
-        """Return the magnitudes of the diagonal."""
+        """Return the magnitudes of the diagonal of A_t, its eigenvalues."""
         return self.work.xp.abs(self.values)
 
     def pattern(self) -> Pattern:
-        """Return a single colour: no unit reaches another."""
+        """Return the colouring of a diagonal A_t: one colour, since no unit's cotangent reaches another unit."""
         column = np.arange(self.states)
         return Pattern(0 * column, column[:, None])
 
@@ -172,11 +178,11 @@ class ComplexDiagonal:
         return 2 * int(self.real.shape[-1])
 
     def at(self, samples: slice, t: int) -> ComplexDiagonal:
-        """Return a view of one step."""
+        """Return the complex diagonal of A_t at one step of some samples, as a view."""
         return ComplexDiagonal(self.work, at_step(self.real, samples, t), at_step(self.imaginary, samples, t))
 
     def masked(self, mask: Array) -> ComplexDiagonal:
-        """Return a copy with 1 + 0i at masked steps."""
+        """Return a copy in which A_t is the identity, 1 + 0i, at masked steps."""
         real, imaginary = _where(self.work, mask, self.real, 1.0), _where(self.work, mask, self.imaginary, 0.0)
         return ComplexDiagonal(self.work, real, imaginary)
 
@@ -198,16 +204,19 @@ class ComplexDiagonal:
         work.add_product(out[:, :, units:], x, imaginary)
 
     def multiplications(self) -> int:
-        """Return four times the number of complex states."""
+        """Return the number of real multiplications per row: four for each complex state."""
         return 2 * self.states
 
     def moduli(self) -> Array:
-        """Return the modulus of each complex number, repeated for its real and imaginary part."""
+        """Return the modulus of each complex eigenvalue of A_t, repeated for its real and imaginary part."""
         modulus = self.work.xp.sqrt(self.real**2 + self.imaginary**2)
         return self.work.xp.concat([modulus, modulus], axis=-1)
 
     def pattern(self) -> Pattern:
-        """Return one colour of real and one of imaginary parts, each of which reaches both parts of its own unit."""
+        """Return the colouring of a complex diagonal A_t: one colour for real parts, one for imaginary parts.
+
+        The cotangent of either part reaches both parts of its own state.
+        """
         units, column = self.states // 2, np.arange(self.states)
         return Pattern(column // units, np.stack([column % units, column % units + units], axis=1))
 
@@ -220,22 +229,25 @@ class StructuredStep(LinearStep):
     inputs: Any = None
 
     def pull(self, rows: Array, out: Array, *, inputs: bool) -> None:
-        """Compute rows @ A by structure and, with ``inputs``, rows @ B."""
+        """Pull cotangent rows back through a step: write rows @ A_t and, with ``inputs``, rows @ B_t.
+
+        A_t is no dense matrix.
+        """
         states = self.transition.states
         self.transition.pull(rows, out[:, :, :states])
         if inputs:
             self.inputs.pull(rows, out[:, :, states:])
 
     def push(self, rows: Array, out: Array) -> None:
-        """Compute rows @ A^T by structure."""
+        """Push tangent rows forward through a step without a dense A_t: write rows @ A_t^T."""
         self.transition.push(rows, out)
 
     def inject(self, block: Array | None, out: Array) -> None:
-        """Multiply changes of the input with B_t in factored form."""
+        """Write the state tangents block @ B_t^T of input tangents, with B_t in factored form."""
         self.inputs.push(block, out)
 
     def input_matrix(self) -> Array:
-        """Return B_t as a dense matrix."""
+        """Return B_t = ds_t/dx_t as a dense matrix."""
         return self.inputs.matrix()
 
 
@@ -281,15 +293,15 @@ class StructuredSystem(System):
         ]
 
     def multiplications(self, inputs: bool) -> int:
-        """Return the number of multiplications per row, step and sample."""
+        """Return the number of multiplications by A_t and, with ``inputs``, B_t per cotangent row, step and sample."""
         return self.transition.multiplications() + (self.inputs.multiplications() if inputs else 0)
 
     def numbers(self, inputs: bool) -> int:
-        """Return how many numbers are stored per step and sample."""
+        """Return how many numbers A_t and B_t take per step and sample."""
         return self.rows + (self.inputs.numbers() if inputs else 0)
 
     def pattern(self, state: int) -> Pattern:
-        """Return which units never meet in a reverse sweep, by the structure of A_t."""
+        """Return the colouring of the state's units by which cotangents of one colour never meet in a reverse sweep."""
         return self.transition.pattern()
 
     def moduli(self) -> Array | None:

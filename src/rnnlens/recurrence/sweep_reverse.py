@@ -67,7 +67,7 @@ class ReverseSweep:
         return self.old[:, self.start : self.stop, : self.system.rows]
 
     def run(self, progress: Callable[[], None] | None) -> Cost:
-        """Walk through all steps, or down to the last step of interest."""
+        """Pull cotangents back from the last step to the earliest one that a sink requests; return the cost."""
         whole = self.taps.steps is None or self.taps.initial or self.steps is not None
         remaining = None if whole else len(self.taps.steps)  # type: ignore[arg-type]
         for t, step in walk(
@@ -112,7 +112,7 @@ class ReverseSweep:
             self.pruning.note(self.old, self.system.rows, first, entering.stop)
 
     def _alive(self, columns: slice) -> Array:
-        """Return the rows that are alive, followed by the probe rows."""
+        """Return the cotangent rows that are not pruned, followed by the random probe rows of pruned ones."""
         return self.old[:, self.start : self.stop + self.pruning.probes_alive, columns]
 
     def _step(self, step: LinearStep, with_input: bool) -> None:
@@ -130,12 +130,12 @@ class ReverseSweep:
             self._hand_state(sink, t, state, step)
 
     def _hand_state(self, sink: RowSink, t: int, state: int, step: LinearStep | None) -> None:
-        """Pass the gradients of one state to a sink: as the step produces it, or of the initial state."""
+        """Pass the gradients of one state to a sink: total gradients after a step, or those of the initial state."""
         rows, columns = self._alive(self.whole), self.columns[state]
         self._give(sink, t, rows[:, :, columns] if step is None else step.produced(rows, state, columns))
 
     def _give(self, sink: RowSink, t: int, values: Array) -> None:
-        """Pass rows to a sink, and the residue of pruned rows."""
+        """Pass cotangent rows to a sink, and the random-sign sums of pruned rows."""
         alive = self.stop - self.start
         sink.take(t, self.start, values[:, :alive])
         if int(values.shape[1]) > alive:
@@ -192,7 +192,7 @@ class BlockedSweep:
         self.cost = Cost()
 
     def run(self, progress: Callable[[], None] | None) -> Cost:
-        """Sweep all blocks down to the last step of interest."""
+        """Sweep back through blocks of steps to the earliest step that a sink requests; return the cost."""
         system, wanted = self.system, self.taps.steps
         order = list(steps(system.time, system.order, reverse=True))
         left = None if wanted is None or self.taps.initial else len(wanted)
@@ -208,7 +208,10 @@ class BlockedSweep:
         return self.cost
 
     def _block(self, steps: Sequence[int], progress: Callable[[], None] | None) -> None:
-        """Sweep a block's own rows and the unit vectors of its final state, then pull all older rows across at once."""
+        """Sweep the rows that enter in a block, and unit vectors of its final state.
+
+        Multiply all earlier rows by the latter.
+        """
         system, work, older = self.system, self.work, int(self.carried.shape[1])
         units = system.rows if older else 0
         lowest = self.source.first(steps[-1])
@@ -237,7 +240,7 @@ class BlockedSweep:
         self.carried, self.first = rows, lowest
 
     def _hand_out(self, kept: list[int], across: Array) -> None:
-        """Pass older rows to the input's sink, several steps per product, no wider than the state."""
+        """Pass rows of later blocks to the input's sink, several steps per matrix product, no wider than the state."""
         system, work, older = self.system, self.work, int(self.carried.shape[1])
         at_once = max(1, system.rows // max(1, system.features))
         for start in range(0, len(kept), at_once):
@@ -271,11 +274,11 @@ class _Window:
         self.count = self.own + self.units
 
     def first(self, t: int) -> int:
-        """Return the first row alive, counted from the block's lowest row."""
+        """Return the number of the first row that is non-zero at step t, counted from the block's lowest row."""
         return self.source.first(t) - self.lowest
 
     def parts(self, t: int, first: int, stop: int, samples: slice) -> Mapping[int, Array]:
-        """Return the source's rows that enter at step t, and at the block's end also the unit vectors."""
+        """Return the cotangents of rows that enter at step t; at the block's end also the unit vectors of its state."""
         entering = min(stop, self.own)
         found = self.source.parts(t, first + self.lowest, entering + self.lowest, samples)
         if t != self.entry or not self.units:
@@ -306,7 +309,7 @@ class _Split:
     places: Mapping[int, int]
 
     def take(self, t: int, first: int, values: Array) -> None:
-        """Pass rows ``first ... own - 1`` to the sink, and store the rows of the unit vectors."""
+        """Pass the block's own rows to the sink, and store the rows that started as unit vectors."""
         own = self.own - first
         if own:
             self.sink.take(t, first + self.lowest, values[:, :own])

@@ -77,7 +77,7 @@ class RowSource(Protocol):
     lasting: ClassVar[bool]
 
     def first(self, t: int) -> int:
-        """Return the first row alive at step t; it never increases during the sweep."""
+        """Return the number of the first row that is non-zero at step t; it never increases during the sweep."""
 
     def parts(self, t: int, first: int, stop: int, samples: slice) -> Mapping[int, Array]:
         """Return cotangents that rows ``first ... stop - 1`` receive at step t: (sample or 1, row, size) by state."""
@@ -111,11 +111,11 @@ class PointRows:
         self._sign = sign
 
     def first(self, t: int) -> int:
-        """Return the number of the first row whose step is t, or comes after t in the order of the recurrence."""
+        """Return the number of the first row that enters at step t, or at a later step of the recurrence."""
         return self.group * bisect_left(self._ranks, self._sign * t)
 
     def parts(self, t: int, first: int, stop: int, samples: slice) -> Mapping[int, Array]:
-        """Return the blocks of step t by state index; an empty dict if no rows enter at this step."""
+        """Return the cotangents of the rows that enter at step t, by state index; empty if none enters."""
         return {state: at_step(block, samples, t) for state, block in self.blocks.items()} if stop > first else {}
 
 
@@ -146,7 +146,7 @@ class Units:
         return sorted(self.times, reverse=self.order == "backward")
 
     def summed(self, work: Workspace, pattern: Pattern) -> PointRows:
-        """Return a row source with one row per colour, the sum of that colour's units."""
+        """Return one row per colour: the sum of the unit vectors of that colour."""
         block = work.asarray(pattern.colour == np.arange(pattern.count)[:, None])[None, None]
         if self.moves is not None:
             block = block * work.asarray(self.moves)[:, :, None, None]
@@ -200,10 +200,10 @@ class Pruning:
     dropped = 0
 
     def note(self, rows: Array, width: int, first: int, stop: int) -> None:
-        """Do nothing as rows ``first ... stop - 1`` enter."""
+        """Ignore that rows ``first ... stop - 1`` enter: no row is pruned."""
 
     def drop(self, rows: Array, width: int, start: int, stop: int) -> int:
-        """Return the new end of the rows that are alive: ``stop`` unchanged."""
+        """Return the number after the last row to keep: ``stop`` unchanged, since no row is pruned."""
         return stop
 
 
@@ -229,7 +229,7 @@ class Vanished(Pruning):
         self._random = np.random.default_rng(seed)
 
     def note(self, rows: Array, width: int, first: int, stop: int) -> None:
-        """Record the norm (sample,) of each group at its entry."""
+        """Record the norm (sample,) of each group of rows when it enters the sweep."""
         norms = self._norms(rows[:, first:stop, :width])
         for i in range(norms.shape[1]):
             self._start[first // self.group + i] = norms[:, i]

@@ -43,7 +43,7 @@ class Record(NamedTuple):
     inner: Array | None = None
 
     def at(self, index: tuple[object, ...]) -> Record:
-        """Return the record at one index of its leading axes."""
+        """Return the record of some entries: each array indexed by ``index`` on its leading axes."""
         return self.map(lambda part: part[index])
 
     def map(self, function: Callable[[Array], Array]) -> Record:
@@ -140,7 +140,7 @@ class Trajectory:
         return tuple(self.before(state) for state in range(len(self.states)))
 
     def before(self, state: int) -> Array:
-        """Return the values (sample, time, size) of one state before each step, given the state's index."""
+        """Return the values (sample, time, size) of the state number ``state`` before each step."""
         if self.received is not None:
             return self.received[state]
         return shift(self.states[state], self.initial_state[state], self.order, self.xp)

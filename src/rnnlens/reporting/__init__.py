@@ -26,7 +26,7 @@ __all__ = ["check_path", "report"]
 
 
 def _switch_or(kind: type, expected: str) -> Check:
-    """Return a check for a switch or a finished result."""
+    """Return a check that accepts True, False, or a finished result of the class ``kind``."""
 
     def finished(name: str, value: Any) -> Any:
         if not isinstance(value, kind):
@@ -42,7 +42,7 @@ def _data(name: str, value: Any) -> Any:
 
 
 def _tokens(name: str, value: Any) -> Any:
-    """Check a mapping from number to text."""
+    """Check the texts of tokens: a list, or a mapping or function from number to text."""
     if not (callable(value) or isinstance(value, Mapping | Sequence)) or isinstance(value, str):
         expected = "a list or mapping from number to text, or a function"
         raise InputError(f"{name}= gives no text.", got=shown(value), expected=expected)
@@ -196,7 +196,7 @@ def _results(model: Any) -> list[Any] | None:
 
 
 def _title(material: Material) -> str:
-    """Return kind and units of the layers, such as "GRU, 12 units"; "" without layers."""
+    """Return a title with kind and units of the layers, such as "GRU, 12 units"; "" without layers."""
     tracks = material.moments[0].tracks if material.moments else []
     layers = list(
         dict.fromkeys(
@@ -212,7 +212,7 @@ def _title(material: Material) -> str:
 def _call(
     path: Any, has_target: bool, samples: int, seed: int, given: Mapping[str, Any], diagnosis: Any, jacobian: Any
 ) -> str:
-    """Return the user's call as code."""
+    """Return the user's call of ``rl.report`` as Python code."""
     words = [f"path={str(path)!r}"]
     words += [f"{name}={_word(value, name)}" for name, value in given.items() if value is not None]
     words += [f"samples={samples}"] * (samples != 64) + [f"seed={seed}"]
@@ -222,7 +222,7 @@ def _call(
 
 
 def _word(value: Any, name: str) -> str:
-    """Return the code of an argument: a plain value, a function's name, or the argument's own name."""
+    """Return Python code for an argument: a plain value, a function's name, or the argument's own name."""
     if isinstance(value, str | int | float | tuple | list):
         return shown(value) if not isinstance(value, str) else repr(value)
     called = str(getattr(value, "__name__", ""))

@@ -37,7 +37,7 @@ def figures_of(diagnosis: Diagnosis) -> list[ReportFigure]:
 
 
 def _memory(model: xr.Dataset) -> ReportFigure:
-    """Draw use over the number of steps kept, with the memory in use and its 5 % threshold."""
+    """Return the figure of the use of older steps by the number of steps kept, with the memory in use."""
     band = _numbers(model["use_interval"])
     low, high = band[:, 0], band[:, 1]
     drawn = [draw.StaticLine("this model", _numbers(model["context"]), _numbers(model["use"]), None, low, high)]
@@ -55,7 +55,7 @@ def _memory(model: xr.Dataset) -> ReportFigure:
 
 
 def _missed(model: xr.Dataset) -> ReportFigure:
-    """Draw the share of the residual that each lag of the input explains, with the threshold of the test."""
+    """Return the figure of the share of the residual that each lag of the input explains, with the test's threshold."""
     values = _numbers(model["missed"])
     drawn = [draw.StaticLine("residual explained", np.arange(len(values), dtype=np.float64), values)]
     words = "Residual test: how much of the model's errors the input at each lag would explain."
@@ -136,7 +136,7 @@ def _text(value: Any) -> str:
 
 
 def results(material: Material) -> list[Result]:
-    """Return all results that the page shows."""
+    """Return all results of rnnlens that the page shows, for their checks and certificates."""
     every = [material.trace, material.diagnosis, material.weights, *material.others]
     return [result for result in every if isinstance(result, Result)]
 
@@ -177,7 +177,7 @@ def _residual(check: Check | None) -> str:
 
 
 def facts(material: Material) -> list[tuple[str, str]]:
-    """Return counts and losses for the head of the page."""
+    """Return labels and values for the head of the page: counts of samples and steps, and losses."""
     if not material.moments or not material.moments[0].tracks:
         return []
     first = material.moments[0]
@@ -217,7 +217,7 @@ def measures(diagnosis: Diagnosis | None) -> list[tuple[str, list[tuple[str, str
 
 
 def left_out(material: Material, plan: PagePlan | None) -> list[str]:
-    """List the contents that the page leaves out or merges."""
+    """List the contents of the report that the page leaves out or merges, as text."""
     said = list(material.left_out)
     if plan is None:
         return said

@@ -71,12 +71,12 @@ class PagePlan:
 
     @property
     def curves(self) -> tuple[int, ...]:
-        """Samples with curves."""
+        """Indices of the samples that the page shows with curves."""
         return self.telling[: self.curve_count]
 
     @property
     def maps(self) -> tuple[int, ...]:
-        """Samples with maps."""
+        """Indices of the samples that the page shows with maps."""
         return self.telling[: self.map_count]
 
 
@@ -103,7 +103,7 @@ class ValueAxis:
 
 
 def lines(head: Caption, named: Mapping[str, Sequence[Array]], over: TrackSteps, axis: ValueAxis) -> ReportFigure:
-    """Return a figure of named curves, (sample, time) at one or two moments."""
+    """Return a figure of named curves, each (sample, time), at one moment or two (before and after training)."""
     width, first = over.plan.curve_bin, over.masks[0]
     encoded_lines, drawn, broken = [], [], 0
     for name, moments in named.items():
@@ -165,7 +165,7 @@ class Choice:
 
 
 def maps(head: Caption, choices: Sequence[Choice], over: TrackSteps, rows: str = "unit") -> ReportFigure:
-    """Return a figure of maps; at a second moment only the first two samples have one."""
+    """Return a figure of maps (time, row) of each sample; at a second moment only the first two samples have one."""
     first, sample = choices[0].moments[0], over.plan.telling[0]
     spec: dict[str, Any] = {"track": over.track, "row": rows, "bin": over.plan.map_bin, "choices": []}
     spec |= {"steps": int(first.shape[1]), "rows": int(first.shape[2])}

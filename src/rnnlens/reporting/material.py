@@ -59,10 +59,10 @@ class Moment:
 
     @property
     def scaling(self) -> str:
-        """Text on the standard deviation that scales the gradient; "" for a single sample.
+        """Text on the standard deviation of the input by which the gradient is multiplied; "" for a single sample.
 
-        Without padding it is the standard deviation over samples at each step. With padding, where late steps are real
-        in few samples, it is that over all real steps.
+        Without padding it is the standard deviation over samples at each step. With padding, where late steps
+        are real in few samples, it is that over all real steps.
         """
         if self.input is None or len(self.input) == 1 or not np.isfinite(self.input).all():
             return ""
@@ -120,7 +120,7 @@ _WANTED = (
 
 
 def look(model: Any, request: ReportRequest) -> Material:
-    """Trace a model and its baseline on the same samples, rank the samples, and compute all contents of the report."""
+    """Trace a model and its baseline on the same samples, rank these, and compute all contents of the report."""
     adapter = adapter_for(model)
     held, why_one = read(adapter, model, request.x, request.y, request.axes)
     material = Material(total=held.count, layers=find_layers(model))
@@ -313,7 +313,7 @@ def _time_map(material: Material, adapter: Adapter, model: Any, held: ReportSamp
 
 
 def _healthy(material: Material) -> list[int]:
-    """Return the shown samples without those whose states are not finite."""
+    """Return the indices of shown samples whose states are all finite."""
     telling = list(material.ranking.telling) if material.ranking is not None else []
     tracks = material.moments[0].tracks
     # A layer may have samples of its own: in a loop over the samples, or where words are folded into the batch.

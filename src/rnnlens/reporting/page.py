@@ -67,12 +67,12 @@ class Section:
 
     @property
     def open(self) -> list[ReportFigure]:
-        """Figures that are visible at once."""
+        """Figures that are visible when the page opens."""
         return self.figures if self.track is None or len(self.figures) <= OPEN + 1 else self.figures[:OPEN]
 
     @property
     def folded(self) -> list[ReportFigure]:
-        """Figures that are folded at first."""
+        """Figures that are collapsed when the page opens."""
         return self.figures[len(self.open) :]
 
 
@@ -149,7 +149,7 @@ def _of_tracks(material: Material, plan: PagePlan) -> list[Section]:
 
 
 def _gradients(tracks: Sequence[Track], over: TrackSteps) -> list[ReportFigure]:
-    """Draw the total gradient through time: its norm, and unit by unit."""
+    """Return figures of the total gradient through time: its norm, and a map of units by time steps."""
     prefix, layer = f"track-{over.track}", repr(tracks[0].layer)
     names = {f"|dL/d{symbol(s)}_t|": s for s in tracks[0].gradients if all(s in t.gradients for t in tracks)}
     if not names:
@@ -168,13 +168,13 @@ def _gradients(tracks: Sequence[Track], over: TrackSteps) -> list[ReportFigure]:
 
 
 def _array(track: Track, variable: str) -> str:
-    """Return code for the values of a map: a variable of the trace, or its norm over axes of the state."""
+    """Return Python code for the values of a map: a variable of the trace, or its norm over axes of the state."""
     array = f"trace[{track.layer!r}][{variable!r}]"
     return f"({array} ** 2).sum({list(track.within)!r}) ** 0.5" if track.within else array
 
 
 def _states(tracks: Sequence[Track], over: TrackSteps) -> list[ReportFigure]:
-    """Draw each state, unit by unit."""
+    """Return one figure for each state of a layer: a map of units by time steps."""
     found = []
     for state in (state for state in tracks[0].states if all(state in track.states for track in tracks)):
         title = _TITLES.get(state, state.replace("_", " ").capitalize())
@@ -189,7 +189,7 @@ def _states(tracks: Sequence[Track], over: TrackSteps) -> list[ReportFigure]:
 
 
 def _gates(tracks: Sequence[Track], over: TrackSteps) -> list[ReportFigure]:
-    """Draw the gates: mean over units, and unit by unit."""
+    """Return figures of the gates: their mean over units, and maps of units by time steps."""
     prefix, layer = f"track-{over.track}", repr(tracks[0].layer)
     gates = {name: [np.asarray(t.gates)[:, :, i] for t in tracks] for i, name in enumerate(tracks[0].gate_names)}
     with np.errstate(invalid="ignore"):
@@ -210,7 +210,7 @@ def _gates(tracks: Sequence[Track], over: TrackSteps) -> list[ReportFigure]:
 
 
 def _gate_gradients(tracks: Sequence[Track], over: TrackSteps) -> list[ReportFigure]:
-    """Draw the gradient at the pre-activation of each gate."""
+    """Return figures of the gradient at the pre-activation of each gate."""
     code = f"rl.plot.curves((trace[{tracks[0].layer!r}].gate_grad ** 2).sum('unit') ** 0.5, log=True)"
     words = "Norm over units of dL/dz_t, where z_t is the gate's pre-activation: the gradient that trains its weights."
     head = Caption(f"track-{over.track}-gate-gradient", "Gradient of the gates through time", words, code)
@@ -222,7 +222,7 @@ def _gate_gradients(tracks: Sequence[Track], over: TrackSteps) -> list[ReportFig
 
 
 def _of_weights(number: int, track: Track, weights: Weights | None) -> list[ReportFigure]:
-    """Draw the norms of the weights of each unit, and the recurrent kernel from unit to unit."""
+    """Return figures of the norms of the weights of each unit, and of the recurrent kernel from unit to unit."""
     columns, square = weight_norms(track, weights)
     layer, prefix, found = repr(track.layer.partition("#")[0]), f"track-{number}", []
     if columns:
@@ -262,10 +262,10 @@ def weight_norms(track: Track, weights: Weights | None) -> tuple[dict[str, Array
 
 
 def plan_of(material: Material) -> PagePlan | None:
-    """Return the richest plan of a page of at most ``BUDGET`` bytes; None without a trace.
+    """Choose how many samples have curves and maps in a page of at most ``BUDGET`` bytes; None without a trace.
 
-    Curves of all samples have priority over maps of more than a few, since readers select samples by their curves. At
-    least the typical and the hardest sample have maps, if necessary with many steps merged.
+    Curves of all samples have priority over maps of more than a few, since readers select samples by their curves.
+    At least the typical and the hardest sample have maps, if necessary with many steps merged.
     """
     if not material.moments or not material.moments[0].tracks or material.ranking is None:
         return None
@@ -313,7 +313,7 @@ class ReportOrigin:
 
 
 def render(material: Material, made: ReportOrigin) -> str:
-    """Return the page as text that needs no other file."""
+    """Render the report as the text of one HTML file, with all styles, scripts and data in it."""
     plan = plan_of(material)
     sections: list[Section] = sections_of(material, plan)
     every = [figure for section in sections for figure in section.figures]

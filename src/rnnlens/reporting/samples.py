@@ -57,7 +57,7 @@ class ReportSamples:
     labels: Array | None = None
 
     def take(self, chosen: Sequence[int]) -> tuple[Any, Any]:
-        """Return x and y of some samples."""
+        """Return inputs x and targets y of the samples ``chosen``."""
         if self.count is None:
             return self.x, self.y
         rows = np.asarray(chosen)
@@ -223,10 +223,11 @@ def of_model(
     outputs: Sequence[tuple[int, ...]],
     request: ReportRequest,
 ) -> TimeMap:
-    """Compute the time Jacobian of outputs by inputs; with one output step, of the last layer's states by inputs.
+    """Compute the norms of the time Jacobian of outputs by inputs, averaged over samples.
 
-    ``take(n)`` returns the first n of the ``samples`` in the layout that the model takes; there are none if they cannot
-    be separated. ``outputs`` are the shapes of the outputs of one sample.
+    For a model with one output step, it is the time Jacobian of the last layer's states by inputs. ``take(n)``
+    returns the first n of the ``samples`` in the layout that the model takes; there are none if they cannot be
+    separated. ``outputs`` are the shapes of the outputs of one sample.
     """
     last = tracks[-1]
     every_step = any(len(shape) >= 3 and last.steps in shape[:2] for shape in outputs) and last.steps > 1

@@ -94,7 +94,10 @@ class LabelledArray(xr.DataArray):  # type: ignore[no-untyped-call]  # xarray's 
         return summary if values.size > _SHOWN else f"{summary}\n{np.array2string(values, precision=4)}"
 
     def _remarks(self) -> list[tuple[str, str]]:
-        """Return label and text of the lines on certificate and provenance; a layer's variable has no certificate."""
+        """Return label and text of the lines below the values in the repr: certificate and provenance.
+
+        A layer's variable has no certificate.
+        """
         certificate = [("certificate", self.certificate.sentence)] if CERTIFICATE in self.attrs else []
         return [*certificate, ("from", origin(self.provenance))]
 
@@ -182,7 +185,7 @@ _NOT_CERTIFIED = Certificate().sentence
 
 
 def record(checks: Iterable[Check], certificate: Certificate | None = None) -> dict[str, str]:
-    """Return attributes that store self-checks and a certificate.
+    """Convert self-checks and a certificate to attributes that a file can store.
 
     One attribute has all of it as JSON, another the certificate's sentence as text.
     """
@@ -193,7 +196,7 @@ def record(checks: Iterable[Check], certificate: Certificate | None = None) -> d
 
 
 def record_of(found: Mapping[str, Any]) -> dict[str, str]:
-    """Return attributes that store the checks and the certificate of all chunks."""
+    """Convert the reduced checks and certificate of all chunks to attributes that a file can store."""
     certificate = Certificate() if found["certificate"] is None else Certificate.from_dict(found["certificate"])
     return record([Check(**check) for check in found["checks"]], certificate)
 

@@ -107,7 +107,7 @@ class Result(Mapping[str, Any]):
         self.checks = [*self._self_checks, *(self.certificate.checks if self.certificate else ())]
 
     def pending(self, tasks: ChunkTasks) -> Self:
-        """Return this result, whose arrays are lazy; ``tasks`` gives checks and certificate when they are computed."""
+        """Set the tasks that compute this lazy result, and give its checks and certificate; return the result."""
         self._tasks = tasks
         return self
 
@@ -134,7 +134,7 @@ class Result(Mapping[str, Any]):
         return result
 
     def _complete(self, found: Mapping[str, Any]) -> None:
-        """Take checks and certificate from the record of all chunks."""
+        """Store checks and certificate of all chunks, from their reduced record, in this result."""
         self._self_checks = [Check(**check) for check in found["checks"]]
         stored = found["certificate"]
         self.certificate = Certificate() if stored is None else Certificate.from_dict(stored)
@@ -195,7 +195,7 @@ class Result(Mapping[str, Any]):
             self.compute().save(path)
 
     def _marked_tree(self) -> xr.DataTree:
-        """Return the tree to write to a file, with the attributes of its root."""
+        """Return the tree of arrays to write to a file; its root has the attributes that mark a result of rnnlens."""
         stored, layers = self._stored()
         tree = stored.copy(deep=False)
         tree.attrs = root_attrs(self.kind, {**self._meta(), "layers": layers})

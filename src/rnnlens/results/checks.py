@@ -92,7 +92,7 @@ class Check:
 
     @property
     def figures(self) -> str:
-        """Residual and bound in a few words."""
+        """Residual and bound as short text."""
         return f"largest residual {self.residual:.1g}, rounding explains {self.bound:.1g}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class Check:
 
 
 def worst(checks: Iterable[Check]) -> list[Check]:
-    """Return the check closest to its bound, or furthest beyond, of each name and layer."""
+    """Return, for each check name and layer, the check closest to its bound, or furthest beyond it."""
     found: dict[tuple[str, str], Check] = {}
     for check in checks:
         known = found.setdefault((check.name, check.layer), check)

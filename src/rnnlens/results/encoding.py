@@ -57,7 +57,7 @@ def _convert(tree: xr.DataTree, convert: Callable[[xr.Variable], xr.Variable | N
 
 
 def _without_times(variable: xr.Variable) -> xr.Variable | None:
-    """Convert a variable of dates, durations or texts for a file, with its dtype in ``DTYPE``; None for others."""
+    """Convert a variable of dates, durations or texts to a type for files, its dtype in ``DTYPE``; None for others."""
     if variable.dtype.kind not in "mMO":
         return None
     values = np.asarray(variable.values)
@@ -113,7 +113,7 @@ def _from_file(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value that JSON cannot represent: arrays to lists, anything else to its text."""
+    """Convert a value to a type that JSON can represent: arrays to lists, other objects to text."""
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
 
 

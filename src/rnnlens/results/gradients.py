@@ -111,7 +111,7 @@ class Gradients(Result, kind="gradients"):
 
     @cached_property
     def _tensors(self) -> dict[str, tuple[str, str]]:
-        """Layer and variable of each tensor."""
+        """Layer name and variable name of each tensor, by the tensor's full name."""
         return {
             str(array.attrs["tensor"]): (node, str(name))
             for node in self.layers

@@ -86,7 +86,7 @@ _QUANTITY_WORDS = {"gate_preactivation": "pre-activation", "gates": "gate"}
 
 
 def _of_origin(name: str, words: str) -> property:
-    """Return a property with a field of the origin, or its position along a dimension; None without an origin."""
+    """Return a property that reads a field of the origin, or its index along a dimension; None without an origin."""
 
     def read(found: NonFinite) -> Any:
         if found.origin is None or name in (TIME, SAMPLE, UNIT):

@@ -131,7 +131,7 @@ def _open_run(source: Path, memory: int | None, *, skip_damaged: bool) -> Any:
 
 
 def _steadily(source: Path, read: Callable[[], tuple[Any, bool]]) -> Any:
-    """Call ``read`` again if the folder was replaced while it was read.
+    """Call ``read``, and again if another process replaced the folder in the meantime.
 
     ``read`` returns the result, and True if checksums prove that all of it comes from one folder.
     """
@@ -158,7 +158,7 @@ def _identity(path: Path) -> tuple[int, ...]:
 
 
 def _told(tree: xr.DataTree, source: Path, *, sealed: bool) -> Any:
-    """Build the result from an opened tree, according to the attributes of its root."""
+    """Build the result that an opened tree contains, by the attributes of its root."""
     decode(tree)
     if KIND not in tree.attrs:
         return _unmarked(tree, source)

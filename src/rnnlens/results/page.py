@@ -92,7 +92,7 @@ def of_dataset(dataset: xr.Dataset) -> dict[str, Profile]:
 
 
 def _of_training(dataset: xr.Dataset) -> dict[str, Profile]:
-    """Return the curves of a training: the gradient over time in the last record, and the reach in every record."""
+    """Return the curves of a training: the gradient over time in the last record, and the reach over all records."""
     found = {}
     if "adjoint_profile" in dataset and dataset.sizes[STEP]:
         last = dataset["adjoint_profile"].isel({STEP: -1})
@@ -214,7 +214,7 @@ def _merged(values: Array, width: int) -> Array:
 
 
 def _shares(values: Array, decades: float | None) -> list[float]:
-    """Scale values linearly or by decades to 0 ... 1; values below the lower end are negative."""
+    """Scale values to 0 ... 1, linearly or over ``decades`` of a logarithmic scale; smaller values become negative."""
     finite = values[np.isfinite(values)]
     high = float(finite.max()) if finite.size else 0.0
     if decades is None:
@@ -256,7 +256,7 @@ class Row:
 
     @classmethod
     def of(cls, name: str, words: str, data: xr.Dataset | xr.DataArray | None) -> Row:
-        """Build the row of one part of a result from its data."""
+        """Create the row for one part of a result, with its curves, from the part's data."""
         if data is None:
             return cls(name, words)
         inside: Any = data

@@ -130,7 +130,7 @@ class LabelledLayer:
         return {dim: size for variable in every for dim, size in variable.sizes.items()}
 
     def dataset(self) -> xr.Dataset:
-        """Return all arrays as a Dataset."""
+        """Return all arrays of the layer as an xarray Dataset."""
         return xr.Dataset(self.variables, self.coords, self.attrs)
 
 
@@ -235,7 +235,7 @@ def provenance_of(line: str) -> dict[str, str]:
 
 
 def origin(provenance: Mapping[str, str]) -> str:
-    """Format the provenance as one line: each distinct value once, the rnnlens version last.
+    """Format the provenance as one line for display: each distinct value once, the rnnlens version last.
 
     ``adapter`` and ``loss_reduction`` are left out.
     """
@@ -364,7 +364,7 @@ def _separate_space(dims: tuple[str, ...], shape: tuple[int, ...], states: tuple
 
 
 def _unit_owner(name: str) -> str:
-    """Return the variable whose units a variable shares: ``cell`` for gates, the variable itself for a gradient."""
+    """Return the name of the variable with the same units: ``cell`` for gates, the variable itself for a gradient."""
     base = re.sub(r"^(initial|final)_(?!state$)", "", name.removesuffix("_grad"))
     return "cell" if base in ("gates", "gate_preactivation", "gate") else base
 

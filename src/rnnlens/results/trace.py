@@ -112,7 +112,7 @@ class Trace(Result, kind="trace"):
         return rows + [(label, names) for label, names in self._variables() if names]
 
     def _variables(self) -> list[tuple[str, str]]:
-        """List the names of values and of gradients once for all layers.
+        """List the names of all values, and of all gradients, of the layers for the repr.
 
         A variable that only some layers have is followed by a count.
         """

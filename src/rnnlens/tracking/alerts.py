@@ -105,7 +105,10 @@ class _Watched:
     told: bool = False
 
     def look(self, step: int, value: float) -> tuple[int, float] | None:
-        """Add a value; return the step at which it became abnormal and the median before, once, else None."""
+        """Add the value of a scalar at a step.
+
+        If it has become abnormal, return that step and the earlier median, once.
+        """
         usual = median([raw for _, raw in self.before]) if self.before else math.nan
         if not math.isfinite(value):
             # A gradient that is not finite is a finding at once; shares that are not finite are ignored.
@@ -286,7 +289,7 @@ class Incidents:
 
 
 def told(ask: Callable[[], str]) -> str:
-    """Return the result of ``ask()``; if it raises, a sentence that names the error."""
+    """Call ``ask`` and return its text; if it raises, return a sentence that names the error."""
     try:
         return ask()
     except Exception as error:

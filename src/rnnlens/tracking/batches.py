@@ -182,7 +182,7 @@ class TrainedBatch(Batch):
         return self._asked(find_nonfinite)  # type: ignore[no-any-return]
 
     def with_variables_before(self, ask: Callable[[], T]) -> T:
-        """Call ``ask`` while the model temporarily has its variables from before the update; return the result."""
+        """Call ``ask`` while the model temporarily has its variables from before the update; return its result."""
         with self._before():
             return ask()
 
@@ -194,7 +194,7 @@ class TrainedBatch(Batch):
         return self._asked(gradients, wrt=wrt, **question)
 
     def _asked(self, verb: Callable[..., Any], **question: Any) -> Any:
-        """Call a function of rnnlens on this batch, with the weights and random states of before the update."""
+        """Call a verb of rnnlens on this batch, with the weights and random states from before the update."""
         with options(certify="first"), self._before():
             return verb(
                 self._model,
@@ -226,7 +226,7 @@ class TrainedBatch(Batch):
 
 
 def _part(found: Trace, layers: Sequence[str], names: Sequence[str]) -> Trace:
-    """Return some layers and variables of a trace as a trace."""
+    """Restrict a trace to some layers and variables."""
     return Trace(
         {layer: found.dataset(layer)[list(names)] for layer in layers},
         loss=found.loss,

@@ -48,7 +48,7 @@ def distributions(record: TrainingRecord) -> Iterator[tuple[str, Array]]:
 
 
 def _along(dim: str, array: xr.DataArray) -> Iterator[tuple[str, Array]]:
-    """Yield suffix and values of every entry of a dimension; the whole array, without suffix, where it has none."""
+    """Yield name suffix and values for every entry along a dimension; the whole array if it lacks the dimension."""
     if dim not in array.dims:
         yield "", np.asarray(array, dtype=np.float64)
         return
@@ -82,7 +82,7 @@ class Film:
         return found and self._count >= 2 and math.log2(self._count).is_integer()
 
     def pictures(self) -> dict[str, Array]:
-        """Return images by name, (height, width, 3) of uint8: first record on top, first time step on the left."""
+        """Return one image per layer, (height, width, 3) of uint8: first record on top, first time step on the left."""
         return {name: _drawn(rows) for name, rows in self._rows.items() if len(rows) > 1}
 
 
@@ -274,7 +274,7 @@ def beside(path: str | PathLike[str] | None) -> Path:
 
 
 def sinks(loggers: Any, directory: str | Path) -> list[Sink]:
-    """Return a sink for each logger.
+    """Return the sink that writes to each logger of the user.
 
     Parameters
     ----------

@@ -97,7 +97,7 @@ _WORDS = {
 
 
 def summary(trace: Trace, *, keep: Collection[str] = ()) -> tuple[dict[str, float], dict[str, dict[str, xr.DataArray]]]:
-    """Return scalars by name, and profiles by layer and name; see :class:`TrainingRecord`.
+    """Return the scalars of a trace by name, and its profiles by layer and name; see :class:`TrainingRecord`.
 
     Quantities that a layer does not have are left out; those of ``keep`` are recorded as whole arrays.
     """

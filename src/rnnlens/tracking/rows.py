@@ -100,7 +100,7 @@ class Rows:
                     )
 
     def cut(self, step: int) -> int:
-        """Drop records after ``step``; return their number."""
+        """Delete the records after ``step`` from disk; return how many were deleted."""
         kept = int(np.sum(self._arrays["step"][: self._count] <= step))
         dropped = self._count - kept
         if dropped:
@@ -146,7 +146,10 @@ class Rows:
         self._put(path, values)
 
     def _put(self, path: str, values: Any) -> None:
-        """Write one row. Axes grow if this record is longer than earlier ones; the rest of a shorter one is filled."""
+        """Write one row of an array. Axes grow if this record is longer than earlier ones.
+
+        The rest of a shorter one is filled.
+        """
         array = self._arrays[path]
         shape = np.shape(values)
         sizes = tuple(map(max, array.shape[1:], shape)) if shape else ()

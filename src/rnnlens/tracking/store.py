@@ -122,10 +122,10 @@ class Store:
         return self._kinds[kind].last_step if kind in self._kinds else None
 
     def go_on(self, taken: int) -> int:
-        """Return the step from which a training continues whose optimizer has taken ``taken`` steps.
+        """Return the training step to continue from, given the number of steps that the optimizer has ``taken``.
 
-        If the optimizer was restored to a step before the last record, training continues from there, and later records
-        are dropped. If it has taken no step, counting continues from the last record.
+        If the optimizer was restored to a step before the last record, training continues from there, and later
+        records are dropped. If it has taken no step, counting continues from the last record.
         """
         last = self.last_step
         if last is None or taken >= last:
@@ -196,7 +196,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 @contextmanager
 def _said_as_ours(path: Path) -> Iterator[None]:
-    """Convert an OSError of the block to a FileError."""
+    """Convert an OSError within the block to a FileError of rnnlens."""
     try:
         yield
     except FileError:

@@ -51,7 +51,7 @@ class Schedule:
 
     @property
     def off(self) -> bool:
-        """True if nothing is ever due."""
+        """True if no step or epoch is ever due."""
         return _is_whole(self.every) and self.every == 0 and not self.epochs
 
     def due(self, step: int, epoch: int) -> bool:
@@ -106,13 +106,13 @@ _TABLE: dict[str, Check] = {
 
 
 def at_the_door(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function to check its arguments by name before anything is opened."""
+    """Decorate a function so that its arguments are checked by name before any file is opened."""
     given = [name for name in inspect.signature(function).parameters if name != "self"]
     return checked(**{name: _TABLE.get(name, anything) for name in given})(function)
 
 
 def listed(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
-    """Return one name or several as a tuple; None for None."""
+    """Convert one name or several to a tuple; None stays None."""
     if value is None:
         return None
     return (value,) if isinstance(value, str) else tuple(value)

@@ -98,10 +98,10 @@ class ModelAxes:
         return known
 
     def learn(self, batch: Batch, ports: Iterable[Port], shown: Mapping[Port, Layout] | None = None) -> None:
-        """Find the layouts of ports that have none yet: cached ones for data of these shapes, else by an experiment.
+        """Find and store the layouts of ports that have none yet: cached ones for these shapes, else by an experiment.
 
-        ``shown``: layouts that a pass on this batch showed already. Layouts in which every axis is known are kept per
-        model and input shapes, until the model's fingerprint changes.
+        ``shown``: layouts that a pass on this batch showed already. Layouts in which every axis is known are
+        kept per model and input shapes, until the model's fingerprint changes.
         """
         new = [port for port in dict.fromkeys(ports) if port not in self._learned and port not in self.stated]
         if not new or self.samples_first or self.adapter.samples_first:
@@ -213,7 +213,7 @@ def refuse_unclear_steps(what: str, name: str, layout: Layout) -> None:
 
 
 def axes_to_type(name: str, axes: Sequence[Axis], unclear: Sequence[str]) -> str:
-    """Return the ``axes=`` that call one of the unclear axes ``time``, each way it could be."""
+    """Return the ``axes=`` argument to type for each choice of ``time`` among the unclear axes."""
     found = []
     for steps in unclear:
         other = {axis: _feature_or_unit(name) for axis in unclear} if len(unclear) == 2 else {}
@@ -298,7 +298,7 @@ class BatchAxes:
         return whole.values if layout is None else layout.closed(whole.values)
 
     def is_here(self, port: Port) -> bool:
-        """Return whether a tensor has the framework's layout, and not a recurrent layer's (samples first)."""
+        """Return whether a tensor has the framework's own layout, rather than a recurrent layer's (samples first)."""
         return port.layer is None or port in self.axes.found or port in self.axes.stated
 
     def named_result(
@@ -317,7 +317,10 @@ class BatchAxes:
         ]
 
         def arrives(cotangent: Array, name: str) -> Array | None:
-            """Return at which indices of the named axis of the arguments the pulled-back cotangent is not zero."""
+            """Pull a cotangent back.
+
+            Return at which indices of the arguments' axis ``name`` the gradient is not zero.
+            """
             found = None
             for grad, layout in zip(pull(cotangent), layouts, strict=True):
                 if name in layout.names and np.any(grad):
@@ -418,7 +421,7 @@ def refuse_coupled(
 
 
 def refusal(what: str, port: Port) -> UnsupportedError:
-    """Return the error for samples that depend on each other."""
+    """Create the error for a tensor whose samples depend on each other."""
     where = "the model's " + port.kind if port.layer is None else f"{port.layer}.{port.kind}"
     return UnsupportedError(
         f"{what}: the samples of this batch depend on each other.",

@@ -65,7 +65,10 @@ def layouts_of_inputs(axes: ModelAxes, template: Batch, x: Any) -> list[Layout |
 
 
 def _choices(leaves: Sequence[Any], stated: Sequence[Layout | None]) -> Iterator[tuple[Layout | None, ...]]:
-    """Yield every choice of one sample axis per input, None for a packed one, with which all have as many samples."""
+    """Yield each choice of one sample axis per input for which all inputs have the same number of samples.
+
+    The axis is None for a packed input.
+    """
     options: list[list[Layout | None]] = []
     for leaf, layout in zip(leaves, stated, strict=True):
         count = len(getattr(leaf, "shape", ()))
@@ -102,7 +105,7 @@ def _run(axes: ModelAxes, template: Batch, x: Any, y: Any = None) -> Capture:
 
 
 def _only_samples_moved(few: Capture, more: Capture) -> bool:
-    """Return whether two runs differ in the number of samples alone: same calls and steps, outputs in proportion."""
+    """Return whether two captures differ only in the number of samples: same calls and steps, outputs in proportion."""
     if len(few.calls) != len(more.calls) or len(data.leaves_of(few.outputs)) != len(data.leaves_of(more.outputs)):
         return False  # a loop over the samples calls the layer once for each
     pairs = [(tuple(a.input.shape[:2]), tuple(b.input.shape[:2])) for a, b in zip(few.calls, more.calls, strict=True)]
@@ -121,7 +124,7 @@ def _only_samples_moved(few: Capture, more: Capture) -> bool:
 def _beside(
     axes: ModelAxes, template: Batch, x: Any, inputs: Sequence[Layout | None], y: Any, count: int
 ) -> list[Layout | None]:
-    """Return the layouts of the targets: the only axis with ``count`` entries, or the one that the loss accepts."""
+    """Find the layouts of the targets: the only axis with ``count`` entries, or the one that the loss accepts."""
     leaves = data.leaves_of(y)
     if "y" in axes.data:
         return [axes.data["y"]] * len(leaves)
@@ -140,7 +143,10 @@ def _beside(
 def _loss_takes(
     axes: ModelAxes, template: Batch, x: Any, inputs: Sequence[Layout | None], y: Any, layout: Layout
 ) -> bool:
-    """Return whether the loss works on fewer samples with targets cut so, and fails for unequal numbers."""
+    """Return whether the loss accepts targets cut along this layout's sample axis.
+
+    It must work on fewer samples, and fail if outputs and targets differ in number.
+    """
     works = []
     for size, targets in ((_MORE, _MORE), (_MORE, _FEW), (_FEW, _MORE)):
         try:
@@ -276,7 +282,7 @@ class DataSetBatches:
         )
 
     def _lying_as_the_first(self, batches: Iterable[data.DataBatch], template: Batch) -> Iterator[data.DataBatch]:
-        """Yield the batches of a source; find the sample axes on the first one."""
+        """Yield the batches of a source, all cut along the sample axes that are found on the first one."""
         for batch in batches:
             if not self.axes.is_cut:
                 self.axes.inputs, self.axes.is_cut = layouts_of_inputs(self.axes, template, batch.x), True

@@ -99,7 +99,7 @@ class ChainGradients:
         return cls(capture, links, x)
 
     def with_output_grad(self, call: RecurrentCall) -> RecurrentCall:
-        """Return a call with the gradient at its output that the layer above gave; as captured if that differs."""
+        """Return a call with the output gradient that the layer above gave; with the captured one if the two differ."""
         pulled = self._above.get(call.layer)
         if pulled is None:
             return call
@@ -109,7 +109,7 @@ class ChainGradients:
         return replace(call, output_grad=like(pulled, call.output))
 
     def pull(self, call: RecurrentCall, input_grad: Array) -> None:
-        """Pull the gradient at the input of a swept layer back to the layer below, or to the model's input."""
+        """Pull the gradient at a swept layer's input back to the layer below or to the model's input; store it."""
         names, links = list(self._links), self._links[call.layer]
         place = names.index(call.layer)
         if place:

@@ -55,12 +55,15 @@ def in_the_backward_pass(observed: ObservedRun) -> Iterator[Origin]:
 
 
 def _source(layer: str, above: str, recurrent: bool) -> str:
-    """Name the part of the backward pass behind a gradient; ``recurrent``: the layer above had finite gradients."""
+    """Name the part of the backward pass that a gradient at a layer comes from.
+
+    ``recurrent``: whether the layer above is recurrent and its gradients are finite.
+    """
     return f"the backward pass between {layer} and {above}" if recurrent else f"the backward pass of {above}"
 
 
 def is_sick(observed: ObservedRun) -> bool:
-    """Return whether any gradient is not finite."""
+    """Return whether any gradient of the run is not finite."""
     capture = observed.capture
     tensors: list[Any] = [*capture.input_grads, *capture.beside.values()]
     for call in capture.calls:
@@ -109,7 +112,7 @@ def _in_recurrence(replayed: ObservedCall, source: str) -> Iterator[Origin]:
 
 
 def _carried(replayed: ObservedCall, spot: NonfiniteValue) -> str:
-    """Return the size of the state gradients of the next step, and of the recurrent kernel, as text."""
+    """Return text on the sizes of the state gradients of the next step, and of the recurrent kernel."""
     swept, run, sample, t = _swept(replayed), replayed.run, spot.index[SAMPLE], spot.index[TIME]
     assert swept is not None
     after = t + 1 if run.order == "forward" else t - 1

@@ -153,7 +153,7 @@ class Catalogue:
         return name.what == "input" and name.layer is not None and not self.is_free(name)
 
     def is_free(self, name: TensorName) -> bool:
-        """Return whether a tensor has the framework's own layout: of the model or of a non-recurrent layer."""
+        """Return whether a tensor has the framework's own layout: one of the model or of a non-recurrent layer."""
         if name.what not in ("input", "output"):
             return False
         return name.layer is None or uncalled(name.layer, self.recurrent) not in self.recurrent
@@ -185,9 +185,10 @@ class Catalogue:
 
 
 def completed(known: Catalogue, batch: Batch, texts: Sequence[str]) -> Catalogue:
-    """Return the catalogue after one more run, where a name needs what only a run shows.
+    """Run the model if a name needs it; return the catalogue with the names that the run shows.
 
-    The output keys of a torch model are such names, and the states of a module or loop that is not known to be a cell.
+    The output keys of a torch model are such names, and the states of a module or loop that is not known to be a
+    cell.
     """
     adapter, model = known.adapter, known.model
     quiet = CaptureRequest(inputs=False, gradients=False, weight_grads=False)

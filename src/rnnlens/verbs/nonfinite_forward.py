@@ -93,7 +93,7 @@ def in_a_cell(run: Replay, spot: NonfiniteValue) -> str:
 def _moving(
     run: Replay, spot: NonfiniteValue, x: Array, states: Sequence[Array], name: str, position: int
 ) -> Callable[[float], float]:
-    """Return the value at a spot as a function of one input or state value of the cell."""
+    """Return a function that maps one input or state value of a cell to the value at ``spot``."""
     names = list(run.cell.state_names)
 
     def function(value: float) -> float:
@@ -115,7 +115,7 @@ _HALVES = ("float16", "bfloat16")
 
 
 def in_the_forward_pass(observed: ObservedRun) -> Iterator[Origin]:
-    """Yield origins in layer outputs, in all values of a recurrent step, then in the model's outputs."""
+    """Yield the origins of non-finite values in the forward pass: in layers by their calls, then in model outputs."""
     for node in observed.nodes:
         for replayed in node.directions:
             yield from _in_recurrence(observed, node, replayed)
@@ -264,7 +264,7 @@ class LossOfOutputs:
 
 
 def in_the_loss(observed: ObservedRun) -> Iterator[Origin]:
-    """Yield the origin if the loss is not finite."""
+    """Yield the output value or the sample that makes the loss non-finite, as an origin; nothing for a finite loss."""
     value = observed.capture.loss
     if value is None or math.isfinite(value):
         return
@@ -342,7 +342,7 @@ def _origin(
 
 
 def _of_sample(observed: ObservedRun, sample: int | None, value: float) -> Origin:
-    """Return the origin of a non-finite loss that no single output value explains."""
+    """Create the origin of a non-finite loss that no single output value explains; it names the sample if known."""
     some = slice(None) if sample is None else slice(sample, sample + 1)
     sizes = [float(np.max(np.abs(leaf[some]), initial=0.0)) for leaf in observed.returned if leaf.ndim]
     why = f"outputs that are finite, up to {max(sizes, default=0.0):.3g}"
@@ -353,7 +353,7 @@ def _of_sample(observed: ObservedRun, sample: int | None, value: float) -> Origi
 
 
 def gradient_at_the_outputs(observed: ObservedRun) -> Iterator[Origin]:
-    """Yield the origin if the loss is finite and its derivative is not."""
+    """Yield the output value at which the derivative of a finite loss is not finite, as an origin."""
     origin = observed.attempt(lambda: _slopes(observed))
     if origin is not None:
         yield origin

@@ -176,7 +176,7 @@ class ObservedRun:
 
     @cached_property
     def _quiet(self) -> Batch:
-        """The batch with non-finite values replaced, for experiments on axes."""
+        """The batch with finite values in place of non-finite ones, for experiments that find axes."""
         return replace(self.batch, x=data.map_leaves(_finite, self.batch.x), y=None, loss=None)
 
     def below(self, node: Node) -> Iterator[tuple[str, Port, Array]]:
@@ -200,7 +200,7 @@ class ObservedRun:
         return found
 
     def attempt(self, ask: Callable[[], Any]) -> Any:
-        """Call ``ask`` and return its result, or None if it raises an error of rnnlens."""
+        """Call ``ask``; return its result, or None if it raises an error of rnnlens."""
         try:
             return ask()
         except RnnlensError:
@@ -223,7 +223,7 @@ def _finite(leaf: Any) -> Any:
 
 
 def in_the_weights(observed: ObservedRun) -> Iterator[Origin]:
-    """Yield origins in weights by layer, including values too large for the layer's dtype."""
+    """Yield the origins of non-finite values in weights by layer, including values too large for the layer's dtype."""
     for layer, own in observed.adapter.weights(observed.model).items():
         dtype = getattr(observed.facts.submodules.get(layer), "dtype", "")
         limit = largest(dtype) if dtype in ("float16", "bfloat16") else np.inf
@@ -255,7 +255,7 @@ def _of_weight(layer: str, own: LayerWeights, spot: NonfiniteValue, dtype: str) 
 
 
 def in_the_data(observed: ObservedRun) -> Iterator[Origin]:
-    """Yield origins in inputs, then targets, then sample weights."""
+    """Yield the origins of non-finite values in inputs, then targets, then sample weights."""
     for i, array in enumerate(observed.inputs):
         spot = observed.first(Port("input", index=i), "value", array)
         if spot is not None:

@@ -117,7 +117,7 @@ class WeightSum:
 def _place_output(
     call: RecurrentCall, run: Replay, output_grad: Array | None
 ) -> tuple[list[Array | None], Array | None]:
-    """Distribute the output gradient to the output state, or to the output itself if it is no state."""
+    """Return the output's gradient as that of the state it equals, or as that of the output if it is no state."""
     states: list[Array | None] = [None] * len(run.states)
     if output_grad is None:
         return states, None
@@ -146,7 +146,7 @@ class ReplayedCall:
 
     @cached_property
     def system(self) -> System:
-        """The call, linearised around its replayed states."""
+        """Linear system of the call around its replayed states."""
         return self.call.cell.linear_system(self.run, self.call.masked_output)
 
     def perturbed(self) -> ReplayedCall:
@@ -207,24 +207,27 @@ class ReplayedCall:
         return Port(kind, self.call.layer, index, direction=direction)
 
     def above(self) -> list[Port]:
-        """Return the ports where gradients enter: the output, and the final states if the layer returns them."""
+        """Return the ports where gradients of later layers enter: the output, and the returned final states."""
         states = range(len(self.call.final_state or ()))
         return [self.port("output"), *(self.port("final_state", i) for i in states)]
 
     def readers(self) -> list[Port]:
-        """Return the ports where gradients enter an uncut run: also states that the user's code reads between steps."""
+        """Return the ports where gradients enter the layer if differentiation is not cut at recurrences.
+
+        Besides the output, these are the states that the user's code reads between steps.
+        """
         if not self.call.between:
             return self.above()
         states = range(len(self.run.states))
         return [self.port("output"), *(self.port("state_read", i) for i in states)]
 
     def below(self) -> list[Port]:
-        """Return the ports where gradients leave: the input, which both directions share, and the initial states."""
+        """Return the ports where gradients leave towards earlier layers: the shared input, and the initial states."""
         states = range(len(self.run.initial_state))
         return [Port("input", self.call.layer), *(self.port("initial_state", i) for i in states)]
 
     def arrived(self) -> dict[Port, Array | None]:
-        """Return the direct output cotangents of the captured pass, without those of states between the steps."""
+        """Return the captured direct gradients at the output and the final states, by port."""
         final = self.call.final_state_grad or ()
         found = {self.port("final_state", i): grad for i, grad in enumerate(final)}
         return {self.port("output"): self.call.output_grad, **found}
@@ -285,7 +288,7 @@ class ReplayedLayers:
 
     @classmethod
     def look(cls, adapter: Adapter, model: Any, batch: Batch, layers: Iterable[str]) -> ReplayedLayers:
-        """Capture and replay the given layers; without layers the model is not run."""
+        """Run the model to capture and replay the given layers; without layers the model is not run."""
         wanted = tuple(dict.fromkeys(layers))
         if not wanted:
             return cls({})
@@ -397,7 +400,7 @@ def runs(adapter: Adapter, model: Any, batch: Batch, layer: str) -> bool:
 
 
 def _pick(replayed: ReplayedCall, states: Array, name: TensorName) -> Array:
-    """Return a state at all steps, or at the last one that ran."""
+    """Select a state at all steps, or at the last step that ran, as the tensor's name requires."""
     every = to_host(states)
     return every if name.what == "state" else every[:, replayed.last, :]
 

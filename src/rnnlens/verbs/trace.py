@@ -210,7 +210,10 @@ def _lazy(
 
 
 def _perturbed(datasets_of: Callable[..., Any], capture: Capture) -> ReplayedValues:
-    """Compute the compared values again, from replays perturbed by one rounding."""
+    """Replay the captured calls with each value perturbed by one rounding.
+
+    Return the values that a certificate compares.
+    """
     claim = ReplayedValues(capture)
     datasets_of(claim, replayed=lambda call: perturbed(Replay.from_call(call)))
     return claim

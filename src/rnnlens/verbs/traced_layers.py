@@ -312,7 +312,7 @@ _STEM = re.compile(r"^(previous|initial|final)_|_grad$")
 def _collect(
     claim: ReplayedValues, layer: LabelledLayer, directions: Sequence[RecurrentCall], traced: Sequence[TracedCall]
 ) -> None:
-    """Add the values of one layer that a certificate compares, from its labelled arrays where possible."""
+    """Add the values of one layer to ``claim``, which a certificate compares; from labelled arrays where possible."""
     # Without a captured input the number of steps is unknown if only the last output is returned; units replace it.
     timed = directions[0].output[0] if directions[0].input is None else directions[0].input[0]
     claim.steps = max(claim.steps, int(timed.shape[0]))

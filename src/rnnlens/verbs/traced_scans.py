@@ -79,7 +79,7 @@ def _labelled(
 
 
 def selected(dataset: xr.Dataset, at: Mapping[str, Any]) -> xr.Dataset:
-    """Return the requested positions of a layer that is no whole-sequence layer; each dimension is kept."""
+    """Select the positions ``at`` of a layer's variables; each dimension is kept. It is no whole-sequence layer."""
     sizes = {str(dim): int(size) for dim, size in dataset.sizes.items()}
     return dataset.isel({dim: _positions(dim, steps, sizes) for dim, steps in at.items() if dim in sizes})
 
@@ -221,7 +221,7 @@ def _state_size(cell: SequenceCell) -> Array:
     arrays = [one.decays(), writes[0], one.read, one.left, one.right]
 
     def first_sample(array: Array) -> Array:
-        """Return one value at each step of sample 0, with the summed axis last."""
+        """Return the values of sample 0 at each step, with the summed axis last."""
         return np.moveaxis(np.broadcast_to(array[0], (one.steps, *array.shape[2:])), summed, -1)
 
     decay, write, read, left, right = (None if a is None else first_sample(np.asarray(a)) for a in arrays)

@@ -86,7 +86,7 @@ def _captured_beside(
     weights: Mapping[str, LayerWeights],
     others: Sequence[tuple[str, str]],
 ) -> dict[str, dict[str, Array]] | None:
-    """Return gradients of weights outside of known cells from the captured pass; None if it lacks one of them."""
+    """Return gradients of weights outside of known cells, as captured; None if the capture lacks one of them."""
     taken: dict[str, dict[str, Array]] = {}
     for layer, key in others:
         location = None if capture is None else call.adapter.place(call.model, layer, None, key)
@@ -121,9 +121,10 @@ def _of_layer(calls: Iterable[RecurrentCall], name: str, by_time: bool | str) ->
 def _recurrent_gradients(
     calls: Sequence[RecurrentCall], by_time: bool | str
 ) -> tuple[dict[str, dict[str, Any]], list[WeightSum]]:
-    """Return gradients per direction, summed over the calls of a layer, and the sums to check.
+    """Return weight gradients of a layer per direction, summed over its calls, and the sums to check.
 
-    ``by_time``: calls of one layer are added step by step; stepwise calls of the user's loop are concatenated in time.
+    ``by_time``: calls of one layer are added step by step; stepwise calls of the user's loop are concatenated in
+    time.
     """
     _must_align(calls, by_time)
     total: dict[str, dict[str, Any]] = {}

@@ -68,7 +68,10 @@ class KerasAdapter(Adapter):
     def pullback(
         self, model: Any, batch: Batch, of: Sequence[Port], wrt: Sequence[Port], cut: Sequence[Port] = ()
     ) -> Pullback:
-        """Run the model once; return a pullback from the ports ``of`` to those of ``wrt``, not through ``cut``."""
+        """Run the model once; return a function that pulls cotangents of the ports ``of`` back to the ports ``wrt``.
+
+        Gradients stop at the ports ``cut``.
+        """
         return with_composed(
             lambda ends, starts: KerasPullback(model, batch, ends, starts, cut), of, wrt, put_together(model)
         )
@@ -85,7 +88,7 @@ class KerasAdapter(Adapter):
         wrt: Sequence[Port],
         cotangents: Mapping[Port, Array],
     ) -> Pullback:
-        """Run the model once; compute the gradients of known cotangents in the same compiled pass."""
+        """Run the model once, and pull ``cotangents`` of the ports ``of`` back to ``wrt`` in the same compiled pass."""
         if not cotangents or any(port.kind == "weight" for port in wrt):
             return self.pullback(model, batch, of, wrt)
         return KerasPullback(model, batch, of, wrt, cotangents=cotangents)

@@ -72,10 +72,11 @@ def capture(model: Any, batch: Batch, request: CaptureRequest) -> Capture:
 
 
 def _topmost(model: Any, links: Sequence[ChainLink] | None, sites: Sequence[RecurrentSite]) -> str:
-    """Return the last recurrent layer of a chain, on which alone the loss depends; "" if there is none.
+    """Return the last recurrent layer of a chain; the loss depends on the other layers only through it.
 
-    A penalty on the output of a layer is another path from the loss to it. Engines that do not compile choose other
-    kernels where no gradient is needed, and the last digits would differ from those of a whole capture.
+    Returns "" without a chain. A penalty on the output of a layer is another path from the loss to it. Engines that
+    do not compile choose other kernels where no gradient is needed, and the last digits would differ from those of
+    a whole capture.
     """
     if not dialect_of(model).engine.compiles:
         return ""
@@ -85,7 +86,10 @@ def _topmost(model: Any, links: Sequence[ChainLink] | None, sites: Sequence[Recu
 
 
 def _wanted(request: CaptureRequest, top: str) -> frozenset[str]:
-    """Return the kinds of tensors, or the tensors, at which gradients are captured."""
+    """Return the tap keys, or kinds of tensors, at which gradients are captured.
+
+    If ``top``, the last recurrent layer of a chain, is given, the output of that layer is sufficient.
+    """
     if not request.gradients:
         return frozenset()
     if top:
@@ -106,7 +110,7 @@ def _within_reach(found: Places, request: CaptureRequest) -> tuple[tuple[str, ..
 
 
 def _add_outer_gradients(found: Capture, job: RunRequest, result: RunResult) -> None:
-    """Add the gradients at the inputs and outputs of the model and at all tapped weights to a capture."""
+    """Add the gradients at the inputs and outputs of the model, and of all tapped weights, to a capture."""
     keras, gradients = job.keras, result.gradients
     found.input_grads = [gradients.get(f"model|input/{i}") for i in input_order(keras, job.data["x"])]
     count = len(keras.tree.flatten(result.outputs))
@@ -176,7 +180,7 @@ class _Assembly:
         return call.place if self._times[call.place] == 1 else f"{call.place}#{call.index}"
 
     def _recurrent(self, call: LayerCall, request: CaptureRequest) -> RecurrentCall:
-        """Return one call of a recurrent layer, or a loop of the model's own code over a cell, as one call."""
+        """Convert the recorded call of a recurrent layer, or a recorded loop over a cell, to a ``RecurrentCall``."""
         site = self._sites[call.place, call.half]
         cell = site.layer.cell
         own = self._of_loop(call, request) if call.is_loop else self._of_layer(site, call)
@@ -204,7 +208,10 @@ class _Assembly:
         return tuple(gradient for gradient in found if gradient is not None)
 
     def _of_layer(self, site: RecurrentSite, call: LayerCall) -> dict[str, Any]:
-        """Return the fields of a captured call of a layer in which a loop over a cell differs, the mask among them."""
+        """Return the ``RecurrentCall`` fields that are computed differently for a layer than for a loop over a cell.
+
+        These are direction, mask, output and final states.
+        """
         layer, mask = site.layer, call.arrays.get("mask")
         mask = None if mask is None else mask.reshape(tuple(mask.shape)[:2]) != 0
         follows = output_from_state(layer, None if mask is None else tensors.to_numpy(mask))
@@ -224,7 +231,10 @@ class _Assembly:
         }
 
     def _of_loop(self, call: LayerCall, request: CaptureRequest) -> dict[str, Any]:
-        """Return the fields of a captured call in which a user's loop over a cell differs from a call of a layer."""
+        """Return the ``RecurrentCall`` fields that are computed differently for a loop over a cell than for a layer.
+
+        Among them are the gradients of states between the steps.
+        """
         final = call.all("final_state")
         states: dict[int, Array] = {}
         at_end: list[Array] = []
@@ -315,7 +325,10 @@ def _no_path(calls: list[RecurrentCall], plain: list[NonRecurrentCall]) -> list[
 
 
 def masked_output(layer: Any, known: bool) -> Literal["state", "output", "zero"]:
-    """Return what ``layer``, with a cell of ``known`` equations or not, outputs at a masked step."""
+    """Return what a layer outputs at a masked step: the carried state, its previous output, or zero.
+
+    ``known``: whether the equations of its cell are known.
+    """
     keras = dialect_of(layer)
     engine = keras.engine.name
     if layer.zero_output_for_mask and not (engine == "jax" and layer.unroll):

@@ -65,7 +65,10 @@ class KerasStepCell(StepCell):
     def produced(
         self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]
     ) -> tuple[Array, ...]:
-        """Pull dL/dy_t and dL/ds_t back to each new state at the operation that computes it, for each row."""
+        """Return the total gradient of each new state, given dL/dy_t and dL/ds_t, separately for each row.
+
+        It includes paths through other results of the same step, as of c_t through h_t.
+        """
         grads = self._pull(self._steps.per_step.produced, x, state, output_cotangent, state_cotangent)
         return tuple(map(self._array, grads))
 

@@ -171,7 +171,7 @@ class Dialect(Protocol):
         return getattr(cell, "output_size", None)
 
     def draws(self, layer: Any) -> bool:
-        """Return whether a layer has a random generator that no dropout rate among its attributes accounts for."""
+        """Return whether a layer draws random numbers for anything else than a dropout rate among its attributes."""
         return bool(getattr(layer, "_seed_generators", None))
 
     def refusal(self, layer: Any) -> tuple[str, str] | None:
@@ -183,14 +183,20 @@ class Dialect(Protocol):
         return False
 
     def operations(self, model: Any) -> list[Any] | None:
-        """Return the layers and operations of a model with a graph, in its order; None if it may run otherwise."""
+        """Return the layers and operations of a functional model in their order.
+
+        Returns None if the model may run other code.
+        """
         if type(model) not in (self.Sequential, self.Functional, self.Model) or "call" in vars(model):
             return None
         operations = getattr(model, "operations", None) or getattr(model, "_functional", None)
         return None if operations is None else list(getattr(operations, "operations", operations))
 
     def in_order(self, model: Any) -> list[Any] | None:
-        """Return the layers of a model that is one plain chain, without input layers; None for any other model."""
+        """Return the layers of a model that calls them one after the other, without input layers.
+
+        Returns None for any other model.
+        """
         operations = self.operations(model)
         if operations is None or len(model.inputs) != 1 or len(model.outputs) != 1:
             return None
@@ -251,7 +257,10 @@ class Dialect(Protocol):
         """Temporarily substitute tensors for a cell's variables; ``weights`` lists pairs (variable, tensor)."""
 
     def as_found(self, model: Any, seed: int | None) -> AbstractContextManager[None]:
-        """Restore on exit the variables and random generators that a run changes, the latter seeded with ``seed``."""
+        """Restore on exit the variables and random generators that a run changes.
+
+        Seed the generators with ``seed`` before.
+        """
 
     def initial_state(self, cell: Any, samples: int) -> Any:
         """Return the states from the cell's own ``get_initial_state`` for a number of samples."""
@@ -267,7 +276,7 @@ class Dialect(Protocol):
         del value
 
     def tracks(self, value: Any) -> bool:
-        """Return whether ``value`` is a tracker object of the package."""
+        """Return whether ``value`` is an object by which Keras tracks the variables and layers of a model."""
         del value
         return False
 

@@ -101,7 +101,10 @@ def root_name(model: Any) -> str:
 
 
 def describe(model: Any) -> list[LayerInfo]:
-    """Return the rows of ``rl.layers``, one per recurrent layer; a bidirectional layer is one row."""
+    """Return one row (``LayerInfo``) per recurrent layer, as ``rl.layers`` lists them.
+
+    A bidirectional layer is one row.
+    """
     rows: dict[str, RecurrentSite] = {}
     for site in places(model).sites:
         rows.setdefault(site.name, site)

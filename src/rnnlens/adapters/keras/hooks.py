@@ -54,7 +54,7 @@ class LayerCall:
         return f"{self.place}|{self.half}|{self.index}"
 
     def all(self, kind: str) -> tuple[Any, ...]:
-        """Return the recorded tensors of one kind, such as all final states."""
+        """Return the recorded tensors whose names start with ``kind``, such as all final states."""
         return tuple(tensor for name, tensor in self.arrays.items() if name.startswith(f"{kind}/"))
 
 
@@ -124,7 +124,7 @@ class RunRequest:
 
     @cached_property
     def variables(self) -> list[Any]:
-        """All variables that the run may read; variables created during the run are not among them."""
+        """All variables that the run may read, except those that are created during the run."""
         return self.keras.variables(self.model)
 
     def arguments(self) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class LayerRecorder:
 
     @contextmanager
     def inside_a_layer(self) -> Iterator[None]:
-        """Record no call of a cell within the block, in which a recurrent layer calls it."""
+        """Switch off the recording of cell calls within the block, in which a recurrent layer calls its own cell."""
         before, self.is_inside_a_layer = self.is_inside_a_layer, True
         try:
             yield
@@ -179,9 +179,10 @@ class LayerRecorder:
         return self._recorders[site.name]
 
     def steps_of(self, site: RecurrentSite, sequence: Any, states: Any) -> StepRecorder | None:
-        """Return the recorder of steps for a call, with one step, of a layer that returns its states; else None.
+        """Return the ``StepRecorder`` of a call of one step of a layer that returns its states; None for other calls.
 
-        SteppedLayerError is raised at the second such call of a layer that neither ``stepped`` nor ``apart`` names.
+        SteppedLayerError is raised at the second such call of a layer that neither ``stepped`` nor ``apart``
+        names.
         """
         layer = site.layer
         random = self.training and any(getattr(layer.cell, name, 0.0) for name in ("dropout", "recurrent_dropout"))
@@ -195,14 +196,14 @@ class LayerRecorder:
         return None
 
     def starts_call(self, place: str, half: int = 0, *, is_loop: bool = False) -> LayerCall:
-        """Add a record for a new call of a layer, and return it."""
+        """Add a record for a new call of a layer, and return it; ``half`` is 1 for the second of two directions."""
         index = sum(call.place == place and call.half == half for call in self.job.calls)
         call = LayerCall(place, half, index, is_loop=is_loop)
         self.job.calls.append(call)
         return call
 
     def record(self, call: LayerCall, name: str, tensor: Any) -> Any:
-        """Tap and record ``tensor`` if that is requested; return the tensor to continue with."""
+        """Tap and record ``tensor`` if that is requested; return the tapped tensor, which replaces it in the run."""
         every = name.partition("@")[0]
         kind, key = every.split("/")[0], f"{call.key}|{every}"
         tapped = self.keras.is_float(tensor) and not self.job.wanted.isdisjoint((kind, key))
@@ -213,9 +214,10 @@ class LayerRecorder:
         return tensor
 
     def record_all(self, call: LayerCall, name: str, tree: Any) -> Any:
-        """Tap and record each tensor of a nested structure; return the structure to continue with.
+        """Tap and record each tensor of a nested structure; return the structure with the tapped tensors.
 
-        A tensor that occurs twice, such as h as output and state, is tapped once for each place and stays one tensor.
+        A tensor that occurs twice, such as h as output and state, is tapped once for each place and stays one
+        tensor.
         """
         flat = self.keras.tree.flatten(tree)
         tapped: dict[int, Any] = {}
@@ -226,7 +228,10 @@ class LayerRecorder:
     def enters(
         self, site: RecurrentSite, half: int, sequence: Any, initial_state: Any, mask: Any
     ) -> tuple[LayerCall, Any, Any]:
-        """Start the record of a recurrent call; return it with the input and initial state to continue with."""
+        """Start the record of a recurrent call; return it with the tapped input and initial state.
+
+        ``half`` is 1 for the second of two directions.
+        """
         initial_state = self.given_state(site, half, initial_state)
         call = self.starts_call(site.name, half)
         sequence = self.record(call, "input", sequence)
@@ -249,7 +254,7 @@ class LayerRecorder:
         return output, states
 
     def given_state(self, site: RecurrentSite, half: int, state: Any) -> Any:
-        """Return the user's ``initial_state`` for this layer, cast and nested as its own state.
+        """Return the user's ``initial_state`` for one direction of a layer, cast and nested as its own ``state``.
 
         Returns the layer's own state if none was given, and raises InputError if the shapes differ.
         """
@@ -270,7 +275,7 @@ class LayerRecorder:
         return self.keras.tree.pack_sequence_as(state, cast)
 
     def _cell(self, site: RecurrentSite) -> Callable[..., Any]:
-        """Return a hook on a cell's ``call``: calls from outside of a recurrent layer are steps of a recurrence."""
+        """Return a replacement of a cell's ``call`` that records each call from outside of a layer as one step."""
         steps, original = self._steps_of(site), site.layer.cell.call
         names = list(inspect.signature(original).parameters)[:2]
 
@@ -320,7 +325,10 @@ class StepRecorder:
         self._count = 0
 
     def enter(self, x: Any, states: Any) -> tuple[CellRun, Any, Any]:
-        """Record and tap the input (sample, feature) and the states of a step; return its run and the tapped ones."""
+        """Record and tap the input (sample, feature) and the states of a step.
+
+        Return the loop that it belongs to, and both.
+        """
         if self._keras.engine.context() != self._context:
             raise UnsupportedError(
                 f"Cell {self._site.name!r} is called in a loop that the framework compiles, whose steps rnnlens "
@@ -390,7 +398,7 @@ class StepRecorder:
         return kept[id(output)], self._keras.tree.pack_sequence_as(states, [kept[id(s)] for s in flat])
 
     def _run_of(self, states: Sequence[Any]) -> CellRun:
-        """Return the recorded recurrence whose last states a call receives, or a new one."""
+        """Return the recorded loop that a cell call with these states continues; a new one if none returned them."""
         if self._starts is not None:
             if self._count not in self._starts and self._runs:
                 return self._runs[-1]
@@ -404,7 +412,10 @@ class StepRecorder:
         return self._runs[-1]
 
     def _refuse_paths_within(self, run: CellRun, output: Any, states: Sequence[Any]) -> None:
-        """Refuse gradients by a state from which the cell may compute its output or other states within the step."""
+        """Raise UnsupportedError if gradients by a state are requested that the cell may read again within the step.
+
+        The cell may compute its output or its other states from it.
+        """
         cell, wanted = self._site.layer.cell, self._recorder.job.wanted
         asked = [i for i in range(len(states)) if f"{run.call.key}|total/{i}" in wanted]
         if type(cell) in self._keras.cells:
@@ -421,7 +432,7 @@ class StepRecorder:
             )
 
     def _dropout(self, run: CellRun) -> None:
-        """Record the cell's dropout multipliers, which have to be the same at each step."""
+        """Record the cell's dropout multipliers; raise UnsupportedError if they differ from those of earlier steps."""
         found = self._keras.dropout(self._site.layer)
         if run.steps and any(found.get(name) is not mask for name, mask in run.masks.items()):
             raise UnsupportedError(

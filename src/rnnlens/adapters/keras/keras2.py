@@ -118,7 +118,7 @@ class _NoMean:
     """Metric that records nothing, in place of the mean of the losses."""
 
     def update_state(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing."""
+        """Ignore the loss: nothing is recorded."""
 
 
 class _UntrackedLosses(compile_utils.LossesContainer):  # type: ignore[misc]  # tf_keras has no types
@@ -244,7 +244,7 @@ class Keras2(Dialect):
     # -- a run
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
-        """Let initializers draw from ``seed``: ``set_random_seed`` gave Keras 2 a generator for their seeds."""
+        """Let initializers draw from ``seed`` within the block, also after a call of ``set_random_seed``."""
         own = vars(backend._SEED_GENERATOR)
         before = own.get("generator")
         own["generator"] = random.Random(seed)

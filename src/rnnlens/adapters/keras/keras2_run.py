@@ -291,7 +291,10 @@ def stepping(cell: Any, weights: Sequence[tuple[Any, Any]]) -> Iterator[None]:
 
 
 def _put(value: Any, by_id: dict[int, Any], dtype: str | None, placed: set[int]) -> Any:
-    """Return ``value`` with tensors for its variables, whose ids are added to ``placed``; itself if it has none."""
+    """Replace the variables in ``value``, also nested ones, by their tensors in ``by_id``; return the result.
+
+    The ids of replaced variables are added to ``placed``. A value without such variables is returned as it is.
+    """
     if isinstance(value, tf.Variable):
         tensor = by_id.get(id(value))
         if tensor is None:

@@ -67,9 +67,10 @@ class _SameObject:
 
 
 def stamp_of(model: Any, loss: Any, within: Any = None) -> Hashable | None:
-    """Return the stamp of a closed run with ``loss``, or with the compiled loss if it is None.
+    """Return a hashable of everything that a run of ``model`` reads, with ``loss`` or else with the compiled loss.
 
-    Returns None for an open run; during a compiled training ``within``, a stamp of the attributes of user layers.
+    Returns None if user code may read anything else. During a compiled training ``within``, user code is taken as
+    fixed, and only the attributes of user layers are included.
     """
     given = getattr(model, "_compile_loss", None) if loss is None else loss
     config = keras.config
@@ -129,7 +130,10 @@ class _Stamp:
         return (_SameObject(kind), _SameObject(value), graph, self._settings(value))
 
     def _user_object(self, value: Any) -> Hashable:
-        """Return the stamp of an object with user code, where that code is fixed; else raise _DependsOnAnything."""
+        """Return a hashable of an object with user code if a training has fixed that code.
+
+        Else raise _DependsOnAnything.
+        """
         if self._within is None:
             raise _DependsOnAnything
         identities = tuple(map(_identity, (self._within, type(value), value)))
@@ -143,7 +147,7 @@ class _Stamp:
         )
 
     def _symbol(self, tensor: Any) -> Hashable:
-        """Return the stamp of a tensor in a functional model's graph: its operation, node and tensor index."""
+        """Return a hashable of a symbolic tensor of a functional model: its operation, node and tensor index."""
         history = getattr(tensor, "_keras_history", None)
         if history is None:
             raise _DependsOnAnything
@@ -173,7 +177,7 @@ def _is_closed(value: Any) -> bool:
 
 
 def _identity(value: Any) -> Hashable:
-    """Return the stamp of an object's identity."""
+    """Return a hashable that is equal only for the same object."""
     try:
         return _SameObject(value)
     except TypeError:  # no weak references
@@ -181,7 +185,7 @@ def _identity(value: Any) -> Hashable:
 
 
 def _keras_own(value: Any) -> Hashable:
-    """Return the stamp of a function or class that a module of Keras defines, or raise _DependsOnAnything."""
+    """Return a hashable of a function or class that a module of Keras defines, or raise _DependsOnAnything."""
     module = sys.modules.get(value.__module__ or "")
     if not _is_keras(value) or getattr(module, value.__qualname__, None) is not value:
         raise _DependsOnAnything

@@ -112,7 +112,7 @@ def _given(keras: Dialect, batch: Batch) -> Callable[[Any, Any, Any], Any]:
         )
 
     def aligned(y: Any, y_pred: Any, weight: Any) -> Any:
-        """Return the loss of targets and outputs as a compiled loss function receives them: (n, 1) beside (n, 1)."""
+        """Call the user's loss on targets and outputs of equal rank, as a compiled loss does: (n,) becomes (n, 1)."""
         del weight
         plain = y is None or keras.tree.is_nested(y) or keras.tree.is_nested(y_pred)
         return loss(y, y_pred) if plain else loss(*keras.aligned(y, y_pred))
@@ -186,7 +186,7 @@ def outputs_of(model: Any, batch: Batch) -> Outputs:
     structure = {"outputs": kept["outputs"], "adds": bool(np.asarray(engine.to_array(kept["adds"])))}
 
     def nothing(y: Any, y_pred: Any) -> Any:
-        """Return 0, to which the model's own losses are added."""
+        """Return a loss of 0, so that only losses added by the model's own layers remain."""
         del y
         return keras.ops.zeros((), dtype=dtype_name(keras.tree.flatten(y_pred)[0]))
 

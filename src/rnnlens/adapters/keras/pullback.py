@@ -208,7 +208,7 @@ class KerasPullback:
         with_loops(self._job(model, batch, loss), attempt)
 
     def _taps(self, model: Any, batch: Batch, stepped: frozenset[str]) -> TappedPorts:
-        """Return the taps of all ports; ``stepped`` are the layers that are called one step at a time."""
+        """Return the tap keys of all ports; ``stepped`` names the layers that are called one step at a time."""
         tapped = TappedPorts(places(model), input_order(self._keras, batch.x), stepped=stepped)
         for port in (*self._of, *self._wrt, *self._cut):
             tapped.add(port, model)
@@ -244,7 +244,7 @@ class KerasPullback:
         self.values = values
 
     def _differentiated(self, job: RunRequest, arguments: Any, memo: Memo | None) -> dict[str, Any]:
-        """Run the program, forward for any cotangents or forward and back for known ones; return all tensors."""
+        """Run the model forward or, if its cotangents are known, forward and back; return all tapped tensors by key."""
         if self._cotangents is None or memo is None:
             self._cotangents = None
             self._linear = self._engine.linearise(self._program(job), arguments, memo)
@@ -330,7 +330,10 @@ class KerasPullback:
         return {port: self._joined(port, [self._gradient(port, part) for part in parts]) for port in self._wrt}
 
     def _gradient(self, port: Port, part: Mapping[str, Any]) -> Any:
-        """Return the gradient of a port; for a loop over a cell, its gradients at all steps or at the last."""
+        """Return the gradient at a port from gradients by tap key.
+
+        For a loop over a cell, at all steps or the last one.
+        """
         key = self._tapped.keys[port]
         if key in part or port.kind in ("weight", "loss"):
             return part.get(key)
@@ -371,7 +374,7 @@ def _sizes(calls: Sequence[LayerCall]) -> tuple[int, int]:
 
 @contextmanager
 def _undone(job: RunRequest) -> Iterator[None]:
-    """Let a model run within the block, each time with the same random numbers, and restore its state on exit."""
+    """Run the model within the block with the same random numbers each time, and restore its state on exit."""
     with as_found(job.model, job.keras, job.batch.seed), job.keras.undisturbed(job.model, regularised=True):
         yield
 
@@ -384,7 +387,7 @@ def differentiate(function: Callable[..., Any], arrays: Sequence[Array], keras: 
 
 
 def put_together(model: Any) -> Callable[[Port], ComposedWeight | None]:
-    """Return a function from a weight's port to the variables of a registered cell that compose it, or None."""
+    """Return a function that maps a weight port of a registered cell to its ``ComposedWeight``, other ports to None."""
 
     @cache
     def by_layer() -> dict[str, dict[str, ComposedWeight]]:

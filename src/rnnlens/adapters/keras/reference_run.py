@@ -62,7 +62,7 @@ def coarsest_dtype(model: Any, batch: Batch) -> str:
 
 @contextmanager
 def _reference_function(model: Any, batch: Batch, with_loss: bool, regularised: bool) -> Iterator[_ReferenceFunction]:
-    """Yield the reference run of a model; restore the model after the block."""
+    """Yield a function that runs the unmodified model and differentiates it; restore the model after the block."""
     keras = dialect_of(model)
     loss = losses.plan(model, batch) if with_loss else None
     stamp = stamp_of_run(keras, model, batch.loss) if keras.engine.compiles else None
@@ -99,7 +99,10 @@ class _ReferenceFunction:
         return [self._array(t) for t in outputs], None if value is None else float(self._array(value)), arrays
 
     def _as_tensors(self, cotangents: Cotangents) -> list[Any]:
-        """Return the cotangents as tensors; a function of the outputs' values needs a run of the model."""
+        """Return the output cotangents as tensors.
+
+        If they are a function of the outputs, run the model to evaluate it.
+        """
         tensor = self.job.keras.ops.convert_to_tensor
         if not callable(cotangents):
             return [None if c is None else tensor(c) for c in cotangents]
@@ -131,7 +134,10 @@ class _ReferenceFunction:
         return self.floats, {**rest, "others": self.others, "given": given}
 
     def program(self, sources: Mapping[int, Any], rest: Any) -> tuple[Any, list[Any]]:
-        """Run the model on the given values; return (loss or None, outputs)."""
+        """Run the model on the float tensors ``sources`` and all other arguments ``rest``.
+
+        Return (loss or None, outputs).
+        """
         job, keras = self.job, self.job.keras
         tensors = [tensor for _, tensor in sorted({**sources, **rest["others"]}.items())]
         x = keras.tree.pack_sequence_as(self.arguments["x"], tensors[: len(self.x)])
@@ -242,7 +248,7 @@ def _of_cell(model: Any, cell: Any, key: str) -> WeightLocation | None:
 
 
 def _within(model: Any, weights: Sequence[Any], key: str, row: int | None = None) -> WeightLocation | None:
-    """Return the only variable among ``weights`` of the name ``key``, or its ``row``; None for none or several."""
+    """Find the only variable in ``weights`` that is named ``key``, or row ``row`` of it; None for none or several."""
     wanted = key.rpartition("/")[2]
     keras = dialect_of(model)
     below = [v for v in weights if keras.path(v).endswith(f"/{key}")]

@@ -26,7 +26,7 @@ CONTAINERS = (list, dict, set, deque)
 
 
 def undo_contents(container: Any) -> Callable[[], object]:
-    """Return a function that restores the entries of a container in place, if they differ by then.
+    """Return a function that restores the entries of a list, dict or set in place, if they were changed meanwhile.
 
     It calls the methods of the built-in type: a framework's subclass would track the entries a second time.
     """
@@ -49,7 +49,7 @@ def _same(now: Any, before: Any) -> bool:
 
 
 def undo_attributes(value: Any) -> Callable[[], object]:
-    """Return a function that restores the attributes of an object; an attribute that is unchanged is not touched."""
+    """Return a function that restores the attributes of an object; unchanged attributes are not written."""
     now, before = vars(value), dict(vars(value))
 
     def undo() -> None:
@@ -61,7 +61,10 @@ def undo_attributes(value: Any) -> Callable[[], object]:
 
 
 def undo_draws(generator: Any) -> Callable[[], object] | None:
-    """Return a function that restores the state of a random generator of Python, NumPy or torch; None for others."""
+    """Return a function that restores the state of a random generator of Python, NumPy or torch.
+
+    Returns None for other objects.
+    """
     if isinstance(generator, random.Random):
         return partial(generator.setstate, generator.getstate())
     if isinstance(generator, np.random.Generator):
@@ -106,7 +109,10 @@ def unchanged(model: Any, keras: Dialect) -> Iterator[None]:
 
 @contextmanager
 def overriding() -> Iterator[Callable[[Any, str, Any], None]]:
-    """Yield a function that overrides a method on an instance; on exit, restore all overridden methods."""
+    """Yield a function ``(object, name, method)`` that overrides a method of an instance.
+
+    Restore all methods on exit.
+    """
     saved: list[tuple[dict[str, Any], str, Any]] = []
 
     def put(thing: Any, name: str, method: Any) -> None:
@@ -138,7 +144,7 @@ class _UndoLog:
             undo()
 
     def layer(self, layer: Any) -> None:
-        """Record a layer's attributes, and the objects that they refer to unless the layer is Keras' own."""
+        """Record the attributes of a layer, and the objects that they refer to unless the layer is Keras' own."""
         if self._is_new(layer):
             self._undo.append(undo_attributes(layer))
             for name in _BOOKS & vars(layer).keys():
@@ -150,7 +156,7 @@ class _UndoLog:
                     self.value(value)
 
     def value(self, value: Any) -> None:
-        """Record an object that may change, and the objects that it refers to."""
+        """Record the state of an object that a run may change, and of the objects that it refers to."""
         if value is None or isinstance(value, (str, bytes, bool, int, float, type, types.ModuleType)):
             return
         if not self._is_new(value):

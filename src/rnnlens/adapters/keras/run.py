@@ -50,9 +50,9 @@ def program(job: RunRequest, arguments: Mapping[str, Any], tap: Tap) -> tuple[An
 
 
 def _tapped(job: RunRequest, kind: str, tree: Any, tap: Tap) -> Any:
-    """Return the inputs or outputs of the model, with taps at those that are wanted, or at all floats.
+    """Tap those inputs or outputs of the model that are requested by name or kind; return the structure with taps.
 
-    Where the loss may be computed from the logits of an output, only outputs that are wanted by name have taps.
+    Where the loss may be computed from the logits of an output, only outputs that are requested by name have taps.
     """
     keras = job.keras
     flat = keras.tree.flatten(tree)
@@ -80,7 +80,7 @@ def run(job: RunRequest) -> RunResult:
 
 
 def with_loops(job: RunRequest, attempt: Callable[[RunRequest], Result]) -> Result:
-    """Call ``attempt(job)``; repeat it with the layer or state added to the request that an attempt found in a loop."""
+    """Call ``attempt(job)``; if it finds a layer or cell called in a loop, add that to the request and repeat it."""
     changed = False
     while True:
         try:
@@ -111,10 +111,10 @@ def _run(job: RunRequest) -> RunResult:
 
 
 def with_starts(job: RunRequest) -> RunRequest:
-    """Return the request with the calls of each cell that start a recurrence: no state depends on an earlier call.
+    """Add to a request which calls of each cell start a recurrence: those whose states depend on no earlier call.
 
-    They are found by one run per cell, with NaN in all that the cell returns. A layer of which each call starts one is
-    not called in a loop over the steps.
+    They are found by one run per cell, with NaN in all that the cell returns. A layer of which each call starts one
+    is not called in a loop over the steps.
     """
     always: Starts = {site.name: frozenset() for site in job.sites if site.is_loop or site.name in job.stepped}
     starts, apart = {}, set[str]()
@@ -167,7 +167,7 @@ def _compiled_or_eager(
 
 
 def memo_for(job: RunRequest, arguments: Any, *more: Hashable) -> Memo | None:
-    """Return the memo of compiled functions for this request; None if the run is not compiled."""
+    """Return the cache of compiled functions for this request; None if the run is not compiled."""
     if not job.keras.engine.compiles:
         return None
     names = tuple((site.name, site.direction) for site in job.sites), tuple(job.plain), tuple(job.weights)
@@ -198,7 +198,7 @@ class CompiledTraining:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Keep what is compiled in this block for the later blocks of this training."""
+        """Cache compiled functions in this block, and use those that earlier blocks of the same training cached."""
         token = _compiled_training.set(None if self._eager else self)
         try:
             yield
@@ -215,7 +215,7 @@ def stamp_of_run(keras: Dialect, model: Any, loss: Any) -> Hashable | None:
 
 
 def compiled_cell(keras: Dialect, cell: Any, make: Callable[[], Result]) -> Result:
-    """Return the compiled step of a cell: made by ``make()`` once per watched training, and reused afterwards."""
+    """Return the compiled step of a cell, created by ``make()`` once per watched training and then reused."""
     training = _compiled_training.get()
     stamp = None if training is None else stamp_of_run(keras, cell, None)
     if training is None or stamp is None:
@@ -229,9 +229,10 @@ _memos: weakref.WeakKeyDictionary[Any, OrderedDict[Hashable, Memo]] = weakref.We
 
 
 def memo_of(model: Any, question: Hashable, stamp: Hashable | None) -> Memo:
-    """Return the memo of one kind of request on ``model``.
+    """Return the cache of compiled functions for one kind of request on ``model``.
 
-    An open run (``stamp`` is None) has a new memo, which shares only the executables of the old one.
+    Without a ``stamp``, the run may read anything: it gets a new cache, which shares only executables with the old
+    one.
     """
     kept = _memos.setdefault(model, OrderedDict())
     memo = kept.setdefault((question, stamp), Memo())
@@ -250,7 +251,7 @@ def stamp_of_tensors(keras: Dialect, tree: Any) -> Hashable:
 
 
 def forget(model: Any, memo: Memo) -> None:
-    """Delete a memo from the cache, after an error left it incomplete."""
+    """Delete a cache of compiled functions that an error left incomplete."""
     kept = _memos.get(model, OrderedDict())
     for key in [key for key, one in kept.items() if one is memo]:
         del kept[key]

@@ -50,7 +50,7 @@ class DirectGradients:
         self._passing, self._scale = StepTensors(), 1.0
 
     def run(self, original: Callable[..., Any], fed: Any) -> Any:
-        """Run one training step by ``original`` on ``fed`` with taps; :meth:`read` then reads them."""
+        """Run one training step ``original(fed)`` with taps at the layers, which :meth:`read` reads afterwards."""
         self._scale, self.gradients, self.loss = facts(self._model).loss_scale, None, None
         if self._keras.engine.name == "torch":
             self._passing = StepTensors()
@@ -79,7 +79,10 @@ class DirectGradients:
 
 
 def _compiled(model: Any, sites: Sequence[RecurrentSite]) -> Callable[..., Any]:
-    """Compile the training step of ``model`` on TensorFlow with taps; it also returns the tapped tensors."""
+    """Compile the training step of ``model`` on TensorFlow with taps at ``sites``.
+
+    It also returns the tapped tensors.
+    """
     step = model.train_step
 
     def tapped_step(data: Any) -> Any:
@@ -95,7 +98,7 @@ def _compiled(model: Any, sites: Sequence[RecurrentSite]) -> Callable[..., Any]:
 def _hooked_step(
     model: Any, sites: Sequence[RecurrentSite], passing: StepTensors, tap: Callable[[Any, str, StepTensors], Any]
 ) -> Iterator[None]:
-    """Record outputs, gradients and loss of a training step by methods overridden within the block."""
+    """Within the block, record a training step's outputs, gradients and loss by overridden methods of the layers."""
     original_loss = model._compute_loss
 
     def compute_loss(*arguments: Any, **named: Any) -> Any:
@@ -150,7 +153,10 @@ def _tapped(tensor: Any, name: str, passing: StepTensors) -> Any:
 
 
 def _turned(array: Any, site: RecurrentSite) -> Any:
-    """Return (sample, time, ...) in chronological order: a layer that runs backwards returns its last step first."""
+    """Reverse the time axis of an output (sample, time, ...) if the layer runs backwards.
+
+    It returns its last step first.
+    """
     backwards = site.layer.go_backwards and site.layer.return_sequences
     return array[:, ::-1] if backwards else array
 

@@ -36,7 +36,10 @@ class StateBeforeStep:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Restore the state before the step for a block, and the present state on exit."""
+        """Set variables and generators to the state before the step within the block.
+
+        Restore the present state on exit.
+        """
         now = [(variable, copy_of(variable)) for variable, _ in self.variables]
         with self.engine.preserved():
             try:
@@ -111,7 +114,7 @@ class TrainStep:
         return done
 
     def _step(self, arguments: Sequence[Any], source: Any, before: StateBeforeStep) -> Any:
-        """Run the step, with taps for direct gradients if possible; a step that fails with them is run without."""
+        """Run the training step with taps for direct gradients; if that is impossible or fails, run it without taps."""
         if self._direct is None or not self._direct.available:
             return self._original(*arguments[:-1], source)
         try:
@@ -130,7 +133,7 @@ class TrainStep:
         return done
 
     def taken(self) -> tuple[RecordedStep | None, Exception | None]:
-        """Return the record of the last execution, or the error that prevented it, and delete both."""
+        """Return the record of the last execution, or the error that prevented it, and delete both from this object."""
         taken = self.recorded, self.failure
         self.recorded = self.failure = None
         return taken
@@ -141,7 +144,7 @@ class TrainStep:
             self._model.train_function = self._original
 
     def _copies(self, arguments: Sequence[Any]) -> StateBeforeStep:
-        """Return the variables of the model with copies of their values.
+        """Copy the values of the model's variables before a training step.
 
         On JAX the values are in the state passed to the step, which donates it.
         """
@@ -154,7 +157,7 @@ class TrainStep:
         return StateBeforeStep(engine, [(v, value.copy()) for v, value in zip(here, values, strict=True)])
 
     def _tee(self, source: Any, fed: list[Any]) -> Any:
-        """Return a source with the elements of ``source``, and add those of one execution to ``fed``."""
+        """Return an iterator with the batches of ``source`` that also appends those of one execution to ``fed``."""
 
         def recorded() -> Iterator[Any]:
             for element in source:
@@ -168,7 +171,10 @@ class TrainStep:
         return recorded() if engine == "jax" else self._tensorflow(source, fed)
 
     def _tensorflow(self, source: Any, fed: list[Any]) -> Any:
-        """Return an iterator of the same specification, so that the compiled step is not traced again."""
+        """Read the batches of one execution from a TensorFlow iterator into ``fed``; return an iterator over these.
+
+        It has the same ``element_spec``, so that the compiled training step is not traced again.
+        """
         import tensorflow as tf
 
         if not isinstance(source, tf.data.Iterator):
@@ -204,7 +210,7 @@ def record_fit(model: Any, direct: Sequence[str] = ()) -> TrainStep:
 
 
 def _spread(got: str) -> UnsupportedError:
-    """Return the error for training under a ``tf.distribute`` strategy, which splits each batch over replicas."""
+    """Create the error for training under a ``tf.distribute`` strategy, which splits each batch over replicas."""
     what = "Batches cannot be followed under a tf.distribute strategy."
     return UnsupportedError(what, got=got, hint="probe= instead of batches=")
 

@@ -96,7 +96,7 @@ _IDLE = ("Dropout", "SpatialDropout1D", "GaussianNoise", "Identity")
 
 
 def chain(model: Any, *, training: bool) -> list[ChainLink] | None:
-    """Return the layers from input to output; None if the model is not such a chain.
+    """Return the layers of a model that is a plain chain of well-known layers, from input to output; else None.
 
     Returns None also for a subclass of a well-known layer, an overridden ``call``, a second input or mixed dtypes.
     """
@@ -140,7 +140,7 @@ def between(model: Any, of: Port, wrt: Port) -> Callable[[Array], tuple[Array, P
 
 
 def _after(port: Port, names: Sequence[str]) -> int | None:
-    """Return the position, in the chain of layers, after the layer whose output is ``port``; None for other ports."""
+    """Return how many layers of a chain compute ``port``, the output of one of them; None for other ports."""
     return names.index(port.layer) + 1 if port.kind == "output" and port.layer in names and not port.index else None
 
 

@@ -38,7 +38,7 @@ def class_of(cell: Any) -> type[Cell] | None:
 
 
 def kind_of(cell: Any) -> str:
-    """Return one word for a cell: the kind of the class with its equations, else its own class name."""
+    """Return the kind of a cell in one word, such as ``"lstm"``, or its own class name if its equations are unknown."""
     # A layer of cuDNN has a named tuple for a cell.
     ours = class_of(cell) if hasattr(cell, "__dict__") else None
     return type(cell).__name__ if ours is None else ours.kind
@@ -82,7 +82,10 @@ def cell_with_equations(cell: Any, engine: Engine | None = None) -> Cell | None:
 
 
 def likeness(layer: Any) -> tuple[Any, ...]:
-    """Return what two recurrent layers must share to be shown side by side: kind, sizes, biases."""
+    """Return kind, state sizes and biases of a recurrent layer.
+
+    The directions of a bidirectional layer must share them.
+    """
     cell = layer.cell
     sizes = (cell.filters,) if hasattr(cell, "filters") else tuple(dialect_of(layer).tree.flatten(cell.state_size))
     details = (cell.bias is not None, getattr(cell, "reset_after", None)) if known_class(cell) else ()
@@ -102,7 +105,7 @@ def _known_cell(cell: Any) -> Cell:
 
 
 def known_arrays(cell: Any, by_variable: Mapping[str, Any]) -> dict[str, Any]:
-    """Map arrays by Keras' variable names to the names of the rnnlens cell. The arrays are weights or gradients."""
+    """Rename arrays from Keras' variable names to the names of the rnnlens cell: its weights, or their gradients."""
     known = registration_of(cell)
     if known is not None:
         return known.arrays(by_variable)
@@ -147,7 +150,10 @@ def named_variables(layer: Any) -> dict[str, Any]:
 
 
 def layer_weights(layer: Any, halves: Mapping[str, Any], left_out: Container[int] = ()) -> LayerWeights:
-    """Return the weights of a layer but ``left_out``; ``halves`` are its recurrent layers by direction."""
+    """Return the weights of a layer, without variables whose ids are in ``left_out``.
+
+    ``halves`` are the layer's recurrent layers by direction.
+    """
     keras = dialect_of(layer)
     variables = {name: v for name, v in named_variables(layer).items() if id(v) not in left_out}
     alike = len({likeness(half) for half in halves.values()}) == 1
@@ -171,7 +177,7 @@ def layer_weights(layer: Any, halves: Mapping[str, Any], left_out: Container[int
 def _put_together(
     layer: Any, variables: Mapping[str, Any], weights: Mapping[str, ComposedWeight], cells: dict[str, Cell]
 ) -> LayerWeights:
-    """Return the weights of a layer with a registered cell, by the names of the registration."""
+    """Return the weights of a layer with a registered cell, under the names that the registration declares."""
     penalties = dialect_of(layer).regularizers(layer)
     for name, variable in variables.items():
         if id(variable) in penalties:  # it could not be divided among the variables that compose a weight

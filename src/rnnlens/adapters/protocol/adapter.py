@@ -93,7 +93,9 @@ class Adapter(AxisConvention, ABC):
         return None
 
     def reduction(self, model: Any, loss: Any) -> str | None:
-        """Return the name by which a loss describes its reduction over samples, or None if it has none.
+        """Return how a loss reduces over samples, by the loss's own name such as ``"mean"``.
+
+        Returns None if it has no such name.
 
         ``loss`` None selects the model's own loss; this default then returns None.
         """
@@ -173,7 +175,9 @@ class Adapter(AxisConvention, ABC):
         wrt: Sequence[Port],
         cotangents: Mapping[Port, Array],
     ) -> Pullback:
-        """Run the model once to pull back these cotangents of ``of``; if they are empty, any cotangents.
+        """Run the model once, and pull ``cotangents`` of ``of`` back to ``wrt``.
+
+        If they are empty, any cotangents later.
 
         An adapter that compiles computes the gradients in the same pass as the values: see :class:`Pullback`.
         """
@@ -320,7 +324,7 @@ _LOSS = Port("loss")
 
 
 def _capture_by_boundaries(adapter: Adapter, model: Any, batch: Batch, request: CaptureRequest) -> Capture:
-    """Capture a model by one pull-back at the boundaries of its layers; implements :meth:`Adapter.capture`."""
+    """Capture a model by one pull-back from the ports of its layers; default of :meth:`Adapter.capture`."""
     recurrent, others = _chosen(adapter, model, request)
     weights = adapter.weights(model)
     of_weights = weights if request.boundaries else recurrent

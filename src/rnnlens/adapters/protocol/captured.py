@@ -121,7 +121,7 @@ class Batch:
     frozen: bool = False
 
     def without_loss(self) -> Batch:
-        """Return the batch without target, weights and loss."""
+        """Return the batch without target, sample and class weights and loss."""
         return replace(self, y=None, loss=None, sample_weight=None, class_weight=None)
 
 

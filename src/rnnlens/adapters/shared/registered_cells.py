@@ -65,7 +65,7 @@ def with_composed(
     wrt: Sequence[Port],
     find: Callable[[Port], ComposedWeight | None],
 ) -> Pullback:
-    """Return the pull-back of ``make(of, wrt)`` where each composed weight in ``wrt`` is pulled part by part."""
+    """Return the pull-back ``make(of, wrt)``, with each composed weight replaced by the weights it consists of."""
     parts: dict[Port, tuple[ComposedWeight, Mapping[str, Port]]] = {}
     plain: dict[Port, None] = {}
     for port in wrt:
@@ -104,7 +104,10 @@ class StepAutodiff:
         return self._array(dz), [self._array(part) for part in carry], grads
 
     def produced(self, projected: Array, before: Sequence[Array], cotangent: Sequence[Array]) -> list[Array]:
-        """Pull dL/ds_t back to each state at the point where the step computes it."""
+        """Return the total gradient of each new state, given dL/ds_t.
+
+        Paths through other states of the step are included.
+        """
         return [self._array(part) for part in self._per_step.produced(*self._given(projected, before, cotangent))]
 
     def _given(self, projected: Array, before: Sequence[Array], cotangent: Sequence[Array]) -> Any:
@@ -121,7 +124,7 @@ class StepAutodiff:
 def with_step_autodiff(
     cell: Cell, known: Registration, engine: Engine, xp: Namespace, tensor: Callable[[Array], Any]
 ) -> Cell:
-    """Return the cell; add the engine's autodiff of its step if its class defines no derivatives."""
+    """Return the cell; if its class defines no derivatives, with the engine's autodiff of its step."""
     if not known.differentiates:
         object.__setattr__(cell, "autodiff", StepAutodiff(cell, engine, xp, tensor))
     return cell

@@ -59,7 +59,7 @@ class TfGraphAdapter(Adapter):
         return model_facts.facts(net_of(model))
 
     def weights(self, model: Any) -> Mapping[str, LayerWeights]:
-        """Return by layer all variables that the outputs or the loss depend on."""
+        """Return the values of all variables that the outputs or the loss depend on, by layer."""
         return listed(open_net(net_of(model)))
 
     def provenance(self, model: Any) -> Mapping[str, str]:
@@ -67,7 +67,7 @@ class TfGraphAdapter(Adapter):
         return model_facts.provenance(net_of(model))
 
     def place(self, model: Any, layer: str, direction: str | None, key: str) -> WeightLocation | None:
-        """Find the variable, and the block of it, that is a layer's weight."""
+        """Find the variable, and the block of rows and columns in it, that is a layer's weight."""
         return place_of(open_net(net_of(model)), layer, direction, key)
 
     def has_own_loss(self, model: Any) -> bool:
@@ -81,7 +81,10 @@ class TfGraphAdapter(Adapter):
     def pullback(
         self, model: Any, batch: Batch, of: Sequence[Port], wrt: Sequence[Port], cut: Sequence[Port] = ()
     ) -> Pullback:
-        """Run a copy of the graph once; the returned object computes vector-Jacobian products there."""
+        """Run a copy of the graph once.
+
+        Return an object that pulls cotangents of ports ``of`` back to ports ``wrt``.
+        """
         return GraphPullback(net_of(model), batch, of, wrt, cut)
 
     def reference_run(
@@ -124,7 +127,7 @@ class TimeMajorGraphAdapter(TfGraphAdapter):
     samples_first = False
 
     def layouts(self, model: Any, batch: Batch, ports: Sequence[Port]) -> Mapping[Port, Layout]:
-        """Find the axis names of inputs and outputs by running the graph with one more step, then one more sample."""
+        """Find the axis names of inputs and outputs by running the graph on one more step, then on one more sample."""
         return layouts(model, batch, ports)
 
 

@@ -44,7 +44,10 @@ Plan = tuple[list[Any], Callable[[], Any]]
 
 
 def evaluated(tensor: Any, values: dict[int, Any], plan: Callable[[Any], Plan]) -> Any:
-    """Compute a tensor, and before it all that it depends on, into ``values`` by id; the depth is not limited."""
+    """Compute ``values`` of a tensor, by id, after those of all tensors that it depends on, to any depth.
+
+    ``plan(tensor)`` returns the tensors that it depends on, and a function that computes its value.
+    """
     waiting, plans = [tensor], dict[int, Plan]()
     while waiting:
         current = waiting[-1]
@@ -68,11 +71,11 @@ class Source:
         self._pairs = dict(pairs or {})
 
     def get(self, tensor: Any) -> Any:
-        """Return the tensor outside that is passed in as this one; None for a tensor computed in the loop."""
+        """Return the tensor outside of a loop that is passed into its body as ``tensor``; None for other tensors."""
         return self._pairs.get(id(tensor))
 
     def settled(self, tensor: Any) -> Any:
-        """Return the tensor outside of the loop that has the same value; a tensor computed in the loop stays itself."""
+        """Return the origin of a loop invariant outside of all loops; any other tensor unchanged."""
         while (outside := self.get(tensor)) is not None:
             tensor = outside
         return tensor
@@ -82,7 +85,10 @@ NO_LOOP = Source()
 
 
 def same(tensor: Any, outer: Source = NO_LOOP, passing: Container[str] = _IDENTITIES) -> Any:
-    """Return the tensor that loop invariants and operations of the types ``passing`` pass on unchanged."""
+    """Trace a tensor back through loop invariants and operations of the types ``passing``, and return its origin.
+
+    These operations do not change the value.
+    """
     while (tensor := outer.settled(tensor)).op.type in passing:
         tensor = tensor.op.inputs[0]
     return tensor
@@ -134,7 +140,7 @@ class Block:
 
     @property
     def width(self) -> int:
-        """Number of columns."""
+        """Number of columns of the variable that the block contains."""
         return self.columns[1] - self.columns[0]
 
     @property
@@ -143,30 +149,30 @@ class Block:
         return not self.window and (not isinstance(self.rows, tuple) or self.rows[1] - self.rows[0] == 1)
 
     def piece(self, plus: float = 0.0, *, vector: bool = False) -> WeightPiece:
-        """Return the block as a part of a weight; ``plus`` is a constant that the graph adds."""
+        """Convert the block to a ``WeightPiece``; ``plus`` is a constant that the graph adds to it."""
         rows: slice | int | None = slice(*self.rows) if isinstance(self.rows, tuple) else self.rows
         if vector and isinstance(self.rows, tuple):
             rows = self.rows[0]
         return WeightPiece(self.variable, rows, slice(*self.columns), plus)
 
     def columns_of(self, start: int, stop: int) -> Block:
-        """Return the columns ``start:stop`` of the block."""
+        """Return the part of the block in its columns ``start:stop``."""
         return replace(self, columns=(self.columns[0] + start, self.columns[0] + stop))
 
     def rows_of(self, start: int, stop: int) -> Block:
-        """Return the rows ``start:stop`` of the block."""
+        """Return the part of the block in its rows ``start:stop``."""
         assert isinstance(self.rows, tuple)
         return replace(self, rows=(self.rows[0] + start, self.rows[0] + stop))
 
 
 def variable_of(tensor: Any, outer: Source) -> Any:
-    """Return the operation of the variable whose value a tensor is; None if it is no variable."""
+    """Return the operation of the variable whose value ``tensor`` is; None if it is not the value of a variable."""
     operation = same(tensor, outer, _READERS).op
     return operation if is_variable(operation) else None
 
 
 def block_of(tensor: Any, outer: Source) -> Block | None:
-    """Return the block of a variable that a tensor equals; None if it is no such block."""
+    """Return the block of a weight variable, such as some rows of it, that a tensor equals; None if it equals none."""
     if not tensor.dtype.base_dtype.is_floating and tensor.dtype.name != "resource":
         return None
     cuts, tensor = [], same(tensor, outer, _READERS)
@@ -177,7 +183,10 @@ def block_of(tensor: Any, outer: Source) -> Block | None:
 
 
 def _cut_block(variable: Any, cuts: list[Any]) -> Block | None:
-    """Cut an array of the variable's shape, which is never filled, and read the block off where the rest of it lies."""
+    """Return the block of a variable that remains after the splits and slices ``cuts``; None if it is no block.
+
+    The cuts are applied to an uninitialised array of the variable's shape, whose memory shows where the rest lies.
+    """
     shape = [dim.size for dim in variable.get_attr("shape").dim]
     if not 1 <= len(shape) <= 5 or any(size < 0 for size in shape):
         return None
@@ -198,18 +207,21 @@ def _cut_block(variable: Any, cuts: list[Any]) -> Block | None:
 
 
 def width_of(tensor: Any) -> int | None:
-    """Return the size of a tensor's last axis; None if it is unknown."""
+    """Return the length of a tensor's last axis; None if it is unknown."""
     sizes: list[int | None] = tensor.shape.as_list() if tensor.shape.rank else [None]
     return sizes[-1]
 
 
 def uncut(tensor: Any) -> Any:
-    """Return the tensor that a split or slice cuts."""
+    """Return the input of the split or slice operation that outputs ``tensor``."""
     return tensor.op.inputs[1] if tensor.op.type == "Split" else tensor.op.inputs[0]
 
 
 def cut(array: Any, tensor: Any) -> Any:
-    """Cut an array as a split or slice of a graph cuts a tensor of its shape; None if the cut is not constant."""
+    """Apply the split or slice operation that outputs ``tensor`` to a NumPy array of its input's shape.
+
+    Returns None if the operation's indices are not constant.
+    """
     op, constant = tensor.op, tensor_util.constant_value
     if op.type == "Unpack":
         return np.moveaxis(array, op.get_attr("axis"), 0)[tensor.value_index]
@@ -237,7 +249,7 @@ def cut(array: Any, tensor: Any) -> Any:
 
 
 def columns_of(tensor: Any) -> tuple[int, int] | None:
-    """Return the columns (start, stop) that a split or slice takes along the last axis; None for another cut."""
+    """Return the range (start, stop) of the last axis that a split or slice selects; None for other slices."""
     whole, width = uncut(tensor), width_of(uncut(tensor))
     if width is None:
         return None
@@ -250,7 +262,7 @@ def columns_of(tensor: Any) -> tuple[int, int] | None:
 
 
 def constant_of(tensor: Any, outer: Source) -> Any:
-    """Return the number that a constant tensor has; None if it is not constant or has several elements."""
+    """Return the value of a constant tensor of one element; None for any other tensor."""
     tensor = same(tensor, outer, ("Identity", "Enter", "Cast"))
     if tensor.shape.rank not in (0, None) and tensor.shape.num_elements() != 1:
         return None
@@ -290,7 +302,7 @@ def read(session: Any, names: Iterable[str]) -> dict[str, Array]:
 
 
 def _readable(operation: Any) -> Any:
-    """Return an existing tensor of the user's graph that is a variable's value. Fetching it must assign nothing."""
+    """Return an existing tensor of the user's graph that reads a variable, so that fetching it assigns nothing."""
     tensor = operation.outputs[0]
     if operation.type != "VarHandleOp":
         return tensor

@@ -71,7 +71,10 @@ def chronological(loop: Loop, boundary: LoopBoundary) -> Any:
 
 
 def _flattened(loop: Loop, tensor: Any, lead: int) -> Any:
-    """Flatten images behind ``lead`` axes, (*space, channel), to (channel * space) for a cell of unknown equations."""
+    """Flatten spatial axes: (..., *space, channel), with ``lead`` axes in front, to (..., channel * space).
+
+    Only the images of a cell of unknown equations are flattened.
+    """
     rank = tensor.shape.rank
     if loop.cell.body is None or rank == lead + 1:
         return tensor
@@ -128,7 +131,7 @@ class PortTensors:
         return Spot(halves[0].value, (), halves=halves)
 
     def _of_tensor(self, port: Port) -> Spot:
-        """Return a tensor by its own name, or the output of a layer by its scope."""
+        """Return the ``Spot`` of a tensor, given its own name or the scope of the layer that outputs it."""
         name, tensor = str(port.layer), None
         if ":" in name:
             with suppress(KeyError, ValueError):
@@ -150,21 +153,21 @@ class PortTensors:
 
 
 def weight_spot(graph: Any, pieces: tuple[WeightPiece, ...]) -> Spot:
-    """Return the port of a weight: the variables that it is part of, and its value."""
+    """Return the ``Spot`` of a weight: its value, and the variables whose blocks it consists of."""
     sources = [graph.get_operation_by_name(name).outputs[0] for name in dict.fromkeys(p.variable for p in pieces)]
     wholes = tuple(map(_read, sources))
     return Spot(_assembled(pieces, wholes), tuple(sources), pieces=pieces, wholes=wholes)
 
 
 def _assembled(pieces: Sequence[WeightPiece], wholes: Sequence[Any]) -> Any:
-    """Assemble a weight, or its gradient, from tensors of the variables that it is part of."""
+    """Assemble a weight, or its gradient, from the tensors of the variables whose blocks it consists of."""
     by_name = dict(zip(dict.fromkeys(piece.variable for piece in pieces), wholes, strict=True))
     parts = [piece.of(by_name[piece.variable]) for piece in pieces]
     return tf.concat(parts, axis=-1) if len(parts) > 1 else parts[0]
 
 
 def _read(tensor: Any) -> Any:
-    """Return the tensor, or a read operation's result where the tensor is the handle of a variable."""
+    """Return the value of a variable, given its handle; any other tensor unchanged."""
     if not is_variable(tensor.op) or tensor.op.type != "VarHandleOp":
         return tensor
     return tf.raw_ops.ReadVariableOp(resource=tensor, dtype=dtype_of(tensor.op))
@@ -199,7 +202,7 @@ def at_boundary(loop: Loop, port: Port) -> Spot:
 
 
 def direct_state(loop: Loop, index: int) -> Spot:
-    """Return the port of an unrolled loop's state at every step, set up for its direct gradient.
+    """Return the tensors of an unrolled loop's state at every step, by which to differentiate for its direct gradient.
 
     The path through the loop's own next step is excluded. If the output is fed back to the cell as input, stopping
     differentiation at all states would be wrong. Then the gradient by what the next step reads is subtracted.
@@ -216,7 +219,10 @@ def every_state(loop: Loop) -> tuple[Any, ...]:
 
 
 def joined(spot: Spot, parts: Sequence[Any]) -> Any:
-    """Combine the gradients by a port's tensors into one, in the layout of the port's value; None if there is none."""
+    """Combine the gradients of the tensors behind a port into one array in the layout of the port's value.
+
+    Returns None if all of them are None.
+    """
     if all(part is None for part in parts):
         return None
     if spot.pieces:
@@ -292,7 +298,7 @@ def _one_more(leaf: Any, axis: int) -> Any:
 
 
 def _samples_by_size(shapes: Mapping[Port, tuple[int, ...]], known: dict[Port, dict[int, tuple[str, ...]]]) -> None:
-    """Find the sample axis of a (sample, unit) output by its size, where feeding one more sample was impossible."""
+    """Find the sample axis of a (sample, unit) output by its length, if the graph takes no further sample."""
     first = next(iter(shapes.values()))
     steps, samples = first[:2]
     for port, shape in shapes.items():

@@ -117,7 +117,7 @@ def _fetch_gradients(found: OpenNet, asked: _Fetches, request: CaptureRequest, s
 
 
 def _weights(found: OpenNet, asked: _Fetches, request: CaptureRequest) -> dict[str, Spot]:
-    """Return the ports of the weights whose gradients are fetched: those of all layers, of the cells, or none."""
+    """Return the ports of the weights whose gradients the request needs: of all layers, of recurrent cells, or none."""
     weights = {name_of(p, k): p for loop in asked.loops if request.weight_grads for k, p in weights_of(loop).items()}
     if request.boundaries:
         weights |= {name_of(p, k): p for layer in layers_of(found).values() for k, p in layer.weights.items()}
@@ -245,14 +245,20 @@ class _CaptureBuilder:
         return found
 
     def _beside(self) -> tuple[dict[str, Array | None], frozenset[str]]:
-        """Return gradients of all weights outside of the loops, and the names for which that is the whole gradient."""
+        """Return, by name, the weight gradients along paths outside of the recorded loops.
+
+        The second result names the weights whose gradient is instead the full one, loops included.
+        """
         layers = layers_of(self.found).values()
         names = [name_of(pieces, key) for layer in layers for key, pieces in layer.weights.items()]
         beside = {name: self.values["beside", name] for name in names if ("beside", name) in self.values}
         return {name: self.values.get(("weight", name)) for name in names} | beside, frozenset(names) - set(beside)
 
     def _tied(self, loop: Loop) -> frozenset[str]:
-        """Return the weights that another layer shares in part; none where it shares all, since those are summed."""
+        """Return the weights of a loop that share only a part of their variables with another layer.
+
+        Gradients of weights that are shared in full are summed over the layers instead.
+        """
         others = [other for other in self.found.loops if other is not loop]
         shared = {name for other in others for name in other.variables}
         same = {other.name for other in others if weights_of(other) == weights_of(loop)}

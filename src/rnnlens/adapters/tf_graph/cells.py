@@ -35,17 +35,17 @@ class Match:
 
     @property
     def scope(self) -> str:
-        """Common name scope of the variables that are its weights."""
+        """Common name scope of the weight variables of the recognised cell."""
         return common_scope(self.cell.variables)
 
 
 def _cell(kind: type[Cell], units: int, options: Mapping[str, Any], weights: Weights) -> LoopCell:
-    """Return a known cell; options of which there is none are left out."""
+    """Create the ``LoopCell`` of a known kind of cell; options that are None are left out."""
     return LoopCell(kind.kind, units, kind, {k: v for k, v in options.items() if v is not None}, weights)
 
 
 def steps_in(probe: Probe) -> Iterator[Match]:
-    """Yield all steps of known cells that the tensors of a probe may be: of LSTMs, then GRUs, then SimpleRNNs.
+    """Yield every step of a known cell that the probed tensors may compute: LSTMs, then GRUs, then SimpleRNNs.
 
     Which tensors are states is not known; a gate with two sources may have either of them as its state.
     """
@@ -66,7 +66,7 @@ def steps_in(probe: Probe) -> Iterator[Match]:
 
 
 def _simple(probe: Probe, source: Key, state: Key, gates: Sequence[Value]) -> Iterator[Match]:
-    """Yield h' = act(W x + U h + b)."""
+    """Yield the candidate gates that have the form of a SimpleRNN step, h' = act(W x + U h + b)."""
     for value in gates:
         gate, biases = _gate(value), _biases([value])
         if not gate.peepholes and biases is not None:
@@ -76,7 +76,7 @@ def _simple(probe: Probe, source: Key, state: Key, gates: Sequence[Value]) -> It
 
 
 def _grus(probe: Probe, source: Key, state: Key, gates: Sequence[Value]) -> Iterator[Match]:
-    """Yield h' = u h + (1 - u) n with n = act(W x + U (r h)), or with n = act(W x + r (U h))."""
+    """Yield the GRU steps among probed tensors: h' = u h + (1 - u) n, n = act(W x + U (r h)) or act(W x + r (U h))."""
     before = probe.by_key[state].numbers
     for u, r in permutations(_factors(probe, gates), 2):
         if u.activation != r.activation or u.width != r.width or _gate(u).peepholes or _gate(r).peepholes:
@@ -127,16 +127,16 @@ def _reset_after(probe: Probe, u: Value, r: Value, source: Key, state: Key) -> I
 
 
 def _is_line(value: Value, width: int) -> bool:
-    """Return whether a value is ``W s + b`` of this width, without an activation or a constant."""
+    """Return whether a probed value is an affine map ``W s + b`` of ``width`` units, without an activation."""
     gate = value.gate
     bare = gate is not None and value.activation == "linear" and not gate.peepholes and not gate.constant
     return bare and value.width == width
 
 
 def _both_biases(two: Sequence[Affine], plain: Affine, recurrent: Affine) -> Weights | None:
-    """Return the input and recurrent biases of a GRU.
+    """Return the input bias and the recurrent bias of a GRU's gates, as blocks of variables; None if they do not match.
 
-    None if they do not match. The candidate's biases determine which variable is which.
+    The candidate's biases determine which variable is which.
     """
     if any(gate.constant for gate in two):
         return None
@@ -154,7 +154,7 @@ def _both_biases(two: Sequence[Affine], plain: Affine, recurrent: Affine) -> Wei
 
 
 def _lstms(probe: Probe, source: Key, state: Key, gates: Sequence[Value]) -> Iterator[Match]:
-    """Yield c' = f c + i g and h' = o act(c'), also clipped or projected."""
+    """Yield the LSTM steps among probed tensors: c' = f c + i g and h' = o act(c'), also clipped or projected."""
     factors = _factors(probe, gates)
     for f in factors:
         cells = [c for c in probe.cofactors[f.key].values() if c.numbers.shape == f.numbers.shape]
@@ -172,7 +172,7 @@ def _lstms(probe: Probe, source: Key, state: Key, gates: Sequence[Value]) -> Ite
 def _outputs(
     probe: Probe, gates: tuple[Value, ...], before: Value, cell: Value, source: Key, state: Key
 ) -> Iterator[Match]:
-    """Yield the LSTM steps with these gates and states c, for each tensor that may be its h'."""
+    """Yield LSTM steps with these gates and cell state, one for each tensor that may be the new h."""
     i, f, g, o = gates
     affines, peepholes, biases = [_gate(v) for v in gates], _peepholes(gates, before, cell), _biases(gates)
     squashed = probe.found(o.numbers * activated(g.activation, cell.numbers))
@@ -200,7 +200,7 @@ def _outputs(
 
 
 def _products(gates: Sequence[Affine], source: Key, state: Key) -> tuple[type[Cell], dict[str, Any]] | None:
-    """Return the class of an LSTM by its products with input and state, all matrix products or all convolutions.
+    """Return the LSTM class for gates that use matrix products, or only convolutions, of input and state.
 
     The options of the convolution of the input come with it. None if the products of the gates differ.
     """
@@ -217,7 +217,10 @@ def _products(gates: Sequence[Affine], source: Key, state: Key) -> tuple[type[Ce
 
 
 def _peepholes(gates: Sequence[Value], before: Value, after: Value) -> Weights | None:
-    """Return the peepholes of input, forget (c) and output gate (new c); None if there are others."""
+    """Return an LSTM's peephole weights: input and forget gate multiply c_{t-1}, the output gate c_t.
+
+    Returns None if a gate depends on the cell state in another form.
+    """
     found: Weights = {}
     for gate, name, cell in zip(gates, ("input", "forget", "", "output"), (before, before, before, after), strict=True):
         peepholes = _gate(gate).peepholes
@@ -237,13 +240,13 @@ def _gate(value: Value) -> Affine:
 
 
 def _factors(probe: Probe, gates: Sequence[Value]) -> list[Value]:
-    """Return the gates that are multiplied with another quantity, in the order of their columns in their variables."""
+    """Return the gates that are multiplied by another tensor, in the order of their columns in the weight variables."""
     factors = [value for value in gates if value.key in probe.cofactors]
     return sorted(factors, key=lambda value: min(block.columns[0] for block in _gate(value).products.values()))
 
 
 def _joined(pieces: Iterator[WeightPiece]) -> tuple[WeightPiece, ...]:
-    """Merge neighbouring blocks of one variable."""
+    """Merge blocks of one variable that are next to each other."""
     joined: list[WeightPiece] = []
     for piece in pieces:
         last = joined[-1] if joined else piece
@@ -263,7 +266,7 @@ def _kernels(gates: Sequence[Affine], source: Key, state: Key) -> Weights:
 
 
 def _biases(gates: Sequence[Value]) -> Weights | None:
-    """Return the bias of the gates, with constants added; empty without any, None if it is not one per gate."""
+    """Return the biases of gates, constants included; {} if no gate has one, None if not every gate has exactly one."""
     affines = [_gate(value) for value in gates]
     counts = {len(gate.vectors) for gate in affines}
     if counts == {0}:

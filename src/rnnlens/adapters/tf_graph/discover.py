@@ -70,7 +70,7 @@ def _loops(
 
 
 def _without_dropout(analysis: LoopAnalysis) -> Frame:
-    """Remove from a loop the dropout that has rate 0 at the present settings: what read its result reads its input.
+    """Rewrite a loop so that operations read the input of dropout in place of its result, where the dropout rate is 0.
 
     The copy of the graph is made anew where a setting changes.
     """
@@ -88,7 +88,7 @@ def _cells(analysis: LoopAnalysis) -> list[Loop]:
 
 
 def _known(analysis: LoopAnalysis) -> Loop | None:
-    """Return the loop of a single known cell without rewriting its graph; None if that is not possible."""
+    """Return the loop of a while loop with one known cell, whose graph need not be rewritten; None for any other."""
     match = analysis.matches[0]
     read = next((read for read in analysis.reads if analysis.probe.of(read.value).key == match.source), None)
     output = output_of(analysis, match.after[0])

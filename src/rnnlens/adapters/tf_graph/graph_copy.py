@@ -68,7 +68,7 @@ def _nodes(definition: Any) -> list[Any]:
 
 
 def _rename_functions(definition: Any, mark: str) -> None:
-    """Add a suffix to the names of functions, in their definitions and in all calls."""
+    """Append ``mark`` to the names of all functions of a graph definition, also where they are called."""
     own = {function.signature.name for function in definition.library.function}
     for node in _nodes(definition) if own else ():
         if node.op in own:
@@ -124,7 +124,10 @@ _SOURCES = ("QueueDequeue", "IteratorGetNext", "ReaderRead", "Unstage", "MapUnst
 
 
 def cone(ends: Iterable[Any], stop: Iterable[Any] = ()) -> list[Any]:
-    """Return all operations that some tensors depend on; the search stops at tensors that are fed."""
+    """Return all operations that the tensors ``ends`` depend on.
+
+    The search ends at the tensors ``stop``, which are fed.
+    """
     fed = {tensor.ref() for tensor in stop}
 
     def computing(tensors: Iterable[Any]) -> list[Any]:
@@ -170,14 +173,14 @@ class GraphCopy:
         return self._replaced[name] if name in self._replaced else self.graph.get_tensor_by_name(name)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what ``make`` adds to the copy; for each key this is done once."""
+        """Return the tensors that ``make`` adds to the copy; for each key they are added only once."""
         if key not in self.built:
             self.built[key] = make()
         found: T = self.built[key]
         return found
 
     def tap(self, loops: Sequence[Loop]) -> None:
-        """Insert a copy of each input, initial state and fed-back state of the loops. Only that loop reads the copy."""
+        """Insert an identity at each input, initial state and fed-back state of the loops; only that loop reads it."""
         for loop in loops:
             self._replaced |= loop.replaced
         with self.graph.as_default(), tf.name_scope("rnnlens"):
@@ -206,7 +209,10 @@ class GraphCopy:
         return dict(zip(fetches, found, strict=True))
 
     def _run(self, asked: Sequence[Any], feed: dict[Any, Any], *, steady: bool) -> list[Any]:
-        """Run the copy; if draws change the results, then in a new session, where random operations start anew."""
+        """Run the copy in its session, or in a new session if random draws change the results.
+
+        In a new session random operations start anew.
+        """
         if steady:
             return list(self._session.run(asked, feed))
         loaded, key = self._loaded, self._steady_key(asked, feed)
@@ -266,7 +272,7 @@ class GraphCopy:
             self._session = None
 
     def _restart(self) -> None:
-        """Start a new session, since TensorFlow fixes the outputs of a While at its first run in a session."""
+        """Start a new session: TensorFlow fixes at its first run in a session which outputs a While has."""
         self.close()
         self._session = tf.Session(graph=self.graph, config=self._config)
         self._version, self._loaded = self.graph.version, {}
@@ -285,7 +291,7 @@ class GraphCopy:
 
 
 def _shared(config: Any) -> Any:
-    """Return the user's session configuration. Without a setting of threads, half of the cores are used."""
+    """Return a session configuration as the user's; if that sets no number of threads, half of the cores are used."""
     own = tf.ConfigProto()
     own.CopyFrom(config or own)
     if not (own.inter_op_parallelism_threads or own.session_inter_op_thread_pool):
@@ -306,7 +312,7 @@ def _assigned(operation: Any) -> tuple[Any, Any]:
 
 
 def _snapshot(tensor: Any) -> Any:
-    """Copy a tensor in memory: of a reference variable of control flow v1 an identity would follow assignments."""
+    """Copy a tensor in memory: an identity of a reference variable (control flow v1) would change with assignments."""
     with tensor.graph.gradient_override_map({"Snapshot": "Identity"}):
         return tf.raw_ops.Snapshot(input=tensor)
 

@@ -44,7 +44,7 @@ def names_of_inputs(net: Net, x: Any) -> list[str]:
 
 
 def fed(found: OpenNet, batch: Batch) -> dict[Any, Array]:
-    """Return the feeds of a run of a batch, by tensor of the copy."""
+    """Return the ``feed_dict`` of one batch: arrays by placeholder of the copied graph."""
     feed = fed_in(found.net, found.copy, batch) | feed_of_loss(found.net, found.copy, batch)
     for layer, states in (batch.initial_state or {}).items():
         feed |= _started(found, layer, states)
@@ -52,7 +52,7 @@ def fed(found: OpenNet, batch: Batch) -> dict[Any, Array]:
 
 
 def fed_in(net: Net, copy: GraphCopy, batch: Batch) -> dict[Any, Array]:
-    """Return the feeds of a batch for any copy of the net's graph, without those of losses built in that copy."""
+    """Return the ``feed_dict`` of a batch for any copy of the net's graph, except placeholders of a built loss."""
     _refuse(net, batch)
     feed = {tensor.name: _fitting(f"feed[{tensor.op.name!r}]", tensor, value) for tensor, value in net.feed.items()}
     for name, leaf in zip(names_of_inputs(net, batch.x), leaves_of(batch.x), strict=True):
@@ -111,7 +111,7 @@ def _refuse(net: Net, batch: Batch) -> None:
 
 
 def _started(found: OpenNet, layer: str, states: Sequence[Any]) -> dict[Any, Array]:
-    """Return the feeds that set the initial states of a layer."""
+    """Return the ``feed_dict`` that sets the initial states of a layer."""
     loops = found.layer(layer)
     if not loops:
         names = [loop.name for loop in found.loops]
@@ -124,7 +124,7 @@ def _started(found: OpenNet, layer: str, states: Sequence[Any]) -> dict[Any, Arr
 
 
 def _fitting(where: str, tensor: Any, value: Any) -> Array:
-    """Return a value as an array that a tensor can be fed. Raise InputError for another shape or dtype."""
+    """Convert a value to an array that can be fed to ``tensor``. Raise InputError for another shape or dtype."""
     dtype = tensor.dtype.base_dtype
     array = np.asarray(value.detach().cpu().numpy() if hasattr(value, "detach") else value)
     if array.dtype.kind in "OUS" and dtype != tf.string:

@@ -138,7 +138,7 @@ def _site(name: str, half: Any, owner: Any, wrapper: Any) -> KerasSite:
 
 
 def _refusal(name: str, half: Any, owner: Any, wrapper: Any) -> str:
-    """Return the error text for a layer that cannot be captured; "" for others."""
+    """Return the error text if one direction ``half`` of a layer cannot be captured; "" otherwise."""
     kind, what = type(half).__name__, f"Layer {name!r} cannot be traced"
     if wrapper is not None:
         return message(
@@ -157,7 +157,7 @@ def _refusal(name: str, half: Any, owner: Any, wrapper: Any) -> str:
 
 
 def _dropped(name: str, half: Any) -> str:
-    """Return the error text for a layer with dropout of states inside its loop; "" if it has none.
+    """Return the error text if one direction ``half`` of a layer drops states inside its loop; "" otherwise.
 
     In stacked cells ``dropout`` counts too, since the input of a cell is the state of the cell below.
     """
@@ -226,7 +226,7 @@ def _outputs(layer: Any, graph: Any) -> tuple[str, ...]:
 
 
 def phase_feed(net: Net, training: bool) -> dict[str, bool]:
-    """Return the feed of the learning phase, if it has one. Raise UnsupportedError if the other is fixed."""
+    """Return the ``feed_dict`` of Keras' learning phase; raise UnsupportedError if the graph fixes the other phase."""
     phase = net.keras.phase
     if isinstance(phase, bool):
         if phase != training:

@@ -57,7 +57,7 @@ class LoopAnalysis:
     matches: list[Match]
 
     def same_condition(self, condition: Any) -> bool:
-        """Return whether a tensor of the body is the condition under which states are kept, or an equal mask."""
+        """Return whether a tensor is the condition (mask) under which the loop keeps its states, or one equal to it."""
         if self.condition is None:
             return False
         mine, other = self.mask, mask_of(condition, self.frame, self.reads)
@@ -76,10 +76,10 @@ class LoopAnalysis:
         return {"lengths": self.mask.lengths, "mask": steps}
 
     def runs_through(self, stacked: Any) -> tuple[Condition, ...]:
-        """Return the condition that the loop runs over all steps of the sequence it reads.
+        """Return the condition to check in a run: the loop runs over all steps of the sequence ``stacked``.
 
-        It is empty if the loop has lengths, or if the number of steps run is unknown. With lengths, the loop may end
-        early, since all later steps are padding.
+        It is empty if the loop has lengths, or if the number of steps run is unknown. With lengths, the loop
+        may end early, since all later steps are padding.
         """
         count = steps_run(self.frame)
         if (self.mask is not None and self.mask.lengths is not None) or count is None:
@@ -139,7 +139,7 @@ def flat_mask(stacked: Any, inverted: bool) -> Any:
 
 
 def _widths(tensor: Any, outer: Source) -> list[int]:
-    """Return the widths of the states that a tensor joins along its last axis; one for a single state."""
+    """Return the widths of the states that are concatenated in a tensor; one width for a single state."""
     op = same(tensor, outer).op
     if op.type != "ConcatV2" or constant_of(op.inputs[-1], outer) not in (-1, tensor.shape.rank - 1):
         return [width_of(tensor) or 0]
@@ -163,7 +163,7 @@ def unselected(after: Any, before: Any, outer: Source) -> tuple[Any, tuple[Any, 
 
 
 def _states(frame: Frame, made: dict[int, Any], writes: list[Written]) -> list[Variable]:
-    """Return the variables on which some step's result depends, without those that repeat the previous output."""
+    """Return the loop variables that carry a state: later results depend on them, and they repeat no output."""
     new = {id(same(v.after, frame.outer)): made[id(v)][0] for v in frame.floats}
     targets = [made[id(v)][0] for v in frame.floats]
     targets += [new.get(id(same(write.value, frame.outer)), write.value) for write in writes]
@@ -224,12 +224,12 @@ def _output_of(analysis: LoopAnalysis, hidden: Key, writes: Sequence[Written]) -
 
 
 def at_present(frame: Frame, write: Written) -> bool:
-    """Return whether each step writes to the position of its own time index."""
+    """Return whether the body writes each result at the position of its own time step."""
     return any(same(write.index, frame.outer) is v.before for v in frame.clocks)
 
 
 def why_unknown(analysis: LoopAnalysis) -> str:
-    """Return a text on why the step is no known cell: its unsupported operations, or its equations."""
+    """Return a text on why a loop's step is not recognised: unsupported operations, or other equations."""
     steps = [analysis.new[id(v)] for v in analysis.states]
     strange = {op.type: op.name for t in analysis.paths.behind(steps) if (op := t.op).type not in _IN_CELLS}
     if not strange:

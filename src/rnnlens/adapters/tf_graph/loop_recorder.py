@@ -67,7 +67,7 @@ class Copier:
         return list(op.inputs), lambda: self._outputs(op)[tensor.value_index]
 
     def _outputs(self, op: Any) -> list[Any]:
-        """Copy an operation, or what it calls, with all its outputs."""
+        """Copy an operation, or the function that it calls; return all outputs of the copy."""
         if op.type in CONDITIONS:
             copied = self._condition_of_functions(op)
         elif op.type in _CALLS:
@@ -137,7 +137,7 @@ def _context(merge: Any) -> Any:
 
 
 def _boundary_of(merge: Any) -> list[Any]:
-    """Return the condition and the outside tensors that its two branches read."""
+    """Return the predicate of a v1 condition, and the tensors outside of it that its two branches read."""
     context, found = _context(merge), []
 
     def before(op: Any) -> list[Any]:
@@ -210,7 +210,7 @@ class LoopRecorder:
         return bool(self._drawn)
 
     def _used(self, targets: Sequence[Any]) -> set[int]:
-        """Return the ids of the recorded tensors on which the targets depend."""
+        """Return the ids of the already recorded tensors on which ``targets`` depend."""
         variables = {id(v.before) for v in self.frame.variables}
 
         def following(tensor: Any) -> Sequence[Any]:
@@ -251,7 +251,7 @@ class LoopRecorder:
 
 
 def _after(carried: CarriedState, old: Any, copier: Copier) -> Any:
-    """Return the new value of a state, or the old one where the sample keeps it."""
+    """Return the new value of a state after a step: the old one for samples that keep their state."""
     new = copier(carried.after)
     if carried.kept is not None:
         condition, contrary = copier(carried.kept[0]), carried.kept[1]

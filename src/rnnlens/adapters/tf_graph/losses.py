@@ -30,7 +30,7 @@ class Loss:
 
 
 def is_built(net: Net, batch: Batch) -> bool:
-    """Return whether the loss needs operations added to the copy of the graph, and is no tensor of the user's graph."""
+    """Return whether the loss must be built in the copy of the graph, as it is no tensor of the user's graph."""
     if batch.loss is None:  # or samples have weights, for which a compiled Keras model has no placeholder
         weighed = batch.sample_weight is not None or batch.class_weight is not None
         return weighed and net.keras is not None and not net.keras.weights
@@ -80,7 +80,7 @@ def _built(net: Net, get: Get, batch: Batch) -> Loss:
 
 
 def _places(arrays: Sequence[Array], outputs: Sequence[Any]) -> tuple[Any, ...]:
-    """Return a placeholder for each target: floats in the dtype of the output, others in their own."""
+    """Return a placeholder for each target array: floats in the dtype of the output, others in their own dtype."""
     pairs = zip(arrays, outputs, strict=False)
     return tuple(tf.placeholder(out.dtype if a.dtype.kind == "f" else a.dtype, [None] * a.ndim) for a, out in pairs)
 

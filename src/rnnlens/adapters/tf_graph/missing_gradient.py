@@ -105,7 +105,7 @@ _ORDER = (
 
 
 def _block(tensor: Any) -> _Block | None:
-    """Return why an operation blocks gradients, as (code, sentence, remedy); None if it passes them."""
+    """Return why an operation blocks gradients: code, sentence and remedy; None if it passes them on."""
     operation, kind = tensor.op, tensor.dtype.base_dtype
     named = f"{operation.name!r} ({operation.type})"
     if operation.type in _STOPS:
@@ -160,7 +160,7 @@ def _integer_input(found: OpenNet, tensor: Any) -> Obstacle:
 def _through_state(
     found: OpenNet, targets: Sequence[Any], sources: Sequence[Any], of: Sequence[Port], wrt: Port
 ) -> Obstacle:
-    """Return the obstacle if no operation connects the tensors, except a variable assigned between runs."""
+    """Return the obstacle for tensors that are connected only by a variable assigned between runs, or not at all."""
     read = {op for op in cone(targets) if is_variable(op)}
     own = {tensor.ref() for tensor in sources}
     for operation in found.copy.graph.get_operations():

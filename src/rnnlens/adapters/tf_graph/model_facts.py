@@ -125,7 +125,7 @@ def provenance(net: Net) -> Mapping[str, str]:
 
 
 def refusals(found: OpenNet) -> dict[str, str]:
-    """Return the reason for each recurrent layer of a Keras model that cannot be captured, by layer name."""
+    """Return, by name, why recurrent layers of a Keras model cannot be captured; other layers are left out."""
     names = found.net.keras
     return {} if names is None else names.refusals(found.loops, variables_used(found))
 
@@ -167,5 +167,5 @@ def selected(found: OpenNet, request: CaptureRequest) -> tuple[list[Loop], list[
 
 
 def _calls(found: OpenNet, name: str) -> list[str]:
-    """Return the names of a layer's calls; that of a call, or of a layer that is not recurrent, stays itself."""
+    """Return the node names of all calls of a recurrent layer, such as ``rnn#0``; for other names the name itself."""
     return [name] if found.layer(name) else [loop.name for loop in found.loops if loop.layer == name] or [name]

@@ -94,7 +94,7 @@ class KerasNames:
 
 
 def _stacked(loops: Sequence[Loop]) -> list[str]:
-    """Return the names of layers whose loops of one direction run different cells."""
+    """Return the names of layers that run several different cells in one direction: stacked cells."""
     cells: dict[tuple[str, str], set[frozenset[str]]] = {}
     for loop in loops:
         cells.setdefault((loop.layer, loop.direction), set()).add(loop.variables)
@@ -144,7 +144,7 @@ def _calls_numbered(loops: Sequence[Loop]) -> tuple[Loop, ...]:
 
 
 def _site_of(loop: Loop, names: KerasNames) -> KerasSite | None:
-    """Return the Keras layer with the loop's variables, preferably one named in the loop's scope; None without."""
+    """Return the Keras layer with the loop's variables, preferably one named in the loop's scope; None without any."""
     read = loop.variables
     fitting = [site for site in names.sites if read and read <= site.variables]
     fitting = [site for site in fitting if site.direction == loop.direction] or fitting

@@ -111,7 +111,7 @@ class _Setting:
             self._feed[copy.tensor(net.keras.phase)] = np.asarray(False)
 
     def __call__(self, tensor: Any) -> Any:
-        """Return the value of a scalar tensor; None if it depends on data, random numbers or a loop."""
+        """Return the value of a scalar setting; None if the tensor depends on data, random numbers or a loop."""
         if tensor.graph is not self._copy.graph:
             return None
         operations = cone([tensor], self._feed)

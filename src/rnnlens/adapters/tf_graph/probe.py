@@ -70,7 +70,7 @@ Key = bytes  #: Identity of a quantity: equal for tensors that have the same num
 
 
 def activated(name: str, numbers: Array) -> Array:
-    """Apply a smooth function that represents an activation: another one for each name."""
+    """Apply a smooth function in place of an activation, a different one for each name, to recognise it in a graph."""
     return numbers if name == "linear" else np.sin(numbers + ACTIVATIONS.index(name))
 
 
@@ -88,16 +88,16 @@ class Affine:
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """All blocks of variables."""
+        """All blocks of weight variables that the affine map contains."""
         return (*self.products.values(), *self.vectors, *self.peepholes.values())
 
     @property
     def width(self) -> int:
-        """Number of units."""
+        """Number of output units of the affine map."""
         return next(iter(self.products.values())).width
 
     def plus(self, other: Affine) -> Affine | None:
-        """Return the sum of two maps; None if it is no map of this form."""
+        """Return the sum of two affine maps; None if the sum cannot be represented as one."""
         if not other.blocks:
             return replace(self, constant=self.constant + other.constant)
         if not self.blocks:
@@ -110,7 +110,7 @@ class Affine:
         return Affine({**self.products, **other.products}, vectors, peepholes, constant)
 
     def columns(self, start: int, stop: int) -> Affine:
-        """Return the map to the units ``start:stop``."""
+        """Return the affine map restricted to its output units ``start:stop``."""
         products, peepholes = (
             {key: block.columns_of(start, stop) for key, block in blocks.items()}
             for blocks in (self.products, self.peepholes)
@@ -134,22 +134,22 @@ class Value:
 
     @cached_property
     def key(self) -> Key:
-        """Key of the numbers of this value, equal for values that differ by rounding only."""
+        """Hash key of the probed numbers, equal for values that differ by rounding only."""
         return key_of(self.numbers)
 
     @property
     def width(self) -> int:
-        """Number of columns."""
+        """Number of columns of the probed tensor."""
         return int(self.numbers.shape[1])
 
     @property
     def constant(self) -> float | None:
-        """Number that the value equals everywhere; None for others."""
+        """The number that all elements of the probed tensor equal; None if they differ."""
         return self.affine.constant if self.affine is not None and not self.affine.blocks else None
 
     @property
     def gate(self) -> Affine | None:
-        """Affine map of a gate; None if the value can be no gate."""
+        """Affine map whose activation is this tensor, as in a gate; None if the tensor cannot be a gate."""
         affine = self.affine
         if affine is None or not affine.products:
             return None
@@ -158,19 +158,19 @@ class Value:
 
     @property
     def clip(self) -> float | None:
-        """Bound of a value that was clipped to ``[-bound, bound]``; None for others."""
+        """Bound b of a tensor that was clipped to ``[-b, b]``; None if it was not."""
         low, high, _ = self.clipped or (None, None, self)
         return high if low is not None and high is not None and -low == high else None
 
     def columns(self, start: int, stop: int) -> Value:
-        """Return the value of the columns ``start:stop`` of the tensor's last axis."""
+        """Return the probed value of the columns ``start:stop`` of a tensor's last axis."""
         affine = self.affine if self.affine is None else self.affine.columns(start, stop)
         clipped = self.clipped and (*self.clipped[:2], self.clipped[2].columns(start, stop))
         return Value(self.numbers[:, start:stop], affine, self.activation, (), clipped)
 
 
 def key_of(numbers: Array) -> Key:
-    """Return the key of a quantity with these numbers; differences by rounding do not count."""
+    """Return a hash key of an array of numbers; arrays that differ by rounding only have equal keys."""
     return blake2b((np.round(numbers, 6) + 0.0).tobytes(), digest_size=16).digest()
 
 
@@ -196,7 +196,7 @@ class Probe:
         self.clips: dict[Key, list[Value]] = defaultdict(list)
 
     def of(self, tensor: Any) -> Value:
-        """Return the value of a tensor."""
+        """Compute the value of a tensor from random inputs, and how it depends on weights."""
 
         def plan(current: Any) -> Plan:
             inputs, compute = self._plan(current)
@@ -206,7 +206,7 @@ class Probe:
         return found
 
     def tensors_of(self, key: Key) -> list[Any]:
-        """Return the tensors, of those computed so far, that are a quantity."""
+        """Return the tensors computed so far whose value has this key."""
         return self._tensors.get(key, [])
 
     def found(self, numbers: Array) -> Value | None:
@@ -218,7 +218,7 @@ class Probe:
         return bool(np.all(self.of(condition).numbers == 1.0))
 
     def _recorded(self, tensor: Any, value: Value) -> Value:
-        """Enter the value of a tensor into the tables of the probe; return it."""
+        """Store the probed value of a tensor in the lookup tables, and return it."""
         self._tensors[value.key].append(tensor)
         self.by_key.setdefault(value.key, value)
         if value.gate is not None:
@@ -232,7 +232,7 @@ class Probe:
         return value
 
     def _drawn(self, name: Any, start: int, stop: int) -> Array:
-        """Return the columns ``start:stop`` of the random numbers of a name."""
+        """Return columns ``start:stop`` of random test numbers (row, column); equal names give equal numbers."""
         seed = self._seeds.setdefault(name, len(self._seeds))
         drawn: Array = np.random.default_rng(seed).normal(size=(stop, _ROWS))[start:].T
         return drawn
@@ -273,7 +273,7 @@ class Probe:
         return Value(self._drawn(("leaf", name), 0, 1 if by_sample else width_of(tensor) or 1))
 
     def _first_alike(self, tensor: Any) -> Any:
-        """Return a name shared by tensors that take the same part of a tensor, such as ``x[:, t]``."""
+        """Return a key that is equal for all tensors that slice the same part of one tensor, such as ``x[:, t]``."""
         op = tensor.op
         if op.type not in PARTS:
             return id(tensor)
@@ -283,7 +283,7 @@ class Probe:
         return op.type, tensor.value_index, taken, attrs
 
     def _computed(self, tensor: Any) -> Value | None:
-        """Return the value that an operation computes from those of its inputs; None if it computes another thing."""
+        """Compute the probed value of an operation's output from those of its inputs; None for other operations."""
         with np.errstate(all="ignore"):
             return self._result(tensor, [self._values.get(id(t)) for t in tensor.op.inputs])
 
@@ -320,7 +320,7 @@ class Probe:
         return _arithmetic(op.type, values)
 
     def _product(self, value: Value, kernel: Any, how: Convolution | None = None) -> Value | None:
-        """Return the product with a block of a variable, or the convolution; of a concatenation a sum of several."""
+        """Multiply a probed value by a weight block, or convolve it; for concatenated values sum their products."""
         block = block_of(kernel, self._outer)
         if block is None or block.rows is None or (how is None) != (not block.window):
             return None
@@ -333,7 +333,7 @@ class Probe:
         return total
 
     def _clip(self, value: Value, low: float | None, high: float | None) -> Value | None:
-        """Return a value between bounds: two bounds one after the other are one clip, that of a line a hard sigmoid."""
+        """Clip a probed value; a lower and an upper bound become one clip, and a clipped affine map a hard sigmoid."""
         if low is None and high is None:
             return None
         if value.clipped is not None and (value.clipped[0] is None) != (low is None):
@@ -377,7 +377,7 @@ def _is_computed(tensor: Any) -> bool:
 
 
 def _in_same_places(tensor: Any) -> bool:
-    """Return whether an operation on images computes each number from those at the same place, and from vectors."""
+    """Return whether an operation on images computes each pixel from the same pixel of its inputs, and from vectors."""
     op = tensor.op
     images = [t for t in op.inputs if _is_number(t) and t.shape.rank not in (0, 1)]
     return all(t.shape.rank == tensor.shape.rank and t.shape[1:-1] == tensor.shape[1:-1] for t in images)
@@ -404,7 +404,7 @@ def _scaled(value: Value, number: float) -> Value:
 
 
 def _times(one: Value, other: Value) -> Value:
-    """Return the product of two values: of a number, of a vector of weights (a peephole), or of any two."""
+    """Multiply two probed values element by element; the product with a vector of weights is a peephole."""
     for value, scale in ((one, other), (other, one)):
         if scale.constant is not None:
             return _scaled(value, scale.constant)

@@ -167,7 +167,7 @@ def is_time_major(graph: Any, inputs: Sequence[Any]) -> bool:
 
 
 def _axes_at(tensor: Any, axis: int, given: set[Any]) -> set[int]:
-    """Return the axes of the given tensors that become an axis of another tensor, following transpositions."""
+    """Return which axes of the ``given`` tensors become axis ``axis`` of ``tensor``, following transpositions."""
     found, waiting, seen = set(), [(tensor, axis)], set()
     while waiting:
         current, at = waiting.pop()
@@ -213,7 +213,7 @@ def refuse_closed(session: Any) -> None:
 
 
 def scalar(loss: Any) -> Any:
-    """Return the loss. Raise InputError if it has several elements, or is an integer."""
+    """Return a loss tensor unchanged. Raise InputError if it has several elements, or is an integer."""
     if not loss.dtype.base_dtype.is_floating:
         got = f"{loss.name}, {loss.dtype.base_dtype.name}"
         raise InputError("A loss that is no floating number has no gradient.", got=got, expected="a float")
@@ -249,7 +249,7 @@ def tensor_of(graph: Any, where: str, given: Any) -> Any:
 
 
 def _alike(graph: Any, where: str, given: Any) -> tuple[Any, ...]:
-    """Return the tensors that get the same feed: a single one, or several of the same dtype."""
+    """Return the tensors that are fed the same array: a single one, or several of the same dtype."""
     several = list(given) if isinstance(given, list | tuple) else [given]
     found = tuple(tensor_of(graph, where, one) for one in several)
     if not found or len({tensor.dtype.base_dtype for tensor in found}) > 1:

@@ -54,7 +54,9 @@ def pulled_back(
     given: Sequence[Any] | None = None,
     stop: Sequence[Any] = (),
 ) -> dict[Any, Any]:
-    """Add the gradients of ``ys`` by ports to the copy; ports without a path are left out.
+    """Add gradients of ``ys`` to the copy, and combine them for each port of ``spots``.
+
+    Ports without a path are left out.
 
     Each port at which differentiation stops elsewhere needs a pass of its own.
     """
@@ -161,7 +163,7 @@ class GraphPullback:
         return built
 
     def _keepable(self, built: _Built, added: set[Any]) -> list[Any] | None:
-        """Return the forward tensors that the backward pass reads; None if it needs some that cannot be fed."""
+        """Return the forward tensors to keep for further backward passes; None if some of them cannot be fed."""
         graph, own = self._opened.copy.graph, {tensor.ref() for tensor in built.given.values()}
         read: dict[Any, Any] = {}
         for op in added:

@@ -63,7 +63,7 @@ class _ReferenceGraph:
 def _refuse_other_draws(
     found: OpenNet, batch: Batch, bare: _ReferenceGraph, feed: Mapping[Any, Any], values: Any
 ) -> None:
-    """Raise ``CertificateError`` if a rewritten loop draws other random numbers, and the results depend on them."""
+    """Raise ``CertificateError`` if results depend on random numbers that a rewritten loop draws in another order."""
     given, ends = fed(found, batch), list(found.outputs)
     if bare.loss is not None:
         ends.append(loss_in(found.net, found.copy, batch).tensor)
@@ -116,7 +116,7 @@ def prepared(
 
 
 def _pulled(bare: _ReferenceGraph, cotangents: Cotangents, feed: Mapping[Any, Any], values: Any) -> dict[Any, Array]:
-    """Return the output cotangents by their placeholders; they may depend on the outputs of a first run."""
+    """Return the output cotangents by placeholder; if they depend on the outputs, run the graph once to get these."""
     given = [np.asarray(value) for value in bare.copy.run(dict(enumerate(bare.outputs)), feed, values).values()]
     found = cotangents(given) if callable(cotangents) else cotangents
     every = zip(bare.given, found, given, strict=True)

@@ -13,7 +13,10 @@ from .while_loops import Frame, Variable, ancestors
 
 
 def refused(frame: Frame, states: Sequence[Variable], found: Sequence[Read], reason: str, hint: str = "") -> Loop:
-    """Return a refused loop, with the reason why its steps cannot be run one by one."""
+    """Create the ``Loop`` of a recurrence that cannot be captured, since its steps cannot be run one by one.
+
+    ``reason`` and ``hint`` are the text of the error and the remedy.
+    """
     words = message(
         f"The loop {frame.name!r} is run by a cell that rnnlens does not know, and its steps cannot be run one by one.",
         got=reason,
@@ -37,7 +40,7 @@ def refused(frame: Frame, states: Sequence[Variable], found: Sequence[Read], rea
 
 
 def of_a_branch(scope: str) -> Loop:
-    """Return a refused loop for a recurrence inside a branch of a condition."""
+    """Create the ``Loop`` of a recurrence that cannot be captured because it is inside a branch of a condition."""
     return without_steps(
         scope,
         scope,
@@ -49,7 +52,10 @@ def of_a_branch(scope: str) -> Loop:
 
 
 def without_steps(name: str, scope: str, units: int, what: str, **words: str) -> Loop:
-    """Return a refused loop of which no step can be read; ``what`` and ``words`` make the message."""
+    """Create the ``Loop`` of a recurrence that cannot be captured because no step of it can be read.
+
+    ``what`` and ``words`` are the text and the details of the error message.
+    """
     cell = LoopCell("unknown", units, refused=message(what, **words))
     return Loop(name, "unrolled", cell, (), (), LoopBoundary(()), None, scope=scope)
 
@@ -61,7 +67,7 @@ _FUSED = frozenset(
 
 
 def fused(ends: Iterable[Any]) -> list[Loop]:
-    """Return a refused loop for each recurrence, or cell, that is a single fused operation."""
+    """Return a ``Loop`` that cannot be captured for each recurrence, or cell, that is a single fused operation."""
     scopes = {op.name.rpartition("/")[0] or op.name: op.type for op in ancestors(ends) if op.type in _FUSED}
     return [
         without_steps(

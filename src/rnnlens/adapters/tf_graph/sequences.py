@@ -54,7 +54,7 @@ class Mask:
     inverted: bool = False
 
     def agrees(self, other: Mask | None) -> bool:
-        """Return whether another mask is the same at every step."""
+        """Return whether two masks are equal at every step; False for None."""
         if other is None or self.inverted != other.inverted or self.lengths is not other.lengths:
             return False
         return (self.steps and self.steps.stacked) is (other.steps and other.steps.stacked)
@@ -72,7 +72,7 @@ def steps_run(frame: Frame) -> Any:
 
 
 def sequences(frame: Frame) -> list[Read]:
-    """Return the tensors that the body reads at the present step."""
+    """Return the sequences of which a loop's body reads the current step."""
     times = [v.before for v in frame.clocks]
     found = []
     for op in frame.ops:
@@ -94,7 +94,10 @@ def sequences(frame: Frame) -> list[Read]:
 
 
 def _indexed(op: Any, frame: Frame, times: Sequence[Any]) -> int | None:
-    """Return the axis along which an operation takes the present step of an invariant, as x[:, t]; otherwise None."""
+    """Return the axis along which an operation selects the current time step, as ``x[:, t]``.
+
+    Returns None for other operations.
+    """
     if op.type not in ("StridedSlice", "GatherV2") or frame.outer.get(op.inputs[0]) is None:
         return None
     begin = same(op.inputs[1], frame.outer)
@@ -118,7 +121,7 @@ def _indexed(op: Any, frame: Frame, times: Sequence[Any]) -> int | None:
 
 
 def _taken(frame: Frame, tensor: Any, axis: int) -> Any:
-    """Return the steps of a tensor that a loop reads one by one, time first."""
+    """Return the sequence (time first) that a loop reads step by step along an axis of ``tensor``."""
     count = steps_run(frame)
     with tensor.graph.as_default():
         taken = tensor[:count] if axis == 0 else tensor[:, :count]
@@ -153,7 +156,7 @@ def _stacked(tensor: Any) -> Any:
 
 
 def mask_of(condition: Any, frame: Frame, reads: Sequence[Read]) -> Mask | None:
-    """Return the mask that a select's condition expresses for the present step; None if it is no mask."""
+    """Return the sequence mask behind the condition of a ``select`` in a loop's body; None if it is no mask."""
     times = [v.before for v in frame.clocks]
     condition = same(condition, frame.outer)
     if condition.op.type in ("GreaterEqual", "Greater", "Less", "LessEqual"):
@@ -225,7 +228,7 @@ def course_of(stacked: Any) -> Course:
 
 
 def before_transpose(op: Any, axis: int) -> int | None:
-    """Return the axis, 0 or 1, that a transposition moves to ``axis``; None if it is a later one."""
+    """Return the input axis, 0 or 1, that a transposition moves to ``axis``; None if it is a later one."""
     order = tensor_util.constant_value(op.inputs[1])
     rank = op.inputs[0].shape.rank
     if order is not None:
@@ -252,7 +255,7 @@ class GraphSettings:
         self.used: dict[Any, tuple[Any, Any]] = {}
 
     def value(self, tensor: Any, outer: Source) -> Any:
-        """Return the present value of a body's tensor that is a setting outside of the loops; None for any other."""
+        """Return the present value of a scalar setting, such as a dropout rate, that a body reads; None for others."""
         outside = same(tensor, outer)
         if outside.shape.rank != 0 or outside.op._get_control_flow_context() is not None:
             return None
@@ -265,7 +268,10 @@ class GraphSettings:
         return self.used[key][1]
 
     def chosen_branch(self, tensor: Any, outer: Source) -> Any:
-        """Return the tensor that a condition passes on at the present value of its switch; None for other tensors."""
+        """Return the branch output that a ``tf.cond`` returns at the present value of its predicate.
+
+        Returns None for other tensors.
+        """
         op = tensor.op
         if op.type == "Merge":
             switch = same(op.inputs[0]).op

@@ -20,10 +20,10 @@ from .while_loops import Variable
 
 
 def split(analysis: LoopAnalysis, *, as_one: bool = False) -> list[Loop]:
-    """Split a while loop into recurrences with boundaries of their own.
+    """Split a while loop into one recurrence per known cell, each with its own inputs, states and output.
 
-    Where that is impossible, a single refused loop with the reason is returned. ``as_one``: treat all cells as a single
-    one, even if each of them is known.
+    Where that is impossible, a single loop with the reason is returned, which cannot be captured. ``as_one``: treat
+    all cells as a single one, even if each of them is known.
     """
     try:
         return _LoopSplitter(analysis).loops(as_one=as_one)
@@ -71,7 +71,7 @@ class _LoopSplitter:
         return found
 
     def _in_turn(self, order: Sequence[Match]) -> bool:
-        """Return whether all steps of each cell can be run before those of the next one, and then the outputs.
+        """Return whether the cells can run one after the other: all steps of one before those of the next.
 
         This is impossible if a cell, or an output, reads the previous state of another cell.
         """
@@ -89,19 +89,22 @@ class _LoopSplitter:
         return reads_no_state([w.value for w in analysis.writes if w.stacked is not None and w.variable.read])
 
     def _beside(self, targets: Sequence[Any], known: Container[int]) -> list[Variable]:
-        """Return the loop variables that are no states and that tensors depend on, up to those that are recorded."""
+        """Return the loop variables, other than states, that ``targets`` depend on.
+
+        The search ends at recorded tensors.
+        """
         paths = self.analysis.paths
         read = [t for t in paths.behind(targets, known) if paths.is_variable(t) and id(t) not in known]
         counts = [v for v in self.analysis.frame.variables if v.before.dtype.is_integer and v.before.shape.rank == 0]
         return [v for v in paths.carried(read) if v not in (*self.analysis.states, *counts)]
 
     def _tapped(self, tensor: Any) -> Any:
-        """Return an identity of a tensor that only the rewritten loops read."""
+        """Return an identity of a tensor that only the rewritten loops read, so that gradients there come from them."""
         with tensor.graph.as_default(), tf.control_dependencies(None):
             return tf.identity(tensor, name=f"rnnlens/{self.analysis.frame.name}/boundary")
 
     def _known(self, tensors: Sequence[Any]) -> dict[int, Any]:
-        """Record tensors over all steps, from recorded tensors and loop variables that are no states.
+        """Compute all steps of ``tensors`` from recorded tensors and from loop variables that are no states.
 
         Returns the last values of these loop variables, by id.
         """
@@ -182,7 +185,7 @@ class _LoopSplitter:
             return self._tapped(start[:, columns[0] : columns[1]])
 
     def _finish(self, ends: Mapping[int, Any]) -> None:
-        """Replace the final values of loop variables, of which all states are recorded, by the last values ``ends``."""
+        """Replace a loop variable's final value by the recorded one in ``ends``, if all states in it are recorded."""
         self.ends |= ends
         owners = self.analysis.owners
         for variable, columns in (owners[i] for i in ends):
@@ -222,7 +225,7 @@ class _LoopSplitter:
     # A cell of unknown equations.
 
     def _native(self, why: str) -> Loop:
-        """Return one loop that treats all states as those of one cell, with the body of the loop as its step."""
+        """Return one loop of a cell of unknown equations, with all states and with the loop's body as its step."""
         analysis, recorder = self.analysis, self.recorder
         after, before = [analysis.new[id(v)] for v in analysis.states], [v.before for v in analysis.states]
         writes = [w for w in analysis.writes if w.stacked is not None and w.variable.read and w.value.dtype.is_floating]
@@ -255,10 +258,10 @@ class _LoopSplitter:
         return loop
 
     def _fed(self, targets: Sequence[Any]) -> list[Any]:
-        """Return the tensors that are new to the step each time: its input. They have to be (sample, feature) numbers.
+        """Return the tensors that are the input of the step: those of the body that are new at each step.
 
-        Raise ``CannotRecordError`` for others, and for random numbers drawn at each step that are not part of the
-        input. An example is dropout of the states.
+        They have to be (sample, feature) numbers. Raise ``CannotRecordError`` for others, and for random
+        numbers drawn at each step that are not part of the input. An example is dropout of the states.
         """
         paths, reads = self.analysis.paths, [read.value for read in self.analysis.reads]
         fed = paths.new_at_each_step(targets)

@@ -59,7 +59,7 @@ class StepGraph:
         return common_scope(self.variables)
 
     def _read(self, tensor: Any) -> Any:
-        """Return the substitute of a tensor outside: a placeholder, or a copy where it depends on variables only."""
+        """Return the substitute of a tensor outside of the loop: a placeholder, or a copy that reads variables."""
         variable = variable_of(tensor, NO_LOOP)
         if variable is not None:
             tensor = self.variables.setdefault(variable.name, tensor)
@@ -154,7 +154,10 @@ class BodyCell(StepCell):
     def produced(
         self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]
     ) -> tuple[Array, ...]:
-        """Pull dL/dy_t and dL/ds_t back to each new state where the step computes it, separately for each row."""
+        """Return the total gradient of each new state, given dL/dy_t and dL/ds_t, separately for each row.
+
+        It includes paths through other results of the same step, as of c_t through h_t.
+        """
         return tuple(map(_flat, self._run(self._step.produced, x, state, output_cotangent, state_cotangent)))
 
     def jacobian(self, x: Array, state: Sequence[Array]) -> tuple[Array, Array]:
@@ -200,6 +203,6 @@ def _flat(rows: Array) -> Array:
 
 
 def _as_images(rows: Array, tensor: Any) -> Array:
-    """Restore the images that a tensor has from rows (n, channel * space)."""
+    """Reshape rows (n, channel * space) to images (n, *space, channel), with the spatial shape of ``tensor``."""
     *space, channels = tensor.shape.as_list()[1:]
     return np.moveaxis(np.reshape(rows, (-1, channels, *space)), 1, -1) if space else rows

@@ -64,7 +64,7 @@ def unrolled(ends: Iterable[Any]) -> list[Loop]:
 
 
 def _conditional(probe: Probe, ops: Sequence[Any], told: set[str], groups: Iterable[Sequence[Step]]) -> list[Loop]:
-    """Return refused loops for steps that a condition can skip, as in ``static_rnn(sequence_length=)``."""
+    """Return a ``Loop`` that cannot be captured for steps that a condition skips: ``static_rnn(sequence_length=)``."""
     names: dict[str, int] = {}
     for steps in groups:
         scope = steps[0].match.scope
@@ -102,7 +102,7 @@ def _may_be_state(tensor: Any) -> bool:
 
 
 def _unread(ops: Iterable[Any]) -> list[Any]:
-    """Return operations that compute outputs of steps and that nothing depends on, such as the last output."""
+    """Return the operations that nothing reads and that compute outputs of steps, such as the last output."""
     known, found = set(ops), list[Any]()
     waiting = list(ops)
     while waiting:
@@ -116,7 +116,7 @@ def _unread(ops: Iterable[Any]) -> list[Any]:
 
 
 def _steps(probe: Probe, ops: Sequence[Any], unread: Sequence[Any]) -> Iterable[Step]:
-    """Yield the steps of which ``ops`` contains a new state; ``unread`` may compute the others."""
+    """Yield the recognised steps that compute one of their new states by ``ops``; ``unread`` may compute the others."""
     read = set(ops)
     for op in (*ops, *unread):
         if op.type in _MAKES_A_STATE and len(op.outputs) == 1:
@@ -200,7 +200,10 @@ def _behind(tensors: Sequence[Any], stop: Container[int] = ()) -> list[Any]:
 
 
 def _start_edges(first: Step, edges: dict[Key, Readers]) -> list[Readers]:
-    """Return the operations that read each initial state; of a tensor that is both, products read the first one."""
+    """Return, for each initial state, the operations (with input numbers) of the first step that read it.
+
+    One tensor may be both initial states of an LSTM; its matrix products then read h, its other operations c.
+    """
     found = [edges[key] for key in first.match.before]
     if len(set(first.match.before)) < len(found):
         products = tuple(edge for edge in found[0] if edge[0].type in ("MatMul", "ConcatV2"))
@@ -209,7 +212,7 @@ def _start_edges(first: Step, edges: dict[Key, Readers]) -> list[Readers]:
 
 
 def _name(scope: str) -> str:
-    """Return the scope around the cell, as the name of the layer."""
+    """Return the layer name of an unrolled cell: the scope around its own scope."""
     return scope.rpartition("/")[0] or scope
 
 

@@ -116,7 +116,7 @@ def _held(pieces: Sequence[WeightPiece]) -> list[str]:
 
 
 def _output(scope: str, operations: set[Any], ends: Sequence[Any]) -> Any:
-    """Return the one floating-point tensor that leaves a scope; None if there are several or none."""
+    """Return the only floating-point tensor of a scope that other scopes read; None if there are several or none."""
     last = {tensor.ref() for tensor in ends}
     leaving = []
     for operation in operations:
@@ -144,7 +144,7 @@ def block(pieces: Sequence[WeightPiece], values: Mapping[str, Array], *, added: 
 
 
 def known_cell(loop: Loop, values: Mapping[str, Array]) -> Cell:
-    """Return the cell of a loop with known equations, with these values of the variables."""
+    """Create the cell of a loop with known equations, with weights taken from the variables' ``values``."""
     arrays = {key: block(pieces, values, added=True) for key, pieces in loop.cell.weights.items()}
     assert loop.cell.cell is not None
     return loop.cell.cell(**arrays, **loop.cell.options)

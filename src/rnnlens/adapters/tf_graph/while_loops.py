@@ -207,7 +207,10 @@ def _new_frame(op: Any) -> Frame:
 
 
 def _bounds(loop: Any, changing: set[int]) -> tuple[Any, ...]:
-    """Return upper bounds of a While's counters; empty if it ends otherwise. ``changing``: inputs that change."""
+    """Return the upper bounds of a While's step counters; empty if it ends otherwise.
+
+    ``changing`` has the numbers of the loop inputs that change.
+    """
     _, given, (goes_on,) = body_graph(loop.graph, loop.get_attr("cond").name, loop.inputs)
     place = {id(tensor): i for i, tensor in enumerate(given)}
     found, waiting = [], [goes_on]
@@ -272,11 +275,11 @@ class Paths:
             self._states |= more
 
     def by_state(self, tensor: Any) -> bool:
-        """Return whether a tensor depends on the states before the step."""
+        """Return whether a tensor of the body depends on the states before the step."""
         return any(id(t) in self._states for t in self.behind([tensor]))
 
     def by_step(self, tensor: Any) -> bool:
-        """Return whether a tensor changes from step to step."""
+        """Return whether a tensor of the body changes from step to step."""
         return any(self.is_variable(t) or _is_random(t.op) for t in self.behind([tensor]))
 
     def is_variable(self, tensor: Any) -> bool:
@@ -308,9 +311,9 @@ class Paths:
         return list(found.values())
 
     def only_read(self, targets: Iterable[Any], reads: Sequence[Any]) -> list[Any]:
-        """Return the step-by-step inputs on which the targets depend, if besides weights they depend on nothing else.
+        """Return the sequences whose current step the targets depend on, if they depend on nothing else but weights.
 
-        Empty if the targets depend on random numbers, the number of the step, or a condition.
+        The result is empty if the targets depend on random numbers, the number of the step, or a condition.
         """
         ids, found = {id(read) for read in reads}, set()
         for tensor in self.behind(targets, stop=ids):
@@ -321,7 +324,10 @@ class Paths:
         return [read for read in reads if id(read) in found]
 
     def chance(self, tensor: Any, reads: Sequence[Any]) -> Any:
-        """Return the random operation behind a tensor; None without one, or if it depends on inputs too."""
+        """Return the random operation that a tensor depends on.
+
+        Returns None if there is none, or if it depends on inputs too.
+        """
         every = self.behind([tensor])
         if any(t is read for t in every for read in reads):
             return None

@@ -37,12 +37,12 @@ class PortTensors:
 
     @property
     def value(self) -> Tensor:
-        """Value of the port, inside the graph."""
+        """Value of the port as a tensor of the autograd graph."""
         return self.gather(self.tensors) if self.start is None else self.start()
 
 
 def boundary_of(run: Recurrence, layer: int, port: Port) -> PortTensors:
-    """Return the tensors at a port of one stacked layer of a recurrence."""
+    """Return the tensors behind a port (input, output, state) of one stacked layer of a recurrence."""
     if port.kind in ("input", "output"):
         return _sequence_boundary(run, layer, port)
     if port.kind == "state":
@@ -65,7 +65,10 @@ def boundary_of(run: Recurrence, layer: int, port: Port) -> PortTensors:
 
 
 def _sequence_boundary(run: Recurrence, layer: int, port: Port) -> PortTensors:
-    """Return the inputs or outputs of a layer over all calls; with a direction, only its units."""
+    """Return the tensors behind the input or output port of a layer, over all calls of the recurrence.
+
+    A port with a direction has the units of that direction only.
+    """
     owner, outputs = run.owner, port.kind == "output"
     tensors = [v.pieces[layer].output if outputs else v.pieces[layer].input for v in run.visits]
 
@@ -97,7 +100,7 @@ def units_of_direction(value: Tensor, directions: int, direction: int) -> Tensor
 
 
 def _layer_state_boundary(run: Recurrence, layer: int, port: Port) -> PortTensors:
-    """Return an initial state of the first call, or a final state of the last call of a fused module."""
+    """Return the tensors behind an initial or final state of a fused module, of its first or last call."""
     visit = run.visits[0 if port.kind == "initial_state" else -1]
     state = (visit.link.fed if port.kind == "initial_state" else visit.state_taps)[port.index]
     assert state is not None
@@ -112,7 +115,10 @@ def _layer_state_boundary(run: Recurrence, layer: int, port: Port) -> PortTensor
 
 
 def _state_boundary(run: Recurrence, index: int) -> PortTensors:
-    """Return the port of a cell's state, (sample, time, unit), with its total gradient; a masked step keeps both."""
+    """Return a cell's state after each step, (sample, time, unit), and where to read its total gradient.
+
+    At a masked step both repeat those of the step before.
+    """
     visits, valid = run.visits, run.valid()
     hidden, slopes = list[Tensor](), list[Tensor]()
     if index == 1 and run.owner.step_cell is None:
@@ -138,7 +144,7 @@ def _state_boundary(run: Recurrence, index: int) -> PortTensors:
 
 
 def _fused_state_boundary(run: Recurrence, layer: int, index: int) -> PortTensors:
-    """Return the port of a state with its total gradient, (sample, time, unit), of a library layer called by step.
+    """Return a state (sample, time, unit) of a library layer that is called step by step, with its total gradient.
 
     The layer returns h_t twice, as output and as state.
     """
@@ -177,7 +183,7 @@ def _within_step(piece: LayerRecord, states: Sequence[Tensor], before: Tensor) -
 
 
 def _final_boundary(run: Recurrence, index: int) -> PortTensors:
-    """Return the port of a cell's state after the last step, (sample, unit), with its direct gradient.
+    """Return a cell's state after the last step, (sample, unit), and where to read its direct gradient.
 
     The first state is the output: its gradient is at the output port, and zero here.
     """
@@ -223,7 +229,7 @@ def carried_states(run: Recurrence, index: int) -> list[Tensor]:
 
 
 def _chosen(real: Tensor, new: Tensor, held: Tensor | None) -> Tensor:
-    """Return rows of ``new`` where a step was real, else of ``held``, or zero if there is no such row."""
+    """Return samples of ``new`` where a step is real, else those of ``held``; zeros if ``held`` is None."""
     count = len(new)
     old = torch.zeros_like(new)
     if held is not None:
@@ -252,7 +258,7 @@ class Assembler:
                     self._holders.setdefault(id(weight), set()).add(tuple(map(id, weights.values())))
 
     def calls(self) -> list[RecurrentCall]:
-        """Return one call per recurrence, stacked layer and direction."""
+        """Return one ``RecurrentCall`` per recurrence, stacked layer and direction."""
         runs = self.recorder.runs
         return [
             self._call(run, layer, name, direction)
@@ -262,7 +268,7 @@ class Assembler:
         ]
 
     def plain(self) -> list[NonRecurrentCall]:
-        """Return one entry per recorded call of a requested layer that is not recurrent."""
+        """Return one ``NonRecurrentCall`` per recorded call of a requested layer that is not recurrent."""
         visits = self.recorder.plain
         found = []
         for visit, number in zip(visits, call_numbers([visit.name for visit in visits]), strict=True):
@@ -341,7 +347,7 @@ class Assembler:
                 call.framework_initial_state_grad = tuple(at("initial_state", i) for i in range(count))
 
     def _gathered(self, boundary: PortTensors) -> Tensor:
-        """Return the gradient at a boundary in the layout of rnnlens."""
+        """Return the gradient of the loss at a port in the layout of rnnlens, (sample, time, ...) or (sample, unit)."""
         assert self.gradient is not None
         return replayable(boundary.gather([_or_zeros(self.gradient(t), t) for t in boundary.tensors]))
 
@@ -395,7 +401,7 @@ def _final_state(run: Recurrence, layer: int, direction: int) -> tuple[Tensor, .
 
 
 def _resets(run: Recurrence) -> Tensor | None:
-    """Return where a step started from a state without a path to the step before, (sample, time); None if nowhere."""
+    """Return where a step's state has no autograd path to the step before, (sample, time) of bool; None if nowhere."""
     rows = [visit.reset for visit in run.visits]
     none = next(torch.zeros_like(one) for one in rows if one is not None)
     found = torch.stack([none if one is None else one for one in rows], 1)

@@ -135,7 +135,7 @@ def _shrinking(
 
 
 def _shorter(x: Any, axes: Mapping[int, int]) -> Any:
-    """Return the inputs with one entry fewer along one axis each, by the number of the input."""
+    """Remove one entry along an axis of each input; ``axes`` maps the position of an input to the axis."""
     numbers = count()
 
     def one(leaf: Any) -> Any:
@@ -184,7 +184,10 @@ def _find_samples(probe: AxisProbe, ports: Sequence[Port]) -> tuple[dict[Port, A
 
 
 def _store_place(found: dict[Port, AxisPlace], coupled: set[Port], port: Port, passing: list[AxisPlace] | None) -> None:
-    """Store the candidate axis of a port if one alone passed; if none of them did, store the port as coupled."""
+    """Store the axis of a port if exactly one candidate passed the test.
+
+    If none passed, mark its samples as coupled.
+    """
     if passing:
         plain = [place for place in passing if place.before == place.after == 1]
         if len(passing) == 1 or passing[0].size == 1 or len(plain) == 1:
@@ -244,7 +247,10 @@ def _find_times(
 def _choose_times(
     probe: AxisProbe, moving: Mapping[Port, Sequence[_MovingAxis]], samples: Mapping[Port, AxisPlace]
 ) -> tuple[dict[Port, AxisPlace], dict[Port, tuple[int, ...]]]:
-    """Choose the one axis of each tensor that follows steps and holds nothing else; the others are unclear."""
+    """Choose the time axis of each tensor: the one that follows steps and contains nothing else.
+
+    List unclear axes by tensor.
+    """
     found: dict[Port, AxisPlace] = {}
     unclear: dict[Port, tuple[int, ...]] = {}
     for port, several in moving.items():
@@ -270,7 +276,7 @@ class _MovingAxis:
 
 
 def _holds_more(probe: AxisProbe, port: Port, moving: _MovingAxis, has_samples: bool) -> bool:
-    """Return whether an axis holds features beside steps: several entries of one step, or entries out of order.
+    """Return whether a time axis also contains features: several entries of one step, or entries out of order.
 
     Where a tensor has another axis for features, entries in order are steps of a finer sequence.
     """
@@ -303,7 +309,10 @@ class _StepSequence:
         return sum(call.steps for call in self.calls)
 
     def placed(self, patterns: Values) -> dict[Port, tuple[AxisPlace, Values]]:
-        """Split patterns (row, step) over the calls; return by input port its time axis and its part."""
+        """Split patterns (row, step) over the calls.
+
+        Return the time axis and the part of the patterns by input port.
+        """
         found, start = {}, 0
         for call in self.calls:
             found[call.input] = AxisPlace(1, 1, call.steps, 1), patterns[:, start : start + call.steps]
@@ -311,7 +320,10 @@ class _StepSequence:
         return found
 
     def support(self, arrived: Mapping[Port, Values]) -> Values | None:
-        """Return at which output steps any gradient is non-zero, (row, step) of bool; None if all are zero."""
+        """Return the output steps at which any gradient is non-zero, (row, step) of bool.
+
+        Returns None if all gradients are zero.
+        """
         rows = next((len(arrived[call.output]) for call in self.calls if call.output in arrived), None)
         if rows is None:
             return None
@@ -333,13 +345,13 @@ def _sequences(calls: Sequence[DirectedCall]) -> list[_StepSequence]:
 
 
 def _patterns(size: int) -> Values:
-    """Return boolean patterns of the binary digits of each index, then of the first half, and of the second half."""
+    """Return test patterns (row, index) of bool: the binary digits of each index, then its first and second half."""
     halves = np.repeat(np.eye(2, dtype=bool), [size // 2, size - size // 2], axis=1)
     return np.concatenate([binary_patterns(size), halves])
 
 
 def _rest(shape: tuple[int, ...], sample: AxisPlace | None) -> list[AxisPlace]:
-    """Return every axis that does not count samples, and the other factor of one with samples folded into it."""
+    """Return all axes that do not count samples, and the remaining factor of an axis with samples folded into it."""
     axes = [AxisPlace(axis, 1, size, 1) for axis, size in enumerate(shape) if size > 1]
     if sample is None:
         return axes
@@ -352,7 +364,10 @@ def _rest(shape: tuple[int, ...], sample: AxisPlace | None) -> list[AxisPlace]:
 def _moving_along(
     supports: Iterable[tuple[AxisPlace, Values | None]], sequence: _StepSequence, *, is_below: bool
 ) -> list[_MovingAxis]:
-    """Return the one axis whose entries go with one step each, else those whose halves reach different steps."""
+    """Return the axes of a tensor that follow the steps of a recurrence: the one that does so step by step.
+
+    If there is no such axis, return those whose first and second half reach different steps, in order.
+    """
     exact, apart = [], []
     for place, support in supports:
         if support is None:
@@ -366,7 +381,7 @@ def _moving_along(
 
 
 def _ordered(first: Values, second: Values) -> bool:
-    """Return whether one boolean array starts and ends no later than the other, and not both are equal."""
+    """Return whether the True entries of one boolean array start and end no later than the other's, but differ."""
     a, b = np.flatnonzero(first), np.flatnonzero(second)
     forward = a[0] <= b[0] and a[-1] <= b[-1]
     backward = a[0] >= b[0] and a[-1] >= b[-1]

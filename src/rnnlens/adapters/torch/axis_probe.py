@@ -47,7 +47,7 @@ class AxisPlace:
         return moved.reshape(len(array), self.before, self.size, self.after, -1)
 
     def support(self, array: Values) -> Values:
-        """Return at which entries of this axis a boolean array has any True, (row, size)."""
+        """Return which entries of this axis contain any True, (row, size), of a boolean array (row, *shape)."""
         found = np.asarray(self.opened(array).any(axis=(1, 3, 4)))
         return found[:, np.argsort(self.order)] if self.order else found
 
@@ -110,7 +110,7 @@ class AxisProbe(TorchPullback):
         return self
 
     def shapes(self, ports: Sequence[Port]) -> dict[Port, Shape]:
-        """Return the shapes of those ports that exist in this model."""
+        """Return the shapes of the tensors behind ``ports``; ports that this model lacks are left out."""
         return {port: tuple(map(int, self.values[port].shape)) for port in ports if port in self.values}
 
     def nonzero_gradients(self, starts: Mapping[Port, tuple[AxisPlace, Values]]) -> dict[Port, Values]:

@@ -73,7 +73,7 @@ def capture_outputs(model: nn.Module, batch: Batch) -> Capture:
 
 
 def run_until_recorded(run: Callable[[PassRules], Recorded]) -> Recorded:
-    """Repeat the forward pass ``run``, each time with the facts that the last pass added, until a pass records all."""
+    """Repeat the forward pass ``run``, with the rules that each failed pass adds, until one pass records everything."""
     rules = PassRules()
     while True:
         try:
@@ -196,13 +196,13 @@ class _OutputHook:
         self.inputs: list[Tensor] = []
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Record the inputs of a call, if boundaries are kept separate (forward pre-hook)."""
+        """Record the inputs of a call, as a forward pre-hook, if gradients at layer inputs are kept separate."""
         self.inputs = []
         is_recorded = self.recorder.separate and not self.recorder.paused
         return on_leaves((args, kwargs), partial(self._tap, self.inputs)) if is_recorded else None
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """Record the outputs of a call (forward hook)."""
+        """Record the outputs of a call, as a forward hook."""
         if self.recorder.paused:
             return None
         visit = OutputRecord(self.path, self.inputs, [])
@@ -211,7 +211,7 @@ class _OutputHook:
         return on_leaves(output, partial(self._tap, visit.outputs))
 
     def _tap(self, points: list[Tensor], value: Any) -> Any:
-        """Add a point of the graph to ``points`` and return a copy of it, which the user's code may change in place."""
+        """Append a graph node of a tensor to ``points``; return a copy that the user's code may change in place."""
         if not isinstance(value, Tensor):
             return value
         refuse_transformed(self.path, [value])
@@ -241,7 +241,7 @@ def _refuse_no_calls(recorder: CallRecorder, asked: RequestedLayers, request: Ca
 
 
 def _read(recorder: CallRecorder, asked: RequestedLayers, loss: Tensor | None, gradient: Any) -> Capture:
-    """Return the recorded calls of requested layers and the notes on them."""
+    """Convert the records of a forward pass to a ``Capture``: calls of the requested layers, and notes."""
     assembler, notes = Assembler(recorder, gradient), recorder.notes
     calls, plain = assembler.calls(), assembler.plain()
     # The gradient of weights that an omitted call shares is the sum over both calls.
@@ -287,7 +287,7 @@ def _notes_on_further_outputs(recorder: CallRecorder) -> list[str]:
 
 
 def _is_cut_above(recorder: CallRecorder, links: Sequence[ChainLink] | None, loss: Tensor | None) -> bool:
-    """Return whether the pass was a chain and its loss depends on the recurrent layers through the last one alone."""
+    """Return whether the pass was a chain whose loss depends on the recurrent layers only through the last one."""
     names = [name for names in node_names(recorder.runs) for name in names]
     if links is None or loss is None or not names or [link.name for link in links if link.kind == "recurrent"] != names:
         return False
@@ -351,7 +351,7 @@ class _ScriptWrapper(nn.Module):  # type: ignore[misc]
 
 
 def _hookable(stack: ExitStack, model: nn.Module, module: nn.Module) -> nn.Module:
-    """Return a module that takes hooks: a TorchScript module is wrapped until the stack closes."""
+    """Return a module to which hooks can be added: a TorchScript module is wrapped until the stack closes."""
     if not isinstance(module, torch.jit.ScriptModule):
         return module
     shell = _ScriptWrapper(module)

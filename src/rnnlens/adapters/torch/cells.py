@@ -115,7 +115,10 @@ class TorchStepCell(StepCell):
     def produced(
         self, x: Tensor, state: Sequence[Tensor], output_cotangent: Tensor, state_cotangent: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        """Return total cotangents of the new states, including their paths to other returned tensors."""
+        """Return the total gradient of each new state, given cotangents of the output and the new states.
+
+        It includes paths through other results of the same step, as of c_t through h_t.
+        """
         with self._as_captured():
             given = [s.detach().requires_grad_() for s in self._shaped(state)]
             returned = self._called(x.detach().to(self.dtype).requires_grad_(), given)
@@ -157,7 +160,10 @@ class TorchStepCell(StepCell):
 
     @contextmanager
     def _as_captured(self) -> Iterator[None]:
-        """Run the block with the cell's training flags of the capture, eagerly and with gradients; restore the cell."""
+        """Run the block with the cell in the training mode of the capture, eagerly and with gradients.
+
+        Restore it on exit.
+        """
         before = [(inner, inner.training) for inner, _ in self.modes]
         try:
             for inner, flag in self.modes:
@@ -180,7 +186,7 @@ def widened(tensor: Tensor) -> Tensor:
 
 
 def _pull(outputs: Sequence[Tensor], sources: Sequence[Tensor], cotangents: Sequence[Tensor]) -> list[Tensor]:
-    """Return one gradient per source, zeros where no path leads."""
+    """Pull cotangents of the outputs back; return one gradient per source, zeros where no path leads."""
     given = [c.to(out.dtype) for out, c in zip(outputs, cotangents, strict=True)]
     # A step function may read tensors that the model computed from its weights; their graph is needed again.
     found = pulled(outputs, sources, given, retain_graph=True)
@@ -263,7 +269,7 @@ class _KernelCalls(TorchFunctionMode):  # type: ignore[misc]
 
 
 def described(module: nn.Module, known: Registration) -> Cell:
-    """Build the cell of a registered module; torch computes the derivatives that the cell does not define."""
+    """Create the rnnlens cell of a module whose class was registered; torch computes derivatives that it lacks."""
     parameters = dict(module.named_parameters())
     device = next((p.device for p in parameters.values()), torch.device("cpu"))
     made = known.make(module, {name: replayable(p).cpu().numpy() for name, p in parameters.items()})

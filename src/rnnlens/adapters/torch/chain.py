@@ -65,7 +65,7 @@ class _ChainTensor:
     layers: int = 0
 
     def with_link(self, link: ChainLink, axes: Sequence[str]) -> _ChainTensor:
-        """Return the tensor after one more link, with other axes."""
+        """Return the next tensor of the chain, after one more operation or layer ``link``, with axis roles ``axes``."""
         return replace(self, links=(*self.links, replace(link, axes=tuple(axes))), axes=tuple(axes))
 
 
@@ -182,7 +182,7 @@ class ChainRecorder:
             self._reached = [_ChainTensor(args[0], _mark(args[0]), self._input_axes, (start,))]
 
     def _follow(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Record what a library module returned (forward hook)."""
+        """Record the output of a library module as the next tensor of the chain (forward hook)."""
         if not self._is_chain or threading.get_ident() != self._thread:
             return
         tapped = None if self.calls is None else self.calls.get(path)
@@ -198,7 +198,10 @@ class ChainRecorder:
             tapped.marks = tuple(map(_mark, tapped.returned))
 
     def _after(self, path: str, module: nn.Module, fed: _ChainTensor, output: Any) -> list[_ChainTensor]:
-        """Return the tensors of the chain that a module returned; empty for a call that links cannot express."""
+        """Return the outputs of a library module as tensors of the chain.
+
+        The result is empty for a call that links cannot express.
+        """
         link, axes = None, fed.axes
         if isinstance(module, _RECURRENT):
             return self._after_recurrent(path, module, fed, output)
@@ -220,7 +223,7 @@ class ChainRecorder:
         return [_ChainTensor(output, _mark(output), axes, after.links, fed.steps)]
 
     def _after_recurrent(self, path: str, module: Any, fed: _ChainTensor, output: Any) -> list[_ChainTensor]:
-        """Return the output of a recurrent module and its final hidden state, one link per stacked layer."""
+        """Return output and final state of a recurrent module as tensors of the chain; one link per stacked layer."""
         if len(fed.axes) != 3 or module.bidirectional or module.proj_size or (module.training and module.dropout):
             return []
         wanted = (SAMPLE, TIME, FEATURE) if module.batch_first else (TIME, SAMPLE, FEATURE)
@@ -238,7 +241,10 @@ class ChainRecorder:
         return [_ChainTensor(whole, _mark(whole), wanted, fed.links, steps), final]
 
     def _found(self, tensor: Any) -> _ChainTensor | None:
-        """Return the tensor as one of the chain, by the graph nodes that lead to it; None if it is not."""
+        """Return ``tensor`` as the next tensor of the recorded chain.
+
+        Returns None if it was not computed from it by simple operations.
+        """
         if type(tensor) is not Tensor or tensor._backward_hooks:
             return None
         for start in self._reached:
@@ -255,13 +261,16 @@ class ChainRecorder:
 
 
 def _mark(tensor: Tensor) -> Hashable:
-    """Return version and sum of a tensor: a write to its values changes one of them, a write to ``.data`` the sum."""
+    """Return version and sum of a tensor, to detect later changes.
+
+    A write to its values changes one of them, a write to ``.data`` the sum.
+    """
     is_transformed = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     return tensor._version, "" if is_transformed else str(tensor.detach().sum().item())
 
 
 def _nodes_between(start: Tensor, end: Tensor) -> list[Any] | None:
-    """Return the graph nodes of the operations from one tensor to another, each of one operand; None if there are none.
+    """Return the autograd nodes on the path from one tensor to another, if each has one operand; else None.
 
     Without gradients a transposition is found by its memory.
     """
@@ -281,7 +290,10 @@ def _nodes_between(start: Tensor, end: Tensor) -> list[Any] | None:
 
 
 def _after_node(reached: _ChainTensor, node: Any) -> _ChainTensor | None:
-    """Return a tensor of the chain after the operation of one graph node; None for any other operation."""
+    """Return the tensor of the chain after one autograd node, such as an indexing.
+
+    Returns None for an unsupported operation.
+    """
     name, axes = node.name(), list(reached.axes)
     if name in _COPIES:
         return reached
@@ -308,7 +320,7 @@ def _after_node(reached: _ChainTensor, node: Any) -> _ChainTensor | None:
 
 
 def _signed(number: int) -> int:
-    """Return a saved index of autograd, which stores negative ones as unsigned 64-bit numbers."""
+    """Convert an index saved by autograd to a signed number: negative ones are stored as unsigned 64-bit numbers."""
     return number - 2**64 if number >= 2**63 else number
 
 
@@ -412,7 +424,7 @@ def _gradients(
 
 
 def _call(call: _LayerTensors, gradients: Mapping[int, Tensor] | None, request: CaptureRequest) -> RecurrentCall:
-    """Return one call of a recurrent module as the protocol has it, samples first."""
+    """Convert the recorded tensors of one call of a recurrent module to a ``RecurrentCall``, samples first."""
     kind, (output, *finals) = _CELLS[type(call.module)], call.returned
 
     def steps(value: Tensor) -> Tensor:

@@ -182,7 +182,7 @@ def _row(name: str, kind: str, cell: str, units: int, **more: Any) -> LayerInfo:
 
 
 def _is_state(name: str) -> bool:
-    """Return whether an argument is named as a state of one step; ``hidden_states`` names those of a whole sequence."""
+    """Return whether an argument's name is that of one step's state; ``hidden_states`` names those of a sequence."""
     return _STATE_PARAMETER.search(name) is not None and not name.endswith("_states")
 
 
@@ -232,7 +232,7 @@ def facts(model: nn.Module) -> ModelFacts:
 
 
 def fingerprint(model: nn.Module) -> Hashable:
-    """Return structure, hooks, flags, attributes, forward code, known loops and scans, without values of weights."""
+    """Return a hashable of a model's structure, hooks, flags, code, known loops and scans, but not of its weights."""
     found: list[Any] = [tuple(ran.get(model, {}).items()) for ran in (LOOPS_RUN, SCANS_RUN)]
     for path, module in model.named_modules(remove_duplicate=False):
         code = getattr(inspect.getattr_static(type(module), "forward", None), "__code__", None)
@@ -294,7 +294,7 @@ class RequestedLayers:
         )
 
     def keeps(self, node: str) -> bool:
-        """Return whether a layer of the result was requested."""
+        """Return whether the layer with this node name was requested for the result."""
         if self.names is None:
             return True
         base = node.split("#")[0]

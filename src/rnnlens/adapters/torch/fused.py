@@ -60,7 +60,10 @@ class FusedCall:
 
     @property
     def is_divisible(self) -> bool:
-        """Whether calls of single steps give the same numbers; not so with dropout between layers (other draws)."""
+        """Whether one call per step computes the same numbers as this call of all steps.
+
+        It does not with dropout between layers, which would draw other masks.
+        """
         drops_out = self.training and self.dropout > 0 and self.layers > 1
         return self.batch_sizes is None and not self.bidirectional and not drops_out
 
@@ -153,7 +156,7 @@ def _step_by_step(recorder: CallRecorder, func: Any, owner: CallOwner, call: Fus
 
 
 def _goes_on(tail: CallRecord | None, given: tuple[Tensor, ...]) -> bool:
-    """Return whether the states of a call were computed from those that the call before returned, or equal them."""
+    """Return whether a call's initial states are, or were computed from, the states that the call before returned."""
     if tail is None:
         return False
     pairs = zip(given, tail.link.kept, strict=True)
@@ -163,7 +166,7 @@ def _goes_on(tail: CallRecord | None, given: tuple[Tensor, ...]) -> bool:
 def _overridden(
     recorder: CallRecorder, owner: CallOwner, call: FusedCall, packing: Packing | None
 ) -> tuple[Tensor, ...]:
-    """Return the initial states of a call, with those that the user gave by layer name substituted."""
+    """Return the initial states of a call, replaced by the user's ``initial_state`` for its layer if there is one."""
     states = [state.clone() for state in call.state]
     directions = 2 if call.bidirectional else 1
     for layer in range(call.layers):
@@ -283,7 +286,7 @@ class CallOwners:
         return self.known[id(module)], order
 
     def _bare(self, cell: type[Cell], activation: str, args: Any, first: Tensor, stacked: bool) -> CallOwner:
-        """Return the owner of a recurrent call whose weights belong to no registered module."""
+        """Return the owner of a call of a recurrent kernel whose weights belong to no registered module."""
         if id(first) not in self.known:
             unnamed = sum(owner.name.startswith("unnamed_") for owner in self.known.values())
             rest = args[4:] if stacked and isinstance(args[3], (list, tuple)) else args[3:]

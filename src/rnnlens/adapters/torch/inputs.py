@@ -19,7 +19,7 @@ from .cells import has_own_forward
 
 
 def home_of(model: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Return device and floating dtype of a model: those of its first floating parameter or buffer."""
+    """Return device and floating dtype of a model's first floating parameter or buffer."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
             return tensor.device, tensor.dtype
@@ -27,14 +27,14 @@ def home_of(model: nn.Module) -> tuple[torch.device, torch.dtype]:
 
 
 def on_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply ``change`` to every array in nested values, of a packed sequence to its data, and return the result."""
+    """Apply ``change`` to every array in nested values, to the data of packed sequences; return the nested results."""
     return typing.map_leaves(
         lambda leaf: leaf._replace(data=change(leaf.data)) if isinstance(leaf, PackedSequence) else change(leaf), value
     )
 
 
 def with_clones(value: Any) -> Any:
-    """Return nested values with copies of all tensors, which stay in the graph."""
+    """Return nested values with copies of all tensors; the copies stay connected in the autograd graph."""
     return on_leaves(value, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
 
 
@@ -97,7 +97,10 @@ def call_model(model: nn.Module, x: Any) -> Any:
 
 
 def with_sources(x: Any) -> tuple[Any, list[Tensor]]:
-    """Return a batch with differentiable floats, and one source per leaf: the tensor that requires a gradient, or 0."""
+    """Make the float tensors of an input differentiable; return it, and for each leaf the tensor to differentiate by.
+
+    That tensor is 0 for a leaf that is not differentiable.
+    """
     sources: list[Tensor] = []
 
     def source(value: Any) -> Any:

@@ -74,7 +74,10 @@ class StateLink:
         return Continuation(tuple(torch.where(k, raw[:count], old[:count]) for k, raw, old in parts), rows, self)
 
     def passed_on(self, new: Tensor, index: int, rowwise: bool) -> Tensor | None:
-        """Return the rows (sample,) in which ``new`` is this call's state unchanged, if the rest has the one before."""
+        """Return the samples (sample,) for which ``new`` is this call's state unchanged.
+
+        All other samples must have kept their state from before the call; else the result is None.
+        """
         old, before, count = self.kept[index], self.given[index], new.shape[0]
         if not new.requires_grad or new.shape[1:] != old.shape[1:] or count > old.shape[0] or new.dtype != old.dtype:
             return None
@@ -96,7 +99,7 @@ class StateLink:
     def _by_gradient(
         self, new: Tensor, index: int, sources: list[Tensor], is_old: Tensor, is_before: Tensor
     ) -> Tensor | None:
-        """Return the samples whose random cotangent of ``new`` reaches the state of this call unchanged, by autograd.
+        """Return the samples (sample,) whose state ``new`` is this call's state unchanged, as a random cotangent shows.
 
         The result is None if the cotangent of another sample reaches none of the sources.
         """
@@ -113,7 +116,10 @@ class StateLink:
         return passed if bool((passed | kept).all()) else None
 
     def _to_output(self, new: Tensor, index: int, probe: Tensor) -> Tensor | float:
-        """Return the cotangent that comes back to the last step of the output of one layer; NaN where steps mix."""
+        """Pull ``probe`` at the state ``new`` back to the last step of the layer's output.
+
+        Returns NaN if earlier steps receive it.
+        """
         if index or self.output is None or len(self.kept[0]) > 1:
             return 0.0
         (steps,) = torch.autograd.grad(new, [self.output], probe, retain_graph=True, allow_unused=True)
@@ -137,7 +143,7 @@ class Continuation:
 
     @property
     def origin(self) -> Tensor | None:
-        """Index of each sample's state in the recurrence's history, (sample,); None if all have the last one."""
+        """Number of the step whose state each sample continues from, (sample,); None if it is the last step for all."""
         if self.rows is None:
             return None
         device = self.rows.device
@@ -145,7 +151,10 @@ class Continuation:
 
 
 def upstream(nodes: Iterable[Any], done: set[Any]) -> Iterator[Any]:
-    """Yield graph nodes and all nodes behind them, each once; those in ``done`` are left out, and new ones added."""
+    """Yield autograd nodes and all nodes that they depend on, each once.
+
+    Nodes in ``done`` are left out, new ones added.
+    """
     waiting = list(nodes)
     while waiting:
         node = waiting.pop()
@@ -156,7 +165,7 @@ def upstream(nodes: Iterable[Any], done: set[Any]) -> Iterator[Any]:
 
 
 def follows(given: States, link: StateLink, seen: set[Any] | None = None) -> bool:
-    """Return whether states depend on states or outputs that a call returned, by nodes of the autograd graph.
+    """Return whether states depend on states or outputs of an earlier call, by nodes of the autograd graph.
 
     ``seen`` is the set of nodes that were searched without success; it is extended.
     """

@@ -116,7 +116,7 @@ class EnteredCall:
         self.before: Continuation | None = None
 
     def arguments(self) -> Arguments:
-        """Return a function from other tensors to the arguments of the same call; it refers to no tensor."""
+        """Return a function that puts other tensors in place of a call's input and states; it refers to no tensor."""
         constants, inputs, places, spec = self._constants, self._inputs, self._places, self._spec
 
         def again(x: Tensor, state: Sequence[Tensor]) -> Any:
@@ -142,7 +142,7 @@ class CellHook:
         self.entered: EnteredCall | None = None
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Replace the state that the user passes on by the tensor inside the recurrence (forward pre-hook)."""
+        """Replace the states passed to a cell by the recorded tensors that it continues from (forward pre-hook)."""
         self.entered = None
         if not self.active or self.recorder.paused:
             return None
@@ -190,10 +190,10 @@ class CellHook:
         return pytree.tree_unflatten([copies.get(id(leaf), leaf) for leaf in flat], spec)
 
     def _started_from_zero(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> EnteredCall:
-        """Return a call that was given no state as one given zeros, if another call with them returns the same.
+        """Describe a call without a state as one with zero states, if calling the cell with zeros returns the same.
 
-        The state stands in place of the first None, or after the input. A returned pair may be (output, state) or a
-        state of two tensors.
+        The state stands in place of the first None, or after the input. A returned pair may be (output, state)
+        or a state of two tensors.
         """
         guesses = [output[1], output] if isinstance(output, tuple) and len(output) == 2 else [output]
         flat, spec = pytree.tree_flatten((args, kwargs))
@@ -210,7 +210,7 @@ class CellHook:
         raise _NotACellError("its first state is not zero and is created inside; pass the first state to it")
 
     def _returns(self, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether another call of the cell returns ``output``."""
+        """Call the cell once more with these arguments; return whether it returns ``output``."""
         self.recorder.paused = True
         try:
             with torch.no_grad():

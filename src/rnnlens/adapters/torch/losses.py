@@ -92,7 +92,7 @@ def reaches(loss: Tensor, ends: Iterable[Tensor], *, without: Iterable[Tensor]) 
 
 
 def resolved(loss: Any) -> Callable[..., Any]:
-    """Return the callable of a loss: itself, or the function of that name in ``torch.nn.functional``."""
+    """Return a loss as a callable: itself, or the function of that name in ``torch.nn.functional``."""
     if not isinstance(loss, str):
         if not callable(loss):
             raise InputError("The loss is not callable.", got=repr(loss), expected="loss(output, target)")
@@ -151,7 +151,7 @@ def _refuse_larger(output: tuple[int, ...], target: tuple[int, ...]) -> None:
 
 
 def weighted(loss: Any, outputs: Any, target: Any, batch: Batch, model: nn.Module) -> Tensor:
-    """Return sum(weight * value) / divisor, with the divisor of the loss itself: 1 for a sum, the count for a mean."""
+    """Return sum(weight * value) / divisor of a weighted loss, with the divisor 1 for a sum, the count for a mean."""
     values, whole = _values(loss, outputs, target), loss(outputs, target)
     weight = values.new_ones(())
     if batch.sample_weight is not None:
@@ -203,7 +203,7 @@ def option(loss: Any, name: str, default: Any = None) -> Any:
 
 
 def _values(loss: Any, outputs: Any, target: Any) -> Tensor:
-    """Return the loss before its reduction; raise ``UnsupportedError`` if it has no such form."""
+    """Return the unreduced values of a loss; raise ``UnsupportedError`` if it cannot be evaluated without reduction."""
     values = None
     if reduction(loss) not in (None, "none") and isinstance(loss, nn.Module):
         single = copy.copy(loss)
@@ -241,7 +241,7 @@ def _divisor(loss: Any, values: Tensor, outputs: Any, target: Any) -> Tensor | f
 
 
 def _beside(weight: Tensor, values: Tensor, name: str) -> Tensor:
-    """Reshape weights to broadcast over the values of a loss: one per sample, or one per sample and step."""
+    """Reshape sample weights, one per sample or per sample and step, to broadcast over the values of a loss."""
     if weight.dim() > 1 and weight.dim() == values.dim() + 1 and weight.shape[-1] == 1:
         weight = weight.squeeze(-1)
     fits = weight.dim() <= values.dim() and all(
@@ -290,7 +290,10 @@ def combination(model: nn.Module, batch: Batch) -> str | None:
 
 
 def mixes_samples(model: nn.Module, training: bool) -> str | None:
-    """Return the name of a layer that uses batch statistics, or ``"?"``: the user's own forward may do it."""
+    """Return the name of a layer that uses batch statistics; ``"?"`` if the user's own forward may mix samples.
+
+    Returns None otherwise.
+    """
     for name, module in named_modules(unwrapped(model)):
         in_use = training or not getattr(module, "track_running_stats", True)
         if isinstance(module, _BatchNorm) and in_use:

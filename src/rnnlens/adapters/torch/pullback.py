@@ -67,7 +67,7 @@ class TorchPullback:
         self.keep(boundaries)
 
     def keep(self, boundaries: PortTable) -> None:
-        """Store the tensors and values of the requested ports."""
+        """Store the tensors behind the requested ports, and their values."""
         self._boundaries: dict[Port, PortTensors] = {port: boundaries.find(port) for port in (*self.of, *self.wrt)}
         with torch.enable_grad():
             self._starts = {port: self._boundaries[port].value for port in self.of}
@@ -234,7 +234,7 @@ class PortTable:
         return PortTensors([found])
 
     def _weight_of_call(self, port: Port, slot: str) -> PortTensors | None:
-        """Return the weight of a kernel that ran; None if the layer has none such."""
+        """Return the weight tensor that a recurrent kernel ran with; None if the layer has no weight of this name."""
         which = int("backward" in (port.key.rpartition("/")[0], port.direction))
         for node, (run, layer) in self.nodes.items():
             if node.partition("#")[0] == str(port.layer).partition("#")[0] and run.owner.step_cell is None:
@@ -256,10 +256,10 @@ def _from_torch_summed(cell: type[Cell], slot: str, parts: Sequence[Tensor]) -> 
 
 
 def stand_ins(modules: Sequence[tuple[str, nn.Module]], ports: Sequence[Port]) -> dict[tuple[str, str], Tensor]:
-    """Return a differentiable tensor for each weight port of a layer that is not recurrent.
+    """Return, by module and weight name, a differentiable tensor for each weight port of a non-recurrent layer.
 
-    A trainable parameter is returned as it is. A frozen one is replaced by a trainable leaf in every module that has
-    it; the caller must restore the parameter.
+    A trainable parameter is returned as it is. A frozen one is replaced by a trainable leaf in every module that
+    has it; the caller must restore the parameter.
     """
     table = dict(modules)
     found: dict[tuple[str, str], Tensor] = {}
@@ -285,7 +285,10 @@ def stand_ins(modules: Sequence[tuple[str, nn.Module]], ports: Sequence[Port]) -
 
 
 def _source(value: Any) -> Any:
-    """Return a leaf that requires a gradient for a float or complex tensor; any other value unchanged."""
+    """Return a leaf that requires a gradient, with the value of a float or complex tensor.
+
+    Any other value unchanged.
+    """
     if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
         return value.detach().requires_grad_()
     return value

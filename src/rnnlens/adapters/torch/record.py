@@ -97,7 +97,10 @@ class StateTrail:
         self._depth = {id(state): 0 for state in self.states}
 
     def see(self, args: Any, result: Any) -> None:
-        """Record an operation on a tracked tensor; one without result has written its first argument in place."""
+        """Record an operation if one of its arguments is a tracked tensor.
+
+        An operation without a result has written its first argument in place.
+        """
         depths = [self._depth[id(leaf)] for leaf in _tensors(args) if id(leaf) in self._depth]
         if not depths or min(depths) >= self.LENGTH:
             return
@@ -108,7 +111,7 @@ class StateTrail:
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    """Return the tensors among values, and in tuples and lists among them."""
+    """Return the tensors among ``values``, and those inside tuples and lists among them."""
     flat = [item for value in values for item in (value if isinstance(value, (tuple, list)) else (value,))]
     return [item for item in flat if isinstance(item, Tensor)]
 
@@ -238,7 +241,7 @@ class CallRecorder:
         self.substitutes: dict[int, tuple[Tensor, Tensor]] = {}
 
     def tail(self, owner: CallOwner) -> CallRecord | None:
-        """Return the last call of ``owner``, which the next one may continue; None before the first."""
+        """Return the last recorded call of ``owner``; None before the first."""
         run = self._tails.get(owner.key)
         return None if run is None else run.visits[-1]
 
@@ -300,7 +303,10 @@ class CallRecorder:
         return handed
 
     def given_state(self, name: str, own: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the user's initial states for a layer, like ``own``; raise ``InputError`` if they do not fit."""
+        """Return the user's initial states for a layer, shaped as its own states ``own``.
+
+        Raise ``InputError`` otherwise.
+        """
         self.begun.add(name)
         given = [torch.as_tensor(as_numpy(state)) for state in self.initial_state[name]]
         fit = [state.dim() == 2 and state.shape[1:] == o.shape[1:] for state, o in zip(given, own, strict=False)]
@@ -322,15 +328,18 @@ class CallRecorder:
                 raise LayerNotFoundError(what, hint=hint)
 
     def fed(self, tensor: Tensor) -> Tensor:
-        """Return the input tensor for a layer: a copy if boundaries are kept separate, else ``tensor`` itself."""
+        """Return the tensor to pass to a layer: a copy if gradients at layer inputs are kept separate, else itself."""
         return differentiable(tensor).clone() if self.separate and tensor.is_floating_point() else tensor
 
     def started(self, states: Sequence[Tensor], before: Continuation | None) -> tuple[Tensor, ...]:
-        """Return the states on which a call computes: those of the call before, or copies, which nobody overwrites."""
+        """Return the states from which a call starts: those of the call it continues, or else copies of ``states``."""
         return tuple(differentiable(state).clone() for state in states) if before is None else before.fed
 
     def handed(self, owner: CallOwner, tensor: Tensor) -> Tensor:
-        """Return an output tensor of a layer as a point to read gradients from above; a new leaf if it is cut."""
+        """Return the output tensor that later layers read and that records the direct gradient.
+
+        A new leaf if it is cut.
+        """
         is_cut = owner.name in self.cut or ALL in self.cut
         return tensor.detach().requires_grad_() if is_cut else differentiable(tensor)
 
@@ -354,7 +363,7 @@ class CallRecorder:
 
 
 def call_site() -> Hashable:
-    """Return the lines of the user's code that led to the running call of a layer, innermost first."""
+    """Return the lines of the user's code on the call stack of the running layer, innermost first."""
     lines, frame = [], sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "call_model":
         if not frame.f_code.co_filename.startswith(_LIBRARIES):
@@ -398,7 +407,7 @@ def refuse_hooked(recorder: CallRecorder) -> None:
 
 
 def call_numbers(owners: Sequence[Hashable]) -> list[str]:
-    """Return ``#0``, ``#1``, ... for the calls of an owner that occurs several times, and "" for that of any other."""
+    """Return the suffix of each call's name: ``#0``, ``#1``, ... for owners with several calls, else ""."""
     count, seen, numbers = Counter(owners), Counter[Hashable](), []
     for owner in owners:
         numbers.append(f"#{seen[owner]}" if count[owner] > 1 else "")
@@ -417,7 +426,10 @@ def node_names(runs: Sequence[Recurrence]) -> list[list[str]]:
 
 
 def broken_recurrences(lengths: Mapping[str, Sequence[int]]) -> list[str]:
-    """Return notes on the cells whose calls are several recurrences, of these lengths in steps."""
+    """Return a note on each cell whose calls form several recurrences.
+
+    ``lengths`` are their numbers of steps by cell.
+    """
     return [
         f"{name}: the state was not passed on unchanged from call to call; its {sum(steps)} calls are "
         f"{len(steps)} recurrences of {min(steps)} to {max(steps)} steps."

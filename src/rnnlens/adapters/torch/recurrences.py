@@ -49,7 +49,7 @@ def join_changed_states(recorder: CallRecorder) -> None:
 
 
 def _changed_chains(runs: Sequence[Recurrence]) -> list[list[Recurrence]]:
-    """Return recurrences in lists of those that continue each other with a changed state."""
+    """Group recurrences into lists in which each continues the one before with a state that the user's code changed."""
     returned: dict[int, set[Any]] = {}
     for run in runs:
         if run.owner.step_cell is None or len(run.visits) > 1:
@@ -86,7 +86,7 @@ def _continues_changed(before: CallRecord, call: CallRecord, seen: set[Any]) -> 
 
 
 def mark_endings(recorder: CallRecorder) -> None:
-    """Mark the samples that a mask kept at their earlier state at the last step of a recurrence."""
+    """Mark the samples that a mask kept at their earlier state in the last step of each recurrence."""
     for run in recorder.runs:
         visit = run.visits[-1]
         if visit.trail is not None and run.owner.key not in recorder.rules.never_by_row and _is_masking(run):
@@ -98,16 +98,16 @@ def mark_endings(recorder: CallRecorder) -> None:
 
 
 def _is_masking(run: Recurrence) -> bool:
-    """Return whether the user's loop makes a new tensor of every state before passing it on."""
+    """Return whether the user's loop computes a new tensor from every state before the next step, as a mask does."""
     links = [visit.link for visit in run.visits]
     pairs = [pair for a, b in pairwise(links) for pair in zip(b.given, a.handed, strict=True)]
     return len(links) > 1 and not run.visits[-1].changed and all(given is not handed for given, handed in pairs)
 
 
 def _moved_on(visit: CallRecord, trail: StateTrail, index: int) -> Iterator[Tensor]:
-    """Yield the rows (sample,) that moved on at the last step, one result per tensor that fits.
+    """Yield the rows (sample,) whose state changed at the last step, as each masking by the user's code selects them.
 
-    A tensor fits if it was made of the last state and keeps some samples at the previous state.
+    A tensor is such a masking if it was computed from the last state and keeps some samples at the previous state.
     """
     count = len(visit.link.handed[index])
     for tensor in trail.made:
@@ -144,13 +144,13 @@ def _fed(run: Recurrence) -> list[Tensor]:
 
 
 def _returned(run: Recurrence) -> set[Any]:
-    """Return the graph nodes of all tensors that the user's code got from a recurrence."""
+    """Return the autograd nodes of all tensors that a recurrence returned to the user's code."""
     taps = [tap for visit in run.visits for tap in visit.state_taps if tap is not None]
     return {_key(tensor) for tensor in [*taps, *(visit.pieces[-1].output for visit in run.visits)]}
 
 
 def _key(tensor: Tensor) -> Any:
-    """Return the graph node that made a tensor; for a leaf the identity of the tensor."""
+    """Return the autograd node that computed a tensor; for a leaf its identity."""
     return id(tensor) if tensor.grad_fn is None else tensor.grad_fn
 
 
@@ -162,7 +162,7 @@ def _upstream(tensors: Sequence[Tensor]) -> set[Any]:
 
 
 def check_joints(recorder: CallRecorder, targets: Sequence[Tensor]) -> None:
-    """Raise ``RunAgainError`` if a target or a recurrence reads a state that a masked one was recorded to drop.
+    """Raise ``RunAgainError`` if a loss or recurrence reads a state that a mask was assumed to discard.
 
     The recurrence's owner was added to ``never_by_row`` of the recorder's rules.
     """
@@ -198,7 +198,7 @@ def _taps_by_step(run: Recurrence) -> list[tuple[int, Tensor]]:
 
 
 def own_cells_only(recorder: CallRecorder, *, training: bool) -> None:
-    """Select, among nested recurrences, declared cells and the innermost ones that passed a state on at least once."""
+    """Keep, among nested recurrences, those of declared cells, and the innermost ones that passed a state on."""
     custom = [run for run in recorder.runs if run.owner.step_cell is not None]
     joined = {run.owner.name for run in custom if len(run.visits) > 1}
     cells = {name for name in joined if not any(other.startswith(f"{name}.") for other in joined)}
@@ -216,7 +216,7 @@ def own_cells_only(recorder: CallRecorder, *, training: bool) -> None:
 
 
 def _refuse_chance(name: str, cell: nn.Module) -> None:
-    """Raise ``UnsupportedError`` for a cell with active dropout or batch statistics: run again, it computes others."""
+    """Raise ``UnsupportedError`` for a cell with active dropout or batch statistics: another run gives other values."""
     for path, inner in cell.named_modules():
         dropout = isinstance(inner, nn.modules.dropout._DropoutNd) and inner.p > 0
         if inner.training and (dropout or isinstance(inner, nn.modules.batchnorm._BatchNorm)):

@@ -151,7 +151,7 @@ def _within(module: Any, layer: int, direction: str | None, key: str) -> tuple[A
 
 
 def _pulled(starts: Sequence[tuple[Any, Any]], sources: Sequence[Tensor]) -> list[Array | None]:
-    """Return the gradient at each source, from pairs of a tensor and its cotangent; None without a path."""
+    """Pull cotangents back to the sources, given pairs (tensor, cotangent); None where no path leads."""
     pairs = [(start, c) for start, c in starts if start is not None and start.requires_grad]
     wanted = [s for s in sources if s.requires_grad]
     if not pairs or not wanted:
@@ -190,7 +190,7 @@ def reference_between(
 
 @contextmanager
 def _returned_values(modules: dict[str, nn.Module], ends: Sequence[EndPort]) -> Iterator[dict[str, list[Any]]]:
-    """Record within the block the values that the modules at the ends return, one for each call.
+    """Record within the block what the modules at the ends of a Jacobian return, one value for each call.
 
     The model gets copies, so that operations in place do not change the recorded tensors.
     """
@@ -223,7 +223,10 @@ def _returned_values(modules: dict[str, nn.Module], ends: Sequence[EndPort]) -> 
 
 
 def _path(end: EndPort) -> str:
-    """Return the path of the module that returns an end; "" for an input or output of the model."""
+    """Return the path of the module that returns the tensor of an end; "" for an input or output of the model.
+
+    An end is the output or the input side of a time Jacobian.
+    """
     return "" if end.port.layer is None else end.port.layer.partition("#")[0].partition("[")[0]
 
 
@@ -234,7 +237,7 @@ def _tensors_at(
     sources: Sequence[Tensor],
     outputs: Sequence[Tensor],
 ) -> PortTensors:
-    """Return the tensors at an end; raise ``CertificateError`` where no tensor of the user's modules is that end."""
+    """Return the tensors at one end of a Jacobian; raise ``CertificateError`` if no module returns them."""
     port, path = end.port, _path(end)
     if not path:
         return PortTensors([(sources if port.kind == "input" else outputs)[port.index]])
@@ -252,7 +255,10 @@ def _tensors_at(
 
 
 def _of_cell(end: EndPort, calls: Sequence[Any]) -> PortTensors:
-    """Return the tensors that a cell returned, (sample, time, unit) or the last one: its states stand last."""
+    """Find one end of a Jacobian among the tensors that a cell returned: output, then states, at each call.
+
+    The end is (sample, time, unit) over all calls, or (sample, unit) for a final state.
+    """
     every = [leaves(call) for call in calls]
     if end.port.kind == "output" and end.is_lower:
         raise CertificateError("the state of a cell is also its output")  # torch has one tensor for both
@@ -271,7 +277,7 @@ def _of_cell(end: EndPort, calls: Sequence[Any]) -> PortTensors:
 
 
 def _of_library_layer(end: EndPort, module: nn.RNNBase, calls: Sequence[Any]) -> PortTensors:
-    """Return the output of nn.RNN, nn.LSTM or nn.GRU, or a state where that is a tensor that the module returned."""
+    """Find one end of a Jacobian among the tensors that nn.RNN, nn.LSTM or nn.GRU returned: output or state."""
     layer = str(end.port.layer).partition("[")[2].partition("]")[0]
     is_top = int(layer or module.num_layers - 1) == module.num_layers - 1
     if has_own_forward(module) or not all(isinstance(call[0], Tensor) and call[0].dim() == 3 for call in calls):

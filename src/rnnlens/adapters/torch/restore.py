@@ -65,7 +65,7 @@ def differentiable_weights(model: torch.nn.Module, wanted: bool = True) -> Itera
 
 
 def eagerly() -> AbstractContextManager[Any]:
-    """Run compiled code as plain Python within the block. Where nothing was compiled, no compiler is loaded."""
+    """Run compiled code as plain Python within the block; the compiler is not loaded if nothing was compiled."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
@@ -99,7 +99,7 @@ def _without_checkpoints() -> Iterator[None]:
 
 
 def _restore_random_states(stack: ExitStack, model: torch.nn.Module) -> None:
-    """Let a stack restore the global random states, and those of generators that modules hold."""
+    """Restore the global random states, and those of generators that modules contain, when ``stack`` closes."""
     stack.callback(random.setstate, random.getstate())
     stack.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002
     for value in [value for module in model.modules() for value in vars(module).values()]:
@@ -156,7 +156,7 @@ def restored_attributes(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _put_back(container: Any, content: Any) -> None:
-    """Restore the content of ``container`` in place, changing only the items that differ."""
+    """Restore a list, dict or set in place to its earlier ``content``; only items that differ are written."""
     if isinstance(container, (list, deque)):
         if len(container) != len(content) or any(a is not b for a, b in zip(container, content, strict=True)):
             container.clear()

@@ -297,7 +297,7 @@ LAYERS = {
 
 
 def families() -> list[Family]:
-    """Return all families."""
+    """Return all families of whole-sequence layers."""
     return [family for table in (FUNCTIONS, METHODS, PARTS, LAYERS) for family in table.values()]
 
 
@@ -343,7 +343,7 @@ def scan_of(kind: type[nn.Module]) -> tuple[Any, str, Family] | None:
 
 
 def _called(kind: type) -> set[str]:
-    """Return the global names that the methods of a class use."""
+    """Return the global names that the methods of a class refer to."""
     found: set[str] = set()
     for method in vars(kind).values():
         code = getattr(inspect.unwrap(method), "__code__", None) if inspect.isfunction(method) else None

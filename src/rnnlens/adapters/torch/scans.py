@@ -51,7 +51,7 @@ class _Scan(torch.autograd.Function):  # type: ignore[misc]
 
 
 def _assembled(cell: SequenceCell, parts: Sequence[Tensor]) -> SequenceCell:
-    """Return the cell with other coefficient arrays, in the order of ``SequenceCell.parts``."""
+    """Return the cell with its coefficient arrays replaced by ``parts``, in the order of ``SequenceCell.parts``."""
     rest = iter(parts)
     return cell.with_parts(lambda _: next(rest))
 
@@ -91,13 +91,13 @@ class ScanRecorder:
         del self.inside[-1:]
 
     def hold(self, tensor: Tensor) -> Tensor:
-        """Return a coefficient, without gradient if coefficients are held constant."""
+        """Return a coefficient of a scan, detached if coefficients are held constant (frozen map)."""
         return tensor.detach() if self.held else tensor
 
     def _run(
         self, path: str, cell: SequenceCell, tensors: Sequence[Any], gate: Tensor | None = None, *, is_wanted: bool
     ) -> tuple[Tensor, Tensor, SequenceCall | None]:
-        """Run the scan of a layer; return its outputs, its last state, and the record if it is wanted."""
+        """Run the scan of a layer; return its outputs, its last state and, if ``is_wanted``, its record."""
         y, last = scan(cell)
         self.ran[path] = (cell.shape[0], cell.steps)
         self.sweep_size = max(self.sweep_size, cell.sweep_size)
@@ -130,7 +130,7 @@ class ScanRecorder:
         return states.to(b.dtype)
 
     def around(self, original: Callable[..., Any], family: Family) -> Callable[..., Any]:
-        """Return the replacement of a scan function."""
+        """Return a replacement of a model's scan function that records the scan and returns the same outputs."""
 
         def replaced(*args: Any, **kwargs: Any) -> Any:
             reading = read_call(original, family, self.hold, args, kwargs)
@@ -148,7 +148,7 @@ class ScanRecorder:
 
 
 def _unhooked(value: Any) -> Any:
-    """Return an object with a module's attributes, whose submodules are called without their hooks."""
+    """Return a substitute for a module, with its attributes, that calls submodules without their hooks."""
     if not isinstance(value, nn.Module):
         return value
     names = {*vars(value), *value._buffers, *value._parameters, *dir(type(value))} - set(dir(nn.Module))
@@ -159,7 +159,7 @@ def _unhooked(value: Any) -> Any:
 
 
 def _mismatch(replaced: Any, original: Any) -> float:
-    """Return the largest difference of the outputs relative to the largest output."""
+    """Return the largest difference of a replaced scan's outputs from the original's, relative to the largest."""
     result, reference = (value[0] if isinstance(value, tuple) else value for value in (replaced, original))
     largest = float(reference.abs().max()) if reference.numel() else 0.0
     return float((result.detach() - reference).abs().max()) / largest if largest else 0.0

@@ -68,16 +68,16 @@ class TrainingCall:
 
     @property
     def is_loop(self) -> bool:
-        """Whether the calls are those of a cell."""
+        """Whether the record is that of a cell called step by step, not of a fused module."""
         return isinstance(self.module, nn.RNNCellBase)
 
     @property
     def returned(self) -> list[Tensor]:
-        """Tensors that the only call returned; of a finished loop its states (sample, time, unit)."""
+        """Tensors that a fused module returned; for a finished loop over a cell its states (sample, time, unit)."""
         return self.steps[0]
 
     def finished(self) -> TrainingCall:
-        """Return a loop as one call, with direct gradients; any other call itself."""
+        """Join the steps of a loop over a cell to one call with direct gradients; return any other call unchanged."""
         if not self.is_loop:
             return self
         states, grads = [], {}
@@ -154,7 +154,7 @@ def record_inner_gradients(
 
 
 def joined(calls: Sequence[TrainingCall]) -> tuple[list[TrainingCall], list[str]]:
-    """Return all calls, with finished loops as one call each, and notes.
+    """Join the steps of finished loops; return all calls, and notes.
 
     Cells whose state is changed at every step, or is also their input, are left out.
     """
@@ -202,7 +202,7 @@ def direct_calls(calls: Sequence[TrainingCall], scale: float) -> list[RecurrentC
 
 
 def _recurrence(call: TrainingCall) -> Recurrence:
-    """Return a call, or its uppermost stacked layer, as a recurrence recorded in a forward pass is."""
+    """Convert a training call, or its uppermost stacked layer, to a ``Recurrence`` as forward passes record them."""
     known = class_of(call.module)
     assert known is not None
     stacked = isinstance(call.module, nn.RNNBase)
@@ -288,7 +288,10 @@ class CallReplay(nn.Module):  # type: ignore[misc]
         return returned
 
     def loss(self, returned: list[list[Tensor]]) -> Tensor:
-        """Return the inner product of returned tensors with recorded gradients; its gradients are the step's."""
+        """Return the inner product of the replayed tensors with their recorded gradients.
+
+        Its gradients with respect to the weights equal those of the training step.
+        """
         total = None
         for call, tensors in zip(self._calls, returned, strict=True):
             self._compare(call, tensors)
@@ -313,7 +316,7 @@ class CallReplay(nn.Module):  # type: ignore[misc]
                 )
 
     def _put(self, call: TrainingCall) -> None:
-        """Add a new module with the weights of the step, under its path in the user's model."""
+        """Add a new module with the weights before the step to this model, under its path in the user's model."""
         holder: nn.Module = self
         *above, last = call.path.split(".")
         for name in above:
@@ -334,7 +337,7 @@ def _looped(cell: Any, inputs: Tensor, initial: tuple[Tensor, ...]) -> list[Tens
 
 
 def _fresh(call: TrainingCall) -> nn.Module:
-    """Return a module like that of a call, with the weights of the step and without hooks or a forward of its own."""
+    """Create a module like that of a call, with the recorded weights, without hooks and without a user's forward."""
     user: Any = call.module
     kinds = (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
     kind = next(kind for kind in kinds if isinstance(user, kind))
@@ -352,7 +355,7 @@ def _fresh(call: TrainingCall) -> nn.Module:
 
 
 def _deviation(again: Tensor, before: Tensor) -> float:
-    """Return the largest difference relative to the largest number; NaN where only one value is finite."""
+    """Return the largest difference of replayed values, relative to the largest one; NaN where only one is finite."""
     alike = (again == before) | (again.isnan() & before.isnan())  # equal infinities and NaNs count as equal
     far = float(torch.where(alike, 0.0, (again - before).abs()).max())
     largest = float(torch.where(before.isfinite(), before.abs(), 0.0).max())

@@ -72,7 +72,7 @@ class WeightSlot:
 
     @property
     def key(self) -> str:
-        """Name of the weight in rnnlens, such as ``kernel``."""
+        """Name of the weight within its layer in results, such as ``kernel``."""
         return NAMES[self.slot]
 
 
@@ -163,7 +163,7 @@ class WeightGradientCapture:
         self.reached.clear()
 
     def is_fresh(self, module: nn.Module) -> bool:
-        """Return whether no gradient of a module is accumulated: all are None, or the smallest is all zeros."""
+        """Return whether a module has no accumulated gradient: each ``.grad`` is None, or the smallest is all zeros."""
         mine = (p for p in module.parameters() if id(p) in self.parameters)
         grads = [p.grad for p in mine if p.grad is not None]
         return not grads or not bool(min(grads, key=Tensor.numel).any())
@@ -174,7 +174,10 @@ class WeightGradientCapture:
             self._accumulated, self._norms = self._held(), self._whole()
 
     def read(self, scale: float, applied_scale: float = 1.0) -> WeightGradients:
-        """Return the gradients; ``applied_scale`` is left of the loss scale when the optimizer gets its gradients."""
+        """Return the gradients of the step, divided by the loss scale.
+
+        ``applied_scale`` is the part of the loss scale that the optimizer's gradients still have.
+        """
         return WeightGradients(
             self._by_slot(self.own, scale),
             self._by_slot(self._accumulated, scale),
@@ -272,7 +275,7 @@ class TrainingCapture:
 
     @property
     def on(self) -> bool:
-        """Whether to record at all; if False, every hook returns at once."""
+        """Whether calls and gradients are recorded; if False, every hook returns at once."""
         return self.weights.on
 
     @on.setter
@@ -384,7 +387,7 @@ class TrainingCapture:
         add_to(call.grads, place, grad)
 
     def _begin_backward(self, task: int, call: TrainingCall) -> None:
-        """Begin to record the gradients of a backward pass, when its first gradient reaches a recorded layer.
+        """Start recording the gradients of a backward pass when its first gradient reaches a recorded layer.
 
         A training step may have several backward passes.
         """

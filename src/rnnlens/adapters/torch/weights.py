@@ -65,13 +65,16 @@ def named_copies(cell: type[Cell], values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def known_cell(cell: type[Cell], weights: Mapping[str, Any], activation: str = "tanh") -> Cell:
-    """Build the cell of one layer and direction from torch's weights by slot name."""
+    """Create the cell of one layer and direction from torch's weights by name, such as ``weight_ih``."""
     made: Any = cell
     return made(activation=activation, **named_copies(cell, weights))  # type: ignore[no-any-return]
 
 
 def class_of(module: nn.Module) -> tuple[type[Cell], str] | None:
-    """Return the cell class and activation of a torch recurrent module or cell; None for any other module."""
+    """Return the rnnlens cell class and the activation of a torch recurrent module or cell.
+
+    Returns None for any other module.
+    """
     if has_own_step(module):
         return None
     if isinstance(module, (nn.LSTM, nn.LSTMCell)):

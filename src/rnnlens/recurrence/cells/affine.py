@@ -91,7 +91,10 @@ def _signs(probes: int, rows: int) -> Array:
 
 
 def total(dz: Array, how: Contraction, xp: Namespace) -> Array:
-    """Return the gradient of a bias (gate * unit,), with a leading time axis if ``how.by_time``."""
+    """Sum the pre-activation gradients dz to the gradient of a bias (gate * unit,).
+
+    Keep time in front if ``how.by_time``.
+    """
     return xp.sum(dz, axis=0 if how.by_time else (0, 1))
 
 
@@ -273,7 +276,7 @@ class UnitVectorSystem(TrajectorySystem):
         return ProductSteps(self.work, product, produced=produced)
 
     def _blocks(self, at: tuple[slice, slice]) -> Iterator[range]:
-        """Yield ranges of rows that together fit into :attr:`ROOM`."""
+        """Yield ranges of unit-cotangent rows whose working memory fits into :attr:`ROOM`."""
         lead = self.run.states[0][at].shape[:2]
         size = max(1, self.ROOM // (lead[0] * lead[1] * self.rows))
         return (range(start, min(start + size, self.rows)) for start in range(0, self.rows, size))
@@ -302,7 +305,10 @@ class UnitVectorSystem(TrajectorySystem):
         return pulled
 
     def _produced(self, at: tuple[slice, slice]) -> Array:
-        """Return Jacobians of the states after each step by the newly computed states; the identity if masked."""
+        """Return Jacobians of the states after each step by each new state at the operation that computes it.
+
+        At masked steps they are the identity.
+        """
         xp, lead = self.run.xp, self.run.states[0][at].shape[:2]
         blocks = [(len(rows), self._flat(self._pulled(at, rows)[2])) for rows in self._blocks(at)]
         produced = xp.concat([xp.reshape(block, (*lead, count, self.rows)) for count, block in blocks], axis=2)

@@ -39,9 +39,9 @@ class StepDerivatives(Protocol):
         """Pull dL/ds_t back to the projected input and the previous states, row by row, and to the weights, summed."""
 
     def produced(self, projected: Array, before: States, cotangent: States) -> list[Array]:
-        """Pull dL/ds_t, row by row, back to each state where the step computes it.
+        """Return the total gradient of each new state, given dL/ds_t, row by row.
 
-        Paths through other states of the same step are included.
+        Paths through other states of the same step are included, as of c_t through h_t.
         """
 
 
@@ -114,7 +114,7 @@ class Cell:
         return changed
 
     def holding(self, weights: Mapping[str, Array]) -> Self:
-        """Return a copy of the cell with some weights replaced."""
+        """Return a copy of the cell with the given weights in place of its own."""
         changed = copy(self)
         for name, value in weights.items():
             object.__setattr__(changed, name, value)
@@ -192,7 +192,7 @@ class Cell:
         raise NotImplementedError(f"{type(self).__name__}.step")
 
     def taken(self, projected: Array, before: States, scale: Scale, xp: Namespace) -> Stepped:
-        """Run :meth:`step`; if the framework differentiates the step, add the projected input to the record."""
+        """Run :meth:`step`; if the framework differentiates the step, store the projected input in the record."""
         record, after = self.step(projected, before, scale, xp)
         return (record if self.autodiff is None else record._replace(inner=projected)), tuple(after)
 
@@ -201,8 +201,8 @@ class Cell:
     ) -> Pulled:
         """Pull dL/ds_t back through :meth:`step`: to dL/dz_t (..., gate, unit) and dL/ds_{t-1}.
 
-        The third result is the total gradients of the states as the step produces them, including paths through other
-        states of the same step.
+        The third result is the total gradients of the new states, including paths through other states of the
+        same step.
         """
         dz, carry, _ = self._differentiator.vjp(*flattened(record, before, cotangent, xp))
         lead = tuple(cotangent[0].shape[:-1])
@@ -360,7 +360,7 @@ def flattened(
 
 
 def _combined(grad: Array, how: Contraction) -> Array:
-    """Return a gradient, or random combinations of its rows if ``how`` requests probes."""
+    """Return a weight gradient, reduced to random combinations of its rows if ``how`` requests probes."""
     matrix = len(grad.shape) - int(how.by_time) == 2
     if not how.probes or not matrix:
         return grad

@@ -155,7 +155,7 @@ class GRU(Cell):
     def _by_gates(
         self, record: Record, before: Array, lam: Array, scale: Scale, xp: Namespace
     ) -> tuple[list[Array], Array]:
-        """Return dL/du, dL/dr, dL/dn from dL/dh, and the gradient at the other factor of the reset gate's product."""
+        """Pull dL/dh_t back to the gates: dL/du, dL/dr, dL/dn, and the gradient at the tensor that r multiplies."""
         u, _, n = (record.gates[..., k, :] for k in range(_GATES))
         by_candidate = lam * (1 - u)
         into_product = self.activations[2].vjp(record.preactivation[..., 2, :], n, by_candidate, xp)

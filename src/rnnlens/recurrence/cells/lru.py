@@ -63,7 +63,7 @@ class LRU(Cell):
         return size * xp.cos(phase), size * xp.sin(phase)
 
     def _into(self, xp: Namespace) -> Array:
-        """Return B (feature, 2 * mode), real and imaginary parts side by side."""
+        """Return the input matrix B (feature, 2 * mode), with real and imaginary parts side by side."""
         return xp.concat([self.input_real, self.input_imaginary], axis=-1)
 
     def _scales(self, xp: Namespace) -> Array:
@@ -95,7 +95,7 @@ class LRU(Cell):
         return cotangent[0][..., None, :], (carry,), (cotangent[0],)
 
     def input_gradient(self, x: Array, gate_grad: Array, scale: Scale, xp: Namespace) -> Array:
-        """Pull dL/dx_t of the state back to the input: B^T gamma dL/dx_t."""
+        """Pull the gradient at the state back to the input u_t: B^T gamma dL/ds_t."""
         return affine.unproject(gate_grad * self._scales(xp), self._into(xp), scale, 1, xp)
 
     def input_gradients(self, run: Trajectory, result: Adjoint, how: Contraction, times: slice) -> Gradients:

@@ -36,7 +36,7 @@ class _Minimal(Cell):
     recurrent_activation: str = "sigmoid"
 
     def step(self, projected: Array, before: States, scale: Scale, xp: Namespace) -> Stepped:
-        """Compute the gates from the input, and h_t from the gates."""
+        """Compute the gates from the projected input alone, and h_t from the gates and h_{t-1}."""
         z = affine.split_gates(projected, len(self.gates), xp)
         parts = [k.value(z[..., g, :], xp) for g, k in enumerate(self.activations)]
         gates = xp.stack(parts, axis=-2)
@@ -63,12 +63,12 @@ class _Minimal(Cell):
         return {}
 
     def gate_gradient(self, run: Trajectory, result: Adjoint) -> Array:
-        """Return the gradients of the gates."""
+        """Return the total gradients dL/dgate of all gates."""
         grads = self._by_gates(run.known_record.gates, run.before(0), run.states[0], result.state_grads[0])
         return run.xp.stack(grads, axis=2)
 
     def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
-        """Linearise with a diagonal A_t."""
+        """Linearise the recurrence with a diagonal A_t."""
         if any(activation.slope is None for activation in self.activations):
             return super().linear_system(run)
         one = run.xp.ones_like(run.states[0])

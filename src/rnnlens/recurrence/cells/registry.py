@@ -53,7 +53,7 @@ class Registration:
     options: Callable[[Any], Mapping[str, Any]]
 
     def arrays(self, by_name: Mapping[str, Array]) -> dict[str, Array]:
-        """Convert the weights or gradients of a framework's cell, by their names in the layer, to those of ``cell``."""
+        """Rename weights or gradients from the names of a framework's layer to those of the registered cell."""
         if callable(self.weights):
             return {name: array for name, array in self.weights(by_name).items() if array is not None}
         named = self.weights if self.weights is not None else {n: n for n in self.cell.parameters if n in by_name}
@@ -74,7 +74,10 @@ class Registration:
         return array_namespace(*parts).concat(parts, axis=-1)
 
     def single(self, name: str) -> tuple[str, bool] | None:
-        """Return the framework weight behind ``name``, and whether it is transposed; None if joined or computed."""
+        """Return the framework weight that alone is the cell's weight ``name``, and whether it is transposed.
+
+        Returns None otherwise.
+        """
         if callable(self.weights):
             return None
         source = name if self.weights is None else self.weights.get(name)

@@ -66,10 +66,10 @@ class StepCell(Cell):
     def produced(
         self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: States
     ) -> tuple[Array, ...]:
-        """Pull dL/dy_t and dL/ds_t back to each new state as it is produced within the step.
+        """Return the total gradient of each new state, given dL/dy_t and dL/ds_t.
 
-        The result includes paths through other results of the same step: the output, or a state computed from another,
-        such as h_t from c_t. A state that is passed on unchanged receives only its own cotangents.
+        The result includes paths through other results of the same step: the output, or a state computed from
+        another, such as h_t from c_t. A state that is passed on unchanged receives only its own cotangents.
         """
 
     @abstractmethod
@@ -81,7 +81,7 @@ class StepCell(Cell):
         """
 
     def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
-        """Linearise with step Jacobians computed by the framework."""
+        """Linearise the cell around a trajectory, with step Jacobians computed by the framework."""
         return StepCellSystem(self, run, masked_output)
 
     def pull_rows(self, run: Trajectory, t: int, rows: Sequence[Array]) -> list[Array]:
@@ -149,7 +149,10 @@ class StepCellSystem(TrajectorySystem):
         return ProductSteps(self.work, product, produced=cache(lambda: self._produced(first, stop, samples)))
 
     def _produced(self, first: int, stop: int, samples: slice) -> Array:
-        """Return the Jacobians of [states, own output] by each state as it is produced, by one pull-back per row."""
+        """Return Jacobians of [new states, output] by each new state at the operation that computes it.
+
+        Each row of the Jacobians is computed by one pull-back of a unit cotangent.
+        """
         run, xp, at = self.run, self.run.xp, (samples, slice(first, stop))
         x = run.input[at]
         lead, before = x.shape[:2], [xp.reshape(s[at], (-1, s.shape[-1])) for s in run.states_before()]
@@ -167,7 +170,7 @@ class StepCellSystem(TrajectorySystem):
         return produced if run.mask is None else self._not_at_masked(produced, run.mask[at])
 
     def _not_at_masked(self, produced: Array, mask: Array) -> Array:
-        """Replace Jacobians at masked steps, where states are carried over and the output may repeat a state."""
+        """Replace Jacobians at masked steps: states are carried over there, and the output may repeat a state."""
         xp, states = self.run.xp, int(produced.shape[-1])
         carried = xp.zeros_like(produced)
         carried[:, :, :states] = self.work.eye(states)
@@ -178,7 +181,7 @@ class StepCellSystem(TrajectorySystem):
         return xp.where(mask[:, :, None, None], produced, carried)
 
     def _masked_rows(self, product: Array, states: int, masked: Array) -> None:
-        """Write the output's rows of the Jacobian at masked steps, where the layer returns a state or a constant."""
+        """Write the output's Jacobian rows at masked steps, where the layer returns a carried state or a constant."""
         xp, rows = self.run.xp, product[:, :, states:, :]
         new = xp.zeros_like(rows)
         if self.masked_output == "state":

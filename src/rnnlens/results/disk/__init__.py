@@ -86,7 +86,7 @@ def remove_leftovers(folder: Path) -> None:
 
 @contextmanager
 def _claimed(target: Path, *, private: bool) -> Iterator[Path]:
-    """Yield a new locked temporary folder beside the target; remove whatever has its name when the block ends."""
+    """Yield a new locked temporary folder beside the target; on exit remove the folder that then has its name."""
     path, lock = _new_folder(target, 0o700 if private else 0o777)
     try:
         yield path
@@ -97,7 +97,7 @@ def _claimed(target: Path, *, private: bool) -> Iterator[Path]:
 
 
 def _new_folder(target: Path, mode: int) -> tuple[Path, int | None]:
-    """Create a temporary folder and lock it; return both.
+    """Create a temporary folder and lock it; return its path and the lock.
 
     The lock is None without locks (Windows). If another process removed the folder before it was locked, create
     another.
@@ -122,7 +122,7 @@ def _new_folder(target: Path, mode: int) -> tuple[Path, int | None]:
 
 @contextmanager
 def _unclaimed(path: Path) -> Iterator[bool]:
-    """Lock a folder for the block; yield False where locks are not supported.
+    """Lock a folder within the block; yield False where the system does not support locks.
 
     Raises BlockingIOError if another process has the lock.
     """
@@ -159,7 +159,7 @@ def _keep_permissions(old: Path, new: Path) -> None:
 
 
 def _switch(new: Path, target: Path) -> None:
-    """Rename the new folder to the target; the old target ends under the new folder's name, or is removed."""
+    """Rename the new folder to the target; the old target gets the new folder's former name, or is removed."""
     if not target.exists():
         os.rename(new, target)
     elif not _swap_names(new, target):
@@ -225,12 +225,12 @@ LABEL = 80
 
 
 def damaged(path: Path, what: str) -> FileError:
-    """Build the FileError for a file whose content does not match its metadata or checksums."""
+    """Create the FileError for a file whose content does not match its metadata or checksums."""
     return FileError("This file is damaged.", got=f"{path}: {what}")
 
 
 def foreign(path: Path, what: str) -> FileError:
-    """Build the FileError for content that rnnlens never writes and that could do harm."""
+    """Create the FileError for content that rnnlens never writes and that could do harm."""
     return FileError(
         "This file contains something that rnnlens does not read.", got=f"{path}: {what}", expected="plain arrays"
     )

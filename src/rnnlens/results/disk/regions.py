@@ -71,7 +71,7 @@ class Region:
 
 
 def folder_in_progress(target: Path, token: str) -> Path:
-    """Return the hidden folder in which a save of the call ``token`` goes on."""
+    """Return the hidden folder that holds an unfinished save of the call ``token``."""
     return target.with_name(f".{target.name}.{token[:16]}.unfinished")
 
 
@@ -135,7 +135,7 @@ def _run(region: Region, missing: Sequence[int], tasks: ChunkTasks, progress: Pr
 
 
 def _ended_here(dask: Any, region: Region, writers: Mapping[int, Any]) -> Iterator[tuple[int, Any]]:
-    """Compute chunks in this process; yield each chunk's number, and its result or the exception."""
+    """Compute chunks in this process; yield the number of each chunk with its result or exception."""
     try:
         outcomes = dask.compute(*writers.values())
     except Exception:  # data of the user that cannot be read: each chunk alone, so that the others are not lost
@@ -200,7 +200,7 @@ def _record_path(folder: Path, number: int) -> Path:
 
 
 def _unfinished(target: Path, failures: Mapping[int, Failure], missing: int, count: int) -> RnnlensError:
-    """Return the error of the first chunk that failed, whatever the order in which they ended."""
+    """Create the error of a save in which chunks failed: that of the first failed chunk by number."""
     elsewhere = "file", "the workers write to another disk: take a folder of all machines"
     kind, text = failures[min(failures)] if failures else elsewhere
     what = f"{missing} of {count} chunks are not written to {target.name}; the others are kept."

@@ -44,7 +44,7 @@ class PendingWrites:
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Count one file while the block writes it; raise OSError after :meth:`stop`."""
+        """Count one file as being written during the block; raise OSError after :meth:`stop`."""
         with self.condition:
             if self.stopped:
                 raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))

@@ -42,7 +42,7 @@ class WatchPlan:
 
     @classmethod
     def asked(cls, given: Mapping[str, Any]) -> Self:
-        """Build a plan from arguments by name, such as ``locals()``; unknown names are ignored."""
+        """Create a plan from arguments by name, such as ``locals()``; unknown names are ignored."""
         return cls(**{field.name: given[field.name] for field in fields(cls) if field.name in given})
 
     def __post_init__(self) -> None:
@@ -86,7 +86,7 @@ class WatchPlan:
 
     @property
     def off(self) -> bool:
-        """True if nothing is ever due."""
+        """True if the schedules never require a record."""
         return self.probes.off and self.batch_schedule.off and self.on_nonfinite is None
 
     @property
@@ -96,7 +96,7 @@ class WatchPlan:
 
     @property
     def only_direct(self) -> bool:
-        """True if all recorded quantities are captured directly, so that no replay is needed."""
+        """True if all recorded quantities are captured in the training step, so that no replay is needed."""
         return set(self.recorded) <= DIRECT
 
     @property

@@ -114,7 +114,7 @@ class TorchWatch:
         self._prepare()
 
     def _trained_before(self) -> int:
-        """Return the number of batches trained before: as given, else from the optimizers, else from the run.
+        """Return how many batches were trained before: the number given, else that of the optimizers, else of the run.
 
         Records of later steps, whose weights no longer exist, are dropped.
         """
@@ -277,7 +277,10 @@ class TorchWatch:
         self._take_once(applied_scale)
 
     def _take_once(self, applied_scale: float = 1.0) -> None:
-        """Capture the batch of the last backward pass, unless that was done; after a failure the step has no record."""
+        """Capture the batch of the last backward pass, unless it was captured already.
+
+        After a failure there is no record.
+        """
         capture = self._capture
         if capture is None or not capture.on or not capture.calls or self._taken == capture.backward:
             return

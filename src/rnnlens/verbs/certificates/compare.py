@@ -58,9 +58,10 @@ def certified(
     *,
     steps: int,
 ) -> Certificate:
-    """Compare a claim with an attempted reference run, in turn until a comparison does not fail; check a failure again.
+    """Compare a claim with a reference run by each of ``comparisons`` in turn, until one does not fail.
 
-    A later comparison takes more into account than the ones before; it returns None where it has nothing to add.
+    A later comparison takes more into account than the ones before; it returns None where it has nothing to add. If
+    all fail, the failure is checked again.
     """
     run, why = reference()
     if run is None:
@@ -140,7 +141,10 @@ def _largest_share(pairs: list[tuple[Array, Array]]) -> float:
 
 
 def _rerun_difference(request: ModelRequest, first: ReferenceRun, **changed: Any) -> float:
-    """Return the relative difference of outputs and loss between a reference run and the first, batch ``changed``."""
+    """Run the reference again with fields of the batch ``changed``; return the relative difference from the first run.
+
+    Compared are the outputs and the loss.
+    """
     batch = replace(request.batch, **changed)
     again, _ = attempt(lambda: request.adapter.reference_run(request.model, batch, gradients=False))
     if again is None:
@@ -205,7 +209,7 @@ class Comparisons:
 
 
 def filled(one: Any, other: Any) -> tuple[Any, Any]:
-    """Return both gradients, with zeros for a missing one."""
+    """Return two gradients, with zeros in place of one that is None."""
     if one is None:
         return np.zeros_like(to_host(other)), other
     return one, np.zeros_like(to_host(one)) if other is None else other

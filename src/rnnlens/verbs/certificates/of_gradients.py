@@ -60,7 +60,7 @@ def certify_answer(request: BatchRequest, answer: BatchGradients) -> Certificate
         return comparisons.certificate(adapter.engine, certified=("value", *named), resting=tuple(resting))
 
     def without_other_paths(run: ReferenceRun) -> Certificate | None:
-        """Compare without the gradients by other paths than a recurrence, as of a penalty in the user's loss."""
+        """Compare without the gradients along other paths than a recurrence, as of a penalty in the user's loss."""
         layers = CaptureRequest(tuple(answer.swept), boundaries=True)
         capture = (
             attempt(lambda: adapter.capture(request.model, batch, layers))[0] if of_loss and answer.swept else None
@@ -222,14 +222,14 @@ def _compare_swept(
 
 
 def _is_held_elsewhere(request: BatchRequest, layer: str, weight: str, key: str) -> bool:
-    """Return whether another recurrent layer has this framework weight: a cell in a layer, and in a loop beside it."""
+    """Return whether another recurrent layer has the same framework weight, as a cell in a layer and in a loop."""
     others = (other for other in request.known.recurrent if other != layer)
     places = (request.adapter.place(request.model, other, None, key) for other in others)
     return any(place is not None and place.name == weight for place in places)
 
 
 def _steps(answer: BatchGradients) -> int:
-    """Return the largest number of steps of any array, at least 64."""
+    """Return the largest number of steps in any gradient, at least 64, for the rounding bound."""
     pairs = [(answer.dims[name], grad.shape) for name, grad in answer.gradients.items() if grad is not None]
     lengths: list[int] = [shape[dims.index(TIME)] for dims, shape in pairs if TIME in dims]
     lengths += [replayed.run.input.shape[1] for directions in answer.swept.values() for replayed, _ in directions]
@@ -299,7 +299,7 @@ def _key(name: str, weights: LayerWeights) -> str | None:
 
 
 def _in_our_order(layer: LabelledLayer, name: str, weights: LayerWeights) -> tuple[Array, tuple[str, ...]]:
-    """Return values with gates in the order of the cell, selected by label, and the dimension names."""
+    """Return the values of a weight gradient with gates in the order of the cell, and the dimension names."""
     variable = layer.variables[name]
     values, dims = np.asarray(variable.values), tuple(map(str, variable.dims))
     labels = layer.coords[GATE].values.tolist() if GATE in dims else []

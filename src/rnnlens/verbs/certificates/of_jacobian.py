@@ -132,7 +132,7 @@ def _signs(plan: JacobianPlan) -> xr.DataArray:
 
 
 def _on_units(signs: xr.DataArray, ends: JacobianEnds) -> xr.DataArray:
-    """Return cotangents of the output units from those of the rows, which may be combinations of units."""
+    """Convert signs of the Jacobian's rows to cotangents of the output units; a row may combine several units."""
     renamed = signs.rename({OUT_UNIT: UNIT, **({OUT_TIME: TIME} if OUT_TIME in signs.dims else {})})
     if ends.weights is None:
         return renamed
@@ -280,7 +280,7 @@ def _pulled(request: JacobianRequest, *, perturbed: bool = False) -> xr.DataArra
 
 @np.errstate(over="ignore", invalid="ignore")
 def _claimed(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataArray | None) -> JacobianClaim:
-    """Multiply random signs with a finished Jacobian that is linear in its rows; sweep them for any other one."""
+    """Compute u^T J for random signs u: from the finished Jacobian if it is linear in its rows, else by a sweep."""
     if plan.ends.measure not in LINEAR or jacobian is None:
         return pushed_through(request, plan, jacobian)
     signs, bare = _signs(plan), jacobian.drop_vars(list(jacobian.coords))
@@ -301,7 +301,7 @@ def _computed_in(request: JacobianRequest, plan: JacobianPlan) -> str:
 
 
 def _placed(claim: JacobianClaim, value: Array) -> Array:
-    """Place the claim's cotangent in the layout of the upper end, zero at steps that were not requested."""
+    """Put the claim's cotangent into the layout of the upper end's tensor, zero at steps that were not requested."""
     times = claim.ends.out_times
     opened = _opened(claim, claim.request.of, np.zeros_like(value), steps=times is not None)
     if (TIME in opened.dims) != (times is not None):
@@ -337,7 +337,7 @@ def _as_rows(opened: xr.DataArray, last: str) -> xr.DataArray:
 
 
 def _arrived(claim: JacobianClaim, gradients: Sequence[Array | None], *, steps: bool) -> xr.DataArray:
-    """Return the gradient at the lower end, (sample, [time,] feature); zeros at an input that no path leads to."""
+    """Return the reference run's gradient at the lower end, (sample, [time,] feature); zeros where no path leads."""
     wrt = claim.request.wrt
     arrived = gradients[0 if claim.run is not None else wrt.index]
     arrived = np.zeros_like(np.asarray(arrays_of(claim.request.batch.x)[wrt.index])) if arrived is None else arrived
@@ -345,7 +345,7 @@ def _arrived(claim: JacobianClaim, gradients: Sequence[Array | None], *, steps: 
 
 
 def _asked(arrived: xr.DataArray, ends: JacobianEnds) -> xr.DataArray:
-    """Select steps of an input gradient, and reduce features and samples, by the options of the Jacobian ``ends``."""
+    """Select steps of the gradient at the lower end, and reduce features and samples, as the Jacobian does."""
     arrived = arrived if SAMPLE in arrived.dims else arrived.expand_dims(SAMPLE)
     if ends.in_times is not None:
         arrived = arrived.isel({TIME: np.asarray(ends.in_times)}).rename({TIME: IN_TIME})
@@ -398,7 +398,7 @@ def _by_reference_run(request: JacobianRequest, plan: JacobianPlan, cotangent: _
 
 
 def _end(plan: JacobianPlan, end: JacobianEnd, *, is_lower: bool = False) -> EndPort:
-    """Return an end as the adapter looks for it; raise if it is no single tensor per step."""
+    """Convert an end of a Jacobian to the ``EndPort`` that an adapter finds; raise if it is no tensor per step."""
     name, inside = end.name, plan.network.inside
     calls = inside.layer(name.layer) if name.layer is not None and _is_recurrent(plan, end) else []
     if any(one.call.mask is not None for one in calls) or (len(calls) > 1 and name.what != "output"):

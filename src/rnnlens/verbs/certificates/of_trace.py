@@ -101,7 +101,7 @@ def part_to_compare(model: Any, batch: Batch, key: Hashable) -> SamplePart | Non
 
 
 def remember_passed(model: Any, batch: Batch, key: Hashable, capture: Capture) -> None:
-    """Store that a trace was certified with all samples, if the next one can be certified with a part of them."""
+    """Store that all samples of a trace were certified, so that the next one may be certified with a part of them."""
     count = _samples(batch)
     if count is None or not any(grad is not None for grad in capture.output_grads):
         return
@@ -117,7 +117,7 @@ def remember_difference(model: Any, key: Hashable) -> None:
 
 
 def _samples(batch: Batch) -> int | None:
-    """Return the number of samples; None if a part of them cannot be run by itself, or is not worth it."""
+    """Return the number of samples; None if a part of them cannot be run alone, or would save too little time."""
     leaves = data.leaves_of(batch.x)
     if batch.training or batch.initial_state or batch.frozen or any(data.is_packed(leaf) for leaf in leaves):
         return None
@@ -362,7 +362,7 @@ def weight_sums(layer: LabelledLayer, call: RecurrentCall, samples: slice) -> di
 
 
 def _of(layer: LabelledLayer, name: str, call: RecurrentCall) -> Array:
-    """Return one direction of a variable as (sample, time, ..., unit), with gates in the order of the cell."""
+    """Return one direction of a labelled variable as (sample, time, ..., unit), with gates in the order of the cell."""
     variable = layer.variables[name]
     if DIRECTION in variable.dims:
         variable = variable.isel({DIRECTION: _labels(layer, DIRECTION).index(call.direction)})

@@ -58,7 +58,7 @@ class ChunkWork:
     combine: str | None
 
     def __call__(self, model: Any, batch: Batch, rows: ChunkRows, size: int) -> ChunkValues:
-        """Compute one chunk; of the ``size`` samples of the batch the first ``rows.count`` are its own."""
+        """Run the verb on the batch of one chunk; of its ``size`` samples, all after ``rows.count`` are padding."""
         raise NotImplementedError
 
 
@@ -141,7 +141,7 @@ class ChunkGraph:
 
     @cached_property
     def token(self) -> str:
-        """Name of the call: equal for the same model, data and arguments."""
+        """Name of the call as Dask uses it: equal for the same model, data and arguments."""
         from dask.base import tokenize
 
         run = self.chunks.run
@@ -254,7 +254,7 @@ class ChunkGraph:
 
 
 def compute_chunk(task: ChunkTask, model: TravellingModel, rows: tuple[int, ...], *parts: Any) -> ChunkValues:
-    """Compute one chunk; the function of the tasks."""
+    """Compute the result of one chunk of samples; this is the function of the Dask tasks."""
     return task(model, rows, *parts)
 
 
@@ -271,12 +271,12 @@ def taken(
 
 
 def finished(total: Array, scale: float, samples: int, dtype: str) -> Array:
-    """Return the result of a sum over all chunks."""
+    """Multiply a sum over all chunks by ``scale / samples``, and convert it to ``dtype``."""
     return np.asarray(total * scale / samples).astype(dtype, copy=False)
 
 
 def boxed(records: Sequence[Mapping[str, Any]], combine: str | None) -> Array:
-    """Return the reduced record of all chunks as the one element of an array."""
+    """Reduce the records of all chunks to one; return it as the only element of an array."""
     box = np.empty((), object)
     box[()] = worst_of(records, combine)
     return box
@@ -298,7 +298,7 @@ def worst_of(records: Sequence[Mapping[str, Any]], combine: str | None) -> dict[
     rank = {"failed": 0, "could not": 1, "passed": 2, "off": 3}
 
     def order(one: Mapping[str, Any]) -> tuple[int, float]:
-        """Return rank and closeness to the bounds."""
+        """Return a sort key: state of the certificate, then how close its worst comparison is to the bound."""
         return rank[one["state"]], -max((check["residual"] / check["bound"] for check in one["checks"]), default=0.0)
 
     certificates = [one["certificate"] for one in records if one["certificate"] is not None]

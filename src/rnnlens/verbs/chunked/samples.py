@@ -205,7 +205,7 @@ def _random(name: str, array: Any, axis: int, count: int) -> Array:
 
 
 def _like(leaf: Any, values: Array, axis: int) -> Any:
-    """Return the values with the dimensions and coordinates of the first samples of a DataArray."""
+    """Return ``values`` with the dimensions and coordinates of the first samples of ``leaf``, a DataArray."""
     if not isinstance(leaf, xr.DataArray):
         return values
     few = leaf.isel({leaf.dims[axis]: slice(0, values.shape[axis])})

@@ -43,7 +43,7 @@ class GradientWork(ChunkWork):
     of_loss: bool
 
     def __call__(self, model: Any, batch: Batch, rows: ChunkRows, size: int) -> ChunkValues:
-        """Differentiate the target of one chunk."""
+        """Compute the gradients of the target on the batch of one chunk."""
         request = kept(model, repr(self.arguments), partial(_request, model, batch, self.arguments, self.layouts))
         if self.of_loss and self.arguments.combine is None and self.combine is not None:
             refuse_other_loss(request.adapter, model, batch, self.combine)
@@ -121,7 +121,7 @@ def gradients_of_chunks(
 
 
 def template_of(make: Callable[[Batch], Any], chunks: SampleChunks) -> Any:
-    """Return the result of ``make`` on substitute data: of a few samples, or of as many as a whole chunk."""
+    """Call ``make`` on random substitute data of the same shapes: of few samples, or as many as a whole chunk."""
     with options(certify="never", progress=False):
         try:
             return make(chunks.template())
@@ -197,7 +197,7 @@ def refuse_other_loss(adapter: Adapter, model: Any, batch: Batch, combine: str) 
 
 
 def _scale(combine: str | None, chunks: SampleChunks) -> float:
-    """Return the factor of a sum over all samples in the gradient of a target that combines so."""
+    """Return the factor by which a chunk's gradient enters the gradient of the target over all samples."""
     return 1.0 / chunks.total if combine == "mean" else 1.0
 
 
@@ -214,7 +214,7 @@ class JacobianWork(ChunkWork):
     mean: bool
 
     def __call__(self, model: Any, batch: Batch, rows: ChunkRows, size: int) -> ChunkValues:
-        """Differentiate one chunk."""
+        """Compute the time Jacobian of the batch of one chunk, or its part of the mean over all samples."""
         padded = size > rows.count
         found = (self.by_sample if padded else self.verb)(model, batch)
         record = json.loads(found.attrs[RECORD])
@@ -247,7 +247,7 @@ class DatasetWork(ChunkWork):
     sums_samples: bool
 
     def __call__(self, model: Any, batch: Batch, rows: ChunkRows, size: int) -> ChunkValues:
-        """Compute one chunk."""
+        """Compute the trace or the weight gradients of the batch of one chunk, scaled to the loss of all samples."""
         if self.combine is not None:
             refuse_other_loss(adapter_for(model), model, batch, self.combine)
         found = self.verb(model, batch)

@@ -111,7 +111,7 @@ class Accumulator:
         self._sums[name] += weighted
 
     def parts(self) -> tuple[dict[TensorName, Array], dict[TensorName, Array]]:
-        """Return the contribution of one batch: arrays with a sample axis, and terms of sums, both before division."""
+        """Return the contribution of one batch: arrays that keep samples, and terms of sums, both before division."""
         return {name: arrays[0] for name, arrays in self._kept.items()}, dict(self._sums)
 
     def result(self) -> dict[TensorName, Array]:
@@ -340,7 +340,7 @@ def _squares(gradients: Gradients, known: Catalogue) -> dict[tuple[str, str], fl
 
 
 def _pieces(gradients: Gradients, known: Catalogue) -> Iterator[tuple[TensorName, Any, tuple[str, str]]]:
-    """Yield each gradient's name, index and framework variable; a variable has one direction, maybe both biases."""
+    """Yield name, index and framework variable of each part of a gradient: one direction, or one of two biases."""
     for name in gradients:
         found: list[WeightSource] = sources(known.weights[str(name.layer)])[name.key]
         for position, source in enumerate(found):

@@ -85,7 +85,7 @@ class Experiments:
         self.runs = cache(partial(runs, request.adapter, request.model, request.batch))
 
     def response(self, name: TensorName, request: BatchRequest | None = None) -> Response:
-        """Return how a target, by default that of the call, responds to changes of a tensor or its layer's output."""
+        """Return how a target, by default that of the call, changes if a tensor or its layer's output is perturbed."""
         request = request or self.request
         port = port_to_perturb(name, request.known)
         key = (request.target.text, port)
@@ -260,7 +260,7 @@ def _relu_dead(trials: Experiments, name: TensorName) -> Reason | None:
 
 
 def _lies_between(trials: Experiments, layer: str, name: TensorName) -> bool:
-    """Return whether the target responds to a layer's output, and that has a zero gradient by the tensor."""
+    """Return whether the target depends on a layer's output whose gradient by the tensor is zero."""
     output = TensorName(f"{layer}.output", "output", layer)
     if trials.response(output) == "not":
         return False
@@ -274,7 +274,7 @@ def _lies_between(trials: Experiments, layer: str, name: TensorName) -> bool:
 
 
 def _by_experiment(trials: Experiments, name: TensorName, *, exists: bool) -> Reason:
-    """Perturb the tensor and return the reason that the target's response shows."""
+    """Perturb a tensor; return the reason for its missing or zero gradient that the target's change shows."""
     of = _quoted(trials.target)
     answered = trials.response(name)
     if answered == "smoothly" and not exists:
@@ -301,7 +301,7 @@ def _by_experiment(trials: Experiments, name: TensorName, *, exists: bool) -> Re
 
 
 def _not_on_path(trials: Experiments, name: TensorName) -> Reason:
-    """Return the reason for a tensor that the target does not depend on; tell if the output depends on it."""
+    """Return the reason for a tensor that the target does not depend on; it states whether the output depends on it."""
     of, target = _quoted(trials.target), trials.target
     if name.layer is None:
         remedy = _instead(trials.target, of='"output"', at=None, wrt=f'"{name.text}"')

@@ -65,13 +65,16 @@ class GradientPlan:
 
     @property
     def free(self) -> list[Port]:
-        """Ports of tensors whose axes have to be determined."""
+        """Ports of tensors in the framework's own layout, whose axes have to be determined."""
         places = [*self.leaves, *self.wrt]
         return [*(place.name.port() for place in places if place.free), *self.outputs]
 
 
 def plan(request: BatchRequest, inside: ReplayedLayers) -> GradientPlan:
-    """Return the plan for the tensors of a request on one batch whose recurrent layers were captured."""
+    """Find, for each tensor of a gradient request, the ports or the sweep by which it is differentiated.
+
+    ``inside`` are the replayed recurrent layers of the batch.
+    """
     outputs: tuple[Port, ...] = ()
     if request.target.per_sample and request.leaves[0].what == "loss":
         outputs = tuple(Port("output", index=i) for i in range(max(1, len(request.known.outputs))))
@@ -83,7 +86,7 @@ def plan(request: BatchRequest, inside: ReplayedLayers) -> GradientPlan:
 
 
 def layers_inside(request: BatchRequest) -> list[str]:
-    """Return the recurrent layers that a request needs captured."""
+    """Return the recurrent layers that must be captured and replayed for a gradient request."""
     names = [*(name for name in request.leaves if name not in request.framework_states), *request.wrt]
     return [str(name.layer) for name in names if request.known.is_inside(name)]
 

@@ -67,7 +67,10 @@ class SweptWeightGradients:
     def _arrived(
         self, name: TensorName, arrived: Arrived, found: Sequence[WeightSource], weights: LayerWeights
     ) -> Array | None:
-        """Return the framework's part of a weight gradient, with a leading cotangent axis; None if none."""
+        """Return the part of a weight gradient that the framework computed, with a leading cotangent axis.
+
+        Returns None if none.
+        """
         parts = [arrived.get(port) for port in self.ports[name]]
         count = next((part.shape[0] for part in parts if part is not None), None)
         if count is None:
@@ -77,7 +80,7 @@ class SweptWeightGradients:
         return assemble(filled, found, name.key, weights, 1)
 
     def _own(self, name: TensorName, found: Sequence[WeightSource], weights: LayerWeights, rows: slice) -> Array | None:
-        """Return the sweeps' part of a weight gradient in the layout of results, with a leading axis."""
+        """Return the part of a weight gradient that sweeps computed, in the layout of results with a leading axis."""
         by_direction: list[Array | None] = []
         for source in found:
             keys = [f"{source.direction}/{name.key}"] if len(found) > 1 or "/" in source.key else []
@@ -272,7 +275,7 @@ class _Pull:
             self.seeds[port] = self.seeds[port] + part if port in self.seeds else part
 
     def _put(self, on_states: dict[str, list[dict[int, Array]]], leaf: TensorName, cotangent: Array) -> None:
-        """Add a cotangent to the states from which a layer's sweep starts, for each direction."""
+        """Add a cotangent to those of the states from which a layer's sweep starts, for each direction."""
         layer = on_states.setdefault(str(leaf.layer), [{} for _ in self.inside.layer(leaf.layer)])
         for states, new in zip(layer, self.inside.on_states(leaf, cotangent), strict=True):
             for index, array in new.items():
@@ -289,7 +292,7 @@ class _Pull:
                 self.weights.add_swept(layer, replayed, swept)
 
     def _activation(self, place: TensorPlace, arrived: Arrived) -> Array | None:
-        """Return the gradient of a tensor that is not a weight; None if no path leads there."""
+        """Return the gradient by an activation, a tensor that is no weight; None if no path leads there."""
         if not place.swept:
             return side_by_side([arrived.get(port) for port in place.above])
         directions, layer = self.inside.layer(place.name.layer), str(place.name.layer)
@@ -320,7 +323,7 @@ class _Pull:
         }
 
     def _of_samples(self, port: Port, seed: Array, rows: range) -> Array:
-        """Return a cotangent (sample, ...) once for each of the samples ``rows``, zero at all others."""
+        """Repeat a cotangent (sample, ...) once per sample of ``rows``, zero at all other samples."""
         if self.outside.is_here(port):
             refuse_unknown("per_sample=True", text_of(port), self.outside.layout(port, seed).names)
         masks = np.arange(self.samples) == np.asarray(rows)[:, None]
@@ -364,7 +367,7 @@ def captured(request: BatchRequest) -> BatchGradients | None:
 
 
 def fits(request: BatchRequest) -> bool:
-    """Return whether a request is the loss by outputs and states of recurrent layers only."""
+    """Return whether a gradient request is the loss by outputs and states of recurrent layers only."""
     if request.target.text != "loss" or request.target.per_sample or request.scale != 1.0:
         return False
     known = request.known

@@ -72,7 +72,7 @@ class GradientRequest(ModelRequest):
 
     @property
     def leaves(self) -> tuple[TensorName, ...]:
-        """Tensors of which the target is a function."""
+        """Tensors that are the arguments of the target, such as the loss or an output."""
         return tuple(read("output", self.known)) if self.named is None else self.named
 
     @property
@@ -97,7 +97,7 @@ class GradientRequest(ModelRequest):
         return one and not self.with_loss and self.target.is_linear
 
     def of_batch(self, batch: Batch, target: Target) -> BatchRequest:
-        """Return this request restricted to one batch of the data and to the part of the target of its samples."""
+        """Return the request for one batch of the data: with ``target``, the part of the target for its samples."""
         partial = is_source(self.batch.x) or self.axes.samples(batch) < self.samples
         return BatchRequest(**{**vars(self), "batch": batch, "target": target}, partial=partial)
 
@@ -112,7 +112,7 @@ class GradientRequest(ModelRequest):
         arrays = [v.values if p is None else outside.closed(p, v) for p, v in zip(ports, values, strict=True)]
 
         def on_list(*tensors: Any) -> Any:
-            """Call the user's function of the list of all outputs."""
+            """Call the user's function with the list of all model outputs."""
             return function(list(tensors))
 
         result, pull = self._differentiate(on_list if self.named is None and len(arrays) > 1 else function, arrays)
@@ -233,7 +233,7 @@ def _target(of: Of, known: Catalogue) -> tuple[tuple[TensorName, ...] | None, Ca
 
 
 def _called(function: Callable[..., Any]) -> str:
-    """Return the name of a callable target: ``<lambda>``, ``<mixed>``."""
+    """Return the name of a target that is a function, for messages: ``<lambda>``, ``<mixed>``."""
     return f"<{getattr(function, '__name__', 'callable').strip('<>')}>"
 
 

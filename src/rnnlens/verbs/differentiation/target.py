@@ -150,7 +150,7 @@ class Target:
         return weights
 
     def _of_batch(self, chosen: xr.DataArray) -> Any:
-        """Return the weights of this batch's samples."""
+        """Return the user's weights of the samples of this batch."""
         by_sample = SAMPLE in chosen.dims and np.ndim(self.reduce) == chosen.ndim
         labelled = isinstance(self.reduce, xr.DataArray)
         if self.rows is None or not (SAMPLE in self.reduce.dims if labelled else by_sample):

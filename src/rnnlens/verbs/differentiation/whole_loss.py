@@ -142,7 +142,7 @@ def output_layouts(axes: ModelAxes, first: Batch, second: Batch) -> OutputLayout
 
 
 def _as_seen(layout: Layout, few: Sequence[int], more: Sequence[int], alike: bool) -> Layout:
-    """Return the layout of an output, with the sample axis where the size changed with the number of samples."""
+    """Return the layout of an output; its sample axis is the one whose size changed with the number of samples."""
     grown = [i for i, (size, other) in enumerate(zip(few, more, strict=False)) if size != other]
     if layout.is_folded or alike or len(grown) > 1 or grown == [layout.sample]:
         return layout
@@ -151,7 +151,7 @@ def _as_seen(layout: Layout, few: Sequence[int], more: Sequence[int], alike: boo
 
 
 def _rows_change(layout: Layout, few: Array, more: Array, counts: tuple[int, int]) -> bool:
-    """Return whether the same samples have other outputs in a larger batch."""
+    """Return whether an output of the same samples differs in a larger batch."""
     if layout.coupled:
         return True
     if layout.sample is None or not np.issubdtype(few.dtype, np.floating) or few.ndim != more.ndim:
@@ -168,7 +168,7 @@ def _companions_matter(
     changed: Sequence[int],
     outputs: Sequence[Array],
 ) -> bool:
-    """Return whether the first samples have other outputs beside other samples, in a batch of the same size.
+    """Return whether an output of the same samples differs beside other samples, in a batch of the same size.
 
     A kernel may round differently for another batch size; with the same size only coupled samples differ.
     """

@@ -28,7 +28,10 @@ from .segments import OuterTensor, moved
 
 
 def compose_piece(part: JacobianPart, piece: JacobianPiece, tally: WorkCount) -> np.ndarray[Any, Any]:
-    """Compute one piece by the composed route: (sample, output step and row, [time,] feature), all input steps."""
+    """Compute one piece of a Jacobian, recurrence by recurrence: (sample, output step and row, [time,] feature).
+
+    All input steps are computed.
+    """
     found = _Descent(part, tally).go(times_of(part, piece))
     if found is not None:
         return part.network.recurrences[0].system.work.numpy(found)
@@ -55,7 +58,7 @@ class _Descent:
         self.arrived: Array | None = None
 
     def go(self, times: Sequence[int] | None) -> Array | None:
-        """Pull rows back through each recurrence, after all those that read it; return the rows at the lower end."""
+        """Pull rows back through each recurrence, after all recurrences that read it; return rows at the lower end."""
         wrt = self.ends.wrt
         self._start(times)
         for number in self.network.path.order:
@@ -109,7 +112,7 @@ class _Descent:
 def entering(
     one: ReplayedCall, arrived: Mapping[Port, Array], points: PointRows | None = None
 ) -> PointRows | FieldRows | None:
-    """Combine rows at the output, the final states and the states read between steps with rows at single steps."""
+    """Join cotangents of output, final states and states read between steps with rows that enter at single steps."""
     top = arrived.get(one.port("output"))
     flat = {port.index: rows for port, rows in arrived.items() if port.kind == "final_state"}
     reads = {port.index: rows for port, rows in arrived.items() if port.kind == "state_read"}
@@ -199,7 +202,7 @@ def swept_through(
 
 
 def starting_rows(tensor: OuterTensor, times: Sequence[int] | None, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Expand rows (sample or 1, time or 1, row, unit) to a field (sample, row, [time,] unit), each at its step."""
+    """Expand rows (sample or 1, time or 1, row, unit) to cotangents (sample, row, [time,] unit) at their steps."""
     if times is None:
         return np.broadcast_to(rows[:, 0], (tensor.samples, *rows.shape[2:]))
     whole = np.zeros((tensor.samples, len(times), rows.shape[2], tensor.times or 1, tensor.features))
@@ -209,13 +212,16 @@ def starting_rows(tensor: OuterTensor, times: Sequence[int] | None, rows: np.nda
 
 
 def _enter(one: ReplayedCall, ends: JacobianEnds, times: Sequence[int] | None) -> PointRows:
-    """Return rows that start at a state or the output of a recurrent call."""
+    """Return the cotangent rows that start at a state or the output of a recurrent call, at each requested step."""
     times = [one.last] if times is None else times
     return one.points(ends.of.state, times, ends.rows_pulled, of_output=ends.of.what == "output")
 
 
 def pull_piece(part: JacobianPart, piece: JacobianPiece, tally: WorkCount) -> np.ndarray[Any, Any]:
-    """Compute one piece by the uncut route: (sample, output step and row, [time,] feature), all input steps."""
+    """Compute one piece of a Jacobian by the framework alone: (sample, output step and row, [time,] feature).
+
+    All input steps are computed.
+    """
     network, wrt = part.network, part.ends.wrt
     seeds, found = _seeds(part, times_of(part, piece), tally)
     for port in seeds:
@@ -237,7 +243,7 @@ def pull_piece(part: JacobianPart, piece: JacobianPiece, tally: WorkCount) -> np
 def _seeds(
     part: JacobianPart, times: Sequence[int] | None, tally: WorkCount
 ) -> tuple[dict[Port, Array], list[Array | None]]:
-    """Return the framework's start cotangents, and rows that reach the lower end without the framework.
+    """Return the cotangents with which the framework starts, and rows that reach the lower end without it.
 
     The start is the upper end, or the lower boundary of the recurrence that contains it.
     """

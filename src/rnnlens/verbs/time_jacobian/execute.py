@@ -114,7 +114,7 @@ class _PieceSweep:
 
     @cached_property
     def points(self) -> PointRows | Units:
-        """Steps and rows at which a reverse sweep is entered."""
+        """Cotangent rows of a reverse sweep and the steps at which they enter."""
         one, state, readout = self.one, self.direct.state, self.direct.readout
         if self.direct.pattern is not None:
             moves = one.output_moves() if self.ends.of.what == "output" else None
@@ -124,7 +124,7 @@ class _PieceSweep:
 
     @cached_property
     def entrances(self) -> Entrances:
-        """Steps at which a forward sweep is entered: at the input, a state or the initial state."""
+        """Tangent rows of a forward sweep: they enter at the input, a state or the initial state."""
         wrt, below, times = self.ends.wrt, self.direct.below, self.direct.in_times
         if wrt.what == "initial_state":
             return Entrances("initial", state=wrt.state)
@@ -209,7 +209,7 @@ def numbers(plan: JacobianPlan, tally: WorkCount) -> Values:
 
 
 def _fill(target: Any, plan: JacobianPlan, part: JacobianPart, tally: WorkCount, advance: Advance) -> None:
-    """Write every piece to its place in the target."""
+    """Compute all pieces of a part of the Jacobian, and write each to its place in ``target``."""
     order = () if part.ends.average else plan.network.order
     for piece, values in _results(part, tally, advance):
         if order:

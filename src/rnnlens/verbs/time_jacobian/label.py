@@ -28,7 +28,10 @@ from .request import JacobianOptions
 
 
 def refuse_without_mean(options: JacobianOptions) -> None:
-    """Raise InputError if samples would be kept, UnsupportedError if results of batches do not combine."""
+    """Raise InputError if the Jacobian of a data set is not averaged over samples (``across="mean"``).
+
+    Raise UnsupportedError for options that apply to one batch only.
+    """
     if options.across is None:
         expected = 'across="mean"; or one batch, whose samples are kept'
         raise InputError("The time Jacobian of a data set keeps no samples.", expected=expected)
@@ -36,7 +39,7 @@ def refuse_without_mean(options: JacobianOptions) -> None:
 
 
 def refuse_for_chunks(options: JacobianOptions, of: str = "lazy data") -> None:
-    """Raise UnsupportedError for options whose errors or file belong to one batch."""
+    """Raise UnsupportedError for Jacobian options that apply to one batch only: ``sketch``, ``rtol``, ``out``."""
     for name in ("sketch", "rtol", "out"):
         if getattr(options, name) is not None:
             what = f"{name}= applies to one batch, not to {of}."
@@ -92,7 +95,7 @@ class JacobianLabels:
     frozen: bool = False
 
     def coords(self) -> dict[str, Any]:
-        """Return the requested steps, and coordinates of the inputs where they fit."""
+        """Return the coordinates of the Jacobian's dimensions: the requested steps, and labels of the inputs."""
         found: dict[str, Any] = {SAMPLE: self.inputs.find(SAMPLE, self.plan.network.samples)}
         ends = self.plan.ends
         for dim, end, times in ((OUT_TIME, ends.of, ends.out_times), (IN_TIME, ends.wrt, ends.in_times)):

@@ -58,7 +58,7 @@ class JacobianNetwork:
 
     @property
     def samples(self) -> int:
-        """Number of samples."""
+        """Number of samples of the Jacobian."""
         return self.recurrences[0].system.batch if self.recurrences else self.inside.samples
 
     @property
@@ -73,7 +73,7 @@ class JacobianNetwork:
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """For each sample of the result its number within the recurrences; empty if the order is the same."""
+        """Index of each sample of the result among the recurrences' samples; empty if the order is the same."""
         outside = [self.around.tensors[end.port] for end in (self.of, self.wrt) if end.port is not None]
         orders = {tensor.layout.order for tensor in outside if tensor.layout is not None}
         if len(orders) > 1:
@@ -92,7 +92,7 @@ class JacobianNetwork:
 
     @cached_property
     def path(self) -> NetworkPath:
-        """Tensors and recurrences between the two ends, found by a depth-first search down the segments."""
+        """All tensors and recurrences between the two ends, found by a depth-first search from the upper end."""
         leads: dict[Port, bool] = {}
         gone: dict[int, bool] = {}
         entered: set[int] = set()
@@ -199,7 +199,7 @@ def _flattened(one: ReplayedCall, memory: int) -> ReplayedCall:
 
 
 def _inner(name: TensorName, inside: ReplayedLayers, role: str) -> JacobianEnd | None:
-    """Return the end if it lies inside a recurrence where the framework has no tensor for it; else None."""
+    """Return an end that is a state inside a recurrence, where the framework has no tensor; None for other ends."""
     if inside.entangled:
         calls = inside.by_layer.get(str(name.layer), []) if name.what == "output" else []
         if inside.is_stepwise(name) or (calls and all(replayed.call.stepwise for replayed in calls)):
@@ -308,7 +308,7 @@ def _network(
 
 
 def disconnected(of: JacobianEnd, wrt: JacobianEnd) -> DisconnectedError:
-    """Return the error for two ends without a path."""
+    """Create the error for a Jacobian between two tensors that no differentiable path connects."""
     if of.name == wrt.name:
         what = f"{of.name.text} is the output of the layer: no step of it is computed from another."
         hint = f'of="{of.name.layer}.hidden", wrt="{of.name.layer}.hidden": from state to state'

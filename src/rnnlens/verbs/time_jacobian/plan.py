@@ -70,7 +70,7 @@ class DirectRoute:
         return found[::-1]
 
     def flops(self, mode: str) -> float:
-        """Return the FLOPs of a sweep in this mode."""
+        """Return the FLOPs of a sweep in a mode, ``"forward"`` or ``"reverse"``."""
         run, system, ends = self.one.run, self.one.system, self.ends
         if mode == "reverse" and self.pattern is not None:
             features = 1 if self.below is None or ends.measured_by is not None else ends.wrt.size
@@ -101,7 +101,10 @@ class DirectRoute:
 
 
 def direct_route(network: JacobianNetwork, ends: JacobianEnds) -> DirectRoute | None:
-    """Return the direct route if the path has one recurrence, with segments around it that mix no steps; else None."""
+    """Return the route of a single sweep if the path has one recurrence, and layers around it mix no steps.
+
+    Returns None otherwise.
+    """
     above = _from_above(network, ends)
     if above is None:
         return None
@@ -123,9 +126,9 @@ def direct_route(network: JacobianNetwork, ends: JacobianEnds) -> DirectRoute | 
 def _from_above(
     network: JacobianNetwork, ends: JacobianEnds
 ) -> tuple[ReplayedCall, int, Array | None, int | None] | None:
-    """Return the recurrence in which rows start, the index of the state, the readout, and the step if it is fixed.
+    """Find the recurrence in which cotangent rows start: with the index of the state, the readout, and a fixed step.
 
-    None if there is no such recurrence.
+    Returns None if there is no such recurrence.
     """
     of = ends.of
     if of.port is None:
@@ -150,7 +153,7 @@ def _from_above(
 
 
 def _on_path(network: JacobianNetwork, port: Port, wrt: Port | None) -> list[tuple[Port, Segment]]:
-    """Return the segments from a tensor that lead to the lower end."""
+    """Return the derivatives (segments) of a tensor by those tensors below it that lead to the lower end."""
     return [
         (below, segment)
         for below, segment in network.around.below(port).items()
@@ -271,7 +274,7 @@ class JacobianPlan:
 
 
 def make_plan(options: JacobianOptions, network: JacobianNetwork) -> JacobianPlan:
-    """Return the plan for the requested options on a network."""
+    """Choose route, mode and pieces for a time Jacobian between two ends of a network."""
     ends = ends_of(network.of, network.wrt, options, network.samples)
     mode = "reverse" if options.sketch is not None else options.mode
     return plan_for(network, ends, mode, options.rtol, options.memory, streamed=options.out is not None)
@@ -280,7 +283,7 @@ def make_plan(options: JacobianOptions, network: JacobianNetwork) -> JacobianPla
 def plan_for(
     network: JacobianNetwork, ends: JacobianEnds, mode: str, rtol: float | None, memory: int, *, streamed: bool
 ) -> JacobianPlan:
-    """Return the plan between two ends; ``streamed`` results are written to disk and take no memory."""
+    """Plan the time Jacobian between two ends; ``streamed`` results are written to disk and take no memory."""
     possible = {
         SAMPLE: None if ends.average else network.samples,
         OUT_TIME: None if ends.out_times is None else len(ends.out_times),
@@ -318,7 +321,7 @@ def plan_for(
 def _part(
     network: JacobianNetwork, ends: JacobianEnds, place: Mapping[str, int], mode: str, rtol: float | None, memory: int
 ) -> JacobianPart:
-    """Return the part between one pair of ends: its route, the chosen mode, and pieces that fit into memory."""
+    """Choose route, mode and pieces that fit into memory for the Jacobian between one direction of either end."""
     network = replace(network, of=ends.of, wrt=ends.wrt)
     for one in network.recurrences:
         size = one.system.numbers(True) * one.system.work.itemsize

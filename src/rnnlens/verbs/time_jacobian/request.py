@@ -161,12 +161,12 @@ class JacobianEnds:
 
     @property
     def tail(self) -> tuple[int, ...]:
-        """Extra axes of the reduction: (2,) for a sketch, its estimate and variance."""
+        """Extra last axes of a reduced Jacobian: (2,) for a sketch, its estimate and variance; else ()."""
         return () if self.sketch is None else (2,)
 
     @property
     def rows(self) -> int:
-        """Rows per output step."""
+        """Number of cotangent rows per output step: output units, or combinations of them."""
         return self.of.size if self.weights is None else int(self.weights.shape[2])
 
     @property
@@ -181,12 +181,12 @@ class JacobianEnds:
 
     @property
     def rows_pulled(self) -> Rows:
-        """The pulled rows, (sample or 1, time or 1, row, unit); the identity without weights."""
+        """Cotangent rows to pull back, (sample or 1, time or 1, row, unit); the identity without ``weights``."""
         return np.eye(self.of.size)[None, None] if self.weights is None else self.weights
 
 
 def ends_of(of: JacobianEnd, wrt: JacobianEnd, options: JacobianOptions, samples: int) -> JacobianEnds:
-    """Return the two ends with the steps, rows and reductions of a request."""
+    """Resolve the two ends of a Jacobian with the steps, rows and reductions that ``options`` request."""
     projection = None if options.reduce is None else _projection(options.reduce, of.size)
     measure = "norm" if options.sketch is not None else options.measure
     weights = projection

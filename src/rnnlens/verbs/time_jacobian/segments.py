@@ -117,7 +117,7 @@ class Segment:
     step: int = 0
 
     def apply(self, rows: Array) -> Array:
-        """Pull rows (sample, row, [time,] feature) through a segment of any kind but ``"through"``."""
+        """Pull cotangent rows (sample, row, [time,] feature) through a segment of any kind but ``"through"``."""
         if self.kind == "step":
             one = rows if self.block is None else rows @ like(self.block, rows)
             whole = np.zeros if isinstance(rows, np.ndarray) else rows.new_zeros
@@ -134,7 +134,10 @@ class Segment:
         return moved(moved(rows, 1, 2) @ like(self.block, rows), 2, 1)
 
     def at_every_step(self, rows: Array) -> Array:
-        """Pull rows (sample or 1, time or 1, row, feature above) through a local segment or one of a single step."""
+        """Pull cotangent rows (sample or 1, time or 1, row, feature above) through a segment.
+
+        It is local or has one step.
+        """
         rows = rows[:, 0] if self.kind == "step" else rows
         rows = rows if self.block is None else like(rows, self.block) @ self.block
         return rows[:, None] if self.kind == "step" else rows
@@ -145,7 +148,7 @@ _MANY = 64
 
 
 def probe(pull: Pull, top: OuterTensor, tensors: Mapping[Port, OuterTensor]) -> dict[Port, Segment]:
-    """Find the segments that start at a tensor by pulling probe cotangents, by the lower tensor."""
+    """Find the derivatives of a tensor by all tensors directly below it, by pulling probe cotangents back."""
     (steps, on_steps), (samples, on_samples) = _subset_rows(top, 1), _subset_rows(top, 0)
     found: Mapping[Port, Array | None] = {}
     units = np.zeros((0, *steps.shape[1:]))
@@ -172,7 +175,7 @@ def probe(pull: Pull, top: OuterTensor, tensors: Mapping[Port, OuterTensor]) -> 
 
 
 def _probed(above: OuterTensor, below: OuterTensor, rows: Array, each_step_by_itself: bool) -> Segment:
-    """Classify and return a segment, from the pulled-back unit cotangents."""
+    """Return the derivative (segment) of one tensor by another from pulled-back unit cotangents, and classify it."""
     if above.times is None:
         first = moved(rows, 0, 1)
         return Segment("flat", above, below, first.reshape((first.shape[0], first.shape[1], -1)))
@@ -221,25 +224,25 @@ class SegmentGraph:
     _uncoupled: set[Port] = field(default_factory=set)
 
     def below(self, port: Port) -> Mapping[Port, Segment]:
-        """Return the segments that start at a tensor; they are probed once."""
+        """Return the derivatives (segments) of a tensor by the tensors directly below it; they are probed once."""
         if port not in self.segments:
             known = self.pullback is not None
             self.segments[port] = probe(self.pull, self.tensors[port], self.tensors) if known else {}
         return self.segments[port]
 
     def pull(self, port: Port, rows: Array) -> Mapping[Port, Array | None]:
-        """Pull rows (row, sample, [time,] feature) of a tensor back by the framework to all ``wrt`` ports."""
+        """Let the framework pull rows (row, sample, [time,] feature) of a tensor back to all ``wrt`` ports."""
         return self.pull_all({port: rows})
 
     def pull_all(self, rows: Mapping[Port, Array]) -> Mapping[Port, Array | None]:
-        """Pull rows of several tensors back together by the framework; results are summed."""
+        """Let the framework pull cotangent rows of several tensors back together; gradients at a port are summed."""
         assert self.pullback is not None
         cotangents = {port: like(self.tensors[port].closed(some), self.values[port]) for port, some in rows.items()}
         found = self.pullback.vjp(cotangents)
         return {port: None if a is None else self.tensors[port].opened(a) for port, a in found.items()}
 
     def through(self, port: Port, rows: Array, only: Collection[Port] | None = None) -> dict[Port, Array]:
-        """Pull rows (sample, row, [time,] feature) of a tensor back to the tensors directly below it."""
+        """Pull cotangent rows (sample, row, [time,] feature) of a tensor back to the tensors directly below it."""
         segments = {p: segment for p, segment in self.below(port).items() if only is None or p in only}
         found = {below: segment.apply(rows) for below, segment in segments.items() if segment.kind != "through"}
         rest = [below for below, segment in segments.items() if segment.kind == "through"]
@@ -261,7 +264,10 @@ class SegmentGraph:
 def known_chain(
     request: JacobianRequest, inside: ReplayedLayers, of: Port | None, wrt: Port | None
 ) -> SegmentGraph | None:
-    """Return the segments around the recurrences if the model is a known chain that fits the captured run."""
+    """Return the derivatives of the tensors between recurrences, if the model is a known chain; else None.
+
+    The chain's values must equal those of the captured run.
+    """
     layers = inside.chain or request.adapter.chain(request.model, training=request.batch.training)
     if layers is None or any(len(both) != 1 for both in inside.by_layer.values()):
         return None
@@ -280,7 +286,10 @@ class _Chain:
         self.after: list[Any] = []
 
     def fits(self, output: Any) -> bool:
-        """Compute all values; return whether they equal the inputs of recurrent layers and the model's output."""
+        """Compute the values of all layers.
+
+        Return whether they equal the captured layer inputs and the model's output.
+        """
         if not self.calls or [e.name for e in self.layers if e.kind == "recurrent"] != list(self.calls):
             return False
         dtype = to_host(next(iter(self.calls.values())).call.input).dtype
@@ -314,7 +323,7 @@ class _Chain:
         return axes[:1] in ((), (SAMPLE,)) and (TIME not in axes or axes[1] == TIME)
 
     def graph(self, of: Port | None, wrt: Port | None) -> SegmentGraph | None:
-        """Return the segments below the upper end and below each recurrent layer; None if a value is unknown."""
+        """Return the derivatives of the upper end and of each recurrent layer's input; None if a value is unknown."""
         layers = list(enumerate(self.layers))
         if wrt is not None and any(
             above.is_state and wrt == Port("output", self.layers[i - 1].name) for i, above in layers
@@ -346,7 +355,8 @@ class _Chain:
     def _place(self, port: Port) -> int | None:
         """Return the index of the layer with this output port; -1 for the model's input.
 
-        None if there is no such layer, several calls of it, or if the framework's tensor has its axes in another order.
+        Returns None if there is no such layer, several calls of it, or if the framework's tensor has its axes
+        in another order.
         """
         if port.index != 0:
             return None
@@ -361,7 +371,10 @@ class _Chain:
     def _segments(
         self, tensors: Mapping[Port, OuterTensor], top: Port, place: int, wrt: Port | None
     ) -> dict[Port, Segment] | None:
-        """Return the segments from a tensor down to the next recurrent layer; None if a value is unknown."""
+        """Return the derivatives (segments) of a tensor by the tensors below it, down to the next recurrent layer.
+
+        Returns None if a value on the way is unknown.
+        """
         block, found, step = None, {}, None
         end = None if wrt is None else self._place(wrt)  # what one layer returns the next is fed: one place, two names
         for i in range(place, -2, -1):
