@@ -280,7 +280,10 @@ def dumps(value: Any) -> bytes:
 
 
 def dumps_parts(value: Any, parts: Any, name: str = "") -> bytes:
-    """Pickle a value that is made of parts of the user; the error for one that cannot be sent names it."""
+    """Pickle a value.
+
+    If that fails, raise an error that names the user's object in ``parts`` that cannot be pickled.
+    """
     try:
         return dumps(value)
     except Exception as error:

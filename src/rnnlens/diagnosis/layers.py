@@ -74,7 +74,10 @@ class LayerFacts:
 
     @property
     def growth(self) -> float:
-        """Largest norm of the output's total gradient over its first non-zero one, in decades; median over samples."""
+        """Decades by which the largest norm of the output's total gradient exceeds the first non-zero one.
+
+        Sample median.
+        """
         norms = np.nan_to_num(np.zeros((1, 1)) if self.adjoint_norms is None else self.adjoint_norms)
         if not norms.any():
             return 0.0

@@ -369,7 +369,7 @@ def gradient_carriers(
 
 
 def _scatter(ax: Any, losses: Numbers, norms: Numbers, names: list[str], keywords: dict[str, Any]) -> None:
-    """Draw a point per sample; name that of median loss and the largest."""
+    """Draw loss against gradient norm, a point per sample; label the sample of median loss and that of largest norm."""
     seen = np.isfinite(losses) & np.isfinite(norms)
     limits = [_limits(values[seen]) for values in (losses, norms)]
     inside = [np.maximum(values[seen], low) for values, (low, _) in zip((losses, norms), limits, strict=True)]

@@ -157,7 +157,7 @@ def report(
 
 
 def write(target: Path, material: Material, origin: ReportOrigin) -> None:
-    """Render the page, and replace the file in one step."""
+    """Render the report and write it to the file ``target``; an existing file is replaced in one step."""
     text = render(material, origin)
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:

@@ -286,7 +286,7 @@ def _computed(observed: ObservedRun) -> Iterator[Origin]:
 
 
 def _way_there(observed: ObservedRun, origin: Origin) -> dict[str, xr.Dataset]:
-    """Return the largest magnitude at every step of the origin's sample, as a dataset of its recurrent layer."""
+    """Return the largest magnitude of the origin's quantity at each step of its sample, as a dataset of the layer."""
     sample = origin.index.get("sample")
     if origin.phase not in ("forward", "backward") or sample is None:
         return {}

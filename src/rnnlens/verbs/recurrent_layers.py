@@ -335,7 +335,7 @@ class ReplayedLayers:
         return is_plain and in_order and is_state and call.received is None
 
     def layer(self, name: str | None) -> list[ReplayedCall]:
-        """Return the directions of one call of a layer."""
+        """Return the replayed calls of a layer: one, or one per direction with the forward direction first."""
         if name in self.by_layer:
             return self.by_layer[name]
         calls = [node for node in self.by_layer if node.rpartition("#")[0] == name]

@@ -163,7 +163,10 @@ def unselected(after: Any, before: Any, outer: Source) -> tuple[Any, tuple[Any, 
 
 
 def _states(frame: Frame, made: dict[int, Any], writes: list[Written]) -> list[Variable]:
-    """Return the loop variables that carry a state: later results depend on them, and they repeat no output."""
+    """Return the loop variables that carry a state: those on which the result of some step depends.
+
+    Variables that only repeat the previous output are not among them.
+    """
     new = {id(same(v.after, frame.outer)): made[id(v)][0] for v in frame.floats}
     targets = [made[id(v)][0] for v in frame.floats]
     targets += [new.get(id(same(write.value, frame.outer)), write.value) for write in writes]

@@ -57,7 +57,7 @@ class SampleChunks:
 
     @classmethod
     def of(cls, axes: ModelAxes, run: Batch, batch_size: int | None = None) -> SampleChunks:
-        """Find the axis of samples of every array, and the cuts."""
+        """Find the sample axis of every array of a call, and the sizes of the chunks along it."""
         for name in _PARTS:
             _refuse_unknown_chunks(name, getattr(run, name))
         for leaf in data.leaves_of(run.x):

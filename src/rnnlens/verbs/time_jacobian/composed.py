@@ -136,7 +136,7 @@ def _as_field(
     reads: Mapping[int, Array],
     points: PointRows | None,
 ) -> FieldRows:
-    """Add rows of the output and of states over all steps, at the last step and at single steps into fields."""
+    """Sum cotangent rows of output and states, at all or single steps, to arrays (sample, row, time, size)."""
     work, run = one.system.work, one.run
     first = top if top is not None else next(iter([*flat.values(), *reads.values()]), None)
     count = points.count if first is None and points is not None else int(first.shape[1])  # type: ignore[union-attr]
