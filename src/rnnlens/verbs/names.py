@@ -165,13 +165,17 @@ class Catalogue:
         if name.what == "weight":
             lead = (SAMPLE,) if per_sample else ()
             return lead + dims_of_weight(name.key, self.weights[str(name.layer)], array.ndim - len(lead))
-        info = self.recurrent.get(uncalled(name.layer, self.recurrent))
-        space = () if info is None else cell_of_kind(info.cell).space
+        info, space = self.recurrent.get(uncalled(name.layer, self.recurrent)), self.space(name.layer)
         if name.what == "input":
             return dims_of(array.shape, last=FEATURE, space=space)
         both = info is not None and info.direction == "bidirectional"
         gate = name.what in ("gates", "gate_preactivation")
         return dims_of(array.shape, bidirectional=both, gate=gate, space=space)
+
+    def space(self, layer: str | None) -> tuple[str, ...]:
+        """Return the names of a layer's axes of space; none for layers other than convolutional recurrent ones."""
+        info = self.recurrent.get(uncalled(layer, self.recurrent))
+        return () if info is None else cell_of_kind(info.cell).space
 
     def suggestions(self) -> Iterator[str]:
         """Yield valid names for the hint of an error."""

@@ -377,9 +377,12 @@ class ReplayedLayers:
         return _join(parts, name)
 
 
-def stack_directions(parts: Sequence[Array]) -> Array:
-    """Stack arrays of both directions of a layer behind time, or else behind sample; return a lone one as it is."""
-    return parts[0] if len(parts) == 1 else np.stack(parts, axis=direction_axis(dims_of(parts[0].shape)))
+def stack_directions(parts: Sequence[Array], space: tuple[str, ...]) -> Array:
+    """Stack arrays of both directions of a layer behind time, or else behind sample; return a lone one as it is.
+
+    ``space``: names of the layer's axes of space.
+    """
+    return parts[0] if len(parts) == 1 else np.stack(parts, axis=direction_axis(dims_of(parts[0].shape, space=space)))
 
 
 def outputs_of(adapter: Adapter, model: Any, batch: Batch, layers: tuple[str, ...]) -> dict[str, Array]:

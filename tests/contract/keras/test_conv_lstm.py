@@ -118,6 +118,23 @@ def gradient(function, array):
 
 
 @pytest.mark.one_engine("torch", "tf_keras")
+@pytest.mark.parametrize("rank", [1, 2])
+def test_outputs_of_bidirectional_layers_have_time_before_direction(rank):
+    model, x, y = build(rank, bidirectional=True, padding="same")
+    found = rl.gradients(model, x, y, wrt="conv.output")
+    assert found.dims == ("sample", "time", "direction", *NAMES[rank], "channel")
+    assert found.certificate.state == "passed", found.certificate
+    kernel = np.asarray(model.layers[-1].get_weights()[0])
+    error = np.asarray(model.predict(x, verbose=0)) - y
+    merged = (error @ kernel.T).reshape(2, TIME, *SPACE[rank], 4)  # of the mean square over two samples
+    expected = np.stack([merged[..., :2], merged[..., 2:]], axis=2)
+    np.testing.assert_allclose(found.values, expected, rtol=1e-4, atol=1e-7)
+    summed = rl.gradients(model, x, of="conv.output", wrt="conv.hidden", reduce="sum")
+    assert summed.dims == found.dims
+    assert summed.shape == found.shape
+
+
+@pytest.mark.one_engine("torch", "tf_keras")
 def test_bidirectional_layers_have_a_direction():
     model, x, y = build(2, bidirectional=True, padding="same")
     trace = rl.trace(model, x, y)

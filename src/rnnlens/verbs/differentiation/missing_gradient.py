@@ -69,7 +69,7 @@ def _value(request: BatchRequest, leaf: TensorName, capture: Capture) -> Array:
     outputs = [to_host(call.output) for call in capture.calls if call.layer == leaf.layer]
     if not outputs:
         raise LayerNotFoundError(f"Layer {leaf.layer!r} was not called in this forward pass.")
-    return stack_directions(outputs)
+    return stack_directions(outputs, request.known.space(leaf.layer))
 
 
 class Experiments:

@@ -253,7 +253,7 @@ class _Pull:
             if place.free:
                 opened, names = self.outside.opened(place.name.port(), parts[0])
                 return xr.DataArray(opened, dims=names)
-            value = stack_directions(parts)
+            value = stack_directions(parts, self.request.known.space(place.name.layer))
         return xr.DataArray(value, dims=self.request.known.dims(place.name, value))
 
     def _seed(self, place: TensorPlace, cotangent: Array) -> None:
@@ -294,7 +294,7 @@ class _Pull:
     def _activation(self, place: TensorPlace, arrived: Arrived) -> Array | None:
         """Return the gradient by an activation, a tensor that is no weight; None if no path leads there."""
         if not place.swept:
-            return side_by_side([arrived.get(port) for port in place.above])
+            return side_by_side([arrived.get(port) for port in place.above], self.request.known.space(place.name.layer))
         directions, layer = self.inside.layer(place.name.layer), str(place.name.layer)
         on_states = self.on_states.get(layer) or self.on_steps.get(layer) or [{} for _ in directions]
         flat = {port: None if a is None else a[0] for port, a in arrived.items()}
@@ -355,7 +355,8 @@ def captured(request: BatchRequest) -> BatchGradients | None:
     for name in request.wrt:
         directions = inside.layer(name.layer)
         if name.what == "output":
-            grads[name] = side_by_side([to_host(replayed.call.output_grad)[None] for replayed in directions])
+            parts = [to_host(replayed.call.output_grad)[None] for replayed in directions]
+            grads[name] = side_by_side(parts, request.known.space(name.layer))
         else:
             sweeps = [replayed.sweep(replayed.call.state_grad or {}, replayed.arrived()) for replayed in directions]
             swept[str(name.layer)] = list(zip(directions, sweeps, strict=True))
@@ -375,10 +376,10 @@ def fits(request: BatchRequest) -> bool:
     return recurrent and all(name.what == "output" or known.is_inside(name) for name in request.wrt)
 
 
-def side_by_side(parts: Sequence[Array | None]) -> Array | None:
+def side_by_side(parts: Sequence[Array | None], space: tuple[str, ...]) -> Array | None:
     """Stack the first cotangent of each direction; zeros for a missing one, None if all are missing."""
     arrays = [None if part is None else to_host(part)[0] for part in parts]
     present = [array for array in arrays if array is not None]
     if not present:
         return None
-    return stack_directions([np.zeros_like(present[0]) if array is None else array for array in arrays])
+    return stack_directions([np.zeros_like(present[0]) if array is None else array for array in arrays], space)
