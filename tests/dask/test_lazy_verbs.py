@@ -282,6 +282,16 @@ def test_nan_in_one_chunk_stays_there(net):
     assert bad.tolist() == [i == 20 for i in range(50)]
 
 
+@pytest.mark.parametrize("verb", ["gradients", "trace", "weights"])
+def test_weights_of_samples_of_every_chunk_are_finite(net, verb):
+    weights = np.ones(50)
+    weights[20] = np.nan
+    options = {"wrt": "input"} if verb == "gradients" else {}
+    found = getattr(rl, verb)(net, lazy(X), lazy(Y), loss="mse", sample_weight=lazy(weights), **options)
+    with pytest.raises(rl.errors.InputError, match="sample_weight is not finite"):
+        found.compute()
+
+
 def test_a_chunk_beyond_the_memory_is_refused(net):
     with rl.options(memory=1000), pytest.raises(rl.errors.TooLargeError, match="A chunk of 16 samples"):
         rl.gradients(net, lazy(X), lazy(Y), loss=MSE, wrt="input")

@@ -15,6 +15,7 @@ import xarray as xr
 from ... import data
 from ...adapters.protocol import Batch
 from ...adapters.registry import adapter_for
+from ...arguments import weights_of_samples
 from ...autodiff.tensors import to_numpy
 from ...cluster import TravellingModel, client, naming_samples, warn
 from ...errors import InputError, SelfCheckWarning
@@ -93,6 +94,7 @@ class ChunkTask:
     def batch(self, rows: ChunkRows, parts: Sequence[Any]) -> Batch:
         """Return the batch of a chunk, padded where that is possible."""
         x, y, weight, states = parts
+        weight = None if weight is None else weights_of_samples("sample_weight", weight)
         seed = self.options.seed
         if seed is not None and self.options.training:
             seed += rows.number
