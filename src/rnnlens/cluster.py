@@ -82,7 +82,7 @@ def threads_of_worker() -> int:
 
 
 def kept(model: Any, token: str, make: Callable[[], T]) -> T:
-    """Return ``make()``, called once in this process for each model and ``token`` of a call."""
+    """Return the result of ``make``, which is called once in this process for each model and ``token`` of a call."""
     of_model = _kept.setdefault(model, {})
     if token not in of_model:
         if len(of_model) > 8:

@@ -178,7 +178,8 @@ def format_memory(size: int | float) -> str:
 def must_fit(what: str, size: float, hint: str | None, *, got: str = "{}", limit: int | None = None) -> None:
     """Raise TooLargeError with the message ``what`` if ``size`` bytes exceed the memory granted.
 
-    ``limit``: that of the call, from ``memory=``; that of ``rl.options`` if None. ``got`` describes the bytes, ``{}``.
+    ``limit`` is the memory granted, by default that of ``rl.options``. ``got`` is text on the size, with ``{}`` for
+    the bytes.
     """
     granted = current().memory if limit is None else limit
     if size > granted:

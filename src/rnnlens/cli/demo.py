@@ -157,7 +157,7 @@ def load_keras() -> Any:
 
 
 def set_seeds(keras: Any, seed: int) -> None:
-    """Fix the initial weights and the order of the batches.
+    """Fix the random seeds of the initial weights and of the order of the batches.
 
     With JAX the seeds are set directly, because ``keras.utils.set_random_seed`` imports TensorFlow if installed.
     """

@@ -322,7 +322,7 @@ def _refuse_keywords(keywords: Mapping[str, Any]) -> None:
 
 
 def _table(outcomes: Mapping[Any, Outcome]) -> xr.Dataset:
-    """Return the Dataset over ``name``; rows of failures are NaN."""
+    """Return the Dataset of all diagnoses, with one row per model along ``name``; rows of failures are NaN."""
     models = [d["model"] if isinstance(d, Diagnosis) else xr.Dataset(attrs={"known": False}) for d in outcomes.values()]
     ran = [isinstance(d, Diagnosis) for d in outcomes.values()]
     variables: dict[str, Any] = {}

@@ -284,8 +284,8 @@ class Experiment:
     def exchanged(self, keep: int) -> tuple[Array, Array]:
         """Predict with all but the last ``keep`` steps of each sample taken from another sample.
 
-        Return the squared change of the prediction, and each sample's covariance with the target (score),
-        (sample,) each.
+        Return the squared change of the prediction, and each sample's contribution to the covariance of target
+        and prediction (its score), (sample,) each.
         """
         kept = np.full(self.samples.count, keep)
         return self.changed(self.samples.with_prefix(kept, self.lender, self.last))
@@ -293,7 +293,8 @@ class Experiment:
     def changed(self, x: Any) -> tuple[Array, Array]:
         """Predict on changed inputs.
 
-        Return the squared change and the score (covariance with the target), (sample,) each.
+        Return the squared change of the prediction, and each sample's contribution to the covariance of target
+        and prediction (its score), (sample,) each.
         """
         prediction = self._predicted(self.outputs(x))
         change = squared_change(self.prediction, prediction)

@@ -74,9 +74,9 @@ class LayerFacts:
 
     @property
     def growth(self) -> float:
-        """Decades by which the largest norm of the output's total gradient exceeds the first non-zero one.
+        """Growth of the output's total gradient on its way back, in decades: largest norm over the first non-zero one.
 
-        Sample median.
+        It is the median over samples.
         """
         norms = np.nan_to_num(np.zeros((1, 1)) if self.adjoint_norms is None else self.adjoint_norms)
         if not norms.any():
@@ -89,7 +89,7 @@ class LayerFacts:
     def adjoint_size(self) -> float:
         """Median over samples of the largest norm of the output's gradient at the hidden state.
 
-        NaN if it is unknown.
+        It is NaN if the gradient is unknown.
         """
         if self.adjoint_norms is None:
             return float("nan")
@@ -348,7 +348,10 @@ def _transfer(cell: SequenceCell, spread: Array) -> Transfer:
 
 
 def _scan_attribution(experiment: Experiment, capture: Capture) -> int | None:
-    """Attribute the prediction to the steps of the embedded ids, or of the float input."""
+    """Count the last steps of the embedded ids, or of the float input, that hold 95 % of the attribution.
+
+    Returns None if there is neither.
+    """
     if capture.plain and capture.plain[0].output_grad is not None:
         x, gradient = to_host(capture.plain[0].output), to_host(capture.plain[0].output_grad)
     else:

@@ -134,7 +134,10 @@ class Memory:
 
 
 def measure_memory(experiment: Experiment) -> Memory:
-    """Exchange prefixes of different lengths, and measure how much the prediction changes."""
+    """Replace the first steps of each sample by another sample's, and measure how much the prediction changes.
+
+    This is done for several numbers of steps.
+    """
     prediction, steps = experiment.prediction, experiment.reach
     if not np.isfinite(prediction).all():
         return Memory(steps, None, False, "the prediction is not finite")

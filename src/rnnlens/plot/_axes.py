@@ -82,7 +82,7 @@ def write(
     over: Any = "data",
     **look: Any,
 ) -> None:
-    """Write small text ``offset`` points away from the point ``at``; ``over`` are the coordinates of the point."""
+    """Write small text ``offset`` points away from the point ``at``; ``over`` is the coordinate system of the point."""
     look = {"ha": "right", "va": "center", "fontsize": "x-small", **look}
     ax.annotate(words, at, offset, over, "offset points", **look)
 

@@ -82,7 +82,7 @@ def kernels_of(weights: Any, figure: str, *, grad: bool = False) -> tuple[list[K
 
 
 def _labelled(name: str, data: Any, figure: str, *, recurrent: bool) -> xr.DataArray:
-    """Label a weight; plain arrays have gates if there is a recurrent kernel among them."""
+    """Label the axes of a weight; a plain array of a ``recurrent`` layer has a gate axis if its rank fits."""
     if isinstance(data, xr.DataArray):
         return _data.labelled(data, figure)
     known = weight_of(name.removesuffix("_grad")) if recurrent else None

@@ -94,7 +94,7 @@ def forward(
 def reverse_flops(system: System, alive: Sequence[int] | np.ndarray[Any, Any], with_input: bool) -> float:
     """Return the FLOPs of a reverse sweep with ``alive`` cotangent rows (step,).
 
-    In blocks of steps only if ``with_input``.
+    ``with_input``: gradients of the input are computed too, and the sweep may work in blocks of steps.
     """
     if with_input:
         return 2.0 * system.batch * plan_blocks(system, alive, system.features).products
@@ -113,7 +113,7 @@ def unit_flops(system: System, state: int, alive: Sequence[int] | np.ndarray[Any
 
 
 def forward_flops(system: System, alive: int, out_rows: int) -> float:
-    """Return the FLOPs of a forward sweep of ``alive`` pairs of row and step, each read out into ``out_rows``."""
+    """Return the FLOPs of a forward sweep of ``alive`` pairs of row and step, with a readout of ``out_rows`` rows."""
     readout = out_rows * system.state_sizes[0]
     return 2.0 * system.batch * alive * (system.multiplications(False) + readout)
 

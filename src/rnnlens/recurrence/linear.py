@@ -258,7 +258,7 @@ class Dense(LinearStep):
         out[...] = into if block is None else self.work.xp.matmul(block, into)
 
     def spread(self, rows: Array, state: int, columns: slice) -> None:
-        """Add the effect of a produced state's tangents on the other states of the step, such as of c_t on h_t."""
+        """Add the effect of one new state's tangents on the other states of the same step, such as of c_t on h_t."""
         if self.whole is not None:
             rows[...] = transposed(self.whole()[:, :, columns])
 

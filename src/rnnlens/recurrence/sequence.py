@@ -92,7 +92,7 @@ class SequenceCell:
 
     @property
     def sweep_size(self) -> int:
-        """Numbers that a sweep holds for one cotangent: states of one chunk, and gradients of the coefficients."""
+        """Number of values that a sweep keeps for one cotangent: states of a chunk, gradients of the coefficients."""
         samples, steps, *axes = self.shape
         states, parts = samples * min(CHUNK, steps) * prod(axes), sum(prod(part.shape) for part in self.parts.values())
         return 8 * states + 2 * int(parts)
@@ -277,7 +277,7 @@ def _step(array: Array, t: int) -> Array:
 
 
 def _expanded(cell: SequenceCell, direct: Array) -> Array:
-    """Insert an axis of size 1 into a cotangent of the outputs, where they contract the state."""
+    """Insert an axis of size 1 into a cotangent of the outputs, for the state axis over which y_t = C_t S_t sums."""
     return namespace(direct).expand_dims(direct, axis=cell.axis) if cell.read is not None else direct
 
 

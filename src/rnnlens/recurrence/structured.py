@@ -70,10 +70,7 @@ class _KernelsAt:
         self.per_gate = scale is not None and len(scale.shape) == 3
 
     def pull(self, rows: Array, out: Array) -> None:
-        """Pull cotangent rows back to the input: write rows @ B. rows : (sample, row, state).
-
-        Out : (sample, row, feature).
-        """
+        """Pull cotangent rows (sample, row, state) back to the input: write rows @ B to out (sample, row, feature)."""
         if self.per_gate or (len(self.kernels) > 1 and rows.shape[1] > 1):
             self.work.matmul(rows, _for_each(self.matrix(), rows), out)
             return
@@ -286,7 +283,7 @@ class StructuredSystem(System):
             raise ValueError(f"A and B differ in size: A {self.rows}, B {inputs.states}")
 
     def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> list[StructuredStep]:
-        """Return the chronological steps ``first ... stop - 1`` as views."""
+        """Return A_t and B_t of the chronological steps ``first ... stop - 1`` of some samples, as views."""
         return [
             StructuredStep(self.transition.at(samples, t), self.inputs.at(self.work, samples, t) if inputs else None)
             for t in range(first, stop)

@@ -208,9 +208,9 @@ class BlockedSweep:
         return self.cost
 
     def _block(self, steps: Sequence[int], progress: Callable[[], None] | None) -> None:
-        """Sweep the rows that enter in a block, and unit vectors of its final state.
+        """Sweep the rows that enter in a block, and the unit vectors of its final state.
 
-        Multiply all earlier rows by the latter.
+        All rows that entered before are then multiplied by the swept unit vectors.
         """
         system, work, older = self.system, self.work, int(self.carried.shape[1])
         units = system.rows if older else 0

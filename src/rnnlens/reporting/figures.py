@@ -52,7 +52,7 @@ class ReportFigure:
         return self.head.id
 
     def to_json(self) -> dict[str, Any]:
-        """Return the data that the script reads."""
+        """Return the figure's data as JSON for the script of the page."""
         return {"id": self.id, "kind": self.kind, "title": self.head.title, **self.spec}
 
 

@@ -355,7 +355,7 @@ def _policy(script: str) -> str:
 
 
 def _data(material: Material, plan: PagePlan | None, every: Sequence[ReportFigure]) -> dict[str, Any]:
-    """Return the data that the script reads."""
+    """Return the data of all figures as JSON for the script of the page."""
     page: dict[str, Any] = {
         "figures": [figure.to_json() for figure in every],
         "palettes": {name: hex_colours(name) for name in ("size", "signed", "gate")},

@@ -310,7 +310,7 @@ class Result(Mapping[str, Any]):
         return [(name, words.get(name, ""), self.dataset(name)) for name in self]
 
     def _beside(self) -> list[tuple[str, str]]:
-        """Return the remaining rows of the notebook page: rows that are not parts, checks, notes, provenance."""
+        """Return label and text of the notebook page's rows that describe no part: checks, notes, provenance."""
         named = {name for name, _, _ in self._parts()}
         rows = [] if self._said() else [(label, text) for label, text in self._rows() if label not in named]
         return [*rows, *self._remarks()]

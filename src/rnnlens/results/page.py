@@ -55,7 +55,7 @@ class Profile:
     log: bool = True
 
     def blocks(self, width: int = 32) -> str:
-        """Draw the curve as a line of block characters."""
+        """Format the curve as a line of block characters, ``width`` characters long."""
         return blocks(self.values, width, decades=DECADES if self.log else None)
 
     def svg(self) -> str:

@@ -150,7 +150,7 @@ class TrainingRun(Result, kind="run"):
 
     @property
     def probe(self) -> TrainingRun:
-        """Records of the probe."""
+        """Records of the probe, a fixed held-out batch that is traced between two steps."""
         return self._other("probe")
 
     def refresh(self) -> TrainingRun:

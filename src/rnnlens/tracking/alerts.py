@@ -276,7 +276,7 @@ class Incidents:
     def report_trained(self, trained: TrainedBatch, weights: Callable[[], Mapping[str, Any]], loss: Any) -> Path | None:
         """Write a batch of training, the weights before its update, and the place of its first non-finite number.
 
-        ``weights`` returns the current weights; it is called while the model has the old ones.
+        ``weights`` returns the model's weights; it is called while the model has those from before the update.
         """
         batch = Batch(trained.x, trained.y, trained.sample_weight)
         when = {

@@ -65,7 +65,7 @@ class Recorder:
         self._missed.clear()
 
     def due(self, step: int, epoch: int) -> bool:
-        """Return whether this process must record now."""
+        """Return whether a record is due after ``step`` steps, and this process is the one that writes records."""
         return self.writes and self.on_schedule(self.schedule, step, epoch)
 
     def on_schedule(self, schedule: Schedule, step: int, epoch: int) -> bool:

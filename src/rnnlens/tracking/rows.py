@@ -148,7 +148,7 @@ class Rows:
     def _put(self, path: str, values: Any) -> None:
         """Write one row of an array. Axes grow if this record is longer than earlier ones.
 
-        The rest of a shorter one is filled.
+        A shorter record is filled up to the length of the axes.
         """
         array = self._arrays[path]
         shape = np.shape(values)

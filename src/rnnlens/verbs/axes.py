@@ -118,9 +118,11 @@ class ModelAxes:
         self._learned |= set(new)
 
     def _kept(self, batch: Batch) -> dict[Port, Layout] | None:
-        """Return the mutable cache of layouts for data of these shapes; None if nothing may be cached.
+        """Return the cache of layouts for inputs of these shapes, to which the caller adds.
 
-        Lengths may decide on the order of samples within the model.
+        None if nothing may be cached.
+
+        Lengths of packed data may decide on the order of samples within the model.
         """
         leaves = data.leaves_of(batch.x)
         if any(data.is_packed(leaf) or len(np.shape(leaf)) == 1 for leaf in leaves):
@@ -331,7 +333,7 @@ class BatchAxes:
         return xr.DataArray(result, dims=_followed(result, arrives))
 
     def of_samples(self, port: Port, seed: Array, masks: Array) -> Array | None:
-        """Return a cotangent once per mask (row, sample), zero at other samples; None if its samples are unknown."""
+        """Return a cotangent once per mask (row, sample), zero at other samples; None if the sample axis is unknown."""
         opened, names = self.opened(port, seed) if self.is_here(port) else (seed, (SAMPLE,))
         if SAMPLE not in names or opened.shape[names.index(SAMPLE)] != masks.shape[1]:
             return None

@@ -79,7 +79,7 @@ def _labelled(
 
 
 def selected(dataset: xr.Dataset, at: Mapping[str, Any]) -> xr.Dataset:
-    """Select the positions ``at`` of a layer's variables; each dimension is kept. It is no whole-sequence layer."""
+    """Select the positions ``at`` of the variables of a layer that runs step by step; each dimension is kept."""
     sizes = {str(dim): int(size) for dim, size in dataset.sizes.items()}
     return dataset.isel({dim: _positions(dim, steps, sizes) for dim, steps in at.items() if dim in sizes})
 

@@ -327,7 +327,7 @@ class StepRecorder:
     def enter(self, x: Any, states: Any) -> tuple[CellRun, Any, Any]:
         """Record and tap the input (sample, feature) and the states of a step.
 
-        Return the loop that it belongs to, and both.
+        Return the loop that the step belongs to, the tapped input and the tapped states.
         """
         if self._keras.engine.context() != self._context:
             raise UnsupportedError(

@@ -194,7 +194,10 @@ def outputs_of(model: Any, batch: Batch) -> Outputs:
 
 
 def loss_of(model: Any, batch: Batch, outputs: Outputs) -> tuple[float, list[Array | None]]:
-    """Return the loss of joined outputs, and its gradients at them, or raise UnsupportedError if it needs more."""
+    """Return the loss of joined outputs, and its gradients at them.
+
+    Raise UnsupportedError if the loss depends on more than outputs and targets.
+    """
     keras = dialect_of(model)
     if keras.is_overridden(model) and batch.loss is None:
         raise UnsupportedError(_not_from_outputs("the model overrides compute_loss()"))

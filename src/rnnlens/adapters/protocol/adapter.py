@@ -95,9 +95,8 @@ class Adapter(AxisConvention, ABC):
     def reduction(self, model: Any, loss: Any) -> str | None:
         """Return how a loss reduces over samples, by the loss's own name such as ``"mean"``.
 
-        Returns None if it has no such name.
-
-        ``loss`` None selects the model's own loss; this default then returns None.
+        Returns None if it has no such name. ``loss`` None selects the model's own loss; this default then
+        returns None.
         """
         reduction = getattr(loss, "reduction", None)
         return None if reduction is None else str(reduction)
@@ -177,9 +176,8 @@ class Adapter(AxisConvention, ABC):
     ) -> Pullback:
         """Run the model once, and pull ``cotangents`` of ``of`` back to ``wrt``.
 
-        If they are empty, any cotangents later.
-
-        An adapter that compiles computes the gradients in the same pass as the values: see :class:`Pullback`.
+        Without cotangents the result can pull back any, as that of :meth:`pullback`. An adapter that compiles
+        computes the gradients in the same pass as the values: see :class:`Pullback`.
         """
         return self.pullback(model, batch, of, wrt)
 

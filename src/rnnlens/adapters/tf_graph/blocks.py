@@ -44,9 +44,10 @@ Plan = tuple[list[Any], Callable[[], Any]]
 
 
 def evaluated(tensor: Any, values: dict[int, Any], plan: Callable[[Any], Plan]) -> Any:
-    """Compute ``values`` of a tensor, by id, after those of all tensors that it depends on, to any depth.
+    """Compute the value of a tensor, after those of all tensors that it depends on, and store them in ``values`` by id.
 
-    ``plan(tensor)`` returns the tensors that it depends on, and a function that computes its value.
+    ``plan(tensor)`` returns the tensors that it depends on, and a function that computes its value. The depth is
+    not limited.
     """
     waiting, plans = [tensor], dict[int, Plan]()
     while waiting:

@@ -66,7 +66,7 @@ def steps_in(probe: Probe) -> Iterator[Match]:
 
 
 def _simple(probe: Probe, source: Key, state: Key, gates: Sequence[Value]) -> Iterator[Match]:
-    """Yield the candidate gates that have the form of a SimpleRNN step, h' = act(W x + U h + b)."""
+    """Yield the SimpleRNN steps among probed tensors: h' = act(W x + U h + b)."""
     for value in gates:
         gate, biases = _gate(value), _biases([value])
         if not gate.peepholes and biases is not None:
@@ -95,7 +95,7 @@ _Candidate = tuple[str, Any, dict[str, Any], Weights]
 
 
 def _reset_before(probe: Probe, u: Value, r: Value, source: Key, state: Key) -> Iterator[_Candidate]:
-    """Yield candidates act(W x + U (r h) + b) of a GRU with their weights."""
+    """Yield the forms act(W x + U (r h) + b) that a GRU's candidate state may have, with their weights."""
     before = probe.by_key[state].numbers
     reset = key_of(r.numbers * before) if r.numbers.shape == before.shape else b""
     for n in probe.gates.get(frozenset({source, reset}), {}).values():
@@ -108,7 +108,7 @@ def _reset_before(probe: Probe, u: Value, r: Value, source: Key, state: Key) -> 
 
 
 def _reset_after(probe: Probe, u: Value, r: Value, source: Key, state: Key) -> Iterator[_Candidate]:
-    """Yield candidates act(W x + b + r (U h + b')) of a GRU with their weights."""
+    """Yield the forms act(W x + b + r (U h + b')) that a GRU's candidate state may have, with their weights."""
     plains = [v for v in probe.gates.get(frozenset({source}), {}).values() if _is_line(v, u.width)]
     for inner in probe.cofactors[r.key].values():
         if not _is_line(inner, u.width) or _gate(inner).products.keys() != {state}:

@@ -272,7 +272,7 @@ class GraphCopy:
             self._session = None
 
     def _restart(self) -> None:
-        """Start a new session: TensorFlow fixes at its first run in a session which outputs a While has."""
+        """Start a new session: in a session, a While keeps the outputs that were fixed at its first run."""
         self.close()
         self._session = tf.Session(graph=self.graph, config=self._config)
         self._version, self._loaded = self.graph.version, {}

@@ -196,7 +196,7 @@ class Probe:
         self.clips: dict[Key, list[Value]] = defaultdict(list)
 
     def of(self, tensor: Any) -> Value:
-        """Compute the value of a tensor from random inputs, and how it depends on weights."""
+        """Return the value of a tensor, computed from random inputs, and how it depends on weights."""
 
         def plan(current: Any) -> Plan:
             inputs, compute = self._plan(current)

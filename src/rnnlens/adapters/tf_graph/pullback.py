@@ -148,7 +148,7 @@ class GraphPullback:
         return {port: found.get(port) for port in self._wrt}
 
     def _build(self, of: Sequence[Port]) -> _Built:
-        """Add the backward pass from some ports to the copy."""
+        """Add the backward pass from the ports ``of`` to the copy of the graph."""
         graph = self._opened.copy.graph
         before = set(graph.get_operations())
         values = {port: self._spots[port].value for port in of}

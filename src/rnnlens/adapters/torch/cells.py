@@ -162,7 +162,7 @@ class TorchStepCell(StepCell):
     def _as_captured(self) -> Iterator[None]:
         """Run the block with the cell in the training mode of the capture, eagerly and with gradients.
 
-        Restore it on exit.
+        The cell is restored on exit.
         """
         before = [(inner, inner.training) for inner, _ in self.modes]
         try:

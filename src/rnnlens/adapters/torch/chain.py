@@ -155,7 +155,7 @@ class ChainRecorder:
         return tuple(self._roles.get(axis, axis) for axis in axes)
 
     def _with_initial_states(self, path: str, module: Any, args: Any, kwargs: Any) -> Any:
-        """Give a recurrent module initial states and keep them (forward pre-hook)."""
+        """Pass initial states of zeros to a recurrent module called without any, and record them (forward pre-hook)."""
         if threading.get_ident() != self._thread or self.calls is None:
             return None
         if len(args) != 1 or kwargs or type(args[0]) is not Tensor or args[0].dim() != 3 or path in self.calls:
@@ -241,9 +241,9 @@ class ChainRecorder:
         return [_ChainTensor(whole, _mark(whole), wanted, fed.links, steps), final]
 
     def _found(self, tensor: Any) -> _ChainTensor | None:
-        """Return ``tensor`` as the next tensor of the recorded chain.
+        """Return ``tensor`` as a tensor of the chain, if simple operations compute it from a recorded one.
 
-        Returns None if it was not computed from it by simple operations.
+        Returns None otherwise.
         """
         if type(tensor) is not Tensor or tensor._backward_hooks:
             return None

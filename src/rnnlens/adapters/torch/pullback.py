@@ -287,7 +287,7 @@ def stand_ins(modules: Sequence[tuple[str, nn.Module]], ports: Sequence[Port]) -
 def _source(value: Any) -> Any:
     """Return a leaf that requires a gradient, with the value of a float or complex tensor.
 
-    Any other value unchanged.
+    Any other value is returned unchanged.
     """
     if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
         return value.detach().requires_grad_()

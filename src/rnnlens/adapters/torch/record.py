@@ -303,9 +303,9 @@ class CallRecorder:
         return handed
 
     def given_state(self, name: str, own: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the user's initial states for a layer, shaped as its own states ``own``.
+        """Return the user's initial states for a layer.
 
-        Raise ``InputError`` otherwise.
+        Raise ``InputError`` if their shapes differ from those of ``own``.
         """
         self.begun.add(name)
         given = [torch.as_tensor(as_numpy(state)) for state in self.initial_state[name]]
@@ -338,7 +338,7 @@ class CallRecorder:
     def handed(self, owner: CallOwner, tensor: Tensor) -> Tensor:
         """Return the output tensor that later layers read and that records the direct gradient.
 
-        A new leaf if it is cut.
+        It is a new leaf of the graph if differentiation is cut at the layer.
         """
         is_cut = owner.name in self.cut or ALL in self.cut
         return tensor.detach().requires_grad_() if is_cut else differentiable(tensor)

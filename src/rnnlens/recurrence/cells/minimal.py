@@ -131,7 +131,7 @@ class MinLSTM(_Minimal):
         return gates[..., 0, :] + gates[..., 1, :] if self.normalised else 1.0
 
     def hidden(self, gates: Array, before: Array, others: States, xp: Namespace) -> Array:
-        """Compute h_t = f' h_{t-1} + i' n from the gates."""
+        """Compute h_t = f' h_{t-1} + i' n from the gates, with f' = f / (f + i) and i' = i / (f + i)."""
         return (gates[..., 1, :] * before + gates[..., 0, :] * gates[..., 2, :]) / self._sum(gates)
 
     def _kept(self, gates: Array, value: Any) -> Array:

@@ -100,7 +100,10 @@ def _random_rows(plan: JacobianPlan, chosen: list[int]) -> np.ndarray[Any, Any]:
 def _bound(
     plan: JacobianPlan, jacobian: xr.DataArray, rows: xr.DataArray, chosen: list[int], dtype: str
 ) -> tuple[Check, ...]:
-    """Check that no probe exceeds the measured norm times the root of the count of rows; one row equals it."""
+    """Check a measured Jacobian against probes u^T J with random signs u.
+
+    A norm |u^T J| is at most |J|_F sqrt(rows), and equal to it for one row.
+    """
     ends = plan.ends
     if ends.sketch is not None or ends.measure is None:
         return ()

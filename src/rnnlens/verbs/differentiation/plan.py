@@ -92,7 +92,7 @@ def layers_inside(request: BatchRequest) -> list[str]:
 
 
 def _at_output(name: TensorName) -> TensorPlace:
-    """Return the place of a state that is the output of its layer at every step."""
+    """Return the ``TensorPlace`` of a state that is read at its layer's output, since it equals that at every step."""
     at = (Port("output", name.layer),)
     return TensorPlace(name, False, False, False, at, at, at)
 

@@ -69,7 +69,7 @@ class SweptWeightGradients:
     ) -> Array | None:
         """Return the part of a weight gradient that the framework computed, with a leading cotangent axis.
 
-        Returns None if none.
+        Returns None if the framework computed no part of it.
         """
         parts = [arrived.get(port) for port in self.ports[name]]
         count = next((part.shape[0] for part in parts if part is not None), None)

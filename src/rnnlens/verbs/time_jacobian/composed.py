@@ -243,9 +243,10 @@ def pull_piece(part: JacobianPart, piece: JacobianPiece, tally: WorkCount) -> np
 def _seeds(
     part: JacobianPart, times: Sequence[int] | None, tally: WorkCount
 ) -> tuple[dict[Port, Array], list[Array | None]]:
-    """Return the cotangents with which the framework starts, and rows that reach the lower end without it.
+    """Return the cotangents that the framework pulls back, by port, and those that need no framework.
 
-    The start is the upper end, or the lower boundary of the recurrence that contains it.
+    The framework starts at the Jacobian's output end, or below the recurrence that contains it. The cotangents that
+    need no framework are at the input end already, as that is in the same recurrence.
     """
     of, ends, around = part.ends.of, part.ends, part.network.around
     if of.port is not None:

@@ -181,7 +181,7 @@ Values = np.ndarray[Any, Any]
 
 
 def execute(labels: JacobianLabels, out: str | PathLike[str] | None = None) -> LabelledArray:
-    """Run a plan and label its result; write it to a file piece by piece if ``out`` is given."""
+    """Compute a planned time Jacobian and label it; write it to a file piece by piece if ``out`` is given."""
     plan, tally = labels.plan, WorkCount()
     checks = [replay_check(one.call, one.run) for one in plan.network.recurrences]
     if out is None:
@@ -196,7 +196,7 @@ def execute(labels: JacobianLabels, out: str | PathLike[str] | None = None) -> L
 
 
 def numbers(plan: JacobianPlan, tally: WorkCount) -> Values:
-    """Compute all pieces of a plan in memory."""
+    """Compute all pieces of a planned time Jacobian in memory."""
     with Progress("time Jacobian", plan.ticks) as progress:
         first = plan.parts[0]
         if len(plan.parts) == 1 and len(first.pieces) == 1 and not plan.network.order:

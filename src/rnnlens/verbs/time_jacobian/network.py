@@ -232,7 +232,7 @@ def _port(name: TensorName) -> Port:
 def _pullback(
     request: JacobianRequest, inside: ReplayedLayers, ports: Sequence[Port | None], wrt: JacobianEnd | None
 ) -> Pullback:
-    """Run the model once more, cut at every recurrence, or uncut if recurrences are entangled."""
+    """Run the model once more; return its pull-back, cut at every recurrence, or uncut if these are entangled."""
     of_port, wrt_port = ports
     starts = [*filter(None, (of_port,)), *(port for one in inside.calls for port in one.below())]
     if inside.entangled:

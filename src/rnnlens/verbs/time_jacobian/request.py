@@ -37,7 +37,7 @@ class JacobianOptions:
     out: str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        """Check that the other options fit a sketch."""
+        """Raise an error for options that cannot be combined with ``sketch``."""
         if self.sketch is None:
             return
         if self.measure not in (None, "norm") or self.reduce is not None:
