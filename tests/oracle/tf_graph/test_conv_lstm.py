@@ -277,8 +277,39 @@ def test_steps_that_a_condition_skips_are_refused_by_name():
         rl.trace(net, data(2))
 
 
-@pytest.mark.parametrize(("loop", "options"), [("static", {"skip": True}), ("python", {"peepholes": True})])
-def test_unrolled_cells_that_differ_in_a_detail_are_not_found_and_the_error_names_dynamic_rnn(loop, options):
-    asked = Asked(1, loop, **options)
-    with pytest.raises(rl.errors.ModelError, match=r"(?s)static_rnn or Python loop.*dynamic_rnn"):
+UNROLLED = pytest.mark.parametrize(("loop", "options"), [("static", {"skip": True}), ("python", {"peepholes": True})])
+NAMES_OF_UNROLLED = {"static": "net/rnn/conv_lstm_cell", "python": "net/conv_lstm_cell"}
+
+
+@UNROLLED
+def test_unrolled_cells_that_differ_in_a_detail_are_refused_by_name_and_the_error_names_dynamic_rnn(loop, options):
+    asked, name = Asked(1, loop, **options), NAMES_OF_UNROLLED[loop]
+    with pytest.raises(rl.errors.UnsupportedError, match=rf"(?s)'{name}'.*static_rnn or Python loop.*dynamic_rnn"):
         rl.trace(asked.net, asked.x)
+    close(rl.gradients(asked.net, asked.x, wrt="input").values, asked.x_grad)
+
+
+@UNROLLED
+def test_beside_another_recurrence_they_are_listed_and_left_out_by_name(loop, options):
+    """Neither the trace nor the list of layers named them."""
+    x, name = tf.placeholder(tf.float64, [SAMPLES, STEPS, *SPACE[1], FEATURES]), NAMES_OF_UNROLLED[loop]
+    with tf.variable_scope("net"):
+        outputs, _ = LOOPS[loop](cell_of(1, **options), x, None, None)
+        after, _ = tf.nn.dynamic_rnn(rnn_cell.GRUCell(3), tf.reduce_mean(outputs, 2), dtype=x.dtype, scope="above")
+    session, loss = tf.Session(), tf.reduce_sum(after)
+    by = tf.gradients(loss, [x, *tf.trainable_variables()[:2]])  # before the loop is run
+    session.run(tf.global_variables_initializer())
+    net = rl.tf1.graph(session, inputs={"x": x}, outputs={"y": after}, loss=loss)
+    assert {row.name: row.options.get("left out") for row in rl.layers(net)} == {
+        "net/above": None,
+        name: f"The steps of '{name}' are unrolled, and their equations are unknown.",
+    }
+    trace = rl.trace(net, data(1))
+    assert (list(trace), trace.certificate.state) == (["net/above"], "passed")
+    assert f"Left out: The steps of '{name}' are unrolled, and their equations are unknown." in trace.notes
+    with pytest.raises(rl.errors.UnsupportedError, match=rf"(?s)'{name}'.*dynamic_rnn"):
+        rl.trace(net, data(1), layers=[name])
+    found = rl.gradients(net, data(1), wrt=["input", "weights"])
+    truth = session.run(by, {x: data(1)})
+    for array, other in zip((found["model"]["input"], *found[name].values()), truth, strict=False):
+        close(array.values, other)

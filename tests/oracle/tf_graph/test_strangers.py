@@ -95,6 +95,7 @@ def test_unrolled(model):
     trace = rl.trace(net, DATA, ONES)
     assert {row.name: row.cell for row in rl.layers(net)}[name] == kind
     assert trace.certificate.state == "passed"
+    assert not any("Left out" in note for note in trace.notes)
     truth = net.session.run(tf.stack(tf.gradients(loss, states), 1), {x: DATA})
     assert np.abs(trace[name].hidden_grad.values - truth).max() < 1e-12
 
@@ -195,6 +196,58 @@ def at_once(graph):
     """How many steps of a loop may be under way."""
     loops = [op.node_def for op in graph.get_operations() if op.type in ("Enter", "While", "StatelessWhile")]
     return {node.attr["parallel_iterations"].i for node in loops}
+
+
+def scanned(step, x):
+    """All states of ``tf.scan``."""
+    start = tf.zeros([SAMPLES, UNITS], x.dtype)
+    return tf.transpose(tf.scan(step, tf.transpose(x, [1, 0, 2]), initializer=start), [1, 0, 2])
+
+
+def looped(step, x):
+    """All states of a while loop that reads and writes arrays."""
+    read = tf.TensorArray(x.dtype, STEPS).unstack(tf.transpose(x, [1, 0, 2]))
+    written, start = tf.TensorArray(x.dtype, STEPS), tf.zeros([SAMPLES, UNITS], x.dtype)
+
+    def body(t, h, written):
+        h = step(h, read.read(t))
+        h.set_shape([SAMPLES, UNITS])
+        return t + 1, h, written.write(t, h)
+
+    _, _, written = tf.while_loop(lambda t, *_: t < STEPS, body, (0, start, written))
+    return tf.transpose(tf.ensure_shape(written.stack(), [STEPS, SAMPLES, UNITS]), [1, 0, 2])
+
+
+@pytest.mark.parametrize(("loop", "within"), [(scanned, False), (looped, False), (scanned, True)])
+def test_a_variable_that_a_step_reads_twice_has_the_sum_of_both_gradients(loop, within):
+    """Of two tensors with the value of one variable, the gradient by the last one alone was its gradient."""
+    x = tf.placeholder(tf.float64, [SAMPLES, STEPS, FEATURES])
+    with tf.variable_scope("m", initializer=tf.random_uniform_initializer(-0.8, 0.8, seed=0), use_resource=True):
+        w, u = tf.get_variable("w", [FEATURES, UNITS], x.dtype), tf.get_variable("u", [UNITS, UNITS], x.dtype)
+        reads = [u.read_value(), u.read_value()]
+
+        def step(h, now):
+            first, second = [u.read_value(), u.read_value()] if within else reads
+            return tf.tanh(tf.matmul(now, w) + tf.sin(tf.matmul(h, first)) + tf.matmul(h * h, second))
+
+        outputs = loop(step, x)
+    loss = tf.reduce_sum(outputs * np.random.default_rng(1).normal(size=(SAMPLES, STEPS, UNITS)))
+    by_loss, by_state = (tf.gradients(target, [w, u]) for target in (loss, tf.reduce_sum(outputs[:, 3])))
+    net = net_of(x, outputs, loss)
+    (row,) = rl.layers(net)
+    assert "unknown cell" in row.options
+    by_loss, by_state = net.session.run([by_loss, by_state], {x: DATA})
+    target = {"of": f"{row.name}.hidden", "at": {"time": 3}, "reduce": "sum"}
+    inside = rl.gradients(net, DATA, wrt=[f"{row.name}/w", f"{row.name}/u"], **target)  # by the sweep through the steps
+    whole, weights = rl.gradients(net, DATA, ONES, wrt="weights"), rl.weights(net, DATA, ONES)
+    for name, of_loss, of_state in zip("wu", by_loss, by_state, strict=True):
+        for array, truth in (
+            (inside[row.name][name], of_state),
+            (whole[row.name][name], of_loss),
+            (weights[row.name][f"{name}_grad"], of_loss),
+        ):
+            np.testing.assert_allclose(array.values, truth, rtol=0, atol=1e-12)
+    assert rl.trace(net, DATA, ONES).certificate.state == weights.certificate.state == "passed"
 
 
 class Attention(cell.RNNCell):

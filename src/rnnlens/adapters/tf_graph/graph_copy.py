@@ -154,6 +154,8 @@ class GraphCopy:
     def __init__(self, meta: Any, seed: int = 0, config: Any = None) -> None:
         self.graph = imported(seeded(meta, seed))
         self.loops: tuple[Loop, ...] = ()
+        #: Reasons for the recurrences that are not among the loops, by name.
+        self.left_out: dict[str, str] = {}
         self._replaced: dict[str, Any] = {}
         #: Cache of tensors added to the copy; see :mod:`.boundaries` and :mod:`.capture`.
         self.built: dict[Hashable, Any] = {}

@@ -24,7 +24,11 @@ def describe(net: Net) -> list[LayerInfo]:
     found = open_net(net)
     if net.keras is not None:
         return _of_keras(found)
-    return [_info(found, name) for name in dict.fromkeys(loop.layer for loop in found.loops)]
+    rows = [_info(found, name) for name in dict.fromkeys(loop.layer for loop in found.loops)]
+    for name, why in found.copy.left_out.items() if rows else ():  # without rows, the error of a verb names them
+        options = {"left out": why.splitlines()[0]}
+        rows.append(LayerInfo(name, name.rpartition("/")[2], "unknown", 0, "forward", False, options=options))
+    return rows
 
 
 def _of_keras(found: OpenNet) -> list[LayerInfo]:
@@ -125,9 +129,9 @@ def provenance(net: Net) -> Mapping[str, str]:
 
 
 def refusals(found: OpenNet) -> dict[str, str]:
-    """Return, by name, why recurrent layers of a Keras model cannot be captured; other layers are left out."""
+    """Return, by name, why recurrent layers that were found without a loop cannot be captured."""
     names = found.net.keras
-    return {} if names is None else names.refusals(found.loops, variables_used(found))
+    return dict(found.copy.left_out) if names is None else names.refusals(found.loops, variables_used(found))
 
 
 def selected(found: OpenNet, request: CaptureRequest) -> tuple[list[Loop], list[str], list[str]]:
@@ -145,9 +149,12 @@ def selected(found: OpenNet, request: CaptureRequest) -> tuple[list[Loop], list[
                 expected="a while loop, or a static_rnn or Python loop over a cell of known equations",
                 hint="tf.nn.dynamic_rnn for a cell of other equations; outputs= and loss=",
             )
-        pairs = [(name, name) for name in (*infos, *refused)]
+        # Beside loops that can be read, steps of unknown equations are part of what lies between these.
+        left_out = found.copy.left_out if infos else {}
+        pairs = [(name, name) for name in (*infos, *refused) if name not in left_out]
         idle = [] if found.net.keras is None else found.net.keras.uncalled(variables_used(found))
         notes = [f"Left out, since outputs and loss do not depend on it: {', '.join(idle)}."] if idle else []
+        notes += [f"Left out: {why.splitlines()[0]}" for why in left_out.values()]
     elif not request.all_must_run:
         refused |= {loop.name: loop.cell.refused for loop in found.loops if loop.cell.refused}
         has_output = {name for name, layer in layers.items() if layer.output is not None}.union(infos)

@@ -17,6 +17,7 @@ from .graph_copy import GraphCopy, cone, definition
 from .naming import renamed
 from .public import Net, refuse_closed, refuse_remote
 from .recurrences import Loop
+from .unrolled import left_out
 
 _NONE: Mapping[tuple[Any, str], Array] = MappingProxyType({})
 #: Copies of the present version of each graph, for the outputs, losses and seeds used last.
@@ -85,6 +86,8 @@ def open_net(net: Net, seed: int | None = None) -> OpenNet:
         stacks = () if net.keras is None else net.keras.stacks
         setting, inner_ends = _Setting(net, made), [made.tensor(tensor.name) for tensor in ends]
         loops = find(made.graph, inner_ends, setting, stacks, may_vary=net.keras is not None)
+        if net.keras is None:  # layers of Keras that are not found are refused by their own names
+            made.left_out = left_out(inner_ends, loops)
         made.tap(renamed(loops, net.keras))
         made.settings = setting.held
         kept[key] = made

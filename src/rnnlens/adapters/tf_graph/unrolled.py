@@ -1,7 +1,7 @@
 """Recurrences without a loop operation: a Python loop over a cell, or ``tf.nn.static_rnn``, repeats the step.
 
 A step is recognised by its form, as in a while loop. A recurrence is a chain of at least two steps with the same
-weights, where the new states of one step are the previous states of the next.
+weights, where the new states of one step are the previous states of the next. Steps of other cells are only named.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 from tensorflow.python.ops.control_flow_util import IsInWhileLoop
 
 from ...errors import message
-from .blocks import NO_LOOP, block_of, reached, same
+from .blocks import CONVOLUTIONS, NO_LOOP, Block, block_of, reached, same
 from .cells import Match, steps_in
 from .probe import Key, Probe
-from .recurrences import Loop, LoopBoundary
+from .recurrences import Loop, LoopBoundary, common_scope
 from .refusals import without_steps
-from .while_loops import CONDITIONS, ancestors, in_built_order
+from .while_loops import CONDITIONS, WHILES, ancestors, in_built_order
 
 _MAKES_A_STATE = frozenset(
     {"Add", "AddV2", "AddN", "Sub", "Mul", "MatMul", "Maximum", "Minimum", "ClipByValue", "BiasAdd", "Tanh", "Sigmoid"}
@@ -94,6 +94,51 @@ def _conditional(probe: Probe, ops: Sequence[Any], told: set[str], groups: Itera
         )
         for scope in outermost
     ]
+
+
+def left_out(ends: Iterable[Any], loops: Sequence[Loop]) -> dict[str, str]:
+    """Return the scopes of unrolled recurrences that are not among the loops, and the reason for each.
+
+    A recurrence is a kernel that multiplies or convolves what depends on its own products, states of the loops apart.
+    """
+    states = {id(t) for loop in loops for state in loop.states for t in state.tensors}
+    variables = frozenset[str]().union(*(loop.variables for loop in loops))
+    refused = tuple(f"{loop.scope}/" for loop in loops if loop.cell.refused)
+    behind: dict[Any, frozenset[Block]] = {}  # by operation, the kernels whose products it depends on
+    recurrent: dict[Block, frozenset[Block]] = {}
+    for op in ancestors(ends):
+        if IsInWhileLoop(op) or op.type in WHILES or op.type == "StopGradient":
+            continue
+        read = frozenset[Block]().union(*(behind.get(t.op, ()) for t in op.inputs if id(t) not in states))
+        kernel = _kernel(op)
+        if kernel in read and kernel.variable not in variables and not kernel.variable.startswith(refused):
+            recurrent[kernel] = read | recurrent.get(kernel, frozenset())
+        behind[op] = read if kernel is None else read | {kernel}
+    # Kernels whose products depend on each other belong to one recurrence, those of an upper cell to another.
+    cells = {
+        frozenset(other.variable for other in recurrent if other in read and kernel in recurrent[other])
+        for kernel, read in recurrent.items()
+    }
+    scopes = sorted({common_scope(cell) or min(cell) for cell in cells})
+    return {
+        scope: message(
+            f"The steps of {scope!r} are unrolled, and their equations are unknown.",
+            expected="a while loop, or a static_rnn or Python loop over a cell of known equations",
+            hint="tf.nn.dynamic_rnn with the same cell",
+        )
+        for scope in scopes
+    }
+
+
+def _kernel(op: Any) -> Block | None:
+    """Return the block of a variable with which an operation multiplies or convolves; None if it does neither.
+
+    Transposed kernels do not count: the products of a gradient have them.
+    """
+    if op.type not in CONVOLUTIONS and (op.type != "MatMul" or op.get_attr("transpose_b")):
+        return None
+    kernel = op.inputs[1]
+    return block_of(kernel.op.inputs[0] if kernel.op.type == "ExpandDims" else kernel, NO_LOOP)
 
 
 def _may_be_state(tensor: Any) -> bool:

@@ -20,7 +20,8 @@ from tensorflow.python.ops import control_flow_util, handle_data_util
 from .blocks import NO_LOOP, Source, constant_of, reached, same
 
 _ENTERS = frozenset({"Enter", "RefEnter"})
-_WHILES = frozenset({"While", "StatelessWhile"})
+#: v2 loops.
+WHILES = frozenset({"While", "StatelessWhile"})
 _MERGES = frozenset({"Merge", "RefMerge"})
 #: Operations that draw new random numbers at every run.
 RANDOM = frozenset(
@@ -96,7 +97,7 @@ class Frame:
     @property
     def nested(self) -> bool:
         """True if the body contains another loop."""
-        return any(op.type in _ENTERS or op.type in _WHILES for op in self.ops)
+        return any(op.type in _ENTERS or op.type in WHILES for op in self.ops)
 
 
 def frames_of(graph: Any, ends: Iterable[Any]) -> Iterator[Frame]:
@@ -107,7 +108,7 @@ def frames_of(graph: Any, ends: Iterable[Any]) -> Iterator[Frame]:
     ops = ancestors(ends)
     entered = _by_frame(ops)
     every = _by_frame(graph.get_operations()) if entered else {}
-    found = [(op._id, partial(_new_frame, op)) for op in ops if op.type in _WHILES]
+    found = [(op._id, partial(_new_frame, op)) for op in ops if op.type in WHILES]
     for name, enters in entered.items():
         if not _is_inner(enters):  # else it is a part of the loop around it
             found.append((enters[0]._id, partial(_old_frame, name, enters, every[name])))
@@ -143,7 +144,7 @@ def in_built_order(operations: Iterable[Any]) -> list[Any]:
 
 def conditions_with_loops(ends: Iterable[Any]) -> list[Any]:
     """Return the v2 conditions (If) among the ancestors of ``ends`` of which a branch contains a loop."""
-    return [op for op in ancestors(ends) if op.type in CONDITIONS and _WHILES & types_of([op])]
+    return [op for op in ancestors(ends) if op.type in CONDITIONS and WHILES & types_of([op])]
 
 
 def types_of(operations: Iterable[Any]) -> frozenset[str]:
