@@ -148,7 +148,10 @@ class _ReferenceFunction:
         return value, keras.tree.flatten(outputs)
 
     def _differentiated(self, sources: Mapping[int, Any], rest: Any) -> Any:
-        """Return ((loss, outputs), gradients by number) of the loss, or of the outputs times their cotangents."""
+        """Differentiate the loss, or the outputs times their cotangents, by all ``sources``.
+
+        Return the loss and the outputs, and the gradients by the key of their source.
+        """
         given, keras = rest["given"], self.job.keras
 
         def target(sources: Mapping[int, Any]) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""Data in chunks of samples: the axis of samples, the cuts, and random data of the same shapes and names."""
+"""Data in chunks of samples: the axis of samples, where chunks begin and end, and random data of the same shapes."""
 
 from __future__ import annotations
 
