@@ -42,6 +42,24 @@ def data():
     return draw(size=(SAMPLES, STEPS, FEATURES)), draw(size=(SAMPLES, STEPS, OUTPUTS))
 
 
+def test_without_place_gradients_of_weights_are_not_certified(model, data, monkeypatch):
+    """A fault in them passes then, so the certificate must say that they were not compared."""
+    import tiny_rnnlens
+
+    x, y = data
+    monkeypatch.setattr(tiny_rnnlens.TinyAdapter, "place", lambda *_: None)
+    trace = rl.trace(model, x, y)
+    assert "gradients at inputs" in trace.certificate.certified
+    assert "gradients at inputs and weights" not in trace.certificate.certified
+    for found in (rl.weights(model, x, y), rl.gradients(model, x, y, wrt="weights")):
+        assert "gradients of weights" not in found.certificate.certified
+        for layer in ("rnn", "head"):
+            assert any(f"weights of {layer}, which the adapter" in name for name in found.certificate.uncertified)
+    inside = rl.gradients(model, x, y, wrt="rnn.hidden").certificate
+    assert "rnn.hidden" not in inside.resting
+    assert any("weights of rnn" in name for name in inside.uncertified)
+
+
 def unrolled(w, x, nudge=0.0, at=None):
     """Outputs of the network, step by step, with a nudge on the hidden state at one step."""
     h, outputs = np.zeros((len(x), UNITS)), []

@@ -228,7 +228,7 @@ def _words(
     """
     present = dict.fromkeys(name for layer in datasets.values() for name in layer.variables)
     certified = ["outputs", *(["loss"] if has_loss and part is None else [])]
-    certified += ["gradients at inputs and weights"] if has_loss else []
+    certified += ["gradients at inputs"] if has_loss else []
     compared = () if topmost else ("input_grad", "initial_state_grad")
     resting = [name for name in present if name.endswith("_grad") and name not in compared]
     certified += [name for name in compared if name in present]

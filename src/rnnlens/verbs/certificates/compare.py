@@ -32,6 +32,8 @@ LOSS, OUTPUTS, INPUTS, WEIGHTS = (
     "reference input gradient",
     "reference weight gradients",
 )
+#: What is not compared of a layer whose weights an adapter does not find in its framework (`Adapter.place`).
+UNPLACED = "weights of {}, which the adapter does not find among those of the framework"
 LAYER_INPUT, INITIAL = "reference layer input gradient", "reference initial state gradient"
 
 

@@ -26,7 +26,8 @@ from ..differentiation.request import BatchGradients, BatchRequest
 from ..names import TensorName, uncalled
 from ..request import ModelRequest
 from ..weight_gradients import FoundGradients
-from .compare import LOSS, WEIGHTS, Comparisons, attempt, certified, could_not, filled
+from ..weight_layout import sources
+from .compare import LOSS, UNPLACED, WEIGHTS, Comparisons, attempt, certified, could_not, filled
 
 GRADIENT = "reference gradient"
 
@@ -147,8 +148,16 @@ def _compare_named(
                 claimed = answer.gradients.get(name)
                 pairs += list(named_pairs(request.adapter, request.model, run, name, claimed, answer.dims.get(name)))
         comparisons.compare(WEIGHTS, layer, pairs)
+        if not (pairs or _has_place(request.adapter, request.model, layer, request.known.weights[layer])):
+            comparisons.left_out[UNPLACED.format(layer)] = None
         compared += ["gradients of weights"] if pairs and "gradients of weights" not in compared else []
     return compared
+
+
+def _has_place(adapter: Adapter, model: Any, layer: str, weights: LayerWeights) -> bool:
+    """Return whether the adapter finds any weight of a layer among those of its framework."""
+    directions = tuple(weights.cells) if len(weights.cells) > 1 else (None,)
+    return any(adapter.place(model, layer, d, key) is not None for key in sources(weights) for d in directions)
 
 
 def named_pairs(
@@ -217,6 +226,11 @@ def _compare_swept(
                 reference = reference if call.cell.by_framework else probed({key: reference})[key]
                 pairs.append((to_host(claimed) / request.scale, reference))
         comparisons.compare(WEIGHTS, layer, pairs, scale=scale)
+        if not (
+            pairs or base not in known.weights or _has_place(request.adapter, request.model, base, known.weights[base])
+        ):
+            comparisons.left_out[UNPLACED.format(layer)] = None
+            shared.add(layer)
     inside = [n.text for n in request.wrt if n.what != "weight" and n.layer is not None and n.layer not in shared]
     return list(dict.fromkeys(inside))
 
@@ -281,6 +295,9 @@ def certify_weights(
                 around = beside if found[layer].cells else {}
                 pairs += list(named_pairs(adapter, model, run, tensor, claimed, dims, around))
             comparisons.compare(WEIGHTS, layer, pairs, scale=gradients.scales.get(layer, 0.0))
+            has_gradients = any(_key(name, found[layer]) is not None for name in arrays.variables)
+            if has_gradients and not (pairs or _has_place(adapter, model, layer, found[layer])):
+                comparisons.left_out[UNPLACED.format(layer)] = None
         of_weights = ["gradients of weights"] if any(c.name == WEIGHTS for c in comparisons.checks) else []
         has_norms = any(name.endswith("_grad_norm") for arrays in labelled.values() for name in arrays.variables)
         open_ends = ("norms of single steps",) if has_norms else ()

@@ -29,7 +29,19 @@ from ...settings import current
 from ...typing import Array, arrays_of
 from ...vocabulary import DIRECTION, FEATURE, GATE, SAMPLE, STATE, TIME
 from ..request import ModelRequest
-from .compare import INPUTS, LOSS, OUTPUTS, WEIGHTS, Comparisons, attempt, certified, could_not, filled, mismatch
+from .compare import (
+    INPUTS,
+    LOSS,
+    OUTPUTS,
+    UNPLACED,
+    WEIGHTS,
+    Comparisons,
+    attempt,
+    certified,
+    could_not,
+    filled,
+    mismatch,
+)
 
 #: Function that waits for the reference run, and returns it and "", or None and the reason for its failure.
 Attempt = Callable[[], tuple[ReferenceRun | None, str]]
@@ -215,6 +227,10 @@ def _has_gradients(capture: Capture) -> bool:
     return bool(capture.input_grads or capture.beside) and not capture.altered
 
 
+#: Name of what is certified where gradients of weights were compared too.
+WITH_WEIGHTS = {"gradients at inputs": "gradients at inputs and weights"}
+
+
 def certify(
     request: ModelRequest,
     claim: ReplayedValues,
@@ -228,11 +244,15 @@ def certify(
     ``words`` as in :meth:`Certificate.of`.
     """
 
-    def compare(run: ReferenceRun) -> Certificate:
-        return _compared(request, claim, run).certificate(request.adapter.engine, **words)
+    def compare(run: ReferenceRun, claim: ReplayedValues = claim) -> Certificate:
+        comparisons = _compared(request, claim, run)
+        named = words
+        if any(check.name == WEIGHTS for check in comparisons.checks):
+            named = {**words, "certified": tuple(WITH_WEIGHTS.get(name, name) for name in words["certified"])}
+        return comparisons.certificate(request.adapter.engine, **named)
 
     def compare_perturbed(run: ReferenceRun) -> Certificate:
-        return _compared(request, claim.beside(perturbed()), run).certificate(request.adapter.engine, **words)
+        return compare(run, claim.beside(perturbed()))
 
     if claim.part is not None:
         run, why = reference_attempt()
@@ -283,6 +303,8 @@ def _compare_weights(comparisons: Comparisons, request: ModelRequest, claim: Rep
         place = request.adapter.place(request.model, *key)
         if place is not None:
             by_place.setdefault((place.name, place.part), []).append((key, place, array))
+    for layer in {key[0] for key in claim.weights} - {key[0] for found in by_place.values() for key, *_ in found}:
+        comparisons.left_out[UNPLACED.format(layer)] = None
     computed = {name for (name, _), entries in by_place.items() if any(key in claim.computed for key, *_ in entries)}
     swept = {name for name, _ in by_place} - computed
     by_layer: dict[str, list[tuple[Any, Any]]] = {}
