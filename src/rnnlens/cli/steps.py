@@ -217,7 +217,7 @@ def summary_of(result: Any) -> dict[str, Any]:
 
 
 def values_of(array: xr.DataArray) -> dict[str, Any]:
-    """Return one variable with all its values; None for values that are not finite."""
+    """Return an array as a JSON object with its coordinates and all values; those that are not finite are None."""
     coords = {str(dim): to_host(array[dim].values).tolist() for dim in array.dims if dim in array.coords}
     return {**_described(array), "coords": coords, "values": plain(to_host(array.values).tolist())}
 

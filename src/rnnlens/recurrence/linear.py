@@ -157,9 +157,9 @@ class System(Protocol):
         return 1
 
     def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> LinearSteps:
-        """Linearise the chronological steps ``first ... stop - 1`` of some samples.
+        """Return A_t = ds_t/ds_{t-1} and B_t = ds_t/dx_t at the chronological steps ``first ... stop - 1`` of some samples.
 
-        B_t = ds_t/dx_t is left out unless ``inputs``.
+        B_t is left out unless ``inputs``.
         """
 
     def multiplications(self, inputs: bool) -> int:

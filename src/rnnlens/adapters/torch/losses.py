@@ -221,7 +221,7 @@ def _values(loss: Any, outputs: Any, target: Any) -> Tensor:
 
 
 def _divisor(loss: Any, values: Tensor, outputs: Any, target: Any) -> Tensor | float:
-    """Return the number by which the loss divides the sum of its values."""
+    """Return the number by which a loss divides the sum of its values: of samples, of values, or of their weights."""
     how = reduction(loss)
     if how == "sum":
         return 1.0

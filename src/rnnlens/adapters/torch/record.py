@@ -407,7 +407,10 @@ def refuse_hooked(recorder: CallRecorder) -> None:
 
 
 def call_numbers(owners: Sequence[Hashable]) -> list[str]:
-    """Return the suffix of each call's name: ``#0``, ``#1``, ... for owners with several calls, else ""."""
+    """Return the suffix of each call's name, from the module that each call is of.
+
+    Calls of a module that is called several times have ``#0``, ``#1``, ...; that of another module has "".
+    """
     count, seen, numbers = Counter(owners), Counter[Hashable](), []
     for owner in owners:
         numbers.append(f"#{seen[owner]}" if count[owner] > 1 else "")

@@ -67,7 +67,10 @@ class Accumulator:
         self._summed: dict[TensorName, int] = {}
 
     def add(self, answer: BatchGradients, shapes: Shapes = (), count: int | None = None) -> None:
-        """Add the gradients of a batch of which ``count`` samples (None for all) belong to the target."""
+        """Add a batch's gradients to the sums over the batches so far.
+
+        ``count``: the first samples of the batch that belong to the target; all if None.
+        """
         self._shapes.add(shapes)
         self.batches += 1
         self.samples += answer.samples
