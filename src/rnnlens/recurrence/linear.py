@@ -157,7 +157,7 @@ class System(Protocol):
         return 1
 
     def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> LinearSteps:
-        """Return A_t = ds_t/ds_{t-1} and B_t = ds_t/dx_t at the chronological steps ``first ... stop - 1`` of some samples.
+        """Return A_t = ds_t/ds_{t-1} and B_t = ds_t/dx_t of some samples at chronological steps ``first ... stop - 1``.
 
         B_t is left out unless ``inputs``.
         """
