@@ -76,10 +76,12 @@ def _unbound(
     function: Callable[..., Any], signature: inspect.Signature, kwargs: Mapping[str, Any], error: TypeError
 ) -> CallError:
     """Return the error for arguments that a function does not have, or misses."""
-    known = [n for n, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD and n != "self"]
+    own = [p for n, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD and n != "self"]
+    known = [p.name for p in own]
     strange = next((name for name in kwargs if name not in known), None)
     called = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
-    hint = f"{called}({', '.join(known)})" if strange is None else did_you_mean(strange, known)
+    typed = [f"{p.name}=..." if p.kind is p.KEYWORD_ONLY else p.name for p in own]
+    hint = f"{called}({', '.join(typed)})" if strange is None else did_you_mean(strange, known)
     if strange in _ELSEWHERE and not hint.startswith("did you mean"):
         hint = _ELSEWHERE[strange]
     return CallError(f"{called} cannot be called like this: {error}.", hint=hint)

@@ -99,6 +99,7 @@ WRONG = {
     "a share": (lambda m: rl.jacobian(m, X, rtol="little"), InputError, "rtol= is a share."),
     "not recurrent": (lambda m: rl.jacobian(nn.Linear(3, 3), X), ModelError, 'wrt="input")'),
     "a misspelling": (lambda m: rl.trace(m, X, Y, los=mse), CallError, "did you mean 'loss'?"),
+    "a position": (lambda m: rl.trace(m, X, Y, mse), CallError, "trace(model, x, y, layers=..., "),
     "over": (lambda m: rl.weight_norms(m, over="gates"), InputError, "did you mean 'gate'?"),
     "a norm": (lambda m: rl.weight_norms(m, ord=3), InputError, "1, 2 or a callable"),
     "half a character": (lambda m: rl.report(m, X, Y, loss=mse, title="\udcff"), InputError, "holds half a character"),
