@@ -124,6 +124,7 @@ def test_outputs_of_bidirectional_layers_have_time_before_direction(rank):
     found = rl.gradients(model, x, y, wrt="conv.output")
     assert found.dims == ("sample", "time", "direction", *NAMES[rank], "channel")
     assert found.certificate.state == "passed", found.certificate
+    assert found.certificate.uncertified == ("conv.output",)  # nothing that depends on it is compared
     kernel = np.asarray(model.layers[-1].get_weights()[0])
     error = np.asarray(model.predict(x, verbose=0)) - y
     merged = (error @ kernel.T).reshape(2, TIME, *SPACE[rank], 4)  # of the mean square over two samples

@@ -29,7 +29,7 @@ from ..weight_gradients import FoundGradients
 from ..weight_layout import sources
 from .compare import LOSS, UNPLACED, WEIGHTS, Comparisons, attempt, certified, could_not, filled
 
-GRADIENT = "reference gradient"
+GRADIENT, TARGET = "reference gradient", "reference target"
 
 
 def certify_answer(request: BatchRequest, answer: BatchGradients) -> Certificate:
@@ -55,10 +55,13 @@ def certify_answer(request: BatchRequest, answer: BatchGradients) -> Certificate
         comparisons = Comparisons(steps, _dtype(request, answer))
         target: Any = run.loss if of_loss else value[0]
         if np.shape(target) == np.shape(answer.value):
-            comparisons.compare(LOSS if of_loss else "reference target", "", [(answer.value, target)])
+            comparisons.compare(LOSS if of_loss else TARGET, "", [(answer.value, target)])
         named = _compare_named(comparisons, request, outside, answer, run, data.leaves_of(batch.x))
         resting = _compare_swept(comparisons, request, answer, run, regularised, beside)
-        return comparisons.certificate(adapter.engine, certified=("value", *named), resting=tuple(resting))
+        # Gradients inside the model rest on those of weights and inputs; on the value alone they are not certified.
+        alone = all(check.name in (LOSS, TARGET) for check in comparisons.checks)
+        words = {"certified": ("value", *named), "uncertified" if alone else "resting": tuple(resting)}
+        return comparisons.certificate(adapter.engine, **words)
 
     def without_other_paths(run: ReferenceRun) -> Certificate | None:
         """Compare without the gradients along other paths than a recurrence, as of a penalty in the user's loss."""
