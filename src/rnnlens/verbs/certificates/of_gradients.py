@@ -60,8 +60,12 @@ def certify_answer(request: BatchRequest, answer: BatchGradients) -> Certificate
         resting = _compare_swept(comparisons, request, answer, run, regularised, beside)
         # Gradients inside the model rest on those of weights and inputs; on the value alone they are not certified.
         alone = all(check.name in (LOSS, TARGET) for check in comparisons.checks)
-        words = {"certified": ("value", *named), "uncertified" if alone else "resting": tuple(resting)}
-        return comparisons.certificate(adapter.engine, **words)
+        return comparisons.certificate(
+            adapter.engine,
+            certified=("value", *named),
+            resting=() if alone else tuple(resting),
+            uncertified=tuple(resting) if alone else (),
+        )
 
     def without_other_paths(run: ReferenceRun) -> Certificate | None:
         """Compare without the gradients along other paths than a recurrence, as of a penalty in the user's loss."""
