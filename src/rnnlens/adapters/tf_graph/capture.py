@@ -179,11 +179,9 @@ class _CaptureBuilder:
         if loop.output is None and direct:  # the output is this state
             final_grad = (np.zeros_like(final_grad[0]), *final_grad[1:])
         if direct and unrolled:
-            output_grad, present = (
-                np.zeros_like(output),
-                {j: get((i, "state_grad", j)) for j in range(len(loop.states))},
-            )
-            state_grad = {j: gradient for j, gradient in present.items() if gradient is not None}
+            output_grad = np.zeros_like(output)
+            by_state = {j: get((i, "state_grad", j)) for j in range(len(loop.states))}
+            state_grad = {j: gradient for j, gradient in by_state.items() if gradient is not None}
             if 0 in state_grad:  # the first state is the output, which may be the last step alone
                 first = state_grad.pop(0)
                 if output.ndim == first.ndim:
