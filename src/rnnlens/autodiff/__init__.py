@@ -7,21 +7,38 @@ The module ``tensors`` finds the engine of a tensor without importing any engine
 from __future__ import annotations
 
 import importlib
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 from .interface import Engine, Keep, LinearisedProgram, Memo, Program, Tap, TargetProgram, as_it_is
 
 _ENGINES = {"torch": "TorchEngine", "jax": "JaxEngine", "tensorflow": "TensorFlowEngine"}
 
-__all__ = ["Engine", "Keep", "LinearisedProgram", "Memo", "Program", "Tap", "TargetProgram", "as_it_is", "engine"]
+__all__ = [
+    "Engine",
+    "Keep",
+    "LinearisedProgram",
+    "Memo",
+    "Program",
+    "Tap",
+    "TargetProgram",
+    "as_it_is",
+    "engine",
+    "full_precision",
+]
 
 
 @cache
-def engine(name: str, keep: Keep = as_it_is) -> Engine:
+def engine(name: str, keep: Keep = as_it_is, on_host: bool = False) -> Engine:
     """Return the engine ``"torch"``, ``"jax"`` or ``"tensorflow"``, importing it on the first call.
 
     ``keep(old, new)`` is called when the tensor ``new`` is substituted for ``old``. It returns ``new`` with the data
-    that a framework attached to ``old``, such as a Keras mask.
+    that a framework attached to ``old``, such as a Keras mask. ``on_host``: arrays are NumPy's on any device.
     """
-    found: Engine = getattr(importlib.import_module(f"{__name__}.{name}"), _ENGINES[name])(keep)
+    found: Engine = getattr(importlib.import_module(f"{__name__}.{name}"), _ENGINES[name])(keep, on_host)
     return found
+
+
+def full_precision(name: str | None) -> AbstractContextManager[None]:
+    """Compute float32 with all its digits within the block; do nothing for a name that is no engine of ours."""
+    return engine(name).full_precision() if name in _ENGINES else nullcontext()

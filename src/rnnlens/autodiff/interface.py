@@ -78,12 +78,15 @@ class Engine(ABC):
     #: Whether :meth:`compile` compiles; False if it returns the function itself.
     compiles = True
 
-    def __init__(self, keep: Keep = as_it_is) -> None:
-        self._keep = keep
+    def __init__(self, keep: Keep = as_it_is, on_host: bool = False) -> None:
+        self._keep, self._on_host = keep, on_host
 
     @abstractmethod
     def to_array(self, tensor: Any) -> Array:
-        """Copy a tensor to NumPy, or for torch off the CPU to a torch tensor; bfloat16 and float16 become float32."""
+        """Copy a tensor to NumPy; bfloat16 and float16 become float32.
+
+        Without ``on_host`` a torch tensor on a device becomes a detached torch tensor there.
+        """
 
     def own(self, array: Any) -> Any:
         """Copy an array to memory of its own, if the engine could otherwise share the user's memory."""
@@ -125,6 +128,19 @@ class Engine(ABC):
     def context(self) -> Hashable:
         """Return the trace or graph in which operations are recorded now; it differs inside a compiled loop."""
         return ()
+
+    @property
+    def on_accelerator(self) -> bool:
+        """Whether new tensors lie on an accelerator, such as a GPU, unless a device is given."""
+        return False
+
+    def full_precision(self) -> AbstractContextManager[None]:
+        """Multiply and convolve float32 with all its digits within the block, also where the user allows TF32.
+
+        TF32 keeps 10 of the 23 binary digits after the first one: with it no comparison could tell an error from
+        rounding. The setting is process-wide, and is restored at the end of the block.
+        """
+        return nullcontext()
 
     def preserved(self, seed: int | None = None) -> AbstractContextManager[None]:
         """Restore process-wide random generators on exit, after seeding them if a seed is given.

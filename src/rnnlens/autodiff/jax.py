@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -63,6 +64,13 @@ class JaxEngine(Engine):
             config.jax_numpy_dtype_promotion,
             config.jax_threefry_partitionable,
         )
+
+    @property
+    def on_accelerator(self) -> bool:
+        return str(jax.default_backend()) != "cpu"
+
+    def full_precision(self) -> AbstractContextManager[None]:
+        return jax.default_matmul_precision("highest") if self.on_accelerator else nullcontext()
 
     def context(self) -> Hashable:
         """Return the trace that records operations now; it differs inside ``scan``."""
@@ -257,10 +265,18 @@ def _through(equation: Any, incoming: list[bool]) -> list[bool]:
         return [any(incoming)] * count
     if equation.primitive.name != "scan":
         return _reach(inner, incoming)
-    constants, carried = equation.params["num_consts"], equation.params["num_carry"]
+    constants, carried = _scan_sizes(equation.params)
     while True:
         outgoing = _reach(inner, incoming)
         carry = [a or b for a, b in zip(incoming[constants : constants + carried], outgoing[:carried], strict=True)]
         if carry == incoming[constants : constants + carried]:
             return outgoing
         incoming = [*incoming[:constants], *carry, *incoming[constants + carried :]]
+
+
+def _scan_sizes(params: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the numbers of constants and of carried values of a ``scan`` equation."""
+    if "ft_in" not in params:  # before JAX 0.11
+        return params["num_consts"], params["num_carry"]
+    constants, carried, _ = params["ft_in"].unpack()
+    return len(constants), len(carried)

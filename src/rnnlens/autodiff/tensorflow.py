@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,19 @@ class TensorFlowEngine(Engine):
             t.dtype for graph in graphs for op in graph.get_operations() for t in op.outputs if t.dtype.is_floating
         }
         return next((dtype.name for dtype in _FLOATS if dtype in found), "")
+
+    @property
+    def on_accelerator(self) -> bool:
+        return bool(tf.config.list_logical_devices("GPU"))
+
+    @contextmanager
+    def full_precision(self) -> Iterator[None]:
+        before = tf.config.experimental.tensor_float_32_execution_enabled()
+        tf.config.experimental.enable_tensor_float_32_execution(False)
+        try:
+            yield
+        finally:
+            tf.config.experimental.enable_tensor_float_32_execution(before)
 
     def context(self) -> Hashable:
         """Return the identity of the graph that records operations now; it differs inside ``tf.while_loop``."""

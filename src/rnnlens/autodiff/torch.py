@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -114,11 +114,13 @@ class TorchEngine(Engine):
     backward_pass = staticmethod(backward_pass)
 
     def to_array(self, tensor: Any) -> Array:
-        """Convert a tensor to NumPy, or off the CPU detach it; bfloat16 and float16 become float32."""
+        """Convert a tensor to NumPy, or on a device detach it; bfloat16 and float16 become float32."""
         tensor = torch.as_tensor(tensor).detach()
         if tensor.dtype in (torch.bfloat16, torch.float16):
             tensor = tensor.to(torch.float32)
-        return tensor if tensor.device.type != "cpu" else tensor.resolve_conj().resolve_neg().numpy()
+        if tensor.device.type != "cpu" and not self._on_host:
+            return tensor
+        return tensor.cpu().resolve_conj().resolve_neg().numpy()
 
     def own(self, array: Any) -> Any:
         """Copy an array or a tensor, whose memory torch could otherwise share with the user's."""
@@ -157,6 +159,23 @@ class TorchEngine(Engine):
             function(*arguments)
         return "" if recorder.coarsest is None else str(recorder.coarsest).removeprefix("torch.")
 
+    @property
+    def on_accelerator(self) -> bool:
+        return bool(torch.cuda.is_available())
+
+    @contextmanager
+    def full_precision(self) -> Iterator[None]:
+        if not torch.cuda.is_initialized():
+            yield
+            return
+        with ExitStack() as stack:
+            for change in (_without_tf32_products, _without_tf32_kernels):
+                with suppress(
+                    RuntimeError
+                ):  # of torch 2.9 or newer, where one program sets it by the old and new names
+                    change(stack)
+            yield
+
     @contextmanager
     def preserved(self, seed: int | None = None) -> Iterator[None]:
         """Restore torch's random generators on exit, after seeding them if a seed is given.
@@ -175,6 +194,21 @@ class TorchEngine(Engine):
 
     def per_step(self, function: Callable[..., Any]) -> _TorchSteps:
         return _TorchSteps(function)
+
+
+def _without_tf32_products(stack: ExitStack) -> None:
+    """Switch off TF32 in matrix products until ``stack`` closes."""
+    before = torch.get_float32_matmul_precision()
+    if before != "highest":
+        stack.callback(torch.set_float32_matmul_precision, before)
+        torch.set_float32_matmul_precision("highest")
+
+
+def _without_tf32_kernels(stack: ExitStack) -> None:
+    """Switch off TF32 in cuDNN's recurrences and convolutions, where it is on by default, until ``stack`` closes."""
+    if torch.backends.cudnn.allow_tf32:
+        stack.callback(setattr, torch.backends.cudnn, "allow_tf32", True)
+        torch.backends.cudnn.allow_tf32 = False
 
 
 def set_seed(seed: int) -> None:

@@ -13,6 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from ..autodiff.tensors import to_numpy
 from ..errors import UnsupportedError
 from ..recurrence.replay import Replay
 from ..typing import Array
@@ -96,7 +97,7 @@ def state_spread(run: Replay) -> list[Array]:
     """
     spreads = []
     for state in run.states:
-        values = np.asarray(state, dtype=np.float64).reshape(-1, state.shape[-1])
+        values = to_numpy(state).astype(np.float64).reshape(-1, state.shape[-1])
         kept = values[np.isfinite(values).all(axis=1)]
         spread = kept.std(axis=0) if len(kept) else np.ones(values.shape[1])
         spreads.append(np.maximum(spread, 1e-3 * (float(np.median(spread)) or 1.0)))
@@ -129,7 +130,7 @@ def state_transfer(
     spreads = state_spread(run)
     directions = directions or max(1, min(_DIRECTIONS, _ROWS // sum(len(s) for s in spreads)))
     rng = np.random.default_rng(seed)
-    samples, dtype = int(run.input.shape[0]), np.asarray(run.states[0][:1, :1]).dtype
+    samples, dtype = int(run.input.shape[0]), to_numpy(run.states[0][:1, :1]).dtype
     shapes = [(samples, directions, s.shape[-1]) for s in run.states]
     unit = _normalised([rng.normal(size=shape) for shape in shapes])
     rows = [(z / s).astype(dtype) for z, s in zip(unit, spreads, strict=True)]

@@ -23,6 +23,7 @@ import numpy as np
 from ..adapters.protocol import Adapter, Batch
 from ..adapters.registry import adapter_for, adapter_of
 from ..arguments.data import is_source
+from ..autodiff import full_precision
 from ..autodiff.tensors import global_random_states_restored, needs_no_threads, running_engines
 from ..errors import UnsupportedError
 from ..layout import Layout
@@ -61,6 +62,7 @@ def in_turn(function: Callable[P, R]) -> Callable[P, R]:
         with (
             nullcontext() if _has_turn.get() else _turn,
             one_thread_each(),
+            nullcontext() if _has_turn.get() else full_precision(engine),
             global_random_states_restored() if reads else nullcontext(),
         ):
             if engine is not None:

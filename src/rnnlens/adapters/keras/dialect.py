@@ -28,8 +28,8 @@ from ...typing import Array, Namespace
 #: Name of a Keras package -> module of its dialect. The package must be loaded already.
 _DIALECTS = {"keras": "keras3", "tf_keras": "keras2"}
 
-#: Function of (layer, method name, new method) that overrides a method of a layer during a run.
-Override = Callable[[Any, str, Callable[..., Any]], None]
+#: Function of (layer, name, value) that overrides a method or an attribute of a layer during a run.
+Override = Callable[[Any, str, Any], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +81,7 @@ class Dialect(Protocol):
     @cached_property
     def engine(self) -> Engine:
         """The autodiff engine; it carries Keras masks over to replaced tensors."""
-        return engine(self.engine_name, self.with_mask)
+        return engine(self.engine_name, self.with_mask, on_host=True)
 
     def floatx(self) -> str:
         """Return the default float dtype, such as ``"float32"``."""

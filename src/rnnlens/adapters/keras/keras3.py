@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras.src import backend
 from keras.src.backend.common import global_state
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.layers.rnn.conv_lstm import ConvLSTMCell
@@ -110,9 +111,12 @@ class Keras3(Dialect):
         """Override the ``inner_loop`` of a recurrent layer, and switch off the fused kernel of a bidirectional one.
 
         ``inner_loop`` receives the mask and the initial state (given, stored, or zeros), the dropout multipliers are
-        drawn by then, and its result is the layer's output. The fused kernel would not call it.
+        drawn by then, and its result is the layer's output. The fused kernel would not call it. On a GPU cuDNN is
+        switched off: JAX cannot differentiate its LSTM for several cotangents at once.
         """
         override(site.layer, "inner_loop", _hooked_loop(recorder, site, half))
+        if self.engine.on_accelerator and hasattr(site.layer, "use_cudnn"):
+            override(site.layer, "use_cudnn", False)
         if site.bidirectional:
             override(site.owner, "_can_attempt_fused_lstm", lambda *args, **kwargs: False)
             override(site.owner, "_can_attempt_fused_gru", lambda *args, **kwargs: False)
@@ -214,6 +218,7 @@ class Keras3(Dialect):
 
 def _hooked_loop(recorder: LayerRecorder, site: RecurrentSite, half: int) -> Callable[..., Any]:
     original, layer = site.layer.inner_loop, site.layer
+    is_turned = not site.bidirectional and _is_reversed_by_cudnn(layer)
 
     def inner_loop(sequences: Any, initial_state: Any, mask: Any, training: Any = False) -> Any:
         mask = mask[0] if keras.tree.is_nested(mask) else mask
@@ -223,6 +228,13 @@ def _hooked_loop(recorder: LayerRecorder, site: RecurrentSite, half: int) -> Cal
                 raise UnsupportedError(
                     f"Layer {site.name!r}: Keras on torch cannot run unroll=True with go_backwards=True and a mask.",
                     hint="unroll=False",
+                )
+            if is_turned and mask is None:
+                raise UnsupportedError(
+                    f"Layer {site.name!r}: on a GPU, Keras on JAX returns the steps of this layer in another order.",
+                    got="go_backwards=True, return_sequences=True, computed by cuDNN",
+                    expected="the order of every other engine, the last step first",
+                    hint="keras.layers.LSTM(..., use_cudnn=False)",
                 )
             refuse_random(site, bool(training))
             steps = recorder.steps_of(site, sequences, initial_state)
@@ -253,6 +265,16 @@ def _hooked_loop(recorder: LayerRecorder, site: RecurrentSite, half: int) -> Cal
         return last, keras.ops.expand_dims(last, 1), new
 
     return inner_loop
+
+
+def _is_reversed_by_cudnn(layer: Any) -> bool:
+    """Return whether Keras' JAX engine computes a layer by cuDNN and turns its output round (as of Keras 3.15)."""
+    backwards = layer.go_backwards and layer.return_sequences and dialect.engine_name == "jax"
+    if not (backwards and isinstance(layer, keras.layers.LSTM) and dialect.engine.on_accelerator):
+        return False
+    cell = layer.cell
+    fused = backend.cudnn_ok(cell.activation, cell.recurrent_activation, layer.unroll, use_bias=cell.use_bias)
+    return bool(layer.use_cudnn and fused and not layer.recurrent_dropout)
 
 
 def _value_of(state: Any) -> Any:

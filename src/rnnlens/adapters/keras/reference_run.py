@@ -188,7 +188,7 @@ def _by_torch(target: Any, sources: dict[int, Any], watched: dict[int, Any]) -> 
     del watched  # only variables of TensorFlow
     import torch
 
-    torch_engine: Any = engine("torch")
+    torch_engine: Any = engine("torch", on_host=True)
     with torch.enable_grad():
         leaves = {i: t.detach().requires_grad_() for i, t in sources.items()}
         # The model may change its inputs in place, which torch forbids for leaves.

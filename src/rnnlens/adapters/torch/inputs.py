@@ -44,15 +44,22 @@ def detached(value: Any, *, copy: bool = False) -> Any:
     return with_clones(found) if copy else found
 
 
-def as_tensors(data: Any, model: nn.Module, what: str) -> Any:
-    """Convert the user's arrays to tensors. NumPy floats take the model's dtype, tensors keep theirs."""
-    device, dtype = home_of(model)
+def as_tensors(data: Any, model: nn.Module, what: str, device: torch.device | None = None) -> Any:
+    """Convert the user's arrays to tensors. NumPy floats take the model's dtype, tensors keep theirs.
+
+    They are moved to the model's device, or to ``device``, as a data loader's batches lie on the CPU. A tensor of
+    integers with one axis stays: these may be the lengths of packed sequences, which torch needs on the CPU.
+    """
+    home, dtype = home_of(model)
+    device, keeps_lengths = device or home, device is None
 
     def one(value: Any) -> Any:
         if isinstance(value, (int, float, bool, str)) or value is None:
             return value
         if isinstance(value, torch.Tensor):
             tensor = value.clone() if value.is_inference() else value.detach()
+            is_length = keeps_lengths and tensor.dim() == 1 and not tensor.is_floating_point()
+            tensor = tensor.to(device) if tensor.device.type == "cpu" and not is_length else tensor
         else:
             array = as_numpy(value)
             kind = array.dtype.kind

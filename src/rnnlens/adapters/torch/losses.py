@@ -21,7 +21,7 @@ from ...typing import Array
 from ..protocol import Batch, Outputs
 from .cells import widened
 from .discover import named_modules, unwrapped
-from .inputs import as_tensors, leaves_of, on_leaves
+from .inputs import as_tensors, leaves_of, on_leaves, tensors_of
 from .lineage import upstream
 from .restore import borrowed
 
@@ -66,7 +66,8 @@ def evaluate(batch: Batch, outputs: Any, model: nn.Module) -> torch.Tensor | Non
                 hint="rl.trace(model, x, y, loss=...) or loss=lambda output: output.sum()",
             )
         return _scalar(loss(outputs), loss)
-    target = as_tensors(batch.y, model, "y")
+    predicted = tensors_of(outputs)
+    target = as_tensors(batch.y, model, "y", predicted[0].device if predicted else None)
     with BroadcastCheck(leaves_of(outputs), leaves_of(target)):
         if batch.sample_weight is None and batch.class_weight is None:
             return _scalar(loss(outputs, target), loss)

@@ -383,6 +383,16 @@ def autocast_around(tensor: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
+def may_use_tf32(tensor: Tensor) -> bool:
+    """Return whether the user's settings let a GPU compute a float32 tensor with the 10 binary digits of TF32."""
+    if not tensor.is_cuda or tensor.dtype != torch.float32:
+        return False
+    try:
+        return bool(torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32)
+    except RuntimeError:  # since torch 2.9, if it was set by old and by new names
+        return True
+
+
 def refuse_transformed(name: str, values: Iterable[Any]) -> None:
     """Raise ``UnsupportedError`` for a layer inside ``torch.vmap`` or a ``torch.func`` transform."""
     if any(isinstance(v, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(v) for v in values):

@@ -16,9 +16,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 from ...autodiff.torch import set_seed
 
+#: Torch's recurrences of all steps; packed sequences have one argument more.
+_FUSED = tuple(getattr(torch._VF, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"))
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 
 
@@ -46,6 +49,8 @@ def borrowed(model: torch.nn.Module, *, training: bool, seed: int | None) -> Ite
         stack.enter_context(torch.enable_grad())
         stack.enter_context(eagerly())
         stack.enter_context(_without_checkpoints())
+        if not training and any(parameter.is_cuda for parameter in model.parameters()):
+            stack.enter_context(_DifferentiableKernels())
         if seed is not None:
             random.seed(seed)
             np.random.seed(seed % 2**32)  # noqa: NPY002  the state that user code draws from
@@ -67,6 +72,19 @@ def differentiable_weights(model: torch.nn.Module, wanted: bool = True) -> Itera
 def eagerly() -> AbstractContextManager[Any]:
     """Run compiled code as plain Python within the block; the compiler is not loaded if nothing was compiled."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+class _DifferentiableKernels(TorchFunctionMode):  # type: ignore[misc]
+    """Function mode in which fused recurrences in eval mode run in their training mode, without dropout.
+
+    That changes no value, and cuDNN can be differentiated in this mode only.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _FUSED:
+            mode = 7 if isinstance(args[3], (list, tuple)) else 6  # index of `train`, after the rate of dropout
+            args = args if args[mode] else (*args[: mode - 1], 0.0, True, *args[mode + 1 :])
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

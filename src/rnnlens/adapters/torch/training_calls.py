@@ -29,6 +29,8 @@ from .weights import NAMES, class_of, node_name, torch_name
 CellArguments = tuple[Tensor, list[Tensor]]
 #: Largest allowed deviation of a replayed call, relative to the largest number: kernels round differently.
 CLOSE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
+#: The same for a step computed with TF32, whose unit of rounding is 1e-3.
+CLOSE_TO_TF32 = 1e-2
 #: Options of torch's recurrent layers that a replay takes over.
 _OPTIONS = ("num_layers", "bias", "batch_first", "dropout", "bidirectional")
 
@@ -54,6 +56,8 @@ class TrainingCall:
     weights: dict[tuple[int, str], dict[str, Tensor]]
     number: int
     autocast: torch.dtype | None = None
+    #: Whether the step may have computed it with TF32; a replay does not.
+    tf32: bool = False
     steps: list[list[Tensor]] = field(default_factory=list)
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -256,7 +260,7 @@ class CallReplay(nn.Module):  # type: ignore[misc]
     def __init__(self, calls: Sequence[TrainingCall], scale: float = 1.0) -> None:
         super().__init__()
         self._calls, self._scale = list(calls), scale
-        self.deviation = 0.0
+        self.deviation, self.allowed = 0.0, CLOSE[torch.float32]
         paths = set[str]()
         for call in self._calls:
             device = call.returned[0].device.type
@@ -307,7 +311,9 @@ class CallReplay(nn.Module):  # type: ignore[misc]
         for tensor, before in zip(tensors, call.returned, strict=True):
             far = _deviation(widened(tensor.detach()), widened(before))
             self.deviation = max(self.deviation, far)
-            if not far <= CLOSE.get(before.dtype, 1e-4):
+            allowed = CLOSE_TO_TF32 if call.tf32 else CLOSE.get(before.dtype, 1e-4)
+            self.allowed = max(self.allowed, allowed)
+            if not far <= allowed:
                 raise UnsupportedError(
                     f"Repeating the calls of {call.path!r} gives other numbers than the training step.",
                     got=f"a deviation of {far:.1g} of the largest number, from a {type(call.module).__name__}",

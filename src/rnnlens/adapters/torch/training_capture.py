@@ -28,7 +28,7 @@ from torch.nn.utils.rnn import PackedSequence
 from .cells import as_tuple, has_own_forward
 from .discover import describe, recurrent_modules, unwrapped
 from .inputs import detached
-from .record import autocast_around
+from .record import autocast_around, may_use_tf32
 from .training_calls import TrainingCall, TrainingLoops, add_to, joined, record_inner_gradients, unscaled
 from .weights import NAMES, cell_weights, class_of, from_torch, node_name
 
@@ -323,7 +323,10 @@ class TrainingCapture:
         self._forward += 1
         weights = {(layer, direction): weights for layer, direction, weights in cell_weights(module)}
         weights = detached(weights, copy=self.whole)
-        return TrainingCall(path, module, bool(module.training), weights, self._forward, autocast_around(returned[0]))
+        first = returned[0]
+        return TrainingCall(
+            path, module, bool(module.training), weights, self._forward, autocast_around(first), may_use_tf32(first)
+        )
 
     def _record_cell(self, path: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         new = list(as_tuple(output))

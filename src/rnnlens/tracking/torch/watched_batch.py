@@ -104,7 +104,7 @@ class WatchedBatch(Batch):
             quantities=found.quantities,
             provenance=adapter_for(self._model).provenance(self._model),
             notes=[*found.notes, *self.notes],
-            checks=[*found.checks, Check("training step", "all layers", again.deviation, 1e-4)],
+            checks=[*found.checks, Check("training step", "all layers", again.deviation, again.allowed)],
         )
 
     @cached_property

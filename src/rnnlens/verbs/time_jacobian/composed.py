@@ -34,7 +34,7 @@ def compose_piece(part: JacobianPart, piece: JacobianPiece, tally: WorkCount) ->
     """
     found = _Descent(part, tally).go(times_of(part, piece))
     if found is not None:
-        return part.network.recurrences[0].system.work.numpy(found)
+        return to_host(found)
     # There is no path, such as from one direction of a layer to the other.
     wrt, rows = part.ends.wrt, (piece.outs.stop - piece.outs.start) * part.ends.rows
     return np.zeros((part.network.samples, rows, *(() if wrt.times is None else (wrt.times,)), wrt.size))
