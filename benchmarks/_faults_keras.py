@@ -38,7 +38,7 @@ class Closed(keras.layers.Layer):
         self.gate = ops.convert_to_tensor(gate)
 
     def call(self, x: Any) -> Any:
-        return ops.sigmoid(x) * self.gate[: ops.shape(x)[0]]
+        return ops.sigmoid(x) * ops.cast(self.gate[: ops.shape(x)[0]], x.dtype)
 
     def compute_output_shape(self, shape: Any) -> Any:
         return shape

@@ -254,7 +254,7 @@ def gates_of(cell, x, h):
     return gates
 
 
-@pytest.mark.one_engine
+@pytest.mark.only_on("torch")
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if "mask" not in name])
 def test_states_gates_and_total_gradients(name):
     """A torch layer of Keras calls its cell at each step, so that each state can be moved."""

@@ -230,8 +230,8 @@ def test_gelu(approximate):
 
     inputs = keras.Input((TIME, 2))
     rnn = L.GRU(UNITS, activation="gelu" if approximate is None else own, return_sequences=True, name="rnn")
-    # TensorFlow's gelu kernel has single-precision constants in float64; the equations of rnnlens have exact ones.
-    coarse = approximate is None and keras.backend.backend() == "tensorflow"
+    # TensorFlow's gelu has single-precision constants in float64 too, and is 5e-9 off; rnnlens has exact ones.
+    coarse = keras.backend.backend() == "tensorflow"
     held(keras.Model(inputs, L.Dense(2, activation="gelu")(rnn(inputs))), 3 * X, [rnn], 1e-7 if coarse else 1e-9)
 
 
