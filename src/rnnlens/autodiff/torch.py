@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -169,11 +169,8 @@ class TorchEngine(Engine):
             yield
             return
         with ExitStack() as stack:
-            for change in (_without_tf32_products, _without_tf32_kernels):
-                with suppress(
-                    RuntimeError
-                ):  # of torch 2.9 or newer, where one program sets it by the old and new names
-                    change(stack)
+            _without_tf32_products(stack)
+            _without_tf32_kernels(stack)
             yield
 
     @contextmanager
@@ -197,18 +194,34 @@ class TorchEngine(Engine):
 
 
 def _without_tf32_products(stack: ExitStack) -> None:
-    """Switch off TF32 in matrix products until ``stack`` closes."""
-    before = torch.get_float32_matmul_precision()
-    if before != "highest":
-        stack.callback(torch.set_float32_matmul_precision, before)
-        torch.set_float32_matmul_precision("highest")
+    """Switch off TF32 in matrix products until ``stack`` closes.
+
+    Since torch 2.9 the older names raise RuntimeError where the user set TF32 by the newer ones.
+    """
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        _set(stack, torch.backends.cuda.matmul, "fp32_precision", "ieee")
+    else:
+        if before != "highest":
+            stack.callback(torch.set_float32_matmul_precision, before)
+            torch.set_float32_matmul_precision("highest")
 
 
 def _without_tf32_kernels(stack: ExitStack) -> None:
     """Switch off TF32 in cuDNN's recurrences and convolutions, where it is on by default, until ``stack`` closes."""
-    if torch.backends.cudnn.allow_tf32:
-        stack.callback(setattr, torch.backends.cudnn, "allow_tf32", True)
-        torch.backends.cudnn.allow_tf32 = False
+    try:
+        if torch.backends.cudnn.allow_tf32:
+            _set(stack, torch.backends.cudnn, "allow_tf32", False)
+    except RuntimeError:
+        for operation in (torch.backends.cudnn.rnn, torch.backends.cudnn.conv):
+            _set(stack, operation, "fp32_precision", "ieee")
+
+
+def _set(stack: ExitStack, thing: Any, name: str, value: Any) -> None:
+    """Set an attribute until ``stack`` closes."""
+    stack.callback(setattr, thing, name, getattr(thing, name))
+    setattr(thing, name, value)
 
 
 def set_seed(seed: int) -> None:

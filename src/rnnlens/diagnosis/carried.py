@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
+from array_api_compat import device
 
 from ..adapters.protocol import RecurrentCall
 from ..errors import InputError, RnnlensError
@@ -128,7 +129,7 @@ class _Bench:
             return Carried(np.empty(0), np.empty(0), 1, self.steps, "state")
 
         def change(keep: int) -> Array:
-            order = run.xp.asarray(self.lender)
+            order = run.xp.asarray(self.lender, device=device(run.input))
             start = tuple(run.xp.take(s[:, -keep - 1, ...], order, axis=0) for s in run.states)
             mask = None if run.mask is None else run.mask[:, -keep:]
             end = replay(run.cell, run.input[:, -keep:, ...], start, mask=mask, order="forward").states[0]

@@ -13,8 +13,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from ..autodiff.tensors import to_numpy
 from ..errors import UnsupportedError
+from ..recurrence.arrays import on_cpu
 from ..recurrence.replay import Replay
 from ..typing import Array
 
@@ -97,7 +97,7 @@ def state_spread(run: Replay) -> list[Array]:
     """
     spreads = []
     for state in run.states:
-        values = to_numpy(state).astype(np.float64).reshape(-1, state.shape[-1])
+        values = on_cpu(state).astype(np.float64).reshape(-1, state.shape[-1])
         kept = values[np.isfinite(values).all(axis=1)]
         spread = kept.std(axis=0) if len(kept) else np.ones(values.shape[1])
         spreads.append(np.maximum(spread, 1e-3 * (float(np.median(spread)) or 1.0)))
@@ -130,7 +130,7 @@ def state_transfer(
     spreads = state_spread(run)
     directions = directions or max(1, min(_DIRECTIONS, _ROWS // sum(len(s) for s in spreads)))
     rng = np.random.default_rng(seed)
-    samples, dtype = int(run.input.shape[0]), to_numpy(run.states[0][:1, :1]).dtype
+    samples, dtype = int(run.input.shape[0]), on_cpu(run.states[0][:1, :1]).dtype
     shapes = [(samples, directions, s.shape[-1]) for s in run.states]
     unit = _normalised([rng.normal(size=shape) for shape in shapes])
     rows = [(z / s).astype(dtype) for z, s in zip(unit, spreads, strict=True)]
@@ -139,10 +139,10 @@ def state_transfer(
     for position, t in enumerate(order):
         new = run.cell.pull_rows(run, t, rows)
         if run.reset is not None:
-            new = [np.where(np.asarray(run.reset[:, t])[:, None, None], 0.0, part).astype(dtype) for part in new]
+            new = [np.where(on_cpu(run.reset[:, t])[:, None, None], 0.0, part).astype(dtype) for part in new]
         moves = begin <= position
         if run.mask is not None:
-            moves = moves & np.asarray(run.mask[:, t])
+            moves = moves & on_cpu(run.mask[:, t])
         rows = new if moves.all() else [np.where(moves[:, None, None], a, b) for a, b in zip(new, rows, strict=True)]
         size = np.sqrt(sum(np.sum((r * s) ** 2, axis=-1, dtype=np.float64) for r, s in zip(rows, spreads, strict=True)))
         alive = ~(size <= _TINY)  # NaN counts as alive: it is not zero
@@ -179,13 +179,13 @@ def step_jacobians(run: Replay) -> Iterator[Array]:
     if run.reset is None:
         refuse_changed_states(run)
     sizes = [int(s.shape[-1]) for s in run.states]
-    samples, dtype = int(run.input.shape[0]), np.asarray(run.states[0][:1, :1]).dtype
+    samples, dtype = int(run.input.shape[0]), on_cpu(run.states[0][:1, :1]).dtype
     unit = np.broadcast_to(np.eye(sum(sizes), dtype=dtype), (samples, sum(sizes), sum(sizes)))
     rows = [np.ascontiguousarray(part) for part in np.split(unit, np.cumsum(sizes)[:-1], axis=2)]
     for t in run.steps():
         a = np.concatenate(run.cell.pull_rows(run, t, rows), axis=2)
-        a = a if run.reset is None else np.where(np.asarray(run.reset[:, t])[:, None, None], 0.0, a).astype(dtype)
-        yield a if run.mask is None else np.where(np.asarray(run.mask[:, t])[:, None, None], a, unit)
+        a = a if run.reset is None else np.where(on_cpu(run.reset[:, t])[:, None, None], 0.0, a).astype(dtype)
+        yield a if run.mask is None else np.where(on_cpu(run.mask[:, t])[:, None, None], a, unit)
 
 
 def refuse_changed_states(run: Replay) -> None:

@@ -212,6 +212,14 @@ def namespace(*arrays: Array) -> Namespace:
     return array_namespace(*arrays)
 
 
+def on_cpu(array: Any) -> np.ndarray[Any, Any]:
+    """Convert an array of any library and device to NumPy; bfloat16, which NumPy does not have, becomes float32."""
+    if hasattr(array, "detach"):
+        array = array.detach().cpu()
+        array = array.float() if "bfloat16" in str(array.dtype) else array
+    return np.asarray(array)
+
+
 def without_subnormal(values: Array, xp: Namespace) -> Array:
     """Return an array of NumPy with subnormal numbers set to 0, as arithmetic with them is slow; any other unchanged.
 
@@ -257,7 +265,7 @@ class Workspace:
     def asarray(self, values: Any) -> Array:
         """Convert numbers of any library to an array of this dtype on this device."""
         if not self.is_torch and hasattr(values, "detach"):
-            values = values.detach().cpu().numpy()
+            values = on_cpu(values)
         return self.xp.asarray(values, dtype=self.like.dtype, device=getattr(self.like, "device", None))
 
     def matmul(self, a: Any, b: Any, out: Any) -> None:
@@ -299,14 +307,6 @@ class Workspace:
             values.copy_(self.xp.nn.functional.hardshrink(values, self.negligible))
         else:
             values[self.xp.abs(values) < self.negligible] = 0
-
-    def numpy(self, array: Any) -> np.ndarray[Any, Any]:
-        """Copy an array to NumPy on the host."""
-        if self.is_torch:
-            host = array.detach().cpu()
-            # NumPy does not have bfloat16.
-            return np.asarray(host.float() if "bfloat16" in str(host.dtype) else host)
-        return np.asarray(array)
 
     def quiet(self) -> contextlib.AbstractContextManager[Any]:
         """Disable torch's autograd within the block."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..typing import Array
+from .arrays import on_cpu
 from .cells import affine
 from .replay import Replay
 from .trajectory import Adjoint
@@ -91,11 +92,6 @@ def _forward(run: Replay) -> Iterator[tuple[str, Array]]:
     yield from reversed(list(zip(run.cell.state_names, run.states, strict=True)))
     if run.step_output is not None:
         yield "output", run.step_output
-
-
-def on_cpu(array: Array) -> Values:
-    """Convert an array to NumPy on the host."""
-    return np.asarray(array.cpu() if hasattr(array, "cpu") else array)
 
 
 def _first_by_step(

@@ -19,7 +19,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from ..typing import Array
-from .arrays import Workspace, at_step
+from .arrays import Workspace, at_step, on_cpu
 from .linear import Pattern
 
 #: Bytes of product matrices in memory at a time.
@@ -171,7 +171,7 @@ class FieldRows:
         alive = np.zeros((self.count, time), dtype=bool)
         for array in arrays:
             moved = (array != 0).any(-1).any(0)
-            alive |= np.asarray(moved.cpu() if hasattr(moved, "cpu") else moved)
+            alive |= on_cpu(moved)
         if self.order == "backward":
             alive = alive[:, ::-1]
         born = np.where(alive.any(1), time - 1 - np.argmax(alive[:, ::-1], axis=1), -1)

@@ -11,7 +11,8 @@ import numpy as np
 
 from .. import data
 from ..adapters.protocol import Outputs, Port
-from ..recurrence.nonfinite import NonfiniteValue, largest, largest_term, on_cpu
+from ..recurrence.arrays import on_cpu
+from ..recurrence.nonfinite import NonfiniteValue, largest, largest_term
 from ..recurrence.replay import Replay
 from ..results.nonfinite import Origin
 from ..results.schema import to_host

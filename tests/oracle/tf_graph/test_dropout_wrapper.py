@@ -95,6 +95,11 @@ def exact_or_refused_where_some_is_dropped(kind, around, dropped, variational):
             rl.trace(net, X)
         assert "keep probability of 1" in str(refusal.value)
         return
+    if around == "stack of residual" and dropped == (True, False, True) and not variational:
+        # The mask of the lower cell's output is a part of both cells' steps, and two runs would draw two masks.
+        with pytest.raises(rl.errors.UnsupportedError, match="random numbers that are used in several places"):
+            rl.trace(net, X)
+        return
     trace = rl.trace(net, X)
     assert trace.certificate.state != "failed"
     for row in rl.layers(net):

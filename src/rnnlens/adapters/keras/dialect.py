@@ -230,6 +230,13 @@ class Dialect(Protocol):
     def hook(self, recorder: Any, site: Any, half: int, override: Override) -> None:
         """Let ``recorder`` record a recurrent layer's calls; ``half`` is 1 for the second direction of two."""
 
+    def switch_cudnn_off(self, model: Any, override: Override) -> None:
+        """Let all layers of a model run by operations that the engine can differentiate for several cotangents at once.
+
+        On JAX cuDNN's LSTM has no batching rule.
+        """
+        del model, override
+
     def values(self, variables: Sequence[Any]) -> list[Any] | None:
         """Return the tensors that replace the variables in a run; None if the run reads the variables."""
         del variables

@@ -171,6 +171,7 @@ class LayerRecorder:
                     site.keras.hook(self, site, half, override)
             for name, layer in self.job.plain.items():
                 override(layer, "call", self._plain(name, layer))
+            self.keras.switch_cudnn_off(self.job.model, put)
             yield
 
     def _steps_of(self, site: RecurrentSite) -> StepRecorder:

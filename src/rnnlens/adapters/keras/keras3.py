@@ -111,15 +111,18 @@ class Keras3(Dialect):
         """Override the ``inner_loop`` of a recurrent layer, and switch off the fused kernel of a bidirectional one.
 
         ``inner_loop`` receives the mask and the initial state (given, stored, or zeros), the dropout multipliers are
-        drawn by then, and its result is the layer's output. The fused kernel would not call it. On a GPU cuDNN is
-        switched off: JAX cannot differentiate its LSTM for several cotangents at once.
+        drawn by then, and its result is the layer's output. The fused kernel would not call it.
         """
         override(site.layer, "inner_loop", _hooked_loop(recorder, site, half))
-        if self.engine.on_accelerator and hasattr(site.layer, "use_cudnn"):
-            override(site.layer, "use_cudnn", False)
         if site.bidirectional:
             override(site.owner, "_can_attempt_fused_lstm", lambda *args, **kwargs: False)
             override(site.owner, "_can_attempt_fused_gru", lambda *args, **kwargs: False)
+
+    def switch_cudnn_off(self, model: Any, override: Override) -> None:
+        if self.engine.on_accelerator:
+            for layer in model._flatten_layers():
+                if getattr(layer, "use_cudnn", False):
+                    override(layer, "use_cudnn", False)
 
     def dropout(self, layer: Any) -> dict[str, Any]:
         cell, found = layer.cell, {}
@@ -218,7 +221,7 @@ class Keras3(Dialect):
 
 def _hooked_loop(recorder: LayerRecorder, site: RecurrentSite, half: int) -> Callable[..., Any]:
     original, layer = site.layer.inner_loop, site.layer
-    is_turned = not site.bidirectional and _is_reversed_by_cudnn(layer)
+    is_turned = not site.bidirectional and _is_reversed_by_cudnn(layer)  # before cuDNN is switched off
 
     def inner_loop(sequences: Any, initial_state: Any, mask: Any, training: Any = False) -> Any:
         mask = mask[0] if keras.tree.is_nested(mask) else mask

@@ -11,9 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 import numpy as np
+from array_api_compat import device
 
 from ...typing import Array, Namespace
 from ...vocabulary import unnamed_states
+from ..arrays import on_cpu
 from ..linear import ProductSteps, System
 from ..trajectory import States, Trajectory
 from .affine import TrajectorySystem
@@ -88,29 +90,29 @@ class StepCell(Cell):
         """Pull rows of cotangents back through step t, one row after the other."""
         xp = run.xp
         x, state = run.input[:, t, :], run.state_before(t)
-        nothing = xp.zeros((x.shape[0], self.output_size), dtype=x.dtype)
+        nothing = xp.zeros((x.shape[0], self.output_size), dtype=x.dtype, device=device(x))
         found = []
         for k in range(rows[0].shape[1]):
-            given = [xp.asarray(np.ascontiguousarray(r[:, k]), dtype=x.dtype) for r in rows]
+            given = [xp.asarray(np.ascontiguousarray(r[:, k]), dtype=x.dtype, device=device(x)) for r in rows]
             found.append(self.vjp(x, state, nothing, given)[1])
-        return [np.stack([np.asarray(f[i]) for f in found], axis=1) for i in range(len(rows))]
+        return [np.stack([on_cpu(f[i]) for f in found], axis=1) for i in range(len(rows))]
 
     def map_at(self, x: Array, xp: Namespace) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:
         """Return one step with constant x (feature,), and its Jacobian, in the framework's precision."""
         cuts, total = np.cumsum(self.state_sizes)[:-1], sum(self.state_sizes)
+        fixed, where = on_cpu(x), device(x)
 
         def given(s: Array) -> tuple[Array, list[Array]]:
-            kind = np.asarray(x).dtype
-            parts = [xp.asarray(np.ascontiguousarray(p, dtype=kind)) for p in np.split(s, cuts, 1)]
-            return xp.asarray(np.repeat(np.asarray(x)[None], len(s), axis=0)), parts
+            parts = [xp.asarray(np.ascontiguousarray(p, dtype=fixed.dtype), device=where) for p in np.split(s, cuts, 1)]
+            return xp.asarray(np.repeat(fixed[None], len(s), axis=0), device=where), parts
 
         def step(s: Array) -> Array:
             _, after = self.advance(*given(s))
-            return np.concatenate([np.asarray(a, dtype=np.float64) for a in after], axis=1)
+            return np.concatenate([on_cpu(a).astype(np.float64) for a in after], axis=1)
 
         def jacobian(s: Array) -> Array:
             by_state, _ = self.jacobian(*given(s))
-            return np.asarray(by_state, dtype=np.float64)[:, :total]
+            return on_cpu(by_state).astype(np.float64)[:, :total]
 
         return step, jacobian
 

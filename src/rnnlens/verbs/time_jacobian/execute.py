@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ...autodiff.tensors import like
-from ...recurrence.arrays import at_step, for_each, large_parts
+from ...recurrence.arrays import at_step, for_each, large_parts, on_cpu
 from ...recurrence.jacobian import Entrances, Taps, forward, reverse
 from ...recurrence.linear import transposed
 from ...recurrence.reductions import Collector, Extent, Reduction
@@ -74,7 +74,7 @@ class _PieceSweep:
                 tally.pruned_rows += pruning.dropped
                 tally.pruned = True
         result = whole.result if whole is not None else sum(collector.result for collector, _, _ in finished)
-        return self._arranged(self.work.numpy(result))
+        return self._arranged(on_cpu(result))
 
     def _parts(self) -> list[slice]:
         """Return slices of samples for parallel sweeps; a single one with pruning, which needs all samples."""

@@ -13,6 +13,7 @@ import numpy as np
 from ...adapters.protocol import CaptureRequest, Port, Pullback
 from ...data import leaves_of
 from ...errors import DisconnectedError, InputError, ModelError, UnsupportedError
+from ...recurrence.arrays import on_cpu
 from ...results.schema import to_host
 from ...settings import must_fit
 from ...typing import Array
@@ -66,7 +67,7 @@ class JacobianNetwork:
         """Dtype of the result: that of the replayed recurrences, else of the upper end."""
         if self.recurrences:
             first = self.recurrences[0]
-            found: np.dtype[Any] = first.system.work.numpy(first.run.input[:0]).dtype
+            found: np.dtype[Any] = on_cpu(first.run.input[:0]).dtype
             return found
         assert self.of.port is not None
         return to_host(self.around.values[self.of.port]).dtype  # type: ignore[no-any-return]

@@ -1,0 +1,114 @@
+"""What a GPU asks for, tested without one: the settings of a call, and arrays that NumPy cannot read where they lie."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from rnnlens.adapters.torch.restore import _DifferentiableKernels
+from rnnlens.autodiff import engine
+
+ROOT = Path(__file__).resolve().parents[3]
+
+#: How programs allow TF32: by the names before torch 2.9 and after, and by both.
+SETTINGS = {
+    "as torch is": lambda: None,
+    "high": lambda: torch.set_float32_matmul_precision("high"),
+    "allow_tf32": lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True),
+    "both": lambda: (
+        torch.set_float32_matmul_precision("high"),
+        setattr(torch.backends.cuda.matmul, "allow_tf32", False),
+    ),
+    "fp32_precision": lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+    "fp32_precision of cuDNN": lambda: setattr(torch.backends.cudnn.rnn, "fp32_precision", "ieee"),
+    "cuDNN without": lambda: setattr(torch.backends.cudnn, "allow_tf32", False),
+}
+
+
+def precisions():
+    """Return the newer names' settings, which can always be read."""
+    backends = torch.backends
+    parts = (backends.cuda.matmul, backends.cudnn.rnn, backends.cudnn.conv)
+    return [part.fp32_precision for part in parts]
+
+
+@pytest.fixture
+def restored():
+    yield
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = True
+    for part in (torch.backends.cudnn.rnn, torch.backends.cudnn.conv):
+        part.fp32_precision = "tf32"
+
+
+@pytest.mark.usefixtures("restored")
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_call_computes_without_tf32_and_restores_the_setting(name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    SETTINGS[name]()
+    before = precisions()
+    with engine("torch").full_precision():
+        assert "tf32" not in precisions()
+    assert precisions() == before
+
+
+class Flags(TorchFunctionMode):
+    """Record dropout and training mode of fused recurrences."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu):
+            at = 6 if isinstance(args[3], (list, tuple)) else 5
+            self.seen.append(args[at : at + 2])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_kernel_in_eval_mode_runs_differentiable_and_without_dropout(kind, packed):
+    torch.manual_seed(0)
+    module, x = kind(3, 4, 2, batch_first=True, dropout=0.5).eval(), torch.randn(2, 5, 3)
+    if packed:
+        x = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 3]), batch_first=True)
+    wanted, _ = module(x)
+    with Flags() as flags, _DifferentiableKernels():
+        found, _ = module(x)
+        module.train()(x)
+    assert flags.seen == [(0.0, True), (0.5, True)]
+    assert torch.equal(getattr(found, "data", found), getattr(wanted, "data", wanted))
+
+
+def test_results_where_numpy_cannot_read_a_tensor():
+    """Tests of every verb again, with tensors that refuse NumPy and each other's device until they are copied."""
+    oracle, one_length = "tests/oracle/torch", "exchanged_where_the_model_takes_one_length_only"
+    tests = [
+        "tests/contract/torch/test_zoo.py::test_traced",
+        "tests/contract/torch/test_find_nonfinite.py",
+        f"{oracle}/test_resets.py::test_state_transfer_ends_at_a_reset_and_is_autograds",
+        f"{oracle}/test_chains_of_layers.py::test_a_step_of_a_chain[last step-1-True]",
+        f"{oracle}/test_jacobian.py::test_chunks_of_a_sweep_in_blocks",
+        f"{oracle}/test_diagnosis_truth.py::test_the_state_of_a_cell_of_ones_own_is_{one_length}",
+    ]
+    # Lengths of packed sequences have to lie on the CPU, and here all that a test makes does not.
+    packed = "tests/contract/torch/test_zoo.py::test_traced[packed_sentiment_classifier]"
+    options = ["-q", "-p", "pretended_gpu", "-p", "no:cacheprovider", "-m", "not full", "--deselect", packed]
+    helpers = os.pathsep.join([str(ROOT / "tests" / "helpers"), os.environ.get("PYTHONPATH", "")])
+    found = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *tests],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": helpers},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stdout[-3000:]
