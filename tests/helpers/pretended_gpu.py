@@ -1,4 +1,10 @@
-"""pytest plugin: every tensor pretends to lie on a GPU until it is copied to the host; what NumPy or another device cannot read raises."""
+"""pytest plugin: every tensor pretends to lie on a GPU until it is copied to the CPU.
+
+A tensor that a test makes lies on the GPU, one that the library makes where it says. NumPy cannot read a tensor of the
+GPU, and no operation takes tensors of both. All is computed on the CPU.
+"""
+
+from __future__ import annotations
 
 import sys
 
@@ -6,153 +12,119 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
-GPU = torch.device("cuda", 0)
-CPU = torch.device("cpu")
-MADE = _device_constructors()
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+FACTORIES = _device_constructors()
+#: Operations that may take tensors of both devices.
+BETWEEN = ("__get__", "__set__", "__getitem__", "__setitem__", "to", "cpu", "copy_", "index_put_", "type_as")
+#: Torch's own modules whose checks would refuse the pretence.
+CHECKS = ("utils/rnn.py", "fake_tensor.py")
+
+without_functions = torch._C.DisableTorchFunction
+real_numpy, real_to, real_from_numpy = torch.Tensor.numpy, torch.Tensor.to, torch.from_numpy
 
 
-def from_source():
+def is_by_the_library():
+    """Return whether the nearest caller that is neither torch nor a function mode is the library, and not a test."""
     frame = sys._getframe(2)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if "/tests/" in name or "/testing/" in name:
+        code = frame.f_code
+        if "/tests/" in code.co_filename or "/testing/" in code.co_filename:
             return False
-        if "/rnnlens/" in name and not frame.f_code.co_name.startswith("__torch_"):
+        if "/rnnlens/" in code.co_filename and not code.co_name.startswith("__torch_"):
             return True
         frame = frame.f_back
     return False
 
 
-class Host(torch.Tensor):
-    """A tensor in the host's memory."""
+class OnCpu(torch.Tensor):
+    """A tensor on the CPU; results computed from it are, too."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
-        leaves = [l for l in torch.utils._pytree.tree_leaves((args, kwargs or {})) if isinstance(l, torch.Tensor)]
-        if (
-            name
-            not in (
-                "__get__",
-                "to",
-                "__set__",
-                "copy_",
-                "cpu",
-                "__setitem__",
-                "__getitem__",
-                "index_put_",
-                "type_as",
-                "as_subclass",
-            )
-            and any(not isinstance(l, Host) and l.dim() for l in leaves)
-            and any(isinstance(l, Host) and l.dim() for l in leaves)
-        ):
-            raise RuntimeError(
-                f"Expected all tensors to be on the same device, but found at least two devices, cpu and cuda:0! ({name})"
-            )
-        result = super().__torch_function__(func, types, args, kwargs or {})
-        return result
+        given = torch.utils._pytree.tree_leaves((args, kwargs or {}))
+        with without_functions():
+            places = {isinstance(leaf, OnCpu) for leaf in given if isinstance(leaf, torch.Tensor) and leaf.dim()}
+        if len(places) == 2 and name not in BETWEEN:
+            raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found cpu and cuda:0")
+        return super().__torch_function__(func, types, args, kwargs or {})
 
 
-old = {name: getattr(torch.Tensor, name) for name in ("numpy", "__array__", "to", "cpu")}
+def placed(tensor, on_cpu):
+    """Return a tensor on the CPU, or on the GPU."""
+    with without_functions():
+        return tensor.as_subclass(OnCpu if on_cpu else torch.Tensor) if isinstance(tensor, OnCpu) != on_cpu else tensor
 
 
 def numpy(self, *args, **kwargs):
-    if not isinstance(self, Host) and from_source():
-        raise TypeError(
-            "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
-        )
-    with torch._C.DisableTorchFunction():
-        return old["numpy"](self.as_subclass(torch.Tensor), *args, **kwargs)
+    if not isinstance(self, OnCpu) and is_by_the_library():
+        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy it first.")
+    with without_functions():
+        return real_numpy(self.as_subclass(torch.Tensor), *args, **kwargs)
 
 
-def __array__(self, dtype=None, **_):
-    import numpy as np
-
-    if not isinstance(self, Host) and from_source():
-        raise TypeError(
-            "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
-        )
-    with torch._C.DisableTorchFunction():
-        array = old["numpy"](self.as_subclass(torch.Tensor))
-    return array if dtype is None else array.astype(dtype)
+def array(self, dtype=None, **_):
+    if not isinstance(self, OnCpu) and is_by_the_library():
+        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy it first.")
+    with without_functions():
+        found = real_numpy(self.as_subclass(torch.Tensor))
+    return found if dtype is None else found.astype(dtype)
 
 
-def cpu(self, *args, **kwargs):
-    if isinstance(self, Host):
-        return self
-    with torch._C.DisableTorchFunction():
-        return self.as_subclass(Host)
+def cpu(self, *_, **__):
+    return placed(self, True)
 
 
 def to(self, *args, **kwargs):
-    where = kwargs.pop("device", None)
-    rest = []
-    for a in args:
-        if isinstance(a, torch.device) or (isinstance(a, str)):
-            where = a
-        elif isinstance(a, torch.Tensor):
-            where, a = ("cpu" if isinstance(a, Host) else "cuda"), a.dtype
-            rest.append(a)
+    where, rest = kwargs.pop("device", None), []
+    for given in args:
+        if isinstance(given, (torch.device, str)):
+            where = given
+        elif isinstance(given, torch.Tensor):
+            where = "cpu" if isinstance(given, OnCpu) else "cuda"
+            rest.append(given.dtype)
         else:
-            rest.append(a)
-    result = self
+            rest.append(given)
     if where is not None:
-        host = torch.device(where).type == "cpu" and from_source()
-        with torch._C.DisableTorchFunction():
-            result = self.as_subclass(Host if host else torch.Tensor) if isinstance(self, Host) != host else self
-    if rest or kwargs:
-        with torch._C.DisableTorchFunction():
-            kind = Host if isinstance(result, Host) else None
-            result = old["to"](result, *rest, **kwargs)
-            if kind and not isinstance(result, Host):
-                result = result.as_subclass(Host)
-    return result
+        self = placed(self, torch.device(where).type == "cpu" and is_by_the_library())
+    if not rest and not kwargs:
+        return self
+    on_cpu = isinstance(self, OnCpu)
+    with without_functions():
+        found = real_to(self, *rest, **kwargs)
+    return placed(found, on_cpu)
 
 
-class OnGpu(TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if func in MADE:
-            where = kwargs.pop("device", None)
-            data = args[0] if args else None
-            result = func(*args, **kwargs)
-            if isinstance(data, torch.Tensor) and where is None:
-                host = isinstance(data, Host)
-            else:
-                host = torch.device(where).type == "cpu" if where is not None else from_source()
-                host = host and from_source()
-            with torch._C.DisableTorchFunction():
-                if isinstance(result, torch.Tensor) and isinstance(result, Host) != host:
-                    result = result.as_subclass(Host if host else torch.Tensor)
-            return result
-        return func(*args, **kwargs)
-
-
-from_numpy_old = torch.from_numpy
-
-
-def from_numpy(array):
-    result = from_numpy_old(array)
-    return result.as_subclass(Host) if from_source() else result
+def from_numpy(values):
+    return placed(real_from_numpy(values), is_by_the_library())
 
 
 def device(self):
-    if (
-        isinstance(self, Host)
-        or sys._getframe(1).f_code.co_filename.endswith(("utils/rnn.py", "fake_tensor.py"))
-        or self.is_meta
-    ):
-        return CPU
-    return GPU
+    checked = sys._getframe(1).f_code.co_filename.endswith(CHECKS)
+    return CPU if isinstance(self, OnCpu) or checked or self.is_meta else GPU
 
 
-def pytest_configure(config):
-    for name, value in dict(numpy=numpy, __array__=__array__, cpu=cpu, to=to).items():
+class Factories(TorchFunctionMode):
+    """Function mode in which a new tensor lies where it is said to; without a device, where its maker's do."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func not in FACTORIES:
+            return func(*args, **kwargs)
+        where, data = kwargs.pop("device", None), args[0] if args else None
+        by_the_library = is_by_the_library()
+        found = func(*args, **kwargs)
+        if where is None and isinstance(data, torch.Tensor):
+            on_cpu = isinstance(data, OnCpu)
+        else:
+            on_cpu = by_the_library and (where is None or torch.device(where).type == "cpu")
+        return placed(found, on_cpu) if isinstance(found, torch.Tensor) else found
+
+
+def pytest_configure():
+    for name, value in {"numpy": numpy, "__array__": array, "cpu": cpu, "to": to, "device": property(device)}.items():
         setattr(torch.Tensor, name, value)
-    torch.Tensor.device = property(device)
     torch.nn.Parameter.device = property(device)
     torch.from_numpy = from_numpy
-    torch.cuda.get_rng_state = lambda device=None: None
-    torch.cuda.set_rng_state = lambda state, device=None: None
-    OnGpu().__enter__()
+    torch.cuda.get_rng_state = torch.cuda.set_rng_state = lambda *_, **__: None
+    Factories().__enter__()

@@ -14,6 +14,7 @@ from ..adapters.protocol import Batch, CaptureRequest
 from ..adapters.registry import adapter_for
 from ..arguments import anything, as_numbers, checked, number, one_batch, text, whole
 from ..arguments import seed as random_seed
+from ..autodiff.tensors import like
 from ..errors import InputError, LayerNotFoundError, ModelError, did_you_mean, has_attribute, shown
 from ..measures.dynamics import find_points, iterate, lyapunov_spectrum, step_map
 from ..measures.dynamics import step_eigenvalues as eigenvalues_of_steps
@@ -261,7 +262,8 @@ def fixed_points(
     name, run, _ = _run(model, x, layer, 64, axes)
     constant = _input(input, run)
     begin = _starts(starts, name, run, most, noise, seed)
-    found = find_points(iterate(step_map(run.cell, constant, xp=run.xp), period), begin, tolerance=tolerance)
+    given = like(constant, run.input) if run.cell.by_framework else constant
+    found = find_points(iterate(step_map(run.cell, given, xp=run.xp), period), begin, tolerance=tolerance)
     sizes = [int(s.shape[-1]) for s in run.states]
     dataset = xr.Dataset(
         {

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..recurrence.arrays import on_cpu
 from ..recurrence.cells import Cell
 from ..recurrence.replay import Replay
 from ..typing import Array, Namespace
@@ -191,7 +192,7 @@ def step_map(cell: Cell, x: Array, *, xp: Namespace | None = None) -> StepMap:
     namespace of such a cell; None for NumPy.
     """
     step, jacobian = cell.map_at(x, np if xp is None else xp)
-    single = cell.by_framework and np.asarray(x).dtype != np.float64
+    single = cell.by_framework and on_cpu(x).dtype != np.float64
     return StepMap(step, jacobian, sum(cell.state_sizes), single)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..adapters.protocol import Adapter, Batch, CaptureRequest, ChainLink, Port, RecurrentCall
-from ..autodiff.tensors import like, shared
+from ..autodiff.tensors import dtype_name, like, shared
 from ..errors import LayerNotFoundError, ModelError
 from ..layout import dims_of, direction_axis
 from ..recurrence.adjoint import (
@@ -78,6 +78,10 @@ def sweep(
     return adjoint(run, states, final_state_grad, spend=spend)
 
 
+#: Largest relative error of a state in float32 that cuDNN's sigmoid and tanh explain, three times that seen (1.5e-5).
+CUDNN_ACTIVATIONS = 5e-5
+
+
 def replay_check(call: RecurrentCall, run: Replay) -> Check:
     """Check that the replay equals the framework's output within the rounding bound.
 
@@ -86,6 +90,8 @@ def replay_check(call: RecurrentCall, run: Replay) -> Check:
     """
     kind, steps = call.compute_dtype or call.output.dtype, int(call.input.shape[1])
     bound = rounding_bound(kind, steps)
+    if getattr(call.output, "is_cuda", False) and dtype_name(call.output) == "float32":
+        bound = max(bound, CUDNN_ACTIVATIONS)
     if run.residual > bound:
         bound = min(max(bound, bound * replay_sensitivity(run) / epsilon(kind)), CEILING)
     return Check(REPLAY, call.layer, run.residual, bound)

@@ -35,7 +35,7 @@ def gpu(monkeypatch):
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("verb", VERBS)
 def test_no_layer_runs_by_cudnn(verb, monkeypatch):
-    """JAX cannot differentiate cuDNN's LSTM for several cotangents at once; the reference run keeps what the user has."""
+    """JAX cannot differentiate cuDNN's LSTM for several cotangents at once. The reference run keeps the user's way."""
 
     def fused(*args, **kwargs):
         raise AssertionError("a fused kernel ran")

@@ -13,7 +13,9 @@ import rnnlens as rl
 
 pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.op_by_op]
 
-PROGRAMS = keras_programs.PROGRAMS
+#: Keras 2 has no LoRA; a subclass with a call of its own is refused by name there (docs/LIMITATIONS.md).
+OF_KERAS_3 = ("subclassed layer", "adapted head") if LEGACY else ()
+PROGRAMS = {name: make for name, make in keras_programs.PROGRAMS.items() if name not in OF_KERAS_3}
 every_program = pytest.mark.parametrize("name", PROGRAMS)
 TIME_FIRST = {"input": ("time", "sample", "feature"), "output": ("time", "sample", "unit")}
 #: On tf_keras ten programs, on JAX and TensorFlow one, on torch all.

@@ -205,6 +205,9 @@ def _one_layer(
         for direction in range(directions)
     ]
     flat = [weight for weights in stand_ins for weight in weights.values()]
+    if call.layers > 1 and x.is_cuda:
+        # cuDNN must not take the weights of one layer for all those of a module in the memory that its layers share.
+        flat = [weight.clone() for weight in flat]
     hx: Any = states if len(states) > 1 else states[0]
     with warnings.catch_warnings():  # advice on the speed of kernels that the user did not choose
         warnings.filterwarnings("ignore", message=".*(oneDNN|contiguous chunk of memory).*", category=UserWarning)
