@@ -7,6 +7,7 @@ import os
 import sys
 from contextlib import nullcontext
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -128,6 +129,19 @@ def pytest_make_collect_report(collector: pytest.Collector):
         report.outcome = "failed"
         report.longrepr = f"skipped while collecting, which hides: {report.longrepr}"
     return report
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_memory_maps():
+    """Drop JAX's compiled programs once they take half of the memory maps that Linux grants a process, 65,530.
+
+    Each program takes some dozen. Without maps left, the next compilation ends the process.
+    """
+    yield
+    maps, jax = Path("/proc/self/maps"), sys.modules.get("jax")
+    if jax is not None and maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
+        gc.collect()
+        jax.clear_caches()
 
 
 @pytest.fixture(autouse=True)

@@ -30,9 +30,9 @@ class _Legacy:
         self.ops = SimpleNamespace(
             sum=tf.reduce_sum, mean=tf.reduce_mean, square=tf.square, multiply=tf.multiply, sigmoid=tf.sigmoid,
             tanh=tf.tanh, matmul=tf.matmul, concatenate=tf.concat, zeros=tf.zeros, exp=tf.exp, abs=tf.abs,
-            stop_gradient=tf.stop_gradient,
+            stop_gradient=tf.stop_gradient, ones_like=tf.ones_like,
             log=tf.math.log, relu=tf.nn.relu, split=tf.split, where=tf.where, stack=tf.stack, reshape=tf.reshape,
-            softmax=tf.nn.softmax, expand_dims=tf.expand_dims, ones=tf.ones, transpose=tf.transpose, ones_like=tf.ones_like,
+            softmax=tf.nn.softmax, expand_dims=tf.expand_dims, ones=tf.ones, transpose=tf.transpose,
             convert_to_tensor=tf.convert_to_tensor, convert_to_numpy=lambda t: np.array(t), cast=tf.cast,
         )  # fmt: skip
         self.tree = tf.nest

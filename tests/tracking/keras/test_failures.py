@@ -289,8 +289,8 @@ def test_ctrl_c_is_recorded_as_interrupted(tmp_path, mode):
     gc.collect()
     run = rl.open(tmp_path / "a.zarr")
     assert run.ended == "interrupted"
-    late = any("built by its first batch" in note for note in run.notes)
-    assert run.steps.values.tolist()[-2:] == ([2] if late and mode == "batch" else [1, 2])
+    late = mode == "batch" and engine() == "tensorflow"  # where the first batch makes the weights
+    assert run.steps.values.tolist()[-2:] == ([2] if late else [1, 2])
     assert type(model.train_function).__module__.split(".")[0] != "rnnlens"
     model.fit(X, Y, batch_size=8, verbose=0, callbacks=[watch])
     assert rl.open(tmp_path / "a.zarr").ended == "finished"
