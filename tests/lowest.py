@@ -1,11 +1,11 @@
-"""Run tests with the lowest versions that ``pyproject.toml`` allows, in an environment of their own.
+"""Run tests with the lowest versions that ``pyproject.toml`` allows, and a program with the newest Keras and JAX.
 
     python tests/lowest.py [--python 3.12]
 
 uv resolves the dependencies with ``--resolution lowest-direct``, of versions that have a wheel for this Python, and
 installs them into ``.venv-lowest-3.11`` with the newest pytest. Run there: saving and opening of results and of
 followed trainings, without any framework; and with the lowest Keras on the lowest JAX and TensorFlow every verb and a
-``fit``.
+``fit``. Above Python 3.11, for which JAX 0.10 is the last, the same with the newest Keras and JAX.
 """
 
 from __future__ import annotations
@@ -61,6 +61,9 @@ def main() -> int:
     _uv("pip", "install", "-q", "-p", str(python), *FRAMEWORKS)  # JAX needs a newer NumPy than rnnlens
     environment["KERAS_BACKEND"] = "jax"
     program = subprocess.run((python, PROGRAM), env=environment, check=False)
+    if chosen.python != "3.11" and not program.returncode:
+        _uv("pip", "install", "-q", "-p", str(python), "--upgrade", *(name.partition("==")[0] for name in FRAMEWORKS))
+        program = subprocess.run((python, PROGRAM), env=environment, check=False)
     on_tensorflow = use_tensorflow(interpreter, environment) if chosen.python == "3.11" else 0
     return tests.returncode or program.returncode or on_tensorflow
 

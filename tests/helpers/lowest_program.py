@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -23,6 +24,7 @@ def main() -> None:
     model.compile(loss="mse", optimizer="sgd")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        assert rl.gradients(model, X, Y, wrt="input").certificate.state == "passed"
         for verb in (rl.trace, rl.gradients, rl.weights):
             found = verb(model, X, Y)
             assert found.certificate.state == "passed", (verb.__name__, found.certificate)
@@ -35,7 +37,7 @@ def main() -> None:
         run = rl.open(folder / "run.zarr")
         assert run.steps.values.tolist() == [0, 1, 2, 3, 4]
         assert not run.gaps
-    print(f"{keras.__version__} on {keras.backend.backend()}: 1 passed")
+    print(f"{keras.__version__} on {keras.backend.backend()} {version(keras.backend.backend())}: 1 passed")
 
 
 if __name__ == "__main__":
