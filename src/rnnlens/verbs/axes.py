@@ -319,10 +319,7 @@ class BatchAxes:
         ]
 
         def arrives(cotangent: Array, name: str) -> Array | None:
-            """Pull a cotangent back.
-
-            Return at which indices of the arguments' axis ``name`` the gradient is not zero.
-            """
+            """Return at which indices of the arguments' axis ``name`` the gradient for a cotangent is not zero."""
             found = None
             for grad, layout in zip(pull(cotangent), layouts, strict=True):
                 if name in layout.names and np.any(grad):

@@ -93,7 +93,7 @@ class SampleChunks:
         return self.bounds[-1].stop
 
     def leaves(self, name: str) -> Iterator[tuple[Any, int]]:
-        """Yield the arrays of a part, DataArrays unwrapped, and the position of their axis of samples."""
+        """Yield each array of ``x``, ``y`` or ``sample_weight``, without labels, and the index of its sample axis."""
         leaves = data.leaves_of(getattr(self.run, name))
         layouts = [None] * len(leaves) if self.layouts is None else self.layouts[name]
         for leaf, layout in zip(leaves, layouts, strict=True):
