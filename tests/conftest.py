@@ -132,14 +132,21 @@ def pytest_make_collect_report(collector: pytest.Collector):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def few_memory_maps():
-    """Drop JAX's compiled programs once they take half of the memory maps that Linux grants a process, 65,530.
+def bounded_memory():
+    """Collect what a module's tests left, once they take much: gigabytes of graphs, or half of a process' memory maps.
 
-    Each program takes some dozen. Without maps left, the next compilation ends the process.
+    Linux grants 65,530 maps. Each program that JAX compiled takes dozens; without maps left the next compilation ends
+    the process.
     """
     yield
-    maps, jax = Path("/proc/self/maps"), sys.modules.get("jax")
-    if jax is not None and maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    if resident > 3 * 2**30:
+        gc.collect()
+    jax = sys.modules.get("jax")
+    if jax is not None and maps.read_bytes().count(b"\n") > 30_000:
         gc.collect()
         jax.clear_caches()
 
