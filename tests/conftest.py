@@ -6,7 +6,7 @@ import gc
 import os
 import sys
 from contextlib import nullcontext
-from itertools import combinations
+from itertools import combinations, count
 from pathlib import Path
 
 import pytest
@@ -131,16 +131,21 @@ def pytest_make_collect_report(collector: pytest.Collector):
     return report
 
 
-@pytest.fixture(autouse=True, scope="module")
+#: Number of tests after which :func:`bounded_memory` looks at the process again.
+EVERY = 50
+_ran = count(1)
+
+
+@pytest.fixture(autouse=True)
 def bounded_memory():
-    """Collect what a module's tests left, once they take much: gigabytes of graphs, or half of a process' memory maps.
+    """Collect what earlier tests left, once it takes much: gigabytes of graphs, or half of a process' memory maps.
 
     Linux grants 65,530 maps. Each program that JAX compiled takes dozens; without maps left the next compilation ends
     the process.
     """
     yield
     maps = Path("/proc/self/maps")
-    if not maps.exists():
+    if next(_ran) % EVERY or not maps.exists():
         return
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     if resident > 3 * 2**30:

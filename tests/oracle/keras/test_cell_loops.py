@@ -447,7 +447,8 @@ def test_time_jacobians_through_changed_states(name):
 
 
 @pytest.mark.product(keep=MASKED[1:2])
-@pytest.mark.parametrize("name", MASKED)
+# On JAX, Keras cannot mask a cell whose output has another size than its state.
+@pytest.mark.parametrize("name", [name for name in MASKED if (name, engine()) != ("own cell", "jax")])
 def test_a_mask_for_each_step_keeps_the_states_of_masked_samples(name):
     layer = {"GRU": gru_layer, "LSTM": lstm_layer}.get(
         name, lambda: L.RNN(OwnCell(UNITS, name="own"), return_state=True, name="rnn")
