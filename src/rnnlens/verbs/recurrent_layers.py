@@ -30,7 +30,7 @@ from ..recurrence.replay import Replay
 from ..recurrence.rounding import perturbed, replay_sensitivity
 from ..recurrence.sweep_rows import PointRows
 from ..recurrence.trajectory import Adjoint, over_time
-from ..results.checks import CEILING, REPLAY, Check, epsilon, rounding_bound, weight_sum_check
+from ..results.checks import CEILING, CUDNN_ACTIVATIONS, REPLAY, Check, epsilon, rounding_bound, weight_sum_check
 from ..results.schema import to_host
 from ..typing import Array, map_leaves
 from .names import TensorName
@@ -76,10 +76,6 @@ def sweep(
     if call.cell.by_framework:
         return adjoint_custom(run, states, own_output, final_state_grad)
     return adjoint(run, states, final_state_grad, spend=spend)
-
-
-#: Largest relative error of a state in float32 that cuDNN's sigmoid and tanh explain, three times that seen (1.5e-5).
-CUDNN_ACTIVATIONS = 5e-5
 
 
 def replay_check(call: RecurrentCall, run: Replay) -> Check:
