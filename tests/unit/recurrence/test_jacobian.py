@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from rnnlens.recurrence.arrays import on_cpu
 from rnnlens.recurrence.cells.affine import UnitVectorSystem
 from rnnlens.recurrence.jacobian import Entrances, Taps, forward, reverse
 from rnnlens.recurrence.linear import state_columns
@@ -92,7 +93,7 @@ def reverse_full(run, state, tap, times=range(T), reduce=None):
     )
     taps = Taps(input=sink) if tap == "input" else Taps(states={tap: sink})
     cost = reverse(system, source, taps)
-    result = system.work.numpy(sink.result)[:, :, np.argsort(source.sequence)]
+    result = on_cpu(sink.result)[:, :, np.argsort(source.sequence)]
     return (np.moveaxis(result, 1, 3) if reduce is None else np.moveaxis(result, 1, 2)), cost
 
 
@@ -110,7 +111,7 @@ def test_reverse_and_forward_sweeps_equal_the_plain_product_chain(kind, order, m
     system = run.linear_system()
     sink = Collector(system.work, Extent(B, T, F, hidden), {t: t for t in range(T)}, swapped=True)
     forward(system, Entrances("input", range(T)), {0: sink}, frozenset(range(T)))
-    got = system.work.numpy(sink.result)  # (sample, out_time, youngest group, feature, unit)
+    got = on_cpu(sink.result)  # (sample, out_time, youngest group, feature, unit)
     entered = list(run.steps())
     chronological = got[:, :, [T - 1 - entered.index(k) for k in range(T)]]
     close(chronological.transpose(0, 1, 4, 2, 3), by_input[:, :, :hidden])
@@ -118,7 +119,7 @@ def test_reverse_and_forward_sweeps_equal_the_plain_product_chain(kind, order, m
     initial = Collector(system.work, Extent(B, T, hidden, system.state_sizes[-1]), {-1: 0})
     source = PointRows(range(T), {0: system.work.eye(hidden)[None, None]}, order)
     reverse(system, source, Taps(initial={len(run.states) - 1: initial}))
-    got = system.work.numpy(initial.result)[:, 0, np.argsort(source.sequence)]
+    got = on_cpu(initial.result)[:, 0, np.argsort(source.sequence)]
     close(got, by_initial[:, :, :hidden, -system.state_sizes[-1] :])
 
 
@@ -138,8 +139,8 @@ def test_a_sweep_in_blocks_equals_the_plain_product_chain(kind, order, masked, d
     with system.work.quiet():
         BlockedSweep(system, source, Taps(input=sink, initial={last: initial}), slice(None), length).run(None)
     chronological = np.argsort(source.sequence)
-    close(np.moveaxis(system.work.numpy(sink.result)[:, :, chronological], 1, 3), by_input[:, :, :hidden])
-    got = system.work.numpy(initial.result)[:, 0, chronological]
+    close(np.moveaxis(on_cpu(sink.result)[:, :, chronological], 1, 3), by_input[:, :, :hidden])
+    got = on_cpu(initial.result)[:, 0, chronological]
     close(got, by_initial[:, :, :hidden, -system.state_sizes[last] :])
 
 

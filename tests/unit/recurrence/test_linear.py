@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rnnlens.measures import lyapunov_spectrum
 from rnnlens.recurrence import linear, structured
-from rnnlens.recurrence.arrays import Workspace, namespace
+from rnnlens.recurrence.arrays import Workspace, namespace, on_cpu
 from rnnlens.recurrence.jacobian import Entrances, Taps, UnitRows, forward, reverse
 from rnnlens.recurrence.reductions import REDUCTIONS, Collector, Extent, FieldCollector, Reduction
 from rnnlens.recurrence.sweep_reverse import BlockedSweep
@@ -179,12 +179,12 @@ def test_time_jacobians_both_ways_and_the_adjoint_against_unrolled_products(stru
         )
         reverse(system, source, Taps(input=sink, initial={state: initial}))
         chronological = np.argsort(source.sequence)
-        close(np.moveaxis(system.work.numpy(sink.result)[:, :, chronological], 1, 3), by_input[:, :, columns])
-        close(system.work.numpy(initial.result)[:, 0, chronological], by_initial[:, :, columns, columns])
+        close(np.moveaxis(on_cpu(sink.result)[:, :, chronological], 1, 3), by_input[:, :, columns])
+        close(on_cpu(initial.result)[:, 0, chronological], by_initial[:, :, columns, columns])
         sink = Collector(system.work, Extent(B, T, F, size), {t: t for t in range(T)}, swapped=True)
         forward(system, Entrances("input", range(T)), {state: sink}, frozenset(range(T)))
         youngest = np.arange(T)[::-1] if order == "forward" else np.arange(T)
-        found = system.work.numpy(sink.result)[:, :, youngest]
+        found = on_cpu(sink.result)[:, :, youngest]
         close(found.transpose(0, 1, 4, 2, 3), by_input[:, :, columns])
 
 
@@ -293,8 +293,8 @@ def unit_jacobian(system, state, tap, reduce=None, readout=None, pruning=None, a
     reverse(system, source, taps, pruning=pruning)
     chronological = np.argsort(source.sequence)
     if average:
-        return system.work.numpy(sink.result)[:, chronological].swapaxes(0, 1), sink
-    return system.work.numpy(sink.result)[:, :, chronological].swapaxes(1, 2), sink
+        return on_cpu(sink.result)[:, chronological].swapaxes(0, 1), sink
+    return on_cpu(sink.result)[:, :, chronological].swapaxes(1, 2), sink
 
 
 @pytest.mark.parametrize("engine", ["numpy", "torch"])
