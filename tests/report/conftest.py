@@ -88,7 +88,7 @@ def reader(browser, page, tmp_path):
         context = browser.new_context(**{"offline": True, "viewport": {"width": 1280, "height": 900}, **options})
         contexts.append(context)
         sheet = context.new_page()
-        sheet.set_default_timeout(5000)
+        sheet.set_default_timeout(60_000)  # milliseconds: a busy machine is no fault of a page
         sheet.on("console", lambda said: complaints.append(said.text))
         sheet.on("pageerror", lambda error: complaints.append(str(error)))
         sheet.on("requestfailed", lambda request: complaints.append(f"asked for {request.url}"))
