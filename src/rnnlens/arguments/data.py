@@ -314,6 +314,14 @@ def _refuse_kind(name: str, dtype: Any) -> None:
         raise InputError(f"{name} is not numeric.", got=f"dtype {dtype}", expected="numbers", hint=hint)
 
 
+def _has_a_value(variable: Any) -> bool:
+    """Return whether a TensorFlow variable can be read; that of a graph can be read by its session only."""
+    try:
+        return bool(as_numpy(variable).dtype.kind != "O")
+    except InputError:
+        return False
+
+
 def _refuse_absent(name: str, value: Any) -> None:
     """Raise InputError for arrays without values, and for ragged, quantized or sparse arrays."""
     kind, is_sparse = type(value).__name__, str(getattr(value, "layout", "")).startswith("torch.sparse")
@@ -323,7 +331,7 @@ def _refuse_absent(name: str, value: Any) -> None:
         what, hint = "is ragged", "pad to one length and mask"
     elif getattr(value, "is_quantized", False):
         what, hint = "is quantized", f"{name}.dequantize()"
-    elif engine_of(value) == "tensorflow" and "Variable" in kind and as_numpy(value).dtype.kind == "O":
+    elif engine_of(value) == "tensorflow" and "Variable" in kind and not _has_a_value(value):
         what, hint = "is a variable of a graph, without a value of its own", f"session.run({name})"
     elif "parse" in kind or hasattr(value, "tocsr") or kind in ("BCOO", "BCSR") or is_sparse:
         what, hint = "is sparse", f"{name}.to_dense(), .todense() or tf.sparse.to_dense({name})"
