@@ -197,7 +197,11 @@ def _row_of_jacobian(array: xr.DataArray) -> tuple[xr.DataArray, str | None]:
 
 
 def _sensitivity(array: xr.DataArray, x: Any) -> tuple[Numbers, str | None]:
-    """Return the sensitivity (sample, time), and the note on its standard deviation."""
+    """Return the size of a gradient at each step, (sample, time), and a note on its unit.
+
+    That is its norm over features. With the input ``x`` each feature's gradient is first multiplied by its standard
+    deviation, which the note says.
+    """
     ordered = _data.of_samples(array, TIME)
     ordered = ordered.reshape(*ordered.shape[:2], -1)
     if x is None:

@@ -283,7 +283,7 @@ class StructuredSystem(System):
             raise ValueError(f"A and B differ in size: A {self.rows}, B {inputs.states}")
 
     def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> list[StructuredStep]:
-        """Return A_t and B_t of the chronological steps ``first ... stop - 1`` of some samples, as views."""
+        """Return A_t = ds_t/ds_{t-1} and B_t = ds_t/dx_t at chronological steps ``first ... stop - 1``, as views."""
         return [
             StructuredStep(self.transition.at(samples, t), self.inputs.at(self.work, samples, t) if inputs else None)
             for t in range(first, stop)

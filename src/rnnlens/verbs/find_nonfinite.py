@@ -31,7 +31,10 @@ from .request import in_turn
 
 
 def in_the_backward_pass(observed: ObservedRun) -> Iterator[Origin]:
-    """Yield origins of non-finite gradients: from the top layer down, adjoints from the last step, then weights."""
+    """Yield where gradients are first not finite, in the order of the backward pass.
+
+    From the top layer down: of each layer its total gradients, from the last step on, then those of its weights.
+    """
     if not is_sick(observed):
         return
     yield from gradient_at_the_outputs(observed)

@@ -399,7 +399,7 @@ class StepRecorder:
         return kept[id(output)], self._keras.tree.pack_sequence_as(states, [kept[id(s)] for s in flat])
 
     def _run_of(self, states: Sequence[Any]) -> CellRun:
-        """Return the recorded loop that a cell call with these states continues; a new one if none returned them."""
+        """Return the recorded loop of which a cell's call from these states is the next step; a new one if none is."""
         if self._starts is not None:
             if self._count not in self._starts and self._runs:
                 return self._runs[-1]

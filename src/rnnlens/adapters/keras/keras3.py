@@ -221,7 +221,7 @@ class Keras3(Dialect):
 
 def _hooked_loop(recorder: LayerRecorder, site: RecurrentSite, half: int) -> Callable[..., Any]:
     original, layer = site.layer.inner_loop, site.layer
-    is_turned = not site.bidirectional and _is_reversed_by_cudnn(layer)  # before cuDNN is switched off
+    is_reversed = not site.bidirectional and _is_reversed_by_cudnn(layer)  # before cuDNN is switched off
 
     def inner_loop(sequences: Any, initial_state: Any, mask: Any, training: Any = False) -> Any:
         mask = mask[0] if keras.tree.is_nested(mask) else mask
@@ -232,7 +232,7 @@ def _hooked_loop(recorder: LayerRecorder, site: RecurrentSite, half: int) -> Cal
                     f"Layer {site.name!r}: Keras on torch cannot run unroll=True with go_backwards=True and a mask.",
                     hint="unroll=False",
                 )
-            if is_turned and mask is None:
+            if is_reversed and mask is None:
                 raise UnsupportedError(
                     f"Layer {site.name!r}: on a GPU, Keras on JAX returns the steps of this layer in another order.",
                     got="go_backwards=True, return_sequences=True, computed by cuDNN",

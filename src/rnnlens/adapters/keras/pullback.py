@@ -68,7 +68,7 @@ class TappedPorts:
             self.keys[port] = self._of_layer(port)
 
     def hooked_sites(self, others: Collection[str] = ()) -> list[RecurrentSite]:
-        """Return the recurrent sites to hook: those of the ports, and those of the layers named in ``others``.
+        """Return the recurrent layers to record: those with a requested tensor, and those named in ``others``.
 
         A bidirectional layer has both of its sites in the list, so that their numbers stay valid.
         """

@@ -50,7 +50,7 @@ class StateBeforeStep:
                     variable.assign(value)
 
     def put(self) -> None:
-        """Set variables and generators to the state before the step."""
+        """Assign to the model's variables and to torch's random generators what they were before the training step."""
         for variable, value in self.variables:
             variable.assign(value)
         if self.torch_state is not None:

@@ -260,7 +260,8 @@ class CallReplay(nn.Module):  # type: ignore[misc]
     def __init__(self, calls: Sequence[TrainingCall], scale: float = 1.0) -> None:
         super().__init__()
         self._calls, self._scale = list(calls), scale
-        self.deviation, self.allowed = 0.0, CLOSE[torch.float32]
+        self.deviation = 0.0
+        self.allowed = CLOSE_TO_TF32 if any(call.tf32 for call in calls) else CLOSE[torch.float32]
         paths = set[str]()
         for call in self._calls:
             device = call.returned[0].device.type
@@ -311,9 +312,7 @@ class CallReplay(nn.Module):  # type: ignore[misc]
         for tensor, before in zip(tensors, call.returned, strict=True):
             far = _deviation(widened(tensor.detach()), widened(before))
             self.deviation = max(self.deviation, far)
-            allowed = CLOSE_TO_TF32 if call.tf32 else CLOSE.get(before.dtype, 1e-4)
-            self.allowed = max(self.allowed, allowed)
-            if not far <= allowed:
+            if not far <= (CLOSE_TO_TF32 if call.tf32 else CLOSE.get(before.dtype, 1e-4)):
                 raise UnsupportedError(
                     f"Repeating the calls of {call.path!r} gives other numbers than the training step.",
                     got=f"a deviation of {far:.1g} of the largest number, from a {type(call.module).__name__}",

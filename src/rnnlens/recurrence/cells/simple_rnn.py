@@ -80,7 +80,7 @@ class SimpleRNN(Cell):
         return gate_grad, [(slice(None), before)]
 
     def gate_gradient(self, run: Trajectory, result: Adjoint) -> Array:
-        """Return dL/dh_t: the only gate is the state itself."""
+        """Return the gradient at the gates, (sample, time, gate, unit): dL/dh_t, as the only gate is the state."""
         return result.state_grads[0][:, :, None, :]
 
     def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
@@ -135,7 +135,7 @@ class IndRNN(Cell):
         return {"recurrent_weight": affine.total(terms, how, run.xp)}
 
     def gate_gradient(self, run: Trajectory, result: Adjoint) -> Array:
-        """Return dL/dh_t: the only gate is the state itself."""
+        """Return the gradient at the gates, (sample, time, gate, unit): dL/dh_t, as the only gate is the state."""
         return result.state_grads[0][:, :, None, :]
 
     def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:

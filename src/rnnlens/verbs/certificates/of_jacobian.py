@@ -100,7 +100,7 @@ def _random_rows(plan: JacobianPlan, chosen: list[int]) -> np.ndarray[Any, Any]:
 def _bound(
     plan: JacobianPlan, jacobian: xr.DataArray, rows: xr.DataArray, chosen: list[int], dtype: str
 ) -> tuple[Check, ...]:
-    """Check a measured Jacobian against probes u^T J with random signs u.
+    """Return the check that no reference row u^T J, with random signs u, exceeds the norm of J that was measured.
 
     A norm |u^T J| is at most |J|_F sqrt(rows), and equal to it for one row.
     """
