@@ -197,10 +197,10 @@ def _row_of_jacobian(array: xr.DataArray) -> tuple[xr.DataArray, str | None]:
 
 
 def _sensitivity(array: xr.DataArray, x: Any) -> tuple[Numbers, str | None]:
-    """Return the size of a gradient at each step, (sample, time), and a note on its unit.
+    """Return the size of a gradient at each step, (sample, time), and None or a note on the standard deviations.
 
-    That is its norm over features. With the input ``x`` each feature's gradient is first multiplied by its standard
-    deviation, which the note says.
+    The size is the norm over features; with the input ``x`` each feature's gradient is multiplied by its standard
+    deviation first. The note says that these are over the steps of one sample, where there is only one.
     """
     ordered = _data.of_samples(array, TIME)
     ordered = ordered.reshape(*ordered.shape[:2], -1)
