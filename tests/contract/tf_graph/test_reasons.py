@@ -58,9 +58,11 @@ def net_of(between):
     h = tf.layers.dense(x, 3, name="below")
     _, state = tf.nn.dynamic_rnn(tf.nn.rnn_cell.GRUCell(2), between(h), dtype=tf.float64)
     out = tf.layers.dense(state, 2, name="head")
+    # Before the session: control flow v2 takes no gradients of a loop that is already in one.
+    dx = tf.gradients(out, x)[0]
     sess = tf.Session()
     sess.run(tf.global_variables_initializer())
-    return rl.tf1.graph(sess, inputs=x, outputs=out), x, out
+    return rl.tf1.graph(sess, inputs=x, outputs=out), dx
 
 
 DATA = np.random.default_rng(0).normal(size=(2, 4, 3))
@@ -68,8 +70,8 @@ DATA = np.random.default_rng(0).normal(size=(2, 4, 3))
 
 @pytest.mark.parametrize(("code", "between"), [*CASES.items(), *MORE.items()])
 def test_a_reason_where_tensorflow_gives_none(code, between):
-    net, x, out = net_of(between)
-    assert tf.gradients(out, x) == [None]
+    net, dx = net_of(between)
+    assert dx is None
     g = rl.gradients(net, DATA, of="output", reduce="sum", wrt=["input", "below/kernel", "rnn/kernel"])
     assert g.disconnected["input"].code == code
     assert g.disconnected["below/kernel"].code == code
@@ -79,21 +81,20 @@ def test_a_reason_where_tensorflow_gives_none(code, between):
 
 @pytest.mark.parametrize("between", [tf.identity, tf.nn.relu, in_python])
 def test_no_reason_where_there_is_a_gradient(between):
-    net, x, out = net_of(between)
+    net, dx = net_of(between)
+    assert dx is not None
     assert not rl.gradients(net, DATA, of="output", reduce="sum", wrt=["input"]).disconnected
-    # Last: control flow v2 takes no gradients of a loop that has run, and then runs nothing of that graph any more.
-    assert tf.gradients(out, x)[0] is not None
 
 
 def test_a_head_is_not_on_the_way_to_a_state():
-    net, _, _ = net_of(tf.identity)
+    net, _ = net_of(tf.identity)
     g = rl.gradients(net, DATA, of="rnn.final_hidden", reduce="sum", wrt="weights")
     assert g.disconnected["head/kernel"].code == "not_on_path"
     assert "rnn.output" in g.disconnected["head/kernel"].sentence
 
 
 def test_the_one_that_was_asked_for_raises(graph):
-    net, _, _ = net_of(stop)
+    net, _ = net_of(stop)
     with pytest.raises(rl.errors.DisconnectedError, match="stop_gradient") as caught:
         rl.gradients(net, DATA, of="output", reduce="sum", wrt="input")
     assert caught.value.reason.code == "stop_gradient"
