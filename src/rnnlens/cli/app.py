@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, TextIO
 
 import typer
+from rich.text import Text
 
 from .. import __version__
 from ..errors import FileError, RnnlensError, message
@@ -102,7 +103,7 @@ def _show_warning(
 ) -> None:
     """Print a warning as one yellow line, without the file and line that raised it."""
     if not issubclass(category, DeprecationWarning | PendingDeprecationWarning | ResourceWarning):
-        console.print_warning(str(message))
+        console.err().print(Text(f"warning: {message}", style="yellow"), soft_wrap=True)
 
 
 def _print_version(wanted: bool) -> None:

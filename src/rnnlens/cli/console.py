@@ -35,11 +35,6 @@ def print_error(text: str) -> None:
     err().print(styled, soft_wrap=True)
 
 
-def print_warning(text: str) -> None:
-    """Print a warning in yellow on standard error."""
-    err().print(Text(f"warning: {text}", style="yellow"), soft_wrap=True)
-
-
 def say(text: str) -> None:
     """Print a remark on standard error, such as the name of a written file."""
     err().print(Text(text, style="dim"), soft_wrap=True)

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import FileError, RnnlensError
-from ..results.training_run import TrainingRun, age, is_run, read_run
+from ..results.training_run import WRITTEN, TrainingRun, is_run, read_run
 from . import console
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -126,7 +126,8 @@ def _headline(run: TrainingRun) -> Text:
     if run.ended is not None:
         words.append(f"  {run.ended}", style="not bold green" if run.ended == "finished" else "not bold red")
     elif count:
-        seconds = max(age(run), 0)
+        written = run.scalars[WRITTEN].values
+        seconds = max(time.time() - float(written[-1]), 0)
         ago = f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
         words.append(f"  last record {f'{seconds:.0f} s' if seconds < 100 else ago} ago", style="not bold dim")
     else:

@@ -63,7 +63,14 @@ class Candidate:
         if self.load is not None:
             return self.load(self.value)
         if isinstance(self.value, str | os.PathLike):
-            return keras_file(Path(self.value), self.backend)
+            path = Path(self.value)  # loaded by the Keras that wrote it, which refuses Lambda layers, being code
+            with zipfile.ZipFile(path) as archive:
+                written = json.loads(archive.read("metadata.json"))["keras_version"]
+            if written.startswith("2."):
+                return importlib.import_module("tf_keras").models.load_model(path)
+            if self.backend is not None:
+                use_backend(self.backend)
+            return importlib.import_module("keras").models.load_model(path)
         return self.value() if is_function(self.value) else self.value
 
     def pack(self) -> tuple[str | None, bytes]:
@@ -83,17 +90,6 @@ class _Sent:
 
     def model(self) -> Any:
         return unpacked(self.data)
-
-
-def keras_file(path: Path, backend: str | None) -> Any:
-    """Load a ``.keras`` file with the Keras that wrote it; its Lambda layers are refused by Keras, being code."""
-    with zipfile.ZipFile(path) as archive:
-        written = json.loads(archive.read("metadata.json"))["keras_version"]
-    if written.startswith("2."):
-        return importlib.import_module("tf_keras").models.load_model(path)
-    if backend is not None:
-        use_backend(backend)
-    return importlib.import_module("keras").models.load_model(path)
 
 
 def is_function(value: Any) -> bool:

@@ -244,12 +244,8 @@ def _attribution(experiment: Experiment, found: dict[tuple[str, str], Array]) ->
         return None
     scores = attribution(gradient, to_host(run.input))
     backwards = list(range(scores.shape[1]))[::-1]
-    return _attributed(by_lag(scores, backwards, experiment.ends(experiment.runs[0][0])))
-
-
-def _attributed(scores: Array) -> int:
-    """Count the last input steps that together have 95 % of the attribution (sample, lag)."""
-    return attributed_memory(np.nan_to_num(scores)[:, ::-1])
+    by_lags = by_lag(scores, backwards, experiment.ends(experiment.runs[0][0]))
+    return attributed_memory(np.nan_to_num(by_lags)[:, ::-1])
 
 
 #: Largest number of samples whose scans are captured, and of random cotangents of the state transfer.
@@ -363,7 +359,7 @@ def _scan_attribution(experiment: Experiment, capture: Capture) -> int | None:
     if gradient.shape != x.shape or x.ndim != 3 or x.shape[1] != experiment.samples.steps:
         return None
     scores = attribution(gradient, x)[:, : experiment.reach]
-    return _attributed(by_lag(scores, range(experiment.reach)[::-1], None))
+    return attributed_memory(np.nan_to_num(by_lag(scores, range(experiment.reach)[::-1], None))[:, ::-1])
 
 
 def scan_sentence(layer: LayerFacts) -> str:

@@ -26,7 +26,6 @@ from ..measures.residual import Missed, Windows, missed_dependency, overlapping_
 from ..results.schema import to_host
 from ..typing import Array
 from .experiment import Experiment
-from .prediction import PredictionTarget
 
 #: Below ``FEWEST`` samples no memory is reported; below ``ENOUGH`` the interval is too narrow.
 FEWEST, ENOUGH = 64, 128
@@ -142,7 +141,8 @@ def measure_memory(experiment: Experiment) -> Memory:
     if not np.isfinite(prediction).all():
         return Memory(steps, None, False, "the prediction is not finite")
     variance = total_variance(prediction)
-    windows = _windows(experiment)
+    leaf = data.leaves_of(experiment.samples.x)[experiment.samples.sequences[0]]
+    windows = overlapping_windows(np.asarray(leaf)[: experiment.samples.count])
     skills = _skill(experiment, windows)
     later = _later(experiment, variance)
     if steps < 2:
@@ -154,12 +154,6 @@ def measure_memory(experiment: Experiment) -> Memory:
     return _summary(experiment, probes, variance, windows, skills, why, later)
 
 
-def _windows(experiment: Experiment) -> Windows | None:
-    """Return order and overlap of the samples if they are overlapping windows of one series, else None."""
-    leaf = data.leaves_of(experiment.samples.x)[experiment.samples.sequences[0]]
-    return overlapping_windows(np.asarray(leaf)[: experiment.samples.count])
-
-
 def _skill(experiment: Experiment, windows: Windows | None) -> Skill | None:
     target = experiment.target
     if target is None:
@@ -168,7 +162,13 @@ def _skill(experiment: Experiment, windows: Windows | None) -> Skill | None:
     if not constant.mean() > 0:
         return Skill(UNKNOWN, UNKNOWN, UNKNOWN)
     weights = _weights(len(loss), windows, experiment.seed)
-    again = target.loss(_recalibrated(experiment.prediction, target, windows))
+    order = np.random.default_rng(0).permutation(len(experiment.prediction)) if windows is None else windows.order
+    halves = np.array_split(order, 2)
+    recalibrated = experiment.prediction.copy()
+    for own, other in (halves, halves[::-1]):  # each half by a fit on the other one
+        fit = target.of_samples(other).calibration(experiment.prediction[other])
+        recalibrated[own] = fit.apply(experiment.prediction[own])
+    again = target.loss(recalibrated)
     scale = np.maximum(weights @ constant, 1e-300)
     gain = float((loss - again).mean() / constant.mean())
     return Skill(
@@ -182,17 +182,6 @@ def _weights(samples: int, windows: Windows | None, seed: int) -> Array:
     if windows is None:
         return resampling_weights(samples, seed=seed)
     return resampling_weights(samples, order=windows.order, block=max(4, windows.overlap), seed=seed)
-
-
-def _recalibrated(prediction: Array, target: PredictionTarget, windows: Windows | None) -> Array:
-    """Recalibrate the prediction of each half of the samples by a fit on the other half."""
-    order = np.random.default_rng(0).permutation(len(prediction)) if windows is None else windows.order
-    halves = np.array_split(order, 2)
-    found = prediction.copy()
-    for own, other in (halves, halves[::-1]):
-        fit = target.of_samples(other).calibration(prediction[other])
-        found[own] = fit.apply(prediction[own])
-    return found
 
 
 def _doubt(samples: int, found: Skill | None) -> str:

@@ -257,7 +257,10 @@ def model_dataset(
 
 def layer_dataset(parts: Sequence[LayerFacts], carried: Carried | None = None) -> xr.Dataset:
     """Label the measures of a layer, by direction: state transfer, adjoint, leading exponent, gates, units."""
-    datasets = _as_long([_one(part) for part in parts])
+    datasets = [_one(part) for part in parts]
+    for dim in ("lag", "lag_out"):  # both directions are padded with NaN to the length of the longer one
+        missing = [max(d.sizes.get(dim, 0) for d in datasets) - d.sizes.get(dim, 0) for d in datasets]
+        datasets = [d.pad({dim: (0, n)}) if n and dim in d.dims else d for d, n in zip(datasets, missing, strict=True)]
     whole = datasets[0] if len(parts) == 1 else xr.concat(datasets, dim="direction", combine_attrs="override")
     if carried is not None:
         words = f"use of the layer's state by {'the prediction' if carried.of == 'prediction' else 'its last state'}"
@@ -265,15 +268,6 @@ def layer_dataset(parts: Sequence[LayerFacts], carried: Carried | None = None) -
         whole["carried_memory"] = _v((), carried.length, "memory carried by the layer, n at 5 %", "step")
         whole = whole.assign_coords(context=carried.context)
     return whole.assign_attrs(cell=parts[0].cell)
-
-
-def _as_long(datasets: Sequence[xr.Dataset]) -> list[xr.Dataset]:
-    """Pad the lag profiles of both directions with NaN to the length of the longer one."""
-    found = list(datasets)
-    for dim in ("lag", "lag_out"):
-        longest = max(d.sizes.get(dim, 0) for d in found)
-        found = [d.pad({dim: (0, longest - d.sizes[dim])}) if d.sizes.get(dim, longest) < longest else d for d in found]
-    return found
 
 
 def _one(part: LayerFacts) -> xr.Dataset:

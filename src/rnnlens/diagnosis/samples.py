@@ -132,7 +132,9 @@ class Orientation:
         axis of size 1.
         """
         port = Port("output", index=index)
-        if self._may_lie_otherwise(array, port, x, samples):
+        lengths = {leaf.shape[1] for leaf in data.leaves_of(x) if len(leaf.shape) > 1}
+        many = array.ndim > 2 or (array.ndim == 2 and array.shape[1] > 1 and array.shape[1] in lengths)
+        if self.inputs is not None or port in self.axes.stated or array.shape[:1] != (samples,) or many:
             few = x if self.inputs is not None else data.map_leaves(lambda leaf: leaf[:3], x)
             self.axes.learn(Batch(few), [port])
         layout = self.axes.layout(port, array.shape)
@@ -144,12 +146,6 @@ class Orientation:
             )
         turned = _turned(layout.opened(array, samples), Layout.plain(layout.names))
         return turned[:, :, None] if set(layout.names) == {SAMPLE, TIME} else turned
-
-    def _may_lie_otherwise(self, array: Array, port: Port, x: Any, samples: int) -> bool:
-        """Return whether an output may have axes other than (sample, unit), so that an experiment must find them."""
-        lengths = {leaf.shape[1] for leaf in data.leaves_of(x) if len(leaf.shape) > 1}
-        many = array.ndim > 2 or (array.ndim == 2 and array.shape[1] > 1 and array.shape[1] in lengths)
-        return self.inputs is not None or port in self.axes.stated or array.shape[:1] != (samples,) or many
 
     def names(self, array: Array, index: int) -> Layout:
         """Return the layout of an output of the model; axes of unknown role have default names."""

@@ -273,20 +273,16 @@ def _scaled_stride(x: Array) -> int:
         different = 0
         for start in range(0, pairs, block):
             stop = min(start + block, pairs)
-            alike = _proportional(values[start:stop, stride:], values[start + 1 : stop + 1, : steps - stride])
+            windows = values[start:stop, stride:], values[start + 1 : stop + 1, : steps - stride]
+            a, b = (part - part.mean(axis=1, keepdims=True) for part in windows)
+            sizes = np.sqrt((a**2).sum(axis=1) * (b**2).sum(axis=1))
+            alike = ((np.sum(a * b, axis=1) > 0.9999 * sizes) & (sizes > 0)).all(axis=1)  # up to scale and offset
             different += int((~alike).sum())
             if different >= 0.1 * pairs:
                 break
         else:
             return stride
     return 0
-
-
-def _proportional(one: Array, other: Array) -> Array:
-    """Return for each sample whether two windows (sample, time, feature) are equal up to scale and offset."""
-    a, b = (part - part.mean(axis=1, keepdims=True) for part in (one, other))
-    sizes = np.sqrt((a**2).sum(axis=1) * (b**2).sum(axis=1))
-    return ((np.sum(a * b, axis=1) > 0.9999 * sizes) & (sizes > 0)).all(axis=1)
 
 
 def _in_line(after: Array) -> list[int]:

@@ -219,15 +219,11 @@ def value_label(array: xr.DataArray) -> str:
     """Return the label of the values: symbol, long_name or name, and units unless they are 1."""
     words = str(array.attrs.get("long_name") or (array.name if array.name is not None else "value")).replace("_", " ")
     units = str(array.attrs.get("units", "1")).removesuffix(" / 1")  # a loss divided by a dimensionless quantity
-    words = ", ".join(part for part in (symbol_of(array), words) if part)
-    return words if units in ("", "1") else f"{words} [{units}]"
-
-
-def symbol_of(array: xr.DataArray) -> str:
-    """Return the derivative at the start of a gradient's definition, as mathtext; "" if there is none."""
     definition = str(array.attrs.get("definition", "")).replace("partial ", "\\partial{}").replace(" / ", "/")
     found = re.match(r"(dL/d|\\partial\{\}L/\\partial\{\})([a-z]+_[a-z0])\b", definition)
-    return f"${found[1]}{found[2]}$" if found else ""
+    symbol = f"${found[1]}{found[2]}$" if found else ""
+    words = ", ".join(part for part in (symbol, words) if part)
+    return words if units in ("", "1") else f"{words} [{units}]"
 
 
 def place_words(array: xr.DataArray, dim: Hashable, index: int) -> str:

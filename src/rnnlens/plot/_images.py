@@ -170,21 +170,16 @@ def colour_bar(axes: Sequence[Any], drawn: Any, label: str = "", *, among: Seque
         inches = sum(ax.get_position().height for ax in rows.values())
         bar.set_label(one_line(label, max(inches * figure.bbox.height / figure.dpi, 1.2)))
     if isinstance(drawn.norm, SymLogNorm):
-        low, high = drawn.norm.vmin or 0.0, drawn.norm.vmax or 0.0
-        _log_ticks(bar, low, high, drawn.norm.linthresh)
+        low, high, linear = drawn.norm.vmin or 0.0, drawn.norm.vmax or 0.0, drawn.norm.linthresh
+        end = f"≤ {short_number(linear)}"
+        if low < 0:
+            ticks = [tick for tick in decade_ticks(max(-low, high), linear) if low <= tick <= high]
+        else:
+            ticks = [linear, *Powers(6).tick_values(2 * linear, high)]
+        labels = [f"|x| {end}" if tick == 0 else end if tick == linear else short_number(tick) for tick in ticks]
+        bar.set_ticks(ticks, labels=labels)
+        bar.ax.yaxis.set_minor_locator(NullLocator())
     return bar
-
-
-def _log_ticks(bar: Any, low: float, high: float, linear: float) -> None:
-    """Set ticks at powers of ten, with 2 and 5 between few of them, and at the end of the scale: ``≤ 1e-4``."""
-    end = f"≤ {short_number(linear)}"
-    if low < 0:
-        ticks = [tick for tick in decade_ticks(max(-low, high), linear) if low <= tick <= high]
-    else:
-        ticks = [linear, *Powers(6).tick_values(2 * linear, high)]
-    labels = [f"|x| {end}" if tick == 0 else end if tick == linear else short_number(tick) for tick in ticks]
-    bar.set_ticks(ticks, labels=labels)
-    bar.ax.yaxis.set_minor_locator(NullLocator())
 
 
 def one_line(words: str, inches: float) -> str:

@@ -90,23 +90,18 @@ def scale_counts(axes: Sequence[Any], *, shared: bool, log: bool, clip_peaks: in
         else:
             ax.set_ylim(0, top * 1.12)
         if clip_peaks:
-            _write_counts(ax, own, clip_peaks)
-
-
-def _write_counts(ax: Any, top: float, clip_peaks: int) -> None:
-    """Write the counts of bars that exceed ``top`` at the upper border."""
-    bars = [(s.get_data().values, s.get_data().edges) for s in _steps_of(ax)]
-    beyond = [
-        (count, 0.5 * (left + right))
-        for counts, edges in bars
-        for count, left, right in zip(counts, edges[:-1], edges[1:], strict=True)
-        if count > top
-    ]
-    centre, over = 0.5 * sum(ax.get_xlim()), ax.get_xaxis_transform()
-    for row, (count, middle) in enumerate(sorted(beyond, reverse=True)[:clip_peaks]):
-        offset, side = (4, "left") if middle < centre else (-4, "right")
-        at = (middle, 0.97 - 0.1 * row)
-        _axes.write(ax, f"{int(count):,} ↑", at, (offset, 0), over=over, ha=side, va="top", gid="clipped peak")
+            bars = [(s.get_data().values, s.get_data().edges) for s in _steps_of(ax)]
+            beyond = [
+                (count, 0.5 * (left + right))
+                for counts, edges in bars
+                for count, left, right in zip(counts, edges[:-1], edges[1:], strict=True)
+                if count > own
+            ]
+            centre, over = 0.5 * sum(ax.get_xlim()), ax.get_xaxis_transform()
+            for row, (count, middle) in enumerate(sorted(beyond, reverse=True)[:clip_peaks]):
+                offset, side = (4, "left") if middle < centre else (-4, "right")
+                at = (middle, 0.97 - 0.1 * row)
+                _axes.write(ax, f"{int(count):,} ↑", at, (offset, 0), over=over, ha=side, va="top", gid="clipped peak")
 
 
 #: Dimensions of a plain array by its rank.

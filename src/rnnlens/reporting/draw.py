@@ -122,11 +122,6 @@ def colours(palette: str) -> Array:
     return table.astype(np.uint8)
 
 
-def hex_colours(palette: str) -> str:
-    """Return all colours of a palette as one string of six digits each."""
-    return bytes(colours(palette).ravel()).hex()
-
-
 #: Function from a value to pixels.
 Place = Callable[[float], float]
 
@@ -245,7 +240,7 @@ class ImageAxes:
 
 def picture(url: str, id: str, scale: Scale, axes: ImageAxes, *, palette: str, label: str = "") -> Markup:
     """Draw an image between axes, rows from the top, with its colour scale below."""
-    height = TOP + map_height(axes.rows) + BOTTOM
+    height = TOP + int(min(max(axes.rows * 6, 72), 260)) + BOTTOM
     bottom = height - BOTTOM
     shape = Markup('<image id="{}" href="{}" x="{}" y="{}" width="{}" height="{}" preserveAspectRatio="none"/>')
     parts = [shape.format(id, url, LEFT, TOP, _PLOT, bottom - TOP)]
@@ -271,11 +266,6 @@ def picture(url: str, id: str, scale: Scale, axes: ImageAxes, *, palette: str, l
     least = f"≤ {low:.2g}" if scale.log else f"{low:.2g}"
     words = f"{label or 'values'}: {axes.y} by {axes.x}"
     return Markup("{}{}").format(_svg(height, parts, words), key.format(label, palette, least, f"{high:.2g}"))
-
-
-def map_height(rows: int) -> int:
-    """Return the height in pixels of an image with ``rows`` rows."""
-    return int(min(max(rows * 6, 72), 260))
 
 
 def _svg(height: int, parts: Sequence[Markup], words: str) -> Markup:

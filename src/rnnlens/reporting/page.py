@@ -19,7 +19,7 @@ from ..results.gradients import Weights
 from ..typing import Array
 from ..vocabulary import DIRECTION, GATE, UNIT, UNIT_IN
 from . import evidence
-from .draw import hex_colours
+from .draw import colours
 from .figures import (
     LARGEST,
     Caption,
@@ -361,7 +361,7 @@ def _data(material: Material, plan: PagePlan | None, every: Sequence[ReportFigur
     """Return the data of all figures as JSON for the script of the page."""
     page: dict[str, Any] = {
         "figures": [figure.to_json() for figure in every],
-        "palettes": {name: hex_colours(name) for name in ("size", "signed", "gate")},
+        "palettes": {name: bytes(colours(name).ravel()).hex() for name in ("size", "signed", "gate")},
         "moments": [found.name for found in material.moments],
         "steps": 0,
         "samples": [],

@@ -404,9 +404,3 @@ def _scalars(index: Mapping[str, Any], columns: Mapping[str, Any]) -> xr.Dataset
     clock = {"long_name": "time of writing", "units": "seconds since 1970"}
     coords[WRITTEN] = xr.Variable((STEP,), np.asarray(index[WRITTEN], dtype=np.float64), clock)
     return xr.Dataset({name: ((STEP,), np.asarray(v), {"long_name": name}) for name, v in columns.items()}, coords)
-
-
-def age(run: TrainingRun) -> float:
-    """Return the seconds since the last record of a run was written; infinity for an empty run."""
-    written = run.scalars[WRITTEN].values
-    return float(time.time() - written[-1]) if written.size else float("inf")

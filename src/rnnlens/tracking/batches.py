@@ -157,7 +157,13 @@ class TrainedBatch(Batch):
         """Return a trace of some layers and quantities; captured quantities are not recomputed."""
         told, of, names = self._heard, listed(layers) or (), listed(quantities) or ()
         if told is not None and of and names and set(of) <= set(told) and set(names) <= set(told.quantities or ()):
-            return _part(told, of, names)
+            return Trace(
+                {layer: told.dataset(layer)[list(names)] for layer in of},
+                loss=told.loss,
+                quantities=sorted(names),
+                provenance=told.provenance,
+                notes=told.notes,
+            )
         return self._asked(trace, layers=layers, quantities=quantities)  # type: ignore[no-any-return]
 
     @cached_property
@@ -223,17 +229,6 @@ class TrainedBatch(Batch):
         lines = [f"<rnnlens TrainedBatch> step {self.step}, epoch {self.epoch}"]
         lines += [f"  computed  {', '.join(done) or 'nothing yet: .trace, .weights, .gradients'}"]
         return "\n".join([*lines, *(f"  note      {note}" for note in self.notes)])
-
-
-def _part(found: Trace, layers: Sequence[str], names: Sequence[str]) -> Trace:
-    """Restrict a trace to some layers and variables."""
-    return Trace(
-        {layer: found.dataset(layer)[list(names)] for layer in layers},
-        loss=found.loss,
-        quantities=sorted(names),
-        provenance=found.provenance,
-        notes=found.notes,
-    )
 
 
 def direct_trace(model: Any, arrays: Mapping[str, Mapping[str, Any]], loss: float | None) -> Trace | None:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -16,7 +16,7 @@ import xarray as xr
 from ..errors import LayerNotFoundError
 from ..measures import dead_units, gradient_decay, gradient_reach, saturation_share
 from ..recurrence.measures import masked_mean, real_first, safe_norm
-from ..results.trace import Trace, TracedLayer
+from ..results.trace import Trace
 from ..settings import options
 from ..typing import Array
 from ..verbs.trace import trace
@@ -107,7 +107,9 @@ def summary(trace: Trace, *, keep: Collection[str] = ()) -> tuple[dict[str, floa
         layer = trace[name]
         mask = np.asarray(layer.dataset["mask"].values, dtype=bool) if "mask" in layer.dataset else None
         profiles: dict[str, list[xr.DataArray]] = {}
-        for half, values in _halves(layer):
+        for half in (FORWARD, BACKWARD) if DIRECTION in layer.dataset.dims else (None,):
+            one = layer.dataset if half is None else layer.dataset.sel({DIRECTION: half})
+            values = {str(quantity): array for quantity, array in one.data_vars.items()}
             prefix = name if half is None else f"{name}/{half}"
             numbers, found = _measures(values, mask, half)
             for kind, profile in found.items():
@@ -116,17 +118,6 @@ def summary(trace: Trace, *, keep: Collection[str] = ()) -> tuple[dict[str, floa
         layers[name] = {kind: _side_by_side(parts) for kind, parts in profiles.items()}
         layers[name] |= {quantity: layer.dataset[quantity] for quantity in keep if quantity in layer}
     return scalars, layers
-
-
-def _halves(layer: TracedLayer) -> Iterator[tuple[str | None, Mapping[str, xr.DataArray]]]:
-    """Yield name and variables of each direction of a layer; the name is None for a unidirectional layer."""
-    data = layer.dataset
-    if DIRECTION not in data.dims:
-        yield None, {str(name): array for name, array in data.data_vars.items()}
-        return
-    for half in (FORWARD, BACKWARD):
-        one = data.sel({DIRECTION: half})
-        yield half, {str(name): array for name, array in one.data_vars.items()}
 
 
 def _measures(

@@ -163,30 +163,21 @@ class Rows:
     def _array(self, path: str, sizes: tuple[int, ...], dtype: str, dims: tuple[str, ...]) -> None:
         if path in self._group:
             self._arrays[path] = self._group[path]
-            self._list()
-            return
-        cell = int(np.prod(sizes, dtype=np.int64)) * np.dtype(dtype).itemsize or 1
-        chunks = (max(1, min(_RECORDS, _CHUNK // cell)), *(max(1, size) for size in sizes))
-        fill = np.nan if np.dtype(dtype).kind == "f" else 0
-        self._arrays[path] = self._group.create_array(
-            path,
-            shape=(0, *sizes),
-            chunks=chunks if len(chunks) > 1 else (1024,),
-            dtype=dtype,
-            fill_value=fill,
-            compressors=_COMPRESSOR,
-            dimension_names=dims,
-        )
-        self._list()
-
-    def _list(self) -> None:
-        """Add new arrays to the group's attribute ``arrays``.
-
-        Readers use it instead of listing the folder, which may contain temporary files.
-        """
+        else:
+            cell = int(np.prod(sizes, dtype=np.int64)) * np.dtype(dtype).itemsize or 1
+            chunks = (max(1, min(_RECORDS, _CHUNK // cell)), *(max(1, size) for size in sizes))
+            self._arrays[path] = self._group.create_array(
+                path,
+                shape=(0, *sizes),
+                chunks=chunks if len(chunks) > 1 else (1024,),
+                dtype=dtype,
+                fill_value=np.nan if np.dtype(dtype).kind == "f" else 0,
+                compressors=_COMPRESSOR,
+                dimension_names=dims,
+            )
+        # Readers use this list instead of that of the folder, which may contain temporary files.
         named = self._group.attrs.get("arrays", [])
-        new = [path for path in self._arrays if path not in named and path != "sums"]
-        if new:
+        if new := [one for one in self._arrays if one not in named and one != "sums"]:
             self._group.attrs.update({"arrays": [*named, *new]})
 
 

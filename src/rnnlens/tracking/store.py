@@ -211,13 +211,13 @@ def _refuse_what_is_in_the_way(path: Path) -> None:
         raise FileError("A run is a folder of Zarr.", got=str(path), expected="a path ending in .zarr")
     if path.is_file():
         raise FileError("A file exists where the run folder would be created.", got=str(path), hint="another name")
-    if path.is_dir() and any(path.iterdir()) and not is_run(path) and not _only_begun(path):
+    if (
+        path.is_dir()
+        and any(path.iterdir())
+        and not is_run(path)
+        and not all(child.name == "zarr.json" or child.name.endswith(".partial") for child in path.iterdir())
+    ):
         raise FileError("The folder exists and is not a run of rnnlens.", got=str(path), hint="another name")
-
-
-def _only_begun(path: Path) -> bool:
-    """Return whether a folder contains only the first files of a run whose writer was killed."""
-    return all(child.name == "zarr.json" or child.name.endswith(".partial") for child in path.iterdir())
 
 
 def _locked(path: Path) -> int | None:

@@ -155,20 +155,14 @@ def weights_of_layer(
     data: dict[str, xr.Variable] = {}
     for key, entry in variables.items():
         data[key] = xr.Variable(entry.dims, entry.values, {**entry.words, **common})
-        data |= _counts(key, entry, common)
+        kept = tuple(dim for dim in entry.dims if dim in (DIRECTION, GATE))
+        axes = tuple(i for i, dim in enumerate(entry.dims) if dim not in kept)
+        for what, test in (("nan", np.isnan), ("inf", np.isinf)):
+            attrs = {"long_name": f"{what} values in {key}", "units": "1", **common}
+            data[f"{key}_{what}_count"] = xr.Variable(kept, np.sum(test(entry.values), axis=axes), attrs)
     sizes = {dim: size for variable in data.values() for dim, size in variable.sizes.items()}
     cell = next((entry.cell for entry in variables.values() if entry.cell), "")
     return LabelledLayer(data, coordinates(sizes, {"cell": cell}), {"layer": name, "cell": cell})
-
-
-def _counts(key: str, entry: LabelledWeight, common: Mapping[str, str]) -> dict[str, xr.Variable]:
-    kept = tuple(dim for dim in entry.dims if dim in (DIRECTION, GATE))
-    axes = tuple(i for i, dim in enumerate(entry.dims) if dim not in kept)
-    counted = {}
-    for what, test in (("nan", np.isnan), ("inf", np.isinf)):
-        attrs = {"long_name": f"{what} values in {key}", "units": "1", **common}
-        counted[f"{key}_{what}_count"] = xr.Variable(kept, np.sum(test(entry.values), axis=axes), attrs)
-    return counted
 
 
 def _words(name: str, cell: Cell, suffix: str, by_time: bool | str) -> dict[str, str]:

@@ -87,7 +87,13 @@ def check_contents(path: Path, memory: int) -> None:
     with h5py.File(path, "r") as file:
         objects = list(_objects(path, file))
         for item in objects:
-            _check_attributes(path, item, file_size, memory)
+            for name in item.attrs:
+                found = item.attrs.get_id(name)
+                if found.get_storage_size() > TEXT:
+                    raise foreign(path, f"an attribute of {found.get_storage_size()} bytes, {name!r}")
+                many = math.prod(found.shape) if found.shape else 1
+                if many > 1 and h5py.check_string_dtype(found.dtype) is not None and many * file_size > memory:
+                    raise foreign(path, f"a list of texts in a large file, {name!r}")
         datasets = [item for item in objects if isinstance(item, h5py.Dataset)]
         check_size(path, sum(_bytes(path, dataset) for dataset in datasets), memory)
         for dataset in datasets:
@@ -145,21 +151,16 @@ def _check_storage(path: Path, dataset: h5py.Dataset) -> None:
     if not filters and dataset.id.get_storage_size() < announced:
         raise damaged(path, f"{dataset.name} declares more values than the file contains")
     if filters:
-        _check_chunks(path, dataset, deflated=_DEFLATE in filters)
-
-
-def _check_chunks(path: Path, dataset: h5py.Dataset, *, deflated: bool) -> None:
-    """Check that all chunks exist, and that none unpacks to more than the declared chunk size."""
-    size = math.prod(dataset.chunks) * dataset.dtype.itemsize
-    shape = zip(dataset.shape, dataset.chunks, strict=True)
-    count = math.prod(-(-length // chunk) for length, chunk in shape)
-    if dataset.id.get_num_chunks() < count:
-        raise damaged(path, f"{dataset.name} declares more values than the file contains")
-    for index in range(count if deflated else 0):
-        skipped, packed = dataset.id.read_direct_chunk(dataset.id.get_chunk_info(index).chunk_offset)
-        # Four bytes more are allowed for the Fletcher-32 checksum, which may be part of the compressed data.
-        if not skipped and len(zlib.decompressobj().decompress(packed, size + 5)) > size + 4:
-            raise damaged(path, f"a part of {dataset.name} decompresses to more than declared")
+        size = math.prod(dataset.chunks) * dataset.dtype.itemsize
+        shape = zip(dataset.shape, dataset.chunks, strict=True)
+        count = math.prod(-(-length // chunk) for length, chunk in shape)
+        if dataset.id.get_num_chunks() < count:
+            raise damaged(path, f"{dataset.name} declares more values than the file contains")
+        for index in range(count if _DEFLATE in filters else 0):
+            skipped, packed = dataset.id.read_direct_chunk(dataset.id.get_chunk_info(index).chunk_offset)
+            # Four bytes more are allowed for the Fletcher-32 checksum, which may be part of the compressed data.
+            if not skipped and len(zlib.decompressobj().decompress(packed, size + 5)) > size + 4:
+                raise damaged(path, f"a part of {dataset.name} decompresses to more than declared")
 
 
 def _check_labels(path: Path, dataset: h5py.Dataset, file_size: int, memory: int) -> None:
@@ -176,13 +177,3 @@ def _check_labels(path: Path, dataset: h5py.Dataset, file_size: int, memory: int
     for start in range(0, dataset.size, at_once):
         total += sum(len(label) for label in np.asarray(dataset[start : start + at_once]).ravel())
         check_size(path, total, memory)
-
-
-def _check_attributes(path: Path, item: Any, file_size: int, memory: int) -> None:
-    for name in item.attrs:
-        found = item.attrs.get_id(name)
-        if found.get_storage_size() > TEXT:
-            raise foreign(path, f"an attribute of {found.get_storage_size()} bytes, {name!r}")
-        many = math.prod(found.shape) if found.shape else 1
-        if many > 1 and h5py.check_string_dtype(found.dtype) is not None and many * file_size > memory:
-            raise foreign(path, f"a list of texts in a large file, {name!r}")

@@ -70,18 +70,13 @@ class Region:
     places: Mapping[str, tuple[str, int]]
 
 
-def folder_in_progress(target: Path, token: str) -> Path:
-    """Return the hidden folder that holds an unfinished save of the call ``token``."""
-    return target.with_name(f".{target.name}.{token[:16]}.unfinished")
-
-
 def write_regions(tree: xr.DataTree, places: Mapping[str, tuple[str, int]], tasks: ChunkTasks, target: Path) -> Path:
     """Lay out a folder, compute all chunks that are missing in it, and return it.
 
     Raise FileError if chunks cannot be written, or the scheduler is lost; what is finished stays for the next call.
     Raise UserCodeError if chunks raise; the message names the samples of the first.
     """
-    folder = folder_in_progress(target, tasks.token)
+    folder = target.with_name(f".{target.name}.{tasks.token[:16]}.unfinished")
     if not (folder / _LABELS).is_file():
         _lay_out(tree, folder)
     region = Region(str(folder), dict(places))

@@ -63,7 +63,16 @@ class WatchedBatch(Batch):
         self.loss: float | None = None
         self.epoch = 0
         self.moved: frozenset[int] | None = None
-        self.notes = [*notes, *_notes(self._calls, scale, passes)]
+        self.notes = [*notes]
+        if passes > 1:
+            self.notes.append(
+                f"Weight gradients are accumulated over {passes} backward passes; states and gradients are those of "
+                "the last."
+            )
+        if any(len(call.backwards) > 1 for call in calls):
+            self.notes.append("Several backward passes went through this forward; gradients are their sum.")
+        if scale != 1.0:
+            self.notes.append(f"The loss was scaled by {scale:g}; the gradients are divided by it.")
 
     @cached_property
     def direct(self) -> Trace:
@@ -147,20 +156,6 @@ class WatchedBatch(Batch):
     def __repr__(self) -> str:
         layers = ", ".join(self.layers)
         return f"<rnnlens WatchedBatch> batch {self.step}, layers {layers}; .trace and .weights have the values"
-
-
-def _notes(calls: Sequence[TrainingCall], scale: float, passes: int) -> list[str]:
-    found = []
-    if passes > 1:
-        found.append(
-            f"Weight gradients are accumulated over {passes} backward passes; states and gradients are those of the "
-            "last."
-        )
-    if any(len(call.backwards) > 1 for call in calls):
-        found.append("Several backward passes went through this forward; gradients are their sum.")
-    if scale != 1.0:
-        found.append(f"The loss was scaled by {scale:g}; the gradients are divided by it.")
-    return found
 
 
 _WORDS = {

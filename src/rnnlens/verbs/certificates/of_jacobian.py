@@ -26,7 +26,6 @@ from ...typing import Array, arrays_of
 from ...vocabulary import FEATURE, IN_FEATURE, IN_TIME, OUT_TIME, OUT_UNIT, SAMPLE, TIME, UNIT
 from ..axes import BatchAxes
 from ..names import TensorName, read
-from ..recurrent_layers import ReplayedCall
 from ..time_jacobian.execute import numbers
 from ..time_jacobian.network import open_network
 from ..time_jacobian.plan import JacobianPlan, WorkCount, make_plan, plan_for
@@ -142,17 +141,6 @@ def _on_units(signs: xr.DataArray, ends: JacobianEnds) -> xr.DataArray:
     rows = xr.DataArray(np.asarray(ends.weights)[0, 0].astype(signs.dtype), dims=("row", UNIT))
     units: xr.DataArray = xr.dot(renamed.rename({UNIT: "row"}), rows, dim="row")
     return units
-
-
-def _contracted(jacobian: xr.DataArray, signs: xr.DataArray) -> xr.DataArray:
-    """Return u^T J, contracted by the names of the axes."""
-    if SAMPLE not in jacobian.dims:
-        signs = signs.isel({SAMPLE: 0})
-    if OUT_UNIT not in jacobian.dims:
-        signs = signs.isel({OUT_UNIT: 0})
-    dims = [d for d in (OUT_TIME, OUT_UNIT) if d in jacobian.dims]
-    combined: xr.DataArray = xr.dot(jacobian, signs, dim=dims)
-    return combined
 
 
 def _spread(jacobian: xr.DataArray) -> float:
@@ -287,8 +275,13 @@ def _claimed(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataArra
     if plan.ends.measure not in LINEAR or jacobian is None:
         return pushed_through(request, plan, jacobian)
     signs, bare = _signs(plan), jacobian.drop_vars(list(jacobian.coords))
-    cotangent, pulled = _on_units(signs, plan.ends), _contracted(bare, signs)
-    return JacobianClaim(request, plan, plan.ends, cotangent, pulled, _spread(bare))
+    cotangent = _on_units(signs, plan.ends)
+    if SAMPLE not in bare.dims:
+        signs = signs.isel({SAMPLE: 0})
+    if OUT_UNIT not in bare.dims:
+        signs = signs.isel({OUT_UNIT: 0})
+    dims = [d for d in (OUT_TIME, OUT_UNIT) if d in bare.dims]
+    return JacobianClaim(request, plan, plan.ends, cotangent, xr.dot(bare, signs, dim=dims), _spread(bare))
 
 
 def _is_inside(name: TensorName) -> bool:
@@ -403,18 +396,17 @@ def _by_reference_run(request: JacobianRequest, plan: JacobianPlan, cotangent: _
 def _end(plan: JacobianPlan, end: JacobianEnd, *, is_lower: bool = False) -> EndPort:
     """Convert an end of a Jacobian to the ``EndPort`` that an adapter finds; raise if it is no tensor per step."""
     name, inside = end.name, plan.network.inside
-    calls = inside.layer(name.layer) if name.layer is not None and _is_recurrent(plan, end) else []
+    is_recurrent = bool(end.within) or any(name.layer in (n, n.rpartition("#")[0]) for n in inside.by_layer)
+    calls = inside.layer(name.layer) if name.layer is not None and is_recurrent else []
     if any(one.call.mask is not None for one in calls) or (len(calls) > 1 and name.what != "output"):
         raise CertificateError("states of masked steps, or of two directions")
-    if calls and _is_within_layer(plan, end) and (is_lower or not _is_output(end, calls[0])):
-        raise CertificateError("a state within a fused layer")
+    if calls and _is_within_layer(plan, end):
+        # A state that the layer returns at every step is its output.
+        is_output = name.index == calls[0].run.output_state and calls[0].call.returns_sequences
+        if is_lower or not is_output:
+            raise CertificateError("a state within a fused layer")
     states = len(calls[0].run.states) if calls else 0
     return EndPort(Port(name.what, name.layer, name.index), end.times, states, is_lower)  # type: ignore[arg-type]
-
-
-def _is_recurrent(plan: JacobianPlan, end: JacobianEnd) -> bool:
-    layer = end.name.layer
-    return bool(end.within) or any(layer in (node, node.rpartition("#")[0]) for node in plan.network.inside.by_layer)
 
 
 def _by_pullback(request: JacobianRequest, plan: JacobianPlan, cotangent: _Cotangent) -> ReferenceRun:
@@ -438,8 +430,3 @@ def _port(plan: JacobianPlan, end: JacobianEnd, *, is_lower: bool = False) -> Po
 
 def _is_within_layer(plan: JacobianPlan, end: JacobianEnd) -> bool:
     return end.name.what == "state" and not plan.network.inside.is_stepwise(end.name)
-
-
-def _is_output(end: JacobianEnd, one: ReplayedCall) -> bool:
-    """Return whether a state is what the layer returns at every step."""
-    return end.name.index == one.run.output_state and one.call.returns_sequences

@@ -78,10 +78,6 @@ class SamplePart:
         """Return a batch with the inputs of the compared samples, without targets."""
         return replace(batch.without_loss(), x=data.take(batch.x, self.start, self.stop))
 
-    def cotangents(self, capture: Capture) -> list[Array | None]:
-        """Return dL/dy of the compared samples, one array or None per output of the model."""
-        return [None if grad is None else self.of(to_host(grad)) for grad in capture.output_grads]
-
 
 @dataclass
 class _Calls:
@@ -204,7 +200,7 @@ def start_reference_run(request: ModelRequest, claim: ReplayedValues) -> Iterato
     adapter, model, batch = request.adapter, request.model, request.batch
     gradients, part = _has_gradients(claim.capture), claim.part
     if part is not None:
-        given = part.cotangents(claim.capture)
+        given = [None if grad is None else part.of(to_host(grad)) for grad in claim.capture.output_grads]
         yield lambda: attempt(lambda: adapter.reference_run(model, part.batch(batch), given, gradients=gradients))
         return
     batch = _as_captured(batch, claim.capture)
