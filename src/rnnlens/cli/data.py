@@ -52,11 +52,7 @@ class Data:
 def read_data(
     path: Path, x: Sequence[str] | None = None, y: Sequence[str] | None = None, sample_weight: str | None = None
 ) -> Data:
-    """Read one batch: arrays ``x``, ``y`` and ``sample_weight`` unless others are named; x of a file with one array.
-
-    Raise FileError if the file cannot be read, declares more data than it has, or contains Python objects, which could
-    run code; TooLargeError if the arrays exceed the memory granted; InputError if there is no array of that name.
-    """
+    """Read one batch: arrays ``x``, ``y`` and ``sample_weight`` unless others are named; x of a file with one array."""
     with _opened(path) as arrays:
         held = list(arrays)
         names = list(x or (["x"] if "x" in held or len(held) != 1 else held))

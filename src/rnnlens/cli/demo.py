@@ -63,10 +63,7 @@ class Digits:
 
 @dataclass(frozen=True)
 class Portrait:
-    """Results of one network on the held-out digits.
-
-    Accuracy and traces before and after training; the diagnosis, and the loss of each digit, after it.
-    """
+    """Results on held-out digits: accuracy and traces before and after training, diagnosis and losses after."""
 
     layer: str
     accuracy: tuple[float, float]
@@ -157,10 +154,7 @@ def load_keras() -> Any:
 
 
 def set_seeds(keras: Any, seed: int) -> None:
-    """Fix the random seeds of the initial weights and of the order of the batches.
-
-    With JAX the seeds are set directly, because ``keras.utils.set_random_seed`` imports TensorFlow if installed.
-    """
+    """Fix the seeds of initial weights and batches; with JAX directly, since Keras' own function imports TensorFlow."""
     if keras.backend.backend() == "jax":
         random.seed(seed)  # Keras draws the seed of each initializer from it
         np.random.seed(seed)  # noqa: NPY002  Keras draws the order of the batches from it
@@ -275,10 +269,7 @@ MOMENTS = ("before training", "after training")
 
 
 def draw(portraits: Sequence[Portrait], folder: Path) -> list[Path]:
-    """Write the figures and return their paths.
-
-    They show the gradient by step for all networks, and by unit, by sample and with the diagnosis for each.
-    """
+    """Write the figures, of all networks and of each one, and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     figures = {"gradient-by-step.svg": draw_steps(portraits)}
     figures["gradient-by-step-narrow.svg"] = draw_steps(portraits, narrow=True)

@@ -43,8 +43,7 @@ def load_model(spec: str, *, weights: Path | None = None, imports: Iterable[str]
     """Load the model named by ``spec``: a ``.keras`` or ``.h5`` file, a SavedModel, or ``package.module:factory``.
 
     ``weights`` are a file for the model of a factory; ``imports`` are modules with custom layers; ``unsafe`` also loads
-    files whose content could run code. Raise FileError for a file that is missing, damaged or refused as unsafe, and
-    InputError if ``spec`` is neither a file nor a factory, or the factory cannot be called.
+    files whose content could run code.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     if Path(spec).suffix in _FILES or (Path(spec) / "saved_model.pb").is_file():
@@ -88,10 +87,7 @@ def _load_keras(path: Path, imports: Iterable[str], unsafe: bool) -> Any:
 
 
 def _load_keras2(path: Path, imports: Collection[str], unsafe: bool) -> Any:
-    """Load a file of Keras 2 with Keras 2, because ``hard_sigmoid`` is another function in Keras 3.
-
-    Raise FileError if that could run code of the file, unless ``unsafe``.
-    """
+    """Load a file of Keras 2 with Keras 2, where ``hard_sigmoid`` differs; refuse code in it unless ``unsafe``."""
     try:
         with _quiet_libraries():
             own, hint = _names_in(imports), "pip install --no-deps tf_keras==2.21.0, with tensorflow 2.21"
@@ -175,10 +171,7 @@ def _names_in(modules: Iterable[str]) -> dict[str, Any]:
 
 
 def _import(name: str) -> Any:
-    """Import a module that the user named; the current folder is searched last.
-
-    For a model file alone the current folder is not searched: it may contain a file named keras.py.
-    """
+    """Import a module that the user named; the current folder is searched last, as it may contain a file keras.py."""
     if (folder := str(Path.cwd())) not in sys.path:
         sys.path.append(folder)
     try:
@@ -189,10 +182,7 @@ def _import(name: str) -> Any:
 
 
 def resolve(spec: str) -> Any:
-    """Import the object that ``package.module:name`` names.
-
-    Raise InputError if the module does not exist, or has no such name.
-    """
+    """Import the object that ``package.module:name`` names; raise InputError if there is none."""
     module_name, _, dotted = spec.partition(":")
     found = _import(module_name)
     for part in dotted.split("."):
@@ -245,10 +235,7 @@ def _configuration(path: Path) -> dict[str, Any]:
 
 
 def _refuse_code(path: Path, configuration: Any, imports: Collection[str]) -> None:
-    """Raise FileError if a configuration contains byte code, or names a module that is not allowed.
-
-    Allowed are Keras modules and those in ``imports``.
-    """
+    """Raise FileError if a configuration has byte code, or names a module other than Keras' and ``imports``."""
     for key, value in _entries(configuration):
         if key == "function_type" and value == "lambda":
             raise _refusal(path, "a Lambda layer that holds Python code")

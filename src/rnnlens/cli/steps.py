@@ -193,10 +193,7 @@ def parts_of(result: Any) -> list[Part]:
 
 
 def summary_of(result: Any) -> dict[str, Any]:
-    """Return ``schema``, ``kind``, ``headline``, ``layers`` with curves, ``checks``, ``certificate``, ``provenance``.
-
-    A diagnosis gives the fields of its ``to_json`` and its kind; a single array has ``dims`` and ``attributes``.
-    """
+    """Return ``schema``, ``kind``, ``headline``, ``layers`` with curves, ``checks``, ``certificate``, provenance."""
     if isinstance(result, Diagnosis):
         return {"kind": "diagnosis", **json.loads(result.to_json())}
     parts = parts_of(result)
@@ -223,10 +220,7 @@ def values_of(array: xr.DataArray) -> dict[str, Any]:
 
 
 def _described(data: Any) -> dict[str, Any]:
-    """Return ``schema``, ``kind``, ``name``, ``dims`` and ``attributes`` of an array or dataset.
-
-    A dataset has no name.
-    """
+    """Return ``schema``, ``kind``, ``dims`` and ``attributes`` of an array or dataset, and the ``name`` of an array."""
     attrs = {str(key): plain(value) for key, value in data.attrs.items() if isinstance(value, str | int | float)}
     sizes = {"dims": _sizes(data), "attributes": attrs}
     if isinstance(data, xr.DataArray):

@@ -119,10 +119,7 @@ class _Bench:
         return self._search(lambda keep: squared_change(self.prediction, self._run(keep, name)), self.variance)
 
     def measure_alone(self, call: RecurrentCall, run: Replay) -> Carried:
-        """Measure how much a layer's last state depends on its earlier state.
-
-        The layer is run alone, by its equations.
-        """
+        """Measure how much a layer's last state depends on its earlier state, by a run of the layer alone."""
         last = self.states[call.layer][0][:, -1].astype(np.float64)
         variance = total_variance(last)
         if not variance:

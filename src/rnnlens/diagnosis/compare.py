@@ -49,10 +49,7 @@ Load = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model to diagnose: itself, the path of a ``.keras`` file, a function that returns it, or a value for ``load``.
-
-    ``backend`` is the engine of Keras in the user's process, where Keras is imported.
-    """
+    """A model to diagnose: itself, a ``.keras`` file, a function that returns it, or a value for ``load``."""
 
     value: Any
     load: Load | None

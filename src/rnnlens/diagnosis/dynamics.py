@@ -293,10 +293,7 @@ def fixed_points(
 def _run(
     model: Any, x: Any, layer: str | None, most: int, axes: Mapping[str, Any] | None
 ) -> tuple[str, Replay, dict[str, Array | None]]:
-    """Replay a recurrent layer on the first ``most`` samples.
-
-    Return its name, the replay, and sample and step labels.
-    """
+    """Replay a recurrent layer on the first ``most`` samples; return its name, the replay, sample and step labels."""
     adapter = adapter_for(model)
     refuse_without_time(x, least=1)
     orientation = Orientation(adapter, model, x, axes)

@@ -46,10 +46,7 @@ class Experiment:
         self.adapter = adapter_for(self.model)
 
     def axes_of(self, output: str) -> dict[str, Any] | None:
-        """Return the axes of inputs and of the examined output for ``rl.gradients``.
-
-        Axes that are left out are found by an experiment.
-        """
+        """Return the axes of inputs and of the examined output for ``rl.gradients``, which finds those left out."""
         orientation = self.samples.orientation
         declared = {name: layout.axes for name, layout in orientation.declared.items()}
         if output in declared or orientation.inputs is not None:
@@ -220,11 +217,7 @@ class Experiment:
         return np.full(count, self.step % steps)
 
     def ends(self, call: RecurrentCall) -> Array | None:
-        """Return the step (sample,) after which each sample's state reaches the examined output, in a captured call.
-
-        The result is None if this is the last step of the recurrence, or if its steps are not those of the
-        data.
-        """
+        """Return the step after which each sample's state reaches the output, (sample,); None for the last."""
         own = self._are_steps_of_the_data(call.input.shape[1])
         if not own or (call.direction == "backward" and not self.is_sequence):
             return None
@@ -282,29 +275,18 @@ class Experiment:
         return donors(self.samples.count, lengths=self.last, seed=self.seed)
 
     def exchanged(self, keep: int) -> tuple[Array, Array]:
-        """Predict with all but the last ``keep`` steps of each sample taken from another sample.
-
-        Return the squared change of the prediction, and each sample's contribution to the covariance of target
-        and prediction (its score), (sample,) each.
-        """
+        """Predict with all but the last ``keep`` steps of another sample; return as :meth:`changed` does."""
         kept = np.full(self.samples.count, keep)
         return self.changed(self.samples.with_prefix(kept, self.lender, self.last))
 
     def changed(self, x: Any) -> tuple[Array, Array]:
-        """Predict on changed inputs.
-
-        Return the squared change of the prediction, and each sample's contribution to the covariance of target
-        and prediction (its score), (sample,) each.
-        """
+        """Predict on changed inputs; return the squared change and the score of the prediction, (sample,) each."""
         prediction = self._predicted(self.outputs(x))
         change = squared_change(self.prediction, prediction)
         return change, np.zeros_like(change) if self.target is None else score(self.target.values, prediction)
 
     def answer_shorter(self, lengths: Array) -> Array | None:
-        """Predict from the last ``lengths`` steps of each sample alone.
-
-        Returns None if the model does not accept fewer steps.
-        """
+        """Predict from the last ``lengths`` steps of each sample; None if the model refuses fewer."""
         equal = bool((self.lengths == self.samples.steps).all())
         if not equal and self.is_sequence:
             return None
@@ -318,10 +300,7 @@ class Experiment:
 
 
 def in_numpy(call: RecurrentCall) -> RecurrentCall:
-    """Convert the arrays of a call and of its cell to NumPy.
-
-    Calls of cells that the framework runs are returned unchanged.
-    """
+    """Convert the arrays of a call and of its cell to NumPy, unless the framework runs the cell."""
     if call.cell.by_framework:
         return call
     changed = {

@@ -62,13 +62,7 @@ _ORDER = {"fault": 0, "unknown": 1, "caution": 2, "fact": 3}
 
 
 def headline(memory: Memory, baseline: tuple[str, Memory] | None, missed: Missed | None) -> str:
-    """Describe the memory in use of the whole model; "unknown" and the reason if it cannot be reported.
-
-    Parameters
-    ----------
-    baseline
-        Name and memory of the baseline, for comparison.
-    """
+    """Describe the memory in use of the model beside that of a ``baseline`` (name, memory), or why it is unknown."""
     if not memory.known:
         return f"Memory in use unknown: {memory.why}."
     sentences = [f"The model depends on {_used(memory)} ({'; '.join(_remarks(memory, baseline))}).", _lost(memory)]
@@ -119,10 +113,7 @@ def _remarks(memory: Memory, baseline: tuple[str, Memory] | None) -> list[str]:
 
 
 def _lost(memory: Memory) -> str:
-    """Return text on the share of the score lost without the oldest used step and older ones.
-
-    Returns "" if n = 1 or unknown.
-    """
+    """Return text on the score lost without the oldest used step and older ones; "" if n = 1 or unknown."""
     lost, n = memory.lost_without, memory.length.value
     if n == 1 or math.isnan(lost):
         return ""

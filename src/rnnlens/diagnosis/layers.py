@@ -74,10 +74,7 @@ class LayerFacts:
 
     @property
     def growth(self) -> float:
-        """Growth of the output's total gradient on its way back, in decades: largest norm over the first non-zero one.
-
-        It is the median over samples.
-        """
+        """Largest norm of the output's gradient over its first non-zero one, in decades; median over samples."""
         norms = np.nan_to_num(np.zeros((1, 1)) if self.adjoint_norms is None else self.adjoint_norms)
         if not norms.any():
             return 0.0
@@ -87,10 +84,7 @@ class LayerFacts:
 
     @property
     def adjoint_size(self) -> float:
-        """Median over samples of the largest norm of the output's gradient at the hidden state.
-
-        It is NaN if the gradient is unknown.
-        """
+        """Median over samples of the output gradient's largest norm at the hidden state; NaN if unknown."""
         if self.adjoint_norms is None:
             return float("nan")
         # Half of the largest float, so that the mean of two of them is finite.
@@ -120,13 +114,7 @@ class LayerFacts:
 
 
 def measure_layers(experiment: Experiment) -> tuple[list[LayerFacts], int | None]:
-    """Measure every recurrent call; also count the last input steps that gradients attribute the prediction to.
-
-    Raises
-    ------
-    UnsupportedError
-        If the states of a layer have spatial axes.
-    """
+    """Measure every recurrent call; also count the last input steps that gradients attribute the prediction to."""
     if not experiment.runs:
         return [], None
     for call, _ in experiment.runs:
@@ -145,10 +133,7 @@ def measure_layers(experiment: Experiment) -> tuple[list[LayerFacts], int | None
 
 
 def _output_gradients(experiment: Experiment) -> dict[tuple[str, str], Array]:
-    """Compute the total gradient of a random projection of the output, (sample, time, unit).
-
-    Return it by (layer, direction) at each hidden state, and under ("input", "") at the first layer's input.
-    """
+    """Compute a random projection's gradient by (layer, direction) and, at ("input", ""), by the input."""
     calls = [call for call, _ in experiment.runs]
     nodes = list(dict.fromkeys(call.layer for call in calls))
     several = len(data.leaves_of(experiment.capture.outputs)) > 1
@@ -194,10 +179,7 @@ def projection(experiment: Experiment) -> Any:
 
 
 def by_lag(values: Array, order: Sequence[int], ends: Array | None) -> Array:
-    """Reorder (sample, time) to (sample, lag), with lag 0 at each sample's end and NaN before its first step.
-
-    ``order`` lists the steps from the last of the recurrence to the first.
-    """
+    """Reorder (sample, time) by ``order`` to (sample, lag): 0 at each sample's end, NaN before its first step."""
     turned = values[:, order]
     if ends is None:
         return turned
@@ -344,10 +326,7 @@ def _transfer(cell: SequenceCell, spread: Array) -> Transfer:
 
 
 def _scan_attribution(experiment: Experiment, capture: Capture) -> int | None:
-    """Count the last steps of the embedded ids, or of the float input, that hold 95 % of the attribution.
-
-    Returns None if there is neither.
-    """
+    """Count the last steps with 95 % of the attribution to embedded ids or float input, if there are any."""
     if capture.plain and capture.plain[0].output_grad is not None:
         x, gradient = to_host(capture.plain[0].output), to_host(capture.plain[0].output_grad)
     else:

@@ -59,10 +59,7 @@ UNKNOWN = Interval(float("nan"), float("nan"), float("nan"))
 
 @dataclass(frozen=True)
 class Skill:
-    """Skill of a prediction, its skill after recalibration, and the gain.
-
-    The recalibration is fitted on other samples.
-    """
+    """Skill of a prediction, its skill after recalibration on other samples, and the gain."""
 
     raw: Interval
     recalibrated: Interval
@@ -133,10 +130,7 @@ class Memory:
 
 
 def measure_memory(experiment: Experiment) -> Memory:
-    """Replace the first steps of each sample by another sample's, and measure how much the prediction changes.
-
-    This is done for several numbers of steps.
-    """
+    """Replace the first steps of each sample by another sample's, and measure how much the prediction changes."""
     prediction, steps = experiment.prediction, experiment.reach
     if not np.isfinite(prediction).all():
         return Memory(steps, None, False, "the prediction is not finite")
@@ -242,10 +236,7 @@ def _summary(
 
 
 def _benefit(experiment: Experiment, swapped: Array, weights: Array) -> tuple[Array, Array]:
-    """Compute the benefit B(k) (context,) and its resamples (context, resample) from scores (context, sample).
-
-    Both are NaN without a target.
-    """
+    """Compute the benefit B(k) (context,) and its resamples (context, resample) from scores; NaN without a target."""
     target = experiment.target
     if target is None:
         return np.full(len(swapped), np.nan), np.full((len(swapped), len(weights)), np.nan)
@@ -350,10 +341,7 @@ def _numbers(experiment: Experiment) -> Array | None:
 
 
 def _aligned(x: Array, experiment: Experiment) -> Array:
-    """Return the input steps up to the examined one.
-
-    Samples of unequal length are aligned at their ends, with zeros before.
-    """
+    """Return the input steps up to the examined one, aligned at the end of each sample, with zeros before."""
     last, reach = experiment.last, experiment.reach
     if (last == reach).all():
         return x[:, :reach]

@@ -213,10 +213,7 @@ BOUNDS = ["low", "high"]
 def model_dataset(
     memory: Memory, missed: Missed | None, attributed: int | None, before: Memory | None, samples: Array
 ) -> xr.Dataset:
-    """Label the measures of the model: curves over ``context``, lengths with intervals, skill, residual test by lag.
-
-    ``samples`` are the labels of the samples in the user's data.
-    """
+    """Label the measures of the model: curves over ``context``, lengths with intervals, skill, residual test by lag."""
     variables = {
         "use": _v(("context",), memory.use, "use of older inputs", "share of variance", "U(k), total Sobol index"),
         "use_interval": _v(("context", "bound"), memory.use_band, "95 % interval of use", "share of variance"),

@@ -61,10 +61,7 @@ class PredictionTarget:
         return float(self.values.var(axis=0).sum())
 
     def prediction(self, raw: Array) -> Array:
-        """Convert model outputs (sample, output) to probabilities if the target is classes.
-
-        Else return them unchanged.
-        """
+        """Convert outputs (sample, output) to probabilities if the target is classes, else keep them."""
         raw = np.asarray(raw, dtype=np.float64)
         if self.task == "values":
             return raw
@@ -73,10 +70,7 @@ class PredictionTarget:
         return _sigmoid(raw) if self.task == "binary" else _softmax(raw)
 
     def with_form(self, raw: Array) -> PredictionTarget:
-        """Decide from model outputs whether they are logits; return the target with this decision.
-
-        Predictions on changed inputs are then converted in the same way.
-        """
+        """Return the target with the decision, from model outputs, whether all outputs are logits."""
         if self.logits is not None or self.task == "values":
             return self
         return replace(self, logits=not _are_probabilities(np.asarray(raw, dtype=np.float64), self.task))
@@ -114,10 +108,7 @@ class PredictionTarget:
         return Calibration(self.task, slope[best, every], offset[best, every])
 
     def between(self, prediction: Array, shares: Sequence[float]) -> list[Array]:
-        """Rescale a prediction part of the way to its best calibration, once for each share: 0 keeps the slope 1.
-
-        The offsets are the best for each slope.
-        """
+        """Rescale a prediction part of the way to its best calibration, once for each share: 0 keeps the slope 1."""
         best = self.calibration(prediction)
         fits = [self._with_offsets(prediction, 1 + share * (best.slope - 1)) for share in shares]
         return [fit.apply(prediction) for fit in fits]

@@ -58,10 +58,7 @@ class Orientation:
         return [self._complete(i, leaf, layout) for i, (leaf, layout) in enumerate(zip(leaves, found, strict=True))]
 
     def _samples_lead(self, x: Any) -> bool:
-        """Return whether the recurrent layers get one sample for each entry of the first axis of x.
-
-        The model runs once, on a number of entries that no other axis of x has.
-        """
+        """Run the model once; return whether recurrent layers get one sample for each entry of the first axis of x."""
         shapes = [shape_of(leaf) or (3,) for leaf in data.leaves_of(x)]
         others = {size for shape in shapes for size in shape[1:]}
         most = min(shape[0] for shape in shapes)
@@ -74,10 +71,7 @@ class Orientation:
         return {*(int(call.input.shape[0]) for call in capture.calls), *capture.scanned.values()} <= {count}
 
     def _complete(self, index: int, leaf: Any, layout: Layout | None) -> Layout:
-        """Return the layout of an input leaf, with a time axis.
-
-        If the time axis is unknown, it is the first axis that does not count samples.
-        """
+        """Return the layout of an input leaf with time, by default its first axis that does not count samples."""
         known = self.axes.layout(Port("input", index=index), np.shape(leaf))
         names = list(known.names if layout is None or SAMPLE in known.names else layout.names)
         free = [i for i, name in enumerate(names) if name != SAMPLE]
@@ -97,10 +91,7 @@ class Orientation:
         return x if self.inputs is None else _each_turned(_turned, x, self.inputs), y
 
     def _of_target(self, leaf: Array, count: int, steps: int) -> Layout:
-        """Return the layout of a target: samples first, or steps before samples.
-
-        Raise ``InputError`` if both or neither fit.
-        """
+        """Return the layout of a target, samples before or after steps; raise ``InputError`` if both or neither fit."""
         if "y" in self.axes.data:
             return self.axes.data["y"]
         rest = tuple(f"axis_{i}" for i in range(2, leaf.ndim))
@@ -126,11 +117,7 @@ class Orientation:
         return _each_turned(_turned_back, y, self.targets) if self.targets else y
 
     def output(self, array: Array, index: int, x: Any, samples: int) -> Array:
-        """Convert one output of the model to (sample, time, ...) or (sample, ...).
-
-        ``x`` is the input of the model in its own order, with ``samples`` samples. An output (sample, time) gets a last
-        axis of size 1.
-        """
+        """Convert one output for the input ``x`` of ``samples`` samples to (sample, [time,] feature)."""
         port = Port("output", index=index)
         lengths = {leaf.shape[1] for leaf in data.leaves_of(x) if len(leaf.shape) > 1}
         many = array.ndim > 2 or (array.ndim == 2 and array.shape[1] > 1 and array.shape[1] in lengths)
@@ -230,10 +217,7 @@ class Samples:
         return data.map_leaves(lambda leaf: change(leaf) if next(place) in self.sequences else otherwise(leaf), self.x)
 
     def with_prefix(self, keep: Array, lender: Array, lengths: Array) -> Any:
-        """Return x with all steps before each sample's last ``keep`` real ones replaced by another sample's.
-
-        Samples of unequal length are aligned at their last real step. A shorter lender is repeated cyclically.
-        """
+        """Return x with all steps before each sample's last ``keep`` real ones replaced by another sample's."""
         position = np.arange(self.steps)[None, :]
         own = position >= (lengths - keep)[:, None]
         from_end = lengths[:, None] - position
@@ -289,10 +273,7 @@ def read_samples(x: Any, y: Any, most: int, orient: Callable[[Any], Orientation]
 
 
 def refuse_without_time(x: Any, *, least: int = 2) -> None:
-    """Raise ``InputError`` unless an array has at least ``least`` samples and ``least`` steps.
-
-    Packed sequences raise ``UnsupportedError``.
-    """
+    """Raise ``InputError`` for fewer than ``least`` samples or steps, ``UnsupportedError`` for packed data."""
     _refuse_packed(x)
     leaves = data.leaves_of(x)
     shapes = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]

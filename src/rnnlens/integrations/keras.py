@@ -244,10 +244,7 @@ class Watch(_Callback):
             self._finalizer = weakref.finalize(callbacks, self._interrupted)
 
     def _begin(self) -> None:
-        """Open the stores and loggers, attach the capture of training steps, and record the probe before training.
-
-        The last two wait until the model has weights.
-        """
+        """Open stores and loggers; once the model has weights, capture its steps and record the probe."""
         self._waits = not self.model.built  # a model without Input creates its weights at its first batch
         if not self._waits:
             refuse_unknown(self._layers, adapter_for(self.model), self.model)
@@ -263,15 +260,6 @@ class Watch(_Callback):
             self._train_step = record_fit(self.model, self._direct)
         if self._probe is not None and not self._schedule.off and self._running.writes and not self._is_recorded:
             self._record_probe(before=not self._waits)
-
-    def _begin_late(self) -> None:
-        """Start recording after the first step, for a model whose weights are created in that step."""
-        try:
-            refuse_unknown(self._layers, adapter_for(self.model), self.model)
-            self._begin_records()
-        except Exception as error:
-            self._running.fail_record(self._step, error, "the run")
-        self._waits = False
 
     def _interrupted(self) -> None:
         """Remove the capture of training steps, and close the run as interrupted: ``on_train_end`` was not called."""
@@ -305,7 +293,12 @@ class Watch(_Callback):
             self._running.fail_record(self._step, failure, "batch")
         with self._training():
             if self._waits:
-                self._begin_late()
+                try:
+                    refuse_unknown(self._layers, adapter_for(self.model), self.model)
+                    self._begin_records()
+                except Exception as error:
+                    self._running.fail_record(self._step, error, "the run")
+                self._waits = False
                 return
             if recorded is not None:
                 self._examine(recorded, before + 1, logs)

@@ -22,10 +22,7 @@ from ..tracking.watch_arguments import Every, at_the_door
 
 
 class LightningEvents(TrainerEvents):
-    """Callback methods of Lightning that drive a :class:`TorchWatch`.
-
-    The watched module is the ``LightningModule``; steps are those the trainer counts.
-    """
+    """Callback methods of Lightning that drive a :class:`TorchWatch` by the trainer's steps."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Open the run; training restored from a checkpoint resumes at its step."""
@@ -95,10 +92,7 @@ _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def _callbacks() -> tuple[type, ...]:
-    """Return Lightning's ``Callback`` class of each loaded package, or of the installed one if none is loaded.
-
-    The packages are ``lightning.pytorch`` and ``pytorch_lightning``.
-    """
+    """Return ``Callback`` of each loaded package of Lightning, or of the installed one if none is loaded."""
     loaded = [sys.modules[name] for name in _PACKAGES if name in sys.modules]
     for name in () if loaded else _PACKAGES:
         try:

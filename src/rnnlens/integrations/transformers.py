@@ -19,10 +19,7 @@ from ..tracking.watch_arguments import Every, at_the_door
 
 
 class TransformersEvents(TrainerEvents):
-    """Callback methods of Hugging Face's ``Trainer`` that drive a :class:`TorchWatch`.
-
-    Steps are those the Trainer counts.
-    """
+    """Callback methods of Hugging Face's ``Trainer`` that drive a :class:`TorchWatch` by the Trainer's steps."""
 
     _handle: Any = None
 
@@ -56,10 +53,7 @@ class TransformersEvents(TrainerEvents):
             self.watch.take()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Take over the Trainer's step count, and ask it to stop for a finding listed in ``stop_on``.
-
-        The Trainer also counts steps that its loss scaling skipped.
-        """
+        """Take over the Trainer's step count, and ask it to stop for a finding listed in ``stop_on``."""
         if self.watch is not None:
             self.watch.counted(int(state.global_step))
             if self.watch.stop is not None:

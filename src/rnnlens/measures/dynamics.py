@@ -81,10 +81,7 @@ def _growth_by_qr(run: Replay, count: int, seed: int) -> Array:
 
 
 def _growth(run: Replay, moduli: Array, count: int, burnt: int) -> Array:
-    """Return log |eigenvalue| of each step's Jacobian, (step, sample, exponent), for steps with common eigenvectors.
-
-    The first ``burnt`` steps are left out.
-    """
+    """Return log |eigenvalue| after ``burnt`` steps, (step, sample, exponent), where eigenvectors are common."""
     order = list(run.steps())[burnt:]
     logs = np.log(np.maximum(np.asarray(moduli, dtype=np.float64)[:, order], 1e-300))
     largest = np.argsort(-logs.mean(axis=1), axis=1)[:, None, :count]
@@ -197,10 +194,7 @@ def step_map(cell: Cell, x: Array, *, xp: Namespace | None = None) -> StepMap:
 
 
 def iterate(map_: StepMap, period: int) -> StepMap:
-    """Return the map that applies F ``period`` times.
-
-    Its fixed points are the cycles of that length, and of its divisors.
-    """
+    """Return the map that applies F ``period`` times; its fixed points are cycles of that length or a divisor."""
 
     def step(s: Array) -> Array:
         for _ in range(period):
@@ -358,10 +352,7 @@ def marginal_curves(states: Array, eigenvalues: Array) -> tuple[Array, tuple[str
 
 
 def _descend(map_: StepMap, s: Array, enough: float) -> tuple[Array, Array]:
-    """Minimise the speed of a map from every start (start, state) by Levenberg-Marquardt.
-
-    Return end points and speeds.
-    """
+    """Minimise the speed of a map from every start by Levenberg-Marquardt; return end points and speeds."""
     s = s.copy()
     residual = map_.step(s) - s
     speed = 0.5 * np.sum(residual**2, axis=1)

@@ -122,10 +122,7 @@ def _learned(target: Array, prediction: Array, at_step: Array) -> float:
 
 
 def _shuffled(residual: Array, gap: int, rng: np.random.Generator) -> Array:
-    """Permute the samples at random.
-
-    With a ``gap``, shift them circularly by more than it, because neighbours are dependent.
-    """
+    """Permute the samples at random; with a ``gap`` shift them circularly by more, as neighbours are dependent."""
     samples = len(residual)
     if not gap:
         return residual[rng.permutation(samples)]
@@ -241,10 +238,7 @@ def overlapping_windows(x: Array) -> Windows | None:
 
 
 def _followers(x: Array) -> tuple[Array, Array]:
-    """Return for each sample the next window of the series, -1 if there is none, and the shift to it in steps.
-
-    The next window starts within the first half of the sample.
-    """
+    """Return for each sample the window that continues its first half, -1 for none, and the shift to it in steps."""
     samples, steps = x.shape[:2]
     half = steps - steps // 2
     rows = np.ascontiguousarray(x)
@@ -262,10 +256,7 @@ def _followers(x: Array) -> tuple[Array, Array]:
 
 
 def _scaled_stride(x: Array) -> int:
-    """Return the shift in steps between successive overlapping samples; 0 if they do not overlap.
-
-    Windows are compared up to scale and offset.
-    """
+    """Return the shift in steps between successive samples that overlap up to scale and offset; 0 if none do."""
     values = np.asarray(x, dtype=np.float64).reshape(*x.shape[:2], -1)
     pairs, steps = len(values) - 1, values.shape[1]
     block = pairs // 10 + 1  # one block without windows that continue rules a shift out

@@ -189,10 +189,7 @@ def step_jacobians(run: Replay) -> Iterator[Array]:
 
 
 def refuse_changed_states(run: Replay) -> None:
-    """Raise ``UnsupportedError`` if the model's code changes the states between the steps of a loop.
-
-    The step Jacobians of the cell alone are not those of the loop then.
-    """
+    """Raise ``UnsupportedError`` if the model changes states between steps, which step Jacobians leave out."""
     if run.received is not None:
         raise UnsupportedError(
             "The model's code changes the state between the steps of this loop; that change is part of each step.",

@@ -123,12 +123,7 @@ class End:
 
 
 def name_ends(ax: Any, ends: Sequence[End], *, outside: bool = True) -> None:
-    """Write the name of each line beside its end, in its colour, without overlaps.
-
-    Call it when the limits of the value axis are final. A line without a finite end is named at the lower border. Names
-    are outside of the panel. On the user's own Axes, which leave no room for that, they are inside, and the axis is
-    lengthened for them; its ticks stay where they were.
-    """
+    """Write the name of each line beside its end, without overlaps; call it when the axis limits are final."""
     low, high = ax.get_xlim()
     extent, dpi = ax.get_window_extent(), ax.figure.dpi
     lines = [end.words.split("\n") for end in ends]
@@ -170,10 +165,7 @@ def _apart(wanted: Sequence[float], gap: float) -> list[float]:
 
 
 def mark_below(ax: Any, x: Numbers, values: Numbers, colour: Any = "0.3") -> None:
-    """Draw triangles at the lower border for finite values below it, 0 included, and write the values.
-
-    Call it when the limits of the axis are final.
-    """
+    """Draw triangles at the lower border for finite values below it, with the values; call it when limits are final."""
     floor = ax.get_ylim()[0]
     below = np.isfinite(values) & (values < floor)
     if not below.any():
@@ -300,10 +292,7 @@ def is_positive(values: Numbers) -> bool:
 
 
 def log_limits(ax: Any, values: Numbers, *, room: float) -> None:
-    """Set limits of the value axis: at most ``DEEPEST`` decades of positive values, up to ``room`` times the top.
-
-    If values are smaller or 0, the axis ends at a power of ten, so that they can be marked as below it.
-    """
+    """Set limits of the value axis: at most ``DEEPEST`` decades of positive values, up to ``room`` times the top."""
     positive = values[np.isfinite(values) & (values > 0)]
     if not positive.size:
         return
@@ -323,10 +312,7 @@ def whole_numbers(axis: Any) -> None:
 
 
 def decade_ticks(limit: float, linear: float = 0.0) -> list[float]:
-    """Return 0 and every other power of ten up to ``limit``, both signs; every one if few lie above ``linear``.
-
-    Ticks within the linear part of the scale are left out, as they would overlap with 0.
-    """
+    """Return 0 and powers of ten beyond ``linear`` up to ``limit``, both signs: every one, or every other if many."""
     top = 10.0 ** math.floor(math.log10(limit))
     few = linear > 0 and top < 200 * linear
     powers = [top * 10.0**-k for k in range(0, DECADES, 1 if few else 2)]

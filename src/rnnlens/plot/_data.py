@@ -158,11 +158,7 @@ def unit_dim(array: xr.DataArray) -> str | None:
 
 
 def halves(array: xr.DataArray, *, as_computed: bool = False) -> list[DirectionView]:
-    """Split an array into forward and backward direction, without the direction dimension.
-
-    An array without directions gives one part without a name. Both parts are in chronological time. ``as_computed``
-    reverses the backward part: its first step is then the one that the layer computed first, the last of the sequence.
-    """
+    """Split an array into forward and backward direction, in chronological time or in the order ``as_computed``."""
     time_label = axis_label(array, TIME)
     if DIRECTION not in array.dims:
         return [DirectionView(None, array, time_label)]
@@ -292,11 +288,7 @@ def nonfinite_by_name(names: Iterable[str], arrays: Iterable[Numbers]) -> list[s
 
 
 def choose(count: int, limit: int, words: str, *, page: int | None = None) -> tuple[list[int], str | None]:
-    """Select which of ``count`` items to show if only ``limit`` fit; also return the note for the figure.
-
-    Without ``page``, items are evenly spaced and include first and last; with it, they are the page-th run of
-    ``limit``.
-    """
+    """Select at most ``limit`` of ``count`` items, evenly spaced or the page-th run; also return a note."""
     if page is None:
         if count <= limit:
             return list(range(count)), None
@@ -318,10 +310,7 @@ def dataset_of(layer: Any) -> xr.Dataset | None:
 
 
 def layers_of(result: Any, figure: str) -> dict[str, xr.Dataset]:
-    """Return layers by name from a trace, a DataTree, a mapping of layers, or one layer.
-
-    Raise InputError if there is no layer.
-    """
+    """Return layers by name from a trace, a DataTree, a mapping of layers, or one layer; raise InputError for none."""
     one = dataset_of(result)
     if isinstance(result, xr.DataTree):
         found = {
@@ -350,10 +339,7 @@ def layers_of(result: Any, figure: str) -> dict[str, xr.Dataset]:
 
 
 def variable(result: Any, name: str, figure: str, *, masked: bool = False) -> Any:
-    """Return one variable of a layer, ``masked`` with the layer's mask; any other object is returned unchanged.
-
-    Raise InputError if the layer has no such variable, or a trace has more than one layer.
-    """
+    """Return one variable of a layer, ``masked`` with the layer's mask; any other object is returned unchanged."""
     dataset = dataset_of(result)
     if (
         dataset is None

@@ -122,10 +122,7 @@ class Drawing(np.ndarray[Any, Any]):
 
 @dataclass
 class Panels:
-    """Axes to draw into, by direction (forward, backward), and the owners of common titles and labels.
-
-    ``owners`` has the figure or subfigure of each direction; it is empty if the user passed Axes.
-    """
+    """Axes to draw into by direction, and ``owners``, the figure of each direction; none if the user passed Axes."""
 
     halves: list[list[Any]]
     figure: Any
@@ -137,10 +134,7 @@ class Panels:
         return [ax for half in self.halves for ax in half]
 
     def titled(self, words: str, notes: Iterable[str | None] = ()) -> Drawing:
-        """Set the common title with the notes below it; return a 1-D array of Axes in drawing order.
-
-        They are wrapped to the width of the figure, or of the user's first Axes.
-        """
+        """Set the common title with the notes below it, wrapped; return a 1-D array of Axes in drawing order."""
         for ax in self.axes:
             if _missing(ax.get_title()) or any(line.get_gid() == "non-finite" for line in ax.lines):
                 ax.title.set_color(ALARM)
@@ -234,10 +228,7 @@ def _wrapped(words: str, notes: Iterable[str], inches: float) -> str:
 
 
 def near_square(count: int, *, aspect: float = 1.5) -> tuple[int, int]:
-    """Return rows and columns for ``count`` panels; the last row may have gaps.
-
-    ``aspect`` is the intended ratio of columns to rows.
-    """
+    """Return rows and columns for ``count`` panels, near the ratio ``aspect`` of columns to rows; there may be gaps."""
     ideal = math.sqrt(count * aspect)
     near = range(max(1, math.ceil(0.7 * ideal)), max(1, math.floor(1.5 * ideal)) + 1)
 
@@ -268,10 +259,7 @@ class Grid:
 def open_panels(
     name: str, count: int, ax: Any, figure: Any, *, ways: Sequence[str | None] = (None,), **sizes: Any
 ) -> Panels:
-    """Open ``count`` panels of plot.``name`` for each direction, on a new figure or the user's ``ax`` or ``figure``.
-
-    ``ways`` are the names of the directions, side by side; ``sizes`` are those of a :class:`Grid`.
-    """
+    """Open ``count`` panels of plot.``name`` for each direction in ``ways``, on a new figure or on the user's."""
     grid = Grid(**sizes)
     panels = _given_panels(name, count, len(ways), ax, figure)
     if panels is None:
@@ -301,10 +289,7 @@ def open_panels(
 
 
 def _given_panels(name: str, count: int, ways: int, ax: Any, figure: Any) -> Panels | None:
-    """Return the user's Axes ``ax`` as panels; None without ``ax``, after a check of ``figure``.
-
-    Raise InputError if there are more or fewer Axes than panels.
-    """
+    """Return the user's Axes ``ax`` as panels, None without ``ax``; raise InputError if there are more or fewer."""
     if figure is not None and not isinstance(figure, Figure | SubFigure):
         expected = "a matplotlib Figure or SubFigure"
         raise InputError(f"plot.{name} got a figure= that is none.", got=type(figure).__name__, expected=expected)

@@ -50,10 +50,7 @@ def steps_for(shape: Sequence[int], limits: tuple[int, int] = MOST_CELLS) -> tup
 
 
 def extreme_of_blocks(matrix: Numbers, steps: tuple[int, int]) -> Numbers:
-    """Reduce each block of ``steps`` (rows, columns) to its value of largest magnitude; NaN if it has one.
-
-    The sign is kept. A mean would hide a spike at one step, opposite signs, or a missing value.
-    """
+    """Reduce each block of ``steps`` (rows, columns) to its value of largest magnitude; NaN if it has one."""
     if steps == (1, 1):
         return matrix
     pad = [(0, -size % step) for size, step in zip(matrix.shape, steps, strict=True)]
@@ -87,10 +84,7 @@ def evenly_spaced(centres: Numbers) -> bool:
 
 @dataclass(frozen=True)
 class Matrix:
-    """Values (row, column) with the positions of columns, ``x``, and of rows, ``y``.
-
-    ``empty`` (row, column) is True where no value exists, such as at padding. ``over_time``: columns are time steps.
-    """
+    """Values (row, column) at the positions ``x`` of columns and ``y`` of rows; ``empty`` is True where none exists."""
 
     values: Numbers
     x: Numbers
@@ -153,10 +147,7 @@ def separate(ax: Any, axis: str, size: int, names: Sequence[str]) -> None:
 
 
 def colour_bar(axes: Sequence[Any], drawn: Any, label: str = "", *, among: Sequence[Any] = ()) -> Any:
-    """Draw a colour bar beside ``axes``, with a label of one line and ticks that do not overlap.
-
-    Its ends are pointed where values of ``drawn``, or of the images ``among``, exceed the colour scale.
-    """
+    """Draw a labelled colour bar beside ``axes``, pointed where ``drawn`` or images ``among`` exceed the scale."""
     figure, boxes = axes[0].figure, [ax.get_window_extent() for ax in axes]
     width = max(1.0, max(box.x1 for box in boxes) - min(box.x0 for box in boxes))
     height = max(box.y1 for box in boxes) - min(box.y0 for box in boxes)
@@ -205,10 +196,7 @@ def beyond(norm: Any, images: Sequence[Any]) -> str:
 
 
 def colour_bars(panels: Panels, drawn: list[Any], label: str, *, shared: bool, wanted: bool = True) -> None:
-    """Draw one colour bar for all panels, or one for each.
-
-    That of a second direction keeps its space but is invisible.
-    """
+    """Draw one colour bar for all panels, or one for each; that of a second direction is invisible."""
     if not wanted or drawn[-1] is None:
         return
     if shared:

@@ -139,7 +139,21 @@ def _gradient(ax: Any, node: xr.Dataset, keywords: dict[str, Any]) -> None:
     for name, colour, label in curves:
         if name in node:
             look = {"label": label, "gid": name, "color": colour, "linewidth": 1.8, **keywords}
-            _share_line(ax, node[name].values, (node[f"{name}_low"].values, node[f"{name}_high"].values), look)
+            values = node[name].values
+            lag = np.arange(values.size)
+            ax.plot(lag, np.where(values > 0, np.maximum(values, FLOOR * 1e-2), np.nan), **look)
+            low, high = (
+                np.maximum(end, FLOOR * 1e-2) for end in ((node[f"{name}_low"].values, node[f"{name}_high"].values))
+            )
+            _axes.draw_band(ax, lag, low, high, look["color"], alpha=0.15, gid=None)
+            below = np.flatnonzero(~(values > FLOOR))
+            if below.size:
+                marks = {"marker": "v", "markersize": 6, "linestyle": "", "clip_on": False, "gid": "below"}
+                ax.plot(below[:1], [FLOOR], color=look["color"], **marks)
+                at = (float(below[0]), FLOOR)
+                _axes.write(
+                    ax, f"below {_axes.short_number(FLOOR)}", at, (0, 9), ha="center", va="baseline", gid="below"
+                )
     ax.axhline(1e-4, **_THRESHOLD)
     _axes.write(ax, "vanished: 1e-4", (1, 1e-4), (-2, 2), over=ax.get_yaxis_transform(), va="baseline")
     _axes.log_axis(ax)
@@ -147,20 +161,6 @@ def _gradient(ax: Any, node: xr.Dataset, keywords: dict[str, Any]) -> None:
     ax.set(xlabel="k, steps back", ylabel="share of the gradient", title="Gradient surviving k steps back")
     ax.legend(fontsize="x-small", loc="best")
     _axes.whole_numbers(ax.xaxis)
-
-
-def _share_line(ax: Any, values: Numbers, band: tuple[Numbers, Numbers], look: dict[str, Any]) -> None:
-    """Draw one curve by lag with its band, and an arrow where it falls below the lower limit of the axis."""
-    lag = np.arange(values.size)
-    ax.plot(lag, np.where(values > 0, np.maximum(values, FLOOR * 1e-2), np.nan), **look)
-    low, high = (np.maximum(end, FLOOR * 1e-2) for end in band)
-    _axes.draw_band(ax, lag, low, high, look["color"], alpha=0.15, gid=None)
-    below = np.flatnonzero(~(values > FLOOR))
-    if below.size:
-        marks = {"marker": "v", "markersize": 6, "linestyle": "", "clip_on": False, "gid": "below"}
-        ax.plot(below[:1], [FLOOR], color=look["color"], **marks)
-        at = (float(below[0]), FLOOR)
-        _axes.write(ax, f"below {_axes.short_number(FLOOR)}", at, (0, 9), ha="center", va="baseline", gid="below")
 
 
 def _time_constants(ax: Any, node: xr.Dataset, keywords: dict[str, Any]) -> None:

@@ -44,10 +44,7 @@ def count_in_bins(values: Numbers, edges: Numbers) -> Numbers:
 
 
 def draw_panel(ax: Any, content: Mapping[str, Numbers], edges: Numbers, keywords: Mapping[str, Any]) -> None:
-    """Draw one histogram per layer: filled if alone, lightly filled if there are two, outlines if there are more.
-
-    If all finite values of a panel are equal and more than one, the value and its count are written instead.
-    """
+    """Draw one histogram per layer, or write value and count if all finite values of the panel are equal."""
     several, first = len(content) > 1, next(iter(content.values()))
     low, value = _data.finite_range(first) or (0.0, 1.0)
     if not several and low == value and first.size > 1:

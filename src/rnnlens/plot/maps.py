@@ -102,10 +102,7 @@ def maps(
 
 
 def _space(array: xr.DataArray) -> list[str]:
-    """Return the axes of space, height before width.
-
-    Raise InputError if there is none, if there are three, or if a dimension has no place in the figure.
-    """
+    """Return the axes of space, height before width; raise InputError for dimensions that the figure cannot draw."""
     found = [name for axis in SPACE[3] for name in (axis, f"input_{axis}") if name in array.dims]
     got = f"dimensions ({', '.join(map(str, array.dims))})"
     if not found:

@@ -28,10 +28,7 @@ MOST_LINES = 40
 
 
 def tokens_of(tokens: Any, count: int, figure: str) -> list[str]:
-    """Return the tokens as a list of texts, one for each step; a string is split into letters.
-
-    Raise InputError if the numbers of tokens and steps differ.
-    """
+    """Return the tokens as a list of texts, a string as its letters; raise InputError unless there is one per step."""
     several = isinstance(tokens, str | Sequence) or (isinstance(tokens, np.ndarray) and tokens.ndim == 1)
     if not several or len(tokens) != count:
         got = f"{len(tokens)} tokens" if several else shown(tokens)

@@ -27,10 +27,7 @@ GUESS = {
 
 
 def block_norms(data: Any, figure: str, dims: Sequence[str] | None) -> tuple[xr.DataArray, bool]:
-    """Return one number per pair of steps, and whether it is a norm over output units and input features.
-
-    If only the last output step exists, ``out_time`` has length one.
-    """
+    """Return one number per pair of steps, and whether it is a norm over output units and input features."""
     array = _data.labelled(data, figure, dims=dims, guess=GUESS)
     _data.require_dim(array, IN_TIME, figure, hint="pass what rl.jacobian(model, x) returned")
     blocks = [d for d in array.dims if d not in (SAMPLE, OUT_TIME, IN_TIME, DIRECTION)]

@@ -75,10 +75,7 @@ def log_where_it_helps(ax: Any, lines: Sequence[Numbers]) -> None:
 
 
 def moments_of(moments: Mapping[str, float] | None, steps: Numbers) -> dict[str, float]:
-    """Check named moments of training: a mapping from names to steps that lie within the run.
-
-    Raise InputError for any other value.
-    """
+    """Check named moments of training, a mapping from names to steps within the run; else raise InputError."""
     if moments is None:
         return {}
     if not isinstance(moments, Mapping):

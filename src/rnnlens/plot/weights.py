@@ -53,10 +53,7 @@ class Kernel:
 
 
 def kernels_of(weights: Any, figure: str, *, grad: bool = False) -> tuple[list[Kernel], dict[str, Any]]:
-    """Return weights of a layer (gradients with ``grad``) in drawing order, forward first, and its attributes.
-
-    Raise InputError if there are none to draw.
-    """
+    """Return weights of a layer (gradients with ``grad``) in drawing order, and its attributes; InputError for none."""
     dataset = weights.dataset if has_attribute(weights, "dataset") else weights
     if not isinstance(dataset, xr.Dataset | Mapping):
         raise InputError(

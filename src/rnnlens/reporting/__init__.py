@@ -170,10 +170,7 @@ def write(target: Path, material: Material, origin: ReportOrigin) -> None:
 
 
 def check_path(path: Path) -> Path:
-    """Raise if no report can be written to a path, before a long computation.
-
-    Raise FileError if it does not end in ``.html``, or its folder does not exist or cannot be written to.
-    """
+    """Raise FileError unless a path ends in ``.html`` and its folder exists and can be written to."""
     if path.suffix.lower() not in (".html", ".htm"):
         raise FileError("A report is an HTML file.", got=str(path), expected="a path ending in .html")
     if not path.parent.is_dir():

@@ -145,11 +145,7 @@ class StaticLine:
 
 @dataclass(frozen=True)
 class CurveAxes:
-    """Labels of the axes of curves, whether values run from 0 to 1, and what is drawn across.
-
-    ``marks`` and ``levels`` are vertical and horizontal lines with a text, such as the memory in use or a threshold;
-    ``padded`` steps are hatched.
-    """
+    """Labels and range of the axes of curves; ``marks`` and ``levels`` are lines with a text, ``padded`` is hatched."""
 
     x: str
     y: str
@@ -221,12 +217,7 @@ def _hatched(left: float, right: float, top: float, bottom: float) -> Markup:
 
 @dataclass(frozen=True)
 class ImageAxes:
-    """Labels of the axes of an image, its numbers of rows and columns, and what is hatched.
-
-    ``columns`` are texts below the columns, in place of step numbers; ``names`` those of the rows, in place of their
-    positions. ``hatched``: the triangle above the diagonal, inputs that come after the output, is hatched, and so are
-    ``padded`` steps.
-    """
+    """Labels of the axes of an image; ``columns`` and ``names`` replace numbers, ``hatched`` marks future inputs."""
 
     x: str
     y: str

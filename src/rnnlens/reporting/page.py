@@ -77,10 +77,7 @@ class Section:
 
 
 def sections_of(material: Material, plan: PagePlan | None) -> list[Section]:
-    """Return the sections of a report's page in their order.
-
-    They show the evidence of the findings, the input, the time Jacobian, the layers, and results without a figure.
-    """
+    """Return the page's sections in order: evidence, input, time Jacobian, layers, and results without a figure."""
     sections = []
     if material.diagnosis is not None and (drawn := evidence.figures_of(material.diagnosis)):
         sections.append(Section("evidence", "Memory", "The measurements behind the sentences above.", drawn))

@@ -261,10 +261,7 @@ def of_model(
 
 
 def of_array(found: xr.DataArray) -> TimeMap:
-    """Convert a finished time Jacobian to a map of the report.
-
-    Raise InputError if the array has no axis of input steps.
-    """
+    """Convert a finished time Jacobian to a map of the report; raise InputError without an axis of input steps."""
     if IN_TIME not in found.dims:
         got = f"dimensions ({', '.join(map(str, found.dims))})"
         raise InputError("jacobian= is no time Jacobian.", got=got, expected="what rl.jacobian returned")

@@ -30,10 +30,7 @@ _SHOWN = 64
 
 
 def aligned(head: str, rows: Iterable[tuple[str, str]]) -> str:
-    """Format a headline and labelled rows below it; rows wider than the terminal continue in the column of their text.
-
-    Output that is not a terminal is not wrapped.
-    """
+    """Format a headline and labelled rows below it; rows wider than the terminal continue in their column."""
     rows = list(rows)
     width = max((len(label) for label, _ in rows), default=0)
     room = shutil.get_terminal_size((10**6, 24)).columns
@@ -185,10 +182,7 @@ _NOT_CERTIFIED = Certificate().sentence
 
 
 def record(checks: Iterable[Check], certificate: Certificate | None = None) -> dict[str, str]:
-    """Convert self-checks and a certificate to attributes that a file can store.
-
-    One attribute has all of it as JSON, another the certificate's sentence as text.
-    """
+    """Convert self-checks and a certificate to attributes for a file: all as JSON, and the certificate's sentence."""
     found: dict[str, Any] = {"checks": [check.to_dict() for check in checks]}
     if certificate is None:
         return {RECORD: json.dumps(found), CERTIFICATE: _NOT_CERTIFIED}

@@ -283,10 +283,7 @@ class Result(Mapping[str, Any]):
         return [(name, ", ".join(str(v) for v in self.dataset(name).data_vars)) for name in self]
 
     def _remarks(self) -> list[tuple[str, str]]:
-        """Return label and text of each line below the layers in the repr: checks, certificate, notes, provenance.
-
-        If all checks passed, they are one line on the check closest to its bound.
-        """
+        """Return label and text of each line below the layers in the repr: checks, certificate, notes, provenance."""
         remarks = [("checks", f"FAILED {check.sentence}") for check in self._self_checks if not check.ok]
         if not remarks and (worst := worst_of(self._self_checks)):
             passed = f"{len(self._self_checks)} of {len(self._self_checks)} passed"

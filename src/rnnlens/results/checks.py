@@ -289,10 +289,7 @@ def weight_sum_check(
     dtype: Any = None,
     scale: float | None = None,
 ) -> Check:
-    """Check the sum over time of per-step weight gradients against the framework's dL/dW; report the worst weight.
-
-    Weights that only one of the two mappings contains are skipped. ``scale`` as in :func:`residual`.
-    """
+    """Check the sum over time of per-step weight gradients against the framework's dL/dW; report the worst weight."""
     shared = [name for name in summed if name in reference]
     # One scale for the layer: a bias gradient that vanishes by cancellation is as exact as the kernel's.
     largest = max((_largest(reference[name]) for name in shared), default=0.0)

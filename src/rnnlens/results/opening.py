@@ -131,10 +131,7 @@ def _open_run(source: Path, memory: int | None, *, skip_damaged: bool) -> Any:
 
 
 def _steadily(source: Path, read: Callable[[], tuple[Any, bool]]) -> Any:
-    """Call ``read``, and again if another process replaced the folder in the meantime.
-
-    ``read`` returns the result, and True if checksums prove that all of it comes from one folder.
-    """
+    """Call ``read``, again if the folder was replaced meanwhile and no checksums prove that all is of one folder."""
     for attempt in range(_ATTEMPTS):
         before = _identity(source)
         try:
@@ -161,7 +158,17 @@ def _told(tree: xr.DataTree, source: Path, *, sealed: bool) -> Any:
     """Build the result that an opened tree contains, by the attributes of its root."""
     decode(tree)
     if KIND not in tree.attrs:
-        return _unmarked(tree, source)
+        dataset = tree.to_dataset()
+        schemas = [
+            variable.attrs.get("schema") for variable in dataset.data_vars.values() if "provenance" in variable.attrs
+        ]
+        if not schemas or tree.children or len(schemas) != len(dataset.data_vars):
+            raise FileError(
+                "This file was not written by rnnlens.", got=str(source), hint=f"xarray.open_datatree({str(source)!r})"
+            )
+        for schema in schemas:
+            check_schema({SCHEMA: schema}, source)
+        return as_result(next(iter(dataset.data_vars.values()))) if len(schemas) == 1 else dataset
     check_schema(tree.attrs, source)
     kind = str(tree.attrs[KIND])
     cls = result_class(kind)
@@ -190,24 +197,6 @@ def _restore(cls: type[Result] | None, tree: xr.DataTree) -> Any:
         return cls._restore(tree, meta)
     dataset = tree.to_dataset()
     return as_result(dataset[meta["name"]]) if "name" in meta else dataset
-
-
-def _unmarked(tree: xr.DataTree, source: Path) -> Any:
-    """Return the DataArray or Dataset in a file that was written with xarray itself.
-
-    Each variable must have the attributes ``provenance`` and ``schema`` of rnnlens.
-    """
-    dataset = tree.to_dataset()
-    schemas = [
-        variable.attrs.get("schema") for variable in dataset.data_vars.values() if "provenance" in variable.attrs
-    ]
-    if not schemas or tree.children or len(schemas) != len(dataset.data_vars):
-        raise FileError(
-            "This file was not written by rnnlens.", got=str(source), hint=f"xarray.open_datatree({str(source)!r})"
-        )
-    for schema in schemas:
-        check_schema({SCHEMA: schema}, source)
-    return as_result(next(iter(dataset.data_vars.values()))) if len(schemas) == 1 else dataset
 
 
 @contextmanager

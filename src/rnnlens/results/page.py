@@ -108,10 +108,7 @@ def _over_training(array: xr.DataArray, label: str) -> Profile:
 
 
 def of_array(array: xr.DataArray) -> dict[str, Profile]:
-    """Return the curve of an array.
-
-    For a time Jacobian it is the last output step by input step, else the norm over time.
-    """
+    """Return the curve of an array: of a time Jacobian its last output step, of any other its norm over time."""
     if IN_TIME in array.dims:
         last = array.isel({OUT_TIME: -1}) if OUT_TIME in array.dims else array
         return {"": _profile(last, "last output step by input step", IN_TIME)}

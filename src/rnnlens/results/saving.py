@@ -81,11 +81,8 @@ def save(tree: xr.DataTree, path: str | PathLike[str]) -> None:
     """Write a tree whose root has :func:`root_attrs` to ``path``: netCDF for ``.nc``, Zarr for ``.zarr``.
 
     An existing result is replaced atomically once the new one is complete, and keeps its permissions; a link is
-    followed. After an error, an interrupt or a full disk the old file is unchanged; the next save into that folder
-    removes temporary files of killed processes. Checksums are written too, and ``rl.open`` verifies them. A netCDF file
-    is first built in memory, which takes as much memory again as the result; Zarr is written chunk by chunk. Raise
-    FileError if the path has another suffix, its folder does not exist, or it cannot be written. Raise TooLargeError if
-    there is not enough memory to build a netCDF file.
+    followed. After an error, an interrupt or a full disk the old file is unchanged. A netCDF file is first built in
+    memory, which takes as much memory again as the result; Zarr is written chunk by chunk.
     """
     target = check_path(path)
     _prepare(tree)
@@ -102,10 +99,7 @@ def save_chunks(
     path: str | PathLike[str],
     attributes: Callable[[dict[str, Any], str], dict[str, Any]],
 ) -> None:
-    """Compute a lazy result chunk by chunk into the Zarr folder ``path``, as :meth:`LazyArray.save` describes it.
-
-    ``attributes`` gets the reduced record of all chunks and the path of the first array; it returns attributes by path.
-    """
+    """Compute a lazy result chunk by chunk into the Zarr folder ``path``, with ``attributes`` of its reduced record."""
     target = check_path(path)
     if engine_of(target) != "zarr":
         raise FileError("A lazy result is written chunk by chunk.", got=str(path), expected="a path in .zarr")
@@ -134,7 +128,17 @@ def check_path(path: str | PathLike[str]) -> Path:
     engine = engine_of(given)
     with _writing(given):
         target = Path(os.path.realpath(given))
-        _check_target(target, engine)
+        if not target.parent.is_dir():
+            raise FileError("There is no such folder.", got=str(target.parent), hint="create it first")
+        if not os.access(target.parent, os.W_OK):
+            raise FileError("This folder is not writable.", got=str(target.parent))
+        store = any((target / name).is_file() for name in (".zgroup", "zarr.json"))
+        if target.is_dir() and not (engine == "zarr" and (store or not any(target.iterdir()))):
+            raise FileError("A folder is in the way.", got=str(target), hint="save under another name")
+        if target.is_file() and engine == "zarr":
+            raise FileError(
+                "A file exists where the Zarr folder would be created.", got=str(target), hint="another name"
+            )
     return target
 
 
@@ -146,18 +150,6 @@ def engine_of(path: Path) -> str:
             "The suffix of the path must name the format.", got=str(path), expected="a path in .nc or .zarr"
         )
     return engine
-
-
-def _check_target(target: Path, engine: str) -> None:
-    if not target.parent.is_dir():
-        raise FileError("There is no such folder.", got=str(target.parent), hint="create it first")
-    if not os.access(target.parent, os.W_OK):
-        raise FileError("This folder is not writable.", got=str(target.parent))
-    store = any((target / name).is_file() for name in (".zgroup", "zarr.json"))
-    if target.is_dir() and not (engine == "zarr" and (store or not any(target.iterdir()))):
-        raise FileError("A folder is in the way.", got=str(target), hint="save under another name")
-    if target.is_file() and engine == "zarr":
-        raise FileError("A file exists where the Zarr folder would be created.", got=str(target), hint="another name")
 
 
 def _prepare(tree: xr.DataTree) -> None:

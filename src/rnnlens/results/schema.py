@@ -93,10 +93,7 @@ def quantity(name: str, cell: str = "") -> Quantity:
 
 
 def weight_of(name: str, cell: str = "") -> Quantity | None:
-    """Return the weight quantity with that name for a kind of cell, or None.
-
-    If the kind is unknown, the first cell that has such a weight decides.
-    """
+    """Return the weight quantity of that name for a kind of cell, or of any cell if the kind is unknown; else None."""
     known = kinds()
     for one in [known[cell]] if cell in known else known.values():
         if name in one.parameters:
@@ -235,10 +232,7 @@ def provenance_of(line: str) -> dict[str, str]:
 
 
 def origin(provenance: Mapping[str, str]) -> str:
-    """Format the provenance as one line for display: each distinct value once, the rnnlens version last.
-
-    ``adapter`` and ``loss_reduction`` are left out.
-    """
+    """Format the provenance for display: each distinct value once, without adapter and loss reduction, rnnlens last."""
     silent = ("rnnlens", "loss_reduction", "adapter")
     others = dict.fromkeys(value for key, value in provenance.items() if key not in silent)
     version = provenance.get("rnnlens")
@@ -310,10 +304,7 @@ def _coordinate(dim: str, size: int, info: Mapping[str, Any]) -> xr.Variable:
 
 
 def _dims(name: str, array: np.ndarray[Any, Any], bidirectional: bool, cell: str) -> tuple[str, ...]:
-    """Return the dimensions of an array by quantity and rank.
-
-    Candidates are with or without direction and time; weights may have a leading time.
-    """
+    """Return the dimensions of an array by quantity and rank: with or without direction and time."""
     space = cell_of_kind(cell).space
     full: tuple[str, ...] = quantity(name, cell).dims
     last: tuple[str, ...] = (SAMPLE, UNIT)

@@ -112,10 +112,7 @@ class Trace(Result, kind="trace"):
         return rows + [(label, names) for label, names in self._variables() if names]
 
     def _variables(self) -> list[tuple[str, str]]:
-        """List the names of all values, and of all gradients, of the layers for the repr.
-
-        A variable that only some layers have is followed by a count.
-        """
+        """List the names of all values and gradients for the repr, with a count where only some layers have them."""
         counts = Counter(str(name) for layer in self for name in self.dataset(layer).data_vars)
         ordered = sorted(counts, key=lambda name: _LISTING.index(name) if name in _LISTING else len(_LISTING))
         shown = {

@@ -105,10 +105,7 @@ class _Watched:
     told: bool = False
 
     def look(self, step: int, value: float) -> tuple[int, float] | None:
-        """Add the value of a scalar at a step.
-
-        If it has become abnormal, return that step and the earlier median, once.
-        """
+        """Add the value of a scalar at a step; once it is abnormal, return that step and the earlier median."""
         usual = median([raw for _, raw in self.before]) if self.before else math.nan
         if not math.isfinite(value):
             # A gradient that is not finite is a finding at once; shares that are not finite are ignored.
@@ -130,10 +127,7 @@ class _Watched:
         return None
 
     def _is_odd(self, scaled: float) -> bool:
-        """Return whether a value is an outlier of the whole window and of its most recent records.
-
-        A drift of the values does not increase the spread.
-        """
+        """Return whether a value is an outlier of the whole window, drift aside, and of its most recent records."""
         values = [s for s, _ in self.before]
         centre = median(values)
         around = median(abs(v - centre) for v in values)
@@ -249,11 +243,7 @@ class Incidents:
         self._provenance = dict(provenance or {})
 
     def report(self, batch: Batch, weights: Mapping[str, Any], when: Mapping[str, Any]) -> Path | None:
-        """Write a batch and the weights before its update, and return the path; None if a batch was written before.
-
-        ``weights`` are by the framework's own names, in its order and layout. ``when`` has ``step``, ``epoch``,
-        ``loss``, and ``found``: the sentence of ``rl.find_nonfinite``, if it was run.
-        """
+        """Write a batch, the weights before its update and ``when`` it was, once; return the path, else None."""
         if self.written is not None:
             return None
         # A file stores packed sequences as padded ones.
@@ -274,10 +264,7 @@ class Incidents:
         return self.path
 
     def report_trained(self, trained: TrainedBatch, weights: Callable[[], Mapping[str, Any]], loss: Any) -> Path | None:
-        """Write a batch of training, the weights before its update, and the place of its first non-finite number.
-
-        ``weights`` returns the model's weights; it is called while the model has those from before the update.
-        """
+        """Write a batch of training, ``weights()`` of before its update, and its first non-finite number."""
         batch = Batch(trained.x, trained.y, trained.sample_weight)
         when = {
             "step": trained.step,

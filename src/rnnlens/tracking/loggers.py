@@ -102,13 +102,7 @@ def _drawn(rows: list[Array]) -> Array:
 
 
 class TensorBoard:
-    """Sink that writes through a ``SummaryWriter`` of torch or tensorboardX, or a writer of ``tf.summary``.
-
-    Parameters
-    ----------
-    writer
-        Writer of the user. It is flushed at the end, and closed only if ``owned``.
-    """
+    """Sink that writes through a ``SummaryWriter`` or a writer of ``tf.summary``; it is closed only if ``owned``."""
 
     def __init__(self, writer: Any, *, owned: bool = False) -> None:
         self._writer, self._owned, self._film, self._last = writer, owned, Film(), 0
@@ -151,16 +145,11 @@ STEP = f"{ROOM}/step"
 
 
 class WandB:
-    """Sink that writes to a ``wandb`` run.
+    """Sink that writes to a ``wandb`` run, which is finished at the end only if ``owned``.
 
     W&B keeps one row per committed ``run.log``, and drops values logged for an earlier row. In a run that the user logs
     to, a record is added to the open row without committing it, as ``wandb.watch`` does. In an owned run every record
     is a row.
-
-    Parameters
-    ----------
-    run
-        Return value of ``wandb.init()``. It is finished at the end only if ``owned``.
     """
 
     def __init__(self, run: Any, *, owned: bool = False) -> None:
@@ -211,15 +200,10 @@ _FORBIDDEN = re.compile(r"[^\w\-. /]")
 
 
 class MLflow:
-    """Sink that writes to an MLflow run.
+    """Sink that writes to an MLflow run, which is ended by ``close`` only if ``owned``.
 
     MLflow has no histograms, and no brackets in names: ``lstm[1]`` becomes ``lstm.1``. Numbers that are not finite are
     not logged, but counted in a metric whose name ends in ``.not_finite``.
-
-    Parameters
-    ----------
-    run
-        An ``mlflow.ActiveRun`` or ``mlflow.entities.Run``. It is ended by ``close`` only if ``owned``.
     """
 
     def __init__(self, run: Any, *, owned: bool = False, client: Any = None) -> None:

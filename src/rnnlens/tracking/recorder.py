@@ -79,10 +79,7 @@ class Recorder:
     def record(
         self, step: int, make: Callable[[], TrainingRecord], *, before: bool = False, what: str = "probe"
     ) -> None:
-        """Call ``make`` for a record and pass it to every sink; a failure becomes a gap, and training continues.
-
-        With ``before=True``, before training begins, errors of arguments that do not fit the model are raised.
-        """
+        """Call ``make`` for a record and pass it to every sink; errors become gaps, wrong arguments only later."""
         try:
             self.write(make())
         except Exception as error:

@@ -97,10 +97,7 @@ _WORDS = {
 
 
 def summary(trace: Trace, *, keep: Collection[str] = ()) -> tuple[dict[str, float], dict[str, dict[str, xr.DataArray]]]:
-    """Return the scalars of a trace by name, and its profiles by layer and name; see :class:`TrainingRecord`.
-
-    Quantities that a layer does not have are left out; those of ``keep`` are recorded as whole arrays.
-    """
+    """Return the scalars of a trace by name, and its profiles and the arrays of ``keep`` by layer and name."""
     scalars = {} if trace.loss is None else {"loss": float(trace.loss)}
     layers: dict[str, dict[str, xr.DataArray]] = {}
     for name in trace:

@@ -146,10 +146,7 @@ class Rows:
         self._put(path, values)
 
     def _put(self, path: str, values: Any) -> None:
-        """Write one row of an array. Axes grow if this record is longer than earlier ones.
-
-        A shorter record is filled up to the length of the axes.
-        """
+        """Write one row of an array; axes grow if it is longer than earlier ones, and a shorter one is filled up."""
         array = self._arrays[path]
         shape = np.shape(values)
         sizes = tuple(map(max, array.shape[1:], shape)) if shape else ()

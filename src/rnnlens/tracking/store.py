@@ -221,10 +221,7 @@ def _refuse_what_is_in_the_way(path: Path) -> None:
 
 
 def _locked(path: Path) -> int | None:
-    """Lock the folder; return the open handle, or None on Windows.
-
-    The system releases the lock when the process ends.
-    """
+    """Lock the folder until the process ends; return the open handle, or None on Windows."""
     if fcntl is None:
         return None
     handle = os.open(path, os.O_RDONLY)

@@ -98,11 +98,7 @@ class ModelAxes:
         return known
 
     def learn(self, batch: Batch, ports: Iterable[Port], shown: Mapping[Port, Layout] | None = None) -> None:
-        """Find and store the layouts of ports that have none yet: cached ones for these shapes, else by an experiment.
-
-        ``shown``: layouts that a pass on this batch showed already. Layouts in which every axis is known are
-        kept per model and input shapes, until the model's fingerprint changes.
-        """
+        """Find and store the layouts of ports that have none: ``shown``, cached for these shapes, or by experiment."""
         new = [port for port in dict.fromkeys(ports) if port not in self._learned and port not in self.stated]
         if not new or self.samples_first or self.adapter.samples_first:
             return
@@ -118,12 +114,7 @@ class ModelAxes:
         self._learned |= set(new)
 
     def _kept(self, batch: Batch) -> dict[Port, Layout] | None:
-        """Return the cache of layouts for inputs of these shapes, to which the caller adds.
-
-        None if nothing may be cached.
-
-        Lengths of packed data may decide on the order of samples within the model.
-        """
+        """Return the cache of layouts for inputs of these shapes; None for packed data, which may be reordered."""
         leaves = data.leaves_of(batch.x)
         if any(data.is_packed(leaf) or len(np.shape(leaf)) == 1 for leaf in leaves):
             return None
@@ -229,10 +220,7 @@ def _feature_or_unit(name: str) -> str:
 
 
 class InputCoordinates:
-    """Coordinates of the DataArrays passed to a call, by role of the axis: samples, steps and features.
-
-    ``layouts`` are those of inputs whose dimensions are not called ``sample``, ``time`` and ``feature``.
-    """
+    """Coordinates of a call's DataArrays by role of the axis; ``layouts`` for inputs with names of their own."""
 
     def __init__(self, x: Any, layouts: ModelAxes) -> None:
         leaves = data.leaves_of(x)
@@ -376,10 +364,7 @@ def _fits(result: Array, axis: int, name: str, arrives: Callable[[Array, str], A
 
 
 def patterns(size: int) -> np.ndarray[Any, Any]:
-    """Return masks (pattern, size) of bool, two for each binary digit of an index: digit is 1, and digit is 0.
-
-    Any two indices below ``size`` differ in at least one mask.
-    """
+    """Return masks (pattern, size), two per binary digit of an index; any two indices differ in at least one."""
     if size == 1:
         return np.ones((1, 1), dtype=bool)
     bits = (np.arange(size)[None, :] >> np.arange((size - 1).bit_length())[:, None]) & 1
@@ -393,10 +378,7 @@ TRIED_AT_ONCE = 2**25
 def refuse_coupled(
     outside: BatchAxes, seeds: Mapping[Port, Array], pull: Callable[[Mapping[Port, Array]], Mapping[Port, Array | None]]
 ) -> None:
-    """Raise UnsupportedError, with the tensor, if cotangents of some samples are pulled back to other samples.
-
-    The batches of one data set are tried once for each number of samples.
-    """
+    """Raise UnsupportedError, with the tensor, if cotangents of some samples are pulled back to other samples."""
     tried = frozenset(seeds), outside.samples
     if outside.samples < 2 or not seeds or tried in outside.axes.independent:
         return

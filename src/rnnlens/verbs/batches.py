@@ -65,10 +65,7 @@ def layouts_of_inputs(axes: ModelAxes, template: Batch, x: Any) -> list[Layout |
 
 
 def _choices(leaves: Sequence[Any], stated: Sequence[Layout | None]) -> Iterator[tuple[Layout | None, ...]]:
-    """Yield each choice of one sample axis per input for which all inputs have the same number of samples.
-
-    The axis is None for a packed input.
-    """
+    """Yield each choice of a sample axis per input (None if packed) for which all have the same number of samples."""
     options: list[list[Layout | None]] = []
     for leaf, layout in zip(leaves, stated, strict=True):
         count = len(getattr(leaf, "shape", ()))
@@ -143,10 +140,7 @@ def _beside(
 def _loss_takes(
     axes: ModelAxes, template: Batch, x: Any, inputs: Sequence[Layout | None], y: Any, layout: Layout
 ) -> bool:
-    """Return whether the loss accepts targets cut along this layout's sample axis.
-
-    It must work on fewer samples, and fail if outputs and targets differ in number.
-    """
+    """Return whether the loss accepts targets cut along this layout's sample axis, and no other number of them."""
     works = []
     for size, targets in ((_MORE, _MORE), (_MORE, _FEW), (_FEW, _MORE)):
         try:

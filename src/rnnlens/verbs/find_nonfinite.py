@@ -31,10 +31,7 @@ from .request import in_turn
 
 
 def in_the_backward_pass(observed: ObservedRun) -> Iterator[Origin]:
-    """Yield where gradients are first not finite, in the order of the backward pass.
-
-    From the top layer down: of each layer its total gradients, from the last step on, then those of its weights.
-    """
+    """Yield where gradients are first not finite, layer by layer from the top, from the last step on."""
     if not is_sick(observed):
         return
     yield from gradient_at_the_outputs(observed)

@@ -32,10 +32,7 @@ _SIMPLE = ("output", "input", "gates", "gate_preactivation", "weights")
 
 @dataclass(frozen=True)
 class TensorName:
-    """One tensor of a model: its name in results, its kind and its layer.
-
-    ``index`` is the number of an input, output or state; ``key`` is the name of a weight within its layer.
-    """
+    """One tensor: name in results, kind, layer, ``index`` of an input, output or state, ``key`` of a weight."""
 
     text: str
     what: What
@@ -64,10 +61,7 @@ class TensorName:
 
 @dataclass
 class KnownModel:
-    """Facts about a model that hold until its fingerprint changes; ``layouts`` are kept by shapes of the input.
-
-    ``sequences``: whole-sequence layers, which are not among the recurrent ones.
-    """
+    """Facts about a model until its fingerprint changes; ``sequences`` are not among the recurrent layers."""
 
     fingerprint: Any
     recurrent: Mapping[str, LayerInfo]
@@ -189,11 +183,7 @@ class Catalogue:
 
 
 def completed(known: Catalogue, batch: Batch, texts: Sequence[str]) -> Catalogue:
-    """Run the model if a name needs it; return the catalogue with the names that the run shows.
-
-    The output keys of a torch model are such names, and the states of a module or loop that is not known to be a
-    cell.
-    """
+    """Run the model if a name needs it, as a custom state does; return the catalogue with the names shown."""
     adapter, model = known.adapter, known.model
     quiet = CaptureRequest(inputs=False, gradients=False, weight_grads=False)
     asked = map(_INDEXED.fullmatch, texts)
@@ -304,11 +294,7 @@ def _layer_quantity(text: str, known: Catalogue) -> list[TensorName]:
 
 
 def names_behind_ids(adapter: Adapter, model: Any, batch: Batch, known: Catalogue) -> list[str]:
-    """Return names of float tensors by which to differentiate instead of an input of ids.
-
-    They are the outputs of the embeddings, or, where the model calls an embedding once per step, the inputs of its
-    recurrent layers. The model is run once.
-    """
+    """Run the model; name float tensors behind an input of ids: embeddings, else the inputs of recurrent layers."""
     tables = known.facts.having("embedding")
     if not tables:
         return []
@@ -350,10 +336,7 @@ def _state(what: str) -> re.Match[str] | None:
 
 
 def _layers(pattern: str, names: Iterable[str], text: str, known: Catalogue) -> list[str]:
-    """Return the layers that match exactly, by one call (``lstm#0``), by the last part of the name, or by pattern.
-
-    A module of stacked layers (``lstm`` for ``lstm[0]`` and ``lstm[1]``) gives all of them.
-    """
+    """Return the layers that match exactly, by one call (``lstm#0``), by stack, by last part, or by pattern."""
     names = list(names)
     if pattern in names or uncalled(pattern, names) in names:
         return [pattern]

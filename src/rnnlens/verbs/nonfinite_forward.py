@@ -72,10 +72,7 @@ def slope(gradient: Callable[[float], float], at: float) -> str:
 
 
 def in_a_cell(run: Replay, spot: NonfiniteValue) -> str:
-    """Return which input or state value makes an unknown cell non-finite, found by perturbing one after the other.
-
-    The result is text for the user. If no single value explains it, the text gives the sizes of input and states.
-    """
+    """Return text on the input or state value that makes an unknown cell non-finite, or on the sizes of all."""
     sample, t = spot.index[SAMPLE], spot.index[TIME]
     x = on_cpu(run.input)[sample, t]
     states = [on_cpu(s)[sample] for s in run.state_before(t)]

@@ -15,7 +15,6 @@ from ..adapters.protocol import (
     Batch,
     Capture,
     CaptureRequest,
-    LayerWeights,
     ModelFacts,
     NonRecurrentCall,
     Outputs,
@@ -65,10 +64,7 @@ class Node:
 
 @dataclass
 class ObservedRun:
-    """A model, one batch, and the results of its run.
-
-    ``stated`` are the layouts that the user states; ``has_loss`` adds a backward pass.
-    """
+    """A model, one batch and the results of its run: with the user's layouts, and a backward pass for a loss."""
 
     adapter: Adapter
     model: Any
@@ -235,23 +231,19 @@ def in_the_weights(observed: ObservedRun) -> Iterator[Origin]:
             dims = [dim.rpartition(".")[2] for dim in dims_of_weight(key, own, array.ndim)]
             spot = first(key, array, dims, limit)
             if spot is not None:
-                yield _of_weight(layer, own, spot, dtype)
-
-
-def _of_weight(layer: str, own: LayerWeights, spot: NonfiniteValue, dtype: str) -> Origin:
-    index = dict(spot.index)
-    gate, direction = index.pop(GATE, None), index.pop(DIRECTION, None)
-    cell = own.cells.get(FORWARD) or next(iter(own.cells.values()), None)
-    return Origin(
-        "weights",
-        layer,
-        spot.quantity,
-        spot.value,
-        index,
-        gate="" if gate is None or cell is None else cell.gates[gate],
-        direction="" if direction is None else ("forward", "backward")[direction],
-        precision=dtype if np.isfinite(spot.value) else "",
-    )
+                index = dict(spot.index)
+                gate, direction = index.pop(GATE, None), index.pop(DIRECTION, None)
+                cell = own.cells.get(FORWARD) or next(iter(own.cells.values()), None)
+                yield Origin(
+                    "weights",
+                    layer,
+                    spot.quantity,
+                    spot.value,
+                    index,
+                    gate="" if gate is None or cell is None else cell.gates[gate],
+                    direction="" if direction is None else ("forward", "backward")[direction],
+                    precision=dtype if np.isfinite(spot.value) else "",
+                )
 
 
 def in_the_data(observed: ObservedRun) -> Iterator[Origin]:

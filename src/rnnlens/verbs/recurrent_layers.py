@@ -214,10 +214,7 @@ class ReplayedCall:
         return [self.port("output"), *(self.port("final_state", i) for i in states)]
 
     def readers(self) -> list[Port]:
-        """Return the ports where gradients enter the layer if differentiation is not cut at recurrences.
-
-        Besides the output, these are the states that the user's code reads between steps.
-        """
+        """Return the ports where gradients enter an uncut layer: its output, and states that the user's code reads."""
         if not self.call.between:
             return self.above()
         states = range(len(self.run.states))
@@ -380,10 +377,7 @@ class ReplayedLayers:
 
 
 def stack_directions(parts: Sequence[Array], space: tuple[str, ...]) -> Array:
-    """Stack arrays of both directions of a layer behind time, or else behind sample; return a lone one as it is.
-
-    ``space``: names of the layer's axes of space.
-    """
+    """Stack both directions of a layer behind time, or else behind sample; return a lone array as it is."""
     return parts[0] if len(parts) == 1 else np.stack(parts, axis=direction_axis(dims_of(parts[0].shape, space=space)))
 
 

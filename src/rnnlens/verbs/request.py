@@ -128,10 +128,7 @@ class ModelRequest:
         return tuple((tuple(np.shape(leaf)), str(getattr(leaf, "dtype", ""))) for leaf in arrays_of(self.batch.x))
 
     def needs_certificate(self, verb: str, *what: Any) -> bool:
-        """Return whether ``rl.options(certify=...)`` requires a certificate of this batch.
-
-        With ``certify="first"``, only the first call for a model, verb, mode, input shapes and ``what`` has one.
-        """
+        """Return whether ``certify=`` requires a certificate; "first": of the first such call and ``what``."""
         how = current().certify
         if how == "auto":
             how = "first" if verb == "jacobian" else "always"

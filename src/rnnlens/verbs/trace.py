@@ -210,10 +210,7 @@ def _lazy(
 
 
 def _perturbed(datasets_of: Callable[..., Any], capture: Capture) -> ReplayedValues:
-    """Replay the captured calls with each value perturbed by one rounding.
-
-    Return the values that a certificate compares.
-    """
+    """Replay the captured calls with each value perturbed by one rounding, for a certificate."""
     claim = ReplayedValues(capture)
     datasets_of(claim, replayed=lambda call: perturbed(Replay.from_call(call)))
     return claim

@@ -43,10 +43,7 @@ CAPTURED = frozenset({"input", "mask", "output", "output_grad", "final_state_gra
 
 @dataclass(frozen=True)
 class TraceSelection:
-    """Requested layers and quantities (None for all), whether there is a loss, and whether weights are checked.
-
-    ``part``: the samples that a certificate compares; None for all.
-    """
+    """Requested layers and quantities (None for all), loss and checks, and the ``part`` that a certificate compares."""
 
     layers: tuple[str, ...] | None
     quantities: frozenset[str] | None
@@ -131,10 +128,7 @@ def _is_quantity(name: str) -> bool:
 
 @dataclass
 class TracedCall:
-    """Arrays and checks of a call; after a sweep also its weight gradients and rounding scales.
-
-    ``weights`` and their rounding scale ``weights_scale`` are those of the samples that a certificate compares.
-    """
+    """Arrays and checks of a call; after a sweep also the certified samples' weight gradients and their scale."""
 
     arrays: Arrays
     checks: list[Check]
@@ -251,10 +245,7 @@ def recurrent_datasets(
     replayed: Callable[[RecurrentCall], Replay] = Replay.from_call,
     chain: ChainGradients | None = None,
 ) -> tuple[dict[str, LabelledLayer], list[Check]]:
-    """Return the labelled arrays of each node in the order of the calls, and the self-checks.
-
-    The layers of a ``chain`` are swept from the last to the first.
-    """
+    """Return labelled arrays of each node in the order of the calls, and self-checks."""
     checks: list[Check] = []
     sums: dict[str, WeightSum] = {}
     datasets: dict[str, LabelledLayer] = {}

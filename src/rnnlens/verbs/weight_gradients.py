@@ -159,10 +159,7 @@ def _recurrent_gradients(
 
 
 def _norms_by_time(run: Replay, result: Adjoint) -> dict[str, Array]:
-    """Return Frobenius norms of each step's contribution to dL/dW: (time, gate), or (time,) without gates.
-
-    Eight steps are computed at a time, so that memory stays at a few copies of the weights.
-    """
+    """Return Frobenius norms of each step's contribution to dL/dW, (time[, gate]), in blocks of eight steps."""
     cell, xp, time = run.cell, run.xp, run.input.shape[1]
     parts: dict[str, list[Array]] = {}
     for start in range(0, time, 8):

@@ -73,10 +73,7 @@ def dims_of_weight(key: str, weights: LayerWeights, rank: int) -> tuple[str, ...
 def assemble(
     parts: Sequence[Array], found: Sequence[WeightSource], key: str, weights: LayerWeights, lead: int
 ) -> Array:
-    """Assemble one weight of a result from the adapter's arrays, each with ``lead`` leading axes.
-
-    Gates get their own axis; directions are stacked in front of the weight's axes.
-    """
+    """Assemble one weight of a result, with axes of direction and gates, from arrays with ``lead`` leading axes."""
     arrays = []
     for part, source in zip(parts, found, strict=True):
         array = np.asarray(part)

@@ -37,10 +37,7 @@ _NO_LOCKS = (*_UNSUPPORTED, errno.ENOLCK, errno.EBADF)
 
 
 def write_file(target: Path, parts: Iterable[bytes | memoryview]) -> None:
-    """Write ``parts`` to the file ``target`` atomically, keeping its permissions.
-
-    If an OSError is raised, the old file is unchanged.
-    """
+    """Write ``parts`` to the file ``target`` atomically, keeping its permissions; an error leaves the old one."""
     remove_leftovers(target.parent)
     with _claimed(target, private=True) as folder:
         new = folder / "new"
@@ -97,11 +94,7 @@ def _claimed(target: Path, *, private: bool) -> Iterator[Path]:
 
 
 def _new_folder(target: Path, mode: int) -> tuple[Path, int | None]:
-    """Create a temporary folder and lock it; return its path and the lock.
-
-    The lock is None without locks (Windows). If another process removed the folder before it was locked, create
-    another.
-    """
+    """Create a temporary folder that no other process removes; return its path and lock, None without locks."""
     while True:
         path = target.with_name(f"{TEMPORARY}{uuid4().hex}")
         os.mkdir(path, mode)
@@ -122,10 +115,7 @@ def _new_folder(target: Path, mode: int) -> tuple[Path, int | None]:
 
 @contextmanager
 def _unclaimed(path: Path) -> Iterator[bool]:
-    """Lock a folder within the block; yield False where the system does not support locks.
-
-    Raises BlockingIOError if another process has the lock.
-    """
+    """Lock a folder within the block; yield False without locks, raise BlockingIOError if another process has it."""
     if not fcntl:
         yield False
         return

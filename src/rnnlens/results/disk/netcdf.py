@@ -78,11 +78,7 @@ def _digest(stream: IO[bytes], size: int) -> bytes:
 
 
 def check_contents(path: Path, memory: int) -> None:
-    """Check the metadata of a netCDF file, without reading its arrays.
-
-    FileError: links, external storage, cycles, values that are declared and not there. TooLargeError: arrays that
-    exceed ``memory``.
-    """
+    """Raise FileError or TooLargeError for foreign, damaged or too large content of a netCDF file, by its metadata."""
     file_size = path.stat().st_size
     with h5py.File(path, "r") as file:
         objects = list(_objects(path, file))
@@ -164,10 +160,7 @@ def _check_storage(path: Path, dataset: h5py.Dataset) -> None:
 
 
 def _check_labels(path: Path, dataset: h5py.Dataset, file_size: int, memory: int) -> None:
-    """Check that the labels of a text variable fit into memory together.
-
-    Many labels may refer to the same long text in the file, so their lengths are added up.
-    """
+    """Check that the labels of a text variable fit into memory: many may refer to one long text in the file."""
     if dataset.dtype.kind != "O" or dataset.size * file_size <= memory:
         return
     at_once = max(memory // max(file_size, 1), 1)

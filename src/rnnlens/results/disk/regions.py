@@ -71,11 +71,7 @@ class Region:
 
 
 def write_regions(tree: xr.DataTree, places: Mapping[str, tuple[str, int]], tasks: ChunkTasks, target: Path) -> Path:
-    """Lay out a folder, compute all chunks that are missing in it, and return it.
-
-    Raise FileError if chunks cannot be written, or the scheduler is lost; what is finished stays for the next call.
-    Raise UserCodeError if chunks raise; the message names the samples of the first.
-    """
+    """Lay out a folder, compute all chunks that are missing in it, and return it; raise an error if some fail."""
     folder = target.with_name(f".{target.name}.{tasks.token[:16]}.unfinished")
     if not (folder / _LABELS).is_file():
         _lay_out(tree, folder)
@@ -86,7 +82,12 @@ def write_regions(tree: xr.DataTree, places: Mapping[str, tuple[str, int]], task
         failures = _run(region, missing, tasks, progress)
     missing = [i for i in missing if not _record_path(folder, i).is_file()]
     if failures or missing:
-        raise _unfinished(target, failures, len(missing), len(tasks.arguments))
+        elsewhere = "file", "the workers write to another disk: take a folder of all machines"
+        kind, text = failures[min(failures)] if failures else elsewhere
+        what = f"{len(missing)} of {len(tasks.arguments)} chunks are not written to {target.name}; the others are kept."
+        hint = "mend the cause and call save with the same path: it goes on with the missing chunks"
+        error = UserCodeError if kind == "chunk" else FileError
+        raise error(message(what, got=" ".join(text.split()), hint=hint))
     return folder
 
 
@@ -123,7 +124,12 @@ def _run(region: Region, missing: Sequence[int], tasks: ChunkTasks, progress: Pr
         progress.advance()
         if isinstance(outcome, Exception):
             _refuse_lost(outcome)
-            outcome = _failure(outcome, tasks.arguments[number])
+            _, start, stop, _ = tasks.arguments[number][2]
+            kind = "worker" if type(outcome).__name__ == "KilledWorker" else "chunk"
+            outcome = (
+                kind,
+                str(outcome) if isinstance(outcome, RnnlensError) else failed_samples((start, stop), outcome),
+            )
         if outcome is not None:
             failures[number] = outcome
     return failures
@@ -145,13 +151,6 @@ def _ended_alone(dask: Any, region: Region, number: int, writer: Any) -> Any:
         return dask.compute(writer)[0]
     except Exception as error:
         return error
-
-
-def _failure(error: Exception, arguments: Sequence[Any]) -> Failure:
-    """Return kind and text of an error that ended a task: of its data, or of its worker."""
-    _, start, stop, _ = arguments[2]
-    kind = "worker" if type(error).__name__ == "KilledWorker" else "chunk"
-    return kind, str(error) if isinstance(error, RnnlensError) else failed_samples((start, stop), error)
 
 
 def _refuse_lost(error: Exception) -> None:
@@ -192,16 +191,6 @@ def _plain(value: Any) -> Any:
 
 def _record_path(folder: Path, number: int) -> Path:
     return folder / _DONE / f"{number}.json"
-
-
-def _unfinished(target: Path, failures: Mapping[int, Failure], missing: int, count: int) -> RnnlensError:
-    """Create the error of a save in which chunks failed: that of the first failed chunk by number."""
-    elsewhere = "file", "the workers write to another disk: take a folder of all machines"
-    kind, text = failures[min(failures)] if failures else elsewhere
-    what = f"{missing} of {count} chunks are not written to {target.name}; the others are kept."
-    hint = "mend the cause and call save with the same path: it goes on with the missing chunks"
-    error = UserCodeError if kind == "chunk" else FileError
-    return error(message(what, got=" ".join(text.split()), hint=hint))
 
 
 def records_of(folder: Path, count: int) -> list[dict[str, Any]]:

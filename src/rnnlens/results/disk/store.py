@@ -120,10 +120,7 @@ def new_recording(root: Path) -> Iterator[Recording]:
 
 @dataclass(frozen=True)
 class Announced:
-    """Sizes of an array, as declared by its metadata: bytes of all of it and of one of ``count`` chunks.
-
-    A chunk may unpack to ``most`` bytes, from the compression ``compressor``, or None.
-    """
+    """Sizes that an array's metadata declares: bytes of all, of one of ``count`` chunks, and ``most`` unpacked."""
 
     size: int
     chunk: int
@@ -139,10 +136,7 @@ class Announced:
 
 
 class Verified(WrapperStore):  # type: ignore[misc]
-    """Read-only Zarr store that verifies every file against the list of checksums.
-
-    ``keys`` has the checksum of each file by path, None where there is no list; ``arrays`` the arrays by folder.
-    """
+    """Read-only Zarr store that verifies every file by ``keys``, the checksums by path (None without a list)."""
 
     def __init__(self, store: Any, keys: Mapping[str, str | None], arrays: Mapping[str, Announced]) -> None:
         super().__init__(store)
@@ -205,11 +199,7 @@ class Verified(WrapperStore):  # type: ignore[misc]
 
 
 def verified(root: Path, memory: int, *, lazy: bool) -> Verified:
-    """Check the metadata of a Zarr folder, and return a store that reads from it.
-
-    FileError: links, content that rnnlens never writes, missing parts. TooLargeError: arrays (with ``lazy``
-    the largest chunk) that exceed ``memory``.
-    """
+    """Check the metadata of a Zarr folder for foreign, missing or too large content; return a store to read it."""
     there, listed = set(_files(root)), manifest(root)
     for key in (listed or {}).keys() - there:
         raise damaged(root, f"{key} is missing")

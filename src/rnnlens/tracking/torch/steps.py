@@ -217,10 +217,7 @@ class NonfiniteCheck:
         return self.incidents.written is None
 
     def check(self, when: Mapping[str, Any], reported: Any, target: Any) -> None:
-        """Test loss and gradients before the weights change; write the batch if one is not finite.
-
-        ``reported`` is the input as a trainer reports it, used if only a submodule of the model is called.
-        """
+        """Test loss and gradients before the weights change; write the batch if one is not finite."""
         if not self.is_active:
             return
         x, self._input = reported if self._input is None else self._input, None

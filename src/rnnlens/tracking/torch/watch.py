@@ -123,10 +123,7 @@ class TorchWatch:
         self._prepare()
 
     def _trained_before(self) -> int:
-        """Return how many batches were trained before: the number given, else that of the optimizers, else of the run.
-
-        Records of later steps, whose weights no longer exist, are dropped.
-        """
+        """Return the number of batches trained before: given, of the optimizers or of the run; cut later ones."""
         if self.plan.step is not None:
             if self._store is not None:
                 self._store.cut(self.plan.step)
@@ -274,10 +271,7 @@ class TorchWatch:
         self._take_once(applied_scale)
 
     def _take_once(self, applied_scale: float = 1.0) -> None:
-        """Capture the batch of the last backward pass, unless it was captured already.
-
-        After a failure there is no record.
-        """
+        """Capture the batch of the last backward pass, unless it was captured already or fails."""
         capture = self._capture
         if capture is None or not capture.on or not capture.calls or self._taken == capture.backward:
             return

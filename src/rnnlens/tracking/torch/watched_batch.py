@@ -143,10 +143,7 @@ class WatchedBatch(Batch):
         return self._gradients.clipped()
 
     def norms(self) -> dict[str, float]:
-        """Return the norms of the weight gradients before and after clipping, by the scalar's name.
-
-        ``grad_norm`` covers the weights of the counting optimizer; weights of other optimizers are left out.
-        """
+        """Return norms of the counting optimizer's weight gradients before and after clipping, by scalar."""
         return self._gradients.norms(self.moved)
 
     def weight_norms(self) -> dict[str, float]:

@@ -91,10 +91,7 @@ def certified(
 
 
 def recheck_failure(failed: Certificate, request: ModelRequest, first: ReferenceRun, *, steps: int) -> Certificate:
-    """Check a failed certificate again, with the rounding of the coarsest dtype that ran in the model.
-
-    Return it as failed, as passed, or as "could not" if the reference run itself is random or chaotic.
-    """
+    """Check a failed certificate by the coarsest dtype that ran; return "could not" for a random or chaotic model."""
     adapter, batch = request.adapter, request.batch
     dtype, _ = attempt(lambda: adapter.coarsest_dtype(request.model, batch))
     if dtype:
@@ -153,10 +150,7 @@ def _largest_share(pairs: list[tuple[Array, Array]]) -> float:
 
 
 def _rerun_difference(request: ModelRequest, first: ReferenceRun, **changed: Any) -> float:
-    """Run the reference again with fields of the batch ``changed``; return the relative difference from the first run.
-
-    Compared are the outputs and the loss.
-    """
+    """Run the reference with fields of the batch ``changed``; return the relative difference of outputs and loss."""
     batch = replace(request.batch, **changed)
     again, _ = attempt(lambda: request.adapter.reference_run(request.model, batch, gradients=False))
     if again is None:

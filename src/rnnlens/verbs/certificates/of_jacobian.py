@@ -99,10 +99,7 @@ def _random_rows(plan: JacobianPlan, chosen: list[int]) -> np.ndarray[Any, Any]:
 def _bound(
     plan: JacobianPlan, jacobian: xr.DataArray, rows: xr.DataArray, chosen: list[int], dtype: str
 ) -> tuple[Check, ...]:
-    """Return the check that no reference row u^T J, with random signs u, exceeds the norm of J that was measured.
-
-    A norm |u^T J| is at most |J|_F sqrt(rows), and equal to it for one row.
-    """
+    """Return the check that no row u^T J, with random signs u, exceeds sqrt(rows) times the measured norm."""
     ends = plan.ends
     if ends.sketch is not None or ends.measure is None:
         return ()

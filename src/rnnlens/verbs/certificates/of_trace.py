@@ -345,10 +345,7 @@ _NEEDED = {"input", "hidden", "gate_grad", "gates"}
 
 
 def weight_sums(layer: LabelledLayer, call: RecurrentCall, samples: slice) -> dict[str, Array] | None:
-    """Sum dL/dW of one direction over some samples, by the names of ``Cell.weights``; None if data for it are missing.
-
-    Kernels are summed as random combinations of their rows.
-    """
+    """Sum dL/dW of one direction over some samples by weight name, kernels as random combinations of rows, or None."""
     cell = call.cell
     scaled = call.input_scale is not None or call.state_scale is not None
     if (

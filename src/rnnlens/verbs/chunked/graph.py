@@ -202,10 +202,7 @@ class ChunkGraph:
         return self.label(template, whole)
 
     def total(self, name: str, template: xr.DataArray, scale: float = 1.0, samples: int = 1) -> xr.DataArray:
-        """Return a lazy array that sums the chunks' parts in their order, so that equal calls give equal numbers.
-
-        The sum is multiplied by ``scale`` and divided by ``samples``.
-        """
+        """Return a lazy sum of the chunks' parts in their order, times ``scale`` and divided by ``samples``."""
         import dask.array as da
         from dask import delayed
 
@@ -285,10 +282,7 @@ def boxed(records: Sequence[Mapping[str, Any]], combine: str | None) -> Array:
 
 
 def worst_of(records: Sequence[Mapping[str, Any]], combine: str | None) -> dict[str, Any]:
-    """Reduce the records of chunks: of each check the one closest to its bound, of certificates a failed one first.
-
-    ``value`` is the target's value over all samples: a number, or one for each sample.
-    """
+    """Reduce the records of chunks: each check closest to its bound, a failed certificate first, the target's value."""
     checks = worst(Check(**check) for one in records for check in one["checks"])
     values: list[Any] = [one["value"] for one in records]
     value: Any = None

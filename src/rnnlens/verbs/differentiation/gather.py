@@ -67,10 +67,7 @@ class Accumulator:
         self._summed: dict[TensorName, int] = {}
 
     def add(self, answer: BatchGradients, shapes: Shapes = (), count: int | None = None) -> None:
-        """Add a batch's gradients to the sums over the batches so far.
-
-        ``count``: the first samples of the batch that belong to the target; all if None.
-        """
+        """Add a batch's gradients to the sums over the batches so far; only the first ``count`` samples if given."""
         self._shapes.add(shapes)
         self.batches += 1
         self.samples += answer.samples
@@ -313,10 +310,7 @@ def rule(clip: str | Mapping[str, float], facts: ModelFacts) -> tuple[str, float
 def clipped(
     gradients: Gradients, known: Catalogue, kind: str, threshold: float
 ) -> tuple[dict[TensorName, Array], float]:
-    """Clip the gradients of all trainable weights; also return the compared norm (the largest one per variable).
-
-    ``gradients`` must contain every trainable weight, requested or not, as the global norm includes all.
-    """
+    """Clip the gradients of all trainable weights; also return the compared norm (the largest one per variable)."""
     if kind == "clipvalue":
         largest = max((float(np.abs(g).max()) for g in gradients.values() if g.size), default=0.0)
         return {name: np.clip(g, -threshold, threshold) for name, g in gradients.items()}, largest

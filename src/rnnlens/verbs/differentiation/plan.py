@@ -71,10 +71,7 @@ class GradientPlan:
 
 
 def plan(request: BatchRequest, inside: ReplayedLayers) -> GradientPlan:
-    """Find, for each tensor of a gradient request, the ports or the sweep by which it is differentiated.
-
-    ``inside`` are the replayed recurrent layers of the batch.
-    """
+    """Find the ports or the sweep that differentiates each tensor of a request; ``inside`` are replayed layers."""
     outputs: tuple[Port, ...] = ()
     if request.target.per_sample and request.leaves[0].what == "loss":
         outputs = tuple(Port("output", index=i) for i in range(max(1, len(request.known.outputs))))

@@ -26,10 +26,7 @@ Arrived = Mapping[Port, Array | None]
 
 
 class SweptWeightGradients:
-    """Sums weight gradients from sweeps and from the framework, for the batch or for every sample.
-
-    ``ports``: the requested weights, each with the ports of the framework weights that it consists of.
-    """
+    """Sums of weight gradients from sweeps and from the framework; ``ports`` are the framework's weights by tensor."""
 
     def __init__(self, known: Catalogue, ports: Mapping[TensorName, Sequence[Port]], *, per_sample: bool) -> None:
         self.known, self.ports, self.per_sample = known, ports, per_sample
@@ -67,10 +64,7 @@ class SweptWeightGradients:
     def _arrived(
         self, name: TensorName, arrived: Arrived, found: Sequence[WeightSource], weights: LayerWeights
     ) -> Array | None:
-        """Return the part of a weight gradient that the framework computed, with a leading cotangent axis.
-
-        Returns None if the framework computed no part of it.
-        """
+        """Return the framework's part of a weight gradient, with a leading cotangent axis; None if there is none."""
         parts = [arrived.get(port) for port in self.ports[name]]
         count = next((part.shape[0] for part in parts if part is not None), None)
         if count is None:

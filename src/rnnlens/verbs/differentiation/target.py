@@ -195,10 +195,7 @@ def indices_of(whole: xr.DataArray, at: Mapping[str, Any], name: str) -> dict[st
 
 
 def _index(whole: xr.DataArray, dim: str, index: Any) -> Any:
-    """Convert a selection along ``dim`` into integer positions.
-
-    ``index``: a number, list, slice, boolean mask, or labels such as ``"forward"``.
-    """
+    """Convert a selection along ``dim`` (number, list, slice, boolean mask, labels) into integer positions."""
     size = whole.sizes[dim]
     if isinstance(index, slice):
         wanted = np.arange(size)[kept_steps(f"at[{dim!r}]", index)]

@@ -168,10 +168,7 @@ def _companions_matter(
     changed: Sequence[int],
     outputs: Sequence[Array],
 ) -> bool:
-    """Return whether an output of the same samples differs beside other samples, in a batch of the same size.
-
-    A kernel may round differently for another batch size; with the same size only coupled samples differ.
-    """
+    """Return whether outputs differ beside other samples in a batch of the same size, where rounding is the same."""
     kept, total = counts
     if any(layouts[i].coupled for i in changed) or any(map(data.is_packed, data.leaves_of(more.x))):
         return True

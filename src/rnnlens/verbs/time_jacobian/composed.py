@@ -28,10 +28,7 @@ from .segments import OuterTensor, moved
 
 
 def compose_piece(part: JacobianPart, piece: JacobianPiece, tally: WorkCount) -> np.ndarray[Any, Any]:
-    """Compute one piece of a Jacobian, recurrence by recurrence: (sample, output step and row, [time,] feature).
-
-    All input steps are computed.
-    """
+    """Compute one piece, recurrence by recurrence: (sample, output step and row, [time,] feature)."""
     found = _Descent(part, tally).go(times_of(part, piece))
     if found is not None:
         return to_host(found)
@@ -171,10 +168,7 @@ def _as_field(
 def swept_through(
     one: ReplayedCall, rows: PointRows | FieldRows, below: Sequence[Port], wrt: JacobianEnd, tally: WorkCount
 ) -> tuple[dict[Port, Array], Array | None]:
-    """Sweep rows through one recurrence; return rows at the ports ``below``, and rows at the lower end.
-
-    The latter are None unless the lower end is a state of this recurrence. Rows are in the requested order.
-    """
+    """Sweep rows through a recurrence; return them at the ports ``below``, and at a lower end within it."""
     run, work, taps = one.run, one.system.work, Taps()
     batch, count = one.system.batch, rows.count
     own_input, *initial = one.below()
@@ -218,10 +212,7 @@ def _enter(one: ReplayedCall, ends: JacobianEnds, times: Sequence[int] | None) -
 
 
 def pull_piece(part: JacobianPart, piece: JacobianPiece, tally: WorkCount) -> np.ndarray[Any, Any]:
-    """Compute one piece of a Jacobian by the framework alone: (sample, output step and row, [time,] feature).
-
-    All input steps are computed.
-    """
+    """Compute one piece by the framework alone: (sample, output step and row, [time,] feature)."""
     network, wrt = part.network, part.ends.wrt
     seeds, found = _seeds(part, times_of(part, piece), tally)
     for port in seeds:
@@ -243,11 +234,7 @@ def pull_piece(part: JacobianPart, piece: JacobianPiece, tally: WorkCount) -> np
 def _seeds(
     part: JacobianPart, times: Sequence[int] | None, tally: WorkCount
 ) -> tuple[dict[Port, Array], list[Array | None]]:
-    """Return the cotangents that the framework pulls back, by port, and those that need no framework.
-
-    The framework starts at the Jacobian's output end, or below the recurrence that contains it. The cotangents that
-    need no framework are at the input end already, as that is in the same recurrence.
-    """
+    """Return the cotangents that the framework pulls back, by port, and those that are at the input end already."""
     of, ends, around = part.ends.of, part.ends, part.network.around
     if of.port is not None:
         tensor = around.tensors[of.port]

@@ -28,10 +28,7 @@ from .request import JacobianOptions
 
 
 def refuse_without_mean(options: JacobianOptions) -> None:
-    """Raise InputError if the Jacobian of a data set is not averaged over samples (``across="mean"``).
-
-    Raise UnsupportedError for options that apply to one batch only.
-    """
+    """Raise for a Jacobian of a data set that keeps samples, or has options that apply to one batch only."""
     if options.across is None:
         expected = 'across="mean"; or one batch, whose samples are kept'
         raise InputError("The time Jacobian of a data set keeps no samples.", expected=expected)

@@ -101,10 +101,7 @@ class DirectRoute:
 
 
 def direct_route(network: JacobianNetwork, ends: JacobianEnds) -> DirectRoute | None:
-    """Return the route of a single sweep if the path has one recurrence, and layers around it mix no steps.
-
-    Returns None otherwise.
-    """
+    """Return the route of a single sweep; None unless one recurrence with time-local layers is on the path."""
     above = _from_above(network, ends)
     if above is None:
         return None
@@ -126,10 +123,7 @@ def direct_route(network: JacobianNetwork, ends: JacobianEnds) -> DirectRoute | 
 def _from_above(
     network: JacobianNetwork, ends: JacobianEnds
 ) -> tuple[ReplayedCall, int, Array | None, int | None] | None:
-    """Find the recurrence in which cotangent rows start: with the index of the state, the readout, and a fixed step.
-
-    Returns None if there is no such recurrence.
-    """
+    """Find the recurrence, state, readout and fixed step at which cotangent rows start; None if there is none."""
     of = ends.of
     if of.port is None:
         return of.within[0], of.state, ends.weights, None

@@ -29,10 +29,7 @@ from .request import JacobianRequest
 
 @dataclass(frozen=True)
 class OuterTensor:
-    """A tensor outside the recurrences, viewed as (sample, time, feature) or (sample, feature).
-
-    Samples are viewed in the order in which the recurrent layers have them.
-    """
+    """A tensor outside the recurrences as (sample, [time,] feature), samples in the order of the recurrent layers."""
 
     port: Port
     #: Shape in the framework.
@@ -134,10 +131,7 @@ class Segment:
         return moved(moved(rows, 1, 2) @ like(self.block, rows), 2, 1)
 
     def at_every_step(self, rows: Array) -> Array:
-        """Pull cotangent rows (sample or 1, time or 1, row, feature above) through a segment.
-
-        It is local or has one step.
-        """
+        """Pull rows (sample or 1, time or 1, row, feature above) through a local segment or one of a single step."""
         rows = rows[:, 0] if self.kind == "step" else rows
         rows = rows if self.block is None else like(rows, self.block) @ self.block
         return rows[:, None] if self.kind == "step" else rows
@@ -264,10 +258,7 @@ class SegmentGraph:
 def known_chain(
     request: JacobianRequest, inside: ReplayedLayers, of: Port | None, wrt: Port | None
 ) -> SegmentGraph | None:
-    """Return the derivatives of the tensors between recurrences, if the model is a known chain; else None.
-
-    The chain's values must equal those of the captured run.
-    """
+    """Return the derivatives between recurrences of a known chain that gives the captured values; else None."""
     layers = inside.chain or request.adapter.chain(request.model, training=request.batch.training)
     if layers is None or any(len(both) != 1 for both in inside.by_layer.values()):
         return None
@@ -286,10 +277,7 @@ class _Chain:
         self.after: list[Any] = []
 
     def fits(self, output: Any) -> bool:
-        """Compute the values of all layers.
-
-        Return whether they equal the captured layer inputs and the model's output.
-        """
+        """Compute the values of all layers; return whether they equal the captured inputs and output."""
         if not self.calls or [e.name for e in self.layers if e.kind == "recurrent"] != list(self.calls):
             return False
         dtype = to_host(next(iter(self.calls.values())).call.input).dtype
@@ -371,10 +359,7 @@ class _Chain:
     def _segments(
         self, tensors: Mapping[Port, OuterTensor], top: Port, place: int, wrt: Port | None
     ) -> dict[Port, Segment] | None:
-        """Return the derivatives (segments) of a tensor by the tensors below it, down to the next recurrent layer.
-
-        Returns None if a value on the way is unknown.
-        """
+        """Return a tensor's derivatives down to the next recurrent layer; None if a value is unknown."""
         block, found, step = None, {}, None
         end = None if wrt is None else self._place(wrt)  # what one layer returns the next is fed: one place, two names
         for i in range(place, -2, -1):
