@@ -1,7 +1,4 @@
-"""The commands of ``rnnlens``: their arguments, and how each one calls a public function.
-
-Modules that load xarray or more are imported by the command that needs them, so that ``--help`` is shown at once.
-"""
+"""The commands of ``rnnlens``; modules that load xarray or more are imported by the command that needs them."""
 
 from __future__ import annotations
 

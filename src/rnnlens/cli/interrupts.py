@@ -24,13 +24,7 @@ GRACE_S = 3.0
 
 
 class Interrupts:
-    """Handler of Ctrl-C while a command runs.
-
-    Parameters
-    ----------
-    whole_process
-        True if the process runs only the command, so that it may be silenced and ended.
-    """
+    """Handler of Ctrl-C while a command runs; if it is the ``whole_process``, that may be silenced and ended."""
 
     def __init__(self, *, whole_process: bool) -> None:
         self.struck = False

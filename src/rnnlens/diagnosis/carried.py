@@ -99,10 +99,7 @@ class _Bench:
         return ""
 
     def _run(self, keep: int, exchanged: str | None) -> Array:
-        """Predict from the last ``keep`` steps, starting from the states that the full run had before them.
-
-        The states of the layer ``exchanged`` are another sample's; None exchanges none.
-        """
+        """Predict from the last ``keep`` steps and the states before them; ``exchanged``: the layer with another's."""
         at = self.steps - keep - 1
         start: dict[str, Any] = {}
         for name, states in self.states.items():

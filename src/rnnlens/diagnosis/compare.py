@@ -1,7 +1,4 @@
-"""``rl.compare``: diagnose many models and tabulate the results.
-
-The models are checkpoints, seeds or architectures. Each is diagnosed in this process, or by a task of a Dask cluster.
-"""
+"""``rl.compare``: diagnose many models, in this process or on a Dask cluster, and tabulate the results."""
 
 from __future__ import annotations
 

@@ -293,11 +293,7 @@ def _count_matters(experiment: Experiment, used: int, variance: float) -> bool:
 
 
 def measure_missed(experiment: Experiment) -> Missed | None:
-    """Apply the residual test to the inputs of every step; None without a target that varies.
-
-    Several rescalings between the prediction and its best calibration are tried. The one whose errors the inputs
-    explain least is tested.
-    """
+    """Apply the residual test to the rescaling that inputs explain least; None without a target that varies."""
     target = experiment.target
     if target is None or not target.variance > 0 or not np.isfinite(experiment.prediction).all():
         return None

@@ -22,13 +22,7 @@ from ..vocabulary import SAMPLE, TIME
 
 
 class Orientation:
-    """Order of axes of the data and outputs of one model, as the user declared it or as found by short runs.
-
-    Parameters
-    ----------
-    given
-        Layouts declared by the user, by the name of a tensor or ``"y"``.
-    """
+    """Order of axes of one model's data and outputs: as ``given`` by name of a tensor, or found by short runs."""
 
     def __init__(self, adapter: Adapter, model: Any, x: Any, given: Mapping[str, Layout] | None) -> None:
         self.declared = {name: layout for name, layout in (given or {}).items() if name not in DATA}

@@ -1,8 +1,4 @@
-"""Figures, grids of panels and titles: on a new figure, or on the user's Axes or figure.
-
-Figures are made without pyplot: they are not registered or shown, and rcParams are only read. A figure is freed with
-the last reference to it.
-"""
+"""Figures, grids of panels and titles: on a new figure, without pyplot, or on the user's Axes or figure."""
 
 from __future__ import annotations
 

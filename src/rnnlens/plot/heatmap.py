@@ -1,7 +1,4 @@
-"""``heatmap``: units by time as colours.
-
-``before_after``: two results of one model and the ratio of their magnitudes.
-"""
+"""``heatmap``: units by time as colours; ``before_after``: two results of one model, and the ratio of magnitudes."""
 
 from __future__ import annotations
 

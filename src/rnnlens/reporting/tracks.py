@@ -147,10 +147,7 @@ def sort_keys(track: Track, kernels: Array | None) -> dict[str, Array]:
 
 
 def binned(values: Array, width: int, *, size: bool = False) -> Array:
-    """Merge ``width`` steps of (sample, time, ...) into one: their mean, or their root mean square if ``size``.
-
-    A merged step with any non-finite value is NaN, so that the value stays visible.
-    """
+    """Merge ``width`` steps of (sample, time, ...): mean, or RMS if ``size``; NaN where any value is not finite."""
     if width == 1:
         return np.asarray(values, dtype=np.float64)
     values = np.asarray(values, dtype=np.float64)

@@ -91,10 +91,7 @@ class LabelledArray(xr.DataArray):  # type: ignore[no-untyped-call]  # xarray's 
         return summary if values.size > _SHOWN else f"{summary}\n{np.array2string(values, precision=4)}"
 
     def _remarks(self) -> list[tuple[str, str]]:
-        """Return label and text of the lines below the values in the repr: certificate and provenance.
-
-        A layer's variable has no certificate.
-        """
+        """Return label and text of the lines below the values in the repr: certificate and provenance."""
         certificate = [("certificate", self.certificate.sentence)] if CERTIFICATE in self.attrs else []
         return [*certificate, ("from", origin(self.provenance))]
 

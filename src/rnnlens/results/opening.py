@@ -1,7 +1,4 @@
-"""Opening results that :mod:`rnnlens.results.saving` wrote, and runs of watched trainings.
-
-The checks before anything is read are in ``disk``.
-"""
+"""Opening results that :mod:`rnnlens.results.saving` wrote, and runs of watched trainings, after checks in ``disk``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Labels for plain arrays: dimensions, coordinates and descriptions of each quantity.
-
-No array is copied: the variables of a dataset are views of the caller's arrays.
-"""
+"""Labels for plain arrays: dimensions, coordinates and descriptions of each quantity; no array is copied."""
 
 from __future__ import annotations
 

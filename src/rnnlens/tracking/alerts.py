@@ -227,15 +227,7 @@ def is_finite(loss: Any) -> bool:
 
 
 class Incidents:
-    """Writer of the first batch that is not finite; it writes at most one file per run.
-
-    Parameters
-    ----------
-    run
-        Folder of the run: for ``runs/a.zarr`` the file is ``runs/a.nonfinite.nc``; for None it is ``nonfinite.nc``.
-    provenance
-        Framework, versions, device.
-    """
+    """Writer of the first batch that is not finite, as ``nonfinite.nc`` or, of a run ``a.zarr``, ``a.nonfinite.nc``."""
 
     def __init__(self, run: str | PathLike[str] | None, provenance: Mapping[str, str] | None = None) -> None:
         self.path = Path("nonfinite.nc") if run is None else Path(run).with_suffix(".nonfinite.nc")

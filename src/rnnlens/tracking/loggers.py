@@ -1,7 +1,4 @@
-"""Loggers: records written to TensorBoard, Weights & Biases and MLflow, each through its own client.
-
-Names are the same in every tool, with slashes by which it groups them: ``rnnlens/probe/lstm/reach``.
-"""
+"""Loggers: records written to TensorBoard, Weights & Biases and MLflow, each through its own client, by equal names."""
 
 from __future__ import annotations
 

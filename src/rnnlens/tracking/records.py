@@ -1,7 +1,4 @@
-"""``TrainingRecord``: measures of one training step; ``Probe``: a fixed batch, traced between two steps.
-
-``Sink`` is the protocol of the receivers of records.
-"""
+"""``TrainingRecord``: measures of one step; ``Sink``: their receiver; ``Probe``: a batch traced between two steps."""
 
 from __future__ import annotations
 

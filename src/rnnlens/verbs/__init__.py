@@ -1,4 +1,1 @@
-"""The functions of the public interface, one module each: resolve the adapter, compute, return the result.
-
-They are in a folder of their own so that ``rnnlens.trace`` is always the function and never the module.
-"""
+"""The functions of the public interface, one module each, in a folder so that ``rnnlens.trace`` is the function."""

@@ -171,10 +171,7 @@ def refuse_unknown(what: str, name: str, names: Sequence[str], wanted: str = SAM
 
 
 def refuse_steps_first(axes: ModelAxes, batch: Batch, sizes: Iterable[Sequence[int]]) -> None:
-    """Raise where the framework's convention is samples first, and recurrent layers step along the first axis.
-
-    ``sizes``: number of samples and of steps of each recurrent call.
-    """
+    """Raise if the convention is samples first, and layers of ``sizes`` (samples, steps) step along the first axis."""
     if not axes.samples_first:
         return
     calls = {tuple(size) for size in sizes}

@@ -55,10 +55,7 @@ def in_the_backward_pass(observed: ObservedRun) -> Iterator[Origin]:
 
 
 def _source(layer: str, above: str, recurrent: bool) -> str:
-    """Name the part of the backward pass that a gradient at a layer comes from.
-
-    ``recurrent``: whether the layer above is recurrent and its gradients are finite.
-    """
+    """Name the source of a gradient at a layer; ``recurrent``: the layer above is, and its gradients are finite."""
     return f"the backward pass between {layer} and {above}" if recurrent else f"the backward pass of {above}"
 
 

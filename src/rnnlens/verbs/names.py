@@ -1,7 +1,4 @@
-"""Names of tensors, resolved on a model: ``"loss"``, ``"lstm.hidden"``, ``"weights"``, ``"lstm*/recurrent_kernel"``.
-
-``rl.gradients`` and ``rl.jacobian`` use the same grammar.
-"""
+"""Names of tensors, resolved on a model: ``"loss"``, ``"lstm.hidden"``, ``"weights"``, ``"lstm*/recurrent_kernel"``."""
 
 from __future__ import annotations
 

@@ -278,10 +278,7 @@ def recurrent_datasets(
 
 
 def _open_space(layer: LabelledLayer, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Open the flat axis of a convolutional cell's input and states into channels and axes of space.
-
-    An axis that is not as long as that of ``hidden`` has the variable's name in front: ``output_channel``.
-    """
+    """Open the flat axis of a convolutional cell's input and states into channels and axes of space, by variable."""
     if not shapes:
         return
     for name, array in list(layer.variables.items()):

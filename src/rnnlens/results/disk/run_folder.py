@@ -283,10 +283,7 @@ def read_array(root: Path, key: str) -> RunArray:
 
 
 def check_total(root: Path, arrays: Mapping[str, RunArray], count: int, memory: int, *, granted: bool) -> None:
-    """Raise TooLargeError if the records of a run exceed ``memory``.
-
-    Unless the user ``granted`` the memory, raise it also for large records that are much larger than their files.
-    """
+    """Raise TooLargeError if a run exceeds ``memory`` or, unless ``granted``, is much larger than its files."""
     total = sum(count * array.row_bytes for array in arrays.values())
     check_size(root, max([total, *(a.row_bytes for a in arrays.values())], default=0), memory)
     if not granted and total > _USUAL:

@@ -219,10 +219,7 @@ class TorchWatch:
             self._take_once()
 
     def check_finite(self) -> None:
-        """Test loss and gradients after the backward pass and before the weights change; called by trainers.
-
-        A batch that is not finite is written if ``on_nonfinite=`` is set.
-        """
+        """Test loss and gradients before the weights change; write the batch if ``on_nonfinite=`` is set."""
         if self._nonfinite is not None:
             when = {"step": self.steps + 1, "epoch": self._epoch, "loss": _number(self.loss)}
             try:

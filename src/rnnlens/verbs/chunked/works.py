@@ -1,7 +1,4 @@
-"""Work of one chunk for each verb, and its lazy results: gradients as of a batch of a data set, all else by the verb.
-
-Gradients and sums of chunks are scaled and added; time Jacobians and traces keep their samples.
-"""
+"""Work of one chunk for each verb, and its lazy results, which are added up or keep their samples."""
 
 from __future__ import annotations
 

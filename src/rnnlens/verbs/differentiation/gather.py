@@ -131,11 +131,7 @@ class Accumulator:
         return found
 
     def _evened(self, name: TensorName, parts: list[Array], joined: int | None = None) -> list[Array]:
-        """Pad arrays with zero steps to one length, so that they can be added or joined along axis ``joined``.
-
-        Lengths differ for packed sequences, which are as long as the longest sample of their batch. Other differences
-        raise.
-        """
+        """Pad arrays of packed batches with zero steps to one length, to be added, or joined along ``joined``."""
         shapes = [
             part.shape[:joined] + part.shape[joined + 1 :] if joined is not None else part.shape for part in parts
         ]

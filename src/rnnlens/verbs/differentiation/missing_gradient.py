@@ -350,10 +350,7 @@ def explain(
     dims: Mapping[TensorName, tuple[str, ...]],
     batches: Iterable[Batch],
 ) -> Explanation:
-    """Return reasons for each requested gradient that is missing, all zero, zero in part, or of a frozen weight.
-
-    ``request`` is that of the first batch, for experiments; ``batches`` are all batches, for their masks.
-    """
+    """Return reasons for each gradient that is missing, zero, zero in part, or of a frozen weight."""
     result = Explanation()
 
     @cache

@@ -1,7 +1,4 @@
-"""The plan of a time Jacobian: route, sweep mode, pieces and memory. It contains data only and computes nothing.
-
-A result that would not fit into memory is refused here, before the computation.
-"""
+"""The plan of a time Jacobian as data: route, sweep mode, pieces and memory; results that are too large are refused."""
 
 from __future__ import annotations
 

@@ -341,11 +341,7 @@ class _Chain:
         return found
 
     def _place(self, port: Port) -> int | None:
-        """Return the index of the layer with this output port; -1 for the model's input.
-
-        Returns None if there is no such layer, several calls of it, or if the framework's tensor has its axes
-        in another order.
-        """
+        """Return the index of the one layer with this output port, -1 for the model's input; else None."""
         if port.index != 0:
             return None
         if port.layer is None:
