@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, TextIO
 
 import typer
+from rich.table import Table
 from rich.text import Text
 
 from .. import __version__
@@ -130,7 +131,13 @@ def layers(
     if as_json:
         console.print_json([dict(zip(found.columns, row, strict=True)) for row in found.rows()])
     else:
-        console.out().print(console.layer_table(found))
+        title = f"{len(found)} recurrent {'layer' if len(found) == 1 else 'layers'}"
+        table = Table(title=title, title_justify="left")
+        for column in found.columns:
+            table.add_column(column, overflow="fold")
+        for cells in found.rows():
+            table.add_row(*map(Text, cells))
+        console.out().print(table)
 
 
 @app.command()

@@ -8,7 +8,6 @@ import sys
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 #: Width in characters of a table printed to a file or a pipe.
@@ -48,13 +47,3 @@ def print_plain(value: Any) -> None:
 def print_json(value: Any) -> None:
     """Print one JSON document on standard output. Raises ValueError for numbers that are not finite."""
     out().print(Text(json.dumps(value, indent=2, allow_nan=False)), soft_wrap=True)
-
-
-def layer_table(found: Any) -> Table:
-    """Return a Rich table of the result of ``rl.layers(model)``."""
-    table = Table(title=f"{len(found)} recurrent {'layer' if len(found) == 1 else 'layers'}", title_justify="left")
-    for column in found.columns:
-        table.add_column(column, overflow="fold")
-    for row in found.rows():
-        table.add_row(*(Text(cell) for cell in row))
-    return table

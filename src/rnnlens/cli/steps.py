@@ -90,10 +90,14 @@ def print_summary(result: Any, *, as_json: bool = False) -> None:
 
 def print_part(part: Any, *, as_json: bool) -> None:
     """Print a layer of a result or one of its variables; as JSON a layer's summary, or all values of the variable."""
-    if as_json:
-        console.print_json(values_of(part) if isinstance(part, xr.DataArray) else summary_of(part.dataset))
-    else:
+    if not as_json:
         console.print_plain(part)
+    elif isinstance(part, xr.DataArray):  # values that are not finite are None
+        coords = {str(dim): to_host(part[dim].values).tolist() for dim in part.dims if dim in part.coords}
+        values = plain(to_host(part.values).tolist())
+        console.print_json({**_described(part), "coords": coords, "values": values})
+    else:
+        console.print_json(summary_of(part.dataset))
 
 
 def _table(parts: list[tuple[str, str, dict[str, Any]]]) -> Table:
@@ -211,12 +215,6 @@ def summary_of(result: Any) -> dict[str, Any]:
     found = _described(result)
     found["attributes"].pop("record", None)
     return {**found, "profiles": curves, **(_trust(result) if isinstance(result, LabelledArray) else {})}
-
-
-def values_of(array: xr.DataArray) -> dict[str, Any]:
-    """Return an array as a JSON object with its coordinates and all values; those that are not finite are None."""
-    coords = {str(dim): to_host(array[dim].values).tolist() for dim in array.dims if dim in array.coords}
-    return {**_described(array), "coords": coords, "values": plain(to_host(array.values).tolist())}
 
 
 def _described(data: Any) -> dict[str, Any]:

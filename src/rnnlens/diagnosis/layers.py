@@ -197,6 +197,9 @@ def _facts(call: RecurrentCall, run: Replay, gradient: Array | None, ends: Array
     mask = None if run.mask is None else np.asarray(to_host(run.mask), dtype=bool)
     states = np.concatenate([to_host(s) for s in run.states], axis=-1)
     shut, opened = (None, None) if run.gates is None else stuck_gates(to_host(run.gates), mask)
+    timescale = None
+    if run.cell.keeping is not None and run.gates is not None:
+        timescale = gate_timescale(to_host(run.gates)[:, :, run.cell.gates.index(run.cell.keeping)], mask)
     return LayerFacts(
         name=call.layer,
         direction=call.direction,
@@ -207,17 +210,10 @@ def _facts(call: RecurrentCall, run: Replay, gradient: Array | None, ends: Array
         states=census(states),
         state_norms=_norms(states[:, order[::-1]]).mean(axis=0),
         dead=dead_units(to_host(run.states[0]), mask),
-        timescale=_timescale(run, mask),
+        timescale=timescale,
         shut=shut,
         open=opened,
     )
-
-
-def _timescale(run: Replay, mask: Array | None) -> Array | None:
-    if run.cell.keeping is None or run.gates is None:
-        return None
-    gate = run.cell.gates.index(run.cell.keeping)
-    return gate_timescale(to_host(run.gates)[:, :, gate], mask)
 
 
 def _attribution(experiment: Experiment, found: dict[tuple[str, str], Array]) -> int | None:

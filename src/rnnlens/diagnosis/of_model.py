@@ -309,9 +309,5 @@ def _v(dims: tuple[str, ...], values: object, long_name: str, units: str, defini
 def _interval(name: str, found: Interval, long_name: str, units: str = "step") -> dict[str, xr.Variable]:
     return {
         name: _v((), found.value, long_name, units),
-        f"{name}_interval": _v(("bound",), _bounds(found), f"95 % interval of {long_name}", units),
+        f"{name}_interval": _v(("bound",), np.array([found.low, found.high]), f"95 % interval of {long_name}", units),
     }
-
-
-def _bounds(found: Interval) -> Array:
-    return np.array([found.low, found.high])

@@ -142,18 +142,14 @@ def _gradient(ax: Any, node: xr.Dataset, keywords: dict[str, Any]) -> None:
             values = node[name].values
             lag = np.arange(values.size)
             ax.plot(lag, np.where(values > 0, np.maximum(values, FLOOR * 1e-2), np.nan), **look)
-            low, high = (
-                np.maximum(end, FLOOR * 1e-2) for end in ((node[f"{name}_low"].values, node[f"{name}_high"].values))
-            )
+            low, high = (np.maximum(node[f"{name}_{end}"].values, FLOOR * 1e-2) for end in ("low", "high"))
             _axes.draw_band(ax, lag, low, high, look["color"], alpha=0.15, gid=None)
             below = np.flatnonzero(~(values > FLOOR))
             if below.size:
                 marks = {"marker": "v", "markersize": 6, "linestyle": "", "clip_on": False, "gid": "below"}
                 ax.plot(below[:1], [FLOOR], color=look["color"], **marks)
-                at = (float(below[0]), FLOOR)
-                _axes.write(
-                    ax, f"below {_axes.short_number(FLOOR)}", at, (0, 9), ha="center", va="baseline", gid="below"
-                )
+                words, at = f"below {_axes.short_number(FLOOR)}", (float(below[0]), FLOOR)
+                _axes.write(ax, words, at, (0, 9), ha="center", va="baseline", gid="below")
     ax.axhline(1e-4, **_THRESHOLD)
     _axes.write(ax, "vanished: 1e-4", (1, 1e-4), (-2, 2), over=ax.get_yaxis_transform(), va="baseline")
     _axes.log_axis(ax)

@@ -84,7 +84,11 @@ def tracks_of(trace: Trace) -> list[Track]:
 def _track(name: str, dataset: xr.Dataset, direction: str) -> Track:
     track = Track(name, direction, describe_layer(dataset))
     if {"state", "decay"} & set(dataset.data_vars):  # a whole-sequence layer
-        _add_scan(track, dataset)
+        for name, kept in (("state", track.states), ("state_grad", track.gradients)):
+            if name in dataset:  # the norm for each channel or head
+                track.rows, *within = (str(dim) for dim in dataset[name].dims[2:])
+                track.within, values = tuple(within), dataset[name].values
+                kept["state"] = safe_norm(values.reshape(*values.shape[:3], -1), axis=-1) if within else values
         return track
     for key, array in dataset.data_vars.items():
         variable, plain = str(key), array.dims[:2] == (SAMPLE, TIME)
@@ -104,15 +108,6 @@ def _track(name: str, dataset: xr.Dataset, direction: str) -> Track:
     if track.mask is not None and bool(track.mask.all()):
         track.mask = None
     return track
-
-
-def _add_scan(track: Track, dataset: xr.Dataset) -> None:
-    """Add states and total gradients of a whole-sequence layer: their norms for each channel or head."""
-    for variable, side in (("state", track.states), ("state_grad", track.gradients)):
-        if variable in dataset:
-            track.rows, *within = (str(dim) for dim in dataset[variable].dims[2:])
-            track.within, values = tuple(within), dataset[variable].values
-            side["state"] = safe_norm(values.reshape(*values.shape[:3], -1), axis=-1) if within else values
 
 
 def norms(values: Array) -> Array:

@@ -154,11 +154,9 @@ def _identity(path: Path) -> tuple[int, ...]:
 def _told(tree: xr.DataTree, source: Path, *, sealed: bool) -> Any:
     """Build the result that an opened tree contains, by the attributes of its root."""
     decode(tree)
-    if KIND not in tree.attrs:
+    if KIND not in tree.attrs:  # written with xarray itself: variables with provenance and schema of rnnlens
         dataset = tree.to_dataset()
-        schemas = [
-            variable.attrs.get("schema") for variable in dataset.data_vars.values() if "provenance" in variable.attrs
-        ]
+        schemas = [v.attrs.get("schema") for v in dataset.data_vars.values() if "provenance" in v.attrs]
         if not schemas or tree.children or len(schemas) != len(dataset.data_vars):
             raise FileError(
                 "This file was not written by rnnlens.", got=str(source), hint=f"xarray.open_datatree({str(source)!r})"

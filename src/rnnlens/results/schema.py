@@ -335,8 +335,12 @@ def _separate_units(
     states = next((arrays[n].shape for n in ("hidden", "hidden_grad") if n in arrays), ())
     for name, dims in named.items():
         dims = _separate_space(dims, arrays[name].shape, states)
-        own = reference is not None and dims[-1:] == (UNIT,) and arrays[name].shape[-1] != reference
-        separated[name] = (*dims[:-1], f"{_unit_owner(name)}_unit") if own else dims
+        if reference is not None and dims[-1:] == (UNIT,) and arrays[name].shape[-1] != reference:
+            # Gates have the units of the cell, a gradient those of its variable.
+            base = re.sub(r"^(initial|final)_(?!state$)", "", name.removesuffix("_grad"))
+            owner = "cell" if base in ("gates", "gate_preactivation", "gate") else base
+            dims = (*dims[:-1], f"{owner}_unit")
+        separated[name] = dims
     return separated
 
 
@@ -349,12 +353,6 @@ def _separate_space(dims: tuple[str, ...], shape: tuple[int, ...], states: tuple
     if shape[at : at + len(axes)] == states[-1 - len(axes) : -1]:
         return dims
     return tuple(f"input_{dim}" if dim in axes else dim for dim in dims)
-
-
-def _unit_owner(name: str) -> str:
-    """Return the name of the variable with the same units: ``cell`` for gates, the variable itself for a gradient."""
-    base = re.sub(r"^(initial|final)_(?!state$)", "", name.removesuffix("_grad"))
-    return "cell" if base in ("gates", "gate_preactivation", "gate") else base
 
 
 def _original(array: Any, stored: np.ndarray[Any, Any]) -> dict[str, str]:

@@ -12,7 +12,7 @@ import numpy as np
 from .. import data
 from ..adapters.protocol import Outputs, Port
 from ..recurrence.arrays import on_cpu
-from ..recurrence.nonfinite import NonfiniteValue, largest, largest_term
+from ..recurrence.nonfinite import NonfiniteValue, first_forward, largest, largest_term
 from ..recurrence.replay import Replay
 from ..results.nonfinite import Origin
 from ..results.schema import to_host
@@ -137,7 +137,7 @@ def in_the_forward_pass(observed: ObservedRun) -> Iterator[Origin]:
 
 
 def _in_recurrence(observed: ObservedRun, node: Node, replayed: ObservedCall) -> Iterator[Origin]:
-    spot = replayed.first_forward()
+    spot = first_forward(replayed.run, replayed.limit)
     if spot is None:
         return
     origin = origin_of(replayed, spot, "forward")
@@ -284,7 +284,13 @@ def _located(observed: ObservedRun) -> Origin | None:
         why = _why(loss, some, leaf, place)
         if why:
             return _origin(observed, loss, sample, leaf, place, value, why)
-    return _of_sample(observed, sample, value)
+    # No single output value explains it.
+    sizes = [float(np.max(np.abs(output[some]), initial=0.0)) for output in observed.returned if output.ndim]
+    cause = f"outputs that are finite, up to {max(sizes, default=0.0):.3g}"
+    given = [to_host(weight)[some] for weight in data.leaves_of(observed.batch.sample_weight)]
+    if math.isnan(value) and given and not any(np.any(weight) for weight in given):
+        cause = "0 divided by 0 in the loss: all its sample weights are 0"
+    return Origin("loss", "loss", "value", value, {} if sample is None else {SAMPLE: sample}, fed_by=cause)
 
 
 def _loss_suspects(loss: LossOfOutputs, some: slice, gradients: Sequence[Any]) -> list[tuple[int, tuple[int, ...]]]:
@@ -337,17 +343,6 @@ def _origin(
     elif len(targets) == 1 and targets[0].shape[:1] == array.shape[:1] and targets[0][0].size == 1:
         cause += f", target {float(targets[0][whole[0]].reshape(())):.3g}"
     return Origin("loss", "loss", "value", value, index, fed_by=cause)
-
-
-def _of_sample(observed: ObservedRun, sample: int | None, value: float) -> Origin:
-    """Create the origin of a non-finite loss that no single output value explains; it names the sample if known."""
-    some = slice(None) if sample is None else slice(sample, sample + 1)
-    sizes = [float(np.max(np.abs(leaf[some]), initial=0.0)) for leaf in observed.returned if leaf.ndim]
-    why = f"outputs that are finite, up to {max(sizes, default=0.0):.3g}"
-    given = [to_host(leaf)[some] for leaf in data.leaves_of(observed.batch.sample_weight)]
-    if math.isnan(value) and given and not any(np.any(leaf) for leaf in given):
-        why = "0 divided by 0 in the loss: all its sample weights are 0"
-    return Origin("loss", "loss", "value", value, {} if sample is None else {SAMPLE: sample}, fed_by=why)
 
 
 def gradient_at_the_outputs(observed: ObservedRun) -> Iterator[Origin]:

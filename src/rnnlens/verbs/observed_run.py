@@ -24,7 +24,7 @@ from ..adapters.protocol import (
 from ..autodiff import tensors
 from ..errors import RnnlensError
 from ..layout import dims_of
-from ..recurrence.nonfinite import NonfiniteValue, any_broken, first, first_forward, largest
+from ..recurrence.nonfinite import NonfiniteValue, any_broken, first, largest
 from ..recurrence.replay import Replay
 from ..results.nonfinite import Origin
 from ..results.schema import to_host
@@ -47,10 +47,6 @@ class ObservedCall:
     def run(self) -> Replay:
         """Replay with pre-activations, gates and states of every step."""
         return Replay.as_computed(self.call)
-
-    def first_forward(self) -> NonfiniteValue | None:
-        """Return the first forward value that is not finite or above the dtype's limit; None if there is none."""
-        return first_forward(self.run, self.limit)
 
 
 @dataclass
@@ -150,21 +146,18 @@ class ObservedRun:
             opened, names = array, ()
         if SAMPLE in names or self.adapter.samples_first:
             return opened, names
-        return array, self._by_size(array)
+        # No experiment determined the axes: guess by the sizes of the recurrent layers.
+        guess = list(dims_of(array.shape))
+        if self.capture.calls:
+            sample, time = (int(n) for n in self.capture.calls[0].input.shape[:2])
+            if array.shape[:2] == (time, sample) and time != sample and len(guess) > 2:
+                guess[:2] = [TIME, SAMPLE]
+        return array, tuple(guess)
 
     def _is_of_steps(self, array: Array) -> bool:
         """Return whether an input has the (sample, time) shape of a sequence input, such as a mask."""
         sequences = [other for other in self.inputs if other.ndim > 2]
         return array.ndim == 2 and any(other.shape[:2] == array.shape for other in sequences)
-
-    def _by_size(self, array: Array) -> tuple[str, ...]:
-        """Guess axis names from the sizes of the recurrent layers, if no experiment determined them."""
-        names = list(dims_of(array.shape))
-        if self.capture.calls:
-            sample, time = (int(n) for n in self.capture.calls[0].input.shape[:2])
-            if array.shape[:2] == (time, sample) and time != sample and len(names) > 2:
-                names[:2] = [TIME, SAMPLE]
-        return tuple(names)
 
     @cached_property
     def _axes(self) -> ModelAxes:

@@ -64,7 +64,7 @@ def replacing_folder(target: Path) -> Iterator[Path]:
 
 def recover(target: Path) -> None:
     """Rename the old folder back if its replacement was killed between the two renames."""
-    aside = _aside(target)
+    aside = target.with_name(f"{ASIDE}{target.name}")
     if not os.path.lexists(target) and os.path.lexists(aside):
         with suppress(OSError), _unclaimed(aside) as certain:
             if certain:
@@ -153,7 +153,7 @@ def _switch(new: Path, target: Path) -> None:
     if not target.exists():
         os.rename(new, target)
     elif not _swap_names(new, target):
-        aside = _aside(target)
+        aside = target.with_name(f"{ASIDE}{target.name}")
         with _unclaimed(target):  # locked, so that no other process removes it as a leftover
             os.rename(target, aside)
             try:
@@ -181,10 +181,6 @@ def _swap_names(one: Path, other: Path) -> bool:
     if failed and code not in _UNSUPPORTED:
         raise OSError(code, os.strerror(code), str(other))
     return not failed
-
-
-def _aside(target: Path) -> Path:
-    return target.with_name(f"{ASIDE}{target.name}")
 
 
 def _sync_folder(folder: Path) -> None:

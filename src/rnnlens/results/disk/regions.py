@@ -126,10 +126,8 @@ def _run(region: Region, missing: Sequence[int], tasks: ChunkTasks, progress: Pr
             _refuse_lost(outcome)
             _, start, stop, _ = tasks.arguments[number][2]
             kind = "worker" if type(outcome).__name__ == "KilledWorker" else "chunk"
-            outcome = (
-                kind,
-                str(outcome) if isinstance(outcome, RnnlensError) else failed_samples((start, stop), outcome),
-            )
+            text = str(outcome) if isinstance(outcome, RnnlensError) else failed_samples((start, stop), outcome)
+            outcome = kind, text
         if outcome is not None:
             failures[number] = outcome
     return failures

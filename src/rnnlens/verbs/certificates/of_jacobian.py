@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import Any
 
 import numpy as np
 import xarray as xr
@@ -70,8 +69,12 @@ def pushed_through(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.Da
     each = plan.network.samples * plan.ends.in_count * plan.ends.wrt.size * plan.dtype.itemsize
     count = max(1, min(plan.ends.groups, PROBED_STEPS, memory // max(1, each)))
     chosen = sorted({int(i) for i in np.linspace(plan.ends.groups - 1, 0, count).round()})
-    weights = _random_rows(plan, chosen)
     times = None if plan.ends.out_times is None else [plan.ends.out_times[i] for i in chosen]
+    # A random-sign combination of the requested rows at each chosen step: (sample, time, 1, unit).
+    requested = np.eye(plan.ends.of.size) if plan.ends.projection is None else plan.ends.projection[0, 0]
+    sizes = plan.network.samples, len(chosen), len(requested)
+    weights = np.zeros((plan.network.samples, plan.ends.of.times or 1, 1, plan.ends.of.size))
+    weights[:, times or [0], 0] = (2.0 * np.random.default_rng(0).integers(0, 2, size=sizes) - 1.0) @ requested
     swept = weights[np.argsort(plan.network.order)] if plan.network.order else weights
     ends = replace(plan.ends, weights=swept, out_times=times, measure=None, sketch=None, average=False)
     modes = {part.mode for part in plan.parts}
@@ -83,17 +86,6 @@ def pushed_through(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.Da
     cotangent = xr.DataArray(weights[:, :, 0].astype(plan.dtype), dims=(SAMPLE, TIME, UNIT))
     cotangent = cotangent.isel({TIME: 0 if times is None else times})
     return JacobianClaim(request, plan, ends, cotangent, pulled, _spread(rows), True, check)
-
-
-def _random_rows(plan: JacobianPlan, chosen: list[int]) -> np.ndarray[Any, Any]:
-    """Return a random-sign combination of the requested rows at each chosen step: (sample, time, 1, unit)."""
-    ends, samples = plan.ends, plan.network.samples
-    rows = np.eye(ends.of.size) if ends.projection is None else ends.projection[0, 0]
-    signs = 2.0 * np.random.default_rng(0).integers(0, 2, size=(samples, len(chosen), len(rows))) - 1.0
-    weights = np.zeros((samples, ends.of.times or 1, 1, ends.of.size))
-    at = [0] if ends.out_times is None else [ends.out_times[i] for i in chosen]
-    weights[:, at, 0] = signs @ rows
-    return weights
 
 
 def _bound(

@@ -15,6 +15,7 @@ import xarray as xr
 
 from ...arguments import as_numbers, as_numpy, either, kept_steps, listed, number, refuse_without_order
 from ...errors import InputError, did_you_mean, has_attribute, message, shown
+from ...results.layers import sizes_of
 from ...typing import Array
 from ...vocabulary import DIRECTION, SAMPLE, TIME
 from ..axes import axes_to_type
@@ -145,7 +146,7 @@ class Target:
             raise InputError(
                 "The weights of reduce= do not match the shape of the target.",
                 got=f"shape {np.shape(self.reduce)}",
-                expected=f"what broadcasts to {_sized(chosen)}; or one of {', '.join(REDUCTIONS)}, or a callable",
+                expected=f"what broadcasts to ({sizes_of(chosen)}); or one of {', '.join(REDUCTIONS)}, or a callable",
             ) from None
         return weights
 
@@ -166,7 +167,7 @@ class Target:
         return message(
             f"{self.text} is not one number{per}. A gradient needs one number, and rnnlens does not sum outputs "
             "unless told to.",
-            got=f"{_sized(chosen)}, {count} numbers{per}",
+            got=f"({sizes_of(chosen)}), {count} numbers{per}",
             expected='reduce="sum", "mean", "norm", weights or a callable; or at= to select steps and units',
             hint=f'rl.jacobian(model, x, of="{self.text}") for the derivative of each number separately'
             if not self.text.startswith("<")
@@ -185,7 +186,7 @@ def indices_of(whole: xr.DataArray, at: Mapping[str, Any], name: str) -> dict[st
             raise InputError(
                 f"The target has no dimension {dim!r}.",
                 got=f"at={dict(at)!r}",
-                expected=_sized(whole),
+                expected=f"({sizes_of(whole)})",
                 hint=f"name the axis that counts steps: {axes_to_type(name, [(one,) for one in names], unnamed)}"
                 if say
                 else did_you_mean(dim, names),
@@ -232,7 +233,3 @@ def _reduce_by_name(values: Array, axes: tuple[int, ...], how: str, count: int) 
     # At exactly 0 the norm has no derivative; frameworks use the subgradient 0.
     cotangent = np.divide(values, norm, out=np.zeros_like(values), where=norm > 0)
     return np.squeeze(norm, axis=axes), cotangent
-
-
-def _sized(array: xr.DataArray) -> str:
-    return "(" + ", ".join(f"{dim}: {size}" for dim, size in array.sizes.items()) + ")"
