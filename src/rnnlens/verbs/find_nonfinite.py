@@ -34,7 +34,9 @@ def in_the_backward_pass(observed: ObservedRun) -> Iterator[Origin]:
     """Yield where gradients are first not finite, layer by layer from the top, from the last step on."""
     if not is_sick(observed):
         return
-    yield from gradient_at_the_outputs(observed)
+    at_the_outputs = observed.attempt(lambda: gradient_at_the_outputs(observed))
+    if at_the_outputs is not None:
+        yield at_the_outputs
     above, recurrent = "the loss", False
     for node in reversed(observed.nodes):
         for replayed in node.directions:

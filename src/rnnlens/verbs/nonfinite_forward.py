@@ -173,9 +173,7 @@ def _fed_by(replayed: ObservedCall, spot: NonfiniteValue) -> str:
     run, call = replayed.run, replayed.call
     if call.cell.by_framework:
         return in_a_cell(run, spot)
-    term = None
-    if spot.quantity == "gate_preactivation":
-        term = largest_term(run, spot)
+    term = largest_term(run, spot) if spot.quantity == "gate_preactivation" else None
     if term is not None:
         return f"{term}, the largest of its terms"
     before = run.state_before(spot.index[TIME])
@@ -345,14 +343,8 @@ def _origin(
     return Origin("loss", "loss", "value", value, index, fed_by=cause)
 
 
-def gradient_at_the_outputs(observed: ObservedRun) -> Iterator[Origin]:
-    """Yield the output value at which the derivative of a finite loss is not finite, as an origin."""
-    origin = observed.attempt(lambda: _slopes(observed))
-    if origin is not None:
-        yield origin
-
-
-def _slopes(observed: ObservedRun) -> Origin | None:
+def gradient_at_the_outputs(observed: ObservedRun) -> Origin | None:
+    """Return the output value at which the derivative of a finite loss is not finite, as an origin, or None."""
     loss = LossOfOutputs(observed)
     _, gradients = loss(loss.leaves)
     for i, gradient in enumerate(gradients):

@@ -135,9 +135,11 @@ class ObservedRun:
         return spot.index
 
     def _opened(self, port: Port, array: Array) -> tuple[Array, tuple[str, ...]]:
-        if port.kind == "input" and port.layer is None and data.is_packed(data.leaves_of(self.batch.x)[port.index]):
+        is_input = port.kind == "input" and port.layer is None
+        if is_input and data.is_packed(data.leaves_of(self.batch.x)[port.index]):
             return array, dims_of(array.shape, last=FEATURE)
-        if port.kind == "input" and port.layer is None and port not in self._axes.stated and self._is_of_steps(array):
+        may_be_mask = is_input and port not in self._axes.stated and array.ndim == 2
+        if may_be_mask and any(other.ndim > 2 and other.shape[:2] == array.shape for other in self.inputs):
             return array, (SAMPLE, TIME)
         try:
             self._axes.learn(self._quiet, [port])
@@ -153,11 +155,6 @@ class ObservedRun:
             if array.shape[:2] == (time, sample) and time != sample and len(guess) > 2:
                 guess[:2] = [TIME, SAMPLE]
         return array, tuple(guess)
-
-    def _is_of_steps(self, array: Array) -> bool:
-        """Return whether an input has the (sample, time) shape of a sequence input, such as a mask."""
-        sequences = [other for other in self.inputs if other.ndim > 2]
-        return array.ndim == 2 and any(other.shape[:2] == array.shape for other in sequences)
 
     @cached_property
     def _axes(self) -> ModelAxes:

@@ -136,11 +136,6 @@ class TracedCall:
     weights_scale: float = 0.0
     rounding: Rounding = field(default_factory=Rounding)
 
-    def present(self, selection: TraceSelection | None) -> Arrays:
-        """Return the existing arrays, limited to the requested quantities unless ``selection`` is None."""
-        found = {name: array for name, array in self.arrays.items() if array is not None}
-        return found if selection is None else {name: array for name, array in found.items() if selection.has(name)}
-
 
 def trace_call(
     call: RecurrentCall,
@@ -260,8 +255,11 @@ def recurrent_datasets(
             chain.pull(directions[0], traced[0].arrays["input_grad"])
         checks += [check for one in traced for check in one.checks]
         info = described.get(name) or described.get(name.rpartition("#")[0])
+        # A certificate compares all arrays, also those that were not requested.
+        pairs = [[(n, a) for n, a in one.arrays.items() if a is not None] for one in traced]
+        present = [{n: a for n, a in found if claim is not None or selection.has(n)} for found in pairs]
         layer = labelled_layer(
-            join_directions([one.present(selection if claim is None else None) for one in traced]),
+            join_directions(present),
             info={**(vars(info) if info else {}), "name": name},
             provenance=provenance,
             bidirectional=len(directions) > 1,

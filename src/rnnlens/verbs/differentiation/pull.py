@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -307,7 +307,11 @@ class _Pull:
         if self.plan.outputs:
             seeds = {port: to_host(a)[0] for port in self.plan.outputs if (a := arrived.get(port)) is not None}
         pieces: dict[TensorName, list[Array | None]] = {name: [] for name in names}
-        for rows in self._rows_at_a_time(seeds):
+        # A pull-back keeps the cotangent of every activation on its path; eight times the seeds is the estimate.
+        per_sample = 8 * (2 * self.weights.size + 8 * sum(seed.size for seed in seeds.values()))
+        size = int(min(self.samples, max(1, self.request.memory // max(per_sample, 1))))
+        for start in range(0, self.samples, size):
+            rows = range(start, min(start + size, self.samples))
             got = self._pull({port: self._of_samples(port, seed, rows) for port, seed in seeds.items()})
             for name in names:
                 pieces[name].append(self.weights.of(name, got, slice(rows.start, rows.stop)))
@@ -322,14 +326,6 @@ class _Pull:
             refuse_unknown("per_sample=True", text_of(port), self.outside.layout(port, seed).names)
         masks = np.arange(self.samples) == np.asarray(rows)[:, None]
         return self.outside.of_samples(port, seed, masks)
-
-    def _rows_at_a_time(self, seeds: Mapping[Port, Array]) -> Iterator[range]:
-        """Yield ranges of samples whose weight gradients fit into the memory limit."""
-        # A pull-back keeps the cotangent of every activation on its path; eight times the seeds is the estimate.
-        per_sample = 8 * (2 * self.weights.size + 8 * sum(seed.size for seed in seeds.values()))
-        size = int(min(self.samples, max(1, self.request.memory // max(per_sample, 1))))
-        for start in range(0, self.samples, size):
-            yield range(start, min(start + size, self.samples))
 
     def _pull(self, cotangents: Mapping[Port, Array]) -> Arrived:
         return self.pullback.vjp(cotangents) if cotangents else {}
