@@ -268,12 +268,11 @@ def search(
             found[k] = probe(k)
         return float(found[k][0].mean()) / scale
 
-    grid = _grid(steps)
-    for k in grid[:-1]:
+    for k in (2**i for i in range(steps.bit_length()) if 2**i < steps - 1):
         if use_at(k) < _NEGLIGIBLE and decreasing:
             break
-    for k in grid[-1:]:
-        use_at(k)
+    if steps > 1:
+        use_at(steps - 1)
     for level in levels:
         curve = {k: use_at(k) for k in sorted(found)}
         high = memory_length(curve, steps, level)
@@ -283,9 +282,3 @@ def search(
             low, high = (middle, high) if use_at(middle) > level else (low, middle)
     ordered = sorted(found)
     return Probes(steps, {k: found[k][0] for k in ordered}, {k: found[k][1] for k in ordered})
-
-
-def _grid(steps: int) -> list[int]:
-    """Return the context lengths at which a search starts: 1, 2, 4, ... and steps - 1."""
-    doubling = [2**i for i in range(steps.bit_length()) if 2**i < steps - 1]
-    return [*doubling, steps - 1] if steps > 1 else []

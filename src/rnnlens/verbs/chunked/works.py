@@ -60,8 +60,7 @@ class GradientWork(ChunkWork):
 
     def _values(self, total: Accumulator, certificate: Certificate, rows: ChunkRows, size: int) -> ChunkValues:
         arrays, sums = total.parts()
-        scale = 1.0 / self.total if self.combine == "mean" else 1.0
-        kept_arrays = {}
+        scale, kept_arrays = _scale(self.combine, self.total), {}
         for name, array in arrays.items():
             at = total.dims[name].index(SAMPLE)
             whole = array if scale == 1.0 else array * array.dtype.type(scale)
@@ -70,7 +69,7 @@ class GradientWork(ChunkWork):
         return ChunkValues(
             kept_arrays,
             {name.text: array for name, array in sums.items()},
-            certificate=None if certificate.state == "off" else certificate.to_dict(),
+            certificate=certificate_of(certificate.to_dict()),
             value=value * size / rows.count if self.of_loss and self.combine == "mean" else value,
             weight=float(rows.count),
         )
@@ -112,7 +111,7 @@ def gradients_of_chunks(
                 lazy[name.text] = graph.kept(name.text, array)
             else:
                 over = arguments.across if name.what != "weight" or arguments.per_sample else None
-                scale, samples = _scale(combine, chunks), chunks.total if over == "mean" else 1
+                scale, samples = _scale(combine, chunks.total), chunks.total if over == "mean" else 1
                 lazy[name.text] = graph.total(name.text, array, scale, samples)
     return request, lazy, template.explanation, graph
 
@@ -193,9 +192,9 @@ def refuse_other_loss(adapter: Adapter, model: Any, batch: Batch, combine: str) 
         )
 
 
-def _scale(combine: str | None, chunks: SampleChunks) -> float:
+def _scale(combine: str | None, total: int) -> float:
     """Return the factor by which a chunk's gradient enters the gradient of the target over all samples."""
-    return 1.0 / chunks.total if combine == "mean" else 1.0
+    return 1.0 / total if combine == "mean" else 1.0
 
 
 #: Verb of one batch: model and batch to its result.
@@ -284,7 +283,7 @@ def lazy_datasets(
             if not sums:
                 found[str(name)] = graph.kept(key, array)
             elif key.endswith("_grad"):
-                found[str(name)] = graph.total(key, array, _scale(combine, chunks))
+                found[str(name)] = graph.total(key, array, _scale(combine, chunks.total))
             elif "_grad_" in key:
                 found[str(name)] = _count(found, str(name), array)
             else:  # the weights themselves
