@@ -60,7 +60,8 @@ class GradientWork(ChunkWork):
 
     def _values(self, total: Accumulator, certificate: Certificate, rows: ChunkRows, size: int) -> ChunkValues:
         arrays, sums = total.parts()
-        scale, kept_arrays = _scale(self.combine, self.total), {}
+        scale = _scale(self.combine, self.total)
+        kept_arrays = {}
         for name, array in arrays.items():
             at = total.dims[name].index(SAMPLE)
             whole = array if scale == 1.0 else array * array.dtype.type(scale)
