@@ -52,7 +52,11 @@ class Data:
 def read_data(
     path: Path, x: Sequence[str] | None = None, y: Sequence[str] | None = None, sample_weight: str | None = None
 ) -> Data:
-    """Read one batch: arrays ``x``, ``y`` and ``sample_weight`` unless others are named; x of a file with one array."""
+    """Read one batch: arrays ``x``, ``y`` and ``sample_weight`` unless others are named; x of a file with one array.
+
+    Raise FileError if the file cannot be read, declares more data than it has, or contains Python objects, which could
+    run code; TooLargeError if the arrays exceed the memory granted; InputError if there is no array of that name.
+    """
     with _opened(path) as arrays:
         held = list(arrays)
         names = list(x or (["x"] if "x" in held or len(held) != 1 else held))
@@ -62,14 +66,7 @@ def read_data(
         for name in wanted:
             if name not in held:
                 raise InputError(f"No array named {name!r} in {path}.", hint=did_you_mean(name, held))
-        size = sum(arrays.size(name) for name in dict.fromkeys(wanted))
-        if size > current().memory:
-            raise TooLargeError(
-                "These arrays are larger than the memory granted.",
-                got=f"{path}: {format_memory(size)}",
-                expected=f"at most {format_memory(current().memory)}",
-                hint=f'--memory "{format_memory(size + size // 10)}"',
-            )
+        _check_fits(path, sum(arrays.size(name) for name in dict.fromkeys(wanted)))
         found = {name: arrays.read(name) for name in dict.fromkeys(wanted)}
     parts = [tuple(found[name] for name in part) or None for part in (names, targets, weights)]
     return Data(*(part[0] if part is not None and len(part) == 1 else part for part in parts))
@@ -106,15 +103,7 @@ class _Arrays:
         return self._checked(io.BytesIO(self.archive.read(part)), part.file_size)
 
     def _checked(self, stream: IO[bytes], size: int) -> np.ndarray[Any, Any]:
-        start = stream.tell()
-        version: Any = np.lib.format.read_magic(stream)
-        reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, _, dtype = reader(stream)
-        claimed, there = int(np.prod(shape, dtype=object)) * dtype.itemsize, size - (stream.tell() - start)
-        if claimed > there and not dtype.hasobject:
-            got = f"{self.path}: {format_memory(claimed)} announced, {format_memory(there)} there"
-            raise FileError("This data file is damaged.", got=got)
-        stream.seek(start)
+        _check_header(self.path, stream, size)
         loaded: np.ndarray[Any, Any] = np.load(stream, allow_pickle=False)
         return loaded
 
@@ -157,3 +146,27 @@ def check_archive(path: Path) -> None:
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             _check_unpacked(path, [(part.compress_size, part.file_size) for part in archive.infolist()])
+
+
+def _check_fits(path: Path, size: int) -> None:
+    """Raise TooLargeError if ``size`` bytes are more than ``--memory`` or ``rl.options(memory=)`` allow."""
+    if size > current().memory:
+        raise TooLargeError(
+            "These arrays are larger than the memory granted.",
+            got=f"{path}: {format_memory(size)}",
+            expected=f"at most {format_memory(current().memory)}",
+            hint=f'--memory "{format_memory(size + size // 10)}"',
+        )
+
+
+def _check_header(path: Path, stream: IO[bytes], size: int) -> None:
+    """Raise FileError if the header of a ``.npy`` of ``size`` bytes declares more data; restore its position."""
+    start = stream.tell()
+    version: Any = np.lib.format.read_magic(stream)
+    reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = reader(stream)
+    claimed, there = int(np.prod(shape, dtype=object)) * dtype.itemsize, size - (stream.tell() - start)
+    if claimed > there and not dtype.hasobject:
+        got = f"{path}: {format_memory(claimed)} announced, {format_memory(there)} there"
+        raise FileError("This data file is damaged.", got=got)
+    stream.seek(start)

@@ -22,7 +22,13 @@ from ..vocabulary import SAMPLE, TIME
 
 
 class Orientation:
-    """Order of axes of one model's data and outputs: as ``given`` by name of a tensor, or found by short runs."""
+    """Order of axes of the data and outputs of one model, as the user declared it or as found by short runs.
+
+    Parameters
+    ----------
+    given
+        Layouts declared by the user, by the name of a tensor or ``"y"``.
+    """
 
     def __init__(self, adapter: Adapter, model: Any, x: Any, given: Mapping[str, Layout] | None) -> None:
         self.declared = {name: layout for name, layout in (given or {}).items() if name not in DATA}
@@ -52,7 +58,10 @@ class Orientation:
         return [self._complete(i, leaf, layout) for i, (leaf, layout) in enumerate(zip(leaves, found, strict=True))]
 
     def _samples_lead(self, x: Any) -> bool:
-        """Run the model once; return whether recurrent layers get one sample for each entry of the first axis of x."""
+        """Return whether the recurrent layers get one sample for each entry of the first axis of x.
+
+        The model runs once, on a number of entries that no other axis of x has.
+        """
         shapes = [shape_of(leaf) or (3,) for leaf in data.leaves_of(x)]
         others = {size for shape in shapes for size in shape[1:]}
         most = min(shape[0] for shape in shapes)
@@ -65,7 +74,10 @@ class Orientation:
         return {*(int(call.input.shape[0]) for call in capture.calls), *capture.scanned.values()} <= {count}
 
     def _complete(self, index: int, leaf: Any, layout: Layout | None) -> Layout:
-        """Return the layout of an input leaf with time, by default its first axis that does not count samples."""
+        """Return the layout of an input leaf, with a time axis.
+
+        If the time axis is unknown, it is the first axis that does not count samples.
+        """
         known = self.axes.layout(Port("input", index=index), np.shape(leaf))
         names = list(known.names if layout is None or SAMPLE in known.names else layout.names)
         free = [i for i, name in enumerate(names) if name != SAMPLE]
@@ -85,7 +97,10 @@ class Orientation:
         return x if self.inputs is None else _each_turned(_turned, x, self.inputs), y
 
     def _of_target(self, leaf: Array, count: int, steps: int) -> Layout:
-        """Return the layout of a target, samples before or after steps; raise ``InputError`` if both or neither fit."""
+        """Return the layout of a target: samples first, or steps before samples.
+
+        Raise ``InputError`` if both or neither fit.
+        """
         if "y" in self.axes.data:
             return self.axes.data["y"]
         rest = tuple(f"axis_{i}" for i in range(2, leaf.ndim))
@@ -111,11 +126,13 @@ class Orientation:
         return _each_turned(_turned_back, y, self.targets) if self.targets else y
 
     def output(self, array: Array, index: int, x: Any, samples: int) -> Array:
-        """Convert one output for the input ``x`` of ``samples`` samples to (sample, [time,] feature)."""
+        """Convert one output of the model to (sample, time, ...) or (sample, ...).
+
+        ``x`` is the input of the model in its own order, with ``samples`` samples. An output (sample, time) gets a last
+        axis of size 1.
+        """
         port = Port("output", index=index)
-        lengths = {leaf.shape[1] for leaf in data.leaves_of(x) if len(leaf.shape) > 1}
-        many = array.ndim > 2 or (array.ndim == 2 and array.shape[1] > 1 and array.shape[1] in lengths)
-        if self.inputs is not None or port in self.axes.stated or array.shape[:1] != (samples,) or many:
+        if self._may_lie_otherwise(array, port, x, samples):
             few = x if self.inputs is not None else data.map_leaves(lambda leaf: leaf[:3], x)
             self.axes.learn(Batch(few), [port])
         layout = self.axes.layout(port, array.shape)
@@ -127,6 +144,12 @@ class Orientation:
             )
         turned = _turned(layout.opened(array, samples), Layout.plain(layout.names))
         return turned[:, :, None] if set(layout.names) == {SAMPLE, TIME} else turned
+
+    def _may_lie_otherwise(self, array: Array, port: Port, x: Any, samples: int) -> bool:
+        """Return whether an output may have axes other than (sample, unit), so that an experiment must find them."""
+        lengths = {leaf.shape[1] for leaf in data.leaves_of(x) if len(leaf.shape) > 1}
+        many = array.ndim > 2 or (array.ndim == 2 and array.shape[1] > 1 and array.shape[1] in lengths)
+        return self.inputs is not None or port in self.axes.stated or array.shape[:1] != (samples,) or many
 
     def names(self, array: Array, index: int) -> Layout:
         """Return the layout of an output of the model; axes of unknown role have default names."""
@@ -211,7 +234,10 @@ class Samples:
         return data.map_leaves(lambda leaf: change(leaf) if next(place) in self.sequences else otherwise(leaf), self.x)
 
     def with_prefix(self, keep: Array, lender: Array, lengths: Array) -> Any:
-        """Return x with all steps before each sample's last ``keep`` real ones replaced by another sample's."""
+        """Return x with all steps before each sample's last ``keep`` real ones replaced by another sample's.
+
+        Samples of unequal length are aligned at their last real step. A shorter lender is repeated cyclically.
+        """
         position = np.arange(self.steps)[None, :]
         own = position >= (lengths - keep)[:, None]
         from_end = lengths[:, None] - position
@@ -267,7 +293,10 @@ def read_samples(x: Any, y: Any, most: int, orient: Callable[[Any], Orientation]
 
 
 def refuse_without_time(x: Any, *, least: int = 2) -> None:
-    """Raise ``InputError`` for fewer than ``least`` samples or steps, ``UnsupportedError`` for packed data."""
+    """Raise ``InputError`` unless an array has at least ``least`` samples and ``least`` steps.
+
+    Packed sequences raise ``UnsupportedError``.
+    """
     _refuse_packed(x)
     leaves = data.leaves_of(x)
     shapes = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]

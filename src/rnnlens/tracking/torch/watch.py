@@ -103,16 +103,7 @@ class TorchWatch:
         self.steps = self._begun = self._trained_before()
         self._recorder.start(self.steps)
         if not self.plan.batch_schedule.off:
-            self._capture = TrainingCapture(
-                self.model, self.plan.layers, whole=not self.plan.only_direct, failed=self._capture_failed
-            )
-            if not self._capture.modules:
-                raise UnsupportedError(
-                    "Batch mode records nn.RNN, nn.LSTM, nn.GRU and their cells, and none of them is among the watched "
-                    "layers.",
-                    got=", ".join(self._capture.others) or "no recurrent layer of torch's own",
-                    hint="a probe records every layer: rl.torch.watch(model, path, probe=(x, y), loss=loss)",
-                )
+            self._start_capture()
         if self.plan.on_nonfinite is not None and self._recorder.writes:
             incidents = Incidents(self.plan.path, provenance)
             self._nonfinite = NonfiniteCheck(self.model, self.plan.loss, incidents, self._own_loss)
@@ -123,13 +114,28 @@ class TorchWatch:
         self._prepare()
 
     def _trained_before(self) -> int:
-        """Return the number of batches trained before: given, of the optimizers or of the run; cut later ones."""
+        """Return how many batches were trained before: the number given, else that of the optimizers, else of the run.
+
+        Records of later steps, whose weights no longer exist, are dropped.
+        """
         if self.plan.step is not None:
             if self._store is not None:
                 self._store.cut(self.plan.step)
             return self.plan.step
         taken = steps_taken(self.plan.optimizers)
         return taken if self._store is None else self._store.go_on(taken)
+
+    def _start_capture(self) -> None:
+        self._capture = TrainingCapture(
+            self.model, self.plan.layers, whole=not self.plan.only_direct, failed=self._capture_failed
+        )
+        if not self._capture.modules:
+            raise UnsupportedError(
+                "Batch mode records nn.RNN, nn.LSTM, nn.GRU and their cells, and none of them is among the watched "
+                "layers.",
+                got=", ".join(self._capture.others) or "no recurrent layer of torch's own",
+                hint="a probe records every layer: rl.torch.watch(model, path, probe=(x, y), loss=loss)",
+            )
 
     def _unhook(self) -> None:
         for part in (self._capture, self._steps, self._nonfinite):
@@ -219,7 +225,10 @@ class TorchWatch:
             self._take_once()
 
     def check_finite(self) -> None:
-        """Test loss and gradients before the weights change; write the batch if ``on_nonfinite=`` is set."""
+        """Test loss and gradients after the backward pass and before the weights change; called by trainers.
+
+        A batch that is not finite is written if ``on_nonfinite=`` is set.
+        """
         if self._nonfinite is not None:
             when = {"step": self.steps + 1, "epoch": self._epoch, "loss": _number(self.loss)}
             try:
@@ -268,7 +277,10 @@ class TorchWatch:
         self._take_once(applied_scale)
 
     def _take_once(self, applied_scale: float = 1.0) -> None:
-        """Capture the batch of the last backward pass, unless it was captured already or fails."""
+        """Capture the batch of the last backward pass, unless it was captured already.
+
+        After a failure there is no record.
+        """
         capture = self._capture
         if capture is None or not capture.on or not capture.calls or self._taken == capture.backward:
             return
@@ -329,25 +341,28 @@ class TorchWatch:
         self._take_once()  # where a closure ran the batch within the step
         self.steps += 1
         if captures:
-            assert self._capture is not None
-            batch = self.latest if self._taken is not None and not self._failed else None
-            if self._failed:
-                pass  # a gap already
-            elif batch is None:
-                self._recorder.missed(why_not_captured(self._capture))
-            elif self._recorder.writes and self._recorder.sinks:
-                batch.moved = None if self._steps is None else self._steps.moved
-                self._recorder.record(self.steps, lambda: record_of(batch, self.plan), what="batch")
-            else:
-                self._recorder.counted()
-            self._capture.forget()
-            if batch is not None and self.plan.on_batch is not None:
-                self.plan.on_batch(batch)
+            self._record_batch()
         self._record_probe_if_due()
         self.loss, self._taken, self._failed = None, None, False
         self._prepare()
 
     # ---- records
+
+    def _record_batch(self) -> None:
+        assert self._capture is not None
+        batch = self.latest if self._taken is not None and not self._failed else None
+        if self._failed:
+            pass  # a gap already
+        elif batch is None:
+            self._recorder.missed(why_not_captured(self._capture))
+        elif self._recorder.writes and self._recorder.sinks:
+            batch.moved = None if self._steps is None else self._steps.moved
+            self._recorder.record(self.steps, lambda: record_of(batch, self.plan), what="batch")
+        else:
+            self._recorder.counted()
+        self._capture.forget()
+        if batch is not None and self.plan.on_batch is not None:
+            self.plan.on_batch(batch)
 
     def _record_probe_if_due(self) -> None:
         if not self.plan.probes.off and self._recorder.on_schedule(self.plan.probes, self.steps, self._epoch):
