@@ -24,8 +24,6 @@ from .recurrences import Loop, LoopBoundary
 from .step_graph import BodyCell
 from .weights import block, known_cell, layers_of, name_of, weights_of
 
-Fetched = dict[Any, Any]
-
 
 @dataclass
 class _Fetches:
@@ -80,10 +78,7 @@ def _fetches(found: OpenNet, batch: Batch, request: CaptureRequest) -> _Fetches:
 
 
 def _fetch_gradients(found: OpenNet, asked: _Fetches, request: CaptureRequest, spots: PortTensors) -> None:
-    """Add gradients at all boundaries and weights to the fetched tensors, in one backward pass.
-
-    Each unrolled loop needs one more backward pass for its direct gradients.
-    """
+    """Add gradients at all boundaries and weights, in one backward pass and another one for each unrolled loop."""
     graph, loss = found.copy.graph, asked.fetches["loss"]
     wanted: dict[Any, Spot] = {("plain_grad", name): spot for name, spot in asked.plain.items()}
     for i, loop in enumerate(asked.loops):
@@ -105,7 +100,7 @@ def _fetch_gradients(found: OpenNet, asked: _Fetches, request: CaptureRequest, s
     weights = _weights(found, asked, request)
     asked.fetches |= pulled_back(graph, [loss], wanted | {("weight", name): spot for name, spot in weights.items()})
     # Gradients that reach the cells' variables outside of their loops: of penalties, and of other layers.
-    held = {name for loop in asked.loops for name in loop.variables}
+    held = {name for loop in asked.loops for name in loop.cell.variables}
     outside = {
         ("beside", name): spot
         for name, spot in weights.items()
@@ -125,17 +120,14 @@ def _weights(found: OpenNet, asked: _Fetches, request: CaptureRequest) -> dict[s
 
 
 def _moving(loop: Loop, mask: Array) -> Array | None:
-    """Return where the output depends on the state, (sample, time) of bool; None for everywhere.
-
-    If masked steps repeat the previous output, the output is zero up to the first real step.
-    """
+    """Return where the output depends on the state, (sample, time) of bool; None for everywhere."""
     if loop.masked_output == "zero":
         return mask
     if loop.masked_output == "state" or loop.cell.body is not None:
         return None
     if loop.turned_by is not None:  # a reversed loop runs the padding last
         return np.broadcast_to(mask.any(axis=1, keepdims=True), mask.shape)
-    turn = -1 if loop.direction == "backward" else 1
+    turn = -1 if loop.direction == "backward" else 1  # masked steps repeat the output, zero up to the first real step
     return (mask[:, ::turn].cumsum(axis=1) > 0)[:, ::turn]
 
 
@@ -145,7 +137,7 @@ class _CaptureBuilder:
 
     found: OpenNet
     asked: _Fetches
-    values: Fetched
+    values: dict[Any, Any]
     variables: Mapping[str, Array]
     request: CaptureRequest
 
@@ -176,6 +168,7 @@ class _CaptureBuilder:
         get, direct, unrolled = self.values.get, self.request.gradients, loop.kind == "unrolled"
         output, output_grad = self.values[i, "output"], get((i, "output_grad", 0))
         mask, state_grad, final_grad = self._mask(i, loop), None, self._states(i, "final_grad", loop.final)
+        body, weights = loop.cell.body, weights_of(loop)
         if loop.output is None and direct:  # the output is this state
             final_grad = (np.zeros_like(final_grad[0]), *final_grad[1:])
         if direct and unrolled:
@@ -194,7 +187,9 @@ class _CaptureBuilder:
             layer=loop.name,
             direction=loop.direction,
             bidirectional=loop.bidirectional,
-            cell=self._cell(i, loop),
+            cell=known_cell(loop, self.variables)
+            if body is None
+            else BodyCell(body, self._states(i, "outer", body.fed), list(weights)),
             input=self.values[i, "input"],
             mask=mask,
             initial_state=self._states(i, "initial", loop.initial),
@@ -206,7 +201,7 @@ class _CaptureBuilder:
             final_state_grad=final_grad if direct and not unrolled else None,
             state_grad=state_grad,
             between=unrolled,
-            weights_key="|".join(name_of(p, k) for k, p in weights_of(loop).items()) or f"{loop.name}/{loop.direction}",
+            weights_key="|".join(name_of(p, k) for k, p in weights.items()) or f"{loop.name}/{loop.direction}",
             weight_grads=self._weight_grads(loop) if direct and self.request.weight_grads else None,
             tied=self._tied(loop),
             framework_input_grad=get((i, "input_grad", 0)),
@@ -228,11 +223,6 @@ class _CaptureBuilder:
         mask: Array = self.values[i, "mask"].T
         return mask[:, ::-1] if loop.direction == "backward" else mask
 
-    def _cell(self, i: int, loop: Loop) -> Any:
-        if loop.cell.body is None:
-            return known_cell(loop, self.variables)
-        return BodyCell(loop.cell.body, self._states(i, "outer", loop.cell.body.fed), list(weights_of(loop)))
-
     def _weight_grads(self, loop: Loop) -> dict[str, Array]:
         """Return the gradients that reach the weights of a layer through its loop, by weight name."""
         found = {}
@@ -243,22 +233,16 @@ class _CaptureBuilder:
         return found
 
     def _beside(self) -> tuple[dict[str, Array | None], frozenset[str]]:
-        """Return, by name, the weight gradients along paths outside of the recorded loops.
-
-        The second result names the weights whose gradient is instead the full one, loops included.
-        """
+        """Return weight gradients along paths outside of the recorded loops, and the names of those that are full."""
         layers = layers_of(self.found).values()
         names = [name_of(pieces, key) for layer in layers for key, pieces in layer.weights.items()]
         beside = {name: self.values["beside", name] for name in names if ("beside", name) in self.values}
         return {name: self.values.get(("weight", name)) for name in names} | beside, frozenset(names) - set(beside)
 
     def _tied(self, loop: Loop) -> frozenset[str]:
-        """Return the weights of a loop that share only a part of their variables with another layer.
-
-        Gradients of weights that are shared in full are summed over the layers instead.
-        """
+        """Return the weights of a loop that share only a part of their variables with another layer."""
         others = [other for other in self.found.loops if other is not loop]
-        shared = {name for other in others for name in other.variables}
+        shared = {name for other in others for name in other.cell.variables}
         same = {other.name for other in others if weights_of(other) == weights_of(loop)}
         if same:  # all weights are shared: the gradients of the calls are summed
             return frozenset()

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from tensorflow.python.ops.control_flow_util import IsInCond
+
 from .loop_analysis import LoopAnalysis, analyse, output_of
 from .loop_recorder import rewire
 from .recurrences import Loop, LoopBoundary
@@ -15,7 +17,7 @@ from .refusals import fused, of_a_branch, refused
 from .sequences import GraphSettings, course_of, sequences
 from .split_loop import split
 from .unrolled import unrolled
-from .while_loops import Frame, conditions_with_loops, frames_of
+from .while_loops import CONDITIONS, LOOPS, WHILES, Frame, ancestors, frames_of, types_of
 
 
 def find(
@@ -28,9 +30,8 @@ def find(
 ) -> list[Loop]:
     """Find the recurrent loops among the ancestors of outputs and loss, in the order in which they were built.
 
-    ``value_of`` returns the present value of a scalar tensor, such as a keep probability: a cell may be known at that
-    value only. ``may_vary``: runs of the same copy may use other values, such as another learning phase of Keras.
-    Cells whose variables are a set of ``stacks`` are treated as one recurrence.
+    ``value_of`` returns the present value of a scalar such as a keep probability, which is another one in other runs if
+    it ``may_vary``. Cells whose variables are a set of ``stacks`` are treated as one recurrence.
     """
     ends = list(ends)
     built = [
@@ -41,17 +42,18 @@ def find(
     loops = zip((number for number, _ in built), _paired([loop for _, loop in built]), strict=True)
     # An unrolled loop stands where its first state is computed, a refused one last.
     steps = [(int(x.states[0].tensors[0].op._id) if x.states else math.inf, x) for x in unrolled(ends)]
-    in_branches = [of_a_branch(op.name) for op in conditions_with_loops(ends)]
-    return [*(loop for _, loop in sorted([*loops, *steps], key=lambda pair: pair[0])), *fused(ends), *in_branches]
+    in_branches = [op.name for op in ancestors(ends) if op.type in CONDITIONS and WHILES & types_of([op])]
+    ordered = [loop for _, loop in sorted([*loops, *steps], key=lambda pair: pair[0])]
+    return [*ordered, *fused(ends), *map(of_a_branch, in_branches)]
 
 
 def _loops(
     frame: Frame, value_of: Callable[[Any], Any], stacks: Sequence[frozenset[str]], *, may_vary: bool
 ) -> list[Loop]:
     """Return the recurrences of one while loop. The list is empty for a loop that has no state."""
-    if frame.in_condition:
+    if frame.variables and IsInCond(frame.variables[0].reader[0]):
         return [of_a_branch(frame.name)]
-    if frame.nested:
+    if any(op.type in LOOPS for op in frame.ops):
         return [refused(frame, frame.floats, sequences(frame), "a loop within its body")] if frame.floats else []
     settings = GraphSettings(value_of)
     analysis = as_set = analyse(frame, settings)
@@ -70,13 +72,11 @@ def _loops(
 
 
 def _without_dropout(analysis: LoopAnalysis) -> Frame:
-    """Rewrite a loop so that operations read the input of dropout in place of its result, where the dropout rate is 0.
-
-    The copy of the graph is made anew where a setting changes.
-    """
+    """Rewrite a loop so that operations read the input of dropout in place of its result, where the rate is now 0."""
     frame, kept = analysis.frame, dict[int, Any]()
     for op in frame.ops:
-        if op.type in ("Select", "SelectV2") and analysis.probe.holds(op.inputs[0]):
+        # At a rate of 0 dropout's condition "uniform draw >= rate" is always true.
+        if op.type in ("Select", "SelectV2") and (analysis.probe.of(op.inputs[0]).numbers == 1.0).all():
             kept[id(op.outputs[0])] = op.inputs[1]
             rewire(op.outputs[0], op.inputs[1])
     return replace(frame, variables=tuple(replace(v, after=kept.get(id(v.after), v.after)) for v in frame.variables))
@@ -92,6 +92,8 @@ def _known(analysis: LoopAnalysis) -> Loop | None:
     match = analysis.matches[0]
     read = next((read for read in analysis.reads if analysis.probe.of(read.value).key == match.source), None)
     output = output_of(analysis, match.after[0])
+    if output is None and not any(w.stacked is not None and w.variable.read for w in analysis.writes):
+        output = None, "state"
     understood = analysis.mask is not None or analysis.condition is None
     in_one = any(columns is not None for _, columns in analysis.owners)
     if read is None or read.reader is None or output is None or not understood or in_one:
@@ -108,7 +110,7 @@ def _known(analysis: LoopAnalysis) -> Loop | None:
         masked_output=output[1],
         scope=match.scope,
         **analysis.mask_words,
-        **course_of(read.stacked).words,
+        **course_of(read.stacked)[1],
     )
 
 
@@ -143,5 +145,5 @@ def _stem(forward: Loop, backward: Loop) -> str | None:
     names = [pattern.match(loop.name) for pattern, loop in zip(_HALVES, (forward, backward), strict=True)]
     if any(name is None for name in names) or len({name["stem"] for name in names if name}) != 1:
         return None
-    same_source = course_of(forward.input.tensors[0]).source is course_of(backward.input.tensors[0]).source
+    same_source = course_of(forward.input.tensors[0])[0] is course_of(backward.input.tensors[0])[0]
     return names[0]["stem"] if same_source and names[0] is not None else None

@@ -1,7 +1,6 @@
 """tf_keras models that were built with eager execution disabled, as nets of their Keras graph.
 
-Functions of Keras that add operations to the user's graph, ``get_session`` and ``symbolic_learning_phase``, are not
-called.
+No function of Keras is called that adds operations to it, such as ``get_session``.
 """
 
 from __future__ import annotations
@@ -217,12 +216,8 @@ def _keys(layer: Any) -> list[tuple[str, str]]:
 
 def _outputs(layer: Any, graph: Any) -> tuple[str, ...]:
     """Return the names of the output tensors of a layer's calls; calls with several outputs are left out."""
-    found = []
-    for node in getattr(layer, "_inbound_nodes", []):
-        tensors = _flat(node.outputs)
-        if len(tensors) == 1 and tensors[0].graph is graph:
-            found.append(tensors[0].name)
-    return tuple(found)
+    calls = [_flat(node.outputs) for node in getattr(layer, "_inbound_nodes", [])]
+    return tuple(tensors[0].name for tensors in calls if len(tensors) == 1 and tensors[0].graph is graph)
 
 
 def phase_feed(net: Net, training: bool) -> dict[str, bool]:

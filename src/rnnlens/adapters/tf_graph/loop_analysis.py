@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Literal
@@ -10,7 +9,7 @@ from typing import Any, Literal
 import tensorflow.compat.v1 as tf
 
 from ...errors import message
-from .blocks import CONVOLUTIONS, VARIABLES, Source, constant_of, same, width_of
+from .blocks import CONVOLUTIONS, VARIABLES, Outer, constant_of, same, width_of
 from .cells import Match, steps_in
 from .probe import COMPUTED, PARTS, Key, Probe
 from .recurrences import Condition, LoopBoundary
@@ -56,13 +55,6 @@ class LoopAnalysis:
     condition: tuple[Any, bool] | None
     matches: list[Match]
 
-    def same_condition(self, condition: Any) -> bool:
-        """Return whether a tensor is the condition (mask) under which the loop keeps its states, or one equal to it."""
-        if self.condition is None:
-            return False
-        mine, other = self.mask, mask_of(condition, self.frame, self.reads)
-        return condition is self.condition[0] or (mine is not None and mine.agrees(other))
-
     def numbers(self, match: Match) -> list[int]:
         """Return the indices, among the state pairs (before, after) of the loop, of the states of a recognised cell."""
         return [self.pairs.index(pair) for pair in zip(match.before, match.after, strict=True)]
@@ -78,8 +70,7 @@ class LoopAnalysis:
     def runs_through(self, stacked: Any) -> tuple[Condition, ...]:
         """Return the condition to check in a run: the loop runs over all steps of the sequence ``stacked``.
 
-        It is empty if the loop has lengths, or if the number of steps run is unknown. With lengths, the loop
-        may end early, since all later steps are padding.
+        It is empty if the number of steps is unknown, or if the loop has lengths and may end where all is padding.
         """
         count = steps_run(self.frame)
         if (self.mask is not None and self.mask.lengths is not None) or count is None:
@@ -138,7 +129,7 @@ def flat_mask(stacked: Any, inverted: bool) -> Any:
         return tf.logical_not(flat) if inverted else flat
 
 
-def _widths(tensor: Any, outer: Source) -> list[int]:
+def _widths(tensor: Any, outer: Outer) -> list[int]:
     """Return the widths of the states that are concatenated in a tensor; one width for a single state."""
     op = same(tensor, outer).op
     if op.type != "ConcatV2" or constant_of(op.inputs[-1], outer) not in (-1, tensor.shape.rank - 1):
@@ -146,11 +137,10 @@ def _widths(tensor: Any, outer: Source) -> list[int]:
     return [width for part in op.inputs[:-1] for width in _widths(part, outer)]
 
 
-def unselected(after: Any, before: Any, outer: Source) -> tuple[Any, tuple[Any, bool] | None]:
+def unselected(after: Any, before: Any, outer: Outer) -> tuple[Any, tuple[Any, bool] | None]:
     """Split ``select(condition, new, old)`` into the new value and the condition under which the old one is kept.
 
-    The condition is a pair: the tensor, and whether True (or False) keeps the old value. It is None where the update
-    has no such select.
+    The condition is a pair: the tensor, and whether True keeps the old value. It is None for other updates.
     """
     chosen = same(after, outer)
     if chosen.op.type in ("Select", "SelectV2"):
@@ -163,10 +153,7 @@ def unselected(after: Any, before: Any, outer: Source) -> tuple[Any, tuple[Any, 
 
 
 def _states(frame: Frame, made: dict[int, Any], writes: list[Written]) -> list[Variable]:
-    """Return the loop variables that carry a state: those on which the result of some step depends.
-
-    Variables that only repeat the previous output are not among them.
-    """
+    """Return the loop variables on which the result of some step depends; copies of the previous output are none."""
     new = {id(same(v.after, frame.outer)): made[id(v)][0] for v in frame.floats}
     targets = [made[id(v)][0] for v in frame.floats]
     targets += [new.get(id(same(write.value, frame.outer)), write.value) for write in writes]
@@ -197,14 +184,8 @@ Output = tuple[LoopBoundary | None, Literal["state", "output", "zero"]]
 def output_of(analysis: LoopAnalysis, hidden: Key) -> Output | None:
     """Return where a hidden state is stacked, and the output at masked steps; None if other numbers are stacked."""
     writes = [w for w in analysis.writes if w.stacked is not None]
-    if not any(w.variable.read for w in writes):
-        return _output_of(analysis, hidden, writes) or (None, "state")
-    return _output_of(analysis, hidden, writes)
-
-
-def _output_of(analysis: LoopAnalysis, hidden: Key, writes: Sequence[Written]) -> Output | None:
     outer, keys = analysis.frame.outer, analysis.probe
-    if len(writes) != 1 or not at_present(analysis.frame, writes[0]):
+    if len(writes) != 1 or not analysis.frame.is_time(writes[0].index):
         return None
     boundary = LoopBoundary((writes[0].stacked,), stacked=True)
     value = same(writes[0].value, outer)
@@ -224,11 +205,6 @@ def _output_of(analysis: LoopAnalysis, hidden: Key, writes: Sequence[Written]) -
         return boundary, "state"
     kept = any(other is v.before and is_filled_with(0, v.entry, outer) for v in analysis.frame.floats)
     return (boundary, "output") if kept else None  # the previous output
-
-
-def at_present(frame: Frame, write: Written) -> bool:
-    """Return whether the body writes each result at the position of its own time step."""
-    return any(same(write.index, frame.outer) is v.before for v in frame.clocks)
 
 
 def why_unknown(analysis: LoopAnalysis) -> str:

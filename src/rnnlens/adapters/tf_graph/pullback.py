@@ -24,10 +24,7 @@ from .public import Net
 def gradients(
     graph: Any, ys: Sequence[Any], xs: Sequence[Any], given: Sequence[Any] | None = None, stop: Sequence[Any] = ()
 ) -> list[Any]:
-    """Add ``tf.gradients`` to the copy: a dense tensor for each of ``xs``, None where there is no path.
-
-    Raise UnsupportedError if an operation between them has no gradient in TensorFlow.
-    """
+    """Add ``tf.gradients`` to the copy: a dense tensor for each of ``xs``, None where there is no path."""
     usable = [i for i, x in enumerate(xs) if x.dtype.base_dtype.is_floating or x.dtype == tf.resource]
     found: list[Any] = [None] * len(xs)
     sources = [xs[i] for i in usable]
@@ -54,9 +51,7 @@ def pulled_back(
     given: Sequence[Any] | None = None,
     stop: Sequence[Any] = (),
 ) -> dict[Any, Any]:
-    """Add gradients of ``ys`` to the copy, and combine them for each port of ``spots``.
-
-    Ports without a path are left out.
+    """Add gradients of ``ys`` to the copy, combined for each port of ``spots`` to which there is a path.
 
     Each port at which differentiation stops elsewhere needs a pass of its own.
     """
@@ -105,14 +100,11 @@ _VARIANTS = (tf.resource, tf.variant, tf.string)
 
 @dataclass
 class _Built:
-    """Tensors added to the copy for the cotangents of some ports.
-
-    ``given``: placeholders of the cotangents. ``found``: gradients by port. ``kept``: the forward tensors that the
-    backward pass reads; further cotangents then need the backward pass only. It is None if some of them cannot be fed.
-    """
+    """Tensors added to the copy for the cotangents of some ports: their placeholders, and the gradients by port."""
 
     given: dict[Port, Any]
     found: dict[Any, Any] = field(default_factory=dict)
+    #: Forward tensors that the backward pass reads, kept for further cotangents; None if some cannot be fed.
     kept: list[Any] | None = None
 
 

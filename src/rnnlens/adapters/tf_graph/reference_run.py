@@ -1,7 +1,4 @@
-"""Reference runs of the user's graph, for certificates: a separate copy without taps, and one ``tf.gradients``.
-
-Certificates compare results with these runs. Code of the capture and the pullback is not used here.
-"""
+"""Reference runs of the user's graph, for certificates: a separate copy without taps, and one ``tf.gradients``."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from ...errors import CertificateError
 from ...typing import Array, leaves_of
 from ..protocol import Batch, Cotangents, ReferenceRun
 from .blocks import is_variable, read
-from .graph_copy import GraphCopy, cone, definition, dense
+from .graph_copy import GraphCopy, cone, dense
 from .inputs import fed, fed_in, names_of_inputs
 from .losses import feed_of_loss, key_of, loss_in
 from .open_net import OpenNet, open_net
@@ -31,7 +28,7 @@ class _ReferenceGraph:
     """Copy of the graph without taps, with the gradients of the loss or of the outputs."""
 
     def __init__(self, net: Net, batch: Batch, *, of_loss: bool, gradients: bool) -> None:
-        self.copy = GraphCopy(definition(net.graph), batch.seed or 0, getattr(net.session, "_config", None))
+        self.copy = GraphCopy(net.session, batch.seed or 0)
         graph = self.copy.graph
         with graph.as_default():
             get = self.copy.tensor
@@ -75,18 +72,13 @@ def _refuse_other_draws(
         raise CertificateError("dropout within a loop draws other numbers when the loop is looked into")
 
 
-def reference_run(
-    net: Net, batch: Batch, cotangents: Cotangents | None = None, *, gradients: bool = True, regularised: bool = False
-) -> ReferenceRun:
-    """Run the reference copy, penalties of its loss included; see :meth:`Adapter.reference_run`."""
-    del regularised
-    return prepared(net, batch, cotangents, gradients=gradients)()
-
-
 def prepared(
     net: Net, batch: Batch, cotangents: Cotangents | None = None, *, gradients: bool = True
 ) -> Callable[[], ReferenceRun]:
-    """Build the reference copy, its feeds and the values of its variables; return a function that runs it."""
+    """Build the reference copy, its feeds and the values of its variables; return a function that runs it.
+
+    Penalties of the loss are always included.
+    """
     if batch.initial_state:
         raise CertificateError("the graph by itself starts from the states that it is fed or makes")
     found = open_net(net, batch.seed)
@@ -99,7 +91,12 @@ def prepared(
         _refuse_other_draws(found, batch, bare, feed, values)
 
     def run() -> ReferenceRun:
-        given = {} if cotangents is None else _pulled(bare, cotangents, feed, values)
+        given = {}
+        if cotangents is not None:
+            outputs = list(bare.copy.run(dict(enumerate(bare.outputs)), feed, values).values())
+            wanted = cotangents(list(map(np.asarray, outputs))) if callable(cotangents) else cotangents
+            for place, cotangent, output in zip(bare.given, wanted, outputs, strict=True):
+                given[place] = np.zeros_like(output) if cotangent is None else np.asarray(cotangent, output.dtype)
         got = bare.copy.run(bare.asked, feed | given, values)
         names = names_of_inputs(net, batch.x)
         parts = [[got.get(("input", name, i)) for i in range(len(bare.inputs[name]))] for name in names]
@@ -113,14 +110,6 @@ def prepared(
         )
 
     return run
-
-
-def _pulled(bare: _ReferenceGraph, cotangents: Cotangents, feed: Mapping[Any, Any], values: Any) -> dict[Any, Array]:
-    """Return the output cotangents by placeholder; if they depend on the outputs, run the graph once to get these."""
-    given = [np.asarray(value) for value in bare.copy.run(dict(enumerate(bare.outputs)), feed, values).values()]
-    found = cotangents(given) if callable(cotangents) else cotangents
-    every = zip(bare.given, found, given, strict=True)
-    return {place: np.zeros_like(out) if c is None else np.asarray(c, out.dtype) for place, c, out in every}
 
 
 def _bare(net: Net, batch: Batch, of_loss: bool, gradients: bool) -> _ReferenceGraph:

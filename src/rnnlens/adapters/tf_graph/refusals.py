@@ -13,10 +13,7 @@ from .while_loops import Frame, Variable, ancestors
 
 
 def refused(frame: Frame, states: Sequence[Variable], found: Sequence[Read], reason: str, hint: str = "") -> Loop:
-    """Create the ``Loop`` of a recurrence that cannot be captured, since its steps cannot be run one by one.
-
-    ``reason`` and ``hint`` are the text of the error and the remedy.
-    """
+    """Create the ``Loop`` of a while loop whose steps cannot be run one by one, which an error then states."""
     words = message(
         f"The loop {frame.name!r} is run by a cell that rnnlens does not know, and its steps cannot be run one by one.",
         got=reason,
@@ -26,7 +23,7 @@ def refused(frame: Frame, states: Sequence[Variable], found: Sequence[Read], rea
     reads = [read for read in found if read.value.dtype.is_floating]
     readers = tuple(read.reader for read in reads[:1] if read.reader is not None)
     source = LoopBoundary((reads[0].stacked,), (readers,), stacked=True) if readers else LoopBoundary(())
-    course = course_of(reads[0].stacked).words if reads else {}
+    course = course_of(reads[0].stacked)[1] if reads else {}
     return Loop(
         frame.name,
         frame.kind,
@@ -52,10 +49,7 @@ def of_a_branch(scope: str) -> Loop:
 
 
 def without_steps(name: str, scope: str, units: int, what: str, **words: str) -> Loop:
-    """Create the ``Loop`` of a recurrence that cannot be captured because no step of it can be read.
-
-    ``what`` and ``words`` are the text and the details of the error message.
-    """
+    """Create the ``Loop`` of a recurrence of which no step can be read, with the text and details of the error."""
     cell = LoopCell("unknown", units, refused=message(what, **words))
     return Loop(name, "unrolled", cell, (), (), LoopBoundary(()), None, scope=scope)
 
