@@ -100,27 +100,22 @@ def variable_of(tensor: Any, outer: Outer) -> Any:
 
 
 def block_of(tensor: Any, outer: Outer) -> Block | None:
-    """Return the block of a weight variable, such as some rows of it, that a tensor equals; None if it equals none."""
+    """Return the block of a weight variable, such as some rows of it, that a tensor equals; None if it equals none.
+
+    Cuts are applied to an uninitialised array of the variable's shape, whose memory shows where the rest lies.
+    """
     if not tensor.dtype.base_dtype.is_floating and tensor.dtype.name != "resource":
         return None
     cuts, tensor = [], same(tensor, outer, _READERS)
     while tensor.op.type in CUTS:
         cuts.append(tensor)
         tensor = same(uncut(tensor), outer, _READERS)
-    return _cut_block(tensor.op, cuts) if is_variable(tensor.op) else None
-
-
-def _cut_block(variable: Any, cuts: list[Any]) -> Block | None:
-    """Return the block of a variable that remains after the splits and slices ``cuts``; None if it is no block.
-
-    The cuts are applied to an uninitialised array of the variable's shape, whose memory shows where the rest lies.
-    """
-    shape = [dim.size for dim in variable.get_attr("shape").dim]
+    shape = [dim.size for dim in tensor.op.get_attr("shape").dim] if is_variable(tensor.op) else []
     if not 1 <= len(shape) <= 5 or any(size < 0 for size in shape):
         return None
     whole = part = np.empty(shape, np.int8)
-    for tensor in reversed(cuts):
-        part = cut(part, tensor)
+    for each in reversed(cuts):
+        part = cut(part, each)
         if part is None:
             return None
     window = tuple(shape[:-2])
@@ -131,7 +126,7 @@ def _cut_block(variable: Any, cuts: list[Any]) -> Block | None:
     first, last = (array.__array_interface__["data"][0] for array in (whole, part))
     row, column = divmod(last - first, shape[-1])
     rows = None if len(shape) == 1 else row if part.ndim == 1 else (row, row + part.shape[-2])
-    return Block(variable.name, rows, (column, column + part.shape[-1]), window=window)
+    return Block(tensor.op.name, rows, (column, column + part.shape[-1]), window=window)
 
 
 def width_of(tensor: Any) -> int | None:

@@ -10,14 +10,18 @@ from typing import Any
 
 from tensorflow.python.ops.control_flow_util import IsInCond
 
-from .loop_analysis import LoopAnalysis, analyse, output_of
+from .loop_analysis import LoopAnalysis, output_of
 from .loop_recorder import rewire
-from .recurrences import Loop, LoopBoundary
-from .refusals import fused, of_a_branch, refused
+from .recurrences import Loop, LoopBoundary, without_steps
 from .sequences import GraphSettings, course_of, sequences
-from .split_loop import split
+from .split_loop import refused, split
 from .unrolled import unrolled
 from .while_loops import CONDITIONS, LOOPS, WHILES, Frame, ancestors, frames_of, types_of
+
+#: Operations that run a whole recurrence, or cell; its steps are not in the graph.
+_FUSED = frozenset(
+    {"BlockLSTM", "BlockLSTMV2", "CudnnRNN", "CudnnRNNV2", "CudnnRNNV3", "LSTMBlockCell", "GRUBlockCell"}
+)
 
 
 def find(
@@ -44,7 +48,7 @@ def find(
     steps = [(int(x.states[0].tensors[0].op._id) if x.states else math.inf, x) for x in unrolled(ends)]
     in_branches = [op.name for op in ancestors(ends) if op.type in CONDITIONS and WHILES & types_of([op])]
     ordered = [loop for _, loop in sorted([*loops, *steps], key=lambda pair: pair[0])]
-    return [*ordered, *fused(ends), *map(of_a_branch, in_branches)]
+    return [*ordered, *_fused(ends), *map(_of_a_branch, in_branches)]
 
 
 def _loops(
@@ -52,15 +56,15 @@ def _loops(
 ) -> list[Loop]:
     """Return the recurrences of one while loop. The list is empty for a loop that has no state."""
     if frame.variables and IsInCond(frame.variables[0].reader[0]):
-        return [of_a_branch(frame.name)]
+        return [_of_a_branch(frame.name)]
     if any(op.type in LOOPS for op in frame.ops):
         return [refused(frame, frame.floats, sequences(frame), "a loop within its body")] if frame.floats else []
     settings = GraphSettings(value_of)
-    analysis = as_set = analyse(frame, settings)
+    analysis = as_set = LoopAnalysis(frame, settings)
     if not analysis.states:
         return []
     if settings.used and (may_vary or not as_set.covered):
-        analysis = analyse(frame if may_vary else _without_dropout(as_set))
+        analysis = LoopAnalysis(frame if may_vary else _without_dropout(as_set))
     read = frozenset[str]().union(*(match.cell.variables for match in analysis.matches))
     if len(analysis.matches) > 1 and any(read <= stack for stack in stacks):
         return split(analysis, as_one=True)
@@ -112,6 +116,35 @@ def _known(analysis: LoopAnalysis) -> Loop | None:
         **analysis.mask_words,
         **course_of(read.stacked)[1],
     )
+
+
+def _of_a_branch(scope: str) -> Loop:
+    """Create the ``Loop`` of a recurrence that cannot be captured because it is inside a branch of a condition."""
+    return without_steps(
+        scope,
+        scope,
+        0,
+        f"The recurrence {scope!r} stands in one branch of a tf.cond, and its steps cannot be read from outside.",
+        expected="a recurrence that is always run",
+        hint="tf.cond around its input or its result: tf.cond(switch, lambda: outputs, lambda: others)",
+    )
+
+
+def _fused(ends: Iterable[Any]) -> list[Loop]:
+    """Return a ``Loop`` that cannot be captured for each recurrence, or cell, that is a single fused operation."""
+    scopes = {op.name.rpartition("/")[0] or op.name: op.type for op in ancestors(ends) if op.type in _FUSED}
+    return [
+        without_steps(
+            scope,
+            scope,
+            0,
+            f"The recurrence {scope!r} is one operation, and its steps are not in the graph.",
+            got=kind,
+            expected="a loop of steps",
+            hint="tf.nn.dynamic_rnn with tf.nn.rnn_cell.LSTMCell or GRUCell, on the same weights",
+        )
+        for scope, kind in scopes.items()
+    ]
 
 
 # Two directions, one layer.

@@ -45,35 +45,30 @@ def definition(graph: Any) -> Any:
         ) from error
 
 
-def imported(meta: Any) -> Any:
-    """Create a graph from a definition; its functions get new names, since all graphs share one register of them."""
-    graph = tf.Graph()
-    _rename_functions(meta.graph_def, f"_copy{next(_numbers)}")
-    with graph.as_default():
-        meta_graph.import_scoped_meta_graph(meta)
-    return graph
-
-
 def _nodes(definition: Any) -> list[Any]:
     """Return all nodes of a graph's definition, those of its functions included."""
     return [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
 
 
-def _rename_functions(definition: Any, mark: str) -> None:
-    """Append ``mark`` to the names of all functions of a graph definition, also where they are called."""
-    own = {function.signature.name for function in definition.library.function}
-    for node in _nodes(definition) if own else ():
+def imported(meta: Any) -> Any:
+    """Create a graph from a definition; its functions get new names, since all graphs share one register of them."""
+    graph, given, mark = tf.Graph(), meta.graph_def, f"_copy{next(_numbers)}"
+    own = {function.signature.name for function in given.library.function}
+    for node in _nodes(given) if own else ():
         if node.op in own:
             node.op += mark
         for value in node.attr.values():
             for function in (value.func, *value.list.func) if value.HasField("func") else value.list.func:
                 if function.name in own:
                     function.name += mark
-    for function in definition.library.function:
+    for function in given.library.function:
         function.signature.name += mark
-    for gradient in definition.library.gradient:
+    for gradient in given.library.gradient:
         gradient.function_name += mark
         gradient.gradient_func += mark if gradient.gradient_func in own else ""
+    with graph.as_default():
+        meta_graph.import_scoped_meta_graph(meta)
+    return graph
 
 
 def seeded(meta: Any, seed: int) -> Any:

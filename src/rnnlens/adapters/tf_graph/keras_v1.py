@@ -223,15 +223,13 @@ def _outputs(layer: Any, graph: Any) -> tuple[str, ...]:
 def phase_feed(net: Net, training: bool) -> dict[str, bool]:
     """Return the ``feed_dict`` of Keras' learning phase; raise UnsupportedError if the graph fixes the other phase."""
     phase = net.keras.phase
-    if isinstance(phase, bool):
-        if phase != training:
-            raise UnsupportedError(
-                "The model was built under K.set_learning_phase, for one phase alone.",
-                got=f"training={training}",
-                expected=f"training={phase}",
-            )
-        return {}
-    return {} if phase is None else {phase: training}
+    if isinstance(phase, bool) and phase != training:
+        raise UnsupportedError(
+            "The model was built under K.set_learning_phase, for one phase alone.",
+            got=f"training={training}",
+            expected=f"training={phase}",
+        )
+    return {phase: training} if isinstance(phase, str) else {}
 
 
 def sample_weights(batch: Batch) -> list[Array | None]:

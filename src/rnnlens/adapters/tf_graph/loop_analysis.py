@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
@@ -16,7 +15,6 @@ from .recurrences import Condition, LoopBoundary
 from .sequences import (
     NO_SETTINGS,
     GraphSettings,
-    Mask,
     Read,
     Written,
     is_filled_with,
@@ -33,27 +31,42 @@ _IN_CELLS |= {"Const", "Enter", "RefEnter", "ReadVariableOp", "Switch", "Placeho
 _IN_CELLS |= {"TensorArrayReadV3", "TensorListGetItem", "Pack", "Less", "LogicalNot", "Cast"}
 
 
-@dataclass(eq=False)
 class LoopAnalysis:
-    """Result of the analysis of one while loop."""
+    """Analysis of a while loop: its states, the operations that update them, and the known cells in these updates.
 
-    frame: Frame
-    probe: Probe
-    paths: Paths
-    reads: list[Read]
-    writes: list[Written]
-    states: list[Variable]
-    #: New value of each state at steps that are not masked, by id of the loop variable.
-    new: dict[int, Any]
-    #: Quantities of each state before and after the step. A concatenation of several states counts as several.
-    pairs: list[tuple[Key, Key]]
-    #: Loop variable of each pair, and its columns there (None for all).
-    owners: list[tuple[Variable, tuple[int, int] | None]]
-    #: The condition as a mask of steps; None if it is not known to be one.
-    mask: Mask | None
-    #: A tensor of the body, and whether samples keep their states where it is True; None if states are never kept.
-    condition: tuple[Any, bool] | None
-    matches: list[Match]
+    ``settings`` replaces scalar tensors, such as keep probabilities, by their present values.
+    """
+
+    def __init__(self, frame: Frame, settings: GraphSettings = NO_SETTINGS) -> None:
+        self.frame, self.reads, self.writes = frame, sequences(frame), written(frame)
+        made = {id(v): unselected(v.after, v.before, frame.outer) for v in frame.floats}
+        self.states = _states(frame, made, self.writes)
+        self.paths = Paths(frame, self.states)
+        #: A tensor of the body, and whether samples keep their states where it is True; None if states are never kept.
+        self.condition = _condition(frame, self.reads, self.paths, [made[id(v)][1] for v in self.states])
+        #: The condition as a mask of steps; None if it is not known to be one.
+        self.mask = None if self.condition is None else mask_of(self.condition[0], frame, self.reads)
+        #: New value of each state at steps that are not masked, by id of the loop variable.
+        self.new = {id(v): v.after if self.condition is None else made[id(v)][0] for v in self.states}
+        leaves = [*(v.before for v in frame.floats), *(read.value for read in self.reads)]
+        self.probe = Probe([id(t) for t in leaves], frame.outer, settings)
+        #: Quantities of each state before and after the step. A concatenation of several states counts as several.
+        self.pairs: list[tuple[Key, Key]] = []
+        #: Loop variable of each pair, and its columns there (None for all).
+        self.owners: list[tuple[Variable, tuple[int, int] | None]] = []
+        for variable in self.states:
+            before, after = self.probe.of(variable.before), self.probe.of(self.new[id(variable)])
+            widths = _widths(self.new[id(variable)], frame.outer)
+            for start, stop in pairwise([0, *accumulate(widths)]) if len(widths) > 1 else [(0, before.width)]:
+                self.pairs.append((before.columns(start, stop).key, after.columns(start, stop).key))
+                self.owners.append((variable, (start, stop) if len(widths) > 1 else None))
+        self.matches: list[Match] = []
+        free = set(self.pairs)
+        for match in steps_in(self.probe):
+            of_it = set(zip(match.before, match.after, strict=True))
+            if of_it <= free:
+                self.matches.append(match)
+                free -= of_it
 
     def numbers(self, match: Match) -> list[int]:
         """Return the indices, among the state pairs (before, after) of the loop, of the states of a recognised cell."""
@@ -87,39 +100,6 @@ class LoopAnalysis:
     def covered(self) -> bool:
         """True if every state belongs to a known cell."""
         return sum(len(match.before) for match in self.matches) == len(self.pairs)
-
-
-def analyse(frame: Frame, settings: GraphSettings = NO_SETTINGS) -> LoopAnalysis:
-    """Analyse a while loop: find its states, the operations that update them, and the known cells in these updates.
-
-    ``settings`` replaces scalar tensors, such as keep probabilities, by their present values.
-    """
-    reads, writes = sequences(frame), written(frame)
-    made = {id(v): unselected(v.after, v.before, frame.outer) for v in frame.floats}
-    states = _states(frame, made, writes)
-    paths = Paths(frame, states)
-    condition = _condition(frame, reads, paths, [made[id(v)][1] for v in states])
-    new = {id(v): made[id(v)][0] if condition is not None else v.after for v in states}
-    leaves = [*(v.before for v in frame.floats), *(read.value for read in reads)]
-    probe = Probe([id(t) for t in leaves], frame.outer, settings)
-    pairs: list[tuple[Key, Key]] = []
-    owners: list[tuple[Variable, tuple[int, int] | None]] = []
-    for variable in states:
-        before, after = probe.of(variable.before), probe.of(new[id(variable)])
-        widths = _widths(new[id(variable)], frame.outer)
-        edges = [0, *accumulate(widths)]
-        for start, stop in pairwise(edges) if len(widths) > 1 else [(0, before.width)]:
-            pairs.append((before.columns(start, stop).key, after.columns(start, stop).key))
-            owners.append((variable, (start, stop) if len(widths) > 1 else None))
-    mask = None if condition is None else mask_of(condition[0], frame, reads)
-    matches: list[Match] = []
-    free = set(pairs)
-    for match in steps_in(probe):
-        of_it = set(zip(match.before, match.after, strict=True))
-        if of_it <= free:
-            matches.append(match)
-            free -= of_it
-    return LoopAnalysis(frame, probe, paths, reads, writes, states, new, pairs, owners, mask, condition, matches)
 
 
 def flat_mask(stacked: Any, inverted: bool) -> Any:

@@ -7,7 +7,6 @@ the first cell, one for each cell, one for the rest. Each reads the stacked outp
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import tensorflow.compat.v1 as tf
@@ -93,14 +92,14 @@ class Copier:
 
     def _condition(self, merge: Any) -> Any:
         """Copy one output of a v1 condition as a new ``tf.cond`` with copies of both branches."""
-        pred = self._made[id(_context(merge).pred)]
-        inside = {id(t): self._made[id(t)] for t in _boundary_of(merge)}
+        pred, *others = _boundary_of(merge)
+        inside = {id(t): self._made[id(t)] for t in (pred, *others)}
 
         def branch(index: int) -> Any:
             copier = Copier(inside, self._outer, self._outside, in_branch=True)
             return lambda: tf.identity(copier(merge.inputs[index]))
 
-        return tf.cond(pred, branch(1), branch(0))
+        return tf.cond(inside[id(pred)], branch(1), branch(0))
 
     def _branch(self, op: Any, which: str) -> Callable[[], list[Any]]:
         """Return a function that copies one branch of a v2 condition."""
@@ -124,16 +123,11 @@ def _read_of(handle: Any, dtype: Any) -> Any:
             return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype, name=f"{name}/")
 
 
-def _context(merge: Any) -> Any:
-    context = merge.inputs[1].op._get_control_flow_context()
-    if getattr(context, "pred", None) is None:
-        raise CannotRecordError(f"a condition that the graph no longer describes ({merge.name!r})")
-    return context
-
-
 def _boundary_of(merge: Any) -> list[Any]:
     """Return the predicate of a v1 condition, and the tensors outside of it that its two branches read."""
-    context, found = _context(merge), []
+    context, found = merge.inputs[1].op._get_control_flow_context(), []
+    if getattr(context, "pred", None) is None:
+        raise CannotRecordError(f"a condition that the graph no longer describes ({merge.name!r})")
 
     def before(op: Any) -> list[Any]:
         if op.type == "Switch" and op.inputs[1] is context.pred:
@@ -143,16 +137,6 @@ def _boundary_of(merge: Any) -> list[Any]:
 
     reached((t.op for t in merge.inputs), before)
     return [context.pred, *found]
-
-
-@dataclass(frozen=True, eq=False)
-class CarriedState:
-    """One state of a rewritten loop: its start value, and the tensor of the body that is its new value."""
-
-    start: Any
-    after: Any
-    #: Condition under which a sample keeps its state, and whether False (instead of True) keeps it.
-    kept: tuple[Any, bool] | None = None
 
 
 class LoopRecorder:
@@ -169,24 +153,28 @@ class LoopRecorder:
     def run(
         self,
         wanted: Sequence[Any],
-        carried: Sequence[CarriedState] = (),
-        before: Mapping[int, Sequence[Any]] | None = None,
+        carried: Sequence[tuple[Any, Any]],
+        before: Mapping[int, Sequence[Any]],
+        kept: tuple[Any, bool] | None = None,
     ) -> tuple[list[Any], list[Any], list[Any]]:
         """Build a loop; return all steps of some tensors, all steps of its states, and the final states.
 
-        Tensors that are already recorded are read. ``before`` has substitutes for the previous states in the body, by
-        id: numbers of ``carried`` states, or tensors of which only the shape is used. Several are concatenated.
+        ``carried`` has the start value of each state, and the tensor of the body that is its new value. ``before`` has
+        substitutes for the previous states in the body, by id: numbers of ``carried``, or tensors of which only the
+        shape is used; several are concatenated. ``kept``: the condition under which a sample keeps its states, and
+        whether False (instead of True) keeps them.
         """
         self._runs += 1
         with self.graph.as_default(), tf.control_dependencies(None), tf.name_scope(f"rnnlens/{self.frame.name}/"):
-            used = self._used([*wanted, *(c.after for c in carried), *(c.kept[0] for c in carried if c.kept)])
+            used = self._used([*wanted, *(after for _, after in carried), *([] if kept is None else kept[:1])])
             known = {key: self._array(self.steps[key].dtype).unstack(self.steps[key]) for key in used}
-            targets = (*wanted, *(c.start for c in carried))
+            starts = [start for start, _ in carried]
+            targets = (*wanted, *starts)
             outs = [self._array(t.dtype) for t in targets]
             _, outs, ends = tf.while_loop(
                 lambda i, *_: i < self.count,
-                self._body(wanted, carried, known, before or {}),
-                (tf.constant(0), outs, [c.start for c in carried]),
+                self._body(wanted, [after for _, after in carried], known, before, kept),
+                (tf.constant(0), outs, starts),
                 parallel_iterations=1,  # so that random numbers are drawn in the order of the steps
                 return_same_structure=True,
             )
@@ -213,9 +201,10 @@ class LoopRecorder:
     def _body(
         self,
         wanted: Sequence[Any],
-        carried: Sequence[CarriedState],
+        new: Sequence[Any],
         known: Mapping[int, Any],
         before: Mapping[int, Sequence[Any]],
+        kept: tuple[Any, bool] | None,
     ) -> Callable[..., Any]:
         times = [v.before for v in self.frame.clocks]
 
@@ -229,14 +218,14 @@ class LoopRecorder:
                 present[key].set_shape(self.steps[key].shape[1:])
             copier = Copier(present, self.frame.outer, lambda t: t)
             after = []
-            for state, old in zip(carried, states, strict=True):
-                new = copier(state.after)
-                if state.kept is not None:
-                    condition, contrary = copier(state.kept[0]), state.kept[1]
+            for tensor, old in zip(new, states, strict=True):
+                value = copier(tensor)
+                if kept is not None:
+                    condition = copier(kept[0])
                     if condition.shape.rank == 1:
                         condition = tf.reshape(condition, [-1, *[1] * (old.shape.rank - 1)])
-                    new = tf.where_v2(condition, *((new, old) if contrary else (old, new)))
-                after.append(tf.identity(new))
+                    value = tf.where_v2(condition, *((value, old) if kept[1] else (old, value)))
+                after.append(tf.identity(value))
                 after[-1].set_shape(old.shape)
             values = [*(copier(t) for t in wanted), *after]
             for name in copier.random:

@@ -22,8 +22,7 @@ class Loss:
     """Loss in a copy of the graph: a scalar, and the placeholders of targets and sample weights of a built loss."""
 
     tensor: Any
-    targets: tuple[Any, ...] = ()
-    weights: tuple[Any, ...] = ()
+    places: tuple[Any, ...] = ()
 
 
 def is_built(net: Net, batch: Batch) -> bool:
@@ -68,7 +67,7 @@ def _built(net: Net, get: Callable[[str], Any], batch: Batch) -> Loss:
     present = [None if w is None else [None] * np.ndim(w) for w in keras_v1.sample_weights(batch)]
     weights = [None if shape is None else tf.placeholder(outputs[0].dtype, shape) for shape in present]
     value = _keras_loss(net, get, terms, targets, weights)
-    return Loss(_one_number(value), targets, tuple(w for w in weights if w is not None))
+    return Loss(_one_number(value), (*targets, *(w for w in weights if w is not None)))
 
 
 def _places(arrays: Sequence[Array], outputs: Sequence[Any]) -> tuple[Any, ...]:
@@ -118,9 +117,8 @@ def _keras_loss(
 
     parts = []
     with raised_by("loss"):
-        for i, (target, term) in enumerate(zip(targets, terms, strict=True)):
+        for target, term, weight in zip(targets, terms, weights, strict=False):
             function: Any = training_utils_v1.get_loss_function(term.loss)
-            weight = weights[i] if i < len(weights) else None
             if term.mask is not None and hasattr(function, "call"):
                 mask = tf.cast(get(term.mask), term.output.dtype)
                 each = function.call(target, term.output)
@@ -142,9 +140,5 @@ def feed_of_loss(net: Net, copy: GraphCopy, batch: Batch) -> dict[Any, Array]:
     """Return the feeds of the placeholders of a built loss, targets and sample weights; empty for another loss."""
     if not is_built(net, batch):
         return {}
-    loss = loss_in(net, copy, batch)
-    feed = dict(zip(loss.targets, (np.asarray(leaf) for leaf in leaves_of(batch.y)), strict=False))
-    if loss.weights:
-        present = [w for w in keras_v1.sample_weights(batch) if w is not None]
-        feed |= dict(zip(loss.weights, present, strict=True))
-    return feed
+    weights = [] if net.keras is None else [w for w in keras_v1.sample_weights(batch) if w is not None]
+    return dict(zip(loss_in(net, copy, batch).places, [*map(np.asarray, leaves_of(batch.y)), *weights], strict=False))

@@ -24,9 +24,6 @@ _SIZES = ("Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike")
 _ASSIGNS = ("Assign", "AssignAdd", "AssignSub", "AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp")
 _STATISTICS = ("moving_mean", "moving_variance")
 
-#: A code, the sentence about the operation, and the remedy.
-_Block = tuple[str, str, str]
-
 
 def blocked(found: OpenNet, batch: Batch, of: Sequence[Port], wrt: Port) -> Obstacle | None:
     """Return what blocks the gradient from targets to a tensor; None if the graph shows no obstacle."""
@@ -84,10 +81,7 @@ def _first_block(targets: Sequence[Any], above: set[Any], sources: set[Any]) -> 
         if any(given.ref() in sources for given in tensor.op.inputs):
             return None
         waiting += [given for given in tensor.op.inputs if given.op in above]
-    if not blocks:
-        return None
-    code, sentence, remedy = min(blocks, key=lambda block: _ORDER.index(block[0]))
-    return Obstacle(code, sentence, remedy)
+    return min(blocks, key=lambda block: _ORDER.index(block.code), default=None)
 
 
 #: Codes of obstacles, the main one first.
@@ -95,36 +89,37 @@ _ORDER = ["stop_gradient", "py_func", "no_back_prop", "no_gradient_registered", 
 _ORDER += ["non_differentiable"]
 
 
-def _block(tensor: Any) -> _Block | None:
-    """Return why an operation blocks gradients: code, sentence and remedy; None if it passes them on."""
+def _block(tensor: Any) -> Obstacle | None:
+    """Return how an operation blocks gradients; None if it passes them on."""
     operation, kind = tensor.op, tensor.dtype.base_dtype
     named = f"{operation.name!r} ({operation.type})"
     if operation.type in _STOPS:
         remedy = "leave it out, or ask for what it returns"
-        return "stop_gradient", f"tf.stop_gradient stands in the way: {named}.", remedy
+        return Obstacle("stop_gradient", f"tf.stop_gradient stands in the way: {named}.", remedy)
     if operation.type in _PYTHON:
         remedy = "tf.custom_gradient around it, or the same in TensorFlow operations (tf.py_function has gradients)"
-        return "py_func", f"A Python function stands in the way: {named} has no gradient.", remedy
+        return Obstacle("py_func", f"A Python function stands in the way: {named} has no gradient.", remedy)
     context = operation._get_control_flow_context()
     if operation.type == "Exit" and not getattr(context, "back_prop", True):
         sentence = f"The loop {context.name!r} was built with back_prop=False: TensorFlow kept nothing to go back by."
-        return "no_back_prop", sentence, "build it with back_prop=True (swap_memory=True where memory is short)"
+        remedy = "build it with back_prop=True (swap_memory=True where memory is short)"
+        return Obstacle("no_back_prop", sentence, remedy)
     if kind == tf.bool:
-        return "non_differentiable", f"A comparison stands in the way: {named} gives yes or no.", _SMOOTH
+        return Obstacle("non_differentiable", f"A comparison stands in the way: {named} gives yes or no.", _SMOOTH)
     if kind.is_integer or kind == tf.string:
         sentence = f"Integers stand in the way: {named} gives {kind.name}, and TensorFlow, 1.8 as today, says None."
-        return "integers_on_the_way", sentence, _SMOOTH
+        return Obstacle("integers_on_the_way", sentence, _SMOOTH)
     if operation.type in ("OneHot", "Cast") and not operation.inputs[0].dtype.is_floating:
         return None  # the operation that returns the integers is named instead
     if operation.type in _FLAT:
-        return "non_differentiable", f"{named} is flat: it has no gradient.", _SMOOTH
+        return Obstacle("non_differentiable", f"{named} is flat: it has no gradient.", _SMOOTH)
     return _unregistered(operation, named)
 
 
 _SMOOTH = "ask for the tensor behind it, or put something smooth in its place (a softmax for argmax, a sigmoid for >)"
 
 
-def _unregistered(operation: Any, named: str) -> _Block | None:
+def _unregistered(operation: Any, named: str) -> Obstacle | None:
     if not operation.inputs or operation.type in ("While", "StatelessWhile", "If", "StatelessIf"):
         return None
     custom = "_gradient_op_type" in operation.node_def.attr  # or it calls a function
@@ -133,9 +128,9 @@ def _unregistered(operation: Any, named: str) -> _Block | None:
     try:
         function = ops.gradient_registry.lookup(operation.type)
     except LookupError:
-        sentence = f"TensorFlow knows no gradient of {named}."
-        return "no_gradient_registered", sentence, "another operation for the same (LSTMCell for LSTMBlockCell)"
-    return None if function is not None else ("non_differentiable", f"{named} has no gradient.", _SMOOTH)
+        remedy = "another operation for the same (LSTMCell for LSTMBlockCell)"
+        return Obstacle("no_gradient_registered", f"TensorFlow knows no gradient of {named}.", remedy)
+    return None if function is not None else Obstacle("non_differentiable", f"{named} has no gradient.", _SMOOTH)
 
 
 def _through_state(

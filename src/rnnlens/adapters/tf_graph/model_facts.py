@@ -77,20 +77,20 @@ def _info(found: OpenNet, name: str) -> LayerInfo:
 def facts(net: Net) -> ModelFacts:
     """Return the parts, inputs, outputs and loss of the net; see :meth:`Adapter.facts`."""
     found = open_net(net)
-    graph, operations = found.copy.graph, net.graph.get_operations()
-    parts = {}
+    graph, parts = found.copy.graph, {}
     for name, layer in layers_of(found).items():
         dtypes = [dtype_of(graph.get_operation_by_name(pieces[0].variable)).name for pieces in layer.weights.values()]
         tables = layer.output is not None and any(is_table(graph, pieces) for pieces in layer.weights.values())
         roles: frozenset[Role] = frozenset({"embedding"} if tables else ())
         parts[name] = Submodule(roles, dtypes[-1] if dtypes else "")
+    every = net.graph.get_operations
     return ModelFacts(
         submodules=parts,
         inputs=tuple(net.inputs),
         outputs=tuple(net.outputs),
         loss=net.loss,
         optimizer="" if net.keras is None else net.keras.optimizer,
-        tensors=found.copy.once("tensors", lambda: frozenset(t.name for op in operations for t in op.outputs)),
+        tensors=found.copy.once("tensors", lambda: frozenset(t.name for op in every() for t in op.outputs)),
     )
 
 

@@ -54,11 +54,6 @@ class KerasNames:
     loss: Any = field(default=None, compare=False)
     scales: tuple[float, ...] | None = ()
 
-    @property
-    def stacks(self) -> tuple[frozenset[str], ...]:
-        """Variables of each layer with stacked cells; such a layer is one recurrence."""
-        return tuple(site.variables for site in self.sites if site.stack)
-
     def uncalled(self, used: Container[str]) -> list[str]:
         """Return the recurrent layers whose variables are not in ``used``: outputs and loss do not depend on them."""
         idle = [

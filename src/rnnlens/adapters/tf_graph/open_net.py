@@ -19,7 +19,6 @@ from .public import Net, refuse_closed, refuse_remote
 from .recurrences import Loop
 from .unrolled import left_out
 
-_NONE: Mapping[tuple[Any, str], Array] = MappingProxyType({})
 #: Copies of the present version of each graph, for the outputs, losses and seeds used last.
 _COPIES: weakref.WeakKeyDictionary[Any, dict[Any, GraphCopy]] = weakref.WeakKeyDictionary()
 _MOST_COPIES, _MOST_BUILT = 4, 32
@@ -27,7 +26,7 @@ _MOST_COPIES, _MOST_BUILT = 4, 32
 _UNSETTLED = frozenset({"Placeholder", "Exit", "RefExit", "While", "StatelessWhile"})
 
 #: Perturbations added to variables in the copies, by graph and name, in this thread.
-PERTURBATIONS: ContextVar[Mapping[tuple[Any, str], Array]] = ContextVar("nudges of variables", default=_NONE)
+PERTURBATIONS: ContextVar[Mapping[tuple[Any, str], Array]] = ContextVar("perturbations", default=MappingProxyType({}))
 
 
 class OpenNet:
@@ -78,7 +77,7 @@ def open_net(net: Net, seed: int | None = None) -> OpenNet:
         while len(kept) >= _MOST_COPIES:
             kept.pop(next(iter(kept))).close()
         made = GraphCopy(net.session, seed or 0)
-        stacks = () if net.keras is None else net.keras.stacks
+        stacks = [] if net.keras is None else [site.variables for site in net.keras.sites if site.stack]
         inner_ends = [made.tensor(tensor.name) for tensor in ends]
         loops = find(made.graph, inner_ends, _setting(net, made), stacks, may_vary=net.keras is not None)
         if net.keras is None:  # layers of Keras that are not found are refused by their own names

@@ -18,17 +18,7 @@ import numpy as np
 from tensorflow.python.framework.tensor_util import constant_value
 
 from ...typing import Array
-from .blocks import (
-    Outer,
-    Plan,
-    block_of,
-    columns_of,
-    constant_of,
-    convolved_by,
-    evaluated,
-    uncut,
-    width_of,
-)
+from .blocks import Outer, Plan, block_of, columns_of, constant_of, convolved_by, evaluated, uncut, width_of
 from .recurrences import Block, Convolution
 from .sequences import NO_SETTINGS, GraphSettings, is_filled_with
 

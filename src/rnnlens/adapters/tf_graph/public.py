@@ -267,9 +267,7 @@ def _targets(alike: Callable[[str, Any], tuple[Any, ...]], given: Any) -> tuple[
         return ()
     if isinstance(given, Mapping):
         return tuple(alike(f"targets[{name!r}]", one) for name, one in given.items())
-    if isinstance(given, tuple):
-        return tuple(alike("targets", one) for one in given)
-    return (alike("targets", given),)
+    return tuple(alike("targets", one) for one in (given if isinstance(given, tuple) else (given,)))
 
 
 def refuse_remote(session: Any) -> None:

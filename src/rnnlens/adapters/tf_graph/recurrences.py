@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from posixpath import commonpath
 from typing import Any, Literal
 
+from ...errors import message
 from ...recurrence.cells import Cell
 
 
@@ -164,6 +165,12 @@ class Loop:
     def layer(self) -> str:
         """Name of the layer, without the number of the call."""
         return self.name.partition("#")[0]
+
+
+def without_steps(name: str, scope: str, units: int, what: str, **words: str) -> Loop:
+    """Create the ``Loop`` of a recurrence of which no step can be read, with the text and details of the error."""
+    cell = LoopCell("unknown", units, refused=message(what, **words))
+    return Loop(name, "unrolled", cell, (), (), LoopBoundary(()), None, scope=scope)
 
 
 def common_scope(names: Iterable[str]) -> str:

@@ -18,7 +18,7 @@ from .inputs import fed, fed_in, names_of_inputs
 from .losses import feed_of_loss, key_of, loss_in
 from .open_net import OpenNet, open_net
 from .public import Net
-from .weights import block, layers_of, name_of
+from .weights import all_weights, block
 
 _GRAPHS: weakref.WeakKeyDictionary[Any, dict[Any, _ReferenceGraph]] = weakref.WeakKeyDictionary()
 _MOST = 4
@@ -29,15 +29,12 @@ class _ReferenceGraph:
 
     def __init__(self, net: Net, batch: Batch, *, of_loss: bool, gradients: bool) -> None:
         self.copy = GraphCopy(net.session, batch.seed or 0)
-        graph = self.copy.graph
-        with graph.as_default():
+        with self.copy.graph.as_default():
             get = self.copy.tensor
             self.outputs = [get(tensor.name) for tensor in net.outputs.values()]
             self.loss = loss_in(net, self.copy, batch).tensor if of_loss else None
-            self.variables = {op.name: op for op in graph.get_operations() if is_variable(op)}
             self.ends = [*self.outputs, *([] if self.loss is None else [self.loss])]
-            used = set(cone(self.ends))
-            self.used = [name for name, op in self.variables.items() if op in used]
+            self.variables = {op.name: op for op in cone(self.ends) if is_variable(op)}
             self.inputs = {name: [get(t.name) for t in alike] for name, alike in net.inputs.items()}
             self.given = [tf.placeholder(t.dtype.base_dtype, t.shape) for t in self.outputs]
             self.asked: dict[Any, Any] = self._differentiated() if gradients else {}
@@ -45,7 +42,7 @@ class _ReferenceGraph:
         self.asked |= {} if self.loss is None else {"loss": self.loss}
 
     def _differentiated(self) -> dict[Any, Any]:
-        sources: dict[Any, Any] = {("weight", name): self.variables[name].outputs[0] for name in self.used}
+        sources: dict[Any, Any] = {("weight", name): op.outputs[0] for name, op in self.variables.items()}
         for name, alike in self.inputs.items():
             sources |= {("input", name, i): tensor for i, tensor in enumerate(alike)}
         sources = {key: t for key, t in sources.items() if t.dtype.base_dtype.is_floating or t.dtype == tf.resource}
@@ -86,7 +83,7 @@ def prepared(
     of_loss = cotangents is None and has_loss
     bare = _bare(net, batch, of_loss, gradients)
     feed = fed_in(net, bare.copy, batch) | (feed_of_loss(net, bare.copy, batch) if of_loss else {})
-    values = read(net.session, bare.used)
+    values = read(net.session, bare.variables)
     if any(loop.redrawn for loop in found.loops):
         _refuse_other_draws(found, batch, bare, feed, values)
 
@@ -130,9 +127,8 @@ def _bare(net: Net, batch: Batch, of_loss: bool, gradients: bool) -> _ReferenceG
 def _weights(found: Any, got: Mapping[Any, Any], values: Mapping[str, Array]) -> dict[str, Array | None]:
     """Return gradients of all weights, by :func:`weights.name_of`, as blocks of the gradients of variables."""
     made: dict[str, Array | None] = {}
-    for layer in layers_of(found).values():
-        for key, pieces in layer.weights.items():
-            parts = {piece.variable: got.get(("weight", piece.variable)) for piece in pieces}
-            whole = {n: np.zeros_like(values[n]) if g is None else np.asarray(g) for n, g in parts.items()}
-            made[name_of(pieces, key)] = None if all(g is None for g in parts.values()) else block(pieces, whole)
+    for name, pieces in all_weights(found).items():
+        parts = {piece.variable: got.get(("weight", piece.variable)) for piece in pieces}
+        whole = {n: np.zeros_like(values[n]) if g is None else np.asarray(g) for n, g in parts.items()}
+        made[name] = None if all(g is None for g in parts.values()) else block(pieces, whole)
     return made

@@ -8,15 +8,15 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from .blocks import same
+from ...errors import message
+from .blocks import same, width_of
 from .cells import Match
 from .loop_analysis import LoopAnalysis, flat_mask, why_unknown
-from .loop_recorder import CannotRecordError, CarriedState, LoopRecorder, rewire
+from .loop_recorder import CannotRecordError, LoopRecorder, rewire
 from .recurrences import Loop, LoopBoundary, LoopCell
-from .refusals import refused
-from .sequences import course_of, mask_of
+from .sequences import Read, course_of, mask_of
 from .step_graph import StepGraph
-from .while_loops import Variable, is_random
+from .while_loops import Frame, Variable, is_random
 
 
 def split(analysis: LoopAnalysis, *, as_one: bool = False) -> list[Loop]:
@@ -28,6 +28,30 @@ def split(analysis: LoopAnalysis, *, as_one: bool = False) -> list[Loop]:
         return _LoopSplitter(analysis).loops(as_one=as_one)
     except CannotRecordError as reason:
         return [refused(analysis.frame, analysis.states, analysis.reads, str(reason), reason.hint)]
+
+
+def refused(frame: Frame, states: Sequence[Variable], found: Sequence[Read], reason: str, hint: str = "") -> Loop:
+    """Create the ``Loop`` of a while loop whose steps cannot be run one by one, which an error then states."""
+    words = message(
+        f"The loop {frame.name!r} is run by a cell that rnnlens does not know, and its steps cannot be run one by one.",
+        got=reason,
+        expected="a step that is a function of its input, the states before it and weights, sample by sample",
+        hint=hint or 'dynamic_rnn with a cell of tf.nn.rnn_cell or of your own; other layers by layers=["..."]',
+    )
+    reads = [read for read in found if read.value.dtype.is_floating]
+    readers = tuple(read.reader for read in reads[:1] if read.reader is not None)
+    source = LoopBoundary((reads[0].stacked,), (readers,), stacked=True) if readers else LoopBoundary(())
+    course = course_of(reads[0].stacked)[1] if reads else {}
+    return Loop(
+        frame.name,
+        frame.kind,
+        LoopCell("unknown", width_of(states[0].before) or 0, refused=words),
+        tuple(LoopBoundary((v.entry,), ((v.reader,),)) for v in states),
+        tuple(LoopBoundary((v.exit,)) for v in states if v.exit is not None),
+        source,
+        None,
+        **course,
+    )
 
 
 class _LoopSplitter:
@@ -102,10 +126,9 @@ class _LoopSplitter:
         if not missing:
             return {}
         analysis, beside = self.analysis, self._beside(missing, self.recorder.steps)
-        carried = [CarriedState(v.entry, v.after) for v in beside]
         before: dict[int, Sequence[Any]] = {id(v.before): (i,) for i, v in enumerate(beside)}
         before |= {id(v.before): (v.entry,) for v in analysis.states}  # only the shape is used
-        _, _, ends = self.recorder.run(missing, carried, before)
+        _, _, ends = self.recorder.run(missing, [(v.entry, v.after) for v in beside], before)
         return {id(v): end for v, end in zip(beside, ends, strict=True)}
 
     def _recorded(
@@ -120,10 +143,10 @@ class _LoopSplitter:
         analysis, recorder = self.analysis, self.recorder
         starts, after, before = states
         kept = None if analysis.condition is None else (analysis.condition[0], not analysis.condition[1])
-        carried = [CarriedState(start, new, kept) for start, new in zip(starts, after, strict=True)]
         around = {key: recorder.steps[key] for key in sources}
         recorder.steps |= sources
-        outputs, steps, ends = recorder.run([] if output is None else [output], carried, before)
+        wanted, carried = [] if output is None else [output], list(zip(starts, after, strict=True))
+        outputs, steps, ends = recorder.run(wanted, carried, before, kept)
         recorder.steps |= around
         loop = Loop(
             names[0],

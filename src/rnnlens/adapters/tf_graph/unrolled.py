@@ -17,8 +17,7 @@ from ...errors import message
 from .blocks import CONVOLUTIONS, NO_LOOP, block_of, reached, same
 from .cells import Match, steps_in
 from .probe import Key, Probe
-from .recurrences import Block, Loop, LoopBoundary, common_scope
-from .refusals import without_steps
+from .recurrences import Block, Loop, LoopBoundary, common_scope, without_steps
 from .while_loops import CONDITIONS, WHILES, ancestors, in_built_order
 
 _MAKES_A_STATE = frozenset(
@@ -37,10 +36,15 @@ def unrolled(ends: Iterable[Any]) -> list[Loop]:
     ends = list(ends)
     ops = [op for op in ancestors(ends) if not IsInWhileLoop(op)]
     probe, groups = Probe([], NO_LOOP), defaultdict[str, list[Match]](list)
-    for step in _steps(probe, ops, _unread(ops)):
-        cell = step.cell
-        same_cell = repr((cell.cell, sorted(cell.options.items(), key=str), sorted(cell.weights.items())))
-        groups[same_cell].append(step)
+    for op in (*ops, *_unread(ops)):
+        if op.type in _MAKES_A_STATE and len(op.outputs) == 1 and _may_be_state(op.outputs[0]):
+            probe.of(op.outputs[0])
+    read = set(ops)
+    for step in steps_in(probe):
+        if any(t.op in read for new in step.after for t in probe.tensors[new]):
+            cell = step.cell
+            same_cell = repr((cell.cell, sorted(cell.options.items(), key=str), sorted(cell.weights.items())))
+            groups[same_cell].append(step)
     chains = [chain for steps in groups.values() for chain in _chains(steps)]
     loops = [loop for chain in chains if (loop := _loop(probe, chain, ends)) is not None]
     scopes = defaultdict(set)
@@ -145,19 +149,6 @@ def _unread(ops: Iterable[Any]) -> list[Any]:
     return in_built_order(found)
 
 
-def _steps(probe: Probe, ops: Sequence[Any], unread: Sequence[Any]) -> Iterable[Match]:
-    """Yield the recognised steps that compute one of their new states by ``ops``; ``unread`` may compute the others."""
-    read = set(ops)
-    for op in (*ops, *unread):
-        if op.type in _MAKES_A_STATE and len(op.outputs) == 1:
-            tensor = op.outputs[0]
-            if _may_be_state(tensor):
-                probe.of(tensor)
-    for match in steps_in(probe):
-        if any(t.op in read for new in match.after for t in probe.tensors[new]):
-            yield match
-
-
 def _chains(steps: Sequence[Match]) -> list[list[Match]]:
     """Group steps into chains, where each step's new states are the next step's states. A step belongs to one chain."""
     made = {step.after: step for step in steps}
@@ -241,15 +232,12 @@ def _edges(probe: Probe, step: Match) -> dict[Key, Readers]:
     """Return the operations, with input numbers, by which a step reads its input and its previous states."""
     boundary = {id(t): key for key in (step.source, *step.before) for t in probe.tensors[key]}
     found: dict[Key, list[tuple[Any, int]]] = {key: [] for key in boundary.values()}
-    waiting, seen = [probe.tensors[key][0].op for key in step.after], set()
-    while waiting:
-        op = waiting.pop()
-        if op.name in seen:
-            continue
-        seen.add(op.name)
+
+    def inside(op: Any) -> list[Any]:
+        return [t.op for t in op.inputs if id(t) not in boundary and block_of(t, NO_LOOP) is None]
+
+    for op in reached([probe.tensors[key][0].op for key in step.after], inside):
         for index, tensor in enumerate(op.inputs):
             if id(tensor) in boundary:
                 found[boundary[id(tensor)]].append((op, index))
-            elif block_of(tensor, NO_LOOP) is None:
-                waiting.append(tensor.op)
     return {key: tuple(edges) for key, edges in found.items()}

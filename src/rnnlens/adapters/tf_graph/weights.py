@@ -156,22 +156,17 @@ def listed(found: OpenNet) -> dict[str, LayerWeights]:
         present = {key: pieces for key, pieces in layer.weights.items() if floats.issuperset(_held(pieces))}
         if not present and not layer.loops:
             continue  # a layer without weights
+        known = [loop for loop in layer.loops if loop.cell.cell is not None]
+        alike = {(loop.cell.cell, loop.cell.units, frozenset(loop.cell.weights)) for loop in known}
+        is_known = len(known) == len(layer.loops) and len(alike) == 1
         made[scope] = LayerWeights(
             values={key: block(pieces, values) for key, pieces in present.items()},
             trainable={key: trainable.issuperset(_held(pieces)) for key, pieces in present.items()},
-            cells=_cells(layer, values),
+            cells={loop.direction: known_cell(loop, values) for loop in known if is_known},
             statistics=frozenset(key for key in present if key in _STATISTICS),
             tables=frozenset(key for key, pieces in present.items() if is_table(graph, pieces)),
         )
     return made
-
-
-def _cells(layer: LayerVariables, values: Mapping[str, Array]) -> dict[str, Cell]:
-    known = [loop for loop in layer.loops if loop.cell.cell is not None]
-    alike = {(loop.cell.cell, loop.cell.units, frozenset(loop.cell.weights)) for loop in known}
-    if len(known) < len(layer.loops) or len(alike) != 1:
-        return {}
-    return {loop.direction: known_cell(loop, values) for loop in known}
 
 
 def is_table(graph: Any, pieces: Sequence[Block]) -> bool:
@@ -184,12 +179,17 @@ def is_table(graph: Any, pieces: Sequence[Block]) -> bool:
     return any(op.type in _LOOKUPS and op.inputs[0] is tensor for tensor in tensors for op in tensor.consumers())
 
 
-def name_of(pieces: Sequence[Block], key: str) -> str:
+def name_of(pieces: Sequence[Block]) -> str:
     """Return the name of a weight in the framework: that of its variable, or of its blocks of variables."""
     if len(pieces) == 1 and pieces[0].is_whole:
         return pieces[0].variable
     blocks = [f"{p.variable}[{_window(p.rows)}{_window(p.columns)}]".replace(",]", "]") for p in pieces]
-    return "+".join(blocks) if blocks else key
+    return "+".join(blocks)
+
+
+def all_weights(found: OpenNet) -> dict[str, tuple[Block, ...]]:
+    """Return the weights of all layers by their names in the framework."""
+    return {name_of(p): p for layer in layers_of(found).values() for p in layer.weights.values()}
 
 
 def _window(part: tuple[int, Any] | int | None) -> str:
@@ -204,8 +204,8 @@ def place_of(found: OpenNet, layer: str, direction: str | None, key: str) -> Wei
     pieces = layers[layer].pieces(key, direction) if layer in layers else ()
     if not pieces:
         return None
-    name = name_of(pieces, key)
-    users = [n for n, other in layers.items() for k, p in other.weights.items() if name_of(p, k) == name]
+    name = name_of(pieces)
+    users = [n for n, other in layers.items() for p in other.weights.values() if name_of(p) == name]
     return WeightLocation(name, lambda gradient: gradient, tied=len(users) > 1)
 
 
