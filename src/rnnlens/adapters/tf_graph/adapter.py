@@ -93,7 +93,7 @@ class TfGraphAdapter(Adapter):
         gradients: bool = True,
         regularised: bool = False,
     ) -> ReferenceRun:
-        """Run an unmodified copy of the graph, for certificates."""
+        """Run an unmodified copy of the graph, for certificates; penalties of its loss are always included."""
         return prepared(net_of(model), batch, cotangents, gradients=gradients)()
 
     def prepared_reference_run(self, model: Any, batch: Batch, *, gradients: bool = True) -> Callable[[], ReferenceRun]:

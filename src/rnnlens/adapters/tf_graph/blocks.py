@@ -73,14 +73,11 @@ def same(tensor: Any, outer: Outer = NO_LOOP, passing: Container[str] = _IDENTIT
 
 
 def convolved_by(op: Any) -> tuple[Any, Any, Convolution] | None:
-    """Return input, kernel and options of a convolution with channels last; None for another operation.
-
-    TensorFlow computes a convolution along one axis as one along two, between ExpandDims and Squeeze.
-    """
+    """Return input, kernel and options of a convolution with channels last; None for another operation."""
     inner = op.inputs[0].op if op.type == "Squeeze" else op
     if inner.type not in CONVOLUTIONS or inner.get_attr("data_format") not in (b"NHWC", b"NDHWC"):
         return None
-    flat = int(op.type == "Squeeze")
+    flat = int(op.type == "Squeeze")  # along one axis: TensorFlow computes it along two, after ExpandDims
     source, kernel = inner.inputs
     if flat:
         opened = source.op.type == kernel.op.type == "ExpandDims" and list(op.get_attr("squeeze_dims")) in ([1], [-3])

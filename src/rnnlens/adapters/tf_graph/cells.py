@@ -42,15 +42,12 @@ def _cell(kind: type[Cell], units: int, options: Mapping[str, Any], weights: Wei
 
 
 def steps_in(probe: Probe) -> Iterator[Match]:
-    """Yield every step of a known cell that the probed tensors may compute: LSTMs, then GRUs, then SimpleRNNs.
-
-    Which tensors are states is not known; a gate with two sources may have either of them as its state.
-    """
+    """Yield every step of a known cell that the probed tensors may compute: LSTMs, then GRUs, then SimpleRNNs."""
     groups = [
         (source, state, list(gates.values()))
         for sources, gates in probe.gates.items()
         if len(sources) == 2
-        for source, state in permutations(sources)
+        for source, state in permutations(sources)  # either may be the state
     ]
     for recognise in (_lstms, _grus, _simple):
         for source, state, gates in groups:

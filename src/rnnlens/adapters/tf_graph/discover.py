@@ -87,12 +87,9 @@ def _without_dropout(analysis: LoopAnalysis) -> Frame:
 
 
 def _cells(analysis: LoopAnalysis) -> list[Loop]:
-    known = _known(analysis) if len(analysis.matches) == 1 and analysis.covered else None
-    return split(analysis) if known is None else [known]
-
-
-def _known(analysis: LoopAnalysis) -> Loop | None:
-    """Return the loop of a while loop with one known cell, whose graph need not be rewritten; None for any other."""
+    """Return the loop of a single known cell, whose graph need not be rewritten, or the loops that rewriting yields."""
+    if len(analysis.matches) != 1 or not analysis.covered:
+        return split(analysis)
     match = analysis.matches[0]
     read = next((read for read in analysis.reads if analysis.probe.of(read.value).key == match.source), None)
     output = output_of(analysis, match.after[0])
@@ -101,9 +98,9 @@ def _known(analysis: LoopAnalysis) -> Loop | None:
     understood = analysis.mask is not None or analysis.condition is None
     in_one = any(columns is not None for _, columns in analysis.owners)
     if read is None or read.reader is None or output is None or not understood or in_one:
-        return None
+        return split(analysis)
     owners = [analysis.owners[i][0] for i in analysis.numbers(match)]
-    return Loop(
+    loop = Loop(
         analysis.frame.name,
         analysis.frame.kind,
         replace(match.cell, conditions=analysis.runs_through(read.stacked)),
@@ -116,14 +113,13 @@ def _known(analysis: LoopAnalysis) -> Loop | None:
         **analysis.mask_words,
         **course_of(read.stacked)[1],
     )
+    return [loop]
 
 
 def _of_a_branch(scope: str) -> Loop:
     """Create the ``Loop`` of a recurrence that cannot be captured because it is inside a branch of a condition."""
     return without_steps(
         scope,
-        scope,
-        0,
         f"The recurrence {scope!r} stands in one branch of a tf.cond, and its steps cannot be read from outside.",
         expected="a recurrence that is always run",
         hint="tf.cond around its input or its result: tf.cond(switch, lambda: outputs, lambda: others)",
@@ -136,8 +132,6 @@ def _fused(ends: Iterable[Any]) -> list[Loop]:
     return [
         without_steps(
             scope,
-            scope,
-            0,
             f"The recurrence {scope!r} is one operation, and its steps are not in the graph.",
             got=kind,
             expected="a loop of steps",

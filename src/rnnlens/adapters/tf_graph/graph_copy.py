@@ -72,10 +72,7 @@ def imported(meta: Any) -> Any:
 
 
 def seeded(meta: Any, seed: int) -> Any:
-    """Set seeds for all random operations of a definition, and let loops run one step at a time; return it.
-
-    Equal runs then draw equal random numbers; with parallel iterations a later step may draw first.
-    """
+    """Return a definition with seeds and loops that run step by step, so that equal runs draw equal numbers."""
     nodes = _nodes(meta.graph_def)
     drawn = [node for node in nodes if node.op in RANDOM]
     if not drawn:

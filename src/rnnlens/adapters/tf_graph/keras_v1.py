@@ -156,12 +156,9 @@ def _refusal(name: str, half: Any, owner: Any, wrapper: Any) -> str:
 
 
 def _dropped(name: str, half: Any) -> str:
-    """Return the error text if one direction ``half`` of a layer drops states inside its loop; "" otherwise.
-
-    In stacked cells ``dropout`` counts too, since the input of a cell is the state of the cell below.
-    """
+    """Return the error text if one direction ``half`` of a layer drops states inside its loop; "" otherwise."""
     cell = getattr(half, "cell", None)
-    cells = getattr(cell, "cells", [cell])
+    cells = getattr(cell, "cells", [cell])  # the input of a stacked cell is the state of the one below
     kinds = ("recurrent_dropout", "dropout") if len(cells) > 1 else ("recurrent_dropout",)
     rates = {kind: max(getattr(part, kind, 0) or 0 for part in cells) for kind in kinds}
     if not any(rates.values()):

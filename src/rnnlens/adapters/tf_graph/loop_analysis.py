@@ -12,17 +12,7 @@ from .blocks import CONVOLUTIONS, VARIABLES, Outer, constant_of, same, width_of
 from .cells import Match, steps_in
 from .probe import COMPUTED, PARTS, Key, Probe
 from .recurrences import Condition, LoopBoundary
-from .sequences import (
-    NO_SETTINGS,
-    GraphSettings,
-    Read,
-    Written,
-    is_filled_with,
-    mask_of,
-    sequences,
-    steps_run,
-    written,
-)
+from .sequences import NO_SETTINGS, GraphSettings, Read, Written, is_filled_with, mask_of, sequences, steps_run, written
 from .while_loops import Frame, Paths, Variable
 
 #: Operations of known cells, including those that read variables and sequences.
@@ -81,10 +71,7 @@ class LoopAnalysis:
         return {"lengths": self.mask.lengths, "mask": steps}
 
     def runs_through(self, stacked: Any) -> tuple[Condition, ...]:
-        """Return the condition to check in a run: the loop runs over all steps of the sequence ``stacked``.
-
-        It is empty if the number of steps is unknown, or if the loop has lengths and may end where all is padding.
-        """
+        """Return the condition that a run has all steps of ``stacked``; empty if it may end where all is padding."""
         count = steps_run(self.frame)
         if (self.mask is not None and self.mask.lengths is not None) or count is None:
             return ()

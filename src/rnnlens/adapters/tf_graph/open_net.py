@@ -89,14 +89,10 @@ def open_net(net: Net, seed: int | None = None) -> OpenNet:
 
 
 def _setting(net: Net, copy: GraphCopy) -> Callable[[Any], Any]:
-    """Return a function from a scalar setting of the copy, such as a keep probability, to its value.
-
-    The function returns None for a tensor that depends on data, random numbers or a loop. The learning phase of Keras
-    is False.
-    """
+    """Return a function from a scalar of the copy to its value, or to None if it depends on data, draws or a loop."""
     feed = {copy.tensor(t.name): np.asarray(value) for t, value in net.feed.items() if not np.ndim(value)}
     if net.keras is not None and isinstance(net.keras.phase, str):
-        feed[copy.tensor(net.keras.phase)] = np.asarray(False)
+        feed[copy.tensor(net.keras.phase)] = np.asarray(False)  # the learning phase
 
     def value(tensor: Any) -> Any:
         if tensor.graph is not copy.graph:

@@ -28,18 +28,8 @@ _CUTS = frozenset({"Split", "SplitV", "StridedSlice", "Slice"})
 _SELECTS = frozenset({"Select", "SelectV2"})
 _BOUNDS = frozenset({"Maximum", "Minimum", "ClipByValue"})
 #: TensorFlow's operation -> name of the same activation in rnnlens.
-_ACTIVATIONS = {
-    "Tanh": "tanh",
-    "Sigmoid": "sigmoid",
-    "Relu": "relu",
-    "Relu6": "relu6",
-    "Elu": "elu",
-    "Selu": "selu",
-    "Softplus": "softplus",
-    "Softsign": "softsign",
-    "Exp": "exponential",
-    "LeakyRelu": "leaky_relu",
-}
+_ACTIVATIONS = {op: op.lower() for op in ("Tanh", "Sigmoid", "Relu", "Relu6", "Elu", "Selu", "Softplus", "Softsign")}
+_ACTIVATIONS |= {"Exp": "exponential", "LeakyRelu": "leaky_relu"}
 #: Slopes of hard sigmoids ``clip(slope * z + 0.5, 0, 1)``.
 _HARD_SIGMOIDS = {"hard_sigmoid_keras2": 0.2, "hard_sigmoid": 1 / 6}
 #: All activations that a cell can have.

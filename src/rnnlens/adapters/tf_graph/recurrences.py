@@ -167,10 +167,10 @@ class Loop:
         return self.name.partition("#")[0]
 
 
-def without_steps(name: str, scope: str, units: int, what: str, **words: str) -> Loop:
+def without_steps(scope: str, what: str, *, name: str = "", units: int = 0, **words: str) -> Loop:
     """Create the ``Loop`` of a recurrence of which no step can be read, with the text and details of the error."""
     cell = LoopCell("unknown", units, refused=message(what, **words))
-    return Loop(name, "unrolled", cell, (), (), LoopBoundary(()), None, scope=scope)
+    return Loop(name or scope, "unrolled", cell, (), (), LoopBoundary(()), None, scope=scope)
 
 
 def common_scope(names: Iterable[str]) -> str:

@@ -72,10 +72,7 @@ def _refuse_other_draws(
 def prepared(
     net: Net, batch: Batch, cotangents: Cotangents | None = None, *, gradients: bool = True
 ) -> Callable[[], ReferenceRun]:
-    """Build the reference copy, its feeds and the values of its variables; return a function that runs it.
-
-    Penalties of the loss are always included.
-    """
+    """Build the reference copy, its feeds and the values of its variables; return a function that runs it."""
     if batch.initial_state:
         raise CertificateError("the graph by itself starts from the states that it is fed or makes")
     found = open_net(net, batch.seed)

@@ -101,13 +101,12 @@ def _indexed(op: Any, frame: Frame) -> int | None:
     if op.type == "GatherV2":
         axis = constant_of(op.inputs[2], frame.outer)
         return int(axis) if now == [True] and axis in (0, 1) and op.inputs[1].shape.rank == 0 else None
+    axis = {1: 0, 2: 1}.get(op.get_attr("shrink_axis_mask"))
+    wanted = [i == axis for i in range(len(now))]
+    others = sum(1 << i for i, at in enumerate(wanted) if not at)
+    plain = not op.get_attr("ellipsis_mask") | op.get_attr("new_axis_mask")
     kept = op.get_attr("begin_mask") & op.get_attr("end_mask")
-    marks = (op.get_attr("shrink_axis_mask"), kept, op.get_attr("ellipsis_mask") | op.get_attr("new_axis_mask"))
-    for axis in (0, 1):
-        others = sum(1 << i for i in range(len(now)) if i != axis)
-        if now == [i == axis for i in range(len(now))] and marks == (1 << axis, others, 0):
-            return axis
-    return None
+    return axis if now == wanted and kept == others and plain else None
 
 
 #: Operations that write a step: numbers of the inputs with the value, the index and the previous array.

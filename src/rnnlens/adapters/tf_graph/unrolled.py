@@ -76,10 +76,10 @@ def _conditional(probe: Probe, ops: Sequence[Any], told: set[str], groups: Itera
     outermost = [name for name in names if not any(name.startswith(f"{other}/") for other in names)]
     return [
         without_steps(
-            scope.rpartition("/")[0] or scope,
             scope,
-            names[scope],
             f"The steps of {scope!r} are unrolled, and passed by under a condition.",
+            name=scope.rpartition("/")[0],
+            units=names[scope],
             got="tf.nn.static_rnn(sequence_length=), or a Python loop with tf.cond",
             expected="steps that are all run",
             hint="tf.nn.dynamic_rnn(sequence_length=), or static_rnn without sequence_length",
@@ -217,12 +217,9 @@ def _behind(tensors: Sequence[Any], stop: Container[int] = ()) -> list[Any]:
 
 
 def _start_edges(first: Match, edges: dict[Key, Readers]) -> list[Readers]:
-    """Return, for each initial state, the operations (with input numbers) of the first step that read it.
-
-    One tensor may be both initial states of an LSTM; its matrix products then read h, its other operations c.
-    """
+    """Return, for each initial state, the operations (with input numbers) of the first step that read it."""
     found = [edges[key] for key in first.before]
-    if len(set(first.before)) < len(found):
+    if len(set(first.before)) < len(found):  # one tensor is both states of an LSTM: matrix products read h
         products = tuple(edge for edge in found[0] if edge[0].type in ("MatMul", "ConcatV2"))
         found = [products, tuple(edge for edge in found[0] if edge not in products)]
     return found

@@ -263,10 +263,7 @@ class Paths:
         return id(tensor) in self._variables
 
     def new_at_each_step(self, targets: Iterable[Any]) -> list[Any]:
-        """Return the tensors nearest to the targets that change from step to step and depend on no state.
-
-        A condition that changes from step to step is replaced by the numbers that it is computed from.
-        """
+        """Return the tensors nearest to the targets that change from step to step and depend on no state."""
         found: dict[int, Any] = {}
         waiting, seen = list(targets), set()
         while waiting:
@@ -275,7 +272,7 @@ class Paths:
                 continue
             seen.add(id(tensor))
             if not self.by_state(tensor):
-                if self.by_step(tensor):
+                if self.by_step(tensor):  # a condition is replaced by the numbers that it is computed from
                     behind = [] if tensor.dtype.is_floating else [t for t in tensor.op.inputs if self.by_step(t)]
                     if behind and not self.is_variable(tensor):
                         waiting.extend(behind)
@@ -286,10 +283,7 @@ class Paths:
         return list(found.values())
 
     def only_read(self, targets: Iterable[Any], reads: Sequence[Any]) -> list[Any]:
-        """Return the sequences whose current step the targets depend on, if they depend on nothing else but weights.
-
-        The result is empty if the targets depend on random numbers, the number of the step, or a condition.
-        """
+        """Return the sequences whose current step the targets depend on; empty if other than weights matter too."""
         ids, found = {id(read) for read in reads}, set()
         for tensor in self.behind(targets, stop=ids):
             if id(tensor) in ids:
@@ -309,10 +303,7 @@ class Paths:
         return [self._variables[id(t)] for t in self.behind([target]) if id(t) in self._variables]
 
     def behind(self, targets: Iterable[Any], stop: Container[int] = ()) -> list[Any]:
-        """Return the tensors of the body from which the targets are computed, the targets included.
-
-        The search ends at tensors whose id is in ``stop``, and at operations that only read the shape of a tensor.
-        """
+        """Return the targets and the tensors of the body behind them, up to ids in ``stop`` and reads of a shape."""
 
         def following(tensor: Any) -> list[Any]:
             is_end = id(tensor) in stop or self.is_variable(tensor) or tensor.op.type in _SHAPES
