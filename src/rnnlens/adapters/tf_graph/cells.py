@@ -56,9 +56,6 @@ def steps_in(probe: Probe) -> Iterator[Match]:
                 yield from recognise(probe, source, state, gates)
 
 
-# One function for each kind of cell.
-
-
 def _simple(probe: Probe, source: Key, state: Key, gates: Sequence[Value]) -> Iterator[Match]:
     """Yield the SimpleRNN steps among probed tensors: h' = act(W x + U h + b)."""
     for value in gates:
@@ -214,9 +211,6 @@ def _peepholes(gates: Sequence[Value], before: Value, after: Value) -> Weights |
                 return None
             found[f"peephole_{name}"] = (peepholes[cell.key].vector,)
     return found
-
-
-# Weights from blocks of variables.
 
 
 def _gate(value: Value) -> Affine:

@@ -141,8 +141,6 @@ def _fused(ends: Iterable[Any]) -> list[Loop]:
     ]
 
 
-# Two directions, one layer.
-
 #: The rest of a scope; it excludes the numbered cells of a stack, which are not paired.
 _WITHIN = r"(?:/(?!cell_\d+$).*)?$"
 _HALVES = (

@@ -163,8 +163,6 @@ class _LoopSplitter:
         )
         return loop, steps, ends
 
-    # Known cells.
-
     def _cell(self, match: Match, name: str) -> Loop:
         analysis, recorder = self.analysis, self.recorder
         numbers = analysis.numbers(match)
@@ -203,8 +201,6 @@ class _LoopSplitter:
         with start.graph.as_default():
             return self._tapped(start[:, columns[0] : columns[1]])
 
-    # Outputs.
-
     def _rebuild_outputs(self) -> None:
         """Rebuild all stacked outputs of the loop from the recorded steps of its cells."""
         frame = self.analysis.frame
@@ -231,8 +227,6 @@ class _LoopSplitter:
     def _replace(self, old: Any, new: Any) -> None:
         rewire(old, new)
         self.replaced[old.name] = new
-
-    # A cell of unknown equations.
 
     def _native(self, why: str) -> Loop:
         """Return one loop of a cell of unknown equations, with all states and with the loop's body as its step."""

@@ -43,10 +43,8 @@ class StepGraph:
             self.x = tf.placeholder(fed[0].dtype, [None, *fed[0].shape[1:-1], sum(widths)])
             parts = [self.x] if len(fed) == 1 else tf.split(self.x, widths, axis=-1)
             self.before = [tf.placeholder(t.dtype, [None, *t.shape[1:]]) for t in before]
-            given = {id(t): p for t, p in zip(fed, parts, strict=True)} | {
-                id(b): p for b, p in zip(before, self.before, strict=True)
-            }
-            copier = Copier(given, outer, self._read)
+            given = zip((*fed, *before), (*parts, *self.before), strict=True)
+            copier = Copier({id(t): p for t, p in given}, outer, self._read)
             self.output, self.after = copier(output), [copier(t) for t in after]
             try:
                 self._differentiate()

@@ -1,7 +1,7 @@
-"""Recurrences without a loop operation: a Python loop over a cell, or ``tf.nn.static_rnn``, repeats the step.
+"""Recurrences without a loop operation, as of a Python loop over a cell or ``tf.nn.static_rnn``.
 
-A step is recognised by its form, as in a while loop. A recurrence is a chain of at least two steps with the same
-weights, where the new states of one step are the previous states of the next. Steps of other cells are only named.
+A recurrence is a chain of at least two steps with the same weights, where the new states of one step are the previous
+states of the next. Steps of unknown cells are only named.
 """
 
 from __future__ import annotations

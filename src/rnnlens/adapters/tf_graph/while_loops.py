@@ -207,10 +207,7 @@ def _bounds(loop: Any, changing: set[int]) -> tuple[Any, ...]:
 
 
 def body_graph(home: Any, name: str, inputs: Sequence[Any]) -> tuple[Any, list[Any], list[Any]]:
-    """Copy a function of a graph into a graph of its own; return that graph, its placeholders and its results.
-
-    Shapes, also those of variables behind handles, are taken from ``inputs``: the function's definition has none.
-    """
+    """Copy a function into a graph of its own, with the shapes of ``inputs``; return it, placeholders and results."""
     function = home._get_function(name).cached_definition
     with home.as_default():
         definition, names = function_def_to_graph.function_def_to_graph_def(function, [t.shape for t in inputs], True)
