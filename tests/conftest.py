@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import time
 from contextlib import nullcontext
 from itertools import combinations, count
 from pathlib import Path
@@ -131,27 +132,28 @@ def pytest_make_collect_report(collector: pytest.Collector):
     return report
 
 
-#: Number of tests after which :func:`bounded_memory` looks at the process again.
-EVERY = 50
+#: After each so many tests, and after each test of so many seconds, :func:`bounded_memory` looks at the process.
+EVERY, LONG = 20, 5.0
 _ran = count(1)
 
 
 @pytest.fixture(autouse=True)
 def bounded_memory():
-    """Collect what earlier tests left, once it takes much: gigabytes of graphs, or half of a process' memory maps.
+    """Collect what earlier tests left, once it takes much: gigabytes of graphs, or a quarter of a process' memory maps.
 
-    Linux grants 65,530 maps. Each program that JAX compiled takes dozens; without maps left the next compilation ends
-    the process.
+    Linux grants 65,530 maps. Each program that JAX compiled takes dozens, the longest test 22,000; without maps left
+    the next compilation ends the process.
     """
+    begin = time.monotonic()
     yield
     maps = Path("/proc/self/maps")
-    if next(_ran) % EVERY or not maps.exists():
+    if not maps.exists() or (next(_ran) % EVERY and time.monotonic() - begin < LONG):
         return
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     if resident > 3 * 2**30:
         gc.collect()
     jax = sys.modules.get("jax")
-    if jax is not None and maps.read_bytes().count(b"\n") > 30_000:
+    if jax is not None and maps.read_bytes().count(b"\n") > 16_000:
         gc.collect()
         jax.clear_caches()
 
