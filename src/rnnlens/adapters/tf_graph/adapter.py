@@ -32,7 +32,7 @@ from .missing_gradient import blocked
 from .open_net import open_net
 from .public import Net
 from .pullback import GraphPullback, differentiate
-from .reference_run import prepared, reference_run
+from .reference_run import prepared
 from .weights import listed, perturbed_port, place_of
 
 
@@ -81,10 +81,7 @@ class TfGraphAdapter(Adapter):
     def pullback(
         self, model: Any, batch: Batch, of: Sequence[Port], wrt: Sequence[Port], cut: Sequence[Port] = ()
     ) -> Pullback:
-        """Run a copy of the graph once.
-
-        Return an object that pulls cotangents of ports ``of`` back to ports ``wrt``.
-        """
+        """Run a copy of the graph once, and keep it to pull cotangents of ports ``of`` back to ports ``wrt``."""
         return GraphPullback(net_of(model), batch, of, wrt, cut)
 
     def reference_run(
@@ -96,8 +93,8 @@ class TfGraphAdapter(Adapter):
         gradients: bool = True,
         regularised: bool = False,
     ) -> ReferenceRun:
-        """Run an unmodified copy of the graph, for certificates."""
-        return reference_run(net_of(model), batch, cotangents, gradients=gradients, regularised=regularised)
+        """Run an unmodified copy of the graph, for certificates; penalties of its loss are always included."""
+        return prepared(net_of(model), batch, cotangents, gradients=gradients)()
 
     def prepared_reference_run(self, model: Any, batch: Batch, *, gradients: bool = True) -> Callable[[], ReferenceRun]:
         """Build the unmodified copy of the graph, and return a function that runs it."""
@@ -114,10 +111,7 @@ class TfGraphAdapter(Adapter):
         return blocked(open_net(net_of(model), batch.seed), batch, of, wrt)
 
     def perturbed_port(self, model: Any, port: Port, size: float) -> AbstractContextManager[bool]:
-        """Perturb a variable in the copy of the graph while the context is active.
-
-        The user's session keeps its value.
-        """
+        """Perturb a variable in the copy of the graph, not in the user's session, while the context is active."""
         return perturbed_port(net_of(model), port, size)
 
 

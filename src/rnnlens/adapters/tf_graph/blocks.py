@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from tensorflow.python.framework import tensor_util
 
 from ...errors import ModelError, UnsupportedError
 from ...typing import Array
-from .recurrences import WeightPiece
+from .recurrences import Block, Convolution
 
 _IDENTITIES = frozenset({"Identity", "Enter", "EnsureShape"})
 _READERS = _IDENTITIES | {"ReadVariableOp", "RefEnter", "Switch", "PreventGradient"}
@@ -44,11 +43,7 @@ Plan = tuple[list[Any], Callable[[], Any]]
 
 
 def evaluated(tensor: Any, values: dict[int, Any], plan: Callable[[Any], Plan]) -> Any:
-    """Compute the value of a tensor, after those of all tensors that it depends on, and store them in ``values`` by id.
-
-    ``plan(tensor)`` returns the tensors that it depends on, and a function that computes its value. The depth is
-    not limited.
-    """
+    """Compute the value of a tensor after those that it depends on, as ``plan`` returns them; store all by id."""
     waiting, plans = [tensor], dict[int, Plan]()
     while waiting:
         current = waiting[-1]
@@ -65,54 +60,24 @@ def evaluated(tensor: Any, values: dict[int, Any], plan: Callable[[Any], Plan]) 
     return values[id(tensor)]
 
 
-class Source:
-    """Mapping from the loop invariants in a loop's body to the tensors outside of it."""
-
-    def __init__(self, pairs: Mapping[int, Any] | None = None) -> None:
-        self._pairs = dict(pairs or {})
-
-    def get(self, tensor: Any) -> Any:
-        """Return the tensor outside of a loop that is passed into its body as ``tensor``; None for other tensors."""
-        return self._pairs.get(id(tensor))
-
-    def settled(self, tensor: Any) -> Any:
-        """Return the origin of a loop invariant outside of all loops; any other tensor unchanged."""
-        while (outside := self.get(tensor)) is not None:
-            tensor = outside
-        return tensor
+#: From ids of the loop invariants in a loop's body to the tensors outside of the loop.
+Outer = Mapping[int, Any]
+NO_LOOP: Outer = {}
 
 
-NO_LOOP = Source()
-
-
-def same(tensor: Any, outer: Source = NO_LOOP, passing: Container[str] = _IDENTITIES) -> Any:
-    """Trace a tensor back through loop invariants and operations of the types ``passing``, and return its origin.
-
-    These operations do not change the value.
-    """
-    while (tensor := outer.settled(tensor)).op.type in passing:
-        tensor = tensor.op.inputs[0]
+def same(tensor: Any, outer: Outer = NO_LOOP, passing: Container[str] = _IDENTITIES) -> Any:
+    """Trace a tensor back through loop invariants and operations of the types ``passing``, which keep its value."""
+    while (outside := outer.get(id(tensor))) is not None or tensor.op.type in passing:
+        tensor = tensor.op.inputs[0] if outside is None else outside
     return tensor
 
 
-@dataclass(frozen=True)
-class Convolution:
-    """Strides and dilation by spatial axis, and padding ("valid" or "same"), of a convolution with channels last."""
-
-    strides: tuple[int, ...]
-    dilation: tuple[int, ...]
-    padding: str
-
-
 def convolved_by(op: Any) -> tuple[Any, Any, Convolution] | None:
-    """Return input, kernel and options of a convolution with channels last; None for another operation.
-
-    TensorFlow computes a convolution along one axis as one along two, between ExpandDims and Squeeze.
-    """
+    """Return input, kernel and options of a convolution with channels last; None for another operation."""
     inner = op.inputs[0].op if op.type == "Squeeze" else op
     if inner.type not in CONVOLUTIONS or inner.get_attr("data_format") not in (b"NHWC", b"NDHWC"):
         return None
-    flat = int(op.type == "Squeeze")
+    flat = int(op.type == "Squeeze")  # along one axis: TensorFlow computes it along two, after ExpandDims
     source, kernel = inner.inputs
     if flat:
         opened = source.op.type == kernel.op.type == "ExpandDims" and list(op.get_attr("squeeze_dims")) in ([1], [-3])
@@ -125,75 +90,29 @@ def convolved_by(op: Any) -> tuple[Any, Any, Convolution] | None:
     return (source, kernel, Convolution(strides, dilation, padding)) if padding in ("valid", "same") else None
 
 
-@dataclass(frozen=True)
-class Block:
-    """Block ``variable[..., rows, columns]`` of a variable.
-
-    ``rows`` is None for a vector, and a number for one row as a vector. ``window`` has the spatial sizes of a
-    convolution kernel, all of which belong to the block; ``convolution`` is what it is used by.
-    """
-
-    variable: str
-    rows: tuple[int, int] | int | None
-    columns: tuple[int, int]
-    window: tuple[int, ...] = ()
-    convolution: Convolution | None = None
-
-    @property
-    def width(self) -> int:
-        """Number of columns of the variable that the block contains."""
-        return self.columns[1] - self.columns[0]
-
-    @property
-    def is_vector(self) -> bool:
-        """True for a vector, or a single row of a matrix, such as a bias of shape (1, unit)."""
-        return not self.window and (not isinstance(self.rows, tuple) or self.rows[1] - self.rows[0] == 1)
-
-    def piece(self, plus: float = 0.0, *, vector: bool = False) -> WeightPiece:
-        """Convert the block to a ``WeightPiece``; ``plus`` is a constant that the graph adds to it."""
-        rows: slice | int | None = slice(*self.rows) if isinstance(self.rows, tuple) else self.rows
-        if vector and isinstance(self.rows, tuple):
-            rows = self.rows[0]
-        return WeightPiece(self.variable, rows, slice(*self.columns), plus)
-
-    def columns_of(self, start: int, stop: int) -> Block:
-        """Return the part of the block in its columns ``start:stop``."""
-        return replace(self, columns=(self.columns[0] + start, self.columns[0] + stop))
-
-    def rows_of(self, start: int, stop: int) -> Block:
-        """Return the part of the block in its rows ``start:stop``."""
-        assert isinstance(self.rows, tuple)
-        return replace(self, rows=(self.rows[0] + start, self.rows[0] + stop))
-
-
-def variable_of(tensor: Any, outer: Source) -> Any:
+def variable_of(tensor: Any, outer: Outer) -> Any:
     """Return the operation of the variable whose value ``tensor`` is; None if it is not the value of a variable."""
     operation = same(tensor, outer, _READERS).op
     return operation if is_variable(operation) else None
 
 
-def block_of(tensor: Any, outer: Source) -> Block | None:
-    """Return the block of a weight variable, such as some rows of it, that a tensor equals; None if it equals none."""
+def block_of(tensor: Any, outer: Outer) -> Block | None:
+    """Return the block of a weight variable, such as some rows of it, that a tensor equals; None if it equals none.
+
+    Cuts are applied to an uninitialised array of the variable's shape, whose memory shows where the rest lies.
+    """
     if not tensor.dtype.base_dtype.is_floating and tensor.dtype.name != "resource":
         return None
     cuts, tensor = [], same(tensor, outer, _READERS)
     while tensor.op.type in CUTS:
         cuts.append(tensor)
         tensor = same(uncut(tensor), outer, _READERS)
-    return _cut_block(tensor.op, cuts) if is_variable(tensor.op) else None
-
-
-def _cut_block(variable: Any, cuts: list[Any]) -> Block | None:
-    """Return the block of a variable that remains after the splits and slices ``cuts``; None if it is no block.
-
-    The cuts are applied to an uninitialised array of the variable's shape, whose memory shows where the rest lies.
-    """
-    shape = [dim.size for dim in variable.get_attr("shape").dim]
+    shape = [dim.size for dim in tensor.op.get_attr("shape").dim] if is_variable(tensor.op) else []
     if not 1 <= len(shape) <= 5 or any(size < 0 for size in shape):
         return None
     whole = part = np.empty(shape, np.int8)
-    for tensor in reversed(cuts):
-        part = cut(part, tensor)
+    for each in reversed(cuts):
+        part = cut(part, each)
         if part is None:
             return None
     window = tuple(shape[:-2])
@@ -204,7 +123,7 @@ def _cut_block(variable: Any, cuts: list[Any]) -> Block | None:
     first, last = (array.__array_interface__["data"][0] for array in (whole, part))
     row, column = divmod(last - first, shape[-1])
     rows = None if len(shape) == 1 else row if part.ndim == 1 else (row, row + part.shape[-2])
-    return Block(variable.name, rows, (column, column + part.shape[-1]), window)
+    return Block(tensor.op.name, rows, (column, column + part.shape[-1]), window=window)
 
 
 def width_of(tensor: Any) -> int | None:
@@ -219,10 +138,7 @@ def uncut(tensor: Any) -> Any:
 
 
 def cut(array: Any, tensor: Any) -> Any:
-    """Apply the split or slice operation that outputs ``tensor`` to a NumPy array of its input's shape.
-
-    Returns None if the operation's indices are not constant.
-    """
+    """Apply the split or slice that outputs ``tensor`` to a NumPy array; return None if its indices may vary."""
     op, constant = tensor.op, tensor_util.constant_value
     if op.type == "Unpack":
         return np.moveaxis(array, op.get_attr("axis"), 0)[tensor.value_index]
@@ -262,7 +178,7 @@ def columns_of(tensor: Any) -> tuple[int, int] | None:
     return start, start + columns.shape[-1]
 
 
-def constant_of(tensor: Any, outer: Source) -> Any:
+def constant_of(tensor: Any, outer: Outer) -> Any:
     """Return the value of a constant tensor of one element; None for any other tensor."""
     tensor = same(tensor, outer, ("Identity", "Enter", "Cast"))
     if tensor.shape.rank not in (0, None) and tensor.shape.num_elements() != 1:
@@ -279,11 +195,6 @@ def is_variable(operation: Any) -> bool:
 def dtype_of(operation: Any) -> Any:
     """Return the dtype of the value of a variable."""
     return tf.as_dtype(operation.get_attr("dtype")).base_dtype
-
-
-def trainable_names(graph: Any) -> frozenset[str]:
-    """Return the names of the operations of trainable variables."""
-    return frozenset(variable.op.name for variable in graph.get_collection("trainable_variables"))
 
 
 def read(session: Any, names: Iterable[str]) -> dict[str, Array]:

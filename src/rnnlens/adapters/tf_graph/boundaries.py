@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,31 +16,28 @@ from ...layout import Layout, named
 from ...typing import map_leaves
 from ...vocabulary import FEATURE, SAMPLE, TIME, UNIT
 from ..protocol import Batch, Port
-from .blocks import dtype_of, is_variable
+from .blocks import dtype_of
 from .inputs import fed, names_of_inputs
 from .losses import loss_in
 from .open_net import OpenNet, open_net
 from .public import Net
-from .recurrences import Loop, LoopBoundary, WeightPiece
+from .recurrences import Block, Loop, LoopBoundary
 from .weights import LayerVariables, layers_of
 
 
 @dataclass(frozen=True)
 class Spot:
-    """One port in the copy of a graph: its value, and the tensors by which the loss is differentiated.
-
-    ``sources`` are the tensors of the boundary, whose gradients :func:`joined` combines. Copies that the next step
-    reads may follow them: gradients by these copies are subtracted.
-    """
+    """One port in the copy of a graph: its value, and the tensors by which the loss is differentiated."""
 
     #: The port's tensor in the layout of the adapter protocol, (sample, time, ...) for a sequence.
     value: Any
+    #: Tensors whose gradients :func:`joined` combines; gradients by copies that follow them are subtracted.
     sources: tuple[Any, ...]
     #: The loop, and its boundary, to which the port belongs; None for other ports.
     loop: Loop | None = None
     boundary: LoopBoundary | None = None
     #: For a weight: its blocks of variables, and the values of these variables, one for each of the sources.
-    pieces: tuple[WeightPiece, ...] = ()
+    pieces: tuple[Block, ...] = ()
     wholes: tuple[Any, ...] = ()
     #: Tensors that differentiation treats as constants, so that the gradient by the port is the direct one.
     stop: tuple[Any, ...] = ()
@@ -49,11 +46,7 @@ class Spot:
 
 
 def chronological(loop: Loop, boundary: LoopBoundary) -> Any:
-    """Return the tensor at a boundary of a loop: a sequence as (sample, time, ...), or one state (sample, unit).
-
-    The first step of a sequence comes first, also for a loop that runs backward. Images of a cell of unknown equations
-    are flattened, as (channel, *space).
-    """
+    """Return the tensor at a boundary of a loop: a chronological sequence (sample, time, unit), or one state."""
     if not boundary.stacked and len(boundary.tensors) == 1:
         return _flattened(loop, boundary.tensors[0], 1)
     if boundary.last:
@@ -71,10 +64,7 @@ def chronological(loop: Loop, boundary: LoopBoundary) -> Any:
 
 
 def _flattened(loop: Loop, tensor: Any, lead: int) -> Any:
-    """Flatten spatial axes: (..., *space, channel), with ``lead`` axes in front, to (..., channel * space).
-
-    Only the images of a cell of unknown equations are flattened.
-    """
+    """Flatten images of a cell of unknown equations: (..., *space, channel) to (..., channel * space)."""
     rank = tensor.shape.rank
     if loop.cell.body is None or rank == lead + 1:
         return tensor
@@ -92,9 +82,14 @@ class PortTensors:
     def __call__(self, port: Port) -> Spot:
         """Return the tensors of a port. Raise LayerNotFoundError or InputError if there is none."""
         with self._opened.copy.graph.as_default(), tf.name_scope("rnnlens/ports"):
-            if port.kind == "weight":
-                return self._weight(port)
-            return self._of_model(port) if port.layer is None else self._of_layer(port)
+            if port.kind != "weight":
+                return self._of_model(port) if port.layer is None else self._of_layer(port)
+            layer = self._layers.get(str(port.layer), LayerVariables())
+            pieces = layer.pieces(port.key, port.direction)
+            if not pieces:
+                hint = did_you_mean(port.key, list(layer.weights))
+                raise LayerNotFoundError(f"There is no weight {port.key!r} in {port.layer!r}.", hint=hint)
+            return weight_spot(self._opened.copy.graph, pieces)
 
     def _of_model(self, port: Port) -> Spot:
         if port.kind == "loss":
@@ -143,23 +138,15 @@ class PortTensors:
             raise LayerNotFoundError(f"No layer is called {name!r}.", hint=did_you_mean(name, known))
         return Spot(_read(tensor), (tensor,))
 
-    def _weight(self, port: Port) -> Spot:
-        layer = self._layers.get(str(port.layer), LayerVariables())
-        pieces = layer.pieces(port.key, port.direction)
-        if not pieces:
-            hint = did_you_mean(port.key, list(layer.weights))
-            raise LayerNotFoundError(f"There is no weight {port.key!r} in {port.layer!r}.", hint=hint)
-        return weight_spot(self._opened.copy.graph, pieces)
 
-
-def weight_spot(graph: Any, pieces: tuple[WeightPiece, ...]) -> Spot:
+def weight_spot(graph: Any, pieces: tuple[Block, ...]) -> Spot:
     """Return the ``Spot`` of a weight: its value, and the variables whose blocks it consists of."""
     sources = [graph.get_operation_by_name(name).outputs[0] for name in dict.fromkeys(p.variable for p in pieces)]
     wholes = tuple(map(_read, sources))
     return Spot(_assembled(pieces, wholes), tuple(sources), pieces=pieces, wholes=wholes)
 
 
-def _assembled(pieces: Sequence[WeightPiece], wholes: Sequence[Any]) -> Any:
+def _assembled(pieces: Sequence[Block], wholes: Sequence[Any]) -> Any:
     """Assemble a weight, or its gradient, from the tensors of the variables whose blocks it consists of."""
     by_name = dict(zip(dict.fromkeys(piece.variable for piece in pieces), wholes, strict=True))
     parts = [piece.of(by_name[piece.variable]) for piece in pieces]
@@ -168,44 +155,34 @@ def _assembled(pieces: Sequence[WeightPiece], wholes: Sequence[Any]) -> Any:
 
 def _read(tensor: Any) -> Any:
     """Return the value of a variable, given its handle; any other tensor unchanged."""
-    if not is_variable(tensor.op) or tensor.op.type != "VarHandleOp":
-        return tensor
-    return tf.raw_ops.ReadVariableOp(resource=tensor, dtype=dtype_of(tensor.op))
+    is_handle = tensor.op.type == "VarHandleOp"
+    return tf.raw_ops.ReadVariableOp(resource=tensor, dtype=dtype_of(tensor.op)) if is_handle else tensor
 
 
 def at_boundary(loop: Loop, port: Port) -> Spot:
     """Return the tensors of one port of one loop."""
-    boundary: LoopBoundary | None = None
-    stop: tuple[Any, ...] = ()
-    index = port.index
-    if loop.kind == "unrolled" and port.kind == "state_read":
+    kind, index = port.kind, port.index if port.kind != "input" else 0
+    if loop.kind == "unrolled" and kind == "state_read":
         # State 0 is the output as well, whose port already has its gradient.
         return direct_state(loop, index) if index else replace(direct_state(loop, 0), sources=())
-    if loop.carried and port.kind == "output" and not index:
+    if loop.carried and kind == "output" and not index:
         return direct_state(loop, 0)
-    if port.kind == "input":
-        boundary = loop.input
-    elif port.kind == "output" and not port.index:
-        boundary, stop = loop.output or loop.final[0], every_state(loop)
-    elif port.kind in ("final_state", "output"):
-        index = port.index - (port.kind == "output")
-        boundary, stop = (loop.final[index] if index < len(loop.final) else None), every_state(loop)
-    elif port.kind == "initial_state":
-        boundary = loop.initial[index] if index < len(loop.initial) else None
+    outputs = (loop.output or next(iter(loop.final), None), *loop.final)
+    known = {"input": (loop.input,), "output": outputs, "final_state": loop.final, "initial_state": loop.initial}
+    boundary = dict(enumerate(known.get(kind, ()))).get(index)
     if boundary is None:
-        raise InputError(
-            f"Layer {port.layer!r} has no {port.kind} number {index}.", expected=f"0 to {len(loop.final) - 1}"
-        )
+        what = f"Layer {port.layer!r} has no {kind} number {index - (kind == 'output')}."
+        raise InputError(what, expected=f"0 to {len(loop.final) - 1}")
+    stop = every_state(loop) if kind in ("output", "final_state") else ()
     # If only the last state of a loop is read, it is the output too: its gradient is counted once.
-    counted = port.kind == "final_state" and index == 0 and loop.output is None
+    counted = kind == "final_state" and index == 0 and loop.output is None
     return Spot(chronological(loop, boundary), () if counted else boundary.tensors, loop, boundary, stop=stop)
 
 
 def direct_state(loop: Loop, index: int) -> Spot:
     """Return the tensors of an unrolled loop's state at every step, by which to differentiate for its direct gradient.
 
-    The path through the loop's own next step is excluded. If the output is fed back to the cell as input, stopping
-    differentiation at all states would be wrong. Then the gradient by what the next step reads is subtracted.
+    If the output is fed back to the cell as input, the gradient by what the next step reads is subtracted.
     """
     states = loop.states[index]
     if loop.carried and index == 0:
@@ -219,10 +196,7 @@ def every_state(loop: Loop) -> tuple[Any, ...]:
 
 
 def joined(spot: Spot, parts: Sequence[Any]) -> Any:
-    """Combine the gradients of the tensors behind a port into one array in the layout of the port's value.
-
-    Returns None if all of them are None.
-    """
+    """Combine the gradients of the tensors behind a port in the layout of its value; return None if all are None."""
     if all(part is None for part in parts):
         return None
     if spot.pieces:
@@ -233,8 +207,7 @@ def joined(spot: Spot, parts: Sequence[Any]) -> Any:
     assert spot.loop is not None
     steps = len(spot.boundary.tensors)
     by_next = [*parts[steps:], *[None] * (2 * steps - len(parts))]
-    pairs = zip(parts[:steps], by_next, strict=True)
-    parts = [all_of_it if part is None else all_of_it - part for all_of_it, part in pairs]
+    parts = [full if part is None else full - part for full, part in zip(parts[:steps], by_next, strict=True)]
     filled = [_or_zeros(part, tensor) for part, tensor in zip(parts, spot.boundary.tensors, strict=True)]
     if spot.boundary.last:  # with a mask, the output is the state at the last real step
         total = tf.add_n(filled) if not spot.boundary.stacked else tf.reduce_sum(filled[0], axis=0)
@@ -246,8 +219,6 @@ def _or_zeros(gradient: Any, tensor: Any) -> Any:
     return tf.zeros_like(tensor) if gradient is None else gradient
 
 
-# Axis names of time-first graphs.
-
 #: Axes of steps and samples in the inputs of a time-first graph.
 _AXES = {TIME: 0, SAMPLE: 1}
 
@@ -255,10 +226,8 @@ _AXES = {TIME: 0, SAMPLE: 1}
 def layouts(net: Net, batch: Batch, ports: Sequence[Port]) -> dict[Port, Layout]:
     """Return the axis names of inputs and outputs of a time-first graph, found by feeding one more step or sample.
 
-    An axis that becomes longer by one is the axis of steps, or of samples. If the graph rejects the longer input (a
-    shape is fixed, or lengths are fed separately), inputs are (time, sample, ...). The last unknown axis is ``feature``
-    or ``unit``, the others are ``axis_0`` and so on. The result is empty if the loops turn out to read (sample, time,
-    ...).
+    If the graph rejects the longer input (a shape is fixed, or lengths are fed separately), inputs are (time, sample,
+    ...). The result is empty if the loops turn out to read (sample, time, ...).
     """
     found = open_net(net, batch.seed)
     wanted = [Port("input", index=i) for i in range(len(net.inputs))]
@@ -278,7 +247,11 @@ def layouts(net: Net, batch: Batch, ports: Sequence[Port]) -> dict[Port, Layout]
                 known[port][grown[0]] = (name,)
             elif port.kind == "input" and len(shapes[port]) > axis:
                 known[port][axis] = (name,)
-    _samples_by_size({port: shapes[port] for port in wanted}, known)
+    steps, samples = shapes[wanted[0]][:2]
+    for port in wanted:  # the graph may take no further sample: the length then shows the sample axis of an output
+        shape = shapes[port]
+        if (SAMPLE,) not in known[port].values() and len(shape) == 2 and shape[0] == samples != steps:
+            known[port][0] = (SAMPLE,)
     last = {port: FEATURE if port.kind == "input" else UNIT for port in wanted}
     return {port: named(len(shapes[port]), known[port], last[port]) for port in wanted}
 
@@ -295,12 +268,3 @@ def _shapes(found: OpenNet, batch: Batch, ports: Sequence[Port]) -> dict[Any, tu
 def _one_more(leaf: Any, axis: int) -> Any:
     array = np.asarray(leaf)
     return np.concatenate([array, np.take(array, [-1], axis)], axis) if array.ndim > axis else leaf
-
-
-def _samples_by_size(shapes: Mapping[Port, tuple[int, ...]], known: dict[Port, dict[int, tuple[str, ...]]]) -> None:
-    """Find the sample axis of a (sample, unit) output by its length, if the graph takes no further sample."""
-    first = next(iter(shapes.values()))
-    steps, samples = first[:2]
-    for port, shape in shapes.items():
-        if (SAMPLE,) not in known[port].values() and len(shape) == 2 and shape[0] == samples != steps:
-            known[port][0] = (SAMPLE,)

@@ -1,24 +1,21 @@
 """Recognition of known cells (SimpleRNN, GRU, LSTM) by the equations of their state updates.
 
 Gates that read the same input and state are put into the equations of each cell, at the random numbers of a
-:class:`.probe.Probe`; where tensors of the graph have the results, these are the cell's new states. Names are not used:
-TensorFlow's own cells, the layers of tf_keras and cells written by hand are recognised by the same rules. A step that
-differs in any detail is not matched; its equations are then unknown.
+:class:`.probe.Probe`; where tensors of the graph have the results, these are the cell's new states. Names are not used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any
 
 from ...recurrence.cells import GRU, LSTM, Cell, ConvLSTM1D, ConvLSTM2D, ConvLSTM3D, PeepholeLSTM, SimpleRNN
-from .blocks import Block
 from .probe import ACTIVATIONS, Affine, Key, Probe, Value, activated, key_of
-from .recurrences import LoopCell, WeightPiece, common_scope
+from .recurrences import Block, LoopCell, common_scope
 
-Weights = dict[str, tuple[WeightPiece, ...]]
+Weights = dict[str, tuple[Block, ...]]
 
 #: The convolutional LSTM by number of spatial axes.
 _CONV_LSTMS: Mapping[int, type[Cell]] = {1: ConvLSTM1D, 2: ConvLSTM2D, 3: ConvLSTM3D}
@@ -45,15 +42,12 @@ def _cell(kind: type[Cell], units: int, options: Mapping[str, Any], weights: Wei
 
 
 def steps_in(probe: Probe) -> Iterator[Match]:
-    """Yield every step of a known cell that the probed tensors may compute: LSTMs, then GRUs, then SimpleRNNs.
-
-    Which tensors are states is not known; a gate with two sources may have either of them as its state.
-    """
+    """Yield every step of a known cell that the probed tensors may compute: LSTMs, then GRUs, then SimpleRNNs."""
     groups = [
         (source, state, list(gates.values()))
         for sources, gates in probe.gates.items()
         if len(sources) == 2
-        for source, state in permutations(sources)
+        for source, state in permutations(sources)  # either may be the state
     ]
     for recognise in (_lstms, _grus, _simple):
         for source, state, gates in groups:
@@ -62,15 +56,12 @@ def steps_in(probe: Probe) -> Iterator[Match]:
                 yield from recognise(probe, source, state, gates)
 
 
-# One function for each kind of cell.
-
-
 def _simple(probe: Probe, source: Key, state: Key, gates: Sequence[Value]) -> Iterator[Match]:
     """Yield the SimpleRNN steps among probed tensors: h' = act(W x + U h + b)."""
     for value in gates:
         gate, biases = _gate(value), _biases([value])
         if not gate.peepholes and biases is not None:
-            weights = _kernels([gate], source, state) | biases
+            weights = _kernels([gate.products[source]], [gate.products[state]]) | biases
             cell = _cell(SimpleRNN, gate.width, {"activation": value.activation}, weights)
             yield Match(cell, (state,), (value.key,), source)
 
@@ -102,8 +93,7 @@ def _reset_before(probe: Probe, u: Value, r: Value, source: Key, state: Key) -> 
         gates, biases = [_gate(u), _gate(r), _gate(n)], _biases([u, r, n])
         if biases is not None and n.width == u.width and not gates[2].peepholes:
             recurrent = [gates[0].products[state], gates[1].products[state], gates[2].products[reset]]
-            kernels = {"kernel": _joined(gate.products[source].piece() for gate in gates)}
-            kernels["recurrent_kernel"] = _joined(block.piece() for block in recurrent)
+            kernels = _kernels([gate.products[source] for gate in gates], recurrent)
             yield n.activation, n.numbers, {"reset_after": False}, kernels | biases
 
 
@@ -114,14 +104,14 @@ def _reset_after(probe: Probe, u: Value, r: Value, source: Key, state: Key) -> I
         if not _is_line(inner, u.width) or _gate(inner).products.keys() != {state}:
             continue
         for plain in plains:
-            line = plain.numbers + r.numbers * inner.numbers
-            biases = _both_biases([_gate(u), _gate(r)], _gate(plain), _gate(inner))
+            line, two = plain.numbers + r.numbers * inner.numbers, [_gate(u), _gate(r)]
+            biases = _both_biases(two, _gate(plain), _gate(inner))
             if biases is None or probe.found(line) is None:
                 continue
-            kernels = {
-                "kernel": _joined(v.products[source].piece() for v in (_gate(u), _gate(r), _gate(plain))),
-                "recurrent_kernel": _joined(v.products[state].piece() for v in (_gate(u), _gate(r), _gate(inner))),
-            }
+            kernels = _kernels(
+                [gate.products[source] for gate in (*two, _gate(plain))],
+                [gate.products[state] for gate in (*two, _gate(inner))],
+            )
             for name in ACTIVATIONS:
                 yield name, activated(name, line), {"reset_after": True}, kernels | biases
 
@@ -134,10 +124,7 @@ def _is_line(value: Value, width: int) -> bool:
 
 
 def _both_biases(two: Sequence[Affine], plain: Affine, recurrent: Affine) -> Weights | None:
-    """Return the input bias and the recurrent bias of a GRU's gates, as blocks of variables; None if they do not match.
-
-    The candidate's biases determine which variable is which.
-    """
+    """Return input and recurrent bias of a GRU, as the candidate's biases show; None if those of the gates differ."""
     if any(gate.constant for gate in two):
         return None
     if not plain.vectors and not recurrent.vectors:
@@ -149,7 +136,7 @@ def _both_biases(two: Sequence[Affine], plain: Affine, recurrent: Affine) -> Wei
         same = [[v for v in g.vectors if (v.variable, v.rows) == (own.variable, own.rows)] for g in two]
         if any(len(vectors) != 1 for vectors in same):
             return None
-        found[key] = _joined(block.piece(vector=True) for block in (same[0][0], same[1][0], own))
+        found[key] = _joined(block.vector for block in (same[0][0], same[1][0], own))
     return found
 
 
@@ -186,9 +173,10 @@ def _outputs(
             clipped = (projected, *probe.clips[projected.key])
             hidden += [(value, line.products[squashed.key]) for value in clipped]
     for value, block in hidden:
-        weights = _kernels(affines, source, state) | biases | peepholes
+        weights = _kernels([a.products[source] for a in affines], [a.products[state] for a in affines])
+        weights |= biases | peepholes
         if block is not None:
-            weights["projection"] = (block.piece(),)
+            weights["projection"] = (block,)
         kind, convolution = products
         options: dict[str, Any] = {"activation": g.activation, "recurrent_activation": f.activation, **convolution}
         if kind is not LSTM and (peepholes or cell.clip or value.clip or block is not None):
@@ -200,10 +188,7 @@ def _outputs(
 
 
 def _products(gates: Sequence[Affine], source: Key, state: Key) -> tuple[type[Cell], dict[str, Any]] | None:
-    """Return the LSTM class for gates that use matrix products, or only convolutions, of input and state.
-
-    The options of the convolution of the input come with it. None if the products of the gates differ.
-    """
+    """Return the LSTM class for gates of matrix products or of convolutions, and options; None if the gates differ."""
     pairs = [(gate.products[source], gate.products[state]) for gate in gates]
     used = {tuple((block.window, block.convolution) for block in pair) for pair in pairs}
     (window, of_input), (of_window, of_state) = used.pop()
@@ -217,21 +202,15 @@ def _products(gates: Sequence[Affine], source: Key, state: Key) -> tuple[type[Ce
 
 
 def _peepholes(gates: Sequence[Value], before: Value, after: Value) -> Weights | None:
-    """Return an LSTM's peephole weights: input and forget gate multiply c_{t-1}, the output gate c_t.
-
-    Returns None if a gate depends on the cell state in another form.
-    """
+    """Return an LSTM's peepholes, c_{t-1} in input and forget gate, c_t in the output gate; None for other forms."""
     found: Weights = {}
     for gate, name, cell in zip(gates, ("input", "forget", "", "output"), (before, before, before, after), strict=True):
         peepholes = _gate(gate).peepholes
         if peepholes:
             if not name or list(peepholes) != [cell.key]:
                 return None
-            found[f"peephole_{name}"] = (peepholes[cell.key].piece(vector=True),)
+            found[f"peephole_{name}"] = (peepholes[cell.key].vector,)
     return found
-
-
-# Weights from blocks of variables.
 
 
 def _gate(value: Value) -> Affine:
@@ -245,24 +224,22 @@ def _factors(probe: Probe, gates: Sequence[Value]) -> list[Value]:
     return sorted(factors, key=lambda value: min(block.columns[0] for block in _gate(value).products.values()))
 
 
-def _joined(pieces: Iterator[WeightPiece]) -> tuple[WeightPiece, ...]:
-    """Merge blocks of one variable that are next to each other."""
-    joined: list[WeightPiece] = []
-    for piece in pieces:
-        last = joined[-1] if joined else piece
-        beside = replace(last, columns=slice(last.columns.start, piece.columns.stop))
-        if joined and last.columns.stop == piece.columns.start and replace(piece, columns=beside.columns) == beside:
-            joined[-1] = beside
+def _joined(blocks: Iterable[Block]) -> tuple[Block, ...]:
+    """Merge blocks of one variable that are next to each other, whatever operations use them."""
+    joined: list[Block] = []
+    for block in blocks:
+        block = replace(block, window=(), convolution=None)
+        last = joined[-1] if joined else block
+        merged = replace(last, columns=(last.columns[0], block.columns[1]))
+        if joined and last.columns[1] == block.columns[0] and replace(block, columns=merged.columns) == merged:
+            joined[-1] = merged
         else:
-            joined.append(piece)
+            joined.append(block)
     return tuple(joined)
 
 
-def _kernels(gates: Sequence[Affine], source: Key, state: Key) -> Weights:
-    return {
-        "kernel": _joined(gate.products[source].piece() for gate in gates),
-        "recurrent_kernel": _joined(gate.products[state].piece() for gate in gates),
-    }
+def _kernels(inputs: Iterable[Block], recurrent: Iterable[Block]) -> Weights:
+    return {"kernel": _joined(inputs), "recurrent_kernel": _joined(recurrent)}
 
 
 def _biases(gates: Sequence[Value]) -> Weights | None:
@@ -273,4 +250,4 @@ def _biases(gates: Sequence[Value]) -> Weights | None:
         return {} if not any(gate.constant for gate in affines) else None
     if counts != {1}:
         return None
-    return {"bias": _joined(gate.vectors[0].piece(gate.constant, vector=True) for gate in affines)}
+    return {"bias": _joined(replace(gate.vectors[0].vector, plus=gate.constant) for gate in affines)}

@@ -1,8 +1,7 @@
 """Copy of the user's graph, to which taps and gradients are added, and the session that runs the copy.
 
-The user's graph may be finalised. TensorFlow raises an error if the gradient of a While is added after it ran. Runs in
-the user's session would advance its random numbers, queues and iterators. So all work is done in a copy, which is made
-from the graph's definition and has its own names and seeds.
+The user's graph may be finalised, a While that ran cannot be differentiated afterwards, and runs in the user's session
+would advance its random numbers, queues and iterators. The copy has its own names of functions and its own seeds.
 """
 
 from __future__ import annotations
@@ -33,10 +32,7 @@ _numbers = count()
 
 
 def definition(graph: Any) -> Any:
-    """Export a graph as a ``MetaGraphDef``, without changing it.
-
-    Raise UnsupportedError if the graph is larger than 2 GB, the limit of a GraphDef.
-    """
+    """Export a graph as a ``MetaGraphDef``; raise UnsupportedError above 2 GB, the limit of a GraphDef."""
     try:
         return tf.train.export_meta_graph(graph=graph, collection_list=list(_CONTEXTS))
     except ValueError as error:
@@ -49,47 +45,34 @@ def definition(graph: Any) -> Any:
         ) from error
 
 
-def imported(meta: Any) -> Any:
-    """Create a graph from a definition, in which functions get names that are unique in this process.
-
-    TensorFlow registers functions by name for all graphs together. The gradient functions of a While get names derived
-    from the old ones.
-    """
-    graph = tf.Graph()
-    _rename_functions(meta.graph_def, f"_copy{next(_numbers)}")
-    with graph.as_default():
-        meta_graph.import_scoped_meta_graph(meta)
-    return graph
-
-
 def _nodes(definition: Any) -> list[Any]:
     """Return all nodes of a graph's definition, those of its functions included."""
     return [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
 
 
-def _rename_functions(definition: Any, mark: str) -> None:
-    """Append ``mark`` to the names of all functions of a graph definition, also where they are called."""
-    own = {function.signature.name for function in definition.library.function}
-    for node in _nodes(definition) if own else ():
+def imported(meta: Any) -> Any:
+    """Create a graph from a definition; its functions get new names, since all graphs share one register of them."""
+    graph, given, mark = tf.Graph(), meta.graph_def, f"_copy{next(_numbers)}"
+    own = {function.signature.name for function in given.library.function}
+    for node in _nodes(given) if own else ():
         if node.op in own:
             node.op += mark
         for value in node.attr.values():
             for function in (value.func, *value.list.func) if value.HasField("func") else value.list.func:
                 if function.name in own:
                     function.name += mark
-    for function in definition.library.function:
+    for function in given.library.function:
         function.signature.name += mark
-    for gradient in definition.library.gradient:
+    for gradient in given.library.gradient:
         gradient.function_name += mark
         gradient.gradient_func += mark if gradient.gradient_func in own else ""
+    with graph.as_default():
+        meta_graph.import_scoped_meta_graph(meta)
+    return graph
 
 
 def seeded(meta: Any, seed: int) -> Any:
-    """Set seeds for all random operations of a definition, and let loops run one step at a time; return it.
-
-    Equal runs then draw equal random numbers. A loop with parallel iterations may draw the numbers of a later step
-    first.
-    """
+    """Return a definition with seeds and loops that run step by step, so that equal runs draw equal numbers."""
     nodes = _nodes(meta.graph_def)
     drawn = [node for node in nodes if node.op in RANDOM]
     if not drawn:
@@ -124,10 +107,7 @@ _SOURCES = ("QueueDequeue", "IteratorGetNext", "ReaderRead", "Unstage", "MapUnst
 
 
 def cone(ends: Iterable[Any], stop: Iterable[Any] = ()) -> list[Any]:
-    """Return all operations that the tensors ``ends`` depend on.
-
-    The search ends at the tensors ``stop``, which are fed.
-    """
+    """Return all operations that the tensors ``ends`` depend on, up to the tensors ``stop``, which are fed."""
     fed = {tensor.ref() for tensor in stop}
 
     def computing(tensors: Iterable[Any]) -> list[Any]:
@@ -146,13 +126,13 @@ class Dependences:
 
 
 class GraphCopy:
-    """Copy of a graph with taps at its loops, and a session that runs it.
+    """Copy of a session's graph with taps at its loops, and a session that runs it.
 
     With ``seed`` 0, seeded operations draw the same as in a new session of the user's graph.
     """
 
-    def __init__(self, meta: Any, seed: int = 0, config: Any = None) -> None:
-        self.graph = imported(seeded(meta, seed))
+    def __init__(self, session: Any, seed: int) -> None:
+        self.graph = imported(seeded(definition(session.graph), seed))
         self.loops: tuple[Loop, ...] = ()
         #: Reasons for the recurrences that are not among the loops, by name.
         self.left_out: dict[str, str] = {}
@@ -161,7 +141,12 @@ class GraphCopy:
         self.built: dict[Hashable, Any] = {}
         #: Values, at which the cells were recognised, of the variables that are rates or switches.
         self.settings: dict[str, Array] = {}
-        self._config, self._version = _shared(config), -1
+        #: Configuration as the user's; if that sets no number of threads, half of the cores are used.
+        self._config, self._version = tf.ConfigProto(), -1
+        self._config.CopyFrom(getattr(session, "_config", None) or self._config)
+        if not (self._config.inter_op_parallelism_threads or self._config.session_inter_op_thread_pool):
+            self._config.use_per_session_threads = True
+            self._config.inter_op_parallelism_threads = max(1, (os.cpu_count() or 1) // 2)
         self._session: Any = None
         self._steady: dict[Hashable, bool] = {}
         self._loaded: dict[str, Array] = {}
@@ -205,34 +190,23 @@ class GraphCopy:
         self._load({name: value for name, value in variables.items() if name in self._assign})
         if not asked:
             return {}
-        found = self._run(asked, dict(feed), steady=not behind.draws or self.is_steady(asked, feed))
+        key, steady = self._steady_key(asked, feed), not behind.draws or self.is_steady(asked, feed)
+        if not steady:  # random operations start anew in a new session
+            loaded = self._loaded
+            self._restart()
+            self._load(loaded)
+        found = self._session.run(asked, dict(feed))
+        if not steady and key not in self._steady:
+            again = self._session.run(asked, dict(feed))
+            if len(self._steady) >= _MOST_RATES:
+                self._steady.clear()
+            self._steady[key] = all(np.array_equal(one, other) for one, other in zip(found, again, strict=True))
         if behind.assigns:
             self._loaded = {}
         return dict(zip(fetches, found, strict=True))
 
-    def _run(self, asked: Sequence[Any], feed: dict[Any, Any], *, steady: bool) -> list[Any]:
-        """Run the copy in its session, or in a new session if random draws change the results.
-
-        In a new session random operations start anew.
-        """
-        if steady:
-            return list(self._session.run(asked, feed))
-        loaded, key = self._loaded, self._steady_key(asked, feed)
-        self._restart()
-        self._load(loaded)
-        found = list(self._session.run(asked, feed))
-        if key not in self._steady:
-            again = self._session.run(asked, feed)
-            if len(self._steady) >= _MOST_RATES:
-                self._steady.clear()
-            self._steady[key] = all(np.array_equal(one, other) for one, other in zip(found, again, strict=True))
-        return found
-
     def is_steady(self, asked: Sequence[Any], feed: Mapping[Any, Any]) -> bool:
-        """Return whether an earlier repeated run showed that random draws do not change the asked tensors.
-
-        This is kept for each setting of scalar feeds and scalar variables, such as dropout rates.
-        """
+        """Return whether a repeated run showed, at the present rates, that random draws do not change the tensors."""
         return self._steady.get(self._steady_key(asked, feed), False)
 
     def _steady_key(self, asked: Sequence[Any], feed: Mapping[Any, Any]) -> Hashable:
@@ -243,12 +217,7 @@ class GraphCopy:
         return (tuple(tensor.name for tensor in asked), fed, rates)
 
     def behind(self, asked: Sequence[Any], feed: Mapping[Any, Any]) -> Dependences:
-        """Return the variables that tensors depend on, and whether random draws or assignments are involved.
-
-        The result is cached per tensors, feeds and version of the graph.
-
-        Raise UnsupportedError if they depend on a queue or an iterator.
-        """
+        """Return the dependences of tensors, cached; raise UnsupportedError for a queue or an iterator."""
         key = (self.graph.version, tuple(t.name for t in asked), frozenset(t.name for t in feed))
         if key not in self._behind:
             for stale in [other for other in self._behind if other[0] != self.graph.version]:
@@ -290,16 +259,6 @@ class GraphCopy:
             feed = {placeholder: new[name] for name, (placeholder, _) in places.items()}
             self._session.run([assign for _, assign in places.values()], feed)
             self._loaded = {**old, **new}
-
-
-def _shared(config: Any) -> Any:
-    """Return a session configuration as the user's; if that sets no number of threads, half of the cores are used."""
-    own = tf.ConfigProto()
-    own.CopyFrom(config or own)
-    if not (own.inter_op_parallelism_threads or own.session_inter_op_thread_pool):
-        own.use_per_session_threads = True
-        own.inter_op_parallelism_threads = max(1, (os.cpu_count() or 1) // 2)
-    return own
 
 
 def _assigned(operation: Any) -> tuple[Any, Any]:

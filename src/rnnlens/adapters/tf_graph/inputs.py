@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,13 +47,22 @@ def fed(found: OpenNet, batch: Batch) -> dict[Any, Array]:
     """Return the ``feed_dict`` of one batch: arrays by placeholder of the copied graph."""
     feed = fed_in(found.net, found.copy, batch) | feed_of_loss(found.net, found.copy, batch)
     for layer, states in (batch.initial_state or {}).items():
-        feed |= _started(found, layer, states)
+        loops, where = found.layer(layer), f"initial_state[{layer!r}]"
+        if not loops:
+            names = [loop.name for loop in found.loops]
+            raise LayerNotFoundError(f"No layer is called {layer!r}.", hint=did_you_mean(layer, names))
+        entries = [boundary.tensors[0] for loop in loops for boundary in loop.initial]
+        if len(states) != len(entries):
+            got, expected = f"{len(states)} states", f"{len(entries)}"
+            raise InputError(f"{where} does not fit.", got=got, expected=expected)
+        feed |= {tap: _fitting(where, tap, state) for tap, state in zip(entries, states, strict=True)}
     return feed
 
 
 def fed_in(net: Net, copy: GraphCopy, batch: Batch) -> dict[Any, Array]:
     """Return the ``feed_dict`` of a batch for any copy of the net's graph, except placeholders of a built loss."""
-    _refuse(net, batch)
+    if net.keras is None:
+        _refuse(batch)
     feed = {tensor.name: _fitting(f"feed[{tensor.op.name!r}]", tensor, value) for tensor, value in net.feed.items()}
     for name, leaf in zip(names_of_inputs(net, batch.x), leaves_of(batch.x), strict=True):
         given = {tensor.name: _fitting(f"x[{name!r}]", tensor, leaf) for tensor in net.inputs[name]}
@@ -78,24 +87,19 @@ def _targets(net: Net, batch: Batch) -> dict[str, Array]:
         expected = f"{len(net.targets)}, one for each of targets=" if net.targets else "none: the net has no targets="
         hint = "rl.tf1.graph(..., targets=labels) says what y is fed to"
         raise InputError("y does not fit the targets of the graph.", got=got, expected=expected, hint=hint)
-    pairs = list(zip(net.targets, leaves, strict=True))
-    feed = {tensor.name: _fitting("y", tensor, _ranked(net, tensor, leaf)) for alike, leaf in pairs for tensor in alike}
+    feed = {}
+    for tensor, leaf in ((t, leaf) for alike, leaf in zip(net.targets, leaves, strict=True) for t in alike):
+        # A target of a Keras model may have one number per sample.
+        short = net.keras is not None and tensor.shape.rank == np.ndim(leaf) + 1 and tensor.shape[-1] in (1, None)
+        feed[tensor.name] = _fitting("y", tensor, leaf[..., None] if short else leaf)
     if net.keras is not None:
         given = zip(net.keras.weights, keras_v1.sample_weights(batch), strict=False)
         feed |= {name: np.asarray(weight) for name, weight in given if weight is not None}
     return feed
 
 
-def _ranked(net: Net, tensor: Any, leaf: Array) -> Array:
-    """Add a last axis of length 1 to a target of a Keras model that has one number per sample."""
-    short = net.keras is not None and tensor.shape.rank == np.ndim(leaf) + 1 and tensor.shape[-1] in (1, None)
-    return leaf[..., None] if short else leaf
-
-
-def _refuse(net: Net, batch: Batch) -> None:
+def _refuse(batch: Batch) -> None:
     """Raise ``UnsupportedError`` for training mode and sample or class weights, which a plain graph does not have."""
-    if net.keras is not None:
-        return
     if batch.training:
         raise UnsupportedError(
             "A graph has no training mode of its own: it has what you feed for it.",
@@ -108,19 +112,6 @@ def _refuse(net: Net, batch: Batch) -> None:
                 f"{name}= has no place in a graph: its loss weighs as it was built.",
                 hint="feed the weights: rl.tf1.graph(..., targets=(labels, weights)), y=(labels, weights)",
             )
-
-
-def _started(found: OpenNet, layer: str, states: Sequence[Any]) -> dict[Any, Array]:
-    """Return the ``feed_dict`` that sets the initial states of a layer."""
-    loops = found.layer(layer)
-    if not loops:
-        names = [loop.name for loop in found.loops]
-        raise LayerNotFoundError(f"No layer is called {layer!r}.", hint=did_you_mean(layer, names))
-    entries = [boundary.tensors[0] for loop in loops for boundary in loop.initial]
-    if len(states) != len(entries):
-        got, expected = f"{len(states)} states", f"{len(entries)}"
-        raise InputError(f"initial_state[{layer!r}] does not fit.", got=got, expected=expected)
-    return {tap: _fitting(f"initial_state[{layer!r}]", tap, state) for tap, state in zip(entries, states, strict=True)}
 
 
 def _fitting(where: str, tensor: Any, value: Any) -> Array:
@@ -146,10 +137,7 @@ _NOISE = ("Graph execution error", "Detected at node", "node ", "Node: ", "File 
 
 @contextmanager
 def clear_errors(net: Net) -> Iterator[None]:
-    """Convert TensorFlow's run errors to errors of rnnlens while the context is active.
-
-    Raise InputError if a placeholder is not fed. Raise UserCodeError if the user's graph fails on this batch.
-    """
+    """Convert a run's errors: InputError for a placeholder that is not fed, else UserCodeError."""
     try:
         yield
     except tf.errors.OpError as error:

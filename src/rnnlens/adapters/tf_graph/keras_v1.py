@@ -1,7 +1,6 @@
 """tf_keras models that were built with eager execution disabled, as nets of their Keras graph.
 
-Functions of Keras that add operations to the user's graph, ``get_session`` and ``symbolic_learning_phase``, are not
-called.
+No function of Keras is called that adds operations to it, such as ``get_session``.
 """
 
 from __future__ import annotations
@@ -157,12 +156,9 @@ def _refusal(name: str, half: Any, owner: Any, wrapper: Any) -> str:
 
 
 def _dropped(name: str, half: Any) -> str:
-    """Return the error text if one direction ``half`` of a layer drops states inside its loop; "" otherwise.
-
-    In stacked cells ``dropout`` counts too, since the input of a cell is the state of the cell below.
-    """
+    """Return the error text if one direction ``half`` of a layer drops states inside its loop; "" otherwise."""
     cell = getattr(half, "cell", None)
-    cells = getattr(cell, "cells", [cell])
+    cells = getattr(cell, "cells", [cell])  # the input of a stacked cell is the state of the one below
     kinds = ("recurrent_dropout", "dropout") if len(cells) > 1 else ("recurrent_dropout",)
     rates = {kind: max(getattr(part, kind, 0) or 0 for part in cells) for kind in kinds}
     if not any(rates.values()):
@@ -217,26 +213,20 @@ def _keys(layer: Any) -> list[tuple[str, str]]:
 
 def _outputs(layer: Any, graph: Any) -> tuple[str, ...]:
     """Return the names of the output tensors of a layer's calls; calls with several outputs are left out."""
-    found = []
-    for node in getattr(layer, "_inbound_nodes", []):
-        tensors = _flat(node.outputs)
-        if len(tensors) == 1 and tensors[0].graph is graph:
-            found.append(tensors[0].name)
-    return tuple(found)
+    calls = [_flat(node.outputs) for node in getattr(layer, "_inbound_nodes", [])]
+    return tuple(tensors[0].name for tensors in calls if len(tensors) == 1 and tensors[0].graph is graph)
 
 
 def phase_feed(net: Net, training: bool) -> dict[str, bool]:
     """Return the ``feed_dict`` of Keras' learning phase; raise UnsupportedError if the graph fixes the other phase."""
     phase = net.keras.phase
-    if isinstance(phase, bool):
-        if phase != training:
-            raise UnsupportedError(
-                "The model was built under K.set_learning_phase, for one phase alone.",
-                got=f"training={training}",
-                expected=f"training={phase}",
-            )
-        return {}
-    return {} if phase is None else {phase: training}
+    if isinstance(phase, bool) and phase != training:
+        raise UnsupportedError(
+            "The model was built under K.set_learning_phase, for one phase alone.",
+            got=f"training={training}",
+            expected=f"training={phase}",
+        )
+    return {phase: training} if isinstance(phase, str) else {}
 
 
 def sample_weights(batch: Batch) -> list[Array | None]:

@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import tensorflow.compat.v1 as tf
 
 from ...errors import message
-from .blocks import CONVOLUTIONS, VARIABLES, Source, constant_of, same, width_of
+from .blocks import CONVOLUTIONS, VARIABLES, Outer, constant_of, same, width_of
 from .cells import Match, steps_in
 from .probe import COMPUTED, PARTS, Key, Probe
 from .recurrences import Condition, LoopBoundary
-from .sequences import (
-    NO_SETTINGS,
-    GraphSettings,
-    Mask,
-    Read,
-    Written,
-    is_filled_with,
-    mask_of,
-    sequences,
-    steps_run,
-    written,
-)
+from .sequences import NO_SETTINGS, GraphSettings, Read, Written, is_filled_with, mask_of, sequences, steps_run, written
 from .while_loops import Frame, Paths, Variable
 
 #: Operations of known cells, including those that read variables and sequences.
@@ -34,34 +21,42 @@ _IN_CELLS |= {"Const", "Enter", "RefEnter", "ReadVariableOp", "Switch", "Placeho
 _IN_CELLS |= {"TensorArrayReadV3", "TensorListGetItem", "Pack", "Less", "LogicalNot", "Cast"}
 
 
-@dataclass(eq=False)
 class LoopAnalysis:
-    """Result of the analysis of one while loop."""
+    """Analysis of a while loop: its states, the operations that update them, and the known cells in these updates.
 
-    frame: Frame
-    probe: Probe
-    paths: Paths
-    reads: list[Read]
-    writes: list[Written]
-    states: list[Variable]
-    #: New value of each state at steps that are not masked, by id of the loop variable.
-    new: dict[int, Any]
-    #: Quantities of each state before and after the step. A concatenation of several states counts as several.
-    pairs: list[tuple[Key, Key]]
-    #: Loop variable of each pair, and its columns there (None for all).
-    owners: list[tuple[Variable, tuple[int, int] | None]]
-    #: The condition as a mask of steps; None if it is not known to be one.
-    mask: Mask | None
-    #: A tensor of the body, and whether samples keep their states where it is True; None if states are never kept.
-    condition: tuple[Any, bool] | None
-    matches: list[Match]
+    ``settings`` replaces scalar tensors, such as keep probabilities, by their present values.
+    """
 
-    def same_condition(self, condition: Any) -> bool:
-        """Return whether a tensor is the condition (mask) under which the loop keeps its states, or one equal to it."""
-        if self.condition is None:
-            return False
-        mine, other = self.mask, mask_of(condition, self.frame, self.reads)
-        return condition is self.condition[0] or (mine is not None and mine.agrees(other))
+    def __init__(self, frame: Frame, settings: GraphSettings = NO_SETTINGS) -> None:
+        self.frame, self.reads, self.writes = frame, sequences(frame), written(frame)
+        made = {id(v): unselected(v.after, v.before, frame.outer) for v in frame.floats}
+        self.states = _states(frame, made, self.writes)
+        self.paths = Paths(frame, self.states)
+        #: A tensor of the body, and whether samples keep their states where it is True; None if states are never kept.
+        self.condition = _condition(frame, self.reads, self.paths, [made[id(v)][1] for v in self.states])
+        #: The condition as a mask of steps; None if it is not known to be one.
+        self.mask = None if self.condition is None else mask_of(self.condition[0], frame, self.reads)
+        #: New value of each state at steps that are not masked, by id of the loop variable.
+        self.new = {id(v): v.after if self.condition is None else made[id(v)][0] for v in self.states}
+        leaves = [*(v.before for v in frame.floats), *(read.value for read in self.reads)]
+        self.probe = Probe([id(t) for t in leaves], frame.outer, settings)
+        #: Quantities of each state before and after the step. A concatenation of several states counts as several.
+        self.pairs: list[tuple[Key, Key]] = []
+        #: Loop variable of each pair, and its columns there (None for all).
+        self.owners: list[tuple[Variable, tuple[int, int] | None]] = []
+        for variable in self.states:
+            before, after = self.probe.of(variable.before), self.probe.of(self.new[id(variable)])
+            widths = _widths(self.new[id(variable)], frame.outer)
+            for start, stop in pairwise([0, *accumulate(widths)]) if len(widths) > 1 else [(0, before.width)]:
+                self.pairs.append((before.columns(start, stop).key, after.columns(start, stop).key))
+                self.owners.append((variable, (start, stop) if len(widths) > 1 else None))
+        self.matches: list[Match] = []
+        free = set(self.pairs)
+        for match in steps_in(self.probe):
+            of_it = set(zip(match.before, match.after, strict=True))
+            if of_it <= free:
+                self.matches.append(match)
+                free -= of_it
 
     def numbers(self, match: Match) -> list[int]:
         """Return the indices, among the state pairs (before, after) of the loop, of the states of a recognised cell."""
@@ -76,11 +71,7 @@ class LoopAnalysis:
         return {"lengths": self.mask.lengths, "mask": steps}
 
     def runs_through(self, stacked: Any) -> tuple[Condition, ...]:
-        """Return the condition to check in a run: the loop runs over all steps of the sequence ``stacked``.
-
-        It is empty if the loop has lengths, or if the number of steps run is unknown. With lengths, the loop
-        may end early, since all later steps are padding.
-        """
+        """Return the condition that a run has all steps of ``stacked``; empty if it may end where all is padding."""
         count = steps_run(self.frame)
         if (self.mask is not None and self.mask.lengths is not None) or count is None:
             return ()
@@ -98,39 +89,6 @@ class LoopAnalysis:
         return sum(len(match.before) for match in self.matches) == len(self.pairs)
 
 
-def analyse(frame: Frame, settings: GraphSettings = NO_SETTINGS) -> LoopAnalysis:
-    """Analyse a while loop: find its states, the operations that update them, and the known cells in these updates.
-
-    ``settings`` replaces scalar tensors, such as keep probabilities, by their present values.
-    """
-    reads, writes = sequences(frame), written(frame)
-    made = {id(v): unselected(v.after, v.before, frame.outer) for v in frame.floats}
-    states = _states(frame, made, writes)
-    paths = Paths(frame, states)
-    condition = _condition(frame, reads, paths, [made[id(v)][1] for v in states])
-    new = {id(v): made[id(v)][0] if condition is not None else v.after for v in states}
-    leaves = [*(v.before for v in frame.floats), *(read.value for read in reads)]
-    probe = Probe([id(t) for t in leaves], frame.outer, settings)
-    pairs: list[tuple[Key, Key]] = []
-    owners: list[tuple[Variable, tuple[int, int] | None]] = []
-    for variable in states:
-        before, after = probe.of(variable.before), probe.of(new[id(variable)])
-        widths = _widths(new[id(variable)], frame.outer)
-        edges = [0, *accumulate(widths)]
-        for start, stop in pairwise(edges) if len(widths) > 1 else [(0, before.width)]:
-            pairs.append((before.columns(start, stop).key, after.columns(start, stop).key))
-            owners.append((variable, (start, stop) if len(widths) > 1 else None))
-    mask = None if condition is None else mask_of(condition[0], frame, reads)
-    matches: list[Match] = []
-    free = set(pairs)
-    for match in steps_in(probe):
-        of_it = set(zip(match.before, match.after, strict=True))
-        if of_it <= free:
-            matches.append(match)
-            free -= of_it
-    return LoopAnalysis(frame, probe, paths, reads, writes, states, new, pairs, owners, mask, condition, matches)
-
-
 def flat_mask(stacked: Any, inverted: bool) -> Any:
     """Return a mask as (time, sample) of bool, negated if it is inverted, in the copy."""
     with stacked.graph.as_default():
@@ -138,7 +96,7 @@ def flat_mask(stacked: Any, inverted: bool) -> Any:
         return tf.logical_not(flat) if inverted else flat
 
 
-def _widths(tensor: Any, outer: Source) -> list[int]:
+def _widths(tensor: Any, outer: Outer) -> list[int]:
     """Return the widths of the states that are concatenated in a tensor; one width for a single state."""
     op = same(tensor, outer).op
     if op.type != "ConcatV2" or constant_of(op.inputs[-1], outer) not in (-1, tensor.shape.rank - 1):
@@ -146,11 +104,10 @@ def _widths(tensor: Any, outer: Source) -> list[int]:
     return [width for part in op.inputs[:-1] for width in _widths(part, outer)]
 
 
-def unselected(after: Any, before: Any, outer: Source) -> tuple[Any, tuple[Any, bool] | None]:
+def unselected(after: Any, before: Any, outer: Outer) -> tuple[Any, tuple[Any, bool] | None]:
     """Split ``select(condition, new, old)`` into the new value and the condition under which the old one is kept.
 
-    The condition is a pair: the tensor, and whether True (or False) keeps the old value. It is None where the update
-    has no such select.
+    The condition is a pair: the tensor, and whether True keeps the old value. It is None for other updates.
     """
     chosen = same(after, outer)
     if chosen.op.type in ("Select", "SelectV2"):
@@ -163,10 +120,7 @@ def unselected(after: Any, before: Any, outer: Source) -> tuple[Any, tuple[Any, 
 
 
 def _states(frame: Frame, made: dict[int, Any], writes: list[Written]) -> list[Variable]:
-    """Return the loop variables that carry a state: those on which the result of some step depends.
-
-    Variables that only repeat the previous output are not among them.
-    """
+    """Return the loop variables on which the result of some step depends; copies of the previous output are none."""
     new = {id(same(v.after, frame.outer)): made[id(v)][0] for v in frame.floats}
     targets = [made[id(v)][0] for v in frame.floats]
     targets += [new.get(id(same(write.value, frame.outer)), write.value) for write in writes]
@@ -197,14 +151,8 @@ Output = tuple[LoopBoundary | None, Literal["state", "output", "zero"]]
 def output_of(analysis: LoopAnalysis, hidden: Key) -> Output | None:
     """Return where a hidden state is stacked, and the output at masked steps; None if other numbers are stacked."""
     writes = [w for w in analysis.writes if w.stacked is not None]
-    if not any(w.variable.read for w in writes):
-        return _output_of(analysis, hidden, writes) or (None, "state")
-    return _output_of(analysis, hidden, writes)
-
-
-def _output_of(analysis: LoopAnalysis, hidden: Key, writes: Sequence[Written]) -> Output | None:
     outer, keys = analysis.frame.outer, analysis.probe
-    if len(writes) != 1 or not at_present(analysis.frame, writes[0]):
+    if len(writes) != 1 or not analysis.frame.is_time(writes[0].index):
         return None
     boundary = LoopBoundary((writes[0].stacked,), stacked=True)
     value = same(writes[0].value, outer)
@@ -224,11 +172,6 @@ def _output_of(analysis: LoopAnalysis, hidden: Key, writes: Sequence[Written]) -
         return boundary, "state"
     kept = any(other is v.before and is_filled_with(0, v.entry, outer) for v in analysis.frame.floats)
     return (boundary, "output") if kept else None  # the previous output
-
-
-def at_present(frame: Frame, write: Written) -> bool:
-    """Return whether the body writes each result at the position of its own time step."""
-    return any(same(write.index, frame.outer) is v.before for v in frame.clocks)
 
 
 def why_unknown(analysis: LoopAnalysis) -> str:

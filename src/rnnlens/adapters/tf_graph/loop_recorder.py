@@ -1,23 +1,21 @@
 """Rewriting of parts of a loop's body as separate loops, so that the tensors between the parts can be read.
 
-``MultiRNNCell``, dropout, residual connections and projections around a cell are all one loop of the user's graph. In
-the copy that loop is rewritten as several: one for the operations before the first cell, one for each cell, one for the
-operations after the last. Each reads the stacked outputs of the one before it. Random numbers are drawn once.
+A loop with ``MultiRNNCell``, dropout, residual connections or projections becomes several: one for operations before
+the first cell, one for each cell, one for the rest. Each reads the stacked outputs of the one before it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from .blocks import NO_LOOP, Plan, Source, evaluated, is_variable, reached, same
-from .while_loops import CONDITIONS, Frame, body_graph
+from .blocks import NO_LOOP, Outer, Plan, evaluated, is_variable, reached, same
+from .while_loops import CONDITIONS, LOOPS, Frame, body_graph
 
 _CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
-_LOOPS = frozenset({"While", "StatelessWhile", "Enter", "RefEnter", "NextIteration", "LoopCond"})
+_LOOPS = LOOPS | {"NextIteration", "LoopCond"}
 
 
 class CannotRecordError(Exception):
@@ -36,7 +34,7 @@ class Copier:
     """
 
     def __init__(
-        self, given: dict[int, Any], outer: Source, outside: Callable[[Any], Any], *, in_branch: bool = False
+        self, given: dict[int, Any], outer: Outer, outside: Callable[[Any], Any], *, in_branch: bool = False
     ) -> None:
         self._made, self._outer, self._outside, self._in_branch = dict(given), outer, outside, in_branch
         #: Names of the operations that drew random numbers.
@@ -48,7 +46,7 @@ class Copier:
 
     def _plan(self, tensor: Any) -> Plan:
         """Return the tensors that must be copied before this one, and a function that copies it."""
-        outside, op = self._outer.get(tensor), tensor.op
+        outside, op = self._outer.get(id(tensor)), tensor.op
         if outside is not None:
             return [], lambda: self._outside(outside)
         if op.type in _LOOPS:
@@ -61,7 +59,7 @@ class Copier:
             return [], lambda: self._outside(tensor)
         if op.type == "ReadVariableOp":
             handle = same(op.inputs[0], self._outer, ("Identity", "Switch", "Enter"))
-            return [], lambda: self._outside(read_of(handle, tensor.dtype))
+            return [], lambda: self._outside(_read_of(handle, tensor.dtype))
         if op.type == "Merge":
             return _boundary_of(op), lambda: self._condition(op)
         return list(op.inputs), lambda: self._outputs(op)[tensor.value_index]
@@ -69,9 +67,11 @@ class Copier:
     def _outputs(self, op: Any) -> list[Any]:
         """Copy an operation, or the function that it calls; return all outputs of the copy."""
         if op.type in CONDITIONS:
-            copied = self._condition_of_functions(op)
+            pred = self._made[id(op.inputs[0])]
+            found = tf.cond(pred, self._branch(op, "then_branch"), self._branch(op, "else_branch"))
+            copied = list(found) if isinstance(found, (list, tuple)) else [found]
         elif op.type in _CALLS:
-            copied = self._call(op, op.get_attr("f").name, list(op.inputs))
+            copied = self._call(op, op.get_attr("f").name, op.inputs)
         else:
             copied = self._operation(op)
         self._made |= {id(old): new for old, new in zip(op.outputs, copied, strict=True)}
@@ -92,26 +92,20 @@ class Copier:
 
     def _condition(self, merge: Any) -> Any:
         """Copy one output of a v1 condition as a new ``tf.cond`` with copies of both branches."""
-        pred = self._made[id(_context(merge).pred)]
-        inside = {id(t): self._made[id(t)] for t in _boundary_of(merge)}
+        pred, *others = _boundary_of(merge)
+        inside = {id(t): self._made[id(t)] for t in (pred, *others)}
 
         def branch(index: int) -> Any:
             copier = Copier(inside, self._outer, self._outside, in_branch=True)
             return lambda: tf.identity(copier(merge.inputs[index]))
 
-        return tf.cond(pred, branch(1), branch(0))
+        return tf.cond(inside[id(pred)], branch(1), branch(0))
 
-    def _condition_of_functions(self, op: Any) -> list[Any]:
-        inputs = list(op.inputs[1:])
+    def _branch(self, op: Any, which: str) -> Callable[[], list[Any]]:
+        """Return a function that copies one branch of a v2 condition."""
+        return lambda: [tf.identity(t) for t in self._call(op, op.get_attr(which).name, op.inputs[1:])]
 
-        def branch(which: str) -> Callable[[], list[Any]]:
-            name = op.get_attr(which).name
-            return lambda: [tf.identity(t) for t in self._call(op, name, inputs)]
-
-        found = tf.cond(self._made[id(op.inputs[0])], branch("then_branch"), branch("else_branch"))
-        return list(found) if isinstance(found, (list, tuple)) else [found]
-
-    def _call(self, op: Any, name: str, inputs: list[Any]) -> list[Any]:
+    def _call(self, op: Any, name: str, inputs: Sequence[Any]) -> list[Any]:
         _, taken, returned = body_graph(op.graph, name, inputs)
         copier = Copier({id(p): self._made[id(t)] for p, t in zip(taken, inputs, strict=True)}, NO_LOOP, lambda t: t)
         found = [copier(t) for t in returned]
@@ -119,7 +113,7 @@ class Copier:
         return found
 
 
-def read_of(handle: Any, dtype: Any) -> Any:
+def _read_of(handle: Any, dtype: Any) -> Any:
     """Return the value of a resource variable, read outside of any loop."""
     name = f"rnnlens_read/{handle.op.name}"
     try:
@@ -129,16 +123,11 @@ def read_of(handle: Any, dtype: Any) -> Any:
             return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype, name=f"{name}/")
 
 
-def _context(merge: Any) -> Any:
-    context = merge.inputs[1].op._get_control_flow_context()
-    if getattr(context, "pred", None) is None:
-        raise CannotRecordError(f"a condition that the graph no longer describes ({merge.name!r})")
-    return context
-
-
 def _boundary_of(merge: Any) -> list[Any]:
     """Return the predicate of a v1 condition, and the tensors outside of it that its two branches read."""
-    context, found = _context(merge), []
+    context, found = merge.inputs[1].op._get_control_flow_context(), []
+    if getattr(context, "pred", None) is None:
+        raise CannotRecordError(f"a condition that the graph no longer describes ({merge.name!r})")
 
     def before(op: Any) -> list[Any]:
         if op.type == "Switch" and op.inputs[1] is context.pred:
@@ -150,18 +139,6 @@ def _boundary_of(merge: Any) -> list[Any]:
     return [context.pred, *found]
 
 
-@dataclass(frozen=True, eq=False)
-class CarriedState:
-    """One state of a rewritten loop: its start value, and the tensor of the body that is its new value.
-
-    ``kept``: the condition under which a sample keeps its state, and whether False (instead of True) keeps it.
-    """
-
-    start: Any
-    after: Any
-    kept: tuple[Any, bool] | None = None
-
-
 class LoopRecorder:
     """Runs parts of the body of one loop as new loops of ``count`` steps, a scalar tensor, in the same graph."""
 
@@ -169,31 +146,35 @@ class LoopRecorder:
         self.frame, self.count, self.graph = frame, count, count.graph
         #: All steps of recorded tensors, (time, sample, ...), by id of the tensor of the body.
         self.steps: dict[int, Any] = {}
-        self._drawn: dict[str, int] = {}
+        #: Number of the run in which each random operation was copied.
+        self.drawn: dict[str, int] = {}
         self._runs = 0
 
     def run(
         self,
         wanted: Sequence[Any],
-        carried: Sequence[CarriedState] = (),
-        before: Mapping[int, Sequence[Any]] | None = None,
+        carried: Sequence[tuple[Any, Any]],
+        before: Mapping[int, Sequence[Any]],
+        kept: tuple[Any, bool] | None = None,
     ) -> tuple[list[Any], list[Any], list[Any]]:
         """Build a loop; return all steps of some tensors, all steps of its states, and the final states.
 
-        Tensors that are already recorded are read, not computed again. ``before`` has substitutes for the previous
-        states in the body, by id of the tensor: numbers of ``carried`` states, or tensors of which only the shape is
-        used; several are concatenated along the last axis.
+        ``carried`` has the start value of each state, and the tensor of the body that is its new value. ``before`` has
+        substitutes for the previous states in the body, by id: numbers of ``carried``, or tensors of which only the
+        shape is used; several are concatenated. ``kept``: the condition under which a sample keeps its states, and
+        whether False (instead of True) keeps them.
         """
         self._runs += 1
         with self.graph.as_default(), tf.control_dependencies(None), tf.name_scope(f"rnnlens/{self.frame.name}/"):
-            used = self._used([*wanted, *(c.after for c in carried), *(c.kept[0] for c in carried if c.kept)])
+            used = self._used([*wanted, *(after for _, after in carried), *([] if kept is None else kept[:1])])
             known = {key: self._array(self.steps[key].dtype).unstack(self.steps[key]) for key in used}
-            targets = (*wanted, *(c.start for c in carried))
+            starts = [start for start, _ in carried]
+            targets = (*wanted, *starts)
             outs = [self._array(t.dtype) for t in targets]
             _, outs, ends = tf.while_loop(
                 lambda i, *_: i < self.count,
-                self._body(wanted, carried, known, before or {}),
-                (tf.constant(0), outs, [c.start for c in carried]),
+                self._body(wanted, [after for _, after in carried], known, before, kept),
+                (tf.constant(0), outs, starts),
                 parallel_iterations=1,  # so that random numbers are drawn in the order of the steps
                 return_same_structure=True,
             )
@@ -204,17 +185,12 @@ class LoopRecorder:
             self.steps.setdefault(id(tensor), steps)
         return stacked[: len(wanted)], stacked[len(wanted) :], list(ends)
 
-    @property
-    def drew(self) -> bool:
-        """True if the new loops draw random numbers."""
-        return bool(self._drawn)
-
     def _used(self, targets: Sequence[Any]) -> set[int]:
         """Return the ids of the already recorded tensors on which ``targets`` depend."""
         variables = {id(v.before) for v in self.frame.variables}
 
         def following(tensor: Any) -> Sequence[Any]:
-            is_end = id(tensor) in self.steps or id(tensor) in variables or self.frame.outer.get(tensor) is not None
+            is_end = id(tensor) in self.steps or id(tensor) in variables or id(tensor) in self.frame.outer
             return () if is_end else tensor.op.inputs
 
         return {id(t) for t in reached(targets, following)} & self.steps.keys()
@@ -225,9 +201,10 @@ class LoopRecorder:
     def _body(
         self,
         wanted: Sequence[Any],
-        carried: Sequence[CarriedState],
+        new: Sequence[Any],
         known: Mapping[int, Any],
         before: Mapping[int, Sequence[Any]],
+        kept: tuple[Any, bool] | None,
     ) -> Callable[..., Any]:
         times = [v.before for v in self.frame.clocks]
 
@@ -240,27 +217,23 @@ class LoopRecorder:
                 present[key] = array.read(i)
                 present[key].set_shape(self.steps[key].shape[1:])
             copier = Copier(present, self.frame.outer, lambda t: t)
-            after = [_after(c, old, copier) for c, old in zip(carried, states, strict=True)]
+            after = []
+            for tensor, old in zip(new, states, strict=True):
+                value = copier(tensor)
+                if kept is not None:
+                    condition = copier(kept[0])
+                    if condition.shape.rank == 1:
+                        condition = tf.reshape(condition, [-1, *[1] * (old.shape.rank - 1)])
+                    value = tf.where_v2(condition, *((value, old) if kept[1] else (old, value)))
+                after.append(tf.identity(value))
+                after[-1].set_shape(old.shape)
             values = [*(copier(t) for t in wanted), *after]
             for name in copier.random:
-                if self._drawn.setdefault(name, self._runs) != self._runs:
+                if self.drawn.setdefault(name, self._runs) != self._runs:
                     raise CannotRecordError(f"random numbers that are used in several places ({name!r})")
             return i + 1, [array.write(i, value) for array, value in zip(outs, values, strict=True)], after
 
         return step
-
-
-def _after(carried: CarriedState, old: Any, copier: Copier) -> Any:
-    """Return the new value of a state after a step: the old one for samples that keep their state."""
-    new = copier(carried.after)
-    if carried.kept is not None:
-        condition, contrary = copier(carried.kept[0]), carried.kept[1]
-        if condition.shape.rank == 1:
-            condition = tf.reshape(condition, [-1, *[1] * (old.shape.rank - 1)])
-        new = tf.where_v2(condition, *((new, old) if contrary else (old, new)))
-    new = tf.identity(new)
-    new.set_shape(old.shape)
-    return new
 
 
 def rewire(old: Any, new: Any) -> None:

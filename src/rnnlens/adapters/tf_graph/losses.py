@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,17 +16,13 @@ from . import keras_v1
 from .graph_copy import GraphCopy
 from .public import Net, scalar, tensor_of
 
-#: Function from a tensor's name in the user's graph to the tensor of a copy.
-Get = Callable[[str], Any]
-
 
 @dataclass(frozen=True)
 class Loss:
     """Loss in a copy of the graph: a scalar, and the placeholders of targets and sample weights of a built loss."""
 
     tensor: Any
-    targets: tuple[Any, ...] = ()
-    weights: tuple[Any, ...] = field(default=())
+    places: tuple[Any, ...] = ()
 
 
 def is_built(net: Net, batch: Batch) -> bool:
@@ -47,10 +43,7 @@ def key_of(batch: Batch) -> Any:
 
 
 def loss_in(net: Net, copy: GraphCopy, batch: Batch) -> Loss:
-    """Return the loss of a batch in a copy of the net's graph.
-
-    Raise InputError if there is no loss, or it is not one number.
-    """
+    """Return the loss of a batch in a copy of the net's graph; raise InputError unless it is one number."""
     if not is_built(net, batch):
         given = net.loss if batch.loss is None else scalar(tensor_of(net.graph, "loss", batch.loss))
         if given is None:
@@ -61,7 +54,7 @@ def loss_in(net: Net, copy: GraphCopy, batch: Batch) -> Loss:
         return copy.once(key_of(batch), lambda: _built(net, copy.tensor, batch))
 
 
-def _built(net: Net, get: Get, batch: Batch) -> Loss:
+def _built(net: Net, get: Callable[[str], Any], batch: Batch) -> Loss:
     outputs = [get(tensor.name) for tensor in net.outputs.values()]
     arrays = [np.asarray(leaf) for leaf in leaves_of(batch.y)]
     if net.keras is None:
@@ -71,12 +64,10 @@ def _built(net: Net, get: Get, batch: Batch) -> Loss:
         return Loss(_one_number(value), targets)
     terms = _terms(net, batch, outputs, len(arrays))
     targets = _places(arrays, [term.output for term in terms])
-    weights = [None if w is None else np.asarray(w) for w in keras_v1.sample_weights(batch)]
-    places = tuple(tf.placeholder(outputs[0].dtype, [None] * w.ndim) for w in weights if w is not None)
-    spare = iter(places)
-    given = [None if w is None else next(spare) for w in weights]
-    value = _keras_loss(net, get, terms, targets, given)
-    return Loss(_one_number(value), targets, places)
+    present = [None if w is None else [None] * np.ndim(w) for w in keras_v1.sample_weights(batch)]
+    weights = [None if shape is None else tf.placeholder(outputs[0].dtype, shape) for shape in present]
+    value = _keras_loss(net, get, terms, targets, weights)
+    return Loss(_one_number(value), (*targets, *(w for w in weights if w is not None)))
 
 
 def _places(arrays: Sequence[Array], outputs: Sequence[Any]) -> tuple[Any, ...]:
@@ -117,27 +108,25 @@ def _terms(net: Net, batch: Batch, outputs: Sequence[Any], count: int) -> list[_
     return terms
 
 
-def _keras_loss(net: Net, get: Get, terms: Sequence[_Term], targets: Sequence[Any], weights: Sequence[Any]) -> Any:
+def _keras_loss(
+    net: Net, get: Callable[[str], Any], terms: Sequence[_Term], targets: Sequence[Any], weights: Sequence[Any]
+) -> Any:
     """Build the loss of ``compile(loss=)``: with masks, sample weights, reduction and the losses of layers."""
-    parts = []
-    with raised_by("loss"):
-        for i, (target, term) in enumerate(zip(targets, terms, strict=True)):
-            part = _of_output(get, target, term, weights[i] if i < len(weights) else None)
-            parts.append(term.scale * (tf.reduce_sum(part) if part.shape.rank else part))
-    parts += [tf.reduce_sum(tf.cast(get(name), terms[0].output.dtype)) for name in net.keras.extra]
-    return tf.add_n(parts)
-
-
-def _of_output(get: Get, target: Any, term: _Term, weight: Any) -> Any:
     from tf_keras.src.engine import training_utils_v1
     from tf_keras.src.utils import losses_utils
 
-    function: Any = training_utils_v1.get_loss_function(term.loss)
-    if term.mask is not None and hasattr(function, "call"):
-        mask = tf.cast(get(term.mask), term.output.dtype)
-        each = function.call(target, term.output)
-        weight = losses_utils.apply_valid_mask(each, weight, mask, function.reduction)
-    return function(target, term.output, **({} if weight is None else {"sample_weight": weight}))
+    parts = []
+    with raised_by("loss"):
+        for target, term, weight in zip(targets, terms, weights, strict=False):
+            function: Any = training_utils_v1.get_loss_function(term.loss)
+            if term.mask is not None and hasattr(function, "call"):
+                mask = tf.cast(get(term.mask), term.output.dtype)
+                each = function.call(target, term.output)
+                weight = losses_utils.apply_valid_mask(each, weight, mask, function.reduction)
+            part = function(target, term.output, **({} if weight is None else {"sample_weight": weight}))
+            parts.append(term.scale * (tf.reduce_sum(part) if part.shape.rank else part))
+    parts += [tf.reduce_sum(tf.cast(get(name), terms[0].output.dtype)) for name in net.keras.extra]
+    return tf.add_n(parts)
 
 
 def _one_number(value: Any) -> Any:
@@ -151,9 +140,5 @@ def feed_of_loss(net: Net, copy: GraphCopy, batch: Batch) -> dict[Any, Array]:
     """Return the feeds of the placeholders of a built loss, targets and sample weights; empty for another loss."""
     if not is_built(net, batch):
         return {}
-    loss = loss_in(net, copy, batch)
-    feed = dict(zip(loss.targets, (np.asarray(leaf) for leaf in leaves_of(batch.y)), strict=False))
-    if loss.weights:
-        present = [w for w in keras_v1.sample_weights(batch) if w is not None]
-        feed |= dict(zip(loss.weights, present, strict=True))
-    return feed
+    weights = [] if net.keras is None else [w for w in keras_v1.sample_weights(batch) if w is not None]
+    return dict(zip(loss_in(net, copy, batch).places, [*map(np.asarray, leaves_of(batch.y)), *weights], strict=False))

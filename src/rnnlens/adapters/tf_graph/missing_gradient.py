@@ -1,8 +1,4 @@
-"""Search for the operation that blocks a gradient between two tensors of a graph, without running the graph.
-
-The search goes back from the target. A tensor passes gradients unless the operation behind it blocks them; that
-operation is then named in the result.
-"""
+"""Search for the operation that blocks a gradient between two tensors of a graph, without running the graph."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ import tensorflow.compat.v1 as tf
 from tensorflow.python.framework import ops
 
 from ..protocol import Batch, Obstacle, Port
-from .blocks import is_variable
+from .blocks import is_variable, reached
 from .boundaries import PortTensors
 from .graph_copy import cone
 from .open_net import OpenNet
@@ -28,9 +24,6 @@ _SIZES = ("Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike")
 _ASSIGNS = ("Assign", "AssignAdd", "AssignSub", "AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp")
 _STATISTICS = ("moving_mean", "moving_variance")
 
-#: A code, the sentence about the operation, and the remedy.
-_Block = tuple[str, str, str]
-
 
 def blocked(found: OpenNet, batch: Batch, of: Sequence[Port], wrt: Port) -> Obstacle | None:
     """Return what blocks the gradient from targets to a tensor; None if the graph shows no obstacle."""
@@ -42,7 +35,12 @@ def blocked(found: OpenNet, batch: Batch, of: Sequence[Port], wrt: Port) -> Obst
     own = {tensor.ref() for tensor in sources}
     integers = [t for t in sources if not (t.dtype.base_dtype.is_floating or t.dtype == tf.resource)]
     if len(integers) == len(sources):
-        return _integer_input(found, integers[0])
+        tables = [name for name, layer in layers_of(found).items() if layer.output is not None and "embed" in name]
+        remedy = " or ".join(f'wrt="{name}.output"' for name in tables)
+        kind = integers[0].dtype.base_dtype.name
+        sentence = f"{integers[0].name} holds integers ({kind}): integers have no derivative."
+        sentence += " TensorFlow, 1.8 as today, says None and no more."
+        return Obstacle("integer_input", sentence, remedy or "the tensor that it is looked up to, by its name")
     above = _dependent(cone(targets), own)
     if not above and not own.intersection(t.ref() for t in targets):
         return _through_state(found, targets, sources, of, wrt)
@@ -60,17 +58,12 @@ def _tensors(found: OpenNet, spots: PortTensors, port: Port, *, source: bool) ->
 
 def _dependent(operations: Iterable[Any], sources: set[Any]) -> set[Any]:
     """Return the operations, of those given, that depend on any of the sources."""
-    every = list(operations)
-    known = set(every)
-    found: set[Any] = set()
-    waiting = [op for op in every if any(tensor.ref() in sources for tensor in op.inputs)]
-    while waiting:
-        operation = waiting.pop()
-        if operation in found or operation.type in _SIZES:
-            continue
-        found.add(operation)
-        waiting += [reader for tensor in operation.outputs for reader in tensor.consumers() if reader in known]
-    return found
+    known = {op for op in operations if op.type not in _SIZES}
+
+    def readers(op: Any) -> list[Any]:
+        return [reader for tensor in op.outputs for reader in tensor.consumers() if reader in known]
+
+    return set(reached([op for op in known if any(t.ref() in sources for t in op.inputs)], readers))
 
 
 def _first_block(targets: Sequence[Any], above: set[Any], sources: set[Any]) -> Obstacle | None:
@@ -88,55 +81,45 @@ def _first_block(targets: Sequence[Any], above: set[Any], sources: set[Any]) -> 
         if any(given.ref() in sources for given in tensor.op.inputs):
             return None
         waiting += [given for given in tensor.op.inputs if given.op in above]
-    if not blocks:
-        return None
-    code, sentence, remedy = min(blocks, key=lambda block: _ORDER.index(block[0]))
-    return Obstacle(code, sentence, remedy)
+    return min(blocks, key=lambda block: _ORDER.index(block.code), default=None)
 
 
-_ORDER = (
-    "stop_gradient",
-    "py_func",
-    "no_back_prop",
-    "no_gradient_registered",
-    "integers_on_the_way",
-    "non_differentiable",
-)
+#: Codes of obstacles, the main one first.
+_ORDER = ["stop_gradient", "py_func", "no_back_prop", "no_gradient_registered", "integers_on_the_way"]
+_ORDER += ["non_differentiable"]
 
 
-def _block(tensor: Any) -> _Block | None:
-    """Return why an operation blocks gradients: code, sentence and remedy; None if it passes them on."""
+def _block(tensor: Any) -> Obstacle | None:
+    """Return how an operation blocks gradients; None if it passes them on."""
     operation, kind = tensor.op, tensor.dtype.base_dtype
     named = f"{operation.name!r} ({operation.type})"
     if operation.type in _STOPS:
-        return (
-            "stop_gradient",
-            f"tf.stop_gradient stands in the way: {named}.",
-            "leave it out, or ask for what it returns",
-        )
+        remedy = "leave it out, or ask for what it returns"
+        return Obstacle("stop_gradient", f"tf.stop_gradient stands in the way: {named}.", remedy)
     if operation.type in _PYTHON:
         remedy = "tf.custom_gradient around it, or the same in TensorFlow operations (tf.py_function has gradients)"
-        return "py_func", f"A Python function stands in the way: {named} has no gradient.", remedy
+        return Obstacle("py_func", f"A Python function stands in the way: {named} has no gradient.", remedy)
     context = operation._get_control_flow_context()
     if operation.type == "Exit" and not getattr(context, "back_prop", True):
         sentence = f"The loop {context.name!r} was built with back_prop=False: TensorFlow kept nothing to go back by."
-        return "no_back_prop", sentence, "build it with back_prop=True (swap_memory=True where memory is short)"
+        remedy = "build it with back_prop=True (swap_memory=True where memory is short)"
+        return Obstacle("no_back_prop", sentence, remedy)
     if kind == tf.bool:
-        return "non_differentiable", f"A comparison stands in the way: {named} gives yes or no.", _SMOOTH
+        return Obstacle("non_differentiable", f"A comparison stands in the way: {named} gives yes or no.", _SMOOTH)
     if kind.is_integer or kind == tf.string:
         sentence = f"Integers stand in the way: {named} gives {kind.name}, and TensorFlow, 1.8 as today, says None."
-        return "integers_on_the_way", sentence, _SMOOTH
+        return Obstacle("integers_on_the_way", sentence, _SMOOTH)
     if operation.type in ("OneHot", "Cast") and not operation.inputs[0].dtype.is_floating:
         return None  # the operation that returns the integers is named instead
     if operation.type in _FLAT:
-        return "non_differentiable", f"{named} is flat: it has no gradient.", _SMOOTH
+        return Obstacle("non_differentiable", f"{named} is flat: it has no gradient.", _SMOOTH)
     return _unregistered(operation, named)
 
 
 _SMOOTH = "ask for the tensor behind it, or put something smooth in its place (a softmax for argmax, a sigmoid for >)"
 
 
-def _unregistered(operation: Any, named: str) -> _Block | None:
+def _unregistered(operation: Any, named: str) -> Obstacle | None:
     if not operation.inputs or operation.type in ("While", "StatelessWhile", "If", "StatelessIf"):
         return None
     custom = "_gradient_op_type" in operation.node_def.attr  # or it calls a function
@@ -145,16 +128,9 @@ def _unregistered(operation: Any, named: str) -> _Block | None:
     try:
         function = ops.gradient_registry.lookup(operation.type)
     except LookupError:
-        sentence = f"TensorFlow knows no gradient of {named}."
-        return "no_gradient_registered", sentence, "another operation for the same (LSTMCell for LSTMBlockCell)"
-    return None if function is not None else ("non_differentiable", f"{named} has no gradient.", _SMOOTH)
-
-
-def _integer_input(found: OpenNet, tensor: Any) -> Obstacle:
-    tables = [name for name, layer in layers_of(found).items() if layer.output is not None and "embed" in name]
-    remedy = " or ".join(f'wrt="{name}.output"' for name in tables) or "the tensor that it is looked up to, by its name"
-    sentence = f"{tensor.name} holds integers ({tensor.dtype.base_dtype.name}): integers have no derivative."
-    return Obstacle("integer_input", f"{sentence} TensorFlow, 1.8 as today, says None and no more.", remedy)
+        remedy = "another operation for the same (LSTMCell for LSTMBlockCell)"
+        return Obstacle("no_gradient_registered", f"TensorFlow knows no gradient of {named}.", remedy)
+    return None if function is not None else Obstacle("non_differentiable", f"{named} has no gradient.", _SMOOTH)
 
 
 def _through_state(

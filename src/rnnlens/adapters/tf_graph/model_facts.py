@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from .blocks import dtype_of
 from .open_net import OpenNet, open_net
 from .public import Net
 from .recurrences import Loop
-from .weights import LayerVariables, is_table, layers_of, variables_used
+from .weights import is_table, layers_of, variables_used
 
 _HOW = {"v1": "while loop", "v2": "While", "unrolled": "unrolled"}
 
@@ -77,38 +77,21 @@ def _info(found: OpenNet, name: str) -> LayerInfo:
 def facts(net: Net) -> ModelFacts:
     """Return the parts, inputs, outputs and loss of the net; see :meth:`Adapter.facts`."""
     found = open_net(net)
-    layers = layers_of(found)
+    graph, parts = found.copy.graph, {}
+    for name, layer in layers_of(found).items():
+        dtypes = [dtype_of(graph.get_operation_by_name(pieces[0].variable)).name for pieces in layer.weights.values()]
+        tables = layer.output is not None and any(is_table(graph, pieces) for pieces in layer.weights.values())
+        roles: frozenset[Role] = frozenset({"embedding"} if tables else ())
+        parts[name] = Submodule(roles, dtypes[-1] if dtypes else "")
+    every = net.graph.get_operations
     return ModelFacts(
-        submodules={name: _part(found.copy.graph, layer) for name, layer in layers.items()},
+        submodules=parts,
         inputs=tuple(net.inputs),
         outputs=tuple(net.outputs),
         loss=net.loss,
         optimizer="" if net.keras is None else net.keras.optimizer,
-        tensors=_Tensors(net.graph),
+        tensors=found.copy.once("tensors", lambda: frozenset(t.name for op in every() for t in op.outputs)),
     )
-
-
-class _Tensors(Container[str]):
-    """Container of the names of all tensors of a graph, such as ``"output/dense/BiasAdd:0"``."""
-
-    def __init__(self, graph: Any) -> None:
-        self._graph = graph
-
-    def __contains__(self, name: object) -> bool:
-        if not isinstance(name, str) or ":" not in name:
-            return False
-        try:
-            self._graph.get_tensor_by_name(name)
-        except (KeyError, ValueError):
-            return False
-        return True
-
-
-def _part(graph: Any, layer: LayerVariables) -> Submodule:
-    dtypes = [dtype_of(graph.get_operation_by_name(pieces[0].variable)).name for pieces in layer.weights.values()]
-    tables = any(is_table(graph, pieces) for pieces in layer.weights.values())
-    roles: frozenset[Role] = frozenset({"embedding"} if tables and layer.output is not None else ())
-    return Submodule(roles, dtypes[-1] if dtypes else "")
 
 
 def provenance(net: Net) -> Mapping[str, str]:
@@ -137,11 +120,13 @@ def refusals(found: OpenNet) -> dict[str, str]:
 def selected(found: OpenNet, request: CaptureRequest) -> tuple[list[Loop], list[str], list[str]]:
     """Return the loops to capture, the names of the other requested layers, and notes on layers that are left out.
 
-    If not all layers have to run, those that cannot be captured are left out. Layers without an output, such as
-    variables outside of all layers, are left out as well.
+    If not all layers have to run, those that cannot be captured, or that have no output, are left out.
     """
     infos, layers, refused, notes = [loop.name for loop in found.loops], layers_of(found), refusals(found), list[str]()
-    pairs = [(call, name) for name in request.layers or () for call in _calls(found, name)]
+    pairs = []  # of the node name of a call, such as rnn#0, and the name that was requested
+    for name in request.layers or ():
+        calls = [loop.name for loop in found.loops if loop.layer == name]
+        pairs += [(call, name) for call in ([name] if found.layer(name) else calls or [name])]
     if request.layers is None:
         if not infos and not refused:
             raise ModelError(
@@ -171,8 +156,3 @@ def selected(found: OpenNet, request: CaptureRequest) -> tuple[list[Loop], list[
             known = dict.fromkeys([*infos, *layers])
             raise LayerNotFoundError(f"No layer is called {name!r}.", hint=did_you_mean(name, known))
     return loops, others, notes
-
-
-def _calls(found: OpenNet, name: str) -> list[str]:
-    """Return the node names of all calls of a recurrent layer, such as ``rnn#0``; for other names the name itself."""
-    return [name] if found.layer(name) else [loop.name for loop in found.loops if loop.layer == name] or [name]

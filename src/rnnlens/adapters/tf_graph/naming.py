@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ...errors import message
 from ..protocol import LayerInfo
 from .recurrences import Loop
-
-#: Name of the layer of variables that are in no scope.
-NO_SCOPE = "variables"
 
 
 @dataclass(frozen=True)
@@ -57,11 +54,6 @@ class KerasNames:
     loss: Any = field(default=None, compare=False)
     scales: tuple[float, ...] | None = ()
 
-    @property
-    def stacks(self) -> tuple[frozenset[str], ...]:
-        """Variables of each layer with stacked cells; such a layer is one recurrence."""
-        return tuple(site.variables for site in self.sites if site.stack)
-
     def uncalled(self, used: Container[str]) -> list[str]:
         """Return the recurrent layers whose variables are not in ``used``: outputs and loss do not depend on them."""
         idle = [
@@ -76,7 +68,10 @@ class KerasNames:
         """Return the reason for each recurrent layer that cannot be captured, by name; unused layers are left out."""
         there = {loop.layer for loop in loops}
         known = there - {loop.layer for loop in loops if loop.cell.cell is None}
-        idle, stacked = self.uncalled(used), _stacked(loops)
+        idle, cells = self.uncalled(used), defaultdict[tuple[str, str], set[frozenset[str]]](set)
+        for loop in loops:
+            cells[loop.layer, loop.direction].add(loop.cell.variables)
+        stacked = {layer for (layer, _), read in cells.items() if len(read) > 1}
         found: dict[str, str] = {}
         for site in self.sites:
             what, why = f"Layer {site.name!r} cannot be traced", site.refusal
@@ -91,14 +86,6 @@ class KerasNames:
             if why and site.name not in idle:
                 found.setdefault(site.name, why)
         return found
-
-
-def _stacked(loops: Sequence[Loop]) -> list[str]:
-    """Return the names of layers that run several different cells in one direction: stacked cells."""
-    cells: dict[tuple[str, str], set[frozenset[str]]] = {}
-    for loop in loops:
-        cells.setdefault((loop.layer, loop.direction), set()).add(loop.variables)
-    return list(dict.fromkeys(name for (name, _), read in cells.items() if len(read) > 1))
 
 
 def renamed(loops: Sequence[Loop], names: KerasNames | None) -> tuple[Loop, ...]:
@@ -129,7 +116,7 @@ def _calls_numbered(loops: Sequence[Loop]) -> tuple[Loop, ...]:
     chains = [[loop for loop in loops if loop.name == name] for name in dict.fromkeys(loop.name for loop in loops)]
     calls: dict[Any, list[list[Loop]]] = {}
     for chain in chains:
-        read = [loop.cell.weights.items() if loop.cell.body is None else loop.variables for loop in chain]
+        read = [loop.cell.weights.items() if loop.cell.body is None else loop.cell.variables for loop in chain]
         cells = [(loop.direction, sorted(map(str, blocks))) for loop, blocks in zip(chain, read, strict=True)]
         if all(read for _, read in cells) and len({direction for direction, _ in cells}) < len(cells):
             calls.setdefault(str(cells[0]), []).extend([loop] for loop in chain)
@@ -145,19 +132,8 @@ def _calls_numbered(loops: Sequence[Loop]) -> tuple[Loop, ...]:
 
 def _site_of(loop: Loop, names: KerasNames) -> KerasSite | None:
     """Return the Keras layer with the loop's variables, preferably one named in the loop's scope; None without any."""
-    read = loop.variables
+    read = loop.cell.variables
     fitting = [site for site in names.sites if read and read <= site.variables]
     fitting = [site for site in fitting if site.direction == loop.direction] or fitting
     named = [site for site in fitting if site.name.rpartition("/")[2] in loop.name]
     return next(iter(named or fitting), None)
-
-
-def owner_of(variable: str, names: KerasNames | None) -> tuple[str, str]:
-    """Return the layer that a variable belongs to, and the variable's key there."""
-    if names is not None:
-        known: Mapping[str, Any] = dict(names.owners)
-        if variable in known:
-            layer, key = known[variable]
-            return str(layer), str(key)
-    scope, _, key = variable.rpartition("/")
-    return scope or NO_SCOPE, key

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any
@@ -13,13 +13,12 @@ import numpy as np
 from ...typing import Array
 from .blocks import is_variable, read
 from .discover import find
-from .graph_copy import GraphCopy, cone, definition
+from .graph_copy import GraphCopy, cone
 from .naming import renamed
 from .public import Net, refuse_closed, refuse_remote
 from .recurrences import Loop
 from .unrolled import left_out
 
-_NONE: Mapping[tuple[Any, str], Array] = MappingProxyType({})
 #: Copies of the present version of each graph, for the outputs, losses and seeds used last.
 _COPIES: weakref.WeakKeyDictionary[Any, dict[Any, GraphCopy]] = weakref.WeakKeyDictionary()
 _MOST_COPIES, _MOST_BUILT = 4, 32
@@ -27,7 +26,7 @@ _MOST_COPIES, _MOST_BUILT = 4, 32
 _UNSETTLED = frozenset({"Placeholder", "Exit", "RefExit", "While", "StatelessWhile"})
 
 #: Perturbations added to variables in the copies, by graph and name, in this thread.
-PERTURBATIONS: ContextVar[Mapping[tuple[Any, str], Array]] = ContextVar("nudges of variables", default=_NONE)
+PERTURBATIONS: ContextVar[Mapping[tuple[Any, str], Array]] = ContextVar("perturbations", default=MappingProxyType({}))
 
 
 class OpenNet:
@@ -37,11 +36,8 @@ class OpenNet:
         self.net, self.copy = net, copy
         self.inputs = [tuple(copy.tensor(t.name) for t in alike) for alike in net.inputs.values()]
         self.outputs = [copy.tensor(tensor.name) for tensor in net.outputs.values()]
-
-    @property
-    def loops(self) -> tuple[Loop, ...]:
-        """Recurrences of the net, in the order of the graph."""
-        return self.copy.loops
+        #: Recurrences of the net, in the order of the graph.
+        self.loops = copy.loops
 
     def layer(self, name: str) -> list[Loop]:
         """Return the loops of one layer: one, or one per direction with the forward loop first."""
@@ -61,68 +57,54 @@ class OpenNet:
         """Return the present values of all variables that some tensors depend on, with any perturbation added."""
         return self.read(self.copy.behind(fetches, feed).variables)
 
-    def close(self) -> None:
-        """Close the session of the copy."""
-        self.copy.close()
-
 
 def open_net(net: Net, seed: int | None = None) -> OpenNet:
     """Return the net with a copy of the present version of its graph; copies are cached."""
     refuse_closed(net.session)
     refuse_remote(net.session)
-    graph = net.graph
-    ends = net.ends
+    graph, ends = net.graph, net.ends
     kept = _COPIES.setdefault(graph, {})
     numbers = tuple((t.name, np.asarray(value).item()) for t, value in net.feed.items() if not np.ndim(value))
     key = (graph.version, tuple(tensor.name for tensor in ends), seed or 0, net.keras, numbers)
     for stale in [other for other in kept if other[0] != graph.version]:
         kept.pop(stale).close()
-    if key not in kept or len(kept[key].built) > _MOST_BUILT or _is_set_otherwise(net, kept[key].settings):
-        if key in kept:
+    if key in kept:
+        settings = kept[key].settings  # a rate or switch may have changed since the cells were recognised
+        changed = any(not np.array_equal(v, settings[name]) for name, v in read(net.session, settings).items())
+        if changed or len(kept[key].built) > _MOST_BUILT:
             kept.pop(key).close()
+    if key not in kept:
         while len(kept) >= _MOST_COPIES:
             kept.pop(next(iter(kept))).close()
-        made = GraphCopy(definition(graph), seed or 0, getattr(net.session, "_config", None))
-        stacks = () if net.keras is None else net.keras.stacks
-        setting, inner_ends = _Setting(net, made), [made.tensor(tensor.name) for tensor in ends]
-        loops = find(made.graph, inner_ends, setting, stacks, may_vary=net.keras is not None)
+        made = GraphCopy(net.session, seed or 0)
+        stacks = [] if net.keras is None else [site.variables for site in net.keras.sites if site.stack]
+        inner_ends = [made.tensor(tensor.name) for tensor in ends]
+        loops = find(made.graph, inner_ends, _setting(net, made), stacks, may_vary=net.keras is not None)
         if net.keras is None:  # layers of Keras that are not found are refused by their own names
             made.left_out = left_out(inner_ends, loops)
         made.tap(renamed(loops, net.keras))
-        made.settings = setting.held
         kept[key] = made
     kept[key] = kept.pop(key)
     return OpenNet(net, kept[key])
 
 
-def _is_set_otherwise(net: Net, settings: Mapping[str, Array]) -> bool:
-    """Return whether a rate or switch has changed since the cells of the copy were recognised."""
-    return any(not np.array_equal(value, settings[name]) for name, value in read(net.session, settings).items())
+def _setting(net: Net, copy: GraphCopy) -> Callable[[Any], Any]:
+    """Return a function from a scalar of the copy to its value, or to None if it depends on data, draws or a loop."""
+    feed = {copy.tensor(t.name): np.asarray(value) for t, value in net.feed.items() if not np.ndim(value)}
+    if net.keras is not None and isinstance(net.keras.phase, str):
+        feed[copy.tensor(net.keras.phase)] = np.asarray(False)  # the learning phase
 
-
-class _Setting:
-    """Values of scalar settings, such as keep probabilities, in the copy; the learning phase of Keras is False.
-
-    ``held`` has the values of the variables that the settings depend on.
-    """
-
-    def __init__(self, net: Net, copy: GraphCopy) -> None:
-        self._net, self._copy = net, copy
-        self.held: dict[str, Array] = {}
-        self._feed = {copy.tensor(t.name): np.asarray(value) for t, value in net.feed.items() if not np.ndim(value)}
-        if net.keras is not None and isinstance(net.keras.phase, str):
-            self._feed[copy.tensor(net.keras.phase)] = np.asarray(False)
-
-    def __call__(self, tensor: Any) -> Any:
-        """Return the value of a scalar setting; None if the tensor depends on data, random numbers or a loop."""
-        if tensor.graph is not self._copy.graph:
+    def value(tensor: Any) -> Any:
+        if tensor.graph is not copy.graph:
             return None
-        operations = cone([tensor], self._feed)
+        operations = cone([tensor], feed)
         if any(
             op.type in _UNSETTLED or (op.op_def.is_stateful and not is_variable(op) and op.type != "ReadVariableOp")
             for op in operations
         ):
             return None
-        held = read(self._net.session, [op.name for op in operations if is_variable(op)])
-        self.held |= held
-        return self._copy.run({0: tensor}, self._feed, held)[0].item()
+        held = read(net.session, [op.name for op in operations if is_variable(op)])
+        copy.settings |= held
+        return copy.run({0: tensor}, feed, held)[0].item()
+
+    return value

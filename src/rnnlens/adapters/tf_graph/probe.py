@@ -2,8 +2,7 @@
 
 Inputs, states and products with a variable get random numbers; sums, products, activations and cuts are computed from
 them. Two different polynomials agree at random numbers with negligible probability (Schwartz 1980, J. ACM 27(4),
-corollary 1). An equation of a cell is therefore tested by computing it from the numbers of its terms, and by looking up
-the tensor that has the result. No variable is read, and names of operations do not matter.
+corollary 1). A cell's equation is tested by looking up the tensor that has the numbers of its result.
 """
 
 from __future__ import annotations
@@ -19,19 +18,8 @@ import numpy as np
 from tensorflow.python.framework.tensor_util import constant_value
 
 from ...typing import Array
-from .blocks import (
-    Block,
-    Convolution,
-    Plan,
-    Source,
-    block_of,
-    columns_of,
-    constant_of,
-    convolved_by,
-    evaluated,
-    uncut,
-    width_of,
-)
+from .blocks import Outer, Plan, block_of, columns_of, constant_of, convolved_by, evaluated, uncut, width_of
+from .recurrences import Block, Convolution
 from .sequences import NO_SETTINGS, GraphSettings, is_filled_with
 
 _TRANSPARENT = frozenset({"Identity", "EnsureShape", "PlaceholderWithDefault", "PreventGradient", "CheckNumerics"})
@@ -40,18 +28,8 @@ _CUTS = frozenset({"Split", "SplitV", "StridedSlice", "Slice"})
 _SELECTS = frozenset({"Select", "SelectV2"})
 _BOUNDS = frozenset({"Maximum", "Minimum", "ClipByValue"})
 #: TensorFlow's operation -> name of the same activation in rnnlens.
-_ACTIVATIONS = {
-    "Tanh": "tanh",
-    "Sigmoid": "sigmoid",
-    "Relu": "relu",
-    "Relu6": "relu6",
-    "Elu": "elu",
-    "Selu": "selu",
-    "Softplus": "softplus",
-    "Softsign": "softsign",
-    "Exp": "exponential",
-    "LeakyRelu": "leaky_relu",
-}
+_ACTIVATIONS = {op: op.lower() for op in ("Tanh", "Sigmoid", "Relu", "Relu6", "Elu", "Selu", "Softplus", "Softsign")}
+_ACTIVATIONS |= {"Exp": "exponential", "LeakyRelu": "leaky_relu"}
 #: Slopes of hard sigmoids ``clip(slope * z + 0.5, 0, 1)``.
 _HARD_SIGMOIDS = {"hard_sigmoid_keras2": 0.2, "hard_sigmoid": 1 / 6}
 #: All activations that a cell can have.
@@ -98,10 +76,6 @@ class Affine:
 
     def plus(self, other: Affine) -> Affine | None:
         """Return the sum of two affine maps; None if the sum cannot be represented as one."""
-        if not other.blocks:
-            return replace(self, constant=self.constant + other.constant)
-        if not self.blocks:
-            return other.plus(self)
         widths = {block.width for block in (*self.blocks, *other.blocks)}
         if len(widths) > 1 or self.products.keys() & other.products.keys():
             return None
@@ -177,15 +151,15 @@ def key_of(numbers: Array) -> Key:
 class Probe:
     """Values of tensors at random numbers, for one graph or for the body of one loop.
 
-    ``leaves`` are ids of tensors that are not computed: states before the step, and sequences read in it. ``settings``
-    has rates and switches outside of the loop, whose present values are used as constants.
+    ``leaves`` are ids of states before the step and of sequences read in it. Settings count as constants.
     """
 
-    def __init__(self, leaves: Sequence[int], outer: Source, settings: GraphSettings = NO_SETTINGS) -> None:
+    def __init__(self, leaves: Sequence[int], outer: Outer, settings: GraphSettings = NO_SETTINGS) -> None:
         self._leaves, self._outer, self._settings = frozenset(leaves), outer, settings
         self._values: dict[int, Value] = {}
         self._seeds: dict[Any, int] = {}
-        self._tensors: dict[Key, list[Any]] = defaultdict(list)
+        #: Tensors computed so far, by their quantity.
+        self.tensors: dict[Key, list[Any]] = defaultdict(list)
         #: One value per quantity.
         self.by_key: dict[Key, Value] = {}
         #: Gates, and affine maps that could be gates without an activation, by their sources.
@@ -202,24 +176,17 @@ class Probe:
             inputs, compute = self._plan(current)
             return inputs, lambda: self._recorded(current, compute())
 
-        found: Value = evaluated(tensor, self._values, plan)
+        with np.errstate(all="ignore"):
+            found: Value = evaluated(tensor, self._values, plan)
         return found
-
-    def tensors_of(self, key: Key) -> list[Any]:
-        """Return the tensors computed so far whose value has this key."""
-        return self._tensors.get(key, [])
 
     def found(self, numbers: Array) -> Value | None:
         """Return the probed value equal to ``numbers`` within rounding; None if no tensor has them."""
         return self.by_key.get(key_of(numbers))
 
-    def holds(self, condition: Any) -> bool:
-        """Return whether a condition is always true, such as dropout's "uniform draw >= rate" at a rate of 0."""
-        return bool(np.all(self.of(condition).numbers == 1.0))
-
     def _recorded(self, tensor: Any, value: Value) -> Value:
         """Store the probed value of a tensor in the lookup tables, and return it."""
-        self._tensors[value.key].append(tensor)
+        self.tensors[value.key].append(tensor)
         self.by_key.setdefault(value.key, value)
         if value.gate is not None:
             self.gates[frozenset(value.gate.products)].setdefault((value.key, value.activation), value)
@@ -239,7 +206,7 @@ class Probe:
 
     def _plan(self, tensor: Any) -> Plan:
         """Return how the probe computes a tensor: the tensors that it reads, and a function of their values."""
-        outside, op = self._outer.get(tensor), tensor.op
+        outside, op = self._outer.get(id(tensor)), tensor.op
         if id(tensor) in self._leaves:
             return [], lambda: self._leaf(tensor, id(tensor))
         block = block_of(tensor, self._outer)
@@ -284,11 +251,9 @@ class Probe:
 
     def _computed(self, tensor: Any) -> Value | None:
         """Compute the probed value of an operation's output from those of its inputs; None for other operations."""
-        with np.errstate(all="ignore"):
-            return self._result(tensor, [self._values.get(id(t)) for t in tensor.op.inputs])
-
-    def _result(self, tensor: Any, values: list[Any]) -> Value | None:
-        op, first = tensor.op, values[0]
+        op = tensor.op
+        values: list[Any] = [self._values.get(id(t)) for t in op.inputs]
+        first = values[0]
         if op.type in _TRANSPARENT:
             return first  # type: ignore[no-any-return]
         if op.type in _ACTIVATIONS:
@@ -325,8 +290,9 @@ class Probe:
         if block is None or block.rows is None or (how is None) != (not block.window):
             return None
         block, total, at = replace(block, convolution=how), _constant(0.0), 0
+        start = block.rows[0] if isinstance(block.rows, tuple) else 0
         for part in value.parts or (value,):
-            rows = block.rows_of(at, at + part.width) if value.parts else block
+            rows = replace(block, rows=(start + at, start + at + part.width)) if value.parts else block
             numbers = self._drawn((part.key, rows.variable, rows.rows, how), *rows.columns)
             self.by_key.setdefault(part.key, part)
             total, at = _sum(total, Value(numbers, Affine({part.key: rows}))), at + part.width
@@ -373,14 +339,12 @@ def _is_computed(tensor: Any) -> bool:
         return bool(abs(tensor.op.get_attr("alpha") - 0.2) < 1e-7)
     if tensor.op.type == "GreaterEqual":
         return bool(tensor.op.inputs[0].dtype.is_floating)
-    return tensor.shape.rank in (None, 0, 1, 2) or (tensor.shape.rank <= 5 and _in_same_places(tensor))
-
-
-def _in_same_places(tensor: Any) -> bool:
-    """Return whether an operation on images computes each pixel from the same pixel of its inputs, and from vectors."""
-    op = tensor.op
-    images = [t for t in op.inputs if _is_number(t) and t.shape.rank not in (0, 1)]
-    return all(t.shape.rank == tensor.shape.rank and t.shape[1:-1] == tensor.shape[1:-1] for t in images)
+    if tensor.shape.rank in (None, 0, 1, 2):
+        return True
+    # Of images, each pixel must be computed from the same pixel of the inputs, and from vectors.
+    images = [t for t in tensor.op.inputs if _is_number(t) and t.shape.rank not in (0, 1)]
+    alike = all(t.shape.rank == tensor.shape.rank and t.shape[1:-1] == tensor.shape[1:-1] for t in images)
+    return bool(tensor.shape.rank <= 5 and alike)
 
 
 def _constant(number: float) -> Value:

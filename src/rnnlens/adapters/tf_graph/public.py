@@ -16,17 +16,13 @@ from typing import Any
 
 from ...arguments import anything, checked
 from ...errors import InputError, LayerNotFoundError, UnsupportedError, has_attribute, shown
-from .sequences import before_transpose, course_of
+from .sequences import FILLS, before_transpose, course_of
 
 __all__ = ["Net", "graph"]
 
 
 #: Prefixes of operation types of training, saving and variables.
 _NO_ENDS = ("Apply", "ResourceApply", "Assign", "ResourceScatter", "Scatter", "Save", "Restore", "Var")
-
-
-#: Operations that split a tensor into the steps of a loop, with the number of that input.
-_STEPS = {"TensorArrayScatterV3": 2, "TensorListFromTensor": 0}
 #: Operations that return the results of a loop; the search for axes stops there.
 _ENDS_OF_LOOPS = frozenset({"TensorArrayGatherV3", "TensorListStack", "Exit", "While", "StatelessWhile"})
 
@@ -160,9 +156,9 @@ def is_time_major(graph: Any, inputs: Sequence[Any]) -> bool:
     """Return whether all loops of a graph step along the first axis of its inputs, on every path between them."""
     given, axes = {tensor.ref() for tensor in inputs}, set()
     for op in graph.get_operations():
-        if op.type in _STEPS and not op.name.startswith("gradients"):
-            course = course_of(op.inputs[_STEPS[op.type]])
-            axes |= _axes_at(course.source, 0 if course.time_major else 1, given)
+        if op.type in FILLS and not op.name.startswith("gradients"):
+            source, words = course_of(op.inputs[FILLS[op.type]])
+            axes |= _axes_at(source, 0 if words["time_major"] else 1, given)
     return axes == {0}
 
 
@@ -185,10 +181,7 @@ def _axes_at(tensor: Any, axis: int, given: set[Any]) -> set[int]:
 
 
 def _ends(operation: Any) -> bool:
-    """Return whether an operation may be an output of the network.
-
-    Its result is floating and read by no other operation, and it is no part of training, saving or a variable.
-    """
+    """Return whether an operation's result is floating and unread, and no part of training, saving or a variable."""
     trained = operation.name.startswith("gradients") or operation.type.startswith(_NO_ENDS)
     return not trained and any(t.dtype.base_dtype.is_floating and not t.consumers() for t in operation.outputs)
 
@@ -224,10 +217,7 @@ def scalar(loss: Any) -> Any:
 
 
 def tensor_of(graph: Any, where: str, given: Any) -> Any:
-    """Return a tensor of a graph, given as a tensor, as a variable or by name.
-
-    Raise InputError or LayerNotFoundError if there is no such tensor in this graph.
-    """
+    """Return a tensor of a graph, given as a tensor, as a variable or by name; raise an error if there is none."""
     if isinstance(given, str):
         name = given if ":" in given else f"{given}:0"
         try:
@@ -277,9 +267,7 @@ def _targets(alike: Callable[[str, Any], tuple[Any, ...]], given: Any) -> tuple[
         return ()
     if isinstance(given, Mapping):
         return tuple(alike(f"targets[{name!r}]", one) for name, one in given.items())
-    if isinstance(given, tuple):
-        return tuple(alike("targets", one) for one in given)
-    return (alike("targets", given),)
+    return tuple(alike("targets", one) for one in (given if isinstance(given, tuple) else (given,)))
 
 
 def refuse_remote(session: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -24,10 +23,7 @@ from .public import Net
 def gradients(
     graph: Any, ys: Sequence[Any], xs: Sequence[Any], given: Sequence[Any] | None = None, stop: Sequence[Any] = ()
 ) -> list[Any]:
-    """Add ``tf.gradients`` to the copy: a dense tensor for each of ``xs``, None where there is no path.
-
-    Raise UnsupportedError if an operation between them has no gradient in TensorFlow.
-    """
+    """Add ``tf.gradients`` to the copy: a dense tensor for each of ``xs``, None where there is no path."""
     usable = [i for i, x in enumerate(xs) if x.dtype.base_dtype.is_floating or x.dtype == tf.resource]
     found: list[Any] = [None] * len(xs)
     sources = [xs[i] for i in usable]
@@ -54,16 +50,13 @@ def pulled_back(
     given: Sequence[Any] | None = None,
     stop: Sequence[Any] = (),
 ) -> dict[Any, Any]:
-    """Add gradients of ``ys`` to the copy, and combine them for each port of ``spots``.
-
-    Ports without a path are left out.
+    """Add gradients of ``ys`` to the copy, combined for each port of ``spots`` to which there is a path.
 
     Each port at which differentiation stops elsewhere needs a pass of its own.
     """
-    apart = {key: spot for key, spot in spots.items() if spot.stop}
-    together = {key: spot for key, spot in spots.items() if key not in apart}
+    together = {key: spot for key, spot in spots.items() if not spot.stop}
     found: dict[Any, Any] = {}
-    for group in (together, *({key: spot} for key, spot in apart.items())):
+    for group in (together, *({key: spot} for key, spot in spots.items() if spot.stop)):
         halves = {(key, h): half for key, spot in group.items() for h, half in enumerate(spot.halves or (spot,))}
         sources = [source for half in halves.values() for source in half.sources]
         constants = [*stop, *(tensor for spot in group.values() for tensor in spot.stop)]
@@ -103,17 +96,27 @@ def differentiate(
 _VARIANTS = (tf.resource, tf.variant, tf.string)
 
 
-@dataclass
-class _Built:
-    """Tensors added to the copy for the cotangents of some ports.
+class _BackwardPass:
+    """Backward pass in the copy from the ports ``of``: placeholders of their cotangents, and gradients by port."""
 
-    ``given``: placeholders of the cotangents. ``found``: gradients by port. ``kept``: the forward tensors that the
-    backward pass reads; further cotangents then need the backward pass only. It is None if some of them cannot be fed.
-    """
-
-    given: dict[Port, Any]
-    found: dict[Any, Any] = field(default_factory=dict)
-    kept: list[Any] | None = None
+    def __init__(
+        self, graph: Any, spots: Mapping[Port, Spot], of: Sequence[Port], wrt: Sequence[Port], stop: Any
+    ) -> None:
+        before = set(graph.get_operations())
+        values = {port: spots[port].value for port in of}
+        with graph.as_default(), tf.name_scope("rnnlens/pullback"):
+            self.given = {port: tf.placeholder(t.dtype.base_dtype, t.shape) for port, t in values.items()}
+            sources = {port: spots[port] for port in wrt}
+            self.found = pulled_back(graph, list(values.values()), sources, list(self.given.values()), stop)
+        added, own = set(graph.get_operations()) - before, {tensor.ref() for tensor in self.given.values()}
+        read: dict[Any, Any] = {}
+        for op in added:
+            read |= {tensor.ref(): tensor for tensor in op.inputs if tensor.op not in added and tensor.ref() not in own}
+        forward = list(read.values())
+        plain = all(t.dtype not in _VARIANTS and not t.dtype._is_ref_dtype and graph.is_feedable(t) for t in forward)
+        inside = any(op._get_control_flow_context() is not None for op in added)
+        #: Forward tensors that the backward pass reads, kept for further cotangents; None if some cannot be fed.
+        self.kept = forward if plain and not inside else None
 
 
 class GraphPullback:
@@ -123,57 +126,35 @@ class GraphPullback:
         self, net: Net, batch: Batch, of: Sequence[Port], wrt: Sequence[Port], cut: Sequence[Port] = ()
     ) -> None:
         self._net, self._opened = net, open_net(net, batch.seed)
-        self._of, self._wrt, self._cut = tuple(of), tuple(wrt), tuple(cut)
-        self._key = ("pullback", self._of, self._wrt, self._cut, key_of(batch), tuple(names_of_inputs(net, batch.x)))
+        self._of, self._wrt = tuple(of), tuple(wrt)
+        self._key = ("pullback", self._of, self._wrt, tuple(cut), key_of(batch), tuple(names_of_inputs(net, batch.x)))
         self._feed = fed(self._opened, batch)
         spots = PortTensors(self._opened, batch)
         self._spots = self._opened.copy.once(self._key, lambda: {port: spots(port) for port in (*of, *wrt, *cut)})
+        ends = [self._spots[port] for port in cut]
+        self._stop = [t for x in ends for t in (x.boundary.tensors if x.boundary is not None else (x.value,))]
         self.outputs = len(self._opened.outputs)
         fetches = {port: self._spots[port].value for port in (*of, *wrt)}
         self._variables = self._opened.variables(list(fetches.values()), self._feed)
         with clear_errors(net):
             values = self._opened.copy.run(fetches, self._feed, self._variables)
-        #: Values of the kept forward tensors, by id of ``_Built``.
+        #: Values of the kept forward tensors, by id of the ``_BackwardPass``.
         self._forward: dict[int, dict[Any, Array]] = {}
         self.values: Mapping[Port, Array] = {port: np.asarray(value) for port, value in values.items()}
 
     def vjp(self, cotangents: Mapping[Port, Array]) -> Mapping[Port, Array | None]:
         """Pull cotangents back to the ``wrt`` ports; see :meth:`Pullback.vjp`."""
         refuse_misfits(cotangents, self._of, self.values)
-        chosen = tuple(cotangents)
-        built = self._opened.copy.once((self._key, chosen), lambda: self._build(chosen))
+        chosen, copy = tuple(cotangents), self._opened.copy
+        built = copy.once(
+            (self._key, chosen), lambda: _BackwardPass(copy.graph, self._spots, chosen, self._wrt, self._stop)
+        )
         count = len(next(iter(cotangents.values())))
         rows = [self._row(built, {port: c[k] for port, c in cotangents.items()}) for k in range(count)]
         found = {port: np.stack([row[port] for row in rows]) for port in built.found}
         return {port: found.get(port) for port in self._wrt}
 
-    def _build(self, of: Sequence[Port]) -> _Built:
-        """Add the backward pass from the ports ``of`` to the copy of the graph."""
-        graph = self._opened.copy.graph
-        before = set(graph.get_operations())
-        values = {port: self._spots[port].value for port in of}
-        with graph.as_default(), tf.name_scope("rnnlens/pullback"):
-            placeholders = {port: tf.placeholder(value.dtype.base_dtype, value.shape) for port, value in values.items()}
-            built = _Built(placeholders)
-            cut = [self._spots[port] for port in self._cut]
-            stop = [t for spot in cut for t in (spot.boundary.tensors if spot.boundary is not None else (spot.value,))]
-            wrt = {port: self._spots[port] for port in self._wrt}
-            built.found = pulled_back(graph, list(values.values()), wrt, list(placeholders.values()), stop)
-        built.kept = self._keepable(built, set(graph.get_operations()) - before)
-        return built
-
-    def _keepable(self, built: _Built, added: set[Any]) -> list[Any] | None:
-        """Return the forward tensors to keep for further backward passes; None if some of them cannot be fed."""
-        graph, own = self._opened.copy.graph, {tensor.ref() for tensor in built.given.values()}
-        read: dict[Any, Any] = {}
-        for op in added:
-            read |= {tensor.ref(): tensor for tensor in op.inputs if tensor.op not in added and tensor.ref() not in own}
-        boundaries = list(read.values())
-        plain = all(t.dtype not in _VARIANTS and not t.dtype._is_ref_dtype and graph.is_feedable(t) for t in boundaries)
-        inside = any(op._get_control_flow_context() is not None for op in added)
-        return boundaries if plain and not inside else None
-
-    def _row(self, built: _Built, cotangents: Mapping[Port, Array]) -> dict[Any, Array]:
+    def _row(self, built: _BackwardPass, cotangents: Mapping[Port, Array]) -> dict[Any, Array]:
         given = {built.given[port]: np.asarray(c) for port, c in cotangents.items()}
         copy = self._opened.copy
         with clear_errors(self._net):

@@ -1,15 +1,13 @@
-"""Classes for the recurrences found in a graph: loops, their boundaries and their cells.
-
-All tensors are those of the *copy* of the user's graph. Only ``discover`` and the modules behind it depend on how a
-loop was written, or on its kind of control flow.
-"""
+"""Classes for the recurrences found in the copy of a graph: loops, their boundaries and their cells."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from posixpath import commonpath
 from typing import Any, Literal
 
+from ...errors import message
 from ...recurrence.cells import Cell
 
 
@@ -17,8 +15,7 @@ from ...recurrence.cells import Cell
 class LoopBoundary:
     """A tensor at the boundary of a loop: an input, an output or a state."""
 
-    #: A sequence: one tensor (time, sample, ...) with all steps; for an unrolled loop one (sample, ...) per step, in
-    #: the order of the run. An initial or final state: one tensor (sample, unit).
+    #: A sequence (time, sample, ...); unrolled, one (sample, ...) per step in the order of the run. Or one state.
     tensors: tuple[Any, ...]
     #: For each tensor: the pairs (operation, number of its input) by which this loop reads it; empty for outputs.
     readers: tuple[tuple[tuple[Any, int], ...], ...] = ()
@@ -29,39 +26,69 @@ class LoopBoundary:
 
 
 @dataclass(frozen=True)
-class WeightPiece:
-    """Block of a variable: ``variable[..., rows, columns] + plus``; a vector has columns only.
+class Convolution:
+    """Strides and dilation by spatial axis, and padding ("valid" or "same"), of a convolution with channels last."""
 
-    ``variable`` is the name of the variable's operation (``"rnn/gru_cell/gates/kernel"``). ``plus`` is a constant that
-    the graph adds to the variable, such as the forget bias.
+    strides: tuple[int, ...]
+    dilation: tuple[int, ...]
+    padding: str
+
+
+@dataclass(frozen=True)
+class Block:
+    """Block ``variable[..., rows, columns] + plus`` of a variable, by the name of the variable's operation.
+
+    ``rows`` is None for a vector, and a number for one row as a vector. ``plus`` is a constant that the graph adds,
+    such as the forget bias. ``window`` has the spatial sizes of a convolution kernel, all of which belong to the
+    block; ``convolution`` is the operation that uses it.
     """
 
     variable: str
-    rows: slice | int | None = None
-    columns: slice = field(default_factory=lambda: slice(None))
+    rows: tuple[int, int] | int | None = None
+    columns: tuple[int, Any] = (0, None)
     plus: float = 0.0
+    window: tuple[int, ...] = ()
+    convolution: Convolution | None = None
 
     @property
     def is_whole(self) -> bool:
         """True for the whole variable."""
-        return self.rows is None and self.columns == slice(None)
+        return self.rows is None and self.columns == (0, None)
+
+    @property
+    def width(self) -> int:
+        """Number of columns of the variable that the block contains."""
+        return int(self.columns[1] - self.columns[0])
+
+    @property
+    def is_vector(self) -> bool:
+        """True for a vector, or a single row of a matrix, such as a bias of shape (1, unit)."""
+        return not isinstance(self.rows, tuple) or self.rows[1] - self.rows[0] == 1
+
+    @property
+    def vector(self) -> Block:
+        """The single row of a matrix as a vector; a vector unchanged."""
+        return replace(self, rows=self.rows[0]) if isinstance(self.rows, tuple) else self
+
+    def columns_of(self, start: int, stop: int) -> Block:
+        """Return the part of the block in its columns ``start:stop``."""
+        return replace(self, columns=(self.columns[0] + start, self.columns[0] + stop))
 
     def of(self, variable: Any) -> Any:
         """Return the block of an array or tensor of the variable's shape; leading axes are kept."""
         if self.is_whole:
             return variable
-        return variable[..., self.columns] if self.rows is None else variable[..., self.rows, self.columns]
+        columns, rows = slice(*self.columns), slice(*self.rows) if isinstance(self.rows, tuple) else self.rows
+        return variable[..., columns] if rows is None else variable[..., rows, columns]
 
 
 @dataclass(frozen=True)
 class Condition:
-    """Condition for a recognised cell: in the run ``tensor`` must have this value, for example a dropout rate of 0.
-
-    ``otherwise`` is the error text of a run in which the tensor has another value.
-    """
+    """Condition for a recognised cell: in the run ``tensor`` must have this value, for example a dropout rate of 0."""
 
     tensor: Any
     value: float
+    #: Error text of a run in which the tensor has another value.
     otherwise: str
 
 
@@ -77,7 +104,7 @@ class LoopCell:
     cell: type[Cell] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     #: Known cell: by weight name, the blocks of variables that are concatenated along the last axis.
-    weights: Mapping[str, tuple[WeightPiece, ...]] = field(default_factory=dict)
+    weights: Mapping[str, tuple[Block, ...]] = field(default_factory=dict)
     #: Conditions that a run must meet for the cell to be valid.
     conditions: tuple[Condition, ...] = ()
     #: Cell of unknown equations: its step, a ``StepGraph``, and what in it is not supported.
@@ -139,20 +166,13 @@ class Loop:
         """Name of the layer, without the number of the call."""
         return self.name.partition("#")[0]
 
-    @property
-    def variables(self) -> frozenset[str]:
-        """Names of the variables that the cell reads."""
-        return self.cell.variables
+
+def without_steps(scope: str, what: str, *, name: str = "", units: int = 0, **words: str) -> Loop:
+    """Create the ``Loop`` of a recurrence of which no step can be read, with the text and details of the error."""
+    cell = LoopCell("unknown", units, refused=message(what, **words))
+    return Loop(name or scope, "unrolled", cell, (), (), LoopBoundary(()), None, scope=scope)
 
 
 def common_scope(names: Iterable[str]) -> str:
     """Return the longest common name scope; "" if the names share none."""
-    paths = [name.split("/")[:-1] for name in names]
-    if not paths:
-        return ""
-    shared = []
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return "/".join(shared)
+    return commonpath([name.rpartition("/")[0] for name in names] or [""])

@@ -1,7 +1,4 @@
-"""Reference runs of the user's graph, for certificates: a separate copy without taps, and one ``tf.gradients``.
-
-Certificates compare results with these runs. Code of the capture and the pullback is not used here.
-"""
+"""Reference runs of the user's graph, for certificates: a separate copy without taps, and one ``tf.gradients``."""
 
 from __future__ import annotations
 
@@ -16,12 +13,12 @@ from ...errors import CertificateError
 from ...typing import Array, leaves_of
 from ..protocol import Batch, Cotangents, ReferenceRun
 from .blocks import is_variable, read
-from .graph_copy import GraphCopy, cone, definition, dense
+from .graph_copy import GraphCopy, cone, dense
 from .inputs import fed, fed_in, names_of_inputs
 from .losses import feed_of_loss, key_of, loss_in
 from .open_net import OpenNet, open_net
 from .public import Net
-from .weights import block, layers_of, name_of
+from .weights import all_weights, block
 
 _GRAPHS: weakref.WeakKeyDictionary[Any, dict[Any, _ReferenceGraph]] = weakref.WeakKeyDictionary()
 _MOST = 4
@@ -31,16 +28,13 @@ class _ReferenceGraph:
     """Copy of the graph without taps, with the gradients of the loss or of the outputs."""
 
     def __init__(self, net: Net, batch: Batch, *, of_loss: bool, gradients: bool) -> None:
-        self.copy = GraphCopy(definition(net.graph), batch.seed or 0, getattr(net.session, "_config", None))
-        graph = self.copy.graph
-        with graph.as_default():
+        self.copy = GraphCopy(net.session, batch.seed or 0)
+        with self.copy.graph.as_default():
             get = self.copy.tensor
             self.outputs = [get(tensor.name) for tensor in net.outputs.values()]
             self.loss = loss_in(net, self.copy, batch).tensor if of_loss else None
-            self.variables = {op.name: op for op in graph.get_operations() if is_variable(op)}
             self.ends = [*self.outputs, *([] if self.loss is None else [self.loss])]
-            used = set(cone(self.ends))
-            self.used = [name for name, op in self.variables.items() if op in used]
+            self.variables = {op.name: op for op in cone(self.ends) if is_variable(op)}
             self.inputs = {name: [get(t.name) for t in alike] for name, alike in net.inputs.items()}
             self.given = [tf.placeholder(t.dtype.base_dtype, t.shape) for t in self.outputs]
             self.asked: dict[Any, Any] = self._differentiated() if gradients else {}
@@ -48,7 +42,7 @@ class _ReferenceGraph:
         self.asked |= {} if self.loss is None else {"loss": self.loss}
 
     def _differentiated(self) -> dict[Any, Any]:
-        sources: dict[Any, Any] = {("weight", name): self.variables[name].outputs[0] for name in self.used}
+        sources: dict[Any, Any] = {("weight", name): op.outputs[0] for name, op in self.variables.items()}
         for name, alike in self.inputs.items():
             sources |= {("input", name, i): tensor for i, tensor in enumerate(alike)}
         sources = {key: t for key, t in sources.items() if t.dtype.base_dtype.is_floating or t.dtype == tf.resource}
@@ -75,14 +69,6 @@ def _refuse_other_draws(
         raise CertificateError("dropout within a loop draws other numbers when the loop is looked into")
 
 
-def reference_run(
-    net: Net, batch: Batch, cotangents: Cotangents | None = None, *, gradients: bool = True, regularised: bool = False
-) -> ReferenceRun:
-    """Run the reference copy, penalties of its loss included; see :meth:`Adapter.reference_run`."""
-    del regularised
-    return prepared(net, batch, cotangents, gradients=gradients)()
-
-
 def prepared(
     net: Net, batch: Batch, cotangents: Cotangents | None = None, *, gradients: bool = True
 ) -> Callable[[], ReferenceRun]:
@@ -94,12 +80,17 @@ def prepared(
     of_loss = cotangents is None and has_loss
     bare = _bare(net, batch, of_loss, gradients)
     feed = fed_in(net, bare.copy, batch) | (feed_of_loss(net, bare.copy, batch) if of_loss else {})
-    values = read(net.session, bare.used)
+    values = read(net.session, bare.variables)
     if any(loop.redrawn for loop in found.loops):
         _refuse_other_draws(found, batch, bare, feed, values)
 
     def run() -> ReferenceRun:
-        given = {} if cotangents is None else _pulled(bare, cotangents, feed, values)
+        given = {}
+        if cotangents is not None:
+            outputs = list(bare.copy.run(dict(enumerate(bare.outputs)), feed, values).values())
+            wanted = cotangents(list(map(np.asarray, outputs))) if callable(cotangents) else cotangents
+            for place, cotangent, output in zip(bare.given, wanted, outputs, strict=True):
+                given[place] = np.zeros_like(output) if cotangent is None else np.asarray(cotangent, output.dtype)
         got = bare.copy.run(bare.asked, feed | given, values)
         names = names_of_inputs(net, batch.x)
         parts = [[got.get(("input", name, i)) for i in range(len(bare.inputs[name]))] for name in names]
@@ -113,14 +104,6 @@ def prepared(
         )
 
     return run
-
-
-def _pulled(bare: _ReferenceGraph, cotangents: Cotangents, feed: Mapping[Any, Any], values: Any) -> dict[Any, Array]:
-    """Return the output cotangents by placeholder; if they depend on the outputs, run the graph once to get these."""
-    given = [np.asarray(value) for value in bare.copy.run(dict(enumerate(bare.outputs)), feed, values).values()]
-    found = cotangents(given) if callable(cotangents) else cotangents
-    every = zip(bare.given, found, given, strict=True)
-    return {place: np.zeros_like(out) if c is None else np.asarray(c, out.dtype) for place, c, out in every}
 
 
 def _bare(net: Net, batch: Batch, of_loss: bool, gradients: bool) -> _ReferenceGraph:
@@ -141,9 +124,8 @@ def _bare(net: Net, batch: Batch, of_loss: bool, gradients: bool) -> _ReferenceG
 def _weights(found: Any, got: Mapping[Any, Any], values: Mapping[str, Array]) -> dict[str, Array | None]:
     """Return gradients of all weights, by :func:`weights.name_of`, as blocks of the gradients of variables."""
     made: dict[str, Array | None] = {}
-    for layer in layers_of(found).values():
-        for key, pieces in layer.weights.items():
-            parts = {piece.variable: got.get(("weight", piece.variable)) for piece in pieces}
-            whole = {n: np.zeros_like(values[n]) if g is None else np.asarray(g) for n, g in parts.items()}
-            made[name_of(pieces, key)] = None if all(g is None for g in parts.values()) else block(pieces, whole)
+    for name, pieces in all_weights(found).items():
+        parts = {piece.variable: got.get(("weight", piece.variable)) for piece in pieces}
+        whole = {n: np.zeros_like(values[n]) if g is None else np.asarray(g) for n, g in parts.items()}
+        made[name] = None if all(g is None for g in parts.values()) else block(pieces, whole)
     return made

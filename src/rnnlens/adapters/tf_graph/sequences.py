@@ -4,41 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import tensorflow.compat.v1 as tf
 from tensorflow.python.framework import tensor_util
 
 from ...errors import message
-from .blocks import Source, constant_of, same
+from .blocks import Outer, constant_of, same
 from .recurrences import Condition
 from .while_loops import CONDITIONS, Frame, Variable, body_graph
 
-_READS = frozenset({"TensorArrayReadV3", "TensorListGetItem"})
+#: Operations that split a sequence into the steps of a loop, with the number of the input that is the sequence.
+FILLS = {"TensorArrayScatterV3": 2, "TensorListFromTensor": 0}
+#: Operations that read one step, with the number of the input that is the sequence.
+_READS = {"TensorArrayReadV3": 2, "TensorListGetItem": 0}
 
 
 @dataclass(frozen=True, eq=False)
 class Read:
-    """A time-first tensor of which the body reads one step at a time.
-
-    ``value`` is the tensor of one step in the body. ``reader`` is the operation, with the number of its input, that
-    reads ``stacked``. It is None if the body indexes the user's tensor itself, which other operations may read too.
-    """
+    """A time-first tensor ``stacked`` of which the body reads one step at a time, as its tensor ``value``."""
 
     value: Any
     stacked: Any
+    #: Operation, with the number of its input, that reads ``stacked``; None if the body indexes the user's tensor.
     reader: tuple[Any, int] | None
 
 
 @dataclass(frozen=True, eq=False)
 class Written:
-    """A tensor that the body writes at each step; ``stacked`` has all steps, or is None if these are never stacked.
-
-    ``index`` is the tensor of the body with the position that is written.
-    """
+    """A tensor that the body writes at each step; ``stacked`` has all steps, or is None if these are never stacked."""
 
     value: Any
+    #: Tensor of the body with the position that is written.
     index: Any
     stacked: Any
     variable: Variable
@@ -73,59 +71,42 @@ def steps_run(frame: Frame) -> Any:
 
 def sequences(frame: Frame) -> list[Read]:
     """Return the sequences of which a loop's body reads the current step."""
-    times = [v.before for v in frame.clocks]
     found = []
     for op in frame.ops:
-        axis = _indexed(op, frame, times)
+        axis = _indexed(op, frame)
         if axis is not None:
-            found.append(Read(op.outputs[0], _taken(frame, frame.outer.get(op.inputs[0]), axis), None))
+            tensor, count = frame.outer[id(op.inputs[0])], steps_run(frame)
+            with tensor.graph.as_default():
+                taken = tensor[:count] if axis == 0 else tensor[:, :count]
+                first = taken if axis == 0 else tf.transpose(taken, [1, 0, *range(2, tensor.shape.rank)])
+            found.append(Read(op.outputs[0], first, None))
         if op.type not in _READS:
             continue
-        place, source = (1, 2) if op.type == "TensorArrayReadV3" else (1, 0)
-        filled = frame.outer.get(op.inputs[source])
-        if filled is None or not any(same(op.inputs[place], frame.outer) is t for t in times):
+        filled = frame.outer.get(id(op.inputs[_READS[op.type]]))
+        if filled is None or not frame.is_time(op.inputs[1]):
             continue
-        filled = same(filled)
-        if filled.op.type == "TensorArrayScatterV3":
-            found.append(Read(op.outputs[0], filled.op.inputs[2], (filled.op, 2)))
-        elif filled.op.type == "TensorListFromTensor":
-            found.append(Read(op.outputs[0], filled.op.inputs[0], (filled.op, 0)))
+        fill = same(filled).op
+        if fill.type in FILLS:
+            found.append(Read(op.outputs[0], fill.inputs[FILLS[fill.type]], (fill, FILLS[fill.type])))
     return found
 
 
-def _indexed(op: Any, frame: Frame, times: Sequence[Any]) -> int | None:
-    """Return the axis along which an operation selects the current time step, as ``x[:, t]``.
-
-    Returns None for other operations.
-    """
-    if op.type not in ("StridedSlice", "GatherV2") or frame.outer.get(op.inputs[0]) is None:
+def _indexed(op: Any, frame: Frame) -> int | None:
+    """Return the axis along which an operation selects the current time step, as ``x[:, t]``; None for others."""
+    if op.type not in ("StridedSlice", "GatherV2") or id(op.inputs[0]) not in frame.outer:
         return None
     begin = same(op.inputs[1], frame.outer)
     places = begin.op.inputs if begin.op.type == "Pack" else [begin]
-    now = [any(same(t, frame.outer) is time for time in times) for t in places]
+    now = list(map(frame.is_time, places))
     if op.type == "GatherV2":
         axis = constant_of(op.inputs[2], frame.outer)
         return int(axis) if now == [True] and axis in (0, 1) and op.inputs[1].shape.rank == 0 else None
+    axis = {1: 0, 2: 1}.get(op.get_attr("shrink_axis_mask"))
+    wanted = [i == axis for i in range(len(now))]
+    others = sum(1 << i for i, at in enumerate(wanted) if not at)
+    plain = not op.get_attr("ellipsis_mask") | op.get_attr("new_axis_mask")
     kept = op.get_attr("begin_mask") & op.get_attr("end_mask")
-    marks = (op.get_attr("shrink_axis_mask"), kept, op.get_attr("ellipsis_mask") | op.get_attr("new_axis_mask"))
-    for axis in (0, 1):
-        others = sum(1 << i for i in range(len(now)) if i != axis)
-        if (
-            now == [i == axis for i in range(len(now))]
-            and marks[0] == 1 << axis
-            and marks[1] == others
-            and not marks[2]
-        ):
-            return axis
-    return None
-
-
-def _taken(frame: Frame, tensor: Any, axis: int) -> Any:
-    """Return the sequence (time first) that a loop reads step by step along an axis of ``tensor``."""
-    count = steps_run(frame)
-    with tensor.graph.as_default():
-        taken = tensor[:count] if axis == 0 else tensor[:, :count]
-        return taken if axis == 0 else tf.transpose(taken, [1, 0, *range(2, tensor.shape.rank)])
+    return axis if now == wanted and kept == others and plain else None
 
 
 #: Operations that write a step: numbers of the inputs with the value, the index and the previous array.
@@ -155,24 +136,21 @@ def _stacked(tensor: Any) -> Any:
     return None
 
 
+#: Whether a comparison is True at padding, by operation and whether the step's number is its first input.
+_BEYOND = {("GreaterEqual", True): True, ("Less", True): False, ("Greater", False): False, ("LessEqual", False): True}
+
+
 def mask_of(condition: Any, frame: Frame, reads: Sequence[Read]) -> Mask | None:
     """Return the sequence mask behind the condition of a ``select`` in a loop's body; None if it is no mask."""
-    times = [v.before for v in frame.clocks]
     condition = same(condition, frame.outer)
     if condition.op.type in ("GreaterEqual", "Greater", "Less", "LessEqual"):
         left, right = (same(t, frame.outer) for t in condition.op.inputs)
-        ahead = any(left is t for t in times)
-        lengths = right if ahead else left
-        clock = left if ahead else right
-        inverted = {("GreaterEqual", True): True, ("Less", True): False, ("Greater", False): False}
-        inverted[("LessEqual", False)] = True
-        key = (condition.op.type, ahead)
-        known = (
-            any(clock is t for t in times)
-            and key in inverted
-            and (frame.kind == "v1" or lengths.graph is not frame.graph)
-        )
-        return Mask(lengths=lengths, inverted=inverted[key]) if known and lengths.shape.rank == 1 else None
+        ahead = frame.is_time(left)
+        clock, lengths = (left, right) if ahead else (right, left)
+        inverted = _BEYOND.get((condition.op.type, ahead))
+        outside = frame.kind == "v1" or lengths.graph is not frame.graph
+        known = inverted is not None and outside and lengths.shape.rank == 1 and frame.is_time(clock)
+        return Mask(lengths=lengths, inverted=bool(inverted)) if known else None
     inverted_by = False
     while condition.op.type in ("Tile", "ExpandDims", "Reshape", "LogicalNot", "BroadcastTo", "Identity", "Squeeze"):
         inverted_by ^= condition.op.type == "LogicalNot"
@@ -183,7 +161,7 @@ def mask_of(condition: Any, frame: Frame, reads: Sequence[Read]) -> Mask | None:
     return None
 
 
-def is_filled_with(number: int, tensor: Any, outer: Source) -> bool:
+def is_filled_with(number: int, tensor: Any, outer: Outer) -> bool:
     """Return whether all elements of a tensor equal this number, 0 or 1."""
     tensor = same(tensor, outer)
     if tensor.op.type in ("ZerosLike", "OnesLike"):
@@ -194,37 +172,23 @@ def is_filled_with(number: int, tensor: Any, outer: Source) -> bool:
     return value is not None and bool(np.all(value == number))
 
 
-@dataclass(frozen=True)
-class Course:
-    """Direction of a loop: the user's tensor ``source``, the lengths of the reversal, and whether time is first."""
+def course_of(stacked: Any) -> tuple[Any, dict[str, Any]]:
+    """Trace the time-first tensor that a loop reads back to the user's tensor, through reversals and transpositions.
 
-    source: Any
-    direction: Literal["forward", "backward"]
-    turned_by: Any
-    time_major: bool
-
-    @property
-    def words(self) -> dict[str, Any]:
-        """Direction and axis order as keyword arguments of ``Loop``."""
-        return {"direction": self.direction, "turned_by": self.turned_by, "time_major": self.time_major}
-
-
-def course_of(stacked: Any) -> Course:
-    """Trace the time-first tensor that a loop reads back to the user's tensor, through reversals and transpositions."""
-    tensor, axis, turned_by = stacked, 0, None
-    direction: Literal["forward", "backward"] = "forward"
+    Returns that tensor, and the direction, the lengths of the reversal and the axis order as arguments of ``Loop``.
+    """
+    tensor, axis, words = stacked, 0, {"direction": "forward", "turned_by": None}
     while True:
-        op = tensor.op
-        if op.type == "Identity":
-            tensor = op.inputs[0]
-        elif op.type == "Transpose" and (was := before_transpose(op, axis)) is not None:
-            tensor, axis = op.inputs[0], was
-        elif op.type == "ReverseSequence" and op.get_attr("seq_dim") == axis and direction == "forward":
-            tensor, direction, turned_by = op.inputs[0], "backward", op.inputs[1]
-        elif op.type == "ReverseV2" and _turns(op, axis) and direction == "forward":
-            tensor, direction = op.inputs[0], "backward"
-        else:
-            return Course(tensor, direction, turned_by, axis == 0)
+        op, forward = tensor.op, words["direction"] == "forward"
+        if op.type == "Transpose" and (was := before_transpose(op, axis)) is not None:
+            axis = was
+        elif op.type == "ReverseSequence" and op.get_attr("seq_dim") == axis and forward:
+            words = {"direction": "backward", "turned_by": op.inputs[1]}
+        elif op.type == "ReverseV2" and _turns(op, axis) and forward:
+            words = {"direction": "backward", "turned_by": None}
+        elif op.type != "Identity":
+            return tensor, words | {"time_major": axis == 0}
+        tensor = op.inputs[0]
 
 
 def before_transpose(op: Any, axis: int) -> int | None:
@@ -244,17 +208,17 @@ def _turns(op: Any, axis: int) -> bool:
 
 
 class GraphSettings:
-    """Scalars outside of the loops that do not depend on data, with their present values.
+    """Scalars outside of the loops that do not depend on data, such as keep probabilities, at their present values.
 
-    Some cells are known at these values only, for example at a keep probability of 1. ``value_of`` returns the value of
-    such a tensor, None for others. ``used`` has the values read so far.
+    ``value_of`` returns the value of such a tensor, None for others.
     """
 
     def __init__(self, value_of: Callable[[Any], Any] = lambda _: None) -> None:
         self._value_of = value_of
+        #: Tensors and values read so far.
         self.used: dict[Any, tuple[Any, Any]] = {}
 
-    def value(self, tensor: Any, outer: Source) -> Any:
+    def value(self, tensor: Any, outer: Outer) -> Any:
         """Return the present value of a scalar setting, such as a dropout rate, that a body reads; None for others."""
         outside = same(tensor, outer)
         if outside.shape.rank != 0 or outside.op._get_control_flow_context() is not None:
@@ -267,11 +231,8 @@ class GraphSettings:
             self.used[key] = (outside, value)
         return self.used[key][1]
 
-    def chosen_branch(self, tensor: Any, outer: Source) -> Any:
-        """Return the branch output that a ``tf.cond`` returns at the present value of its predicate.
-
-        Returns None for other tensors.
-        """
+    def chosen_branch(self, tensor: Any, outer: Outer) -> Any:
+        """Return what a ``tf.cond`` returns at the present value of its predicate; None for other tensors."""
         op = tensor.op
         if op.type == "Merge":
             switch = same(op.inputs[0]).op

@@ -8,27 +8,50 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from .blocks import same
+from ...errors import message
+from .blocks import same, width_of
 from .cells import Match
-from .loop_analysis import LoopAnalysis, at_present, flat_mask, why_unknown
-from .loop_recorder import CannotRecordError, CarriedState, LoopRecorder, rewire
+from .loop_analysis import LoopAnalysis, flat_mask, why_unknown
+from .loop_recorder import CannotRecordError, LoopRecorder, rewire
 from .recurrences import Loop, LoopBoundary, LoopCell
-from .refusals import refused
-from .sequences import course_of
+from .sequences import Read, course_of, mask_of
 from .step_graph import StepGraph
-from .while_loops import Variable
+from .while_loops import Frame, Variable, is_random
 
 
 def split(analysis: LoopAnalysis, *, as_one: bool = False) -> list[Loop]:
-    """Split a while loop into one recurrence per known cell, each with its own inputs, states and output.
+    """Split a while loop into one recurrence per known cell, or with ``as_one`` into a single one.
 
-    Where that is impossible, a single loop with the reason is returned, which cannot be captured. ``as_one``: treat
-    all cells as a single one, even if each of them is known.
+    Where that is impossible, the loop is returned with the reason.
     """
     try:
         return _LoopSplitter(analysis).loops(as_one=as_one)
     except CannotRecordError as reason:
         return [refused(analysis.frame, analysis.states, analysis.reads, str(reason), reason.hint)]
+
+
+def refused(frame: Frame, states: Sequence[Variable], found: Sequence[Read], reason: str, hint: str = "") -> Loop:
+    """Create the ``Loop`` of a while loop whose steps cannot be run one by one, which an error then states."""
+    words = message(
+        f"The loop {frame.name!r} is run by a cell that rnnlens does not know, and its steps cannot be run one by one.",
+        got=reason,
+        expected="a step that is a function of its input, the states before it and weights, sample by sample",
+        hint=hint or 'dynamic_rnn with a cell of tf.nn.rnn_cell or of your own; other layers by layers=["..."]',
+    )
+    reads = [read for read in found if read.value.dtype.is_floating]
+    readers = tuple(read.reader for read in reads[:1] if read.reader is not None)
+    source = LoopBoundary((reads[0].stacked,), (readers,), stacked=True) if readers else LoopBoundary(())
+    course = course_of(reads[0].stacked)[1] if reads else {}
+    return Loop(
+        frame.name,
+        frame.kind,
+        LoopCell("unknown", width_of(states[0].before) or 0, refused=words),
+        tuple(LoopBoundary((v.entry,), ((v.reader,),)) for v in states),
+        tuple(LoopBoundary((v.exit,)) for v in states if v.exit is not None),
+        source,
+        None,
+        **course,
+    )
 
 
 class _LoopSplitter:
@@ -67,14 +90,11 @@ class _LoopSplitter:
             found = [self._cell(match, name) for match, name in zip(order, names, strict=True)]
             self._rebuild_outputs()
         cell = replace(found[0].cell, conditions=analysis.runs_through(self.stacked))
-        found[0] = replace(found[0], cell=cell, replaced=self.replaced, redrawn=self.recorder.drew)
+        found[0] = replace(found[0], cell=cell, replaced=self.replaced, redrawn=bool(self.recorder.drawn))
         return found
 
     def _in_turn(self, order: Sequence[Match]) -> bool:
-        """Return whether the cells can run one after the other: all steps of one before those of the next.
-
-        This is impossible if a cell, or an output, reads the previous state of another cell.
-        """
+        """Return whether no cell, and no output, reads the previous state of another cell."""
         analysis, known = self.analysis, set(self.recorder.steps)
         states = {id(v.before) for v in analysis.states}
 
@@ -83,16 +103,13 @@ class _LoopSplitter:
             return not any(id(t) in states for t in behind if id(t) not in known)
 
         for match in order:
-            if not reads_no_state(analysis.probe.tensors_of(match.source)[:1]):
+            if not reads_no_state(analysis.probe.tensors[match.source][:1]):
                 return False
-            known |= {id(t) for key in match.after for t in analysis.probe.tensors_of(key)}
+            known |= {id(t) for key in match.after for t in analysis.probe.tensors[key]}
         return reads_no_state([w.value for w in analysis.writes if w.stacked is not None and w.variable.read])
 
     def _beside(self, targets: Sequence[Any], known: Container[int]) -> list[Variable]:
-        """Return the loop variables, other than states, that ``targets`` depend on.
-
-        The search ends at recorded tensors.
-        """
+        """Return the loop variables, other than states, that ``targets`` depend on, up to the tensors ``known``."""
         paths = self.analysis.paths
         read = [t for t in paths.behind(targets, known) if paths.is_variable(t) and id(t) not in known]
         counts = [v for v in self.analysis.frame.variables if v.before.dtype.is_integer and v.before.shape.rank == 0]
@@ -104,18 +121,14 @@ class _LoopSplitter:
             return tf.identity(tensor, name=f"rnnlens/{self.analysis.frame.name}/boundary")
 
     def _known(self, tensors: Sequence[Any]) -> dict[int, Any]:
-        """Compute all steps of ``tensors`` from recorded tensors and from loop variables that are no states.
-
-        Returns the last values of these loop variables, by id.
-        """
+        """Compute all steps of ``tensors``; return the last values of the variables, states apart, that they read."""
         missing = [t for t in tensors if id(t) not in self.recorder.steps]
         if not missing:
             return {}
         analysis, beside = self.analysis, self._beside(missing, self.recorder.steps)
-        carried = [CarriedState(v.entry, v.after) for v in beside]
         before: dict[int, Sequence[Any]] = {id(v.before): (i,) for i, v in enumerate(beside)}
         before |= {id(v.before): (v.entry,) for v in analysis.states}  # only the shape is used
-        _, _, ends = self.recorder.run(missing, carried, before)
+        _, _, ends = self.recorder.run(missing, [(v.entry, v.after) for v in beside], before)
         return {id(v): end for v, end in zip(beside, ends, strict=True)}
 
     def _recorded(
@@ -130,10 +143,10 @@ class _LoopSplitter:
         analysis, recorder = self.analysis, self.recorder
         starts, after, before = states
         kept = None if analysis.condition is None else (analysis.condition[0], not analysis.condition[1])
-        carried = [CarriedState(start, new, kept) for start, new in zip(starts, after, strict=True)]
         around = {key: recorder.steps[key] for key in sources}
         recorder.steps |= sources
-        outputs, steps, ends = recorder.run([] if output is None else [output], carried, before)
+        wanted, carried = [] if output is None else [output], list(zip(starts, after, strict=True))
+        outputs, steps, ends = recorder.run(wanted, carried, before, kept)
         recorder.steps |= around
         loop = Loop(
             names[0],
@@ -146,16 +159,14 @@ class _LoopSplitter:
             masked_output="state" if output is None else "zero",
             scope=names[1],
             **self.mask,
-            **course_of(self.stacked).words,
+            **course_of(self.stacked)[1],
         )
         return loop, steps, ends
-
-    # Known cells.
 
     def _cell(self, match: Match, name: str) -> Loop:
         analysis, recorder = self.analysis, self.recorder
         numbers = analysis.numbers(match)
-        held = [analysis.probe.tensors_of(key) for key in (match.source, *match.after)]
+        held = [analysis.probe.tensors[key] for key in (match.source, *match.after)]
         if not all(held):
             raise CannotRecordError("a value that no tensor of its body holds")
         source, *after = (tensors[0] for tensors in held)
@@ -172,7 +183,13 @@ class _LoopSplitter:
         )
         for tensors, stacked in zip(held[1:], steps, strict=True):
             recorder.steps |= dict.fromkeys(map(id, tensors), stacked)
-        self._finish(dict(zip(numbers, ends, strict=True)))
+        self.ends |= dict(zip(numbers, ends, strict=True))
+        for variable in (analysis.owners[i][0] for i in numbers):
+            parts = [i for i, (v, _) in enumerate(analysis.owners) if v is variable]
+            if variable.exit is not None and self.ends.keys() >= set(parts):  # all states in it are recorded
+                with self.stacked.graph.as_default():
+                    joined = [self.ends[i] for i in parts]
+                    self._replace(variable.exit, joined[0] if len(parts) == 1 else tf.concat(joined, axis=-1))
         return loop
 
     def _start(self, index: int) -> Any:
@@ -183,19 +200,6 @@ class _LoopSplitter:
             return start
         with start.graph.as_default():
             return self._tapped(start[:, columns[0] : columns[1]])
-
-    def _finish(self, ends: Mapping[int, Any]) -> None:
-        """Replace a loop variable's final value by the recorded one in ``ends``, if all states in it are recorded."""
-        self.ends |= ends
-        owners = self.analysis.owners
-        for variable, columns in (owners[i] for i in ends):
-            parts = [i for i, (v, _) in enumerate(owners) if v is variable]
-            if variable.exit is not None and all(i in self.ends for i in parts):
-                with self.stacked.graph.as_default():
-                    joined = [self.ends[i] for i in parts]
-                    self._replace(variable.exit, joined[0] if columns is None else tf.concat(joined, axis=-1))
-
-    # Outputs.
 
     def _rebuild_outputs(self) -> None:
         """Rebuild all stacked outputs of the loop from the recorded steps of its cells."""
@@ -210,19 +214,19 @@ class _LoopSplitter:
         for write in writes:
             steps = self.recorder.steps[id(write.value)]
             with steps.graph.as_default():  # or every step writes to the same single position
-                self._replace(write.stacked, steps if at_present(frame, write) else steps[-1:])
+                self._replace(write.stacked, steps if frame.is_time(write.index) else steps[-1:])
 
     def _hidden_where_masked(self, value: Any) -> bool:
         """Return whether an output is replaced at masked steps, by the same condition that keeps the states."""
-        chosen = same(value)
-        select = chosen.op.type in ("Select", "SelectV2") and self.analysis.condition is not None
-        return select and self.analysis.same_condition(chosen.op.inputs[0])
+        op, analysis = same(value).op, self.analysis
+        if op.type not in ("Select", "SelectV2") or analysis.condition is None:
+            return False
+        mine, other = analysis.mask, mask_of(op.inputs[0], analysis.frame, analysis.reads)
+        return op.inputs[0] is analysis.condition[0] or (mine is not None and mine.agrees(other))
 
     def _replace(self, old: Any, new: Any) -> None:
         rewire(old, new)
         self.replaced[old.name] = new
-
-    # A cell of unknown equations.
 
     def _native(self, why: str) -> Loop:
         """Return one loop of a cell of unknown equations, with all states and with the loop's body as its step."""
@@ -258,21 +262,21 @@ class _LoopSplitter:
         return loop
 
     def _fed(self, targets: Sequence[Any]) -> list[Any]:
-        """Return the tensors that are the input of the step: those of the body that are new at each step.
+        """Return the tensors of the body that are new at each step, which are the input of the step.
 
-        They have to be (sample, feature) numbers. Raise ``CannotRecordError`` for others, and for random
-        numbers drawn at each step that are not part of the input. An example is dropout of the states.
+        Raise ``CannotRecordError`` unless they are (sample, feature) numbers that are not drawn at random.
         """
         paths, reads = self.analysis.paths, [read.value for read in self.analysis.reads]
         fed = paths.new_at_each_step(targets)
         fed = paths.only_read(fed, reads) or fed
-        drawn = next((op for t in fed if (op := paths.chance(t, reads)) is not None), None)
-        if drawn is not None:
-            raise CannotRecordError(
-                f"its states are changed by random numbers that are drawn anew at each step ({drawn.name!r})",
-                "a keep probability of 1, set by feed= of rl.tf1.graph, as evaluation has it; or "
-                "DropoutWrapper(variational_recurrent=True); rl.gradients by inputs and weights as it is",
-            )
+        for behind in (paths.behind([tensor]) for tensor in fed):
+            drawn = next((t.op for t in behind if is_random(t.op)), None)
+            if drawn is not None and not any(t is read for t in behind for read in reads):
+                raise CannotRecordError(
+                    f"its states are changed by random numbers that are drawn anew at each step ({drawn.name!r})",
+                    "a keep probability of 1, set by feed= of rl.tf1.graph, as evaluation has it; or "
+                    "DropoutWrapper(variational_recurrent=True); rl.gradients by inputs and weights as it is",
+                )
         if not fed or not all(_is_row(t) and t.dtype.is_floating for t in fed):
             what = ", ".join(repr(t.op.name) for t in fed) or "nothing"
             raise CannotRecordError(f"what is new to it at each step is not floating (sample, feature) numbers: {what}")

@@ -1,7 +1,4 @@
-"""Step of a cell of unknown equations: the loop's body, run and differentiated by TensorFlow.
-
-Samples and steps are folded into one axis of rows.
-"""
+"""Step of a cell of unknown equations: the loop's body, run by TensorFlow on rows of samples and steps."""
 
 from __future__ import annotations
 
@@ -13,13 +10,16 @@ import tensorflow.compat.v1 as tf
 
 from ...recurrence.cells import StepCell
 from ...typing import Array
-from .blocks import NO_LOOP, VARIABLES, Source, is_variable, reached, variable_of
+from .blocks import NO_LOOP, VARIABLES, Outer, is_variable, variable_of
 from .loop_recorder import CannotRecordError, Copier
 from .recurrences import common_scope
+from .while_loops import ancestors
 
 #: Bytes that the Jacobians of one chunk of steps may take.
 _CHUNK = 256 * 2**20
+#: Operations whose results depend on data, besides stateful ones that are not among ``_READERS``.
 _DATA = frozenset({"Placeholder", "PlaceholderWithDefault", "Exit", "RefExit", "While", "StatelessWhile"})
+_READERS = VARIABLES | {"ReadVariableOp"}
 
 
 class StepGraph:
@@ -30,7 +30,7 @@ class StepGraph:
     """
 
     def __init__(
-        self, fed: Sequence[Any], before: Sequence[Any], output: Any, after: Sequence[Any], outer: Source
+        self, fed: Sequence[Any], before: Sequence[Any], output: Any, after: Sequence[Any], outer: Outer
     ) -> None:
         #: Tensors outside that the step reads, and their placeholders, by id; those that are values of variables.
         self.outer: dict[int, Any] = {}
@@ -43,20 +43,14 @@ class StepGraph:
             self.x = tf.placeholder(fed[0].dtype, [None, *fed[0].shape[1:-1], sum(widths)])
             parts = [self.x] if len(fed) == 1 else tf.split(self.x, widths, axis=-1)
             self.before = [tf.placeholder(t.dtype, [None, *t.shape[1:]]) for t in before]
-            given = {id(t): p for t, p in zip(fed, parts, strict=True)} | {
-                id(b): p for b, p in zip(before, self.before, strict=True)
-            }
-            copier = Copier(given, outer, self._read)
+            given = zip((*fed, *before), (*parts, *self.before), strict=True)
+            copier = Copier({id(t): p for t, p in given}, outer, self._read)
             self.output, self.after = copier(output), [copier(t) for t in after]
             try:
                 self._differentiate()
             except LookupError as error:
                 raise CannotRecordError(f"an operation without a gradient ({error})") from error
-
-    @property
-    def scope(self) -> str:
-        """Common name scope of the variables of the step."""
-        return common_scope(self.variables)
+        self.scope = common_scope(self.variables)
 
     def _read(self, tensor: Any) -> Any:
         """Return the substitute of a tensor outside of the loop: a placeholder, or a copy that reads variables."""
@@ -65,8 +59,9 @@ class StepGraph:
             tensor = self.variables.setdefault(variable.name, tensor)
         if id(tensor) in self.fed:
             return self.fed[id(tensor)]
-        names, data = sources_of(tensor)
-        if names and not data and variable is None:
+        operations = ancestors([tensor])
+        data = any(op.type in _DATA or (op.op_def.is_stateful and op.type not in _READERS) for op in operations)
+        if variable is None and not data and any(map(is_variable, operations)):
             return Copier({}, NO_LOOP, self._read)(tensor)
         rank = tensor.shape.rank
         if data and (rank is None or (rank > 0 and (tensor.shape[0] is None or tensor.shape[0] == self._batch != 1))):
@@ -97,25 +92,11 @@ class StepGraph:
                 self.produced += pulled([state])
 
 
-def sources_of(tensor: Any) -> tuple[set[str], bool]:
-    """Return the names of the variables behind a tensor outside of the loop, and whether it also depends on data.
-
-    Data are placeholders, results of loops and stateful operations.
-    """
-    operations = reached([tensor.op], lambda op: [t.op for t in op.inputs])
-    plain = (*VARIABLES, "ReadVariableOp")
-    data = any(op.type in _DATA or (op.op_def.is_stateful and op.type not in plain) for op in operations)
-    return {op.name for op in operations if is_variable(op)}, data
-
-
 class BodyCell(StepCell):
-    """Cell of unknown equations, run by TensorFlow with the weights' values of the captured run.
-
-    ``names`` has the layer's names of its weights, in the order of the variables of the step. Images are flattened, as
-    (channel, *space).
-    """
+    """Cell of unknown equations, run by TensorFlow with the weights' values of the captured run."""
 
     def __init__(self, step: StepGraph, values: Iterable[Array], names: Sequence[str]) -> None:
+        # The names of the weights are in the order of the variables of the step.
         self._step, self._names = step, names
         self._session = tf.Session(graph=step.graph)
         self._fixed = dict(zip(step.fed.values(), values, strict=True))
@@ -154,38 +135,24 @@ class BodyCell(StepCell):
     def produced(
         self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]
     ) -> tuple[Array, ...]:
-        """Return the total gradient of each new state, given dL/dy_t and dL/ds_t, separately for each row.
-
-        It includes paths through other results of the same step, as of c_t through h_t.
-        """
+        """Return each new state's gradient by row, with paths through other results of the step, as of c_t by h_t."""
         return tuple(map(_flat, self._run(self._step.produced, x, state, output_cotangent, state_cotangent)))
 
     def jacobian(self, x: Array, state: Sequence[Array]) -> tuple[Array, Array]:
-        """Return the Jacobians of [new states, output] by the S states and by the input.
-
-        Their shapes are (n, S + output_size, S) and (n, S + output_size, feature).
-        """
-        total = sum(self.state_sizes)
-        row = 8 * (total + self.output_size) * (2 * total + self.output_size + int(x.shape[1]))
-        size, parts = max(1, _CHUNK // row), []
-        for start in range(0, int(x.shape[0]), size):
-            rows = slice(start, start + size)
-            parts.append(self._jacobian(x[rows], [s[rows] for s in state]))
-        by_state, by_input = (np.concatenate(column) for column in zip(*parts, strict=True))
-        return by_state, by_input
-
-    def _jacobian(self, x: Array, state: Sequence[Array]) -> tuple[Array, Array]:
-        """Compute the Jacobians of n rows in one vector-Jacobian product.
-
-        Each row is repeated for each unit cotangent; the rows of a step are independent.
-        """
-        sizes, n = [*self.state_sizes, self.output_size], int(x.shape[0])
-        basis = np.tile(np.eye(sum(sizes), dtype=x.dtype), (n, 1))
-        *by_state, output = np.split(basis, np.cumsum(sizes)[:-1], axis=1)
-        many = [np.repeat(np.asarray(a), sum(sizes), axis=0) for a in (x, *state)]
-        by_x, back = self.vjp(many[0], many[1:], output, by_state)
-        shape = (n, sum(sizes), -1)
-        return np.concatenate([b.reshape(shape) for b in back], axis=2), by_x.reshape(shape)
+        """Return the Jacobians of [new states, output]: (n, S + output_size, S) by states, (..., feature) by input."""
+        sizes, feature = [*self.state_sizes, self.output_size], int(x.shape[1])
+        rows, parts = max(1, _CHUNK // (8 * sum(sizes) * (sum(sizes) + sum(self.state_sizes) + feature))), []
+        for start in range(0, int(x.shape[0]), rows):
+            chunk = [np.asarray(a)[start : start + rows] for a in (x, *state)]
+            n = len(chunk[0])  # each row is repeated for each unit cotangent
+            basis = np.tile(np.eye(sum(sizes), dtype=x.dtype), (n, 1))
+            *by_state, output = np.split(basis, np.cumsum(sizes)[:-1], axis=1)
+            first, *others = (np.repeat(a, sum(sizes), axis=0) for a in chunk)
+            by_x, back = self.vjp(first, others, output, by_state)
+            shape = (n, sum(sizes), -1)
+            parts.append((np.concatenate([b.reshape(shape) for b in back], axis=2), by_x.reshape(shape)))
+        before, source = (np.concatenate(column) for column in zip(*parts, strict=True))
+        return before, source
 
     def _run(self, fetches: Any, x: Array, state: Sequence[Array], *cotangents: Any) -> Any:
         if not fetches:
@@ -194,15 +161,12 @@ class BodyCell(StepCell):
         feed = {step.x: x} | dict(zip(step.before, state, strict=True))
         if cotangents:
             feed |= {step.output_grad: cotangents[0]} | dict(zip(step.after_grads, cotangents[1], strict=True))
-        return self._session.run(fetches, self._fixed | {t: _as_images(rows, t) for t, rows in feed.items()})
+        for tensor, rows in feed.items():  # (n, channel * space) to images (n, *space, channel)
+            *space, channels = tensor.shape.as_list()[1:]
+            feed[tensor] = np.moveaxis(np.reshape(rows, (-1, channels, *space)), 1, -1) if space else rows
+        return self._session.run(fetches, self._fixed | feed)
 
 
 def _flat(rows: Array) -> Array:
     """Flatten rows (n, *space, channel) to (n, channel * space)."""
     return rows if rows.ndim == 2 else np.moveaxis(rows, -1, 1).reshape(len(rows), -1)
-
-
-def _as_images(rows: Array, tensor: Any) -> Array:
-    """Reshape rows (n, channel * space) to images (n, *space, channel), with the spatial shape of ``tensor``."""
-    *space, channels = tensor.shape.as_list()[1:]
-    return np.moveaxis(np.reshape(rows, (-1, channels, *space)), 1, -1) if space else rows

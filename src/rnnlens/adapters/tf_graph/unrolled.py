@@ -1,24 +1,23 @@
-"""Recurrences without a loop operation: a Python loop over a cell, or ``tf.nn.static_rnn``, repeats the step.
+"""Recurrences without a loop operation, as of a Python loop over a cell or ``tf.nn.static_rnn``.
 
-A step is recognised by its form, as in a while loop. A recurrence is a chain of at least two steps with the same
-weights, where the new states of one step are the previous states of the next. Steps of other cells are only named.
+A recurrence is a chain of at least two steps with the same weights, where the new states of one step are the previous
+states of the next. Steps of unknown cells are only named.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from tensorflow.python.ops.control_flow_util import IsInWhileLoop
 
 from ...errors import message
-from .blocks import CONVOLUTIONS, NO_LOOP, Block, block_of, reached, same
+from .blocks import CONVOLUTIONS, NO_LOOP, block_of, reached, same
 from .cells import Match, steps_in
 from .probe import Key, Probe
-from .recurrences import Loop, LoopBoundary, common_scope
-from .refusals import without_steps
+from .recurrences import Block, Loop, LoopBoundary, common_scope, without_steps
 from .while_loops import CONDITIONS, WHILES, ancestors, in_built_order
 
 _MAKES_A_STATE = frozenset(
@@ -32,27 +31,20 @@ _TO_AN_OUTPUT = _MAKES_A_STATE | {"ConcatV2", "Identity", "ReadVariableOp", "Spl
 Readers = tuple[tuple[Any, int], ...]
 
 
-@dataclass(frozen=True, eq=False)
-class Step:
-    """One step of an unrolled recurrence: its cell, and the tensors of its new states."""
-
-    match: Match
-    tensors: tuple[Any, ...]
-
-    @property
-    def kind(self) -> str:
-        """Text that is equal for steps of the same cell with the same weights."""
-        cell = self.match.cell
-        return repr((cell.cell, sorted(cell.options.items(), key=str), sorted(cell.weights.items())))
-
-
 def unrolled(ends: Iterable[Any]) -> list[Loop]:
     """Return the unrolled recurrences among the ancestors of some tensors: chains of at least two equal steps."""
     ends = list(ends)
     ops = [op for op in ancestors(ends) if not IsInWhileLoop(op)]
-    probe, groups = Probe([], NO_LOOP), defaultdict[str, list[Step]](list)
-    for step in _steps(probe, ops, _unread(ops)):
-        groups[step.kind].append(step)
+    probe, groups = Probe([], NO_LOOP), defaultdict[str, list[Match]](list)
+    for op in (*ops, *_unread(ops)):
+        if op.type in _MAKES_A_STATE and len(op.outputs) == 1 and _may_be_state(op.outputs[0]):
+            probe.of(op.outputs[0])
+    read = set(ops)
+    for step in steps_in(probe):
+        if any(t.op in read for new in step.after for t in probe.tensors[new]):
+            cell = step.cell
+            same_cell = repr((cell.cell, sorted(cell.options.items(), key=str), sorted(cell.weights.items())))
+            groups[same_cell].append(step)
     chains = [chain for steps in groups.values() for chain in _chains(steps)]
     loops = [loop for chain in chains if (loop := _loop(probe, chain, ends)) is not None]
     scopes = defaultdict(set)
@@ -63,19 +55,19 @@ def unrolled(ends: Iterable[Any]) -> list[Loop]:
     return [*loops, *_conditional(probe, ops, {loop.scope for loop in loops}, groups.values())]
 
 
-def _conditional(probe: Probe, ops: Sequence[Any], told: set[str], groups: Iterable[Sequence[Step]]) -> list[Loop]:
+def _conditional(probe: Probe, ops: Sequence[Any], told: set[str], groups: Iterable[Sequence[Match]]) -> list[Loop]:
     """Return a ``Loop`` that cannot be captured for steps that a condition skips: ``static_rnn(sequence_length=)``."""
     names: dict[str, int] = {}
     for steps in groups:
-        scope = steps[0].match.scope
+        scope = steps[0].scope
         by_condition = [
             step
             for step in steps
-            if any(t.op.type in ("Merge", "Switch") for state in step.match.before for t in probe.tensors_of(state))
+            if any(t.op.type in ("Merge", "Switch") for state in step.before for t in probe.tensors[state])
         ]
-        passed = {step.match.after[0] for step in by_condition}
+        passed = {step.after[0] for step in by_condition}
         if scope not in told and len(passed) > 1:
-            names[scope] = steps[0].match.cell.units
+            names[scope] = steps[0].cell.units
     conditions = [op for op in ops if op.type in CONDITIONS]
     for op in conditions:
         widths = {int(t.shape[-1]) for t in op.outputs if _may_be_state(t) and t.shape[-1]}
@@ -84,10 +76,10 @@ def _conditional(probe: Probe, ops: Sequence[Any], told: set[str], groups: Itera
     outermost = [name for name in names if not any(name.startswith(f"{other}/") for other in names)]
     return [
         without_steps(
-            _name(scope),
             scope,
-            names[scope],
             f"The steps of {scope!r} are unrolled, and passed by under a condition.",
+            name=scope.rpartition("/")[0],
+            units=names[scope],
             got="tf.nn.static_rnn(sequence_length=), or a Python loop with tf.cond",
             expected="steps that are all run",
             hint="tf.nn.dynamic_rnn(sequence_length=), or static_rnn without sequence_length",
@@ -102,7 +94,7 @@ def left_out(ends: Iterable[Any], loops: Sequence[Loop]) -> dict[str, str]:
     A recurrence is a kernel that multiplies or convolves what depends on its own products, states of the loops apart.
     """
     states = {id(t) for loop in loops for state in loop.states for t in state.tensors}
-    variables = frozenset[str]().union(*(loop.variables for loop in loops))
+    variables = frozenset[str]().union(*(loop.cell.variables for loop in loops))
     refused = tuple(f"{loop.scope}/" for loop in loops if loop.cell.refused)
     behind: dict[Any, frozenset[Block]] = {}  # by operation, the kernels whose products it depends on
     recurrent: dict[Block, frozenset[Block]] = {}
@@ -131,12 +123,9 @@ def left_out(ends: Iterable[Any], loops: Sequence[Loop]) -> dict[str, str]:
 
 
 def _kernel(op: Any) -> Block | None:
-    """Return the block of a variable with which an operation multiplies or convolves; None if it does neither.
-
-    Transposed kernels do not count: the products of a gradient have them.
-    """
+    """Return the block of a variable with which an operation multiplies or convolves; None if it does neither."""
     if op.type not in CONVOLUTIONS and (op.type != "MatMul" or op.get_attr("transpose_b")):
-        return None
+        return None  # products of a gradient have transposed kernels
     kernel = op.inputs[1]
     return block_of(kernel.op.inputs[0] if kernel.op.type == "ExpandDims" else kernel, NO_LOOP)
 
@@ -160,47 +149,31 @@ def _unread(ops: Iterable[Any]) -> list[Any]:
     return in_built_order(found)
 
 
-def _steps(probe: Probe, ops: Sequence[Any], unread: Sequence[Any]) -> Iterable[Step]:
-    """Yield the recognised steps that compute one of their new states by ``ops``; ``unread`` may compute the others."""
-    read = set(ops)
-    for op in (*ops, *unread):
-        if op.type in _MAKES_A_STATE and len(op.outputs) == 1:
-            tensor = op.outputs[0]
-            if _may_be_state(tensor):
-                probe.of(tensor)
-    for match in steps_in(probe):
-        found = [probe.tensors_of(new) for new in match.after]
-        if any(t.op in read for tensors in found for t in tensors):
-            yield Step(match, tuple(tensors[0] for tensors in found))
-
-
-def _chains(steps: Sequence[Step]) -> list[list[Step]]:
+def _chains(steps: Sequence[Match]) -> list[list[Match]]:
     """Group steps into chains, where each step's new states are the next step's states. A step belongs to one chain."""
-    made = {step.match.after: step for step in steps}
-    following: dict[tuple[Key, ...], Step] = {}
+    made = {step.after: step for step in steps}
+    following: dict[tuple[Key, ...], Match] = {}
     for step in steps:
-        if step.match.before in made and made[step.match.before] is not step:
-            following.setdefault(step.match.before, step)
+        if step.before in made and made[step.before] is not step:
+            following.setdefault(step.before, step)
     chains = []
     for first in steps:
-        if first.match.before in made or first.match.after not in following:
-            continue
-        chain = [first]
-        while chain[-1].match.after in following:
-            chain.append(following[chain[-1].match.after])
-        chains.append(chain)
+        if first.before not in made and first.after in following:
+            chain = [first]
+            while chain[-1].after in following:
+                chain.append(following[chain[-1].after])
+            chains.append(chain)
     return chains
 
 
-def _loop(probe: Probe, chain: Sequence[Step], ends: Iterable[Any]) -> Loop | None:
-    found = [probe.tensors_of(key) for key in (*(step.match.source for step in chain), *chain[0].match.before)]
+def _loop(probe: Probe, chain: Sequence[Match], ends: Iterable[Any]) -> Loop | None:
+    found = [probe.tensors[key] for key in (*(step.source for step in chain), *chain[0].before)]
     if not all(found):
         return None
     sources, starts = ([tensors[0] for tensors in part] for part in (found[: len(chain)], found[len(chain) :]))
     edges = [_edges(probe, step) for step in chain]
-    states = [LoopBoundary(tuple(step.tensors[i] for step in chain)) for i in range(len(starts))]
-    match = chain[0].match
-    scope, cell = match.scope, match.cell
+    states = [LoopBoundary(tuple(probe.tensors[step.after[i]][0] for step in chain)) for i in range(len(starts))]
+    scope, cell = chain[0].scope, chain[0].cell
     carried: tuple[LoopBoundary, ...] = ()
     hidden = {id(t) for t in states[0].tensors}
     others = {id(t) for boundary in states[1:] for t in boundary.tensors}
@@ -216,13 +189,12 @@ def _loop(probe: Probe, chain: Sequence[Step], ends: Iterable[Any]) -> Loop | No
     if fed_back or any(id(t) in others for t in _behind(list(ends), hidden | others)):
         carried = tuple(
             LoopBoundary(
-                tuple(step.tensors[i] for step in chain[:-1]),
-                tuple(read[step.match.before[i]] for step, read in zip(chain[1:], edges[1:], strict=True)),
+                state.tensors[:-1], tuple(read[step.before[i]] for step, read in zip(chain[1:], edges[1:], strict=True))
             )
-            for i in range(len(states))
+            for i, state in enumerate(states)
         )
     return Loop(
-        _name(scope),
+        scope.rpartition("/")[0] or scope,
         "unrolled",
         cell,
         tuple(
@@ -230,7 +202,7 @@ def _loop(probe: Probe, chain: Sequence[Step], ends: Iterable[Any]) -> Loop | No
             for start, readers in zip(starts, _start_edges(chain[0], edges[0]), strict=True)
         ),
         tuple(LoopBoundary((state.tensors[-1],)) for state in states),
-        LoopBoundary(tuple(sources), tuple(edge[step.match.source] for edge, step in zip(edges, chain, strict=True))),
+        LoopBoundary(tuple(sources), tuple(edge[step.source] for edge, step in zip(edges, chain, strict=True))),
         states[0],
         states=tuple(states),
         carried=carried,
@@ -244,36 +216,25 @@ def _behind(tensors: Sequence[Any], stop: Container[int] = ()) -> list[Any]:
     return reached(tensors, lambda tensor: () if id(tensor) in stop else tensor.op.inputs)
 
 
-def _start_edges(first: Step, edges: dict[Key, Readers]) -> list[Readers]:
-    """Return, for each initial state, the operations (with input numbers) of the first step that read it.
-
-    One tensor may be both initial states of an LSTM; its matrix products then read h, its other operations c.
-    """
-    found = [edges[key] for key in first.match.before]
-    if len(set(first.match.before)) < len(found):
+def _start_edges(first: Match, edges: dict[Key, Readers]) -> list[Readers]:
+    """Return, for each initial state, the operations (with input numbers) of the first step that read it."""
+    found = [edges[key] for key in first.before]
+    if len(set(first.before)) < len(found):  # one tensor is both states of an LSTM: matrix products read h
         products = tuple(edge for edge in found[0] if edge[0].type in ("MatMul", "ConcatV2"))
         found = [products, tuple(edge for edge in found[0] if edge not in products)]
     return found
 
 
-def _name(scope: str) -> str:
-    """Return the layer name of an unrolled cell: the scope around its own scope."""
-    return scope.rpartition("/")[0] or scope
-
-
-def _edges(probe: Probe, step: Step) -> dict[Key, Readers]:
+def _edges(probe: Probe, step: Match) -> dict[Key, Readers]:
     """Return the operations, with input numbers, by which a step reads its input and its previous states."""
-    boundary = {id(t): key for key in (step.match.source, *step.match.before) for t in probe.tensors_of(key)}
+    boundary = {id(t): key for key in (step.source, *step.before) for t in probe.tensors[key]}
     found: dict[Key, list[tuple[Any, int]]] = {key: [] for key in boundary.values()}
-    waiting, seen = [t.op for t in step.tensors], set()
-    while waiting:
-        op = waiting.pop()
-        if op.name in seen:
-            continue
-        seen.add(op.name)
+
+    def inside(op: Any) -> list[Any]:
+        return [t.op for t in op.inputs if id(t) not in boundary and block_of(t, NO_LOOP) is None]
+
+    for op in reached([probe.tensors[key][0].op for key in step.after], inside):
         for index, tensor in enumerate(op.inputs):
             if id(tensor) in boundary:
                 found[boundary[id(tensor)]].append((op, index))
-            elif block_of(tensor, NO_LOOP) is None:
-                waiting.append(tensor.op)
     return {key: tuple(edges) for key, edges in found.items()}

@@ -12,31 +12,29 @@ import numpy as np
 from ...recurrence.cells import Cell
 from ...typing import Array
 from ..protocol import LayerWeights, Port, WeightLocation
-from .blocks import NO_LOOP, dtype_of, is_variable, trainable_names, variable_of
+from .blocks import NO_LOOP, dtype_of, is_variable, reached, variable_of
 from .graph_copy import cone
-from .naming import owner_of
 from .open_net import PERTURBATIONS, OpenNet, open_net
 from .public import Net
-from .recurrences import Loop, WeightPiece
+from .recurrences import Block, Loop
 
 #: Names of the running statistics of batch normalisation.
 _STATISTICS = ("moving_mean", "moving_variance", "renorm_mean", "renorm_stddev")
+#: Name of the layer of variables that are in no scope.
+_NO_SCOPE = "variables"
 _LOOKUPS = ("Gather", "GatherV2", "ResourceGather", "SparseMatMul")
 _PASSING = ("Identity", "ReadVariableOp", "Enter")
 
 
 @dataclass
 class LayerVariables:
-    """Variables and outputs of one layer: its weights are blocks of variables.
+    """Weights of one layer as blocks of variables, its loops if it is recurrent, and its output tensor per call."""
 
-    ``loops`` are the layer's loops, empty if it is not recurrent. ``calls`` has its output tensor for each call.
-    """
-
-    weights: dict[str, tuple[WeightPiece, ...]] = field(default_factory=dict)
+    weights: dict[str, tuple[Block, ...]] = field(default_factory=dict)
     loops: list[Loop] = field(default_factory=list)
     calls: tuple[Any, ...] = ()
 
-    def pieces(self, key: str, direction: str | None) -> tuple[WeightPiece, ...]:
+    def pieces(self, key: str, direction: str | None) -> tuple[Block, ...]:
         """Return the blocks of a weight of the layer or of one of its directions; empty if there is none."""
         full = key if direction is None or "/" in key else f"{direction}/{key}"
         return self.weights.get(full) or self.weights.get(key, ())
@@ -67,15 +65,17 @@ def _layers(found: OpenNet) -> dict[str, LayerVariables]:
     ends = [found.copy.tensor(tensor.name) for tensor in found.net.ends]
     operations = _operations(found)
     variables = [op for op in found.copy.graph.get_operations() if op in operations and is_variable(op)]
-    owners = {name: loop.layer for loop in found.loops for name in loop.variables}
+    owners = {name: loop.layer for loop in found.loops for name in loop.cell.variables}
+    of_keras = {} if found.net.keras is None else dict(found.net.keras.owners)
     layers: dict[str, LayerVariables] = {}
     for variable in variables:
         name = owners.get(variable.name)
-        scope, key = (name, "") if name is not None else owner_of(variable.name, found.net.keras)
+        folder, _, last = variable.name.rpartition("/")
+        scope, key = (name, "") if name is not None else of_keras.get(variable.name, (folder or _NO_SCOPE, last))
         if scope not in layers:
             layers[scope] = _recurrent(found.first_call(scope))
         if name is None:
-            layers[scope].weights[key] = (WeightPiece(variable.name),)
+            layers[scope].weights[key] = (Block(variable.name),)
     for loop in found.loops:  # loops without variables, or with those of another layer
         layers.setdefault(loop.layer, _recurrent(found.first_call(loop.layer)))
     made = {} if found.net.keras is None else dict(found.net.keras.outputs)
@@ -95,23 +95,19 @@ def _recurrent(loops: Sequence[Loop]) -> LayerVariables:
     return LayerVariables(weights, list(loops))
 
 
-def weights_of(loop: Loop) -> Mapping[str, tuple[WeightPiece, ...]]:
-    """Return the weights of one cell by name; an unknown cell's names are those of its variables within the scope."""
+def weights_of(loop: Loop) -> Mapping[str, tuple[Block, ...]]:
+    """Return the weights of one cell by name: ``gates.kernel`` for the variable ``rnn/my_cell/gates/kernel``."""
     if loop.cell.body is None:
         return loop.cell.weights
-    return {short(loop, name): (WeightPiece(name),) for name in loop.cell.body.variables}
+    found = {}
+    for variable in loop.cell.body.variables:
+        inner = variable.removeprefix(f"{loop.scope}/")
+        inner = variable.removeprefix(f"{loop.name}/") if inner == variable else inner
+        found[inner.replace("/", ".")] = (Block(variable),)
+    return found
 
 
-def short(loop: Loop, variable: str) -> str:
-    """Return the name of a variable within the layer: ``gates.kernel`` for ``rnn/my_cell/gates/kernel``."""
-    for scope in (loop.scope, loop.name):
-        if scope and variable.startswith(f"{scope}/"):
-            variable = variable[len(scope) + 1 :]
-            break
-    return variable.replace("/", ".")
-
-
-def _held(pieces: Sequence[WeightPiece]) -> list[str]:
+def _held(pieces: Sequence[Block]) -> list[str]:
     return [piece.variable for piece in pieces]
 
 
@@ -131,11 +127,8 @@ def _output(scope: str, operations: set[Any], ends: Sequence[Any]) -> Any:
     return leaving[0] if len(leaving) == 1 else None
 
 
-def block(pieces: Sequence[WeightPiece], values: Mapping[str, Array], *, added: bool = False) -> Array:
-    """Assemble a weight, or its gradient, from blocks of variables.
-
-    With ``added=True`` the constants that the graph adds to the variables are included.
-    """
+def block(pieces: Sequence[Block], values: Mapping[str, Array], *, added: bool = False) -> Array:
+    """Assemble a weight, or its gradient, from blocks of variables; ``added`` includes what the graph adds to them."""
     parts = []
     for piece in pieces:
         part = piece.of(np.asarray(values[piece.variable]))
@@ -153,7 +146,8 @@ def known_cell(loop: Loop, values: Mapping[str, Array]) -> Cell:
 def listed(found: OpenNet) -> dict[str, LayerWeights]:
     """Return the values and roles of all weights by layer; see :meth:`Adapter.weights`."""
     layers = layers_of(found)
-    graph, trainable = found.copy.graph, trainable_names(found.net.graph)
+    graph = found.copy.graph
+    trainable = {variable.op.name for variable in found.net.graph.get_collection("trainable_variables")}
     names = dict.fromkeys(n for layer in layers.values() for pieces in layer.weights.values() for n in _held(pieces))
     values = found.read(names)
     floats = {name for name in names if dtype_of(graph.get_operation_by_name(name)).is_floating}
@@ -162,53 +156,46 @@ def listed(found: OpenNet) -> dict[str, LayerWeights]:
         present = {key: pieces for key, pieces in layer.weights.items() if floats.issuperset(_held(pieces))}
         if not present and not layer.loops:
             continue  # a layer without weights
+        known = [loop for loop in layer.loops if loop.cell.cell is not None]
+        alike = {(loop.cell.cell, loop.cell.units, frozenset(loop.cell.weights)) for loop in known}
+        is_known = len(known) == len(layer.loops) and len(alike) == 1
         made[scope] = LayerWeights(
             values={key: block(pieces, values) for key, pieces in present.items()},
             trainable={key: trainable.issuperset(_held(pieces)) for key, pieces in present.items()},
-            cells=_cells(layer, values),
+            cells={loop.direction: known_cell(loop, values) for loop in known if is_known},
             statistics=frozenset(key for key in present if key in _STATISTICS),
             tables=frozenset(key for key, pieces in present.items() if is_table(graph, pieces)),
         )
     return made
 
 
-def _cells(layer: LayerVariables, values: Mapping[str, Array]) -> dict[str, Cell]:
-    known = [loop for loop in layer.loops if loop.cell.cell is not None]
-    alike = {(loop.cell.cell, loop.cell.units, frozenset(loop.cell.weights)) for loop in known}
-    if len(known) < len(layer.loops) or len(alike) != 1:
-        return {}
-    return {loop.direction: known_cell(loop, values) for loop in known}
-
-
-def is_table(graph: Any, pieces: Sequence[WeightPiece]) -> bool:
+def is_table(graph: Any, pieces: Sequence[Block]) -> bool:
     """Return whether the rows of a variable are looked up by integers, as in an embedding."""
-    waiting, seen = [graph.get_operation_by_name(pieces[0].variable).outputs[0]], set()
-    while waiting:
-        tensor = waiting.pop()
-        for reader in tensor.consumers():
-            if reader.type in _LOOKUPS and reader.inputs[0] is tensor:
-                return True
-            if reader.type in _PASSING and reader not in seen:
-                seen.add(reader)
-                waiting += reader.outputs
-    return False
+
+    def passed_on(tensor: Any) -> list[Any]:
+        return [same for reader in tensor.consumers() if reader.type in _PASSING for same in reader.outputs]
+
+    tensors = reached([graph.get_operation_by_name(pieces[0].variable).outputs[0]], passed_on)
+    return any(op.type in _LOOKUPS and op.inputs[0] is tensor for tensor in tensors for op in tensor.consumers())
 
 
-def name_of(pieces: Sequence[WeightPiece], key: str) -> str:
+def name_of(pieces: Sequence[Block]) -> str:
     """Return the name of a weight in the framework: that of its variable, or of its blocks of variables."""
     if len(pieces) == 1 and pieces[0].is_whole:
         return pieces[0].variable
     blocks = [f"{p.variable}[{_window(p.rows)}{_window(p.columns)}]".replace(",]", "]") for p in pieces]
-    return "+".join(blocks) if blocks else key
+    return "+".join(blocks)
 
 
-def _window(part: slice | int | None) -> str:
+def all_weights(found: OpenNet) -> dict[str, tuple[Block, ...]]:
+    """Return the weights of all layers by their names in the framework."""
+    return {name_of(p): p for layer in layers_of(found).values() for p in layer.weights.values()}
+
+
+def _window(part: tuple[int, Any] | int | None) -> str:
     if part is None:
         return ""
-    if isinstance(part, int):
-        return f"{part},"
-    ends = ["" if end is None else str(end) for end in (part.start, part.stop)]
-    return ":".join(ends) + ","
+    return f"{part}," if isinstance(part, int) else f"{part[0]}:{part[1]},"
 
 
 def place_of(found: OpenNet, layer: str, direction: str | None, key: str) -> WeightLocation | None:
@@ -217,8 +204,8 @@ def place_of(found: OpenNet, layer: str, direction: str | None, key: str) -> Wei
     pieces = layers[layer].pieces(key, direction) if layer in layers else ()
     if not pieces:
         return None
-    name = name_of(pieces, key)
-    users = [n for n, other in layers.items() for k, p in other.weights.items() if name_of(p, k) == name]
+    name = name_of(pieces)
+    users = [n for n, other in layers.items() for p in other.weights.values() if name_of(p) == name]
     return WeightLocation(name, lambda gradient: gradient, tied=len(users) > 1)
 
 

@@ -1,7 +1,6 @@
 """While loops of both kinds of control flow as one class: variables, invariants, body and dependences in it.
 
-Control flow v1 is a ring of Enter, Merge, Switch, NextIteration and Exit within the graph; v2 one operation whose body
-is a function. All other modules read :class:`Frame`, which is the same for both.
+Control flow v1 is a ring of Enter, Merge, Switch, NextIteration and Exit; v2 one operation, whose body is a function.
 """
 
 from __future__ import annotations
@@ -17,24 +16,18 @@ import tensorflow.compat.v1 as tf
 from tensorflow.python.framework import function_def_to_graph, tensor_util
 from tensorflow.python.ops import control_flow_util, handle_data_util
 
-from .blocks import NO_LOOP, Source, constant_of, reached, same
+from .blocks import NO_LOOP, Outer, constant_of, reached, same
 
 _ENTERS = frozenset({"Enter", "RefEnter"})
 #: v2 loops.
 WHILES = frozenset({"While", "StatelessWhile"})
+#: Operations that begin a loop of either kind.
+LOOPS = _ENTERS | WHILES
 _MERGES = frozenset({"Merge", "RefMerge"})
 #: Operations that draw new random numbers at every run.
 RANDOM = frozenset(
-    {
-        *(
-            "RandomUniform",
-            "RandomUniformInt",
-            "RandomStandardNormal",
-            "TruncatedNormal",
-            "ParameterizedTruncatedNormal",
-        ),
-        *("RandomShuffle", "RandomGamma", "RandomPoisson", "RandomPoissonV2", "Multinomial"),
-    }
+    {"RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal", "ParameterizedTruncatedNormal"}
+    | {"RandomShuffle", "RandomGamma", "RandomPoisson", "RandomPoissonV2", "Multinomial"}
 )
 #: v2 conditions.
 CONDITIONS = frozenset({"If", "StatelessIf"})
@@ -67,16 +60,11 @@ class Frame:
     built: int
     variables: tuple[Variable, ...]
     #: From invariants of the body to tensors outside.
-    outer: Source
+    outer: Outer
     graph: Any
     ops: tuple[Any, ...]
     #: Exclusive upper limits of its counters from 0, as tensors outside or numbers; empty if it ends otherwise.
     bounds: tuple[Any, ...] = ()
-
-    @property
-    def in_condition(self) -> bool:
-        """True if the loop is inside a branch of a condition of control flow v1."""
-        return bool(self.variables) and control_flow_util.IsInCond(self.variables[0].reader[0])
 
     @cached_property
     def floats(self) -> list[Variable]:
@@ -94,10 +82,9 @@ class Frame:
 
         return [v for v in self.variables if v.before.dtype.is_integer and counts(v)]
 
-    @property
-    def nested(self) -> bool:
-        """True if the body contains another loop."""
-        return any(op.type in _ENTERS or op.type in WHILES for op in self.ops)
+    def is_time(self, tensor: Any) -> bool:
+        """Return whether a tensor of the body is the number of the step."""
+        return any(same(tensor, self.outer) is v.before for v in self.clocks)
 
 
 def frames_of(graph: Any, ends: Iterable[Any]) -> Iterator[Frame]:
@@ -110,7 +97,10 @@ def frames_of(graph: Any, ends: Iterable[Any]) -> Iterator[Frame]:
     every = _by_frame(graph.get_operations()) if entered else {}
     found = [(op._id, partial(_new_frame, op)) for op in ops if op.type in WHILES]
     for name, enters in entered.items():
-        if not _is_inner(enters):  # else it is a part of the loop around it
+        merges = [op for enter in enters for op in enter.outputs[0].consumers() if op.type in _MERGES]
+        context = merges[0]._get_control_flow_context() if merges else None
+        # A loop in the body of another one is a part of that.
+        if context is None or control_flow_util.GetContainingWhileContext(context.outer_context) is None:
             found.append((enters[0]._id, partial(_old_frame, name, enters, every[name])))
     for _, make in sorted(found, key=lambda pair: pair[0]):
         yield make()
@@ -125,13 +115,6 @@ def _by_frame(operations: Iterable[Any]) -> dict[str, list[Any]]:
     return found
 
 
-def _is_inner(enters: Iterable[Any]) -> bool:
-    """Return whether a v1 loop with these Enter operations is in the body of another loop."""
-    merges = [op for enter in enters for op in enter.outputs[0].consumers() if op.type in _MERGES]
-    context = merges[0]._get_control_flow_context() if merges else None
-    return context is not None and control_flow_util.GetContainingWhileContext(context.outer_context) is not None
-
-
 def ancestors(ends: Iterable[Any]) -> list[Any]:
     """Return all operations that the tensors are computed from, in the order in which they were built."""
     return in_built_order(reached((t.op for t in ends), lambda op: [t.op for t in op.inputs]))
@@ -142,23 +125,18 @@ def in_built_order(operations: Iterable[Any]) -> list[Any]:
     return sorted(operations, key=lambda op: int(op._id))
 
 
-def conditions_with_loops(ends: Iterable[Any]) -> list[Any]:
-    """Return the v2 conditions (If) among the ancestors of ``ends`` of which a branch contains a loop."""
-    return [op for op in ancestors(ends) if op.type in CONDITIONS and WHILES & types_of([op])]
-
-
 def types_of(operations: Iterable[Any]) -> frozenset[str]:
     """Return the types of operations of a graph, including those inside of functions that they call."""
     every = list(operations)
-    found, waiting, seen = {op.type for op in every}, [op.node_def for op in every], set[str]()
-    while waiting:
-        for value in waiting.pop().attr.values():
-            for name in {f.name for f in (value.func, *value.list.func)} - seen - {""}:
-                seen.add(name)
-                nodes = every[0].graph._get_function(name).cached_definition.node_def
-                found |= {node.op for node in nodes}
-                waiting.extend(nodes)
-    return frozenset(found)
+    names = set[str]()
+
+    def called(node: Any) -> list[Any]:
+        functions = [f.name for value in node.attr.values() for f in (value.func, *value.list.func)]
+        new = set(functions) - names - {""}
+        names.update(new)
+        return [n for name in new for n in every[0].graph._get_function(name).cached_definition.node_def]
+
+    return frozenset(node.op for node in reached((op.node_def for op in every), called))
 
 
 def scope_of(name: str) -> str:
@@ -191,7 +169,7 @@ def _old_frame(name: str, asked: Sequence[Any], every: Sequence[Any]) -> Frame:
         return [t.op for t in tensors if t.op not in boundary]
 
     ops = in_built_order(reached(behind(v.after for v in kept), lambda op: behind(op.inputs)))
-    return Frame(scope_of(name), "v1", asked[0]._id, kept, Source(outer), every[0].graph, tuple(ops))
+    return Frame(scope_of(name), "v1", asked[0]._id, kept, outer, every[0].graph, tuple(ops))
 
 
 def _new_frame(op: Any) -> Frame:
@@ -204,14 +182,11 @@ def _new_frame(op: Any) -> Frame:
             variables.append(Variable(op.inputs[i], before, after, op.outputs[i], (op, i)))
     ops = tuple(inner for inner in body.get_operations() if inner.type != "Placeholder")
     bounds = _bounds(op, {v.reader[1] for v in variables})
-    return Frame(scope_of(op.name), "v2", op._id, tuple(variables), Source(outer), body, ops, bounds)
+    return Frame(scope_of(op.name), "v2", op._id, tuple(variables), outer, body, ops, bounds)
 
 
 def _bounds(loop: Any, changing: set[int]) -> tuple[Any, ...]:
-    """Return the upper bounds of a While's step counters; empty if it ends otherwise.
-
-    ``changing`` has the numbers of the loop inputs that change.
-    """
+    """Return the upper bounds of a While's step counters; empty if it ends otherwise, or if a bound changes."""
     _, given, (goes_on,) = body_graph(loop.graph, loop.get_attr("cond").name, loop.inputs)
     place = {id(tensor): i for i, tensor in enumerate(given)}
     found, waiting = [], [goes_on]
@@ -232,11 +207,7 @@ def _bounds(loop: Any, changing: set[int]) -> tuple[Any, ...]:
 
 
 def body_graph(home: Any, name: str, inputs: Sequence[Any]) -> tuple[Any, list[Any], list[Any]]:
-    """Copy a function of a graph into a graph of its own; return that graph, its placeholders and its results.
-
-    Shapes, also those of variables behind handles, are taken from ``inputs``, since the definition of a function does
-    not contain them.
-    """
+    """Copy a function into a graph of its own, with the shapes of ``inputs``; return it, placeholders and results."""
     function = home._get_function(name).cached_definition
     with home.as_default():
         definition, names = function_def_to_graph.function_def_to_graph_def(function, [t.shape for t in inputs], True)
@@ -258,7 +229,8 @@ _SHAPES = frozenset({"Shape", "ShapeN", "Size", "Rank"})
 _BRANCHES = CONDITIONS | {"Switch", "Merge"}
 
 
-def _is_random(op: Any) -> bool:
+def is_random(op: Any) -> bool:
+    """Return whether an operation, or a function that it calls, draws random numbers."""
     return op.type in RANDOM or ("PartitionedCall" in op.type and bool(RANDOM & types_of([op])))
 
 
@@ -281,27 +253,23 @@ class Paths:
 
     def by_step(self, tensor: Any) -> bool:
         """Return whether a tensor of the body changes from step to step."""
-        return any(self.is_variable(t) or _is_random(t.op) for t in self.behind([tensor]))
+        return any(self.is_variable(t) or is_random(t.op) for t in self.behind([tensor]))
 
     def is_variable(self, tensor: Any) -> bool:
         """Return whether a tensor is a loop variable's value at the beginning of a step."""
         return id(tensor) in self._variables
 
     def new_at_each_step(self, targets: Iterable[Any]) -> list[Any]:
-        """Return the step's inputs: the tensors behind the targets that change per step and depend on no state.
-
-        Of such tensors, those nearest to the targets are returned. A condition that changes from step to step is
-        replaced by the numbers that it is computed from.
-        """
+        """Return the tensors nearest to the targets that change from step to step and depend on no state."""
         found: dict[int, Any] = {}
         waiting, seen = list(targets), set()
         while waiting:
             tensor = waiting.pop(0)
-            if id(tensor) in seen or self.frame.outer.get(tensor) is not None:
+            if id(tensor) in seen or id(tensor) in self.frame.outer:
                 continue
             seen.add(id(tensor))
             if not self.by_state(tensor):
-                if self.by_step(tensor):
+                if self.by_step(tensor):  # a condition is replaced by the numbers that it is computed from
                     behind = [] if tensor.dtype.is_floating else [t for t in tensor.op.inputs if self.by_step(t)]
                     if behind and not self.is_variable(tensor):
                         waiting.extend(behind)
@@ -312,27 +280,14 @@ class Paths:
         return list(found.values())
 
     def only_read(self, targets: Iterable[Any], reads: Sequence[Any]) -> list[Any]:
-        """Return the sequences whose current step the targets depend on, if they depend on nothing else but weights.
-
-        The result is empty if the targets depend on random numbers, the number of the step, or a condition.
-        """
+        """Return the sequences whose current step the targets depend on; empty if other than weights matter too."""
         ids, found = {id(read) for read in reads}, set()
         for tensor in self.behind(targets, stop=ids):
             if id(tensor) in ids:
                 found.add(id(tensor))
-            elif self.is_variable(tensor) or tensor.op.type in _BRANCHES or _is_random(tensor.op):
+            elif self.is_variable(tensor) or tensor.op.type in _BRANCHES or is_random(tensor.op):
                 return []
         return [read for read in reads if id(read) in found]
-
-    def chance(self, tensor: Any, reads: Sequence[Any]) -> Any:
-        """Return the random operation that a tensor depends on.
-
-        Returns None if there is none, or if it depends on inputs too.
-        """
-        every = self.behind([tensor])
-        if any(t is read for t in every for read in reads):
-            return None
-        return next((t.op for t in every if _is_random(t.op)), None)
 
     def carried(self, targets: Iterable[Any]) -> list[Variable]:
         """Return the loop variables on which the targets depend, within one step or over several steps."""
@@ -345,13 +300,10 @@ class Paths:
         return [self._variables[id(t)] for t in self.behind([target]) if id(t) in self._variables]
 
     def behind(self, targets: Iterable[Any], stop: Container[int] = ()) -> list[Any]:
-        """Return the tensors of the body from which the targets are computed, the targets included.
-
-        The search ends at tensors whose id is in ``stop``, and at operations that only read the shape of a tensor.
-        """
+        """Return the targets and the tensors of the body behind them, up to ids in ``stop`` and reads of a shape."""
 
         def following(tensor: Any) -> list[Any]:
             is_end = id(tensor) in stop or self.is_variable(tensor) or tensor.op.type in _SHAPES
-            return [] if is_end else [t for t in tensor.op.inputs if self.frame.outer.get(t) is None]
+            return [] if is_end else [t for t in tensor.op.inputs if id(t) not in self.frame.outer]
 
-        return reached((t for t in targets if self.frame.outer.get(t) is None), following)
+        return reached((t for t in targets if id(t) not in self.frame.outer), following)
