@@ -266,7 +266,7 @@ class Experiment:
 
     @cached_property
     def reach(self) -> int:
-        """Number of input steps up to the examined output step, in the longest sample."""
+        """Number of input steps up to and including the examined output step, of the sample that has most."""
         return int(self.last.max())
 
     @cached_property

@@ -72,7 +72,7 @@ def rounding_of(run: Replay, result: Adjoint) -> Rounding:
 
 
 def _at_the_start(run: Replay, result: Adjoint, peaks: Array) -> float:
-    """Return the rounding scale of the gradients of the initial states.
+    """Estimate the scale of rounding errors in dL/ds_0, the gradients of a layer's initial states, as one number.
 
     It is the largest of these gradients times the digits lost at all steps, as the root of the sum of squares.
 

@@ -211,7 +211,10 @@ def _merged(values: Array, width: int) -> Array:
 
 
 def _shares(values: Array, decades: float | None) -> list[float]:
-    """Scale values to 0 ... 1, linearly or over ``decades`` of a logarithmic scale; smaller values become negative."""
+    """Scale values so that the largest is 1, for colours and heights; NaN stays NaN.
+
+    Linear from 0, or from the lowest value if negative; with ``decades`` logarithmic, 0 that many decades below 1.
+    """
     finite = values[np.isfinite(values)]
     high = float(finite.max()) if finite.size else 0.0
     if decades is None:

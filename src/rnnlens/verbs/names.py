@@ -333,7 +333,7 @@ def _state(what: str) -> re.Match[str] | None:
 
 
 def _layers(pattern: str, names: Iterable[str], text: str, known: Catalogue) -> list[str]:
-    """Return the layers that match exactly, by one call (``lstm#0``), by stack, by last part, or by pattern."""
+    """Return the layers that ``pattern`` selects: a name, a call (``lstm#0``), a stack, a last part or ``lstm*``."""
     names = list(names)
     if pattern in names or uncalled(pattern, names) in names:
         return [pattern]

@@ -232,6 +232,6 @@ def _state_size(cell: SequenceCell) -> Array:
 
 
 def _measure(axes: Sequence[str], values: Array, long_name: str, units: str) -> xr.Variable:
-    """Return a variable over the axes along which the values differ in size from 1."""
+    """Label an array of a layer as an ``xarray.Variable`` with description and units, without axes of size 1."""
     kept = [axis for axis, size in zip(axes, values.shape, strict=True) if size > 1]
     return xr.Variable(kept, np.squeeze(values), {"long_name": long_name, "units": units})

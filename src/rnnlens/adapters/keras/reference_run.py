@@ -36,7 +36,7 @@ def reference_run(
     gradients: bool = True,
     regularised: bool = False,
 ) -> ReferenceRun:
-    """Run the user's model without hooks, and differentiate it by its engine if ``gradients``.
+    """Run the user's model without hooks; with ``gradients`` also differentiate it by its backend's own autodiff.
 
     ``cotangents`` are those of the outputs, or a function of their values; else the loss is differentiated. Penalties
     of weights have a gradient if ``regularised``. See :meth:`rnnlens.adapters.protocol.Adapter.reference_run`.

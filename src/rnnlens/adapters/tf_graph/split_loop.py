@@ -94,7 +94,7 @@ class _LoopSplitter:
         return found
 
     def _in_turn(self, order: Sequence[Match]) -> bool:
-        """Return whether no cell, and no output, reads the previous state of another cell."""
+        """Return whether a loop's cells can be run one after another: none reads another's state of the step before."""
         analysis, known = self.analysis, set(self.recorder.steps)
         states = {id(v.before) for v in analysis.states}
 

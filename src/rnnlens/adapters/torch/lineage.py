@@ -99,9 +99,10 @@ class StateLink:
     def _by_gradient(
         self, new: Tensor, index: int, sources: list[Tensor], is_old: Tensor, is_before: Tensor
     ) -> Tensor | None:
-        """Return the samples (sample,) whose state ``new`` is this call's state unchanged, as a random cotangent shows.
+        """Return in which samples the state ``new`` is this call's new state unchanged: a bool tensor (sample,).
 
-        The result is None if the cotangent of another sample reaches none of the sources.
+        A random cotangent is pulled back from ``new``: it arrives unchanged at the call's new state, or at a state
+        from before the call (``sources``) of a sample that the call left out. None if in any sample it does neither.
         """
         count, probe = new.shape[0], probe_like(new)
         pulled = _at_sources(new, [self.kept[index], *sources], probe)

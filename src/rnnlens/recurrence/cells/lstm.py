@@ -84,7 +84,7 @@ class LSTM(Cell):
         return affine.project(hidden, self.recurrent_kernel, scale, len(self.gates), xp)
 
     def to_hidden(self, dz: Array, scale: Scale, xp: Namespace) -> Array:
-        """Pull dL/dz (..., gate * unit) back to h_{t-1} (..., unit_in)."""
+        """Compute dL/dh_{t-1} (..., unit_in) from dL/dz, the gradient at the gates before their activation."""
         return affine.unproject(dz, self.recurrent_kernel, scale, len(self.gates), xp)
 
     def others(self, gates: Array, before: States) -> tuple[Array, ...]:

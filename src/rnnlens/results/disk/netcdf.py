@@ -78,7 +78,10 @@ def _digest(stream: IO[bytes], size: int) -> bytes:
 
 
 def check_contents(path: Path, memory: int) -> None:
-    """Raise FileError or TooLargeError for foreign, damaged or too large content of a netCDF file, by its metadata."""
+    """Check the metadata of a netCDF file before its arrays are read.
+
+    Raises FileError for damage or content that rnnlens never writes, TooLargeError for more than ``memory`` bytes.
+    """
     file_size = path.stat().st_size
     with h5py.File(path, "r") as file:
         objects = list(_objects(path, file))

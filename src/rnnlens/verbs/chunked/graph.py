@@ -106,7 +106,7 @@ class ChunkTask:
         return replace(self.options, x=x, y=y, sample_weight=weight, initial_state=states, seed=seed)
 
     def _padded(self, name: str, tree: Any, count: int) -> Any:
-        """Repeat the samples of a chunk until it has the size of the others; weights of repeated samples are zero."""
+        """Pad the arrays of a chunk to full chunk size by repeating samples, with ``sample_weight`` 0 for these."""
         layouts = iter((self.layouts or {}).get(name) or [None] * len(data.leaves_of(tree)))
 
         def pad(array: Array) -> Array:

@@ -253,7 +253,7 @@ def _tensors(wrt: str | Iterable[str], known: Catalogue) -> tuple[list[TensorNam
 
 
 def _with_all_clipped(asked: Sequence[TensorName], arguments: GradientArguments, known: Catalogue) -> list[TensorName]:
-    """Return the requested weights and all trainable ones, as an optimizer clips by the norm of all."""
+    """Return the requested weights, then all other trainable ones, whose gradients the global clipping norm needs."""
     if any(name.what != "weight" for name in asked) or arguments.per_sample or arguments.measure is not None:
         got = "clip= with other tensors, per_sample or measure"
         raise InputError("Optimizers clip the weight gradients of a whole batch.", got=got)

@@ -46,7 +46,7 @@ class OuterTensor:
 
     @property
     def times(self) -> int | None:
-        """Number of steps of the tensor; None without a time axis."""
+        """Number of time steps of the tensor; None if it has no time axis."""
         if self.layout is not None:
             return self._sizes.get(TIME)
         return self.shape[1] if len(self.shape) > 2 else None
