@@ -114,7 +114,8 @@ def test_the_picker_goes_by_loss(reader, page):
     assert losses == sorted(losses)
     assert int(sheet.input_value("#sample")) == page.data["typical"]
     sheet.select_option("#sample", str(values[3]))
-    assert f"sample {values[3]}," in sheet.inner_text("#readout")
+    # The page draws the choice in its next frame.
+    until(sheet, "text => document.getElementById('readout').innerText.includes(text)", f"sample {values[3]},")
 
 
 def test_a_unit_lights_up_everywhere(reader, model, batch, page):
