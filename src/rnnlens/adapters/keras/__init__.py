@@ -36,7 +36,7 @@ class KerasAdapter(Adapter):
 
     def owns(self, model: Any) -> bool:
         """Return whether ``model`` is a layer or model of this Keras package that does not build a session's graph."""
-        return isinstance(model, dialect(self.name).Layer) and not builds_graph(model)
+        return isinstance(model, dialect(self.name).Layer) and not (self.name == "tf_keras" and builds_graph(model))
 
     #: Functions that are methods of the contract as they stand: see :class:`Adapter`.
     facts = staticmethod(model_facts.facts)

@@ -342,16 +342,17 @@ def dialect_of(thing: Any) -> Dialect:
     Raises UnsupportedError for a layer of a TensorFlow 1 graph, and TypeError for an object of neither package.
     """
     thing = thing.cell if isinstance(thing, LoopOverCell) else thing
-    found = next((keras for keras in loaded_dialects() if isinstance(thing, (keras.Layer, keras.Variable))), None)
-    if found is None:
-        raise TypeError(f"{type(thing).__name__} belongs to no Keras")
-    if builds_graph(thing):
-        raise UnsupportedError(
-            f"{type(thing).__name__} was created without eager execution.",
-            expected="a model that runs eagerly or in a tf.function",
-            hint="create it before tf.compat.v1.disable_eager_execution(), or in a process that does not call it",
-        )
-    return found
+    for keras in loaded_dialects():
+        if not isinstance(thing, (keras.Layer, keras.Variable)):
+            continue
+        if keras.name == "tf_keras" and builds_graph(thing):
+            raise UnsupportedError(
+                f"{type(thing).__name__} was created without eager execution.",
+                expected="a model that runs eagerly or in a tf.function",
+                hint="create it before tf.compat.v1.disable_eager_execution(), or in a process that does not call it",
+            )
+        return keras
+    raise TypeError(f"{type(thing).__name__} belongs to no Keras")
 
 
 def builds_graph(layer: Any) -> bool:
