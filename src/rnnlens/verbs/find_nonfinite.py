@@ -271,7 +271,7 @@ def _first(observed: ObservedRun) -> tuple[Origin | None, list[str]]:
         return given, []
     note = (
         f"{given.layer} holds {given.value} ({given.sentence}), which does not affect the output: it is masked, "
-        "or not used."
+        "not used, or cast to an integer, as the ids of an embedding are."
     )
     return next(_computed(observed), None), [note]
 

@@ -109,6 +109,19 @@ def test_padding_that_reaches_nothing_is_noted_only():
     assert "which does not affect the output" in found.notes[0]
 
 
+@pytest.mark.only_on("jax")
+def test_an_id_that_is_nan_and_is_cast_to_an_integer_is_noted_only():
+    """Keras casts float ids, and JAX reads some row of the table where TensorFlow and torch raise an error."""
+    ids, y = np.ones((4, 12), "f"), np.zeros((4, 1), "f")
+    ids[1, 5] = np.nan
+    model = keras.Sequential([keras.Input((12,)), L.Embedding(10, 3), L.LSTM(3), L.Dense(1)])
+    model.compile(loss="mse")
+    found = rl.find_nonfinite(model, ids, y)
+    assert not found
+    assert "sample 1" in found.notes[0]
+    assert "cast to an integer" in found.notes[0]
+
+
 @pytest.mark.one_engine
 def test_saved_and_opened_again(tmp_path):
     x, y = data()
