@@ -1,4 +1,4 @@
-"""The TensorFlow engine: each tap is an identity operation whose output a gradient tape watches."""
+"""The TensorFlow engine: each tap is a reshape to the same shape, whose output a gradient tape watches."""
 
 from __future__ import annotations
 
@@ -116,7 +116,10 @@ class _TensorFlowProgram:
 
     def __init__(self, program: TargetProgram, arguments: Any, memo: Memo, keep: Keep) -> None:
         def run(arguments: Any, zeros: dict[str, Any]) -> Any:
-            return program(arguments, lambda key, t: keep(t, t + zeros[key]) if key in zeros else _point(t, keep)[1])
+            def tap(key: str, tensor: Any) -> Any:
+                return keep(tensor, _apart(tensor) + zeros[key]) if key in zeros else _point(tensor, keep)[1]
+
+            return program(arguments, tap)
 
         shapes, variables, self._paths = memo.once("probe", lambda: self._probe(program, arguments, keep))
         zeros = {key: tf.zeros(shape, dtype) for key, (shape, dtype) in shapes.items()}
@@ -221,8 +224,17 @@ def _point(tensor: Any, keep: Keep) -> tuple[Any, Any]:
     """Return a tensor for a tape to watch (a variable itself), and the tensor with which the program continues."""
     if isinstance(tensor, tf.Variable):
         return tensor, tf.convert_to_tensor(tensor)
-    new = keep(tensor, tf.identity(tensor))
+    new = keep(tensor, _apart(tensor))
     return new, new
+
+
+def _apart(tensor: Any) -> Any:
+    """Return the same values as a tensor whose gradient is an object of its own.
+
+    A gradient tape never frees a gradient that is one object for two of its sources, as it is for a tensor and its
+    ``tf.identity``; while a graph is traced, that keeps the whole graph. The gradient of a reshape is a new object.
+    """
+    return tf.reshape(tensor, tf.shape(tensor))
 
 
 def _traced_quietly(function: Callable[..., Any]) -> Any:

@@ -1,5 +1,8 @@
 """Taps and vector-Jacobian products of an autodiff engine, without Keras layers, against closed-form derivatives."""
 
+import gc
+import weakref
+
 import keras
 import numpy as np
 import pytest
@@ -27,6 +30,27 @@ def program(arguments, tap):
     tap("idle", x)
     middle = tap("middle", ops.sin(ops.matmul(tap("x", x), a)))
     return {"y": ops.matmul(middle, b), "middle": ops.square(middle)}, {"x": x}
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_gradient_of_two_taps_is_freed(here, compiled):
+    """A tape of TensorFlow keeps what is one object for two sources, as it is with an identity between them."""
+
+    def chained(arguments, tap):
+        return {"y": ops.sin(tap("second", tap("first", arguments[0])))}, None
+
+    def gradients():
+        if not compiled:
+            return here.gradients(lambda tap: (ops.sum(chained(tensors(X), tap)[0]["y"]), None))[2]
+        return here.linearise(chained, tensors(X), Memo()).vjp({"y": np.ones((1, 5, 3))})
+
+    found = gradients()
+    np.testing.assert_allclose(np.squeeze(here.to_array(found["first"])), np.cos(X), rtol=1e-12)
+    np.testing.assert_allclose(np.squeeze(here.to_array(found["second"])), np.cos(X), rtol=1e-12)
+    held = weakref.ref(found["second"])
+    del found
+    gc.collect()
+    assert held() is None
 
 
 @pytest.mark.parametrize("count", [1, 4])

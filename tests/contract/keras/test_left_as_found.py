@@ -222,6 +222,26 @@ def test_nothing_keeps_the_model_alive(use):
     assert gone() is None
 
 
+@pytest.mark.only_on("tensorflow")
+def test_no_graph_outlives_its_model():
+    """The input of the model is that of the layer: a tape of TensorFlow never frees a gradient of both."""
+
+    def graphs_left():
+        for _ in range(3):
+            gc.collect()
+        return sum(type(thing).__name__ == "FuncGraph" for thing in gc.get_objects())
+
+    def run():
+        model = keras.Sequential([keras.Input((4, 3)), keras.layers.LSTM(2), keras.layers.Dense(2)])
+        adapter.capture(model, Batch(X, Y, loss="mse"), CaptureRequest(boundaries=True))
+
+    run()
+    before = graphs_left()
+    run()
+    run()
+    assert graphs_left() == before
+
+
 def more_weight(model):
     model.set_weights([1.5 * w for w in model.get_weights()])
 
