@@ -117,7 +117,9 @@ class _TensorFlowProgram:
     def __init__(self, program: TargetProgram, arguments: Any, memo: Memo, keep: Keep) -> None:
         def run(arguments: Any, zeros: dict[str, Any]) -> Any:
             def tap(key: str, tensor: Any) -> Any:
-                return keep(tensor, _apart(tensor) + zeros[key]) if key in zeros else _point(tensor, keep)[1]
+                return (
+                    keep(tensor, _with_own_gradient(tensor) + zeros[key]) if key in zeros else _point(tensor, keep)[1]
+                )
 
             return program(arguments, tap)
 
@@ -224,15 +226,15 @@ def _point(tensor: Any, keep: Keep) -> tuple[Any, Any]:
     """Return a tensor for a tape to watch (a variable itself), and the tensor with which the program continues."""
     if isinstance(tensor, tf.Variable):
         return tensor, tf.convert_to_tensor(tensor)
-    new = keep(tensor, _apart(tensor))
+    new = keep(tensor, _with_own_gradient(tensor))
     return new, new
 
 
-def _apart(tensor: Any) -> Any:
-    """Return the same values as a tensor whose gradient is an object of its own.
+def _with_own_gradient(tensor: Any) -> Any:
+    """Return a tensor of the same values, whose gradient is not the same Python object as that of ``tensor``.
 
-    A gradient tape never frees a gradient that is one object for two of its sources, as it is for a tensor and its
-    ``tf.identity``; while a graph is traced, that keeps the whole graph. The gradient of a reshape is a new object.
+    A gradient tape never frees a gradient that two of its sources share, as a tensor and its ``tf.identity`` do; if the
+    tape traces a graph, the whole graph stays in memory. The gradient of a reshape is a new object.
     """
     return tf.reshape(tensor, tf.shape(tensor))
 

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
+from left_behind import graphs_left
 
 from rnnlens.autodiff import Memo, engine
 
@@ -32,25 +33,38 @@ def program(arguments, tap):
     return {"y": ops.matmul(middle, b), "middle": ops.square(middle)}, {"x": x}
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_a_gradient_of_two_taps_is_freed(here, compiled):
-    """A tape of TensorFlow keeps what is one object for two sources, as it is with an identity between them."""
+def chained(arguments, tap):
+    """Return sin(x), with two taps of x in a row: both have the same gradient."""
+    return {"y": ops.sin(tap("second", tap("first", arguments[0])))}, None
 
-    def chained(arguments, tap):
-        return {"y": ops.sin(tap("second", tap("first", arguments[0])))}, None
 
-    def gradients():
-        if not compiled:
-            return here.gradients(lambda tap: (ops.sum(chained(tensors(X), tap)[0]["y"]), None))[2]
-        return here.linearise(chained, tensors(X), Memo()).vjp({"y": np.ones((1, 5, 3))})
-
-    found = gradients()
-    np.testing.assert_allclose(np.squeeze(here.to_array(found["first"])), np.cos(X), rtol=1e-12)
-    np.testing.assert_allclose(np.squeeze(here.to_array(found["second"])), np.cos(X), rtol=1e-12)
+def test_the_gradient_of_two_taps_is_freed(here):
+    found = here.gradients(lambda tap: (ops.sum(chained(tensors(X), tap)[0]["y"]), None))[2]
+    for key in ("first", "second"):
+        np.testing.assert_allclose(here.to_array(found[key]), np.cos(X), rtol=1e-12)
     held = weakref.ref(found["second"])
     del found
     gc.collect()
     assert held() is None
+
+
+@pytest.mark.only_on("tensorflow")
+@pytest.mark.parametrize("inside", [False, True])
+def test_no_graph_outlives_its_program(here, inside):
+    """``inside``: the gradient is taken in the graph, where TensorFlow cannot take it of the compiled graph."""
+
+    def run():
+        linear = here.linearise(chained, tensors(X), Memo())
+        (seed,) = tensors(np.ones((5, 3)))
+        found = linear._pull_inside({"y": seed}) if inside else linear.vjp({"y": seed[None]})
+        for key in ("first", "second"):
+            np.testing.assert_allclose(np.reshape(found[key], (5, 3)), np.cos(X), rtol=1e-12)
+
+    run()
+    before = graphs_left()
+    run()
+    run()
+    assert graphs_left() == before
 
 
 @pytest.mark.parametrize("count", [1, 4])
