@@ -18,7 +18,7 @@ from ..shared.registered_cells import with_composed
 from . import discover, losses, model_facts, variants
 from . import reference_run as reference
 from .capture import capture
-from .dialect import builds_graph, dialect, dialect_of
+from .dialect import dialect, dialect_of
 from .pullback import KerasPullback, differentiate, put_together
 from .weights import layer_weights
 
@@ -36,7 +36,8 @@ class KerasAdapter(Adapter):
 
     def owns(self, model: Any) -> bool:
         """Return whether ``model`` is a layer or model of this Keras package that does not build a session's graph."""
-        return isinstance(model, dialect(self.name).Layer) and not (self.name == "tf_keras" and builds_graph(model))
+        keras = dialect(self.name)
+        return isinstance(model, keras.Layer) and not keras.builds_graph(model)
 
     #: Functions that are methods of the contract as they stand: see :class:`Adapter`.
     facts = staticmethod(model_facts.facts)

@@ -331,6 +331,10 @@ class Dialect(Protocol):
     def aligned(self, y: Any, y_pred: Any) -> tuple[Any, Any]:
         """Return targets and outputs with the ranks matched, as a compiled loss function receives them."""
 
+    def builds_graph(self, layer: Any) -> bool:
+        """Return whether a layer belongs to a TensorFlow 1 graph, which only a session can run."""
+        return False
+
     def adds_losses(self, model: Any) -> bool:
         """Return whether a layer called ``add_loss`` in the last call of the model."""
         return any(la._get_own_losses() and la.activity_regularizer is None for la in model._flatten_layers())
@@ -345,7 +349,7 @@ def dialect_of(thing: Any) -> Dialect:
     for keras in loaded_dialects():
         if not isinstance(thing, (keras.Layer, keras.Variable)):
             continue
-        if keras.name == "tf_keras" and builds_graph(thing):
+        if keras.builds_graph(thing):
             raise UnsupportedError(
                 f"{type(thing).__name__} was created without eager execution.",
                 expected="a model that runs eagerly or in a tf.function",
@@ -353,11 +357,6 @@ def dialect_of(thing: Any) -> Dialect:
             )
         return keras
     raise TypeError(f"{type(thing).__name__} belongs to no Keras")
-
-
-def builds_graph(layer: Any) -> bool:
-    """Return whether a layer of ``tf_keras`` belongs to a TensorFlow 1 graph, which only a session can run."""
-    return any(base.__module__.endswith("base_layer_v1") for base in type(layer).__mro__)
 
 
 @cache

@@ -314,6 +314,9 @@ class Keras2(Dialect):
         del training
         return model.compute_loss(x, y, y_pred, weight)
 
+    def builds_graph(self, layer: Any) -> bool:
+        return any(base.__module__.endswith("base_layer_v1") for base in type(layer).__mro__)
+
     @contextmanager
     def undisturbed(self, model: Any, regularised: bool) -> Iterator[None]:
         """Temporarily replace the compiled loss by a copy that updates no metric.
