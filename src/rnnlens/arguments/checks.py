@@ -151,7 +151,7 @@ def as_name(value: Any) -> Any:
 
 
 def text(name: str, value: Any) -> str:
-    """Check that ``value`` is a non-empty string. For a TensorFlow graph tensor, its name is returned."""
+    """Check an argument that is a name, and return it: a string that is not empty, or a graph tensor's name."""
     value = as_name(value)
     if not isinstance(value, str) or not value.strip():
         raise InputError(f"{name}= is a name.", got=shown(value), expected="a string")

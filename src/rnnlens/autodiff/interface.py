@@ -194,4 +194,8 @@ class PerStep(Protocol):
         """
 
     def jacobian(self, inputs: Any) -> Any:
-        """Return Jacobians (n, rows, size) of [new states, output]: by the concatenated states, and by the input."""
+        """Differentiate one step of n samples: return d[s_t, y_t]/ds_{t-1} and d[s_t, y_t]/dx_t.
+
+        Both are (n, row, size): the rows are the units of the new states, then those of the output; ``size`` is that of
+        all states before the step, concatenated, or of the input. ``inputs``: input, states, weights.
+        """

@@ -117,9 +117,9 @@ class _TensorFlowProgram:
     def __init__(self, program: TargetProgram, arguments: Any, memo: Memo, keep: Keep) -> None:
         def run(arguments: Any, zeros: dict[str, Any]) -> Any:
             def tap(key: str, tensor: Any) -> Any:
-                return (
-                    keep(tensor, _with_own_gradient(tensor) + zeros[key]) if key in zeros else _point(tensor, keep)[1]
-                )
+                if key not in zeros:
+                    return _point(tensor, keep)[1]
+                return keep(tensor, _with_own_gradient(tensor) + zeros[key])
 
             return program(arguments, tap)
 

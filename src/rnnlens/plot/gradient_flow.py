@@ -150,7 +150,7 @@ def _networks(trace: Any) -> dict[str, dict[str, xr.Dataset]] | None:
 
 
 def _of_one(layers: Mapping[str, xr.Dataset], as_computed: bool) -> PanelLines:
-    """Return the lines of one network by panel: a panel for each layer and direction, with a line for each gradient."""
+    """Return the lines to draw for one network, by panel (layer, direction): one for each kind of gradient."""
     content: PanelLines = {}
     for layer, dataset in layers.items():
         for quantity, (words, colour, style) in GRADIENTS.items():

@@ -128,7 +128,11 @@ def _open_run(source: Path, memory: int | None, *, skip_damaged: bool) -> Any:
 
 
 def _steadily(source: Path, read: Callable[[], tuple[Any, bool]]) -> Any:
-    """Call ``read``, again if the folder was replaced meanwhile and no checksums prove that all is of one folder."""
+    """Read a folder that another process may replace meanwhile, and return what was read.
+
+    ``read()`` returns it, and whether checksums prove that all files are of one folder. Without such proof it is called
+    again if the folder was replaced. Raises FileError if every attempt met a replacement.
+    """
     for attempt in range(_ATTEMPTS):
         before = _identity(source)
         try:

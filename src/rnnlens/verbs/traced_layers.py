@@ -350,7 +350,10 @@ def plain_datasets(
 
 
 def assign_coordinates(layers: Iterable[LabelledLayer], given: InputCoordinates) -> None:
-    """Assign the inputs' labels to samples and steps, and to features of a layer that reads an input directly."""
+    """Add the coordinates of the user's x, an ``xarray.DataArray``, to the datasets of traced layers, in place.
+
+    Samples and steps of every layer get them; features only those of a layer that reads an input itself.
+    """
     for layer in layers if given.leaves else ():
         given.assign_to(layer)
         leaf = given.is_input(layer.variables["input"].values) if "input" in layer.variables else None

@@ -281,7 +281,7 @@ class Adapter(AxisConvention, ABC):
     # Changed copies and states of a model.
 
     def load_weights(self, model: Any, path: Path, *, unsafe: bool = False) -> None:
-        """Load the model's weights from a file, for the command line.
+        """Load weights that the framework saved in a file into ``model``, in place; the command line calls it.
 
         ``unsafe`` also allows file formats that can run code.
 

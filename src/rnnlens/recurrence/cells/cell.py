@@ -350,7 +350,10 @@ def of_every_gate(cell: Cell, run: Trajectory, result: Adjoint, how: Contraction
 def flattened(
     record: Record, before: States, cotangent: States, xp: Namespace
 ) -> tuple[Array, list[Array], list[Array]]:
-    """Broadcast projected input and previous states to the cotangents' axes, and reshape all to (n, size) each."""
+    """Return W x_t, the states before the step and the cotangents of the step as matrices (n, size).
+
+    The rows are all combinations of the cotangents' leading axes, along which W x_t and the states are repeated.
+    """
     lead = tuple(cotangent[0].shape[:-1])
 
     def flat(array: Array) -> Array:

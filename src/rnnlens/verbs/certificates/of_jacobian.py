@@ -143,7 +143,10 @@ _MEASURED = {"norm": "norms", "spectral": "largest singular values", "abs_mean":
 
 
 def claim_of(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataArray) -> JacobianClaim | Certificate:
-    """Return a claim on a finished Jacobian for a reference run, or a certificate with the reason why there is none."""
+    """Return what a reference run has to confirm of a finished time Jacobian.
+
+    If it cannot be confirmed that way, return a certificate "could not" with the reason instead.
+    """
     reasons = {
         "it was written to disk in chunks, which are not read back": request.options.out is not None,
         "a packed input orders its steps differently from the result": any(

@@ -333,7 +333,11 @@ def _squares(gradients: Gradients, known: Catalogue) -> dict[tuple[str, str], fl
 
 
 def _pieces(gradients: Gradients, known: Catalogue) -> Iterator[tuple[TensorName, Any, tuple[str, str]]]:
-    """Yield name, index and framework variable of each part of a gradient: one direction, or one of two biases."""
+    """Yield each weight gradient in the parts in which the framework stores the weight.
+
+    A part is one direction of a bidirectional layer, or one of torch's two biases: (name of the gradient, index of the
+    part on its first axis or ``...``, (layer, key of the framework's variable)).
+    """
     for name in gradients:
         found: list[WeightSource] = sources(known.weights[str(name.layer)])[name.key]
         for position, source in enumerate(found):
