@@ -99,7 +99,7 @@ def watched(records: list[TrainingRecord]) -> list[Alert]:
     """What is found in the records of one training."""
     alerts = Alerts()
     for record in records:
-        alerts.look(record)
+        alerts.examine(record)
     return alerts.found
 
 

@@ -32,12 +32,12 @@ from ..errors import InputError, TrackingWarning, message, shown
 from ..results.training_run import Gap
 from ..tracking.alerts import Alerts, Incidents, checked_on_nonfinite, is_finite
 from ..tracking.batches import TrainedBatch, direct_trace
-from ..tracking.loggers import beside
+from ..tracking.loggers import event_folder
 from ..tracking.loggers import sinks as sinks_of
 from ..tracking.recorder import Recorder
 from ..tracking.records import Probe, TrainingRecord
 from ..tracking.store import Store
-from ..tracking.watch_arguments import Every, Schedule, at_the_door, listed, quantities_of, refuse_idle, refuse_unknown
+from ..tracking.watch_arguments import Every, Schedule, check_arguments, as_tuple, checked_quantities, refuse_unused_arguments, refuse_unknown_layers
 
 __all__ = ["Watch"]
 
@@ -160,7 +160,7 @@ class Watch(_Callback):
         if a probe, the disk or a logger fails.
     """
 
-    @at_the_door
+    @check_arguments
     def __init__(
         self,
         path: str | PathLike[str] | None = None,
@@ -181,7 +181,7 @@ class Watch(_Callback):
     ) -> None:
         super().__init__()
         self._path, self._resume, self._points = path, resume, points
-        self._layers, self._keep, self._loggers = listed(layers), quantities_of(keep) or (), loggers
+        self._layers, self._keep, self._loggers = as_tuple(layers), checked_quantities(keep) or (), loggers
         self._probe = None if probe is None else _probe(probe, self._layers, self._keep)
         asked = Schedule(every, epochs)
         self._schedule = asked if probe is not None else Schedule(0)
@@ -189,8 +189,8 @@ class Watch(_Callback):
         self._on_batch, self._alerts = on_batch, Alerts(stop_on)
         self._reports_asked = checked_on_nonfinite(on_nonfinite) is not None
         self._incidents: Incidents | None = None
-        self._direct = listed(direct) or ()
-        refuse_idle(probe, batches, asked.epochs, {"on_batch": on_batch, "direct": direct})
+        self._direct = as_tuple(direct) or ()
+        refuse_unused_arguments(probe, batches, asked.epochs, {"on_batch": on_batch, "direct": direct})
         self._recorder: Recorder | None = None
         self._standing_notes: tuple[str, ...] = ()
         self._waits = False
@@ -205,7 +205,7 @@ class Watch(_Callback):
 
     @property
     def _active(self) -> bool:
-        return not (self._schedule.off and self._batches.off and not self._reports_asked)
+        return not (self._schedule.is_off and self._batches.is_off and not self._reports_asked)
 
     @property
     def _running(self) -> Recorder:
@@ -247,7 +247,7 @@ class Watch(_Callback):
         """Open stores and loggers; once the model has weights, capture its steps and record the probe."""
         self._waits = not self.model.built  # a model without Input creates its weights at its first batch
         if not self._waits:
-            refuse_unknown(self._layers, adapter_for(self.model), self.model)
+            refuse_unknown_layers(self._layers, adapter_for(self.model), self.model)
         self._open()
         self._step = self._start
         self._running.start(self._step)
@@ -256,9 +256,9 @@ class Watch(_Callback):
 
     def _begin_records(self) -> None:
         """Attach the capture of training steps, and record the probe; the model must have weights."""
-        if not (self._batches.off and not self._reports_asked) and self._running.writes:
+        if not (self._batches.is_off and not self._reports_asked) and self._running.writes:
             self._train_step = record_fit(self.model, self._direct)
-        if self._probe is not None and not self._schedule.off and self._running.writes and not self._is_recorded:
+        if self._probe is not None and not self._schedule.is_off and self._running.writes and not self._is_recorded:
             self._record_probe(before=not self._waits)
 
     def _interrupted(self) -> None:
@@ -276,7 +276,7 @@ class Watch(_Callback):
         if self._train_step is not None:
             steps = range(self._step + 1, self._step + batches_per_execution(self.model) + 1)
             # Asked once: a schedule may be a function with side effects.
-            self._due = any(self._running.on_schedule(self._batches, step, self._epoch) for step in steps)
+            self._due = any(self._running.is_due_by(self._batches, step, self._epoch) for step in steps)
             self._train_step.wanted = self._due or self._reports
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -294,7 +294,7 @@ class Watch(_Callback):
         with self._training():
             if self._waits:
                 try:
-                    refuse_unknown(self._layers, adapter_for(self.model), self.model)
+                    refuse_unknown_layers(self._layers, adapter_for(self.model), self.model)
                     self._begin_records()
                 except Exception as error:
                     self._running.fail_record(self._step, error, "the run")
@@ -303,12 +303,12 @@ class Watch(_Callback):
             if recorded is not None:
                 self._examine(recorded, before + 1, logs)
             steps = range(before + 1, self._step + 1)
-            if self._probe is not None and any(self._running.due(step, self._epoch) for step in steps):
+            if self._probe is not None and any(self._running.is_due(step, self._epoch) for step in steps):
                 self._record_probe()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Record the probe at the end of each epoch listed in ``epochs``."""
-        if self._recorder is not None and self._probe is not None and self._schedule.due_after(epoch):
+        if self._recorder is not None and self._probe is not None and self._schedule.is_due_after(epoch):
             latest = self._recorder.latest
             if latest is None or latest.step != self._step:
                 self._record_probe()
@@ -335,14 +335,14 @@ class Watch(_Callback):
         self._start, self._is_recorded = 0, False
         if not self._running.writes:
             return
-        self._running.sinks = sinks = sinks_of(self._loggers, beside(self._path))
+        self._running.sinks = sinks = sinks_of(self._loggers, event_folder(self._path))
         provenance = adapter_for(self.model).provenance(self.model)
         if self._reports_asked and self._incidents is None:
             self._incidents = Incidents(self._path, provenance)
         if self._path is not None:
             store = Store(self._path, resume=self._resume, points=self._points, provenance=provenance)
             self._resume = True  # a second fit of the same callback goes on
-            self._start = store.go_on(steps_taken(self.model))
+            self._start = store.resume_step(steps_taken(self.model))
             self._is_recorded = store.last_step_of("probe") == self._start
             sinks.insert(0, store)
 
@@ -364,14 +364,14 @@ class Watch(_Callback):
             record = make()
             return replace(record, notes=(*record.notes, *notes))
 
-        self._running.record(self._step, with_notes, before=before, what=what)
+        self._running.record(self._step, with_notes, before_training=before, source=what)
         if self._running.stop is not None:
             self.model.stop_training = True
 
     @property
     def _reports(self) -> bool:
         """Whether non-finite batches are still searched for: none has been reported yet."""
-        return self._incidents is not None and self._incidents.written is None
+        return self._incidents is not None and self._incidents.written_path is None
 
     def _trained(self, recorded: RecordedStep, step: int) -> TrainedBatch:
         """Convert a captured training step to a ``TrainedBatch``, with the variables from before the step."""
@@ -379,7 +379,7 @@ class Watch(_Callback):
         data = (recorded.x, recorded.y, recorded.sample_weight)
         notes = notes_of_training(self.model, recorded)
         told = direct_trace(self.model, recorded.direct, recorded.loss)
-        return TrainedBatch(self.model, data, (step, self._epoch), recorded.before.again, notes=notes, heard=told)
+        return TrainedBatch(self.model, data, (step, self._epoch), recorded.before.again, notes=notes, captured_trace=told)
 
     def _examine(self, recorded: RecordedStep, step: int, logs: Any) -> None:
         """Record a captured batch if it is due, pass it to ``on_batch``, and report it if it is not finite."""
@@ -394,7 +394,7 @@ class Watch(_Callback):
             if recorder.sinks:
                 self._record(lambda: trained.record(layers=self._layers, keep=self._keep), "batch")
             else:
-                recorder.counted()
+                recorder.count_examined()
             if self._on_batch is not None:
                 self._on_batch(trained)
         if self._reports:

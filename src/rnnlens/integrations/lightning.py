@@ -18,7 +18,7 @@ from ..errors import MissingDependencyError
 from ..tracking.torch.plan import WatchPlan
 from ..tracking.torch.steps import weights_in
 from ..tracking.torch.watch import TorchWatch, TrainerEvents, reason_of
-from ..tracking.watch_arguments import Every, at_the_door
+from ..tracking.watch_arguments import Every, check_arguments
 
 
 class LightningEvents(TrainerEvents):
@@ -130,7 +130,7 @@ class Watch(LightningEvents, *_callbacks()):  # type: ignore[misc]
         Same as in :func:`rnnlens.torch.watch`; errors that depend on the model are raised when training begins.
     """
 
-    @at_the_door
+    @check_arguments
     def __init__(
         self,
         path: str | PathLike[str] | None = None,

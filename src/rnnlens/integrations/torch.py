@@ -14,12 +14,12 @@ from typing import Any
 from ..adapters.torch.public import cell, scan, step
 from ..tracking.torch.plan import WatchPlan
 from ..tracking.torch.watch import TorchWatch
-from ..tracking.watch_arguments import Every, at_the_door
+from ..tracking.watch_arguments import Every, check_arguments
 
 __all__ = ["cell", "scan", "step", "watch"]
 
 
-@at_the_door
+@check_arguments
 def watch(
     model: Any,
     path: str | PathLike[str] | None = None,

@@ -15,7 +15,7 @@ from ..adapters.torch.training_capture import ModuleHook
 from ..errors import MissingDependencyError
 from ..tracking.torch.plan import WatchPlan
 from ..tracking.torch.watch import TorchWatch, TrainerEvents, reason_of
-from ..tracking.watch_arguments import Every, at_the_door
+from ..tracking.watch_arguments import Every, check_arguments
 
 
 class TransformersEvents(TrainerEvents):
@@ -38,7 +38,7 @@ class TransformersEvents(TrainerEvents):
         self.watch = TorchWatch(model, plan, own_loss).__enter__()
         self._handle = (
             None
-            if plan.off
+            if plan.is_off
             else self.watch.model.register_forward_hook(ModuleHook(self.watch.model, self._told, _ignore))
         )
 
@@ -128,7 +128,7 @@ class Watch(TransformersEvents, TrainerCallback):
         Same as in :func:`rnnlens.torch.watch`; errors that depend on the model are raised when training begins.
     """
 
-    @at_the_door
+    @check_arguments
     def __init__(
         self,
         path: str | PathLike[str] | None = None,

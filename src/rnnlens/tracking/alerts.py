@@ -36,7 +36,7 @@ from ..errors import InputError, did_you_mean, shown
 from ..results.nonfinite import Incident
 from .batches import TrainedBatch
 from .records import TrainingRecord
-from .watch_arguments import listed
+from .watch_arguments import as_tuple
 
 Finding = Literal["exploding", "vanishing", "saturated"]
 FINDINGS: tuple[Finding, ...] = ("exploding", "vanishing", "saturated")
@@ -79,62 +79,62 @@ class Alert:
         >>> Alert("exploding", "lstm/adjoint", 400, 5.0, 0.01).sentence
         'exploding since step 400: lstm/adjoint is 5, and was 0.01 (median of the records before)'
         """
-        was = f"{self.usual:.3g} (median of the records before)"
-        return f"{self.finding} since step {self.step}: {self.name} is {self.value:.3g}, and was {was}"
+        usual_text = f"{self.usual:.3g} (median of the records before)"
+        return f"{self.finding} since step {self.step}: {self.name} is {self.value:.3g}, and was {usual_text}"
 
 
 def checked_stop_on(value: str | Iterable[str]) -> tuple[Finding, ...]:
     """Return the findings that end training as a tuple; raise InputError for a name that is no finding."""
-    given = listed(value) or ()
-    for name in given:
+    findings = as_tuple(value) or ()
+    for name in findings:
         if name not in FINDINGS:
             hint = did_you_mean(str(name), FINDINGS)
             raise InputError("stop_on= names no finding.", got=shown(name), hint=hint)
-    return given  # type: ignore[return-value]
+    return findings  # type: ignore[return-value]
 
 
 @dataclass
-class _Watched:
+class _WatchedScalar:
     """One scalar over training, on a scale on which it varies evenly, with the window of earlier records."""
 
     finding: Finding
     sign: float
     scale: Callable[[float], float]
-    before: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    odd: list[tuple[int, float, float]] = field(default_factory=list)
-    told: bool = False
+    earlier_values: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    outliers: list[tuple[int, float, float]] = field(default_factory=list)
+    is_reported: bool = False
 
-    def look(self, step: int, value: float) -> tuple[int, float] | None:
+    def add_value(self, step: int, value: float) -> tuple[int, float] | None:
         """Add the value of a scalar at a step; once it is abnormal, return that step and the earlier median."""
-        usual = median([raw for _, raw in self.before]) if self.before else math.nan
+        usual = median([raw for _, raw in self.earlier_values]) if self.earlier_values else math.nan
         if not math.isfinite(value):
             # A gradient that is not finite is a finding at once; shares that are not finite are ignored.
-            sudden = self.finding == "exploding" and bool(self.before) and not self.told
-            self.told |= sudden
-            return (step, usual) if sudden else None
-        scaled = self.scale(value)
-        if len(self.before) >= LEAST and self._is_odd(scaled):
-            self.odd.append((step, scaled, value))
-            if len(self.odd) >= PERSIST and not self.told:
-                self.told = True
-                return self.odd[0][0], usual
-            if len(self.odd) < WINDOW:
+            is_new_finding = self.finding == "exploding" and bool(self.earlier_values) and not self.is_reported
+            self.is_reported |= is_new_finding
+            return (step, usual) if is_new_finding else None
+        scaled_value = self.scale(value)
+        if len(self.earlier_values) >= LEAST and self._is_outlier(scaled_value):
+            self.outliers.append((step, scaled_value, value))
+            if len(self.outliers) >= PERSIST and not self.is_reported:
+                self.is_reported = True
+                return self.outliers[0][0], usual
+            if len(self.outliers) < WINDOW:
                 return None
         # Abnormal values join the window: if they last they are the new normal, otherwise they were noise.
-        self.before.extend((s, v) for _, s, v in self.odd)
-        self.odd.clear()
-        self.before.append((scaled, value))
+        self.earlier_values.extend((earlier_scaled, earlier_value) for _, earlier_scaled, earlier_value in self.outliers)
+        self.outliers.clear()
+        self.earlier_values.append((scaled_value, value))
         return None
 
-    def _is_odd(self, scaled: float) -> bool:
+    def _is_outlier(self, scaled_value: float) -> bool:
         """Return whether a value is an outlier of the whole window, drift aside, and of its most recent records."""
-        values = [s for s, _ in self.before]
-        centre = median(values)
-        around = median(abs(v - centre) for v in values)
-        between = median(abs(after - before) for before, after in pairwise(values)) / math.sqrt(2.0)
-        spread = max(1.4826 * min(around, between), _LEAST_SPREAD[self.finding])
-        away = min(self.sign * (scaled - middle) for middle in (centre, median(values[-LEAST:])))
-        return away > DEVIATIONS * spread and away > EFFECT[self.finding]
+        scaled_values = [s for s, _ in self.earlier_values]
+        centre = median(scaled_values)
+        median_deviation = median(abs(v - centre) for v in scaled_values)
+        step_deviation = median(abs(following - previous) for previous, following in pairwise(scaled_values)) / math.sqrt(2.0)
+        spread = max(1.4826 * min(median_deviation, step_deviation), _LEAST_SPREAD[self.finding])
+        distance = min(self.sign * (scaled_value - reference) for reference in (centre, median(scaled_values[-LEAST:])))
+        return distance > DEVIATIONS * spread and distance > EFFECT[self.finding]
 
 
 class Alerts:
@@ -154,57 +154,57 @@ class Alerts:
 
     def __init__(self, stop_on: str | Iterable[str] = ()) -> None:
         self.stop_on = checked_stop_on(stop_on)
-        self.found: list[Alert] = []
+        self.raised_alerts: list[Alert] = []
         self.stop: str | None = None
-        self._watched: dict[tuple[str, str], _Watched] = {}
-        self._told: set[tuple[str, Finding, str]] = set()
+        self._watched_scalars: dict[tuple[str, str], _WatchedScalar] = {}
+        self._reported_findings: set[tuple[str, Finding, str]] = set()
 
-    def look(self, record: TrainingRecord) -> TrainingRecord:
+    def examine(self, record: TrainingRecord) -> TrainingRecord:
         """Examine a record; return it with a note for each new finding."""
-        new = []
+        new_alerts = []
         for name, value in record.scalars.items():
-            alert = self._one(record, name, value)
+            alert = self._examine_scalar(record, name, value)
             if alert is None:
                 continue
             # A finding is reported once for each scalar of gates, and once for all gradients of a layer.
             subject = name if alert.finding == "saturated" else name.rpartition("/")[0]
-            if (record.kind, alert.finding, subject) not in self._told:
-                self._told.add((record.kind, alert.finding, subject))
-                new.append(alert)
-        self.found += new
-        for alert in new:
+            if (record.kind, alert.finding, subject) not in self._reported_findings:
+                self._reported_findings.add((record.kind, alert.finding, subject))
+                new_alerts.append(alert)
+        self.raised_alerts += new_alerts
+        for alert in new_alerts:
             _log.warning("%s", alert.sentence)
             if alert.finding in self.stop_on and self.stop is None:
                 self.stop = alert.sentence
-        return replace(record, notes=(*record.notes, *(alert.sentence for alert in new))) if new else record
+        return replace(record, notes=(*record.notes, *(alert.sentence for alert in new_alerts))) if new_alerts else record
 
-    def _one(self, record: TrainingRecord, name: str, value: float) -> Alert | None:
+    def _examine_scalar(self, record: TrainingRecord, name: str, value: float) -> Alert | None:
         layer, _, quantity = name.rpartition("/")
-        if not layer or quantity not in _WATCHED:
+        if not layer or quantity not in _WATCHED_SCALARS:
             return None
         # Reach and decay of a gradient that is not finite are no findings of their own.
         if quantity in ("reach", "decay") and not math.isfinite(record.scalars.get(f"{layer}/adjoint", 0.0)):
             return None
-        finding, sign, scale = _WATCHED[quantity]
-        watched = self._watched.setdefault((record.kind, name), _Watched(finding, sign, scale))
-        since = watched.look(record.step, float(value))
-        return None if since is None else Alert(finding, name, since[0], float(value), since[1])
+        finding, sign, scale = _WATCHED_SCALARS[quantity]
+        watched_scalar = self._watched_scalars.setdefault((record.kind, name), _WatchedScalar(finding, sign, scale))
+        onset = watched_scalar.add_value(record.step, float(value))
+        return None if onset is None else Alert(finding, name, onset[0], float(value), onset[1])
 
 
-def _log_of(value: float) -> float:
+def _clipped_log(value: float) -> float:
     return math.log(max(value, 1e-38))
 
 
 def _logit(share: float) -> float:
-    inside = min(max(share, _SHARES[0]), _SHARES[1])
-    return math.log(inside / (1.0 - inside))
+    clipped_share = min(max(share, _SHARES[0]), _SHARES[1])
+    return math.log(clipped_share / (1.0 - clipped_share))
 
 
 #: Watched scalars by the last part of their name: the finding, the sign of an adverse change, the scale.
-_WATCHED: dict[str, tuple[Finding, float, Any]] = {
-    "adjoint": ("exploding", 1.0, _log_of),
-    "reach": ("vanishing", -1.0, _log_of),
-    "decay": ("vanishing", -1.0, _log_of),
+_WATCHED_SCALARS: dict[str, tuple[Finding, float, Any]] = {
+    "adjoint": ("exploding", 1.0, _clipped_log),
+    "reach": ("vanishing", -1.0, _clipped_log),
+    "decay": ("vanishing", -1.0, _clipped_log),
     "near_0": ("saturated", 1.0, _logit),
     "near_1": ("saturated", 1.0, _logit),
 }
@@ -231,22 +231,22 @@ class Incidents:
 
     def __init__(self, run: str | PathLike[str] | None, provenance: Mapping[str, str] | None = None) -> None:
         self.path = Path("nonfinite.nc") if run is None else Path(run).with_suffix(".nonfinite.nc")
-        self.written: Path | None = None
+        self.written_path: Path | None = None
         self._provenance = dict(provenance or {})
 
-    def report(self, batch: Batch, weights: Mapping[str, Any], when: Mapping[str, Any]) -> Path | None:
+    def report(self, batch: Batch, weights: Mapping[str, Any], step_info: Mapping[str, Any]) -> Path | None:
         """Write a batch, the weights before its update and ``when`` it was, once; return the path, else None."""
-        if self.written is not None:
+        if self.written_path is not None:
             return None
         # A file stores packed sequences as padded ones.
-        parts = {
+        batch_data = {
             name: data.map_leaves(lambda leaf: data.padded(leaf) if data.is_packed(leaf) else leaf, value)
             for name, value in (("x", batch.x), ("y", batch.y), ("sample_weight", batch.sample_weight))
         }
-        incident = Incident.of(parts, weights, when, provenance=self._provenance)
+        incident = Incident.of(batch_data, weights, step_info, provenance=self._provenance)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         incident.save(self.path)
-        self.written = self.path
+        self.written_path = self.path
         _log.warning(
             "Step %d of training is not finite%s. Its batch and the weights that it met are in %s; rl.open reads them.",
             incident.step,
@@ -258,19 +258,19 @@ class Incidents:
     def report_trained(self, trained: TrainedBatch, weights: Callable[[], Mapping[str, Any]], loss: Any) -> Path | None:
         """Write a batch of training, ``weights()`` of before its update, and its first non-finite number."""
         batch = Batch(trained.x, trained.y, trained.sample_weight)
-        when = {
+        step_info = {
             "step": trained.step,
             "epoch": trained.epoch,
             "loss": loss,
-            "found": told(lambda: trained.nonfinite.sentence),
+            "found": text_or_error(lambda: trained.nonfinite.sentence),
         }
-        return self.report(batch, trained.with_variables_before(weights), when)
+        return self.report(batch, trained.with_variables_before(weights), step_info)
 
 
-def told(ask: Callable[[], str]) -> str:
+def text_or_error(compute_text: Callable[[], str]) -> str:
     """Call ``ask`` and return its text; if it raises, return a sentence that names the error."""
     try:
-        return ask()
+        return compute_text()
     except Exception as error:
-        said = str(error).partition("\n")[0]
-        return f"its origin could not be determined ({type(error).__name__}{f': {said}' if said else ''})"
+        first_line = str(error).partition("\n")[0]
+        return f"its origin could not be determined ({type(error).__name__}{f': {first_line}' if first_line else ''})"

@@ -21,8 +21,8 @@ from ..verbs.find_nonfinite import find_nonfinite
 from ..verbs.gradients import gradients
 from ..verbs.trace import trace
 from ..verbs.weights import weights
-from .records import TrainingRecord, norms_of_weights, summary, wanted
-from .watch_arguments import listed
+from .records import TrainingRecord, norms_of_weights, summary, needed_quantities
+from .watch_arguments import as_tuple
 
 #: Quantities captured in the training step, without a replay.
 DIRECT = frozenset({"output", "output_grad", "final_state_grad"})
@@ -129,22 +129,22 @@ class TrainedBatch(Batch):
         self,
         model: Any,
         data: tuple[Any, Any, Any],
-        moment: tuple[int, int],
-        before: Callable[[], AbstractContextManager[None]],
+        step_and_epoch: tuple[int, int],
+        variables_before: Callable[[], AbstractContextManager[None]],
         *,
         loss: str | Callable[..., Any] | None = None,
         notes: Sequence[str] = (),
-        heard: Trace | None = None,
+        captured_trace: Trace | None = None,
     ) -> None:
         self.x, self.y, self.sample_weight = data
-        self.step, self.epoch = moment
+        self.step, self.epoch = step_and_epoch
         self.notes = list(notes)
-        self._model, self._before, self._loss, self._heard = model, before, loss, heard
+        self._model, self._variables_before, self._loss, self._captured_trace = model, variables_before, loss, captured_trace
 
     @property
     def direct(self) -> Trace | None:
         """Captured outputs and direct gradients of the layers of ``direct=``; None where none were captured."""
-        return self._heard
+        return self._captured_trace
 
     @cached_property
     def trace(self) -> Trace:
@@ -155,21 +155,21 @@ class TrainedBatch(Batch):
         self, *, layers: str | Iterable[str] | None = None, quantities: str | Iterable[str] | None = None
     ) -> Trace:
         """Return a trace of some layers and quantities; captured quantities are not recomputed."""
-        told, of, names = self._heard, listed(layers) or (), listed(quantities) or ()
-        if told is not None and of and names and set(of) <= set(told) and set(names) <= set(told.quantities or ()):
+        captured_trace, layer_names, quantity_names = self._captured_trace, as_tuple(layers) or (), as_tuple(quantities) or ()
+        if captured_trace is not None and layer_names and quantity_names and set(layer_names) <= set(captured_trace) and set(quantity_names) <= set(captured_trace.quantities or ()):
             return Trace(
-                {layer: told.dataset(layer)[list(names)] for layer in of},
-                loss=told.loss,
-                quantities=sorted(names),
-                provenance=told.provenance,
-                notes=told.notes,
+                {layer: captured_trace.dataset(layer)[list(quantity_names)] for layer in layer_names},
+                loss=captured_trace.loss,
+                quantities=sorted(quantity_names),
+                provenance=captured_trace.provenance,
+                notes=captured_trace.notes,
             )
-        return self._asked(trace, layers=layers, quantities=quantities)  # type: ignore[no-any-return]
+        return self._call_verb(trace, layers=layers, quantities=quantities)  # type: ignore[no-any-return]
 
     @cached_property
     def weights(self) -> Weights:
         """Weights before the update by gate and direction, and their gradients: see :func:`rnnlens.weights`."""
-        return self._asked(weights)  # type: ignore[no-any-return]
+        return self._call_verb(weights)  # type: ignore[no-any-return]
 
     @cached_property
     def gradients(self) -> Gradients:
@@ -179,29 +179,29 @@ class TrainedBatch(Batch):
 
         Both are gradients of the unscaled loss of this batch alone.
         """
-        clips = adapter_for(self._model).facts(self._model).clipping is not None
-        return self.differentiated(clip="optimizer" if clips else None)  # type: ignore[no-any-return]
+        has_clipping = adapter_for(self._model).facts(self._model).clipping is not None
+        return self.differentiated(clip="optimizer" if has_clipping else None)  # type: ignore[no-any-return]
 
     @cached_property
     def nonfinite(self) -> NonFinite:
         """First number that was not finite in this step: see :func:`rnnlens.find_nonfinite`."""
-        return self._asked(find_nonfinite)  # type: ignore[no-any-return]
+        return self._call_verb(find_nonfinite)  # type: ignore[no-any-return]
 
-    def with_variables_before(self, ask: Callable[[], T]) -> T:
+    def with_variables_before(self, function: Callable[[], T]) -> T:
         """Call ``ask`` while the model temporarily has its variables from before the update; return its result."""
-        with self._before():
-            return ask()
+        with self._variables_before():
+            return function()
 
-    def differentiated(self, *, wrt: str | Sequence[str] = "weights", **question: Any) -> Any:
+    def differentiated(self, *, wrt: str | Sequence[str] = "weights", **arguments: Any) -> Any:
         """Call :func:`rnnlens.gradients` on this batch.
 
         Accepts ``wrt``, ``of``, ``at``, ``reduce``, ``measure``, ``clip``.
         """
-        return self._asked(gradients, wrt=wrt, **question)
+        return self._call_verb(gradients, wrt=wrt, **arguments)
 
-    def _asked(self, verb: Callable[..., Any], **question: Any) -> Any:
+    def _call_verb(self, verb: Callable[..., Any], **arguments: Any) -> Any:
         """Call a verb of rnnlens on this batch, with the weights and random states from before the update."""
-        with options(certify="first"), self._before():
+        with options(certify="first"), self._variables_before():
             return verb(
                 self._model,
                 self.x,
@@ -210,24 +210,24 @@ class TrainedBatch(Batch):
                 sample_weight=self.sample_weight,
                 training=True,
                 seed=None,
-                **question,
+                **arguments,
             )
 
     def record(self, *, layers: Sequence[str] | None = None, keep: Sequence[str] = ()) -> TrainingRecord:
         """Build the record of this batch: scalars, profiles, and weight gradient norms before and after clipping."""
         has_loss = self.y is not None or self._loss is not None
-        found = self.traced(layers=layers, quantities=None if keep else wanted(has_loss))
-        scalars, profiles = summary(found, keep=keep)
-        scalars |= _norms(self.gradients, list(found))
-        with self._before():
-            scalars |= norms_of_weights(self._model, list(found))
-        notes = (*self.notes, *found.notes)
+        batch_trace = self.traced(layers=layers, quantities=None if keep else needed_quantities(has_loss))
+        scalars, profiles = summary(batch_trace, keep=keep)
+        scalars |= _gradient_norms(self.gradients, list(batch_trace))
+        with self._variables_before():
+            scalars |= norms_of_weights(self._model, list(batch_trace))
+        notes = (*self.notes, *batch_trace.notes)
         return TrainingRecord(self.step, self.epoch, "batch", scalars, profiles, notes)
 
     def __repr__(self) -> str:
-        done = [name for name in ("trace", "weights", "gradients") if name in vars(self)]
+        computed_names = [name for name in ("trace", "weights", "gradients") if name in vars(self)]
         lines = [f"<rnnlens TrainedBatch> step {self.step}, epoch {self.epoch}"]
-        lines += [f"  computed  {', '.join(done) or 'nothing yet: .trace, .weights, .gradients'}"]
+        lines += [f"  computed  {', '.join(computed_names) or 'nothing yet: .trace, .weights, .gradients'}"]
         return "\n".join([*lines, *(f"  note      {note}" for note in self.notes)])
 
 
@@ -237,23 +237,23 @@ def direct_trace(model: Any, arrays: Mapping[str, Mapping[str, Any]], loss: floa
         return None
     adapter = adapter_for(model)
     infos, provenance = {info.name: info for info in adapter.describe(model)}, adapter.provenance(model)
-    datasets = {name: labelled_layer(found, info=infos[name], provenance=provenance) for name, found in arrays.items()}
+    datasets = {name: labelled_layer(layer_arrays, info=infos[name], provenance=provenance) for name, layer_arrays in arrays.items()}
     note = "Recorded in the training step itself, without a second pass."
     return Trace(datasets, loss=loss, quantities=["output", "output_grad"], provenance=provenance, notes=[note])
 
 
-def _norms(found: Gradients, layers: Sequence[str]) -> dict[str, float]:
+def _gradient_norms(weight_gradients: Gradients, layers: Sequence[str]) -> dict[str, float]:
     """Return the norm of all weight gradients, before and after clipping, and of each weight of ``layers``."""
 
-    def norm(grads: Gradients, names: Sequence[str]) -> float:
-        squares = [float(np.sum(np.asarray(grads[name].values, dtype=np.float64) ** 2)) for name in names]
+    def norm(tensor_gradients: Gradients, names: Sequence[str]) -> float:
+        squares = [float(np.sum(np.asarray(tensor_gradients[name].values, dtype=np.float64) ** 2)) for name in names]
         return float(np.sqrt(sum(squares)))
 
-    scalars = {"grad_norm": norm(found, found.tensors)}
-    if found.clipped is not None:
-        scalars["grad_norm_clipped"] = norm(found.clipped, found.clipped.tensors)
-    for name in found.tensors:
+    scalars = {"grad_norm": norm(weight_gradients, weight_gradients.tensors)}
+    if weight_gradients.clipped is not None:
+        scalars["grad_norm_clipped"] = norm(weight_gradients.clipped, weight_gradients.clipped.tensors)
+    for name in weight_gradients.tensors:
         layer, _, weight = name.rpartition("/")
         if layer in layers:
-            scalars[f"{layer}/weight_grad_norm/{weight}"] = norm(found, [name])
+            scalars[f"{layer}/weight_grad_norm/{weight}"] = norm(weight_gradients, [name])
     return scalars

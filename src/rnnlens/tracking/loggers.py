@@ -22,29 +22,29 @@ from ..vocabulary import DIRECTION, GATE
 from .records import Sink, TrainingRecord
 
 #: First part of all logged names, which groups them.
-ROOM = "rnnlens"
+PREFIX = "rnnlens"
 
 #: Name of the adjoint over time in a record.
 PROFILE = "adjoint_profile"
 
 
-def numbers(record: TrainingRecord) -> dict[str, float]:
+def named_scalars(record: TrainingRecord) -> dict[str, float]:
     """Return all scalars of a record by logged name, including those that are not finite."""
-    return {f"{ROOM}/{record.kind}/{name}": float(value) for name, value in record.scalars.items()}
+    return {f"{PREFIX}/{record.kind}/{name}": float(value) for name, value in record.scalars.items()}
 
 
 def distributions(record: TrainingRecord) -> Iterator[tuple[str, Array]]:
     """Yield name and finite values, flattened, of every labelled array, one entry per gate; empty ones are skipped."""
     for layer, arrays in record.layers.items():
         for name, array in arrays.items():
-            stem = f"{ROOM}/{record.kind}/{layer}/{name}"
-            for suffix, part in _along(GATE, array):
-                values = part.ravel()[np.isfinite(part.ravel())]
+            stem = f"{PREFIX}/{record.kind}/{layer}/{name}"
+            for suffix, entry in _entries_along(GATE, array):
+                values = entry.ravel()[np.isfinite(entry.ravel())]
                 if values.size:
                     yield stem + suffix, values
 
 
-def _along(dim: str, array: xr.DataArray) -> Iterator[tuple[str, Array]]:
+def _entries_along(dim: str, array: xr.DataArray) -> Iterator[tuple[str, Array]]:
     """Yield name suffix and values for every entry along a dimension; the whole array if it lacks the dimension."""
     if dim not in array.dims:
         yield "", np.asarray(array, dtype=np.float64)
@@ -68,22 +68,22 @@ class Film:
 
     def add(self, record: TrainingRecord) -> bool:
         """Add the profiles of a record; return True when a new picture is due: at 2, 4, 8, ... records."""
-        found = False
+        has_profile = False
         for layer, arrays in record.layers.items():
             if PROFILE in arrays:
-                found = True
-                for side, row in _along(DIRECTION, arrays[PROFILE]):
-                    name = f"{ROOM}/{record.kind}/{layer}{side}/film"
+                has_profile = True
+                for suffix, row in _entries_along(DIRECTION, arrays[PROFILE]):
+                    name = f"{PREFIX}/{record.kind}/{layer}{suffix}/film"
                     self._rows.setdefault(name, []).append(row)
-        self._count += found
-        return found and self._count >= 2 and math.log2(self._count).is_integer()
+        self._count += has_profile
+        return has_profile and self._count >= 2 and math.log2(self._count).is_integer()
 
     def pictures(self) -> dict[str, Array]:
         """Return one image per layer, (height, width, 3) of uint8: first record on top, first time step on the left."""
-        return {name: _drawn(rows) for name, rows in self._rows.items() if len(rows) > 1}
+        return {name: _film_image(rows) for name, rows in self._rows.items() if len(rows) > 1}
 
 
-def _drawn(rows: list[Array]) -> Array:
+def _film_image(rows: list[Array]) -> Array:
     from matplotlib import colormaps
 
     width = max(len(row) for row in rows)
@@ -92,25 +92,25 @@ def _drawn(rows: list[Array]) -> Array:
         peak = np.max(row, where=np.isfinite(row), initial=0.0)
         with np.errstate(divide="ignore", invalid="ignore"):
             image[index, : len(row)] = np.log10(row / peak)
-    shades = np.clip(1 + image / DECADES, 0.0, 1.0)
-    colours = colormaps["magma"](np.ma.masked_invalid(np.where(np.isneginf(image), 0.0, shades)), bytes=True)[..., :3]
-    high, wide = (max(1, -(-PIXELS // size)) for size in image.shape)
-    return np.repeat(np.repeat(colours, high, axis=0), wide, axis=1)
+    brightness = np.clip(1 + image / DECADES, 0.0, 1.0)
+    colours = colormaps["magma"](np.ma.masked_invalid(np.where(np.isneginf(image), 0.0, brightness)), bytes=True)[..., :3]
+    row_repeats, column_repeats = (max(1, -(-PIXELS // size)) for size in image.shape)
+    return np.repeat(np.repeat(colours, row_repeats, axis=0), column_repeats, axis=1)
 
 
 class TensorBoard:
     """Sink that writes through a ``SummaryWriter`` or a writer of ``tf.summary``; it is closed only if ``owned``."""
 
     def __init__(self, writer: Any, *, owned: bool = False) -> None:
-        self._writer, self._owned, self._film, self._last = writer, owned, Film(), 0
+        self._writer, self._owned, self._film, self._last_step = writer, owned, Film(), 0
 
     def write(self, record: TrainingRecord) -> None:
         """Write one point per scalar and one histogram per array at the step of the record."""
-        self._last = record.step
-        for name, value in numbers(record).items():
-            self._put("scalar", name, value, record.step)
+        self._last_step = record.step
+        for name, value in named_scalars(record).items():
+            self._write_summary("scalar", name, value, record.step)
         for name, values in distributions(record):
-            self._put("histogram", name, values, record.step)
+            self._write_summary("histogram", name, values, record.step)
         if self._film.add(record):
             self._draw()
 
@@ -123,9 +123,9 @@ class TensorBoard:
 
     def _draw(self) -> None:
         for name, picture in self._film.pictures().items():
-            self._put("image", name, picture, self._last)
+            self._write_summary("image", name, picture, self._last_step)
 
-    def _put(self, kind: str, name: str, value: Any, step: int) -> None:
+    def _write_summary(self, kind: str, name: str, value: Any, step: int) -> None:
         """Write a scalar, a histogram or an image (height, width, colour)."""
         if hasattr(self._writer, "add_scalar"):
             options = {"dataformats": "HWC"} if kind == "image" else {}
@@ -138,7 +138,7 @@ class TensorBoard:
 
 
 #: Metric used as the horizontal axis of all charts.
-STEP = f"{ROOM}/step"
+STEP = f"{PREFIX}/step"
 
 
 class WandB:
@@ -151,17 +151,17 @@ class WandB:
 
     def __init__(self, run: Any, *, owned: bool = False) -> None:
         self._run, self._owned, self._film = run, owned, Film()
-        self._open: int | None = None
-        self._lost = 0
+        self._open_row: int | None = None
+        self._lost_count = 0
         run.define_metric(STEP, hidden=True)
-        run.define_metric(f"{ROOM}/*", step_metric=STEP)
+        run.define_metric(f"{PREFIX}/*", step_metric=STEP)
 
     def write(self, record: TrainingRecord) -> None:
         """Log scalars as numbers, arrays as histograms, and the film when it is due."""
         from wandb import Histogram
 
-        self._lost += self._open is not None and self._open == self._run.step
-        row: dict[str, Any] = {STEP: record.step, **numbers(record)}
+        self._lost_count += self._open_row is not None and self._open_row == self._run.step
+        row: dict[str, Any] = {STEP: record.step, **named_scalars(record)}
         row |= {name: Histogram(values) for name, values in distributions(record)}
         if self._film.add(record):
             row |= self._pictures()
@@ -170,12 +170,12 @@ class WandB:
     def close(self, reason: str) -> None:
         """Log the film of all records and the reason of the end; warn once if rows were overwritten."""
         self._log(self._pictures())
-        self._run.summary[f"{ROOM}/ended"] = reason
+        self._run.summary[f"{PREFIX}/ended"] = reason
         if self._owned:
             self._run.finish()
-        elif self._lost:
+        elif self._lost_count:
             warnings.warn(
-                f"{self._lost} records came between two run.log() of yours, and W&B keeps one row for each of these: "
+                f"{self._lost_count} records came between two run.log() of yours, and W&B keeps one row for each of these: "
                 "its charts show the last. The run on disk has all. For all in W&B log once per record, or name the "
                 'logger, loggers=["wandb"], without a run of yours.',
                 stacklevel=2,
@@ -184,7 +184,7 @@ class WandB:
     def _log(self, row: dict[str, Any]) -> None:
         if not row:
             return
-        self._open = None if self._owned else self._run.step
+        self._open_row = None if self._owned else self._run.step
         self._run.log(row, commit=self._owned)
 
     def _pictures(self) -> dict[str, Any]:
@@ -208,18 +208,18 @@ class MLflow:
 
         self._id, self._owned, self._film = run.info.run_id, owned, Film()
         self._client = MlflowClient() if client is None else client
-        self._broken: dict[str, int] = {}
+        self._nonfinite_counts: dict[str, int] = {}
 
     def write(self, record: TrainingRecord) -> None:
         """Log all scalars at the step of the record in one call, and the film when it is due."""
         from mlflow.entities import Metric
 
         now, metrics = int(time.time() * 1000), []
-        for name, value in numbers(record).items():
-            key = allowed(name)
+        for name, value in named_scalars(record).items():
+            key = mlflow_name(name)
             if not math.isfinite(value):
-                self._broken[key] = self._broken.get(key, 0) + 1
-                key, value = f"{key}.not_finite", float(self._broken[key])
+                self._nonfinite_counts[key] = self._nonfinite_counts.get(key, 0) + 1
+                key, value = f"{key}.not_finite", float(self._nonfinite_counts[key])
             metrics.append(Metric(key, value, now, record.step))
         if metrics:
             self._client.log_batch(self._id, metrics=metrics)
@@ -229,7 +229,7 @@ class MLflow:
     def close(self, reason: str) -> None:
         """Log the film of all records, and the reason of the end as a tag; end the run if it is owned."""
         self._draw()
-        self._client.set_tag(self._id, f"{ROOM}.ended", reason)
+        self._client.set_tag(self._id, f"{PREFIX}.ended", reason)
         if self._owned:
             import mlflow
 
@@ -237,10 +237,10 @@ class MLflow:
 
     def _draw(self) -> None:
         for name, picture in self._film.pictures().items():
-            self._client.log_image(self._id, picture, artifact_file=f"{allowed(name)}.png")
+            self._client.log_image(self._id, picture, artifact_file=f"{mlflow_name(name)}.png")
 
 
-def allowed(name: str) -> str:
+def mlflow_name(name: str) -> str:
     """Convert a name to the characters that MLflow allows."""
     return _FORBIDDEN.sub("_", name.replace("[", ".").replace("]", "").replace("#", "."))
 
@@ -249,7 +249,7 @@ def allowed(name: str) -> str:
 TOOLS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny"}
 
 
-def beside(path: str | PathLike[str] | None) -> Path:
+def event_folder(path: str | PathLike[str] | None) -> Path:
     """Return the folder of TensorBoard's files for a run: ``runs/a`` for ``runs/a.zarr``, ``runs`` without a path."""
     return Path("runs") if path is None else Path(path).with_suffix("")
 
@@ -275,24 +275,24 @@ def sinks(loggers: Any, directory: str | Path) -> list[Sink]:
     """
     if loggers is None:
         return []
-    given = loggers if isinstance(loggers, list | tuple | set) else [loggers]  # a run of mlflow can be iterated, too
-    return [_sink(logger, Path(directory)) for logger in given]
+    logger_list = loggers if isinstance(loggers, list | tuple | set) else [loggers]  # a run of mlflow can be iterated, too
+    return [_sink(logger, Path(directory)) for logger in logger_list]
 
 
 def _sink(logger: Any, directory: Path) -> Sink:
     if isinstance(logger, str):
-        return _by_name(logger, directory)
-    if _home(logger) == "lightning":  # with a client inside
+        return _sink_by_name(logger, directory)
+    if _package_of(logger) == "lightning":  # with a client inside
         client = getattr(logger, "experiment", logger)
-        if _home(client) == "mlflow":
+        if _package_of(client) == "mlflow":
             return MLflow(client.get_run(logger.run_id), client=client)
         logger = client
-    home = _home(logger)
-    if has_attribute(logger, "add_scalar") or (home == "tensorflow" and has_attribute(logger, "as_default")):
+    package = _package_of(logger)
+    if has_attribute(logger, "add_scalar") or (package == "tensorflow" and has_attribute(logger, "as_default")):
         return TensorBoard(logger)
-    if home == "wandb" and has_attribute(logger, "define_metric"):
+    if package == "wandb" and has_attribute(logger, "define_metric"):
         return WandB(logger)
-    if home == "mlflow" and has_attribute(logger, "info"):
+    if package == "mlflow" and has_attribute(logger, "info"):
         return MLflow(logger)
     if all(has_attribute(logger, name) for name in ("write", "close")):
         return cast(Sink, logger)
@@ -304,13 +304,13 @@ def _sink(logger: Any, directory: Path) -> Sink:
     )
 
 
-def _home(logger: Any) -> str:
+def _package_of(logger: Any) -> str:
     """Return the top-level package of an object's class; ``"lightning"`` for all loggers of Lightning."""
-    homes = [cls.__module__.partition(".")[0] for cls in type(logger).__mro__]
-    return "lightning" if {"lightning", "pytorch_lightning", "lightning_fabric"} & set(homes) else homes[0]
+    packages = [cls.__module__.partition(".")[0] for cls in type(logger).__mro__]
+    return "lightning" if {"lightning", "pytorch_lightning", "lightning_fabric"} & set(packages) else packages[0]
 
 
-def _by_name(name: str, directory: Path) -> Sink:
+def _sink_by_name(name: str, directory: Path) -> Sink:
     if name not in TOOLS:
         raise InputError("No logger has that name.", got=repr(name), hint=did_you_mean(name, TOOLS))
     try:
@@ -323,8 +323,8 @@ def _by_name(name: str, directory: Path) -> Sink:
         return TensorBoard(_event_writer(directory), owned=True)
     if name == "wandb":
         return WandB(tool.init(), owned=True) if tool.run is None else WandB(tool.run)
-    active = tool.active_run()
-    return MLflow(tool.start_run(), owned=True) if active is None else MLflow(active)
+    active_run = tool.active_run()
+    return MLflow(tool.start_run(), owned=True) if active_run is None else MLflow(active_run)
 
 
 def _event_writer(directory: Path) -> Any:

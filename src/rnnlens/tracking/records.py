@@ -73,7 +73,7 @@ class Sink(Protocol):
 
 LAG = "lag"
 
-_WORDS = {
+_PROFILE_ATTRS = {
     "adjoint_profile": (
         "total gradient of the hidden state by step",
         "loss",
@@ -101,21 +101,21 @@ def summary(trace: Trace, *, keep: Collection[str] = ()) -> tuple[dict[str, floa
         layer = trace[name]
         mask = np.asarray(layer.dataset["mask"].values, dtype=bool) if "mask" in layer.dataset else None
         profiles: dict[str, list[xr.DataArray]] = {}
-        for half in (FORWARD, BACKWARD) if DIRECTION in layer.dataset.dims else (None,):
-            one = layer.dataset if half is None else layer.dataset.sel({DIRECTION: half})
-            values = {str(quantity): array for quantity, array in one.data_vars.items()}
-            prefix = name if half is None else f"{name}/{half}"
-            numbers, found = _measures(values, mask, half)
-            for kind, profile in found.items():
+        for direction in (FORWARD, BACKWARD) if DIRECTION in layer.dataset.dims else (None,):
+            dataset = layer.dataset if direction is None else layer.dataset.sel({DIRECTION: direction})
+            values = {str(quantity): array for quantity, array in dataset.data_vars.items()}
+            prefix = name if direction is None else f"{name}/{direction}"
+            measures, direction_profiles = _measures(values, mask, direction)
+            for kind, profile in direction_profiles.items():
                 profiles.setdefault(kind, []).append(profile)
-            scalars |= {f"{prefix}/{key}": number for key, number in numbers.items()}
-        layers[name] = {kind: _side_by_side(parts) for kind, parts in profiles.items()}
+            scalars |= {f"{prefix}/{key}": number for key, number in measures.items()}
+        layers[name] = {kind: _join_directions(arrays) for kind, arrays in profiles.items()}
         layers[name] |= {quantity: layer.dataset[quantity] for quantity in keep if quantity in layer}
     return scalars, layers
 
 
 def _measures(
-    values: Mapping[str, xr.DataArray], mask: Array | None, half: str | None
+    values: Mapping[str, xr.DataArray], mask: Array | None, direction: str | None
 ) -> tuple[dict[str, float], dict[str, xr.DataArray]]:
     """Return the scalars and the profiles of one layer, or of one direction of it, by name."""
     scalars: dict[str, float] = {}
@@ -124,56 +124,56 @@ def _measures(
     if gradient is not None and gradient.dims == (SAMPLE, TIME, UNIT):
         norm = np.asarray(safe_norm(gradient.values, axis=-1), dtype=np.float64)
         adjoint = norm / np.sqrt(gradient.sizes[UNIT])
-        where = np.ones(adjoint.shape, dtype=bool) if mask is None else mask
-        moved, there = _by_lag(adjoint, where, half)
-        by_lag, counted = np.where(there, moved, np.nan), adjoint[where]
-        scalars["adjoint"] = float(safe_norm(counted, axis=0) / np.sqrt(counted.size)) if counted.size else float("nan")
-        scalars["reach"], scalars["decay"] = float(gradient_reach(by_lag)), gradient_decay(by_lag)
-        profiles["adjoint_profile"] = _labelled("adjoint_profile", masked_mean(adjoint, where, axis=0), (TIME,))
-        profiles["lag_profile"] = _labelled("lag_profile", masked_mean(moved, there, axis=0), (LAG,))
+        step_mask = np.ones(adjoint.shape, dtype=bool) if mask is None else mask
+        adjoint_by_lag, lag_mask = _reorder_by_lag(adjoint, step_mask, direction)
+        adjoint_or_nan, real_adjoints = np.where(lag_mask, adjoint_by_lag, np.nan), adjoint[step_mask]
+        scalars["adjoint"] = float(safe_norm(real_adjoints, axis=0) / np.sqrt(real_adjoints.size)) if real_adjoints.size else float("nan")
+        scalars["reach"], scalars["decay"] = float(gradient_reach(adjoint_or_nan)), gradient_decay(adjoint_or_nan)
+        profiles["adjoint_profile"] = _labelled_profile("adjoint_profile", masked_mean(adjoint, step_mask, axis=0), (TIME,))
+        profiles["lag_profile"] = _labelled_profile("lag_profile", masked_mean(adjoint_by_lag, lag_mask, axis=0), (LAG,))
     if hidden is not None and hidden.dims == (SAMPLE, TIME, UNIT):
         scalars["dead_units"] = float(dead_units(hidden.values, mask).mean())
     if gates is not None and gates.dims == (SAMPLE, TIME, GATE, UNIT):
-        mean = gates.values.mean(axis=-1).astype(np.float64)
-        where = np.ones(mean.shape[:2], dtype=bool) if mask is None else mask
-        over_time = np.moveaxis(np.asarray(masked_mean(mean, where[:, :, None], axis=0)), 0, -1)
-        profiles["gates"] = _labelled("gates", over_time, (GATE, TIME), {GATE: gates[GATE].values})
-        scalars |= _saturation(gates, mask)
+        unit_mean = gates.values.mean(axis=-1).astype(np.float64)
+        step_mask = np.ones(unit_mean.shape[:2], dtype=bool) if mask is None else mask
+        gates_over_time = np.moveaxis(np.asarray(masked_mean(unit_mean, step_mask[:, :, None], axis=0)), 0, -1)
+        profiles["gates"] = _labelled_profile("gates", gates_over_time, (GATE, TIME), {GATE: gates[GATE].values})
+        scalars |= _saturation_scalars(gates, mask)
     return scalars, profiles
 
 
-def _by_lag(adjoint: Array, where: Array, half: str | None) -> tuple[Array, Array]:
+def _reorder_by_lag(adjoint: Array, step_mask: Array, direction: str | None) -> tuple[Array, Array]:
     """Reorder the adjoint by lag from the last processed step, (sample, lag); and a mask of the lags of each sample."""
-    ends_first = half == BACKWARD
-    ordered, real = (adjoint, where) if ends_first else (adjoint[:, ::-1], where[:, ::-1])
-    moved = np.asarray(real_first(ordered, real))
-    counted = np.arange(moved.shape[1])[None, :] < real.sum(axis=1, keepdims=True)
-    return moved, counted
+    is_backward = direction == BACKWARD
+    ordered_adjoint, ordered_mask = (adjoint, step_mask) if is_backward else (adjoint[:, ::-1], step_mask[:, ::-1])
+    adjoint_by_lag = np.asarray(real_first(ordered_adjoint, ordered_mask))
+    lag_mask = np.arange(adjoint_by_lag.shape[1])[None, :] < ordered_mask.sum(axis=1, keepdims=True)
+    return adjoint_by_lag, lag_mask
 
 
-def _saturation(gates: xr.DataArray, mask: Array | None) -> dict[str, float]:
-    where = None if mask is None else mask[:, :, None, None]
-    low, high = saturation_share(gates.values, axis=(0, 1, 3), where=where)
-    found: dict[str, float] = {}
-    for name, shut, open_ in zip(gates[GATE].values, low, high, strict=True):
+def _saturation_scalars(gates: xr.DataArray, mask: Array | None) -> dict[str, float]:
+    gate_mask = None if mask is None else mask[:, :, None, None]
+    shares_near_0, shares_near_1 = saturation_share(gates.values, axis=(0, 1, 3), where=gate_mask)
+    scalars: dict[str, float] = {}
+    for name, share_near_0, share_near_1 in zip(gates[GATE].values, shares_near_0, shares_near_1, strict=True):
         if str(name) != "candidate":  # listed among the gates, but no gate
-            found |= {f"{name}/near_0": float(shut), f"{name}/near_1": float(open_)}
-    return found
+            scalars |= {f"{name}/near_0": float(share_near_0), f"{name}/near_1": float(share_near_1)}
+    return scalars
 
 
-def _labelled(name: str, values: Any, dims: tuple[str, ...], coords: Mapping[str, Any] | None = None) -> xr.DataArray:
-    long_name, units, definition = _WORDS[name]
+def _labelled_profile(name: str, values: Any, dims: tuple[str, ...], coords: Mapping[str, Any] | None = None) -> xr.DataArray:
+    long_name, units, definition = _PROFILE_ATTRS[name]
     attrs = {"long_name": long_name, "units": units, "definition": definition}
     positions = {dim: np.arange(size) for dim, size in zip(dims, np.shape(values), strict=True)}
     return xr.DataArray(values, dims=dims, coords={**positions, **(coords or {})}, name=name, attrs=attrs)
 
 
-def _side_by_side(parts: list[xr.DataArray]) -> xr.DataArray:
+def _join_directions(arrays: list[xr.DataArray]) -> xr.DataArray:
     """Join the arrays of both directions; the direction is the last axis."""
-    if len(parts) == 1:
-        return parts[0]
-    joined = xr.concat(parts, dim=xr.Variable((DIRECTION,), [FORWARD, BACKWARD]), combine_attrs="override")
-    return joined.transpose(..., DIRECTION)
+    if len(arrays) == 1:
+        return arrays[0]
+    joined_array = xr.concat(arrays, dim=xr.Variable((DIRECTION,), [FORWARD, BACKWARD]), combine_attrs="override")
+    return joined_array.transpose(..., DIRECTION)
 
 
 #: Quantities from which the profiles and scalars of a record are computed.
@@ -206,22 +206,22 @@ class Probe:
     def record(self, model: Any, step: int, epoch: int) -> TrainingRecord:
         """Trace the batch with the current weights in evaluation mode; return the record. The model is restored."""
         with options(certify="first"):
-            found = trace(
+            probe_trace = trace(
                 model,
                 self.x,
                 self.y,
                 layers=self.layers,
-                quantities=None if self.keep else wanted(self.y is not None or self.loss is not None),
+                quantities=None if self.keep else needed_quantities(self.y is not None or self.loss is not None),
                 loss=self.loss,
                 sample_weight=self.sample_weight,
             )
-        scalars, layers = summary(found, keep=self.keep)
+        scalars, layers = summary(probe_trace, keep=self.keep)
         return TrainingRecord(
-            step, epoch, "probe", scalars | norms_of_weights(model, list(found)), layers, tuple(found.notes)
+            step, epoch, "probe", scalars | norms_of_weights(model, list(probe_trace)), layers, tuple(probe_trace.notes)
         )
 
 
-def wanted(has_loss: bool) -> list[str]:
+def needed_quantities(has_loss: bool) -> list[str]:
     """Return the names of the quantities that a record needs; without a loss there is no ``hidden_grad``."""
     return [name for name in NEEDED if has_loss or name != "hidden_grad"]
 
@@ -230,12 +230,12 @@ def norms_of_weights(model: Any, layers: Sequence[str]) -> dict[str, float]:
     """Return the Frobenius norm of each weight of ``layers`` by name: ``"lstm/weight_norm/kernel"``."""
     names = dict.fromkeys(layer.partition("#")[0] for layer in layers)
     try:
-        rows = weight_norms(model, layers=[*names])
+        norms = weight_norms(model, layers=[*names])
     except LayerNotFoundError:  # a cell that a layer and a loop share is listed once, with the layer
-        rows = weight_norms(model)
-    found = {}
-    for name, norm in rows.data_vars.items():
+        norms = weight_norms(model)
+    scalars = {}
+    for name, norm in norms.data_vars.items():
         layer, _, weight = str(name).rpartition("/")
         if layer in names:
-            found[f"{layer}/weight_norm/{weight}"] = float(norm.values[-1])
-    return found
+            scalars[f"{layer}/weight_norm/{weight}"] = float(norm.values[-1])
+    return scalars

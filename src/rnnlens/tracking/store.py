@@ -44,7 +44,7 @@ except ImportError:  # Windows: two writers of one run are not detected
     fcntl = None  # type: ignore[assignment]
 
 #: Open stores of this process, by folder.
-_OPEN: weakref.WeakValueDictionary[str, Store] = weakref.WeakValueDictionary()
+_OPEN_STORES: weakref.WeakValueDictionary[str, Store] = weakref.WeakValueDictionary()
 
 
 class Store:
@@ -78,36 +78,36 @@ class Store:
     ) -> None:
         self.path = Path(path)
         self._points = points
-        with _said_as_ours(self.path):
+        with _converted_os_errors(self.path):
             self._open(resume, provenance)
 
     def _open(self, resume: bool, provenance: Mapping[str, str] | None) -> None:
-        _refuse_what_is_in_the_way(self.path)
+        _refuse_occupied_path(self.path)
         key = os.path.realpath(self.path)
-        before = _OPEN.pop(key, None)
-        if before is not None:  # from an interrupted training in this process
-            before.close("interrupted")
+        open_store = _OPEN_STORES.pop(key, None)
+        if open_store is not None:  # from an interrupted training in this process
+            open_store.close("interrupted")
         self.path.mkdir(parents=True, exist_ok=True)
-        lock = _locked(self.path)
+        lock = _lock_folder(self.path)
         #: Releases the lock, also when an unclosed store is garbage-collected.
         self._unlock = weakref.finalize(self, lambda: None if lock is None else os.close(lock))
         remove_partial(self.path)
         if not resume:
-            _empty(self.path)
+            _remove_content(self.path)
         if not (self.path / "zarr.json").is_file():  # created with attributes, which make it a run at once
             attributes = root_attrs("run", {})
             zarr.create_group(SealedMetadata(LocalStore(self.path)), zarr_format=3, attributes=attributes)
         check_schema(read_metadata(self.path, "")["attributes"], self.path)
         self._root = zarr.open_group(SealedMetadata(LocalStore(self.path)), mode="r+", zarr_format=3)
-        began = {"time": time.time(), "provenance": dict(provenance or {})}
-        sessions = [*self._root.attrs.get("sessions", []), began]
+        session = {"time": time.time(), "provenance": dict(provenance or {})}
+        sessions = [*self._root.attrs.get("sessions", []), session]
         self._root.attrs.update({**root_attrs("run", {}), "sessions": sessions, "ended": None})
         self._closed = False
-        self._folder = _identity(self.path)
+        self._folder_identity = _identity_of(self.path)
         self._earlier_gaps: list[Any] = list(self._root.attrs.get("gaps", []))
         self._gaps: list[Any] = []
         self._gaps_are_written = True
-        _OPEN[key] = self
+        _OPEN_STORES[key] = self
         self._kinds: dict[str, Rows] = {}
         for kind in (kind for kind in KINDS if kind in self._root):
             self._kinds[kind] = Rows(self._root[kind], self._points)
@@ -121,19 +121,19 @@ class Store:
         """Return the step of the last complete record of a kind; None without any."""
         return self._kinds[kind].last_step if kind in self._kinds else None
 
-    def go_on(self, taken: int) -> int:
+    def resume_step(self, steps_taken: int) -> int:
         """Return the training step to continue from, given the number of steps that the optimizer has ``taken``.
 
         If the optimizer was restored to a step before the last record, training continues from there, and later
         records are dropped. If it has taken no step, counting continues from the last record.
         """
-        last = self.last_step
-        if last is None or taken >= last:
-            return taken
-        if taken == 0:
-            return last
-        self.cut(taken)
-        return taken
+        last_step = self.last_step
+        if last_step is None or steps_taken >= last_step:
+            return steps_taken
+        if steps_taken == 0:
+            return last_step
+        self.cut(steps_taken)
+        return steps_taken
 
     def cut(self, step: int) -> int:
         """Drop the records after ``step``, because training continues from older weights; return their number."""
@@ -180,22 +180,22 @@ class Store:
 
     def _check_folder(self) -> None:
         """Raise FileError if the folder of the run was removed or replaced meanwhile."""
-        if _identity(self.path) != self._folder or not (self.path / "zarr.json").is_file():
-            what = "The folder of this run was removed or replaced while it was being written."
-            raise FileError(what, got=str(self.path))
+        if _identity_of(self.path) != self._folder_identity or not (self.path / "zarr.json").is_file():
+            problem = "The folder of this run was removed or replaced while it was being written."
+            raise FileError(problem, got=str(self.path))
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
+def _identity_of(path: Path) -> tuple[int, int] | None:
     """Return device and inode of a folder; None where there is none."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except FileNotFoundError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 @contextmanager
-def _said_as_ours(path: Path) -> Iterator[None]:
+def _converted_os_errors(path: Path) -> Iterator[None]:
     """Convert an OSError within the block to a FileError of rnnlens."""
     try:
         yield
@@ -206,7 +206,7 @@ def _said_as_ours(path: Path) -> Iterator[None]:
         raise FileError("This run cannot be written.", got=got, expected="a folder to write to") from error
 
 
-def _refuse_what_is_in_the_way(path: Path) -> None:
+def _refuse_occupied_path(path: Path) -> None:
     if path.suffix.lower() != ".zarr":
         raise FileError("A run is a folder of Zarr.", got=str(path), expected="a path ending in .zarr")
     if path.is_file():
@@ -220,7 +220,7 @@ def _refuse_what_is_in_the_way(path: Path) -> None:
         raise FileError("The folder exists and is not a run of rnnlens.", got=str(path), hint="another name")
 
 
-def _locked(path: Path) -> int | None:
+def _lock_folder(path: Path) -> int | None:
     """Lock the folder until the process ends; return the open handle, or None on Windows."""
     if fcntl is None:
         return None
@@ -237,7 +237,7 @@ def _locked(path: Path) -> int | None:
     return handle
 
 
-def _empty(path: Path) -> None:
+def _remove_content(path: Path) -> None:
     """Remove the content of the folder of a run."""
     (path / "zarr.json").unlink(missing_ok=True)  # first, so that a partly removed folder is not taken for a run
     for child in path.iterdir():

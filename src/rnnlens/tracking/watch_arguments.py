@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from ..adapters.protocol import Adapter
 from ..arguments import Check, anything, called, checked, loss, names, path, switch, whole
-from ..arguments import listed as some_of
+from ..arguments import listed as as_list
 from ..errors import InputError, LayerNotFoundError, did_you_mean, shown
 from ..verbs.traced_layers import TraceSelection
 
@@ -36,25 +36,25 @@ class Schedule:
 
     def __post_init__(self) -> None:
         """Check the fields; raise InputError for another ``every``, or ``epochs`` that are no whole numbers."""
-        known = isinstance(self.every, str) and self.every == POWERS
-        if not (known or _is_whole(self.every) or callable(self.every)):
+        is_powers = isinstance(self.every, str) and self.every == POWERS
+        if not (is_powers or _is_whole_number(self.every) or callable(self.every)):
             raise InputError(
                 "every= is no schedule.",
                 got=shown(self.every),
                 expected=f"a number of steps (0: never), {POWERS!r}, or a function (step, epoch) -> bool",
             )
-        given = some_of(self.epochs)
-        if given is None or not all(map(_is_whole, given)):
+        epochs = as_list(self.epochs)
+        if epochs is None or not all(map(_is_whole_number, epochs)):
             got = shown(self.epochs)
             raise InputError("epochs= are whole numbers from 0.", got=got, expected="such as (4, 9)")
-        object.__setattr__(self, "epochs", tuple(map(int, given)))
+        object.__setattr__(self, "epochs", tuple(map(int, epochs)))
 
     @property
-    def off(self) -> bool:
+    def is_off(self) -> bool:
         """True if no step or epoch is ever due."""
-        return _is_whole(self.every) and self.every == 0 and not self.epochs
+        return _is_whole_number(self.every) and self.every == 0 and not self.epochs
 
-    def due(self, step: int, epoch: int) -> bool:
+    def is_due(self, step: int, epoch: int) -> bool:
         """Return whether a record is due after ``step`` batches of training, in ``epoch``."""
         if callable(self.every):
             return bool(self.every(step, epoch))
@@ -62,16 +62,16 @@ class Schedule:
             return step > 0 and step & (step - 1) == 0
         return self.every > 0 and step % int(self.every) == 0
 
-    def due_after(self, epoch: int) -> bool:
+    def is_due_after(self, epoch: int) -> bool:
         """Return whether a record is due at the end of ``epoch``."""
         return epoch in self.epochs
 
     def __str__(self) -> str:
-        words = self.every if isinstance(self.every, str) else getattr(self.every, "__name__", self.every)
-        return f"every={words}" + (f", epochs={sorted(self.epochs)}" if self.epochs else "")
+        every_text = self.every if isinstance(self.every, str) else getattr(self.every, "__name__", self.every)
+        return f"every={every_text}" + (f", epochs={sorted(self.epochs)}" if self.epochs else "")
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole_number(value: Any) -> bool:
     """Return whether a value is a whole number of at least 0; NumPy integers count, booleans do not."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
 
@@ -80,66 +80,66 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _some_names(name: str, value: Any) -> Any:
+def _possibly_empty_names(name: str, value: Any) -> Any:
     """Check that an argument is a name or a list of names, which may be empty."""
     return () if isinstance(value, list | tuple) and not value else names(name, value)
 
 
-def _points(name: str, value: Any) -> int | None:
+def _checked_points(name: str, value: Any) -> int | None:
     return None if value is None else whole(least=1)(name, value)
 
 
 #: Check of each argument by name; others (schedule, probe, loggers) are checked where they are used.
-_TABLE: dict[str, Check] = {
+_CHECKS: dict[str, Check] = {
     "path": path,
     "loss": loss,
     "on_batch": called,
     "quantities": names,
     "layers": names,
-    "keep": _some_names,
-    "direct": _some_names,
-    "stop_on": _some_names,
+    "keep": _possibly_empty_names,
+    "direct": _possibly_empty_names,
+    "stop_on": _possibly_empty_names,
     "resume": switch,
-    "points": _points,
+    "points": _checked_points,
     "step": whole(least=0),
 }
 
 
-def at_the_door(function: Callable[P, R]) -> Callable[P, R]:
+def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function so that its arguments are checked by name before any file is opened."""
-    given = [name for name in inspect.signature(function).parameters if name != "self"]
-    return checked(**{name: _TABLE.get(name, anything) for name in given})(function)
+    argument_names = [name for name in inspect.signature(function).parameters if name != "self"]
+    return checked(**{name: _CHECKS.get(name, anything) for name in argument_names})(function)
 
 
-def listed(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
+def as_tuple(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
     """Convert one name or several to a tuple; None stays None."""
     if value is None:
         return None
     return (value,) if isinstance(value, str) else tuple(value)
 
 
-def quantities_of(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
+def checked_quantities(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
     """Return names of trace quantities as a tuple, None for None; raise InputError for an unknown name."""
-    found = listed(value)
-    TraceSelection.of(None, found, True)
-    return found
+    quantities = as_tuple(value)
+    TraceSelection.of(None, quantities, True)
+    return quantities
 
 
-def refuse_unknown(layers: Iterable[str] | None, adapter: Adapter, model: Any) -> None:
+def refuse_unknown_layers(layers: Iterable[str] | None, adapter: Adapter, model: Any) -> None:
     """Raise LayerNotFoundError for a layer that the model lacks; ``"lstm#0"`` (one of several calls) is ``"lstm"``."""
-    known = {info.name: None for info in adapter.describe(model)} | dict.fromkeys(adapter.facts(model).submodules)
+    known_names = {info.name: None for info in adapter.describe(model)} | dict.fromkeys(adapter.facts(model).submodules)
     for name in layers or ():
-        if name not in known and name.partition("#")[0] not in known:
-            raise LayerNotFoundError(f"No layer is called {name!r}.", hint=did_you_mean(name, known))
+        if name not in known_names and name.partition("#")[0] not in known_names:
+            raise LayerNotFoundError(f"No layer is called {name!r}.", hint=did_you_mean(name, known_names))
 
 
-def refuse_idle(probe: Any, batches: Any, epochs: Collection[int], of_batches: Mapping[str, Any]) -> None:
+def refuse_unused_arguments(probe: Any, batches: Any, epochs: Collection[int], batch_arguments: Mapping[str, Any]) -> None:
     """Raise InputError for ``epochs`` without a probe, and for arguments ``of_batches`` if no batches are captured."""
     if epochs and probe is None:
-        what = "epochs= schedules a probe, and there is no probe."
-        raise InputError(what, got=f"epochs={tuple(epochs)}", hint="probe=(x, y)")
+        problem = "epochs= schedules a probe, and there is no probe."
+        raise InputError(problem, got=f"epochs={tuple(epochs)}", hint="probe=(x, y)")
     if probe is not None and batches is None:
-        for name, value in of_batches.items():
+        for name, value in batch_arguments.items():
             if value:
-                what = f"{name}= applies to training batches, which are not recorded when there is a probe."
-                raise InputError(what, got="batches=None", hint="batches=50, or leave out probe=")
+                problem = f"{name}= applies to training batches, which are not recorded when there is a probe."
+                raise InputError(problem, got="batches=None", hint="batches=50, or leave out probe=")

@@ -14,7 +14,7 @@ from ...errors import InputError, UnsupportedError, shown
 from ..alerts import checked_on_nonfinite, checked_stop_on
 from ..batches import DIRECT
 from ..records import NEEDED
-from ..watch_arguments import Every, Schedule, listed, quantities_of, refuse_idle
+from ..watch_arguments import Every, Schedule, as_tuple, checked_quantities, refuse_unused_arguments
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class WatchPlan:
     def __post_init__(self) -> None:
         """Check the arguments before any file is opened."""
         checked = {
-            "layers": listed(self.layers),
-            "quantities": quantities_of(self.quantities),
-            "keep": quantities_of(self.keep) or (),
+            "layers": as_tuple(self.layers),
+            "quantities": checked_quantities(self.quantities),
+            "keep": checked_quantities(self.keep) or (),
             "stop_on": checked_stop_on(self.stop_on),
             "epochs": Schedule(self.every, self.epochs).epochs,
         }
@@ -70,7 +70,7 @@ class WatchPlan:
                 )
         Schedule(0 if self.batches is None else self.batches)  # constructed for its checks
         of_batches = {"on_batch": self.on_batch, "quantities": self.quantities}
-        refuse_idle(self.probe, self.batches, self.epochs, of_batches)
+        refuse_unused_arguments(self.probe, self.batches, self.epochs, of_batches)
 
     @property
     def probes(self) -> Schedule:
@@ -87,7 +87,7 @@ class WatchPlan:
     @property
     def off(self) -> bool:
         """True if the schedules never require a record."""
-        return self.probes.off and self.batch_schedule.off and self.on_nonfinite is None
+        return self.probes.is_off and self.batch_schedule.is_off and self.on_nonfinite is None
 
     @property
     def recorded(self) -> tuple[str, ...]:

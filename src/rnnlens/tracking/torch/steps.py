@@ -214,7 +214,7 @@ class NonfiniteCheck:
     @property
     def is_active(self) -> bool:
         """True until an incident was written."""
-        return self.incidents.written is None
+        return self.incidents.written_path is None
 
     def check(self, when: Mapping[str, Any], reported: Any, target: Any) -> None:
         """Test loss and gradients before the weights change; write the batch if one is not finite."""

@@ -12,11 +12,11 @@ from ...adapters.torch.training_capture import TrainingCapture
 from ...errors import InputError, TrackingWarning, UnsupportedError, has_attribute, message, shown
 from ...results.training_run import Gap
 from ..alerts import Alerts, Incidents
-from ..loggers import beside, sinks
+from ..loggers import event_folder, sinks
 from ..recorder import Recorder
 from ..records import Probe, TrainingRecord
 from ..store import Store
-from ..watch_arguments import listed, refuse_unknown
+from ..watch_arguments import as_tuple, refuse_unknown_layers
 from .plan import WatchPlan, plain_model, rank_and_world
 from .steps import NO_STEP, NonfiniteCheck, Steps, scaler_on_stack, steps_taken, why_not_captured
 from .watched_batch import WatchedBatch, record_of
@@ -56,13 +56,13 @@ class TorchWatch:
     def __enter__(self) -> Self:
         if self._open:
             raise InputError("This watch is open already.", hint="one with block at a time")
-        refuse_unknown(self.plan.layers, adapter_for(self.model), self.model)
+        refuse_unknown_layers(self.plan.layers, adapter_for(self.model), self.model)
         self.rank, self.world = rank_and_world()
-        scheduled = self.plan.batch_schedule if self.plan.probes.off else self.plan.probes
+        scheduled = self.plan.batch_schedule if self.plan.probes.is_off else self.plan.probes
         self._recorder = Recorder([], scheduled, rank=self.rank, alerts=Alerts(stop_on=self.plan.stop_on))
         self._open = True
         try:
-            if not self.plan.off:
+            if not self.plan.is_off:
                 self._begin()
         except BaseException as error:
             self._open = False
@@ -83,7 +83,7 @@ class TorchWatch:
         self._open = False
         self._unhook()
         if self.steps == self._begun:
-            self._recorder.missed(NO_STEP)
+            self._recorder.count_missed(NO_STEP)
         self._recorder.close(reason, steps=self.steps - self._begun)
 
     def fail(self, reason: str) -> None:
@@ -95,14 +95,14 @@ class TorchWatch:
     def _begin(self) -> None:
         provenance = adapter_for(self.model).provenance(self.model)
         if self.rank == 0:
-            self._recorder.sinks = found = sinks(self.plan.loggers, beside(self.plan.path))
+            self._recorder.sinks = found = sinks(self.plan.loggers, event_folder(self.plan.path))
             if self.plan.path is not None:
                 resume, points = self.plan.resume, self.plan.points
                 self._store = Store(self.plan.path, resume=resume, points=points, provenance=provenance)
                 found.insert(0, self._store)
         self.steps = self._begun = self._trained_before()
         self._recorder.start(self.steps)
-        if not self.plan.batch_schedule.off:
+        if not self.plan.batch_schedule.is_off:
             self._start_capture()
         if self.plan.on_nonfinite is not None and self._recorder.writes:
             incidents = Incidents(self.plan.path, provenance)
@@ -123,7 +123,7 @@ class TorchWatch:
                 self._store.cut(self.plan.step)
             return self.plan.step
         taken = steps_taken(self.plan.optimizers)
-        return taken if self._store is None else self._store.go_on(taken)
+        return taken if self._store is None else self._store.resume_step(taken)
 
     def _start_capture(self) -> None:
         self._capture = TrainingCapture(
@@ -205,7 +205,7 @@ class TorchWatch:
             return
         latest = self._recorder.latest
         is_recorded = latest is not None and latest.kind == "probe" and latest.step == self.steps
-        if not is_recorded and self.steps > self._begun and self.plan.probes.due_after(self._epoch):
+        if not is_recorded and self.steps > self._begun and self.plan.probes.is_due_after(self._epoch):
             self._record_probe()
 
     def counted(self, steps: int) -> None:
@@ -268,7 +268,7 @@ class TorchWatch:
         """Switch the capture of the next batch on or off, according to the schedule."""
         if self._capture is not None:
             schedule = self.plan.batch_schedule
-            self._capture.on = self._open and self._recorder.on_schedule(schedule, self.steps + 1, self._epoch)
+            self._capture.on = self._open and self._recorder.is_due_by(schedule, self.steps + 1, self._epoch)
 
     def _step_begins(self, optimizer: Any, applied_scale: float) -> None:
         # A closure runs the batch within the step, so there are no gradients to test yet.
@@ -354,26 +354,26 @@ class TorchWatch:
         if self._failed:
             pass  # a gap already
         elif batch is None:
-            self._recorder.missed(why_not_captured(self._capture))
+            self._recorder.count_missed(why_not_captured(self._capture))
         elif self._recorder.writes and self._recorder.sinks:
             batch.moved = None if self._steps is None else self._steps.moved
-            self._recorder.record(self.steps, lambda: record_of(batch, self.plan), what="batch")
+            self._recorder.record(self.steps, lambda: record_of(batch, self.plan), source="batch")
         else:
-            self._recorder.counted()
+            self._recorder.count_examined()
         self._capture.forget()
         if batch is not None and self.plan.on_batch is not None:
             self.plan.on_batch(batch)
 
     def _record_probe_if_due(self) -> None:
-        if not self.plan.probes.off and self._recorder.on_schedule(self.plan.probes, self.steps, self._epoch):
+        if not self.plan.probes.is_off and self._recorder.is_due_by(self.plan.probes, self.steps, self._epoch):
             self._record_probe()
 
     def _record_probe(self) -> None:
         if self._recorder.writes:
             x, y, weight = (*(self.plan.probe or ()), None, None)[:3]
-            probe = Probe(x, y, weight, listed(self.plan.layers), tuple(self.plan.keep), self.plan.loss)
+            probe = Probe(x, y, weight, as_tuple(self.plan.layers), tuple(self.plan.keep), self.plan.loss)
             before = self.steps == self._begun
-            self._recorder.record(self.steps, lambda: probe.record(self.model, self.steps, self._epoch), before=before)
+            self._recorder.record(self.steps, lambda: probe.record(self.model, self.steps, self._epoch), before_training=before)
 
 
 class TrainerEvents:
