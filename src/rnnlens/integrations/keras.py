@@ -37,14 +37,22 @@ from ..tracking.loggers import sinks as sinks_of
 from ..tracking.recorder import Recorder
 from ..tracking.records import Probe, TrainingRecord
 from ..tracking.store import Store
-from ..tracking.watch_arguments import Every, Schedule, check_arguments, as_tuple, checked_quantities, refuse_unused_arguments, refuse_unknown_layers
+from ..tracking.watch_arguments import (
+    Every,
+    Schedule,
+    check_arguments,
+    names_tuple,
+    quantity_names,
+    refuse_idle_arguments,
+    refuse_unknown_layers,
+)
 
 __all__ = ["Watch"]
 
 #: Number of stack frames above a callback that are searched for the list of callbacks.
-_DEPTH = 6
+_STACK_DEPTH = 6
 #: Note of the first record of a model whose weights are created by its first batch.
-BEGUN_LATE = "The model was built by its first batch, so records begin after the first step."
+LATE_START_NOTE = "The model was built by its first batch, so records begin after the first step."
 
 
 class _Callback:
@@ -75,16 +83,16 @@ class _Callback:
         return False
 
 
-def _nothing(*arguments: Any, **more: Any) -> None:
+def _do_nothing(*arguments: Any, **keywords: Any) -> None:
     """Do nothing: the default of each callback hook."""
 
 
 #: Keras runs steps ahead of its callbacks if all hooks are marked as defaults.
-_nothing._is_default = True  # type: ignore[attr-defined]
+_do_nothing._is_default = True  # type: ignore[attr-defined]
 
-for _when in ("begin", "end"):
-    for _what in ("train", "test", "predict", "epoch", "batch", "train_batch", "test_batch", "predict_batch"):
-        setattr(_Callback, f"on_{_what}_{_when}", staticmethod(_nothing))
+for _edge in ("begin", "end"):
+    for _event in ("train", "test", "predict", "epoch", "batch", "train_batch", "test_batch", "predict_batch"):
+        setattr(_Callback, f"on_{_event}_{_edge}", staticmethod(_do_nothing))
 
 
 class Watch(_Callback):
@@ -181,34 +189,34 @@ class Watch(_Callback):
     ) -> None:
         super().__init__()
         self._path, self._resume, self._points = path, resume, points
-        self._layers, self._keep, self._loggers = as_tuple(layers), checked_quantities(keep) or (), loggers
-        self._probe = None if probe is None else _probe(probe, self._layers, self._keep)
-        asked = Schedule(every, epochs)
-        self._schedule = asked if probe is not None else Schedule(0)
+        self._layers, self._keep, self._loggers = names_tuple(layers), quantity_names(keep) or (), loggers
+        self._probe = None if probe is None else _checked_probe(probe, self._layers, self._keep)
+        schedule = Schedule(every, epochs)
+        self._schedule = schedule if probe is not None else Schedule(0)
         self._batches = Schedule(batches if batches is not None else 0 if probe is not None else every)
         self._on_batch, self._alerts = on_batch, Alerts(stop_on)
-        self._reports_asked = checked_on_nonfinite(on_nonfinite) is not None
+        self._report_is_requested = checked_on_nonfinite(on_nonfinite) is not None
         self._incidents: Incidents | None = None
-        self._direct = as_tuple(direct) or ()
-        refuse_unused_arguments(probe, batches, asked.epochs, {"on_batch": on_batch, "direct": direct})
+        self._direct_layers = names_tuple(direct) or ()
+        refuse_idle_arguments(probe, batches, schedule.epochs, {"on_batch": on_batch, "direct": direct})
         self._recorder: Recorder | None = None
         self._standing_notes: tuple[str, ...] = ()
-        self._waits = False
+        self._awaits_weights = False
         self._training: Any = None
         self._finalizer: Any = None
         self._train_step: Any = None
-        self._step = self._start = self._epoch = self._in_epoch = 0
-        self._due = False
+        self._step = self._start_step = self._epoch = self._steps_in_epoch = 0
+        self._batch_is_due = False
         self.latest: TrainedBatch | None = None
-        if not self._active:
-            vars(self).update(on_train_batch_begin=_nothing, on_train_batch_end=_nothing)
+        if not self._is_active:
+            vars(self).update(on_train_batch_begin=_do_nothing, on_train_batch_end=_do_nothing)
 
     @property
-    def _active(self) -> bool:
-        return not (self._schedule.is_off and self._batches.is_off and not self._reports_asked)
+    def _is_active(self) -> bool:
+        return not (self._schedule.is_off and self._batches.is_off and not self._report_is_requested)
 
     @property
-    def _running(self) -> Recorder:
+    def _running_recorder(self) -> Recorder:
         """Recorder of the training that has begun."""
         assert self._recorder is not None
         return self._recorder
@@ -225,9 +233,9 @@ class Watch(_Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Open the run, and record the probe before the first step."""
-        if not self._active:
+        if not self._is_active:
             return
-        self._interrupted()  # closes the run of an earlier training that ended by an error or Ctrl-C
+        self._close_as_interrupted()  # closes the run of an earlier training that ended by an error or Ctrl-C
         self._training = CompiledTraining(self.model)
         rank, workers = worker(self.model)
         schedule = self._schedule if self._probe is not None else self._batches
@@ -241,27 +249,32 @@ class Watch(_Callback):
             raise
         callbacks = _caller_of("on_train_begin")
         if callbacks is not None:  # the list of callbacks lives as long as this fit runs
-            self._finalizer = weakref.finalize(callbacks, self._interrupted)
+            self._finalizer = weakref.finalize(callbacks, self._close_as_interrupted)
 
     def _begin(self) -> None:
         """Open stores and loggers; once the model has weights, capture its steps and record the probe."""
-        self._waits = not self.model.built  # a model without Input creates its weights at its first batch
-        if not self._waits:
+        self._awaits_weights = not self.model.built  # a model without Input creates its weights at its first batch
+        if not self._awaits_weights:
             refuse_unknown_layers(self._layers, adapter_for(self.model), self.model)
-        self._open()
-        self._step = self._start
-        self._running.start(self._step)
-        if not self._waits:
+        self._open_sinks()
+        self._step = self._start_step
+        self._running_recorder.start(self._step)
+        if not self._awaits_weights:
             self._begin_records()
 
     def _begin_records(self) -> None:
         """Attach the capture of training steps, and record the probe; the model must have weights."""
-        if not (self._batches.is_off and not self._reports_asked) and self._running.writes:
-            self._train_step = record_fit(self.model, self._direct)
-        if self._probe is not None and not self._schedule.is_off and self._running.writes and not self._is_recorded:
-            self._record_probe(before=not self._waits)
+        if not (self._batches.is_off and not self._report_is_requested) and self._running_recorder.writes:
+            self._train_step = record_fit(self.model, self._direct_layers)
+        if (
+            self._probe is not None
+            and not self._schedule.is_off
+            and self._running_recorder.writes
+            and not self._start_is_recorded
+        ):
+            self._record_probe(before_training=not self._awaits_weights)
 
-    def _interrupted(self) -> None:
+    def _close_as_interrupted(self) -> None:
         """Remove the capture of training steps, and close the run as interrupted: ``on_train_end`` was not called."""
         self._stop_recording()
         if self._recorder is not None:
@@ -269,41 +282,43 @@ class Watch(_Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Store the number of the epoch to which the following steps belong."""
-        self._epoch, self._in_epoch = epoch, 0
+        self._epoch, self._steps_in_epoch = epoch, 0
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Decide whether the next execution of the training step is captured."""
         if self._train_step is not None:
             steps = range(self._step + 1, self._step + batches_per_execution(self.model) + 1)
             # Asked once: a schedule may be a function with side effects.
-            self._due = any(self._running.is_due_by(self._batches, step, self._epoch) for step in steps)
-            self._train_step.wanted = self._due or self._reports
+            self._batch_is_due = any(
+                self._running_recorder.is_due_by(self._batches, step, self._epoch) for step in steps
+            )
+            self._train_step.wanted = self._batch_is_due or self._is_reporting
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Count the steps of the execution, and record the batch and the probe where the schedules require it."""
         if self._recorder is None:
             return
-        recorded, failure = (None, None) if self._train_step is None else self._train_step.taken()
+        recorded_step, failure = (None, None) if self._train_step is None else self._train_step.taken()
         # The last execution of an epoch may have fewer steps than ``batch`` implies.
-        through = min(batch + 1, self.params.get("steps") or batch + 1)
-        before = self._step
-        self._step += through - self._in_epoch if recorded is None else recorded.batches
-        self._in_epoch = through
+        steps_in_epoch = min(batch + 1, self.params.get("steps") or batch + 1)
+        previous_step = self._step
+        self._step += steps_in_epoch - self._steps_in_epoch if recorded_step is None else recorded_step.batches
+        self._steps_in_epoch = steps_in_epoch
         if failure is not None:
-            self._running.fail_record(self._step, failure, "batch")
+            self._running_recorder.fail_record(self._step, failure, "batch")
         with self._training():
-            if self._waits:
+            if self._awaits_weights:
                 try:
                     refuse_unknown_layers(self._layers, adapter_for(self.model), self.model)
                     self._begin_records()
                 except Exception as error:
-                    self._running.fail_record(self._step, error, "the run")
-                self._waits = False
+                    self._running_recorder.fail_record(self._step, error, "the run")
+                self._awaits_weights = False
                 return
-            if recorded is not None:
-                self._examine(recorded, before + 1, logs)
-            steps = range(before + 1, self._step + 1)
-            if self._probe is not None and any(self._running.is_due(step, self._epoch) for step in steps):
+            if recorded_step is not None:
+                self._examine(recorded_step, previous_step + 1, logs)
+            steps = range(previous_step + 1, self._step + 1)
+            if self._probe is not None and any(self._running_recorder.is_due(step, self._epoch) for step in steps):
                 self._record_probe()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -320,9 +335,9 @@ class Watch(_Callback):
         if self._finalizer is not None:
             self._finalizer.detach()
         self._stop_recording()
-        stopped = getattr(self.model, "stop_training", False)
+        is_stopped = getattr(self.model, "stop_training", False)
         self._training = None
-        self._recorder.close("stopped" if stopped else "finished", steps=self._step - self._start)
+        self._recorder.close("stopped" if is_stopped else "finished", steps=self._step - self._start_step)
 
     def _stop_recording(self) -> None:
         """Remove the capture of training steps, and restore the model's own training step."""
@@ -330,87 +345,94 @@ class Watch(_Callback):
             self._train_step.remove()
             self._train_step = None
 
-    def _open(self) -> None:
+    def _open_sinks(self) -> None:
         """Open the store and the loggers, and determine the step at which the run resumes."""
-        self._start, self._is_recorded = 0, False
-        if not self._running.writes:
+        self._start_step, self._start_is_recorded = 0, False
+        if not self._running_recorder.writes:
             return
-        self._running.sinks = sinks = sinks_of(self._loggers, event_folder(self._path))
+        self._running_recorder.sinks = sinks = sinks_of(self._loggers, event_folder(self._path))
         provenance = adapter_for(self.model).provenance(self.model)
-        if self._reports_asked and self._incidents is None:
+        if self._report_is_requested and self._incidents is None:
             self._incidents = Incidents(self._path, provenance)
         if self._path is not None:
             store = Store(self._path, resume=self._resume, points=self._points, provenance=provenance)
             self._resume = True  # a second fit of the same callback goes on
-            self._start = store.resume_step(steps_taken(self.model))
-            self._is_recorded = store.last_step_of("probe") == self._start
+            self._start_step = store.resume_step(steps_taken(self.model))
+            self._start_is_recorded = store.last_step_of("probe") == self._start_step
             sinks.insert(0, store)
 
-    def _record_probe(self, *, before: bool = False) -> None:
+    def _record_probe(self, *, before_training: bool = False) -> None:
         probe = self._probe
         assert probe is not None
 
-        def make() -> TrainingRecord:
+        def make_record() -> TrainingRecord:
             synchronised(self.model)
             return probe.record(self.model, self._step, self._epoch)
 
-        self._record(make, "probe", before=before)
+        self._record(make_record, "probe", before_training=before_training)
 
-    def _record(self, make: Callable[[], TrainingRecord], what: str, *, before: bool = False) -> None:
-        """Write a record made by ``make``, and end training if it has a finding listed in ``stop_on``."""
-        notes = (*self._standing_notes, *((BEGUN_LATE,) if self._waits else ()))
+    def _record(self, make_record: Callable[[], TrainingRecord], source: str, *, before_training: bool = False) -> None:
+        """Write a record made by ``make_record``, and end training if it has a finding listed in ``stop_on``."""
+        notes = (*self._standing_notes, *((LATE_START_NOTE,) if self._awaits_weights else ()))
 
         def with_notes() -> TrainingRecord:
-            record = make()
+            record = make_record()
             return replace(record, notes=(*record.notes, *notes))
 
-        self._running.record(self._step, with_notes, before_training=before, source=what)
-        if self._running.stop is not None:
+        self._running_recorder.record(self._step, with_notes, before_training=before_training, source=source)
+        if self._running_recorder.stop is not None:
             self.model.stop_training = True
 
     @property
-    def _reports(self) -> bool:
+    def _is_reporting(self) -> bool:
         """Whether non-finite batches are still searched for: none has been reported yet."""
         return self._incidents is not None and self._incidents.written_path is None
 
-    def _trained(self, recorded: RecordedStep, step: int) -> TrainedBatch:
+    def _trained_batch(self, recorded_step: RecordedStep, step: int) -> TrainedBatch:
         """Convert a captured training step to a ``TrainedBatch``, with the variables from before the step."""
         synchronised(self.model)
-        data = (recorded.x, recorded.y, recorded.sample_weight)
-        notes = notes_of_training(self.model, recorded)
-        told = direct_trace(self.model, recorded.direct, recorded.loss)
-        return TrainedBatch(self.model, data, (step, self._epoch), recorded.before.again, notes=notes, captured_trace=told)
+        data = (recorded_step.x, recorded_step.y, recorded_step.sample_weight)
+        notes = notes_of_training(self.model, recorded_step)
+        direct = direct_trace(self.model, recorded_step.direct, recorded_step.loss)
+        return TrainedBatch(
+            self.model,
+            data,
+            (step, self._epoch),
+            recorded_step.before.again,
+            notes=notes,
+            direct=direct,
+        )
 
-    def _examine(self, recorded: RecordedStep, step: int, logs: Any) -> None:
+    def _examine(self, recorded_step: RecordedStep, step: int, logs: Any) -> None:
         """Record a captured batch if it is due, pass it to ``on_batch``, and report it if it is not finite."""
-        recorder = self._running
+        recorder = self._running_recorder
         try:
-            trained = self._trained(recorded, step)
+            trained_batch = self._trained_batch(recorded_step, step)
         except Exception as error:
             recorder.fail_record(step, error, "batch")
             return
-        if self._due:
-            self.latest = trained
+        if self._batch_is_due:
+            self.latest = trained_batch
             if recorder.sinks:
-                self._record(lambda: trained.record(layers=self._layers, keep=self._keep), "batch")
+                self._record(lambda: trained_batch.record(layers=self._layers, keep=self._keep), "batch")
             else:
                 recorder.count_examined()
             if self._on_batch is not None:
-                self._on_batch(trained)
-        if self._reports:
-            self._report(trained, logs)
+                self._on_batch(trained_batch)
+        if self._is_reporting:
+            self._report(trained_batch, logs)
 
-    def _report(self, trained: TrainedBatch, logs: Any) -> None:
+    def _report(self, trained_batch: TrainedBatch, logs: Any) -> None:
         """Write a report of the batch if its loss or a weight after its step is not finite."""
         assert self._incidents is not None
         try:
             loss = dict(logs or {}).get("loss")
             if not (is_finite(loss) and is_finite(largest_weight(self.model))):
-                self._incidents.report_trained(trained, lambda: weights_of(self.model), loss)
+                self._incidents.report_trained(trained_batch, lambda: weights_of(self.model), loss)
         except Exception as error:
-            self._incidents, self._reports_asked = None, False
-            what = f"Step {self._step} is not finite, and its incident could not be saved; training goes on."
-            warnings.warn(message(what, got=f"{type(error).__name__}: {error}"), TrackingWarning, stacklevel=2)
+            self._incidents, self._report_is_requested = None, False
+            problem = f"Step {self._step} is not finite, and its incident could not be saved; training goes on."
+            warnings.warn(message(problem, got=f"{type(error).__name__}: {error}"), TrackingWarning, stacklevel=2)
 
 
 def _caller_of(method: str) -> Any:
@@ -419,7 +441,7 @@ def _caller_of(method: str) -> Any:
     Only frames of that method are read, because reading a frame's locals keeps them alive.
     """
     frame = sys._getframe(2)
-    for _ in range(_DEPTH):
+    for _ in range(_STACK_DEPTH):
         if frame is None:
             return None
         if frame.f_code.co_name == method and frame.f_code.co_varnames[:1] == ("self",):
@@ -428,8 +450,8 @@ def _caller_of(method: str) -> Any:
     return None
 
 
-def _probe(given: Any, layers: Sequence[str] | None, keep: tuple[str, ...]) -> Probe:
-    if not isinstance(given, tuple | list) or not 1 <= len(given) <= 3:
-        raise InputError("probe= is a batch.", got=shown(given), expected="(x, y) or (x, y, sample_weight)")
-    x, y, weight = (*given, None, None)[:3]
+def _checked_probe(probe: Any, layers: Sequence[str] | None, keep: tuple[str, ...]) -> Probe:
+    if not isinstance(probe, tuple | list) or not 1 <= len(probe) <= 3:
+        raise InputError("probe= is a batch.", got=shown(probe), expected="(x, y) or (x, y, sample_weight)")
+    x, y, weight = (*probe, None, None)[:3]
     return Probe(x, y, weight, layers, keep)

@@ -29,7 +29,10 @@ class LightningEvents(TrainerEvents):
         step = int(trainer.global_step) or None
         loggers = trainer.loggers if self.plan.loggers is True else self.plan.loggers
         plan = replace(
-            self.plan, optimizer=_in_order(trainer.optimizers, pl_module), loggers=loggers, step=self.plan.step or step
+            self.plan,
+            optimizer=_recurrent_first(trainer.optimizers, pl_module),
+            loggers=loggers,
+            step=self.plan.step or step,
         )
         if plan.scaler is None:
             plan = replace(plan, scaler=getattr(trainer.precision_plugin, "scaler", None))
@@ -43,7 +46,7 @@ class LightningEvents(TrainerEvents):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Store the batch for a report of ``on_nonfinite``, if it is a pair of input and target."""
         if self.watch is not None and self.watch.reports and isinstance(batch, tuple | list) and len(batch) == 2:
-            self.watch.fed, self.watch.target = batch
+            self.watch.model_input, self.watch.target = batch
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         """Record the batch's loss, undoing Lightning's division by accumulated batches and its loss scaling."""
@@ -78,7 +81,7 @@ class LightningEvents(TrainerEvents):
             self.watch.fail("interrupted")
 
 
-def _in_order(optimizers: Sequence[Any], module: Any) -> list[Any]:
+def _recurrent_first(optimizers: Sequence[Any], module: Any) -> list[Any]:
     """Sort optimizers that update a recurrent layer to the front; the first one's steps are counted."""
     if len(optimizers) < 2:
         return list(optimizers)
@@ -88,24 +91,24 @@ def _in_order(optimizers: Sequence[Any], module: Any) -> list[Any]:
 
 __all__ = ["Watch"]
 
-_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+_PACKAGE_NAMES = ("lightning.pytorch", "pytorch_lightning")
 
 
-def _callbacks() -> tuple[type, ...]:
+def _callback_classes() -> tuple[type, ...]:
     """Return ``Callback`` of each loaded package of Lightning, or of the installed one if none is loaded."""
-    loaded = [sys.modules[name] for name in _PACKAGES if name in sys.modules]
-    for name in () if loaded else _PACKAGES:
+    packages = [sys.modules[name] for name in _PACKAGE_NAMES if name in sys.modules]
+    for name in () if packages else _PACKAGE_NAMES:
         try:
-            loaded = [importlib.import_module(name)]
+            packages = [importlib.import_module(name)]
             break
         except ModuleNotFoundError:
             continue
-    if not loaded:
+    if not packages:
         raise MissingDependencyError("rl.lightning needs Lightning.", hint="pip install lightning")
-    return tuple(dict.fromkeys(package.Callback for package in loaded))
+    return tuple(dict.fromkeys(package.Callback for package in packages))
 
 
-class Watch(LightningEvents, *_callbacks()):  # type: ignore[misc]
+class Watch(LightningEvents, *_callback_classes()):  # type: ignore[misc]
     """A Lightning callback that records gradients and states during training, on a probe or on the training batches.
 
     Layers have their names in the ``LightningModule``. The trainer's mixed precision, accumulation and gradient
@@ -151,4 +154,4 @@ class Watch(LightningEvents, *_callbacks()):  # type: ignore[misc]
         points: int | None = 64,
     ) -> None:
         super().__init__()
-        self.plan = WatchPlan.asked(locals())
+        self.plan = WatchPlan.from_arguments(locals())

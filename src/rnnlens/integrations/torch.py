@@ -121,4 +121,4 @@ def watch(
     TrackingWarning
         At the end, if nothing was recorded, with the reason; once for each failed record.
     """
-    return TorchWatch(model, WatchPlan.asked(locals()))
+    return TorchWatch(model, WatchPlan.from_arguments(locals()))

@@ -35,11 +35,11 @@ class TransformersEvents(TrainerEvents):
         model, optimizer = kwargs["model"], kwargs.get("optimizer")
         plan = replace(self.plan, optimizer=optimizer, step=int(state.global_step) or None)
         plan = replace(plan, scaler=getattr(optimizer, "scaler", None))
-        self.watch = TorchWatch(model, plan, own_loss).__enter__()
+        self.watch = TorchWatch(model, plan, model_loss).__enter__()
         self._handle = (
             None
             if plan.is_off
-            else self.watch.model.register_forward_hook(ModuleHook(self.watch.model, self._told, _ignore))
+            else self.watch.model.register_forward_hook(ModuleHook(self.watch.model, self._record_loss, _ignore))
         )
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -62,14 +62,14 @@ class TransformersEvents(TrainerEvents):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Close the run; warn if it has no records."""
-        stopped = state.global_step < state.max_steps
-        self._close("stopped" if stopped else "finished")
+        is_stopped = state.global_step < state.max_steps
+        self._close("stopped" if is_stopped else "finished")
 
-    def _told(self, model: Any, args: Any, output: Any) -> None:
+    def _record_loss(self, model: Any, args: Any, output: Any) -> None:
         """Record the loss in the output of a Hugging Face model (forward hook)."""
         watch = self.watch
         if watch is not None and (watch.captures or watch.reports) and model.training:
-            watch.set_loss(own_loss(output))
+            watch.set_loss(model_loss(output))
 
     def _close(self, reason: str, *, failed: bool = False) -> None:
         if self._handle is not None:
@@ -79,12 +79,12 @@ class TransformersEvents(TrainerEvents):
             (self.watch.fail if failed else self.watch.close)(reason)
 
 
-def own_loss(output: Any) -> Any:
+def model_loss(output: Any) -> Any:
     """Return the loss contained in a model's output; None if there is none."""
-    found = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-    if found is None and isinstance(output, tuple) and output and getattr(output[0], "ndim", 1) == 0:
-        found = output[0]
-    return found
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, tuple) and output and getattr(output[0], "ndim", 1) == 0:
+        loss = output[0]
+    return loss
 
 
 def _ignore(error: Exception) -> None:
@@ -150,5 +150,5 @@ class Watch(TransformersEvents, TrainerCallback):
     ) -> None:
         super().__init__()
         if isinstance(probe, Mapping):
-            probe, loss = (dict(probe),), own_loss if loss is None else loss
-        self.plan = WatchPlan.asked(locals())
+            probe, loss = (dict(probe),), model_loss if loss is None else loss
+        self.plan = WatchPlan.from_arguments(locals())

@@ -36,7 +36,7 @@ from ..errors import InputError, did_you_mean, shown
 from ..results.nonfinite import Incident
 from .batches import TrainedBatch
 from .records import TrainingRecord
-from .watch_arguments import as_tuple
+from .watch_arguments import names_tuple
 
 Finding = Literal["exploding", "vanishing", "saturated"]
 FINDINGS: tuple[Finding, ...] = ("exploding", "vanishing", "saturated")
@@ -85,7 +85,7 @@ class Alert:
 
 def checked_stop_on(value: str | Iterable[str]) -> tuple[Finding, ...]:
     """Return the findings that end training as a tuple; raise InputError for a name that is no finding."""
-    findings = as_tuple(value) or ()
+    findings = names_tuple(value) or ()
     for name in findings:
         if name not in FINDINGS:
             hint = did_you_mean(str(name), FINDINGS)
@@ -121,7 +121,7 @@ class _WatchedScalar:
             if len(self.outliers) < WINDOW:
                 return None
         # Abnormal values join the window: if they last they are the new normal, otherwise they were noise.
-        self.earlier_values.extend((earlier_scaled, earlier_value) for _, earlier_scaled, earlier_value in self.outliers)
+        self.earlier_values.extend((scaled, raw) for _, scaled, raw in self.outliers)
         self.outliers.clear()
         self.earlier_values.append((scaled_value, value))
         return None
@@ -131,7 +131,9 @@ class _WatchedScalar:
         scaled_values = [s for s, _ in self.earlier_values]
         centre = median(scaled_values)
         median_deviation = median(abs(v - centre) for v in scaled_values)
-        step_deviation = median(abs(following - previous) for previous, following in pairwise(scaled_values)) / math.sqrt(2.0)
+        step_deviation = median(
+            abs(following - previous) for previous, following in pairwise(scaled_values)
+        ) / math.sqrt(2.0)
         spread = max(1.4826 * min(median_deviation, step_deviation), _LEAST_SPREAD[self.finding])
         distance = min(self.sign * (scaled_value - reference) for reference in (centre, median(scaled_values[-LEAST:])))
         return distance > DEVIATIONS * spread and distance > EFFECT[self.finding]
@@ -176,7 +178,9 @@ class Alerts:
             _log.warning("%s", alert.sentence)
             if alert.finding in self.stop_on and self.stop is None:
                 self.stop = alert.sentence
-        return replace(record, notes=(*record.notes, *(alert.sentence for alert in new_alerts))) if new_alerts else record
+        return (
+            replace(record, notes=(*record.notes, *(alert.sentence for alert in new_alerts))) if new_alerts else record
+        )
 
     def _examine_scalar(self, record: TrainingRecord, name: str, value: float) -> Alert | None:
         layer, _, quantity = name.rpartition("/")
@@ -235,7 +239,7 @@ class Incidents:
         self._provenance = dict(provenance or {})
 
     def report(self, batch: Batch, weights: Mapping[str, Any], step_info: Mapping[str, Any]) -> Path | None:
-        """Write a batch, the weights before its update and ``when`` it was, once; return the path, else None."""
+        """Write a batch, the weights before its update and ``step_info``, once; return the path, else None."""
         if self.written_path is not None:
             return None
         # A file stores packed sequences as padded ones.
@@ -268,7 +272,7 @@ class Incidents:
 
 
 def text_or_error(compute_text: Callable[[], str]) -> str:
-    """Call ``ask`` and return its text; if it raises, return a sentence that names the error."""
+    """Call ``compute_text`` and return its text; if it raises, return a sentence that names the error."""
     try:
         return compute_text()
     except Exception as error:

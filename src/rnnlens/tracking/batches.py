@@ -21,8 +21,8 @@ from ..verbs.find_nonfinite import find_nonfinite
 from ..verbs.gradients import gradients
 from ..verbs.trace import trace
 from ..verbs.weights import weights
-from .records import TrainingRecord, norms_of_weights, summary, needed_quantities
-from .watch_arguments import as_tuple
+from .records import TrainingRecord, norms_of_weights, summary, summary_quantities
+from .watch_arguments import names_tuple
 
 #: Quantities captured in the training step, without a replay.
 DIRECT = frozenset({"output", "output_grad", "final_state_grad"})
@@ -134,17 +134,17 @@ class TrainedBatch(Batch):
         *,
         loss: str | Callable[..., Any] | None = None,
         notes: Sequence[str] = (),
-        captured_trace: Trace | None = None,
+        direct: Trace | None = None,
     ) -> None:
         self.x, self.y, self.sample_weight = data
         self.step, self.epoch = step_and_epoch
         self.notes = list(notes)
-        self._model, self._variables_before, self._loss, self._captured_trace = model, variables_before, loss, captured_trace
+        self._model, self._variables_before, self._loss, self._direct = model, variables_before, loss, direct
 
     @property
     def direct(self) -> Trace | None:
         """Captured outputs and direct gradients of the layers of ``direct=``; None where none were captured."""
-        return self._captured_trace
+        return self._direct
 
     @cached_property
     def trace(self) -> Trace:
@@ -155,14 +155,20 @@ class TrainedBatch(Batch):
         self, *, layers: str | Iterable[str] | None = None, quantities: str | Iterable[str] | None = None
     ) -> Trace:
         """Return a trace of some layers and quantities; captured quantities are not recomputed."""
-        captured_trace, layer_names, quantity_names = self._captured_trace, as_tuple(layers) or (), as_tuple(quantities) or ()
-        if captured_trace is not None and layer_names and quantity_names and set(layer_names) <= set(captured_trace) and set(quantity_names) <= set(captured_trace.quantities or ()):
+        direct, layer_names, names = self._direct, names_tuple(layers) or (), names_tuple(quantities) or ()
+        if (
+            direct is not None
+            and layer_names
+            and names
+            and set(layer_names) <= set(direct)
+            and set(names) <= set(direct.quantities or ())
+        ):
             return Trace(
-                {layer: captured_trace.dataset(layer)[list(quantity_names)] for layer in layer_names},
-                loss=captured_trace.loss,
-                quantities=sorted(quantity_names),
-                provenance=captured_trace.provenance,
-                notes=captured_trace.notes,
+                {layer: direct.dataset(layer)[list(names)] for layer in layer_names},
+                loss=direct.loss,
+                quantities=sorted(names),
+                provenance=direct.provenance,
+                notes=direct.notes,
             )
         return self._call_verb(trace, layers=layers, quantities=quantities)  # type: ignore[no-any-return]
 
@@ -188,7 +194,7 @@ class TrainedBatch(Batch):
         return self._call_verb(find_nonfinite)  # type: ignore[no-any-return]
 
     def with_variables_before(self, function: Callable[[], T]) -> T:
-        """Call ``ask`` while the model temporarily has its variables from before the update; return its result."""
+        """Call ``function`` while the model temporarily has its variables from before the update; return its result."""
         with self._variables_before():
             return function()
 
@@ -216,7 +222,7 @@ class TrainedBatch(Batch):
     def record(self, *, layers: Sequence[str] | None = None, keep: Sequence[str] = ()) -> TrainingRecord:
         """Build the record of this batch: scalars, profiles, and weight gradient norms before and after clipping."""
         has_loss = self.y is not None or self._loss is not None
-        batch_trace = self.traced(layers=layers, quantities=None if keep else needed_quantities(has_loss))
+        batch_trace = self.traced(layers=layers, quantities=None if keep else summary_quantities(has_loss))
         scalars, profiles = summary(batch_trace, keep=keep)
         scalars |= _gradient_norms(self.gradients, list(batch_trace))
         with self._variables_before():
@@ -237,7 +243,10 @@ def direct_trace(model: Any, arrays: Mapping[str, Mapping[str, Any]], loss: floa
         return None
     adapter = adapter_for(model)
     infos, provenance = {info.name: info for info in adapter.describe(model)}, adapter.provenance(model)
-    datasets = {name: labelled_layer(layer_arrays, info=infos[name], provenance=provenance) for name, layer_arrays in arrays.items()}
+    datasets = {
+        name: labelled_layer(layer_arrays, info=infos[name], provenance=provenance)
+        for name, layer_arrays in arrays.items()
+    }
     note = "Recorded in the training step itself, without a second pass."
     return Trace(datasets, loss=loss, quantities=["output", "output_grad"], provenance=provenance, notes=[note])
 
@@ -245,8 +254,8 @@ def direct_trace(model: Any, arrays: Mapping[str, Mapping[str, Any]], loss: floa
 def _gradient_norms(weight_gradients: Gradients, layers: Sequence[str]) -> dict[str, float]:
     """Return the norm of all weight gradients, before and after clipping, and of each weight of ``layers``."""
 
-    def norm(tensor_gradients: Gradients, names: Sequence[str]) -> float:
-        squares = [float(np.sum(np.asarray(tensor_gradients[name].values, dtype=np.float64) ** 2)) for name in names]
+    def norm(tensors: Gradients, names: Sequence[str]) -> float:
+        squares = [float(np.sum(np.asarray(tensors[name].values, dtype=np.float64) ** 2)) for name in names]
         return float(np.sqrt(sum(squares)))
 
     scalars = {"grad_norm": norm(weight_gradients, weight_gradients.tensors)}

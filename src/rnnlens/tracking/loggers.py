@@ -93,7 +93,9 @@ def _film_image(rows: list[Array]) -> Array:
         with np.errstate(divide="ignore", invalid="ignore"):
             image[index, : len(row)] = np.log10(row / peak)
     brightness = np.clip(1 + image / DECADES, 0.0, 1.0)
-    colours = colormaps["magma"](np.ma.masked_invalid(np.where(np.isneginf(image), 0.0, brightness)), bytes=True)[..., :3]
+    colours = colormaps["magma"](np.ma.masked_invalid(np.where(np.isneginf(image), 0.0, brightness)), bytes=True)[
+        ..., :3
+    ]
     row_repeats, column_repeats = (max(1, -(-PIXELS // size)) for size in image.shape)
     return np.repeat(np.repeat(colours, row_repeats, axis=0), column_repeats, axis=1)
 
@@ -175,9 +177,9 @@ class WandB:
             self._run.finish()
         elif self._lost_count:
             warnings.warn(
-                f"{self._lost_count} records came between two run.log() of yours, and W&B keeps one row for each of these: "
-                "its charts show the last. The run on disk has all. For all in W&B log once per record, or name the "
-                'logger, loggers=["wandb"], without a run of yours.',
+                f"{self._lost_count} records came between two run.log() of yours, and W&B keeps one row for each of "
+                "these: its charts show the last. The run on disk has all. For all in W&B log once per record, or name "
+                'the logger, loggers=["wandb"], without a run of yours.',
                 stacklevel=2,
             )
 
@@ -275,7 +277,9 @@ def sinks(loggers: Any, directory: str | Path) -> list[Sink]:
     """
     if loggers is None:
         return []
-    logger_list = loggers if isinstance(loggers, list | tuple | set) else [loggers]  # a run of mlflow can be iterated, too
+    logger_list = (
+        loggers if isinstance(loggers, list | tuple | set) else [loggers]
+    )  # a run of mlflow can be iterated, too
     return [_sink(logger, Path(directory)) for logger in logger_list]
 
 

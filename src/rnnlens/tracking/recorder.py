@@ -77,9 +77,14 @@ class Recorder:
             return False
 
     def record(
-        self, step: int, make_record: Callable[[], TrainingRecord], *, before_training: bool = False, source: str = "probe"
+        self,
+        step: int,
+        make_record: Callable[[], TrainingRecord],
+        *,
+        before_training: bool = False,
+        source: str = "probe",
     ) -> None:
-        """Call ``make`` for a record and pass it to every sink; errors become gaps, wrong arguments only later."""
+        """Pass the result of ``make_record`` to every sink; errors become gaps, wrong arguments only later."""
         try:
             self.write(make_record())
         except Exception as error:
@@ -133,7 +138,7 @@ class Recorder:
                 sink.close(reason)
 
     def _call_sinks(self, call_sink: Callable[[Sink], None], step: int | None, failure_text: str) -> None:
-        """Call ``call`` on every sink; note a gap for a sink that fails."""
+        """Call ``call_sink`` on every sink; note a gap for a sink that fails."""
         for sink in self.sinks:
             try:
                 call_sink(sink)

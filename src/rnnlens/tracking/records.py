@@ -127,10 +127,18 @@ def _measures(
         step_mask = np.ones(adjoint.shape, dtype=bool) if mask is None else mask
         adjoint_by_lag, lag_mask = _reorder_by_lag(adjoint, step_mask, direction)
         adjoint_or_nan, real_adjoints = np.where(lag_mask, adjoint_by_lag, np.nan), adjoint[step_mask]
-        scalars["adjoint"] = float(safe_norm(real_adjoints, axis=0) / np.sqrt(real_adjoints.size)) if real_adjoints.size else float("nan")
+        scalars["adjoint"] = (
+            float(safe_norm(real_adjoints, axis=0) / np.sqrt(real_adjoints.size))
+            if real_adjoints.size
+            else float("nan")
+        )
         scalars["reach"], scalars["decay"] = float(gradient_reach(adjoint_or_nan)), gradient_decay(adjoint_or_nan)
-        profiles["adjoint_profile"] = _labelled_profile("adjoint_profile", masked_mean(adjoint, step_mask, axis=0), (TIME,))
-        profiles["lag_profile"] = _labelled_profile("lag_profile", masked_mean(adjoint_by_lag, lag_mask, axis=0), (LAG,))
+        profiles["adjoint_profile"] = _labelled_profile(
+            "adjoint_profile", masked_mean(adjoint, step_mask, axis=0), (TIME,)
+        )
+        profiles["lag_profile"] = _labelled_profile(
+            "lag_profile", masked_mean(adjoint_by_lag, lag_mask, axis=0), (LAG,)
+        )
     if hidden is not None and hidden.dims == (SAMPLE, TIME, UNIT):
         scalars["dead_units"] = float(dead_units(hidden.values, mask).mean())
     if gates is not None and gates.dims == (SAMPLE, TIME, GATE, UNIT):
@@ -161,7 +169,9 @@ def _saturation_scalars(gates: xr.DataArray, mask: Array | None) -> dict[str, fl
     return scalars
 
 
-def _labelled_profile(name: str, values: Any, dims: tuple[str, ...], coords: Mapping[str, Any] | None = None) -> xr.DataArray:
+def _labelled_profile(
+    name: str, values: Any, dims: tuple[str, ...], coords: Mapping[str, Any] | None = None
+) -> xr.DataArray:
     long_name, units, definition = _PROFILE_ATTRS[name]
     attrs = {"long_name": long_name, "units": units, "definition": definition}
     positions = {dim: np.arange(size) for dim, size in zip(dims, np.shape(values), strict=True)}
@@ -211,7 +221,7 @@ class Probe:
                 self.x,
                 self.y,
                 layers=self.layers,
-                quantities=None if self.keep else needed_quantities(self.y is not None or self.loss is not None),
+                quantities=None if self.keep else summary_quantities(self.y is not None or self.loss is not None),
                 loss=self.loss,
                 sample_weight=self.sample_weight,
             )
@@ -221,7 +231,7 @@ class Probe:
         )
 
 
-def needed_quantities(has_loss: bool) -> list[str]:
+def summary_quantities(has_loss: bool) -> list[str]:
     """Return the names of the quantities that a record needs; without a loss there is no ``hidden_grad``."""
     return [name for name in NEEDED if has_loss or name != "hidden_grad"]
 

@@ -90,11 +90,13 @@ class Rows:
                 if stored_array is None:
                     continue
                 stored_sizes = dict(zip(stored_array.metadata.dimension_names, stored_array.shape, strict=True))
-                new_sizes = {"step": stored_array.shape[0], **{str(dim): size for dim, size in array.sizes.items()}}
-                if list(stored_sizes) != list(new_sizes) or any(stored_sizes[dim] != new_sizes[dim] for dim in stored_sizes if dim not in _VARIABLE_AXES):
+                sizes = {"step": stored_array.shape[0], **{str(dim): size for dim, size in array.sizes.items()}}
+                if list(stored_sizes) != list(sizes) or any(
+                    stored_sizes[dim] != sizes[dim] for dim in stored_sizes if dim not in _VARIABLE_AXES
+                ):
                     raise FileError(
                         "This run was recorded from another network.",
-                        got=f"{layer}.{name} with {', '.join(f'{dim} {new_sizes[dim]}' for dim in list(new_sizes)[1:])}",
+                        got=f"{layer}.{name} with {', '.join(f'{dim} {sizes[dim]}' for dim in list(sizes)[1:])}",
                         expected=", ".join(f"{dim} {stored_sizes[dim]}" for dim in list(stored_sizes)[1:]),
                         hint="a different path for each network, or resume=False",
                     )
@@ -139,7 +141,9 @@ class Rows:
             attributes = {key: value for key, value in array.attrs.items() if isinstance(value, str | int | float)}
             # 0, 1, 2, ... are the default labels of an axis.
             axis_labels = {
-                dim: np.asarray(positions).tolist() for dim, positions in labels.items() if not np.array_equal(positions, np.arange(len(positions)))
+                dim: np.asarray(positions).tolist()
+                for dim, positions in labels.items()
+                if not np.array_equal(positions, np.arange(len(positions)))
             }
             self._open_array(path, values.shape, str(values.dtype), ("step", *map(str, array.dims)))
             self._arrays[path].attrs.update({**attributes, "labels": axis_labels})

@@ -122,7 +122,7 @@ class Store:
         return self._kinds[kind].last_step if kind in self._kinds else None
 
     def resume_step(self, steps_taken: int) -> int:
-        """Return the training step to continue from, given the number of steps that the optimizer has ``taken``.
+        """Return the training step to continue from, given the number of steps that the optimizer has taken.
 
         If the optimizer was restored to a step before the last record, training continues from there, and later
         records are dropped. If it has taken no step, counting continues from the last record.

@@ -111,16 +111,16 @@ def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
     return checked(**{name: _CHECKS.get(name, anything) for name in argument_names})(function)
 
 
-def as_tuple(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
+def names_tuple(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
     """Convert one name or several to a tuple; None stays None."""
     if value is None:
         return None
     return (value,) if isinstance(value, str) else tuple(value)
 
 
-def checked_quantities(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
+def quantity_names(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
     """Return names of trace quantities as a tuple, None for None; raise InputError for an unknown name."""
-    quantities = as_tuple(value)
+    quantities = names_tuple(value)
     TraceSelection.of(None, quantities, True)
     return quantities
 
@@ -133,8 +133,10 @@ def refuse_unknown_layers(layers: Iterable[str] | None, adapter: Adapter, model:
             raise LayerNotFoundError(f"No layer is called {name!r}.", hint=did_you_mean(name, known_names))
 
 
-def refuse_unused_arguments(probe: Any, batches: Any, epochs: Collection[int], batch_arguments: Mapping[str, Any]) -> None:
-    """Raise InputError for ``epochs`` without a probe, and for arguments ``of_batches`` if no batches are captured."""
+def refuse_idle_arguments(
+    probe: Any, batches: Any, epochs: Collection[int], batch_arguments: Mapping[str, Any]
+) -> None:
+    """Raise InputError for ``epochs`` without a probe, and for ``batch_arguments`` if no batches are captured."""
     if epochs and probe is None:
         problem = "epochs= schedules a probe, and there is no probe."
         raise InputError(problem, got=f"epochs={tuple(epochs)}", hint="probe=(x, y)")

@@ -60,5 +60,5 @@ def test_epochs_are_several_whole_numbers(epochs):
 
 
 def test_numbers_of_numpy_count():
-    assert Schedule(np.int64(4), np.array([2])).due(8, 0)
-    assert Schedule(1, np.array([2])).due_after(2)
+    assert Schedule(np.int64(4), np.array([2])).is_due(8, 0)
+    assert Schedule(1, np.array([2])).is_due_after(2)

@@ -14,7 +14,7 @@ from ...errors import InputError, UnsupportedError, shown
 from ..alerts import checked_on_nonfinite, checked_stop_on
 from ..batches import DIRECT
 from ..records import NEEDED
-from ..watch_arguments import Every, Schedule, as_tuple, checked_quantities, refuse_unused_arguments
+from ..watch_arguments import Every, Schedule, names_tuple, quantity_names, refuse_idle_arguments
 
 
 @dataclass(frozen=True)
@@ -41,20 +41,20 @@ class WatchPlan:
     step: int | None = None
 
     @classmethod
-    def asked(cls, given: Mapping[str, Any]) -> Self:
+    def from_arguments(cls, arguments: Mapping[str, Any]) -> Self:
         """Create a plan from arguments by name, such as ``locals()``; unknown names are ignored."""
-        return cls(**{field.name: given[field.name] for field in fields(cls) if field.name in given})
+        return cls(**{field.name: arguments[field.name] for field in fields(cls) if field.name in arguments})
 
     def __post_init__(self) -> None:
         """Check the arguments before any file is opened."""
-        checked = {
-            "layers": as_tuple(self.layers),
-            "quantities": checked_quantities(self.quantities),
-            "keep": checked_quantities(self.keep) or (),
+        checked_fields = {
+            "layers": names_tuple(self.layers),
+            "quantities": quantity_names(self.quantities),
+            "keep": quantity_names(self.keep) or (),
             "stop_on": checked_stop_on(self.stop_on),
             "epochs": Schedule(self.every, self.epochs).epochs,
         }
-        for name, value in checked.items():
+        for name, value in checked_fields.items():
             object.__setattr__(self, name, value)
         checked_on_nonfinite(self.on_nonfinite)
         if self.probe is not None:
@@ -69,11 +69,11 @@ class WatchPlan:
                     hint="loss=torch.nn.functional.cross_entropy",
                 )
         Schedule(0 if self.batches is None else self.batches)  # constructed for its checks
-        of_batches = {"on_batch": self.on_batch, "quantities": self.quantities}
-        refuse_unused_arguments(self.probe, self.batches, self.epochs, of_batches)
+        batch_arguments = {"on_batch": self.on_batch, "quantities": self.quantities}
+        refuse_idle_arguments(self.probe, self.batches, self.epochs, batch_arguments)
 
     @property
-    def probes(self) -> Schedule:
+    def probe_schedule(self) -> Schedule:
         """Schedule of the probe; never due without a probe."""
         return Schedule(self.every, self.epochs) if self.probe is not None else Schedule(0)
 
@@ -85,28 +85,28 @@ class WatchPlan:
         return Schedule(self.every) if self.probe is None else Schedule(0)
 
     @property
-    def off(self) -> bool:
+    def is_off(self) -> bool:
         """True if the schedules never require a record."""
-        return self.probes.is_off and self.batch_schedule.is_off and self.on_nonfinite is None
+        return self.probe_schedule.is_off and self.batch_schedule.is_off and self.on_nonfinite is None
 
     @property
-    def recorded(self) -> tuple[str, ...]:
+    def recorded_quantities(self) -> tuple[str, ...]:
         """Names of the quantities recorded of a batch."""
         return (*(NEEDED if self.quantities is None else self.quantities), *self.keep)
 
     @property
-    def only_direct(self) -> bool:
+    def is_only_direct(self) -> bool:
         """True if all recorded quantities are captured in the training step, so that no replay is needed."""
-        return set(self.recorded) <= DIRECT
+        return set(self.recorded_quantities) <= DIRECT
 
     @property
     def optimizers(self) -> list[Any]:
         """Optimizers given by the user, as a list."""
-        given = () if self.optimizer is None else self.optimizer
-        return list(given) if isinstance(given, list | tuple) else [given]
+        optimizer = () if self.optimizer is None else self.optimizer
+        return list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
 
 
-def plain_model(model: Any) -> nn.Module:
+def inner_module(model: Any) -> nn.Module:
     """Return the module inside ``DistributedDataParallel``; any other module unchanged."""
     if isinstance(model, nn.DataParallel):
         raise UnsupportedError(

@@ -18,7 +18,7 @@ from ...adapters.shared import hook_in_this_thread
 from ...adapters.torch.training_capture import ModuleHook, TrainingCapture, entries
 from ...errors import InputError, has_attribute
 from ...verbs.find_nonfinite import find_nonfinite
-from ..alerts import Incidents, is_finite, told
+from ..alerts import Incidents, is_finite, text_or_error
 
 #: Number of stack frames above an optimizer's hook in which its GradScaler is searched.
 _DEPTH = 12
@@ -41,23 +41,23 @@ class Steps:
         recurrent: Collection[int],
         optimizers: Iterable[Any],
         *,
-        before: Callable[[torch.optim.Optimizer, float], None],
-        after: Callable[[], None],
+        before_step: Callable[[torch.optim.Optimizer, float], None],
+        after_step: Callable[[], None],
     ) -> None:
-        self._own, self._recurrent = {id(p) for p in model.parameters()}, frozenset(recurrent)
-        self._before, self._after = before, after
-        self._known: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        self._model_weights, self._recurrent_weights = {id(p) for p in model.parameters()}, frozenset(recurrent)
+        self._before_step, self._after_step = before_step, after_step
+        self._seen_optimizers: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self._handles: list[Any] = []
-        self.counting: Any = None
-        self._passed = False
-        self.counted = False
+        self.counting_optimizer: Any = None
+        self._step_is_counted = False
+        self.has_counted = False
         #: True if the current step runs the batch itself, in a closure.
         self.runs_batch = False
-        given = [_plain(optimizer) for optimizer in optimizers]
-        for optimizer in given:
+        torch_optimizers = [_unwrap_optimizer(optimizer) for optimizer in optimizers]
+        for optimizer in torch_optimizers:
             self._add_hooks(optimizer)
-        self.counting = weakref.ref(given[0]) if given else None
-        if not given:
+        self.counting_optimizer = weakref.ref(torch_optimizers[0]) if torch_optimizers else None
+        if not torch_optimizers:
             self._handles.append(register_optimizer_step_pre_hook(self._follow_new))
 
     def remove(self) -> None:
@@ -67,45 +67,51 @@ class Steps:
         self._handles = []
 
     @property
-    def moved(self) -> frozenset[int] | None:
+    def counted_weights(self) -> frozenset[int] | None:
         """Ids of the weights of the optimizer whose steps are counted; None before its first step."""
-        counting = None if self.counting is None else self.counting()
-        return None if counting is None else frozenset(weights_in(counting))
+        counting_optimizer = None if self.counting_optimizer is None else self.counting_optimizer()
+        return None if counting_optimizer is None else frozenset(weights_in(counting_optimizer))
 
     def _follow_new(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Add hooks to an optimizer at its first step if it has weights of the model."""
-        if optimizer in self._known:
+        if optimizer in self._seen_optimizers:
             return
         weights = weights_in(optimizer)
-        if not weights & self._own:
-            self._known[optimizer] = False
+        if not weights & self._model_weights:
+            self._seen_optimizers[optimizer] = False
             return
         self._add_hooks(optimizer)
-        counting = None if self.counting is None else self.counting()
-        better = weights & self._recurrent and not (counting is not None and self._known.get(counting))
-        if counting is None or better:
-            self.counting = weakref.ref(optimizer)
-            self._passed = counting is not None  # the previous counting optimizer has counted this step
-        self._known[optimizer] = bool(weights & self._recurrent)
+        counting_optimizer = None if self.counting_optimizer is None else self.counting_optimizer()
+        is_preferred = weights & self._recurrent_weights and not (
+            counting_optimizer is not None and self._seen_optimizers.get(counting_optimizer)
+        )
+        if counting_optimizer is None or is_preferred:
+            self.counting_optimizer = weakref.ref(optimizer)
+            self._step_is_counted = (
+                counting_optimizer is not None
+            )  # the previous counting optimizer has counted this step
+        self._seen_optimizers[optimizer] = bool(weights & self._recurrent_weights)
 
     def _add_hooks(self, optimizer: Any) -> None:
-        self._known[optimizer] = True
-        self._handles.append(optimizer.register_step_pre_hook(self._begins))
-        self._handles.append(optimizer.register_step_post_hook(self._ended))
+        self._seen_optimizers[optimizer] = True
+        self._handles.append(optimizer.register_step_pre_hook(self._on_step_begin))
+        self._handles.append(optimizer.register_step_post_hook(self._on_step_end))
 
-    def _begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _on_step_begin(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         # The optimizer itself is the first argument passed to its hooks.
-        given = [one for one in (*args, *kwargs.values()) if one is not optimizer and one is not None]
-        self.runs_batch = any(map(callable, given))
-        self._before(optimizer, applied_scale(optimizer))
+        arguments = [
+            argument for argument in (*args, *kwargs.values()) if argument is not optimizer and argument is not None
+        ]
+        self.runs_batch = any(map(callable, arguments))
+        self._before_step(optimizer, applied_scale(optimizer))
 
-    def _ended(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self.counting is not None and self.counting() is optimizer:
-            self.counted = True
-            if self._passed:
-                self._passed = False
+    def _on_step_end(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self.counting_optimizer is not None and self.counting_optimizer() is optimizer:
+            self.has_counted = True
+            if self._step_is_counted:
+                self._step_is_counted = False
                 return
-            self._after()
+            self._after_step()
 
 
 def weights_in(optimizer: Any) -> set[int]:
@@ -115,7 +121,7 @@ def weights_in(optimizer: Any) -> set[int]:
 
 def steps_taken(optimizers: Iterable[Any]) -> int:
     """Return the number of steps that optimizers have taken, from their state (as in Adam); 0 if not stored."""
-    states = (state for optimizer in optimizers for state in _plain(optimizer).state.values())
+    states = (state for optimizer in optimizers for state in _unwrap_optimizer(optimizer).state.values())
     return max((int(state["step"]) for state in states if "step" in state), default=0)
 
 
@@ -141,9 +147,9 @@ def scaler_on_stack() -> Any:
     return None
 
 
-def _plain(optimizer: Any) -> Any:
+def _unwrap_optimizer(optimizer: Any) -> Any:
     """Return the torch optimizer inside the wrappers of Lightning and Accelerate."""
-    given = type(optimizer).__name__
+    type_name = type(optimizer).__name__
     for _ in range(_WRAPPERS):
         if isinstance(optimizer, torch.optim.Optimizer) and type(optimizer).__name__ != "AcceleratedOptimizer":
             return optimizer
@@ -152,7 +158,7 @@ def _plain(optimizer: Any) -> Any:
         optimizer = optimizer.optimizer
     raise InputError(
         "optimizer= contains an object that is not an optimizer.",
-        got=given,
+        got=type_name,
         expected="a torch.optim.Optimizer, a list of them, or None to find them as they step",
         hint="in a loop without an optimizer call watch.step()",
     )
@@ -161,7 +167,7 @@ def _plain(optimizer: Any) -> Any:
 NO_STEP = "no optimizer with weights of the model has stepped; call watch.step() in loops without an optimizer"
 
 
-def why_not_captured(capture: TrainingCapture) -> str:
+def uncaptured_reason(capture: TrainingCapture) -> str:
     """Return the reason why no gradient of a recurrent layer was captured in a batch that was due."""
     names = ", ".join(path for path, _ in capture.modules)
     if capture.differentiates_gradients:
@@ -190,12 +196,12 @@ class NonfiniteCheck:
         model: nn.Module,
         loss: Callable[..., Any] | str | None,
         incidents: Incidents,
-        own_loss: Callable[..., Any] | None = None,
+        model_loss: Callable[..., Any] | None = None,
     ) -> None:
-        self._model, self._loss, self._own_loss, self.incidents = model, loss, own_loss, incidents
+        self._model, self._loss, self._model_loss, self.incidents = model, loss, model_loss, incidents
         self._input: Any = None
         # Without the input after a failure, the report lacks it.
-        hook = ModuleHook(model, hook_in_this_thread(self._remember), failed=lambda error: None)
+        hook = ModuleHook(model, hook_in_this_thread(self._store_input), failed=lambda error: None)
         self._handle = model.register_forward_pre_hook(hook, with_kwargs=True)
 
     def remove(self) -> None:
@@ -203,7 +209,7 @@ class NonfiniteCheck:
         self._handle.remove()
         self._input = None
 
-    def _remember(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _store_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if module.training:
             self._input = None  # remains None if the signature of forward cannot be read
             if kwargs:
@@ -216,33 +222,33 @@ class NonfiniteCheck:
         """True until an incident was written."""
         return self.incidents.written_path is None
 
-    def check(self, when: Mapping[str, Any], reported: Any, target: Any) -> None:
+    def check(self, step_info: Mapping[str, Any], reported_input: Any, target: Any) -> None:
         """Test loss and gradients before the weights change; write the batch if one is not finite."""
         if not self.is_active:
             return
-        x, self._input = reported if self._input is None else self._input, None
-        if is_finite(when.get("loss")) and self._gradients_are_finite():
+        x, self._input = reported_input if self._input is None else self._input, None
+        if is_finite(step_info.get("loss")) and self._gradients_are_finite():
             return
         weights = {name: value.detach().cpu() for name, value in self._model.state_dict().items()}
-        found = told(lambda: self._sentence(x, target))
-        self.incidents.report(Batch(x, target), weights, {**when, "found": found})
+        sentence = text_or_error(lambda: self._origin_sentence(x, target))
+        self.incidents.report(Batch(x, target), weights, {**step_info, "found": sentence})
 
     def _gradients_are_finite(self) -> bool:
         """Return whether all gradients are finite. Their sum is tested first, with one device synchronisation."""
-        grads = [entries(p.grad.detach()) for p in self._model.parameters() if p.grad is not None]
-        sums = [grad.float().sum() for grad in grads]
-        whole = torch.stack([s.to(sums[0].device) for s in sums]).sum() if sums else torch.zeros(())
-        if bool(torch.isfinite(whole)):
+        gradients = [entries(p.grad.detach()) for p in self._model.parameters() if p.grad is not None]
+        sums = [gradient.float().sum() for gradient in gradients]
+        total = torch.stack([partial_sum.to(sums[0].device) for partial_sum in sums]).sum() if sums else torch.zeros(())
+        if bool(torch.isfinite(total)):
             return True
         # The sum may overflow although all gradients are finite.
-        return all(bool(torch.isfinite(grad).all()) for grad in grads)
+        return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
 
-    def _sentence(self, x: Any, target: Any) -> str:
+    def _origin_sentence(self, x: Any, target: Any) -> str:
         adapter_for(self._model)
         if x is None:
             return "the model itself was not called, so its input was not recorded"
-        loss = self._own_loss if target is None else self._loss
-        found = find_nonfinite(self._model, x, None if loss is None else target, loss=loss, training=True)
-        if not found and loss is None:
+        loss = self._model_loss if target is None else self._loss
+        nonfinite = find_nonfinite(self._model, x, None if loss is None else target, loss=loss, training=True)
+        if not nonfinite and loss is None:
             return "in the loss or after it: set watch.target and pass loss= to the watch to locate it"
-        return found.sentence
+        return nonfinite.sentence

@@ -16,9 +16,9 @@ from ..loggers import event_folder, sinks
 from ..recorder import Recorder
 from ..records import Probe, TrainingRecord
 from ..store import Store
-from ..watch_arguments import as_tuple, refuse_unknown_layers
-from .plan import WatchPlan, plain_model, rank_and_world
-from .steps import NO_STEP, NonfiniteCheck, Steps, scaler_on_stack, steps_taken, why_not_captured
+from ..watch_arguments import names_tuple, refuse_unknown_layers
+from .plan import WatchPlan, inner_module, rank_and_world
+from .steps import NO_STEP, NonfiniteCheck, Steps, scaler_on_stack, steps_taken, uncaptured_reason
 from .watched_batch import WatchedBatch, record_of
 
 
@@ -35,38 +35,38 @@ class TorchWatch:
         Target of the current batch; a loop sets it to have it in the report of ``on_nonfinite=``.
     """
 
-    def __init__(self, model: Any, plan: WatchPlan, own_loss: Callable[..., Any] | None = None) -> None:
-        self.model, self.plan, self._own_loss = plain_model(model), plan, own_loss
+    def __init__(self, model: Any, plan: WatchPlan, model_loss: Callable[..., Any] | None = None) -> None:
+        self.model, self.plan, self._model_loss = inner_module(model), plan, model_loss
         self.latest: WatchedBatch | None = None
         self._loss: Any = None
-        self.steps = self._begun = 0
+        self.steps = self._start_step = 0
         self._epoch = 0
-        self._open = False
-        self._failed = False  # True if the capture of this step's batch failed
-        self._taken: int | None = None  # number of the backward pass captured for the next step
+        self._is_open = False
+        self._has_failed = False  # True if the capture of this step's batch failed
+        self._captured_pass: int | None = None  # number of the backward pass captured for the next step
         self._capture: TrainingCapture | None = None
         self._steps: Steps | None = None
         self._store: Store | None = None
         self._nonfinite: NonfiniteCheck | None = None
-        self.fed: Any = None
+        self.model_input: Any = None
         self.target: Any = None
 
     # ---- the block
 
     def __enter__(self) -> Self:
-        if self._open:
+        if self._is_open:
             raise InputError("This watch is open already.", hint="one with block at a time")
         refuse_unknown_layers(self.plan.layers, adapter_for(self.model), self.model)
         self.rank, self.world = rank_and_world()
-        scheduled = self.plan.batch_schedule if self.plan.probes.is_off else self.plan.probes
-        self._recorder = Recorder([], scheduled, rank=self.rank, alerts=Alerts(stop_on=self.plan.stop_on))
-        self._open = True
+        schedule = self.plan.batch_schedule if self.plan.probe_schedule.is_off else self.plan.probe_schedule
+        self._recorder = Recorder([], schedule, rank=self.rank, alerts=Alerts(stop_on=self.plan.stop_on))
+        self._is_open = True
         try:
             if not self.plan.is_off:
                 self._begin()
         except BaseException as error:
-            self._open = False
-            self._unhook()
+            self._is_open = False
+            self._remove_hooks()
             self._recorder.abort(type(error).__name__)
             raise
         return self
@@ -76,15 +76,15 @@ class TorchWatch:
 
     def close(self, reason: str = "finished") -> None:
         """End the watch: remove every hook, and write all records to disk. A second call does nothing."""
-        if not self._open:
+        if not self._is_open:
             return
         if reason in ("finished", "stopped"):
             self._end_epoch()
-        self._open = False
-        self._unhook()
-        if self.steps == self._begun:
+        self._is_open = False
+        self._remove_hooks()
+        if self.steps == self._start_step:
             self._recorder.count_missed(NO_STEP)
-        self._recorder.close(reason, steps=self.steps - self._begun)
+        self._recorder.close(reason, steps=self.steps - self._start_step)
 
     def fail(self, reason: str) -> None:
         """End the watch after an error, without warnings about missing records."""
@@ -95,25 +95,27 @@ class TorchWatch:
     def _begin(self) -> None:
         provenance = adapter_for(self.model).provenance(self.model)
         if self.rank == 0:
-            self._recorder.sinks = found = sinks(self.plan.loggers, event_folder(self.plan.path))
+            self._recorder.sinks = sink_list = sinks(self.plan.loggers, event_folder(self.plan.path))
             if self.plan.path is not None:
                 resume, points = self.plan.resume, self.plan.points
                 self._store = Store(self.plan.path, resume=resume, points=points, provenance=provenance)
-                found.insert(0, self._store)
-        self.steps = self._begun = self._trained_before()
+                sink_list.insert(0, self._store)
+        self.steps = self._start_step = self._steps_before()
         self._recorder.start(self.steps)
         if not self.plan.batch_schedule.is_off:
             self._start_capture()
         if self.plan.on_nonfinite is not None and self._recorder.writes:
             incidents = Incidents(self.plan.path, provenance)
-            self._nonfinite = NonfiniteCheck(self.model, self.plan.loss, incidents, self._own_loss)
+            self._nonfinite = NonfiniteCheck(self.model, self.plan.loss, incidents, self._model_loss)
         recurrent = () if self._capture is None else self._capture.weights.slots
-        self._steps = Steps(self.model, recurrent, self.plan.optimizers, before=self._step_begins, after=self._stepped)
+        self._steps = Steps(
+            self.model, recurrent, self.plan.optimizers, before_step=self._before_step, after_step=self._after_step
+        )
         if self._store is None or self._store.last_step_of("probe") != self.steps:
             self._record_probe_if_due()
         self._prepare()
 
-    def _trained_before(self) -> int:
+    def _steps_before(self) -> int:
         """Return how many batches were trained before: the number given, else that of the optimizers, else of the run.
 
         Records of later steps, whose weights no longer exist, are dropped.
@@ -122,12 +124,12 @@ class TorchWatch:
             if self._store is not None:
                 self._store.cut(self.plan.step)
             return self.plan.step
-        taken = steps_taken(self.plan.optimizers)
-        return taken if self._store is None else self._store.resume_step(taken)
+        step_count = steps_taken(self.plan.optimizers)
+        return step_count if self._store is None else self._store.resume_step(step_count)
 
     def _start_capture(self) -> None:
         self._capture = TrainingCapture(
-            self.model, self.plan.layers, whole=not self.plan.only_direct, failed=self._capture_failed
+            self.model, self.plan.layers, whole=not self.plan.is_only_direct, failed=self._note_capture_failure
         )
         if not self._capture.modules:
             raise UnsupportedError(
@@ -137,10 +139,10 @@ class TorchWatch:
                 hint="a probe records every layer: rl.torch.watch(model, path, probe=(x, y), loss=loss)",
             )
 
-    def _unhook(self) -> None:
-        for part in (self._capture, self._steps, self._nonfinite):
-            if part is not None:
-                part.remove()
+    def _remove_hooks(self) -> None:
+        for hooks in (self._capture, self._steps, self._nonfinite):
+            if hooks is not None:
+                hooks.remove()
 
     # ---- called by the training loop
 
@@ -201,16 +203,16 @@ class TorchWatch:
         self._prepare()
 
     def _end_epoch(self) -> None:
-        if not self._open:
+        if not self._is_open:
             return
         latest = self._recorder.latest
         is_recorded = latest is not None and latest.kind == "probe" and latest.step == self.steps
-        if not is_recorded and self.steps > self._begun and self.plan.probes.is_due_after(self._epoch):
+        if not is_recorded and self.steps > self._start_step and self.plan.probe_schedule.is_due_after(self._epoch):
             self._record_probe()
 
     def counted(self, steps: int) -> None:
         """Set the number of steps that a trainer has counted, including those without an optimizer step."""
-        if self._open and steps != self.steps:
+        if self._is_open and steps != self.steps:
             self.steps = steps
             self._record_probe_if_due()
             self._prepare()
@@ -221,8 +223,8 @@ class TorchWatch:
         With a loss scale the gradients are not yet unscaled; they are then captured when the optimizer steps.
         """
         if self.plan.scaler is None and self._capture is not None and self._capture.on and self._capture.calls:
-            self._taken = None
-            self._take_once()
+            self._captured_pass = None
+            self._capture_once()
 
     def check_finite(self) -> None:
         """Test loss and gradients after the backward pass and before the weights change; called by trainers.
@@ -230,14 +232,14 @@ class TorchWatch:
         A batch that is not finite is written if ``on_nonfinite=`` is set.
         """
         if self._nonfinite is not None:
-            when = {"step": self.steps + 1, "epoch": self._epoch, "loss": _number(self.loss)}
+            step_info = {"step": self.steps + 1, "epoch": self._epoch, "loss": _as_float(self.loss)}
             try:
-                self._nonfinite.check(when, self.fed, self.target)
+                self._nonfinite.check(step_info, self.model_input, self.target)
             except Exception as error:
                 self._nonfinite.remove()
                 self._nonfinite = None
-                what = f"Step {self.steps + 1} is not finite, and its incident could not be saved; training goes on."
-                warnings.warn(message(what, got=f"{type(error).__name__}: {error}"), TrackingWarning, stacklevel=2)
+                problem = f"Step {self.steps + 1} is not finite, and its incident could not be saved; training goes on."
+                warnings.warn(message(problem, got=f"{type(error).__name__}: {error}"), TrackingWarning, stacklevel=2)
 
     def step(self, loss: Any = None) -> None:
         """Count one step of a loop without a torch optimizer; not needed with one.
@@ -254,13 +256,13 @@ class TorchWatch:
         """
         if self._steps is None:
             return
-        if self._steps.counted:
+        if self._steps.has_counted:
             raise InputError(
                 "watch.step() counts a step that optimizer.step() has already counted.",
                 hint="leave it out; watch.loss = loss before optimizer.step() records the loss",
             )
         self.loss = loss
-        self._stepped()
+        self._after_step()
 
     # ---- called by the hooks
 
@@ -268,34 +270,34 @@ class TorchWatch:
         """Switch the capture of the next batch on or off, according to the schedule."""
         if self._capture is not None:
             schedule = self.plan.batch_schedule
-            self._capture.on = self._open and self._recorder.is_due_by(schedule, self.steps + 1, self._epoch)
+            self._capture.on = self._is_open and self._recorder.is_due_by(schedule, self.steps + 1, self._epoch)
 
-    def _step_begins(self, optimizer: Any, applied_scale: float) -> None:
+    def _before_step(self, optimizer: Any, applied_scale: float) -> None:
         # A closure runs the batch within the step, so there are no gradients to test yet.
         if self._steps is None or not self._steps.runs_batch:
             self.check_finite()
-        self._take_once(applied_scale)
+        self._capture_once(applied_scale)
 
-    def _take_once(self, applied_scale: float = 1.0) -> None:
+    def _capture_once(self, applied_scale: float = 1.0) -> None:
         """Capture the batch of the last backward pass, unless it was captured already.
 
         After a failure there is no record.
         """
         capture = self._capture
-        if capture is None or not capture.on or not capture.calls or self._taken == capture.backward:
+        if capture is None or not capture.on or not capture.calls or self._captured_pass == capture.backward:
             return
         if not capture.differentiates_gradients:
             try:
-                self._take(capture, applied_scale)
+                self._build_batch(capture, applied_scale)
             except Exception as error:
-                self._capture_failed(error)
+                self._note_capture_failure(error)
 
-    def _capture_failed(self, error: Exception) -> None:
+    def _note_capture_failure(self, error: Exception) -> None:
         """Note that the batch of this step is missing because its capture failed."""
-        self._failed = True
+        self._has_failed = True
         self._recorder.fail_record(self.steps + 1, error, "batch")
 
-    def _take(self, capture: TrainingCapture, applied_scale: float) -> None:
+    def _build_batch(self, capture: TrainingCapture, applied_scale: float) -> None:
         """Build the batch of the last backward pass, with the gradients passed to the optimizer."""
         scaler = self.plan.scaler or scaler_on_stack()
         scale = 1.0 if scaler is None else float(scaler.get_scale())
@@ -307,12 +309,12 @@ class TorchWatch:
             step=self.steps + 1,
             scale=scale,
             passes=capture.passes,
-            notes=[*self._standing(capture), *notes],
+            notes=[*self._standing_notes(capture), *notes],
         )
-        batch.loss, batch.epoch = _number(self.loss), self._epoch
-        self.latest, self._taken = batch, capture.backward
+        batch.loss, batch.epoch = _as_float(self.loss), self._epoch
+        self.latest, self._captured_pass = batch, capture.backward
 
-    def _standing(self, capture: TrainingCapture) -> list[str]:
+    def _standing_notes(self, capture: TrainingCapture) -> list[str]:
         notes = []
         if self.world > 1:
             notes.append(
@@ -324,7 +326,7 @@ class TorchWatch:
             notes.append(
                 f"Not recorded in batch mode, since not layers of torch itself: {cells}. A probe records them."
             )
-        if self._taken not in (None, capture.backward):
+        if self._captured_pass not in (None, capture.backward):
             notes.append(
                 "Another optimizer stepped in between, after a backward pass of its own, "
                 "which is not recorded; optimizer= selects the optimizer to follow."
@@ -333,30 +335,30 @@ class TorchWatch:
             notes.append("Weight gradients were not zeroed before the step, so they include earlier steps.")
         return notes
 
-    def _stepped(self) -> None:
+    def _after_step(self) -> None:
         """Count a step, after the weights changed, and write the records that are due."""
-        if not self._open:
+        if not self._is_open:
             return
-        captures = self.captures
-        self._take_once()  # where a closure ran the batch within the step
+        was_capturing = self.captures
+        self._capture_once()  # where a closure ran the batch within the step
         self.steps += 1
-        if captures:
+        if was_capturing:
             self._record_batch()
         self._record_probe_if_due()
-        self.loss, self._taken, self._failed = None, None, False
+        self.loss, self._captured_pass, self._has_failed = None, None, False
         self._prepare()
 
     # ---- records
 
     def _record_batch(self) -> None:
         assert self._capture is not None
-        batch = self.latest if self._taken is not None and not self._failed else None
-        if self._failed:
+        batch = self.latest if self._captured_pass is not None and not self._has_failed else None
+        if self._has_failed:
             pass  # a gap already
         elif batch is None:
-            self._recorder.count_missed(why_not_captured(self._capture))
+            self._recorder.count_missed(uncaptured_reason(self._capture))
         elif self._recorder.writes and self._recorder.sinks:
-            batch.moved = None if self._steps is None else self._steps.moved
+            batch.counted_weights = None if self._steps is None else self._steps.counted_weights
             self._recorder.record(self.steps, lambda: record_of(batch, self.plan), source="batch")
         else:
             self._recorder.count_examined()
@@ -365,15 +367,19 @@ class TorchWatch:
             self.plan.on_batch(batch)
 
     def _record_probe_if_due(self) -> None:
-        if not self.plan.probes.is_off and self._recorder.is_due_by(self.plan.probes, self.steps, self._epoch):
+        if not self.plan.probe_schedule.is_off and self._recorder.is_due_by(
+            self.plan.probe_schedule, self.steps, self._epoch
+        ):
             self._record_probe()
 
     def _record_probe(self) -> None:
         if self._recorder.writes:
             x, y, weight = (*(self.plan.probe or ()), None, None)[:3]
-            probe = Probe(x, y, weight, as_tuple(self.plan.layers), tuple(self.plan.keep), self.plan.loss)
-            before = self.steps == self._begun
-            self._recorder.record(self.steps, lambda: probe.record(self.model, self.steps, self._epoch), before_training=before)
+            probe = Probe(x, y, weight, names_tuple(self.plan.layers), tuple(self.plan.keep), self.plan.loss)
+            before_training = self.steps == self._start_step
+            self._recorder.record(
+                self.steps, lambda: probe.record(self.model, self.steps, self._epoch), before_training=before_training
+            )
 
 
 class TrainerEvents:
@@ -393,7 +399,7 @@ class TrainerEvents:
         return [] if self.watch is None else self.watch.gaps
 
 
-def _number(loss: Any) -> float | None:
+def _as_float(loss: Any) -> float | None:
     return None if loss is None else float(loss.detach() if hasattr(loss, "detach") else loss)
 
 

@@ -49,7 +49,7 @@ class WatchedBatch(Batch):
         self,
         model: Any,
         calls: Sequence[TrainingCall],
-        weights: WeightGradients,
+        weight_gradients: WeightGradients,
         *,
         step: int,
         scale: float = 1.0,
@@ -58,11 +58,11 @@ class WatchedBatch(Batch):
     ) -> None:
         self._model = model
         self._calls = calls
-        self._gradients = weights
+        self._gradients = weight_gradients
         self.step, self.scale, self.passes = step, scale, passes
         self.loss: float | None = None
         self.epoch = 0
-        self.moved: frozenset[int] | None = None
+        self.counted_weights: frozenset[int] | None = None
         self.notes = [*notes]
         if passes > 1:
             self.notes.append(
@@ -77,11 +77,11 @@ class WatchedBatch(Batch):
     @cached_property
     def direct(self) -> Trace:
         """Outputs and direct gradients captured in the training step, as a trace."""
-        adapter, wanted = adapter_for(self._model), TraceSelection.of(None, DIRECT, True)
+        adapter, selection = adapter_for(self._model), TraceSelection.of(None, DIRECT, True)
         provenance = adapter.provenance(self._model)
-        described = {info.name: info for info in adapter.describe(self._model)}
+        infos = {info.name: info for info in adapter.describe(self._model)}
         capture = Capture(direct_calls(self._calls, self.scale))
-        datasets, _ = recurrent_datasets(described, capture, wanted, provenance, None)
+        datasets, _ = recurrent_datasets(infos, capture, selection, provenance, None)
         return Trace(datasets, loss=self.loss, quantities=sorted(DIRECT), provenance=provenance, notes=self.notes)
 
     @property
@@ -104,16 +104,18 @@ class WatchedBatch(Batch):
         self, *, layers: str | Iterable[str] | None = None, quantities: str | Iterable[str] | None = None
     ) -> Trace:
         """Return a trace like :attr:`trace`, restricted to some layers and quantities."""
-        again = CallReplay(self._calls, self.scale)
+        replay = CallReplay(self._calls, self.scale)
         with options(certify="never"):
-            found = trace(again, np.zeros((1, 1)), loss=again.loss, training=True, layers=layers, quantities=quantities)
+            replayed_trace = trace(
+                replay, np.zeros((1, 1)), loss=replay.loss, training=True, layers=layers, quantities=quantities
+            )
         return Trace(
-            {name: found.dataset(name) for name in found},
+            {name: replayed_trace.dataset(name) for name in replayed_trace},
             loss=self.loss,
-            quantities=found.quantities,
+            quantities=replayed_trace.quantities,
             provenance=adapter_for(self._model).provenance(self._model),
-            notes=[*found.notes, *self.notes],
-            checks=[*found.checks, Check("training step", "all layers", again.deviation, again.allowed)],
+            notes=[*replayed_trace.notes, *self.notes],
+            checks=[*replayed_trace.checks, Check("training step", "all layers", replay.deviation, replay.allowed)],
         )
 
     @cached_property
@@ -125,16 +127,16 @@ class WatchedBatch(Batch):
         """
         adapter = adapter_for(self._model)
         provenance = adapter.provenance(self._model)
-        before = adapter.weights(CallReplay(self._calls))
-        labelled = {
-            name: label_cell({side: cell.weights() for side, cell in entry.cells.items()}, entry.cells)
-            for name, entry in before.items()
+        layers_before = adapter.weights(CallReplay(self._calls))
+        labelled_weights = {
+            name: label_cell({direction: cell.weights() for direction, cell in layer.cells.items()}, layer.cells)
+            for name, layer in layers_before.items()
         }
-        for which, suffix in (("own", "_grad"), ("accumulated", "_grad_accumulated"), ("applied", "_grad_applied")):
-            for name, by_direction in self._gradients.by_layer(which).items():
-                if name in labelled and set(by_direction) == set(before[name].cells):
-                    labelled[name] |= label_cell(by_direction, before[name].cells, suffix=suffix)
-        datasets = {name: weights_of_layer(name, variables, provenance) for name, variables in labelled.items()}
+        for stage, suffix in (("own", "_grad"), ("accumulated", "_grad_accumulated"), ("applied", "_grad_applied")):
+            for name, by_direction in self._gradients.by_layer(stage).items():
+                if name in labelled_weights and set(by_direction) == set(layers_before[name].cells):
+                    labelled_weights[name] |= label_cell(by_direction, layers_before[name].cells, suffix=suffix)
+        datasets = {name: weights_of_layer(name, variables, provenance) for name, variables in labelled_weights.items()}
         return Weights(datasets, loss=self.loss, provenance=provenance, notes=self.notes)
 
     @property
@@ -144,7 +146,7 @@ class WatchedBatch(Batch):
 
     def norms(self) -> dict[str, float]:
         """Return norms of the counting optimizer's weight gradients before and after clipping, by scalar."""
-        return self._gradients.norms(self.moved)
+        return self._gradients.norms(self.counted_weights)
 
     def weight_norms(self) -> dict[str, float]:
         """Return the norms of the recurrent weights before the update, by the name of a scalar."""
@@ -155,7 +157,7 @@ class WatchedBatch(Batch):
         return f"<rnnlens WatchedBatch> batch {self.step}, layers {layers}; .trace and .weights have the values"
 
 
-_WORDS = {
+_DIRECT_PROFILE_ATTRS = {
     "long_name": "direct gradient of the layer's output by step",
     "units": "loss",
     "definition": "RMS over units and samples of the gradient of the loss by y_t",
@@ -166,40 +168,44 @@ def record_of(batch: WatchedBatch, plan: WatchPlan) -> TrainingRecord:
     """Build the record of a batch from its captured quantities, and from a replay if more are needed."""
     scalars, layers = direct_profiles(batch.direct)
     notes = list(batch.notes)
-    if plan.only_direct:
+    if plan.is_only_direct:
         for name in layers:
-            layers[name] |= {key: batch.direct.dataset(name)[key] for key in plan.keep}
+            layers[name] |= {quantity: batch.direct.dataset(name)[quantity] for quantity in plan.keep}
     else:
         try:
-            replayed = batch.traced(layers=plan.layers, quantities=plan.recorded)
+            replayed = batch.traced(layers=plan.layers, quantities=plan.recorded_quantities)
         except UnsupportedError as error:  # captured quantities are recorded in any case
             notes.append(" ".join(str(error).split()))
         else:
-            more, profiles = summary(replayed, keep=tuple(plan.keep))
-            scalars |= {**more, **batch.weight_norms()}
-            layers = {name: {**layers.get(name, {}), **found} for name, found in profiles.items()}
+            replayed_scalars, replayed_profiles = summary(replayed, keep=tuple(plan.keep))
+            scalars |= {**replayed_scalars, **batch.weight_norms()}
+            layers = {
+                name: {**layers.get(name, {}), **layer_profiles} for name, layer_profiles in replayed_profiles.items()
+            }
     if batch.loss is not None:
         scalars = {"loss": batch.loss, **scalars}
     scalars |= {**batch.norms(), "backward_passes": float(batch.passes)}
     return TrainingRecord(batch.step, batch.epoch, "batch", scalars, layers, tuple(notes))
 
 
-def direct_profiles(found: Trace) -> tuple[dict[str, float], dict[str, dict[str, xr.DataArray]]]:
+def direct_profiles(direct_trace: Trace) -> tuple[dict[str, float], dict[str, dict[str, xr.DataArray]]]:
     """Return the RMS of direct gradients per layer as ``lstm/direct``, and per step as ``direct_profile``."""
     scalars: dict[str, float] = {}
     layers: dict[str, dict[str, xr.DataArray]] = {}
-    for name in found:
+    for name in direct_trace:
         layers[name] = {}
-        grad: Any = found.dataset(name).get("output_grad")
+        grad: Any = direct_trace.dataset(name).get("output_grad")
         if grad is None:
             continue
-        wide = grad.astype(np.float64)  # squares of float32 vanish below 1e-22
-        square: Any = (wide * wide).mean([dim for dim in (SAMPLE, UNIT) if dim in grad.dims])
-        sides = [None] if DIRECTION not in square.dims else [str(side) for side in square[DIRECTION].values]
-        for side in sides:
-            half = square if side is None else square.sel({DIRECTION: side})
-            prefix = name if side is None else f"{name}/{side}"
-            scalars[f"{prefix}/direct"] = float(np.sqrt(half.mean()))
+        grad_float64 = grad.astype(np.float64)  # squares of float32 vanish below 1e-22
+        mean_square: Any = (grad_float64 * grad_float64).mean([dim for dim in (SAMPLE, UNIT) if dim in grad.dims])
+        directions = (
+            [None] if DIRECTION not in mean_square.dims else [str(side) for side in mean_square[DIRECTION].values]
+        )
+        for direction in directions:
+            direction_square = mean_square if direction is None else mean_square.sel({DIRECTION: direction})
+            prefix = name if direction is None else f"{name}/{direction}"
+            scalars[f"{prefix}/direct"] = float(np.sqrt(direction_square.mean()))
         if TIME in grad.dims:
-            layers[name]["direct_profile"] = np.sqrt(square).assign_attrs(_WORDS)
+            layers[name]["direct_profile"] = np.sqrt(mean_square).assign_attrs(_DIRECT_PROFILE_ATTRS)
     return scalars, layers
