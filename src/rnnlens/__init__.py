@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 #: Public name -> module that defines it.
-_HOME = {
+_DEFINING_MODULES = {
     "compare": "rnnlens.diagnosis.compare",
     "diagnose": "rnnlens.diagnosis",
     "fixed_points": "rnnlens.diagnosis.dynamics",
@@ -35,7 +35,7 @@ _HOME = {
 }
 
 #: Public name of a module -> its import path.
-_ROOMS = {
+_SUBMODULES = {
     "cells": "rnnlens.recurrence.cells",
     "measures": "rnnlens.measures",
     "plot": "rnnlens.plot",
@@ -47,16 +47,16 @@ _ROOMS = {
     "testing": "rnnlens.testing",
 }
 
-__all__ = ["__version__", *sorted({**_HOME, **_ROOMS})]
+__all__ = ["__version__", *sorted({**_DEFINING_MODULES, **_SUBMODULES})]
 
 
 def __getattr__(name: str) -> Any:
     import importlib
 
-    if name in _ROOMS:
-        value: Any = importlib.import_module(_ROOMS[name])
-    elif name in _HOME:
-        value = getattr(importlib.import_module(_HOME[name]), name)
+    if name in _SUBMODULES:
+        value: Any = importlib.import_module(_SUBMODULES[name])
+    elif name in _DEFINING_MODULES:
+        value = getattr(importlib.import_module(_DEFINING_MODULES[name]), name)
     else:
         value = None if name.startswith("_") else _registry().namespace(name)
         if value is None:

@@ -38,9 +38,9 @@ _TRIM = 1 << 30
 #: Largest threshold that older versions of glibc accept.
 _LARGEST_MMAP = 1 << 25
 #: Environment variables with the number of threads of OpenMP, OpenBLAS and MKL, read when they are loaded.
-_OF_BLAS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-_fitted = threading.local()
-_kept: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
+_BLAS_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+_thread_state = threading.local()
+_cached_results: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 
 
 def fit_process() -> None:
@@ -51,7 +51,7 @@ def fit_process() -> None:
     of many arrays takes to compute; glibc's own threshold is set again.
     """
     threads = str(threads_of_worker())
-    os.environ |= dict.fromkeys(_OF_BLAS, threads)
+    os.environ |= dict.fromkeys(_BLAS_VARIABLES, threads)
     for name in ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"):
         os.environ.setdefault(name, threads)
     flags = os.environ.get("XLA_FLAGS", "")
@@ -66,8 +66,8 @@ def fit_process() -> None:
 
 def fit_thread() -> None:
     """Limit libraries that are imported already to the worker's threads; some of them keep a limit for each thread."""
-    if not hasattr(_fitted, "limits"):
-        _fitted.limits = threadpool_limits(threads_of_worker())
+    if not hasattr(_thread_state, "limits"):
+        _thread_state.limits = threadpool_limits(threads_of_worker())
         if "torch" in sys.modules:
             sys.modules["torch"].set_num_threads(threads_of_worker())
 
@@ -81,15 +81,15 @@ def threads_of_worker() -> int:
     return 1
 
 
-def kept(model: Any, token: str, make: Callable[[], T]) -> T:
-    """Return the result of ``make``, which is called once in this process for each model and ``token`` of a call."""
-    of_model = _kept.setdefault(model, {})
-    if token not in of_model:
-        if len(of_model) > 8:
-            of_model.clear()
-        of_model[token] = make()
-    found: T = of_model[token]
-    return found
+def kept(model: Any, token: str, compute: Callable[[], T]) -> T:
+    """Return the result of ``compute``, which is called once in this process for each model and ``token`` of a call."""
+    model_results = _cached_results.setdefault(model, {})
+    if token not in model_results:
+        if len(model_results) > 8:
+            model_results.clear()
+        model_results[token] = compute()
+    result: T = model_results[token]
+    return result
 
 
 @contextmanager
@@ -98,8 +98,8 @@ def naming_samples(rows: tuple[int, int]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        own = isinstance(error, RnnlensError) and type(error).__module__ == RnnlensError.__module__
-        raise (type(error) if own else UserCodeError)(failed_samples(rows, error)) from None
+        is_rnnlens_error = isinstance(error, RnnlensError) and type(error).__module__ == RnnlensError.__module__
+        raise (type(error) if is_rnnlens_error else UserCodeError)(failed_samples(rows, error)) from None
 
 
 def failed_samples(rows: tuple[int, int], error: Exception) -> str:
@@ -123,7 +123,7 @@ def client() -> Any:
     return None if distributed is None else distributed.client._get_global_client()
 
 
-def results_of(connected: Any, futures: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+def results_of(dask_client: Any, futures: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
     """Yield each Dask future when it finishes, with its result or exception; cancel the others at an interrupt.
 
     A lost scheduler ends all futures that are left with the error of the connection. The scheduler is told to
@@ -131,30 +131,30 @@ def results_of(connected: Any, futures: Sequence[Any]) -> Iterator[tuple[Any, An
     that.
     """
     distributed = importlib.import_module("distributed")
-    left = dict.fromkeys(futures)
+    pending = dict.fromkeys(futures)
     try:
-        for future in distributed.as_completed(futures, loop=connected.loop):
+        for future in distributed.as_completed(futures, loop=dask_client.loop):
             try:
-                found = future.result()
+                result = future.result()
             except Exception as error:
-                found = error.with_traceback(None)  # its frames would keep the futures, and Dask the failed tasks
-            del left[future]
-            yield future, found
+                result = error.with_traceback(None)  # its frames would keep the futures, and Dask the failed tasks
+            del pending[future]
+            yield future, result
     except (OSError, distributed.CancelledError) as error:
-        yield from ((future, error) for future in list(left))
-        left.clear()
+        yield from ((future, error) for future in list(pending))
+        pending.clear()
     finally:
-        if left:
-            connected.cancel(list(left))
+        if pending:
+            dask_client.cancel(list(pending))
         for future in futures:
             future.release()
-        connected.sync(asyncio.sleep, 0)  # releases wait in the client's event loop; what is sent later comes after
+        dask_client.sync(asyncio.sleep, 0)  # releases wait in the client's event loop; what is sent later comes after
 
 
 #: Number of models that a worker process keeps at once; a comparison of many models drops the least recently used.
-_KEPT = 4
+_MOST_MODELS = 4
 _models: OrderedDict[str, Any] = OrderedDict()
-_loading = threading.Lock()
+_models_lock = threading.Lock()
 
 
 class TravellingModel:
@@ -181,10 +181,10 @@ class TravellingModel:
     def get(self) -> Any:
         """Return the model: the user's own in its process, otherwise the one rebuilt and kept in this process."""
         if self._model is None:
-            return _rebuilt(self._key, self.pack(), self._home != (gethostname(), os.getpid()))
+            return _rebuilt_model(self._key, self.pack(), self._home != (gethostname(), os.getpid()))
         if self._digest(self._model) != self.digest:
-            what = "The model's weights changed after this lazy result was made, so it would mix two models."
-            raise ModelError(what, hint="make the lazy result again, or compute it before training goes on")
+            problem = "The model's weights changed after this lazy result was made, so it would mix two models."
+            raise ModelError(problem, hint="make the lazy result again, or compute it before training goes on")
         return self._model
 
     def __getstate__(self) -> dict[str, Any]:
@@ -227,7 +227,7 @@ def _keras_parts(model: Any, package: str) -> dict[str, Any]:
             model.save(path)
             archive = Path(path).read_bytes()
     except Exception as error:
-        raise _cannot_travel(type(model).__name__, error) from error
+        raise _serialisation_error(type(model).__name__, error) from error
     # Stateful recurrent layers that have a recorded state.
     stateful = [layer for layer in _layers(model) if getattr(layer, "stateful", False)]
     stateful = [layer for layer in stateful if getattr(layer, "states", None) and layer.states[0] is not None]
@@ -242,18 +242,18 @@ def _keras_parts(model: Any, package: str) -> dict[str, Any]:
 
 def _custom_objects(model: Any, package: str) -> dict[str, Any]:
     """Return the user's own classes and functions in a Keras model, by the name under which Keras looks them up."""
-    found: dict[str, Any] = {}
-    parts = [model, *_layers(model)]
-    cells = [cell for layer in parts if (cell := getattr(layer, "cell", None)) is not None]
-    parts += [inner for cell in cells for inner in (cell, *getattr(cell, "cells", []))]
-    for part in parts:
-        found |= {type(part).__name__: type(part)} if not type(part).__module__.startswith(package) else {}
-    given = getattr(model, "loss", None)
-    for part in given.values() if isinstance(given, Mapping) else given if isinstance(given, list) else [given]:
-        target = part if callable(part) and hasattr(part, "__name__") else type(part)
-        if part is not None and not isinstance(part, str) and not target.__module__.startswith(package):
-            found[target.__name__] = target
-    return found
+    custom_objects: dict[str, Any] = {}
+    model_parts = [model, *_layers(model)]
+    cells = [cell for layer in model_parts if (cell := getattr(layer, "cell", None)) is not None]
+    model_parts += [cell_part for cell in cells for cell_part in (cell, *getattr(cell, "cells", []))]
+    for part in model_parts:
+        custom_objects |= {type(part).__name__: type(part)} if not type(part).__module__.startswith(package) else {}
+    loss = getattr(model, "loss", None)
+    for part in loss.values() if isinstance(loss, Mapping) else loss if isinstance(loss, list) else [loss]:
+        definition = part if callable(part) and hasattr(part, "__name__") else type(part)
+        if part is not None and not isinstance(part, str) and not definition.__module__.startswith(package):
+            custom_objects[definition.__name__] = definition
+    return custom_objects
 
 
 def _layers(model: Any) -> list[Any]:
@@ -272,7 +272,7 @@ def dumps(value: Any) -> bytes:
             is_module = parametrized is not None and isinstance(part, sys.modules["torch"].nn.Module)
             if is_module and parametrized.is_parametrized(part):
                 kind = parametrized.type_before_parametrizations(part)
-                return _with_parametrizations, (kind, dict(kind.__getstate__(part)))
+                return _rebuild_parametrized, (kind, dict(kind.__getstate__(part)))
             return super().reducer_override(part)
 
     Pickler(stream).dump(value)
@@ -287,11 +287,11 @@ def dumps_parts(value: Any, parts: Any, name: str = "") -> bytes:
     try:
         return dumps(value)
     except Exception as error:
-        path, cause = blamed(parts, name)
-        raise _cannot_travel(path, cause or error) from error
+        path, part_error = unpicklable_part(parts, name)
+        raise _serialisation_error(path, part_error or error) from error
 
 
-def _with_parametrizations(kind: type, state: dict[str, Any]) -> Any:
+def _rebuild_parametrized(kind: type, state: dict[str, Any]) -> Any:
     """Rebuild a torch module with parametrizations, which torch itself refuses to pickle."""
     parametrize: Any = importlib.import_module("torch.nn.utils.parametrize")
     module: Any = object.__new__(kind)
@@ -304,19 +304,19 @@ def _with_parametrizations(kind: type, state: dict[str, Any]) -> Any:
     return module
 
 
-def blamed(value: Any, path: str = "", depth: int = 6) -> tuple[str, Exception | None]:
+def unpicklable_part(value: Any, path: str = "", depth: int = 6) -> tuple[str, Exception | None]:
     """Return the dotted path of the innermost part of a value that cannot be pickled, and the error it raises."""
     path = path or type(value).__name__
-    for name, part in _parts(value) if depth else ():
+    for name, part in _named_parts(value) if depth else ():
         try:
             dumps(part)
         except Exception as error:
-            inner, cause = blamed(part, f"{path}.{name}", depth - 1)
-            return inner, cause or error
+            inner_path, inner_error = unpicklable_part(part, f"{path}.{name}", depth - 1)
+            return inner_path, inner_error or error
     return path, None
 
 
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+def _named_parts(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield name and value of each part of a module, a mapping, a list or any object with attributes."""
     if isinstance(value, Mapping):
         yield from ((str(name), part) for name, part in value.items())
@@ -330,7 +330,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
                 yield name, part
 
 
-def _cannot_travel(path: str, error: Exception) -> UnsupportedError:
+def _serialisation_error(path: str, error: Exception) -> UnsupportedError:
     reason = next(iter(str(error).strip().splitlines()), "")
     return UnsupportedError(
         f"Not everything can be sent to workers: {path} cannot be serialised.",
@@ -340,17 +340,17 @@ def _cannot_travel(path: str, error: Exception) -> UnsupportedError:
     )
 
 
-def _rebuilt(key: str, data: bytes, elsewhere: bool) -> Any:
+def _rebuilt_model(key: str, data: bytes, is_other_process: bool) -> Any:
     """Return the model of these bytes, rebuilt at its first use in this process; ``key`` is the hash of the bytes."""
-    with _loading:
+    with _models_lock:
         if key not in _models:
-            if elsewhere:
+            if is_other_process:
                 fit_process()
             _models[key] = unpacked(data)
-            while len(_models) > _KEPT:
+            while len(_models) > _MOST_MODELS:
                 _models.popitem(last=False)
         _models.move_to_end(key)
-        if elsewhere:
+        if is_other_process:
             fit_thread()
         return _models[key]
 
@@ -391,11 +391,11 @@ def propose_backend(backend: str | None) -> None:
 def use_backend(backend: str) -> None:
     """Choose Keras' engine in this process, or raise if another one was chosen before."""
     propose_backend(backend)
-    there = importlib.import_module("keras").backend.backend()
-    if there != backend:
+    current_backend = importlib.import_module("keras").backend.backend()
+    if current_backend != backend:
         raise ModelError(
             "This worker runs Keras on another engine than the client.",
-            got=there,
+            got=current_backend,
             expected=backend,
             hint=f"start the workers with KERAS_BACKEND={backend}",
         )

@@ -68,7 +68,7 @@ def batches(
     if batch_size is not None and batch_size < 1:
         raise InputError("The batch size must be positive.", got=f"batch_size={batch_size}")
     if not is_source(x):
-        yield from _slices(DataBatch(x, y, sample_weight), batch_size, layouts)
+        yield from _batches_of_arrays(DataBatch(x, y, sample_weight), batch_size, layouts)
         return
     if y is not None or sample_weight is not None:
         raise InputError(
@@ -77,11 +77,11 @@ def batches(
             expected="batches of x, (x, y) or (x, y, sample_weight)",
             hint="zip y into the data set: batches of (x, y)",
         )
-    empty = True
-    for element in _elements(x, batch_size):
-        empty = False
+    is_empty = True
+    for element in _source_elements(x, batch_size):
+        is_empty = False
         yield _as_batch(element, as_numpy)
-    if empty:
+    if is_empty:
         raise InputError(
             "The data set is empty.",
             got=f"a {type(x).__name__} without batches",
@@ -99,7 +99,7 @@ def count_batches(x: Any, batch_size: int | None = None, layouts: DataLayouts | 
     """Return how many batches :func:`batches` yields; None if that is unknown before reading."""
     if not is_source(x):
         size = batch_size or _natural_size(x, layouts)
-        return -(-len_of(x, _layouts(layouts, "x")) // size)
+        return -(-len_of(x, _layouts_of(layouts, "x")) // size)
     if is_dataset(x):
         count = int(x.cardinality()) if batch_size is None else -1
         return count if count >= 0 else None
@@ -131,7 +131,7 @@ def take(tree: Any, start: int, stop: int) -> Any:
     """Return samples ``start:stop`` of an array or nested arrays, repeating an array of one sample; None stays None."""
 
     def cut(leaf: Any) -> Any:
-        if _length(leaf) == 1:
+        if _sample_count(leaf) == 1:
             return tensors.repeated(leaf, stop - start)
         return leaf[start:stop]
 
@@ -140,21 +140,21 @@ def take(tree: Any, start: int, stop: int) -> Any:
 
 def join(trees: Sequence[Any], layouts: Sequence[Layout | None] | None = None) -> Any:
     """Concatenate several batches along their samples: arrays, or tuples, lists and dicts of arrays."""
-    each = iter(layouts if layouts is not None else [None] * len(leaves_of(trees[0])))
-    rest = [iter(leaves_of(tree)) for tree in trees[1:]]
+    leaf_layouts = iter(layouts if layouts is not None else [None] * len(leaves_of(trees[0])))
+    other_leaves = [iter(leaves_of(tree)) for tree in trees[1:]]
 
-    def one(leaf: Any) -> Any:
-        layout, parts = next(each), [leaf, *map(next, rest)]
+    def join_leaf(leaf: Any) -> Any:
+        layout, parts = next(leaf_layouts), [leaf, *map(next, other_leaves)]
         axis = 0 if layout is None or layout.sample is None else layout.sample
         return tensors.join(parts, axis)
 
-    return map_leaves(one, trees[0])
+    return map_leaves(join_leaf, trees[0])
 
 
 def size_of(leaf: Any, layout: Layout | None) -> int:
     """Return the number of samples of one array: without a layout on its first axis, or its packed batch size."""
     if layout is None or layout.sample is None or is_packed(leaf):
-        return _length(leaf)
+        return _sample_count(leaf)
     axis = next(i for i, names in enumerate(layout.axes) if layout.names[layout.sample] in names)
     size = _shape(leaf)[axis]
     if len(layout.axes[axis]) > 1:
@@ -188,12 +188,12 @@ def _packed_samples(packed: Any, start: int, stop: int) -> Any:
     return rnn.pack_padded_sequence(filled[start:stop], lengths[start:stop], batch_first=True, enforce_sorted=False)
 
 
-def _layouts(layouts: DataLayouts | None, name: str) -> Sequence[Layout | None] | None:
+def _layouts_of(layouts: DataLayouts | None, name: str) -> Sequence[Layout | None] | None:
     return None if layouts is None else layouts[name]
 
 
-def _slices(data: DataBatch, batch_size: int | None, layouts: DataLayouts | None) -> Iterator[DataBatch]:
-    count = len_of(data.x, _layouts(layouts, "x"))
+def _batches_of_arrays(data: DataBatch, batch_size: int | None, layouts: DataLayouts | None) -> Iterator[DataBatch]:
+    count = len_of(data.x, _layouts_of(layouts, "x"))
     if layouts is None:
         _check_lengths(data)
     size = batch_size or _natural_size(data.x, layouts)
@@ -203,7 +203,9 @@ def _slices(data: DataBatch, batch_size: int | None, layouts: DataLayouts | None
         return
     for start in range(0, count, size):
         stop = min(start + size, count)
-        yield DataBatch(*(piece(getattr(data, name), _layouts(layouts, name), start, stop, count) for name in _PARTS))
+        yield DataBatch(
+            *(piece(getattr(data, name), _layouts_of(layouts, name), start, stop, count) for name in _PARTS)
+        )
 
 
 _PARTS = ("x", "y", "sample_weight")
@@ -213,8 +215,8 @@ def piece(tree: Any, layouts: Sequence[Layout | None] | None, start: int, stop: 
     """Return samples ``start:stop`` of every array in a tree of ``count`` samples; None stays None."""
     if tree is None:
         return None
-    each = iter(layouts if layouts is not None else [None] * len(leaves_of(tree)))
-    return map_leaves(lambda leaf: samples_of(leaf, next(each), start, stop, count), tree)
+    leaf_layouts = iter(layouts if layouts is not None else [None] * len(leaves_of(tree)))
+    return map_leaves(lambda leaf: samples_of(leaf, next(leaf_layouts), start, stop, count), tree)
 
 
 def _check_lengths(data: DataBatch) -> None:
@@ -232,13 +234,13 @@ def _check_lengths(data: DataBatch) -> None:
 
 def _natural_size(x: Any, layouts: DataLayouts | None = None) -> int:
     """Return the default batch size: the chunk length of a lazily read array, else the number of samples."""
-    for leaf, layout in zip(leaves_of(x), _layouts(layouts, "x") or [None] * len(leaves_of(x)), strict=True):
+    for leaf, layout in zip(leaves_of(x), _layouts_of(layouts, "x") or [None] * len(leaves_of(x)), strict=True):
         if _is_lazy(leaf):
             return int(leaf.chunks[0 if layout is None or layout.sample is None else layout.sample])
-    return len_of(x, _layouts(layouts, "x"))
+    return len_of(x, _layouts_of(layouts, "x"))
 
 
-def _elements(x: Any, batch_size: int | None) -> Iterator[Any]:
+def _source_elements(x: Any, batch_size: int | None) -> Iterator[Any]:
     """Yield the elements of a source; an exception of the user's source becomes a UserCodeError."""
     if batch_size is not None and not is_dataset(x):
         raise InputError(
@@ -246,14 +248,14 @@ def _elements(x: Any, batch_size: int | None) -> Iterator[Any]:
             got=f"batch_size={batch_size}",
             hint="set the batch size when creating the data set",
         )
-    whose, end = f"Your data set, a {type(x).__name__},", object()
-    with raised_by(whose):
+    source_name, sentinel = f"Your data set, a {type(x).__name__},", object()
+    with raised_by(source_name):
         source = x if batch_size is None else x.rebatch(batch_size)
         elements = (x[i] for i in range(len(x))) if is_sequence(x) else iter(source)
     while True:
-        with raised_by(whose):
-            element = next(elements, end)
-        if element is end:
+        with raised_by(source_name):
+            element = next(elements, sentinel)
+        if element is sentinel:
             return
         yield element
 
@@ -271,11 +273,11 @@ def _as_batch(element: Any, as_numpy: bool) -> DataBatch:
     leaves = [leaf for part in parts for leaf in leaves_of(part)]
     # Tensors of TensorFlow are always converted, for other engines of Keras.
     if as_numpy or any(tensors.engine_of(leaf) == "tensorflow" for leaf in leaves):
-        parts = tuple(None if part is None else map_leaves(_numpy, part) for part in parts)
+        parts = tuple(None if part is None else map_leaves(_leaf_to_numpy, part) for part in parts)
     return DataBatch(*parts)
 
 
-def _numpy(leaf: Any) -> Any:
+def _leaf_to_numpy(leaf: Any) -> Any:
     return tensors.to_numpy(leaf) if hasattr(leaf, "shape") else leaf
 
 
@@ -286,7 +288,7 @@ def _is_lazy(x: Any) -> bool:
     return isinstance(getattr(x, "chunks", None), tuple) and not hasattr(x, "__dask_graph__") and bool(x.chunks)
 
 
-def _length(leaf: Any) -> int:
+def _sample_count(leaf: Any) -> int:
     if is_packed(leaf):
         return int(leaf.batch_sizes[0])
     shape = _shape(leaf)

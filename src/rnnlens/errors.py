@@ -92,7 +92,7 @@ class TrackingWarning(UserWarning):
     """Warning of a watch: nothing was recorded, a record failed, or another process writes the run."""
 
 
-def message(what: str, *, got: object = None, expected: object = None, hint: str | None = None) -> str:
+def message(problem: str, *, got: object = None, expected: object = None, hint: str | None = None) -> str:
     """Format an error message with the problem, the value given, the value expected and a hint.
 
     >>> print(message("Batch is empty.", got="x of shape (0, 5, 2)", expected="at least 1 sample"))
@@ -100,26 +100,28 @@ def message(what: str, *, got: object = None, expected: object = None, hint: str
       got:      x of shape (0, 5, 2)
       expected: at least 1 sample
     """
-    lines = [_cut(what)]
+    lines = [_shortened(problem)]
     if got is not None:
-        lines.append(f"  got:      {_cut(got)}")
+        lines.append(f"  got:      {_shortened(got)}")
     if expected is not None:
-        lines.append(f"  expected: {_cut(expected)}")
+        lines.append(f"  expected: {_shortened(expected)}")
     if hint is not None:
         lines.append(f"  try:      {hint}")
     return "\n".join(lines)
 
 
-def did_you_mean(name: object, known: Iterable[str]) -> str:
+def did_you_mean(name: object, names: Iterable[str]) -> str:
     """Return a hint with the closest known name, if there is one, and the list of known names.
 
     >>> did_you_mean("lstn", ["lstm", "gru"])
     "did you mean 'lstm'? Known: 'lstm', 'gru'"
     """
-    known = list(known)
-    close = difflib.get_close_matches(name[:_LONGEST], known, n=1, cutoff=0.5) if isinstance(name, str) else []
-    listing = ", ".join([*(repr(k) for k in known[:_MOST]), *(["..."] if len(known) > _MOST else [])]) or "none"
-    return f"did you mean {close[0]!r}? Known: {listing}" if close else f"one of: {listing}"
+    names = list(names)
+    closest = difflib.get_close_matches(name[:_LONGEST_NAME], names, n=1, cutoff=0.5) if isinstance(name, str) else []
+    listing = (
+        ", ".join([*(repr(k) for k in names[:_MOST_NAMES]), *(["..."] if len(names) > _MOST_NAMES else [])]) or "none"
+    )
+    return f"did you mean {closest[0]!r}? Known: {listing}" if closest else f"one of: {listing}"
 
 
 def shown(value: object) -> str:
@@ -129,7 +131,7 @@ def shown(value: object) -> str:
     ("'lstm'", '[0, 1, 2, 3, 4, 5, ...]')
     """
     shape = shape_of(value)
-    return _SHORT.repr(value) if shape is None else f"{type(value).__name__} of shape {shape}"
+    return _SHORT_REPR.repr(value) if shape is None else f"{type(value).__name__} of shape {shape}"
 
 
 def shape_of(value: object) -> tuple[int, ...] | None:
@@ -150,8 +152,8 @@ def has_attribute(value: object, name: str) -> bool:
 
 
 @contextmanager
-def raised_by(whose: str) -> Iterator[None]:
-    """Convert exceptions of user code within the block to UserCodeError, with a message that starts with ``whose``.
+def raised_by(subject: str) -> Iterator[None]:
+    """Convert exceptions of user code within the block to UserCodeError, with a message that starts with ``subject``.
 
     RnnlensError, KeyboardInterrupt and SystemExit are not converted.
 
@@ -165,26 +167,30 @@ def raised_by(whose: str) -> Iterator[None]:
     except RnnlensError:
         raise
     except Exception as error:
-        raise _also_of_its_class(error, whose) from error
+        raise _user_code_error(error, subject) from error
 
 
-def _also_of_its_class(error: Exception, whose: str) -> UserCodeError:
+def _user_code_error(error: Exception, subject: str) -> UserCodeError:
     """Return a UserCodeError that is also an instance of the class of ``error``, if such a class can be created."""
     kind = type(error)
-    text = message(f"{whose} raised {kind.__name__}.", got=_said(error), hint="the first traceback shows where")
+    text = message(
+        f"{subject} raised {kind.__name__}.", got=_short_message(error), hint="the first traceback shows where"
+    )
     if isinstance(error, StopIteration):  # within a generator it would end the generator
         return UserCodeError(text)
     try:
-        both = type(kind.__name__, (UserCodeError, kind), {"__str__": lambda self: text, "__module__": kind.__module__})
-        made: UserCodeError = both.__new__(both, *error.args)
-        made.args = error.args
-        vars(made).update(vars(error))
+        error_class = type(
+            kind.__name__, (UserCodeError, kind), {"__str__": lambda self: text, "__module__": kind.__module__}
+        )
+        user_error: UserCodeError = error_class.__new__(error_class, *error.args)
+        user_error.args = error.args
+        vars(user_error).update(vars(error))
     except Exception:  # some classes cannot be a second base class, or not be created from their arguments
         return UserCodeError(text)
-    return made
+    return user_error
 
 
-def _said(error: Exception) -> str:
+def _short_message(error: Exception) -> str:
     """Return the first four lines of an exception's message, joined; "no message" if it is empty."""
     try:
         lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
@@ -193,7 +199,7 @@ def _said(error: Exception) -> str:
     return " ".join(lines[:4]) or "no message"
 
 
-class _Short(reprlib.Repr):
+class _ShortRepr(reprlib.Repr):
     def repr_instance(self, x: object, level: int) -> str:
         """Return the shortened repr of an object; "a <class>" if its repr raises."""
         try:
@@ -202,17 +208,17 @@ class _Short(reprlib.Repr):
             return f"a {type(x).__name__}"
 
 
-_SHORT = _Short()
-_SHORT.maxstring = _SHORT.maxother = 120
-_SHORT.maxlevel = 3
+_SHORT_REPR = _ShortRepr()
+_SHORT_REPR.maxstring = _SHORT_REPR.maxother = 120
+_SHORT_REPR.maxlevel = 3
 
 #: Maximal characters of a name that are compared, names that are listed, characters of a value that are shown.
-_LONGEST, _MOST, _FULL = 200, 60, 1000
+_LONGEST_NAME, _MOST_NAMES, _LONGEST_VALUE = 200, 60, 1000
 
 
-def _cut(got: object) -> str:
-    text = got if isinstance(got, str) else str(got)
-    return text if len(text) <= _FULL else f"{text[:_FULL]} ..."
+def _shortened(value: object) -> str:
+    text = value if isinstance(value, str) else str(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]} ..."
 
 
 @contextmanager
@@ -229,7 +235,9 @@ def runs_again(cell: str) -> Iterator[None]:
     except RnnlensError:
         raise
     except Exception as error:
-        raise UnsupportedError(no_function_of_its_own(cell, f"{type(error).__name__}: {_said(error)}")) from error
+        raise UnsupportedError(
+            no_function_of_its_own(cell, f"{type(error).__name__}: {_short_message(error)}")
+        ) from error
 
 
 def two_layers_called(name: str) -> str:

@@ -64,11 +64,11 @@ class Layout:
 
     def sizes(self, shape: Sequence[int], samples: int) -> tuple[int, ...]:
         """Return the length of each named axis of a tensor of shape ``shape`` with ``samples`` samples."""
-        found: list[int] = []
+        lengths: list[int] = []
         for axis, size in zip(self.axes, shape, strict=True):
-            rest = size // samples
-            found += [size] if len(axis) == 1 else [samples if name == SAMPLE else rest for name in axis]
-        return tuple(map(int, found))
+            other_length = size // samples
+            lengths += [size] if len(axis) == 1 else [samples if name == SAMPLE else other_length for name in axis]
+        return tuple(map(int, lengths))
 
     def opened(self, array: Array, samples: int, lead: int = 0) -> Array:
         """Split folded axes of an array, so that each name has its own axis.
@@ -84,29 +84,29 @@ class Layout:
         if not self.is_folded:
             return array
         sizes = [int(n) for n in array.shape]
-        found, rest = sizes[:lead], sizes[lead:]
+        folded, remaining = sizes[:lead], sizes[lead:]
         for axis in self.axes:
-            found.append(prod(rest[: len(axis)]))
-            rest = rest[len(axis) :]
-        return array.reshape(tuple(found))
+            folded.append(prod(remaining[: len(axis)]))
+            remaining = remaining[len(axis) :]
+        return array.reshape(tuple(folded))
 
 
-def named(count: int, known: dict[int, Axis], last: str) -> Layout:
+def named(count: int, known_axes: dict[int, Axis], last_name: str) -> Layout:
     """Create the layout of a tensor with ``count`` axes, some of them known.
 
-    The last unknown axis is called ``last`` (features or units), the others ``axis_i``.
+    The last unknown axis is called ``last_name`` (features or units), the others ``axis_i``.
     """
-    unknown = [i for i in range(count) if i not in known]
+    unknown = [i for i in range(count) if i not in known_axes]
     names = {i: (f"axis_{i}",) for i in unknown}
     if unknown:
-        names[unknown[-1]] = (last,)
-    return Layout(tuple({**names, **known}[i] for i in range(count)))
+        names[unknown[-1]] = (last_name,)
+    return Layout(tuple({**names, **known_axes}[i] for i in range(count)))
 
 
 def canonical_order(names: Sequence[str]) -> list[int]:
     """Return the permutation of the names to the order of results: sample, time, then the others in their order."""
-    first = [names.index(name) for name in (SAMPLE, TIME) if name in names]
-    return first + [i for i in range(len(names)) if i not in first]
+    leading_axes = [names.index(name) for name in (SAMPLE, TIME) if name in names]
+    return leading_axes + [i for i in range(len(names)) if i not in leading_axes]
 
 
 def dims_of(
@@ -122,11 +122,11 @@ def dims_of(
     >>> dims_of((2, 5, 3)), dims_of((2, 3)), dims_of((2, 4, 4, 3))
     (('sample', 'time', 'unit'), ('sample', 'unit'), ('sample', 'axis_1', 'axis_2', 'unit'))
     """
-    middle = [TIME, *([DIRECTION] if bidirectional else []), *([GATE] if gate else [])]
-    full = with_space((SAMPLE, *middle, last), space)
-    if len(shape) == len(full):
-        return full
-    without_time = tuple(dim for dim in full if dim != TIME)
+    middle_dims = [TIME, *([DIRECTION] if bidirectional else []), *([GATE] if gate else [])]
+    full_dims = with_space((SAMPLE, *middle_dims, last), space)
+    if len(shape) == len(full_dims):
+        return full_dims
+    without_time = tuple(dim for dim in full_dims if dim != TIME)
     if len(shape) == len(without_time):
         return without_time
     if len(shape) < 2:
@@ -142,9 +142,9 @@ def with_space(dims: tuple[str, ...], space: tuple[str, ...]) -> tuple[str, ...]
     """
     if not space or not set(dims) & {UNIT, FEATURE} or SAMPLE not in dims:
         return dims
-    lead = [dim for dim in dims if dim not in (GATE, UNIT, FEATURE)]
-    last = [CHANNEL if dim == UNIT else dim for dim in dims if dim in (GATE, UNIT, FEATURE)]
-    return (*lead, *space, *last)
+    outer_dims = [dim for dim in dims if dim not in (GATE, UNIT, FEATURE)]
+    inner_dims = [CHANNEL if dim == UNIT else dim for dim in dims if dim in (GATE, UNIT, FEATURE)]
+    return (*outer_dims, *space, *inner_dims)
 
 
 def direction_axis(dims: Sequence[str]) -> int:

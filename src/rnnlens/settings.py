@@ -100,38 +100,38 @@ class options:  # noqa: N801 - called like a function
         certify: Certify | None = None,
         compiled: int | None = None,
     ) -> None:
-        chosen: dict[str, Any] = {}
+        new_values: dict[str, Any] = {}
         if memory is not None:
-            chosen["memory"] = parse_memory(memory)
+            new_values["memory"] = parse_memory(memory)
         if progress is not None:
             if not isinstance(progress, bool | np.bool_) and not (isinstance(progress, str) and progress == "auto"):
                 raise InputError("progress= is a switch.", got=shown(progress), expected="True, False or 'auto'")
-            chosen["progress"] = progress if isinstance(progress, str) else bool(progress)
+            new_values["progress"] = progress if isinstance(progress, str) else bool(progress)
         if certify is not None:
             if not isinstance(certify, str) or certify not in get_args(Certify):
-                words = ", ".join(map(repr, get_args(Certify)))
-                raise InputError("certify= is no such switch.", got=shown(certify), expected=f"one of {words}")
-            chosen["certify"] = certify
+                choices = ", ".join(map(repr, get_args(Certify)))
+                raise InputError("certify= is no such switch.", got=shown(certify), expected=f"one of {choices}")
+            new_values["certify"] = certify
         if compiled is not None:
             if isinstance(compiled, bool) or not isinstance(compiled, int | np.integer) or compiled < 1:
                 expected = "a whole number of compiled runs, at least 1"
                 raise InputError("compiled= must be a whole number.", got=shown(compiled), expected=expected)
-            chosen["compiled"] = int(compiled)
-        self._chosen = chosen
+            new_values["compiled"] = int(compiled)
+        self._new_values = new_values
         #: Settings to restore, one entry per ``with`` block entered; creating this object counts as the first.
-        self._before = [current()]
-        self._made = True
-        _CURRENT.set(replace(current(), **chosen))
+        self._earlier_settings = [current()]
+        self._is_new = True
+        _CURRENT.set(replace(current(), **new_values))
 
     def __enter__(self) -> Settings:
-        if not self._made:
-            self._before.append(current())
-        self._made = False
-        _CURRENT.set(replace(current(), **self._chosen))
+        if not self._is_new:
+            self._earlier_settings.append(current())
+        self._is_new = False
+        _CURRENT.set(replace(current(), **self._new_values))
         return current()
 
     def __exit__(self, *exc: object) -> None:
-        _CURRENT.set(self._before.pop())
+        _CURRENT.set(self._earlier_settings.pop())
 
 
 def parse_memory(amount: str | int | float) -> int:
@@ -149,7 +149,7 @@ def parse_memory(amount: str | int | float) -> int:
         expected = 'such as "2 GiB", "500 MB" or a number of bytes'
         raise InputError("This is not an amount of memory.", got=shown(amount), expected=expected)
     match = re.fullmatch(r"\s*([0-9.]+(?:e[+]?[0-9]+)?)\s*([a-z]*)\s*", str(amount)[:100], re.IGNORECASE)
-    unit = None if match is None else _unit(match[2])
+    unit = None if match is None else _unit_bytes(match[2])
     try:
         size = int(float(match[1]) * unit) if match and unit else 0
     except (ValueError, OverflowError):
@@ -181,18 +181,18 @@ def must_fit(what: str, size: float, hint: str | None, *, got: str = "{}", limit
     ``limit`` is the memory granted, by default that of ``rl.options``. ``got`` is text on the size, with ``{}`` for
     the bytes.
     """
-    granted = current().memory if limit is None else limit
-    if size > granted:
+    memory_limit = current().memory if limit is None else limit
+    if size > memory_limit:
         option = "rl.options(memory=...)" if limit is None else "memory="
-        expected = f"at most {format_memory(granted)} ({option})"
+        expected = f"at most {format_memory(memory_limit)} ({option})"
         raise TooLargeError(what, got=got.format(format_memory(size)), expected=expected, hint=hint)
 
 
-def _unit(word: str) -> int | None:
+def _unit_bytes(unit_name: str) -> int | None:
     """Return the bytes of a unit in any capitalisation, None if unknown; K, M, G and T alone are binary."""
-    word = word.lower() or "b"
+    unit_name = unit_name.lower() or "b"
     sizes = {unit.lower(): size for unit, size in _BYTES.items()}
-    return sizes.get(f"{word}ib" if word in "kmgt" else word)
+    return sizes.get(f"{unit_name}ib" if unit_name in "kmgt" else unit_name)
 
 
 class Progress:
@@ -209,17 +209,17 @@ class Progress:
         self._description = description
         self._total = total
         self._patience = patience
-        self._done = 0.0
+        self._completed = 0.0
         self._bar: Any = None
         self._task: Any = None
 
     def advance(self, amount: float = 1.0) -> None:
         """Report that ``amount`` more of ``total`` is done."""
-        self._done += amount
-        if self._bar is None and self._wanted and time.monotonic() - self._start >= self._patience:
+        self._completed += amount
+        if self._bar is None and self._is_enabled and time.monotonic() - self._start >= self._patience:
             self._show()
         if self._bar is not None:
-            self._bar.update(self._task, completed=self._done)
+            self._bar.update(self._task, completed=self._completed)
 
     def _show(self) -> None:
         from rich.console import Console
@@ -232,10 +232,10 @@ class Progress:
         self._bar.start()
 
     def __enter__(self) -> Self:
-        chosen = current().progress
-        if chosen == "auto":
-            chosen = sys.stderr is not None and (sys.stderr.isatty() or "ipykernel" in sys.modules)
-        self._wanted = chosen
+        is_enabled = current().progress
+        if is_enabled == "auto":
+            is_enabled = sys.stderr is not None and (sys.stderr.isatty() or "ipykernel" in sys.modules)
+        self._is_enabled = is_enabled
         self._start = time.monotonic()
         return self
 

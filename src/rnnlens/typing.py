@@ -46,10 +46,10 @@ def named_leaves(tree: Any) -> tuple[str, ...]:
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """Return a tree of the same structure with ``function`` applied to every array; None stays None."""
     if isinstance(tree, Mapping) and is_record(tree):  # an output of Hugging Face: its fields are its entries
-        changed: Any = copy.copy(tree)
+        mapped_record: Any = copy.copy(tree)
         for key, part in tree.items():
-            changed[key] = map_leaves(function, part)
-        return changed
+            mapped_record[key] = map_leaves(function, part)
+        return mapped_record
     if isinstance(tree, Mapping):
         return {key: map_leaves(function, part) for key, part in tree.items()}
     if isinstance(tree, tuple | list) and not is_packed(tree):
@@ -67,10 +67,10 @@ def is_record(tree: Any) -> bool:
 
 def map_fields(function: Callable[[Any], Any], record: Any) -> Any:
     """Return a copy of a dataclass instance with ``function`` applied to every field, frozen ones included."""
-    changed = copy.copy(record)
+    mapped_record = copy.copy(record)
     for field in dataclasses.fields(record):
-        object.__setattr__(changed, field.name, function(getattr(record, field.name)))
-    return changed
+        object.__setattr__(mapped_record, field.name, function(getattr(record, field.name)))
+    return mapped_record
 
 
 def is_packed(tree: Any) -> bool:

@@ -157,8 +157,8 @@ PROJECTION = Quantity("projection", (UNIT, UNIT_IN), "projection", "1", "from o_
 def state_quantity(name: str, *, gradient: bool = False) -> Quantity:
     """Return the quantity of a state tensor such as ``state_1``, of its gradient, or of the state before each step."""
     if name.startswith("previous_") and not gradient:
-        words = name.replace("_", " ")
-        return Quantity(name, _STU, words, "1", "the state that step t started from, as the model's code changed it")
+        label = name.replace("_", " ")
+        return Quantity(name, _STU, label, "1", "the state that step t started from, as the model's code changed it")
     if gradient:
         return Quantity(
             f"{name}_grad", _STU, f"total gradient of {name}", "loss", f"dL/d{name} at step t", True, _PASCANU

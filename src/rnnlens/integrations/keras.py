@@ -395,12 +395,7 @@ class Watch(_Callback):
         notes = notes_of_training(self.model, recorded_step)
         direct = direct_trace(self.model, recorded_step.direct, recorded_step.loss)
         return TrainedBatch(
-            self.model,
-            data,
-            (step, self._epoch),
-            recorded_step.before.again,
-            notes=notes,
-            direct=direct,
+            self.model, data, (step, self._epoch), recorded_step.before.again, notes=notes, direct=direct
         )
 
     def _examine(self, recorded_step: RecordedStep, step: int, logs: Any) -> None:

@@ -42,7 +42,7 @@ class TorchWatch:
         self.steps = self._start_step = 0
         self._epoch = 0
         self._is_open = False
-        self._has_failed = False  # True if the capture of this step's batch failed
+        self._capture_has_failed = False  # True if the capture of this step's batch failed
         self._captured_pass: int | None = None  # number of the backward pass captured for the next step
         self._capture: TrainingCapture | None = None
         self._steps: Steps | None = None
@@ -294,7 +294,7 @@ class TorchWatch:
 
     def _note_capture_failure(self, error: Exception) -> None:
         """Note that the batch of this step is missing because its capture failed."""
-        self._has_failed = True
+        self._capture_has_failed = True
         self._recorder.fail_record(self.steps + 1, error, "batch")
 
     def _build_batch(self, capture: TrainingCapture, applied_scale: float) -> None:
@@ -345,15 +345,15 @@ class TorchWatch:
         if was_capturing:
             self._record_batch()
         self._record_probe_if_due()
-        self.loss, self._captured_pass, self._has_failed = None, None, False
+        self.loss, self._captured_pass, self._capture_has_failed = None, None, False
         self._prepare()
 
     # ---- records
 
     def _record_batch(self) -> None:
         assert self._capture is not None
-        batch = self.latest if self._captured_pass is not None and not self._has_failed else None
-        if self._has_failed:
+        batch = self.latest if self._captured_pass is not None and not self._capture_has_failed else None
+        if self._capture_has_failed:
             pass  # a gap already
         elif batch is None:
             self._recorder.count_missed(uncaptured_reason(self._capture))
