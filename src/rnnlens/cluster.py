@@ -229,14 +229,16 @@ def _keras_parts(model: Any, package: str) -> dict[str, Any]:
     except Exception as error:
         raise _serialisation_error(type(model).__name__, error) from error
     # Stateful recurrent layers that have a recorded state.
-    stateful = [layer for layer in _layers(model) if getattr(layer, "stateful", False)]
-    stateful = [layer for layer in stateful if getattr(layer, "states", None) and layer.states[0] is not None]
+    stateful_layers = [layer for layer in _layers(model) if getattr(layer, "stateful", False)]
+    stateful_layers = [
+        layer for layer in stateful_layers if getattr(layer, "states", None) and layer.states[0] is not None
+    ]
     return {
         "package": package,
         "backend": keras.backend.backend() if package == "keras" else "tensorflow",
         "archive": archive,
         "custom": _custom_objects(model, package),
-        "states": {layer.name: [to_numpy(state) for state in layer.states] for layer in stateful},
+        "states": {layer.name: [to_numpy(state) for state in layer.states] for layer in stateful_layers},
     }
 
 
@@ -268,10 +270,10 @@ def dumps(value: Any) -> bytes:
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc,name-defined]
         def reducer_override(self, part: Any) -> Any:
-            parametrized: Any = sys.modules.get("torch.nn.utils.parametrize")
-            is_module = parametrized is not None and isinstance(part, sys.modules["torch"].nn.Module)
-            if is_module and parametrized.is_parametrized(part):
-                kind = parametrized.type_before_parametrizations(part)
+            parametrize_module: Any = sys.modules.get("torch.nn.utils.parametrize")
+            is_module = parametrize_module is not None and isinstance(part, sys.modules["torch"].nn.Module)
+            if is_module and parametrize_module.is_parametrized(part):
+                kind = parametrize_module.type_before_parametrizations(part)
                 return _rebuild_parametrized, (kind, dict(kind.__getstate__(part)))
             return super().reducer_override(part)
 

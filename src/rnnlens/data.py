@@ -144,9 +144,9 @@ def join(trees: Sequence[Any], layouts: Sequence[Layout | None] | None = None) -
     other_leaves = [iter(leaves_of(tree)) for tree in trees[1:]]
 
     def join_leaf(leaf: Any) -> Any:
-        layout, parts = next(leaf_layouts), [leaf, *map(next, other_leaves)]
+        layout, leaves = next(leaf_layouts), [leaf, *map(next, other_leaves)]
         axis = 0 if layout is None or layout.sample is None else layout.sample
-        return tensors.join(parts, axis)
+        return tensors.join(leaves, axis)
 
     return map_leaves(join_leaf, trees[0])
 
@@ -184,8 +184,10 @@ def padded(packed: Any) -> Any:
 def _packed_samples(packed: Any, start: int, stop: int) -> Any:
     """Return samples ``start:stop`` of a torch ``PackedSequence``, counted in the caller's order."""
     rnn = sys.modules["torch.nn.utils.rnn"]
-    filled, lengths = rnn.pad_packed_sequence(packed, batch_first=True)
-    return rnn.pack_padded_sequence(filled[start:stop], lengths[start:stop], batch_first=True, enforce_sorted=False)
+    padded_values, lengths = rnn.pad_packed_sequence(packed, batch_first=True)
+    return rnn.pack_padded_sequence(
+        padded_values[start:stop], lengths[start:stop], batch_first=True, enforce_sorted=False
+    )
 
 
 def _layouts_of(layouts: DataLayouts | None, name: str) -> Sequence[Layout | None] | None:

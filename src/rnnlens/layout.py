@@ -96,10 +96,10 @@ def named(count: int, known_axes: dict[int, Axis], last_name: str) -> Layout:
 
     The last unknown axis is called ``last_name`` (features or units), the others ``axis_i``.
     """
-    unknown = [i for i in range(count) if i not in known_axes]
-    names = {i: (f"axis_{i}",) for i in unknown}
-    if unknown:
-        names[unknown[-1]] = (last_name,)
+    unknown_axes = [i for i in range(count) if i not in known_axes]
+    names = {i: (f"axis_{i}",) for i in unknown_axes}
+    if unknown_axes:
+        names[unknown_axes[-1]] = (last_name,)
     return Layout(tuple({**names, **known_axes}[i] for i in range(count)))
 
 

@@ -175,8 +175,8 @@ def format_memory(size: int | float) -> str:
     return f"{value:.3g} {unit}" if value < 100 else f"{value:.0f} {unit}"
 
 
-def must_fit(what: str, size: float, hint: str | None, *, got: str = "{}", limit: int | None = None) -> None:
-    """Raise TooLargeError with the message ``what`` if ``size`` bytes exceed the memory granted.
+def must_fit(problem: str, size: float, hint: str | None, *, got: str = "{}", limit: int | None = None) -> None:
+    """Raise TooLargeError with the message ``problem`` if ``size`` bytes exceed the memory granted.
 
     ``limit`` is the memory granted, by default that of ``rl.options``. ``got`` is text on the size, with ``{}`` for
     the bytes.
@@ -185,7 +185,7 @@ def must_fit(what: str, size: float, hint: str | None, *, got: str = "{}", limit
     if size > memory_limit:
         option = "rl.options(memory=...)" if limit is None else "memory="
         expected = f"at most {format_memory(memory_limit)} ({option})"
-        raise TooLargeError(what, got=got.format(format_memory(size)), expected=expected, hint=hint)
+        raise TooLargeError(problem, got=got.format(format_memory(size)), expected=expected, hint=hint)
 
 
 def _unit_bytes(unit_name: str) -> int | None:

@@ -324,8 +324,8 @@ class Watch(_Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Record the probe at the end of each epoch listed in ``epochs``."""
         if self._recorder is not None and self._probe is not None and self._schedule.is_due_after(epoch):
-            latest = self._recorder.latest
-            if latest is None or latest.step != self._step:
+            latest_record = self._recorder.latest
+            if latest_record is None or latest_record.step != self._step:
                 self._record_probe()
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -375,11 +375,11 @@ class Watch(_Callback):
         """Write a record made by ``make_record``, and end training if it has a finding listed in ``stop_on``."""
         notes = (*self._standing_notes, *((LATE_START_NOTE,) if self._awaits_weights else ()))
 
-        def with_notes() -> TrainingRecord:
+        def record_with_notes() -> TrainingRecord:
             record = make_record()
             return replace(record, notes=(*record.notes, *notes))
 
-        self._running_recorder.record(self._step, with_notes, before_training=before_training, source=source)
+        self._running_recorder.record(self._step, record_with_notes, before_training=before_training, source=source)
         if self._running_recorder.stop is not None:
             self.model.stop_training = True
 

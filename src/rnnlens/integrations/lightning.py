@@ -85,8 +85,8 @@ def _recurrent_first(optimizers: Sequence[Any], module: Any) -> list[Any]:
     """Sort optimizers that update a recurrent layer to the front; the first one's steps are counted."""
     if len(optimizers) < 2:
         return list(optimizers)
-    recurrent = {id(p) for _, layer in recurrent_modules(module) for p in layer.parameters()}
-    return sorted(optimizers, key=lambda optimizer: not weights_in(optimizer) & recurrent)
+    recurrent_weights = {id(p) for _, layer in recurrent_modules(module) for p in layer.parameters()}
+    return sorted(optimizers, key=lambda optimizer: not weights_in(optimizer) & recurrent_weights)
 
 
 __all__ = ["Watch"]

@@ -27,11 +27,11 @@ class TransformersEvents(TrainerEvents):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        self._close(reason_of(kind), failed=kind is not None)
+        self._close(reason_of(kind), has_failed=kind is not None)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Open the run; training restored from a checkpoint resumes at its step."""
-        self._close("interrupted", failed=True)
+        self._close("interrupted", has_failed=True)
         model, optimizer = kwargs["model"], kwargs.get("optimizer")
         plan = replace(self.plan, optimizer=optimizer, step=int(state.global_step) or None)
         plan = replace(plan, scaler=getattr(optimizer, "scaler", None))
@@ -71,12 +71,12 @@ class TransformersEvents(TrainerEvents):
         if watch is not None and (watch.captures or watch.reports) and model.training:
             watch.set_loss(model_loss(output))
 
-    def _close(self, reason: str, *, failed: bool = False) -> None:
+    def _close(self, reason: str, *, has_failed: bool = False) -> None:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
         if self.watch is not None:
-            (self.watch.fail if failed else self.watch.close)(reason)
+            (self.watch.fail if has_failed else self.watch.close)(reason)
 
 
 def model_loss(output: Any) -> Any:

@@ -106,18 +106,18 @@ class _WatchedScalar:
 
     def add_value(self, step: int, value: float) -> tuple[int, float] | None:
         """Add the value of a scalar at a step; once it is abnormal, return that step and the earlier median."""
-        usual = median([raw for _, raw in self.earlier_values]) if self.earlier_values else math.nan
+        earlier_median = median([raw for _, raw in self.earlier_values]) if self.earlier_values else math.nan
         if not math.isfinite(value):
             # A gradient that is not finite is a finding at once; shares that are not finite are ignored.
             is_new_finding = self.finding == "exploding" and bool(self.earlier_values) and not self.is_reported
             self.is_reported |= is_new_finding
-            return (step, usual) if is_new_finding else None
+            return (step, earlier_median) if is_new_finding else None
         scaled_value = self.scale(value)
         if len(self.earlier_values) >= LEAST and self._is_outlier(scaled_value):
             self.outliers.append((step, scaled_value, value))
             if len(self.outliers) >= PERSIST and not self.is_reported:
                 self.is_reported = True
-                return self.outliers[0][0], usual
+                return self.outliers[0][0], earlier_median
             if len(self.outliers) < WINDOW:
                 return None
         # Abnormal values join the window: if they last they are the new normal, otherwise they were noise.
@@ -259,16 +259,18 @@ class Incidents:
         )
         return self.path
 
-    def report_trained(self, trained: TrainedBatch, weights: Callable[[], Mapping[str, Any]], loss: Any) -> Path | None:
+    def report_trained(
+        self, trained_batch: TrainedBatch, weights: Callable[[], Mapping[str, Any]], loss: Any
+    ) -> Path | None:
         """Write a batch of training, ``weights()`` of before its update, and its first non-finite number."""
-        batch = Batch(trained.x, trained.y, trained.sample_weight)
+        batch = Batch(trained_batch.x, trained_batch.y, trained_batch.sample_weight)
         step_info = {
-            "step": trained.step,
-            "epoch": trained.epoch,
+            "step": trained_batch.step,
+            "epoch": trained_batch.epoch,
             "loss": loss,
-            "found": text_or_error(lambda: trained.nonfinite.sentence),
+            "found": text_or_error(lambda: trained_batch.nonfinite.sentence),
         }
-        return self.report(batch, trained.with_variables_before(weights), step_info)
+        return self.report(batch, trained_batch.with_variables_before(weights), step_info)
 
 
 def text_or_error(compute_text: Callable[[], str]) -> str:

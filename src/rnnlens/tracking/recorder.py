@@ -47,7 +47,7 @@ class Recorder:
         self.writes = rank == 0
         self.alerts = alerts
         self.latest: TrainingRecord | None = None
-        self.closed = False
+        self.is_closed = False
         self._gaps: dict[tuple[str, str], Gap] = {}
         self._record_count = 0  # number of records after training began, without that of step 0
         self._missed_reasons: Counter[str] = Counter()
@@ -61,7 +61,7 @@ class Recorder:
 
     def start(self, step: int) -> None:
         """Begin the records of a training that has already taken ``step`` steps."""
-        self.closed, self._record_count, self._first_step = False, 0, step
+        self.is_closed, self._record_count, self._first_step = False, 0, step
         self._missed_reasons.clear()
 
     def is_due(self, step: int, epoch: int) -> bool:
@@ -122,17 +122,17 @@ class Recorder:
 
     def close(self, reason: str, *, steps: int = 0) -> None:
         """End the records of a training of ``steps`` batches, once, and warn of what is missing."""
-        if self.closed:
+        if self.is_closed:
             return
-        self.closed = True
+        self.is_closed = True
         self._call_sinks(lambda sink: sink.close(reason), None, "was not closed")
         self._warn_of_missing(steps)
 
     def abort(self, reason: str) -> None:
         """Close all sinks after an error or Ctrl-C, without warnings."""
-        if self.closed:
+        if self.is_closed:
             return
-        self.closed = True
+        self.is_closed = True
         for sink in self.sinks:
             with suppress(Exception):
                 sink.close(reason)
@@ -144,8 +144,8 @@ class Recorder:
                 call_sink(sink)
             except Exception as error:
                 name = "the run" if hasattr(sink, "note_gaps") else f"the logger {type(sink).__name__}"
-                when = "The end of training" if step is None else f"Step {step}"
-                self._note_gap(step, name, error, f"{when} {failure_text} {name}; training goes on.")
+                moment = "The end of training" if step is None else f"Step {step}"
+                self._note_gap(step, name, error, f"{moment} {failure_text} {name}; training goes on.")
 
     def _note_gap(self, step: int | None, source: str, error: Exception, problem: str) -> None:
         reason = f"{type(error).__name__}: {error}"

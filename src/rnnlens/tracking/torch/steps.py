@@ -31,20 +31,20 @@ class Steps:
     """Hooks on optimizers, which call a function before the weights change and another one after.
 
     One optimizer counts the steps of training: the first one given; otherwise the first to step that has weights of a
-    recurrent layer (``recurrent``: their ids), or of any other layer as long as there is none. Steps of the others only
-    call ``before``, with the optimizer and the scale of its gradients.
+    recurrent layer (``recurrent_weights``: their ids), or of any other layer as long as there is none. Steps of the
+    others only call ``before_step``, with the optimizer and the scale of its gradients.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        recurrent: Collection[int],
+        recurrent_weights: Collection[int],
         optimizers: Iterable[Any],
         *,
         before_step: Callable[[torch.optim.Optimizer, float], None],
         after_step: Callable[[], None],
     ) -> None:
-        self._model_weights, self._recurrent_weights = {id(p) for p in model.parameters()}, frozenset(recurrent)
+        self._model_weights, self._recurrent_weights = {id(p) for p in model.parameters()}, frozenset(recurrent_weights)
         self._before_step, self._after_step = before_step, after_step
         self._seen_optimizers: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self._handles: list[Any] = []
@@ -187,8 +187,8 @@ def uncaptured_reason(capture: TrainingCapture) -> str:
 class NonfiniteCheck:
     """Test for non-finite loss or gradients; the first such batch is written with the weights.
 
-    With ``loss(output, target)`` and the target, faults that begin in the loss are located. ``own_loss(output)`` is the
-    loss of models that compute it themselves.
+    With ``loss(output, target)`` and the target, faults that begin in the loss are located. ``model_loss(output)`` is
+    the loss of models that compute it themselves.
     """
 
     def __init__(

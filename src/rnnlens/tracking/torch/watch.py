@@ -107,9 +107,13 @@ class TorchWatch:
         if self.plan.on_nonfinite is not None and self._recorder.writes:
             incidents = Incidents(self.plan.path, provenance)
             self._nonfinite = NonfiniteCheck(self.model, self.plan.loss, incidents, self._model_loss)
-        recurrent = () if self._capture is None else self._capture.weights.slots
+        recurrent_weights = () if self._capture is None else self._capture.weights.slots
         self._steps = Steps(
-            self.model, recurrent, self.plan.optimizers, before_step=self._before_step, after_step=self._after_step
+            self.model,
+            recurrent_weights,
+            self.plan.optimizers,
+            before_step=self._before_step,
+            after_step=self._after_step,
         )
         if self._store is None or self._store.last_step_of("probe") != self.steps:
             self._record_probe_if_due()
@@ -205,8 +209,8 @@ class TorchWatch:
     def _end_epoch(self) -> None:
         if not self._is_open:
             return
-        latest = self._recorder.latest
-        is_recorded = latest is not None and latest.kind == "probe" and latest.step == self.steps
+        latest_record = self._recorder.latest
+        is_recorded = latest_record is not None and latest_record.kind == "probe" and latest_record.step == self.steps
         if not is_recorded and self.steps > self._start_step and self.plan.probe_schedule.is_due_after(self._epoch):
             self._record_probe()
 

@@ -173,11 +173,11 @@ def record_of(batch: WatchedBatch, plan: WatchPlan) -> TrainingRecord:
             layers[name] |= {quantity: batch.direct.dataset(name)[quantity] for quantity in plan.keep}
     else:
         try:
-            replayed = batch.traced(layers=plan.layers, quantities=plan.recorded_quantities)
+            replayed_trace = batch.traced(layers=plan.layers, quantities=plan.recorded_quantities)
         except UnsupportedError as error:  # captured quantities are recorded in any case
             notes.append(" ".join(str(error).split()))
         else:
-            replayed_scalars, replayed_profiles = summary(replayed, keep=tuple(plan.keep))
+            replayed_scalars, replayed_profiles = summary(replayed_trace, keep=tuple(plan.keep))
             scalars |= {**replayed_scalars, **batch.weight_norms()}
             layers = {
                 name: {**layers.get(name, {}), **layer_profiles} for name, layer_profiles in replayed_profiles.items()
@@ -200,7 +200,7 @@ def direct_profiles(direct_trace: Trace) -> tuple[dict[str, float], dict[str, di
         grad_float64 = grad.astype(np.float64)  # squares of float32 vanish below 1e-22
         mean_square: Any = (grad_float64 * grad_float64).mean([dim for dim in (SAMPLE, UNIT) if dim in grad.dims])
         directions = (
-            [None] if DIRECTION not in mean_square.dims else [str(side) for side in mean_square[DIRECTION].values]
+            [None] if DIRECTION not in mean_square.dims else [str(label) for label in mean_square[DIRECTION].values]
         )
         for direction in directions:
             direction_square = mean_square if direction is None else mean_square.sel({DIRECTION: direction})
