@@ -100,7 +100,7 @@ def watched(records: list[TrainingRecord]) -> list[Alert]:
     alerts = Alerts()
     for record in records:
         alerts.examine(record)
-    return alerts.found
+    return alerts.raised_alerts
 
 
 def healthy(first: int, seeds: int, records: int, every: int) -> None:
