@@ -149,7 +149,7 @@ class Alerts:
 
     Attributes
     ----------
-    found : list of :class:`Alert`
+    raised_alerts : list of :class:`Alert`
     stop : str, or None
         Reason to end training; None while it continues.
     """
