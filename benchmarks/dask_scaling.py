@@ -199,19 +199,19 @@ def memory(small):
 
 def count_models():
     """Let this worker record the size of every model that it unpickles."""
-    from rnnlens.cluster import travel
+    from rnnlens import cluster
 
     def unpickled(self, state):
-        travel.sizes.append(len(state["_bytes"]))
+        cluster.sizes.append(len(state["_bytes"]))
         self.__dict__.update(state)
 
-    travel.sizes, travel.TravellingModel.__setstate__ = [], unpickled
+    cluster.sizes, cluster.TravellingModel.__setstate__ = [], unpickled
 
 
 def sizes_of_models():
-    from rnnlens.cluster import travel
+    from rnnlens import cluster
 
-    return travel.sizes
+    return cluster.sizes
 
 
 def model_bytes(small):
