@@ -167,9 +167,9 @@ class Loop:
         return self.name.partition("#")[0]
 
 
-def without_steps(scope: str, what: str, *, name: str = "", units: int = 0, **words: str) -> Loop:
+def uncapturable_loop(scope: str, problem: str, *, name: str = "", units: int = 0, **details: str) -> Loop:
     """Create the ``Loop`` of a recurrence of which no step can be read, with the text and details of the error."""
-    cell = LoopCell("unknown", units, refused=message(what, **words))
+    cell = LoopCell("unknown", units, refused=message(problem, **details))
     return Loop(name or scope, "unrolled", cell, (), (), LoopBoundary(()), None, scope=scope)
 
 

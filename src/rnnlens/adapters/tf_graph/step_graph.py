@@ -30,22 +30,27 @@ class StepGraph:
     """
 
     def __init__(
-        self, fed: Sequence[Any], before: Sequence[Any], output: Any, after: Sequence[Any], outer: Outer
+        self,
+        step_inputs: Sequence[Any],
+        previous_states: Sequence[Any],
+        output: Any,
+        new_states: Sequence[Any],
+        outer: Outer,
     ) -> None:
         #: Tensors outside that the step reads, and their placeholders, by id; those that are values of variables.
         self.outer: dict[int, Any] = {}
         self.fed: dict[int, Any] = {}
         self.variables: dict[str, Any] = {}
-        self._batch = before[0].shape[0]
+        self._batch = previous_states[0].shape[0]
         self.graph = tf.Graph()
         with self.graph.as_default():
-            widths = [int(t.shape[-1]) for t in fed]
-            self.x = tf.placeholder(fed[0].dtype, [None, *fed[0].shape[1:-1], sum(widths)])
-            parts = [self.x] if len(fed) == 1 else tf.split(self.x, widths, axis=-1)
-            self.before = [tf.placeholder(t.dtype, [None, *t.shape[1:]]) for t in before]
-            given = zip((*fed, *before), (*parts, *self.before), strict=True)
-            copier = Copier({id(t): p for t, p in given}, outer, self._read)
-            self.output, self.after = copier(output), [copier(t) for t in after]
+            widths = [int(t.shape[-1]) for t in step_inputs]
+            self.x = tf.placeholder(step_inputs[0].dtype, [None, *step_inputs[0].shape[1:-1], sum(widths)])
+            parts = [self.x] if len(step_inputs) == 1 else tf.split(self.x, widths, axis=-1)
+            self.before = [tf.placeholder(t.dtype, [None, *t.shape[1:]]) for t in previous_states]
+            substitutes = zip((*step_inputs, *previous_states), (*parts, *self.before), strict=True)
+            copier = Copier({id(t): p for t, p in substitutes}, outer, self._read)
+            self.output, self.after = copier(output), [copier(t) for t in new_states]
             try:
                 self._differentiate()
             except LookupError as error:
@@ -60,11 +65,15 @@ class StepGraph:
         if id(tensor) in self.fed:
             return self.fed[id(tensor)]
         operations = ancestors([tensor])
-        data = any(op.type in _DATA or (op.op_def.is_stateful and op.type not in _READERS) for op in operations)
-        if variable is None and not data and any(map(is_variable, operations)):
+        depends_on_data = any(
+            op.type in _DATA or (op.op_def.is_stateful and op.type not in _READERS) for op in operations
+        )
+        if variable is None and not depends_on_data and any(map(is_variable, operations)):
             return Copier({}, NO_LOOP, self._read)(tensor)
         rank = tensor.shape.rank
-        if data and (rank is None or (rank > 0 and (tensor.shape[0] is None or tensor.shape[0] == self._batch != 1))):
+        if depends_on_data and (
+            rank is None or (rank > 0 and (tensor.shape[0] is None or tensor.shape[0] == self._batch != 1))
+        ):
             raise CannotRecordError(f"a tensor with an axis of samples that every step reads ({tensor.op.name!r})")
         self.outer[id(tensor)] = tensor
         with self.graph.as_default():
@@ -75,21 +84,21 @@ class StepGraph:
     def _differentiate(self) -> None:
         self.output_grad = tf.placeholder(self.output.dtype, self.output.shape)
         self.after_grads = [tf.placeholder(t.dtype, t.shape) for t in self.after]
-        targets, given = [self.output, *self.after], [self.output_grad, *self.after_grads]
+        targets, cotangents = [self.output, *self.after], [self.output_grad, *self.after_grads]
         sources = [self.x, *self.before]
         weights = [self.fed[id(t)] for t in self.variables.values()]
 
-        def pulled(to: Sequence[Any]) -> list[Any]:
-            found = tf.gradients(targets, to, given, unconnected_gradients="zero") if to else []
-            return [tf.convert_to_tensor(gradient) for gradient in found]
+        def pull_back(wrt: Sequence[Any]) -> list[Any]:
+            gradients = tf.gradients(targets, wrt, cotangents, unconnected_gradients="zero") if wrt else []
+            return [tf.convert_to_tensor(gradient) for gradient in gradients]
 
-        self.by_source, self.by_weight = pulled(sources), pulled(weights)
+        self.by_source, self.by_weight = pull_back(sources), pull_back(weights)
         self.produced = []
         for state in self.after:
             if any(state is t for t in sources):  # passed on, not produced
-                self.produced.append(tf.add_n([g for t, g in zip(targets, given, strict=True) if t is state]))
+                self.produced.append(tf.add_n([g for t, g in zip(targets, cotangents, strict=True) if t is state]))
             else:
-                self.produced += pulled([state])
+                self.produced += pull_back([state])
 
 
 class BodyCell(StepCell):
@@ -102,57 +111,57 @@ class BodyCell(StepCell):
         self._fixed = dict(zip(step.fed.values(), values, strict=True))
         self.state_sizes = tuple(t.shape[1:].num_elements() for t in step.before)
         self.output_size = step.output.shape[1:].num_elements()
-        same = [i for i, t in enumerate(step.after) if t is step.output]
-        self.output_state, self.output_is_state = (same[0] if same else 0), bool(same)
+        equal_states = [i for i, t in enumerate(step.after) if t is step.output]
+        self.output_state, self.output_is_state = (equal_states[0] if equal_states else 0), bool(equal_states)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes (channel, *space) of input, output and states that are images; empty for a cell without space."""
         step = self._step
-        named = {"input": step.x, "output": step.output, **dict(zip(self.state_names, step.before, strict=True))}
-        sizes = {name: t.shape.as_list()[1:] for name, t in named.items() if step.x.shape.rank > 2}
+        tensors = {"input": step.x, "output": step.output, **dict(zip(self.state_names, step.before, strict=True))}
+        sizes = {name: t.shape.as_list()[1:] for name, t in tensors.items() if step.x.shape.rank > 2}
         return {name: (channels, *space) for name, (*space, channels) in sizes.items()}
 
     def advance(self, x: Array, state: Sequence[Array]) -> tuple[Array, tuple[Array, ...]]:
         """Compute one step: input (n, feature) and states (n, size) to output (n, output_size) and new states."""
-        output, new = self._run([self._step.output, self._step.after], x, state)
-        return _flat(output), tuple(map(_flat, new))
+        output, new_states = self._run([self._step.output, self._step.after], x, state)
+        return _flatten_rows(output), tuple(map(_flatten_rows, new_states))
 
     def vjp(
         self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]
     ) -> tuple[Array, tuple[Array, ...]]:
         """Pull dL/dy_t and dL/ds_t back to dL/dx_t (n, feature) and dL/ds_{t-1}, separately for each of the n rows."""
         by_x, *by_state = self._run(self._step.by_source, x, state, output_cotangent, state_cotangent)
-        return _flat(by_x), tuple(map(_flat, by_state))
+        return _flatten_rows(by_x), tuple(map(_flatten_rows, by_state))
 
     def weight_vjp(
         self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]
     ) -> Mapping[str, Array]:
         """Pull dL/dy_t and dL/ds_t back to the weights by the layer's names, summed over the n rows."""
-        found = self._run(self._step.by_weight, x, state, output_cotangent, state_cotangent)
-        return dict(zip(self._names, found, strict=True))
+        gradients = self._run(self._step.by_weight, x, state, output_cotangent, state_cotangent)
+        return dict(zip(self._names, gradients, strict=True))
 
     def produced(
         self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]
     ) -> tuple[Array, ...]:
         """Return each new state's gradient by row, with paths through other results of the step, as of c_t by h_t."""
-        return tuple(map(_flat, self._run(self._step.produced, x, state, output_cotangent, state_cotangent)))
+        return tuple(map(_flatten_rows, self._run(self._step.produced, x, state, output_cotangent, state_cotangent)))
 
     def jacobian(self, x: Array, state: Sequence[Array]) -> tuple[Array, Array]:
         """Return the Jacobians of [new states, output]: (n, S + output_size, S) by states, (..., feature) by input."""
         sizes, feature = [*self.state_sizes, self.output_size], int(x.shape[1])
-        rows, parts = max(1, _CHUNK // (8 * sum(sizes) * (sum(sizes) + sum(self.state_sizes) + feature))), []
+        rows, chunks = max(1, _CHUNK // (8 * sum(sizes) * (sum(sizes) + sum(self.state_sizes) + feature))), []
         for start in range(0, int(x.shape[0]), rows):
             chunk = [np.asarray(a)[start : start + rows] for a in (x, *state)]
             n = len(chunk[0])  # each row is repeated for each unit cotangent
             basis = np.tile(np.eye(sum(sizes), dtype=x.dtype), (n, 1))
             *by_state, output = np.split(basis, np.cumsum(sizes)[:-1], axis=1)
-            first, *others = (np.repeat(a, sum(sizes), axis=0) for a in chunk)
-            by_x, back = self.vjp(first, others, output, by_state)
+            x_rows, *state_rows = (np.repeat(a, sum(sizes), axis=0) for a in chunk)
+            by_x, by_previous = self.vjp(x_rows, state_rows, output, by_state)
             shape = (n, sum(sizes), -1)
-            parts.append((np.concatenate([b.reshape(shape) for b in back], axis=2), by_x.reshape(shape)))
-        before, source = (np.concatenate(column) for column in zip(*parts, strict=True))
-        return before, source
+            chunks.append((np.concatenate([b.reshape(shape) for b in by_previous], axis=2), by_x.reshape(shape)))
+        by_states, by_input = (np.concatenate(column) for column in zip(*chunks, strict=True))
+        return by_states, by_input
 
     def _run(self, fetches: Any, x: Array, state: Sequence[Array], *cotangents: Any) -> Any:
         if not fetches:
@@ -167,6 +176,6 @@ class BodyCell(StepCell):
         return self._session.run(fetches, self._fixed | feed)
 
 
-def _flat(rows: Array) -> Array:
+def _flatten_rows(rows: Array) -> Array:
     """Flatten rows (n, *space, channel) to (n, channel * space)."""
     return rows if rows.ndim == 2 else np.moveaxis(rows, -1, 1).reshape(len(rows), -1)
