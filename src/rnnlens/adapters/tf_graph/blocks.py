@@ -39,12 +39,12 @@ def transitive_closure(starts: Iterable[Any], successors: Callable[[Any], Iterab
 
 
 #: Tensors that have to be known before another one, and a function that then computes it.
-EvaluationPlan = tuple[list[Any], Callable[[], Any]]
+TensorPlan = tuple[list[Any], Callable[[], Any]]
 
 
-def evaluate(tensor: Any, values: dict[int, Any], make_plan: Callable[[Any], EvaluationPlan]) -> Any:
+def evaluate(tensor: Any, values: dict[int, Any], make_plan: Callable[[Any], TensorPlan]) -> Any:
     """Compute the value of a tensor after those that it depends on, as ``plan`` returns them; store all by id."""
-    waiting, plans = [tensor], dict[int, EvaluationPlan]()
+    waiting, plans = [tensor], dict[int, TensorPlan]()
     while waiting:
         current = waiting[-1]
         if id(current) in values:
@@ -172,7 +172,7 @@ def apply_slice(array: Any, tensor: Any) -> Any:
     return None if op.get_attr("new_axis_mask") else array[tuple(map(index_entry, range(len(indices[0])), *indices))]
 
 
-def sliced_columns(tensor: Any) -> tuple[int, int] | None:
+def columns_of_slice(tensor: Any) -> tuple[int, int] | None:
     """Return the range (start, stop) of the last axis that a split or slice selects; None for other slices."""
     uncut_tensor, width = slice_input(tensor), width_of(slice_input(tensor))
     if width is None:

@@ -17,7 +17,7 @@ from ...typing import map_leaves
 from ...vocabulary import FEATURE, SAMPLE, TIME, UNIT
 from ..protocol import Batch, Port
 from .blocks import dtype_of
-from .inputs import batch_feed, names_of_inputs
+from .inputs import feed_of_batch, names_of_inputs
 from .losses import loss_in
 from .open_net import OpenNet, open_net
 from .public import Net
@@ -26,7 +26,7 @@ from .weights import LayerVariables, layers_of
 
 
 @dataclass(frozen=True)
-class LocatedPort:
+class ResolvedPort:
     """One port in the copy of a graph: its value, and the tensors by which the loss is differentiated."""
 
     #: The port's tensor in the layout of the adapter protocol, (sample, time, ...) for a sequence.
@@ -37,21 +37,21 @@ class LocatedPort:
     loop: Loop | None = None
     boundary: LoopBoundary | None = None
     #: For a weight: its blocks of variables, and the values of these variables, one for each of the sources.
-    pieces: tuple[Block, ...] = ()
-    wholes: tuple[Any, ...] = ()
+    blocks: tuple[Block, ...] = ()
+    variable_values: tuple[Any, ...] = ()
     #: Tensors that differentiation treats as constants, so that the gradient by the port is the direct one.
-    stop: tuple[Any, ...] = ()
+    stop_tensors: tuple[Any, ...] = ()
     #: For the input of a bidirectional layer: the ports of its two directions.
-    halves: tuple[LocatedPort, ...] = ()
+    direction_ports: tuple[ResolvedPort, ...] = ()
 
 
 def chronological_tensor(loop: Loop, boundary: LoopBoundary) -> Any:
     """Return the tensor at a boundary of a loop: a chronological sequence (sample, time, unit), or one state."""
-    if not boundary.stacked and len(boundary.tensors) == 1:
+    if not boundary.is_sequence and len(boundary.tensors) == 1:
         return _flatten_space(loop, boundary.tensors[0], 1)
-    if boundary.last:
-        return _flatten_space(loop, boundary.tensors[0][-1] if boundary.stacked else boundary.tensors[-1], 1)
-    if boundary.stacked:
+    if boundary.last_only:
+        return _flatten_space(loop, boundary.tensors[0][-1] if boundary.is_sequence else boundary.tensors[-1], 1)
+    if boundary.is_sequence:
         (steps,) = boundary.tensors
         sequence = tf.transpose(steps, [1, 0, *range(2, steps.shape.rank or 3)])
     else:
@@ -81,55 +81,55 @@ class PortTensors:
         self._opened, self._batch = opened, batch
         self._layers: dict[str, LayerVariables] = layers_of(opened)
 
-    def __call__(self, port: Port) -> LocatedPort:
+    def __call__(self, port: Port) -> ResolvedPort:
         """Return the tensors of a port. Raise LayerNotFoundError or InputError if there is none."""
         with self._opened.copy.graph.as_default(), tf.name_scope("rnnlens/ports"):
             if port.kind != "weight":
-                return self._of_model(port) if port.layer is None else self._of_layer(port)
+                return self._locate_model_port(port) if port.layer is None else self._locate_layer_port(port)
             layer = self._layers.get(str(port.layer), LayerVariables())
-            blocks = layer.pieces(port.key, port.direction)
+            blocks = layer.weight_blocks(port.key, port.direction)
             if not blocks:
                 hint = did_you_mean(port.key, list(layer.weights))
                 raise LayerNotFoundError(f"There is no weight {port.key!r} in {port.layer!r}.", hint=hint)
-            return locate_weight(self._opened.copy.graph, blocks)
+            return weight_port(self._opened.copy.graph, blocks)
 
-    def _of_model(self, port: Port) -> LocatedPort:
+    def _locate_model_port(self, port: Port) -> ResolvedPort:
         if port.kind == "loss":
             loss = loss_in(self._opened.net, self._opened.copy, self._batch).tensor
-            return LocatedPort(loss, (loss,))
+            return ResolvedPort(loss, (loss,))
         if port.kind == "output":
             if port.index >= len(self._opened.outputs):
                 known_names = ", ".join(self._opened.net.outputs) or "none: rl.tf1.graph(..., outputs={...})"
                 raise InputError(f"The graph has no output number {port.index}.", expected=known_names)
             output = self._opened.outputs[port.index]
-            return LocatedPort(output, (output,))
+            return ResolvedPort(output, (output,))
         if port.kind == "input":
             names = names_of_inputs(self._opened.net, self._batch.x)
             input_tensors = self._opened.inputs[list(self._opened.net.inputs).index(names[port.index])]
-            return LocatedPort(input_tensors[0], input_tensors)
+            return ResolvedPort(input_tensors[0], input_tensors)
         raise InputError(f"A graph has no {port.kind}.", hint="name a recurrent layer")
 
-    def _of_layer(self, port: Port) -> LocatedPort:
-        loops = self._opened.layer(str(port.layer))
+    def _locate_layer_port(self, port: Port) -> ResolvedPort:
+        loops = self._opened.layer_loops(str(port.layer))
         if not loops:
-            return self._of_tensor(port)
+            return self._locate_tensor(port)
         if port.direction is not None:
             loops = [loop for loop in loops if loop.direction == port.direction]
         if not loops:
             raise InputError(f"Layer {port.layer!r} does not run {port.direction}.")
         if len(loops) == 1:
-            return locate_at_boundary(loops[0], port)
+            return boundary_port(loops[0], port)
         if port.kind != "input":
             raise InputError(
                 f"{port.kind} of the bidirectional layer {port.layer!r} exists once per direction.",
                 hint='direction="forward" or direction="backward"',
             )
         direction_ports = tuple(
-            locate_at_boundary(loop, port) for loop in loops
+            boundary_port(loop, port) for loop in loops
         )  # one tensor, which they read in opposite orders
-        return LocatedPort(direction_ports[0].value, (), halves=direction_ports)
+        return ResolvedPort(direction_ports[0].value, (), direction_ports=direction_ports)
 
-    def _of_tensor(self, port: Port) -> LocatedPort:
+    def _locate_tensor(self, port: Port) -> ResolvedPort:
         """Return the ``Spot`` of a tensor, given its own name or the scope of the layer that outputs it."""
         name, tensor = str(port.layer), None
         if ":" in name:
@@ -140,22 +140,24 @@ class PortTensors:
         if port.kind != "output" or tensor is None:
             known_names = dict.fromkeys([*(loop.name for loop in self._opened.loops), *self._layers])
             raise LayerNotFoundError(f"No layer is called {name!r}.", hint=did_you_mean(name, known_names))
-        return LocatedPort(_variable_value(tensor), (tensor,))
+        return ResolvedPort(_variable_value(tensor), (tensor,))
 
 
-def locate_weight(graph: Any, blocks: tuple[Block, ...]) -> LocatedPort:
+def weight_port(graph: Any, blocks: tuple[Block, ...]) -> ResolvedPort:
     """Return the ``Spot`` of a weight: its value, and the variables whose blocks it consists of."""
     sources = [
         graph.get_operation_by_name(name).outputs[0] for name in dict.fromkeys(block.variable for block in blocks)
     ]
     variable_values = tuple(map(_variable_value, sources))
-    return LocatedPort(_assemble_weight(blocks, variable_values), tuple(sources), pieces=blocks, wholes=variable_values)
+    return ResolvedPort(
+        _assemble_weight(blocks, variable_values), tuple(sources), blocks=blocks, variable_values=variable_values
+    )
 
 
 def _assemble_weight(blocks: Sequence[Block], variable_values: Sequence[Any]) -> Any:
     """Assemble a weight, or its gradient, from the tensors of the variables whose blocks it consists of."""
     value_by_name = dict(zip(dict.fromkeys(block.variable for block in blocks), variable_values, strict=True))
-    block_values = [block.of(value_by_name[block.variable]) for block in blocks]
+    block_values = [block.select_from(value_by_name[block.variable]) for block in blocks]
     return tf.concat(block_values, axis=-1) if len(block_values) > 1 else block_values[0]
 
 
@@ -165,14 +167,14 @@ def _variable_value(tensor: Any) -> Any:
     return tf.raw_ops.ReadVariableOp(resource=tensor, dtype=dtype_of(tensor.op)) if is_handle else tensor
 
 
-def locate_at_boundary(loop: Loop, port: Port) -> LocatedPort:
+def boundary_port(loop: Loop, port: Port) -> ResolvedPort:
     """Return the tensors of one port of one loop."""
     kind, index = port.kind, port.index if port.kind != "input" else 0
     if loop.kind == "unrolled" and kind == "state_read":
         # State 0 is the output as well, whose port already has its gradient.
-        return locate_direct_state(loop, index) if index else replace(locate_direct_state(loop, 0), sources=())
-    if loop.carried and kind == "output" and not index:
-        return locate_direct_state(loop, 0)
+        return direct_state_port(loop, index) if index else replace(direct_state_port(loop, 0), sources=())
+    if loop.carried_states and kind == "output" and not index:
+        return direct_state_port(loop, 0)
     outputs = (loop.output or next(iter(loop.final), None), *loop.final)
     boundaries = {"input": (loop.input,), "output": outputs, "final_state": loop.final, "initial_state": loop.initial}
     boundary = dict(enumerate(boundaries.get(kind, ()))).get(index)
@@ -182,26 +184,28 @@ def locate_at_boundary(loop: Loop, port: Port) -> LocatedPort:
     stop_tensors = state_tensors(loop) if kind in ("output", "final_state") else ()
     # If only the last state of a loop is read, it is the output too: its gradient is counted once.
     is_counted_already = kind == "final_state" and index == 0 and loop.output is None
-    return LocatedPort(
+    return ResolvedPort(
         chronological_tensor(loop, boundary),
         () if is_counted_already else boundary.tensors,
         loop,
         boundary,
-        stop=stop_tensors,
+        stop_tensors=stop_tensors,
     )
 
 
-def locate_direct_state(loop: Loop, index: int) -> LocatedPort:
+def direct_state_port(loop: Loop, index: int) -> ResolvedPort:
     """Return the tensors of an unrolled loop's state at every step, by which to differentiate for its direct gradient.
 
     If the output is fed back to the cell as input, the gradient by what the next step reads is subtracted.
     """
     states = loop.states[index]
-    if loop.carried and index == 0:
-        return LocatedPort(
-            chronological_tensor(loop, states), (*states.tensors, *loop.carried[0].tensors), loop, states
+    if loop.carried_states and index == 0:
+        return ResolvedPort(
+            chronological_tensor(loop, states), (*states.tensors, *loop.carried_states[0].tensors), loop, states
         )
-    return LocatedPort(chronological_tensor(loop, states), states.tensors, loop, states, stop=state_tensors(loop))
+    return ResolvedPort(
+        chronological_tensor(loop, states), states.tensors, loop, states, stop_tensors=state_tensors(loop)
+    )
 
 
 def state_tensors(loop: Loop) -> tuple[Any, ...]:
@@ -209,20 +213,20 @@ def state_tensors(loop: Loop) -> tuple[Any, ...]:
     return tuple(tensor for boundary in loop.states for tensor in boundary.tensors)
 
 
-def combine_gradients(located: LocatedPort, gradients: Sequence[Any]) -> Any:
+def combine_gradients(resolved: ResolvedPort, gradients: Sequence[Any]) -> Any:
     """Combine the gradients of the tensors behind a port in the layout of its value; return None if all are None."""
     if all(gradient is None for gradient in gradients):
         return None
-    if located.pieces:
+    if resolved.blocks:
         return _assemble_weight(
-            located.pieces,
-            [_gradient_or_zeros(gradient, t) for gradient, t in zip(gradients, located.wholes, strict=True)],
+            resolved.blocks,
+            [_gradient_or_zeros(gradient, t) for gradient, t in zip(gradients, resolved.variable_values, strict=True)],
         )
-    if located.boundary is None:
+    if resolved.boundary is None:
         present_gradients = [gradient for gradient in gradients if gradient is not None]
         return tf.add_n(present_gradients) if len(present_gradients) > 1 else present_gradients[0]
-    assert located.loop is not None
-    steps = len(located.boundary.tensors)
+    assert resolved.loop is not None
+    steps = len(resolved.boundary.tensors)
     next_step_gradients = [*gradients[steps:], *[None] * (2 * steps - len(gradients))]
     gradients = [
         full if gradient is None else full - gradient
@@ -230,14 +234,16 @@ def combine_gradients(located: LocatedPort, gradients: Sequence[Any]) -> Any:
     ]
     filled_gradients = [
         _gradient_or_zeros(gradient, tensor)
-        for gradient, tensor in zip(gradients, located.boundary.tensors, strict=True)
+        for gradient, tensor in zip(gradients, resolved.boundary.tensors, strict=True)
     ]
-    if located.boundary.last:  # with a mask, the output is the state at the last real step
+    if resolved.boundary.last_only:  # with a mask, the output is the state at the last real step
         total = (
-            tf.add_n(filled_gradients) if not located.boundary.stacked else tf.reduce_sum(filled_gradients[0], axis=0)
+            tf.add_n(filled_gradients)
+            if not resolved.boundary.is_sequence
+            else tf.reduce_sum(filled_gradients[0], axis=0)
         )
-        return _flatten_space(located.loop, total, 1)
-    return chronological_tensor(located.loop, replace(located.boundary, tensors=tuple(filled_gradients)))
+        return _flatten_space(resolved.loop, total, 1)
+    return chronological_tensor(resolved.loop, replace(resolved.boundary, tensors=tuple(filled_gradients)))
 
 
 def _gradient_or_zeros(gradient: Any, tensor: Any) -> Any:
@@ -256,7 +262,7 @@ def find_layouts(net: Net, batch: Batch, ports: Sequence[Port]) -> dict[Port, La
     """
     opened = open_net(net, batch.seed)
     layout_ports = [Port("input", index=i) for i in range(len(net.inputs))]
-    layout_ports += [port for port in ports if port.kind == "output" and not opened.first_call(str(port.layer))]
+    layout_ports += [port for port in ports if port.kind == "output" and not opened.first_call_loops(str(port.layer))]
     shapes = _shapes(opened, batch, layout_ports)
     axis_names: dict[Port, dict[int, tuple[str, ...]]] = {port: {} for port in layout_ports}
     for name, axis in _AXES.items():
@@ -289,10 +295,10 @@ def find_layouts(net: Net, batch: Batch, ports: Sequence[Port]) -> dict[Port, La
 
 def _shapes(opened: OpenNet, batch: Batch, ports: Sequence[Port]) -> dict[Any, tuple[int, ...]]:
     """Return shapes by port; the key None has the shape (time, sample, feature) of a tensor that a loop reads."""
-    port_tensors, feed = PortTensors(opened, batch), batch_feed(opened, batch)
+    port_tensors, feed = PortTensors(opened, batch), feed_of_batch(opened, batch)
     tensors: dict[Any, Any] = {port: port_tensors(port).value for port in ports}
-    tensors[None] = next(loop.input.tensors[0] for loop in opened.loops if loop.input.stacked)
-    values = opened.copy.run(tensors, feed, opened.variables(list(tensors.values()), feed))
+    tensors[None] = next(loop.input.tensors[0] for loop in opened.loops if loop.input.is_sequence)
+    values = opened.copy.run(tensors, feed, opened.variable_values(list(tensors.values()), feed))
     return {port: np.shape(value) for port, value in values.items()}
 
 

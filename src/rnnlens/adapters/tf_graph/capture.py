@@ -14,14 +14,14 @@ from ...errors import UnsupportedError
 from ...typing import Array
 from ..protocol import Batch, Capture, CaptureRequest, NonRecurrentCall, Port, RecurrentCall
 from .boundaries import (
-    LocatedPort,
     PortTensors,
+    ResolvedPort,
+    boundary_port,
     chronological_tensor,
-    locate_at_boundary,
-    locate_direct_state,
-    locate_weight,
+    direct_state_port,
+    weight_port,
 )
-from .inputs import batch_feed, names_of_inputs, translate_run_errors
+from .inputs import convert_run_errors, feed_of_batch, names_of_inputs
 from .losses import loss_cache_key, loss_in
 from .model_facts import select_layers
 from .open_net import OpenNet, open_net
@@ -38,12 +38,12 @@ _ALWAYS = ("output_grad", "final_grad", "initial_grad")
 def capture(net: Net, batch: Batch, request: CaptureRequest) -> Capture:
     """Run the copy of the graph and record its loops; see :meth:`Adapter.capture`."""
     opened = open_net(net, batch.seed)
-    feed = batch_feed(opened, batch)
+    feed = feed_of_batch(opened, batch)
     loss_key = loss_cache_key(batch) if request.gradients or request.loss else None
     key = ("capture", request, loss_key, tuple(names_of_inputs(net, batch.x)))
-    fetches = opened.copy.once(key, lambda: _Fetches(opened, batch, request))
-    variables = opened.variables(list(fetches.tensors.values()), feed)
-    with translate_run_errors(net):
+    fetches = opened.copy.build_once(key, lambda: _Fetches(opened, batch, request))
+    variables = opened.variable_values(list(fetches.tensors.values()), feed)
+    with convert_run_errors(net):
         values = opened.copy.run(fetches.tensors, feed, variables)
     for i, loop in enumerate(fetches.loops):
         for j, condition in enumerate(loop.cell.conditions):
@@ -58,7 +58,7 @@ class _Fetches:
     def __init__(self, opened: OpenNet, batch: Batch, request: CaptureRequest) -> None:
         self.loops, names, self.notes = select_layers(opened, request)
         port_tensors = PortTensors(opened, batch)
-        self.plain = {name: port_tensors(Port("output", name)) for name in names}
+        self.nonrecurrent = {name: port_tensors(Port("output", name)) for name in names}
         self.tensors = tensors = dict[Any, Any]()
         with opened.copy.graph.as_default(), tf.name_scope("rnnlens/capture"):
             for i, loop in enumerate(self.loops):
@@ -69,8 +69,10 @@ class _Fetches:
                 tensors |= {(i, name): t for name in ("lengths", "mask") if (t := getattr(loop, name)) is not None}
                 tensors |= {(i, "condition", j): condition.tensor for j, condition in enumerate(loop.cell.conditions)}
                 if loop.cell.body is not None:
-                    tensors |= {(i, "outer", j): tensor for j, tensor in enumerate(loop.cell.body.outer.values())}
-            tensors |= {("plain", name): located.value for name, located in self.plain.items()}
+                    tensors |= {
+                        (i, "outer", j): tensor for j, tensor in enumerate(loop.cell.body.outer_tensors.values())
+                    }
+            tensors |= {("plain", name): resolved.value for name, resolved in self.nonrecurrent.items()}
             tensors |= {("model output", j): tensor for j, tensor in enumerate(opened.outputs)}
             if request.gradients or request.loss:
                 tensors["loss"] = loss_in(opened.net, opened.copy, batch).tensor
@@ -80,42 +82,44 @@ class _Fetches:
     def _add_gradients(self, opened: OpenNet, request: CaptureRequest, port_tensors: PortTensors) -> None:
         """Add gradients at all boundaries and weights, in one backward pass and another one for each unrolled loop."""
         graph, loss = opened.copy.graph, self.tensors["loss"]
-        located_ports: dict[Any, LocatedPort] = {("plain_grad", name): located for name, located in self.plain.items()}
+        resolved_ports: dict[Any, ResolvedPort] = {
+            ("plain_grad", name): resolved for name, resolved in self.nonrecurrent.items()
+        }
         for i, loop in enumerate(self.loops):
             ports: dict[Any, Port] = {}
             if loop.kind == "unrolled":
-                located_ports |= {(i, "state_grad", j): locate_direct_state(loop, j) for j in range(len(loop.states))}
+                resolved_ports |= {(i, "state_grad", j): direct_state_port(loop, j) for j in range(len(loop.states))}
             else:
                 ports["output_grad", 0] = Port("output", loop.name)
                 ports |= {("final_grad", j): Port("final_state", index=j) for j in range(len(loop.final))}
             if request.boundaries:
                 ports["input_grad", 0] = Port("input", loop.name)
                 ports |= {("initial_grad", j): Port("initial_state", index=j) for j in range(len(loop.initial))}
-            located_ports |= {(i, *key): locate_at_boundary(loop, port) for key, port in ports.items()}
+            resolved_ports |= {(i, *key): boundary_port(loop, port) for key, port in ports.items()}
         if request.boundaries:
-            located_ports |= {
+            resolved_ports |= {
                 ("model input_grad", j): port_tensors(Port("input", index=j)) for j in range(len(opened.inputs))
             }
-            located_ports |= {
+            resolved_ports |= {
                 ("model output_grad", j): port_tensors(Port("output", index=j)) for j in range(len(opened.outputs))
             }
-        zero_keys = {key for key in located_ports if key[0] == "plain_grad" or key[1] in _ALWAYS}
-        self.tensors |= {key: tf.zeros_like(located_ports[key].value) for key in zero_keys}
+        zero_keys = {key for key in resolved_ports if key[0] == "plain_grad" or key[1] in _ALWAYS}
+        self.tensors |= {key: tf.zeros_like(resolved_ports[key].value) for key in zero_keys}
         weight_blocks = {
             weight_name(p): p for loop in self.loops if request.weight_grads for p in weights_of(loop).values()
         }
         weight_blocks |= all_weights(opened) if request.boundaries else {}
-        weight_ports = {name: locate_weight(graph, blocks) for name, blocks in weight_blocks.items()}
+        weight_ports = {name: weight_port(graph, blocks) for name, blocks in weight_blocks.items()}
         self.tensors |= add_pullback(
-            graph, [loss], located_ports | {("weight", name): located for name, located in weight_ports.items()}
+            graph, [loss], resolved_ports | {("weight", name): resolved for name, resolved in weight_ports.items()}
         )
         # Gradients that reach the cells' variables outside of their loops: of penalties, and of other layers.
         cell_variables = {name for loop in self.loops for name in loop.cell.variables}
         outside_ports = {
-            ("beside", name): located
-            for name, located in weight_ports.items()
+            ("beside", name): resolved
+            for name, resolved in weight_ports.items()
             if ("weight", name) in self.tensors
-            and cell_variables.intersection(block.variable for block in located.pieces)
+            and cell_variables.intersection(block.variable for block in resolved.blocks)
         }
         stop_tensors = [t for loop in self.loops for boundary in (*loop.final, *loop.states) for t in boundary.tensors]
         stop_tensors += [t for loop in self.loops if loop.output is not None for t in loop.output.tensors]
@@ -146,31 +150,33 @@ class _CaptureBuilder:
 
     def capture(self) -> Capture:
         get, request = self.values.get, self.request
-        recorded = Capture([self._call(i, loop) for i, loop in enumerate(self.asked.loops)])
+        recorded = Capture([self._recurrent_call(i, loop) for i, loop in enumerate(self.fetches.loops)])
         recorded.plain = [
             NonRecurrentCall(name, np.asarray(get(("plain", name))), get(("plain_grad", name)))
-            for name in self.asked.plain
+            for name in self.fetches.nonrecurrent
         ]
-        recorded.entangled = not request.gradients and any(loop.carried for loop in self.asked.loops)
-        recorded.notes.extend(self.asked.notes)
+        recorded.entangled = not request.gradients and any(loop.carried_states for loop in self.fetches.loops)
+        recorded.notes.extend(self.fetches.notes)
         text = "is run as a cell of unknown equations, without gates"
-        recorded.notes.extend(f"{x.name!r} {text}: {x.cell.unknown}." for x in self.asked.loops if x.cell.unknown)
+        recorded.notes.extend(
+            f"{x.name!r} {text}: {x.cell.unknown_reason}." for x in self.fetches.loops if x.cell.unknown_reason
+        )
         recorded.loss = None if "loss" not in self.values else float(self.values["loss"])
-        outputs = {name: np.asarray(get(("model output", j))) for j, name in enumerate(self.found.net.outputs)}
+        outputs = {name: np.asarray(get(("model output", j))) for j, name in enumerate(self.opened.net.outputs)}
         recorded.outputs = outputs if len(outputs) > 1 else next(iter(outputs.values()), None)
         if recorded.loss is not None and not math.isfinite(recorded.loss):
             cause = "the first quantity that is not finite is the cause"
             recorded.notes.append(f"The loss is {recorded.loss}: gradients mean nothing, and {cause}.")
         if request.gradients and request.boundaries:
-            recorded.input_grads = [get(("model input_grad", j)) for j in range(len(self.found.inputs))]
-            recorded.output_grads = [get(("model output_grad", j)) for j in range(len(self.found.outputs))]
-            recorded.beside, recorded.whole = self._beside()
+            recorded.input_grads = [get(("model input_grad", j)) for j in range(len(self.opened.inputs))]
+            recorded.output_grads = [get(("model output_grad", j)) for j in range(len(self.opened.outputs))]
+            recorded.beside, recorded.whole = self._outside_weight_grads()
         return recorded
 
-    def _call(self, i: int, loop: Loop) -> RecurrentCall:
+    def _recurrent_call(self, i: int, loop: Loop) -> RecurrentCall:
         get, has_gradients, unrolled = self.values.get, self.request.gradients, loop.kind == "unrolled"
         output, output_grad = self.values[i, "output"], get((i, "output_grad", 0))
-        mask, state_grad, final_grad = self._mask(i, loop), None, self._states(i, "final_grad")
+        mask, state_grad, final_grad = self._mask(i, loop), None, self._state_values(i, "final_grad")
         body, weights = loop.cell.body, weights_of(loop)
         if loop.output is None and has_gradients:  # the output is this state
             final_grad = (np.zeros_like(final_grad[0]), *final_grad[1:])
@@ -192,28 +198,28 @@ class _CaptureBuilder:
             bidirectional=loop.bidirectional,
             cell=known_cell(loop, self.variables)
             if body is None
-            else BodyCell(body, self._states(i, "outer"), list(weights)),
+            else BodyCell(body, self._state_values(i, "outer"), list(weights)),
             input=self.values[i, "input"],
             mask=mask,
-            initial_state=self._states(i, "initial"),
+            initial_state=self._state_values(i, "initial"),
             output=output,
             output_from_state=None if mask is None else _state_dependent_steps(loop, mask),
             masked_output=loop.masked_output,
-            final_state=None if unrolled else self._states(i, "final"),
+            final_state=None if unrolled else self._state_values(i, "final"),
             output_grad=output_grad,
             final_state_grad=final_grad if has_gradients and not unrolled else None,
             state_grad=state_grad,
             between=unrolled,
             weights_key="|".join(map(weight_name, weights.values())) or f"{loop.name}/{loop.direction}",
             weight_grads=self._weight_grads(loop) if has_gradients and self.request.weight_grads else None,
-            tied=self._tied(loop),
+            tied=self._partly_tied_weights(loop),
             framework_input_grad=get((i, "input_grad", 0)),
-            framework_initial_state_grad=self._states(i, "initial_grad")
+            framework_initial_state_grad=self._state_values(i, "initial_grad")
             if has_gradients and self.request.boundaries
             else None,
         )
 
-    def _states(self, i: int, kind: str) -> tuple[Array, ...]:
+    def _state_values(self, i: int, kind: str) -> tuple[Array, ...]:
         """Return the fetched values or gradients of the states of a loop."""
         return tuple(self.values[i, kind, j] for j in range(len(self.values)) if (i, kind, j) in self.values)
 
@@ -239,17 +245,17 @@ class _CaptureBuilder:
             gradients[key] = full_gradient if outside_gradient is None else full_gradient - outside_gradient
         return gradients
 
-    def _beside(self) -> tuple[dict[str, Array | None], frozenset[str]]:
+    def _outside_weight_grads(self) -> tuple[dict[str, Array | None], frozenset[str]]:
         """Return weight gradients along paths outside of the recorded loops, and the names of those that are full."""
-        names = all_weights(self.found)
+        names = all_weights(self.opened)
         outside_gradients = {name: self.values["beside", name] for name in names if ("beside", name) in self.values}
         return {name: self.values.get(("weight", name)) for name in names} | outside_gradients, frozenset(names) - set(
             outside_gradients
         )
 
-    def _tied(self, loop: Loop) -> frozenset[str]:
+    def _partly_tied_weights(self, loop: Loop) -> frozenset[str]:
         """Return the weights of a loop that share only a part of their variables with another layer."""
-        other_loops = [other for other in self.found.loops if other is not loop]
+        other_loops = [other for other in self.opened.loops if other is not loop]
         other_variables = {name for other in other_loops for name in other.cell.variables}
         identical_loops = {other.name for other in other_loops if weights_of(other) == weights_of(loop)}
         if identical_loops:  # all weights are shared: the gradients of the calls are summed

@@ -26,8 +26,8 @@ class Match:
     """One step of a recognised cell: its input, and its states before and after it in the order of the class."""
 
     cell: LoopCell
-    before: tuple[Key, ...]
-    after: tuple[Key, ...]
+    previous_states: tuple[Key, ...]
+    new_states: tuple[Key, ...]
     source: Key
 
     @property
@@ -77,7 +77,7 @@ def _gru_steps(probe: Probe, source: Key, state: Key, gates: Sequence[ProbedValu
             *_reset_after_candidates(probe, u, r, source, state),
         ):
             new_state = (
-                probe.found(u.numbers * previous_numbers + (1 - u.numbers) * n)
+                probe.find_value(u.numbers * previous_numbers + (1 - u.numbers) * n)
                 if n.shape == previous_numbers.shape
                 else None
             )
@@ -114,7 +114,7 @@ def _reset_after_candidates(
         for input_map in input_maps:
             candidate, gate_maps = input_map.numbers + r.numbers * state_map.numbers, [_gate_map(u), _gate_map(r)]
             biases = _reset_after_biases(gate_maps, _gate_map(input_map), _gate_map(state_map))
-            if biases is None or probe.found(candidate) is None:
+            if biases is None or probe.find_value(candidate) is None:
                 continue
             kernels = _kernel_weights(
                 [gate.products[source] for gate in (*gate_maps, _gate_map(input_map))],
@@ -161,7 +161,7 @@ def _lstm_steps(probe: Probe, source: Key, state: Key, gates: Sequence[ProbedVal
         for c in cell_states:
             for i, g in permutations([v for v in factors if v is not f and v.width == f.width], 2):
                 if i.activation == f.activation and (
-                    unclipped_cell := probe.found(f.numbers * c.numbers + i.numbers * g.numbers)
+                    unclipped_cell := probe.find_value(f.numbers * c.numbers + i.numbers * g.numbers)
                 ):
                     for new_cell in (unclipped_cell, *probe.clips[unclipped_cell.key]):
                         for o in factors:
@@ -184,7 +184,7 @@ def _lstm_output_steps(
         _peephole_weights(gates, previous_cell, new_cell),
         _bias_weights(gates),
     )
-    hidden_value = probe.found(o.numbers * apply_activation(g.activation, new_cell.numbers))
+    hidden_value = probe.find_value(o.numbers * apply_activation(g.activation, new_cell.numbers))
     products = _lstm_class(affines, source, state)
     if hidden_value is None or peepholes is None or biases is None or products is None:
         return
@@ -286,4 +286,4 @@ def _bias_weights(gates: Sequence[ProbedValue]) -> Weights | None:
         return {} if not any(gate.constant for gate in affines) else None
     if counts != {1}:
         return None
-    return {"bias": _merge_blocks(replace(gate.vectors[0].vector, plus=gate.constant) for gate in affines)}
+    return {"bias": _merge_blocks(replace(gate.vectors[0].vector, added_constant=gate.constant) for gate in affines)}

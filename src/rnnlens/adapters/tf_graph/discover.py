@@ -13,7 +13,7 @@ from tensorflow.python.ops.control_flow_util import IsInCond
 from .loop_analysis import LoopAnalysis, stacked_output
 from .loop_recorder import rewire
 from .recurrences import Loop, LoopBoundary, uncapturable_loop
-from .sequences import GraphSettings, sequence_reads, trace_sequence
+from .sequences import GraphSettings, find_user_tensor, read_sequences
 from .split_loop import refused_loop, split
 from .unrolled import unrolled_loops
 from .while_loops import CONDITIONS, LOOPS, WHILES, Frame, ancestors, frames_of, types_of
@@ -39,7 +39,7 @@ def find_loops(
     """
     end_tensors = list(end_tensors)
     built_loops = [
-        (frame.built, loop)
+        (frame.first_op_number, loop)
         for frame in frames_of(graph, end_tensors)
         for loop in _frame_loops(frame, value_of, stack_variables, may_vary=may_vary)
     ]
@@ -63,18 +63,18 @@ def _frame_loops(
         return [_branch_loop(frame.name)]
     if any(op.type in LOOPS for op in frame.ops):
         return (
-            [refused_loop(frame, frame.floats, sequence_reads(frame), "a loop within its body")] if frame.floats else []
+            [refused_loop(frame, frame.floats, read_sequences(frame), "a loop within its body")] if frame.floats else []
         )
     settings = GraphSettings(value_of)
     analysis = settings_analysis = LoopAnalysis(frame, settings)
     if not analysis.states:
         return []
-    if settings.used and (may_vary or not settings_analysis.covered):
+    if settings.used_settings and (may_vary or not settings_analysis.is_covered):
         analysis = LoopAnalysis(frame if may_vary else _without_dropout(settings_analysis))
     read_names = frozenset[str]().union(*(match.cell.variables for match in analysis.matches))
     if len(analysis.matches) > 1 and any(read_names <= stack for stack in stack_variables):
         return split(analysis, as_one=True)
-    if analysis is settings_analysis or analysis.covered or not settings_analysis.covered:
+    if analysis is settings_analysis or analysis.is_covered or not settings_analysis.is_covered:
         return _cell_loops(analysis)
     first_loop, *other_loops = _cell_loops(settings_analysis)
     conditions = (*first_loop.cell.conditions, *settings.conditions(frame.name))
@@ -86,43 +86,50 @@ def _without_dropout(analysis: LoopAnalysis) -> Frame:
     frame, replacements = analysis.frame, dict[int, Any]()
     for op in frame.ops:
         # At a rate of 0 dropout's condition "uniform draw >= rate" is always true.
-        if op.type in ("Select", "SelectV2") and (analysis.probe.of(op.inputs[0]).numbers == 1.0).all():
+        if op.type in ("Select", "SelectV2") and (analysis.probe.value_of(op.inputs[0]).numbers == 1.0).all():
             replacements[id(op.outputs[0])] = op.inputs[1]
             rewire(op.outputs[0], op.inputs[1])
     return replace(
-        frame, variables=tuple(replace(v, after=replacements.get(id(v.after), v.after)) for v in frame.variables)
+        frame,
+        variables=tuple(
+            replace(v, next_value=replacements.get(id(v.next_value), v.next_value)) for v in frame.variables
+        ),
     )
 
 
 def _cell_loops(analysis: LoopAnalysis) -> list[Loop]:
     """Return the loop of a single known cell, whose graph need not be rewritten, or the loops that rewriting yields."""
-    if len(analysis.matches) != 1 or not analysis.covered:
+    if len(analysis.matches) != 1 or not analysis.is_covered:
         return split(analysis)
     match = analysis.matches[0]
     source_read = next(
-        (source_read for source_read in analysis.reads if analysis.probe.of(source_read.value).key == match.source),
+        (
+            source_read
+            for source_read in analysis.reads
+            if analysis.probe.value_of(source_read.value).key == match.source
+        ),
         None,
     )
-    output = stacked_output(analysis, match.after[0])
-    if output is None and not any(w.stacked is not None and w.variable.read for w in analysis.writes):
+    output = stacked_output(analysis, match.new_states[0])
+    if output is None and not any(w.sequence is not None and w.variable.read for w in analysis.writes):
         output = None, "state"
     is_mask_known = analysis.mask is not None or analysis.condition is None
-    is_concatenated = any(columns is not None for _, columns in analysis.owners)
+    is_concatenated = any(columns is not None for _, columns in analysis.pair_owners)
     if source_read is None or source_read.reader is None or output is None or not is_mask_known or is_concatenated:
         return split(analysis)
-    state_variables = [analysis.owners[i][0] for i in analysis.numbers(match)]
+    state_variables = [analysis.pair_owners[i][0] for i in analysis.state_indices(match)]
     loop = Loop(
         analysis.frame.name,
         analysis.frame.kind,
-        replace(match.cell, conditions=analysis.runs_through(source_read.stacked)),
+        replace(match.cell, conditions=analysis.full_length_conditions(source_read.sequence)),
         tuple(LoopBoundary((v.entry,), ((v.reader,),)) for v in state_variables),
         tuple(LoopBoundary((v.exit,)) for v in state_variables),
-        LoopBoundary((source_read.stacked,), ((source_read.reader,),), stacked=True),
+        LoopBoundary((source_read.sequence,), ((source_read.reader,),), is_sequence=True),
         output[0],
         masked_output=output[1],
         scope=match.scope,
-        **analysis.mask_words,
-        **trace_sequence(source_read.stacked)[1],
+        **analysis.mask_arguments,
+        **find_user_tensor(source_read.sequence)[1],
     )
     return [loop]
 
@@ -184,5 +191,5 @@ def _common_stem(forward: Loop, backward: Loop) -> str | None:
         or len({name_match["stem"] for name_match in name_matches if name_match}) != 1
     ):
         return None
-    is_same_source = trace_sequence(forward.input.tensors[0])[0] is trace_sequence(backward.input.tensors[0])[0]
+    is_same_source = find_user_tensor(forward.input.tensors[0])[0] is find_user_tensor(backward.input.tensors[0])[0]
     return name_matches[0]["stem"] if is_same_source and name_matches[0] is not None else None

@@ -123,8 +123,8 @@ class Dependences:
     """Dependences of tensors: names of variables, and whether the run draws random numbers or assigns variables."""
 
     variables: tuple[str, ...]
-    draws: bool
-    assigns: bool
+    draws_random: bool
+    assigns_variables: bool
 
 
 class GraphCopy:
@@ -137,10 +137,10 @@ class GraphCopy:
         self.graph = import_definition(seed_definition(export_definition(session.graph), seed))
         self.loops: tuple[Loop, ...] = ()
         #: Reasons for the recurrences that are not among the loops, by name.
-        self.left_out: dict[str, str] = {}
-        self._replaced: dict[str, Any] = {}
+        self.left_out_reasons: dict[str, str] = {}
+        self._replacements: dict[str, Any] = {}
         #: Cache of tensors added to the copy; see :mod:`.boundaries` and :mod:`.capture`.
-        self.built: dict[Hashable, Any] = {}
+        self.built_tensors: dict[Hashable, Any] = {}
         #: Values, at which the cells were recognised, of the variables that are rates or switches.
         self.settings: dict[str, Array] = {}
         #: Configuration as the user's; if that sets no number of threads, half of the cores are used.
@@ -150,35 +150,35 @@ class GraphCopy:
             self._config.use_per_session_threads = True
             self._config.inter_op_parallelism_threads = max(1, (os.cpu_count() or 1) // 2)
         self._session: Any = None
-        self._steady: dict[Hashable, bool] = {}
-        self._loaded: dict[str, Array] = {}
-        self._behind: dict[Any, Dependences] = {}
+        self._steady_by_key: dict[Hashable, bool] = {}
+        self._loaded_values: dict[str, Array] = {}
+        self._dependences: dict[Any, Dependences] = {}
         with self.graph.as_default():
-            self._assign = {op.name: _assignment(op) for op in self.graph.get_operations() if is_variable(op)}
-            self._tables = [op for op in self.graph.get_operations() if op.type.startswith(_TABLES)]
+            self._assignments = {op.name: _assignment(op) for op in self.graph.get_operations() if is_variable(op)}
+            self._table_operations = [op for op in self.graph.get_operations() if op.type.startswith(_TABLES)]
 
     def tensor(self, name: str) -> Any:
         """Return the copy's tensor that corresponds to the user's tensor of a name, or is equal to it in value."""
-        return self._replaced[name] if name in self._replaced else self.graph.get_tensor_by_name(name)
+        return self._replacements[name] if name in self._replacements else self.graph.get_tensor_by_name(name)
 
-    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+    def build_once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the tensors that ``make`` adds to the copy; for each key they are added only once."""
-        if key not in self.built:
-            self.built[key] = make()
-        tensors: T = self.built[key]
+        if key not in self.built_tensors:
+            self.built_tensors[key] = make()
+        tensors: T = self.built_tensors[key]
         return tensors
 
     def tap(self, loops: Sequence[Loop]) -> None:
         """Insert an identity at each input, initial state and fed-back state of the loops; only that loop reads it."""
         for loop in loops:
-            self._replaced |= loop.replaced
+            self._replacements |= loop.replaced_tensors
         with self.graph.as_default(), tf.name_scope("rnnlens"):
             self.loops = tuple(
                 replace(
                     loop,
                     input=_tap_boundary(loop.input),
                     initial=tuple(_tap_boundary(boundary, _copy_in_memory) for boundary in loop.initial),
-                    carried=tuple(map(_tap_boundary, loop.carried)),
+                    carried_states=tuple(map(_tap_boundary, loop.carried_states)),
                 )
                 for loop in loops
             )
@@ -186,46 +186,46 @@ class GraphCopy:
     def run(self, fetches: Mapping[K, Any], feed: Mapping[Any, Any], variables: Mapping[str, Array]) -> dict[K, Any]:
         """Set the variables to the given values, and return the values of tensors from one run."""
         tensors = list(fetches.values())
-        dependences = self.behind(tensors, feed)
+        dependences = self.dependences(tensors, feed)
         if self._session is None or self._version != self.graph.version:
             self._restart()
-        self._load({name: value for name, value in variables.items() if name in self._assign})
+        self._load({name: value for name, value in variables.items() if name in self._assignments})
         if not tensors:
             return {}
-        key, is_steady = self._steady_key(tensors, feed), not dependences.draws or self.is_steady(tensors, feed)
+        key, is_steady = self._steady_key(tensors, feed), not dependences.draws_random or self.is_steady(tensors, feed)
         if not is_steady:  # random operations start anew in a new session
-            loaded_values = self._loaded
+            loaded_values = self._loaded_values
             self._restart()
             self._load(loaded_values)
         results = self._session.run(tensors, dict(feed))
-        if not is_steady and key not in self._steady:
+        if not is_steady and key not in self._steady_by_key:
             second_results = self._session.run(tensors, dict(feed))
-            if len(self._steady) >= _MOST_RATES:
-                self._steady.clear()
-            self._steady[key] = all(
+            if len(self._steady_by_key) >= _MOST_RATES:
+                self._steady_by_key.clear()
+            self._steady_by_key[key] = all(
                 np.array_equal(first, second) for first, second in zip(results, second_results, strict=True)
             )
-        if dependences.assigns:
-            self._loaded = {}
+        if dependences.assigns_variables:
+            self._loaded_values = {}
         return dict(zip(fetches, results, strict=True))
 
     def is_steady(self, tensors: Sequence[Any], feed: Mapping[Any, Any]) -> bool:
         """Return whether a repeated run showed, at the present rates, that random draws do not change the tensors."""
-        return self._steady.get(self._steady_key(tensors, feed), False)
+        return self._steady_by_key.get(self._steady_key(tensors, feed), False)
 
     def _steady_key(self, tensors: Sequence[Any], feed: Mapping[Any, Any]) -> Hashable:
         """Return the key for :meth:`is_steady`: the tensors, and the scalars that are fed or held by variables."""
         fed_scalars = tuple((tensor.name, np.asarray(v).item()) for tensor, v in feed.items() if not np.ndim(v))
-        variable_values = [(name, self._loaded.get(name)) for name in self.behind(tensors, feed).variables]
+        variable_values = [(name, self._loaded_values.get(name)) for name in self.dependences(tensors, feed).variables]
         variable_scalars = tuple((name, v.item()) for name, v in variable_values if v is not None and not np.ndim(v))
         return (tuple(tensor.name for tensor in tensors), fed_scalars, variable_scalars)
 
-    def behind(self, tensors: Sequence[Any], feed: Mapping[Any, Any]) -> Dependences:
+    def dependences(self, tensors: Sequence[Any], feed: Mapping[Any, Any]) -> Dependences:
         """Return the dependences of tensors, cached; raise UnsupportedError for a queue or an iterator."""
         key = (self.graph.version, tuple(t.name for t in tensors), frozenset(t.name for t in feed))
-        if key not in self._behind:
-            for stale in [other for other in self._behind if other[0] != self.graph.version]:
-                del self._behind[stale]
+        if key not in self._dependences:
+            for stale in [other for other in self._dependences if other[0] != self.graph.version]:
+                del self._dependences[stale]
             operations = dependency_cone(tensors, feed)
             for operation in operations:
                 if operation.type.startswith(_SOURCES):
@@ -237,8 +237,8 @@ class GraphCopy:
                     )
             variables = tuple(op.name for op in operations if is_variable(op))
             types = types_of(operations)
-            self._behind[key] = Dependences(variables, bool(types & RANDOM), any(map(_ASSIGNS.match, types)))
-        return self._behind[key]
+            self._dependences[key] = Dependences(variables, bool(types & RANDOM), any(map(_ASSIGNS.match, types)))
+        return self._dependences[key]
 
     def close(self) -> None:
         """Close the session; a later run starts another one."""
@@ -250,21 +250,21 @@ class GraphCopy:
         """Start a new session: in a session, a While keeps the outputs that were fixed at its first run."""
         self.close()
         self._session = tf.Session(graph=self.graph, config=self._config)
-        self._version, self._loaded = self.graph.version, {}
-        if self._tables:
-            self._session.run(self._tables)
+        self._version, self._loaded_values = self.graph.version, {}
+        if self._table_operations:
+            self._session.run(self._table_operations)
 
     def _load(self, variables: Mapping[str, Array]) -> None:
         """Assign values to the variables of the copy, where they differ from the loaded ones."""
-        loaded = self._loaded
+        loaded = self._loaded_values
         changed = {
             name: v for name, v in variables.items() if name not in loaded or not np.array_equal(v, loaded[name])
         }
         if changed:
-            assignments = {name: self._assign[name] for name in changed}
+            assignments = {name: self._assignments[name] for name in changed}
             feed = {placeholder: changed[name] for name, (placeholder, _) in assignments.items()}
             self._session.run([assign for _, assign in assignments.values()], feed)
-            self._loaded = {**loaded, **changed}
+            self._loaded_values = {**loaded, **changed}
 
 
 def _assignment(operation: Any) -> tuple[Any, Any]:

@@ -43,11 +43,11 @@ def names_of_inputs(net: Net, x: Any) -> list[str]:
     return input_names
 
 
-def batch_feed(opened: OpenNet, batch: Batch) -> dict[Any, Array]:
+def feed_of_batch(opened: OpenNet, batch: Batch) -> dict[Any, Array]:
     """Return the ``feed_dict`` of one batch: arrays by placeholder of the copied graph."""
-    feed = feed_for_copy(opened.net, opened.copy, batch) | feed_of_loss(opened.net, opened.copy, batch)
+    feed = feed_of_copy(opened.net, opened.copy, batch) | feed_of_loss(opened.net, opened.copy, batch)
     for layer, states in (batch.initial_state or {}).items():
-        loops, argument = opened.layer(layer), f"initial_state[{layer!r}]"
+        loops, argument = opened.layer_loops(layer), f"initial_state[{layer!r}]"
         if not loops:
             loop_names = [loop.name for loop in opened.loops]
             raise LayerNotFoundError(f"No layer is called {layer!r}.", hint=did_you_mean(layer, loop_names))
@@ -59,7 +59,7 @@ def batch_feed(opened: OpenNet, batch: Batch) -> dict[Any, Array]:
     return feed
 
 
-def feed_for_copy(net: Net, copy: GraphCopy, batch: Batch) -> dict[Any, Array]:
+def feed_of_copy(net: Net, copy: GraphCopy, batch: Batch) -> dict[Any, Array]:
     """Return the ``feed_dict`` of a batch for any copy of the net's graph, except placeholders of a built loss."""
     if net.keras is None:
         _refuse_training_options(batch)
@@ -138,18 +138,18 @@ _NOISE = ("Graph execution error", "Detected at node", "node ", "Node: ", "File 
 
 
 @contextmanager
-def translate_run_errors(net: Net) -> Iterator[None]:
+def convert_run_errors(net: Net) -> Iterator[None]:
     """Convert a run's errors: InputError for a placeholder that is not fed, else UserCodeError."""
     try:
         yield
     except tf.errors.OpError as error:
-        unfed_match = _UNFED.search(error.message or "")
-        if unfed_match:
+        unfed = _UNFED.search(error.message or "")
+        if unfed:
             target_names = [tensor.op.name for tensors in net.targets for tensor in tensors]
-            hint = f"of rl.tf1.graph: feed={{{unfed_match[1]!r}: ...}}, or targets={unfed_match[1]!r} if it is what y is fed to"
-            hint = "y, which is fed to targets=" if unfed_match[1] in target_names else hint
+            hint = f"of rl.tf1.graph: feed={{{unfed[1]!r}: ...}}, or targets={unfed[1]!r} if it is what y is fed to"
+            hint = "y, which is fed to targets=" if unfed[1] in target_names else hint
             raise InputError(
-                f"The placeholder {unfed_match[1]!r} is not fed.", expected="a value in every run", hint=hint
+                f"The placeholder {unfed[1]!r} is not fed.", expected="a value in every run", hint=hint
             ) from error
         message_lines = [line.strip() for line in (error.message or "").splitlines() if line.strip()]
         error_lines = [line for line in message_lines if not line.startswith(_NOISE)]

@@ -89,7 +89,7 @@ def _describe_model(model: Any, graph: Any, outputs: list[Any]) -> KerasNames:
         tuple(owners.items()),
         tuple((name, tensors) for name, tensors in outputs_by_layer.items() if tensors),
         phase.name if hasattr(phase, "name") else None if phase is None else bool(phase),
-        extra=tuple(loss.name for loss in model.losses if hasattr(loss, "op") and loss.graph is graph),
+        added_losses=tuple(loss.name for loss in model.losses if hasattr(loss, "op") and loss.graph is graph),
         masks=tuple(_mask_name(tensor) for tensor in outputs),
         **compiled,
     )
@@ -226,7 +226,7 @@ def _output_names(layer: Any, graph: Any) -> tuple[str, ...]:
 
 def phase_feed(net: Net, training: bool) -> dict[str, bool]:
     """Return the ``feed_dict`` of Keras' learning phase; raise UnsupportedError if the graph fixes the other phase."""
-    phase = net.keras.phase
+    phase = net.keras.learning_phase
     if isinstance(phase, bool) and phase != training:
         raise UnsupportedError(
             "The model was built under K.set_learning_phase, for one phase alone.",

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from .blocks import NO_LOOP, EvaluationPlan, Outer, evaluate, is_variable, transitive_closure, value_source
+from .blocks import NO_LOOP, Outer, TensorPlan, evaluate, is_variable, transitive_closure, value_source
 from .while_loops import CONDITIONS, LOOPS, Frame, body_graph
 
 _CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
@@ -41,87 +41,89 @@ class Copier:
         *,
         in_branch: bool = False,
     ) -> None:
-        self._made, self._outer, self._outside, self._in_branch = (
+        self._copies, self._outer, self._substitute_outside, self._in_branch = (
             dict(substitutes),
             outer,
             substitute_outside,
             in_branch,
         )
         #: Names of the operations that drew random numbers.
-        self.random: set[str] = set()
+        self.random_names: set[str] = set()
 
     def __call__(self, tensor: Any) -> Any:
         """Return a copy of a tensor; operations that are already copied are used again."""
-        return evaluate(tensor, self._made, self._plan)
+        return evaluate(tensor, self._copies, self._copy_plan)
 
-    def _plan(self, tensor: Any) -> EvaluationPlan:
+    def _copy_plan(self, tensor: Any) -> TensorPlan:
         """Return the tensors that must be copied before this one, and a function that copies it."""
         outside_tensor, op = self._outer.get(id(tensor)), tensor.op
         if outside_tensor is not None:
-            return [], lambda: self._outside(outside_tensor)
+            return [], lambda: self._substitute_outside(outside_tensor)
         if op.type in _LOOPS:
             raise CannotRecordError(f"a loop within its body ({op.name!r})")
         if op.type == "Switch" and self._in_branch:
-            return [op.inputs[0]], lambda: self._made[id(op.inputs[0])]
+            return [op.inputs[0]], lambda: self._copies[id(op.inputs[0])]
         if op.type in ("Switch", "Placeholder"):
             raise CannotRecordError(f"a variable of the loop other than its states ({op.name!r})")
         if is_variable(op):
-            return [], lambda: self._outside(tensor)
+            return [], lambda: self._substitute_outside(tensor)
         if op.type == "ReadVariableOp":
             handle = value_source(op.inputs[0], self._outer, ("Identity", "Switch", "Enter"))
-            return [], lambda: self._outside(_variable_read(handle, tensor.dtype))
+            return [], lambda: self._substitute_outside(_variable_read(handle, tensor.dtype))
         if op.type == "Merge":
-            return _condition_inputs(op), lambda: self._condition(op)
-        return list(op.inputs), lambda: self._outputs(op)[tensor.value_index]
+            return _condition_inputs(op), lambda: self._copy_condition(op)
+        return list(op.inputs), lambda: self._copy_outputs(op)[tensor.value_index]
 
-    def _outputs(self, op: Any) -> list[Any]:
+    def _copy_outputs(self, op: Any) -> list[Any]:
         """Copy an operation, or the function that it calls; return all outputs of the copy."""
         if op.type in CONDITIONS:
-            predicate = self._made[id(op.inputs[0])]
-            branch_outputs = tf.cond(predicate, self._branch(op, "then_branch"), self._branch(op, "else_branch"))
+            predicate = self._copies[id(op.inputs[0])]
+            branch_outputs = tf.cond(
+                predicate, self._branch_copier(op, "then_branch"), self._branch_copier(op, "else_branch")
+            )
             copies = list(branch_outputs) if isinstance(branch_outputs, (list, tuple)) else [branch_outputs]
         elif op.type in _CALLS:
-            copies = self._call(op, op.get_attr("f").name, op.inputs)
+            copies = self._copy_call(op, op.get_attr("f").name, op.inputs)
         else:
-            copies = self._operation(op)
-        self._made |= {id(old): new for old, new in zip(op.outputs, copies, strict=True)}
+            copies = self._copy_operation(op)
+        self._copies |= {id(old): new for old, new in zip(op.outputs, copies, strict=True)}
         return copies
 
-    def _operation(self, op: Any) -> list[Any]:
+    def _copy_operation(self, op: Any) -> list[Any]:
         if op.op_def.is_stateful and op.outputs and op.outputs[0].dtype.name != "resource":
-            self.random.add(op.name)
+            self.random_names.add(op.name)
         attrs = {name: value for name, value in op.node_def.attr.items() if not name.startswith("_")}
         copied_op = tf.get_default_graph().create_op(
             op.type,
-            [self._made[id(t)] for t in op.inputs],
+            [self._copies[id(t)] for t in op.inputs],
             [t.dtype for t in op.outputs],
             attrs=attrs,
             name=op.name.rpartition("/")[2],
         )
         return list(copied_op.outputs)
 
-    def _condition(self, merge: Any) -> Any:
+    def _copy_condition(self, merge: Any) -> Any:
         """Copy one output of a v1 condition as a new ``tf.cond`` with copies of both branches."""
         predicate, *branch_inputs = _condition_inputs(merge)
-        substitutes = {id(t): self._made[id(t)] for t in (predicate, *branch_inputs)}
+        substitutes = {id(t): self._copies[id(t)] for t in (predicate, *branch_inputs)}
 
         def branch_copier(index: int) -> Any:
-            copier = Copier(substitutes, self._outer, self._outside, in_branch=True)
+            copier = Copier(substitutes, self._outer, self._substitute_outside, in_branch=True)
             return lambda: tf.identity(copier(merge.inputs[index]))
 
         return tf.cond(substitutes[id(predicate)], branch_copier(1), branch_copier(0))
 
-    def _branch(self, op: Any, branch_attribute: str) -> Callable[[], list[Any]]:
+    def _branch_copier(self, op: Any, branch_attribute: str) -> Callable[[], list[Any]]:
         """Return a function that copies one branch of a v2 condition."""
-        return lambda: [tf.identity(t) for t in self._call(op, op.get_attr(branch_attribute).name, op.inputs[1:])]
+        return lambda: [tf.identity(t) for t in self._copy_call(op, op.get_attr(branch_attribute).name, op.inputs[1:])]
 
-    def _call(self, op: Any, name: str, inputs: Sequence[Any]) -> list[Any]:
+    def _copy_call(self, op: Any, name: str, inputs: Sequence[Any]) -> list[Any]:
         _, placeholders, returned = body_graph(op.graph, name, inputs)
         copier = Copier(
-            {id(p): self._made[id(t)] for p, t in zip(placeholders, inputs, strict=True)}, NO_LOOP, lambda t: t
+            {id(p): self._copies[id(t)] for p, t in zip(placeholders, inputs, strict=True)}, NO_LOOP, lambda t: t
         )
         copies = [copier(t) for t in returned]
-        self.random |= copier.random
+        self.random_names |= copier.random_names
         return copies
 
 
@@ -155,12 +157,12 @@ class LoopRecorder:
     """Runs parts of the body of one loop as new loops of ``count`` steps, a scalar tensor, in the same graph."""
 
     def __init__(self, frame: Frame, step_count: Any) -> None:
-        self.frame, self.count, self.graph = frame, step_count, step_count.graph
+        self.frame, self.step_count, self.graph = frame, step_count, step_count.graph
         #: All steps of recorded tensors, (time, sample, ...), by id of the tensor of the body.
         self.steps: dict[int, Any] = {}
         #: Number of the run in which each random operation was copied.
-        self.drawn: dict[str, int] = {}
-        self._runs = 0
+        self.run_of_draw: dict[str, int] = {}
+        self._run_count = 0
 
     def run(
         self,
@@ -176,22 +178,22 @@ class LoopRecorder:
         shape is used; several are concatenated. ``kept``: the condition under which a sample keeps its states, and
         whether False (instead of True) keeps them.
         """
-        self._runs += 1
+        self._run_count += 1
         with self.graph.as_default(), tf.control_dependencies(None), tf.name_scope(f"rnnlens/{self.frame.name}/"):
-            used_ids = self._used(
+            used_ids = self._used_steps(
                 [
                     *output_tensors,
                     *(new_value for _, new_value in state_updates),
                     *([] if keep_condition is None else keep_condition[:1]),
                 ]
             )
-            step_arrays = {key: self._array(self.steps[key].dtype).unstack(self.steps[key]) for key in used_ids}
+            step_arrays = {key: self._step_array(self.steps[key].dtype).unstack(self.steps[key]) for key in used_ids}
             start_values = [start_value for start_value, _ in state_updates]
             targets = (*output_tensors, *start_values)
-            output_arrays = [self._array(t.dtype) for t in targets]
+            output_arrays = [self._step_array(t.dtype) for t in targets]
             _, output_arrays, final_states = tf.while_loop(
-                lambda i, *_: i < self.count,
-                self._body(
+                lambda i, *_: i < self.step_count,
+                self._loop_body(
                     output_tensors,
                     [new_value for _, new_value in state_updates],
                     step_arrays,
@@ -209,9 +211,9 @@ class LoopRecorder:
             self.steps.setdefault(id(tensor), steps)
         return stacked[: len(output_tensors)], stacked[len(output_tensors) :], list(final_states)
 
-    def _used(self, targets: Sequence[Any]) -> set[int]:
+    def _used_steps(self, targets: Sequence[Any]) -> set[int]:
         """Return the ids of the already recorded tensors on which ``targets`` depend."""
-        variables = {id(v.before) for v in self.frame.variables}
+        variables = {id(v.previous_value) for v in self.frame.variables}
 
         def unrecorded_inputs(tensor: Any) -> Sequence[Any]:
             is_end = id(tensor) in self.steps or id(tensor) in variables or id(tensor) in self.frame.outer
@@ -219,10 +221,10 @@ class LoopRecorder:
 
         return {id(t) for t in transitive_closure(targets, unrecorded_inputs)} & self.steps.keys()
 
-    def _array(self, dtype: Any) -> Any:
-        return tf.TensorArray(dtype, size=self.count, infer_shape=False)
+    def _step_array(self, dtype: Any) -> Any:
+        return tf.TensorArray(dtype, size=self.step_count, infer_shape=False)
 
-    def _body(
+    def _loop_body(
         self,
         output_tensors: Sequence[Any],
         new_states: Sequence[Any],
@@ -230,7 +232,7 @@ class LoopRecorder:
         substitutes: Mapping[int, Sequence[Any]],
         keep_condition: tuple[Any, bool] | None,
     ) -> Callable[..., Any]:
-        clock_tensors = [v.before for v in self.frame.clocks]
+        clock_tensors = [v.previous_value for v in self.frame.clocks]
 
         def step(i: Any, output_arrays: list[Any], states: list[Any]) -> Any:
             present_values = {id(t): tf.cast(i, t.dtype) for t in clock_tensors}
@@ -252,8 +254,8 @@ class LoopRecorder:
                 new_values.append(tf.identity(value))
                 new_values[-1].set_shape(old_value.shape)
             values = [*(copier(t) for t in output_tensors), *new_values]
-            for name in copier.random:
-                if self.drawn.setdefault(name, self._runs) != self._runs:
+            for name in copier.random_names:
+                if self.run_of_draw.setdefault(name, self._run_count) != self._run_count:
                     raise CannotRecordError(f"random numbers that are used in several places ({name!r})")
             return (
                 i + 1,

@@ -22,7 +22,7 @@ class Loss:
     """Loss in a copy of the graph: a scalar, and the placeholders of targets and sample weights of a built loss."""
 
     tensor: Any
-    places: tuple[Any, ...] = ()
+    placeholders: tuple[Any, ...] = ()
 
 
 def is_built_loss(net: Net, batch: Batch) -> bool:
@@ -51,7 +51,7 @@ def loss_in(net: Net, copy: GraphCopy, batch: Batch) -> Loss:
             raise InputError("There is no loss.", expected="loss=, or a model that has one", hint=hint)
         return Loss(copy.tensor(loss_tensor.name))
     with copy.graph.as_default(), tf.name_scope("rnnlens/loss"):
-        return copy.once(loss_cache_key(batch), lambda: _build_loss(net, copy.tensor, batch))
+        return copy.build_once(loss_cache_key(batch), lambda: _build_loss(net, copy.tensor, batch))
 
 
 def _build_loss(net: Net, get_tensor: Callable[[str], Any], batch: Batch) -> Loss:
@@ -128,7 +128,7 @@ def _keras_loss(
                 weight = losses_utils.apply_valid_mask(sample_losses, weight, mask, loss_function.reduction)
             loss_value = loss_function(target, term.output, **({} if weight is None else {"sample_weight": weight}))
             loss_values.append(term.scale * (tf.reduce_sum(loss_value) if loss_value.shape.rank else loss_value))
-    loss_values += [tf.reduce_sum(tf.cast(get_tensor(name), terms[0].output.dtype)) for name in net.keras.extra]
+    loss_values += [tf.reduce_sum(tf.cast(get_tensor(name), terms[0].output.dtype)) for name in net.keras.added_losses]
     return tf.add_n(loss_values)
 
 
@@ -144,4 +144,6 @@ def feed_of_loss(net: Net, copy: GraphCopy, batch: Batch) -> dict[Any, Array]:
     if not is_built_loss(net, batch):
         return {}
     weights = [] if net.keras is None else [w for w in keras_v1.sample_weights(batch) if w is not None]
-    return dict(zip(loss_in(net, copy, batch).places, [*map(np.asarray, leaves_of(batch.y)), *weights], strict=False))
+    return dict(
+        zip(loss_in(net, copy, batch).placeholders, [*map(np.asarray, leaves_of(batch.y)), *weights], strict=False)
+    )

@@ -51,7 +51,7 @@ def find_obstacle(opened: OpenNet, batch: Batch, of: Sequence[Port], wrt: Port) 
 
 def _port_tensors(opened: OpenNet, port_tensors: PortTensors, port: Port, *, source: bool) -> list[Any]:
     """Return the tensors of a port as a source or as a target; for a layer with loops all outputs and final states."""
-    loops = opened.layer(str(port.layer)) if port.kind == "output" else []
+    loops = opened.layer_loops(str(port.layer)) if port.kind == "output" else []
     if not loops:
         return list(port_tensors(port).sources) if source else [port_tensors(port).value]
     boundaries = [b for loop in loops for b in (*loop.final, *([] if loop.output is None else [loop.output]))]

@@ -25,7 +25,9 @@ def describe(net: Net) -> list[LayerInfo]:
     if net.keras is not None:
         return _keras_layer_infos(opened)
     rows = [_loop_layer_info(opened, name) for name in dict.fromkeys(loop.layer for loop in opened.loops)]
-    for name, reason in opened.copy.left_out.items() if rows else ():  # without rows, the error of a verb names them
+    for name, reason in (
+        opened.copy.left_out_reasons.items() if rows else ()
+    ):  # without rows, the error of a verb names them
         options = {"left out": reason.splitlines()[0]}
         rows.append(LayerInfo(name, name.rpartition("/")[2], "unknown", 0, "forward", False, options=options))
     return rows
@@ -50,16 +52,16 @@ def _keras_layer_infos(opened: OpenNet) -> list[LayerInfo]:
 
 
 def _loop_layer_info(opened: OpenNet, name: str) -> LayerInfo:
-    loops = opened.first_call(name)
+    loops = opened.first_call_loops(name)
     first_loop, call_count = loops[0], len({loop.name for loop in opened.loops if loop.layer == name})
     direction: Literal["forward", "backward", "bidirectional"] = first_loop.direction
     options: dict[str, Any] = dict(first_loop.cell.options) | {"run as": _HOW[first_loop.kind]}
     if first_loop.time_major:
         options["time_major"] = True
-    if first_loop.cell.refused:
-        options["refused"] = next(iter(first_loop.cell.refused.splitlines()))
-    if first_loop.cell.unknown:
-        options["unknown cell"] = first_loop.cell.unknown
+    if first_loop.cell.refusal:
+        options["refused"] = next(iter(first_loop.cell.refusal.splitlines()))
+    if first_loop.cell.unknown_reason:
+        options["unknown cell"] = first_loop.cell.unknown_reason
     if call_count > 1:
         options["calls"] = call_count
     return LayerInfo(
@@ -90,7 +92,9 @@ def facts(net: Net) -> ModelFacts:
         outputs=tuple(net.outputs),
         loss=net.loss,
         optimizer="" if net.keras is None else net.keras.optimizer,
-        tensors=opened.copy.once("tensors", lambda: frozenset(t.name for op in get_operations() for t in op.outputs)),
+        tensors=opened.copy.build_once(
+            "tensors", lambda: frozenset(t.name for op in get_operations() for t in op.outputs)
+        ),
     )
 
 
@@ -115,7 +119,7 @@ def refusals(opened: OpenNet) -> dict[str, str]:
     """Return, by name, why recurrent layers that were found without a loop cannot be captured."""
     keras_names = opened.net.keras
     return (
-        dict(opened.copy.left_out)
+        dict(opened.copy.left_out_reasons)
         if keras_names is None
         else keras_names.refusals(opened.loops, variables_used(opened))
     )
@@ -135,7 +139,7 @@ def select_layers(opened: OpenNet, request: CaptureRequest) -> tuple[list[Loop],
     call_requests = []  # of the node name of a call, such as rnn#0, and the name that was requested
     for name in request.layers or ():
         calls = [loop.name for loop in opened.loops if loop.layer == name]
-        call_requests += [(call, name) for call in ([name] if opened.layer(name) else calls or [name])]
+        call_requests += [(call, name) for call in ([name] if opened.layer_loops(name) else calls or [name])]
     if request.layers is None:
         if not loop_names and not refusal_by_layer:
             raise ModelError(
@@ -144,9 +148,9 @@ def select_layers(opened: OpenNet, request: CaptureRequest) -> tuple[list[Loop],
                 hint="tf.nn.dynamic_rnn for a cell of other equations; outputs= and loss=",
             )
         # Beside loops that can be read, steps of unknown equations are part of what lies between these.
-        left_out = opened.copy.left_out if loop_names else {}
+        left_out = opened.copy.left_out_reasons if loop_names else {}
         call_requests = [(name, name) for name in (*loop_names, *refusal_by_layer) if name not in left_out]
-        uncalled_layers = [] if opened.net.keras is None else opened.net.keras.uncalled(variables_used(opened))
+        uncalled_layers = [] if opened.net.keras is None else opened.net.keras.uncalled_layers(variables_used(opened))
         notes = (
             [f"Left out, since outputs and loss do not depend on it: {', '.join(uncalled_layers)}."]
             if uncalled_layers
@@ -154,15 +158,15 @@ def select_layers(opened: OpenNet, request: CaptureRequest) -> tuple[list[Loop],
         )
         notes += [f"Left out: {reason.splitlines()[0]}" for reason in left_out.values()]
     elif not request.all_must_run:
-        refusal_by_layer |= {loop.name: loop.cell.refused for loop in opened.loops if loop.cell.refused}
+        refusal_by_layer |= {loop.name: loop.cell.refusal for loop in opened.loops if loop.cell.refusal}
         has_output = {name for name, layer in layers.items() if layer.output is not None}.union(loop_names)
         call_requests = [
             pair for pair in call_requests if pair[0] in has_output and refusal_by_layer.keys().isdisjoint(pair)
         ]
         notes = [f"{NOT_LOOKED_INTO}: {reason.splitlines()[0]}" for reason in dict.fromkeys(refusal_by_layer.values())]
     call_names = list(dict.fromkeys(call for call, _ in call_requests))
-    loops = [loop for name in call_names for loop in opened.layer(name)]
-    for reason in (*(refusal_by_layer.get(name) for name in call_names), *(loop.cell.refused for loop in loops)):
+    loops = [loop for name in call_names for loop in opened.layer_loops(name)]
+    for reason in (*(refusal_by_layer.get(name) for name in call_names), *(loop.cell.refusal for loop in loops)):
         if reason:
             raise UnsupportedError(reason)
     other_names = [name for name in call_names if name not in loop_names]

@@ -25,11 +25,11 @@ class KerasSite:
     direction: Literal["forward", "backward"]
     bidirectional: bool
     variables: frozenset[str]
-    every_step: bool
-    built: bool = True
+    returns_sequences: bool
+    is_built: bool = True
     refusal: str = ""
-    dropped: str = ""
-    stack: bool = False
+    dropout_refusal: str = ""
+    is_stack: bool = False
     info: LayerInfo | None = field(default=None, compare=False)
 
 
@@ -46,20 +46,20 @@ class KerasNames:
     sites: tuple[KerasSite, ...]
     owners: tuple[tuple[str, tuple[str, str]], ...]
     outputs: tuple[tuple[str, tuple[str, ...]], ...]
-    phase: str | bool | None = None
+    learning_phase: str | bool | None = None
     weights: tuple[str, ...] = ()
-    extra: tuple[str, ...] = ()
+    added_losses: tuple[str, ...] = ()
     masks: tuple[str | None, ...] = ()
     optimizer: str = field(default="", compare=False)
     loss: Any = field(default=None, compare=False)
     scales: tuple[float, ...] | None = ()
 
-    def uncalled(self, used_variables: Container[str]) -> list[str]:
+    def uncalled_layers(self, used_variables: Container[str]) -> list[str]:
         """Return the recurrent layers whose variables are not in ``used``: outputs and loss do not depend on them."""
         idle_sites = [
             site
             for site in self.sites
-            if not site.built or (site.variables and not any(name in used_variables for name in site.variables))
+            if not site.is_built or (site.variables and not any(name in used_variables for name in site.variables))
         ]
         called_names = {site.name for site in self.sites if site not in idle_sites}
         return list(dict.fromkeys(site.name for site in idle_sites if site.name not in called_names))
@@ -68,15 +68,18 @@ class KerasNames:
         """Return the reason for each recurrent layer that cannot be captured, by name; unused layers are left out."""
         found_layers = {loop.layer for loop in loops}
         recognised_layers = found_layers - {loop.layer for loop in loops if loop.cell.cell is None}
-        uncalled, cell_variables = self.uncalled(used_variables), defaultdict[tuple[str, str], set[frozenset[str]]](set)
+        uncalled, cell_variables = (
+            self.uncalled_layers(used_variables),
+            defaultdict[tuple[str, str], set[frozenset[str]]](set),
+        )
         for loop in loops:
             cell_variables[loop.layer, loop.direction].add(loop.cell.variables)
         stacked_layers = {layer for (layer, _), variable_sets in cell_variables.items() if len(variable_sets) > 1}
         reasons: dict[str, str] = {}
         for site in self.sites:
             problem, reason = f"Layer {site.name!r} cannot be traced", site.refusal
-            if not reason and (site.stack or site.name not in recognised_layers):
-                reason = site.dropped
+            if not reason and (site.is_stack or site.name not in recognised_layers):
+                reason = site.dropout_refusal
             if not reason and site.name in stacked_layers:
                 hint = "unroll=False, which computes the same; or run eagerly"
                 reason = message(f"{problem}: it stacks cells, and its steps are unrolled.", hint=hint)
@@ -103,8 +106,8 @@ def rename_loops(loops: Sequence[Loop], names: KerasNames | None) -> tuple[Loop,
         name = site.name if call_counts[key] == 1 else f"{site.name}#{call_numbers[key]}"
         call_numbers[key] += 1
         output = loop.output
-        if output is not None and not site.every_step and (output.stacked or len(output.tensors) > 1):
-            output = replace(output, last=True)
+        if output is not None and not site.returns_sequences and (output.is_sequence or len(output.tensors) > 1):
+            output = replace(output, last_only=True)
         # The steps of an unrolled loop are in the order of the run; its direction is an attribute of the layer.
         direction = site.direction if loop.kind == "unrolled" else loop.direction
         renamed_loops.append(

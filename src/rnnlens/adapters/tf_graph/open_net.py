@@ -39,23 +39,23 @@ class OpenNet:
         #: Recurrences of the net, in the order of the graph.
         self.loops = copy.loops
 
-    def layer(self, name: str) -> list[Loop]:
+    def layer_loops(self, name: str) -> list[Loop]:
         """Return the loops of one layer: one, or one per direction with the forward loop first."""
         loops = [loop for loop in self.loops if loop.name == name]
         return sorted(loops, key=lambda loop: loop.direction == "backward")
 
-    def first_call(self, name: str) -> list[Loop]:
+    def first_call_loops(self, name: str) -> list[Loop]:
         """Return the loops of the first call of a layer; the list is empty if the layer is not recurrent."""
-        return self.layer(name) or self.layer(f"{name}#0")
+        return self.layer_loops(name) or self.layer_loops(f"{name}#0")
 
-    def read(self, names: Iterable[str]) -> dict[str, Array]:
+    def read_variables(self, names: Iterable[str]) -> dict[str, Array]:
         """Return the present values of variables in the user's session, with any active perturbation added."""
         values = read_variables(self.net.session, names)
         return {name: value + PERTURBATIONS.get().get((self.net.graph, name), 0) for name, value in values.items()}
 
-    def variables(self, fetches: Sequence[Any], feed: Mapping[Any, Any]) -> dict[str, Array]:
+    def variable_values(self, fetches: Sequence[Any], feed: Mapping[Any, Any]) -> dict[str, Array]:
         """Return the present values of all variables that some tensors depend on, with any perturbation added."""
-        return self.read(self.copy.behind(fetches, feed).variables)
+        return self.read_variables(self.copy.dependences(fetches, feed).variables)
 
 
 def open_net(net: Net, seed: int | None = None) -> OpenNet:
@@ -73,17 +73,17 @@ def open_net(net: Net, seed: int | None = None) -> OpenNet:
         settings_changed = any(
             not np.array_equal(v, settings[name]) for name, v in read_variables(net.session, settings).items()
         )
-        if settings_changed or len(copies[key].built) > _MOST_BUILT:
+        if settings_changed or len(copies[key].built_tensors) > _MOST_BUILT:
             copies.pop(key).close()
     if key not in copies:
         while len(copies) >= _MOST_COPIES:
             copies.pop(next(iter(copies))).close()
         copy = GraphCopy(net.session, seed or 0)
-        stacks = [] if net.keras is None else [site.variables for site in net.keras.sites if site.stack]
+        stacks = [] if net.keras is None else [site.variables for site in net.keras.sites if site.is_stack]
         copied_ends = [copy.tensor(tensor.name) for tensor in end_tensors]
         loops = find_loops(copy.graph, copied_ends, _setting_reader(net, copy), stacks, may_vary=net.keras is not None)
         if net.keras is None:  # layers of Keras that are not found are refused by their own names
-            copy.left_out = left_out_reasons(copied_ends, loops)
+            copy.left_out_reasons = left_out_reasons(copied_ends, loops)
         copy.tap(rename_loops(loops, net.keras))
         copies[key] = copy
     copies[key] = copies.pop(key)
@@ -97,8 +97,8 @@ def _setting_reader(net: Net, copy: GraphCopy) -> Callable[[Any], Any]:
         for t, setting_value in net.feed.items()
         if not np.ndim(setting_value)
     }
-    if net.keras is not None and isinstance(net.keras.phase, str):
-        feed[copy.tensor(net.keras.phase)] = np.asarray(False)  # the learning phase
+    if net.keras is not None and isinstance(net.keras.learning_phase, str):
+        feed[copy.tensor(net.keras.learning_phase)] = np.asarray(False)  # the learning phase
 
     def setting_value(tensor: Any) -> Any:
         if tensor.graph is not copy.graph:

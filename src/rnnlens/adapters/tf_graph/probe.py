@@ -19,14 +19,14 @@ from tensorflow.python.framework.tensor_util import constant_value
 
 from ...typing import Array
 from .blocks import (
-    EvaluationPlan,
     Outer,
+    TensorPlan,
     block_of,
+    columns_of_slice,
     constant_of,
     convolution_parts,
     evaluate,
     slice_input,
-    sliced_columns,
     width_of,
 )
 from .recurrences import Block, Convolution
@@ -84,7 +84,7 @@ class Affine:
         """Number of output units of the affine map."""
         return next(iter(self.products.values())).width
 
-    def plus(self, other: Affine) -> Affine | None:
+    def add(self, other: Affine) -> Affine | None:
         """Return the sum of two affine maps; None if the sum cannot be represented as one."""
         widths = {block.width for block in (*self.blocks, *other.blocks)}
         if len(widths) > 1 or self.products.keys() & other.products.keys():
@@ -114,7 +114,7 @@ class ProbedValue:
     #: Of a concatenation along the last axis: the values that are concatenated.
     parts: tuple[ProbedValue, ...] = ()
     #: Lower bound, upper bound, and the value to which they were applied; None for others.
-    clipped: tuple[float | None, float | None, ProbedValue] | None = None
+    clipping: tuple[float | None, float | None, ProbedValue] | None = None
 
     @cached_property
     def key(self) -> Key:
@@ -143,13 +143,13 @@ class ProbedValue:
     @property
     def clip(self) -> float | None:
         """Bound b of a tensor that was clipped to ``[-b, b]``; None if it was not."""
-        low, high, _ = self.clipped or (None, None, self)
+        low, high, _ = self.clipping or (None, None, self)
         return high if low is not None and high is not None and -low == high else None
 
     def columns(self, start: int, stop: int) -> ProbedValue:
         """Return the probed value of the columns ``start:stop`` of a tensor's last axis."""
         affine = self.affine if self.affine is None else self.affine.columns(start, stop)
-        clipped = self.clipped and (*self.clipped[:2], self.clipped[2].columns(start, stop))
+        clipped = self.clipping and (*self.clipping[:2], self.clipping[2].columns(start, stop))
         return ProbedValue(self.numbers[:, start:stop], affine, self.activation, (), clipped)
 
 
@@ -179,29 +179,29 @@ class Probe:
         #: Values clipped from a quantity.
         self.clips: dict[Key, list[ProbedValue]] = defaultdict(list)
 
-    def of(self, tensor: Any) -> ProbedValue:
+    def value_of(self, tensor: Any) -> ProbedValue:
         """Return the value of a tensor, computed from random inputs, and how it depends on weights."""
 
-        def recorded_plan(current_tensor: Any) -> EvaluationPlan:
-            inputs, compute = self._plan(current_tensor)
-            return inputs, lambda: self._recorded(current_tensor, compute())
+        def recorded_plan(current_tensor: Any) -> TensorPlan:
+            inputs, compute = self._evaluation_plan(current_tensor)
+            return inputs, lambda: self._store_value(current_tensor, compute())
 
         with np.errstate(all="ignore"):
             value: ProbedValue = evaluate(tensor, self._values, recorded_plan)
         return value
 
-    def found(self, numbers: Array) -> ProbedValue | None:
+    def find_value(self, numbers: Array) -> ProbedValue | None:
         """Return the probed value equal to ``numbers`` within rounding; None if no tensor has them."""
         return self.by_key.get(numbers_key(numbers))
 
-    def _recorded(self, tensor: Any, value: ProbedValue) -> ProbedValue:
+    def _store_value(self, tensor: Any, value: ProbedValue) -> ProbedValue:
         """Store the probed value of a tensor in the lookup tables, and return it."""
         self.tensors[value.key].append(tensor)
         self.by_key.setdefault(value.key, value)
         if value.gate is not None:
             self.gates[frozenset(value.gate.products)].setdefault((value.key, value.activation), value)
-        if value.clip is not None and value.clipped is not None:
-            self.clips[value.clipped[2].key].append(value)
+        if value.clip is not None and value.clipping is not None:
+            self.clips[value.clipping[2].key].append(value)
         if tensor.op.type == "Mul":
             for factor, cofactor in (tensor.op.inputs, reversed(tensor.op.inputs)):
                 if id(factor) in self._values and id(cofactor) in self._values:
@@ -210,28 +210,31 @@ class Probe:
                     ]
         return value
 
-    def _drawn(self, name: Any, start: int, stop: int) -> Array:
+    def _random_numbers(self, name: Any, start: int, stop: int) -> Array:
         """Return columns ``start:stop`` of random test numbers (row, column); equal names give equal numbers."""
         seed = self._seeds.setdefault(name, len(self._seeds))
         numbers: Array = np.random.default_rng(seed).normal(size=(stop, _ROWS))[start:].T
         return numbers
 
-    def _plan(self, tensor: Any) -> EvaluationPlan:
+    def _evaluation_plan(self, tensor: Any) -> TensorPlan:
         """Return how the probe computes a tensor: the tensors that it reads, and a function of their values."""
         outside_tensor, op = self._outer.get(id(tensor)), tensor.op
         if id(tensor) in self._leaves:
-            return [], lambda: self._leaf(tensor, id(tensor))
+            return [], lambda: self._leaf_value(tensor, id(tensor))
         block = block_of(tensor, self._outer)
         if block is not None:
             return [], lambda: ProbedValue(
-                self._drawn((block.variable, block.rows), *block.columns), Affine({}, (block,))
+                self._random_numbers((block.variable, block.rows), *block.columns), Affine({}, (block,))
             )
         if outside_tensor is not None:
             return [outside_tensor], lambda: self._values[id(outside_tensor)]
         number = constant_of(tensor, self._outer)
         number = self._settings.value(tensor, self._outer) if number is None else number
         if number is not None:
-            return [], lambda: _constant_value(float(number)) if _is_number(tensor) else self._leaf(tensor, id(tensor))
+            return (
+                [],
+                lambda: _constant_value(float(number)) if _is_number(tensor) else self._leaf_value(tensor, id(tensor)),
+            )
         branch_value = self._settings.chosen_branch(tensor, self._outer)
         if branch_value is not None and is_filled_with(1, branch_value, self._outer):
             return [], lambda: _constant_value(1.0)
@@ -240,22 +243,22 @@ class Probe:
         conv_parts = convolution_parts(op)
         if conv_parts is not None:
             source, kernel, convolution = conv_parts
-            product = self._product
+            product = self._weight_product
             return [
                 source
-            ], lambda: product(self._values[id(source)], kernel, convolution) or self._leaf(tensor, id(tensor))
+            ], lambda: product(self._values[id(source)], kernel, convolution) or self._leaf_value(tensor, id(tensor))
         if not _is_computed(tensor):
-            return [], lambda: self._leaf(tensor, self._first_alike(tensor))
+            return [], lambda: self._leaf_value(tensor, self._slice_key(tensor))
         inputs = [op.inputs[0]] if op.type == "MatMul" else [t for t in op.inputs if _is_number(t)]
-        return inputs, lambda: self._computed(tensor) or self._leaf(tensor, self._first_alike(tensor))
+        return inputs, lambda: self._computed_value(tensor) or self._leaf_value(tensor, self._slice_key(tensor))
 
-    def _leaf(self, tensor: Any, name: Any) -> ProbedValue:
+    def _leaf_value(self, tensor: Any, name: Any) -> ProbedValue:
         if tensor.op.type == "RandomUniform":  # the extremes, so that a rate near 0 or 1 shows
             return ProbedValue(np.tile([[1e-12], [1 - 1e-12]], (_ROWS // 2, 1)))
         by_sample = tensor.shape.rank in (None, 0) or (tensor.shape.rank == 1 and tensor.dtype.name == "bool")
-        return ProbedValue(self._drawn(("leaf", name), 0, 1 if by_sample else width_of(tensor) or 1))
+        return ProbedValue(self._random_numbers(("leaf", name), 0, 1 if by_sample else width_of(tensor) or 1))
 
-    def _first_alike(self, tensor: Any) -> Any:
+    def _slice_key(self, tensor: Any) -> Any:
         """Return a key that is equal for all tensors that slice the same part of one tensor, such as ``x[:, t]``."""
         op = tensor.op
         if op.type not in PARTS:
@@ -265,7 +268,7 @@ class Probe:
         attrs = tuple(sorted((k, v.SerializeToString()) for k, v in op.node_def.attr.items() if not k.startswith("_")))
         return op.type, tensor.value_index, slice_indices, attrs
 
-    def _computed(self, tensor: Any) -> ProbedValue | None:
+    def _computed_value(self, tensor: Any) -> ProbedValue | None:
         """Compute the probed value of an operation's output from those of its inputs; None for other operations."""
         op = tensor.op
         values: list[Any] = [self._values.get(id(t)) for t in op.inputs]
@@ -276,12 +279,12 @@ class Probe:
             return _activated_value(_ACTIVATIONS[op.type], first_value)
         if op.type == "MatMul":
             is_transposed = op.get_attr("transpose_a") or op.get_attr("transpose_b")
-            return None if is_transposed else self._product(first_value, op.inputs[1])
+            return None if is_transposed else self._weight_product(first_value, op.inputs[1])
         if op.type in _CUTS:
-            columns, value = sliced_columns(tensor), self._values[id(slice_input(tensor))]
+            columns, value = columns_of_slice(tensor), self._values[id(slice_input(tensor))]
             return None if columns is None else value.columns(*columns) if value.width > 1 else value
         if op.type == "ConcatV2":
-            return self._joined(op, values[:-1])
+            return self._concatenated_value(op, values[:-1])
         if len({value.width for value in values} - {1}) > 1:
             return None
         if op.type in _SELECTS:
@@ -297,14 +300,20 @@ class Probe:
         if op.type == "Floor":
             return ProbedValue(np.floor(first_value.numbers))
         if op.type == "ClipByValue":
-            return self._clip(first_value, values[1].constant, values[2].constant)
+            return self._clipped_value(first_value, values[1].constant, values[2].constant)
         if op.type in _BOUNDS:
             bounds = [value.constant for value in values]
             value, bound = (first_value, bounds[1]) if bounds[0] is None else (values[1], bounds[0])
-            return self._clip(value, bound, None) if op.type == "Maximum" else self._clip(value, None, bound)
+            return (
+                self._clipped_value(value, bound, None)
+                if op.type == "Maximum"
+                else self._clipped_value(value, None, bound)
+            )
         return _arithmetic(op.type, values)
 
-    def _product(self, value: ProbedValue, kernel: Any, convolution: Convolution | None = None) -> ProbedValue | None:
+    def _weight_product(
+        self, value: ProbedValue, kernel: Any, convolution: Convolution | None = None
+    ) -> ProbedValue | None:
         """Multiply a probed value by a weight block, or convolve it; for concatenated values sum their products."""
         block = block_of(kernel, self._outer)
         if block is None or block.rows is None or (convolution is None) != (not block.window):
@@ -315,7 +324,9 @@ class Probe:
             part_block = (
                 replace(block, rows=(start + row_offset, start + row_offset + part.width)) if value.parts else block
             )
-            numbers = self._drawn((part.key, part_block.variable, part_block.rows, convolution), *part_block.columns)
+            numbers = self._random_numbers(
+                (part.key, part_block.variable, part_block.rows, convolution), *part_block.columns
+            )
             self.by_key.setdefault(part.key, part)
             total, row_offset = (
                 _add_values(total, ProbedValue(numbers, Affine({part.key: part_block}))),
@@ -323,12 +334,12 @@ class Probe:
             )
         return total
 
-    def _clip(self, value: ProbedValue, low: float | None, high: float | None) -> ProbedValue | None:
+    def _clipped_value(self, value: ProbedValue, low: float | None, high: float | None) -> ProbedValue | None:
         """Clip a probed value; a lower and an upper bound become one clip, and a clipped affine map a hard sigmoid."""
         if low is None and high is None:
             return None
-        if value.clipped is not None and (value.clipped[0] is None) != (low is None):
-            inner_low, inner_high, value = value.clipped
+        if value.clipping is not None and (value.clipping[0] is None) != (low is None):
+            inner_low, inner_high, value = value.clipping
             low, high = (inner_low if low is None else low), (inner_high if high is None else high)
         for name, slope in _HARD_SIGMOIDS.items() if (low, high) == (0.0, 1.0) else ():
             numbers = (value.numbers - 0.5) / slope  # of the tensor behind the line slope * z + 0.5, if it is one
@@ -336,9 +347,9 @@ class Probe:
                 if base.numbers.shape == numbers.shape and np.allclose(base.numbers, numbers, 1e-5, 1e-6):
                     return _activated_value(name, base)
         shift = sum(bound * weight for bound, weight in ((low, 0.7), (high, 1.3)) if bound is not None)
-        return ProbedValue(np.sin(1.7 * value.numbers + shift), clipped=(low, high, value))
+        return ProbedValue(np.sin(1.7 * value.numbers + shift), clipping=(low, high, value))
 
-    def _joined(self, op: Any, values: list[ProbedValue]) -> ProbedValue | None:
+    def _concatenated_value(self, op: Any, values: list[ProbedValue]) -> ProbedValue | None:
         axis, rank = constant_of(op.inputs[-1], self._outer), op.outputs[0].shape.rank
         if axis is None or rank is None or int(axis) % rank != rank - 1:
             return None
@@ -382,7 +393,7 @@ def _linear_map(value: ProbedValue) -> Affine | None:
 
 def _add_values(left: ProbedValue, right: ProbedValue) -> ProbedValue:
     maps = _linear_map(left), _linear_map(right)
-    affine = None if maps[0] is None or maps[1] is None else maps[0].plus(maps[1])
+    affine = None if maps[0] is None or maps[1] is None else maps[0].add(maps[1])
     return ProbedValue(left.numbers + right.numbers, affine)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...arguments import anything, checked
 from ...errors import InputError, LayerNotFoundError, UnsupportedError, has_attribute, shown
-from .sequences import FILLS, trace_sequence, transpose_input_axis
+from .sequences import FILLS, axis_before_transpose, find_user_tensor
 
 __all__ = ["Net", "graph"]
 
@@ -165,7 +165,7 @@ def is_time_major(graph: Any, inputs: Sequence[Any]) -> bool:
     input_refs, axes = {tensor.ref() for tensor in inputs}, set()
     for op in graph.get_operations():
         if op.type in FILLS and not op.name.startswith("gradients"):
-            source, arguments = trace_sequence(op.inputs[FILLS[op.type]])
+            source, arguments = find_user_tensor(op.inputs[FILLS[op.type]])
             axes |= _matching_axes(source, 0 if arguments["time_major"] else 1, input_refs)
     return axes == {0}
 
@@ -181,7 +181,7 @@ def _matching_axes(tensor: Any, axis: int, input_refs: set[Any]) -> set[int]:
         if current.ref() in input_refs:
             axes.add(current_axis)
         elif current.op.type == "Transpose":
-            input_axis = transpose_input_axis(current.op, current_axis)
+            input_axis = axis_before_transpose(current.op, current_axis)
             waiting_pairs.extend([] if input_axis is None else [(current.op.inputs[0], input_axis)])
         else:
             waiting_pairs.extend((t, current_axis) for t in current.op.inputs)

@@ -12,9 +12,9 @@ import tensorflow.compat.v1 as tf
 from ...errors import InputError, UnsupportedError, raised_by, shown
 from ...typing import Array
 from ..protocol import Batch, Port, Pullback, refuse_misfits
-from .boundaries import LocatedPort, PortTensors, combine_gradients
+from .boundaries import PortTensors, ResolvedPort, combine_gradients
 from .graph_copy import to_dense
-from .inputs import batch_feed, names_of_inputs, translate_run_errors
+from .inputs import convert_run_errors, feed_of_batch, names_of_inputs
 from .losses import loss_cache_key
 from .open_net import open_net
 from .public import Net
@@ -52,7 +52,7 @@ def add_gradients(
 def add_pullback(
     graph: Any,
     ys: Sequence[Any],
-    located_ports: Mapping[Any, LocatedPort],
+    resolved_ports: Mapping[Any, ResolvedPort],
     cotangents: Sequence[Any] | None = None,
     stop_tensors: Sequence[Any] = (),
 ) -> dict[Any, Any]:
@@ -60,16 +60,19 @@ def add_pullback(
 
     Each port at which differentiation stops elsewhere needs a pass of its own.
     """
-    unrestricted = {key: located for key, located in located_ports.items() if not located.stop}
+    unrestricted = {key: resolved for key, resolved in resolved_ports.items() if not resolved.stop_tensors}
     combined: dict[Any, Any] = {}
-    for group in (unrestricted, *({key: located} for key, located in located_ports.items() if located.stop)):
+    for group in (
+        unrestricted,
+        *({key: resolved} for key, resolved in resolved_ports.items() if resolved.stop_tensors),
+    ):
         direction_ports = {
             (key, i): direction_port
-            for key, located in group.items()
-            for i, direction_port in enumerate(located.halves or (located,))
+            for key, resolved in group.items()
+            for i, direction_port in enumerate(resolved.direction_ports or (resolved,))
         }
         sources = [source for direction_port in direction_ports.values() for source in direction_port.sources]
-        constants = [*stop_tensors, *(tensor for located in group.values() for tensor in located.stop)]
+        constants = [*stop_tensors, *(tensor for resolved in group.values() for tensor in resolved.stop_tensors)]
         raw_gradients = iter(add_gradients(graph, ys, sources, cotangents, constants))
         parts = {
             key: list(islice(raw_gradients, len(direction_port.sources)))
@@ -125,20 +128,22 @@ class _BackwardPass:
     def __init__(
         self,
         graph: Any,
-        located_ports: Mapping[Port, LocatedPort],
+        resolved_ports: Mapping[Port, ResolvedPort],
         of: Sequence[Port],
         wrt: Sequence[Port],
         stop_tensors: Any,
     ) -> None:
         old_operations = set(graph.get_operations())
-        values = {port: located_ports[port].value for port in of}
+        values = {port: resolved_ports[port].value for port in of}
         with graph.as_default(), tf.name_scope("rnnlens/pullback"):
-            self.given = {port: tf.placeholder(t.dtype.base_dtype, t.shape) for port, t in values.items()}
-            sources = {port: located_ports[port] for port in wrt}
-            self.found = add_pullback(graph, list(values.values()), sources, list(self.given.values()), stop_tensors)
+            self.cotangents = {port: tf.placeholder(t.dtype.base_dtype, t.shape) for port, t in values.items()}
+            sources = {port: resolved_ports[port] for port in wrt}
+            self.gradients = add_pullback(
+                graph, list(values.values()), sources, list(self.cotangents.values()), stop_tensors
+            )
         new_operations, cotangent_refs = (
             set(graph.get_operations()) - old_operations,
-            {tensor.ref() for tensor in self.given.values()},
+            {tensor.ref() for tensor in self.cotangents.values()},
         )
         read_tensors: dict[Any, Any] = {}
         for op in new_operations:
@@ -153,7 +158,7 @@ class _BackwardPass:
         )
         in_control_flow = any(op._get_control_flow_context() is not None for op in new_operations)
         #: Forward tensors that the backward pass reads, kept for further cotangents; None if some cannot be fed.
-        self.kept = forward_tensors if is_feedable and not in_control_flow else None
+        self.forward_tensors = forward_tensors if is_feedable and not in_control_flow else None
 
 
 class GraphPullback:
@@ -172,56 +177,58 @@ class GraphPullback:
             loss_cache_key(batch),
             tuple(names_of_inputs(net, batch.x)),
         )
-        self._feed = batch_feed(self._opened, batch)
+        self._feed = feed_of_batch(self._opened, batch)
         port_tensors = PortTensors(self._opened, batch)
-        self._spots = self._opened.copy.once(
+        self._resolved_ports = self._opened.copy.build_once(
             self._key, lambda: {port: port_tensors(port) for port in (*of, *wrt, *cut)}
         )
-        cut_ports = [self._spots[port] for port in cut]
-        self._stop = [
+        cut_ports = [self._resolved_ports[port] for port in cut]
+        self._stop_tensors = [
             t
-            for located in cut_ports
-            for t in (located.boundary.tensors if located.boundary is not None else (located.value,))
+            for resolved in cut_ports
+            for t in (resolved.boundary.tensors if resolved.boundary is not None else (resolved.value,))
         ]
         self.outputs = len(self._opened.outputs)
-        fetches = {port: self._spots[port].value for port in (*of, *wrt)}
-        self._variables = self._opened.variables(list(fetches.values()), self._feed)
-        with translate_run_errors(net):
+        fetches = {port: self._resolved_ports[port].value for port in (*of, *wrt)}
+        self._variables = self._opened.variable_values(list(fetches.values()), self._feed)
+        with convert_run_errors(net):
             values = self._opened.copy.run(fetches, self._feed, self._variables)
         #: Values of the kept forward tensors, by id of the ``_BackwardPass``.
-        self._forward: dict[int, dict[Any, Array]] = {}
+        self._forward_values: dict[int, dict[Any, Array]] = {}
         self.values: Mapping[Port, Array] = {port: np.asarray(value) for port, value in values.items()}
 
     def vjp(self, cotangents: Mapping[Port, Array]) -> Mapping[Port, Array | None]:
         """Pull cotangents back to the ``wrt`` ports; see :meth:`Pullback.vjp`."""
         refuse_misfits(cotangents, self._of, self.values)
         cotangent_ports, copy = tuple(cotangents), self._opened.copy
-        backward_pass = copy.once(
+        backward_pass = copy.build_once(
             (self._key, cotangent_ports),
-            lambda: _BackwardPass(copy.graph, self._spots, cotangent_ports, self._wrt, self._stop),
+            lambda: _BackwardPass(copy.graph, self._resolved_ports, cotangent_ports, self._wrt, self._stop_tensors),
         )
         count = len(next(iter(cotangents.values())))
-        rows = [self._row(backward_pass, {port: c[k] for port, c in cotangents.items()}) for k in range(count)]
-        gradients = {port: np.stack([row[port] for row in rows]) for port in backward_pass.found}
+        rows = [self._pull_row(backward_pass, {port: c[k] for port, c in cotangents.items()}) for k in range(count)]
+        gradients = {port: np.stack([row[port] for row in rows]) for port in backward_pass.gradients}
         return {port: gradients.get(port) for port in self._wrt}
 
-    def _row(self, backward_pass: _BackwardPass, cotangents: Mapping[Port, Array]) -> dict[Any, Array]:
-        cotangent_feed = {backward_pass.given[port]: np.asarray(c) for port, c in cotangents.items()}
+    def _pull_row(self, backward_pass: _BackwardPass, cotangents: Mapping[Port, Array]) -> dict[Any, Array]:
+        cotangent_feed = {backward_pass.cotangents[port]: np.asarray(c) for port, c in cotangents.items()}
         copy = self._opened.copy
-        with translate_run_errors(self._net):
-            if backward_pass.kept is None:
-                variables = self._opened.variables(list(backward_pass.found.values()), self._feed)
-                return copy.run(backward_pass.found, {**self._feed, **cotangent_feed}, self._variables | variables)
-            if id(backward_pass) not in self._forward:
-                variables = self._opened.variables(backward_pass.kept, self._feed)
-                forward_values = copy.run(dict(enumerate(backward_pass.kept)), self._feed, self._variables | variables)
-                self._forward[id(backward_pass)] = {
-                    tensor: forward_values[i] for i, tensor in enumerate(backward_pass.kept)
+        with convert_run_errors(self._net):
+            if backward_pass.forward_tensors is None:
+                variables = self._opened.variable_values(list(backward_pass.gradients.values()), self._feed)
+                return copy.run(backward_pass.gradients, {**self._feed, **cotangent_feed}, self._variables | variables)
+            if id(backward_pass) not in self._forward_values:
+                variables = self._opened.variable_values(backward_pass.forward_tensors, self._feed)
+                forward_values = copy.run(
+                    dict(enumerate(backward_pass.forward_tensors)), self._feed, self._variables | variables
+                )
+                self._forward_values[id(backward_pass)] = {
+                    tensor: forward_values[i] for i, tensor in enumerate(backward_pass.forward_tensors)
                 }
-            return copy.run(backward_pass.found, {**self._forward[id(backward_pass)], **cotangent_feed}, {})
+            return copy.run(backward_pass.gradients, {**self._forward_values[id(backward_pass)], **cotangent_feed}, {})
 
     def __enter__(self) -> Pullback:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._forward = {}
+        self._forward_values = {}

@@ -14,7 +14,7 @@ from ...typing import Array, leaves_of
 from ..protocol import Batch, Cotangents, ReferenceRun
 from .blocks import is_variable, read_variables
 from .graph_copy import GraphCopy, dependency_cone, to_dense
-from .inputs import batch_feed, feed_for_copy, names_of_inputs
+from .inputs import feed_of_batch, feed_of_copy, names_of_inputs
 from .losses import feed_of_loss, loss_cache_key, loss_in
 from .open_net import OpenNet, open_net
 from .public import Net
@@ -33,22 +33,22 @@ class _ReferenceGraph:
             get = self.copy.tensor
             self.outputs = [get(tensor.name) for tensor in net.outputs.values()]
             self.loss = loss_in(net, self.copy, batch).tensor if of_loss else None
-            self.ends = [*self.outputs, *([] if self.loss is None else [self.loss])]
-            self.variables = {op.name: op for op in dependency_cone(self.ends) if is_variable(op)}
+            self.end_tensors = [*self.outputs, *([] if self.loss is None else [self.loss])]
+            self.variables = {op.name: op for op in dependency_cone(self.end_tensors) if is_variable(op)}
             self.inputs = {name: [get(t.name) for t in tensors] for name, tensors in net.inputs.items()}
-            self.given = [tf.placeholder(t.dtype.base_dtype, t.shape) for t in self.outputs]
-            self.asked: dict[Any, Any] = self._differentiated() if gradients else {}
-        self.asked |= {("output", i): tensor for i, tensor in enumerate(self.outputs)}
-        self.asked |= {} if self.loss is None else {"loss": self.loss}
+            self.cotangents = [tf.placeholder(t.dtype.base_dtype, t.shape) for t in self.outputs]
+            self.fetches: dict[Any, Any] = self._gradient_tensors() if gradients else {}
+        self.fetches |= {("output", i): tensor for i, tensor in enumerate(self.outputs)}
+        self.fetches |= {} if self.loss is None else {"loss": self.loss}
 
-    def _differentiated(self) -> dict[Any, Any]:
+    def _gradient_tensors(self) -> dict[Any, Any]:
         sources: dict[Any, Any] = {("weight", name): op.outputs[0] for name, op in self.variables.items()}
         for name, tensors in self.inputs.items():
             sources |= {("input", name, i): tensor for i, tensor in enumerate(tensors)}
         sources = {key: t for key, t in sources.items() if t.dtype.base_dtype.is_floating or t.dtype == tf.resource}
         floats = [i for i, t in enumerate(self.outputs) if t.dtype.base_dtype.is_floating]
         targets = [self.outputs[i] for i in floats] if self.loss is None else [self.loss]
-        cotangents = [self.given[i] for i in floats] if self.loss is None else None
+        cotangents = [self.cotangents[i] for i in floats] if self.loss is None else None
         gradients = tf.gradients(targets, list(sources.values()), grad_ys=cotangents)
         pairs = zip(sources, map(to_dense, gradients), strict=True)
         return {key: gradient for key, gradient in pairs if gradient is not None}
@@ -58,15 +58,15 @@ def _refuse_other_draws(
     opened: OpenNet, batch: Batch, reference: _ReferenceGraph, feed: Mapping[Any, Any], values: Any
 ) -> None:
     """Raise ``CertificateError`` if results depend on random numbers that a rewritten loop draws in another order."""
-    opened_feed, end_tensors = batch_feed(opened, batch), list(opened.outputs)
+    opened_feed, end_tensors = feed_of_batch(opened, batch), list(opened.outputs)
     if reference.loss is not None:
         end_tensors.append(loss_in(opened.net, opened.copy, batch).tensor)
     if opened.copy.is_steady(end_tensors, opened_feed):
         return
     opened_results = opened.copy.run(
-        dict(enumerate(end_tensors)), opened_feed, opened.variables(end_tensors, opened_feed)
+        dict(enumerate(end_tensors)), opened_feed, opened.variable_values(end_tensors, opened_feed)
     )
-    reference_results = reference.copy.run(dict(enumerate(reference.ends)), feed, values)
+    reference_results = reference.copy.run(dict(enumerate(reference.end_tensors)), feed, values)
     if not all(np.allclose(opened_results[i], reference_results[i], rtol=1e-3, atol=1e-5) for i in reference_results):
         raise CertificateError("dropout within a loop draws other numbers when the loop is looked into")
 
@@ -81,9 +81,9 @@ def prepare_reference_run(
     has_loss = bool(leaves_of(batch.y)) or batch.loss is not None or net.has_own_loss
     of_loss = cotangents is None and has_loss
     reference = _reference_graph(net, batch, of_loss, gradients)
-    feed = feed_for_copy(net, reference.copy, batch) | (feed_of_loss(net, reference.copy, batch) if of_loss else {})
+    feed = feed_of_copy(net, reference.copy, batch) | (feed_of_loss(net, reference.copy, batch) if of_loss else {})
     values = read_variables(net.session, reference.variables)
-    if any(loop.redrawn for loop in opened.loops):
+    if any(loop.is_redrawn for loop in opened.loops):
         _refuse_other_draws(opened, batch, reference, feed, values)
 
     def run() -> ReferenceRun:
@@ -91,11 +91,11 @@ def prepare_reference_run(
         if cotangents is not None:
             outputs = list(reference.copy.run(dict(enumerate(reference.outputs)), feed, values).values())
             output_cotangents = cotangents(list(map(np.asarray, outputs))) if callable(cotangents) else cotangents
-            for placeholder, cotangent, output in zip(reference.given, output_cotangents, outputs, strict=True):
+            for placeholder, cotangent, output in zip(reference.cotangents, output_cotangents, outputs, strict=True):
                 cotangent_feed[placeholder] = (
                     np.zeros_like(output) if cotangent is None else np.asarray(cotangent, output.dtype)
                 )
-        results = reference.copy.run(reference.asked, feed | cotangent_feed, values)
+        results = reference.copy.run(reference.fetches, feed | cotangent_feed, values)
         names = names_of_inputs(net, batch.x)
         input_gradients = [
             [results.get(("input", name, i)) for i in range(len(reference.inputs[name]))] for name in names

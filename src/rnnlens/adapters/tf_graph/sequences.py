@@ -26,7 +26,7 @@ class SequenceRead:
     """A time-first tensor ``stacked`` of which the body reads one step at a time, as its tensor ``value``."""
 
     value: Any
-    stacked: Any
+    sequence: Any
     #: Operation, with the number of its input, that reads ``stacked``; None if the body indexes the user's tensor.
     reader: tuple[Any, int] | None
 
@@ -38,7 +38,7 @@ class SequenceWrite:
     value: Any
     #: Tensor of the body with the position that is written.
     index: Any
-    stacked: Any
+    sequence: Any
     variable: LoopVariable
 
 
@@ -55,7 +55,7 @@ class Mask:
         """Return whether two masks are equal at every step; False for None."""
         if other is None or self.inverted != other.inverted or self.lengths is not other.lengths:
             return False
-        return (self.steps and self.steps.stacked) is (other.steps and other.steps.stacked)
+        return (self.steps and self.steps.sequence) is (other.steps and other.steps.sequence)
 
 
 def step_count(frame: Frame) -> Any:
@@ -69,7 +69,7 @@ def step_count(frame: Frame) -> Any:
         return tf.cast(clock_exits[0], tf.int32) if clock_exits else None
 
 
-def sequence_reads(frame: Frame) -> list[SequenceRead]:
+def read_sequences(frame: Frame) -> list[SequenceRead]:
     """Return the sequences of which a loop's body reads the current step."""
     reads = []
     for op in frame.ops:
@@ -113,14 +113,14 @@ def _time_axis(op: Any, frame: Frame) -> int | None:
 _WRITES = {"TensorArrayWriteV3": (2, 1, 3), "TensorListSetItem": (2, 1, 0)}
 
 
-def sequence_writes(frame: Frame) -> list[SequenceWrite]:
+def written_sequences(frame: Frame) -> list[SequenceWrite]:
     """Return the tensors that the body writes at each step."""
     writes = []
     for variable in frame.variables:
-        op = value_source(variable.after).op
+        op = value_source(variable.next_value).op
         if op.type in _WRITES:
             value, index, previous_array = (op.inputs[i] for i in _WRITES[op.type])
-            if value_source(previous_array, frame.outer) is variable.before:
+            if value_source(previous_array, frame.outer) is variable.previous_value:
                 writes.append(SequenceWrite(value, index, _stacked_tensor(variable.exit), variable))
     return writes
 
@@ -172,7 +172,7 @@ def is_filled_with(number: int, tensor: Any, outer: Outer) -> bool:
     return value is not None and bool(np.all(value == number))
 
 
-def trace_sequence(stacked: Any) -> tuple[Any, dict[str, Any]]:
+def find_user_tensor(stacked: Any) -> tuple[Any, dict[str, Any]]:
     """Trace the time-first tensor that a loop reads back to the user's tensor, through reversals and transpositions.
 
     Returns that tensor, and the direction, the lengths of the reversal and the axis order as arguments of ``Loop``.
@@ -180,7 +180,7 @@ def trace_sequence(stacked: Any) -> tuple[Any, dict[str, Any]]:
     tensor, axis, arguments = stacked, 0, {"direction": "forward", "turned_by": None}
     while True:
         op, forward = tensor.op, arguments["direction"] == "forward"
-        if op.type == "Transpose" and (input_axis := transpose_input_axis(op, axis)) is not None:
+        if op.type == "Transpose" and (input_axis := axis_before_transpose(op, axis)) is not None:
             axis = input_axis
         elif op.type == "ReverseSequence" and op.get_attr("seq_dim") == axis and forward:
             arguments = {"direction": "backward", "turned_by": op.inputs[1]}
@@ -191,7 +191,7 @@ def trace_sequence(stacked: Any) -> tuple[Any, dict[str, Any]]:
         tensor = op.inputs[0]
 
 
-def transpose_input_axis(op: Any, axis: int) -> int | None:
+def axis_before_transpose(op: Any, axis: int) -> int | None:
     """Return the input axis, 0 or 1, that a transposition moves to ``axis``; None if it is a later one."""
     order = tensor_util.constant_value(op.inputs[1])
     rank = op.inputs[0].shape.rank
@@ -216,7 +216,7 @@ class GraphSettings:
     def __init__(self, value_of: Callable[[Any], Any] = lambda _: None) -> None:
         self._value_of = value_of
         #: Tensors and values read so far.
-        self.used: dict[Any, tuple[Any, Any]] = {}
+        self.used_settings: dict[Any, tuple[Any, Any]] = {}
 
     def value(self, tensor: Any, outer: Outer) -> Any:
         """Return the present value of a scalar setting, such as a dropout rate, that a body reads; None for others."""
@@ -224,12 +224,12 @@ class GraphSettings:
         if outside_tensor.shape.rank != 0 or outside_tensor.op._get_control_flow_context() is not None:
             return None
         key = outside_tensor.ref()
-        if key not in self.used:
+        if key not in self.used_settings:
             value = self._value_of(outside_tensor)
             if value is None:
                 return None
-            self.used[key] = (outside_tensor, value)
-        return self.used[key][1]
+            self.used_settings[key] = (outside_tensor, value)
+        return self.used_settings[key][1]
 
     def chosen_branch(self, tensor: Any, outer: Outer) -> Any:
         """Return what a ``tf.cond`` returns at the present value of its predicate; None for other tensors."""
@@ -253,7 +253,7 @@ class GraphSettings:
             got="recurrent_dropout, training=True, eager execution disabled",
             hint="training=False; or run eagerly",
         )
-        return tuple(Condition(tensor, value, text) for tensor, value in self.used.values())
+        return tuple(Condition(tensor, value, text) for tensor, value in self.used_settings.values())
 
 
 #: No setting has a value: only constants of the graph are constant.

@@ -38,10 +38,10 @@ def unrolled_loops(end_tensors: Iterable[Any]) -> list[Loop]:
     probe, groups = Probe([], NO_LOOP), defaultdict[str, list[Match]](list)
     for op in (*ops, *_unread_operations(ops)):
         if op.type in _MAKES_A_STATE and len(op.outputs) == 1 and _may_be_state(op.outputs[0]):
-            probe.of(op.outputs[0])
+            probe.value_of(op.outputs[0])
     read_ops = set(ops)
     for step in matching_steps(probe):
-        if any(t.op in read_ops for new in step.after for t in probe.tensors[new]):
+        if any(t.op in read_ops for new in step.new_states for t in probe.tensors[new]):
             cell = step.cell
             same_cell = repr((cell.cell, sorted(cell.options.items(), key=str), sorted(cell.weights.items())))
             groups[same_cell].append(step)
@@ -65,9 +65,9 @@ def _conditional_loops(
         conditional_steps = [
             step
             for step in steps
-            if any(t.op.type in ("Merge", "Switch") for state in step.before for t in probe.tensors[state])
+            if any(t.op.type in ("Merge", "Switch") for state in step.previous_states for t in probe.tensors[state])
         ]
-        conditional_states = {step.after[0] for step in conditional_steps}
+        conditional_states = {step.new_states[0] for step in conditional_steps}
         if scope not in captured_scopes and len(conditional_states) > 1:
             names[scope] = steps[0].cell.units
     conditions = [op for op in ops if op.type in CONDITIONS]
@@ -97,7 +97,7 @@ def left_out_reasons(end_tensors: Iterable[Any], loops: Sequence[Loop]) -> dict[
     """
     states = {id(t) for loop in loops for state in loop.states for t in state.tensors}
     variables = frozenset[str]().union(*(loop.cell.variables for loop in loops))
-    refused_prefixes = tuple(f"{loop.scope}/" for loop in loops if loop.cell.refused)
+    refused_prefixes = tuple(f"{loop.scope}/" for loop in loops if loop.cell.refusal)
     kernels_behind: dict[Any, frozenset[Block]] = {}  # by operation, the kernels whose products it depends on
     recurrent_kernels: dict[Block, frozenset[Block]] = {}
     for op in ancestors(end_tensors):
@@ -168,30 +168,30 @@ def _unread_operations(ops: Iterable[Any]) -> list[Any]:
 
 def _group_chains(steps: Sequence[Match]) -> list[list[Match]]:
     """Group steps into chains, where each step's new states are the next step's states. A step belongs to one chain."""
-    step_by_state = {step.after: step for step in steps}
+    step_by_state = {step.new_states: step for step in steps}
     next_steps: dict[tuple[Key, ...], Match] = {}
     for step in steps:
-        if step.before in step_by_state and step_by_state[step.before] is not step:
-            next_steps.setdefault(step.before, step)
+        if step.previous_states in step_by_state and step_by_state[step.previous_states] is not step:
+            next_steps.setdefault(step.previous_states, step)
     chains = []
     for first_step in steps:
-        if first_step.before not in step_by_state and first_step.after in next_steps:
+        if first_step.previous_states not in step_by_state and first_step.new_states in next_steps:
             chain = [first_step]
-            while chain[-1].after in next_steps:
-                chain.append(next_steps[chain[-1].after])
+            while chain[-1].new_states in next_steps:
+                chain.append(next_steps[chain[-1].new_states])
             chains.append(chain)
     return chains
 
 
 def _chain_loop(probe: Probe, chain: Sequence[Match], end_tensors: Iterable[Any]) -> Loop | None:
-    tensor_groups = [probe.tensors[key] for key in (*(step.source for step in chain), *chain[0].before)]
+    tensor_groups = [probe.tensors[key] for key in (*(step.source for step in chain), *chain[0].previous_states)]
     if not all(tensor_groups):
         return None
     sources, starts = (
         [tensors[0] for tensors in groups] for groups in (tensor_groups[: len(chain)], tensor_groups[len(chain) :])
     )
     step_readers = [_step_readers(probe, step) for step in chain]
-    states = [LoopBoundary(tuple(probe.tensors[step.after[i]][0] for step in chain)) for i in range(len(starts))]
+    states = [LoopBoundary(tuple(probe.tensors[step.new_states[i]][0] for step in chain)) for i in range(len(starts))]
     scope, cell = chain[0].scope, chain[0].cell
     carried: tuple[LoopBoundary, ...] = ()
     hidden_ids = {id(t) for t in states[0].tensors}
@@ -203,13 +203,13 @@ def _chain_loop(probe: Probe, chain: Sequence[Match], end_tensors: Iterable[Any]
             expected="feedback of what the cell returns",
             hint="rl.gradients by inputs and weights",
         )
-        cell = replace(cell, refused=text)
+        cell = replace(cell, refusal=text)
     # Or a cell state is read outside.
     if is_fed_back or any(id(t) in other_ids for t in _ancestor_tensors(list(end_tensors), hidden_ids | other_ids)):
         carried = tuple(
             LoopBoundary(
                 state.tensors[:-1],
-                tuple(read[step.before[i]] for step, read in zip(chain[1:], step_readers[1:], strict=True)),
+                tuple(read[step.previous_states[i]] for step, read in zip(chain[1:], step_readers[1:], strict=True)),
             )
             for i, state in enumerate(states)
         )
@@ -228,7 +228,7 @@ def _chain_loop(probe: Probe, chain: Sequence[Match], end_tensors: Iterable[Any]
         ),
         states[0],
         states=tuple(states),
-        carried=carried,
+        carried_states=carried,
         time_major=True,
         scope=scope,
     )
@@ -241,8 +241,10 @@ def _ancestor_tensors(tensors: Sequence[Any], stop_ids: Container[int] = ()) -> 
 
 def _start_readers(first_step: Match, step_readers: dict[Key, Readers]) -> list[Readers]:
     """Return, for each initial state, the operations (with input numbers) of the first step that read it."""
-    state_readers = [step_readers[key] for key in first_step.before]
-    if len(set(first_step.before)) < len(state_readers):  # one tensor is both states of an LSTM: matrix products read h
+    state_readers = [step_readers[key] for key in first_step.previous_states]
+    if len(set(first_step.previous_states)) < len(
+        state_readers
+    ):  # one tensor is both states of an LSTM: matrix products read h
         products = tuple(reader for reader in state_readers[0] if reader[0].type in ("MatMul", "ConcatV2"))
         state_readers = [products, tuple(reader for reader in state_readers[0] if reader not in products)]
     return state_readers
@@ -250,13 +252,13 @@ def _start_readers(first_step: Match, step_readers: dict[Key, Readers]) -> list[
 
 def _step_readers(probe: Probe, step: Match) -> dict[Key, Readers]:
     """Return the operations, with input numbers, by which a step reads its input and its previous states."""
-    boundary = {id(t): key for key in (step.source, *step.before) for t in probe.tensors[key]}
+    boundary = {id(t): key for key in (step.source, *step.previous_states) for t in probe.tensors[key]}
     readers_by_key: dict[Key, list[tuple[Any, int]]] = {key: [] for key in boundary.values()}
 
     def inner_inputs(op: Any) -> list[Any]:
         return [t.op for t in op.inputs if id(t) not in boundary and block_of(t, NO_LOOP) is None]
 
-    for op in transitive_closure([probe.tensors[key][0].op for key in step.after], inner_inputs):
+    for op in transitive_closure([probe.tensors[key][0].op for key in step.new_states], inner_inputs):
         for index, tensor in enumerate(op.inputs):
             if id(tensor) in boundary:
                 readers_by_key[boundary[id(tensor)]].append((op, index))

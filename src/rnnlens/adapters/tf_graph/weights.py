@@ -32,9 +32,9 @@ class LayerVariables:
 
     weights: dict[str, tuple[Block, ...]] = field(default_factory=dict)
     loops: list[Loop] = field(default_factory=list)
-    calls: tuple[Any, ...] = ()
+    call_outputs: tuple[Any, ...] = ()
 
-    def pieces(self, key: str, direction: str | None) -> tuple[Block, ...]:
+    def weight_blocks(self, key: str, direction: str | None) -> tuple[Block, ...]:
         """Return the blocks of a weight of the layer or of one of its directions; empty if there is none."""
         directed_key = key if direction is None or "/" in key else f"{direction}/{key}"
         return self.weights.get(directed_key) or self.weights.get(key, ())
@@ -42,17 +42,19 @@ class LayerVariables:
     @property
     def output(self) -> Any:
         """Output tensor of the layer; None unless it has exactly one call with one output."""
-        return self.calls[0] if len(self.calls) == 1 else None
+        return self.call_outputs[0] if len(self.call_outputs) == 1 else None
 
 
 def layers_of(opened: OpenNet) -> dict[str, LayerVariables]:
     """Return all layers with weights that the outputs or the loss depend on, in the order of the graph."""
-    return opened.copy.once("layers", lambda: _build_layers(opened))
+    return opened.copy.build_once("layers", lambda: _build_layers(opened))
 
 
 def variables_used(opened: OpenNet) -> frozenset[str]:
     """Return the names of the operations of all variables that the outputs or the loss depend on."""
-    return opened.copy.once("used", lambda: frozenset(op.name for op in _used_operations(opened) if is_variable(op)))
+    return opened.copy.build_once(
+        "used", lambda: frozenset(op.name for op in _used_operations(opened) if is_variable(op))
+    )
 
 
 def _used_operations(opened: OpenNet) -> set[Any]:
@@ -77,18 +79,18 @@ def _build_layers(opened: OpenNet) -> dict[str, LayerVariables]:
             else keras_owners.get(variable.name, (variable_scope or _NO_SCOPE, variable_key))
         )
         if scope not in layers:
-            layers[scope] = _recurrent_variables(opened.first_call(scope))
+            layers[scope] = _recurrent_variables(opened.first_call_loops(scope))
         if name is None:
             layers[scope].weights[key] = (Block(variable.name),)
     for loop in opened.loops:  # loops without variables, or with those of another layer
-        layers.setdefault(loop.layer, _recurrent_variables(opened.first_call(loop.layer)))
+        layers.setdefault(loop.layer, _recurrent_variables(opened.first_call_loops(loop.layer)))
     keras_outputs = {} if opened.net.keras is None else dict(opened.net.keras.outputs)
     for scope, tensors in keras_outputs.items():  # layers without weights have an output all the same
-        layers.setdefault(scope, LayerVariables()).calls = tuple(map(opened.copy.tensor, tensors))
+        layers.setdefault(scope, LayerVariables()).call_outputs = tuple(map(opened.copy.tensor, tensors))
     for scope, layer in layers.items():
         if not layer.loops and opened.net.keras is None:
             output = _layer_output(scope, operations, end_tensors)
-            layer.calls = () if output is None else (output,)
+            layer.call_outputs = () if output is None else (output,)
     return layers
 
 
@@ -137,8 +139,10 @@ def assemble_weight(blocks: Sequence[Block], values: Mapping[str, Array], *, wit
     """Assemble a weight, or its gradient, from blocks of variables; ``added`` includes what the graph adds to them."""
     parts = []
     for block in blocks:
-        part = block.of(np.asarray(values[block.variable]))
-        parts.append(part + np.asarray(block.plus, part.dtype) if with_constants and block.plus else part)
+        part = block.select_from(np.asarray(values[block.variable]))
+        parts.append(
+            part + np.asarray(block.added_constant, part.dtype) if with_constants and block.added_constant else part
+        )
     return np.concatenate(parts, axis=-1) if len(parts) > 1 else np.array(parts[0])
 
 
@@ -157,7 +161,7 @@ def layer_weights(opened: OpenNet) -> dict[str, LayerWeights]:
     names = dict.fromkeys(
         n for layer in layers.values() for blocks in layer.weights.values() for n in _variable_names(blocks)
     )
-    values = opened.read(names)
+    values = opened.read_variables(names)
     floats = {name for name in names if dtype_of(graph.get_operation_by_name(name)).is_floating}
     weights_by_layer = {}
     for scope, layer in layers.items():
@@ -214,7 +218,7 @@ def _range_text(index_range: tuple[int, Any] | int | None) -> str:
 def weight_location(opened: OpenNet, layer: str, direction: str | None, key: str) -> WeightLocation | None:
     """Return where a layer's weight is among the variables, as in :meth:`Adapter.place`; None if there is none."""
     layers = layers_of(opened)
-    blocks = layers[layer].pieces(key, direction) if layer in layers else ()
+    blocks = layers[layer].weight_blocks(key, direction) if layer in layers else ()
     if not blocks:
         return None
     name = weight_name(blocks)
@@ -235,7 +239,7 @@ def perturbed_port(net: Net, port: Port, size: float) -> Iterator[bool]:
         yield False
         return
     perturbations = {}
-    for name, value in opened.read(names).items():
+    for name, value in opened.read_variables(names).items():
         scale = float(np.sqrt(np.mean(np.square(value, dtype=np.float64)))) or 1.0
         pattern = np.random.default_rng(0).normal(size=value.shape)
         perturbations[net.graph, name] = (size * scale * pattern).astype(value.dtype)

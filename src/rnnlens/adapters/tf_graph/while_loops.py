@@ -40,8 +40,8 @@ class LoopVariable:
     #: Tensor outside of the loop: the initial value.
     entry: Any
     #: Tensors of the body: the values at the beginning and at the end of a step.
-    before: Any
-    after: Any
+    previous_value: Any
+    next_value: Any
     #: Tensor outside of the loop: the final value; None if the graph has none.
     exit: Any
     #: The operation, and the number of its input, by which the loop reads ``entry``.
@@ -57,7 +57,7 @@ class Frame:
     name: str
     kind: Literal["v1", "v2"]
     #: Number of its first operation, by which loops are sorted.
-    built: int
+    first_op_number: int
     variables: tuple[LoopVariable, ...]
     #: From invariants of the body to tensors outside.
     outer: Outer
@@ -69,22 +69,22 @@ class Frame:
     @cached_property
     def floats(self) -> list[LoopVariable]:
         """Loop variables that are floating-point and no scalars."""
-        return [v for v in self.variables if v.before.dtype.is_floating and v.before.shape.rank != 0]
+        return [v for v in self.variables if v.previous_value.dtype.is_floating and v.previous_value.shape.rank != 0]
 
     @cached_property
     def clocks(self) -> list[LoopVariable]:
         """Step counters: integer variables that start at 0 and grow by one."""
 
         def counts(v: LoopVariable) -> bool:
-            sides = v.after.op.inputs if v.after.op.type in ("Add", "AddV2") else ()
-            steps = [constant_of(t, self.outer) for t in sides if value_source(t, self.outer) is not v.before]
+            sides = v.next_value.op.inputs if v.next_value.op.type in ("Add", "AddV2") else ()
+            steps = [constant_of(t, self.outer) for t in sides if value_source(t, self.outer) is not v.previous_value]
             return len(sides) == 2 and steps == [1] and constant_of(v.entry, NO_LOOP) == 0
 
-        return [v for v in self.variables if v.before.dtype.is_integer and counts(v)]
+        return [v for v in self.variables if v.previous_value.dtype.is_integer and counts(v)]
 
     def is_time(self, tensor: Any) -> bool:
         """Return whether a tensor of the body is the number of the step."""
-        return any(value_source(tensor, self.outer) is v.before for v in self.clocks)
+        return any(value_source(tensor, self.outer) is v.previous_value for v in self.clocks)
 
 
 def frames_of(graph: Any, end_tensors: Iterable[Any]) -> Iterator[Frame]:
@@ -160,16 +160,20 @@ def _v1_frame(name: str, read_enters: Sequence[Any], all_enters: Sequence[Any]) 
             body_and_exit = switch.outputs[1], next_iteration.op.inputs[0], exits[0] if exits else None
             variables.append(LoopVariable(enter.inputs[0], *body_and_exit, (enter, 0), enter in read_enters))
     # Besides the variables that are read, stacked outputs and copies of the previous output are needed.
-    writes = [v for v in variables if value_source(v.after).op.type == "TensorArrayWriteV3"]
-    written_ids = {id(value_source(value_source(v.after).op.inputs[2])) for v in writes}
-    kept_variables = tuple(v for v in variables if v.read or v in writes or id(value_source(v.after)) in written_ids)
-    boundary_ops = {v.before.op for v in kept_variables} | set(all_enters)
+    writes = [v for v in variables if value_source(v.next_value).op.type == "TensorArrayWriteV3"]
+    written_ids = {id(value_source(value_source(v.next_value).op.inputs[2])) for v in writes}
+    kept_variables = tuple(
+        v for v in variables if v.read or v in writes or id(value_source(v.next_value)) in written_ids
+    )
+    boundary_ops = {v.previous_value.op for v in kept_variables} | set(all_enters)
 
     def inner_operations(tensors: Iterable[Any]) -> list[Any]:
         return [t.op for t in tensors if t.op not in boundary_ops]
 
     ops = in_built_order(
-        transitive_closure(inner_operations(v.after for v in kept_variables), lambda op: inner_operations(op.inputs))
+        transitive_closure(
+            inner_operations(v.next_value for v in kept_variables), lambda op: inner_operations(op.inputs)
+        )
     )
     return Frame(loop_scope(name), "v1", read_enters[0]._id, kept_variables, outer, all_enters[0].graph, tuple(ops))
 
@@ -236,7 +240,7 @@ def is_random(op: Any) -> bool:
     return op.type in RANDOM or ("PartitionedCall" in op.type and bool(RANDOM & types_of([op])))
 
 
-class Paths:
+class LoopPaths:
     """Dependences in a loop's body: which tensors depend on the states, and which change from step to step.
 
     An operation that only reads the shape of a tensor does not depend on it. Random numbers change from step to step.
@@ -244,26 +248,26 @@ class Paths:
 
     def __init__(self, frame: Frame, states: Sequence[LoopVariable]) -> None:
         self.frame = frame
-        self._variables = {id(v.before): v for v in frame.variables}
-        self._states = {id(v.before) for v in states}
+        self._variables = {id(v.previous_value): v for v in frame.variables}
+        self._states = {id(v.previous_value) for v in states}
         while dependent_ids := {
-            i for i, v in self._variables.items() if i not in self._states and self.by_state(v.after)
+            i for i, v in self._variables.items() if i not in self._states and self.depends_on_state(v.next_value)
         }:
             self._states |= dependent_ids
 
-    def by_state(self, tensor: Any) -> bool:
+    def depends_on_state(self, tensor: Any) -> bool:
         """Return whether a tensor of the body depends on the states before the step."""
-        return any(id(t) in self._states for t in self.behind([tensor]))
+        return any(id(t) in self._states for t in self.tensors_behind([tensor]))
 
-    def by_step(self, tensor: Any) -> bool:
+    def varies_by_step(self, tensor: Any) -> bool:
         """Return whether a tensor of the body changes from step to step."""
-        return any(self.is_variable(t) or is_random(t.op) for t in self.behind([tensor]))
+        return any(self.is_variable(t) or is_random(t.op) for t in self.tensors_behind([tensor]))
 
     def is_variable(self, tensor: Any) -> bool:
         """Return whether a tensor is a loop variable's value at the beginning of a step."""
         return id(tensor) in self._variables
 
-    def new_at_each_step(self, targets: Iterable[Any]) -> list[Any]:
+    def nearest_step_inputs(self, targets: Iterable[Any]) -> list[Any]:
         """Return the tensors nearest to the targets that change from step to step and depend on no state."""
         nearest: dict[int, Any] = {}
         waiting_tensors, seen_ids = list(targets), set()
@@ -272,9 +276,11 @@ class Paths:
             if id(tensor) in seen_ids or id(tensor) in self.frame.outer:
                 continue
             seen_ids.add(id(tensor))
-            if not self.by_state(tensor):
-                if self.by_step(tensor):  # a condition is replaced by the numbers that it is computed from
-                    step_inputs = [] if tensor.dtype.is_floating else [t for t in tensor.op.inputs if self.by_step(t)]
+            if not self.depends_on_state(tensor):
+                if self.varies_by_step(tensor):  # a condition is replaced by the numbers that it is computed from
+                    step_inputs = (
+                        [] if tensor.dtype.is_floating else [t for t in tensor.op.inputs if self.varies_by_step(t)]
+                    )
                     if step_inputs and not self.is_variable(tensor):
                         waiting_tensors.extend(step_inputs)
                     else:
@@ -283,27 +289,27 @@ class Paths:
                 waiting_tensors.extend(tensor.op.inputs)
         return list(nearest.values())
 
-    def only_read(self, targets: Iterable[Any], reads: Sequence[Any]) -> list[Any]:
+    def sole_sequences(self, targets: Iterable[Any], reads: Sequence[Any]) -> list[Any]:
         """Return the sequences whose current step the targets depend on; empty if other than weights matter too."""
         ids, used_ids = {id(read) for read in reads}, set()
-        for tensor in self.behind(targets, stop_ids=ids):
+        for tensor in self.tensors_behind(targets, stop_ids=ids):
             if id(tensor) in ids:
                 used_ids.add(id(tensor))
             elif self.is_variable(tensor) or tensor.op.type in _BRANCHES or is_random(tensor.op):
                 return []
         return [read for read in reads if id(read) in used_ids]
 
-    def carried(self, targets: Iterable[Any]) -> list[LoopVariable]:
+    def variables_behind(self, targets: Iterable[Any]) -> list[LoopVariable]:
         """Return the loop variables on which the targets depend, within one step or over several steps."""
-        starts = [v for target in targets for v in self.directly(target)]
-        variable_ids = {id(v) for v in transitive_closure(starts, lambda v: self.directly(v.after))}
+        starts = [v for target in targets for v in self.variables_within_step(target)]
+        variable_ids = {id(v) for v in transitive_closure(starts, lambda v: self.variables_within_step(v.next_value))}
         return [v for v in self.frame.variables if id(v) in variable_ids]
 
-    def directly(self, target: Any) -> list[LoopVariable]:
+    def variables_within_step(self, target: Any) -> list[LoopVariable]:
         """Return the loop variables on which a tensor depends within one step."""
-        return [self._variables[id(t)] for t in self.behind([target]) if id(t) in self._variables]
+        return [self._variables[id(t)] for t in self.tensors_behind([target]) if id(t) in self._variables]
 
-    def behind(self, targets: Iterable[Any], stop_ids: Container[int] = ()) -> list[Any]:
+    def tensors_behind(self, targets: Iterable[Any], stop_ids: Container[int] = ()) -> list[Any]:
         """Return the targets and the tensors of the body behind them, up to ids in ``stop`` and reads of a shape."""
 
         def inner_inputs(tensor: Any) -> list[Any]:
