@@ -27,7 +27,7 @@ _ANY_SIZE = 4_999
 
 
 def transitive_closure(starts: Iterable[Any], successors: Callable[[Any], Iterable[Any]]) -> list[Any]:
-    """Return the transitive closure of some objects under ``following``, the objects themselves included."""
+    """Return the transitive closure of some objects under ``successors``, the objects themselves included."""
     items: dict[int, Any] = {}
     waiting_items = list(starts)
     while waiting_items:
@@ -43,7 +43,7 @@ TensorPlan = tuple[list[Any], Callable[[], Any]]
 
 
 def evaluate(tensor: Any, values: dict[int, Any], make_plan: Callable[[Any], TensorPlan]) -> Any:
-    """Compute the value of a tensor after those that it depends on, as ``plan`` returns them; store all by id."""
+    """Compute the value of a tensor after those that it depends on, as ``make_plan`` returns them; store all by id."""
     waiting, plans = [tensor], dict[int, TensorPlan]()
     while waiting:
         current = waiting[-1]
@@ -66,7 +66,7 @@ NO_LOOP: Outer = {}
 
 
 def value_source(tensor: Any, outer: Outer = NO_LOOP, passing_types: Container[str] = _IDENTITIES) -> Any:
-    """Trace a tensor back through loop invariants and operations of the types ``passing``, which keep its value."""
+    """Trace a tensor back through loop invariants and operations of ``passing_types``, which keep its value."""
     while (outer_tensor := outer.get(id(tensor))) is not None or tensor.op.type in passing_types:
         tensor = tensor.op.inputs[0] if outer_tensor is None else outer_tensor
     return tensor

@@ -31,7 +31,7 @@ class ResolvedPort:
 
     #: The port's tensor in the layout of the adapter protocol, (sample, time, ...) for a sequence.
     value: Any
-    #: Tensors whose gradients :func:`joined` combines; gradients by copies that follow them are subtracted.
+    #: Tensors whose gradients :func:`combine_gradients` combines; gradients by copies that follow them are subtracted.
     sources: tuple[Any, ...]
     #: The loop, and its boundary, to which the port belongs; None for other ports.
     loop: Loop | None = None
@@ -75,7 +75,7 @@ def _flatten_space(loop: Loop, tensor: Any, leading_axes: int) -> Any:
 
 
 class PortTensors:
-    """Lookup of ports in the copy of a graph: call it with a port to get its ``Spot``."""
+    """Lookup of ports in the copy of a graph: call it with a port to get its ``ResolvedPort``."""
 
     def __init__(self, opened: OpenNet, batch: Batch) -> None:
         self._opened, self._batch = opened, batch
@@ -130,7 +130,7 @@ class PortTensors:
         return ResolvedPort(direction_ports[0].value, (), direction_ports=direction_ports)
 
     def _locate_tensor(self, port: Port) -> ResolvedPort:
-        """Return the ``Spot`` of a tensor, given its own name or the scope of the layer that outputs it."""
+        """Return the ``ResolvedPort`` of a tensor, given its own name or the scope of the layer that outputs it."""
         name, tensor = str(port.layer), None
         if ":" in name:
             with suppress(KeyError, ValueError):
@@ -144,7 +144,7 @@ class PortTensors:
 
 
 def weight_port(graph: Any, blocks: tuple[Block, ...]) -> ResolvedPort:
-    """Return the ``Spot`` of a weight: its value, and the variables whose blocks it consists of."""
+    """Return the ``ResolvedPort`` of a weight: its value, and the variables whose blocks it consists of."""
     sources = [
         graph.get_operation_by_name(name).outputs[0] for name in dict.fromkeys(block.variable for block in blocks)
     ]

@@ -48,7 +48,7 @@ def capture(net: Net, batch: Batch, request: CaptureRequest) -> Capture:
     for i, loop in enumerate(fetches.loops):
         for j, condition in enumerate(loop.cell.conditions):
             if not np.all(np.asarray(values[i, "condition", j]) == condition.value):
-                raise UnsupportedError(condition.otherwise)
+                raise UnsupportedError(condition.error_text)
     return _CaptureBuilder(opened, fetches, values, variables, request).capture()
 
 
@@ -159,7 +159,9 @@ class _CaptureBuilder:
         recorded.notes.extend(self.fetches.notes)
         text = "is run as a cell of unknown equations, without gates"
         recorded.notes.extend(
-            f"{x.name!r} {text}: {x.cell.unknown_reason}." for x in self.fetches.loops if x.cell.unknown_reason
+            f"{loop.name!r} {text}: {loop.cell.unknown_reason}."
+            for loop in self.fetches.loops
+            if loop.cell.unknown_reason
         )
         recorded.loss = None if "loss" not in self.values else float(self.values["loss"])
         outputs = {name: np.asarray(get(("model output", j))) for j, name in enumerate(self.opened.net.outputs)}

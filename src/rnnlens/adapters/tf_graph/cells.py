@@ -213,19 +213,17 @@ def _lstm_class(gates: Sequence[Affine], source: Key, state: Key) -> tuple[type[
     """Return the LSTM class for gates of matrix products or of convolutions, and options; None if the gates differ."""
     block_pairs = [(gate.products[source], gate.products[state]) for gate in gates]
     block_kinds = {tuple((block.window, block.convolution) for block in pair) for pair in block_pairs}
-    (input_window, input_convolution), (state_window, state_convolution) = block_kinds.pop()
+    (input_window, input_conv), (state_window, state_conv) = block_kinds.pop()
     if block_kinds or len(input_window) != len(state_window):
         return None
-    if input_convolution is None or state_convolution is None:
+    if input_conv is None or state_conv is None:
         return LSTM, {}
     options = {
-        "strides": input_convolution.strides,
-        "dilation": input_convolution.dilation,
-        "padding": input_convolution.padding,
+        "strides": input_conv.strides,
+        "dilation": input_conv.dilation,
+        "padding": input_conv.padding,
     }
-    keeps_size = state_convolution.padding == "same" and {*state_convolution.strides, *state_convolution.dilation} == {
-        1
-    }
+    keeps_size = state_conv.padding == "same" and {*state_conv.strides, *state_conv.dilation} == {1}
     return (_CONV_LSTMS[len(input_window)], options) if keeps_size else None
 
 

@@ -35,7 +35,7 @@ def find_loops(
     """Find the recurrent loops among the ancestors of outputs and loss, in the order in which they were built.
 
     ``value_of`` returns the present value of a scalar such as a keep probability, which is another one in other runs if
-    it ``may_vary``. Cells whose variables are a set of ``stacks`` are treated as one recurrence.
+    it ``may_vary``. Cells whose variables are a set of ``stack_variables`` are treated as one recurrence.
     """
     end_tensors = list(end_tensors)
     built_loops = [
@@ -48,7 +48,8 @@ def find_loops(
     )
     # An unrolled loop stands where its first state is computed, a refused one last.
     numbered_unrolled = [
-        (int(x.states[0].tensors[0].op._id) if x.states else math.inf, x) for x in unrolled_loops(end_tensors)
+        (int(loop.states[0].tensors[0].op._id) if loop.states else math.inf, loop)
+        for loop in unrolled_loops(end_tensors)
     ]
     branch_names = [op.name for op in ancestors(end_tensors) if op.type in CONDITIONS and WHILES & types_of([op])]
     ordered_loops = [loop for _, loop in sorted([*numbered_loops, *numbered_unrolled], key=lambda pair: pair[0])]
@@ -111,7 +112,7 @@ def _cell_loops(analysis: LoopAnalysis) -> list[Loop]:
         None,
     )
     output = stacked_output(analysis, match.new_states[0])
-    if output is None and not any(w.sequence is not None and w.variable.read for w in analysis.writes):
+    if output is None and not any(w.sequence is not None and w.variable.is_read for w in analysis.writes):
         output = None, "state"
     is_mask_known = analysis.mask is not None or analysis.condition is None
     is_concatenated = any(columns is not None for _, columns in analysis.pair_owners)

@@ -107,7 +107,7 @@ _SOURCES = ("QueueDequeue", "IteratorGetNext", "ReaderRead", "Unstage", "MapUnst
 
 
 def dependency_cone(end_tensors: Iterable[Any], fed_tensors: Iterable[Any] = ()) -> list[Any]:
-    """Return all operations that the tensors ``ends`` depend on, up to the tensors ``stop``, which are fed."""
+    """Return all operations that ``end_tensors`` depend on, up to ``fed_tensors``."""
     fed_refs = {tensor.ref() for tensor in fed_tensors}
 
     def computing_operations(tensors: Iterable[Any]) -> list[Any]:
@@ -203,7 +203,8 @@ class GraphCopy:
             if len(self._steady_by_key) >= _MOST_RATES:
                 self._steady_by_key.clear()
             self._steady_by_key[key] = all(
-                np.array_equal(first, second) for first, second in zip(results, second_results, strict=True)
+                np.array_equal(first_result, second_result)
+                for first_result, second_result in zip(results, second_results, strict=True)
             )
         if dependences.assigns_variables:
             self._loaded_values = {}

@@ -15,7 +15,7 @@ import numpy as np
 from ...errors import InputError, ModelError, UnsupportedError, message, two_layers_called
 from ...typing import Array, leaves_of
 from ..protocol import Batch, LayerInfo
-from .naming import KerasNames, KerasSite
+from .naming import KerasNames, KerasRecurrence
 from .public import Net
 
 _KINDS = {"SimpleRNN": "simple_rnn", "LSTM": "lstm", "GRU": "gru"}
@@ -59,15 +59,15 @@ def _tensor_leaves(tensors: Any) -> list[Any]:
 
 
 def _describe_model(model: Any, graph: Any, outputs: list[Any]) -> KerasNames:
-    sites: list[KerasSite] = []
+    recurrences: list[KerasRecurrence] = []
     owners: dict[str, tuple[str, str]] = {}
     outputs_by_layer: dict[str, tuple[str, ...]] = {}
     for name, layer, wrapper in _walk_layers(model):
         if name in outputs_by_layer:
             raise ModelError(two_layers_called(name))
         direction_layers = (layer.forward_layer, layer.backward_layer) if hasattr(layer, "forward_layer") else (layer,)
-        sites += [
-            _recurrent_site(name, direction_layer, layer, wrapper)
+        recurrences += [
+            _describe_recurrence(name, direction_layer, layer, wrapper)
             for direction_layer in direction_layers
             if _is_recurrent(layer)
         ]
@@ -85,7 +85,7 @@ def _describe_model(model: Any, graph: Any, outputs: list[Any]) -> KerasNames:
         compiled |= {"optimizer": type(model.optimizer).__name__, "loss": model.loss}
         compiled["scales"] = tuple(map(float, scales)) if all(isinstance(scale, Real) for scale in scales) else None
     return KerasNames(
-        tuple(sites),
+        tuple(recurrences),
         tuple(owners.items()),
         tuple((name, tensors) for name, tensors in outputs_by_layer.items() if tensors),
         phase.name if hasattr(phase, "name") else None if phase is None else bool(phase),
@@ -124,9 +124,9 @@ def _is_recurrent(layer: Any) -> bool:
     return hasattr(layer, "forward_layer") or any(base.__name__ == "RNN" for base in type(layer).__mro__)
 
 
-def _recurrent_site(name: str, direction_layer: Any, owner: Any, wrapper: Any) -> KerasSite:
+def _describe_recurrence(name: str, direction_layer: Any, owner: Any, wrapper: Any) -> KerasRecurrence:
     cell = getattr(direction_layer, "cell", None)
-    return KerasSite(
+    return KerasRecurrence(
         name,
         "backward" if direction_layer.go_backwards else "forward",
         owner is not direction_layer,
@@ -141,7 +141,7 @@ def _recurrent_site(name: str, direction_layer: Any, owner: Any, wrapper: Any) -
 
 
 def _refusal(name: str, direction_layer: Any, owner: Any, wrapper: Any) -> str:
-    """Return the error text if one direction ``half`` of a layer cannot be captured; "" otherwise."""
+    """Return the error text if ``direction_layer``, one direction of a layer, cannot be captured; "" otherwise."""
     kind, problem = type(direction_layer).__name__, f"Layer {name!r} cannot be traced"
     if wrapper is not None:
         return message(
@@ -160,7 +160,7 @@ def _refusal(name: str, direction_layer: Any, owner: Any, wrapper: Any) -> str:
 
 
 def _dropout_refusal(name: str, direction_layer: Any) -> str:
-    """Return the error text if one direction ``half`` of a layer drops states inside its loop; "" otherwise."""
+    """Return the error text if ``direction_layer``, one direction of a layer, drops states in its loop; else ""."""
     cell = getattr(direction_layer, "cell", None)
     cells = getattr(cell, "cells", [cell])  # the input of a stacked cell is the state of the one below
     kinds = ("recurrent_dropout", "dropout") if len(cells) > 1 else ("recurrent_dropout",)

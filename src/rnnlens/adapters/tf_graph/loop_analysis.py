@@ -48,7 +48,10 @@ class LoopAnalysis:
         self.mask = None if self.condition is None else mask_of(self.condition[0], frame, self.reads)
         #: New value of each state at steps that are not masked, by id of the loop variable.
         self.new_values = {id(v): v.next_value if self.condition is None else updates[id(v)][0] for v in self.states}
-        leaf_tensors = [*(v.previous_value for v in frame.floats), *(read.value for read in self.reads)]
+        leaf_tensors = [
+            *(v.previous_value for v in frame.floats),
+            *(sequence_read.value for sequence_read in self.reads),
+        ]
         self.probe = Probe([id(t) for t in leaf_tensors], frame.outer, settings)
         #: Quantities of each state before and after the step. A concatenation of several states counts as several.
         self.state_pairs: list[tuple[Key, Key]] = []
@@ -83,8 +86,8 @@ class LoopAnalysis:
         steps = None if self.mask.steps is None else flat_mask(self.mask.steps.sequence, self.mask.inverted)
         return {"lengths": self.mask.lengths, "mask": steps}
 
-    def full_length_conditions(self, stacked: Any) -> tuple[Condition, ...]:
-        """Return the condition that a run has all steps of ``stacked``; empty if it may end where all is padding."""
+    def full_length_conditions(self, sequence: Any) -> tuple[Condition, ...]:
+        """Return the condition that a run has all steps of ``sequence``; empty if it may end where all is padding."""
         total_steps = step_count(self.frame)
         if (self.mask is not None and self.mask.lengths is not None) or total_steps is None:
             return ()
@@ -93,8 +96,8 @@ class LoopAnalysis:
             expected="as many steps as its input has",
             hint="cut the input to the steps that are run, or dynamic_rnn(sequence_length=)",
         )
-        with stacked.graph.as_default():
-            return (Condition(total_steps - tf.shape(stacked)[0], 0, text),)
+        with sequence.graph.as_default():
+            return (Condition(total_steps - tf.shape(sequence)[0], 0, text),)
 
     @property
     def is_covered(self) -> bool:
@@ -102,11 +105,11 @@ class LoopAnalysis:
         return sum(len(match.previous_states) for match in self.matches) == len(self.state_pairs)
 
 
-def flat_mask(stacked: Any, inverted: bool) -> Any:
+def flat_mask(mask: Any, inverted: bool) -> Any:
     """Return a mask as (time, sample) of bool, negated if it is inverted, in the copy."""
-    with stacked.graph.as_default():
-        flat = tf.reshape(stacked, tf.shape(stacked)[:2]) if stacked.shape.rank != 2 else stacked
-        return tf.logical_not(flat) if inverted else flat
+    with mask.graph.as_default():
+        flat_steps = tf.reshape(mask, tf.shape(mask)[:2]) if mask.shape.rank != 2 else mask
+        return tf.logical_not(flat_steps) if inverted else flat_steps
 
 
 def _state_widths(tensor: Any, outer: Outer) -> list[int]:

@@ -29,7 +29,7 @@ class CannotRecordError(Exception):
 class Copier:
     """Copies the operations behind tensors of a loop's body into the default graph and context.
 
-    ``given`` has substitutes for tensors of the body, by id. ``outside`` returns the substitute of a tensor outside of
+    ``substitutes``: those of tensors of the body, by id. ``substitute_outside`` returns that of a tensor outside of
     the loop. ``in_branch``: the tensors are those of one branch of a v1 condition, whose Switch becomes its input.
     """
 
@@ -154,7 +154,7 @@ def _condition_inputs(merge: Any) -> list[Any]:
 
 
 class LoopRecorder:
-    """Runs parts of the body of one loop as new loops of ``count`` steps, a scalar tensor, in the same graph."""
+    """Runs parts of the body of one loop as new loops of ``step_count`` steps, a scalar tensor, in the same graph."""
 
     def __init__(self, frame: Frame, step_count: Any) -> None:
         self.frame, self.step_count, self.graph = frame, step_count, step_count.graph
@@ -173,10 +173,10 @@ class LoopRecorder:
     ) -> tuple[list[Any], list[Any], list[Any]]:
         """Build a loop; return all steps of some tensors, all steps of its states, and the final states.
 
-        ``carried`` has the start value of each state, and the tensor of the body that is its new value. ``before`` has
-        substitutes for the previous states in the body, by id: numbers of ``carried``, or tensors of which only the
-        shape is used; several are concatenated. ``kept``: the condition under which a sample keeps its states, and
-        whether False (instead of True) keeps them.
+        ``state_updates`` has the start value of each state, and the tensor of the body that is its new value.
+        ``substitutes`` are those of the previous states in the body, by id: numbers of ``state_updates``, or tensors of
+        which only the shape is used; several are concatenated. ``keep_condition``: the condition under which a sample
+        keeps its states, and whether False (instead of True) keeps them.
         """
         self._run_count += 1
         with self.graph.as_default(), tf.control_dependencies(None), tf.name_scope(f"rnnlens/{self.frame.name}/"):

@@ -58,14 +58,14 @@ def _port_tensors(opened: OpenNet, port_tensors: PortTensors, port: Port, *, sou
     return [tensor for boundary in boundaries for tensor in boundary.tensors]
 
 
-def _dependent_operations(operations: Iterable[Any], sources: set[Any]) -> set[Any]:
+def _dependent_operations(operations: Iterable[Any], source_refs: set[Any]) -> set[Any]:
     """Return the operations, of those given, that depend on any of the sources."""
     candidates = {op for op in operations if op.type not in _SIZES}
 
     def readers(op: Any) -> list[Any]:
         return [reader for tensor in op.outputs for reader in tensor.consumers() if reader in candidates]
 
-    return set(transitive_closure([op for op in candidates if any(t.ref() in sources for t in op.inputs)], readers))
+    return set(transitive_closure([op for op in candidates if any(t.ref() in source_refs for t in op.inputs)], readers))
 
 
 def _main_obstacle(targets: Sequence[Any], dependent_ops: set[Any], source_refs: set[Any]) -> Obstacle | None:

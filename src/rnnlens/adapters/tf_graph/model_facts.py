@@ -25,9 +25,8 @@ def describe(net: Net) -> list[LayerInfo]:
     if net.keras is not None:
         return _keras_layer_infos(opened)
     rows = [_loop_layer_info(opened, name) for name in dict.fromkeys(loop.layer for loop in opened.loops)]
-    for name, reason in (
-        opened.copy.left_out_reasons.items() if rows else ()
-    ):  # without rows, the error of a verb names them
+    # Without rows, the error of a verb names them.
+    for name, reason in opened.copy.left_out_reasons.items() if rows else ():
         options = {"left out": reason.splitlines()[0]}
         rows.append(LayerInfo(name, name.rpartition("/")[2], "unknown", 0, "forward", False, options=options))
     return rows
@@ -38,16 +37,16 @@ def _keras_layer_infos(opened: OpenNet) -> list[LayerInfo]:
     keras_names = opened.net.keras
     refusal_by_layer = refusals(opened)
     rows: dict[str, LayerInfo] = {}
-    for site in keras_names.sites:
-        loops = [loop for loop in opened.loops if loop.layer == site.name]
-        options = dict(site.info.options)
-        if site.name in refusal_by_layer:
-            options["refused"] = refusal_by_layer[site.name].splitlines()[0]
+    for recurrence in keras_names.recurrences:
+        loops = [loop for loop in opened.loops if loop.layer == recurrence.name]
+        options = dict(recurrence.info.options)
+        if recurrence.name in refusal_by_layer:
+            options["refused"] = refusal_by_layer[recurrence.name].splitlines()[0]
         is_masked = any(loop.lengths is not None or loop.mask is not None for loop in loops) if loops else None
         # The label of a recognised cell follows its equations, not the class of the layer.
         cell_kinds = {loop.cell.kind for loop in loops if loop.cell.cell is not None}
-        cell = next(iter(cell_kinds)) if len(cell_kinds) == 1 else site.info.cell
-        rows.setdefault(site.name, replace(site.info, cell=cell, masked=is_masked, options=options))
+        cell = next(iter(cell_kinds)) if len(cell_kinds) == 1 else recurrence.info.cell
+        rows.setdefault(recurrence.name, replace(recurrence.info, cell=cell, masked=is_masked, options=options))
     return list(rows.values())
 
 

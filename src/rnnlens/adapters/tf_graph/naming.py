@@ -13,12 +13,13 @@ from .recurrences import Loop
 
 
 @dataclass(frozen=True)
-class KerasSite:
+class KerasRecurrence:
     """One recurrent Keras layer, or one direction of a bidirectional layer.
 
-    ``variables``: names of the operations of its cell's variables. ``built``: whether it has variables; a layer that
-    was never called has none. ``refusal``: why it cannot be captured, or "". ``dropped``: why its dropout of states
-    prevents a capture unless its cell is recognised without dropout, or "". ``stack``: whether it has several cells.
+    ``variables``: names of the operations of its cell's variables. ``is_built``: whether it has variables; a layer
+    that was never called has none. ``refusal``: why it cannot be captured, or "". ``dropout_refusal``: why its dropout
+    of states prevents a capture unless its cell is recognised without dropout, or "". ``is_stack``: whether it has
+    several cells.
     """
 
     name: str
@@ -38,12 +39,12 @@ class KerasNames:
     """Description of a tf_keras model by names of tensors, so that no Keras object is kept alive.
 
     ``owners``: layer and weight key by the variable's operation. ``outputs``: output tensors by layer, one per call.
-    ``phase``: placeholder of the learning phase, or its fixed value. ``weights``: placeholders of sample weights.
-    ``extra``: losses that the layers add. ``masks``: mask of each output. ``loss``: loss of the compiled model.
+    ``learning_phase``: its placeholder, or its fixed value. ``weights``: placeholders of sample weights.
+    ``added_losses``: losses that the layers add. ``masks``: mask of each output. ``loss``: loss of the compiled model.
     ``scales``: loss weight of each output; None if any of them is a tensor.
     """
 
-    sites: tuple[KerasSite, ...]
+    recurrences: tuple[KerasRecurrence, ...]
     owners: tuple[tuple[str, tuple[str, str]], ...]
     outputs: tuple[tuple[str, tuple[str, ...]], ...]
     learning_phase: str | bool | None = None
@@ -55,14 +56,17 @@ class KerasNames:
     scales: tuple[float, ...] | None = ()
 
     def uncalled_layers(self, used_variables: Container[str]) -> list[str]:
-        """Return the recurrent layers whose variables are not in ``used``: outputs and loss do not depend on them."""
-        idle_sites = [
-            site
-            for site in self.sites
-            if not site.is_built or (site.variables and not any(name in used_variables for name in site.variables))
+        """Return the recurrent layers without any of ``used_variables``, those that outputs and loss depend on."""
+        idle_recurrences = [
+            recurrence
+            for recurrence in self.recurrences
+            if not recurrence.is_built
+            or (recurrence.variables and not any(name in used_variables for name in recurrence.variables))
         ]
-        called_names = {site.name for site in self.sites if site not in idle_sites}
-        return list(dict.fromkeys(site.name for site in idle_sites if site.name not in called_names))
+        called_names = {recurrence.name for recurrence in self.recurrences if recurrence not in idle_recurrences}
+        return list(
+            dict.fromkeys(recurrence.name for recurrence in idle_recurrences if recurrence.name not in called_names)
+        )
 
     def refusals(self, loops: Sequence[Loop], used_variables: Container[str]) -> dict[str, str]:
         """Return the reason for each recurrent layer that cannot be captured, by name; unused layers are left out."""
@@ -76,18 +80,18 @@ class KerasNames:
             cell_variables[loop.layer, loop.direction].add(loop.cell.variables)
         stacked_layers = {layer for (layer, _), variable_sets in cell_variables.items() if len(variable_sets) > 1}
         reasons: dict[str, str] = {}
-        for site in self.sites:
-            problem, reason = f"Layer {site.name!r} cannot be traced", site.refusal
-            if not reason and (site.is_stack or site.name not in recognised_layers):
-                reason = site.dropout_refusal
-            if not reason and site.name in stacked_layers:
+        for recurrence in self.recurrences:
+            problem, reason = f"Layer {recurrence.name!r} cannot be traced", recurrence.refusal
+            if not reason and (recurrence.is_stack or recurrence.name not in recognised_layers):
+                reason = recurrence.dropout_refusal
+            if not reason and recurrence.name in stacked_layers:
                 hint = "unroll=False, which computes the same; or run eagerly"
                 reason = message(f"{problem}: it stacks cells, and its steps are unrolled.", hint=hint)
-            if not reason and site.name not in found_layers:
+            if not reason and recurrence.name not in found_layers:
                 hint = "unroll=False; or a cell of Keras' own"
                 reason = message(f"{problem}: its steps were not found in the graph.", hint=hint)
-            if reason and site.name not in uncalled:
-                reasons.setdefault(site.name, reason)
+            if reason and recurrence.name not in uncalled:
+                reasons.setdefault(recurrence.name, reason)
         return reasons
 
 
@@ -95,23 +99,25 @@ def rename_loops(loops: Sequence[Loop], names: KerasNames | None) -> tuple[Loop,
     """Name loops after the Keras layers whose variables they read; several calls of a layer are numbered."""
     if names is None:
         return _number_calls(loops)
-    loop_sites = [(loop, _site_of(loop, names)) for loop in loops]
-    call_counts = Counter((site.name, site.direction) for _, site in loop_sites if site is not None)
+    loop_recurrences = [(loop, _keras_recurrence_of(loop, names)) for loop in loops]
+    call_counts = Counter(
+        (recurrence.name, recurrence.direction) for _, recurrence in loop_recurrences if recurrence is not None
+    )
     call_numbers, renamed_loops = Counter[tuple[str, str]](), []
-    for loop, site in loop_sites:
-        if site is None:
+    for loop, recurrence in loop_recurrences:
+        if recurrence is None:
             renamed_loops.append(loop)
             continue
-        key = (site.name, site.direction)
-        name = site.name if call_counts[key] == 1 else f"{site.name}#{call_numbers[key]}"
+        key = (recurrence.name, recurrence.direction)
+        name = recurrence.name if call_counts[key] == 1 else f"{recurrence.name}#{call_numbers[key]}"
         call_numbers[key] += 1
         output = loop.output
-        if output is not None and not site.returns_sequences and (output.is_sequence or len(output.tensors) > 1):
+        if output is not None and not recurrence.returns_sequences and (output.is_sequence or len(output.tensors) > 1):
             output = replace(output, last_only=True)
         # The steps of an unrolled loop are in the order of the run; its direction is an attribute of the layer.
-        direction = site.direction if loop.kind == "unrolled" else loop.direction
+        direction = recurrence.direction if loop.kind == "unrolled" else loop.direction
         renamed_loops.append(
-            replace(loop, name=name, bidirectional=site.bidirectional, output=output, direction=direction)
+            replace(loop, name=name, bidirectional=recurrence.bidirectional, output=output, direction=direction)
         )
     return tuple(renamed_loops)
 
@@ -137,10 +143,16 @@ def _number_calls(loops: Sequence[Loop]) -> tuple[Loop, ...]:
     return tuple(replace(loop, name=names[id(loop)]) for loop in loops)
 
 
-def _site_of(loop: Loop, names: KerasNames) -> KerasSite | None:
+def _keras_recurrence_of(loop: Loop, names: KerasNames) -> KerasRecurrence | None:
     """Return the Keras layer with the loop's variables, preferably one named in the loop's scope; None without any."""
     cell_variables = loop.cell.variables
-    fitting_sites = [site for site in names.sites if cell_variables and cell_variables <= site.variables]
-    fitting_sites = [site for site in fitting_sites if site.direction == loop.direction] or fitting_sites
-    named_sites = [site for site in fitting_sites if site.name.rpartition("/")[2] in loop.name]
-    return next(iter(named_sites or fitting_sites), None)
+    fitting_recurrences = [
+        recurrence for recurrence in names.recurrences if cell_variables and cell_variables <= recurrence.variables
+    ]
+    fitting_recurrences = [
+        recurrence for recurrence in fitting_recurrences if recurrence.direction == loop.direction
+    ] or fitting_recurrences
+    named_recurrences = [
+        recurrence for recurrence in fitting_recurrences if recurrence.name.rpartition("/")[2] in loop.name
+    ]
+    return next(iter(named_recurrences or fitting_recurrences), None)

@@ -79,7 +79,11 @@ def open_net(net: Net, seed: int | None = None) -> OpenNet:
         while len(copies) >= _MOST_COPIES:
             copies.pop(next(iter(copies))).close()
         copy = GraphCopy(net.session, seed or 0)
-        stacks = [] if net.keras is None else [site.variables for site in net.keras.sites if site.is_stack]
+        stacks = (
+            []
+            if net.keras is None
+            else [recurrence.variables for recurrence in net.keras.recurrences if recurrence.is_stack]
+        )
         copied_ends = [copy.tensor(tensor.name) for tensor in end_tensors]
         loops = find_loops(copy.graph, copied_ends, _setting_reader(net, copy), stacks, may_vary=net.keras is not None)
         if net.keras is None:  # layers of Keras that are not found are refused by their own names

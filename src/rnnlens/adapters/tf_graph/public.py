@@ -171,7 +171,7 @@ def is_time_major(graph: Any, inputs: Sequence[Any]) -> bool:
 
 
 def _matching_axes(tensor: Any, axis: int, input_refs: set[Any]) -> set[int]:
-    """Return which axes of the ``given`` tensors become axis ``axis`` of ``tensor``, following transpositions."""
+    """Return which axes of the tensors ``input_refs`` become axis ``axis`` of ``tensor``, following transpositions."""
     axes, waiting_pairs, seen_pairs = set(), [(tensor, axis)], set()
     while waiting_pairs:
         current, current_axis = waiting_pairs.pop()

@@ -56,7 +56,7 @@ def add_pullback(
     cotangents: Sequence[Any] | None = None,
     stop_tensors: Sequence[Any] = (),
 ) -> dict[Any, Any]:
-    """Add gradients of ``ys`` to the copy, combined for each port of ``spots`` to which there is a path.
+    """Add gradients of ``ys`` to the copy, combined for each of ``resolved_ports`` to which there is a path.
 
     Each port at which differentiation stops elsewhere needs a pass of its own.
     """

@@ -36,11 +36,11 @@ class Convolution:
 
 @dataclass(frozen=True)
 class Block:
-    """Block ``variable[..., rows, columns] + plus`` of a variable, by the name of the variable's operation.
+    """Block ``variable[..., rows, columns] + added_constant`` of a variable, by the name of the variable's operation.
 
-    ``rows`` is None for a vector, and a number for one row as a vector. ``plus`` is a constant that the graph adds,
-    such as the forget bias. ``window`` has the spatial sizes of a convolution kernel, all of which belong to the
-    block; ``convolution`` is the operation that uses it.
+    ``rows`` is None for a vector, and a number for one row as a vector. ``added_constant`` is a constant that the
+    graph adds, such as the forget bias. ``window`` has the spatial sizes of a convolution kernel, all of which belong
+    to the block; ``convolution`` is the operation that uses it.
     """
 
     variable: str
@@ -89,7 +89,7 @@ class Condition:
     tensor: Any
     value: float
     #: Error text of a run in which the tensor has another value.
-    otherwise: str
+    error_text: str
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ def _reference_graph(net: Net, batch: Batch, of_loss: bool, gradients: bool) -> 
 
 
 def _weight_gradients(opened: Any, results: Mapping[Any, Any], values: Mapping[str, Array]) -> dict[str, Array | None]:
-    """Return gradients of all weights, by :func:`weights.name_of`, as blocks of the gradients of variables."""
+    """Return gradients of all weights, by :func:`weights.weight_name`, as blocks of the gradients of variables."""
     weight_gradients: dict[str, Array | None] = {}
     for name, blocks in all_weights(opened).items():
         fetched_gradients = {block.variable: results.get(("weight", block.variable)) for block in blocks}

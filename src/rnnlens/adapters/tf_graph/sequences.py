@@ -23,17 +23,17 @@ _READS = {"TensorArrayReadV3": 2, "TensorListGetItem": 0}
 
 @dataclass(frozen=True, eq=False)
 class SequenceRead:
-    """A time-first tensor ``stacked`` of which the body reads one step at a time, as its tensor ``value``."""
+    """A time-first tensor ``sequence`` of which the body reads one step at a time, as its tensor ``value``."""
 
     value: Any
     sequence: Any
-    #: Operation, with the number of its input, that reads ``stacked``; None if the body indexes the user's tensor.
+    #: Operation, with the number of its input, that reads ``sequence``; None if the body indexes the user's tensor.
     reader: tuple[Any, int] | None
 
 
 @dataclass(frozen=True, eq=False)
 class SequenceWrite:
-    """A tensor that the body writes at each step; ``stacked`` has all steps, or is None if these are never stacked."""
+    """A tensor that the body writes at each step; ``sequence`` has all steps, or is None if these are never stacked."""
 
     value: Any
     #: Tensor of the body with the position that is written.
@@ -155,9 +155,9 @@ def mask_of(condition: Any, frame: Frame, reads: Sequence[SequenceRead]) -> Mask
     while condition.op.type in ("Tile", "ExpandDims", "Reshape", "LogicalNot", "BroadcastTo", "Identity", "Squeeze"):
         is_inverted ^= condition.op.type == "LogicalNot"
         condition = condition.op.inputs[0]
-    for read in reads:
-        if read.value is condition and condition.dtype.name == "bool":
-            return Mask(steps=read, inverted=is_inverted)
+    for sequence_read in reads:
+        if sequence_read.value is condition and condition.dtype.name == "bool":
+            return Mask(steps=sequence_read, inverted=is_inverted)
     return None
 
 
@@ -172,12 +172,12 @@ def is_filled_with(number: int, tensor: Any, outer: Outer) -> bool:
     return value is not None and bool(np.all(value == number))
 
 
-def find_user_tensor(stacked: Any) -> tuple[Any, dict[str, Any]]:
+def find_user_tensor(sequence: Any) -> tuple[Any, dict[str, Any]]:
     """Trace the time-first tensor that a loop reads back to the user's tensor, through reversals and transpositions.
 
     Returns that tensor, and the direction, the lengths of the reversal and the axis order as arguments of ``Loop``.
     """
-    tensor, axis, arguments = stacked, 0, {"direction": "forward", "turned_by": None}
+    tensor, axis, arguments = sequence, 0, {"direction": "forward", "turned_by": None}
     while True:
         op, forward = tensor.op, arguments["direction"] == "forward"
         if op.type == "Transpose" and (input_axis := axis_before_transpose(op, axis)) is not None:

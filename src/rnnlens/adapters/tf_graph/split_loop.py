@@ -40,10 +40,12 @@ def refused_loop(
         expected="a step that is a function of its input, the states before it and weights, sample by sample",
         hint=hint or 'dynamic_rnn with a cell of tf.nn.rnn_cell or of your own; other layers by layers=["..."]',
     )
-    reads = [read for read in all_reads if read.value.dtype.is_floating]
-    readers = tuple(read.reader for read in reads[:1] if read.reader is not None)
-    input_boundary = LoopBoundary((reads[0].sequence,), (readers,), is_sequence=True) if readers else LoopBoundary(())
-    course_arguments = find_user_tensor(reads[0].sequence)[1] if reads else {}
+    float_reads = [sequence_read for sequence_read in all_reads if sequence_read.value.dtype.is_floating]
+    readers = tuple(sequence_read.reader for sequence_read in float_reads[:1] if sequence_read.reader is not None)
+    input_boundary = (
+        LoopBoundary((float_reads[0].sequence,), (readers,), is_sequence=True) if readers else LoopBoundary(())
+    )
+    course_arguments = find_user_tensor(float_reads[0].sequence)[1] if float_reads else {}
     return Loop(
         frame.name,
         frame.kind,
@@ -61,14 +63,14 @@ class _LoopSplitter:
 
     def __init__(self, analysis: LoopAnalysis) -> None:
         self.analysis = analysis
-        float_reads = [read for read in analysis.reads if read.value.dtype.is_floating]
+        float_reads = [sequence_read for sequence_read in analysis.reads if sequence_read.value.dtype.is_floating]
         if not float_reads:
             raise CannotRecordError("no tensor with time in front that it reads step by step")
         self.sequence = float_reads[0].sequence
         with self.sequence.graph.as_default():
             self.recorder = LoopRecorder(analysis.frame, tf.shape(self.sequence)[0])
-        for read in analysis.reads:
-            self.recorder.steps[id(read.value)] = read.sequence
+        for sequence_read in analysis.reads:
+            self.recorder.steps[id(sequence_read.value)] = sequence_read.sequence
         self.replacements: dict[str, Any] = {}
         self.final_values: dict[int, Any] = {}
         self.start_values = {id(v): self._tap(v.entry) for v in analysis.states}
@@ -112,10 +114,10 @@ class _LoopSplitter:
             if not reads_no_state(analysis.probe.tensors[match.source][:1]):
                 return False
             recorded_ids |= {id(t) for key in match.new_states for t in analysis.probe.tensors[key]}
-        return reads_no_state([w.value for w in analysis.writes if w.sequence is not None and w.variable.read])
+        return reads_no_state([w.value for w in analysis.writes if w.sequence is not None and w.variable.is_read])
 
     def _other_variables(self, targets: Sequence[Any], recorded_ids: Container[int]) -> list[LoopVariable]:
-        """Return the loop variables, other than states, that ``targets`` depend on, up to the tensors ``known``."""
+        """Return the loop variables, other than states, that ``targets`` depend on, up to ``recorded_ids``."""
         paths = self.analysis.paths
         read_tensors = [
             t for t in paths.tensors_behind(targets, recorded_ids) if paths.is_variable(t) and id(t) not in recorded_ids
@@ -204,14 +206,12 @@ class _LoopSplitter:
             recorder.steps |= dict.fromkeys(map(id, tensors), stacked)
         self.final_values |= dict(zip(state_indices, final_states, strict=True))
         for variable in (analysis.pair_owners[i][0] for i in state_indices):
-            pair_indices = [i for i, (v, _) in enumerate(analysis.pair_owners) if v is variable]
-            if variable.exit is not None and self.final_values.keys() >= set(
-                pair_indices
-            ):  # all states in it are recorded
+            indices = [i for i, (v, _) in enumerate(analysis.pair_owners) if v is variable]
+            if variable.exit is not None and self.final_values.keys() >= set(indices):  # all states in it are recorded
                 with self.sequence.graph.as_default():
-                    final_parts = [self.final_values[i] for i in pair_indices]
+                    final_parts = [self.final_values[i] for i in indices]
                     self._replace(
-                        variable.exit, final_parts[0] if len(pair_indices) == 1 else tf.concat(final_parts, axis=-1)
+                        variable.exit, final_parts[0] if len(indices) == 1 else tf.concat(final_parts, axis=-1)
                     )
         return loop
 
@@ -227,7 +227,7 @@ class _LoopSplitter:
     def _rebuild_outputs(self) -> None:
         """Rebuild all stacked outputs of the loop from the recorded steps of its cells."""
         frame = self.analysis.frame
-        writes = [w for w in self.analysis.writes if w.sequence is not None and w.variable.read]
+        writes = [w for w in self.analysis.writes if w.sequence is not None and w.variable.is_read]
         if self.mask_arguments and any(not self._hidden_where_masked(w.value) for w in writes):
             raise CannotRecordError("an output that counts at steps where the states are kept")
         final_values = self._record_steps([w.value for w in writes])
@@ -259,7 +259,7 @@ class _LoopSplitter:
             [v.previous_value for v in analysis.states],
         )
         writes = [
-            w for w in analysis.writes if w.sequence is not None and w.variable.read and w.value.dtype.is_floating
+            w for w in analysis.writes if w.sequence is not None and w.variable.is_read and w.value.dtype.is_floating
         ]
         output = writes[0].value if writes else new_states[0]
         if writes and analysis.condition is not None and self._hidden_where_masked(output):
@@ -308,12 +308,12 @@ class _LoopSplitter:
 
         Raise ``CannotRecordError`` unless they are (sample, feature) numbers that are not drawn at random.
         """
-        paths, reads = self.analysis.paths, [read.value for read in self.analysis.reads]
+        paths, reads = self.analysis.paths, [sequence_read.value for sequence_read in self.analysis.reads]
         step_inputs = paths.nearest_step_inputs(targets)
         step_inputs = paths.sole_sequences(step_inputs, reads) or step_inputs
         for dependences in (paths.tensors_behind([tensor]) for tensor in step_inputs):
             random_op = next((t.op for t in dependences if is_random(t.op)), None)
-            if random_op is not None and not any(t is read for t in dependences for read in reads):
+            if random_op is not None and not any(t is sequence_read for t in dependences for sequence_read in reads):
                 raise CannotRecordError(
                     f"its states are changed by random numbers that are drawn anew at each step ({random_op.name!r})",
                     "a keep probability of 1, set by feed= of rl.tf1.graph, as evaluation has it; or "

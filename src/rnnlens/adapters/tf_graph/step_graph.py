@@ -25,7 +25,7 @@ _READERS = VARIABLES | {"ReadVariableOp"}
 class StepGraph:
     """One step of a loop's body as a separate graph, with placeholders for all that it reads from outside.
 
-    ``fed`` are the tensors of the body that are new at each step, whose concatenation is the input. Raise
+    ``step_inputs`` are the tensors of the body that are new at each step, whose concatenation is the input. Raise
     CannotRecordError if the step is not a function of these, the states and the invariants, sample by sample.
     """
 

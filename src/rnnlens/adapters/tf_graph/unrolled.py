@@ -41,7 +41,7 @@ def unrolled_loops(end_tensors: Iterable[Any]) -> list[Loop]:
             probe.value_of(op.outputs[0])
     read_ops = set(ops)
     for step in matching_steps(probe):
-        if any(t.op in read_ops for new in step.new_states for t in probe.tensors[new]):
+        if any(t.op in read_ops for state_key in step.new_states for t in probe.tensors[state_key]):
             cell = step.cell
             same_cell = repr((cell.cell, sorted(cell.options.items(), key=str), sorted(cell.weights.items())))
             groups[same_cell].append(step)
@@ -153,12 +153,12 @@ def _unread_operations(ops: Iterable[Any]) -> list[Any]:
     waiting_ops = list(ops)
     while waiting_ops:
         for reader in (op for tensor in waiting_ops.pop().outputs for op in tensor.consumers()):
-            has_known_inputs = (t.op in known_ops or t.op.type == "Const" for t in reader.inputs)
+            inputs_known = (t.op in known_ops or t.op.type == "Const" for t in reader.inputs)
             if (
                 reader.type in _TO_AN_OUTPUT
                 and reader not in known_ops
                 and not IsInWhileLoop(reader)
-                and all(has_known_inputs)
+                and all(inputs_known)
             ):
                 known_ops.add(reader)
                 unread.append(reader)
@@ -187,13 +187,15 @@ def _chain_loop(probe: Probe, chain: Sequence[Match], end_tensors: Iterable[Any]
     tensor_groups = [probe.tensors[key] for key in (*(step.source for step in chain), *chain[0].previous_states)]
     if not all(tensor_groups):
         return None
-    sources, starts = (
+    sources, start_tensors = (
         [tensors[0] for tensors in groups] for groups in (tensor_groups[: len(chain)], tensor_groups[len(chain) :])
     )
     step_readers = [_step_readers(probe, step) for step in chain]
-    states = [LoopBoundary(tuple(probe.tensors[step.new_states[i]][0] for step in chain)) for i in range(len(starts))]
+    states = [
+        LoopBoundary(tuple(probe.tensors[step.new_states[i]][0] for step in chain)) for i in range(len(start_tensors))
+    ]
     scope, cell = chain[0].scope, chain[0].cell
-    carried: tuple[LoopBoundary, ...] = ()
+    carried_states: tuple[LoopBoundary, ...] = ()
     hidden_ids = {id(t) for t in states[0].tensors}
     other_ids = {id(t) for boundary in states[1:] for t in boundary.tensors}
     is_fed_back = any(id(t) in hidden_ids for t in _ancestor_tensors(sources))
@@ -206,10 +208,13 @@ def _chain_loop(probe: Probe, chain: Sequence[Match], end_tensors: Iterable[Any]
         cell = replace(cell, refusal=text)
     # Or a cell state is read outside.
     if is_fed_back or any(id(t) in other_ids for t in _ancestor_tensors(list(end_tensors), hidden_ids | other_ids)):
-        carried = tuple(
+        carried_states = tuple(
             LoopBoundary(
                 state.tensors[:-1],
-                tuple(read[step.previous_states[i]] for step, read in zip(chain[1:], step_readers[1:], strict=True)),
+                tuple(
+                    readers_by_key[step.previous_states[i]]
+                    for step, readers_by_key in zip(chain[1:], step_readers[1:], strict=True)
+                ),
             )
             for i, state in enumerate(states)
         )
@@ -218,8 +223,8 @@ def _chain_loop(probe: Probe, chain: Sequence[Match], end_tensors: Iterable[Any]
         "unrolled",
         cell,
         tuple(
-            LoopBoundary((start,), (readers,))
-            for start, readers in zip(starts, _start_readers(chain[0], step_readers[0]), strict=True)
+            LoopBoundary((start_tensor,), (readers,))
+            for start_tensor, readers in zip(start_tensors, _start_readers(chain[0], step_readers[0]), strict=True)
         ),
         tuple(LoopBoundary((state.tensors[-1],)) for state in states),
         LoopBoundary(
@@ -228,7 +233,7 @@ def _chain_loop(probe: Probe, chain: Sequence[Match], end_tensors: Iterable[Any]
         ),
         states[0],
         states=tuple(states),
-        carried_states=carried,
+        carried_states=carried_states,
         time_major=True,
         scope=scope,
     )
@@ -239,15 +244,13 @@ def _ancestor_tensors(tensors: Sequence[Any], stop_ids: Container[int] = ()) -> 
     return transitive_closure(tensors, lambda tensor: () if id(tensor) in stop_ids else tensor.op.inputs)
 
 
-def _start_readers(first_step: Match, step_readers: dict[Key, Readers]) -> list[Readers]:
+def _start_readers(step: Match, step_readers: dict[Key, Readers]) -> list[Readers]:
     """Return, for each initial state, the operations (with input numbers) of the first step that read it."""
-    state_readers = [step_readers[key] for key in first_step.previous_states]
-    if len(set(first_step.previous_states)) < len(
-        state_readers
-    ):  # one tensor is both states of an LSTM: matrix products read h
-        products = tuple(reader for reader in state_readers[0] if reader[0].type in ("MatMul", "ConcatV2"))
-        state_readers = [products, tuple(reader for reader in state_readers[0] if reader not in products)]
-    return state_readers
+    readers = [step_readers[key] for key in step.previous_states]
+    if len(set(step.previous_states)) < len(readers):  # one tensor is both states of an LSTM: matrix products read h
+        products = tuple(reader for reader in readers[0] if reader[0].type in ("MatMul", "ConcatV2"))
+        readers = [products, tuple(reader for reader in readers[0] if reader not in products)]
+    return readers
 
 
 def _step_readers(probe: Probe, step: Match) -> dict[Key, Readers]:

@@ -136,7 +136,7 @@ def _layer_output(scope: str, operations: set[Any], end_tensors: Sequence[Any]) 
 
 
 def assemble_weight(blocks: Sequence[Block], values: Mapping[str, Array], *, with_constants: bool = False) -> Array:
-    """Assemble a weight, or its gradient, from blocks of variables; ``added`` includes what the graph adds to them."""
+    """Assemble a weight, or its gradient, from blocks of variables; ``with_constants`` adds the constants of blocks."""
     parts = []
     for block in blocks:
         part = block.select_from(np.asarray(values[block.variable]))

@@ -47,7 +47,7 @@ class LoopVariable:
     #: The operation, and the number of its input, by which the loop reads ``entry``.
     reader: tuple[Any, int]
     #: Whether the requested tensors depend on the variable.
-    read: bool = True
+    is_read: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +88,7 @@ class Frame:
 
 
 def frames_of(graph: Any, end_tensors: Iterable[Any]) -> Iterator[Frame]:
-    """Yield all while loops among the ancestors of ``ends``, in the order in which they were built.
+    """Yield all while loops among the ancestors of ``end_tensors``, in the order in which they were built.
 
     Each frame is built when the iterator reaches it, since rewriting an earlier loop may change what a later one reads.
     """
@@ -163,7 +163,7 @@ def _v1_frame(name: str, read_enters: Sequence[Any], all_enters: Sequence[Any]) 
     writes = [v for v in variables if value_source(v.next_value).op.type == "TensorArrayWriteV3"]
     written_ids = {id(value_source(value_source(v.next_value).op.inputs[2])) for v in writes}
     kept_variables = tuple(
-        v for v in variables if v.read or v in writes or id(value_source(v.next_value)) in written_ids
+        v for v in variables if v.is_read or v in writes or id(value_source(v.next_value)) in written_ids
     )
     boundary_ops = {v.previous_value.op for v in kept_variables} | set(all_enters)
 
@@ -310,7 +310,7 @@ class LoopPaths:
         return [self._variables[id(t)] for t in self.tensors_behind([target]) if id(t) in self._variables]
 
     def tensors_behind(self, targets: Iterable[Any], stop_ids: Container[int] = ()) -> list[Any]:
-        """Return the targets and the tensors of the body behind them, up to ids in ``stop`` and reads of a shape."""
+        """Return the targets and the tensors of the body behind them, up to ``stop_ids`` and reads of a shape."""
 
         def inner_inputs(tensor: Any) -> list[Any]:
             is_end = id(tensor) in stop_ids or self.is_variable(tensor) or tensor.op.type in _SHAPES
