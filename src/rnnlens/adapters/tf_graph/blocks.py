@@ -44,19 +44,19 @@ TensorPlan = tuple[list[Any], Callable[[], Any]]
 
 def evaluate(tensor: Any, values: dict[int, Any], make_plan: Callable[[Any], TensorPlan]) -> Any:
     """Compute the value of a tensor after those that it depends on, as ``make_plan`` returns them; store all by id."""
-    waiting, plans = [tensor], dict[int, TensorPlan]()
-    while waiting:
-        current = waiting[-1]
-        if id(current) in values:
-            waiting.pop()
+    waiting_tensors, plans = [tensor], dict[int, TensorPlan]()
+    while waiting_tensors:
+        current_tensor = waiting_tensors[-1]
+        if id(current_tensor) in values:
+            waiting_tensors.pop()
             continue
-        if id(current) not in plans:
-            plans[id(current)] = make_plan(current)
-        needed, compute = plans[id(current)]
+        if id(current_tensor) not in plans:
+            plans[id(current_tensor)] = make_plan(current_tensor)
+        needed, compute = plans[id(current_tensor)]
         missing = [t for t in needed if id(t) not in values]
-        waiting.extend(missing)
+        waiting_tensors.extend(missing)
         if not missing:
-            values[id(current)] = compute()
+            values[id(current_tensor)] = compute()
     return values[id(tensor)]
 
 
@@ -152,7 +152,7 @@ def apply_slice(array: Any, tensor: Any) -> Any:
     if op.type in ("Split", "SplitV"):
         axis = constant(op.inputs[0] if op.type == "Split" else op.inputs[2])
         has_axis = axis is not None and op.outputs[0].shape.rank is not None
-        widths = [piece.shape.as_list()[int(axis)] if has_axis else None for piece in op.outputs]
+        widths = [output.shape.as_list()[int(axis)] if has_axis else None for output in op.outputs]
         if any(width is None for width in widths):
             return None
         start = sum(int(width or 0) for width in widths[: tensor.value_index])

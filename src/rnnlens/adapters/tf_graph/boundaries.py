@@ -276,7 +276,9 @@ def find_layouts(net: Net, batch: Batch, ports: Sequence[Port]) -> dict[Port, La
             return {}  # the loop reads samples first, against what the graph suggested
         for port in layout_ports:
             grown_axes = [
-                i for i, (old, new) in enumerate(zip(shapes[port], longer_shapes[port], strict=True)) if old != new
+                i
+                for i, (size, longer_size) in enumerate(zip(shapes[port], longer_shapes[port], strict=True))
+                if size != longer_size
             ]
             if len(grown_axes) == 1:
                 axis_names[port][grown_axes[0]] = (name,)

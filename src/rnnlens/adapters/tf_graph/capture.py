@@ -149,10 +149,10 @@ class _CaptureBuilder:
     request: CaptureRequest
 
     def capture(self) -> Capture:
-        get, request = self.values.get, self.request
+        get_value, request = self.values.get, self.request
         recorded = Capture([self._recurrent_call(i, loop) for i, loop in enumerate(self.fetches.loops)])
         recorded.plain = [
-            NonRecurrentCall(name, np.asarray(get(("plain", name))), get(("plain_grad", name)))
+            NonRecurrentCall(name, np.asarray(get_value(("plain", name))), get_value(("plain_grad", name)))
             for name in self.fetches.nonrecurrent
         ]
         recorded.entangled = not request.gradients and any(loop.carried_states for loop in self.fetches.loops)
@@ -164,27 +164,27 @@ class _CaptureBuilder:
             if loop.cell.unknown_reason
         )
         recorded.loss = None if "loss" not in self.values else float(self.values["loss"])
-        outputs = {name: np.asarray(get(("model output", j))) for j, name in enumerate(self.opened.net.outputs)}
+        outputs = {name: np.asarray(get_value(("model output", j))) for j, name in enumerate(self.opened.net.outputs)}
         recorded.outputs = outputs if len(outputs) > 1 else next(iter(outputs.values()), None)
         if recorded.loss is not None and not math.isfinite(recorded.loss):
             cause = "the first quantity that is not finite is the cause"
             recorded.notes.append(f"The loss is {recorded.loss}: gradients mean nothing, and {cause}.")
         if request.gradients and request.boundaries:
-            recorded.input_grads = [get(("model input_grad", j)) for j in range(len(self.opened.inputs))]
-            recorded.output_grads = [get(("model output_grad", j)) for j in range(len(self.opened.outputs))]
+            recorded.input_grads = [get_value(("model input_grad", j)) for j in range(len(self.opened.inputs))]
+            recorded.output_grads = [get_value(("model output_grad", j)) for j in range(len(self.opened.outputs))]
             recorded.beside, recorded.whole = self._outside_weight_grads()
         return recorded
 
     def _recurrent_call(self, i: int, loop: Loop) -> RecurrentCall:
-        get, has_gradients, unrolled = self.values.get, self.request.gradients, loop.kind == "unrolled"
-        output, output_grad = self.values[i, "output"], get((i, "output_grad", 0))
+        get_value, has_gradients, unrolled = self.values.get, self.request.gradients, loop.kind == "unrolled"
+        output, output_grad = self.values[i, "output"], get_value((i, "output_grad", 0))
         mask, state_grad, final_grad = self._mask(i, loop), None, self._state_values(i, "final_grad")
         body, weights = loop.cell.body, weights_of(loop)
         if loop.output is None and has_gradients:  # the output is this state
             final_grad = (np.zeros_like(final_grad[0]), *final_grad[1:])
         if has_gradients and unrolled:
             output_grad = np.zeros_like(output)
-            fetched_grads = {j: get((i, "state_grad", j)) for j in range(len(loop.states))}
+            fetched_grads = {j: get_value((i, "state_grad", j)) for j in range(len(loop.states))}
             state_grad = {j: gradient for j, gradient in fetched_grads.items() if gradient is not None}
             if 0 in state_grad:  # the first state is the output, which may be the last step alone
                 hidden_grad = state_grad.pop(0)
@@ -215,7 +215,7 @@ class _CaptureBuilder:
             weights_key="|".join(map(weight_name, weights.values())) or f"{loop.name}/{loop.direction}",
             weight_grads=self._weight_grads(loop) if has_gradients and self.request.weight_grads else None,
             tied=self._partly_tied_weights(loop),
-            framework_input_grad=get((i, "input_grad", 0)),
+            framework_input_grad=get_value((i, "input_grad", 0)),
             framework_initial_state_grad=self._state_values(i, "initial_grad")
             if has_gradients and self.request.boundaries
             else None,
@@ -257,9 +257,9 @@ class _CaptureBuilder:
 
     def _partly_tied_weights(self, loop: Loop) -> frozenset[str]:
         """Return the weights of a loop that share only a part of their variables with another layer."""
-        other_loops = [other for other in self.opened.loops if other is not loop]
-        other_variables = {name for other in other_loops for name in other.cell.variables}
-        identical_loops = {other.name for other in other_loops if weights_of(other) == weights_of(loop)}
+        other_loops = [other_loop for other_loop in self.opened.loops if other_loop is not loop]
+        other_variables = {name for other_loop in other_loops for name in other_loop.cell.variables}
+        identical_loops = {other_loop.name for other_loop in other_loops if weights_of(other_loop) == weights_of(loop)}
         if identical_loops:  # all weights are shared: the gradients of the calls are summed
             return frozenset()
         return frozenset(

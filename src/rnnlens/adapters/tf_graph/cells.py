@@ -272,8 +272,8 @@ def _merge_blocks(blocks: Iterable[Block]) -> tuple[Block, ...]:
     return tuple(merged_blocks)
 
 
-def _kernel_weights(inputs: Iterable[Block], recurrent: Iterable[Block]) -> Weights:
-    return {"kernel": _merge_blocks(inputs), "recurrent_kernel": _merge_blocks(recurrent)}
+def _kernel_weights(input_blocks: Iterable[Block], recurrent_blocks: Iterable[Block]) -> Weights:
+    return {"kernel": _merge_blocks(input_blocks), "recurrent_kernel": _merge_blocks(recurrent_blocks)}
 
 
 def _bias_weights(gates: Sequence[ProbedValue]) -> Weights | None:

@@ -204,12 +204,12 @@ class LoopRecorder:
                 parallel_iterations=1,  # so that random numbers are drawn in the order of the steps
                 return_same_structure=True,
             )
-            stacked = [array.stack() for array in output_arrays]
-            for tensor, steps in zip(targets, stacked, strict=True):
+            stacked_tensors = [array.stack() for array in output_arrays]
+            for tensor, steps in zip(targets, stacked_tensors, strict=True):
                 steps.set_shape([None, *tensor.shape] if tensor.shape.rank is not None else None)
-        for tensor, steps in zip(output_tensors, stacked, strict=False):
+        for tensor, steps in zip(output_tensors, stacked_tensors, strict=False):
             self.steps.setdefault(id(tensor), steps)
-        return stacked[: len(output_tensors)], stacked[len(output_tensors) :], list(final_states)
+        return stacked_tensors[: len(output_tensors)], stacked_tensors[len(output_tensors) :], list(final_states)
 
     def _used_steps(self, targets: Sequence[Any]) -> set[int]:
         """Return the ids of the already recorded tensors on which ``targets`` depend."""

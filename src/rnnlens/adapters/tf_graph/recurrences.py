@@ -118,7 +118,7 @@ class LoopCell:
         """Names of the variables that the cell reads."""
         if self.body is not None:
             return frozenset(self.body.variables)
-        return frozenset(piece.variable for pieces in self.weights.values() for piece in pieces)
+        return frozenset(block.variable for blocks in self.weights.values() for block in blocks)
 
 
 @dataclass(frozen=True)

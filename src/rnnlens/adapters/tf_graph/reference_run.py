@@ -30,12 +30,12 @@ class _ReferenceGraph:
     def __init__(self, net: Net, batch: Batch, *, of_loss: bool, gradients: bool) -> None:
         self.copy = GraphCopy(net.session, batch.seed or 0)
         with self.copy.graph.as_default():
-            get = self.copy.tensor
-            self.outputs = [get(tensor.name) for tensor in net.outputs.values()]
+            get_tensor = self.copy.tensor
+            self.outputs = [get_tensor(tensor.name) for tensor in net.outputs.values()]
             self.loss = loss_in(net, self.copy, batch).tensor if of_loss else None
             self.end_tensors = [*self.outputs, *([] if self.loss is None else [self.loss])]
             self.variables = {op.name: op for op in dependency_cone(self.end_tensors) if is_variable(op)}
-            self.inputs = {name: [get(t.name) for t in tensors] for name, tensors in net.inputs.items()}
+            self.inputs = {name: [get_tensor(t.name) for t in tensors] for name, tensors in net.inputs.items()}
             self.cotangents = [tf.placeholder(t.dtype.base_dtype, t.shape) for t in self.outputs]
             self.fetches: dict[Any, Any] = self._gradient_tensors() if gradients else {}
         self.fetches |= {("output", i): tensor for i, tensor in enumerate(self.outputs)}

@@ -202,8 +202,8 @@ class _LoopSplitter:
         loop, steps, final_states = self._record_cell(
             match.cell, (name, match.scope), dict.fromkeys(source_ids, tap), tap, states, None
         )
-        for tensors, stacked in zip(tensor_groups[1:], steps, strict=True):
-            recorder.steps |= dict.fromkeys(map(id, tensors), stacked)
+        for tensors, state_steps in zip(tensor_groups[1:], steps, strict=True):
+            recorder.steps |= dict.fromkeys(map(id, tensors), state_steps)
         self.final_values |= dict(zip(state_indices, final_states, strict=True))
         for variable in (analysis.pair_owners[i][0] for i in state_indices):
             indices = [i for i, (v, _) in enumerate(analysis.pair_owners) if v is variable]

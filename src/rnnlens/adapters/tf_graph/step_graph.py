@@ -46,9 +46,9 @@ class StepGraph:
         with self.graph.as_default():
             widths = [int(t.shape[-1]) for t in step_inputs]
             self.input = tf.placeholder(step_inputs[0].dtype, [None, *step_inputs[0].shape[1:-1], sum(widths)])
-            parts = [self.input] if len(step_inputs) == 1 else tf.split(self.input, widths, axis=-1)
+            input_parts = [self.input] if len(step_inputs) == 1 else tf.split(self.input, widths, axis=-1)
             self.previous_states = [tf.placeholder(t.dtype, [None, *t.shape[1:]]) for t in previous_states]
-            substitutes = zip((*step_inputs, *previous_states), (*parts, *self.previous_states), strict=True)
+            substitutes = zip((*step_inputs, *previous_states), (*input_parts, *self.previous_states), strict=True)
             copier = Copier({id(t): p for t, p in substitutes}, outer, self._outside_substitute)
             self.output, self.new_states = copier(output), [copier(t) for t in new_states]
             try:
