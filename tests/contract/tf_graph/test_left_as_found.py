@@ -73,7 +73,7 @@ def test_200_calls_take_no_more_memory(small):
         for _ in range(3):
             call()
     copies = open_net._COPIES[graph]
-    sizes = {key: (len(copy.graph.get_operations()), len(copy.built)) for key, copy in copies.items()}
+    sizes = {key: (len(copy.graph.get_operations()), len(copy.built_tensors)) for key, copy in copies.items()}
     version = graph.version
     with rl.options(certify="never"):
         for _ in range(170):
@@ -87,7 +87,7 @@ def test_200_calls_take_no_more_memory(small):
         grown = tracemalloc.get_traced_memory()[0] - first
         tracemalloc.stop()
     assert graph.version == version
-    assert {key: (len(copy.graph.get_operations()), len(copy.built)) for key, copy in copies.items()} == sizes
+    assert {key: (len(copy.graph.get_operations()), len(copy.built_tensors)) for key, copy in copies.items()} == sizes
     assert grown < 60_000  # 2 kB a call; one result takes ten times that
 
 

@@ -5,7 +5,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import rnnlens as rl
-from rnnlens.adapters.tf_graph.graph_copy import definition, imported, seeded
+from rnnlens.adapters.tf_graph.graph_copy import export_definition, import_definition, seed_definition
 from rnnlens.errors import UnsupportedError
 
 cell = tf.nn.rnn_cell
@@ -185,7 +185,7 @@ def test_where_numbers_are_drawn_a_copy_runs_one_step_at_a_time(graph):
     made = cell.DropoutWrapper(cell.BasicRNNCell(UNITS), input_keep_prob=0.6)
     built(lambda x: tf.nn.dynamic_rnn(made, x, dtype=x.dtype)[0])
     assert at_once(graph) == {32}
-    copy = imported(seeded(definition(graph), 0))
+    copy = import_definition(seed_definition(export_definition(graph), 0))
     with copy.as_default():  # the loop of the gradient, too
         ends = [op.outputs[0] for op in copy.get_operations() if op.type in ("TensorArrayGatherV3", "TensorListStack")]
         assert tf.gradients(ends[-1], copy.get_operation_by_name("Placeholder").outputs)[0] is not None

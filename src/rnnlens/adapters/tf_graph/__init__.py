@@ -19,9 +19,9 @@ _OWNED = (
 
 def adapter_of(model: Any) -> Adapter | None:
     """Return the adapter of a net, of a session, or of a tf_keras model that builds a graph; None for other models."""
-    for module, name, adapter in _OWNED:
-        kind = getattr(sys.modules.get(module), name, None)
-        if kind is not None and isinstance(model, kind):
-            found: Adapter = getattr(import_module(f"{__name__}.adapter"), adapter)
-            return found
+    for module, class_name, adapter_name in _OWNED:
+        model_class = getattr(sys.modules.get(module), class_name, None)
+        if model_class is not None and isinstance(model, model_class):
+            adapter: Adapter = getattr(import_module(f"{__name__}.adapter"), adapter_name)
+            return adapter
     return None

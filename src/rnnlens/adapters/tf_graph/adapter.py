@@ -26,14 +26,14 @@ from ..protocol import (
     WeightLocation,
 )
 from . import keras_v1, model_facts
-from .boundaries import layouts
+from .boundaries import find_layouts
 from .capture import capture
-from .missing_gradient import blocked
+from .missing_gradient import find_obstacle
 from .open_net import open_net
 from .public import Net
 from .pullback import GraphPullback, differentiate
-from .reference_run import prepared
-from .weights import listed, perturbed_port, place_of
+from .reference_run import prepare_reference_run
+from .weights import layer_weights, perturbed_port, weight_location
 
 
 class TfGraphAdapter(Adapter):
@@ -60,7 +60,7 @@ class TfGraphAdapter(Adapter):
 
     def weights(self, model: Any) -> Mapping[str, LayerWeights]:
         """Return the values of all variables that the outputs or the loss depend on, by layer."""
-        return listed(open_net(net_of(model)))
+        return layer_weights(open_net(net_of(model)))
 
     def provenance(self, model: Any) -> Mapping[str, str]:
         """Return TensorFlow's version, the kind of while loops, the dtype and the device."""
@@ -68,7 +68,7 @@ class TfGraphAdapter(Adapter):
 
     def place(self, model: Any, layer: str, direction: str | None, key: str) -> WeightLocation | None:
         """Find the variable, and the block of rows and columns in it, that is a layer's weight."""
-        return place_of(open_net(net_of(model)), layer, direction, key)
+        return weight_location(open_net(net_of(model)), layer, direction, key)
 
     def has_own_loss(self, model: Any) -> bool:
         """Return whether the net has a loss that needs no targets from the batch."""
@@ -94,11 +94,11 @@ class TfGraphAdapter(Adapter):
         regularised: bool = False,
     ) -> ReferenceRun:
         """Run an unmodified copy of the graph, for certificates; penalties of its loss are always included."""
-        return prepared(net_of(model), batch, cotangents, gradients=gradients)()
+        return prepare_reference_run(net_of(model), batch, cotangents, gradients=gradients)()
 
     def prepared_reference_run(self, model: Any, batch: Batch, *, gradients: bool = True) -> Callable[[], ReferenceRun]:
         """Build the unmodified copy of the graph, and return a function that runs it."""
-        return prepared(net_of(model), batch, gradients=gradients)
+        return prepare_reference_run(net_of(model), batch, gradients=gradients)
 
     def differentiate(
         self, function: Callable[..., Any], arrays: Sequence[Array], model: Any
@@ -108,7 +108,7 @@ class TfGraphAdapter(Adapter):
 
     def find_obstacle(self, model: Any, batch: Batch, of: Sequence[Port], wrt: Port) -> Obstacle | None:
         """Find in the graph, without running it, why no gradient reaches ``wrt``."""
-        return blocked(open_net(net_of(model), batch.seed), batch, of, wrt)
+        return find_obstacle(open_net(net_of(model), batch.seed), batch, of, wrt)
 
     def perturbed_port(self, model: Any, port: Port, size: float) -> AbstractContextManager[bool]:
         """Perturb a variable in the copy of the graph, not in the user's session, while the context is active."""
@@ -122,7 +122,7 @@ class TimeMajorGraphAdapter(TfGraphAdapter):
 
     def layouts(self, model: Any, batch: Batch, ports: Sequence[Port]) -> Mapping[Port, Layout]:
         """Find the axis names of inputs and outputs by running the graph on one more step, then on one more sample."""
-        return layouts(model, batch, ports)
+        return find_layouts(model, batch, ports)
 
 
 class KerasGraphAdapter(TfGraphAdapter):

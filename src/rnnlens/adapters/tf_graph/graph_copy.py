@@ -20,7 +20,7 @@ from tensorflow.python.framework import meta_graph
 
 from ...errors import UnsupportedError
 from ...typing import Array
-from .blocks import is_variable, reached
+from .blocks import is_variable, transitive_closure
 from .recurrences import Loop, LoopBoundary
 from .while_loops import RANDOM, types_of
 
@@ -31,7 +31,7 @@ _ANOTHER_DRAW = 0x9E3779B1
 _numbers = count()
 
 
-def definition(graph: Any) -> Any:
+def export_definition(graph: Any) -> Any:
     """Export a graph as a ``MetaGraphDef``; raise UnsupportedError above 2 GB, the limit of a GraphDef."""
     try:
         return tf.train.export_meta_graph(graph=graph, collection_list=list(_CONTEXTS))
@@ -50,36 +50,36 @@ def _nodes(definition: Any) -> list[Any]:
     return [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
 
 
-def imported(meta: Any) -> Any:
+def import_definition(meta: Any) -> Any:
     """Create a graph from a definition; its functions get new names, since all graphs share one register of them."""
-    graph, given, mark = tf.Graph(), meta.graph_def, f"_copy{next(_numbers)}"
-    own = {function.signature.name for function in given.library.function}
-    for node in _nodes(given) if own else ():
-        if node.op in own:
-            node.op += mark
+    graph, graph_def, suffix = tf.Graph(), meta.graph_def, f"_copy{next(_numbers)}"
+    function_names = {function.signature.name for function in graph_def.library.function}
+    for node in _nodes(graph_def) if function_names else ():
+        if node.op in function_names:
+            node.op += suffix
         for value in node.attr.values():
             for function in (value.func, *value.list.func) if value.HasField("func") else value.list.func:
-                if function.name in own:
-                    function.name += mark
-    for function in given.library.function:
-        function.signature.name += mark
-    for gradient in given.library.gradient:
-        gradient.function_name += mark
-        gradient.gradient_func += mark if gradient.gradient_func in own else ""
+                if function.name in function_names:
+                    function.name += suffix
+    for function in graph_def.library.function:
+        function.signature.name += suffix
+    for gradient in graph_def.library.gradient:
+        gradient.function_name += suffix
+        gradient.gradient_func += suffix if gradient.gradient_func in function_names else ""
     with graph.as_default():
         meta_graph.import_scoped_meta_graph(meta)
     return graph
 
 
-def seeded(meta: Any, seed: int) -> Any:
+def seed_definition(meta: Any, seed: int) -> Any:
     """Return a definition with seeds and loops that run step by step, so that equal runs draw equal numbers."""
     nodes = _nodes(meta.graph_def)
-    drawn = [node for node in nodes if node.op in RANDOM]
-    if not drawn:
+    random_nodes = [node for node in nodes if node.op in RANDOM]
+    if not random_nodes:
         return meta
-    for i, node in enumerate(drawn):
-        unset = not node.attr["seed"].i and not node.attr["seed2"].i
-        if unset or seed:
+    for i, node in enumerate(random_nodes):
+        is_unset = not node.attr["seed"].i and not node.attr["seed2"].i
+        if is_unset or seed:
             node.attr["seed"].i = (node.attr["seed"].i or i + 1) + seed * _ANOTHER_DRAW
     for node in nodes:
         if "parallel_iterations" in node.attr:
@@ -106,14 +106,16 @@ _ASSIGNS = re.compile(r"(?!Tensor).*(Assign|Scatter|Apply|CountUpTo)")
 _SOURCES = ("QueueDequeue", "IteratorGetNext", "ReaderRead", "Unstage", "MapUnstage", "OrderedMapUnstage")
 
 
-def cone(ends: Iterable[Any], stop: Iterable[Any] = ()) -> list[Any]:
-    """Return all operations that the tensors ``ends`` depend on, up to the tensors ``stop``, which are fed."""
-    fed = {tensor.ref() for tensor in stop}
+def dependency_cone(end_tensors: Iterable[Any], fed_tensors: Iterable[Any] = ()) -> list[Any]:
+    """Return all operations that ``end_tensors`` depend on, up to ``fed_tensors``."""
+    fed_refs = {tensor.ref() for tensor in fed_tensors}
 
-    def computing(tensors: Iterable[Any]) -> list[Any]:
-        return [tensor.op for tensor in tensors if tensor.ref() not in fed]
+    def computing_operations(tensors: Iterable[Any]) -> list[Any]:
+        return [tensor.op for tensor in tensors if tensor.ref() not in fed_refs]
 
-    return reached(computing(ends), lambda op: [*computing(op.inputs), *op.control_inputs])
+    return transitive_closure(
+        computing_operations(end_tensors), lambda op: [*computing_operations(op.inputs), *op.control_inputs]
+    )
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,8 @@ class Dependences:
     """Dependences of tensors: names of variables, and whether the run draws random numbers or assigns variables."""
 
     variables: tuple[str, ...]
-    draws: bool
-    assigns: bool
+    draws_random: bool
+    assigns_variables: bool
 
 
 class GraphCopy:
@@ -132,13 +134,13 @@ class GraphCopy:
     """
 
     def __init__(self, session: Any, seed: int) -> None:
-        self.graph = imported(seeded(definition(session.graph), seed))
+        self.graph = import_definition(seed_definition(export_definition(session.graph), seed))
         self.loops: tuple[Loop, ...] = ()
         #: Reasons for the recurrences that are not among the loops, by name.
-        self.left_out: dict[str, str] = {}
-        self._replaced: dict[str, Any] = {}
+        self.left_out_reasons: dict[str, str] = {}
+        self._replacements: dict[str, Any] = {}
         #: Cache of tensors added to the copy; see :mod:`.boundaries` and :mod:`.capture`.
-        self.built: dict[Hashable, Any] = {}
+        self.built_tensors: dict[Hashable, Any] = {}
         #: Values, at which the cells were recognised, of the variables that are rates or switches.
         self.settings: dict[str, Array] = {}
         #: Configuration as the user's; if that sets no number of threads, half of the cores are used.
@@ -148,81 +150,84 @@ class GraphCopy:
             self._config.use_per_session_threads = True
             self._config.inter_op_parallelism_threads = max(1, (os.cpu_count() or 1) // 2)
         self._session: Any = None
-        self._steady: dict[Hashable, bool] = {}
-        self._loaded: dict[str, Array] = {}
-        self._behind: dict[Any, Dependences] = {}
+        self._steady_by_key: dict[Hashable, bool] = {}
+        self._loaded_values: dict[str, Array] = {}
+        self._dependences: dict[Any, Dependences] = {}
         with self.graph.as_default():
-            self._assign = {op.name: _assigned(op) for op in self.graph.get_operations() if is_variable(op)}
-            self._tables = [op for op in self.graph.get_operations() if op.type.startswith(_TABLES)]
+            self._assignments = {op.name: _assignment(op) for op in self.graph.get_operations() if is_variable(op)}
+            self._table_operations = [op for op in self.graph.get_operations() if op.type.startswith(_TABLES)]
 
     def tensor(self, name: str) -> Any:
         """Return the copy's tensor that corresponds to the user's tensor of a name, or is equal to it in value."""
-        return self._replaced[name] if name in self._replaced else self.graph.get_tensor_by_name(name)
+        return self._replacements[name] if name in self._replacements else self.graph.get_tensor_by_name(name)
 
-    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+    def build_once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the tensors that ``make`` adds to the copy; for each key they are added only once."""
-        if key not in self.built:
-            self.built[key] = make()
-        found: T = self.built[key]
-        return found
+        if key not in self.built_tensors:
+            self.built_tensors[key] = make()
+        tensors: T = self.built_tensors[key]
+        return tensors
 
     def tap(self, loops: Sequence[Loop]) -> None:
         """Insert an identity at each input, initial state and fed-back state of the loops; only that loop reads it."""
         for loop in loops:
-            self._replaced |= loop.replaced
+            self._replacements |= loop.replaced_tensors
         with self.graph.as_default(), tf.name_scope("rnnlens"):
             self.loops = tuple(
                 replace(
                     loop,
-                    input=_tapped(loop.input),
-                    initial=tuple(_tapped(boundary, _snapshot) for boundary in loop.initial),
-                    carried=tuple(map(_tapped, loop.carried)),
+                    input=_tap_boundary(loop.input),
+                    initial=tuple(_tap_boundary(boundary, _copy_in_memory) for boundary in loop.initial),
+                    carried_states=tuple(map(_tap_boundary, loop.carried_states)),
                 )
                 for loop in loops
             )
 
     def run(self, fetches: Mapping[K, Any], feed: Mapping[Any, Any], variables: Mapping[str, Array]) -> dict[K, Any]:
         """Set the variables to the given values, and return the values of tensors from one run."""
-        asked = list(fetches.values())
-        behind = self.behind(asked, feed)
+        tensors = list(fetches.values())
+        dependences = self.dependences(tensors, feed)
         if self._session is None or self._version != self.graph.version:
             self._restart()
-        self._load({name: value for name, value in variables.items() if name in self._assign})
-        if not asked:
+        self._load({name: value for name, value in variables.items() if name in self._assignments})
+        if not tensors:
             return {}
-        key, steady = self._steady_key(asked, feed), not behind.draws or self.is_steady(asked, feed)
-        if not steady:  # random operations start anew in a new session
-            loaded = self._loaded
+        key, is_steady = self._steady_key(tensors, feed), not dependences.draws_random or self.is_steady(tensors, feed)
+        if not is_steady:  # random operations start anew in a new session
+            loaded_values = self._loaded_values
             self._restart()
-            self._load(loaded)
-        found = self._session.run(asked, dict(feed))
-        if not steady and key not in self._steady:
-            again = self._session.run(asked, dict(feed))
-            if len(self._steady) >= _MOST_RATES:
-                self._steady.clear()
-            self._steady[key] = all(np.array_equal(one, other) for one, other in zip(found, again, strict=True))
-        if behind.assigns:
-            self._loaded = {}
-        return dict(zip(fetches, found, strict=True))
+            self._load(loaded_values)
+        results = self._session.run(tensors, dict(feed))
+        if not is_steady and key not in self._steady_by_key:
+            second_results = self._session.run(tensors, dict(feed))
+            if len(self._steady_by_key) >= _MOST_RATES:
+                self._steady_by_key.clear()
+            self._steady_by_key[key] = all(
+                np.array_equal(first_result, second_result)
+                for first_result, second_result in zip(results, second_results, strict=True)
+            )
+        if dependences.assigns_variables:
+            self._loaded_values = {}
+        return dict(zip(fetches, results, strict=True))
 
-    def is_steady(self, asked: Sequence[Any], feed: Mapping[Any, Any]) -> bool:
+    def is_steady(self, tensors: Sequence[Any], feed: Mapping[Any, Any]) -> bool:
         """Return whether a repeated run showed, at the present rates, that random draws do not change the tensors."""
-        return self._steady.get(self._steady_key(asked, feed), False)
+        return self._steady_by_key.get(self._steady_key(tensors, feed), False)
 
-    def _steady_key(self, asked: Sequence[Any], feed: Mapping[Any, Any]) -> Hashable:
+    def _steady_key(self, tensors: Sequence[Any], feed: Mapping[Any, Any]) -> Hashable:
         """Return the key for :meth:`is_steady`: the tensors, and the scalars that are fed or held by variables."""
-        fed = tuple((tensor.name, np.asarray(v).item()) for tensor, v in feed.items() if not np.ndim(v))
-        held = [(name, self._loaded.get(name)) for name in self.behind(asked, feed).variables]
-        rates = tuple((name, v.item()) for name, v in held if v is not None and not np.ndim(v))
-        return (tuple(tensor.name for tensor in asked), fed, rates)
+        fed_scalars = tuple((tensor.name, np.asarray(v).item()) for tensor, v in feed.items() if not np.ndim(v))
+        variable_values = [(name, self._loaded_values.get(name)) for name in self.dependences(tensors, feed).variables]
+        variable_scalars = tuple((name, v.item()) for name, v in variable_values if v is not None and not np.ndim(v))
+        return (tuple(tensor.name for tensor in tensors), fed_scalars, variable_scalars)
 
-    def behind(self, asked: Sequence[Any], feed: Mapping[Any, Any]) -> Dependences:
+    def dependences(self, tensors: Sequence[Any], feed: Mapping[Any, Any]) -> Dependences:
         """Return the dependences of tensors, cached; raise UnsupportedError for a queue or an iterator."""
-        key = (self.graph.version, tuple(t.name for t in asked), frozenset(t.name for t in feed))
-        if key not in self._behind:
-            for stale in [other for other in self._behind if other[0] != self.graph.version]:
-                del self._behind[stale]
-            operations = cone(asked, feed)
+        key = (self.graph.version, tuple(t.name for t in tensors), frozenset(t.name for t in feed))
+        if key not in self._dependences:
+            for stale in [other for other in self._dependences if other[0] != self.graph.version]:
+                del self._dependences[stale]
+            operations = dependency_cone(tensors, feed)
             for operation in operations:
                 if operation.type.startswith(_SOURCES):
                     raise UnsupportedError(
@@ -233,8 +238,8 @@ class GraphCopy:
                     )
             variables = tuple(op.name for op in operations if is_variable(op))
             types = types_of(operations)
-            self._behind[key] = Dependences(variables, bool(types & RANDOM), any(map(_ASSIGNS.match, types)))
-        return self._behind[key]
+            self._dependences[key] = Dependences(variables, bool(types & RANDOM), any(map(_ASSIGNS.match, types)))
+        return self._dependences[key]
 
     def close(self) -> None:
         """Close the session; a later run starts another one."""
@@ -246,50 +251,52 @@ class GraphCopy:
         """Start a new session: in a session, a While keeps the outputs that were fixed at its first run."""
         self.close()
         self._session = tf.Session(graph=self.graph, config=self._config)
-        self._version, self._loaded = self.graph.version, {}
-        if self._tables:
-            self._session.run(self._tables)
+        self._version, self._loaded_values = self.graph.version, {}
+        if self._table_operations:
+            self._session.run(self._table_operations)
 
     def _load(self, variables: Mapping[str, Array]) -> None:
         """Assign values to the variables of the copy, where they differ from the loaded ones."""
-        old = self._loaded
-        new = {name: v for name, v in variables.items() if name not in old or not np.array_equal(v, old[name])}
-        if new:
-            places = {name: self._assign[name] for name in new}
-            feed = {placeholder: new[name] for name, (placeholder, _) in places.items()}
-            self._session.run([assign for _, assign in places.values()], feed)
-            self._loaded = {**old, **new}
+        loaded = self._loaded_values
+        changed = {
+            name: v for name, v in variables.items() if name not in loaded or not np.array_equal(v, loaded[name])
+        }
+        if changed:
+            assignments = {name: self._assignments[name] for name in changed}
+            feed = {placeholder: changed[name] for name, (placeholder, _) in assignments.items()}
+            self._session.run([assign for _, assign in assignments.values()], feed)
+            self._loaded_values = {**loaded, **changed}
 
 
-def _assigned(operation: Any) -> tuple[Any, Any]:
+def _assignment(operation: Any) -> tuple[Any, Any]:
     """Return a placeholder, and an operation that assigns it to a variable."""
     tensor = operation.outputs[0]
     with tf.name_scope("rnnlens/load"):
         if operation.type == "VarHandleOp":
-            value = tf.placeholder(operation.get_attr("dtype"), None)
-            return value, tf.raw_ops.AssignVariableOp(resource=tensor, value=value)
-        value = tf.placeholder(tensor.dtype.base_dtype, None)
-        return value, tf.raw_ops.Assign(ref=tensor, value=value, validate_shape=False)
+            placeholder = tf.placeholder(operation.get_attr("dtype"), None)
+            return placeholder, tf.raw_ops.AssignVariableOp(resource=tensor, value=placeholder)
+        placeholder = tf.placeholder(tensor.dtype.base_dtype, None)
+        return placeholder, tf.raw_ops.Assign(ref=tensor, value=placeholder, validate_shape=False)
 
 
-def _snapshot(tensor: Any) -> Any:
+def _copy_in_memory(tensor: Any) -> Any:
     """Copy a tensor in memory: an identity of a reference variable (control flow v1) would change with assignments."""
     with tensor.graph.gradient_override_map({"Snapshot": "Identity"}):
         return tf.raw_ops.Snapshot(input=tensor)
 
 
-def _tapped(boundary: LoopBoundary, copied: Callable[[Any], Any] = tf.identity) -> LoopBoundary:
-    tapped = []
+def _tap_boundary(boundary: LoopBoundary, make_copy: Callable[[Any], Any] = tf.identity) -> LoopBoundary:
+    taps = []
     for tensor, readers in zip(boundary.tensors, boundary.readers, strict=True):
-        tapped.append(copied(tensor))
+        taps.append(make_copy(tensor))
         for operation, index in readers:
-            operation._update_input(index, tapped[-1])
-    return replace(boundary, tensors=tuple(tapped))
+            operation._update_input(index, taps[-1])
+    return replace(boundary, tensors=tuple(taps))
 
 
-def dense(gradient: Any) -> Any:
+def to_dense(gradient: Any) -> Any:
     """Return a gradient as a dense tensor; the rows of ``IndexedSlices`` are summed by index."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
-    rows = tf.cast(gradient.dense_shape, tf.int64)[0]
-    return tf.math.unsorted_segment_sum(gradient.values, gradient.indices, rows)
+    row_count = tf.cast(gradient.dense_shape, tf.int64)[0]
+    return tf.math.unsorted_segment_sum(gradient.values, gradient.indices, row_count)

@@ -15,15 +15,15 @@ from ...typing import Array, leaves_of
 from ..protocol import Batch
 from . import keras_v1
 from .graph_copy import GraphCopy
-from .losses import feed_of_loss, is_built
+from .losses import feed_of_loss, is_built_loss
 from .open_net import OpenNet
 from .public import Net
 
 
 def names_of_inputs(net: Net, x: Any) -> list[str]:
     """Return the names of the inputs in the order of the arrays in x. Raise InputError if x does not match them."""
-    known = list(net.inputs)
-    if not known:
+    input_names = list(net.inputs)
+    if not input_names:
         raise InputError(
             "A session by itself does not say what x is fed to.",
             expected="a net: a part of its graph as a model, with names for what it is fed and what it returns",
@@ -31,53 +31,53 @@ def names_of_inputs(net: Net, x: Any) -> list[str]:
             "targets=labels, feed={keep_prob: 1.0}), and then rl.trace(net, x, y)",
         )
     if isinstance(x, Mapping):
-        unknown = [key for key in x if key not in known]
-        if unknown or len(x) < len(known):
-            missing = [name for name in known if name not in x]
+        unknown = [key for key in x if key not in input_names]
+        if unknown or len(x) < len(input_names):
+            missing = [name for name in input_names if name not in x]
             got = f"{list(map(str, x))}" + (f", without {missing}" if missing else "")
-            raise InputError("x does not fit the inputs of the graph.", got=got, expected=", ".join(known))
+            raise InputError("x does not fit the inputs of the graph.", got=got, expected=", ".join(input_names))
         return list(x)
-    if len(leaves_of(x)) != len(known):
-        got, expected = f"{len(leaves_of(x))} arrays", f"{len(known)}: {', '.join(known)}"
+    if len(leaves_of(x)) != len(input_names):
+        got, expected = f"{len(leaves_of(x))} arrays", f"{len(input_names)}: {', '.join(input_names)}"
         raise InputError("x does not fit the inputs of the graph.", got=got, expected=expected)
-    return known
+    return input_names
 
 
-def fed(found: OpenNet, batch: Batch) -> dict[Any, Array]:
+def feed_of_batch(opened: OpenNet, batch: Batch) -> dict[Any, Array]:
     """Return the ``feed_dict`` of one batch: arrays by placeholder of the copied graph."""
-    feed = fed_in(found.net, found.copy, batch) | feed_of_loss(found.net, found.copy, batch)
+    feed = feed_of_copy(opened.net, opened.copy, batch) | feed_of_loss(opened.net, opened.copy, batch)
     for layer, states in (batch.initial_state or {}).items():
-        loops, where = found.layer(layer), f"initial_state[{layer!r}]"
+        loops, argument = opened.layer_loops(layer), f"initial_state[{layer!r}]"
         if not loops:
-            names = [loop.name for loop in found.loops]
-            raise LayerNotFoundError(f"No layer is called {layer!r}.", hint=did_you_mean(layer, names))
+            loop_names = [loop.name for loop in opened.loops]
+            raise LayerNotFoundError(f"No layer is called {layer!r}.", hint=did_you_mean(layer, loop_names))
         entries = [boundary.tensors[0] for loop in loops for boundary in loop.initial]
         if len(states) != len(entries):
             got, expected = f"{len(states)} states", f"{len(entries)}"
-            raise InputError(f"{where} does not fit.", got=got, expected=expected)
-        feed |= {tap: _fitting(where, tap, state) for tap, state in zip(entries, states, strict=True)}
+            raise InputError(f"{argument} does not fit.", got=got, expected=expected)
+        feed |= {tap: _as_feed(argument, tap, state) for tap, state in zip(entries, states, strict=True)}
     return feed
 
 
-def fed_in(net: Net, copy: GraphCopy, batch: Batch) -> dict[Any, Array]:
+def feed_of_copy(net: Net, copy: GraphCopy, batch: Batch) -> dict[Any, Array]:
     """Return the ``feed_dict`` of a batch for any copy of the net's graph, except placeholders of a built loss."""
     if net.keras is None:
-        _refuse(batch)
-    feed = {tensor.name: _fitting(f"feed[{tensor.op.name!r}]", tensor, value) for tensor, value in net.feed.items()}
+        _refuse_training_options(batch)
+    feed = {tensor.name: _as_feed(f"feed[{tensor.op.name!r}]", tensor, value) for tensor, value in net.feed.items()}
     for name, leaf in zip(names_of_inputs(net, batch.x), leaves_of(batch.x), strict=True):
-        given = {tensor.name: _fitting(f"x[{name!r}]", tensor, leaf) for tensor in net.inputs[name]}
-        if any(0 in array.shape for array in given.values()):
+        input_feed = {tensor.name: _as_feed(f"x[{name!r}]", tensor, leaf) for tensor in net.inputs[name]}
+        if any(0 in array.shape for array in input_feed.values()):
             got, expected = f"x[{name!r}] of shape {np.shape(leaf)}", "at least 1 sample and 1 time step"
             raise InputError("x is empty.", got=got, expected=expected)
-        feed |= given
+        feed |= input_feed
     if net.keras is not None:
         feed |= {name: np.asarray(value) for name, value in keras_v1.phase_feed(net, batch.training).items()}
-    if not is_built(net, batch):
-        feed |= _targets(net, batch)
+    if not is_built_loss(net, batch):
+        feed |= _target_feed(net, batch)
     return {copy.graph.get_tensor_by_name(name): value for name, value in feed.items()}
 
 
-def _targets(net: Net, batch: Batch) -> dict[str, Array]:
+def _target_feed(net: Net, batch: Batch) -> dict[str, Array]:
     """Return the feeds of targets, and of a Keras model's sample weights, by tensor name."""
     leaves = [np.asarray(leaf.detach().cpu() if hasattr(leaf, "detach") else leaf) for leaf in leaves_of(batch.y)]
     if not leaves:
@@ -88,17 +88,19 @@ def _targets(net: Net, batch: Batch) -> dict[str, Array]:
         hint = "rl.tf1.graph(..., targets=labels) says what y is fed to"
         raise InputError("y does not fit the targets of the graph.", got=got, expected=expected, hint=hint)
     feed = {}
-    for tensor, leaf in ((t, leaf) for alike, leaf in zip(net.targets, leaves, strict=True) for t in alike):
+    for tensor, leaf in ((t, leaf) for tensors, leaf in zip(net.targets, leaves, strict=True) for t in tensors):
         # A target of a Keras model may have one number per sample.
-        short = net.keras is not None and tensor.shape.rank == np.ndim(leaf) + 1 and tensor.shape[-1] in (1, None)
-        feed[tensor.name] = _fitting("y", tensor, leaf[..., None] if short else leaf)
+        lacks_last_axis = (
+            net.keras is not None and tensor.shape.rank == np.ndim(leaf) + 1 and tensor.shape[-1] in (1, None)
+        )
+        feed[tensor.name] = _as_feed("y", tensor, leaf[..., None] if lacks_last_axis else leaf)
     if net.keras is not None:
-        given = zip(net.keras.weights, keras_v1.sample_weights(batch), strict=False)
-        feed |= {name: np.asarray(weight) for name, weight in given if weight is not None}
+        weight_feeds = zip(net.keras.weights, keras_v1.sample_weights(batch), strict=False)
+        feed |= {name: np.asarray(weight) for name, weight in weight_feeds if weight is not None}
     return feed
 
 
-def _refuse(batch: Batch) -> None:
+def _refuse_training_options(batch: Batch) -> None:
     """Raise ``UnsupportedError`` for training mode and sample or class weights, which a plain graph does not have."""
     if batch.training:
         raise UnsupportedError(
@@ -114,18 +116,18 @@ def _refuse(batch: Batch) -> None:
             )
 
 
-def _fitting(where: str, tensor: Any, value: Any) -> Array:
+def _as_feed(argument: str, tensor: Any, value: Any) -> Array:
     """Convert a value to an array that can be fed to ``tensor``. Raise InputError for another shape or dtype."""
     dtype = tensor.dtype.base_dtype
     array = np.asarray(value.detach().cpu().numpy() if hasattr(value, "detach") else value)
     if array.dtype.kind in "OUS" and dtype != tf.string:
-        raise InputError(f"{where} holds no numbers.", got=shown(value), expected=f"{tensor.name} {dtype.name}")
+        raise InputError(f"{argument} holds no numbers.", got=shown(value), expected=f"{tensor.name} {dtype.name}")
     if not tensor.shape.is_compatible_with(array.shape):
         got, expected = f"shape {array.shape}", f"{tensor.name} {tensor.shape}"
-        raise InputError(f"{where} does not fit the graph.", got=got, expected=expected)
+        raise InputError(f"{argument} does not fit the graph.", got=got, expected=expected)
     if not (dtype.is_floating or dtype.is_complex) and array.dtype.kind == "f" and not np.all(array == np.round(array)):
         got, expected = f"{array.dtype}", f"{tensor.name} {dtype.name}"
-        raise InputError(f"{where} does not fit the graph.", got=got, expected=expected)
+        raise InputError(f"{argument} does not fit the graph.", got=got, expected=expected)
     return array.astype(dtype.as_numpy_dtype, copy=False) if dtype != tf.string else array
 
 
@@ -136,20 +138,20 @@ _NOISE = ("Graph execution error", "Detected at node", "node ", "Node: ", "File 
 
 
 @contextmanager
-def clear_errors(net: Net) -> Iterator[None]:
+def convert_run_errors(net: Net) -> Iterator[None]:
     """Convert a run's errors: InputError for a placeholder that is not fed, else UserCodeError."""
     try:
         yield
     except tf.errors.OpError as error:
         unfed = _UNFED.search(error.message or "")
         if unfed:
-            known = [tensor.op.name for alike in net.targets for tensor in alike]
+            target_names = [tensor.op.name for tensors in net.targets for tensor in tensors]
             hint = f"of rl.tf1.graph: feed={{{unfed[1]!r}: ...}}, or targets={unfed[1]!r} if it is what y is fed to"
-            hint = "y, which is fed to targets=" if unfed[1] in known else hint
+            hint = "y, which is fed to targets=" if unfed[1] in target_names else hint
             raise InputError(
                 f"The placeholder {unfed[1]!r} is not fed.", expected="a value in every run", hint=hint
             ) from error
-        said = [line.strip() for line in (error.message or "").splitlines() if line.strip()]
-        errors = [line for line in said if not line.startswith(_NOISE)]
-        first = next(iter(errors or said), type(error).__name__)
-        raise UserCodeError("The graph failed on this batch.", got=f"{type(error).__name__}: {first}") from error
+        message_lines = [line.strip() for line in (error.message or "").splitlines() if line.strip()]
+        error_lines = [line for line in message_lines if not line.startswith(_NOISE)]
+        first_line = next(iter(error_lines or message_lines), type(error).__name__)
+        raise UserCodeError("The graph failed on this batch.", got=f"{type(error).__name__}: {first_line}") from error

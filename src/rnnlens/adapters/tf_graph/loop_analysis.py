@@ -8,12 +8,22 @@ from typing import Any, Literal
 import tensorflow.compat.v1 as tf
 
 from ...errors import message
-from .blocks import CONVOLUTIONS, VARIABLES, Outer, constant_of, same, width_of
-from .cells import Match, steps_in
+from .blocks import CONVOLUTIONS, VARIABLES, Outer, constant_of, value_source, width_of
+from .cells import Match, matching_steps
 from .probe import COMPUTED, PARTS, Key, Probe
 from .recurrences import Condition, LoopBoundary
-from .sequences import NO_SETTINGS, GraphSettings, Read, Written, is_filled_with, mask_of, sequences, steps_run, written
-from .while_loops import Frame, Paths, Variable
+from .sequences import (
+    NO_SETTINGS,
+    GraphSettings,
+    SequenceRead,
+    SequenceWrite,
+    is_filled_with,
+    mask_of,
+    read_sequences,
+    step_count,
+    written_sequences,
+)
+from .while_loops import Frame, LoopPaths, LoopVariable
 
 #: Operations of known cells, including those that read variables and sequences.
 _IN_CELLS = (COMPUTED - {"Floor"}) | PARTS | CONVOLUTIONS | VARIABLES
@@ -28,156 +38,175 @@ class LoopAnalysis:
     """
 
     def __init__(self, frame: Frame, settings: GraphSettings = NO_SETTINGS) -> None:
-        self.frame, self.reads, self.writes = frame, sequences(frame), written(frame)
-        made = {id(v): unselected(v.after, v.before, frame.outer) for v in frame.floats}
-        self.states = _states(frame, made, self.writes)
-        self.paths = Paths(frame, self.states)
+        self.frame, self.reads, self.writes = frame, read_sequences(frame), written_sequences(frame)
+        updates = {id(v): split_select(v.next_value, v.previous_value, frame.outer) for v in frame.floats}
+        self.states = _state_variables(frame, updates, self.writes)
+        self.paths = LoopPaths(frame, self.states)
         #: A tensor of the body, and whether samples keep their states where it is True; None if states are never kept.
-        self.condition = _condition(frame, self.reads, self.paths, [made[id(v)][1] for v in self.states])
+        self.condition = _keep_condition(frame, self.reads, self.paths, [updates[id(v)][1] for v in self.states])
         #: The condition as a mask of steps; None if it is not known to be one.
         self.mask = None if self.condition is None else mask_of(self.condition[0], frame, self.reads)
         #: New value of each state at steps that are not masked, by id of the loop variable.
-        self.new = {id(v): v.after if self.condition is None else made[id(v)][0] for v in self.states}
-        leaves = [*(v.before for v in frame.floats), *(read.value for read in self.reads)]
-        self.probe = Probe([id(t) for t in leaves], frame.outer, settings)
+        self.new_values = {id(v): v.next_value if self.condition is None else updates[id(v)][0] for v in self.states}
+        leaf_tensors = [
+            *(v.previous_value for v in frame.floats),
+            *(sequence_read.value for sequence_read in self.reads),
+        ]
+        self.probe = Probe([id(t) for t in leaf_tensors], frame.outer, settings)
         #: Quantities of each state before and after the step. A concatenation of several states counts as several.
-        self.pairs: list[tuple[Key, Key]] = []
+        self.state_pairs: list[tuple[Key, Key]] = []
         #: Loop variable of each pair, and its columns there (None for all).
-        self.owners: list[tuple[Variable, tuple[int, int] | None]] = []
+        self.pair_owners: list[tuple[LoopVariable, tuple[int, int] | None]] = []
         for variable in self.states:
-            before, after = self.probe.of(variable.before), self.probe.of(self.new[id(variable)])
-            widths = _widths(self.new[id(variable)], frame.outer)
-            for start, stop in pairwise([0, *accumulate(widths)]) if len(widths) > 1 else [(0, before.width)]:
-                self.pairs.append((before.columns(start, stop).key, after.columns(start, stop).key))
-                self.owners.append((variable, (start, stop) if len(widths) > 1 else None))
+            old_value, new_value = (
+                self.probe.value_of(variable.previous_value),
+                self.probe.value_of(self.new_values[id(variable)]),
+            )
+            widths = _state_widths(self.new_values[id(variable)], frame.outer)
+            for start, stop in pairwise([0, *accumulate(widths)]) if len(widths) > 1 else [(0, old_value.width)]:
+                self.state_pairs.append((old_value.columns(start, stop).key, new_value.columns(start, stop).key))
+                self.pair_owners.append((variable, (start, stop) if len(widths) > 1 else None))
         self.matches: list[Match] = []
-        free = set(self.pairs)
-        for match in steps_in(self.probe):
-            of_it = set(zip(match.before, match.after, strict=True))
-            if of_it <= free:
+        free_pairs = set(self.state_pairs)
+        for match in matching_steps(self.probe):
+            match_pairs = set(zip(match.previous_states, match.new_states, strict=True))
+            if match_pairs <= free_pairs:
                 self.matches.append(match)
-                free -= of_it
+                free_pairs -= match_pairs
 
-    def numbers(self, match: Match) -> list[int]:
+    def state_indices(self, match: Match) -> list[int]:
         """Return the indices, among the state pairs (before, after) of the loop, of the states of a recognised cell."""
-        return [self.pairs.index(pair) for pair in zip(match.before, match.after, strict=True)]
+        return [self.state_pairs.index(pair) for pair in zip(match.previous_states, match.new_states, strict=True)]
 
     @property
-    def mask_words(self) -> dict[str, Any]:
+    def mask_arguments(self) -> dict[str, Any]:
         """``lengths`` and ``mask`` as keyword arguments of ``Loop``; empty if the loop has no known mask."""
         if self.mask is None:
             return {}
-        steps = None if self.mask.steps is None else flat_mask(self.mask.steps.stacked, self.mask.inverted)
+        steps = None if self.mask.steps is None else flat_mask(self.mask.steps.sequence, self.mask.inverted)
         return {"lengths": self.mask.lengths, "mask": steps}
 
-    def runs_through(self, stacked: Any) -> tuple[Condition, ...]:
-        """Return the condition that a run has all steps of ``stacked``; empty if it may end where all is padding."""
-        count = steps_run(self.frame)
-        if (self.mask is not None and self.mask.lengths is not None) or count is None:
+    def full_length_conditions(self, sequence: Any) -> tuple[Condition, ...]:
+        """Return the condition that a run has all steps of ``sequence``; empty if it may end where all is padding."""
+        total_steps = step_count(self.frame)
+        if (self.mask is not None and self.mask.lengths is not None) or total_steps is None:
             return ()
-        words = message(
+        text = message(
             f"The loop {self.frame.name!r} does not run through all steps of what it reads.",
             expected="as many steps as its input has",
             hint="cut the input to the steps that are run, or dynamic_rnn(sequence_length=)",
         )
-        with stacked.graph.as_default():
-            return (Condition(count - tf.shape(stacked)[0], 0, words),)
+        with sequence.graph.as_default():
+            return (Condition(total_steps - tf.shape(sequence)[0], 0, text),)
 
     @property
-    def covered(self) -> bool:
+    def is_covered(self) -> bool:
         """True if every state belongs to a known cell."""
-        return sum(len(match.before) for match in self.matches) == len(self.pairs)
+        return sum(len(match.previous_states) for match in self.matches) == len(self.state_pairs)
 
 
-def flat_mask(stacked: Any, inverted: bool) -> Any:
+def flat_mask(mask: Any, inverted: bool) -> Any:
     """Return a mask as (time, sample) of bool, negated if it is inverted, in the copy."""
-    with stacked.graph.as_default():
-        flat = tf.reshape(stacked, tf.shape(stacked)[:2]) if stacked.shape.rank != 2 else stacked
-        return tf.logical_not(flat) if inverted else flat
+    with mask.graph.as_default():
+        flat_steps = tf.reshape(mask, tf.shape(mask)[:2]) if mask.shape.rank != 2 else mask
+        return tf.logical_not(flat_steps) if inverted else flat_steps
 
 
-def _widths(tensor: Any, outer: Outer) -> list[int]:
+def _state_widths(tensor: Any, outer: Outer) -> list[int]:
     """Return the widths of the states that are concatenated in a tensor; one width for a single state."""
-    op = same(tensor, outer).op
+    op = value_source(tensor, outer).op
     if op.type != "ConcatV2" or constant_of(op.inputs[-1], outer) not in (-1, tensor.shape.rank - 1):
         return [width_of(tensor) or 0]
-    return [width for part in op.inputs[:-1] for width in _widths(part, outer)]
+    return [width for state in op.inputs[:-1] for width in _state_widths(state, outer)]
 
 
-def unselected(after: Any, before: Any, outer: Outer) -> tuple[Any, tuple[Any, bool] | None]:
+def split_select(update: Any, previous: Any, outer: Outer) -> tuple[Any, tuple[Any, bool] | None]:
     """Split ``select(condition, new, old)`` into the new value and the condition under which the old one is kept.
 
     The condition is a pair: the tensor, and whether True keeps the old value. It is None for other updates.
     """
-    chosen = same(after, outer)
-    if chosen.op.type in ("Select", "SelectV2"):
-        condition, first, second = chosen.op.inputs
-        if same(first, outer) is before:
-            return second, (condition, True)
-        if same(second, outer) is before:
-            return first, (condition, False)
-    return after, None
+    selection = value_source(update, outer)
+    if selection.op.type in ("Select", "SelectV2"):
+        condition, if_true, if_false = selection.op.inputs
+        if value_source(if_true, outer) is previous:
+            return if_false, (condition, True)
+        if value_source(if_false, outer) is previous:
+            return if_true, (condition, False)
+    return update, None
 
 
-def _states(frame: Frame, made: dict[int, Any], writes: list[Written]) -> list[Variable]:
+def _state_variables(frame: Frame, updates: dict[int, Any], writes: list[SequenceWrite]) -> list[LoopVariable]:
     """Return the loop variables on which the result of some step depends; copies of the previous output are none."""
-    new = {id(same(v.after, frame.outer)): made[id(v)][0] for v in frame.floats}
-    targets = [made[id(v)][0] for v in frame.floats]
-    targets += [new.get(id(same(write.value, frame.outer)), write.value) for write in writes]
-    read = {id(v) for target in targets for v in Paths(frame, []).directly(target)}
-    return [v for v in frame.floats if id(v) in read]
+    new_values = {id(value_source(v.next_value, frame.outer)): updates[id(v)][0] for v in frame.floats}
+    targets = [updates[id(v)][0] for v in frame.floats]
+    targets += [new_values.get(id(value_source(write.value, frame.outer)), write.value) for write in writes]
+    read_ids = {id(v) for target in targets for v in LoopPaths(frame, []).variables_within_step(target)}
+    return [v for v in frame.floats if id(v) in read_ids]
 
 
-def _condition(
-    frame: Frame, reads: list[Read], paths: Paths, kept: list[tuple[Any, bool] | None]
+def _keep_condition(
+    frame: Frame, reads: list[SequenceRead], paths: LoopPaths, keep_conditions: list[tuple[Any, bool] | None]
 ) -> tuple[Any, bool] | None:
     """Return the one condition per sample under which all states are kept; None if there is none or several."""
-    found = [pair for pair in kept if pair is not None]
-    if not found or len(found) != len(kept):
+    conditions = [pair for pair in keep_conditions if pair is not None]
+    if not conditions or len(conditions) != len(keep_conditions):
         return None
-    masks = [mask_of(tensor, frame, reads) for tensor, _ in found]
+    masks = [mask_of(tensor, frame, reads) for tensor, _ in conditions]
     if all(mask is not None and mask.agrees(masks[0]) for mask in masks):
-        return found[0] if masks[0] is not None and all(where == masks[0].inverted for _, where in found) else None
-    tensor, where = found[0]
+        return (
+            conditions[0]
+            if masks[0] is not None and all(keeps_where == masks[0].inverted for _, keeps_where in conditions)
+            else None
+        )
+    tensor, keeps_where = conditions[0]
     by_sample = tensor.shape.rank == 1 or (tensor.shape.rank == 2 and tensor.shape[1] == 1)
-    if by_sample and not paths.by_state(tensor) and all(t is tensor and w == where for t, w in found):
-        return tensor, where
+    if (
+        by_sample
+        and not paths.depends_on_state(tensor)
+        and all(t is tensor and other_keeps_where == keeps_where for t, other_keeps_where in conditions)
+    ):
+        return tensor, keeps_where
     return None
 
 
 Output = tuple[LoopBoundary | None, Literal["state", "output", "zero"]]
 
 
-def output_of(analysis: LoopAnalysis, hidden: Key) -> Output | None:
+def stacked_output(analysis: LoopAnalysis, hidden_key: Key) -> Output | None:
     """Return where a hidden state is stacked, and the output at masked steps; None if other numbers are stacked."""
-    writes = [w for w in analysis.writes if w.stacked is not None]
-    outer, keys = analysis.frame.outer, analysis.probe
+    writes = [w for w in analysis.writes if w.sequence is not None]
+    outer, probe = analysis.frame.outer, analysis.probe
     if len(writes) != 1 or not analysis.frame.is_time(writes[0].index):
         return None
-    boundary = LoopBoundary((writes[0].stacked,), stacked=True)
-    value = same(writes[0].value, outer)
+    boundary = LoopBoundary((writes[0].sequence,), is_sequence=True)
+    value = value_source(writes[0].value, outer)
     if analysis.condition is None:
-        return (boundary, "state") if keys.of(value).key == hidden else None
+        return (boundary, "state") if probe.value_of(value).key == hidden_key else None
     if value.op.type not in ("Select", "SelectV2") or analysis.mask is None:
         return None
-    condition, first, second = value.op.inputs
-    inverted = keys.of(second).key == hidden
-    mask, other = mask_of(condition, analysis.frame, analysis.reads), same(first if inverted else second, outer)
-    known = inverted or keys.of(first).key == hidden
-    if not known or mask is None or mask.inverted != inverted or not mask.agrees(analysis.mask):
+    condition, if_true, if_false = value.op.inputs
+    inverted = probe.value_of(if_false).key == hidden_key
+    mask, masked_value = (
+        mask_of(condition, analysis.frame, analysis.reads),
+        value_source(if_true if inverted else if_false, outer),
+    )
+    selects_hidden = inverted or probe.value_of(if_true).key == hidden_key
+    if not selects_hidden or mask is None or mask.inverted != inverted or not mask.agrees(analysis.mask):
         return None
-    if is_filled_with(0, other, outer):
+    if is_filled_with(0, masked_value, outer):
         return boundary, "zero"
-    if (keys.of(other).key, hidden) in analysis.pairs:
+    if (probe.value_of(masked_value).key, hidden_key) in analysis.state_pairs:
         return boundary, "state"
-    kept = any(other is v.before and is_filled_with(0, v.entry, outer) for v in analysis.frame.floats)
-    return (boundary, "output") if kept else None  # the previous output
+    is_previous_output = any(
+        masked_value is v.previous_value and is_filled_with(0, v.entry, outer) for v in analysis.frame.floats
+    )
+    return (boundary, "output") if is_previous_output else None  # the previous output
 
 
-def why_unknown(analysis: LoopAnalysis) -> str:
+def unknown_reason(analysis: LoopAnalysis) -> str:
     """Return a text on why a loop's step is not recognised: unsupported operations, or other equations."""
-    steps = [analysis.new[id(v)] for v in analysis.states]
-    strange = {op.type: op.name for t in analysis.paths.behind(steps) if (op := t.op).type not in _IN_CELLS}
-    if not strange:
+    steps = [analysis.new_values[id(v)] for v in analysis.states]
+    unsupported = {op.type: op.name for t in analysis.paths.tensors_behind(steps) if (op := t.op).type not in _IN_CELLS}
+    if not unsupported:
         return "its equations are none of those of SimpleRNN, GRU, LSTM and ConvLSTM"
-    return "its step has " + ", ".join(f"{kind} ({name!r})" for kind, name in list(strange.items())[:3])
+    return "its step has " + ", ".join(f"{kind} ({name!r})" for kind, name in list(unsupported.items())[:3])

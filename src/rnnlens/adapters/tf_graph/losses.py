@@ -22,55 +22,55 @@ class Loss:
     """Loss in a copy of the graph: a scalar, and the placeholders of targets and sample weights of a built loss."""
 
     tensor: Any
-    places: tuple[Any, ...] = ()
+    placeholders: tuple[Any, ...] = ()
 
 
-def is_built(net: Net, batch: Batch) -> bool:
+def is_built_loss(net: Net, batch: Batch) -> bool:
     """Return whether the loss must be built in the copy of the graph, as it is no tensor of the user's graph."""
     if batch.loss is None:  # or samples have weights, for which a compiled Keras model has no placeholder
-        weighed = batch.sample_weight is not None or batch.class_weight is not None
-        return weighed and net.keras is not None and not net.keras.weights
+        is_weighted = batch.sample_weight is not None or batch.class_weight is not None
+        return is_weighted and net.keras is not None and not net.keras.weights
     is_name = isinstance(batch.loss, str) and (net.keras is None or ":" in batch.loss or "/" in batch.loss)
     return not is_name
 
 
-def key_of(batch: Batch) -> Any:
+def loss_cache_key(batch: Batch) -> Any:
     """Return the cache key of a built loss: calls with equal keys use the same tensors."""
     shapes = tuple((np.ndim(leaf), str(np.asarray(leaf).dtype)) for leaf in leaves_of(batch.y))
-    weighed = batch.sample_weight is not None or batch.class_weight is not None
+    is_weighted = batch.sample_weight is not None or batch.class_weight is not None
     loss = batch.loss if not isinstance(batch.loss, Mapping | list) else tuple(leaves_of(batch.loss))
-    return ("loss", loss, shapes, weighed, tuple(np.ndim(w) for w in leaves_of(batch.sample_weight)))
+    return ("loss", loss, shapes, is_weighted, tuple(np.ndim(w) for w in leaves_of(batch.sample_weight)))
 
 
 def loss_in(net: Net, copy: GraphCopy, batch: Batch) -> Loss:
     """Return the loss of a batch in a copy of the net's graph; raise InputError unless it is one number."""
-    if not is_built(net, batch):
-        given = net.loss if batch.loss is None else scalar(tensor_of(net.graph, "loss", batch.loss))
-        if given is None:
+    if not is_built_loss(net, batch):
+        loss_tensor = net.loss if batch.loss is None else scalar(tensor_of(net.graph, "loss", batch.loss))
+        if loss_tensor is None:
             hint = "model.compile(loss=...)" if net.keras is not None else "rl.tf1.graph(..., loss=tensor)"
             raise InputError("There is no loss.", expected="loss=, or a model that has one", hint=hint)
-        return Loss(copy.tensor(given.name))
+        return Loss(copy.tensor(loss_tensor.name))
     with copy.graph.as_default(), tf.name_scope("rnnlens/loss"):
-        return copy.once(key_of(batch), lambda: _built(net, copy.tensor, batch))
+        return copy.build_once(loss_cache_key(batch), lambda: _build_loss(net, copy.tensor, batch))
 
 
-def _built(net: Net, get: Callable[[str], Any], batch: Batch) -> Loss:
-    outputs = [get(tensor.name) for tensor in net.outputs.values()]
+def _build_loss(net: Net, get_tensor: Callable[[str], Any], batch: Batch) -> Loss:
+    outputs = [get_tensor(tensor.name) for tensor in net.outputs.values()]
     arrays = [np.asarray(leaf) for leaf in leaves_of(batch.y)]
     if net.keras is None:
-        targets = _places(arrays, outputs)
+        targets = _target_placeholders(arrays, outputs)
         with raised_by("loss"):
             value = batch.loss(*targets, *outputs)
-        return Loss(_one_number(value), targets)
-    terms = _terms(net, batch, outputs, len(arrays))
-    targets = _places(arrays, [term.output for term in terms])
-    present = [None if w is None else [None] * np.ndim(w) for w in keras_v1.sample_weights(batch)]
-    weights = [None if shape is None else tf.placeholder(outputs[0].dtype, shape) for shape in present]
-    value = _keras_loss(net, get, terms, targets, weights)
-    return Loss(_one_number(value), (*targets, *(w for w in weights if w is not None)))
+        return Loss(_checked_scalar(value), targets)
+    terms = _loss_terms(net, batch, outputs, len(arrays))
+    targets = _target_placeholders(arrays, [term.output for term in terms])
+    weight_shapes = [None if w is None else [None] * np.ndim(w) for w in keras_v1.sample_weights(batch)]
+    weights = [None if shape is None else tf.placeholder(outputs[0].dtype, shape) for shape in weight_shapes]
+    value = _keras_loss(net, get_tensor, terms, targets, weights)
+    return Loss(_checked_scalar(value), (*targets, *(w for w in weights if w is not None)))
 
 
-def _places(arrays: Sequence[Array], outputs: Sequence[Any]) -> tuple[Any, ...]:
+def _target_placeholders(arrays: Sequence[Array], outputs: Sequence[Any]) -> tuple[Any, ...]:
     """Return a placeholder for each target array: floats in the dtype of the output, others in their own dtype."""
     pairs = zip(arrays, outputs, strict=False)
     return tuple(tf.placeholder(out.dtype if a.dtype.kind == "f" else a.dtype, [None] * a.ndim) for a, out in pairs)
@@ -86,22 +86,25 @@ class _Term:
     scale: float
 
 
-def _terms(net: Net, batch: Batch, outputs: Sequence[Any], count: int) -> list[_Term]:
+def _loss_terms(net: Net, batch: Batch, outputs: Sequence[Any], count: int) -> list[_Term]:
     """Return one term per output that has a loss; their number must equal the number of targets."""
-    names = net.keras
-    compiled = batch.loss is None
-    scales = names.scales if compiled and names.scales != () else [1.0] * len(outputs)
-    if scales is None:
-        what, hint = "loss_weights of a compiled model are tensors, and samples are weighed.", "loss_weights of numbers"
-        raise UnsupportedError(what, hint=hint)
-    masks = [*names.masks, *[None] * len(outputs)]
-    losses = names.loss if compiled else batch.loss
+    keras_names = net.keras
+    is_compiled = batch.loss is None
+    loss_weights = keras_names.scales if is_compiled and keras_names.scales != () else [1.0] * len(outputs)
+    if loss_weights is None:
+        problem, hint = (
+            "loss_weights of a compiled model are tensors, and samples are weighed.",
+            "loss_weights of numbers",
+        )
+        raise UnsupportedError(problem, hint=hint)
+    masks = [*keras_names.masks, *[None] * len(outputs)]
+    losses = keras_names.loss if is_compiled else batch.loss
     if isinstance(losses, Mapping):
         losses = [losses.get(name) for name in net.outputs]
     elif not isinstance(losses, list | tuple):
         losses = [losses] * len(outputs)
-    every = zip(outputs, losses, masks, scales, strict=False)
-    terms = [_Term(*one) for one in every if one[1] is not None]
+    term_fields = zip(outputs, losses, masks, loss_weights, strict=False)
+    terms = [_Term(*fields) for fields in term_fields if fields[1] is not None]
     if len(terms) != count:
         expected = f"{len(terms)}, one for each output that has a loss"
         raise InputError("y does not fit the loss.", got=f"{count} arrays", expected=expected)
@@ -109,27 +112,27 @@ def _terms(net: Net, batch: Batch, outputs: Sequence[Any], count: int) -> list[_
 
 
 def _keras_loss(
-    net: Net, get: Callable[[str], Any], terms: Sequence[_Term], targets: Sequence[Any], weights: Sequence[Any]
+    net: Net, get_tensor: Callable[[str], Any], terms: Sequence[_Term], targets: Sequence[Any], weights: Sequence[Any]
 ) -> Any:
     """Build the loss of ``compile(loss=)``: with masks, sample weights, reduction and the losses of layers."""
     from tf_keras.src.engine import training_utils_v1
     from tf_keras.src.utils import losses_utils
 
-    parts = []
+    loss_values = []
     with raised_by("loss"):
         for target, term, weight in zip(targets, terms, weights, strict=False):
-            function: Any = training_utils_v1.get_loss_function(term.loss)
-            if term.mask is not None and hasattr(function, "call"):
-                mask = tf.cast(get(term.mask), term.output.dtype)
-                each = function.call(target, term.output)
-                weight = losses_utils.apply_valid_mask(each, weight, mask, function.reduction)
-            part = function(target, term.output, **({} if weight is None else {"sample_weight": weight}))
-            parts.append(term.scale * (tf.reduce_sum(part) if part.shape.rank else part))
-    parts += [tf.reduce_sum(tf.cast(get(name), terms[0].output.dtype)) for name in net.keras.extra]
-    return tf.add_n(parts)
+            loss_function: Any = training_utils_v1.get_loss_function(term.loss)
+            if term.mask is not None and hasattr(loss_function, "call"):
+                mask = tf.cast(get_tensor(term.mask), term.output.dtype)
+                sample_losses = loss_function.call(target, term.output)
+                weight = losses_utils.apply_valid_mask(sample_losses, weight, mask, loss_function.reduction)
+            loss_value = loss_function(target, term.output, **({} if weight is None else {"sample_weight": weight}))
+            loss_values.append(term.scale * (tf.reduce_sum(loss_value) if loss_value.shape.rank else loss_value))
+    loss_values += [tf.reduce_sum(tf.cast(get_tensor(name), terms[0].output.dtype)) for name in net.keras.added_losses]
+    return tf.add_n(loss_values)
 
 
-def _one_number(value: Any) -> Any:
+def _checked_scalar(value: Any) -> Any:
     if not has_attribute(value, "op") or value.shape.rank not in (None, 0):
         got = f"shape {value.shape}" if has_attribute(value, "shape") else shown(value)
         raise InputError("loss= has to return one number.", got=got, hint="tf.reduce_mean of it")
@@ -138,7 +141,9 @@ def _one_number(value: Any) -> Any:
 
 def feed_of_loss(net: Net, copy: GraphCopy, batch: Batch) -> dict[Any, Array]:
     """Return the feeds of the placeholders of a built loss, targets and sample weights; empty for another loss."""
-    if not is_built(net, batch):
+    if not is_built_loss(net, batch):
         return {}
     weights = [] if net.keras is None else [w for w in keras_v1.sample_weights(batch) if w is not None]
-    return dict(zip(loss_in(net, copy, batch).places, [*map(np.asarray, leaves_of(batch.y)), *weights], strict=False))
+    return dict(
+        zip(loss_in(net, copy, batch).placeholders, [*map(np.asarray, leaves_of(batch.y)), *weights], strict=False)
+    )

@@ -9,9 +9,9 @@ import tensorflow.compat.v1 as tf
 from tensorflow.python.framework import ops
 
 from ..protocol import Batch, Obstacle, Port
-from .blocks import is_variable, reached
+from .blocks import is_variable, transitive_closure
 from .boundaries import PortTensors
-from .graph_copy import cone
+from .graph_copy import dependency_cone
 from .open_net import OpenNet
 from .weights import layers_of
 
@@ -25,63 +25,65 @@ _ASSIGNS = ("Assign", "AssignAdd", "AssignSub", "AssignVariableOp", "AssignAddVa
 _STATISTICS = ("moving_mean", "moving_variance")
 
 
-def blocked(found: OpenNet, batch: Batch, of: Sequence[Port], wrt: Port) -> Obstacle | None:
+def find_obstacle(opened: OpenNet, batch: Batch, of: Sequence[Port], wrt: Port) -> Obstacle | None:
     """Return what blocks the gradient from targets to a tensor; None if the graph shows no obstacle."""
-    spots = PortTensors(found, batch)
-    targets = [tensor for port in of for tensor in _tensors(found, spots, port, source=False)]
-    sources = _tensors(found, spots, wrt, source=True)
+    port_tensors = PortTensors(opened, batch)
+    targets = [tensor for port in of for tensor in _port_tensors(opened, port_tensors, port, source=False)]
+    sources = _port_tensors(opened, port_tensors, wrt, source=True)
     if not sources or not targets:
         return None
-    own = {tensor.ref() for tensor in sources}
+    source_refs = {tensor.ref() for tensor in sources}
     integers = [t for t in sources if not (t.dtype.base_dtype.is_floating or t.dtype == tf.resource)]
     if len(integers) == len(sources):
-        tables = [name for name, layer in layers_of(found).items() if layer.output is not None and "embed" in name]
-        remedy = " or ".join(f'wrt="{name}.output"' for name in tables)
-        kind = integers[0].dtype.base_dtype.name
-        sentence = f"{integers[0].name} holds integers ({kind}): integers have no derivative."
+        embedding_names = [
+            name for name, layer in layers_of(opened).items() if layer.output is not None and "embed" in name
+        ]
+        remedy = " or ".join(f'wrt="{name}.output"' for name in embedding_names)
+        dtype_name = integers[0].dtype.base_dtype.name
+        sentence = f"{integers[0].name} holds integers ({dtype_name}): integers have no derivative."
         sentence += " TensorFlow, 1.8 as today, says None and no more."
         return Obstacle("integer_input", sentence, remedy or "the tensor that it is looked up to, by its name")
-    above = _dependent(cone(targets), own)
-    if not above and not own.intersection(t.ref() for t in targets):
-        return _through_state(found, targets, sources, of, wrt)
-    return _first_block(targets, above, own)
+    dependent_ops = _dependent_operations(dependency_cone(targets), source_refs)
+    if not dependent_ops and not source_refs.intersection(t.ref() for t in targets):
+        return _disconnection_obstacle(opened, targets, sources, of, wrt)
+    return _main_obstacle(targets, dependent_ops, source_refs)
 
 
-def _tensors(found: OpenNet, spots: PortTensors, port: Port, *, source: bool) -> list[Any]:
+def _port_tensors(opened: OpenNet, port_tensors: PortTensors, port: Port, *, source: bool) -> list[Any]:
     """Return the tensors of a port as a source or as a target; for a layer with loops all outputs and final states."""
-    loops = found.layer(str(port.layer)) if port.kind == "output" else []
+    loops = opened.layer_loops(str(port.layer)) if port.kind == "output" else []
     if not loops:
-        return list(spots(port).sources) if source else [spots(port).value]
+        return list(port_tensors(port).sources) if source else [port_tensors(port).value]
     boundaries = [b for loop in loops for b in (*loop.final, *([] if loop.output is None else [loop.output]))]
     return [tensor for boundary in boundaries for tensor in boundary.tensors]
 
 
-def _dependent(operations: Iterable[Any], sources: set[Any]) -> set[Any]:
+def _dependent_operations(operations: Iterable[Any], source_refs: set[Any]) -> set[Any]:
     """Return the operations, of those given, that depend on any of the sources."""
-    known = {op for op in operations if op.type not in _SIZES}
+    candidates = {op for op in operations if op.type not in _SIZES}
 
     def readers(op: Any) -> list[Any]:
-        return [reader for tensor in op.outputs for reader in tensor.consumers() if reader in known]
+        return [reader for tensor in op.outputs for reader in tensor.consumers() if reader in candidates]
 
-    return set(reached([op for op in known if any(t.ref() in sources for t in op.inputs)], readers))
+    return set(transitive_closure([op for op in candidates if any(t.ref() in source_refs for t in op.inputs)], readers))
 
 
-def _first_block(targets: Sequence[Any], above: set[Any], sources: set[Any]) -> Obstacle | None:
+def _main_obstacle(targets: Sequence[Any], dependent_ops: set[Any], source_refs: set[Any]) -> Obstacle | None:
     """Walk back through operations that pass gradients; return the main obstacle, None if a source is reached."""
-    waiting, seen, blocks = [t for t in targets if t.op in above], set(), []
-    while waiting:
-        tensor = waiting.pop(0)
-        if tensor.ref() in seen:
+    waiting_tensors, seen_refs, obstacles = [t for t in targets if t.op in dependent_ops], set(), []
+    while waiting_tensors:
+        tensor = waiting_tensors.pop(0)
+        if tensor.ref() in seen_refs:
             continue
-        seen.add(tensor.ref())
-        block = _block(tensor)
-        if block is not None:
-            blocks.append(block)
+        seen_refs.add(tensor.ref())
+        obstacle = _operation_obstacle(tensor)
+        if obstacle is not None:
+            obstacles.append(obstacle)
             continue
-        if any(given.ref() in sources for given in tensor.op.inputs):
+        if any(input_tensor.ref() in source_refs for input_tensor in tensor.op.inputs):
             return None
-        waiting += [given for given in tensor.op.inputs if given.op in above]
-    return min(blocks, key=lambda block: _ORDER.index(block.code), default=None)
+        waiting_tensors += [input_tensor for input_tensor in tensor.op.inputs if input_tensor.op in dependent_ops]
+    return min(obstacles, key=lambda obstacle: _ORDER.index(obstacle.code), default=None)
 
 
 #: Codes of obstacles, the main one first.
@@ -89,74 +91,86 @@ _ORDER = ["stop_gradient", "py_func", "no_back_prop", "no_gradient_registered", 
 _ORDER += ["non_differentiable"]
 
 
-def _block(tensor: Any) -> Obstacle | None:
+def _operation_obstacle(tensor: Any) -> Obstacle | None:
     """Return how an operation blocks gradients; None if it passes them on."""
-    operation, kind = tensor.op, tensor.dtype.base_dtype
-    named = f"{operation.name!r} ({operation.type})"
+    operation, dtype = tensor.op, tensor.dtype.base_dtype
+    description = f"{operation.name!r} ({operation.type})"
     if operation.type in _STOPS:
         remedy = "leave it out, or ask for what it returns"
-        return Obstacle("stop_gradient", f"tf.stop_gradient stands in the way: {named}.", remedy)
+        return Obstacle("stop_gradient", f"tf.stop_gradient stands in the way: {description}.", remedy)
     if operation.type in _PYTHON:
         remedy = "tf.custom_gradient around it, or the same in TensorFlow operations (tf.py_function has gradients)"
-        return Obstacle("py_func", f"A Python function stands in the way: {named} has no gradient.", remedy)
+        return Obstacle("py_func", f"A Python function stands in the way: {description} has no gradient.", remedy)
     context = operation._get_control_flow_context()
     if operation.type == "Exit" and not getattr(context, "back_prop", True):
         sentence = f"The loop {context.name!r} was built with back_prop=False: TensorFlow kept nothing to go back by."
         remedy = "build it with back_prop=True (swap_memory=True where memory is short)"
         return Obstacle("no_back_prop", sentence, remedy)
-    if kind == tf.bool:
-        return Obstacle("non_differentiable", f"A comparison stands in the way: {named} gives yes or no.", _SMOOTH)
-    if kind.is_integer or kind == tf.string:
-        sentence = f"Integers stand in the way: {named} gives {kind.name}, and TensorFlow, 1.8 as today, says None."
+    if dtype == tf.bool:
+        return Obstacle(
+            "non_differentiable", f"A comparison stands in the way: {description} gives yes or no.", _SMOOTH
+        )
+    if dtype.is_integer or dtype == tf.string:
+        sentence = (
+            f"Integers stand in the way: {description} gives {dtype.name}, and TensorFlow, 1.8 as today, says None."
+        )
         return Obstacle("integers_on_the_way", sentence, _SMOOTH)
     if operation.type in ("OneHot", "Cast") and not operation.inputs[0].dtype.is_floating:
         return None  # the operation that returns the integers is named instead
     if operation.type in _FLAT:
-        return Obstacle("non_differentiable", f"{named} is flat: it has no gradient.", _SMOOTH)
-    return _unregistered(operation, named)
+        return Obstacle("non_differentiable", f"{description} is flat: it has no gradient.", _SMOOTH)
+    return _unregistered_obstacle(operation, description)
 
 
 _SMOOTH = "ask for the tensor behind it, or put something smooth in its place (a softmax for argmax, a sigmoid for >)"
 
 
-def _unregistered(operation: Any, named: str) -> Obstacle | None:
+def _unregistered_obstacle(operation: Any, description: str) -> Obstacle | None:
     if not operation.inputs or operation.type in ("While", "StatelessWhile", "If", "StatelessIf"):
         return None
-    custom = "_gradient_op_type" in operation.node_def.attr  # or it calls a function
-    if custom or "PartitionedCall" in operation.type or operation.type == "SymbolicGradient":
+    has_custom_gradient = "_gradient_op_type" in operation.node_def.attr  # or it calls a function
+    if has_custom_gradient or "PartitionedCall" in operation.type or operation.type == "SymbolicGradient":
         return None
     try:
-        function = ops.gradient_registry.lookup(operation.type)
+        gradient_function = ops.gradient_registry.lookup(operation.type)
     except LookupError:
         remedy = "another operation for the same (LSTMCell for LSTMBlockCell)"
-        return Obstacle("no_gradient_registered", f"TensorFlow knows no gradient of {named}.", remedy)
-    return None if function is not None else Obstacle("non_differentiable", f"{named} has no gradient.", _SMOOTH)
+        return Obstacle("no_gradient_registered", f"TensorFlow knows no gradient of {description}.", remedy)
+    return (
+        None
+        if gradient_function is not None
+        else Obstacle("non_differentiable", f"{description} has no gradient.", _SMOOTH)
+    )
 
 
-def _through_state(
-    found: OpenNet, targets: Sequence[Any], sources: Sequence[Any], of: Sequence[Port], wrt: Port
+def _disconnection_obstacle(
+    opened: OpenNet, targets: Sequence[Any], sources: Sequence[Any], of: Sequence[Port], wrt: Port
 ) -> Obstacle:
     """Return the obstacle for tensors that are connected only by a variable assigned between runs, or not at all."""
-    read = {op for op in cone(targets) if is_variable(op)}
-    own = {tensor.ref() for tensor in sources}
-    for operation in found.copy.graph.get_operations():
-        if operation.type not in _ASSIGNS or operation.name.startswith("rnnlens") or operation.inputs[0].op not in read:
+    read_ops = {op for op in dependency_cone(targets) if is_variable(op)}
+    source_refs = {tensor.ref() for tensor in sources}
+    for operation in opened.copy.graph.get_operations():
+        if (
+            operation.type not in _ASSIGNS
+            or operation.name.startswith("rnnlens")
+            or operation.inputs[0].op not in read_ops
+        ):
             continue
-        given = operation.inputs[1]
-        if given.ref() in own or _dependent(cone([given]), own):
+        assigned_value = operation.inputs[1]
+        if assigned_value.ref() in source_refs or _dependent_operations(dependency_cone([assigned_value]), source_refs):
             name = operation.inputs[0].op.name
             sentence = f"The value goes through the variable {name!r}, which {operation.name!r} assigns between runs."
             return Obstacle("through_state", sentence, "the tensor that is assigned, in place of the variable")
-    where = f"{wrt.layer}/{wrt.key}" if wrt.kind == "weight" else sources[0].name
+    source_name = f"{wrt.layer}/{wrt.key}" if wrt.kind == "weight" else sources[0].name
     if wrt.key in _STATISTICS:
-        sentence = f"{where} is not read here: the layer takes the statistics of the batch itself."
+        sentence = f"{source_name} is not read here: the layer takes the statistics of the batch itself."
         return Obstacle("batch_statistics", sentence, "feed the phase in which the layer takes what it keeps")
-    ends = ", ".join(dict.fromkeys(_named(port) for port in of))
-    sentence = f"{where} is not on the way to {ends}: no operation leads from the one to the other."
+    target_names = ", ".join(dict.fromkeys(_target_name(port) for port in of))
+    sentence = f"{source_name} is not on the way to {target_names}: no operation leads from the one to the other."
     return Obstacle("not_on_path", sentence, "leave it out of wrt=, or ask for a target above it")
 
 
-def _named(port: Port) -> str:
+def _target_name(port: Port) -> str:
     """Return the name of a target in the user's notation, such as "lstm.output"."""
     if port.layer is None:
         return "the loss" if port.kind == "loss" else f"output[{port.index}]" if port.index else "output"

@@ -18,7 +18,17 @@ import numpy as np
 from tensorflow.python.framework.tensor_util import constant_value
 
 from ...typing import Array
-from .blocks import Outer, Plan, block_of, columns_of, constant_of, convolved_by, evaluated, uncut, width_of
+from .blocks import (
+    Outer,
+    TensorPlan,
+    block_of,
+    columns_of_slice,
+    constant_of,
+    convolution_parts,
+    evaluate,
+    slice_input,
+    width_of,
+)
 from .recurrences import Block, Convolution
 from .sequences import NO_SETTINGS, GraphSettings, is_filled_with
 
@@ -47,7 +57,7 @@ _ROWS = 4
 Key = bytes  #: Identity of a quantity: equal for tensors that have the same numbers.
 
 
-def activated(name: str, numbers: Array) -> Array:
+def apply_activation(name: str, numbers: Array) -> Array:
     """Apply a smooth function in place of an activation, a different one for each name, to recognise it in a graph."""
     return numbers if name == "linear" else np.sin(numbers + ACTIVATIONS.index(name))
 
@@ -74,7 +84,7 @@ class Affine:
         """Number of output units of the affine map."""
         return next(iter(self.products.values())).width
 
-    def plus(self, other: Affine) -> Affine | None:
+    def add(self, other: Affine) -> Affine | None:
         """Return the sum of two affine maps; None if the sum cannot be represented as one."""
         widths = {block.width for block in (*self.blocks, *other.blocks)}
         if len(widths) > 1 or self.products.keys() & other.products.keys():
@@ -94,7 +104,7 @@ class Affine:
 
 
 @dataclass(frozen=True, eq=False)
-class Value:
+class ProbedValue:
     """Numbers (row, column) of a tensor, and how they were computed."""
 
     numbers: Array
@@ -102,14 +112,14 @@ class Value:
     affine: Affine | None = None
     activation: str = "linear"
     #: Of a concatenation along the last axis: the values that are concatenated.
-    parts: tuple[Value, ...] = ()
+    parts: tuple[ProbedValue, ...] = ()
     #: Lower bound, upper bound, and the value to which they were applied; None for others.
-    clipped: tuple[float | None, float | None, Value] | None = None
+    clipping: tuple[float | None, float | None, ProbedValue] | None = None
 
     @cached_property
     def key(self) -> Key:
         """Hash key of the probed numbers, equal for values that differ by rounding only."""
-        return key_of(self.numbers)
+        return numbers_key(self.numbers)
 
     @property
     def width(self) -> int:
@@ -133,17 +143,17 @@ class Value:
     @property
     def clip(self) -> float | None:
         """Bound b of a tensor that was clipped to ``[-b, b]``; None if it was not."""
-        low, high, _ = self.clipped or (None, None, self)
+        low, high, _ = self.clipping or (None, None, self)
         return high if low is not None and high is not None and -low == high else None
 
-    def columns(self, start: int, stop: int) -> Value:
+    def columns(self, start: int, stop: int) -> ProbedValue:
         """Return the probed value of the columns ``start:stop`` of a tensor's last axis."""
         affine = self.affine if self.affine is None else self.affine.columns(start, stop)
-        clipped = self.clipped and (*self.clipped[:2], self.clipped[2].columns(start, stop))
-        return Value(self.numbers[:, start:stop], affine, self.activation, (), clipped)
+        clipped = self.clipping and (*self.clipping[:2], self.clipping[2].columns(start, stop))
+        return ProbedValue(self.numbers[:, start:stop], affine, self.activation, (), clipped)
 
 
-def key_of(numbers: Array) -> Key:
+def numbers_key(numbers: Array) -> Key:
     """Return a hash key of an array of numbers; arrays that differ by rounding only have equal keys."""
     return blake2b((np.round(numbers, 6) + 0.0).tobytes(), digest_size=16).digest()
 
@@ -156,164 +166,190 @@ class Probe:
 
     def __init__(self, leaves: Sequence[int], outer: Outer, settings: GraphSettings = NO_SETTINGS) -> None:
         self._leaves, self._outer, self._settings = frozenset(leaves), outer, settings
-        self._values: dict[int, Value] = {}
+        self._values: dict[int, ProbedValue] = {}
         self._seeds: dict[Any, int] = {}
         #: Tensors computed so far, by their quantity.
         self.tensors: dict[Key, list[Any]] = defaultdict(list)
         #: One value per quantity.
-        self.by_key: dict[Key, Value] = {}
+        self.by_key: dict[Key, ProbedValue] = {}
         #: Gates, and affine maps that could be gates without an activation, by their sources.
-        self.gates: dict[frozenset[Key], dict[Any, Value]] = defaultdict(dict)
+        self.gates: dict[frozenset[Key], dict[Any, ProbedValue]] = defaultdict(dict)
         #: Quantities that are multiplied with a quantity somewhere.
-        self.cofactors: dict[Key, dict[Key, Value]] = defaultdict(dict)
+        self.cofactors: dict[Key, dict[Key, ProbedValue]] = defaultdict(dict)
         #: Values clipped from a quantity.
-        self.clips: dict[Key, list[Value]] = defaultdict(list)
+        self.clips: dict[Key, list[ProbedValue]] = defaultdict(list)
 
-    def of(self, tensor: Any) -> Value:
+    def value_of(self, tensor: Any) -> ProbedValue:
         """Return the value of a tensor, computed from random inputs, and how it depends on weights."""
 
-        def plan(current: Any) -> Plan:
-            inputs, compute = self._plan(current)
-            return inputs, lambda: self._recorded(current, compute())
+        def recorded_plan(current_tensor: Any) -> TensorPlan:
+            inputs, compute = self._evaluation_plan(current_tensor)
+            return inputs, lambda: self._store_value(current_tensor, compute())
 
         with np.errstate(all="ignore"):
-            found: Value = evaluated(tensor, self._values, plan)
-        return found
+            value: ProbedValue = evaluate(tensor, self._values, recorded_plan)
+        return value
 
-    def found(self, numbers: Array) -> Value | None:
+    def find_value(self, numbers: Array) -> ProbedValue | None:
         """Return the probed value equal to ``numbers`` within rounding; None if no tensor has them."""
-        return self.by_key.get(key_of(numbers))
+        return self.by_key.get(numbers_key(numbers))
 
-    def _recorded(self, tensor: Any, value: Value) -> Value:
+    def _store_value(self, tensor: Any, value: ProbedValue) -> ProbedValue:
         """Store the probed value of a tensor in the lookup tables, and return it."""
         self.tensors[value.key].append(tensor)
         self.by_key.setdefault(value.key, value)
         if value.gate is not None:
             self.gates[frozenset(value.gate.products)].setdefault((value.key, value.activation), value)
-        if value.clip is not None and value.clipped is not None:
-            self.clips[value.clipped[2].key].append(value)
+        if value.clip is not None and value.clipping is not None:
+            self.clips[value.clipping[2].key].append(value)
         if tensor.op.type == "Mul":
-            for one, other in (tensor.op.inputs, reversed(tensor.op.inputs)):
-                if id(one) in self._values and id(other) in self._values:
-                    self.cofactors[self._values[id(one)].key][self._values[id(other)].key] = self._values[id(other)]
+            for factor, cofactor in (tensor.op.inputs, reversed(tensor.op.inputs)):
+                if id(factor) in self._values and id(cofactor) in self._values:
+                    self.cofactors[self._values[id(factor)].key][self._values[id(cofactor)].key] = self._values[
+                        id(cofactor)
+                    ]
         return value
 
-    def _drawn(self, name: Any, start: int, stop: int) -> Array:
+    def _random_numbers(self, name: Any, start: int, stop: int) -> Array:
         """Return columns ``start:stop`` of random test numbers (row, column); equal names give equal numbers."""
         seed = self._seeds.setdefault(name, len(self._seeds))
-        drawn: Array = np.random.default_rng(seed).normal(size=(stop, _ROWS))[start:].T
-        return drawn
+        numbers: Array = np.random.default_rng(seed).normal(size=(stop, _ROWS))[start:].T
+        return numbers
 
-    def _plan(self, tensor: Any) -> Plan:
+    def _evaluation_plan(self, tensor: Any) -> TensorPlan:
         """Return how the probe computes a tensor: the tensors that it reads, and a function of their values."""
-        outside, op = self._outer.get(id(tensor)), tensor.op
+        outside_tensor, op = self._outer.get(id(tensor)), tensor.op
         if id(tensor) in self._leaves:
-            return [], lambda: self._leaf(tensor, id(tensor))
+            return [], lambda: self._leaf_value(tensor, id(tensor))
         block = block_of(tensor, self._outer)
         if block is not None:
-            return [], lambda: Value(self._drawn((block.variable, block.rows), *block.columns), Affine({}, (block,)))
-        if outside is not None:
-            return [outside], lambda: self._values[id(outside)]
+            return [], lambda: ProbedValue(
+                self._random_numbers((block.variable, block.rows), *block.columns), Affine({}, (block,))
+            )
+        if outside_tensor is not None:
+            return [outside_tensor], lambda: self._values[id(outside_tensor)]
         number = constant_of(tensor, self._outer)
         number = self._settings.value(tensor, self._outer) if number is None else number
         if number is not None:
-            return [], lambda: _constant(float(number)) if _is_number(tensor) else self._leaf(tensor, id(tensor))
-        instead = self._settings.chosen_branch(tensor, self._outer)
-        if instead is not None and is_filled_with(1, instead, self._outer):
-            return [], lambda: _constant(1.0)
-        if instead is not None:
-            return [instead], lambda: self._values[id(instead)]
-        convolved = convolved_by(op)
-        if convolved is not None:
-            source, kernel, how = convolved
-            product = self._product
-            return [source], lambda: product(self._values[id(source)], kernel, how) or self._leaf(tensor, id(tensor))
+            return (
+                [],
+                lambda: _constant_value(float(number)) if _is_number(tensor) else self._leaf_value(tensor, id(tensor)),
+            )
+        branch_value = self._settings.chosen_branch(tensor, self._outer)
+        if branch_value is not None and is_filled_with(1, branch_value, self._outer):
+            return [], lambda: _constant_value(1.0)
+        if branch_value is not None:
+            return [branch_value], lambda: self._values[id(branch_value)]
+        conv_parts = convolution_parts(op)
+        if conv_parts is not None:
+            source, kernel, convolution = conv_parts
+            product = self._weight_product
+            return [
+                source
+            ], lambda: product(self._values[id(source)], kernel, convolution) or self._leaf_value(tensor, id(tensor))
         if not _is_computed(tensor):
-            return [], lambda: self._leaf(tensor, self._first_alike(tensor))
+            return [], lambda: self._leaf_value(tensor, self._slice_key(tensor))
         inputs = [op.inputs[0]] if op.type == "MatMul" else [t for t in op.inputs if _is_number(t)]
-        return inputs, lambda: self._computed(tensor) or self._leaf(tensor, self._first_alike(tensor))
+        return inputs, lambda: self._computed_value(tensor) or self._leaf_value(tensor, self._slice_key(tensor))
 
-    def _leaf(self, tensor: Any, name: Any) -> Value:
+    def _leaf_value(self, tensor: Any, name: Any) -> ProbedValue:
         if tensor.op.type == "RandomUniform":  # the extremes, so that a rate near 0 or 1 shows
-            return Value(np.tile([[1e-12], [1 - 1e-12]], (_ROWS // 2, 1)))
+            return ProbedValue(np.tile([[1e-12], [1 - 1e-12]], (_ROWS // 2, 1)))
         by_sample = tensor.shape.rank in (None, 0) or (tensor.shape.rank == 1 and tensor.dtype.name == "bool")
-        return Value(self._drawn(("leaf", name), 0, 1 if by_sample else width_of(tensor) or 1))
+        return ProbedValue(self._random_numbers(("leaf", name), 0, 1 if by_sample else width_of(tensor) or 1))
 
-    def _first_alike(self, tensor: Any) -> Any:
+    def _slice_key(self, tensor: Any) -> Any:
         """Return a key that is equal for all tensors that slice the same part of one tensor, such as ``x[:, t]``."""
         op = tensor.op
         if op.type not in PARTS:
             return id(tensor)
         values = [constant_value(t) for t in op.inputs]
-        taken = tuple(id(t) if v is None else v.tobytes() for t, v in zip(op.inputs, values, strict=True))
+        slice_indices = tuple(id(t) if v is None else v.tobytes() for t, v in zip(op.inputs, values, strict=True))
         attrs = tuple(sorted((k, v.SerializeToString()) for k, v in op.node_def.attr.items() if not k.startswith("_")))
-        return op.type, tensor.value_index, taken, attrs
+        return op.type, tensor.value_index, slice_indices, attrs
 
-    def _computed(self, tensor: Any) -> Value | None:
+    def _computed_value(self, tensor: Any) -> ProbedValue | None:
         """Compute the probed value of an operation's output from those of its inputs; None for other operations."""
         op = tensor.op
         values: list[Any] = [self._values.get(id(t)) for t in op.inputs]
-        first = values[0]
+        first_value = values[0]
         if op.type in _TRANSPARENT:
-            return first  # type: ignore[no-any-return]
+            return first_value  # type: ignore[no-any-return]
         if op.type in _ACTIVATIONS:
-            return _activation(_ACTIVATIONS[op.type], first)
+            return _activated_value(_ACTIVATIONS[op.type], first_value)
         if op.type == "MatMul":
-            turned = op.get_attr("transpose_a") or op.get_attr("transpose_b")
-            return None if turned else self._product(first, op.inputs[1])
+            is_transposed = op.get_attr("transpose_a") or op.get_attr("transpose_b")
+            return None if is_transposed else self._weight_product(first_value, op.inputs[1])
         if op.type in _CUTS:
-            cut, value = columns_of(tensor), self._values[id(uncut(tensor))]
-            return None if cut is None else value.columns(*cut) if value.width > 1 else value
+            columns, value = columns_of_slice(tensor), self._values[id(slice_input(tensor))]
+            return None if columns is None else value.columns(*columns) if value.width > 1 else value
         if op.type == "ConcatV2":
-            return self._joined(op, values[:-1])
+            return self._concatenated_value(op, values[:-1])
         if len({value.width for value in values} - {1}) > 1:
             return None
         if op.type in _SELECTS:
             # A condition that is not computed has random weights; 1 and 0 choose a side.
-            condition, yes, no = (value.numbers for value in values)
-            return values[1] if np.all(condition == 1.0) else Value(condition * yes + (1.0 - condition) * no)
+            condition, if_true, if_false = (value.numbers for value in values)
+            return (
+                values[1]
+                if np.all(condition == 1.0)
+                else ProbedValue(condition * if_true + (1.0 - condition) * if_false)
+            )
         if op.type == "GreaterEqual":
-            return Value((first.numbers >= values[1].numbers).astype(float))
+            return ProbedValue((first_value.numbers >= values[1].numbers).astype(float))
         if op.type == "Floor":
-            return Value(np.floor(first.numbers))
+            return ProbedValue(np.floor(first_value.numbers))
         if op.type == "ClipByValue":
-            return self._clip(first, values[1].constant, values[2].constant)
+            return self._clipped_value(first_value, values[1].constant, values[2].constant)
         if op.type in _BOUNDS:
             bounds = [value.constant for value in values]
-            value, bound = (first, bounds[1]) if bounds[0] is None else (values[1], bounds[0])
-            return self._clip(value, bound, None) if op.type == "Maximum" else self._clip(value, None, bound)
+            value, bound = (first_value, bounds[1]) if bounds[0] is None else (values[1], bounds[0])
+            return (
+                self._clipped_value(value, bound, None)
+                if op.type == "Maximum"
+                else self._clipped_value(value, None, bound)
+            )
         return _arithmetic(op.type, values)
 
-    def _product(self, value: Value, kernel: Any, how: Convolution | None = None) -> Value | None:
+    def _weight_product(
+        self, value: ProbedValue, kernel: Any, convolution: Convolution | None = None
+    ) -> ProbedValue | None:
         """Multiply a probed value by a weight block, or convolve it; for concatenated values sum their products."""
         block = block_of(kernel, self._outer)
-        if block is None or block.rows is None or (how is None) != (not block.window):
+        if block is None or block.rows is None or (convolution is None) != (not block.window):
             return None
-        block, total, at = replace(block, convolution=how), _constant(0.0), 0
+        block, total, row_offset = replace(block, convolution=convolution), _constant_value(0.0), 0
         start = block.rows[0] if isinstance(block.rows, tuple) else 0
         for part in value.parts or (value,):
-            rows = replace(block, rows=(start + at, start + at + part.width)) if value.parts else block
-            numbers = self._drawn((part.key, rows.variable, rows.rows, how), *rows.columns)
+            part_block = (
+                replace(block, rows=(start + row_offset, start + row_offset + part.width)) if value.parts else block
+            )
+            numbers = self._random_numbers(
+                (part.key, part_block.variable, part_block.rows, convolution), *part_block.columns
+            )
             self.by_key.setdefault(part.key, part)
-            total, at = _sum(total, Value(numbers, Affine({part.key: rows}))), at + part.width
+            total, row_offset = (
+                _add_values(total, ProbedValue(numbers, Affine({part.key: part_block}))),
+                row_offset + part.width,
+            )
         return total
 
-    def _clip(self, value: Value, low: float | None, high: float | None) -> Value | None:
+    def _clipped_value(self, value: ProbedValue, low: float | None, high: float | None) -> ProbedValue | None:
         """Clip a probed value; a lower and an upper bound become one clip, and a clipped affine map a hard sigmoid."""
         if low is None and high is None:
             return None
-        if value.clipped is not None and (value.clipped[0] is None) != (low is None):
-            below, above, value = value.clipped
-            low, high = (below if low is None else low), (above if high is None else high)
+        if value.clipping is not None and (value.clipping[0] is None) != (low is None):
+            inner_low, inner_high, value = value.clipping
+            low, high = (inner_low if low is None else low), (inner_high if high is None else high)
         for name, slope in _HARD_SIGMOIDS.items() if (low, high) == (0.0, 1.0) else ():
             numbers = (value.numbers - 0.5) / slope  # of the tensor behind the line slope * z + 0.5, if it is one
             for base in self.by_key.values():
                 if base.numbers.shape == numbers.shape and np.allclose(base.numbers, numbers, 1e-5, 1e-6):
-                    return _activation(name, base)
+                    return _activated_value(name, base)
         shift = sum(bound * weight for bound, weight in ((low, 0.7), (high, 1.3)) if bound is not None)
-        return Value(np.sin(1.7 * value.numbers + shift), clipped=(low, high, value))
+        return ProbedValue(np.sin(1.7 * value.numbers + shift), clipping=(low, high, value))
 
-    def _joined(self, op: Any, values: list[Value]) -> Value | None:
+    def _concatenated_value(self, op: Any, values: list[ProbedValue]) -> ProbedValue | None:
         axis, rank = constant_of(op.inputs[-1], self._outer), op.outputs[0].shape.rank
         if axis is None or rank is None or int(axis) % rank != rank - 1:
             return None
@@ -321,10 +357,10 @@ class Probe:
         if None in widths:
             return None
         parts = [
-            Value(np.broadcast_to(value.numbers, (_ROWS, width or 0)), value.affine, value.activation)
+            ProbedValue(np.broadcast_to(value.numbers, (_ROWS, width or 0)), value.affine, value.activation)
             for value, width in zip(values, widths, strict=True)
         ]
-        return Value(np.concatenate([part.numbers for part in parts], axis=1), parts=tuple(parts))
+        return ProbedValue(np.concatenate([part.numbers for part in parts], axis=1), parts=tuple(parts))
 
 
 def _is_number(tensor: Any) -> bool:
@@ -343,56 +379,56 @@ def _is_computed(tensor: Any) -> bool:
         return True
     # Of images, each pixel must be computed from the same pixel of the inputs, and from vectors.
     images = [t for t in tensor.op.inputs if _is_number(t) and t.shape.rank not in (0, 1)]
-    alike = all(t.shape.rank == tensor.shape.rank and t.shape[1:-1] == tensor.shape[1:-1] for t in images)
-    return bool(tensor.shape.rank <= 5 and alike)
+    has_equal_shapes = all(t.shape.rank == tensor.shape.rank and t.shape[1:-1] == tensor.shape[1:-1] for t in images)
+    return bool(tensor.shape.rank <= 5 and has_equal_shapes)
 
 
-def _constant(number: float) -> Value:
-    return Value(np.full((_ROWS, 1), number), Affine({}, constant=number))
+def _constant_value(number: float) -> ProbedValue:
+    return ProbedValue(np.full((_ROWS, 1), number), Affine({}, constant=number))
 
 
-def _linear(value: Value) -> Affine | None:
+def _linear_map(value: ProbedValue) -> Affine | None:
     return value.affine if value.activation == "linear" else None
 
 
-def _sum(one: Value, other: Value) -> Value:
-    maps = _linear(one), _linear(other)
-    affine = None if maps[0] is None or maps[1] is None else maps[0].plus(maps[1])
-    return Value(one.numbers + other.numbers, affine)
+def _add_values(left: ProbedValue, right: ProbedValue) -> ProbedValue:
+    maps = _linear_map(left), _linear_map(right)
+    affine = None if maps[0] is None or maps[1] is None else maps[0].add(maps[1])
+    return ProbedValue(left.numbers + right.numbers, affine)
 
 
-def _scaled(value: Value, number: float) -> Value:
+def _scale_value(value: ProbedValue, number: float) -> ProbedValue:
     if value.constant is not None:
-        return _constant(value.constant * number)
-    return value if number == 1.0 else Value(value.numbers * number)
+        return _constant_value(value.constant * number)
+    return value if number == 1.0 else ProbedValue(value.numbers * number)
 
 
-def _times(one: Value, other: Value) -> Value:
+def _multiply_values(left: ProbedValue, right: ProbedValue) -> ProbedValue:
     """Multiply two probed values element by element; the product with a vector of weights is a peephole."""
-    for value, scale in ((one, other), (other, one)):
+    for value, scale in ((left, right), (right, left)):
         if scale.constant is not None:
-            return _scaled(value, scale.constant)
+            return _scale_value(value, scale.constant)
         if np.all(scale.numbers == 1.0):
             return value
     affine = None
-    for value, vector in ((one, other), (other, one)):
-        weights = _linear(vector)
+    for value, vector in ((left, right), (right, left)):
+        weights = _linear_map(vector)
         if weights is not None and len(weights.vectors) == len(weights.blocks) == 1 and not weights.constant:
             affine = Affine({}, (), {value.key: weights.vectors[0]})
-    return Value(one.numbers * other.numbers, affine)
+    return ProbedValue(left.numbers * right.numbers, affine)
 
 
-def _arithmetic(kind: str, values: Sequence[Value]) -> Value | None:
+def _arithmetic(kind: str, values: Sequence[ProbedValue]) -> ProbedValue | None:
     if kind in _ADDS:
-        return reduce(_sum, values)
+        return reduce(_add_values, values)
     if kind == "Sub":
-        return _sum(values[0], _scaled(values[1], -1.0))
+        return _add_values(values[0], _scale_value(values[1], -1.0))
     if kind == "Neg":
-        return _scaled(values[0], -1.0)
+        return _scale_value(values[0], -1.0)
     if kind == "Mul":
-        return _times(*values)
-    return _scaled(values[0], 1 / values[1].constant) if values[1].constant else None
+        return _multiply_values(*values)
+    return _scale_value(values[0], 1 / values[1].constant) if values[1].constant else None
 
 
-def _activation(name: str, value: Value) -> Value:
-    return Value(activated(name, value.numbers), _linear(value), name)
+def _activated_value(name: str, value: ProbedValue) -> ProbedValue:
+    return ProbedValue(apply_activation(name, value.numbers), _linear_map(value), name)

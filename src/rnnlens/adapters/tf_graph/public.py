@@ -16,7 +16,7 @@ from typing import Any
 
 from ...arguments import anything, checked
 from ...errors import InputError, LayerNotFoundError, UnsupportedError, has_attribute, shown
-from .sequences import FILLS, before_transpose, course_of
+from .sequences import FILLS, axis_before_transpose, find_user_tensor
 
 __all__ = ["Net", "graph"]
 
@@ -73,8 +73,8 @@ class Net:
     @property
     def ends(self) -> list[Any]:
         """Outputs and loss; if neither is given, all unread floating tensors that are no part of training or saving."""
-        named = [*self.outputs.values(), *([] if self.loss is None else [self.loss])]
-        return named or [t for op in self.graph.get_operations() if _ends(op) for t in op.outputs]
+        named_tensors = [*self.outputs.values(), *([] if self.loss is None else [self.loss])]
+        return named_tensors or [t for op in self.graph.get_operations() if _is_end(op) for t in op.outputs]
 
     def __repr__(self) -> str:
         loss = "" if self.loss is None else f", loss={self.loss.name}"
@@ -139,64 +139,72 @@ def graph(
     session = raw_session(session)
     if not isinstance(feed, Mapping | None):
         raise InputError("feed= is given by tensor.", got=shown(feed), expected="{tensor or its name: value}")
-    find, alike = partial(tensor_of, session.graph), partial(_alike, session.graph)
-    fed = {name: alike(f"inputs[{name!r}]", t) for name, t in _named("input", inputs).items()}
-    kind = TimeMajorNet if is_time_major(session.graph, [t for tensors in fed.values() for t in tensors]) else Net
-    return kind(
+    find_tensor, find_tensors = partial(tensor_of, session.graph), partial(_equally_fed_tensors, session.graph)
+    input_tensors = {
+        name: find_tensors(f"inputs[{name!r}]", t) for name, t in _tensors_by_name("input", inputs).items()
+    }
+    net_class = (
+        TimeMajorNet
+        if is_time_major(session.graph, [t for tensors in input_tensors.values() for t in tensors])
+        else Net
+    )
+    return net_class(
         session,
-        MappingProxyType(fed),
-        MappingProxyType({name: find(f"outputs[{name!r}]", t) for name, t in _named("output", outputs).items()}),
-        None if loss is None else scalar(find("loss", loss)),
-        _targets(alike, targets),
-        MappingProxyType({find("feed", tensor): value for tensor, value in (feed or {}).items()}),
+        MappingProxyType(input_tensors),
+        MappingProxyType(
+            {name: find_tensor(f"outputs[{name!r}]", t) for name, t in _tensors_by_name("output", outputs).items()}
+        ),
+        None if loss is None else scalar(find_tensor("loss", loss)),
+        _target_tensors(find_tensors, targets),
+        MappingProxyType({find_tensor("feed", tensor): value for tensor, value in (feed or {}).items()}),
     )
 
 
 def is_time_major(graph: Any, inputs: Sequence[Any]) -> bool:
     """Return whether all loops of a graph step along the first axis of its inputs, on every path between them."""
-    given, axes = {tensor.ref() for tensor in inputs}, set()
+    input_refs, axes = {tensor.ref() for tensor in inputs}, set()
     for op in graph.get_operations():
         if op.type in FILLS and not op.name.startswith("gradients"):
-            source, words = course_of(op.inputs[FILLS[op.type]])
-            axes |= _axes_at(source, 0 if words["time_major"] else 1, given)
+            source, arguments = find_user_tensor(op.inputs[FILLS[op.type]])
+            axes |= _matching_axes(source, 0 if arguments["time_major"] else 1, input_refs)
     return axes == {0}
 
 
-def _axes_at(tensor: Any, axis: int, given: set[Any]) -> set[int]:
-    """Return which axes of the ``given`` tensors become axis ``axis`` of ``tensor``, following transpositions."""
-    found, waiting, seen = set(), [(tensor, axis)], set()
-    while waiting:
-        current, at = waiting.pop()
-        if (current.ref(), at) in seen or current.op.type in _ENDS_OF_LOOPS:
+def _matching_axes(tensor: Any, axis: int, input_refs: set[Any]) -> set[int]:
+    """Return which axes of the tensors ``input_refs`` become axis ``axis`` of ``tensor``, following transpositions."""
+    axes, waiting_pairs, seen_pairs = set(), [(tensor, axis)], set()
+    while waiting_pairs:
+        current, current_axis = waiting_pairs.pop()
+        if (current.ref(), current_axis) in seen_pairs or current.op.type in _ENDS_OF_LOOPS:
             continue
-        seen.add((current.ref(), at))
-        if current.ref() in given:
-            found.add(at)
+        seen_pairs.add((current.ref(), current_axis))
+        if current.ref() in input_refs:
+            axes.add(current_axis)
         elif current.op.type == "Transpose":
-            before = before_transpose(current.op, at)
-            waiting.extend([] if before is None else [(current.op.inputs[0], before)])
+            input_axis = axis_before_transpose(current.op, current_axis)
+            waiting_pairs.extend([] if input_axis is None else [(current.op.inputs[0], input_axis)])
         else:
-            waiting.extend((t, at) for t in current.op.inputs)
-    return found
+            waiting_pairs.extend((t, current_axis) for t in current.op.inputs)
+    return axes
 
 
-def _ends(operation: Any) -> bool:
+def _is_end(operation: Any) -> bool:
     """Return whether an operation's result is floating and unread, and no part of training, saving or a variable."""
-    trained = operation.name.startswith("gradients") or operation.type.startswith(_NO_ENDS)
-    return not trained and any(t.dtype.base_dtype.is_floating and not t.consumers() for t in operation.outputs)
+    is_excluded = operation.name.startswith("gradients") or operation.type.startswith(_NO_ENDS)
+    return not is_excluded and any(t.dtype.base_dtype.is_floating and not t.consumers() for t in operation.outputs)
 
 
 def raw_session(session: Any) -> Any:
     """Return the plain session behind a monitored one, whose own ``run`` would call hooks."""
     inner = session._tf_sess if has_attribute(session, "_tf_sess") else None
-    found = inner() if callable(inner) else session
-    usable = has_attribute(found, "run") and has_attribute(found, "graph")
-    if not usable or not has_attribute(found.graph, "get_tensor_by_name"):
+    raw = inner() if callable(inner) else session
+    is_usable = has_attribute(raw, "run") and has_attribute(raw, "graph")
+    if not is_usable or not has_attribute(raw.graph, "get_tensor_by_name"):
         raise InputError(
             "This is no session.", got=shown(session), expected="tf.compat.v1.Session", hint="rl.tf1.graph(sess)"
         )
-    refuse_closed(found)
-    return found
+    refuse_closed(raw)
+    return raw
 
 
 def refuse_closed(session: Any) -> None:
@@ -216,58 +224,60 @@ def scalar(loss: Any) -> Any:
     return loss
 
 
-def tensor_of(graph: Any, where: str, given: Any) -> Any:
+def tensor_of(graph: Any, argument: str, reference: Any) -> Any:
     """Return a tensor of a graph, given as a tensor, as a variable or by name; raise an error if there is none."""
-    if isinstance(given, str):
-        name = given if ":" in given else f"{given}:0"
+    if isinstance(reference, str):
+        name = reference if ":" in reference else f"{reference}:0"
         try:
             return graph.get_tensor_by_name(name)
         except (KeyError, ValueError, TypeError):  # TypeError: a name that is not UTF-8
-            known = [operation.name for operation in graph.get_operations() if operation.outputs]
-            close = difflib.get_close_matches(name.partition(":")[0], known, n=3, cutoff=0.5)
+            operation_names = [operation.name for operation in graph.get_operations() if operation.outputs]
+            close_matches = difflib.get_close_matches(name.partition(":")[0], operation_names, n=3, cutoff=0.5)
             hint = "the name of a tensor: loss.name"
-            hint = f"did you mean {' or '.join(map(repr, close))}? Else {hint}" if close else hint
-            raise LayerNotFoundError(f"{where}: no tensor of the graph is called {name!r}.", hint=hint) from None
-    found = given._graph_element if has_attribute(given, "_graph_element") else given
-    if not (has_attribute(found, "op") and has_attribute(found, "graph")):
+            hint = f"did you mean {' or '.join(map(repr, close_matches))}? Else {hint}" if close_matches else hint
+            raise LayerNotFoundError(f"{argument}: no tensor of the graph is called {name!r}.", hint=hint) from None
+    tensor = reference._graph_element if has_attribute(reference, "_graph_element") else reference
+    if not (has_attribute(tensor, "op") and has_attribute(tensor, "graph")):
         expected = 'a tensor of the graph, or its name: "output/dense/BiasAdd:0"'
-        raise InputError(f"{where} is no tensor.", got=shown(given), expected=expected)
-    if found.graph is not graph:
+        raise InputError(f"{argument} is no tensor.", got=shown(reference), expected=expected)
+    if tensor.graph is not graph:
         expected = "a tensor of the session's graph"
-        raise InputError(f"{where} belongs to another graph.", got=found.name, expected=expected)
-    return found
+        raise InputError(f"{argument} belongs to another graph.", got=tensor.name, expected=expected)
+    return tensor
 
 
-def _alike(graph: Any, where: str, given: Any) -> tuple[Any, ...]:
+def _equally_fed_tensors(graph: Any, argument: str, references: Any) -> tuple[Any, ...]:
     """Return the tensors that are fed the same array: a single one, or several of the same dtype."""
-    several = list(given) if isinstance(given, list | tuple) else [given]
-    found = tuple(tensor_of(graph, where, one) for one in several)
-    if not found or len({tensor.dtype.base_dtype for tensor in found}) > 1:
-        got = [f"{tensor.name} {tensor.dtype.name}" for tensor in found]
-        raise InputError(f"{where} have different dtypes.", got=got, expected="tensors of one dtype")
-    return found
+    reference_list = list(references) if isinstance(references, list | tuple) else [references]
+    tensors = tuple(tensor_of(graph, argument, reference) for reference in reference_list)
+    if not tensors or len({tensor.dtype.base_dtype for tensor in tensors}) > 1:
+        got = [f"{tensor.name} {tensor.dtype.name}" for tensor in tensors]
+        raise InputError(f"{argument} have different dtypes.", got=got, expected="tensors of one dtype")
+    return tensors
 
 
-def _named(what: str, given: Any) -> Mapping[str, Any]:
+def _tensors_by_name(kind: str, tensors: Any) -> Mapping[str, Any]:
     """Return tensors by name; a single tensor or a list gets default names."""
-    if given is None:
+    if tensors is None:
         return {}
-    if isinstance(given, Mapping):
-        if not all(isinstance(name, str) and name for name in given):
-            expected = f'{{"name": tensor}}: {what}s by name'
-            raise InputError(f"{what}s= is given by name.", got=shown(given), expected=expected)
-        return given
-    if what == "output" and isinstance(given, list | tuple):
-        return {f"output_{i}" if len(given) > 1 else "output": tensor for i, tensor in enumerate(given)}
-    return {what: given}
+    if isinstance(tensors, Mapping):
+        if not all(isinstance(name, str) and name for name in tensors):
+            expected = f'{{"name": tensor}}: {kind}s by name'
+            raise InputError(f"{kind}s= is given by name.", got=shown(tensors), expected=expected)
+        return tensors
+    if kind == "output" and isinstance(tensors, list | tuple):
+        return {f"output_{i}" if len(tensors) > 1 else "output": tensor for i, tensor in enumerate(tensors)}
+    return {kind: tensors}
 
 
-def _targets(alike: Callable[[str, Any], tuple[Any, ...]], given: Any) -> tuple[tuple[Any, ...], ...]:
-    if given is None:
+def _target_tensors(find_tensors: Callable[[str, Any], tuple[Any, ...]], targets: Any) -> tuple[tuple[Any, ...], ...]:
+    if targets is None:
         return ()
-    if isinstance(given, Mapping):
-        return tuple(alike(f"targets[{name!r}]", one) for name, one in given.items())
-    return tuple(alike("targets", one) for one in (given if isinstance(given, tuple) else (given,)))
+    if isinstance(targets, Mapping):
+        return tuple(find_tensors(f"targets[{name!r}]", reference) for name, reference in targets.items())
+    return tuple(
+        find_tensors("targets", reference) for reference in (targets if isinstance(targets, tuple) else (targets,))
+    )
 
 
 def refuse_remote(session: Any) -> None:

@@ -20,9 +20,9 @@ class LoopBoundary:
     #: For each tensor: the pairs (operation, number of its input) by which this loop reads it; empty for outputs.
     readers: tuple[tuple[tuple[Any, int], ...], ...] = ()
     #: Whether the tensor has time as its first axis.
-    stacked: bool = False
+    is_sequence: bool = False
     #: For an output: whether the layer returns only the last step of the run, (sample, unit).
-    last: bool = False
+    last_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,17 @@ class Convolution:
 
 @dataclass(frozen=True)
 class Block:
-    """Block ``variable[..., rows, columns] + plus`` of a variable, by the name of the variable's operation.
+    """Block ``variable[..., rows, columns] + added_constant`` of a variable, by the name of the variable's operation.
 
-    ``rows`` is None for a vector, and a number for one row as a vector. ``plus`` is a constant that the graph adds,
-    such as the forget bias. ``window`` has the spatial sizes of a convolution kernel, all of which belong to the
-    block; ``convolution`` is the operation that uses it.
+    ``rows`` is None for a vector, and a number for one row as a vector. ``added_constant`` is a constant that the
+    graph adds, such as the forget bias. ``window`` has the spatial sizes of a convolution kernel, all of which belong
+    to the block; ``convolution`` is the operation that uses it.
     """
 
     variable: str
     rows: tuple[int, int] | int | None = None
     columns: tuple[int, Any] = (0, None)
-    plus: float = 0.0
+    added_constant: float = 0.0
     window: tuple[int, ...] = ()
     convolution: Convolution | None = None
 
@@ -74,7 +74,7 @@ class Block:
         """Return the part of the block in its columns ``start:stop``."""
         return replace(self, columns=(self.columns[0] + start, self.columns[0] + stop))
 
-    def of(self, variable: Any) -> Any:
+    def select_from(self, variable: Any) -> Any:
         """Return the block of an array or tensor of the variable's shape; leading axes are kept."""
         if self.is_whole:
             return variable
@@ -89,7 +89,7 @@ class Condition:
     tensor: Any
     value: float
     #: Error text of a run in which the tensor has another value.
-    otherwise: str
+    error_text: str
 
 
 @dataclass(frozen=True)
@@ -109,16 +109,16 @@ class LoopCell:
     conditions: tuple[Condition, ...] = ()
     #: Cell of unknown equations: its step, a ``StepGraph``, and what in it is not supported.
     body: Any = None
-    unknown: str = ""
+    unknown_reason: str = ""
     #: Error text if the cell cannot be captured at all; empty otherwise.
-    refused: str = ""
+    refusal: str = ""
 
     @property
     def variables(self) -> frozenset[str]:
         """Names of the variables that the cell reads."""
         if self.body is not None:
             return frozenset(self.body.variables)
-        return frozenset(piece.variable for pieces in self.weights.values() for piece in pieces)
+        return frozenset(block.variable for blocks in self.weights.values() for block in blocks)
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Loop:
     #: Unrolled: every state after each step, one tensor per step.
     states: tuple[LoopBoundary, ...] = ()
     #: Unrolled, with the output fed back as input: every state but the last, as the next step reads it.
-    carried: tuple[LoopBoundary, ...] = ()
+    carried_states: tuple[LoopBoundary, ...] = ()
     #: Output of the loop at a masked step: the state, the previous output, or zero.
     masked_output: Literal["state", "output", "zero"] = "zero"
     #: ``"backward"`` if the input is reversed in time before the loop.
@@ -157,9 +157,9 @@ class Loop:
     #: Scope of the variables of the cell: ``"lstm_model/rnn/gru_cell"``.
     scope: str = ""
     #: Substitutes for tensors of the user's graph, by name, that the loops computed into which this one was split.
-    replaced: Mapping[str, Any] = field(default_factory=dict)
+    replaced_tensors: Mapping[str, Any] = field(default_factory=dict)
     #: Whether these loops draw random numbers, which then differ from those of the user's loop.
-    redrawn: bool = False
+    is_redrawn: bool = False
 
     @property
     def layer(self) -> str:
@@ -167,9 +167,9 @@ class Loop:
         return self.name.partition("#")[0]
 
 
-def without_steps(scope: str, what: str, *, name: str = "", units: int = 0, **words: str) -> Loop:
+def uncapturable_loop(scope: str, problem: str, *, name: str = "", units: int = 0, **details: str) -> Loop:
     """Create the ``Loop`` of a recurrence of which no step can be read, with the text and details of the error."""
-    cell = LoopCell("unknown", units, refused=message(what, **words))
+    cell = LoopCell("unknown", units, refusal=message(problem, **details))
     return Loop(name or scope, "unrolled", cell, (), (), LoopBoundary(()), None, scope=scope)
 
 

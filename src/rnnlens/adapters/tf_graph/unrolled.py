@@ -14,10 +14,10 @@ from typing import Any
 from tensorflow.python.ops.control_flow_util import IsInWhileLoop
 
 from ...errors import message
-from .blocks import CONVOLUTIONS, NO_LOOP, block_of, reached, same
-from .cells import Match, steps_in
+from .blocks import CONVOLUTIONS, NO_LOOP, block_of, transitive_closure, value_source
+from .cells import Match, matching_steps
 from .probe import Key, Probe
-from .recurrences import Block, Loop, LoopBoundary, common_scope, without_steps
+from .recurrences import Block, Loop, LoopBoundary, common_scope, uncapturable_loop
 from .while_loops import CONDITIONS, WHILES, ancestors, in_built_order
 
 _MAKES_A_STATE = frozenset(
@@ -31,51 +31,53 @@ _TO_AN_OUTPUT = _MAKES_A_STATE | {"ConcatV2", "Identity", "ReadVariableOp", "Spl
 Readers = tuple[tuple[Any, int], ...]
 
 
-def unrolled(ends: Iterable[Any]) -> list[Loop]:
+def unrolled_loops(end_tensors: Iterable[Any]) -> list[Loop]:
     """Return the unrolled recurrences among the ancestors of some tensors: chains of at least two equal steps."""
-    ends = list(ends)
-    ops = [op for op in ancestors(ends) if not IsInWhileLoop(op)]
+    end_tensors = list(end_tensors)
+    ops = [op for op in ancestors(end_tensors) if not IsInWhileLoop(op)]
     probe, groups = Probe([], NO_LOOP), defaultdict[str, list[Match]](list)
-    for op in (*ops, *_unread(ops)):
+    for op in (*ops, *_unread_operations(ops)):
         if op.type in _MAKES_A_STATE and len(op.outputs) == 1 and _may_be_state(op.outputs[0]):
-            probe.of(op.outputs[0])
-    read = set(ops)
-    for step in steps_in(probe):
-        if any(t.op in read for new in step.after for t in probe.tensors[new]):
+            probe.value_of(op.outputs[0])
+    read_ops = set(ops)
+    for step in matching_steps(probe):
+        if any(t.op in read_ops for state_key in step.new_states for t in probe.tensors[state_key]):
             cell = step.cell
             same_cell = repr((cell.cell, sorted(cell.options.items(), key=str), sorted(cell.weights.items())))
             groups[same_cell].append(step)
-    chains = [chain for steps in groups.values() for chain in _chains(steps)]
-    loops = [loop for chain in chains if (loop := _loop(probe, chain, ends)) is not None]
+    chains = [chain for steps in groups.values() for chain in _group_chains(steps)]
+    loops = [loop for chain in chains if (loop := _chain_loop(probe, chain, end_tensors)) is not None]
     scopes = defaultdict(set)
     for loop in loops:
         scopes[loop.name].add(loop.scope)
     # Cells that stand side by side in the scope of one layer are named by their own scopes.
     loops = [replace(loop, name=loop.scope) if len(scopes[loop.name]) > 1 else loop for loop in loops]
-    return [*loops, *_conditional(probe, ops, {loop.scope for loop in loops}, groups.values())]
+    return [*loops, *_conditional_loops(probe, ops, {loop.scope for loop in loops}, groups.values())]
 
 
-def _conditional(probe: Probe, ops: Sequence[Any], told: set[str], groups: Iterable[Sequence[Match]]) -> list[Loop]:
+def _conditional_loops(
+    probe: Probe, ops: Sequence[Any], captured_scopes: set[str], groups: Iterable[Sequence[Match]]
+) -> list[Loop]:
     """Return a ``Loop`` that cannot be captured for steps that a condition skips: ``static_rnn(sequence_length=)``."""
     names: dict[str, int] = {}
     for steps in groups:
         scope = steps[0].scope
-        by_condition = [
+        conditional_steps = [
             step
             for step in steps
-            if any(t.op.type in ("Merge", "Switch") for state in step.before for t in probe.tensors[state])
+            if any(t.op.type in ("Merge", "Switch") for state in step.previous_states for t in probe.tensors[state])
         ]
-        passed = {step.after[0] for step in by_condition}
-        if scope not in told and len(passed) > 1:
+        conditional_states = {step.new_states[0] for step in conditional_steps}
+        if scope not in captured_scopes and len(conditional_states) > 1:
             names[scope] = steps[0].cell.units
     conditions = [op for op in ops if op.type in CONDITIONS]
     for op in conditions:
         widths = {int(t.shape[-1]) for t in op.outputs if _may_be_state(t) and t.shape[-1]}
-        if widths and any(same(t).op in conditions for t in op.inputs if _may_be_state(t)):
+        if widths and any(value_source(t).op in conditions for t in op.inputs if _may_be_state(t)):
             names.setdefault(op.name.partition("/")[0], max(widths))
-    outermost = [name for name in names if not any(name.startswith(f"{other}/") for other in names)]
+    outermost_names = [name for name in names if not any(name.startswith(f"{other}/") for other in names)]
     return [
-        without_steps(
+        uncapturable_loop(
             scope,
             f"The steps of {scope!r} are unrolled, and passed by under a condition.",
             name=scope.rpartition("/")[0],
@@ -84,32 +86,42 @@ def _conditional(probe: Probe, ops: Sequence[Any], told: set[str], groups: Itera
             expected="steps that are all run",
             hint="tf.nn.dynamic_rnn(sequence_length=), or static_rnn without sequence_length",
         )
-        for scope in outermost
+        for scope in outermost_names
     ]
 
 
-def left_out(ends: Iterable[Any], loops: Sequence[Loop]) -> dict[str, str]:
+def left_out_reasons(end_tensors: Iterable[Any], loops: Sequence[Loop]) -> dict[str, str]:
     """Return the scopes of unrolled recurrences that are not among the loops, and the reason for each.
 
     A recurrence is a kernel that multiplies or convolves what depends on its own products, states of the loops apart.
     """
     states = {id(t) for loop in loops for state in loop.states for t in state.tensors}
     variables = frozenset[str]().union(*(loop.cell.variables for loop in loops))
-    refused = tuple(f"{loop.scope}/" for loop in loops if loop.cell.refused)
-    behind: dict[Any, frozenset[Block]] = {}  # by operation, the kernels whose products it depends on
-    recurrent: dict[Block, frozenset[Block]] = {}
-    for op in ancestors(ends):
+    refused_prefixes = tuple(f"{loop.scope}/" for loop in loops if loop.cell.refusal)
+    kernels_behind: dict[Any, frozenset[Block]] = {}  # by operation, the kernels whose products it depends on
+    recurrent_kernels: dict[Block, frozenset[Block]] = {}
+    for op in ancestors(end_tensors):
         if IsInWhileLoop(op) or op.type in WHILES or op.type == "StopGradient":
             continue
-        read = frozenset[Block]().union(*(behind.get(t.op, ()) for t in op.inputs if id(t) not in states))
-        kernel = _kernel(op)
-        if kernel in read and kernel.variable not in variables and not kernel.variable.startswith(refused):
-            recurrent[kernel] = read | recurrent.get(kernel, frozenset())
-        behind[op] = read if kernel is None else read | {kernel}
+        input_kernels = frozenset[Block]().union(
+            *(kernels_behind.get(t.op, ()) for t in op.inputs if id(t) not in states)
+        )
+        kernel = _multiplied_kernel(op)
+        if (
+            kernel in input_kernels
+            and kernel.variable not in variables
+            and not kernel.variable.startswith(refused_prefixes)
+        ):
+            recurrent_kernels[kernel] = input_kernels | recurrent_kernels.get(kernel, frozenset())
+        kernels_behind[op] = input_kernels if kernel is None else input_kernels | {kernel}
     # Kernels whose products depend on each other belong to one recurrence, those of an upper cell to another.
     cells = {
-        frozenset(other.variable for other in recurrent if other in read and kernel in recurrent[other])
-        for kernel, read in recurrent.items()
+        frozenset(
+            other_kernel.variable
+            for other_kernel in recurrent_kernels
+            if other_kernel in input_kernels and kernel in recurrent_kernels[other_kernel]
+        )
+        for kernel, input_kernels in recurrent_kernels.items()
     }
     scopes = sorted({common_scope(cell) or min(cell) for cell in cells})
     return {
@@ -122,7 +134,7 @@ def left_out(ends: Iterable[Any], loops: Sequence[Loop]) -> dict[str, str]:
     }
 
 
-def _kernel(op: Any) -> Block | None:
+def _multiplied_kernel(op: Any) -> Block | None:
     """Return the block of a variable with which an operation multiplies or convolves; None if it does neither."""
     if op.type not in CONVOLUTIONS and (op.type != "MatMul" or op.get_attr("transpose_b")):
         return None  # products of a gradient have transposed kernels
@@ -135,61 +147,74 @@ def _may_be_state(tensor: Any) -> bool:
     return bool(tensor.dtype.is_floating and tensor.shape.rank in (2, 3, 4, 5))
 
 
-def _unread(ops: Iterable[Any]) -> list[Any]:
+def _unread_operations(ops: Iterable[Any]) -> list[Any]:
     """Return the operations that nothing reads and that compute outputs of steps, such as the last output."""
-    known, found = set(ops), list[Any]()
-    waiting = list(ops)
-    while waiting:
-        for reader in (op for tensor in waiting.pop().outputs for op in tensor.consumers()):
-            inside = (t.op in known or t.op.type == "Const" for t in reader.inputs)
-            if reader.type in _TO_AN_OUTPUT and reader not in known and not IsInWhileLoop(reader) and all(inside):
-                known.add(reader)
-                found.append(reader)
-                waiting.append(reader)
-    return in_built_order(found)
+    known_ops, unread = set(ops), list[Any]()
+    waiting_ops = list(ops)
+    while waiting_ops:
+        for reader in (op for tensor in waiting_ops.pop().outputs for op in tensor.consumers()):
+            inputs_known = (t.op in known_ops or t.op.type == "Const" for t in reader.inputs)
+            if (
+                reader.type in _TO_AN_OUTPUT
+                and reader not in known_ops
+                and not IsInWhileLoop(reader)
+                and all(inputs_known)
+            ):
+                known_ops.add(reader)
+                unread.append(reader)
+                waiting_ops.append(reader)
+    return in_built_order(unread)
 
 
-def _chains(steps: Sequence[Match]) -> list[list[Match]]:
+def _group_chains(steps: Sequence[Match]) -> list[list[Match]]:
     """Group steps into chains, where each step's new states are the next step's states. A step belongs to one chain."""
-    made = {step.after: step for step in steps}
-    following: dict[tuple[Key, ...], Match] = {}
+    step_by_state = {step.new_states: step for step in steps}
+    next_steps: dict[tuple[Key, ...], Match] = {}
     for step in steps:
-        if step.before in made and made[step.before] is not step:
-            following.setdefault(step.before, step)
+        if step.previous_states in step_by_state and step_by_state[step.previous_states] is not step:
+            next_steps.setdefault(step.previous_states, step)
     chains = []
-    for first in steps:
-        if first.before not in made and first.after in following:
-            chain = [first]
-            while chain[-1].after in following:
-                chain.append(following[chain[-1].after])
+    for first_step in steps:
+        if first_step.previous_states not in step_by_state and first_step.new_states in next_steps:
+            chain = [first_step]
+            while chain[-1].new_states in next_steps:
+                chain.append(next_steps[chain[-1].new_states])
             chains.append(chain)
     return chains
 
 
-def _loop(probe: Probe, chain: Sequence[Match], ends: Iterable[Any]) -> Loop | None:
-    found = [probe.tensors[key] for key in (*(step.source for step in chain), *chain[0].before)]
-    if not all(found):
+def _chain_loop(probe: Probe, chain: Sequence[Match], end_tensors: Iterable[Any]) -> Loop | None:
+    tensor_groups = [probe.tensors[key] for key in (*(step.source for step in chain), *chain[0].previous_states)]
+    if not all(tensor_groups):
         return None
-    sources, starts = ([tensors[0] for tensors in part] for part in (found[: len(chain)], found[len(chain) :]))
-    edges = [_edges(probe, step) for step in chain]
-    states = [LoopBoundary(tuple(probe.tensors[step.after[i]][0] for step in chain)) for i in range(len(starts))]
+    sources, start_tensors = (
+        [tensors[0] for tensors in groups] for groups in (tensor_groups[: len(chain)], tensor_groups[len(chain) :])
+    )
+    step_readers = [_step_readers(probe, step) for step in chain]
+    states = [
+        LoopBoundary(tuple(probe.tensors[step.new_states[i]][0] for step in chain)) for i in range(len(start_tensors))
+    ]
     scope, cell = chain[0].scope, chain[0].cell
-    carried: tuple[LoopBoundary, ...] = ()
-    hidden = {id(t) for t in states[0].tensors}
-    others = {id(t) for boundary in states[1:] for t in boundary.tensors}
-    fed_back = any(id(t) in hidden for t in _behind(sources))
-    if fed_back and any(id(t) in others for t in _behind(sources, hidden)):
-        words = message(
+    carried_states: tuple[LoopBoundary, ...] = ()
+    hidden_ids = {id(t) for t in states[0].tensors}
+    other_ids = {id(t) for boundary in states[1:] for t in boundary.tensors}
+    is_fed_back = any(id(t) in hidden_ids for t in _ancestor_tensors(sources))
+    if is_fed_back and any(id(t) in other_ids for t in _ancestor_tensors(sources, hidden_ids)):
+        text = message(
             f"The steps of {scope!r} are fed what was computed from a state that is not their output.",
             expected="feedback of what the cell returns",
             hint="rl.gradients by inputs and weights",
         )
-        cell = replace(cell, refused=words)
+        cell = replace(cell, refusal=text)
     # Or a cell state is read outside.
-    if fed_back or any(id(t) in others for t in _behind(list(ends), hidden | others)):
-        carried = tuple(
+    if is_fed_back or any(id(t) in other_ids for t in _ancestor_tensors(list(end_tensors), hidden_ids | other_ids)):
+        carried_states = tuple(
             LoopBoundary(
-                state.tensors[:-1], tuple(read[step.before[i]] for step, read in zip(chain[1:], edges[1:], strict=True))
+                state.tensors[:-1],
+                tuple(
+                    readers_by_key[step.previous_states[i]]
+                    for step, readers_by_key in zip(chain[1:], step_readers[1:], strict=True)
+                ),
             )
             for i, state in enumerate(states)
         )
@@ -198,43 +223,46 @@ def _loop(probe: Probe, chain: Sequence[Match], ends: Iterable[Any]) -> Loop | N
         "unrolled",
         cell,
         tuple(
-            LoopBoundary((start,), (readers,))
-            for start, readers in zip(starts, _start_edges(chain[0], edges[0]), strict=True)
+            LoopBoundary((start_tensor,), (readers,))
+            for start_tensor, readers in zip(start_tensors, _start_readers(chain[0], step_readers[0]), strict=True)
         ),
         tuple(LoopBoundary((state.tensors[-1],)) for state in states),
-        LoopBoundary(tuple(sources), tuple(edge[step.source] for edge, step in zip(edges, chain, strict=True))),
+        LoopBoundary(
+            tuple(sources),
+            tuple(readers_by_key[step.source] for readers_by_key, step in zip(step_readers, chain, strict=True)),
+        ),
         states[0],
         states=tuple(states),
-        carried=carried,
+        carried_states=carried_states,
         time_major=True,
         scope=scope,
     )
 
 
-def _behind(tensors: Sequence[Any], stop: Container[int] = ()) -> list[Any]:
+def _ancestor_tensors(tensors: Sequence[Any], stop_ids: Container[int] = ()) -> list[Any]:
     """Return some tensors and all tensors that they are computed from, up to tensors given by id."""
-    return reached(tensors, lambda tensor: () if id(tensor) in stop else tensor.op.inputs)
+    return transitive_closure(tensors, lambda tensor: () if id(tensor) in stop_ids else tensor.op.inputs)
 
 
-def _start_edges(first: Match, edges: dict[Key, Readers]) -> list[Readers]:
+def _start_readers(step: Match, step_readers: dict[Key, Readers]) -> list[Readers]:
     """Return, for each initial state, the operations (with input numbers) of the first step that read it."""
-    found = [edges[key] for key in first.before]
-    if len(set(first.before)) < len(found):  # one tensor is both states of an LSTM: matrix products read h
-        products = tuple(edge for edge in found[0] if edge[0].type in ("MatMul", "ConcatV2"))
-        found = [products, tuple(edge for edge in found[0] if edge not in products)]
-    return found
+    readers = [step_readers[key] for key in step.previous_states]
+    if len(set(step.previous_states)) < len(readers):  # one tensor is both states of an LSTM: matrix products read h
+        products = tuple(reader for reader in readers[0] if reader[0].type in ("MatMul", "ConcatV2"))
+        readers = [products, tuple(reader for reader in readers[0] if reader not in products)]
+    return readers
 
 
-def _edges(probe: Probe, step: Match) -> dict[Key, Readers]:
+def _step_readers(probe: Probe, step: Match) -> dict[Key, Readers]:
     """Return the operations, with input numbers, by which a step reads its input and its previous states."""
-    boundary = {id(t): key for key in (step.source, *step.before) for t in probe.tensors[key]}
-    found: dict[Key, list[tuple[Any, int]]] = {key: [] for key in boundary.values()}
+    boundary = {id(t): key for key in (step.source, *step.previous_states) for t in probe.tensors[key]}
+    readers_by_key: dict[Key, list[tuple[Any, int]]] = {key: [] for key in boundary.values()}
 
-    def inside(op: Any) -> list[Any]:
+    def inner_inputs(op: Any) -> list[Any]:
         return [t.op for t in op.inputs if id(t) not in boundary and block_of(t, NO_LOOP) is None]
 
-    for op in reached([probe.tensors[key][0].op for key in step.after], inside):
+    for op in transitive_closure([probe.tensors[key][0].op for key in step.new_states], inner_inputs):
         for index, tensor in enumerate(op.inputs):
             if id(tensor) in boundary:
-                found[boundary[id(tensor)]].append((op, index))
-    return {key: tuple(edges) for key, edges in found.items()}
+                readers_by_key[boundary[id(tensor)]].append((op, index))
+    return {key: tuple(readers) for key, readers in readers_by_key.items()}

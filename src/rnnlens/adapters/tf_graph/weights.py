@@ -12,8 +12,8 @@ import numpy as np
 from ...recurrence.cells import Cell
 from ...typing import Array
 from ..protocol import LayerWeights, Port, WeightLocation
-from .blocks import NO_LOOP, dtype_of, is_variable, reached, variable_of
-from .graph_copy import cone
+from .blocks import NO_LOOP, dtype_of, is_variable, transitive_closure, variable_of
+from .graph_copy import dependency_cone
 from .open_net import PERTURBATIONS, OpenNet, open_net
 from .public import Net
 from .recurrences import Block, Loop
@@ -32,66 +32,72 @@ class LayerVariables:
 
     weights: dict[str, tuple[Block, ...]] = field(default_factory=dict)
     loops: list[Loop] = field(default_factory=list)
-    calls: tuple[Any, ...] = ()
+    call_outputs: tuple[Any, ...] = ()
 
-    def pieces(self, key: str, direction: str | None) -> tuple[Block, ...]:
+    def weight_blocks(self, key: str, direction: str | None) -> tuple[Block, ...]:
         """Return the blocks of a weight of the layer or of one of its directions; empty if there is none."""
-        full = key if direction is None or "/" in key else f"{direction}/{key}"
-        return self.weights.get(full) or self.weights.get(key, ())
+        directed_key = key if direction is None or "/" in key else f"{direction}/{key}"
+        return self.weights.get(directed_key) or self.weights.get(key, ())
 
     @property
     def output(self) -> Any:
         """Output tensor of the layer; None unless it has exactly one call with one output."""
-        return self.calls[0] if len(self.calls) == 1 else None
+        return self.call_outputs[0] if len(self.call_outputs) == 1 else None
 
 
-def layers_of(found: OpenNet) -> dict[str, LayerVariables]:
+def layers_of(opened: OpenNet) -> dict[str, LayerVariables]:
     """Return all layers with weights that the outputs or the loss depend on, in the order of the graph."""
-    return found.copy.once("layers", lambda: _layers(found))
+    return opened.copy.build_once("layers", lambda: _build_layers(opened))
 
 
-def variables_used(found: OpenNet) -> frozenset[str]:
+def variables_used(opened: OpenNet) -> frozenset[str]:
     """Return the names of the operations of all variables that the outputs or the loss depend on."""
-    return found.copy.once("used", lambda: frozenset(op.name for op in _operations(found) if is_variable(op)))
+    return opened.copy.build_once(
+        "used", lambda: frozenset(op.name for op in _used_operations(opened) if is_variable(op))
+    )
 
 
-def _operations(found: OpenNet) -> set[Any]:
-    ends = [found.copy.tensor(tensor.name) for tensor in found.net.ends]
-    taps = [tensor for loop in found.loops for boundary in (*loop.final, loop.input) for tensor in boundary.tensors]
-    return set(cone([*ends, *taps]))
+def _used_operations(opened: OpenNet) -> set[Any]:
+    end_tensors = [opened.copy.tensor(tensor.name) for tensor in opened.net.ends]
+    taps = [tensor for loop in opened.loops for boundary in (*loop.final, loop.input) for tensor in boundary.tensors]
+    return set(dependency_cone([*end_tensors, *taps]))
 
 
-def _layers(found: OpenNet) -> dict[str, LayerVariables]:
-    ends = [found.copy.tensor(tensor.name) for tensor in found.net.ends]
-    operations = _operations(found)
-    variables = [op for op in found.copy.graph.get_operations() if op in operations and is_variable(op)]
-    owners = {name: loop.layer for loop in found.loops for name in loop.cell.variables}
-    of_keras = {} if found.net.keras is None else dict(found.net.keras.owners)
+def _build_layers(opened: OpenNet) -> dict[str, LayerVariables]:
+    end_tensors = [opened.copy.tensor(tensor.name) for tensor in opened.net.ends]
+    operations = _used_operations(opened)
+    variables = [op for op in opened.copy.graph.get_operations() if op in operations and is_variable(op)]
+    owners = {name: loop.layer for loop in opened.loops for name in loop.cell.variables}
+    keras_owners = {} if opened.net.keras is None else dict(opened.net.keras.owners)
     layers: dict[str, LayerVariables] = {}
     for variable in variables:
         name = owners.get(variable.name)
-        folder, _, last = variable.name.rpartition("/")
-        scope, key = (name, "") if name is not None else of_keras.get(variable.name, (folder or _NO_SCOPE, last))
+        variable_scope, _, variable_key = variable.name.rpartition("/")
+        scope, key = (
+            (name, "")
+            if name is not None
+            else keras_owners.get(variable.name, (variable_scope or _NO_SCOPE, variable_key))
+        )
         if scope not in layers:
-            layers[scope] = _recurrent(found.first_call(scope))
+            layers[scope] = _recurrent_variables(opened.first_call_loops(scope))
         if name is None:
             layers[scope].weights[key] = (Block(variable.name),)
-    for loop in found.loops:  # loops without variables, or with those of another layer
-        layers.setdefault(loop.layer, _recurrent(found.first_call(loop.layer)))
-    made = {} if found.net.keras is None else dict(found.net.keras.outputs)
-    for scope, tensors in made.items():  # layers without weights have an output all the same
-        layers.setdefault(scope, LayerVariables()).calls = tuple(map(found.copy.tensor, tensors))
+    for loop in opened.loops:  # loops without variables, or with those of another layer
+        layers.setdefault(loop.layer, _recurrent_variables(opened.first_call_loops(loop.layer)))
+    keras_outputs = {} if opened.net.keras is None else dict(opened.net.keras.outputs)
+    for scope, tensors in keras_outputs.items():  # layers without weights have an output all the same
+        layers.setdefault(scope, LayerVariables()).call_outputs = tuple(map(opened.copy.tensor, tensors))
     for scope, layer in layers.items():
-        if not layer.loops and found.net.keras is None:
-            output = _output(scope, operations, ends)
-            layer.calls = () if output is None else (output,)
+        if not layer.loops and opened.net.keras is None:
+            output = _layer_output(scope, operations, end_tensors)
+            layer.call_outputs = () if output is None else (output,)
     return layers
 
 
-def _recurrent(loops: Sequence[Loop]) -> LayerVariables:
+def _recurrent_variables(loops: Sequence[Loop]) -> LayerVariables:
     """Return the weights of a recurrent layer; those of two directions with ``forward/`` and ``backward/`` in front."""
-    lead = {loop.direction: f"{loop.direction}/" if len(loops) > 1 else "" for loop in loops}
-    weights = {lead[loop.direction] + key: pieces for loop in loops for key, pieces in weights_of(loop).items()}
+    prefixes = {loop.direction: f"{loop.direction}/" if len(loops) > 1 else "" for loop in loops}
+    weights = {prefixes[loop.direction] + key: blocks for loop in loops for key, blocks in weights_of(loop).items()}
     return LayerVariables(weights, list(loops))
 
 
@@ -99,132 +105,145 @@ def weights_of(loop: Loop) -> Mapping[str, tuple[Block, ...]]:
     """Return the weights of one cell by name: ``gates.kernel`` for the variable ``rnn/my_cell/gates/kernel``."""
     if loop.cell.body is None:
         return loop.cell.weights
-    found = {}
+    blocks_by_key = {}
     for variable in loop.cell.body.variables:
-        inner = variable.removeprefix(f"{loop.scope}/")
-        inner = variable.removeprefix(f"{loop.name}/") if inner == variable else inner
-        found[inner.replace("/", ".")] = (Block(variable),)
-    return found
+        short_name = variable.removeprefix(f"{loop.scope}/")
+        short_name = variable.removeprefix(f"{loop.name}/") if short_name == variable else short_name
+        blocks_by_key[short_name.replace("/", ".")] = (Block(variable),)
+    return blocks_by_key
 
 
-def _held(pieces: Sequence[Block]) -> list[str]:
-    return [piece.variable for piece in pieces]
+def _variable_names(blocks: Sequence[Block]) -> list[str]:
+    return [block.variable for block in blocks]
 
 
-def _output(scope: str, operations: set[Any], ends: Sequence[Any]) -> Any:
+def _layer_output(scope: str, operations: set[Any], end_tensors: Sequence[Any]) -> Any:
     """Return the only floating-point tensor of a scope that other scopes read; None if there are several or none."""
-    last = {tensor.ref() for tensor in ends}
-    leaving = []
+    end_refs = {tensor.ref() for tensor in end_tensors}
+    leaving_tensors = []
     for operation in operations:
         if not operation.name.startswith(f"{scope}/") or is_variable(operation):
             continue
         for tensor in operation.outputs:
             readers = [op for op in tensor.consumers() if op in operations]
-            outside = [op for op in readers if not op.name.startswith((f"{scope}/", "gradients"))]
-            floats = tensor.dtype.base_dtype.is_floating and variable_of(tensor, NO_LOOP) is None
-            if floats and (tensor.ref() in last or any(op.type not in ("Shape", "Size") for op in outside)):
-                leaving.append(tensor)
-    return leaving[0] if len(leaving) == 1 else None
+            outside_readers = [op for op in readers if not op.name.startswith((f"{scope}/", "gradients"))]
+            is_float = tensor.dtype.base_dtype.is_floating and variable_of(tensor, NO_LOOP) is None
+            if is_float and (
+                tensor.ref() in end_refs or any(op.type not in ("Shape", "Size") for op in outside_readers)
+            ):
+                leaving_tensors.append(tensor)
+    return leaving_tensors[0] if len(leaving_tensors) == 1 else None
 
 
-def block(pieces: Sequence[Block], values: Mapping[str, Array], *, added: bool = False) -> Array:
-    """Assemble a weight, or its gradient, from blocks of variables; ``added`` includes what the graph adds to them."""
+def assemble_weight(blocks: Sequence[Block], values: Mapping[str, Array], *, with_constants: bool = False) -> Array:
+    """Assemble a weight, or its gradient, from blocks of variables; ``with_constants`` adds the constants of blocks."""
     parts = []
-    for piece in pieces:
-        part = piece.of(np.asarray(values[piece.variable]))
-        parts.append(part + np.asarray(piece.plus, part.dtype) if added and piece.plus else part)
+    for block in blocks:
+        part = block.select_from(np.asarray(values[block.variable]))
+        parts.append(
+            part + np.asarray(block.added_constant, part.dtype) if with_constants and block.added_constant else part
+        )
     return np.concatenate(parts, axis=-1) if len(parts) > 1 else np.array(parts[0])
 
 
 def known_cell(loop: Loop, values: Mapping[str, Array]) -> Cell:
     """Create the cell of a loop with known equations, with weights taken from the variables' ``values``."""
-    arrays = {key: block(pieces, values, added=True) for key, pieces in loop.cell.weights.items()}
+    arrays = {key: assemble_weight(blocks, values, with_constants=True) for key, blocks in loop.cell.weights.items()}
     assert loop.cell.cell is not None
     return loop.cell.cell(**arrays, **loop.cell.options)
 
 
-def listed(found: OpenNet) -> dict[str, LayerWeights]:
+def layer_weights(opened: OpenNet) -> dict[str, LayerWeights]:
     """Return the values and roles of all weights by layer; see :meth:`Adapter.weights`."""
-    layers = layers_of(found)
-    graph = found.copy.graph
-    trainable = {variable.op.name for variable in found.net.graph.get_collection("trainable_variables")}
-    names = dict.fromkeys(n for layer in layers.values() for pieces in layer.weights.values() for n in _held(pieces))
-    values = found.read(names)
+    layers = layers_of(opened)
+    graph = opened.copy.graph
+    trainable = {variable.op.name for variable in opened.net.graph.get_collection("trainable_variables")}
+    names = dict.fromkeys(
+        n for layer in layers.values() for blocks in layer.weights.values() for n in _variable_names(blocks)
+    )
+    values = opened.read_variables(names)
     floats = {name for name in names if dtype_of(graph.get_operation_by_name(name)).is_floating}
-    made = {}
+    weights_by_layer = {}
     for scope, layer in layers.items():
-        present = {key: pieces for key, pieces in layer.weights.items() if floats.issuperset(_held(pieces))}
-        if not present and not layer.loops:
+        float_weights = {
+            key: blocks for key, blocks in layer.weights.items() if floats.issuperset(_variable_names(blocks))
+        }
+        if not float_weights and not layer.loops:
             continue  # a layer without weights
-        known = [loop for loop in layer.loops if loop.cell.cell is not None]
-        alike = {(loop.cell.cell, loop.cell.units, frozenset(loop.cell.weights)) for loop in known}
-        is_known = len(known) == len(layer.loops) and len(alike) == 1
-        made[scope] = LayerWeights(
-            values={key: block(pieces, values) for key, pieces in present.items()},
-            trainable={key: trainable.issuperset(_held(pieces)) for key, pieces in present.items()},
-            cells={loop.direction: known_cell(loop, values) for loop in known if is_known},
-            statistics=frozenset(key for key in present if key in _STATISTICS),
-            tables=frozenset(key for key, pieces in present.items() if is_table(graph, pieces)),
+        known_loops = [loop for loop in layer.loops if loop.cell.cell is not None]
+        cell_kinds = {(loop.cell.cell, loop.cell.units, frozenset(loop.cell.weights)) for loop in known_loops}
+        is_known = len(known_loops) == len(layer.loops) and len(cell_kinds) == 1
+        weights_by_layer[scope] = LayerWeights(
+            values={key: assemble_weight(blocks, values) for key, blocks in float_weights.items()},
+            trainable={key: trainable.issuperset(_variable_names(blocks)) for key, blocks in float_weights.items()},
+            cells={loop.direction: known_cell(loop, values) for loop in known_loops if is_known},
+            statistics=frozenset(key for key in float_weights if key in _STATISTICS),
+            tables=frozenset(key for key, blocks in float_weights.items() if is_table(graph, blocks)),
         )
-    return made
+    return weights_by_layer
 
 
-def is_table(graph: Any, pieces: Sequence[Block]) -> bool:
+def is_table(graph: Any, blocks: Sequence[Block]) -> bool:
     """Return whether the rows of a variable are looked up by integers, as in an embedding."""
 
-    def passed_on(tensor: Any) -> list[Any]:
-        return [same for reader in tensor.consumers() if reader.type in _PASSING for same in reader.outputs]
+    def passed_tensors(tensor: Any) -> list[Any]:
+        return [output for reader in tensor.consumers() if reader.type in _PASSING for output in reader.outputs]
 
-    tensors = reached([graph.get_operation_by_name(pieces[0].variable).outputs[0]], passed_on)
+    tensors = transitive_closure([graph.get_operation_by_name(blocks[0].variable).outputs[0]], passed_tensors)
     return any(op.type in _LOOKUPS and op.inputs[0] is tensor for tensor in tensors for op in tensor.consumers())
 
 
-def name_of(pieces: Sequence[Block]) -> str:
+def weight_name(blocks: Sequence[Block]) -> str:
     """Return the name of a weight in the framework: that of its variable, or of its blocks of variables."""
-    if len(pieces) == 1 and pieces[0].is_whole:
-        return pieces[0].variable
-    blocks = [f"{p.variable}[{_window(p.rows)}{_window(p.columns)}]".replace(",]", "]") for p in pieces]
-    return "+".join(blocks)
+    if len(blocks) == 1 and blocks[0].is_whole:
+        return blocks[0].variable
+    block_texts = [
+        f"{block.variable}[{_range_text(block.rows)}{_range_text(block.columns)}]".replace(",]", "]")
+        for block in blocks
+    ]
+    return "+".join(block_texts)
 
 
-def all_weights(found: OpenNet) -> dict[str, tuple[Block, ...]]:
+def all_weights(opened: OpenNet) -> dict[str, tuple[Block, ...]]:
     """Return the weights of all layers by their names in the framework."""
-    return {name_of(p): p for layer in layers_of(found).values() for p in layer.weights.values()}
+    return {weight_name(blocks): blocks for layer in layers_of(opened).values() for blocks in layer.weights.values()}
 
 
-def _window(part: tuple[int, Any] | int | None) -> str:
-    if part is None:
+def _range_text(index_range: tuple[int, Any] | int | None) -> str:
+    if index_range is None:
         return ""
-    return f"{part}," if isinstance(part, int) else f"{part[0]}:{part[1]},"
+    return f"{index_range}," if isinstance(index_range, int) else f"{index_range[0]}:{index_range[1]},"
 
 
-def place_of(found: OpenNet, layer: str, direction: str | None, key: str) -> WeightLocation | None:
+def weight_location(opened: OpenNet, layer: str, direction: str | None, key: str) -> WeightLocation | None:
     """Return where a layer's weight is among the variables, as in :meth:`Adapter.place`; None if there is none."""
-    layers = layers_of(found)
-    pieces = layers[layer].pieces(key, direction) if layer in layers else ()
-    if not pieces:
+    layers = layers_of(opened)
+    blocks = layers[layer].weight_blocks(key, direction) if layer in layers else ()
+    if not blocks:
         return None
-    name = name_of(pieces)
-    users = [n for n, other in layers.items() for p in other.weights.values() if name_of(p) == name]
-    return WeightLocation(name, lambda gradient: gradient, tied=len(users) > 1)
+    name = weight_name(blocks)
+    owning_layers = [
+        n for n, other in layers.items() for other_blocks in other.weights.values() if weight_name(other_blocks) == name
+    ]
+    return WeightLocation(name, lambda gradient: gradient, tied=len(owning_layers) > 1)
 
 
 @contextmanager
 def perturbed_port(net: Net, port: Port, size: float) -> Iterator[bool]:
     """Perturb the variables of a weight while active, as :meth:`Adapter.perturbed_port`; yield False for others."""
-    found = open_net(net)
-    layer = layers_of(found).get(str(port.layer)) if port.kind == "weight" else None
-    pieces = () if layer is None else layer.weights.get(port.key, ())
-    names = list(dict.fromkeys(piece.variable for piece in pieces))
+    opened = open_net(net)
+    layer = layers_of(opened).get(str(port.layer)) if port.kind == "weight" else None
+    blocks = () if layer is None else layer.weights.get(port.key, ())
+    names = list(dict.fromkeys(block.variable for block in blocks))
     if not names:
         yield False
         return
-    moves = {}
-    for name, value in found.read(names).items():
-        spread = float(np.sqrt(np.mean(np.square(value, dtype=np.float64)))) or 1.0
+    perturbations = {}
+    for name, value in opened.read_variables(names).items():
+        scale = float(np.sqrt(np.mean(np.square(value, dtype=np.float64)))) or 1.0
         pattern = np.random.default_rng(0).normal(size=value.shape)
-        moves[net.graph, name] = (size * spread * pattern).astype(value.dtype)
-    token = PERTURBATIONS.set({**PERTURBATIONS.get(), **moves})
+        perturbations[net.graph, name] = (size * scale * pattern).astype(value.dtype)
+    token = PERTURBATIONS.set({**PERTURBATIONS.get(), **perturbations})
     try:
         yield True
     finally:
