@@ -197,7 +197,7 @@ def short_number(value: float) -> str:
     return f"{number.removesuffix('.0')}e{int(exponent)}"
 
 
-def set_step_axis(ax: Any, axis: str, steps: Numbers, *, time: bool = True, margin: float | None = None) -> None:
+def tick_steps(ax: Any, axis: str, steps: Numbers, *, time: bool = True, margin: float | None = None) -> None:
     """Tick whole steps, always including the last; with ``margin``, also set the limits, that far beyond the steps."""
     steps = np.asarray(steps, dtype=float)
     if not steps.size:

@@ -194,7 +194,7 @@ def axis_label(array: xr.DataArray, dim: Hashable) -> str:
     return _DIM_LABELS.get(str(dim), str(dim).replace("_", " "))
 
 
-def sample_first_values(array: xr.DataArray, *dims: str) -> Numbers:
+def numpy_by_sample(array: xr.DataArray, *dims: str) -> Numbers:
     """Return the values of an array as (sample, *dims, ...); an array without a sample axis gets one of length 1."""
     array = array if SAMPLE in array.dims else array.expand_dims(SAMPLE)
     return np.asarray(array.transpose(SAMPLE, *dims, ...).values)

@@ -15,7 +15,7 @@ from matplotlib.ticker import NullLocator
 
 from ..errors import InputError
 from ..vocabulary import DIRECTION, GATE, SAMPLE, TIME
-from ._axes import PowerLocator, decade_ticks, set_step_axis, short_number
+from ._axes import PowerLocator, decade_ticks, short_number, tick_steps
 from ._data import (
     OVER_TIME,
     Numbers,
@@ -125,7 +125,7 @@ def draw_image(
     ax.set(xlim=(left, right), ylim=(top, bottom) if upward else (bottom, top))
     for axis, is_even, positions_along, centres in (("x", x_even, xs, x), ("y", y_even, ys, y)):
         if is_even:
-            set_step_axis(ax, axis, centres, time=matrix.over_time)
+            tick_steps(ax, axis, centres, time=matrix.over_time)
         else:
             set_named_ticks(ax, axis, positions_along, [f"{centre:g}" for centre in centres])
     return image

@@ -11,7 +11,7 @@ from ..arguments import as_numbers
 from ..errors import InputError
 from ..measures.profiles import rms_of_shapes, typical_first
 from ..vocabulary import IN_TIME, OUT_TIME, SAMPLE, TIME
-from ._data import Numbers, names_of, nonfinite_note, require_dim, sample_first_values
+from ._data import Numbers, names_of, nonfinite_note, numpy_by_sample, require_dim
 
 
 def sort_by_loss(array: xr.DataArray, losses: Any, figure: str) -> xr.DataArray:
@@ -84,7 +84,7 @@ def full_padding_mask(array: xr.DataArray) -> xr.DataArray:
 def real_step_mask(array: xr.DataArray) -> Numbers:
     """Return a mask (sample, time) that is False at padded steps."""
     padded, shape = padding_mask(array), tuple(array.sizes.get(dim, 1) for dim in (SAMPLE, TIME))
-    return np.ones(shape, bool) if padded is None else np.broadcast_to(~sample_first_values(padded, TIME), shape)
+    return np.ones(shape, bool) if padded is None else np.broadcast_to(~numpy_by_sample(padded, TIME), shape)
 
 
 def nan_at_padding(array: xr.DataArray) -> xr.DataArray:

@@ -156,7 +156,7 @@ def _draw_lines(
     if len(x) == 1:
         for row, colour in zip(finite_values, [style["color"]] * count if has_many else style["color"], strict=True):
             ax.plot(x, row, "o", markersize=4, gid="point", color=colour, alpha=style["alpha"])
-    _axes.set_step_axis(ax, "x", x, margin=0.5 if len(x) == 1 else 0.0)
+    _axes.tick_steps(ax, "x", x, margin=0.5 if len(x) == 1 else 0.0)
     return None if len(thinned_x) == len(x) else f"lowest and highest of every {2 * -(-len(x) // most_points)} steps"
 
 
@@ -309,7 +309,7 @@ def _scatter(ax: Any, x: Numbers, values: Numbers, keywords: dict[str, Any]) -> 
     if units <= MOST_TICKS:
         ax.set_xticks(x)
     else:
-        _axes.set_step_axis(ax, "x", x, time=False)
+        _axes.tick_steps(ax, "x", x, time=False)
 
 
 def _name_outlier(ax: Any, x: Numbers, values: Numbers, names: list[str] | None) -> None:

@@ -143,7 +143,7 @@ def _draw_residual_test(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) ->
     _axes.write_text(ax, "threshold: 99 % of chance", (1, 1), (-2, 2), over=ax.get_yaxis_transform(), va="baseline")
     ax.set_ylim(0, max(float(shares.max()), 1.0) * 1.2)
     ax.set(xlabel="lag in steps", ylabel="share of the threshold", title="Do the errors depend on past inputs?")
-    _axes.set_step_axis(ax, "x", np.arange(shares.size), time=False)
+    _axes.tick_steps(ax, "x", np.arange(shares.size), time=False)
 
 
 def _draw_gradient(ax: Any, layer_data: xr.Dataset, keywords: dict[str, Any]) -> None:

@@ -100,7 +100,7 @@ def _draw_row(axes: list[Any], gate: xr.DataArray, name: str, keywords: dict[str
     """Draw activity over time, map of units by time, and saturation of one gate in a row of panels."""
     activity_ax, map_ax, saturation_ax = axes
     values, steps, is_real = (
-        _data.sample_first_values(gate, TIME),
+        _data.numpy_by_sample(gate, TIME),
         _data.positions(gate, TIME),
         _samples.real_step_mask(gate),
     )
@@ -115,7 +115,7 @@ def _draw_row(axes: list[Any], gate: xr.DataArray, name: str, keywords: dict[str
     bottom = -top if name == "candidate" or top > 1 else 0.0
     activity_ax.set_ylim(bottom - 0.03 * (top - bottom), top + 0.03 * (top - bottom))
     activity_ax.set_ylabel(_gate_title(name))
-    _axes.set_step_axis(activity_ax, "x", steps, margin=0.5 if len(steps) == 1 else 0)
+    _axes.tick_steps(activity_ax, "x", steps, margin=0.5 if len(steps) == 1 else 0)
     style = {"cmap": _axes.POSITIVE if bottom == 0 else _axes.DIVERGING, "vmin": bottom, "vmax": top}
     matrix = _images.Matrix(mean, steps, np.arange(len(mean)), np.broadcast_to(is_padding, mean.shape))
     _images.colour_bar([map_ax], _images.draw_image(map_ax, matrix, style=style, cell_limits=CELLS))
@@ -208,7 +208,7 @@ def _draw_gate_lines(ax: Any, view: _data.DirectionView, data: xr.DataArray, key
     steps, is_real = _data.positions(view.data, TIME), _samples.real_step_mask(data)
     gate_names = _data.names_of(view.data, GATE)
     for gate_index, colour in enumerate(_axes.line_colours(len(gate_names))):
-        values = _data.sample_first_values(data.isel({GATE: gate_index}), TIME)
+        values = _data.numpy_by_sample(data.isel({GATE: gate_index}), TIME)
         is_nonfinite = np.asarray((~np.isfinite(values) & is_real).any(axis=0))
         low, median, high = finite_quartiles(np.where(is_real, values, np.nan))
         style = {"color": colour, "linewidth": 1.2, "linestyle": "--" if gate_names[gate_index] == "candidate" else "-"}
@@ -222,7 +222,7 @@ def _draw_gate_lines(ax: Any, view: _data.DirectionView, data: xr.DataArray, key
             _axes.draw_band(ax, steps, low, high, colour, alpha=0.15, gid=f"band {gate_names[gate_index]}")
         _axes.mark_nonfinite(ax, steps[is_nonfinite])
     _samples.shade_padding(ax, steps, np.asarray(~is_real.any(axis=0)))
-    _axes.set_step_axis(ax, "x", steps, margin=0.5)
+    _axes.tick_steps(ax, "x", steps, margin=0.5)
 
 
 @drawing(Quiver, extra=("width", "headwidth", "headlength", "pivot"))

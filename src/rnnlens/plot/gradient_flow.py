@@ -230,7 +230,7 @@ def _summarise_line(
     """Summarise one direction over samples; ``from_start``: the recurrence ends at the first step."""
     values = view.data
     with_time = values if TIME in values.dims else values.expand_dims(TIME)
-    norms = _data.sample_first_values(_data.norm_over(with_time, [_data.unit_dim(with_time)]), TIME).astype(np.float64)
+    norms = _data.numpy_by_sample(_data.norm_over(with_time, [_data.unit_dim(with_time)]), TIME).astype(np.float64)
     is_real = _samples.real_step_mask(values)
     steps = _data.positions(values, TIME) if TIME in values.dims else np.array([0 if from_start else count - 1])
     recurrence_order = slice(None) if from_start else slice(None, None, -1)
@@ -293,7 +293,7 @@ def _draw_lines(ax: Any, lines: Sequence[FadingLine], keywords: Mapping[str, Any
     _axes.set_log_limits(ax, np.maximum(values, np.where(values > 0, FLOOR, 0)), headroom=2)
     if ax.get_ylim()[0] < FLOOR or (values == 0).any():
         ax.set_ylim(bottom=FLOOR)
-    _axes.set_step_axis(ax, "x", np.concatenate([fading_line.steps for fading_line in lines]), margin=0.5)
+    _axes.tick_steps(ax, "x", np.concatenate([fading_line.steps for fading_line in lines]), margin=0.5)
     for fading_line in lines:
         _draw_arrow_below(ax, fading_line)
 

@@ -151,7 +151,7 @@ def _draw_norms(
     margin = 0.02 * float(np.ptp(steps)) or 0.5
     ax.set_xlim(float(steps.min()) - margin, float(steps.max()) + margin)
     if steps.dtype.kind in "iu":
-        _axes.set_step_axis(ax, "x", steps, time=False)
+        _axes.tick_steps(ax, "x", steps, time=False)
     return lines_by_weight
 
 
@@ -280,7 +280,7 @@ def _arrays_by_moment(history: Any, quantity: str) -> dict[Any, xr.DataArray]:
 
 def _history_row(array: xr.DataArray) -> tuple[Numbers, Numbers, tuple[float, float, float]]:
     """Return the profile (time,) in units of its peak, the mask of padding, and the quartiles of the peaks."""
-    values, is_real = _data.sample_first_values(array, TIME), _samples.real_step_mask(array)
+    values, is_real = _data.numpy_by_sample(array, TIME), _samples.real_step_mask(array)
     norms = np.asarray(safe_norm(values, axis=tuple(range(2, values.ndim))), dtype=float)
     is_nonfinite = (~np.isfinite(norms) & is_real).any(axis=0)
     profile = np.where(is_nonfinite, np.nan, peak_band(norms, is_real).median)

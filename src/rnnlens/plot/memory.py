@@ -107,8 +107,8 @@ def lag_profile(
         notes += _samples.notes_of(array)[:1]
         notes.append(None if _samples.padding_mask(array) is None else "padding left out")
         for view in _data.direction_views(array):
-            norms = np.abs(_data.sample_first_values(view.data, OUT_TIME, IN_TIME))
-            is_real = ~_data.sample_first_values(_samples.full_padding_mask(view.data), OUT_TIME, IN_TIME)
+            norms = np.abs(_data.numpy_by_sample(view.data, OUT_TIME, IN_TIME))
+            is_real = ~_data.numpy_by_sample(_samples.full_padding_mask(view.data), OUT_TIME, IN_TIME)
             times = (_data.positions(array, OUT_TIME), _data.positions(array, IN_TIME))
             if view.name == BACKWARD:  # lag counts from the output step to later input steps
                 norms, is_real, times = np.swapaxes(norms, -1, -2), np.swapaxes(is_real, -1, -2), times[::-1]
@@ -182,7 +182,7 @@ def _set_axes(ax: Any, profiles: Sequence[_LagProfile], delays: Numbers, *, outs
     """Set a logarithmic value axis, mark the delays, and name the lines at their ends."""
     _axes.set_log_axis(ax)
     _axes.set_log_limits(ax, np.concatenate([profile.mean for profile in profiles]), headroom=2)
-    _axes.set_step_axis(ax, "x", np.arange(max(len(profile.mean) for profile in profiles)), time=False, margin=0.5)
+    _axes.tick_steps(ax, "x", np.arange(max(len(profile.mean) for profile in profiles)), time=False, margin=0.5)
     _axes.mark_delays(ax, delays)
     for delay in delays:
         _axes.mark_top(ax, float(delay), "delay")
@@ -274,7 +274,7 @@ def _kept_and_measured(
         }
         jacobian_array = jacobian_array.isel(direction_selection)
     gate_values, is_real = (
-        _data.sample_first_values(gates.sel({GATE: keeping_gate}), TIME),
+        _data.numpy_by_sample(gates.sel({GATE: keeping_gate}), TIME),
         _samples.real_step_mask(gates),
     )
     recurrence_order = slice(None, None, -1) if is_backward else slice(None)
@@ -282,7 +282,7 @@ def _kept_and_measured(
     source_dims = [str(d) for d in jacobian_array.dims if d not in (SAMPLE, OUT_TIME, OUT_UNIT)]
     if OUT_TIME not in jacobian_array.dims or OUT_UNIT not in jacobian_array.dims or len(source_dims) != 1:
         _refuse_mismatch(jacobian_array)
-    derivatives = np.abs(own_diagonal(_data.sample_first_values(jacobian_array, OUT_TIME, OUT_UNIT, source_dims[0])))
+    derivatives = np.abs(own_diagonal(_data.numpy_by_sample(jacobian_array, OUT_TIME, OUT_UNIT, source_dims[0])))
     steps = _data.positions(jacobian_array, OUT_TIME)
     if (
         derivatives.shape[2] != products.shape[2]
@@ -373,7 +373,7 @@ def decay_by_lag(
     """
     array = _data.label_array(decay, "decay_by_lag", dims=dims, guess={3: (SAMPLE, TIME, "head")})
     _data.require_time(array, "decay_by_lag")
-    values = _data.sample_first_values(array, TIME)
+    values = _data.numpy_by_sample(array, TIME)
     if (values < 0).any() or not np.isfinite(values).all():
         got, expected = "negative or non-finite values", "numbers from 0 on"
         raise InputError("plot.decay_by_lag draws decays.", got=got, expected=expected)

@@ -208,7 +208,7 @@ def _sensitivity(array: xr.DataArray, x: Any) -> tuple[Numbers, str | None]:
     The size is the norm over features; with the input ``x`` each feature's gradient is multiplied by its standard
     deviation first. The note says that these are over the steps of one sample, where there is only one.
     """
-    gradient_values = _data.sample_first_values(array, TIME)
+    gradient_values = _data.numpy_by_sample(array, TIME)
     gradient_values = gradient_values.reshape(*gradient_values.shape[:2], -1)
     if x is None:
         return np.asarray(safe_norm(gradient_values, axis=2), dtype=np.float64), None
@@ -273,7 +273,7 @@ def _draw_line(
         ax.set_yscale("log")
     else:
         ax.set_ylim(0, None)
-    _axes.set_step_axis(ax, "x", steps, margin=0.5)
+    _axes.tick_steps(ax, "x", steps, margin=0.5)
 
 
 @drawing(PatchCollection, tokens=anything, units=anything, gate=text, sample=whole(least=0))

@@ -205,7 +205,7 @@ def _draw_only_row(ax: Any, row: Numbers, is_padding: Numbers, steps: Numbers, *
     is_positive = log and _axes.is_positive(row)
     shown_values = np.where(is_nonfinite | ((row == 0) & is_positive), np.nan, row)
     ax.plot(steps, shown_values, color="#0072b2", linewidth=1.3, marker="." if len(steps) < 80 else None, gid="row")
-    _axes.set_step_axis(ax, "x", steps, margin=0.5)
+    _axes.tick_steps(ax, "x", steps, margin=0.5)
     if is_positive:
         _axes.set_value_axis(ax, row, log=True)
         _axes.mark_below(ax, steps, np.where(is_padding, np.nan, row), "#0072b2")
@@ -296,7 +296,7 @@ def _draw_lag_profile(
     profile = lag_profile(norms, out_times=times[0], in_times=times[1], where=is_real)
     lags = np.arange(len(profile))
     _draw_margin(ax, lags, profile, log, gid="profile")
-    _axes.set_step_axis(ax, "x", lags, time=False, margin=0.5)
+    _axes.tick_steps(ax, "x", lags, time=False, margin=0.5)
     ax.set_xlabel("lag", fontsize="small")
     ax.set_title("mean by lag", fontsize="small", pad=3)
 
@@ -305,7 +305,7 @@ def _draw_column_sums(ax: Any, matrix: Numbers, is_padding: Numbers, array: xr.D
     """Draw the column sums of a time Jacobian, on Axes below it."""
     steps = _data.positions(array, IN_TIME)
     _draw_margin(ax, steps, input_totals(np.where(is_padding, 0.0, matrix)), log, gid="columns")
-    _axes.set_step_axis(ax, "x", steps, margin=0.5)
+    _axes.tick_steps(ax, "x", steps, margin=0.5)
     ax.set_ylabel("sum of\ncolumn", fontsize="small")
 
 

@@ -362,4 +362,4 @@ def _draw_weight_lags(ax: Any, norms: xr.DataArray, runs_back: bool, delays: Num
     _axes.mark_delays(ax, delays)
     ax.axhline(1, color="#909090", linewidth=0.6, zorder=0.5)
     ax.set_ylim(-0.03, 1.05)
-    _axes.set_step_axis(ax, "x", lags, time=False, margin=0.5)
+    _axes.tick_steps(ax, "x", lags, time=False, margin=0.5)
