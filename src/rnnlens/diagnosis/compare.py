@@ -265,9 +265,9 @@ def compare(
     _refuse_keywords(keywords)
     undiagnosed = {name: value for name, value in by_name.items() if not isinstance(value, Diagnosis)}
     if undiagnosed and x is None:
-        got = ", ".join(f"{name}: {type(value).__name__}" for name, value in undiagnosed.items())
+        received = ", ".join(f"{name}: {type(value).__name__}" for name, value in undiagnosed.items())
         expected, hint = "what rl.diagnose returns", "rl.compare(models, x, y) diagnoses models"
-        raise InputError("These are no diagnoses.", got=got, expected=expected, hint=hint)
+        raise InputError("These are no diagnoses.", got=received, expected=expected, hint=hint)
     if undiagnosed and has_attribute(x, "__next__"):
         message, hint = "x is an iterator, which the first model would use up.", "x=list(x), or arrays"
         raise InputError(message, got=type(x).__name__, hint=hint)

@@ -257,8 +257,8 @@ def fixed_points(
             "fixed_points needs a batch to run the layer once.", got="x=None", hint="rl.fixed_points(model, x)"
         )
     if period * most > MOST_STEPS:
-        got = f"period={period}, most={most}"
-        raise InputError("The search is too large.", got=got, expected=f"period * most <= {MOST_STEPS}")
+        received = f"period={period}, most={most}"
+        raise InputError("The search is too large.", got=received, expected=f"period * most <= {MOST_STEPS}")
     name, run, _ = _replay_layer(model, x, layer, 64, axes)
     constant_input = _constant_input(input, run)
     start_states = _start_states(starts, name, run, most, noise, seed)
@@ -350,7 +350,7 @@ def _start_states(starts: Any, name: str, run: Replay, max_starts: int, noise: f
 
     def states(indices: Array) -> Array:
         positions = np.unravel_index(indices, sample_shape)
-        return np.concatenate([part[positions] for part in arrays], axis=1).astype(np.float64)
+        return np.concatenate([array[positions] for array in arrays], axis=1).astype(np.float64)
 
     rng = np.random.default_rng(seed)
     start_states = states(
@@ -372,6 +372,6 @@ def _states_from_trace(starts: Any, name: str, count: int) -> list[Any]:
         return [starts]
     layer_result: Any = starts.get(name)
     if not has_attribute(layer_result, "data_vars"):
-        got = ", ".join(map(str, starts)) or "nothing"
-        raise InputError(f"There are no states of {name!r} among the starts.", got=got, expected="a trace")
+        received = ", ".join(map(str, starts)) or "nothing"
+        raise InputError(f"There are no states of {name!r} among the starts.", got=received, expected="a trace")
     return [layer_result[quantity] for quantity in ("hidden", "cell") if quantity in layer_result][:count]

@@ -164,13 +164,13 @@ class Experiment:
         """Position of the output examined by the diagnosis among the model's outputs."""
         outputs = self.capture.outputs
         names = list(outputs) if isinstance(outputs, Mapping) else []
-        count = len(data.leaves_of(outputs))
-        if isinstance(self.output, str) and self.output in names and len(names) == count:
+        output_count = len(data.leaves_of(outputs))
+        if isinstance(self.output, str) and self.output in names and len(names) == output_count:
             return names.index(self.output)
-        if isinstance(self.output, str) or not -count <= self.output < count:
-            expected = f"0 to {count - 1}" + (f"; {', '.join(map(repr, names))}" if names else "")
+        if isinstance(self.output, str) or not -output_count <= self.output < output_count:
+            expected = f"0 to {output_count - 1}" + (f"; {', '.join(map(repr, names))}" if names else "")
             raise InputError("output= exceeds the number of outputs.", got=repr(self.output), expected=expected)
-        return self.output % count
+        return self.output % output_count
 
     def refuse_loss(self, loss: Any) -> None:
         """Run a loss function once on the first samples; raise InputError if it returns no real number or tensor."""
@@ -189,8 +189,8 @@ class Experiment:
         for value in returned:
             dtype_name = str(getattr(value, "dtype", type(value).__name__))
             if value is None or isinstance(value, str | bytes) or "complex" in dtype_name:
-                got = f"{getattr(loss, '__name__', 'loss')} returned {shown(value)}"
-                raise InputError("The loss returns no real number.", got=got, expected="a tensor of numbers")
+                received = f"{getattr(loss, '__name__', 'loss')} returned {shown(value)}"
+                raise InputError("The loss returns no real number.", got=received, expected="a tensor of numbers")
 
     def _leaf(self, outputs: Any) -> Any:
         return data.leaves_of(outputs)[self.output_index]
@@ -203,17 +203,19 @@ class Experiment:
         if isinstance(outputs, Mapping) and len(outputs) > 1:
             name = list(outputs)[self.output_index]
             if not isinstance(y, Mapping) or name not in y:
-                got = (
+                received = (
                     f"targets {', '.join(map(repr, y))}"
                     if isinstance(y, Mapping)
                     else f"{len(target_leaves)} without names"
                 )
                 hint = f"y={{{', '.join(f'{key!r}: ...' for key in outputs)}}}, or the one of output={name!r} alone"
-                raise InputError("The outputs have names, so the targets need the same names.", got=got, hint=hint)
+                raise InputError("The outputs have names, so the targets need the same names.", got=received, hint=hint)
             return data.leaves_of(y[name])[0]
         if len(target_leaves) != len(data.leaves_of(outputs)):
-            got = f"{len(target_leaves)} targets for {len(data.leaves_of(outputs))} outputs"
-            raise InputError("rnnlens cannot tell which target belongs to the output.", got=got, hint="pass that one")
+            received = f"{len(target_leaves)} targets for {len(data.leaves_of(outputs))} outputs"
+            raise InputError(
+                "rnnlens cannot tell which target belongs to the output.", got=received, hint="pass that one"
+            )
         return target_leaves[self.output_index]
 
     @cached_property

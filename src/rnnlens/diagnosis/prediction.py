@@ -184,12 +184,12 @@ def read_target(y: Any, raw: Array, step: int | None, task: str | None, loss: An
     values = np.asarray(to_host(y))
     samples, outputs = raw.shape
     if values.dtype.kind not in "fiub" or values.shape[0] != samples:
-        got = f"y of shape {values.shape}, dtype {values.dtype}, for {samples} samples"
-        raise InputError("The target does not fit.", got=got, expected="numbers, one row for each sample")
+        received = f"y of shape {values.shape}, dtype {values.dtype}, for {samples} samples"
+        raise InputError("The target does not fit.", got=received, expected="numbers, one row for each sample")
     if step is not None and values.ndim >= 2:
         if not -values.shape[1] <= step < values.shape[1]:
-            got, expected = f"step {step} of y of shape {values.shape}", "a target for every step of the output"
-            raise InputError("The target does not reach to that step.", got=got, expected=expected)
+            received, expected = f"step {step} of y of shape {values.shape}", "a target for every step of the output"
+            raise InputError("The target does not reach to that step.", got=received, expected=expected)
         values = values[:, step]
     loss_names = _loss_names(loss)
     resolved_task = task or _guess_task(values, outputs, loss_names)
@@ -200,8 +200,8 @@ def read_target(y: Any, raw: Array, step: int | None, task: str | None, loss: An
         return PredictionTarget("classes", _to_one_hot(values, outputs), _takes_logits(loss)).with_form(raw)
     flat_values = values.reshape(samples, -1).astype(np.float64)
     if flat_values.shape[1] != outputs:
-        got = f"y of shape {values.shape}, output of shape {raw.shape}"
-        raise InputError("The target does not fit the output.", got=got, hint='task="classes" or "values"')
+        received = f"y of shape {values.shape}, output of shape {raw.shape}"
+        raise InputError("The target does not fit the output.", got=received, hint='task="classes" or "values"')
     if resolved_task == "binary":
         return PredictionTarget("binary", flat_values, _takes_logits(loss)).with_form(raw)
     return PredictionTarget("values", flat_values)
@@ -254,8 +254,8 @@ def _to_one_hot(values: Array, outputs: int) -> Array:
         return flat.astype(np.float64)
     labels = flat[:, 0].astype(np.int64)
     if flat.shape[1] != 1 or labels.min() < 0 or labels.max() >= outputs:
-        got = f"y of shape {values.shape}, {labels.min()} to {labels.max()}"
-        raise InputError("The classes do not fit the output.", got=got, expected=f"0 to {outputs - 1}")
+        received = f"y of shape {values.shape}, {labels.min()} to {labels.max()}"
+        raise InputError("The classes do not fit the output.", got=received, expected=f"0 to {outputs - 1}")
     return np.eye(outputs)[labels]
 
 

@@ -163,8 +163,8 @@ class Orientation:
 
 def _to_canonical(array: Array, layout: Layout) -> Array:
     if len(layout.names) != array.ndim:
-        got = f"axes ({', '.join(layout.names)}) for shape {array.shape}"
-        raise InputError("axes= does not fit.", got=got, expected="one name for each axis")
+        received = f"axes ({', '.join(layout.names)}) for shape {array.shape}"
+        raise InputError("axes= does not fit.", got=received, expected="one name for each axis")
     return np.ascontiguousarray(np.transpose(array, canonical_order(layout.names)))
 
 
@@ -284,8 +284,8 @@ def read_samples(x: Any, y: Any, max_samples: int, orient: Callable[[Any], Orien
     x, y = ordered_pairs[0] if len(ordered_pairs) == 1 else map(_join_batches, zip(*ordered_pairs, strict=True))
     count = data.len_of(x)
     if y is not None and any(leaf.shape[:1] != (count,) for leaf in data.leaves_of(y)):
-        got = f"y of shape {', '.join(str(leaf.shape) for leaf in data.leaves_of(y))} for {count} samples"
-        raise InputError("The target does not fit.", got=got, expected="one row for each sample")
+        received = f"y of shape {', '.join(str(leaf.shape) for leaf in data.leaves_of(y))} for {count} samples"
+        raise InputError("The target does not fit.", got=received, expected="one row for each sample")
     labels = None if coordinates is None else coordinates.find(SAMPLE, count)
     labels = np.arange(count) if labels is None else labels
     if count > max_samples:
@@ -310,10 +310,10 @@ def refuse_without_time(x: Any, *, least: int = 2) -> None:
     if not all(shapes):
         raise InputError("x holds what has no axes.", got=shown(x), expected="arrays with samples first")
     if not any(len(shape) >= 2 and min(shape[:2]) >= least for shape in shapes):
-        got = ", ".join(map(str, shapes))
+        received = ", ".join(map(str, shapes))
         message = "The data has no earlier time step" + (", or no other sample to compare with." if least > 1 else ".")
         expected = f"x of shape (sample, time, ...), at least {least} of each"
-        raise InputError(message, got=got, expected=expected)
+        raise InputError(message, got=received, expected=expected)
 
 
 def _refuse_packed(tree: Any) -> None:

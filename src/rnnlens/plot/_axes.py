@@ -215,10 +215,10 @@ def tick_steps(ax: Any, axis: str, steps: Numbers, *, time: bool = True, margin:
 
 
 class PowerLocator(Locator):
-    """Ticks of a logarithmic axis, at most ``most``: powers of ten, with 2 and 5 or more between them if few fit."""
+    """Ticks of a logarithmic axis, at most ``most_ticks``: powers of ten, with 2 and 5 or more between them if few fit."""
 
-    def __init__(self, most: int) -> None:
-        self.most_ticks = most
+    def __init__(self, most_ticks: int) -> None:
+        self.most_ticks = most_ticks
 
     def __call__(self) -> list[float]:
         axis: Any = self.axis
@@ -258,11 +258,11 @@ class ShortFormatter(Formatter):
         return f"{x:g}"
 
 
-def set_log_axis(ax: Any, axis: str = "y", *, most: int = 7) -> None:
+def set_log_axis(ax: Any, axis: str = "y", *, most_ticks: int = 7) -> None:
     """Make an axis logarithmic, with tick labels that do not overlap."""
     ax.set(**{f"{axis}scale": "log"})
     axis_object = getattr(ax, f"{axis}axis")
-    axis_object.set_major_locator(PowerLocator(most))
+    axis_object.set_major_locator(PowerLocator(most_ticks))
     axis_object.set_major_formatter(ShortFormatter())
     axis_object.set_minor_locator(LogLocator(subs="auto"))
     axis_object.set_minor_formatter(NullFormatter())

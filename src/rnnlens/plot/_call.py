@@ -154,9 +154,9 @@ def drawing(artist: type, *, extra: Sequence[str] = (), **table: Check) -> Calla
             except Exception as error:
                 if not artist_properties:
                     raise
-                got = ", ".join(f"{name}={shown(value)}" for name, value in artist_properties.items())
+                received = ", ".join(f"{name}={shown(value)}" for name, value in artist_properties.items())
                 message = f"matplotlib cannot draw plot.{function.__name__} like this: {error}"
-                raise InputError(message, got=got, expected="values that matplotlib knows") from error
+                raise InputError(message, got=received, expected="values that matplotlib knows") from error
 
         draw.__doc__ = _complete_docstring(function, artist, extra)
         return check_arguments(**checks)(draw)

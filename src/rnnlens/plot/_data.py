@@ -89,13 +89,13 @@ def label_array(
 def _refuse_whole_results(data: Any, figure: str) -> None:
     dataset = data.dataset if has_attribute(data, "dataset") else data
     if isinstance(dataset, xr.Dataset):
-        got, needed = f"a whole layer with {', '.join(map(str, dataset.data_vars))}", "one of them"
+        received, needed = f"a whole layer with {', '.join(map(str, dataset.data_vars))}", "one of them"
     elif isinstance(data, Mapping) or has_attribute(data, "keys"):
-        got, needed = type(data).__name__, "one variable of one layer"
+        received, needed = type(data).__name__, "one variable of one layer"
     else:
         return
     hint = f'pass {needed}, such as trace["lstm"].hidden_grad'
-    raise InputError(f"plot.{figure} draws one variable.", got=got, expected="a DataArray or an array", hint=hint)
+    raise InputError(f"plot.{figure} draws one variable.", got=received, expected="a DataArray or an array", hint=hint)
 
 
 def _dims_of(

@@ -132,10 +132,10 @@ def draw_image(
 
 
 def set_named_ticks(
-    ax: Any, axis: str, tick_positions: Sequence[float] | Numbers, names: Sequence[str], *, most: int = 12
+    ax: Any, axis: str, tick_positions: Sequence[float] | Numbers, names: Sequence[str], *, most_ticks: int = 12
 ) -> None:
-    """Set named ticks at positions; every n-th one if there are more than ``most``."""
-    tick_stride = -(-len(names) // most)
+    """Set named ticks at positions; every n-th one if there are more than ``most_ticks``."""
+    tick_stride = -(-len(names) // most_ticks)
     set_ticks = ax.set_xticks if axis == "x" else ax.set_yticks
     set_ticks(list(tick_positions)[::tick_stride], labels=list(names)[::tick_stride])
 
@@ -146,7 +146,7 @@ def draw_separators(ax: Any, axis: str, size: int, names: Sequence[str]) -> None
     for number in range(1, len(names)):
         draw_line(number * size - 0.5, gid="gate separator", **SEPARATOR)
     middles = [(number + 0.5) * size - 0.5 for number in range(len(names))]
-    set_named_ticks(ax, axis, middles, names, most=len(names))
+    set_named_ticks(ax, axis, middles, names, most_ticks=len(names))
     ax.tick_params(axis=axis, length=0)
 
 

@@ -31,8 +31,8 @@ def losses_of(array: xr.DataArray, losses: Any, figure: str) -> Numbers:
     require_dim(array, SAMPLE, figure)
     values, count = as_numbers("losses", losses), array.sizes[SAMPLE]
     if values.size != count:
-        message, got = "losses= has one number for each sample.", f"{values.size} numbers"
-        raise InputError(message, got=got, expected=f"{count} of them")
+        message, received = "losses= has one number for each sample.", f"{values.size} numbers"
+        raise InputError(message, got=received, expected=f"{count} of them")
     return values.reshape(-1).astype(float)
 
 

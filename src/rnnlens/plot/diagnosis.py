@@ -411,7 +411,7 @@ def _scatter(ax: Any, losses: Numbers, norms: Numbers, names: list[str], keyword
     ax.scatter(*clipped, **{"gid": "samples", "clip_on": False, **style, **keywords})
     ax.set(xlim=limits[0], ylim=limits[1], xlabel="loss of the sample", ylabel="norm of its gradient")
     for axis in ("x", "y"):
-        _axes.set_log_axis(ax, axis, most=6)
+        _axes.set_log_axis(ax, axis, most_ticks=6)
     if is_finite.any():
         largest = int(np.where(is_finite, norms, -1.0).argmax())
         for sample_index, role in {int(typical_first(losses)[0]): "typical", largest: "largest"}.items():

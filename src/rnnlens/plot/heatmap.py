@@ -262,24 +262,24 @@ def _array_pairs(before: Any, after: Any, quantity: str, dims: Any) -> dict[str,
     for name, array in arrays_before.items():
         array_after = arrays_after.get(name)
         if array_after is None or dict(array.sizes) != dict(array_after.sizes):
-            got = (
+            received = (
                 f"{dict(array.sizes)} and "
                 f"{dict(array_after.sizes) if array_after is not None else f'no layer {name!r}'}"
             )
             hint = "trace the same layers of the model with the same batch"
             message = "plot.before_after compares two results of the same dimensions and sizes."
-            raise InputError(message, got=got, hint=hint)
+            raise InputError(message, got=received, hint=hint)
         pairs[name] = (array, array_after.transpose(*array.dims))
     return pairs
 
 
 def _compared_rows(
-    shown: Mapping[str, Sequence[xr.DataArray]], as_computed: bool
+    arrays_by_layer: Mapping[str, Sequence[xr.DataArray]], as_computed: bool
 ) -> tuple[list[list[ComparedRow]], list[str | None]]:
     """Return lists of rows to draw, one list per direction of a single layer, else one list of all; and their names."""
-    has_one_layer = len(shown) == 1
+    has_one_layer = len(arrays_by_layer) == 1
     rows_by_direction: dict[str | None, list[ComparedRow]] = {}
-    for layer, (before, after) in shown.items():
+    for layer, (before, after) in arrays_by_layer.items():
         image_dims = _images.ImageDims.of(before, "before_after")
         pairs = zip(
             _data.direction_views(before, as_computed=as_computed),

@@ -113,16 +113,16 @@ def _read_labelled_history(history: xr.Dataset | xr.DataArray) -> tuple[dict[tup
     first_array = next(iter(arrays.values()), xr.DataArray(0.0))
     dims = [str(d) for d in first_array.dims]
     if not dims:
-        got = "norms without a training dimension" if arrays else "nothing in it"
-        raise InputError("plot.weight_norms draws a history of norms.", got=got)
+        received = "norms without a training dimension" if arrays else "nothing in it"
+        raise InputError("plot.weight_norms draws a history of norms.", got=received)
     step_dim = next((name for name in ROWS if name in dims), dims[0])
     lines: dict[tuple[str, str], Numbers] = {}
     for name, array in arrays.items():
         norm_array = _data.label_array(array, "weight_norms")
         if step_dim not in norm_array.dims:
-            got = f"{name!r} with dimensions ({', '.join(map(str, norm_array.dims))})"
+            received = f"{name!r} with dimensions ({', '.join(map(str, norm_array.dims))})"
             expected = f"{step_dim!r} among them, as in the others"
-            raise InputError("plot.weight_norms draws a history of norms.", got=got, expected=expected)
+            raise InputError("plot.weight_norms draws a history of norms.", got=received, expected=expected)
         other_dims = [d for d in norm_array.dims if d != step_dim]
         names = [""]
         for dim in other_dims:
@@ -251,8 +251,8 @@ def _arrays_by_moment(history: Any, quantity: str) -> dict[Any, xr.DataArray]:
     if isinstance(history, xr.DataArray):
         step_dim = next((name for name in ROWS if name in history.dims and name != TIME), None)
         if step_dim is None:
-            got, expected = f"dimensions ({', '.join(map(str, history.dims))})", f"one of {', '.join(ROWS[:-1])}"
-            raise InputError("plot.norm_history needs a training dimension.", got=got, expected=expected)
+            received, expected = f"dimensions ({', '.join(map(str, history.dims))})", f"one of {', '.join(ROWS[:-1])}"
+            raise InputError("plot.norm_history needs a training dimension.", got=received, expected=expected)
         steps = _data.positions(history, step_dim).tolist()
         data_by_moment = {step: history.isel({step_dim: i}, drop=True) for i, step in enumerate(steps)}
     elif isinstance(history, Mapping) and history and _data.dataset_of(history) is None:
@@ -273,8 +273,8 @@ def _arrays_by_moment(history: Any, quantity: str) -> dict[Any, xr.DataArray]:
     lengths = {array.sizes[TIME] for array in arrays.values()}
     direction_counts = {array.sizes.get(DIRECTION) for array in arrays.values()}
     if len(lengths) > 1 or len(direction_counts) > 1:
-        got = f"{', '.join(str(length) for length in sorted(lengths))} time steps"
-        raise InputError("The moments differ in their steps or directions.", got=got)
+        received = f"{', '.join(str(length) for length in sorted(lengths))} time steps"
+        raise InputError("The moments differ in their steps or directions.", got=received)
     return arrays
 
 
@@ -310,5 +310,5 @@ def _draw_history(
     positive_sizes = positive_sizes[np.isfinite(positive_sizes) & (positive_sizes > 0)]
     if positive_sizes.size:
         size_ax.set_xlim(float(positive_sizes.min()) / 1.5, float(positive_sizes.max()) * 1.5)
-        _axes.set_log_axis(size_ax, "x", most=3)
+        _axes.set_log_axis(size_ax, "x", most_ticks=3)
     _images.colour_bar([size_ax], image, "share of the sample's peak")

@@ -114,14 +114,14 @@ def maps(
 def _space_dims(array: xr.DataArray) -> list[str]:
     """Return the axes of space, height before width; raise InputError for dimensions that the figure cannot draw."""
     space_dims = [name for space_axis in SPACE[3] for name in (space_axis, f"input_{space_axis}") if name in array.dims]
-    got = f"dimensions ({', '.join(map(str, array.dims))})"
+    received = f"dimensions ({', '.join(map(str, array.dims))})"
     if not space_dims:
         message, hint = "plot.maps needs axes of space.", "draw units by time with plot.heatmap; name axes with dims="
-        raise InputError(message, got=got, expected="height and width, or width alone", hint=hint)
+        raise InputError(message, got=received, expected="height and width, or width alone", hint=hint)
     if len(space_dims) > 2:
         message, depth_dim = "plot.maps draws at most two axes of space.", space_dims[0]
         hint = f"select a slice, array.isel({depth_dim}=0), or take the norm, (array**2).sum({depth_dim!r}) ** 0.5"
-        raise InputError(message, got=got, expected=f"one value of {depth_dim!r}", hint=hint)
+        raise InputError(message, got=received, expected=f"one value of {depth_dim!r}", hint=hint)
     known_dims = {SAMPLE, TIME, DIRECTION, _channel_dim(array), *space_dims}
     other_dims = [str(dim) for dim in array.dims if dim not in known_dims]
     if other_dims:
@@ -141,9 +141,9 @@ def _select_position(array: xr.DataArray, dim: str | None, index: int) -> xr.Dat
     if index >= count:
         name = SAMPLE if dim == SAMPLE else CHANNEL
         available_text = f" of {count}" if count else f", dimensions ({', '.join(map(str, array.dims))})"
-        got = f"{name}={index}{available_text}"
+        received = f"{name}={index}{available_text}"
         expected = f"{name}=0 to {count - 1}" if count else f"an array with {name}s"
-        raise InputError(f"There is no such {name}.", got=got, expected=expected)
+        raise InputError(f"There is no such {name}.", got=received, expected=expected)
     return array.isel({dim: index}, drop=True)
 
 
@@ -166,9 +166,9 @@ def _step_indices(array: xr.DataArray, steps: Any) -> list[int]:
     requested_steps = np.atleast_1d(steps).reshape(-1)
     missing_steps = [step for step in requested_steps.tolist() if step not in known_steps]
     if missing_steps or not requested_steps.size:
-        got = f"steps={requested_steps.tolist()}"
+        received = f"steps={requested_steps.tolist()}"
         raise InputError(
-            "There is no such step.", got=got, expected=f"steps from {known_steps[0]} to {known_steps[-1]}"
+            "There is no such step.", got=received, expected=f"steps from {known_steps[0]} to {known_steps[-1]}"
         )
     return [int(np.flatnonzero(known_steps == step)[0]) for step in requested_steps]
 

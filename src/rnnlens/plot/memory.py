@@ -239,8 +239,8 @@ def memory_lifetime(
     keeping_gate = next((name for name in KEEPING if name in _data.names_of(gates, GATE)), None)
     if keeping_gate is None:
         expected = "a forget gate (LSTM) or an update gate (GRU)"
-        got = f"gates {', '.join(_data.names_of(gates, GATE))}"
-        raise InputError("No gate of this cell keeps its state.", got=got, expected=expected)
+        received = f"gates {', '.join(_data.names_of(gates, GATE))}"
+        raise InputError("No gate of this cell keeps its state.", got=received, expected=expected)
     jacobian_array = _data.label_array(jacobian, "memory_lifetime", guess={4: (SAMPLE, OUT_TIME, OUT_UNIT, IN_FEATURE)})
     directions = [view.name for view in _data.direction_views(gates)]
     panels = _frame.open_panels("memory_lifetime", 1, ax, figure, directions=directions, size=(3.6, 3.5))
@@ -328,7 +328,7 @@ def _draw_lifetime(ax: Any, products: Numbers, derivatives: Numbers, steps: Numb
     ax.plot([low, high], [low, high], color="0.4", linewidth=0.9, linestyle="--", zorder=1, gid="identity")
     ax.set(xlim=(low, high), ylim=(low, high), aspect="equal")
     for axis in ("x", "y"):
-        _axes.set_log_axis(ax, axis, most=5)
+        _axes.set_log_axis(ax, axis, most_ticks=5)
     if has_values_below:
         text = f"at the border: below {_axes.short_number(low)}"
         _axes.write_text(ax, text, (0.97, 0.02), over="axes fraction", va="bottom", gid="below")
@@ -375,8 +375,8 @@ def decay_by_lag(
     _data.require_time(array, "decay_by_lag")
     values = _data.numpy_by_sample(array, TIME)
     if (values < 0).any() or not np.isfinite(values).all():
-        got, expected = "negative or non-finite values", "numbers from 0 on"
-        raise InputError("plot.decay_by_lag draws decays.", got=got, expected=expected)
+        received, expected = "negative or non-finite values", "numbers from 0 on"
+        raise InputError("plot.decay_by_lag draws decays.", got=received, expected=expected)
     log_sums, step_counts = (np.ravel(statistic) for statistic in logarithms(values))
     half_life = half_life_of(log_sums, step_counts)
     order = np.argsort(half_life)

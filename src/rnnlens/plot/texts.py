@@ -31,8 +31,8 @@ def tokens_of(tokens: Any, count: int, figure: str) -> list[str]:
     """Return the tokens as a list of texts, a string as its letters; raise InputError unless there is one per step."""
     is_sequence = isinstance(tokens, str | Sequence) or (isinstance(tokens, np.ndarray) and tokens.ndim == 1)
     if not is_sequence or len(tokens) != count:
-        got = f"{len(tokens)} tokens" if is_sequence else shown(tokens)
-        raise InputError(f"plot.{figure} writes one token for each step.", got=got, expected=f"{count} of them")
+        received = f"{len(tokens)} tokens" if is_sequence else shown(tokens)
+        raise InputError(f"plot.{figure} writes one token for each step.", got=received, expected=f"{count} of them")
     return [str(token).replace("\n", "↵").replace("\t", "→") or " " for token in tokens]
 
 
@@ -255,8 +255,8 @@ def _image_shape(shape: Any, count: int) -> tuple[int, int]:
     shape_numbers = np.atleast_1d(as_numbers("shape", shape))
     sizes = shape_numbers.flat[:3].astype(int)
     if shape_numbers.size != 2 or int(sizes.prod()) != count or (sizes < 1).any():
-        got = f"shape={tuple(sizes.tolist())} for {count} steps"
-        raise InputError("shape= is not that of the image.", got=got, expected=f"rows x columns = {count}")
+        received = f"shape={tuple(sizes.tolist())} for {count} steps"
+        raise InputError("shape= is not that of the image.", got=received, expected=f"rows x columns = {count}")
     return int(sizes[0]), int(sizes[1])
 
 
@@ -359,13 +359,15 @@ def _select_gate(array: xr.DataArray, gate: str | None) -> xr.DataArray:
     """Select a gate by name; return the array unchanged if it has no gates."""
     if GATE not in array.dims:
         if gate is not None:
-            got = f"gate={gate!r} for dimensions ({', '.join(map(str, array.dims))})"
-            raise InputError("This array has no gates.", got=got, hint='pass trace["lstm"].gates')
+            received = f"gate={gate!r} for dimensions ({', '.join(map(str, array.dims))})"
+            raise InputError("This array has no gates.", got=received, hint='pass trace["lstm"].gates')
         return array
     gate_names = _data.names_of(array, GATE)
     if gate not in gate_names:
-        message, got = "plot.unit_over_text draws one gate.", "all gates" if gate is None else f"gate={gate!r}"
-        raise InputError(message, got=got, expected=f"one of {', '.join(gate_names)}", hint=f"gate={gate_names[0]!r}")
+        message, received = "plot.unit_over_text draws one gate.", "all gates" if gate is None else f"gate={gate!r}"
+        raise InputError(
+            message, got=received, expected=f"one of {', '.join(gate_names)}", hint=f"gate={gate_names[0]!r}"
+        )
     gate_label = gate if gate == "candidate" else f"{gate} gate"
     return array.isel({GATE: gate_names.index(gate)}, drop=True).assign_attrs(array.attrs, long_name=gate_label)
 

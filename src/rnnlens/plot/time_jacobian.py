@@ -318,7 +318,7 @@ def _draw_margin(ax: Any, x: Numbers, values: Numbers, log: bool, *, gid: str) -
         ax.set_ylim(0, None)
     elif positive_values.size:
         _axes.set_log_limits(ax, positive_values, headroom=1.6)
-        _axes.set_log_axis(ax, most=4)
+        _axes.set_log_axis(ax, most_ticks=4)
 
 
 def _mark_delays(axes: list[Any], array: xr.DataArray, delays: Numbers, *, backward: bool) -> None:

@@ -321,8 +321,8 @@ def timeline(
     """
     groups = _group_by_kind(_selected_scalars(run, select))
     if len(groups) > max_panels:
-        got, hint = f"{len(groups)} panels", 'select="*/reach", or raise max_panels='
-        raise InputError("Too many kinds of numbers for one figure.", got=got, hint=hint)
+        received, hint = f"{len(groups)} panels", 'select="*/reach", or raise max_panels='
+        raise InputError("Too many kinds of numbers for one figure.", got=received, hint=hint)
     columns = 1 if len(groups) < 4 else 2
     sizes: dict[str, Any] = {"size": (4.6, 1.6), "margin": (1.0, 0.9), "shape": (-(-len(groups) // columns), columns)}
     panels = _frame.open_panels("timeline", len(groups), ax, figure, **sizes)
