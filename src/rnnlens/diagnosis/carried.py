@@ -107,13 +107,15 @@ class _StateExchange:
         for name, states in self.states.items():
             sample_order = self.lender if name == exchanged_layer else slice(None)
             initial_states[name] = [s[:, start_step][sample_order] for s in states]
-        count = len(self.lender)
+        n_samples = len(self.lender)
         last_inputs = self.experiment.samples.map_sequences(
-            lambda leaf: leaf[:count, -n_steps:], lambda leaf: leaf[:count]
+            lambda leaf: leaf[:n_samples, -n_steps:], lambda leaf: leaf[:n_samples]
         )
-        raw = self.experiment.outputs(last_inputs, initial_states)
+        raw_output = self.experiment.outputs(last_inputs, initial_states)
         target = self.experiment.target
-        return raw if target is None else target.select_samples(np.arange(len(raw))).prediction(raw)
+        return (
+            raw_output if target is None else target.select_samples(np.arange(len(raw_output))).prediction(raw_output)
+        )
 
     def measure(self, name: str) -> CarriedMemory:
         """Measure how much the prediction depends on the state of one layer."""

@@ -160,9 +160,9 @@ def _run_on_workers(
         keys = {name: f"rnnlens-diagnose-{run_id}-{attempt}{number}" for number, name in enumerate(names)}
         futures = {
             client.submit(
-                diagnose_on_worker, *packed_candidates[name_of_task], data_future, key=keys[name_of_task], pure=False
-            ): name_of_task
-            for name_of_task in names
+                diagnose_on_worker, *packed_candidates[task_name], data_future, key=keys[task_name], pure=False
+            ): task_name
+            for task_name in names
         }
         for future, outcome in results_of(client, list(futures)):
             yield futures[future], outcome
@@ -328,12 +328,12 @@ def _comparison_table(outcomes: Mapping[Any, Outcome]) -> xr.Dataset:
     reference = succeeded.index(True) if any(succeeded) else 0
     reference_memory = _resampled_memory(models[reference])
     sample_counts = [model.sizes.get("sample", 0) for model in models]
-    has_same_count = [count == sample_counts[reference] for count in sample_counts]
-    comparable = [
+    same_counts = [count == sample_counts[reference] for count in sample_counts]
+    comparable_memories = [
         _resampled_memory(model) if is_comparable else _UNKNOWN
-        for model, is_comparable in zip(models, has_same_count, strict=True)
+        for model, is_comparable in zip(models, same_counts, strict=True)
     ]
-    differences = [_difference(reference_memory, memory) for memory in comparable]
+    differences = [_difference(reference_memory, memory) for memory in comparable_memories]
     variables["difference"] = ("name", np.array([v for v, _ in differences]))
     variables["difference_interval"] = (("name", "bound"), np.array([b for _, b in differences]))
     codes = [" ".join(d.codes) if isinstance(d, Diagnosis) else "" for d in outcomes.values()]

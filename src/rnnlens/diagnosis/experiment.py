@@ -156,8 +156,8 @@ class Experiment:
         )
         if output.ndim == 1:
             output = output[:, None]
-        at_step = output[np.arange(len(output)), self.examined_indices(output)] if output.ndim >= 3 else output
-        return at_step.reshape(len(at_step), -1)
+        examined_values = output[np.arange(len(output)), self.examined_indices(output)] if output.ndim >= 3 else output
+        return examined_values.reshape(len(examined_values), -1)
 
     @cached_property
     def output_index(self) -> int:
@@ -308,8 +308,8 @@ class Experiment:
 
     def predict_shortened(self, lengths: Array) -> Array | None:
         """Predict from the last ``lengths`` steps of each sample; None if the model refuses fewer."""
-        equal = bool((self.lengths == self.samples.steps).all())
-        if not equal and self.is_sequence:
+        have_full_length = bool((self.lengths == self.samples.steps).all())
+        if not have_full_length and self.is_sequence:
             return None
         try:
             return self._to_prediction(self.outputs(self.samples.shortened(self.lengths, lengths)))

@@ -61,7 +61,7 @@ SHOWN_BY = {
 _ORDER = {"fault": 0, "unknown": 1, "caution": 2, "fact": 3}
 
 
-def headline(memory: Memory, baseline: tuple[str, Memory] | None, missed: Missed | None) -> str:
+def headline(memory: Memory, baseline: tuple[str, Memory] | None, residual_test: Missed | None) -> str:
     """Describe the memory in use of the model beside that of a ``baseline`` (name, memory), or why it is unknown."""
     if not memory.is_known:
         return f"Memory in use unknown: {memory.reason}."
@@ -75,19 +75,19 @@ def headline(memory: Memory, baseline: tuple[str, Memory] | None, missed: Missed
         sentences.append(f"It {verb_phrase} of the {later_count} later {_step_noun(later_count)}.")
     if memory.count_matters:
         sentences.append("The number of steps before the last also changes its output, whatever their inputs.")
-    if missed is not None and not is_missed(missed, memory) and not memory.censored:
+    if residual_test is not None and not is_missed(residual_test, memory) and not memory.censored:
         sentences.append("No sign of unused information in older steps (residual test).")
     return " ".join(sentence for sentence in sentences if sentence)
 
 
-def layer_sentence(name: str, carried: CarriedMemory) -> str:
+def layer_sentence(name: str, carried_memory: CarriedMemory) -> str:
     """Describe the memory that the state of one layer carries."""
-    is_prediction, length = carried.quantity == "prediction", carried.length
-    if carried.use.size == 0 or carried.use[0] <= USED:
+    is_prediction, length = carried_memory.quantity == "prediction", carried_memory.length
+    if carried_memory.use.size == 0 or carried_memory.use[0] <= USED:
         unchanged_quantity = "the prediction" if is_prediction else "its own later states"
         return f"{name}: the state carries nothing from one step to the next that changes {unchanged_quantity}."
-    if length >= carried.steps:
-        return f"{name}: the state carries information from the first step to the last of {carried.steps}."
+    if length >= carried_memory.steps:
+        return f"{name}: the state carries information from the first step to the last of {carried_memory.steps}."
     reason = (
         f"replacing the state earlier does not change {'the prediction' if is_prediction else 'its own last state'}"
     )
@@ -144,9 +144,9 @@ def _step_noun(count: int) -> str:
 
 def findings(
     memory: Memory,
-    missed: Missed | None,
+    residual_test: Missed | None,
     layers: Sequence[LayerFacts],
-    attributed: int | None,
+    attributed_steps: int | None,
     x: Array,
     mask: Array | None,
     prediction: xr.DataArray,
@@ -155,11 +155,11 @@ def findings(
     unsorted_findings = [
         *_nonfinite_findings(layers, prediction),
         *_skill_findings(memory),
-        *_missed_findings(memory, missed, layers),
+        *_missed_findings(memory, residual_test, layers),
         *_dynamics_findings(memory, layers),
         *_unit_findings(layers),
         *_data_findings(x, mask),
-        *_memory_findings(memory, attributed),
+        *_memory_findings(memory, attributed_steps),
     ]
     return sorted(unsorted_findings, key=lambda finding: _ORDER[finding.severity])
 
@@ -200,17 +200,17 @@ def _skill_findings(memory: Memory) -> Iterator[Finding]:
         )
 
 
-def _missed_findings(memory: Memory, missed: Missed | None, layers: Sequence[LayerFacts]) -> Iterator[Finding]:
-    if missed is None or not is_missed(missed, memory):
+def _missed_findings(memory: Memory, residual_test: Missed | None, layers: Sequence[LayerFacts]) -> Iterator[Finding]:
+    if residual_test is None or not is_missed(residual_test, memory):
         return
-    lag = len(missed.by_step) - 1 - missed.step
+    lag = len(residual_test.by_step) - 1 - residual_test.step
     yield Finding(
         "MISSED_DEPENDENCY",
         "fault",
         MODEL,
-        f"The input {_lag_text(lag)} would explain errors of the model: {_percent(missed.effect)} of the variance of "
+        f"The input {_lag_text(lag)} would explain errors of the model: {_percent(residual_test.effect)} of the variance of "
         f"the target (residual test, p < {P_VALUE}).",
-        {"effect": missed.effect, "p_value": missed.p_value, "step": missed.step, "lag": lag},
+        {"effect": residual_test.effect, "p_value": residual_test.p_value, "step": residual_test.step, "lag": lag},
         f"cross-validated ridge on the residual explains >= {_percent(EFFECT)} of Var y, permutation p < {P_VALUE}",
         "",
     )
@@ -420,7 +420,7 @@ def _data_findings(x: Array, mask: Array | None) -> Iterator[Finding]:
         )
 
 
-def _memory_findings(memory: Memory, attributed: int | None) -> Iterator[Finding]:
+def _memory_findings(memory: Memory, attributed_steps: int | None) -> Iterator[Finding]:
     sample_count = memory.change.shape[1] if memory.change.size else 0
     if sample_count and sample_count < ENOUGH:
         consequence = "too few to measure memory" if sample_count < FEWEST else "the intervals are too narrow"
@@ -446,10 +446,10 @@ def _memory_findings(memory: Memory, attributed: int | None) -> Iterator[Finding
             "n = 1 with skill",
             "nothing, if the task needs no more; only a missed dependency would be a fault.",
         )
-    if not attributed:
+    if not attributed_steps:
         return
-    ratio = max(attributed / length.value, length.value / attributed)
-    is_outside = not length.low / DISAGREE < attributed < length.high * DISAGREE
+    ratio = max(attributed_steps / length.value, length.value / attributed_steps)
+    is_outside = not length.low / DISAGREE < attributed_steps < length.high * DISAGREE
     if ratio >= DISAGREE and is_outside:
         latch_reason = "a stable memory (a latch) has a gradient of nearly zero"
         few_reason = "few samples with large gradients dominate the attribution"
@@ -457,9 +457,9 @@ def _memory_findings(memory: Memory, attributed: int | None) -> Iterator[Finding
             "GRADIENT_MEMORY_DISAGREE",
             "caution",
             MODEL,
-            f"Gradients attribute the prediction to the last {attributed} steps, replacing inputs to the "
-            f"last {length.value:.0f}: {latch_reason if attributed < length.value else few_reason}.",
-            {"attributed": attributed, "memory": length.value},
+            f"Gradients attribute the prediction to the last {attributed_steps} steps, replacing inputs to the "
+            f"last {length.value:.0f}: {latch_reason if attributed_steps < length.value else few_reason}.",
+            {"attributed": attributed_steps, "memory": length.value},
             f"a factor of {DISAGREE:g}, outside the interval",
             "rely on the memory in use (Bengio, Simard, Frasconi 1994).",
         )

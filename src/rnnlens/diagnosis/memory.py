@@ -125,8 +125,8 @@ class Memory:
     @property
     def lost_without(self) -> float:
         """Share of the score that is lost when the n-th step from the end and everything older are exchanged."""
-        shorter = np.flatnonzero(self.context < self.length.value)
-        return float(self.benefit[shorter[-1]]) if shorter.size else float("nan")
+        shorter_contexts = np.flatnonzero(self.context < self.length.value)
+        return float(self.benefit[shorter_contexts[-1]]) if shorter_contexts.size else float("nan")
 
 
 def measure_memory(experiment: Experiment) -> Memory:
@@ -152,8 +152,8 @@ def _measure_skill(experiment: Experiment, windows: Windows | None) -> Skill | N
     target = experiment.target
     if target is None:
         return None
-    loss, constant = target.loss(experiment.prediction), target.constant_loss()
-    if not constant.mean() > 0:
+    loss, constant_loss = target.loss(experiment.prediction), target.constant_loss()
+    if not constant_loss.mean() > 0:
         return Skill(UNKNOWN, UNKNOWN, UNKNOWN)
     weights = _weights(len(loss), windows, experiment.seed)
     order = np.random.default_rng(0).permutation(len(experiment.prediction)) if windows is None else windows.order
@@ -163,11 +163,11 @@ def _measure_skill(experiment: Experiment, windows: Windows | None) -> Skill | N
         fit = target.select_samples(other_half).calibration(experiment.prediction[other_half])
         recalibrated[half] = fit.apply(experiment.prediction[half])
     recalibrated_loss = target.loss(recalibrated)
-    scale = np.maximum(weights @ constant, 1e-300)
-    gain = float((loss - recalibrated_loss).mean() / constant.mean())
+    scale = np.maximum(weights @ constant_loss, 1e-300)
+    gain = float((loss - recalibrated_loss).mean() / constant_loss.mean())
     return Skill(
-        Interval(skill(loss, constant), *interval(1 - (weights @ loss) / scale)),
-        Interval(skill(recalibrated_loss, constant), *interval(1 - (weights @ recalibrated_loss) / scale)),
+        Interval(skill(loss, constant_loss), *interval(1 - (weights @ loss) / scale)),
+        Interval(skill(recalibrated_loss, constant_loss), *interval(1 - (weights @ recalibrated_loss) / scale)),
         Interval(gain, *interval(weights @ (loss - recalibrated_loss) / scale)),
     )
 
@@ -256,11 +256,11 @@ def _length_interval(context: Array, repeats: Array, steps: int, level: float) -
     A curve is known at some k only. n lies between the last k whose value is above the level, plus 1, and the next k.
     The low end of the interval uses the former, the high end the latter.
     """
-    above = np.where(repeats > level, context[:, None], 0).max(axis=0)
-    following = np.append(context, steps)[np.searchsorted(context, above, side="right")]
-    finite = np.isfinite(repeats).all(axis=0)
-    low, _ = interval(np.where(finite, above + 1, np.nan))
-    _, high = interval(np.where(finite, following, np.nan))
+    last_above = np.where(repeats > level, context[:, None], 0).max(axis=0)
+    next_context = np.append(context, steps)[np.searchsorted(context, last_above, side="right")]
+    is_finite = np.isfinite(repeats).all(axis=0)
+    low, _ = interval(np.where(is_finite, last_above + 1, np.nan))
+    _, high = interval(np.where(is_finite, next_context, np.nan))
     return (float(np.floor(low)), float(np.ceil(high))) if np.isfinite(low) else (low, high)
 
 
@@ -286,15 +286,15 @@ def _count_later_steps(experiment: Experiment, variance: float) -> tuple[int, in
     return memory_length(curve, n_later + 1) - 1, n_later
 
 
-def _count_matters(experiment: Experiment, used: int, variance: float) -> bool:
+def _count_matters(experiment: Experiment, used_steps: int, variance: float) -> bool:
     """Return whether the prediction changes if half of the steps are left out, although all used ones remain."""
     lengths = np.maximum(experiment.lengths // 2, 1)
-    if (lengths < max(used, _LEAST_STEPS)).any() or (experiment.examined_lengths != experiment.lengths).any():
+    if (lengths < max(used_steps, _LEAST_STEPS)).any() or (experiment.examined_lengths != experiment.lengths).any():
         return False
-    shorter = experiment.predict_shortened(lengths)
-    if shorter is None:
+    short_prediction = experiment.predict_shortened(lengths)
+    if short_prediction is None:
         return False
-    return float(squared_change(experiment.prediction, shorter).mean()) / (2 * variance) > USED
+    return float(squared_change(experiment.prediction, short_prediction).mean()) / (2 * variance) > USED
 
 
 def measure_missed(experiment: Experiment) -> Missed | None:
@@ -313,15 +313,15 @@ def measure_missed(experiment: Experiment) -> Missed | None:
     return missed_dependency(residuals, x, target.variance, target=selected_target.values, seed=experiment.seed)
 
 
-def is_missed(missed: Missed | None, memory: Memory) -> bool:
+def is_missed(residual_test: Missed | None, memory: Memory) -> bool:
     """Return whether the residual test meets the rule of MISSED_DEPENDENCY.
 
     The rule is not met if the prediction is miscalibrated and already depends on the step: an overfitted model
     overestimates the effect of the step, so that the step explains errors again.
     """
-    if missed is None or missed.effect < EFFECT or missed.p_value >= P_VALUE:
+    if residual_test is None or residual_test.effect < EFFECT or residual_test.p_value >= P_VALUE:
         return False
-    return not (memory.miscalibrated and missed.learned > LEARNED)
+    return not (memory.miscalibrated and residual_test.learned > LEARNED)
 
 
 def _input_numbers(experiment: Experiment) -> Array | None:

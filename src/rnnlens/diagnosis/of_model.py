@@ -116,35 +116,39 @@ def diagnose(
     experiment.refuse_loss(loss)
     memory = measure_memory(experiment)
     baseline_result = _measure_baseline(baseline, experiment)
-    missed = measure_missed(experiment)
-    layers, attributed = measure_layers(experiment)
+    residual_test = measure_missed(experiment)
+    layers, attributed_steps = measure_layers(experiment)
     scans, attributed_by_scans = measure_scans(experiment)
-    layers, attributed = [*layers, *scans], attributed_by_scans if attributed is None else attributed
+    layers, attributed_steps = [*layers, *scans], attributed_by_scans if attributed_steps is None else attributed_steps
     rule_findings = findings(
         memory,
-        missed,
+        residual_test,
         layers,
-        attributed,
+        attributed_steps,
         _input_numbers(experiment),
         _mask(experiment),
         xr.DataArray(experiment.prediction, {"sample": batch.labels}, ("sample", "unit")),
     )
-    carried, reason = measure_carried(experiment) if memory.is_known else ({}, "")
+    carried_by_layer, reason = measure_carried(experiment) if memory.is_known else ({}, "")
     datasets = {
         MODEL: model_dataset(
-            memory, missed, attributed, None if baseline_result is None else baseline_result[1], batch.labels
+            memory,
+            residual_test,
+            attributed_steps,
+            None if baseline_result is None else baseline_result[1],
+            batch.labels,
         )
     }
     for name in dict.fromkeys(layer.name for layer in layers):
-        datasets[name] = layer_dataset([layer for layer in layers if layer.name == name], carried.get(name))
-    sentences = {name: layer_sentence(name, carried_memory) for name, carried_memory in carried.items()}
+        datasets[name] = layer_dataset([layer for layer in layers if layer.name == name], carried_by_layer.get(name))
+    sentences = {name: layer_sentence(name, carried_memory) for name, carried_memory in carried_by_layer.items()}
     sentences |= {scan.name: scan_sentence(scan) for scan in scans if "half_life" in scan.scan}
     return Diagnosis(
         datasets,
-        sentences={"the model": headline(memory, baseline_result, missed), **sentences},
+        sentences={"the model": headline(memory, baseline_result, residual_test), **sentences},
         findings=rule_findings,
         provenance=experiment.adapter.provenance(model),
-        notes=_notes(memory, missed, reason if experiment.replays else "", layers_alone=bool(carried)),
+        notes=_notes(memory, residual_test, reason if experiment.replays else "", layers_alone=bool(carried_by_layer)),
     )
 
 
@@ -193,11 +197,11 @@ def _measure_baseline(baseline: Any, experiment: Experiment) -> tuple[str, Memor
     return name, measure_memory(baseline_experiment)
 
 
-def _notes(memory: Memory, missed: Missed | None, reason: str, *, layers_alone: bool) -> list[str]:
+def _notes(memory: Memory, residual_test: Missed | None, reason: str, *, layers_alone: bool) -> list[str]:
     notes = []
-    if missed is not None and not is_missed(missed, memory):
+    if residual_test is not None and not is_missed(residual_test, memory):
         notes.append("The residual test finds linear effects and products within a step; no finding is no proof.")
-    if missed is not None and missed.overlapping:
+    if residual_test is not None and residual_test.overlapping:
         notes.append(
             "The samples are overlapping windows of one series: tests and intervals resample blocks of neighbouring "
             "windows."
@@ -215,7 +219,11 @@ BOUNDS = ["low", "high"]
 
 
 def model_dataset(
-    memory: Memory, missed: Missed | None, attributed: int | None, baseline_memory: Memory | None, samples: Array
+    memory: Memory,
+    residual_test: Missed | None,
+    attributed_steps: int | None,
+    baseline_memory: Memory | None,
+    samples: Array,
 ) -> xr.Dataset:
     """Label the measures of the model: curves over ``context``, lengths with intervals, skill, residual test by lag."""
     variables = {
@@ -239,19 +247,23 @@ def model_dataset(
         variables["later_steps_used"] = _variable(
             (), memory.later_steps[0], "steps after the output's own step in use", "step"
         )
-    if missed is not None:
+    if residual_test is not None:
         variables["missed"] = _variable(
-            ("lag",), missed.by_step[::-1], "association of the errors with the input", "share of Var y"
+            ("lag",), residual_test.by_step[::-1], "association of the errors with the input", "share of Var y"
         )
-        variables["missed_threshold"] = _variable((), missed.threshold, "99 % of permuted maxima", "share of Var y")
+        variables["missed_threshold"] = _variable(
+            (), residual_test.threshold, "99 % of permuted maxima", "share of Var y"
+        )
         variables["missed_learned"] = _variable(
-            (), missed.learned, "share of the association that the prediction has", "1"
+            (), residual_test.learned, "share of the association that the prediction has", "1"
         )
         variables["missed_effect"] = _variable(
-            (), missed.effect, "share of Var y that ridge explains in the errors", "1"
+            (), residual_test.effect, "share of Var y that ridge explains in the errors", "1"
         )
-    if attributed is not None:
-        variables["attributed_memory"] = _variable((), attributed, "steps that hold 95 % of the attribution", "step")
+    if attributed_steps is not None:
+        variables["attributed_memory"] = _variable(
+            (), attributed_steps, "steps that hold 95 % of the attribution", "step"
+        )
     if baseline_memory is not None:
         variables |= _interval_variables(
             "memory_before", baseline_memory.length, "memory in use before training, n at 5 %"
@@ -268,7 +280,7 @@ def model_dataset(
     return dataset.assign_coords(coords)
 
 
-def layer_dataset(facts: Sequence[LayerFacts], carried: CarriedMemory | None = None) -> xr.Dataset:
+def layer_dataset(facts: Sequence[LayerFacts], carried_memory: CarriedMemory | None = None) -> xr.Dataset:
     """Label the measures of a layer, by direction: state transfer, adjoint, leading exponent, gates, units."""
     datasets = [_facts_dataset(direction_facts) for direction_facts in facts]
     for dim in ("lag", "lag_out"):  # both directions are padded with NaN to the length of the longer one
@@ -277,15 +289,15 @@ def layer_dataset(facts: Sequence[LayerFacts], carried: CarriedMemory | None = N
             d.pad({dim: (0, n)}) if n and dim in d.dims else d for d, n in zip(datasets, padding_lengths, strict=True)
         ]
     dataset = datasets[0] if len(facts) == 1 else xr.concat(datasets, dim="direction", combine_attrs="override")
-    if carried is not None:
-        long_name = (
-            f"use of the layer's state by {'the prediction' if carried.quantity == 'prediction' else 'its last state'}"
-        )
+    if carried_memory is not None:
+        long_name = f"use of the layer's state by {'the prediction' if carried_memory.quantity == 'prediction' else 'its last state'}"
         dataset["carried"] = _variable(
-            ("context",), carried.use, long_name, "share of variance", "U(k), its state exchanged"
+            ("context",), carried_memory.use, long_name, "share of variance", "U(k), its state exchanged"
         )
-        dataset["carried_memory"] = _variable((), carried.length, "memory carried by the layer, n at 5 %", "step")
-        dataset = dataset.assign_coords(context=carried.context)
+        dataset["carried_memory"] = _variable(
+            (), carried_memory.length, "memory carried by the layer, n at 5 %", "step"
+        )
+        dataset = dataset.assign_coords(context=carried_memory.context)
     return dataset.assign_attrs(cell=facts[0].cell)
 
 

@@ -159,8 +159,8 @@ def _sigmoid(logits: Array) -> Array:
 
 
 def _softmax(logits: Array) -> Array:
-    shifted = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return shifted / shifted.sum(axis=-1, keepdims=True)
+    exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return exponentials / exponentials.sum(axis=-1, keepdims=True)
 
 
 def _binary_entropy(values: Array, prediction: Array) -> Array:
@@ -249,11 +249,11 @@ def _guess_task(values: Array, outputs: int, loss_names: str) -> Task:
 
 
 def _to_one_hot(values: Array, outputs: int) -> Array:
-    flat = values.reshape(len(values), -1)
-    if flat.shape[1] == outputs and outputs > 1:
-        return flat.astype(np.float64)
-    labels = flat[:, 0].astype(np.int64)
-    if flat.shape[1] != 1 or labels.min() < 0 or labels.max() >= outputs:
+    flat_values = values.reshape(len(values), -1)
+    if flat_values.shape[1] == outputs and outputs > 1:
+        return flat_values.astype(np.float64)
+    labels = flat_values[:, 0].astype(np.int64)
+    if flat_values.shape[1] != 1 or labels.min() < 0 or labels.max() >= outputs:
         received = f"y of shape {values.shape}, {labels.min()} to {labels.max()}"
         raise InputError("The classes do not fit the output.", got=received, expected=f"0 to {outputs - 1}")
     return np.eye(outputs)[labels]

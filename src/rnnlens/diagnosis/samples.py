@@ -222,16 +222,16 @@ class Samples:
         source = np.minimum(position + (lengths - kept_lengths)[:, None], self.steps - 1)
         is_real = position < kept_lengths[:, None]
 
-        def moved(leaf: Array) -> Array:
+        def shift_steps(leaf: Array) -> Array:
             shifted = np.take_along_axis(leaf, _append_axes(source, leaf.ndim), axis=1)
             return np.where(_append_axes(is_real, leaf.ndim), shifted, leaf[padding_sample, -1])
 
-        def counted(leaf: Array) -> Array:
+        def replace_lengths(leaf: Array) -> Array:
             if leaf.size == len(kept_lengths) and np.array_equal(leaf.reshape(-1), lengths):
                 return kept_lengths.reshape(leaf.shape).astype(leaf.dtype)
             return leaf
 
-        return self.map_sequences(moved, counted)
+        return self.map_sequences(shift_steps, replace_lengths)
 
     def map_sequences(self, change: Change, otherwise: Change = lambda leaf: leaf) -> Any:
         """Apply ``change`` to the leaves of x that have a time axis, and ``otherwise`` to the leaves without one."""

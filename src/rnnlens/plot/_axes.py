@@ -128,7 +128,7 @@ def name_ends(ax: Any, line_ends: Sequence[LineEnd], *, outside: bool = True) ->
     window, dpi = ax.get_window_extent(), ax.figure.dpi
     text_lines = [end.text.split("\n") for end in line_ends]
     if not outside:
-        letters = max(len(re.sub(r"\$.*?\$", "dL/dh", line)) for one_text in text_lines for line in one_text)
+        letters = max(len(re.sub(r"\$.*?\$", "dL/dh", line)) for end_lines in text_lines for line in end_lines)
         gutter_share = min(0.55, (_LETTER * letters + 0.12) / max(window.width / dpi, 0.5))
         ax.set_xlim(low, high + (high - low) * gutter_share / (1 - gutter_share))
         ax.xaxis.set_major_locator(FixedLocator([tick for tick in ax.get_xticks() if low <= tick <= high]))
@@ -154,16 +154,16 @@ def _spread_labels(heights: Sequence[float], gap: float) -> list[float]:
     """Shift label positions so that neighbours are at least ``gap`` apart if they fit, in the order of ``heights``."""
     order = np.argsort(heights, kind="stable")
     gap = min(gap, 0.96 / max(1, len(heights) - 1))
-    placed = np.asarray(heights, dtype=float)[order]
-    for i in range(1, len(placed)):
-        placed[i] = max(placed[i], placed[i - 1] + gap)
-    excess = placed[-1] - 0.98
+    sorted_heights = np.asarray(heights, dtype=float)[order]
+    for i in range(1, len(sorted_heights)):
+        sorted_heights[i] = max(sorted_heights[i], sorted_heights[i - 1] + gap)
+    excess = sorted_heights[-1] - 0.98
     if excess > 0:
-        placed[-1] -= excess
-        for i in range(len(placed) - 2, -1, -1):
-            placed[i] = min(placed[i], placed[i + 1] - gap)
-    shifted = np.empty(len(placed))
-    shifted[order] = placed
+        sorted_heights[-1] -= excess
+        for i in range(len(sorted_heights) - 2, -1, -1):
+            sorted_heights[i] = min(sorted_heights[i], sorted_heights[i + 1] - gap)
+    shifted = np.empty(len(sorted_heights))
+    shifted[order] = sorted_heights
     return shifted.tolist()
 
 

@@ -174,8 +174,8 @@ class Panels:
 
     def label_value_axis(self, label: str) -> None:
         """Label the value axis: once at the left of a new figure, or on the first of the user's Axes."""
-        for owner in self.direction_figures[:1]:
-            owner.supylabel(label, fontsize="small")
+        for direction_figure in self.direction_figures[:1]:
+            direction_figure.supylabel(label, fontsize="small")
         if not self.direction_figures:
             self.axes[0].set_ylabel(label, fontsize="small")
 

@@ -66,14 +66,16 @@ def curves(
     count = array.sizes[panel_dim] if panel_dim else 1
     panel_indices, panel_note = _data.select_evenly(count, max(1, max_panels // len(gates)), f"{panel_dim}s", page=page)
     line_indices, line_note = _data.select_evenly(array.sizes[line_dim] if line_dim else 1, max_lines, f"{line_dim}s")
-    slots = [(gate, index) for gate in range(len(gates)) for index in panel_indices]
+    gate_and_index = [(gate, index) for gate in range(len(gates)) for index in panel_indices]
     shape = (len(gates), len(panel_indices)) if len(gates) > 1 else None
     directions = [view.name for view in views]
-    panels = _frame.open_panels("curves", len(slots), ax, figure, directions=directions, shape=shape)
-    most_points = next(point_limit for panel_limit, point_limit in MOST_POINTS.items() if len(slots) <= panel_limit)
+    panels = _frame.open_panels("curves", len(gate_and_index), ax, figure, directions=directions, shape=shape)
+    most_points = next(
+        point_limit for panel_limit, point_limit in MOST_POINTS.items() if len(gate_and_index) <= panel_limit
+    )
     merge_note = None
     for view, direction_axes in zip(views, panels.axes_by_direction, strict=True):
-        for panel_ax, (gate, index) in zip(direction_axes, slots, strict=True):
+        for panel_ax, (gate, index) in zip(direction_axes, gate_and_index, strict=True):
             values = view.data.isel({dim: i for dim, i in ((GATE, gate), (panel_dim, index)) if dim in view.data.dims})
             values = (
                 values.isel({line_dim: line_indices}).transpose(line_dim, TIME)

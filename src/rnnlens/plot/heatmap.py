@@ -188,11 +188,11 @@ def before_after(
         len(rows[0]), max_rows, "samples" if has_one_layer else "rows", page=page
     )
     all_arrays = [array for arrays in pairs_shown.values() for array in arrays]
-    limit_used = limit if limit is not None else _data.largest_magnitude(*(array.values for array in all_arrays))
+    common_limit = limit if limit is not None else _data.largest_magnitude(*(array.values for array in all_arrays))
     sizes: dict[str, Any] = {"size": (2.9, 2.2), "margin": (2.2, 1.1), "shape": (len(row_indices), 3)}
     panels = _frame.open_panels("before_after", 3 * len(row_indices), ax, figure, directions=directions, **sizes)
     style = {
-        **_axes.colour_scale(np.concatenate([array.values.reshape(-1) for array in all_arrays]), limit_used, log=log),
+        **_axes.colour_scale(np.concatenate([array.values.reshape(-1) for array in all_arrays]), common_limit, log=log),
         **image,
     }
     value_label, ratio_label = (

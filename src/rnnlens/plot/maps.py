@@ -80,10 +80,10 @@ def maps(
         pictures = pictures.isel({TIME: time_indices})
     views = _data.direction_views(pictures)
     values = _samples.nan_at_padding(all_pictures).values
-    limit_used = limit if limit is not None else _data.largest_magnitude(values)
+    common_limit = limit if limit is not None else _data.largest_magnitude(values)
     is_one_signed = channel is None and (_axes.is_positive(values) or bool(reduction_text))
     style: dict[str, Any] = {"aspect": "equal" if len(space_dims) == 2 else "auto"}
-    style |= {**_axes.colour_scale(values, limit_used, log=log, positive=is_one_signed), **image}
+    style |= {**_axes.colour_scale(values, common_limit, log=log, positive=is_one_signed), **image}
     image_dims = _images.ImageDims(space_dims[1] if len(space_dims) == 2 else TIME, space_dims[0], is_stacked=False)
     sizes = _panel_sizes(len(panel_indices), [pictures.sizes[dim] for dim in space_dims], len(views))
     panels = _frame.open_panels(

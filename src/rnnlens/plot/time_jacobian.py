@@ -120,13 +120,15 @@ def matrices_of(
             direction_array, note = _reduce_samples(direction_array, samples)
             sample_indices = [-1]
         for sample_index in sample_indices:
-            single = direction_array if sample_index < 0 else direction_array.isel({SAMPLE: sample_index})
+            sample_array = direction_array if sample_index < 0 else direction_array.isel({SAMPLE: sample_index})
             sample_title = (
                 f"sample {_data.names_of(direction_array, SAMPLE)[sample_index]}" if sample_index >= 0 else ""
             )
             titles.append(" · ".join(title_part for title_part in (view.name, sample_title) if title_part))
-            matrices.append(np.asarray(_samples.nan_at_padding(single).transpose(OUT_TIME, IN_TIME).values))
-            padding_masks.append(np.asarray(_samples.full_padding_mask(single).transpose(OUT_TIME, IN_TIME).values))
+            matrices.append(np.asarray(_samples.nan_at_padding(sample_array).transpose(OUT_TIME, IN_TIME).values))
+            padding_masks.append(
+                np.asarray(_samples.full_padding_mask(sample_array).transpose(OUT_TIME, IN_TIME).values)
+            )
     return titles, matrices, padding_masks, note
 
 
@@ -253,11 +255,11 @@ def jacobian_margins(
     directions = [view.name for view in _data.direction_views(array)]
     sizes: dict[str, Any] = {"size": (3.1, 2.6), "margin": (1.0, 0.8), "widths": (3.2, 1), "heights": (3.2, 1)}
     panels = _frame.open_panels("jacobian_margins", 3, ax, figure, directions=directions, shape=(2, 2), **sizes)
-    limit_used = limit if limit is not None else _data.largest_magnitude(*matrices)
+    common_limit = limit if limit is not None else _data.largest_magnitude(*matrices)
     for direction_axes, matrix, padding_mask, direction in zip(
         panels.axes_by_direction, matrices, padding_masks, directions, strict=True
     ):
-        drawn_image = draw_matrix(direction_axes[0], matrix, padding_mask, array, limit_used, image, log=log)
+        drawn_image = draw_matrix(direction_axes[0], matrix, padding_mask, array, common_limit, image, log=log)
         value_label = "share of peak" if "median" in (sample_note or "") else "norm"
         if drawn_image is not None:  # None for a single row, which is drawn as a line
             _images.colour_bar([direction_axes[1]], drawn_image, value_label)
