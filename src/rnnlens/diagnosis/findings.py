@@ -208,8 +208,8 @@ def _missed_findings(memory: Memory, residual_test: Missed | None, layers: Seque
         "MISSED_DEPENDENCY",
         "fault",
         MODEL,
-        f"The input {_lag_text(lag)} would explain errors of the model: {_percent(residual_test.effect)} of the variance of "
-        f"the target (residual test, p < {P_VALUE}).",
+        f"The input {_lag_text(lag)} would explain errors of the model: {_percent(residual_test.effect)} of the "
+        f"variance of the target (residual test, p < {P_VALUE}).",
         {"effect": residual_test.effect, "p_value": residual_test.p_value, "step": residual_test.step, "lag": lag},
         f"cross-validated ridge on the residual explains >= {_percent(EFFECT)} of Var y, permutation p < {P_VALUE}",
         "",

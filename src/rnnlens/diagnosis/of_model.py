@@ -290,7 +290,10 @@ def layer_dataset(facts: Sequence[LayerFacts], carried_memory: CarriedMemory | N
         ]
     dataset = datasets[0] if len(facts) == 1 else xr.concat(datasets, dim="direction", combine_attrs="override")
     if carried_memory is not None:
-        long_name = f"use of the layer's state by {'the prediction' if carried_memory.quantity == 'prediction' else 'its last state'}"
+        long_name = (
+            "use of the layer's state by "
+            f"{'the prediction' if carried_memory.quantity == 'prediction' else 'its last state'}"
+        )
         dataset["carried"] = _variable(
             ("context",), carried_memory.use, long_name, "share of variance", "U(k), its state exchanged"
         )

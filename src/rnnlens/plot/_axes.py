@@ -215,7 +215,7 @@ def tick_steps(ax: Any, axis: str, steps: Numbers, *, time: bool = True, margin:
 
 
 class PowerLocator(Locator):
-    """Ticks of a logarithmic axis, at most ``most_ticks``: powers of ten, with 2 and 5 or more between them if few fit."""
+    """Ticks of a logarithmic axis, at most ``most_ticks``: powers of ten, with 2 and 5 or more between if few fit."""
 
     def __init__(self, most_ticks: int) -> None:
         self.most_ticks = most_ticks
