@@ -215,7 +215,7 @@ def tick_steps(ax: Any, axis: str, steps: Numbers, *, time: bool = True, margin:
 
 
 class PowerLocator(Locator):
-    """Ticks of a logarithmic axis, at most ``most_ticks``: powers of ten, with 2 and 5 or more between if few fit."""
+    """Ticks of a logarithmic axis, at most ``most_ticks``: powers of ten; 2 and 5 or more between them if few fit."""
 
     def __init__(self, most_ticks: int) -> None:
         self.most_ticks = most_ticks
@@ -318,7 +318,7 @@ def tick_whole_numbers(axis: Any) -> None:
 
 
 def decade_ticks(limit: float, linear_limit: float = 0.0) -> list[float]:
-    """Return 0 and powers of ten from ``linear_limit`` to ``limit``, both signs: every one, or every other if many."""
+    """Return 0 and powers of ten beyond ``linear_limit`` up to ``limit``, both signs: all, or every other if many."""
     top = 10.0 ** math.floor(math.log10(limit))
     spans_few = linear_limit > 0 and top < 200 * linear_limit
     powers = [top * 10.0**-k for k in range(0, DECADES, 1 if spans_few else 2)]

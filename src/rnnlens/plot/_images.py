@@ -151,7 +151,7 @@ def draw_separators(ax: Any, axis: str, size: int, names: Sequence[str]) -> None
 
 
 def colour_bar(axes: Sequence[Any], image: Any, label: str = "", *, images: Sequence[Any] = ()) -> Any:
-    """Draw a labelled colour bar beside ``axes``, pointed where ``image`` or images ``images`` exceed the scale."""
+    """Draw a labelled colour bar beside ``axes``, pointed where ``image``, or one of ``images``, exceeds the scale."""
     figure, boxes = axes[0].figure, [ax.get_window_extent() for ax in axes]
     width = max(1.0, max(box.x1 for box in boxes) - min(box.x0 for box in boxes))
     height = max(box.y1 for box in boxes) - min(box.y0 for box in boxes)
@@ -239,7 +239,7 @@ GUESS = {rank: dims for rank, dims in OVER_TIME.items() if rank > 1}
 
 @dataclass(frozen=True)
 class ImageDims:
-    """Dimensions of a labelled image: horizontal and vertical; with ``is_stacked`` gates are stacked into the rows."""
+    """Dimensions of a labelled image: horizontal and vertical; if ``is_stacked``, gates are stacked into the rows."""
 
     horizontal: str
     vertical: str
@@ -308,7 +308,7 @@ class ImageDims:
 
 
 def panel_selections(array: xr.DataArray, panel_dims: list[str]) -> list[tuple[dict[str, int], str]]:
-    """Return the selection and title of each panel, along all dimensions but ``panel_dims``."""
+    """Return the selection and title of each panel, along the dimensions ``panel_dims``."""
     selections: list[tuple[dict[str, int], str]] = [({}, "")]
     for dim in panel_dims:
         selections = [

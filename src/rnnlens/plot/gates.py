@@ -244,7 +244,7 @@ def saturation_arrows(
     Parameters
     ----------
     before, after : (sample, time, gate, unit), also with direction
-        Two layers of traces (their masks are applied), or their ``gate_names``, of the same gates and units.
+        Two layers of traces (their masks are applied), or their ``gates``, of the same gates and units.
     names
         Names of the two moments.
 

@@ -81,7 +81,7 @@ def kernels_of(weights: Any, figure: str, *, grad: bool = False) -> tuple[list[K
 
 
 def _label_weight(name: str, data: Any, figure: str, *, is_recurrent: bool) -> xr.DataArray:
-    """Label the axes of a weight; a plain array of a ``is_recurrent`` layer has a gate axis if its rank fits."""
+    """Label the axes of a weight; a plain array has a gate axis if its layer ``is_recurrent`` and its rank fits."""
     if isinstance(data, xr.DataArray):
         return _data.label_array(data, figure)
     weight_info = weight_of(name.removesuffix("_grad")) if is_recurrent else None
