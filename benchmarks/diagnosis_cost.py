@@ -70,11 +70,11 @@ def diagnosis(units: int, batch: int, steps: int, rounds: int) -> None:
 
     def experiment() -> Experiment:
         made = Experiment(net, read_samples(x, y, 512, lambda batch: Orientation(adapter_for(net), net, batch, None)))
-        _ = made.runs, made.prediction
+        _ = made.replays, made.prediction
         return made
 
     ready = experiment()
-    if not measure_memory(ready).known:
+    if not measure_memory(ready).is_known:
         raise SystemExit("The network has no skill: not all parts would be measured.")
     parts: dict[str, Callable[[], object]] = {
         "capture and replay": experiment,

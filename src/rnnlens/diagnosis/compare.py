@@ -59,8 +59,8 @@ class Candidate:
         if isinstance(self.value, str | os.PathLike):
             path = Path(self.value)  # loaded by the Keras that wrote it, which refuses Lambda layers, being code
             with zipfile.ZipFile(path) as archive:
-                written = json.loads(archive.read("metadata.json"))["keras_version"]
-            if written.startswith("2."):
+                keras_version = json.loads(archive.read("metadata.json"))["keras_version"]
+            if keras_version.startswith("2."):
                 return importlib.import_module("tf_keras").models.load_model(path)
             if self.backend is not None:
                 use_backend(self.backend)
@@ -70,14 +70,14 @@ class Candidate:
     def pack(self) -> tuple[str | None, bytes]:
         """Serialise the candidate for :func:`diagnose_on_worker`; return the name of Keras' engine and the bytes."""
         if self.load is None and not is_function(self.value) and not isinstance(self.value, str | os.PathLike):
-            sent = _Sent(packed(self.value, adapter_for(self.value).engine))
-            return self.backend, dumps(Candidate(sent, _Sent.model, None))
+            serialised = _SerialisedModel(packed(self.value, adapter_for(self.value).engine))
+            return self.backend, dumps(Candidate(serialised, _SerialisedModel.model, None))
         parts = {"load": self.load, "model": self.value}
         return self.backend, dumps_parts(Candidate(self.value, self.load, self.backend), parts, "arguments")
 
 
 @dataclass(frozen=True)
-class _Sent:
+class _SerialisedModel:
     """A model as bytes."""
 
     data: bytes
@@ -124,54 +124,59 @@ def diagnoses_of(
     outcomes: dict[Any, Outcome] = {name: value for name, value in models.items() if isinstance(value, Diagnosis)}
     backend = imported_backend()
     candidates = {name: Candidate(value, load, backend) for name, value in models.items() if name not in outcomes}
-    run: Iterator[tuple[Any, Outcome]]
+    named_outcomes: Iterator[tuple[Any, Outcome]]
     if client is None:
-        run = ((name, _diagnosed(candidate, arguments)) for name, candidate in candidates.items())
+        named_outcomes = ((name, _diagnose_candidate(candidate, arguments)) for name, candidate in candidates.items())
     else:
-        run = _run_on_workers(candidates, client, arguments)
+        named_outcomes = _run_on_workers(candidates, client, arguments)
     with Progress("diagnoses", len(candidates)) as progress:
-        for name, outcome in run:
+        for name, outcome in named_outcomes:
             outcomes[name] = outcome
             progress.advance()
     return {name: outcomes[name] for name in models}
 
 
-def _diagnosed(candidate: Candidate, arguments: Mapping[str, Any]) -> Outcome:
+def _diagnose_candidate(candidate: Candidate, arguments: Mapping[str, Any]) -> Outcome:
     try:
         return diagnose(candidate.model(), **arguments)
     except Exception as error:
-        return _text(error)
+        return _error_text(error)
 
 
 def _run_on_workers(
     candidates: Mapping[Any, Candidate], client: Any, arguments: Mapping[str, Any]
 ) -> Iterator[tuple[Any, Outcome]]:
-    sent, run = dumps_parts(dict(arguments), arguments, "arguments"), uuid.uuid4().hex[:8]
+    serialised, run_id = dumps_parts(dict(arguments), arguments, "arguments"), uuid.uuid4().hex[:8]
     # A task of its own, not scattered data: Dask makes it again when the worker that holds it is killed.
-    data = client.submit(bytes, sent, key=f"rnnlens-samples-{run}", pure=False)
-    packs = {}
+    data_future = client.submit(bytes, serialised, key=f"rnnlens-samples-{run_id}", pure=False)
+    packed_candidates = {}
     for name, candidate in candidates.items():
         try:
-            packs[name] = candidate.pack()
+            packed_candidates[name] = candidate.pack()
         except Exception as error:
-            yield name, _text(error)
+            yield name, _error_text(error)
 
     def outcomes(names: Sequence[Any], attempt: str) -> Iterator[tuple[Any, Any]]:
-        keys = {name: f"rnnlens-diagnose-{run}-{attempt}{number}" for number, name in enumerate(names)}
-        futures = {client.submit(diagnose_on_worker, *packs[n], data, key=keys[n], pure=False): n for n in names}
+        keys = {name: f"rnnlens-diagnose-{run_id}-{attempt}{number}" for number, name in enumerate(names)}
+        futures = {
+            client.submit(
+                diagnose_on_worker, *packed_candidates[task_name], data_future, key=keys[task_name], pure=False
+            ): task_name
+            for task_name in names
+        }
         for future, outcome in results_of(client, list(futures)):
             yield futures[future], outcome
 
-    killed = []
-    for name, outcome in outcomes(list(packs), ""):
+    killed_names = []
+    for name, outcome in outcomes(list(packed_candidates), ""):
         if type(outcome).__name__ == "KilledWorker":
-            killed.append(name)
+            killed_names.append(name)
         else:
-            yield name, _text(outcome) if isinstance(outcome, BaseException) else outcome
+            yield name, _error_text(outcome) if isinstance(outcome, BaseException) else outcome
     # Dask also gives up models that waited at a worker which another one killed; each is tried alone.
-    for attempt, suspect in enumerate(killed):
+    for attempt, suspect in enumerate(killed_names):
         for name, outcome in outcomes([suspect], f"alone-{attempt}-"):
-            yield name, _text(outcome) if isinstance(outcome, BaseException) else outcome
+            yield name, _error_text(outcome) if isinstance(outcome, BaseException) else outcome
 
 
 def diagnose_on_worker(backend: str | None, model: bytes, data: bytes) -> Outcome:
@@ -181,33 +186,33 @@ def diagnose_on_worker(backend: str | None, model: bytes, data: bytes) -> Outcom
     try:
         candidate, arguments = pickle.loads(model), pickle.loads(data)
     except Exception as error:
-        return _text(error)
+        return _error_text(error)
     fit_thread()
-    return _diagnosed(candidate, arguments)
+    return _diagnose_candidate(candidate, arguments)
 
 
-def _text(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-_NONE = (float("nan"), None)
-_SHARED = ("skill", "memory", "memory_1_percent", "memory_needed")
+_UNKNOWN = (float("nan"), None)
+_TABLE_KEYS = ("skill", "memory", "memory_1_percent", "memory_needed")
 
 
-def _a_function(name: str, value: Any) -> Any:
+def _check_function(name: str, value: Any) -> Any:
     if not callable(value):
         raise InputError(f"{name}= is a function.", got=shown(value), expected="a function of one value")
     return value
 
 
-def _a_client(name: str, value: Any) -> Any:
+def _check_client(name: str, value: Any) -> Any:
     if not all(has_attribute(value, method) for method in ("submit", "scatter", "cancel")):
         expected, hint = "a Dask client", "from dask.distributed import Client; client=Client()"
         raise InputError(f"{name}= is no client.", got=shown(value), expected=expected, hint=hint)
     return value
 
 
-@checked(models=anything, x=data_set, y=many_examples, load=_a_function, client=_a_client)
+@checked(models=anything, x=data_set, y=many_examples, load=_check_function, client=_check_client)
 def compare(
     models: Mapping[str, Any] | Sequence[Any],
     x: Any = None,
@@ -256,34 +261,34 @@ def compare(
     ----------
     Efron 1979, "Bootstrap methods: another look at the jackknife", Annals of Statistics 7(1).
     """
-    by_name = _by_name(models)
+    by_name = _models_by_name(models)
     _refuse_keywords(keywords)
-    wrong = {name: value for name, value in by_name.items() if not isinstance(value, Diagnosis)}
-    if wrong and x is None:
-        got = ", ".join(f"{name}: {type(value).__name__}" for name, value in wrong.items())
+    undiagnosed = {name: value for name, value in by_name.items() if not isinstance(value, Diagnosis)}
+    if undiagnosed and x is None:
+        received = ", ".join(f"{name}: {type(value).__name__}" for name, value in undiagnosed.items())
         expected, hint = "what rl.diagnose returns", "rl.compare(models, x, y) diagnoses models"
-        raise InputError("These are no diagnoses.", got=got, expected=expected, hint=hint)
-    if wrong and has_attribute(x, "__next__"):
-        what, hint = "x is an iterator, which the first model would use up.", "x=list(x), or arrays"
-        raise InputError(what, got=type(x).__name__, hint=hint)
-    for name, value in wrong.items():
+        raise InputError("These are no diagnoses.", got=received, expected=expected, hint=hint)
+    if undiagnosed and has_attribute(x, "__next__"):
+        message, hint = "x is an iterator, which the first model would use up.", "x=list(x), or arrays"
+        raise InputError(message, got=type(x).__name__, hint=hint)
+    for name, value in undiagnosed.items():
         if load is None:
             refuse_unloadable(name, value)
     outcomes = diagnoses_of(by_name, load, client, {"x": x, "y": y, **keywords})
-    diagnoses = {name: found for name, found in outcomes.items() if isinstance(found, Diagnosis)}
+    diagnoses = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Diagnosis)}
     provenance = next((d.provenance for d in diagnoses.values()), None)
-    return Comparison({"comparison": _table(outcomes)}, diagnoses=diagnoses, provenance=provenance)
+    return Comparison({"comparison": _comparison_table(outcomes)}, diagnoses=diagnoses, provenance=provenance)
 
 
-def _by_name(models: Any) -> dict[Any, Any]:
+def _models_by_name(models: Any) -> dict[Any, Any]:
     if isinstance(models, Mapping):
         by_name = dict(models)
     elif isinstance(models, list | tuple):
-        names = _names(models)
+        names = _model_names(models)
         by_name = dict(zip(names, models, strict=True))
         if len(by_name) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise InputError("Two models have the same name.", got=twice, hint="a dict with a name for each")
+            duplicate = next(name for name in names if names.count(name) > 1)
+            raise InputError("Two models have the same name.", got=duplicate, hint="a dict with a name for each")
     else:
         by_name = {}
     if not by_name:
@@ -292,9 +297,9 @@ def _by_name(models: Any) -> dict[Any, Any]:
     return by_name
 
 
-def _names(models: Sequence[Any]) -> list[str]:
-    paths = [isinstance(value, str | os.PathLike) for value in models]
-    if all(paths):
+def _model_names(models: Sequence[Any]) -> list[str]:
+    are_paths = [isinstance(value, str | os.PathLike) for value in models]
+    if all(are_paths):
         stems = [Path(value).stem for value in models]
         return stems if len(set(stems)) == len(stems) else [str(value) for value in models]
     return [str(value if isinstance(value, str | int) else i) for i, value in enumerate(models)]
@@ -302,30 +307,33 @@ def _names(models: Sequence[Any]) -> list[str]:
 
 def _refuse_keywords(keywords: Mapping[str, Any]) -> None:
     """Raise for arguments that ``rl.diagnose`` does not have, or that do not pass its checks."""
-    known: Any = inspect.signature(diagnose).parameters
+    parameters: Any = inspect.signature(diagnose).parameters
     for name, value in keywords.items():
-        if name not in known or name == "model":
-            hint = did_you_mean(name, [*known][1:])
+        if name not in parameters or name == "model":
+            hint = did_you_mean(name, [*parameters][1:])
             raise CallError(f"compare and diagnose have no argument {name!r}.", hint=hint)
-        if value is not known[name].default:
+        if value is not parameters[name].default:
             diagnose.table[name](name, value)  # type: ignore[attr-defined]
 
 
-def _table(outcomes: Mapping[Any, Outcome]) -> xr.Dataset:
+def _comparison_table(outcomes: Mapping[Any, Outcome]) -> xr.Dataset:
     """Return the Dataset of all diagnoses, with one row per model along ``name``; rows of failures are NaN."""
     models = [d["model"] if isinstance(d, Diagnosis) else xr.Dataset(attrs={"known": False}) for d in outcomes.values()]
-    ran = [isinstance(d, Diagnosis) for d in outcomes.values()]
+    succeeded = [isinstance(d, Diagnosis) for d in outcomes.values()]
     variables: dict[str, Any] = {}
-    for key in _SHARED:
-        filled = [_one(model, key) for model in models]
-        variables[key] = ("name", np.array([value for value, _ in filled]))
-        variables[f"{key}_interval"] = (("name", "bound"), np.stack([bounds for _, bounds in filled]))
-    reference = ran.index(True) if any(ran) else 0
-    first = _lengths(models[reference])
-    samples = [model.sizes.get("sample", 0) for model in models]
-    same = [count == samples[reference] for count in samples]
-    shared = [_lengths(model) if equal else _NONE for model, equal in zip(models, same, strict=True)]
-    differences = [_difference(first, lengths) for lengths in shared]
+    for key in _TABLE_KEYS:
+        values_with_bounds = [_value_with_interval(model, key) for model in models]
+        variables[key] = ("name", np.array([value for value, _ in values_with_bounds]))
+        variables[f"{key}_interval"] = (("name", "bound"), np.stack([bounds for _, bounds in values_with_bounds]))
+    reference = succeeded.index(True) if any(succeeded) else 0
+    reference_memory = _resampled_memory(models[reference])
+    sample_counts = [model.sizes.get("sample", 0) for model in models]
+    same_counts = [count == sample_counts[reference] for count in sample_counts]
+    comparable_memories = [
+        _resampled_memory(model) if is_comparable else _UNKNOWN
+        for model, is_comparable in zip(models, same_counts, strict=True)
+    ]
+    differences = [_difference(reference_memory, memory) for memory in comparable_memories]
     variables["difference"] = ("name", np.array([v for v, _ in differences]))
     variables["difference_interval"] = (("name", "bound"), np.array([b for _, b in differences]))
     codes = [" ".join(d.codes) if isinstance(d, Diagnosis) else "" for d in outcomes.values()]
@@ -337,13 +345,13 @@ def _table(outcomes: Mapping[Any, Outcome]) -> xr.Dataset:
     return xr.Dataset(variables, coords=coords, attrs={"reference": reference})
 
 
-def _one(model: xr.Dataset, key: str) -> tuple[float, Array]:
+def _value_with_interval(model: xr.Dataset, key: str) -> tuple[float, Array]:
     if key not in model or (key != "skill" and not bool(model.attrs["known"])):
         return float("nan"), np.full(2, np.nan)
     return float(model[key]), np.asarray(model[f"{key}_interval"], dtype=np.float64)
 
 
-def _lengths(model: xr.Dataset) -> tuple[float, Array | None]:
+def _resampled_memory(model: xr.Dataset) -> tuple[float, Array | None]:
     """Return the memory n of a diagnosis, and n in each resample; equal numbers of samples get the same weights."""
     if "change" not in model or not bool(model.attrs["known"]):
         return float("nan"), None
@@ -359,8 +367,8 @@ def _lengths(model: xr.Dataset) -> tuple[float, Array | None]:
 
 
 def _difference(
-    first: tuple[float, Array | None], other: tuple[float, Array | None]
+    reference: tuple[float, Array | None], compared: tuple[float, Array | None]
 ) -> tuple[float, tuple[float, float]]:
-    if first[1] is None or other[1] is None or first[1].shape != other[1].shape:
+    if reference[1] is None or compared[1] is None or reference[1].shape != compared[1].shape:
         return float("nan"), (float("nan"), float("nan"))
-    return other[0] - first[0], interval(other[1] - first[1])
+    return compared[0] - reference[0], interval(compared[1] - reference[1])

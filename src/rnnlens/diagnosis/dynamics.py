@@ -26,16 +26,16 @@ from ..typing import Array
 from ..verbs.axes import InputCoordinates, an_axes_table
 from ..verbs.request import in_turn
 from ..vocabulary import SAMPLE, TIME
-from .experiment import in_numpy
+from .experiment import call_in_numpy
 from .samples import Orientation, refuse_without_time
 
 #: Largest number of step evaluations in one round of the search: starts times period.
 MOST_STEPS = 2**15
 #: With more states than this, starts are drawn with replacement.
-_MANY = 10**6
+_MOST_PERMUTED = 10**6
 
 
-def _numbers_or_words(name: str, value: Any) -> Any:
+def _numbers_or_text(name: str, value: Any) -> Any:
     """Convert arrays to numbers; return strings, mappings and results unchanged, to be checked later."""
     return value if isinstance(value, str | Mapping) or has_attribute(value, "dataset") else as_numbers(name, value)
 
@@ -92,17 +92,17 @@ def lyapunov(
     ----------
     Vogt et al. 2022, arXiv:2006.14123, algorithm 1. Kaplan, Yorke 1979, doi:10.1007/BFb0064319.
     """
-    name, run, _ = _run(model, x, layer, samples, axes)
-    width = sum(int(s.shape[-1]) for s in run.states)
-    if count is not None and count > width:
-        raise InputError("count= is beyond the states.", got=f"count={count}", expected=f"at most {width}")
-    found = lyapunov_spectrum(run, count=count, seed=seed)
-    words = {"units": "1 / step"}
+    name, run, _ = _replay_layer(model, x, layer, samples, axes)
+    state_size = sum(int(s.shape[-1]) for s in run.states)
+    if count is not None and count > state_size:
+        raise InputError("count= is beyond the states.", got=f"count={count}", expected=f"at most {state_size}")
+    spectrum = lyapunov_spectrum(run, count=count, seed=seed)
+    units = {"units": "1 / step"}
     return xr.Dataset(
         {
-            "exponent": ("index", found.exponents, {"long_name": "Lyapunov exponent", **words}),
-            "stderr": ("index", found.stderr, {"long_name": "standard error", **words}),
-            "kaplan_yorke": ((), found.kaplan_yorke, {"long_name": "Kaplan-Yorke dimension", "units": "1"}),
+            "exponent": ("index", spectrum.exponents, {"long_name": "Lyapunov exponent", **units}),
+            "stderr": ("index", spectrum.stderr, {"long_name": "standard error", **units}),
+            "kaplan_yorke": ((), spectrum.kaplan_yorke, {"long_name": "Kaplan-Yorke dimension", "units": "1"}),
         },
         attrs={"layer": name, "steps": int(run.input.shape[1]), "samples": int(run.input.shape[0])},
     )
@@ -158,20 +158,20 @@ def step_eigenvalues(
     ----------
     Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, section 2.1.
     """
-    name, run, labels = _run(model, x, layer, samples, axes)
+    name, run, labels = _replay_layer(model, x, layer, samples, axes)
     length = int(run.input.shape[1])
-    chosen = sorted({round(step) for step in np.linspace(length - 1, 0, min(steps, length))})
-    values = eigenvalues_of_steps(run, chosen)
-    coords: dict[str, Any] = {"time": ("time", chosen, {"long_name": "time step"})}
-    if (of_steps := labels[TIME]) is not None:
-        coords["time"] = of_steps[chosen]
-    if (of_samples := labels[SAMPLE]) is not None:
-        coords["sample"] = of_samples[:samples]
-    dims, words = ("sample", "time", "mode"), {"units": "1"}
+    step_indices = sorted({round(step) for step in np.linspace(length - 1, 0, min(steps, length))})
+    eigenvalues = eigenvalues_of_steps(run, step_indices)
+    coords: dict[str, Any] = {"time": ("time", step_indices, {"long_name": "time step"})}
+    if (step_labels := labels[TIME]) is not None:
+        coords["time"] = step_labels[step_indices]
+    if (sample_labels := labels[SAMPLE]) is not None:
+        coords["sample"] = sample_labels[:samples]
+    dims, units = ("sample", "time", "mode"), {"units": "1"}
     return xr.Dataset(
         {
-            "eigenvalue_real": (dims, values.real, {"long_name": "real part of the eigenvalue", **words}),
-            "eigenvalue_imag": (dims, values.imag, {"long_name": "imaginary part of the eigenvalue", **words}),
+            "eigenvalue_real": (dims, eigenvalues.real, {"long_name": "real part of the eigenvalue", **units}),
+            "eigenvalue_imag": (dims, eigenvalues.imag, {"long_name": "imaginary part of the eigenvalue", **units}),
         },
         coords=coords,
         attrs={"layer": name, "steps": length, "state_sizes": [int(s.shape[-1]) for s in run.states]},
@@ -182,8 +182,8 @@ def step_eigenvalues(
     model=anything,
     x=one_batch,
     layer=text,
-    input=_numbers_or_words,
-    starts=_numbers_or_words,
+    input=_numbers_or_text,
+    starts=_numbers_or_text,
     period=whole(least=1),
     most=whole(least=1),
     noise=number(),
@@ -257,115 +257,121 @@ def fixed_points(
             "fixed_points needs a batch to run the layer once.", got="x=None", hint="rl.fixed_points(model, x)"
         )
     if period * most > MOST_STEPS:
-        got = f"period={period}, most={most}"
-        raise InputError("The search is too large.", got=got, expected=f"period * most <= {MOST_STEPS}")
-    name, run, _ = _run(model, x, layer, 64, axes)
-    constant = _input(input, run)
-    begin = _starts(starts, name, run, most, noise, seed)
-    given = like(constant, run.input) if run.cell.by_framework else constant
-    found = find_points(iterate(step_map(run.cell, given, xp=run.xp), period), begin, tolerance=tolerance)
-    sizes = [int(s.shape[-1]) for s in run.states]
+        received = f"period={period}, most={most}"
+        raise InputError("The search is too large.", got=received, expected=f"period * most <= {MOST_STEPS}")
+    name, run, _ = _replay_layer(model, x, layer, 64, axes)
+    constant_input = _constant_input(input, run)
+    start_states = _start_states(starts, name, run, most, noise, seed)
+    framework_input = like(constant_input, run.input) if run.cell.by_framework else constant_input
+    points = find_points(
+        iterate(step_map(run.cell, framework_input, xp=run.xp), period), start_states, tolerance=tolerance
+    )
+    state_sizes = [int(s.shape[-1]) for s in run.states]
     dataset = xr.Dataset(
         {
-            "states": (("point", "state"), found.states, {"long_name": "states side by side", "units": "1"}),
-            "speed": ("point", found.speed, {"long_name": "|F(s) - s|^2 / 2", "units": "1"}),
-            "fixed": ("point", found.fixed, {"long_name": "fixed, not merely slow", "units": "1"}),
-            "stable": ("point", found.stable, {"long_name": "stable", "units": "1"}),
-            "curve": ("point", found.curve, {"long_name": "curve of marginal points, -1 for none", "units": "1"}),
-            "starts": ("point", found.starts, {"long_name": "starts that ended here", "units": "1"}),
-            "eigenvalue_real": (("point", "mode"), found.eigenvalues.real, {"long_name": "eigenvalue", "units": "1"}),
-            "eigenvalue_imag": (("point", "mode"), found.eigenvalues.imag, {"long_name": "eigenvalue", "units": "1"}),
-            "eigenvector_real": (("point", "state", "mode"), found.eigenvectors.real),
-            "eigenvector_imag": (("point", "state", "mode"), found.eigenvectors.imag),
-            "trajectory": (("start", "state"), begin, {"long_name": "states to start from", "units": "1"}),
+            "states": (("point", "state"), points.states, {"long_name": "states side by side", "units": "1"}),
+            "speed": ("point", points.speed, {"long_name": "|F(s) - s|^2 / 2", "units": "1"}),
+            "fixed": ("point", points.fixed, {"long_name": "fixed, not merely slow", "units": "1"}),
+            "stable": ("point", points.stable, {"long_name": "stable", "units": "1"}),
+            "curve": ("point", points.curve, {"long_name": "curve of marginal points, -1 for none", "units": "1"}),
+            "starts": ("point", points.starts, {"long_name": "starts that ended here", "units": "1"}),
+            "eigenvalue_real": (("point", "mode"), points.eigenvalues.real, {"long_name": "eigenvalue", "units": "1"}),
+            "eigenvalue_imag": (("point", "mode"), points.eigenvalues.imag, {"long_name": "eigenvalue", "units": "1"}),
+            "eigenvector_real": (("point", "state", "mode"), points.eigenvectors.real),
+            "eigenvector_imag": (("point", "state", "mode"), points.eigenvectors.imag),
+            "trajectory": (("start", "state"), start_states, {"long_name": "states to start from", "units": "1"}),
         },
         attrs={
             "layer": name,
             "period": period,
-            "input": constant.tolist(),
-            "state_sizes": sizes,
-            "curves": ", ".join(found.curves),
+            "input": constant_input.tolist(),
+            "state_sizes": state_sizes,
+            "curves": ", ".join(points.curves),
         },
     )
     return FixedPoints({name: dataset}, provenance=adapter_for(model).provenance(model))
 
 
-def _run(
-    model: Any, x: Any, layer: str | None, most: int, axes: Mapping[str, Any] | None
+def _replay_layer(
+    model: Any, x: Any, layer: str | None, max_samples: int, axes: Mapping[str, Any] | None
 ) -> tuple[str, Replay, dict[str, Array | None]]:
-    """Replay a recurrent layer on the first ``most`` samples; return its name, the replay, sample and step labels."""
+    """Replay a recurrent layer on the first ``max_samples``; return its name, the replay, sample and step labels."""
     adapter = adapter_for(model)
     refuse_without_time(x, least=1)
     orientation = Orientation(adapter, model, x, axes)
-    turned, _ = orientation.turned(x, None)
-    few = orientation.as_given(data.map_leaves(lambda leaf: leaf[:most], turned))
-    calls = adapter.capture(model, Batch(few), CaptureRequest(gradients=False, weight_grads=False)).calls
+    ordered_x, _ = orientation.in_canonical_order(x, None)
+    first_samples = orientation.as_given(data.map_leaves(lambda leaf: leaf[:max_samples], ordered_x))
+    calls = adapter.capture(model, Batch(first_samples), CaptureRequest(gradients=False, weight_grads=False)).calls
     names = list(dict.fromkeys(call.layer for call in calls))
     if not names:
         raise ModelError("No recurrent layer ran in this forward pass.", hint="rl.layers(model)")
-    chosen = [call for call in calls if layer in (None, call.layer)]
-    if not chosen or (layer is None and len(names) > 1):
+    layer_calls = [call for call in calls if layer in (None, call.layer)]
+    if not layer_calls or (layer is None and len(names) > 1):
         raise LayerNotFoundError("Which recurrent layer?", got=f"layer={layer!r}", hint=did_you_mean(str(layer), names))
-    run = Replay.from_call(in_numpy(chosen[0]))
+    run = Replay.from_call(call_in_numpy(layer_calls[0]))
     if not all(np.isfinite(to_host(values)).all() for values in (run.input, *run.states)):
-        name, hint = chosen[0].layer, "rl.find_nonfinite(model, x) finds the first one"
+        name, hint = layer_calls[0].layer, "rl.find_nonfinite(model, x) finds the first one"
         raise InputError(f"The inputs or states of {name!r} are not finite.", got="NaN or infinity", hint=hint)
     refuse_changed_states(run)
-    given = InputCoordinates(x, orientation.axes)
-    sizes = {SAMPLE: data.len_of(turned), TIME: int(run.input.shape[1])}
-    return chosen[0].layer, run, {role: given.find(role, size) for role, size in sizes.items()}
+    coordinates = InputCoordinates(x, orientation.axes)
+    sizes = {SAMPLE: data.len_of(ordered_x), TIME: int(run.input.shape[1])}
+    return layer_calls[0].layer, run, {role: coordinates.find(role, size) for role, size in sizes.items()}
 
 
-def _input(given: Any, run: Replay) -> Array:
-    features = int(run.input.shape[2])
+def _constant_input(requested: Any, run: Replay) -> Array:
+    n_features = int(run.input.shape[2])
     values = np.asarray(to_host(run.input))
-    if isinstance(given, str):
-        if given not in ("mean", "zero"):
-            raise InputError("input= is not understood.", got=repr(given), expected='"mean", "zero" or an array')
-        return values.mean(axis=(0, 1)) if given == "mean" else np.zeros(features, dtype=values.dtype)
-    is_array = has_attribute(given, "__array__") or has_attribute(given, "__dlpack__")
-    if isinstance(given, Mapping) or not is_array:
-        raise InputError("The input does not fit.", got=shown(given), expected=f"({features},) numbers")
-    array = np.asarray(as_numbers("input", given), dtype=values.dtype)
-    if array.shape != (features,):
-        raise InputError("The input does not fit.", got=f"shape {array.shape}", expected=f"({features},)")
+    if isinstance(requested, str):
+        if requested not in ("mean", "zero"):
+            raise InputError("input= is not understood.", got=repr(requested), expected='"mean", "zero" or an array')
+        return values.mean(axis=(0, 1)) if requested == "mean" else np.zeros(n_features, dtype=values.dtype)
+    is_array = has_attribute(requested, "__array__") or has_attribute(requested, "__dlpack__")
+    if isinstance(requested, Mapping) or not is_array:
+        raise InputError("The input does not fit.", got=shown(requested), expected=f"({n_features},) numbers")
+    array = np.asarray(as_numbers("input", requested), dtype=values.dtype)
+    if array.shape != (n_features,):
+        raise InputError("The input does not fit.", got=f"shape {array.shape}", expected=f"({n_features},)")
     if not np.isfinite(array).all():
         raise InputError("The input is not finite.", got="NaN or infinity in input=")
     return array
 
 
-def _starts(starts: Any, name: str, run: Replay, most: int, noise: float, seed: int) -> Array:
-    width = sum(int(s.shape[-1]) for s in run.states)
-    given = run.states if starts is None else _states_of(starts, name, len(run.states))
-    parts = [np.atleast_2d(np.asarray(to_host(s))) for s in given]
-    shapes = ", ".join(str(part.shape) for part in parts) or "nothing"
-    if sum(part.shape[-1] for part in parts) != width or len({part.shape[:-1] for part in parts}) > 1:
-        raise InputError("The shape of starts differs from the states'.", got=shapes, expected=f"(start, {width})")
-    lead = parts[0].shape[:-1]
-    count = math.prod(lead)
+def _start_states(starts: Any, name: str, run: Replay, max_starts: int, noise: float, seed: int) -> Array:
+    state_size = sum(int(s.shape[-1]) for s in run.states)
+    arrays_given = run.states if starts is None else _states_from_trace(starts, name, len(run.states))
+    arrays = [np.atleast_2d(np.asarray(to_host(s))) for s in arrays_given]
+    shapes = ", ".join(str(array.shape) for array in arrays) or "nothing"
+    if sum(array.shape[-1] for array in arrays) != state_size or len({array.shape[:-1] for array in arrays}) > 1:
+        raise InputError("The shape of starts differs from the states'.", got=shapes, expected=f"(start, {state_size})")
+    sample_shape = arrays[0].shape[:-1]
+    count = math.prod(sample_shape)
     if not count:
         raise InputError("There are no starts.", got=shapes)
 
-    def states(chosen: Array) -> Array:
-        at = np.unravel_index(chosen, lead)
-        return np.concatenate([part[at] for part in parts], axis=1).astype(np.float64)
+    def states(indices: Array) -> Array:
+        positions = np.unravel_index(indices, sample_shape)
+        return np.concatenate([array[positions] for array in arrays], axis=1).astype(np.float64)
 
     rng = np.random.default_rng(seed)
-    chosen = states(rng.permutation(count)[:most] if count < _MANY else rng.integers(count, size=min(most, _MANY)))
-    if not np.isfinite(chosen).all():
+    start_states = states(
+        rng.permutation(count)[:max_starts]
+        if count < _MOST_PERMUTED
+        else rng.integers(count, size=min(max_starts, _MOST_PERMUTED))
+    )
+    if not np.isfinite(start_states).all():
         raise InputError("The starts are not finite.", got="NaN or infinity among them")
     # Saddles lie between attractors, so every second start is a random point between two states.
-    half, share = chosen[::2], rng.uniform(size=(len(chosen[::2]), 1))
-    chosen[::2] = share * half + (1 - share) * states(rng.integers(count, size=len(half)))
-    return chosen + noise * chosen.std() * rng.normal(size=chosen.shape)
+    moved_states, fraction = start_states[::2], rng.uniform(size=(len(start_states[::2]), 1))
+    start_states[::2] = fraction * moved_states + (1 - fraction) * states(rng.integers(count, size=len(moved_states)))
+    return start_states + noise * start_states.std() * rng.normal(size=start_states.shape)
 
 
-def _states_of(starts: Any, name: str, count: int) -> list[Any]:
+def _states_from_trace(starts: Any, name: str, count: int) -> list[Any]:
     """Return starting states of a layer, from a trace or a mapping like one; any other value as the only array."""
     if not isinstance(starts, Mapping):
         return [starts]
-    node: Any = starts.get(name)
-    if not has_attribute(node, "data_vars"):
-        got = ", ".join(map(str, starts)) or "nothing"
-        raise InputError(f"There are no states of {name!r} among the starts.", got=got, expected="a trace")
-    return [node[quantity] for quantity in ("hidden", "cell") if quantity in node][:count]
+    layer_result: Any = starts.get(name)
+    if not has_attribute(layer_result, "data_vars"):
+        received = ", ".join(map(str, starts)) or "nothing"
+        raise InputError(f"There are no states of {name!r} among the starts.", got=received, expected="a trace")
+    return [layer_result[quantity] for quantity in ("hidden", "cell") if quantity in layer_result][:count]

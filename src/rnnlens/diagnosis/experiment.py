@@ -25,7 +25,7 @@ from .prediction import PredictionTarget, read_target
 from .samples import Samples
 
 #: Largest number of samples whose states are captured.
-LOOKED_INTO = 32
+MOST_CAPTURED = 32
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Experiment:
     loss: Any = None
     seed: int = 0
     adapter: Adapter = field(init=False)
-    _same_without: dict[int, bool] = field(init=False, default_factory=dict)
+    _is_padding_after: dict[int, bool] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.adapter = adapter_for(self.model)
@@ -57,24 +57,24 @@ class Experiment:
     @cached_property
     def layout(self) -> Layout:
         """Axes of the examined output."""
-        whole = to_host(self._leaf(self.capture.outputs))
-        _ = self.looked_at
-        return self.samples.orientation.names(whole, self.which)
+        output = to_host(self._leaf(self.capture.outputs))
+        _ = self.examined_output
+        return self.samples.orientation.output_layout(output, self.output_index)
 
-    def given(self, x: Any) -> Any:
+    def in_model_order(self, x: Any) -> Any:
         """Convert data with samples first to the model's own order of axes."""
         return self.samples.orientation.as_given(x)
 
     @cached_property
-    def few(self) -> Any:
-        """First samples of the data, at most ``LOOKED_INTO``, in the model's own order of axes."""
-        return self.given(data.map_leaves(lambda leaf: leaf[:LOOKED_INTO], self.samples.x))
+    def first_inputs(self) -> Any:
+        """First samples of the data, at most ``MOST_CAPTURED``, in the model's own order of axes."""
+        return self.in_model_order(data.map_leaves(lambda leaf: leaf[:MOST_CAPTURED], self.samples.x))
 
     @cached_property
     def capture(self) -> Capture:
         """Capture of the forward pass on the first samples, with the states of all recurrent layers."""
         request = CaptureRequest(gradients=False, weight_grads=False, scans=False)
-        capture = self.adapter.capture(self.model, Batch(self.few), request)
+        capture = self.adapter.capture(self.model, Batch(self.first_inputs), request)
         if not capture.calls and not capture.scanned:
             raise ModelError("No recurrent layer ran in this forward pass.", hint="rl.layers(model)")
         return capture
@@ -82,8 +82,8 @@ class Experiment:
     @cached_property
     def scans(self) -> dict[str, LayerInfo]:
         """Whole-sequence layers (Mamba, delta rules) that ran, by name."""
-        known = known_model(self.adapter, self.model).sequences
-        return {name: known[name] for name in self.capture.scanned if name in known}
+        known_layers = known_model(self.adapter, self.model).sequences
+        return {name: known_layers[name] for name in self.capture.scanned if name in known_layers}
 
     @cached_property
     def embeddings(self) -> tuple[str, ...]:
@@ -92,72 +92,85 @@ class Experiment:
             return ()
         return Catalogue(self.adapter, self.model).facts.having("embedding")
 
-    def embedded(self, x: Any) -> Array | None:
+    def embed(self, x: Any) -> Array | None:
         """Return embedded token ids (sample, time, feature); None if no embedding ran over all steps."""
         request = CaptureRequest(self.embeddings, gradients=False, weight_grads=False, all_must_run=False)
-        plain = self.adapter.capture(self.model, Batch(self.given(x)), request).plain if self.embeddings else []
-        found = (to_host(call.output) for call in plain)
-        return next((e for e in found if e.ndim == 3 and e.shape[1] == self.samples.steps), None)
+        embedding_calls = (
+            self.adapter.capture(self.model, Batch(self.in_model_order(x)), request).plain if self.embeddings else []
+        )
+        embeddings = (to_host(call.output) for call in embedding_calls)
+        return next(
+            (embedding for embedding in embeddings if embedding.ndim == 3 and embedding.shape[1] == self.samples.steps),
+            None,
+        )
 
     @cached_property
-    def runs(self) -> list[tuple[Any, Replay]]:
+    def replays(self) -> list[tuple[Any, Replay]]:
         """Pairs of a captured call and its replay."""
-        return [(call, Replay.from_call(in_numpy(call))) for call in self.capture.calls]
+        return [(call, Replay.from_call(call_in_numpy(call))) for call in self.capture.calls]
 
     @cached_property
     def lengths(self) -> Array:
         """Number of steps up to each sample's last real one, (sample,). It is the full length without a mask."""
-        full = np.full(self.samples.count, self.samples.steps)
+        full_lengths = np.full(self.samples.count, self.samples.steps)
         if all(call.mask is None for call in self.capture.calls):
-            return full
+            return full_lengths
         request = CaptureRequest(gradients=False, weight_grads=False)
-        calls = self.adapter.capture(self.model, Batch(self.given(self.samples.x)), request).calls
+        calls = self.adapter.capture(self.model, Batch(self.in_model_order(self.samples.x)), request).calls
         mask = next((to_host(call.mask) for call in calls if call.mask is not None), None)
         if mask is None or not self._are_steps_of_the_data(mask.shape[1]):
-            return full
-        last = mask.shape[1] - mask[:, ::-1].argmax(axis=1)
-        return np.where(mask.any(axis=1), last, 1)
+            return full_lengths
+        last_steps = mask.shape[1] - mask[:, ::-1].argmax(axis=1)
+        return np.where(mask.any(axis=1), last_steps, 1)
 
     def _are_steps_of_the_data(self, steps: int) -> bool:
         """Return whether an axis of size ``steps`` counts the data's steps: all of them, or all but final padding."""
-        if steps < self.samples.steps and steps not in self._same_without:
-            self._same_without[steps] = self._answers_the_same(steps)
-        return self._same_without.get(steps, steps == self.samples.steps)
+        if steps < self.samples.steps and steps not in self._is_padding_after:
+            self._is_padding_after[steps] = self._gives_same_output(steps)
+        return self._is_padding_after.get(steps, steps == self.samples.steps)
 
-    def _answers_the_same(self, steps: int) -> bool:
+    def _gives_same_output(self, steps: int) -> bool:
         """Return whether the first ``steps`` steps alone give the same output as all steps: the rest is padding."""
-        few = self.samples.each_sequence(lambda leaf: leaf[:LOOKED_INTO, :steps], lambda leaf: leaf[:LOOKED_INTO])
+        shortened_x = self.samples.map_sequences(
+            lambda leaf: leaf[:MOST_CAPTURED, :steps], lambda leaf: leaf[:MOST_CAPTURED]
+        )
         request = CaptureRequest(inputs=False, gradients=False, weight_grads=False, calls=False)
-        whole = to_host(self._leaf(self.capture.outputs))
+        full_output = to_host(self._leaf(self.capture.outputs))
         try:
-            part = to_host(self._leaf(self.adapter.capture(self.model, Batch(self.given(few)), request).outputs))
+            short_output = to_host(
+                self._leaf(self.adapter.capture(self.model, Batch(self.in_model_order(shortened_x)), request).outputs)
+            )
         except RnnlensError:
             return False
-        return part.shape == whole.shape and bool(np.allclose(part, whole, rtol=1e-3, atol=1e-5))
+        return short_output.shape == full_output.shape and bool(
+            np.allclose(short_output, full_output, rtol=1e-3, atol=1e-5)
+        )
 
     def outputs(self, x: Any, initial_state: Any = None) -> Array:
         """Run the model; return the examined output at the examined step, (sample, output)."""
         request = CaptureRequest(inputs=False, gradients=False, weight_grads=False, calls=False)
-        given = self.given(x)
-        capture = self.adapter.capture(self.model, Batch(given, initial_state=initial_state), request)
-        whole = self.samples.orientation.output(to_host(self._leaf(capture.outputs)), self.which, given, data.len_of(x))
-        if whole.ndim == 1:
-            whole = whole[:, None]
-        at_step = whole[np.arange(len(whole)), self.place(whole)] if whole.ndim >= 3 else whole
-        return at_step.reshape(len(at_step), -1)
+        model_input = self.in_model_order(x)
+        capture = self.adapter.capture(self.model, Batch(model_input, initial_state=initial_state), request)
+        output = self.samples.orientation.canonical_output(
+            to_host(self._leaf(capture.outputs)), self.output_index, model_input, data.len_of(x)
+        )
+        if output.ndim == 1:
+            output = output[:, None]
+        examined_values = output[np.arange(len(output)), self.examined_indices(output)] if output.ndim >= 3 else output
+        return examined_values.reshape(len(examined_values), -1)
 
     @cached_property
-    def which(self) -> int:
+    def output_index(self) -> int:
         """Position of the output examined by the diagnosis among the model's outputs."""
         outputs = self.capture.outputs
         names = list(outputs) if isinstance(outputs, Mapping) else []
-        count = len(data.leaves_of(outputs))
-        if isinstance(self.output, str) and self.output in names and len(names) == count:
+        output_count = len(data.leaves_of(outputs))
+        if isinstance(self.output, str) and self.output in names and len(names) == output_count:
             return names.index(self.output)
-        if isinstance(self.output, str) or not -count <= self.output < count:
-            expected = f"0 to {count - 1}" + (f"; {', '.join(map(repr, names))}" if names else "")
+        if isinstance(self.output, str) or not -output_count <= self.output < output_count:
+            expected = f"0 to {output_count - 1}" + (f"; {', '.join(map(repr, names))}" if names else "")
             raise InputError("output= exceeds the number of outputs.", got=repr(self.output), expected=expected)
-        return self.output % count
+        return self.output % output_count
 
     def refuse_loss(self, loss: Any) -> None:
         """Run a loss function once on the first samples; raise InputError if it returns no real number or tensor."""
@@ -165,66 +178,72 @@ class Experiment:
             return
         returned: list[Any] = []
 
-        def recorded(*arguments: Any) -> Any:
-            returned.append(loss(*arguments))
+        def recording_loss(*loss_arguments: Any) -> Any:
+            returned.append(loss(*loss_arguments))
             return returned[-1]
 
-        y = self.samples.orientation.target_as_given(data.map_leaves(lambda leaf: leaf[:LOOKED_INTO], self.samples.y))
+        y = self.samples.orientation.target_as_given(data.map_leaves(lambda leaf: leaf[:MOST_CAPTURED], self.samples.y))
         request = CaptureRequest(inputs=False, gradients=False, weight_grads=False, loss=True)
         with suppress(RnnlensError):  # the loss is not needed: its name is enough
-            self.adapter.capture(self.model, Batch(self.few, y, loss=recorded), request)
+            self.adapter.capture(self.model, Batch(self.first_inputs, y, loss=recording_loss), request)
         for value in returned:
-            words = str(getattr(value, "dtype", type(value).__name__))
-            if value is None or isinstance(value, str | bytes) or "complex" in words:
-                got = f"{getattr(loss, '__name__', 'loss')} returned {shown(value)}"
-                raise InputError("The loss returns no real number.", got=got, expected="a tensor of numbers")
+            dtype_name = str(getattr(value, "dtype", type(value).__name__))
+            if value is None or isinstance(value, str | bytes) or "complex" in dtype_name:
+                received = f"{getattr(loss, '__name__', 'loss')} returned {shown(value)}"
+                raise InputError("The loss returns no real number.", got=received, expected="a tensor of numbers")
 
     def _leaf(self, outputs: Any) -> Any:
-        return data.leaves_of(outputs)[self.which]
+        return data.leaves_of(outputs)[self.output_index]
 
-    def _of_output(self, y: Any) -> Array:
+    def _target_of_output(self, y: Any) -> Array:
         """Return the target of the examined output: the only one, or the one of the same name or position."""
-        outputs, targets = self.capture.outputs, data.leaves_of(y)
-        if len(targets) == 1:
-            return targets[0]
+        outputs, target_leaves = self.capture.outputs, data.leaves_of(y)
+        if len(target_leaves) == 1:
+            return target_leaves[0]
         if isinstance(outputs, Mapping) and len(outputs) > 1:
-            name = list(outputs)[self.which]
+            name = list(outputs)[self.output_index]
             if not isinstance(y, Mapping) or name not in y:
-                got = (
-                    f"targets {', '.join(map(repr, y))}" if isinstance(y, Mapping) else f"{len(targets)} without names"
+                received = (
+                    f"targets {', '.join(map(repr, y))}"
+                    if isinstance(y, Mapping)
+                    else f"{len(target_leaves)} without names"
                 )
                 hint = f"y={{{', '.join(f'{key!r}: ...' for key in outputs)}}}, or the one of output={name!r} alone"
-                raise InputError("The outputs have names, so the targets need the same names.", got=got, hint=hint)
+                raise InputError("The outputs have names, so the targets need the same names.", got=received, hint=hint)
             return data.leaves_of(y[name])[0]
-        if len(targets) != len(data.leaves_of(outputs)):
-            got = f"{len(targets)} targets for {len(data.leaves_of(outputs))} outputs"
-            raise InputError("rnnlens cannot tell which target belongs to the output.", got=got, hint="pass that one")
-        return targets[self.which]
+        if len(target_leaves) != len(data.leaves_of(outputs)):
+            received = f"{len(target_leaves)} targets for {len(data.leaves_of(outputs))} outputs"
+            raise InputError(
+                "rnnlens cannot tell which target belongs to the output.", got=received, hint="pass that one"
+            )
+        return target_leaves[self.output_index]
 
     @cached_property
-    def looked_at(self) -> Array:
+    def examined_output(self) -> Array:
         """Examined output on the first samples, (sample, ...)."""
-        count = min(LOOKED_INTO, self.samples.count)
-        return self.samples.orientation.output(to_host(self._leaf(self.capture.outputs)), self.which, self.few, count)
+        count = min(MOST_CAPTURED, self.samples.count)
+        return self.samples.orientation.canonical_output(
+            to_host(self._leaf(self.capture.outputs)), self.output_index, self.first_inputs, count
+        )
 
-    def place(self, whole: Array) -> Array:
+    def examined_indices(self, output: Array) -> Array:
         """Return each sample's index (sample,) of the examined step, in an output (sample, time, ...)."""
-        count, steps = whole.shape[:2]
+        count, steps = output.shape[:2]
         if self.step == -1 and self._are_steps_of_the_data(steps):
             return self.lengths[:count] - 1
         if not -steps <= self.step < steps:
             raise InputError("step= is beyond the output.", got=self.step, expected=f"{-steps} to {steps - 1}")
         return np.full(count, self.step % steps)
 
-    def ends(self, call: RecurrentCall) -> Array | None:
+    def final_indices(self, call: RecurrentCall) -> Array | None:
         """Return the step after which each sample's state reaches the output, (sample,); None for the last."""
-        own = self._are_steps_of_the_data(call.input.shape[1])
-        if not own or (call.direction == "backward" and not self.is_sequence):
+        counts_data_steps = self._are_steps_of_the_data(call.input.shape[1])
+        if not counts_data_steps or (call.direction == "backward" and not self.is_sequence):
             return None
-        return self.last[: call.input.shape[0]] - 1
+        return self.examined_lengths[: call.input.shape[0]] - 1
 
     @cached_property
-    def raw(self) -> Array:
+    def raw_output(self) -> Array:
         """Output of the model on all samples, (sample, output)."""
         return self.outputs(self.samples.x)
 
@@ -233,25 +252,25 @@ class Experiment:
         """Target at the examined step; None without y."""
         if self.samples.y is None:
             return None
-        y = self._of_output(self.samples.y)
+        y = self._target_of_output(self.samples.y)
         if self.step == -1 and self.is_sequence and y.ndim >= 2 and y.shape[1] == self.samples.steps:
             y, step = y[np.arange(len(y)), self.lengths - 1], None
         else:
             step = self.step if self.is_sequence and y.ndim >= 2 else None
-        return read_target(y, self.raw, step, self.task, self.loss)
+        return read_target(y, self.raw_output, step, self.task, self.loss)
 
     @cached_property
     def is_sequence(self) -> bool:
         """Whether the output has a time axis."""
-        return len(self.looked_at.shape) >= 3
+        return len(self.examined_output.shape) >= 3
 
     @cached_property
     def prediction(self) -> Array:
         """Prediction f on all samples, (sample, output): probabilities for classes, the output itself otherwise."""
-        return self.raw if self.target is None else self.target.prediction(self.raw)
+        return self.raw_output if self.target is None else self.target.prediction(self.raw_output)
 
     @cached_property
-    def last(self) -> Array:
+    def examined_lengths(self) -> Array:
         """Number of input steps up to the examined output step, (sample,).
 
         It is the full length if output steps are not input steps, as in a forecast, where each output depends on all
@@ -259,57 +278,61 @@ class Experiment:
         """
         if self.step == -1 or not self.is_sequence:
             return self.lengths
-        steps = self.looked_at.shape[1]
+        steps = self.examined_output.shape[1]
         if not self._are_steps_of_the_data(steps):
             return self.lengths
         return np.minimum(self.lengths, self.step % steps + 1)
 
     @cached_property
-    def reach(self) -> int:
+    def max_examined_length(self) -> int:
         """Number of input steps up to and including the examined output step, of the sample that has most."""
-        return int(self.last.max())
+        return int(self.examined_lengths.max())
 
     @cached_property
     def lender(self) -> Array:
         """Index of the sample whose older steps replace those of each sample in an exchange, (sample,)."""
-        return donors(self.samples.count, lengths=self.last, seed=self.seed)
+        return donors(self.samples.count, lengths=self.examined_lengths, seed=self.seed)
 
-    def exchanged(self, keep: int) -> tuple[Array, Array]:
-        """Predict with all but the last ``keep`` steps of another sample; return as :meth:`changed` does."""
-        kept = np.full(self.samples.count, keep)
-        return self.changed(self.samples.with_prefix(kept, self.lender, self.last))
+    def predict_exchanged(self, n_steps: int) -> tuple[Array, Array]:
+        """Predict with all but the last ``n_steps`` steps of another sample; return as :meth:`predict_changed` does."""
+        kept_lengths = np.full(self.samples.count, n_steps)
+        return self.predict_changed(
+            self.samples.with_prefix_exchanged(kept_lengths, self.lender, self.examined_lengths)
+        )
 
-    def changed(self, x: Any) -> tuple[Array, Array]:
+    def predict_changed(self, x: Any) -> tuple[Array, Array]:
         """Predict on changed inputs; return the squared change and the score of the prediction, (sample,) each."""
-        prediction = self._predicted(self.outputs(x))
+        prediction = self._to_prediction(self.outputs(x))
         change = squared_change(self.prediction, prediction)
         return change, np.zeros_like(change) if self.target is None else score(self.target.values, prediction)
 
-    def answer_shorter(self, lengths: Array) -> Array | None:
+    def predict_shortened(self, lengths: Array) -> Array | None:
         """Predict from the last ``lengths`` steps of each sample; None if the model refuses fewer."""
-        equal = bool((self.lengths == self.samples.steps).all())
-        if not equal and self.is_sequence:
+        have_full_length = bool((self.lengths == self.samples.steps).all())
+        if not have_full_length and self.is_sequence:
             return None
         try:
-            return self._predicted(self.outputs(self.samples.shortened(self.lengths, lengths)))
+            return self._to_prediction(self.outputs(self.samples.shortened(self.lengths, lengths)))
         except RnnlensError:
             return None
 
-    def _predicted(self, raw: Array) -> Array:
+    def _to_prediction(self, raw: Array) -> Array:
         return raw if self.target is None else self.target.prediction(raw)
 
 
-def in_numpy(call: RecurrentCall) -> RecurrentCall:
+def call_in_numpy(call: RecurrentCall) -> RecurrentCall:
     """Convert the arrays of a call and of its cell to NumPy, unless the framework runs the cell."""
     if call.cell.by_framework:
         return call
-    changed = {
-        f.name: _host_tree(getattr(call, f.name)) for f in fields(call) if f.name not in ("cell", "weight_grads")
+    host_fields = {
+        call_field.name: _to_host_tree(getattr(call, call_field.name))
+        for call_field in fields(call)
+        if call_field.name not in ("cell", "weight_grads")
     }
-    return replace(call, cell=call.cell.with_weights(to_host), **changed)
+    return replace(call, cell=call.cell.with_weights(to_host), **host_fields)
 
 
-def _host_tree(value: Any) -> Any:
+def _to_host_tree(value: Any) -> Any:
     if isinstance(value, tuple):
-        return tuple(_host_tree(part) for part in value)
+        return tuple(_to_host_tree(item) for item in value)
     return to_host(value) if hasattr(value, "shape") else value

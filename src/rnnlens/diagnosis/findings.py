@@ -17,7 +17,7 @@ from ..measures.intervention import USED
 from ..measures.residual import Missed
 from ..results.diagnosis import Finding
 from ..typing import Array
-from .carried import Carried
+from .carried import CarriedMemory
 from .layers import LayerFacts
 from .memory import EFFECT, ENOUGH, FEWEST, MISCALIBRATED, P_VALUE, Memory, is_missed
 
@@ -61,123 +61,138 @@ SHOWN_BY = {
 _ORDER = {"fault": 0, "unknown": 1, "caution": 2, "fact": 3}
 
 
-def headline(memory: Memory, baseline: tuple[str, Memory] | None, missed: Missed | None) -> str:
+def headline(memory: Memory, baseline: tuple[str, Memory] | None, residual_test: Missed | None) -> str:
     """Describe the memory in use of the model beside that of a ``baseline`` (name, memory), or why it is unknown."""
-    if not memory.known:
-        return f"Memory in use unknown: {memory.why}."
-    sentences = [f"The model depends on {_used(memory)} ({'; '.join(_remarks(memory, baseline))}).", _lost(memory)]
-    later, of = memory.later
-    if of:
-        used = f"also depends on {later}" if later else "depends on none"
-        sentences.append(f"It {used} of the {of} later {_steps(of)}.")
+    if not memory.is_known:
+        return f"Memory in use unknown: {memory.reason}."
+    sentences = [
+        f"The model depends on {_used_text(memory)} ({'; '.join(_remarks(memory, baseline))}).",
+        _loss_text(memory),
+    ]
+    later_used, later_count = memory.later_steps
+    if later_count:
+        verb_phrase = f"also depends on {later_used}" if later_used else "depends on none"
+        sentences.append(f"It {verb_phrase} of the {later_count} later {_step_noun(later_count)}.")
     if memory.count_matters:
         sentences.append("The number of steps before the last also changes its output, whatever their inputs.")
-    if missed is not None and not is_missed(missed, memory) and not memory.censored:
+    if residual_test is not None and not is_missed(residual_test, memory) and not memory.censored:
         sentences.append("No sign of unused information in older steps (residual test).")
     return " ".join(sentence for sentence in sentences if sentence)
 
 
-def layer_sentence(name: str, carried: Carried) -> str:
+def layer_sentence(name: str, carried_memory: CarriedMemory) -> str:
     """Describe the memory that the state of one layer carries."""
-    of_prediction, length = carried.of == "prediction", carried.length
-    if carried.use.size == 0 or carried.use[0] <= USED:
-        changed = "the prediction" if of_prediction else "its own later states"
-        return f"{name}: the state carries nothing from one step to the next that changes {changed}."
-    if length >= carried.steps:
-        return f"{name}: the state carries information from the first step to the last of {carried.steps}."
-    kept = f"replacing the state earlier does not change {'the prediction' if of_prediction else 'its own last state'}"
-    return f"{name}: the state carries information over {length} {_steps(length)}; {kept}."
+    is_prediction, length = carried_memory.quantity == "prediction", carried_memory.length
+    if carried_memory.use.size == 0 or carried_memory.use[0] <= USED:
+        unchanged_quantity = "the prediction" if is_prediction else "its own later states"
+        return f"{name}: the state carries nothing from one step to the next that changes {unchanged_quantity}."
+    if length >= carried_memory.steps:
+        return f"{name}: the state carries information from the first step to the last of {carried_memory.steps}."
+    reason = (
+        f"replacing the state earlier does not change {'the prediction' if is_prediction else 'its own last state'}"
+    )
+    return f"{name}: the state carries information over {length} {_step_noun(length)}; {reason}."
 
 
-def _used(memory: Memory) -> str:
+def _used_text(memory: Memory) -> str:
     n, steps = memory.length.value, memory.steps
-    upto = "the steps up to its own" if memory.later[1] else "steps"
+    steps_text = "the steps up to its own" if memory.later_steps[1] else "steps"
     if n == 1:
-        return f"the input of the last step only, of {steps} {upto}" if steps > 1 else "its only step"
+        return f"the input of the last step only, of {steps} {steps_text}" if steps > 1 else "its only step"
     if memory.censored:
-        return f"all {steps} {upto}, and may use more than the data contains"
-    return f"the last {n:.0f} of {steps} {upto}"
+        return f"all {steps} {steps_text}, and may use more than the data contains"
+    return f"the last {n:.0f} of {steps} {steps_text}"
 
 
 def _remarks(memory: Memory, baseline: tuple[str, Memory] | None) -> list[str]:
     length, steps = memory.length, memory.steps
     remarks = [f"95 % CI {length.low:.0f}-{length.high:.0f}{' or more' if length.high >= steps else ''}"]
     if memory.skill is not None:
-        raw, again = memory.skill.raw, memory.skill.recalibrated
-        remarks.append(f"skill {raw.value:.2f}" + ("" if raw.low > 0 else f", {again.value:.2f} recalibrated"))
-    if memory.rare.value > 2 * length.value:
-        remarks.append(f"{_count(memory.rare.value, steps)} at 1 % of the variance")
+        raw_skill, recalibrated = memory.skill.raw, memory.skill.recalibrated
+        remarks.append(
+            f"skill {raw_skill.value:.2f}" + ("" if raw_skill.low > 0 else f", {recalibrated.value:.2f} recalibrated")
+        )
+    if memory.rare_length.value > 2 * length.value:
+        remarks.append(f"{_count_text(memory.rare_length.value, steps)} at 1 % of the variance")
     if baseline is not None and baseline[1].context.size:
-        remarks.append(f"{baseline[0]}: {_count(baseline[1].length.value, baseline[1].steps)}")
+        remarks.append(f"{baseline[0]}: {_count_text(baseline[1].length.value, baseline[1].steps)}")
     return remarks
 
 
-def _lost(memory: Memory) -> str:
+def _loss_text(memory: Memory) -> str:
     """Return text on the score lost without the oldest used step and older ones; "" if n = 1 or unknown."""
-    lost, n = memory.lost_without, memory.length.value
-    if n == 1 or math.isnan(lost):
+    lost_share, length = memory.lost_without, memory.length.value
+    if length == 1 or math.isnan(lost_share):
         return ""
-    needed = memory.needed.value
-    more = f" 5 % of the score depends on the last {_count(needed, memory.steps)}." if needed > 2 * n else ""
-    replaced = f"Replacing step {n:.0f} from the end and everything older"
-    if lost < 0.005:
-        return f"{replaced} changes the prediction, but loses none of the score.{more}"
-    return f"{replaced} loses {'all' if lost >= 0.995 else _percent(lost)} of the score.{more}"
+    needed = memory.needed_length.value
+    needed_text = (
+        f" 5 % of the score depends on the last {_count_text(needed, memory.steps)}." if needed > 2 * length else ""
+    )
+    replaced = f"Replacing step {length:.0f} from the end and everything older"
+    if lost_share < 0.005:
+        return f"{replaced} changes the prediction, but loses none of the score.{needed_text}"
+    return f"{replaced} loses {'all' if lost_share >= 0.995 else _percent(lost_share)} of the score.{needed_text}"
 
 
-def _count(value: float, steps: int) -> str:
+def _count_text(value: float, steps: int) -> str:
     return f">= {steps}" if value >= steps else f"{value:.0f}"
 
 
-def _steps(count: int) -> str:
+def _step_noun(count: int) -> str:
     return "step" if count == 1 else "steps"
 
 
 def findings(
     memory: Memory,
-    missed: Missed | None,
+    residual_test: Missed | None,
     layers: Sequence[LayerFacts],
-    attributed: int | None,
+    attributed_steps: int | None,
     x: Array,
     mask: Array | None,
     prediction: xr.DataArray,
 ) -> list[Finding]:
     """Apply all rules to the measures and return the findings, faults first; ``prediction`` is (sample, unit)."""
-    by_rule = [
-        *_about_numbers(layers, prediction),
-        *_about_skill(memory),
-        *_about_missed(memory, missed, layers),
-        *_about_dynamics(memory, layers),
-        *_about_units(layers),
-        *_about_data(x, mask),
-        *_about_memory(memory, attributed),
+    unsorted_findings = [
+        *_nonfinite_findings(layers, prediction),
+        *_skill_findings(memory),
+        *_missed_findings(memory, residual_test, layers),
+        *_dynamics_findings(memory, layers),
+        *_unit_findings(layers),
+        *_data_findings(x, mask),
+        *_memory_findings(memory, attributed_steps),
     ]
-    return sorted(by_rule, key=lambda finding: _ORDER[finding.severity])
+    return sorted(unsorted_findings, key=lambda finding: _ORDER[finding.severity])
 
 
-def _about_skill(memory: Memory) -> Iterator[Finding]:
+def _skill_findings(memory: Memory) -> Iterator[Finding]:
     if memory.skill is None or not np.isfinite(memory.skill.raw.value):
         return
-    raw, again, gain = memory.skill.raw, memory.skill.recalibrated, memory.skill.gain
-    evidence = {"skill": raw.value, "low": raw.low, "high": raw.high, "recalibrated": again.value}
+    raw_skill, recalibrated, gain = memory.skill.raw, memory.skill.recalibrated, memory.skill.gain
+    evidence = {
+        "skill": raw_skill.value,
+        "low": raw_skill.low,
+        "high": raw_skill.high,
+        "recalibrated": recalibrated.value,
+    }
     if not memory.skill.proven:
         yield Finding(
             "NO_SKILL",
             "unknown",
             MODEL,
-            f"The model predicts no better than a constant (skill {raw.value:.2f}, 95 % CI {raw.low:.2f} to "
-            f"{raw.high:.2f}; recalibrated {again.value:.2f}), so its memory in use is not meaningful.",
+            f"The model predicts no better than a constant (skill {raw_skill.value:.2f}, 95 % CI {raw_skill.low:.2f} "
+            f"to {raw_skill.high:.2f}; recalibrated {recalibrated.value:.2f}), so its memory in use is not meaningful.",
             evidence,
             "the 95 % interval of the skill reaches 0, also after recalibration",
             "compare with the skill on the training data. If that is high, the model is overfitted: regularise, or use "
             "more data. If not, check the target and the learning rate, and whether it can overfit 16 samples.",
         )
-    elif again.low > 0 and memory.miscalibrated:
+    elif recalibrated.low > 0 and memory.miscalibrated:
         yield Finding(
             "MISCALIBRATED",
             "caution",
             MODEL,
-            f"The predictions are off in scale: skill {raw.value:.2f} as they are, {again.value:.2f} recalibrated.",
+            f"The predictions are off in scale: skill {raw_skill.value:.2f} as they are, "
+            f"{recalibrated.value:.2f} recalibrated.",
             {**evidence, "gain": gain.value, "gain_low": gain.low},
             f"recalibration gains more than {_percent(MISCALIBRATED)} of the loss of a constant, 95 % interval",
             "compare with the skill on the training data: if it is much higher there, the model is overfitted. If "
@@ -185,17 +200,17 @@ def _about_skill(memory: Memory) -> Iterator[Finding]:
         )
 
 
-def _about_missed(memory: Memory, missed: Missed | None, layers: Sequence[LayerFacts]) -> Iterator[Finding]:
-    if missed is None or not is_missed(missed, memory):
+def _missed_findings(memory: Memory, residual_test: Missed | None, layers: Sequence[LayerFacts]) -> Iterator[Finding]:
+    if residual_test is None or not is_missed(residual_test, memory):
         return
-    lag = len(missed.by_step) - 1 - missed.step
+    lag = len(residual_test.by_step) - 1 - residual_test.step
     yield Finding(
         "MISSED_DEPENDENCY",
         "fault",
         MODEL,
-        f"The input {_where(lag)} would explain errors of the model: {_percent(missed.effect)} of the variance of the "
-        f"target (residual test, p < {P_VALUE}).",
-        {"effect": missed.effect, "p_value": missed.p_value, "step": missed.step, "lag": lag},
+        f"The input {_lag_text(lag)} would explain errors of the model: {_percent(residual_test.effect)} of the "
+        f"variance of the target (residual test, p < {P_VALUE}).",
+        {"effect": residual_test.effect, "p_value": residual_test.p_value, "step": residual_test.step, "lag": lag},
         f"cross-validated ridge on the residual explains >= {_percent(EFFECT)} of Var y, permutation p < {P_VALUE}",
         "",
     )
@@ -219,7 +234,8 @@ def _about_missed(memory: Memory, missed: Missed | None, layers: Sequence[LayerF
             "VANISHING",
             "fault",
             layer.name,
-            f"No training signal reaches that input: the state transfer over {lag} {_steps(lag)} is {transfer:.1e}.",
+            f"No training signal reaches that input: the state transfer over {lag} {_step_noun(lag)} is "
+            f"{transfer:.1e}.",
             evidence,
             f"missed, and kappa at the missed step < {VANISHED:g}",
             layer.against_vanishing,
@@ -229,14 +245,14 @@ def _about_missed(memory: Memory, missed: Missed | None, layers: Sequence[LayerF
             "PATH_OPEN",
             "fault",
             layer.name,
-            f"A training signal reaches that input (state transfer over {lag} {_steps(lag)}: {transfer:.1g}), so a "
+            f"A training signal reaches that input (state transfer over {lag} {_step_noun(lag)}: {transfer:.1g}), so a "
             "vanishing gradient is not the reason.",
             evidence,
             f"missed, and kappa at the missed step >= {VANISHED:g}",
             _OVERFITTED
             if memory.miscalibrated
             else "the cause is not visible in the network: train longer; if trained on windows, use one longer than "
-            f"{lag} {_steps(lag)}; else more units. Another initialisation will not help.",
+            f"{lag} {_step_noun(lag)}; else more units. Another initialisation will not help.",
         )
 
 
@@ -246,8 +262,8 @@ _OVERFITTED = (
 )
 
 
-def _where(lag: int) -> str:
-    return f"{lag} {_steps(lag)} before the last" if lag else "at the last step"
+def _lag_text(lag: int) -> str:
+    return f"{lag} {_step_noun(lag)} before the last" if lag else "at the last step"
 
 
 def _percent(share: float) -> str:
@@ -257,10 +273,10 @@ def _percent(share: float) -> str:
 _REPAIR = "rl.find_nonfinite(model, x, y) finds the first one; check the data and the learning rate, clip gradients."
 
 
-def _about_numbers(layers: Sequence[LayerFacts], prediction: xr.DataArray) -> Iterator[Finding]:
+def _nonfinite_findings(layers: Sequence[LayerFacts], prediction: xr.DataArray) -> Iterator[Finding]:
     """Yield findings on layers with states that are not finite, or else on predictions that are not finite."""
-    broken = [layer for layer in layers if layer.states.nan or layer.states.infinite]
-    for layer in broken:
+    nonfinite_layers = [layer for layer in layers if layer.states.nan or layer.states.infinite]
+    for layer in nonfinite_layers:
         nan, infinite, count = layer.states.nan, layer.states.infinite, layer.states.count
         yield Finding(
             "NONFINITE",
@@ -271,21 +287,22 @@ def _about_numbers(layers: Sequence[LayerFacts], prediction: xr.DataArray) -> It
             "any",
             _REPAIR,
         )
-    bad = ~np.isfinite(prediction.values).all(axis=1)
-    if bad.any() and not broken:
-        first = prediction["sample"].values[bad.argmax()].item()
+    is_nonfinite = ~np.isfinite(prediction.values).all(axis=1)
+    if is_nonfinite.any() and not nonfinite_layers:
+        first_sample = prediction["sample"].values[is_nonfinite.argmax()].item()
         yield Finding(
             "NONFINITE",
             "fault",
             MODEL,
-            f"{int(bad.sum())} of {bad.size} predictions are not finite, the first at sample {first}.",
-            {"samples": int(bad.sum()), "first": first, "count": int(bad.size)},
+            f"{int(is_nonfinite.sum())} of {is_nonfinite.size} predictions are not finite, the first at sample "
+            f"{first_sample}.",
+            {"samples": int(is_nonfinite.sum()), "first": first_sample, "count": int(is_nonfinite.size)},
             "any",
             _REPAIR,
         )
 
 
-def _about_dynamics(memory: Memory, layers: Sequence[LayerFacts]) -> Iterator[Finding]:
+def _dynamics_findings(memory: Memory, layers: Sequence[LayerFacts]) -> Iterator[Finding]:
     for layer in layers:
         if layer.states.nan or layer.states.infinite:
             continue
@@ -304,22 +321,22 @@ def _about_dynamics(memory: Memory, layers: Sequence[LayerFacts]) -> Iterator[Fi
                 "clip the norm of the gradient (arXiv:1211.5063), a smaller recurrent kernel, or a gated cell.",
             )
         if np.isfinite(error) and (rate - 2 * error) * steps > CHAOS and layer.bounded:
-            yield _chaotic(layer, rate, error, steps)
-        tiny, count = layer.states.underflow, layer.states.count
-        if tiny > UNDERFLOWN * count:
+            yield _chaos_finding(layer, rate, error, steps)
+        subnormal, count = layer.states.underflow, layer.states.count
+        if subnormal > UNDERFLOWN * count:
             yield Finding(
                 "UNDERFLOW",
                 "caution",
                 layer.name,
-                f"{_percent(tiny / count)} of the state is subnormal, too small for its dtype.",
-                {"underflow": tiny, "count": count},
+                f"{_percent(subnormal / count)} of the state is subnormal, too small for its dtype.",
+                {"underflow": subnormal, "count": count},
                 f"> {_percent(UNDERFLOWN)}",
                 "compute in a wider dtype, or scale the state.",
             )
-    yield from _unequal(layers)
+    yield from _unequal_findings(layers)
 
 
-def _chaotic(layer: LayerFacts, rate: float, error: float, steps: int) -> Finding:
+def _chaos_finding(layer: LayerFacts, rate: float, error: float, steps: int) -> Finding:
     return Finding(
         "CHAOTIC",
         "fault",
@@ -333,25 +350,28 @@ def _chaotic(layer: LayerFacts, rate: float, error: float, steps: int) -> Findin
     )
 
 
-def _unequal(layers: Sequence[LayerFacts]) -> Iterator[Finding]:
-    alive = {layer.name: layer.adjoint_size for layer in layers if layer.adjoint_size > 0}
-    if len(alive) < 2:
+def _unequal_findings(layers: Sequence[LayerFacts]) -> Iterator[Finding]:
+    gradient_sizes = {layer.name: layer.adjoint_size for layer in layers if layer.adjoint_size > 0}
+    if len(gradient_sizes) < 2:
         return
-    low, high = min(alive, key=alive.__getitem__), max(alive, key=alive.__getitem__)
-    decades = float(np.log10(alive[high] / alive[low]))
+    smallest, largest = (
+        min(gradient_sizes, key=gradient_sizes.__getitem__),
+        max(gradient_sizes, key=gradient_sizes.__getitem__),
+    )
+    decades = float(np.log10(gradient_sizes[largest] / gradient_sizes[smallest]))
     if decades >= UNEQUAL:
         yield Finding(
             "UNEQUAL_LAYERS",
             "caution",
-            low,
-            f"Its total gradient is {decades:.1f} decades smaller than that of {high}.",
+            smallest,
+            f"Its total gradient is {decades:.1f} decades smaller than that of {largest}.",
             {"decades": decades},
             f">= {UNEQUAL:g} decades between layers",
             "normalisation or residual connections between the layers, or one learning rate per layer.",
         )
 
 
-def _about_units(layers: Sequence[LayerFacts]) -> Iterator[Finding]:
+def _unit_findings(layers: Sequence[LayerFacts]) -> Iterator[Finding]:
     for layer in layers:
         count = int(layer.dead.sum())
         if count:
@@ -366,56 +386,57 @@ def _about_units(layers: Sequence[LayerFacts]) -> Iterator[Finding]:
             )
 
 
-def _about_data(x: Array, mask: Array | None) -> Iterator[Finding]:
-    if (padded := padding_share(x, mask)) > PADDED:
+def _data_findings(x: Array, mask: Array | None) -> Iterator[Finding]:
+    if (padded_share := padding_share(x, mask)) > PADDED:
         yield Finding(
             "PADDING_DOMINATES",
             "caution",
             MODEL,
-            f"{_percent(padded)} of the steps are padding.",
-            {"padding": padded},
+            f"{_percent(padded_share)} of the steps are padding.",
+            {"padding": padded_share},
             f"> {_percent(PADDED)} masked, or identical steps at one end",
             "mask the padding, or batch samples of similar length.",
         )
-    if (constant := constant_features(x)).any():
+    if (is_constant := constant_features(x)).any():
         yield Finding(
             "CONSTANT_INPUT",
             "caution",
             MODEL,
-            f"{int(constant.sum())} of {constant.size} input features never vary; their gradients are not meaningful.",
-            {"features": np.flatnonzero(constant).tolist()},
+            f"{int(is_constant.sum())} of {is_constant.size} input features never vary; their gradients are not "
+            "meaningful.",
+            {"features": np.flatnonzero(is_constant).tolist()},
             "max == min over all samples and steps",
             "remove them, or check how they were scaled.",
         )
-    if (static := static_share(x)) > STATIC:
+    if (unchanging_share := static_share(x)) > STATIC:
         yield Finding(
             "STATIC_INPUT",
             "caution",
             MODEL,
-            f"The input of {_percent(static)} of the samples does not change over time.",
-            {"share": static},
+            f"The input of {_percent(unchanging_share)} of the samples does not change over time.",
+            {"share": unchanging_share},
             f"> {_percent(STATIC)} of the samples",
             "a network without recurrence is enough.",
         )
 
 
-def _about_memory(memory: Memory, attributed: int | None) -> Iterator[Finding]:
-    samples = memory.change.shape[1] if memory.change.size else 0
-    if samples and samples < ENOUGH:
-        result = "too few to measure memory" if samples < FEWEST else "the intervals are too narrow"
+def _memory_findings(memory: Memory, attributed_steps: int | None) -> Iterator[Finding]:
+    sample_count = memory.change.shape[1] if memory.change.size else 0
+    if sample_count and sample_count < ENOUGH:
+        consequence = "too few to measure memory" if sample_count < FEWEST else "the intervals are too narrow"
         yield Finding(
             "FEW_SAMPLES",
-            "unknown" if samples < FEWEST else "caution",
+            "unknown" if sample_count < FEWEST else "caution",
             MODEL,
-            f"{samples} samples: {result}.",
-            {"samples": samples},
+            f"{sample_count} samples: {consequence}.",
+            {"samples": sample_count},
             f"< {ENOUGH}",
             f"pass at least {ENOUGH} samples.",
         )
-    if not memory.known:
+    if not memory.is_known:
         return
     length = memory.length
-    if length.value == 1 and not memory.count_matters and not memory.later[0]:
+    if length.value == 1 and not memory.count_matters and not memory.later_steps[0]:
         yield Finding(
             "LAST_STEP_ONLY",
             "fact",
@@ -425,20 +446,20 @@ def _about_memory(memory: Memory, attributed: int | None) -> Iterator[Finding]:
             "n = 1 with skill",
             "nothing, if the task needs no more; only a missed dependency would be a fault.",
         )
-    if not attributed:
+    if not attributed_steps:
         return
-    ratio = max(attributed / length.value, length.value / attributed)
-    outside = not length.low / DISAGREE < attributed < length.high * DISAGREE
-    if ratio >= DISAGREE and outside:
-        latch = "a stable memory (a latch) has a gradient of nearly zero"
-        few = "few samples with large gradients dominate the attribution"
+    ratio = max(attributed_steps / length.value, length.value / attributed_steps)
+    is_outside = not length.low / DISAGREE < attributed_steps < length.high * DISAGREE
+    if ratio >= DISAGREE and is_outside:
+        latch_reason = "a stable memory (a latch) has a gradient of nearly zero"
+        few_reason = "few samples with large gradients dominate the attribution"
         yield Finding(
             "GRADIENT_MEMORY_DISAGREE",
             "caution",
             MODEL,
-            f"Gradients attribute the prediction to the last {attributed} steps, replacing inputs to the "
-            f"last {length.value:.0f}: {latch if attributed < length.value else few}.",
-            {"attributed": attributed, "memory": length.value},
+            f"Gradients attribute the prediction to the last {attributed_steps} steps, replacing inputs to the "
+            f"last {length.value:.0f}: {latch_reason if attributed_steps < length.value else few_reason}.",
+            {"attributed": attributed_steps, "memory": length.value},
             f"a factor of {DISAGREE:g}, outside the interval",
             "rely on the memory in use (Bengio, Simard, Frasconi 1994).",
         )

@@ -58,8 +58,8 @@ class LayerFacts:
     state_norms: Array
     dead: Array = field(default_factory=lambda: np.zeros(0, dtype=bool))
     timescale: Array | None = None
-    shut: Array | None = None
-    open: Array | None = None
+    stuck_shut: Array | None = None
+    stuck_open: Array | None = None
     scan: Mapping[str, xr.Variable] = field(default_factory=dict)
 
     @cached_property
@@ -78,9 +78,9 @@ class LayerFacts:
         norms = np.nan_to_num(np.zeros((1, 1)) if self.adjoint_norms is None else self.adjoint_norms)
         if not norms.any():
             return 0.0
-        start = np.array([row[np.flatnonzero(row)[0]] if row.any() else np.nan for row in norms])
+        first_norms = np.array([row[np.flatnonzero(row)[0]] if row.any() else np.nan for row in norms])
         with np.errstate(divide="ignore", invalid="ignore"):
-            return float(np.nanmedian(np.log10(norms.max(axis=1)) - np.log10(start)))
+            return float(np.nanmedian(np.log10(norms.max(axis=1)) - np.log10(first_norms)))
 
     @property
     def adjoint_size(self) -> float:
@@ -88,8 +88,8 @@ class LayerFacts:
         if self.adjoint_norms is None:
             return float("nan")
         # Half of the largest float, so that the mean of two of them is finite.
-        half = np.finfo(self.adjoint_norms.dtype).max / 2
-        return float(np.median(np.nan_to_num(self.adjoint_norms, posinf=half).max(axis=1)))
+        half_of_largest = np.finfo(self.adjoint_norms.dtype).max / 2
+        return float(np.median(np.nan_to_num(self.adjoint_norms, posinf=half_of_largest).max(axis=1)))
 
     def signal(self, lag: int, steps: int) -> float:
         """Return the share of a training signal that is left ``lag`` steps before the end of ``steps`` steps.
@@ -98,14 +98,14 @@ class LayerFacts:
         gradient at the state, for models that use every step (attention, pooling). If the layer has fewer steps than
         the data, the lag is scaled.
         """
-        ways = [self.transfer.kappa] + ([] if self.adjoint is None else [self.adjoint.median])
-        own = len(self.transfer.kappa) - 1
-        at = round(lag * own / steps)
+        curves = [self.transfer.kappa] + ([] if self.adjoint is None else [self.adjoint.median])
+        last_lag = len(self.transfer.kappa) - 1
+        index = round(lag * last_lag / steps)
         if self.direction == "backward":
-            if own < steps:  # in the middle it has not processed the older steps
+            if last_lag < steps:  # in the middle it has not processed the older steps
                 return 0.0
-            at = own - 1 - at
-        return max(float(way[min(at, len(way) - 1)]) for way in ways)
+            index = last_lag - 1 - index
+        return max(float(curve[min(index, len(curve) - 1)]) for curve in curves)
 
     @property
     def bounded(self) -> bool:
@@ -115,85 +115,85 @@ class LayerFacts:
 
 def measure_layers(experiment: Experiment) -> tuple[list[LayerFacts], int | None]:
     """Measure every recurrent call; also count the last input steps that gradients attribute the prediction to."""
-    if not experiment.runs:
+    if not experiment.replays:
         return [], None
-    for call, _ in experiment.runs:
+    for call, _ in experiment.replays:
         if call.cell.space:
             raise UnsupportedError(
                 f"Layer {call.layer!r} cannot be diagnosed: its states have axes of space.",
                 expected="layers whose states are (sample, time, unit)",
                 hint="rl.trace and rl.gradients give its gates and total gradients at every step and place",
             )
-    found = _output_gradients(experiment)
+    output_gradients = _output_gradients(experiment)
     layers = [
-        _facts(call, run, found.get((call.layer, call.direction)), experiment.ends(call))
-        for call, run in experiment.runs
+        _layer_facts(call, run, output_gradients.get((call.layer, call.direction)), experiment.final_indices(call))
+        for call, run in experiment.replays
     ]
-    return layers, _attribution(experiment, found)
+    return layers, _attributed_steps(experiment, output_gradients)
 
 
 def _output_gradients(experiment: Experiment) -> dict[tuple[str, str], Array]:
     """Compute a random projection's gradient by (layer, direction) and, at ("input", ""), by the input."""
-    calls = [call for call, _ in experiment.runs]
-    nodes = list(dict.fromkeys(call.layer for call in calls))
-    several = len(data.leaves_of(experiment.capture.outputs)) > 1
-    of = f"output[{experiment.which}]" if several else "output"
-    wrt = [f"{node}.hidden" for node in nodes] + [f"{nodes[0]}.input"]
+    calls = [call for call, _ in experiment.replays]
+    layer_names = list(dict.fromkeys(call.layer for call in calls))
+    has_several = len(data.leaves_of(experiment.capture.outputs)) > 1
+    target = f"output[{experiment.output_index}]" if has_several else "output"
+    wrt = [f"{name}.hidden" for name in layer_names] + [f"{layer_names[0]}.input"]
     # Samples do not interact in inference, so the gradient of the sum contains the gradient of each sample.
     with options(certify="never"):
-        found = gradients(
+        gradients_by_layer = gradients(
             experiment.model,
-            experiment.few,
-            of=of,
-            reduce=projection(experiment),
+            experiment.first_inputs,
+            of=target,
+            reduce=draw_projection(experiment),
             wrt=wrt,
-            axes=experiment.axes_of(of),
+            axes=experiment.axes_of(target),
         )
     arrays: dict[tuple[str, str], Array] = {}
-    for node in nodes:
-        if "hidden" not in found[node]:
+    for name in layer_names:
+        if "hidden" not in gradients_by_layer[name]:
             continue
-        hidden = found[node]["hidden"]
+        hidden = gradients_by_layer[name]["hidden"]
         if "direction" in hidden.dims:
-            for way in ("forward", "backward"):
-                arrays[node, way] = hidden.sel(direction=way).values
+            for direction in ("forward", "backward"):
+                arrays[name, direction] = hidden.sel(direction=direction).values
         else:
-            arrays[node, next(c.direction for c in calls if c.layer == node)] = hidden.values
-    if "input" in found[nodes[0]]:
-        arrays["input", ""] = found[nodes[0]]["input"].values
+            arrays[name, next(c.direction for c in calls if c.layer == name)] = hidden.values
+    if "input" in gradients_by_layer[layer_names[0]]:
+        arrays["input", ""] = gradients_by_layer[layer_names[0]]["input"].values
     return arrays
 
 
-def projection(experiment: Experiment) -> Any:
+def draw_projection(experiment: Experiment) -> Any:
     """Draw random weights of the output at the examined step, which project it to one number per sample."""
-    whole = experiment.looked_at
-    weights = np.random.default_rng(experiment.seed).normal(size=experiment.raw.shape[1])
-    projection: Array = np.zeros(whole.shape)
+    output = experiment.examined_output
+    weights = np.random.default_rng(experiment.seed).normal(size=experiment.raw_output.shape[1])
+    projection: Array = np.zeros(output.shape)
     if experiment.is_sequence:
-        projection[np.arange(len(whole)), experiment.place(whole)] = weights.reshape(whole.shape[2:])
+        projection[np.arange(len(output)), experiment.examined_indices(output)] = weights.reshape(output.shape[2:])
     else:
-        projection[...] = weights.reshape(whole.shape[1:])
+        projection[...] = weights.reshape(output.shape[1:])
     names = [experiment.layout.names[i] for i in canonical_order(experiment.layout.names)]
     # The last axis was added if the output has one number per step.
     return xr.DataArray(projection if len(names) == projection.ndim else projection[..., 0], dims=names)
 
 
-def by_lag(values: Array, order: Sequence[int], ends: Array | None) -> Array:
+def reorder_by_lag(values: Array, order: Sequence[int], final_steps: Array | None) -> Array:
     """Reorder (sample, time) by ``order`` to (sample, lag): 0 at each sample's end, NaN before its first step."""
-    turned = values[:, order]
-    if ends is None:
-        return turned
-    begin = np.array([list(order).index(int(end)) for end in ends])
-    place = np.arange(turned.shape[1] - int(begin.min()))[None, :] + begin[:, None]
-    inside = place < turned.shape[1]
-    return np.where(inside, np.take_along_axis(turned, np.where(inside, place, 0), axis=1), np.nan)
+    reordered = values[:, order]
+    if final_steps is None:
+        return reordered
+    start_index = np.array([list(order).index(int(end)) for end in final_steps])
+    position = np.arange(reordered.shape[1] - int(start_index.min()))[None, :] + start_index[:, None]
+    is_inside = position < reordered.shape[1]
+    return np.where(is_inside, np.take_along_axis(reordered, np.where(is_inside, position, 0), axis=1), np.nan)
 
 
-def _facts(call: RecurrentCall, run: Replay, gradient: Array | None, ends: Array | None) -> LayerFacts:
+def _layer_facts(call: RecurrentCall, run: Replay, gradient: Array | None, final_steps: Array | None) -> LayerFacts:
     order = list(run.steps(reverse=True))
-    norms = None
+    adjoint_norms = None
     if gradient is not None:
-        norms = by_lag(_norms(gradient), order, ends)
+        adjoint_norms = reorder_by_lag(_norms(gradient), order, final_steps)
     mask = None if run.mask is None else np.asarray(to_host(run.mask), dtype=bool)
     states = np.concatenate([to_host(s) for s in run.states], axis=-1)
     shut, opened = (None, None) if run.gates is None else stuck_gates(to_host(run.gates), mask)
@@ -205,25 +205,25 @@ def _facts(call: RecurrentCall, run: Replay, gradient: Array | None, ends: Array
         direction=call.direction,
         cell=run.cell.kind,
         against_vanishing=run.cell.against_vanishing,
-        transfer=state_transfer(run, ends=ends),
-        adjoint_norms=norms,
+        transfer=state_transfer(run, ends=final_steps),
+        adjoint_norms=adjoint_norms,
         states=census(states),
         state_norms=_norms(states[:, order[::-1]]).mean(axis=0),
         dead=dead_units(to_host(run.states[0]), mask),
         timescale=timescale,
-        shut=shut,
-        open=opened,
+        stuck_shut=shut,
+        stuck_open=opened,
     )
 
 
-def _attribution(experiment: Experiment, found: dict[tuple[str, str], Array]) -> int | None:
-    gradient, (_, run) = found.get(("input", "")), experiment.runs[0]
+def _attributed_steps(experiment: Experiment, output_gradients: dict[tuple[str, str], Array]) -> int | None:
+    gradient, (_, run) = output_gradients.get(("input", "")), experiment.replays[0]
     if gradient is None or gradient.shape != tuple(run.input.shape):
         return None
     scores = attribution(gradient, to_host(run.input))
-    backwards = list(range(scores.shape[1]))[::-1]
-    by_lags = by_lag(scores, backwards, experiment.ends(experiment.runs[0][0]))
-    return attributed_memory(np.nan_to_num(by_lags)[:, ::-1])
+    reversed_steps = list(range(scores.shape[1]))[::-1]
+    scores_by_lag = reorder_by_lag(scores, reversed_steps, experiment.final_indices(experiment.replays[0][0]))
+    return attributed_memory(np.nan_to_num(scores_by_lag)[:, ::-1])
 
 
 #: Largest number of samples whose scans are captured, and of random cotangents of the state transfer.
@@ -239,53 +239,57 @@ def measure_scans(experiment: Experiment) -> tuple[list[LayerFacts], int | None]
     """Measure every scan, and count the attributed input steps as :func:`measure_layers` does."""
     if not experiment.scans:
         return [], None
-    capture = _capture(experiment)
+    capture = _capture_scans(experiment)
     facts = []
     for call in capture.sequences:
         kind = experiment.scans[call.layer.rpartition("#")[0] or call.layer].cell
         steps = call.cell.steps
-        facts.append(_scan_facts(call, kind, experiment.reach if steps == experiment.samples.steps else steps))
-    return facts, _scan_attribution(experiment, capture)
+        facts.append(
+            _scan_facts(call, kind, experiment.max_examined_length if steps == experiment.samples.steps else steps)
+        )
+    return facts, _scan_attributed_steps(experiment, capture)
 
 
-def _capture(experiment: Experiment) -> Capture:
+def _capture_scans(experiment: Experiment) -> Capture:
     """Capture all scans and embeddings under a random projection of the output, which takes the place of a loss."""
-    weights = projection(experiment).transpose(*experiment.layout.names).values[:_SAMPLES]
+    weights = draw_projection(experiment).transpose(*experiment.layout.names).values[:_SAMPLES]
 
-    def projected(outputs: Any, _: Any = None) -> Any:
-        leaf = data.leaves_of(outputs)[experiment.which]
+    def projected_output(outputs: Any, _: Any = None) -> Any:
+        leaf = data.leaves_of(outputs)[experiment.output_index]
         xp = namespace(leaf)
         return (leaf * xp.asarray(weights, dtype=leaf.dtype, device=leaf.device)).sum()
 
-    x = experiment.given(data.map_leaves(lambda leaf: leaf[:_SAMPLES], experiment.samples.x))
+    x = experiment.in_model_order(data.map_leaves(lambda leaf: leaf[:_SAMPLES], experiment.samples.x))
     names = (*experiment.scans, *experiment.embeddings)
     request = CaptureRequest(names, weight_grads=False, boundaries=True, all_must_run=False)
-    return experiment.adapter.capture(experiment.model, Batch(x, np.zeros(len(weights)), loss=projected), request)
+    return experiment.adapter.capture(
+        experiment.model, Batch(x, np.zeros(len(weights)), loss=projected_output), request
+    )
 
 
-def _scan_facts(call: SequenceCall, kind: str, seen: int) -> LayerFacts:
-    """Measure one scan in one sweep over chunks of steps, up to step ``seen``."""
+def _scan_facts(call: SequenceCall, kind: str, n_steps: int) -> LayerFacts:
+    """Measure one scan in one sweep over chunks of steps, up to step ``n_steps``."""
     assert call.output_grad is not None
-    cell = call.cell.at(slice(0, seen))
-    _, starts, last = forward(cell)
-    norms, sizes, moments, states = [], [], np.zeros((3, *cell.shape[2:])), Census(0, 0, 0, 0)
-    for chunk, _ in sweep(cell, starts, call.output_grad[:, :seen]):
-        values = to_host(chunk.states)
-        norms.append(_norms(to_host(chunk.grads)))
-        sizes.append(_norms(values).mean(axis=0))
-        moments += _moments(values)
-        counted = census(values)
-        states = Census(*(a + b for a, b in zip(vars(states).values(), vars(counted).values(), strict=True)))
+    cell = call.cell.at(slice(0, n_steps))
+    _, starts, last_state = forward(cell)
+    adjoint_norms, state_norms, moments, states = [], [], np.zeros((3, *cell.shape[2:])), Census(0, 0, 0, 0)
+    for chunk, _ in sweep(cell, starts, call.output_grad[:, :n_steps]):
+        chunk_states = to_host(chunk.states)
+        adjoint_norms.append(_norms(to_host(chunk.grads)))
+        state_norms.append(_norms(chunk_states).mean(axis=0))
+        moments += _state_moments(chunk_states)
+        chunk_census = census(chunk_states)
+        states = Census(*(a + b for a, b in zip(vars(states).values(), vars(chunk_census).values(), strict=True)))
     return LayerFacts(
         name=call.layer,
         direction="forward",
         cell=kind,
         against_vanishing=_AGAINST_VANISHING,
-        transfer=_transfer(cell, _spread(moments)),
-        adjoint_norms=by_lag(np.concatenate(norms[::-1], axis=1), range(seen)[::-1], None),
+        transfer=_scan_transfer(cell, _state_spread(moments)),
+        adjoint_norms=reorder_by_lag(np.concatenate(adjoint_norms[::-1], axis=1), range(n_steps)[::-1], None),
         states=states,
-        state_norms=np.concatenate(sizes[::-1]),
-        scan=scan_measures(cell, to_host(last)),
+        state_norms=np.concatenate(state_norms[::-1]),
+        scan=scan_measures(cell, to_host(last_state)),
     )
 
 
@@ -294,64 +298,69 @@ def _norms(values: Array) -> Array:
     return np.linalg.norm(values.reshape(*values.shape[:2], -1).astype(np.float64), axis=-1)
 
 
-def _moments(states: Array) -> Array:
+def _state_moments(states: Array) -> Array:
     """Return the count, sum and sum of squares of finite states over samples and steps, (3, *axes)."""
     values = np.where(np.isfinite(states), states, 0.0).astype(np.float64)
     return np.stack([np.isfinite(states).sum((0, 1)), values.sum((0, 1)), (values**2).sum((0, 1))])
 
 
-def _spread(moments: Array) -> Array:
+def _state_spread(moments: Array) -> Array:
     """Return the standard deviation of each number of the state, at least 1e-3 of the median one."""
     count, total, squares = np.maximum(moments[0], 1), moments[1], moments[2]
     spread = np.sqrt(np.maximum(squares / count - (total / count) ** 2, 0.0))
     return np.maximum(spread, 1e-3 * (float(np.median(spread)) or 1.0))
 
 
-def _transfer(cell: SequenceCell, spread: Array) -> Transfer:
+def _scan_transfer(cell: SequenceCell, spread: Array) -> Transfer:
     """Pull random cotangents on the last state back through a scan, in units of the spread of each number."""
-    rng, logs = np.random.default_rng(0), []
-    xp, like = namespace(cell.write[0]), cell.write[0]
+    rng, log_norms = np.random.default_rng(0), []
+    xp, prototype = namespace(cell.write[0]), cell.write[0]
     for _ in range(_DIRECTIONS):
-        drawn = rng.normal(size=(cell.shape[0], *cell.shape[2:]))
-        drawn /= _norms(drawn[:, None])[:, 0].reshape(-1, *(1,) * spread.ndim)
-        cotangent = xp.asarray(drawn / spread, dtype=like.dtype, device=like.device)
-        sizes = [_norms(to_host(c)[:, None] * spread)[:, 0] for c in pull_back(cell, cotangent)]
+        random_vectors = rng.normal(size=(cell.shape[0], *cell.shape[2:]))
+        random_vectors /= _norms(random_vectors[:, None])[:, 0].reshape(-1, *(1,) * spread.ndim)
+        cotangent = xp.asarray(random_vectors / spread, dtype=prototype.dtype, device=prototype.device)
+        cotangent_norms = [_norms(to_host(c)[:, None] * spread)[:, 0] for c in pull_back(cell, cotangent)]
         with np.errstate(divide="ignore"):
-            logs.append(np.log(np.stack([np.ones(cell.shape[0]), *sizes])))
-    return Transfer(np.mean(logs, axis=0))
+            log_norms.append(np.log(np.stack([np.ones(cell.shape[0]), *cotangent_norms])))
+    return Transfer(np.mean(log_norms, axis=0))
 
 
-def _scan_attribution(experiment: Experiment, capture: Capture) -> int | None:
+def _scan_attributed_steps(experiment: Experiment, capture: Capture) -> int | None:
     """Count the last steps with 95 % of the attribution to embedded ids or float input, if there are any."""
     if capture.plain and capture.plain[0].output_grad is not None:
         x, gradient = to_host(capture.plain[0].output), to_host(capture.plain[0].output_grad)
     else:
         pairs = zip(data.leaves_of(experiment.samples.x), capture.input_grads, strict=False)
-        found = next(((leaf, grad) for leaf, grad in pairs if grad is not None), None)
-        if found is None:
+        leaf_and_gradient = next(((leaf, grad) for leaf, grad in pairs if grad is not None), None)
+        if leaf_and_gradient is None:
             return None
-        x, gradient = found[0][:_SAMPLES], to_host(found[1])
+        x, gradient = leaf_and_gradient[0][:_SAMPLES], to_host(leaf_and_gradient[1])
     if gradient.shape != x.shape or x.ndim != 3 or x.shape[1] != experiment.samples.steps:
         return None
-    scores = attribution(gradient, x)[:, : experiment.reach]
-    return attributed_memory(np.nan_to_num(by_lag(scores, range(experiment.reach)[::-1], None))[:, ::-1])
+    scores = attribution(gradient, x)[:, : experiment.max_examined_length]
+    return attributed_memory(
+        np.nan_to_num(reorder_by_lag(scores, range(experiment.max_examined_length)[::-1], None))[:, ::-1]
+    )
 
 
 def scan_sentence(layer: LayerFacts) -> str:
     """Describe how long the state of a whole-sequence layer lasts by its decay."""
     half_life = np.ravel(layer.scan["half_life"].values)
-    typical, slow = float(np.median(half_life)), float(np.quantile(half_life, 0.9, method="lower"))
-    if math.isinf(typical):
+    median_half_life, slow_half_life = float(np.median(half_life)), float(np.quantile(half_life, 0.9, method="lower"))
+    if math.isinf(median_half_life):
         return f"{layer.name}: its state does not decay."
-    if slow < 1:
+    if slow_half_life < 1:
         return f"{layer.name}: half of its state decays within less than one step."
-    if half_life.size < 2 or slow < 1.5 * typical:
-        return f"{layer.name}: half of its state decays within {_number(typical)} steps."
-    longest = "do not decay" if math.isinf(slow) else f"take {_number(slow)} steps or more"
+    if half_life.size < 2 or slow_half_life < 1.5 * median_half_life:
+        return f"{layer.name}: half of its state decays within {_number_text(median_half_life)} steps."
+    slowest_text = (
+        "do not decay" if math.isinf(slow_half_life) else f"take {_number_text(slow_half_life)} steps or more"
+    )
     return (
-        f"{layer.name}: half of its state decays within {_number(typical)} steps (median); the slowest tenth {longest}."
+        f"{layer.name}: half of its state decays within {_number_text(median_half_life)} steps (median); "
+        f"the slowest tenth {slowest_text}."
     )
 
 
-def _number(steps: float) -> str:
+def _number_text(steps: float) -> str:
     return f"{steps:.0f}" if steps >= 10 else f"{steps:.1f}"

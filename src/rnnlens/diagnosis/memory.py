@@ -32,7 +32,7 @@ FEWEST, ENOUGH = 64, 128
 #: Second level of the memory: dependencies of few samples, or of little variance.
 RARE = 0.01
 #: Largest number of samples in the residual test.
-MOST = 1024
+MOST_TESTED = 1024
 #: Rule of MISSED_DEPENDENCY: smallest share of the variance of y, and largest p value.
 EFFECT, P_VALUE = 0.02, 0.01
 #: Share of the target's association with a step above which a miscalibrated prediction has learned the step.
@@ -82,34 +82,34 @@ class Memory:
     context : (context,)
         Context lengths k at which prefixes were exchanged.
     use, benefit : (context,), with bands (context, 2)
-    length, rare, needed : Interval
+    length, rare_length, needed_length : Interval
         Memory n at 5 % and at 1 % of the variance of the prediction, and at 5 % of the score.
     skill : Skill or None
         None without a target.
-    later
+    later_steps
         Number of steps after the examined one that the prediction uses, and number of all steps after it.
     count_matters
         Whether the number of steps changes the prediction, independently of their inputs.
-    known
+    is_known
         Whether n may be reported.
-    why
+    reason
         Reason why n is not known; empty if it is.
     """
 
     steps: int
     skill: Skill | None
-    known: bool
-    why: str = ""
+    is_known: bool
+    reason: str = ""
     context: Array = field(default_factory=lambda: np.empty((0,)))
     use: Array = field(default_factory=lambda: np.empty((0,)))
     use_band: Array = field(default_factory=lambda: np.empty((0, 2)))
     benefit: Array = field(default_factory=lambda: np.empty((0,)))
     benefit_band: Array = field(default_factory=lambda: np.empty((0, 2)))
     length: Interval = UNKNOWN
-    rare: Interval = UNKNOWN
-    needed: Interval = UNKNOWN
+    rare_length: Interval = UNKNOWN
+    needed_length: Interval = UNKNOWN
     change: Array = field(default_factory=lambda: np.empty((0, 0)))
-    later: tuple[int, int] = (0, 0)
+    later_steps: tuple[int, int] = (0, 0)
     count_matters: bool = False
 
     @property
@@ -125,50 +125,50 @@ class Memory:
     @property
     def lost_without(self) -> float:
         """Share of the score that is lost when the n-th step from the end and everything older are exchanged."""
-        shorter = np.flatnonzero(self.context < self.length.value)
-        return float(self.benefit[shorter[-1]]) if shorter.size else float("nan")
+        shorter_contexts = np.flatnonzero(self.context < self.length.value)
+        return float(self.benefit[shorter_contexts[-1]]) if shorter_contexts.size else float("nan")
 
 
 def measure_memory(experiment: Experiment) -> Memory:
     """Replace the first steps of each sample by another sample's, and measure how much the prediction changes."""
-    prediction, steps = experiment.prediction, experiment.reach
+    prediction, steps = experiment.prediction, experiment.max_examined_length
     if not np.isfinite(prediction).all():
         return Memory(steps, None, False, "the prediction is not finite")
     variance = total_variance(prediction)
     leaf = data.leaves_of(experiment.samples.x)[experiment.samples.sequences[0]]
     windows = overlapping_windows(np.asarray(leaf)[: experiment.samples.count])
-    skills = _skill(experiment, windows)
-    later = _later(experiment, variance)
+    measured_skill = _measure_skill(experiment, windows)
+    later_steps = _count_later_steps(experiment, variance)
     if steps < 2:
-        return Memory(steps, skills, False, "the output has seen one step only", later=later)
+        return Memory(steps, measured_skill, False, "the output has seen one step only", later_steps=later_steps)
     if not variance:
-        return Memory(steps, skills, False, "the prediction does not vary over the samples")
-    probes = search(experiment.exchanged, steps, 2 * variance, (USED, RARE), decreasing=True)
-    why = _doubt(len(prediction), skills)
-    return _summary(experiment, probes, variance, windows, skills, why, later)
+        return Memory(steps, measured_skill, False, "the prediction does not vary over the samples")
+    probes = search(experiment.predict_exchanged, steps, 2 * variance, (USED, RARE), decreasing=True)
+    reason = _unknown_reason(len(prediction), measured_skill)
+    return _summarise(experiment, probes, variance, windows, measured_skill, reason, later_steps)
 
 
-def _skill(experiment: Experiment, windows: Windows | None) -> Skill | None:
+def _measure_skill(experiment: Experiment, windows: Windows | None) -> Skill | None:
     target = experiment.target
     if target is None:
         return None
-    loss, constant = target.loss(experiment.prediction), target.constant_loss()
-    if not constant.mean() > 0:
+    loss, constant_loss = target.loss(experiment.prediction), target.constant_loss()
+    if not constant_loss.mean() > 0:
         return Skill(UNKNOWN, UNKNOWN, UNKNOWN)
     weights = _weights(len(loss), windows, experiment.seed)
     order = np.random.default_rng(0).permutation(len(experiment.prediction)) if windows is None else windows.order
     halves = np.array_split(order, 2)
     recalibrated = experiment.prediction.copy()
-    for own, other in (halves, halves[::-1]):  # each half by a fit on the other one
-        fit = target.of_samples(other).calibration(experiment.prediction[other])
-        recalibrated[own] = fit.apply(experiment.prediction[own])
-    again = target.loss(recalibrated)
-    scale = np.maximum(weights @ constant, 1e-300)
-    gain = float((loss - again).mean() / constant.mean())
+    for half, other_half in (halves, halves[::-1]):  # each half by a fit on the other one
+        fit = target.select_samples(other_half).calibration(experiment.prediction[other_half])
+        recalibrated[half] = fit.apply(experiment.prediction[half])
+    recalibrated_loss = target.loss(recalibrated)
+    scale = np.maximum(weights @ constant_loss, 1e-300)
+    gain = float((loss - recalibrated_loss).mean() / constant_loss.mean())
     return Skill(
-        Interval(skill(loss, constant), *interval(1 - (weights @ loss) / scale)),
-        Interval(skill(again, constant), *interval(1 - (weights @ again) / scale)),
-        Interval(gain, *interval(weights @ (loss - again) / scale)),
+        Interval(skill(loss, constant_loss), *interval(1 - (weights @ loss) / scale)),
+        Interval(skill(recalibrated_loss, constant_loss), *interval(1 - (weights @ recalibrated_loss) / scale)),
+        Interval(gain, *interval(weights @ (loss - recalibrated_loss) / scale)),
     )
 
 
@@ -178,27 +178,30 @@ def _weights(samples: int, windows: Windows | None, seed: int) -> Array:
     return resampling_weights(samples, order=windows.order, block=max(4, windows.overlap), seed=seed)
 
 
-def _doubt(samples: int, found: Skill | None) -> str:
+def _unknown_reason(samples: int, measured_skill: Skill | None) -> str:
     if samples < FEWEST:
         return f"{samples} samples are too few, at least {FEWEST} are needed"
-    if found is None:
+    if measured_skill is None:
         return "without a target it is not known whether anything was learned"
-    if not np.isfinite(found.raw.value):
+    if not np.isfinite(measured_skill.raw.value):
         return "the target does not vary over the samples"
-    if not found.proven:
-        raw = found.raw
-        return f"no better than a constant prediction (skill {raw.value:.2f}, 95 % CI {raw.low:.2f} to {raw.high:.2f})"
+    if not measured_skill.proven:
+        raw_skill = measured_skill.raw
+        return (
+            f"no better than a constant prediction (skill {raw_skill.value:.2f}, "
+            f"95 % CI {raw_skill.low:.2f} to {raw_skill.high:.2f})"
+        )
     return ""
 
 
-def _summary(
+def _summarise(
     experiment: Experiment,
     probes: Probes,
     variance: float,
     windows: Windows | None,
-    skills: Skill | None,
-    why: str,
-    later: tuple[int, int],
+    measured_skill: Skill | None,
+    reason: str,
+    later_steps: tuple[int, int],
 ) -> Memory:
     # A sample's change depends on its lender too; for overlapping windows, on its neighbours far more.
     order = cycle(experiment.lender) if windows is None else windows.order
@@ -207,44 +210,44 @@ def _summary(
     context = np.array(sorted(probes.change))
     change = np.stack([probes.change[k] for k in context])
     use = change.mean(axis=1) / (2 * variance)
-    resampled = (change @ weights.T) / np.maximum(2 * resampled_variance(experiment.prediction, weights), 1e-300)
-    benefit, gained = _benefit(experiment, np.stack([probes.score[k] for k in context]), weights)
+    resampled_use = (change @ weights.T) / np.maximum(2 * resampled_variance(experiment.prediction, weights), 1e-300)
+    benefit, resampled_benefit = _benefit(experiment, np.stack([probes.score[k] for k in context]), weights)
     steps = probes.steps
 
-    def length(curve: Array, repeats: Array, level: float) -> Interval:
+    def length_with_interval(curve: Array, repeats: Array, level: float) -> Interval:
         n = memory_length(dict(zip(context.tolist(), curve.tolist(), strict=True)), steps, level)
         return Interval(n, *_length_interval(context, repeats, steps, level))
 
-    found = length(use, resampled, USED)
+    memory_in_use = length_with_interval(use, resampled_use, USED)
     return Memory(
         steps,
-        skills,
-        not why,
-        why,
+        measured_skill,
+        not reason,
+        reason,
         context,
         use,
-        _band(resampled),
+        _band(resampled_use),
         benefit,
-        _band(gained),
-        found,
-        length(use, resampled, RARE),
-        length(benefit, gained, USED),
+        _band(resampled_benefit),
+        memory_in_use,
+        length_with_interval(use, resampled_use, RARE),
+        length_with_interval(benefit, resampled_benefit, USED),
         change,
-        later,
-        _count_matters(experiment, int(found.value), variance),
+        later_steps,
+        _count_matters(experiment, int(memory_in_use.value), variance),
     )
 
 
-def _benefit(experiment: Experiment, swapped: Array, weights: Array) -> tuple[Array, Array]:
+def _benefit(experiment: Experiment, exchanged_scores: Array, weights: Array) -> tuple[Array, Array]:
     """Compute the benefit B(k) (context,) and its resamples (context, resample) from scores; NaN without a target."""
     target = experiment.target
     if target is None:
-        return np.full(len(swapped), np.nan), np.full((len(swapped), len(weights)), np.nan)
-    own = score(target.values, experiment.prediction)
-    gained, again = float(own.mean()), weights @ own
+        return np.full(len(exchanged_scores), np.nan), np.full((len(exchanged_scores), len(weights)), np.nan)
+    own_scores = score(target.values, experiment.prediction)
+    mean_score, resampled_scores = float(own_scores.mean()), weights @ own_scores
     with np.errstate(divide="ignore", invalid="ignore"):
-        whole = 1 - swapped.mean(axis=1) / (gained if gained > 0 else float("nan"))
-        return whole, 1 - (swapped @ weights.T) / np.where(again > 0, again, np.nan)
+        benefit = 1 - exchanged_scores.mean(axis=1) / (mean_score if mean_score > 0 else float("nan"))
+        return benefit, 1 - (exchanged_scores @ weights.T) / np.where(resampled_scores > 0, resampled_scores, np.nan)
 
 
 def _length_interval(context: Array, repeats: Array, steps: int, level: float) -> tuple[float, float]:
@@ -253,11 +256,11 @@ def _length_interval(context: Array, repeats: Array, steps: int, level: float) -
     A curve is known at some k only. n lies between the last k whose value is above the level, plus 1, and the next k.
     The low end of the interval uses the former, the high end the latter.
     """
-    above = np.where(repeats > level, context[:, None], 0).max(axis=0)
-    following = np.append(context, steps)[np.searchsorted(context, above, side="right")]
-    finite = np.isfinite(repeats).all(axis=0)
-    low, _ = interval(np.where(finite, above + 1, np.nan))
-    _, high = interval(np.where(finite, following, np.nan))
+    last_above = np.where(repeats > level, context[:, None], 0).max(axis=0)
+    next_context = np.append(context, steps)[np.searchsorted(context, last_above, side="right")]
+    is_finite = np.isfinite(repeats).all(axis=0)
+    low, _ = interval(np.where(is_finite, last_above + 1, np.nan))
+    _, high = interval(np.where(is_finite, next_context, np.nan))
     return (float(np.floor(low)), float(np.ceil(high))) if np.isfinite(low) else (low, high)
 
 
@@ -265,31 +268,33 @@ def _band(repeats: Array) -> Array:
     return np.array([interval(row) for row in repeats]).reshape(-1, 2)
 
 
-def _later(experiment: Experiment, variance: float) -> tuple[int, int]:
+def _count_later_steps(experiment: Experiment, variance: float) -> tuple[int, int]:
     """Count the steps after the examined one: those that the prediction uses, and all."""
-    rest = experiment.samples.steps - experiment.reach
-    if rest < 1 or not variance or (experiment.last != experiment.reach).any():
-        return 0, max(rest, 0)
+    n_later = experiment.samples.steps - experiment.max_examined_length
+    if n_later < 1 or not variance or (experiment.examined_lengths != experiment.max_examined_length).any():
+        return 0, max(n_later, 0)
 
-    def probe(keep: int) -> tuple[Array, Array]:
-        change, _ = experiment.changed(experiment.samples.with_suffix(experiment.reach + keep, experiment.lender))
+    def probe(n_kept: int) -> tuple[Array, Array]:
+        change, _ = experiment.predict_changed(
+            experiment.samples.with_later_exchanged(experiment.max_examined_length + n_kept, experiment.lender)
+        )
         return change, change
 
     # The search counts context lengths from 1, so k = 1 keeps no later step.
-    probes = search(lambda k: probe(k - 1), rest + 1, 2 * variance, (USED,), decreasing=True)
+    probes = search(lambda k: probe(k - 1), n_later + 1, 2 * variance, (USED,), decreasing=True)
     curve = {k: float(change.mean()) / (2 * variance) for k, change in probes.change.items()}
-    return memory_length(curve, rest + 1) - 1, rest
+    return memory_length(curve, n_later + 1) - 1, n_later
 
 
-def _count_matters(experiment: Experiment, used: int, variance: float) -> bool:
+def _count_matters(experiment: Experiment, used_steps: int, variance: float) -> bool:
     """Return whether the prediction changes if half of the steps are left out, although all used ones remain."""
     lengths = np.maximum(experiment.lengths // 2, 1)
-    if (lengths < max(used, _LEAST_STEPS)).any() or (experiment.last != experiment.lengths).any():
+    if (lengths < max(used_steps, _LEAST_STEPS)).any() or (experiment.examined_lengths != experiment.lengths).any():
         return False
-    shorter = experiment.answer_shorter(lengths)
-    if shorter is None:
+    short_prediction = experiment.predict_shortened(lengths)
+    if short_prediction is None:
         return False
-    return float(squared_change(experiment.prediction, shorter).mean()) / (2 * variance) > USED
+    return float(squared_change(experiment.prediction, short_prediction).mean()) / (2 * variance) > USED
 
 
 def measure_missed(experiment: Experiment) -> Missed | None:
@@ -297,29 +302,29 @@ def measure_missed(experiment: Experiment) -> Missed | None:
     target = experiment.target
     if target is None or not target.variance > 0 or not np.isfinite(experiment.prediction).all():
         return None
-    x = _numbers(experiment)
+    x = _input_numbers(experiment)
     if x is None or not np.isfinite(x).all():
         return None
-    kept = np.arange(min(MOST, len(experiment.prediction)))
-    some, prediction = target.of_samples(kept), experiment.prediction[kept]
-    candidates = [prediction, *some.between(prediction, _SHARES)]
-    residuals = [some.values - candidate for candidate in candidates]
-    x = _aligned(x, experiment)[kept]
-    return missed_dependency(residuals, x, target.variance, target=some.values, seed=experiment.seed)
+    sample_indices = np.arange(min(MOST_TESTED, len(experiment.prediction)))
+    selected_target, prediction = target.select_samples(sample_indices), experiment.prediction[sample_indices]
+    candidates = [prediction, *selected_target.partly_calibrated(prediction, _SHARES)]
+    residuals = [selected_target.values - candidate for candidate in candidates]
+    x = _align_at_end(x, experiment)[sample_indices]
+    return missed_dependency(residuals, x, target.variance, target=selected_target.values, seed=experiment.seed)
 
 
-def is_missed(missed: Missed | None, memory: Memory) -> bool:
+def is_missed(residual_test: Missed | None, memory: Memory) -> bool:
     """Return whether the residual test meets the rule of MISSED_DEPENDENCY.
 
     The rule is not met if the prediction is miscalibrated and already depends on the step: an overfitted model
     overestimates the effect of the step, so that the step explains errors again.
     """
-    if missed is None or missed.effect < EFFECT or missed.p_value >= P_VALUE:
+    if residual_test is None or residual_test.effect < EFFECT or residual_test.p_value >= P_VALUE:
         return False
-    return not (memory.miscalibrated and missed.learned > LEARNED)
+    return not (memory.miscalibrated and residual_test.learned > LEARNED)
 
 
-def _numbers(experiment: Experiment) -> Array | None:
+def _input_numbers(experiment: Experiment) -> Array | None:
     """Return the first sequence of x, (sample, time, feature); for ids, the input of the first recurrent layer.
 
     Returns None if that layer has another number of steps. In a model of whole-sequence layers alone, ids are
@@ -328,19 +333,21 @@ def _numbers(experiment: Experiment) -> Array | None:
     leaf = data.leaves_of(experiment.samples.x)[experiment.samples.sequences[0]]
     if leaf.dtype.kind == "f":
         return leaf.reshape(*leaf.shape[:2], -1)
-    if not experiment.runs:
-        return experiment.embedded(experiment.samples.x)
+    if not experiment.replays:
+        return experiment.embed(experiment.samples.x)
     request = CaptureRequest(gradients=False, weight_grads=False)
-    calls = experiment.adapter.capture(experiment.model, Batch(experiment.given(experiment.samples.x)), request).calls
+    calls = experiment.adapter.capture(
+        experiment.model, Batch(experiment.in_model_order(experiment.samples.x)), request
+    ).calls
     embedded = to_host(calls[0].input)
     return embedded if embedded.shape[1] == experiment.samples.steps else None
 
 
-def _aligned(x: Array, experiment: Experiment) -> Array:
+def _align_at_end(x: Array, experiment: Experiment) -> Array:
     """Return the input steps up to the examined one, aligned at the end of each sample, with zeros before."""
-    last, reach = experiment.last, experiment.reach
-    if (last == reach).all():
-        return x[:, :reach]
-    position = np.arange(reach)[None, :] - (reach - last)[:, None]
-    taken = np.take_along_axis(x, np.maximum(position, 0)[:, :, None], axis=1)
-    return np.where(position[:, :, None] >= 0, taken, 0.0)
+    lengths, longest = experiment.examined_lengths, experiment.max_examined_length
+    if (lengths == longest).all():
+        return x[:, :longest]
+    position = np.arange(longest)[None, :] - (longest - lengths)[:, None]
+    aligned = np.take_along_axis(x, np.maximum(position, 0)[:, :, None], axis=1)
+    return np.where(position[:, :, None] >= 0, aligned, 0.0)

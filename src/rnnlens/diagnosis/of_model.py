@@ -20,7 +20,7 @@ from ..results.schema import to_host
 from ..typing import Array
 from ..verbs.axes import an_axes_table
 from ..verbs.request import in_turn
-from .carried import Carried, measure_carried
+from .carried import CarriedMemory, measure_carried
 from .experiment import Experiment
 from .findings import MODEL, findings, headline, layer_sentence
 from .layers import LayerFacts, measure_layers, measure_scans, scan_sentence
@@ -109,71 +109,79 @@ def diagnose(
     Total Sobol index by exchange: Jansen 1999, doi:10.1016/S0010-4655(98)00154-4.
     Vanishing gradients and latched memory: Bengio, Simard, Frasconi 1994, doi:10.1109/72.279181.
     """
-    _check(task, samples)
+    _check_arguments(task, samples)
     adapter = adapter_for(model)
     batch = read_samples(x, y, samples, lambda batch: Orientation(adapter, model, batch, axes))
-    experiment = Experiment(model, batch, step, output, task, loss if loss is not None else _compiled(model), seed)
+    experiment = Experiment(model, batch, step, output, task, loss if loss is not None else _compiled_loss(model), seed)
     experiment.refuse_loss(loss)
     memory = measure_memory(experiment)
-    before = _baseline(baseline, experiment)
-    missed = measure_missed(experiment)
-    layers, attributed = measure_layers(experiment)
-    scans, of_scans = measure_scans(experiment)
-    layers, attributed = [*layers, *scans], of_scans if attributed is None else attributed
-    by_rule = findings(
+    baseline_result = _measure_baseline(baseline, experiment)
+    residual_test = measure_missed(experiment)
+    layers, attributed_steps = measure_layers(experiment)
+    scans, attributed_by_scans = measure_scans(experiment)
+    layers, attributed_steps = [*layers, *scans], attributed_by_scans if attributed_steps is None else attributed_steps
+    rule_findings = findings(
         memory,
-        missed,
+        residual_test,
         layers,
-        attributed,
-        _numbers(experiment),
+        attributed_steps,
+        _input_numbers(experiment),
         _mask(experiment),
         xr.DataArray(experiment.prediction, {"sample": batch.labels}, ("sample", "unit")),
     )
-    carried, why = measure_carried(experiment) if memory.known else ({}, "")
-    datasets = {MODEL: model_dataset(memory, missed, attributed, None if before is None else before[1], batch.labels)}
+    carried_by_layer, reason = measure_carried(experiment) if memory.is_known else ({}, "")
+    datasets = {
+        MODEL: model_dataset(
+            memory,
+            residual_test,
+            attributed_steps,
+            None if baseline_result is None else baseline_result[1],
+            batch.labels,
+        )
+    }
     for name in dict.fromkeys(layer.name for layer in layers):
-        datasets[name] = layer_dataset([layer for layer in layers if layer.name == name], carried.get(name))
-    sentences = {name: layer_sentence(name, found) for name, found in carried.items()}
+        datasets[name] = layer_dataset([layer for layer in layers if layer.name == name], carried_by_layer.get(name))
+    sentences = {name: layer_sentence(name, carried_memory) for name, carried_memory in carried_by_layer.items()}
     sentences |= {scan.name: scan_sentence(scan) for scan in scans if "half_life" in scan.scan}
     return Diagnosis(
         datasets,
-        sentences={"the model": headline(memory, before, missed), **sentences},
-        findings=by_rule,
+        sentences={"the model": headline(memory, baseline_result, residual_test), **sentences},
+        findings=rule_findings,
         provenance=experiment.adapter.provenance(model),
-        notes=_notes(memory, missed, why if experiment.runs else "", alone=bool(carried)),
+        notes=_notes(memory, residual_test, reason if experiment.replays else "", layers_alone=bool(carried_by_layer)),
     )
 
 
-def _numbers(experiment: Experiment) -> Any:
+def _input_numbers(experiment: Experiment) -> Any:
     """Return the input (sample, time, feature): the model's own, or for ids that of its first recurrent layer."""
     x = experiment.samples.x
     if not isinstance(x, (tuple, list, dict)) and x.dtype.kind == "f":
         return x.reshape(*x.shape[:2], -1)
-    if experiment.runs:
-        return np.asarray(to_host(experiment.runs[0][1].input))
-    first = data.leaves_of(x)[experiment.samples.sequences[0]]
-    return first.reshape(*first.shape[:2], -1)
+    if experiment.replays:
+        return np.asarray(to_host(experiment.replays[0][1].input))
+    first_sequence = data.leaves_of(x)[experiment.samples.sequences[0]]
+    return first_sequence.reshape(*first_sequence.shape[:2], -1)
 
 
 def _mask(experiment: Experiment) -> Any:
-    mask = experiment.runs[0][1].mask if experiment.runs else None
+    mask = experiment.replays[0][1].mask if experiment.replays else None
     return None if mask is None else to_host(mask)
 
 
-def _check(task: str | None, samples: int) -> None:
+def _check_arguments(task: str | None, samples: int) -> None:
     if task not in (None, "classes", "binary", "values"):
         raise InputError("task= is not understood.", got=repr(task), expected='"classes", "binary", "values" or None')
     if samples < 2:
         raise InputError("samples= is too small.", got=samples, expected="2 or more; 128 for intervals")
 
 
-def _compiled(model: Any) -> Any:
+def _compiled_loss(model: Any) -> Any:
     """Return the loss of a compiled Keras model; None if there is none, or several."""
     loss = adapter_for(model).facts(model).loss
     return loss if isinstance(loss, str) or callable(loss) else None
 
 
-def _baseline(baseline: Any, experiment: Experiment) -> tuple[str, Memory] | None:
+def _measure_baseline(baseline: Any, experiment: Experiment) -> tuple[str, Memory] | None:
     """Measure the memory of the baseline; return its name and memory, or None without a baseline."""
     if baseline is None:
         return None
@@ -183,27 +191,27 @@ def _baseline(baseline: Any, experiment: Experiment) -> tuple[str, Memory] | Non
         name, model = "re-initialised", experiment.adapter.reinitialised(experiment.model, experiment.seed)
     else:
         name, model = "baseline", baseline
-    other = Experiment(
+    baseline_experiment = Experiment(
         model, experiment.samples, experiment.step, experiment.output, experiment.task, experiment.loss, experiment.seed
     )
-    return name, measure_memory(other)
+    return name, measure_memory(baseline_experiment)
 
 
-def _notes(memory: Memory, missed: Missed | None, why: str, *, alone: bool) -> list[str]:
+def _notes(memory: Memory, residual_test: Missed | None, reason: str, *, layers_alone: bool) -> list[str]:
     notes = []
-    if missed is not None and not is_missed(missed, memory):
+    if residual_test is not None and not is_missed(residual_test, memory):
         notes.append("The residual test finds linear effects and products within a step; no finding is no proof.")
-    if missed is not None and missed.overlapping:
+    if residual_test is not None and residual_test.overlapping:
         notes.append(
             "The samples are overlapping windows of one series: tests and intervals resample blocks of neighbouring "
             "windows."
         )
-    if memory.known and memory.steps > 1:
+    if memory.is_known and memory.steps > 1:
         notes.append("Memory in use is what the model uses on these data, not what the task needs.")
-    if why and alone:
-        notes.append(f"The memory of each layer was measured on the layer alone: {why}.")
-    elif why:
-        notes.append(f"The memory of each layer was not measured: {why}.")
+    if reason and layers_alone:
+        notes.append(f"The memory of each layer was measured on the layer alone: {reason}.")
+    elif reason:
+        notes.append(f"The memory of each layer was not measured: {reason}.")
     return notes
 
 
@@ -211,103 +219,142 @@ BOUNDS = ["low", "high"]
 
 
 def model_dataset(
-    memory: Memory, missed: Missed | None, attributed: int | None, before: Memory | None, samples: Array
+    memory: Memory,
+    residual_test: Missed | None,
+    attributed_steps: int | None,
+    baseline_memory: Memory | None,
+    samples: Array,
 ) -> xr.Dataset:
     """Label the measures of the model: curves over ``context``, lengths with intervals, skill, residual test by lag."""
     variables = {
-        "use": _v(("context",), memory.use, "use of older inputs", "share of variance", "U(k), total Sobol index"),
-        "use_interval": _v(("context", "bound"), memory.use_band, "95 % interval of use", "share of variance"),
-        "benefit": _v(("context",), memory.benefit, "benefit of older inputs", "share of the score", "B(k)"),
-        "benefit_interval": _v(("context", "bound"), memory.benefit_band, "95 % interval of benefit", "share"),
-        "steps": _v((), memory.steps, "steps that the output can have seen", "step"),
-        **_interval("memory", memory.length, "memory in use, n at 5 %"),
-        **_interval("memory_1_percent", memory.rare, "memory in use, n at 1 %"),
-        **_interval("memory_needed", memory.needed, "memory by benefit, n at 5 %"),
+        "use": _variable(
+            ("context",), memory.use, "use of older inputs", "share of variance", "U(k), total Sobol index"
+        ),
+        "use_interval": _variable(("context", "bound"), memory.use_band, "95 % interval of use", "share of variance"),
+        "benefit": _variable(("context",), memory.benefit, "benefit of older inputs", "share of the score", "B(k)"),
+        "benefit_interval": _variable(("context", "bound"), memory.benefit_band, "95 % interval of benefit", "share"),
+        "steps": _variable((), memory.steps, "steps that the output can have seen", "step"),
+        **_interval_variables("memory", memory.length, "memory in use, n at 5 %"),
+        **_interval_variables("memory_1_percent", memory.rare_length, "memory in use, n at 1 %"),
+        **_interval_variables("memory_needed", memory.needed_length, "memory by benefit, n at 5 %"),
     }
     if memory.change.size:
-        variables["change"] = _v(("context", "sample"), memory.change, "squared change of the prediction", "1")
+        variables["change"] = _variable(("context", "sample"), memory.change, "squared change of the prediction", "1")
     if memory.skill is not None:
-        variables |= _interval("skill", memory.skill.raw, "skill: 1 - loss / best constant loss", "1")
-        variables |= _interval("skill_recalibrated", memory.skill.recalibrated, "skill, recalibrated", "1")
-    if memory.later[1]:
-        variables["later_steps_used"] = _v((), memory.later[0], "steps after the output's own step in use", "step")
-    if missed is not None:
-        variables["missed"] = _v(
-            ("lag",), missed.by_step[::-1], "association of the errors with the input", "share of Var y"
+        variables |= _interval_variables("skill", memory.skill.raw, "skill: 1 - loss / best constant loss", "1")
+        variables |= _interval_variables("skill_recalibrated", memory.skill.recalibrated, "skill, recalibrated", "1")
+    if memory.later_steps[1]:
+        variables["later_steps_used"] = _variable(
+            (), memory.later_steps[0], "steps after the output's own step in use", "step"
         )
-        variables["missed_threshold"] = _v((), missed.threshold, "99 % of permuted maxima", "share of Var y")
-        variables["missed_learned"] = _v((), missed.learned, "share of the association that the prediction has", "1")
-        variables["missed_effect"] = _v((), missed.effect, "share of Var y that ridge explains in the errors", "1")
-    if attributed is not None:
-        variables["attributed_memory"] = _v((), attributed, "steps that hold 95 % of the attribution", "step")
-    if before is not None:
-        variables |= _interval("memory_before", before.length, "memory in use before training, n at 5 %")
-        variables["use_before"] = _v(("context_before",), before.use, "use of older inputs before training", "share")
-    dataset = xr.Dataset(variables, attrs={"known": memory.known, "why": memory.why, "censored": memory.censored})
+    if residual_test is not None:
+        variables["missed"] = _variable(
+            ("lag",), residual_test.by_step[::-1], "association of the errors with the input", "share of Var y"
+        )
+        variables["missed_threshold"] = _variable(
+            (), residual_test.threshold, "99 % of permuted maxima", "share of Var y"
+        )
+        variables["missed_learned"] = _variable(
+            (), residual_test.learned, "share of the association that the prediction has", "1"
+        )
+        variables["missed_effect"] = _variable(
+            (), residual_test.effect, "share of Var y that ridge explains in the errors", "1"
+        )
+    if attributed_steps is not None:
+        variables["attributed_memory"] = _variable(
+            (), attributed_steps, "steps that hold 95 % of the attribution", "step"
+        )
+    if baseline_memory is not None:
+        variables |= _interval_variables(
+            "memory_before", baseline_memory.length, "memory in use before training, n at 5 %"
+        )
+        variables["use_before"] = _variable(
+            ("context_before",), baseline_memory.use, "use of older inputs before training", "share"
+        )
+    dataset = xr.Dataset(variables, attrs={"known": memory.is_known, "why": memory.reason, "censored": memory.censored})
     coords = {"context": memory.context, "bound": BOUNDS}
     if memory.change.size:
         coords["sample"] = samples
-    if before is not None:
-        coords["context_before"] = before.context
+    if baseline_memory is not None:
+        coords["context_before"] = baseline_memory.context
     return dataset.assign_coords(coords)
 
 
-def layer_dataset(parts: Sequence[LayerFacts], carried: Carried | None = None) -> xr.Dataset:
+def layer_dataset(facts: Sequence[LayerFacts], carried_memory: CarriedMemory | None = None) -> xr.Dataset:
     """Label the measures of a layer, by direction: state transfer, adjoint, leading exponent, gates, units."""
-    datasets = [_one(part) for part in parts]
+    datasets = [_facts_dataset(direction_facts) for direction_facts in facts]
     for dim in ("lag", "lag_out"):  # both directions are padded with NaN to the length of the longer one
-        missing = [max(d.sizes.get(dim, 0) for d in datasets) - d.sizes.get(dim, 0) for d in datasets]
-        datasets = [d.pad({dim: (0, n)}) if n and dim in d.dims else d for d, n in zip(datasets, missing, strict=True)]
-    whole = datasets[0] if len(parts) == 1 else xr.concat(datasets, dim="direction", combine_attrs="override")
-    if carried is not None:
-        words = f"use of the layer's state by {'the prediction' if carried.of == 'prediction' else 'its last state'}"
-        whole["carried"] = _v(("context",), carried.use, words, "share of variance", "U(k), its state exchanged")
-        whole["carried_memory"] = _v((), carried.length, "memory carried by the layer, n at 5 %", "step")
-        whole = whole.assign_coords(context=carried.context)
-    return whole.assign_attrs(cell=parts[0].cell)
+        padding_lengths = [max(d.sizes.get(dim, 0) for d in datasets) - d.sizes.get(dim, 0) for d in datasets]
+        datasets = [
+            d.pad({dim: (0, n)}) if n and dim in d.dims else d for d, n in zip(datasets, padding_lengths, strict=True)
+        ]
+    dataset = datasets[0] if len(facts) == 1 else xr.concat(datasets, dim="direction", combine_attrs="override")
+    if carried_memory is not None:
+        long_name = (
+            "use of the layer's state by "
+            f"{'the prediction' if carried_memory.quantity == 'prediction' else 'its last state'}"
+        )
+        dataset["carried"] = _variable(
+            ("context",), carried_memory.use, long_name, "share of variance", "U(k), its state exchanged"
+        )
+        dataset["carried_memory"] = _variable(
+            (), carried_memory.length, "memory carried by the layer, n at 5 %", "step"
+        )
+        dataset = dataset.assign_coords(context=carried_memory.context)
+    return dataset.assign_attrs(cell=facts[0].cell)
 
 
-def _one(part: LayerFacts) -> xr.Dataset:
-    rate, error = part.transfer.leading_exponent()
-    low, high = part.transfer.quartiles()
+def _facts_dataset(facts: LayerFacts) -> xr.Dataset:
+    rate, error = facts.transfer.leading_exponent()
+    low, high = facts.transfer.quartiles()
     variables = {
-        "kappa": _v(
-            ("lag",), part.transfer.kappa, "state transfer", "1", "share of a cotangent on the final state left"
+        "kappa": _variable(
+            ("lag",), facts.transfer.kappa, "state transfer", "1", "share of a cotangent on the final state left"
         ),
-        "kappa_low": _v(("lag",), low, "state transfer, lower quartile", "1"),
-        "kappa_high": _v(("lag",), high, "state transfer, upper quartile", "1"),
-        "lambda_1": _v((), rate, "leading exponent", "1 / step"),
-        "lambda_1_stderr": _v((), error, "standard error of the leading exponent", "1 / step"),
-        "growth": _v((), part.growth, "growth of the output's adjoint", "decades"),
-        "decay": _v((), part.decay, "Theil-Sen slope of the adjoint", "1 / step"),
-        "nan": _v((), part.states.nan / part.states.count, "share of the states that is NaN", "1"),
-        "infinite": _v((), part.states.infinite / part.states.count, "share of the states that is infinite", "1"),
-        "subnormal": _v((), part.states.underflow / part.states.count, "share of the states that is subnormal", "1"),
-        **part.scan,
+        "kappa_low": _variable(("lag",), low, "state transfer, lower quartile", "1"),
+        "kappa_high": _variable(("lag",), high, "state transfer, upper quartile", "1"),
+        "lambda_1": _variable((), rate, "leading exponent", "1 / step"),
+        "lambda_1_stderr": _variable((), error, "standard error of the leading exponent", "1 / step"),
+        "growth": _variable((), facts.growth, "growth of the output's adjoint", "decades"),
+        "decay": _variable((), facts.decay, "Theil-Sen slope of the adjoint", "1 / step"),
+        "nan": _variable((), facts.states.nan / facts.states.count, "share of the states that is NaN", "1"),
+        "infinite": _variable(
+            (), facts.states.infinite / facts.states.count, "share of the states that is infinite", "1"
+        ),
+        "subnormal": _variable(
+            (), facts.states.underflow / facts.states.count, "share of the states that is subnormal", "1"
+        ),
+        **facts.scan,
     }
-    if part.dead.size:
-        variables["dead"] = _v(("unit",), part.dead, "dead units", "1")
-    if part.adjoint_norms is not None:
-        variables["adjoint_size"] = _v((), part.adjoint_size, "largest norm of the adjoint of a sample, median", "1")
-    if part.adjoint is not None:
-        variables["adjoint"] = _v(("lag_out",), part.adjoint.median, "adjoint of the output by own peak, median", "1")
-        variables["adjoint_low"] = _v(("lag_out",), part.adjoint.low, "lower quartile", "1")
-        variables["adjoint_high"] = _v(("lag_out",), part.adjoint.high, "upper quartile", "1")
-    if part.timescale is not None:
-        variables["timescale"] = _v(("cell_unit",), part.timescale, "gate time constant", "step")
-    if part.shut is not None and part.open is not None:
-        variables["stuck_shut"] = _v(("gate", "cell_unit"), part.shut, "gates nearly always shut", "1")
-        variables["stuck_open"] = _v(("gate", "cell_unit"), part.open, "gates nearly always open", "1")
+    if facts.dead.size:
+        variables["dead"] = _variable(("unit",), facts.dead, "dead units", "1")
+    if facts.adjoint_norms is not None:
+        variables["adjoint_size"] = _variable(
+            (), facts.adjoint_size, "largest norm of the adjoint of a sample, median", "1"
+        )
+    if facts.adjoint is not None:
+        variables["adjoint"] = _variable(
+            ("lag_out",), facts.adjoint.median, "adjoint of the output by own peak, median", "1"
+        )
+        variables["adjoint_low"] = _variable(("lag_out",), facts.adjoint.low, "lower quartile", "1")
+        variables["adjoint_high"] = _variable(("lag_out",), facts.adjoint.high, "upper quartile", "1")
+    if facts.timescale is not None:
+        variables["timescale"] = _variable(("cell_unit",), facts.timescale, "gate time constant", "step")
+    if facts.stuck_shut is not None and facts.stuck_open is not None:
+        variables["stuck_shut"] = _variable(("gate", "cell_unit"), facts.stuck_shut, "gates nearly always shut", "1")
+        variables["stuck_open"] = _variable(("gate", "cell_unit"), facts.stuck_open, "gates nearly always open", "1")
     return xr.Dataset(variables)
 
 
-def _v(dims: tuple[str, ...], values: object, long_name: str, units: str, definition: str = "") -> xr.Variable:
+def _variable(dims: tuple[str, ...], values: object, long_name: str, units: str, definition: str = "") -> xr.Variable:
     attrs = {"long_name": long_name, "units": units}
     return xr.Variable(dims, np.asarray(values), {**attrs, "definition": definition} if definition else attrs)
 
 
-def _interval(name: str, found: Interval, long_name: str, units: str = "step") -> dict[str, xr.Variable]:
+def _interval_variables(name: str, interval: Interval, long_name: str, units: str = "step") -> dict[str, xr.Variable]:
     return {
-        name: _v((), found.value, long_name, units),
-        f"{name}_interval": _v(("bound",), np.array([found.low, found.high]), f"95 % interval of {long_name}", units),
+        name: _variable((), interval.value, long_name, units),
+        f"{name}_interval": _variable(
+            ("bound",), np.array([interval.low, interval.high]), f"95 % interval of {long_name}", units
+        ),
     }

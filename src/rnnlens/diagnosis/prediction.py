@@ -51,9 +51,9 @@ class PredictionTarget:
     values: Array
     logits: bool | None = None
 
-    def of_samples(self, some: Array) -> PredictionTarget:
-        """Return the target of the samples with indices ``some``."""
-        return replace(self, values=self.values[some])
+    def select_samples(self, indices: Array) -> PredictionTarget:
+        """Return the target of the samples with indices ``indices``."""
+        return replace(self, values=self.values[indices])
 
     @property
     def variance(self) -> float:
@@ -87,8 +87,8 @@ class PredictionTarget:
 
     def constant_loss(self) -> Array:
         """Compute the loss (sample,) of the best prediction that is the same for all samples."""
-        best = np.broadcast_to(self.values.mean(axis=0), self.values.shape)
-        return self.loss(best)
+        mean_target = np.broadcast_to(self.values.mean(axis=0), self.values.shape)
+        return self.loss(mean_target)
 
     def calibration(self, prediction: Array) -> Calibration:
         """Fit the rescaling of a prediction that has the smallest loss; see :class:`Calibration`."""
@@ -96,37 +96,37 @@ class PredictionTarget:
             centred = prediction - prediction.mean(axis=0)
             variance = np.maximum((centred**2).mean(axis=0), 1e-300)
             slope = np.clip((centred * self.values).mean(axis=0) / variance, 0.0, _LARGEST_SLOPE)
-            return self._with_offsets(prediction, slope)
-        fits = [self._with_offsets(prediction, np.full(self.values.shape[1], factor)) for factor in _FACTORS]
+            return self._fit_offsets(prediction, slope)
+        fits = [self._fit_offsets(prediction, np.full(self.values.shape[1], factor)) for factor in _FACTORS]
         if self.task == "classes":
             return min(fits, key=lambda fit: float(self.loss(fit.apply(prediction)).mean()))
         # Fit every output separately, since their losses add up.
         losses = [_binary_entropy(self.values, fit.apply(prediction)).mean(axis=0) for fit in fits]
-        best = np.argmin(losses, axis=0)
+        best_fit = np.argmin(losses, axis=0)
         slope, offset = (np.stack([getattr(fit, key) for fit in fits]) for key in ("slope", "offset"))
-        every = np.arange(len(best))
-        return Calibration(self.task, slope[best, every], offset[best, every])
+        output_indices = np.arange(len(best_fit))
+        return Calibration(self.task, slope[best_fit, output_indices], offset[best_fit, output_indices])
 
-    def between(self, prediction: Array, shares: Sequence[float]) -> list[Array]:
+    def partly_calibrated(self, prediction: Array, shares: Sequence[float]) -> list[Array]:
         """Rescale a prediction part of the way to its best calibration, once for each share: 0 keeps the slope 1."""
-        best = self.calibration(prediction)
-        fits = [self._with_offsets(prediction, 1 + share * (best.slope - 1)) for share in shares]
+        best_fit = self.calibration(prediction)
+        fits = [self._fit_offsets(prediction, 1 + share * (best_fit.slope - 1)) for share in shares]
         return [fit.apply(prediction) for fit in fits]
 
-    def _with_offsets(self, prediction: Array, slope: Array) -> Calibration:
+    def _fit_offsets(self, prediction: Array, slope: Array) -> Calibration:
         """Fit the offsets for a given slope, so that the mean prediction equals the mean target."""
-        wanted = self.values.mean(axis=0)
+        mean_target = self.values.mean(axis=0)
         if self.task == "values":
-            return Calibration(self.task, slope, wanted - slope * prediction.mean(axis=0))
+            return Calibration(self.task, slope, mean_target - slope * prediction.mean(axis=0))
         fit = Calibration(self.task, slope, np.zeros_like(slope))
-        if self.task == "classes" and len(wanted) > _CLASSES_PER_SAMPLE * len(prediction):
+        if self.task == "classes" and len(mean_target) > _CLASSES_PER_SAMPLE * len(prediction):
             return fit
         floor = 0.5 / len(prediction)
-        goal = np.clip(wanted, floor, 1 - floor)
+        clipped_target = np.clip(mean_target, floor, 1 - floor)
         for _ in range(30):
-            mean = np.clip(fit.apply(prediction).mean(axis=0), _TINY, 1 - _TINY)
-            change = np.log(goal / mean)
-            change = change if self.task == "classes" else change - np.log((1 - goal) / (1 - mean))
+            mean_prediction = np.clip(fit.apply(prediction).mean(axis=0), _TINY, 1 - _TINY)
+            change = np.log(clipped_target / mean_prediction)
+            change = change if self.task == "classes" else change - np.log((1 - clipped_target) / (1 - mean_prediction))
             fit = replace(fit, offset=fit.offset + change)
             if np.abs(change).max() < 1e-3:
                 break
@@ -159,8 +159,8 @@ def _sigmoid(logits: Array) -> Array:
 
 
 def _softmax(logits: Array) -> Array:
-    shifted = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return shifted / shifted.sum(axis=-1, keepdims=True)
+    exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return exponentials / exponentials.sum(axis=-1, keepdims=True)
 
 
 def _binary_entropy(values: Array, prediction: Array) -> Array:
@@ -184,81 +184,81 @@ def read_target(y: Any, raw: Array, step: int | None, task: str | None, loss: An
     values = np.asarray(to_host(y))
     samples, outputs = raw.shape
     if values.dtype.kind not in "fiub" or values.shape[0] != samples:
-        got = f"y of shape {values.shape}, dtype {values.dtype}, for {samples} samples"
-        raise InputError("The target does not fit.", got=got, expected="numbers, one row for each sample")
+        received = f"y of shape {values.shape}, dtype {values.dtype}, for {samples} samples"
+        raise InputError("The target does not fit.", got=received, expected="numbers, one row for each sample")
     if step is not None and values.ndim >= 2:
         if not -values.shape[1] <= step < values.shape[1]:
-            got, expected = f"step {step} of y of shape {values.shape}", "a target for every step of the output"
-            raise InputError("The target does not reach to that step.", got=got, expected=expected)
+            received, expected = f"step {step} of y of shape {values.shape}", "a target for every step of the output"
+            raise InputError("The target does not reach to that step.", got=received, expected=expected)
         values = values[:, step]
-    words = _words(loss)
-    kind = task or _guess(values, outputs, words)
-    told = any(word in words for word in (*_ENTROPY, *_DISTANCE))
-    if task is None and not told and kind == "values" and _are_logits_of(values, raw):
-        kind = "binary"
-    if kind == "classes":
-        return PredictionTarget("classes", _one_hot(values, outputs), _takes_logits(loss)).with_form(raw)
-    flat = values.reshape(samples, -1).astype(np.float64)
-    if flat.shape[1] != outputs:
-        got = f"y of shape {values.shape}, output of shape {raw.shape}"
-        raise InputError("The target does not fit the output.", got=got, hint='task="classes" or "values"')
-    if kind == "binary":
-        return PredictionTarget("binary", flat, _takes_logits(loss)).with_form(raw)
-    return PredictionTarget("values", flat)
+    loss_names = _loss_names(loss)
+    resolved_task = task or _guess_task(values, outputs, loss_names)
+    is_named = any(word in loss_names for word in (*_ENTROPY, *_DISTANCE))
+    if task is None and not is_named and resolved_task == "values" and _are_logits_of(values, raw):
+        resolved_task = "binary"
+    if resolved_task == "classes":
+        return PredictionTarget("classes", _to_one_hot(values, outputs), _takes_logits(loss)).with_form(raw)
+    flat_values = values.reshape(samples, -1).astype(np.float64)
+    if flat_values.shape[1] != outputs:
+        received = f"y of shape {values.shape}, output of shape {raw.shape}"
+        raise InputError("The target does not fit the output.", got=received, hint='task="classes" or "values"')
+    if resolved_task == "binary":
+        return PredictionTarget("binary", flat_values, _takes_logits(loss)).with_form(raw)
+    return PredictionTarget("values", flat_values)
 
 
 def _takes_logits(loss: Any) -> bool | None:
     """Return True if a loss takes logits, False for probabilities, None if its name and settings leave it open."""
-    setting = getattr(loss, "from_logits", None)
-    if isinstance(setting, bool):
-        return setting
-    names = set(_words(loss).split())
-    of_logits, of_probabilities = bool(names & _OF_LOGITS), bool(names & _OF_PROBABILITIES)
+    from_logits = getattr(loss, "from_logits", None)
+    if isinstance(from_logits, bool):
+        return from_logits
+    loss_names = set(_loss_names(loss).split())
+    of_logits, of_probabilities = bool(loss_names & _OF_LOGITS), bool(loss_names & _OF_PROBABILITIES)
     return of_logits if of_logits != of_probabilities else None
 
 
 def _are_logits_of(values: Array, raw: Array) -> bool:
     """Return whether targets of 0 and 1 have predictions far outside of [0, 1], which must be logits."""
-    flat = values.reshape(len(values), -1)
-    zero_one = flat.shape == raw.shape and bool(np.isin(flat, (0, 1)).all())
-    return zero_one and float(np.mean((raw < -0.5) | (raw > 1.5))) > 0.25
+    flat_values = values.reshape(len(values), -1)
+    is_binary = flat_values.shape == raw.shape and bool(np.isin(flat_values, (0, 1)).all())
+    return is_binary and float(np.mean((raw < -0.5) | (raw > 1.5))) > 0.25
 
 
-def _words(loss: Any) -> str:
+def _loss_names(loss: Any) -> str:
     """Return the name of a loss function, and the names of well-known losses that its code calls."""
     name = loss if isinstance(loss, str) else getattr(loss, "__name__", None) or type(loss).__name__
-    return " ".join([str(name).lower(), *_called(loss)])
+    return " ".join([str(name).lower(), *_called_losses(loss)])
 
 
-def _called(loss: Any) -> list[str]:
+def _called_losses(loss: Any) -> list[str]:
     names = (name.lower() for name in getattr(getattr(loss, "__code__", None), "co_names", ()))
     return [name for name in names if name in _OF_LOGITS | _OF_PROBABILITIES | _OF_VALUES]
 
 
-def _guess(values: Array, outputs: int, words: str) -> Task:
-    distance = any(word in words for word in _DISTANCE)
-    entropy = any(word in words for word in _ENTROPY)
-    flat = values.reshape(len(values), -1)
-    whole, zero_one = values.dtype.kind in "iub", bool(np.isin(flat, (0, 1)).all())
-    one_hot = flat.shape[1] == outputs and zero_one and bool((flat.sum(axis=1) == 1).all())
-    if outputs > 1 and not distance and (one_hot or (flat.shape[1] == 1 and whole)):
+def _guess_task(values: Array, outputs: int, loss_names: str) -> Task:
+    is_distance = any(word in loss_names for word in _DISTANCE)
+    is_entropy = any(word in loss_names for word in _ENTROPY)
+    flat_values = values.reshape(len(values), -1)
+    is_integer, is_binary = values.dtype.kind in "iub", bool(np.isin(flat_values, (0, 1)).all())
+    is_one_hot = flat_values.shape[1] == outputs and is_binary and bool((flat_values.sum(axis=1) == 1).all())
+    if outputs > 1 and not is_distance and (is_one_hot or (flat_values.shape[1] == 1 and is_integer)):
         return "classes"
-    if zero_one and not distance and flat.shape[1] == outputs and (entropy or whole):
+    if is_binary and not is_distance and flat_values.shape[1] == outputs and (is_entropy or is_integer):
         return "binary"
     return "values"
 
 
-def _one_hot(values: Array, outputs: int) -> Array:
-    flat = values.reshape(len(values), -1)
-    if flat.shape[1] == outputs and outputs > 1:
-        return flat.astype(np.float64)
-    labels = flat[:, 0].astype(np.int64)
-    if flat.shape[1] != 1 or labels.min() < 0 or labels.max() >= outputs:
-        got = f"y of shape {values.shape}, {labels.min()} to {labels.max()}"
-        raise InputError("The classes do not fit the output.", got=got, expected=f"0 to {outputs - 1}")
+def _to_one_hot(values: Array, outputs: int) -> Array:
+    flat_values = values.reshape(len(values), -1)
+    if flat_values.shape[1] == outputs and outputs > 1:
+        return flat_values.astype(np.float64)
+    labels = flat_values[:, 0].astype(np.int64)
+    if flat_values.shape[1] != 1 or labels.min() < 0 or labels.max() >= outputs:
+        received = f"y of shape {values.shape}, {labels.min()} to {labels.max()}"
+        raise InputError("The classes do not fit the output.", got=received, expected=f"0 to {outputs - 1}")
     return np.eye(outputs)[labels]
 
 
 def _are_probabilities(raw: Array, task: Task) -> bool:
-    inside = bool(((raw >= -1e-6) & (raw <= 1 + 1e-6)).all())
-    return inside and (task == "binary" or bool(np.allclose(raw.sum(axis=-1), 1, atol=1e-3)))
+    is_inside = bool(((raw >= -1e-6) & (raw <= 1 + 1e-6)).all())
+    return is_inside and (task == "binary" or bool(np.allclose(raw.sum(axis=-1), 1, atol=1e-3)))

@@ -29,14 +29,14 @@ CYCLE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000
 _BLUE_WHITE_ORANGE = ("#08306b", "#1f6fb4", "#8fc1e3", "#ffffff", "#fdb978", "#dd6b10", "#7f2704")
 
 
-def _map(name: str, colours: tuple[str, ...]) -> Colormap:
-    made = LinearSegmentedColormap.from_list(name, colours, N=257)  # odd: one entry is exactly the middle
-    return made.with_extremes(bad=MISSING)
+def _colour_map(name: str, map_colours: tuple[str, ...]) -> Colormap:
+    colour_map = LinearSegmentedColormap.from_list(name, map_colours, N=257)  # odd: one entry is exactly the middle
+    return colour_map.with_extremes(bad=MISSING)
 
 
-DIVERGING = _map("rnnlens.diverging", _BLUE_WHITE_ORANGE)
+DIVERGING = _colour_map("rnnlens.diverging", _BLUE_WHITE_ORANGE)
 #: For values >= 0: the upper half of the diverging map, so that white is 0 here as well.
-POSITIVE = _map("rnnlens.positive", _BLUE_WHITE_ORANGE[3:])
+POSITIVE = _colour_map("rnnlens.positive", _BLUE_WHITE_ORANGE[3:])
 
 #: Decades of a logarithmic scale below the largest magnitude; smaller values are drawn like 0.
 DECADES = 4
@@ -47,44 +47,44 @@ def line_colours(count: int) -> list[str]:
     return list(islice(cycle(CYCLE), count))
 
 
-def linear_below(limit: float) -> float:
+def linear_threshold(limit: float) -> float:
     """Return the value below which a symmetric logarithmic scale is linear, for values up to ``limit``; never 0."""
     return max(limit * 10.0**-DECADES, float(np.finfo(float).tiny))
 
 
-def colours(values: Numbers, limit: float, *, log: bool = False, positive: bool | None = None) -> dict[str, Any]:
+def colour_scale(values: Numbers, limit: float, *, log: bool = False, positive: bool | None = None) -> dict[str, Any]:
     """Return colour map and scale of an image: from white up if ``values`` are ``positive``, else white at 0."""
     if is_positive(values) if positive is None else positive:
-        return {"cmap": POSITIVE, "norm": from_zero(values, limit, log=log)}
+        return {"cmap": POSITIVE, "norm": scale_from_zero(values, limit, log=log)}
     limit = limit if limit > 0 and math.isfinite(limit) else 1.0
-    linear: dict[str, Any] = {"linthresh": linear_below(limit), "linscale": 0.5, "base": 10}
-    norm = SymLogNorm(vmin=-limit, vmax=limit, **linear) if log else Normalize(-limit, limit)
+    linear_part: dict[str, Any] = {"linthresh": linear_threshold(limit), "linscale": 0.5, "base": 10}
+    norm = SymLogNorm(vmin=-limit, vmax=limit, **linear_part) if log else Normalize(-limit, limit)
     return {"cmap": DIVERGING, "norm": norm}
 
 
-def from_zero(values: Numbers, limit: float, *, log: bool = False) -> Normalize:
+def scale_from_zero(values: Numbers, limit: float, *, log: bool = False) -> Normalize:
     """Return a colour scale for values >= 0; a logarithmic one is linear below the smallest value."""
     limit = limit if limit > 0 and math.isfinite(limit) else 1.0
     if not log:
         return Normalize(0, limit)
     with np.errstate(invalid="ignore"):
-        positive = values[(values > 0) & np.isfinite(values)]
-    lowest = min(float(positive.min()), limit / 10) if positive.size else limit / 10
-    return SymLogNorm(linthresh=max(lowest, linear_below(limit)), linscale=0.3, vmin=0, vmax=limit, base=10)
+        positive_values = values[(values > 0) & np.isfinite(values)]
+    lowest = min(float(positive_values.min()), limit / 10) if positive_values.size else limit / 10
+    return SymLogNorm(linthresh=max(lowest, linear_threshold(limit)), linscale=0.3, vmin=0, vmax=limit, base=10)
 
 
-def write(
+def write_text(
     ax: Any,
-    words: str,
-    at: tuple[float, float],
+    text: str,
+    point: tuple[float, float],
     offset: tuple[float, float] = (0, 0),
     *,
     over: Any = "data",
-    **look: Any,
+    **style: Any,
 ) -> None:
-    """Write small text ``offset`` points away from the point ``at``; ``over`` is the coordinate system of the point."""
-    look = {"ha": "right", "va": "center", "fontsize": "x-small", **look}
-    ax.annotate(words, at, offset, over, "offset points", **look)
+    """Write small text ``offset`` points away from ``point``; ``over`` is the coordinate system of the point."""
+    style = {"ha": "right", "va": "center", "fontsize": "x-small", **style}
+    ax.annotate(text, point, offset, over, "offset points", **style)
 
 
 #: Look of a dotted line that marks a step, a lag or a moment.
@@ -92,7 +92,7 @@ DOTTED: dict[str, Any] = {"color": "#111111", "linewidth": 0.9, "linestyle": (0,
 
 
 #: Light box behind text that crosses lines.
-PAPER: dict[str, Any] = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
+TEXT_BOX: dict[str, Any] = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
 
 
 def mark_delays(ax: Any, delays: Numbers) -> None:
@@ -101,9 +101,9 @@ def mark_delays(ax: Any, delays: Numbers) -> None:
         ax.axvline(delay, **DOTTED, zorder=0.8, gid="delay")
 
 
-def draw_band(ax: Any, x: Numbers, low: Numbers, high: Numbers, colour: Any, **look: Any) -> None:
+def draw_band(ax: Any, x: Numbers, low: Numbers, high: Numbers, colour: Any, **style: Any) -> None:
     """Fill the space between two lines, such as quartiles."""
-    ax.fill_between(x, low, high, **{"color": colour, "alpha": 0.2, "linewidth": 0, "gid": "band", **look})
+    ax.fill_between(x, low, high, **{"color": colour, "alpha": 0.2, "linewidth": 0, "gid": "band", **style})
 
 
 #: Group id of an Axes whose horizontal axis is time; ``Drawing.mark`` searches for it.
@@ -114,32 +114,35 @@ _LINE = 0.125
 
 
 @dataclass(frozen=True)
-class End:
+class LineEnd:
     """Last value of a line, with the text written there."""
 
     y: float
-    words: str
+    text: str
     colour: Any
 
 
-def name_ends(ax: Any, ends: Sequence[End], *, outside: bool = True) -> None:
+def name_ends(ax: Any, line_ends: Sequence[LineEnd], *, outside: bool = True) -> None:
     """Write the name of each line beside its end, without overlaps; call it when the axis limits are final."""
     low, high = ax.get_xlim()
-    extent, dpi = ax.get_window_extent(), ax.figure.dpi
-    lines = [end.words.split("\n") for end in ends]
+    window, dpi = ax.get_window_extent(), ax.figure.dpi
+    text_lines = [end.text.split("\n") for end in line_ends]
     if not outside:
-        letters = max(len(re.sub(r"\$.*?\$", "dL/dh", line)) for several in lines for line in several)
-        gutter = min(0.55, (_LETTER * letters + 0.12) / max(extent.width / dpi, 0.5))
-        ax.set_xlim(low, high + (high - low) * gutter / (1 - gutter))
+        letters = max(len(re.sub(r"\$.*?\$", "dL/dh", line)) for end_lines in text_lines for line in end_lines)
+        gutter_share = min(0.55, (_LETTER * letters + 0.12) / max(window.width / dpi, 0.5))
+        ax.set_xlim(low, high + (high - low) * gutter_share / (1 - gutter_share))
         ax.xaxis.set_major_locator(FixedLocator([tick for tick in ax.get_xticks() if low <= tick <= high]))
-    tall = _LINE * max(map(len, lines)) / max(extent.height / dpi, 0.5)
-    heights = _apart([float(np.clip(_height(ax, end.y), 0.6 * tall, 1 - 0.6 * tall)) for end in ends], tall)
-    for end, height in zip(ends, heights, strict=True):
-        look = {"color": end.colour, "linespacing": 1.05, "ha": "left", "gid": "end"}
-        write(ax, end.words, (high, height), (4, 0), over=ax.get_xaxis_transform(), **look)
+    label_height = _LINE * max(map(len, text_lines)) / max(window.height / dpi, 0.5)
+    heights = _spread_labels(
+        [float(np.clip(_axis_position(ax, end.y), 0.6 * label_height, 1 - 0.6 * label_height)) for end in line_ends],
+        label_height,
+    )
+    for end, height in zip(line_ends, heights, strict=True):
+        style = {"color": end.colour, "linespacing": 1.05, "ha": "left", "gid": "end"}
+        write_text(ax, end.text, (high, height), (4, 0), over=ax.get_xaxis_transform(), **style)
 
 
-def _height(ax: Any, y: float) -> float:
+def _axis_position(ax: Any, y: float) -> float:
     """Return the position of a value on the axis, 0.02 to 0.98; 0.02 if the axis cannot show it."""
     if not math.isfinite(y) or (ax.get_yscale() == "log" and y <= 0):
         return 0.02
@@ -147,40 +150,43 @@ def _height(ax: Any, y: float) -> float:
     return float(np.clip((ax.transData.transform((0, y))[1] - low) / (high - low), 0.02, 0.98))
 
 
-def _apart(wanted: Sequence[float], gap: float) -> list[float]:
-    """Shift label positions so that neighbours are at least ``gap`` apart if they fit, in the order of ``wanted``."""
-    order = np.argsort(wanted, kind="stable")
-    gap = min(gap, 0.96 / max(1, len(wanted) - 1))
-    placed = np.asarray(wanted, dtype=float)[order]
-    for i in range(1, len(placed)):
-        placed[i] = max(placed[i], placed[i - 1] + gap)
-    over = placed[-1] - 0.98
-    if over > 0:
-        placed[-1] -= over
-        for i in range(len(placed) - 2, -1, -1):
-            placed[i] = min(placed[i], placed[i + 1] - gap)
-    found = np.empty(len(placed))
-    found[order] = placed
-    return found.tolist()
+def _spread_labels(heights: Sequence[float], gap: float) -> list[float]:
+    """Shift label positions so that neighbours are at least ``gap`` apart if they fit, in the order of ``heights``."""
+    order = np.argsort(heights, kind="stable")
+    gap = min(gap, 0.96 / max(1, len(heights) - 1))
+    sorted_heights = np.asarray(heights, dtype=float)[order]
+    for i in range(1, len(sorted_heights)):
+        sorted_heights[i] = max(sorted_heights[i], sorted_heights[i - 1] + gap)
+    excess = sorted_heights[-1] - 0.98
+    if excess > 0:
+        sorted_heights[-1] -= excess
+        for i in range(len(sorted_heights) - 2, -1, -1):
+            sorted_heights[i] = min(sorted_heights[i], sorted_heights[i + 1] - gap)
+    shifted = np.empty(len(sorted_heights))
+    shifted[order] = sorted_heights
+    return shifted.tolist()
 
 
 def mark_below(ax: Any, x: Numbers, values: Numbers, colour: Any = "0.3") -> None:
     """Draw triangles at the lower border for finite values below it, with the values; call it when limits are final."""
     floor = ax.get_ylim()[0]
-    below = np.isfinite(values) & (values < floor)
-    if not below.any():
+    is_below = np.isfinite(values) & (values < floor)
+    if not is_below.any():
         return
-    places = np.asarray(x)[below]
-    look: dict[str, Any] = {"marker": "v", "markersize": 3, "linestyle": "", "clip_on": False, "zorder": 4}
+    below_x = np.asarray(x)[is_below]
+    style: dict[str, Any] = {"marker": "v", "markersize": 3, "linestyle": "", "clip_on": False, "zorder": 4}
     limits = ax.get_xlim()
-    ax.plot(places, np.zeros(len(places)), transform=ax.get_xaxis_transform(), color=colour, gid="below", **look)
+    ax.plot(below_x, np.zeros(len(below_x)), transform=ax.get_xaxis_transform(), color=colour, gid="below", **style)
     ax.set_xlim(*limits)
     if not any(text.get_gid() == "below" for text in ax.texts):
-        middle = float(places.mean())
-        across = (middle - limits[0]) / (limits[1] - limits[0])
-        side, over = "left" if across < 0.2 else "right" if across > 0.8 else "center", ax.get_xaxis_transform()
-        words = f"below {short_number(floor)}"
-        write(ax, words, (middle, 0), (0, 4), over=over, ha=side, va="bottom", color=colour, gid="below")
+        middle = float(below_x.mean())
+        middle_share = (middle - limits[0]) / (limits[1] - limits[0])
+        alignment, transform = (
+            "left" if middle_share < 0.2 else "right" if middle_share > 0.8 else "center",
+            ax.get_xaxis_transform(),
+        )
+        text = f"below {short_number(floor)}"
+        write_text(ax, text, (middle, 0), (0, 4), over=transform, ha=alignment, va="bottom", color=colour, gid="below")
 
 
 def short_number(value: float) -> str:
@@ -191,28 +197,28 @@ def short_number(value: float) -> str:
     return f"{number.removesuffix('.0')}e{int(exponent)}"
 
 
-def step_axis(ax: Any, axis: str, steps: Numbers, *, time: bool = True, room: float | None = None) -> None:
-    """Tick whole steps, always including the last; with ``room``, also set the limits, that far beyond the steps."""
+def tick_steps(ax: Any, axis: str, steps: Numbers, *, time: bool = True, margin: float | None = None) -> None:
+    """Tick whole steps, always including the last; with ``margin``, also set the limits, that far beyond the steps."""
     steps = np.asarray(steps, dtype=float)
     if not steps.size:
         return
-    first, last = float(steps.min()), float(steps.max())
-    if room is not None:
-        ax.set(**{f"{axis}lim": (first - room, last + room)})
-    most = 9 if first >= 0 and last <= 9 else 6  # labels of one digit are narrow
-    ticks = list(MaxNLocator(nbins=most, integer=True, min_n_ticks=1).tick_values(first, last))
+    first_step, last_step = float(steps.min()), float(steps.max())
+    if margin is not None:
+        ax.set(**{f"{axis}lim": (first_step - margin, last_step + margin)})
+    most_ticks = 9 if first_step >= 0 and last_step <= 9 else 6  # labels of one digit are narrow
+    ticks = list(MaxNLocator(nbins=most_ticks, integer=True, min_n_ticks=1).tick_values(first_step, last_step))
     gap = ticks[1] - ticks[0] if len(ticks) > 1 else 1.0
-    kept = [tick for tick in ticks if first <= tick <= last - 0.6 * gap]
-    getattr(ax, f"{axis}axis").set_major_locator(FixedLocator([*kept, last]))
+    inner_ticks = [tick for tick in ticks if first_step <= tick <= last_step - 0.6 * gap]
+    getattr(ax, f"{axis}axis").set_major_locator(FixedLocator([*inner_ticks, last_step]))
     if axis == "x" and time:
         ax.set_gid(OVER_TIME)
 
 
-class Powers(Locator):
-    """Ticks of a logarithmic axis, at most ``most``: powers of ten, with 2 and 5 or more between them if few fit."""
+class PowerLocator(Locator):
+    """Ticks of a logarithmic axis, at most ``most_ticks``: powers of ten; 2 and 5 or more between them if few fit."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, most_ticks: int) -> None:
+        self.most_ticks = most_ticks
 
     def __call__(self) -> list[float]:
         axis: Any = self.axis
@@ -225,41 +231,41 @@ class Powers(Locator):
         if not 0 < low < high < math.inf:
             return []
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        fewer: list[float] = []
-        for parts in ((1.0,), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)):
-            found = [part * 10.0**power for power in powers for part in parts]
-            found = [tick for tick in found if low * (1 - 1e-9) <= tick <= high * (1 + 1e-9)]
-            if len(fewer) == 2 and len(found) > self.most:
-                return fewer
-            if len(found) > 2:
-                return found[:: -max(1, -(-len(found) // self.most))][::-1]  # always include the highest
-            fewer = found
-        if len(fewer) == 2:
-            return fewer
+        fewer_ticks: list[float] = []
+        for factors in ((1.0,), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)):
+            ticks = [factor * 10.0**power for power in powers for factor in factors]
+            ticks = [tick for tick in ticks if low * (1 - 1e-9) <= tick <= high * (1 + 1e-9)]
+            if len(fewer_ticks) == 2 and len(ticks) > self.most_ticks:
+                return fewer_ticks
+            if len(ticks) > 2:
+                return ticks[:: -max(1, -(-len(ticks) // self.most_ticks))][::-1]  # always include the highest
+            fewer_ticks = ticks
+        if len(fewer_ticks) == 2:
+            return fewer_ticks
         return [float(tick) for tick in MaxNLocator(3).tick_values(low, high) if low <= tick <= high]
 
 
-class Short(Formatter):
+class ShortFormatter(Formatter):
     """Tick labels: ``0.01`` if an axis spans few decades, a power of ten if it spans many."""
 
     def __call__(self, x: float, pos: int | None = None) -> str:
         axis: Any = self.axis
         low, high = axis.get_view_interval()
         exponent = round(math.log10(x)) if x > 0 else 0
-        wide = 0 < low < high and math.log10(high / low) >= 3
-        if (wide or not -3 <= exponent <= 3) and x > 0 and math.isclose(x, 10.0**exponent):
+        spans_decades = 0 < low < high and math.log10(high / low) >= 3
+        if (spans_decades or not -3 <= exponent <= 3) and x > 0 and math.isclose(x, 10.0**exponent):
             return f"$\\mathdefault{{10^{{{exponent}}}}}$"
         return f"{x:g}"
 
 
-def log_axis(ax: Any, axis: str = "y", *, most: int = 7) -> None:
+def set_log_axis(ax: Any, axis: str = "y", *, most_ticks: int = 7) -> None:
     """Make an axis logarithmic, with tick labels that do not overlap."""
     ax.set(**{f"{axis}scale": "log"})
-    place = getattr(ax, f"{axis}axis")
-    place.set_major_locator(Powers(most))
-    place.set_major_formatter(Short())
-    place.set_minor_locator(LogLocator(subs="auto"))
-    place.set_minor_formatter(NullFormatter())
+    axis_object = getattr(ax, f"{axis}axis")
+    axis_object.set_major_locator(PowerLocator(most_ticks))
+    axis_object.set_major_formatter(ShortFormatter())
+    axis_object.set_minor_locator(LogLocator(subs="auto"))
+    axis_object.set_minor_formatter(NullFormatter())
 
 
 #: Largest number of lines with their own legend entries; more are drawn alike, with their mean.
@@ -268,70 +274,70 @@ MOST_NAMED = 8
 DEEPEST = 12
 
 
-def value_axis(ax: Any, values: Numbers, *, log: bool) -> None:
+def set_value_axis(ax: Any, values: Numbers, *, log: bool) -> None:
     """Set limits of the value axis with a margin of 5 %, also for constant values; or make it logarithmic."""
     if log and is_positive(values):
-        log_limits(ax, values, room=2)
-        log_axis(ax)
+        set_log_limits(ax, values, headroom=2)
+        set_log_axis(ax)
         return
     low, high = finite_range(values) or (0.0, 0.0)
     if log:  # of both signs: linear around 0, which is within the limits
         limit = max(-low, high) or 1.0
-        ax.set_yscale("symlog", linthresh=linear_below(limit), linscale=0.5)
+        ax.set_yscale("symlog", linthresh=linear_threshold(limit), linscale=0.5)
         ax.yaxis.set_major_locator(FixedLocator(decade_ticks(limit)))
         ax.yaxis.set_minor_locator(NullLocator())
         low, high = min(low, 0.0), max(high, 0.0)
-    room = abs(low) * 0.1 or 1.0 if low == high else 0.05 * (high - low)
-    ax.set_ylim(low - room, high + room)
+    margin = abs(low) * 0.1 or 1.0 if low == high else 0.05 * (high - low)
+    ax.set_ylim(low - margin, high + margin)
 
 
 def is_positive(values: Numbers) -> bool:
     """Return whether no finite value is negative and some is not 0, which allows a true logarithmic axis."""
-    found = finite_range(values)
-    return found is not None and found[0] >= 0 and found[1] > 0
+    value_range = finite_range(values)
+    return value_range is not None and value_range[0] >= 0 and value_range[1] > 0
 
 
-def log_limits(ax: Any, values: Numbers, *, room: float) -> None:
-    """Set limits of the value axis: at most ``DEEPEST`` decades of positive values, up to ``room`` times the top."""
-    positive = values[np.isfinite(values) & (values > 0)]
-    if not positive.size:
+def set_log_limits(ax: Any, values: Numbers, *, headroom: float) -> None:
+    """Set limits of the value axis: at most ``DEEPEST`` decades of positive values, to ``headroom`` times the top."""
+    positive_values = values[np.isfinite(values) & (values > 0)]
+    if not positive_values.size:
         return
-    top, low = float(positive.max()), float(positive.min())
+    top, bottom = float(positive_values.max()), float(positive_values.min())
     floor = max(top * 10.0**-DEEPEST, float(np.finfo(float).tiny))
-    if low < floor or (values == 0).any():
-        ax.set_ylim(10.0 ** math.floor(math.log10(max(low, floor)) - 0.01), top * room)
+    if bottom < floor or (values == 0).any():
+        ax.set_ylim(10.0 ** math.floor(math.log10(max(bottom, floor)) - 0.01), top * headroom)
     else:
-        ax.set_ylim(low / 2, top * room)
+        ax.set_ylim(bottom / 2, top * headroom)
     if ax.get_yscale() == "log":
-        log_axis(ax)
+        set_log_axis(ax)
 
 
-def whole_numbers(axis: Any) -> None:
+def tick_whole_numbers(axis: Any) -> None:
     """Tick whole numbers only, for an axis that counts steps or units."""
     axis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
 
 
-def decade_ticks(limit: float, linear: float = 0.0) -> list[float]:
-    """Return 0 and powers of ten beyond ``linear`` up to ``limit``, both signs: every one, or every other if many."""
+def decade_ticks(limit: float, linear_limit: float = 0.0) -> list[float]:
+    """Return 0 and powers of ten beyond ``linear_limit`` up to ``limit``, both signs: all, or every other if many."""
     top = 10.0 ** math.floor(math.log10(limit))
-    few = linear > 0 and top < 200 * linear
-    powers = [top * 10.0**-k for k in range(0, DECADES, 1 if few else 2)]
-    return sorted([0.0] + [sign * power for power in powers if power >= 1.5 * linear for sign in (1, -1)])
+    spans_few = linear_limit > 0 and top < 200 * linear_limit
+    powers = [top * 10.0**-k for k in range(0, DECADES, 1 if spans_few else 2)]
+    return sorted([0.0] + [sign * power for power in powers if power >= 1.5 * linear_limit for sign in (1, -1)])
 
 
-def mark_steps(ax: Any, steps: Any) -> None:
+def mark_nonfinite(ax: Any, steps: Any) -> None:
     """Draw crosses at the lower border at the x positions of NaN or infinite values."""
     if len(steps):
-        look = {"color": "black", "markersize": 4, "gid": "non-finite", "clip_on": False}
-        ax.plot(steps, np.full(len(steps), 0.03), "x", transform=ax.get_xaxis_transform(), **look)
+        style = {"color": "black", "markersize": 4, "gid": "non-finite", "clip_on": False}
+        ax.plot(steps, np.full(len(steps), 0.03), "x", transform=ax.get_xaxis_transform(), **style)
 
 
 def mark_top(ax: Any, x: float, gid: str) -> None:
     """Draw a triangle with a light edge at ``x``, below the upper border so that no title crosses it."""
-    ends = {"marker": CARETDOWNBASE, "markersize": 6, "color": "#111111", "markeredgecolor": "white", "zorder": 4}
-    ax.plot([x], [1.0], transform=ax.get_xaxis_transform(), gid=gid, markeredgewidth=0.5, **ends)
+    style = {"marker": CARETDOWNBASE, "markersize": 6, "color": "#111111", "markeredgecolor": "white", "zorder": 4}
+    ax.plot([x], [1.0], transform=ax.get_xaxis_transform(), gid=gid, markeredgewidth=0.5, **style)
 
 
-def zero_line(ax: Any) -> None:
+def draw_zero_line(ax: Any) -> None:
     """Draw a thin line at 0 behind the data."""
     ax.axhline(0, color="#909090", linewidth=0.6, zorder=0.5, gid="zero")

@@ -23,49 +23,49 @@ R = TypeVar("R")
 _PANELS, _LINES, _BINS, _DELAYS = 1000, 100_000, 100_000, 1000
 
 
-def _several(name: str, value: Any) -> tuple[str, ...]:
+def _check_dims(name: str, value: Any) -> tuple[str, ...]:
     """Check names of dimensions, in order; a name may occur twice."""
-    several = listed(value)
-    for one in several or ():
-        text(name, one)
-    found = names(name, list(dict.fromkeys(several)) if several else value)
-    return (found,) if isinstance(found, str) else tuple(several or found)
+    dims = listed(value)
+    for dim in dims or ():
+        text(name, dim)
+    checked_names = names(name, list(dict.fromkeys(dims)) if dims else value)
+    return (checked_names,) if isinstance(checked_names, str) else tuple(dims or checked_names)
 
 
-def _words(name: str, value: Any) -> str:
+def _check_text(name: str, value: Any) -> str:
     """Check that a value is a string, which may be empty."""
     if not isinstance(value, str):
         raise InputError(f"{name}= is text.", got=shown(value), expected="a string")
     return value
 
 
-def two_titles(name: str, value: Any) -> tuple[str, str]:
+def check_title_pair(name: str, value: Any) -> tuple[str, str]:
     """Check that a value is a pair of titles."""
-    if not isinstance(value, tuple | list) or len(value) != 2 or not all(isinstance(part, str) for part in value):
+    if not isinstance(value, tuple | list) or len(value) != 2 or not all(isinstance(title, str) for title in value):
         raise InputError(f"{name}= is two titles.", got=shown(value), expected='such as ("before", "after")')
     return (value[0], value[1])
 
 
-def _delays(name: str, value: Any) -> Any:
+def _check_delays(name: str, value: Any) -> Any:
     """Check lags of a task: a number, or several."""
-    alone = isinstance(value, int | float) or (has_attribute(value, "ndim") and value.ndim == 0)
-    several = [value] if alone else listed(value, most=_DELAYS)
-    found = np.empty(0) if several == [] else None if several is None else np.asarray(as_numbers(name, several))
-    if found is None or found.ndim > 1 or found.dtype.kind not in "fiu" or not (found >= 0).all():
+    is_single = isinstance(value, int | float) or (has_attribute(value, "ndim") and value.ndim == 0)
+    values = [value] if is_single else listed(value, most=_DELAYS)
+    delays = np.empty(0) if values == [] else None if values is None else np.asarray(as_numbers(name, values))
+    if delays is None or delays.ndim > 1 or delays.dtype.kind not in "fiu" or not (delays >= 0).all():
         raise InputError(f"{name}= are lags.", got=shown(value), expected="a few numbers from 0 on")
-    return found.astype(float)
+    return delays.astype(float)
 
 
 #: Checks of the parameters that mean the same in every figure that has them.
 COMMON: dict[str, Check] = {
-    "dims": _several,
+    "dims": _check_dims,
     "x": text,
     "y": text,
     "panel": names,
     "overlay": text,
     "quantity": text,
     "layer": text,
-    "names": two_titles,
+    "names": check_title_pair,
     "samples": one_of("mean", "panels"),
     "shared": switch,
     "log": switch,
@@ -74,7 +74,7 @@ COMMON: dict[str, Check] = {
     "as_computed": switch,
     "colorbar": switch,
     "limit": number(above=0, below=1e300),
-    "delays": _delays,
+    "delays": _check_delays,
     "losses": anything,
     "epsilon": number(above=0, below=1, what="is a share"),
     "confidence": number(least=0, below=1, what="is a share"),
@@ -84,7 +84,7 @@ COMMON: dict[str, Check] = {
     "max_rows": whole(least=1, most=_PANELS),
     "max_lines": whole(least=1, most=_LINES),
     "page": whole(least=0),
-    "title": _words,
+    "title": _check_text,
     "ax": anything,
     "figure": anything,
     "mask": anything,
@@ -140,49 +140,54 @@ def drawing(artist: type, *, extra: Sequence[str] = (), **table: Check) -> Calla
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         parameters = inspect.signature(function).parameters
         options = [name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
-        own = {name: check for name, check in {**COMMON, **table}.items() if name in options}
+        checks = {name: check for name, check in {**COMMON, **table}.items() if name in options}
 
         @functools.wraps(function)
         def draw(*args: P.args, **kwargs: P.kwargs) -> R:
-            handed_on = {name: value for name, value in kwargs.items() if name not in parameters}
-            named: dict[str, Any] = {name: value for name, value in kwargs.items() if name in parameters}
-            _refuse_unknown(handed_on, artist, extra, function.__name__)
+            artist_properties = {name: value for name, value in kwargs.items() if name not in parameters}
+            own_arguments: dict[str, Any] = {name: value for name, value in kwargs.items() if name in parameters}
+            _refuse_unknown(artist_properties, artist, extra, function.__name__)
             try:
-                return function(*args, **named, **normalize_kwargs(handed_on, artist))
+                return function(*args, **own_arguments, **normalize_kwargs(artist_properties, artist))
             except RnnlensError:
                 raise
             except Exception as error:
-                if not handed_on:
+                if not artist_properties:
                     raise
-                got = ", ".join(f"{name}={shown(value)}" for name, value in handed_on.items())
-                what = f"matplotlib cannot draw plot.{function.__name__} like this: {error}"
-                raise InputError(what, got=got, expected="values that matplotlib knows") from error
+                received = ", ".join(f"{name}={shown(value)}" for name, value in artist_properties.items())
+                message = f"matplotlib cannot draw plot.{function.__name__} like this: {error}"
+                raise InputError(message, got=received, expected="values that matplotlib knows") from error
 
-        draw.__doc__ = _documented(function, artist, extra)
-        return check_arguments(**own)(draw)
+        draw.__doc__ = _complete_docstring(function, artist, extra)
+        return check_arguments(**checks)(draw)
 
     return decorate
 
 
-def _documented(function: Callable[..., Any], artist: type, extra: Sequence[str]) -> str:
+def _complete_docstring(function: Callable[..., Any], artist: type, extra: Sequence[str]) -> str:
     """Return the docstring with the common parameters, in the order of the signature, and the common errors."""
-    before, heading, rest = inspect.cleandoc(function.__doc__ or "").partition("Parameters\n----------\n")
-    listed_own, after_heading, after = rest.partition("\n\n")
-    own = [entry for entry in _ENTRY.split(listed_own) if entry.strip()]
-    entries = {entry.split("\n")[0].partition(":")[0].strip(): entry for entry in own}
+    summary, heading_text, body = inspect.cleandoc(function.__doc__ or "").partition("Parameters\n----------\n")
+    own_parameters, blank_line, tail = body.partition("\n\n")
+    own_entries = [entry for entry in _ENTRY.split(own_parameters) if entry.strip()]
+    entries = {entry.split("\n")[0].partition(":")[0].strip(): entry for entry in own_entries}
     ordered: dict[str, str] = {}
     for name, parameter in inspect.signature(function).parameters.items():
         key = next((names for names in entries if name in names.split(", ")), "")
         if key:
             ordered[key] = entries[key].rstrip("\n")
         elif parameter.kind is parameter.VAR_KEYWORD:
-            many = len(extra) > 4
-            further = " and keywords of ``Axes.imshow``" if many else "".join(f", {keyword}" for keyword in extra)
-            ordered[f"**{name}"] = f"**{name}\n    Properties of matplotlib's {artist.__name__}{further}."
+            has_many_extras = len(extra) > 4
+            extra_text = (
+                " and keywords of ``Axes.imshow``" if has_many_extras else "".join(f", {keyword}" for keyword in extra)
+            )
+            ordered[f"**{name}"] = f"**{name}\n    Properties of matplotlib's {artist.__name__}{extra_text}."
         elif name in DOCUMENTATION:
             ordered[name] = f"{name}\n    {DOCUMENTATION[name]}"
-    returns, references, sources = after.partition("\n\nReferences\n")
-    return f"{before}{heading}{chr(10).join(ordered.values())}{after_heading}{returns}\n\n{RAISES}{references}{sources}"
+    returns, references, reference_text = tail.partition("\n\nReferences\n")
+    return (
+        f"{summary}{heading_text}{chr(10).join(ordered.values())}{blank_line}{returns}\n\n"
+        f"{RAISES}{references}{reference_text}"
+    )
 
 
 @functools.cache
@@ -192,14 +197,14 @@ def _properties_of(artist: type) -> frozenset[str]:
     return frozenset(inspector.get_setters()).union(*inspector.aliasd.values())
 
 
-def _refuse_unknown(given: Mapping[str, Any], artist: type, extra: Iterable[str], figure: str) -> None:
+def _refuse_unknown(keywords: Mapping[str, Any], artist: type, extra: Iterable[str], figure: str) -> None:
     """Raise InputError for a keyword that is no property of ``artist`` and no further one of the drawing call."""
-    known = _properties_of(artist).union(extra)
-    for name in given:
-        if name not in known:
+    known_names = _properties_of(artist).union(extra)
+    for name in keywords:
+        if name not in known_names:
             raise InputError(
                 f"plot.{figure} and matplotlib's {artist.__name__} know no such keyword.",
                 got=f"{name}=",
                 expected=f"a property of {artist.__name__}",
-                hint=did_you_mean(name, sorted(known)).split(" Known:")[0],
+                hint=did_you_mean(name, sorted(known_names)).split(" Known:")[0],
             )

@@ -25,7 +25,7 @@ OVER_TIME = {1: (TIME,), 2: (TIME, UNIT), 3: (SAMPLE, TIME, UNIT), 4: (SAMPLE, T
 _CHUNK = 1 << 22
 
 #: Labels of dimensions without a coordinate.
-_WORDS = {
+_DIM_LABELS = {
     TIME: "time step",
     OUT_TIME: "output time step",
     IN_TIME: "input time step",
@@ -43,7 +43,7 @@ class DirectionView:
     time_label: str
 
 
-def numbers(data: Any, figure: str) -> Numbers:
+def to_real_numpy(data: Any, figure: str) -> Numbers:
     """Return an array of any framework as real NumPy numbers, detached from its graph."""
     _refuse_whole_results(data, figure)
     if isinstance(data, np.ma.MaskedArray):
@@ -63,7 +63,7 @@ def numbers(data: Any, figure: str) -> Numbers:
     return values
 
 
-def labelled(
+def label_array(
     data: Any, figure: str, *, dims: Sequence[str] | None = None, guess: Mapping[int, Sequence[str]] | None = None
 ) -> xr.DataArray:
     """Return a DataArray of floats; dimensions of plain arrays come from ``dims``, or by rank from ``guess``.
@@ -72,9 +72,9 @@ def labelled(
     ``dims`` that do not fit, or anything but numbers.
     """
     if isinstance(data, xr.DataArray):
-        array = data.copy(data=numbers(data.values, figure), deep=False)
+        array = data.copy(data=to_real_numpy(data.values, figure), deep=False)
     else:
-        values = numbers(data, figure)
+        values = to_real_numpy(data, figure)
         array = xr.DataArray(values, dims=_dims_of(values, figure, dims, guess or OVER_TIME))
     if len(set(array.dims)) < array.ndim:
         raise InputError(
@@ -89,13 +89,13 @@ def labelled(
 def _refuse_whole_results(data: Any, figure: str) -> None:
     dataset = data.dataset if has_attribute(data, "dataset") else data
     if isinstance(dataset, xr.Dataset):
-        got, what = f"a whole layer with {', '.join(map(str, dataset.data_vars))}", "one of them"
+        received, needed = f"a whole layer with {', '.join(map(str, dataset.data_vars))}", "one of them"
     elif isinstance(data, Mapping) or has_attribute(data, "keys"):
-        got, what = type(data).__name__, "one variable of one layer"
+        received, needed = type(data).__name__, "one variable of one layer"
     else:
         return
-    hint = f'pass {what}, such as trace["lstm"].hidden_grad'
-    raise InputError(f"plot.{figure} draws one variable.", got=got, expected="a DataArray or an array", hint=hint)
+    hint = f'pass {needed}, such as trace["lstm"].hidden_grad'
+    raise InputError(f"plot.{figure} draws one variable.", got=received, expected="a DataArray or an array", hint=hint)
 
 
 def _dims_of(
@@ -110,11 +110,11 @@ def _dims_of(
             )
         return tuple(dims)
     if values.ndim not in guess:
-        known = "; ".join(f"{rank}: ({', '.join(names)})" for rank, names in guess.items())
+        known_ranks = "; ".join(f"{rank}: ({', '.join(names)})" for rank, names in guess.items())
         raise InputError(
             f"plot.{figure} cannot tell the dimensions of this array.",
             got=f"shape {values.shape}",
-            expected=f"a DataArray, or an array of rank {known}",
+            expected=f"a DataArray, or an array of rank {known_ranks}",
             hint=f"name them, such as dims={tuple(guess[max(guess)])!r}",
         )
     return tuple(guess[values.ndim])
@@ -123,23 +123,23 @@ def _dims_of(
 def require_dim(array: xr.DataArray, dim: str, figure: str, *, hint: str | None = None) -> None:
     """Raise InputError with the known dimensions if ``dim`` is not among them."""
     if dim not in array.dims:
-        known = [str(d) for d in array.dims]
+        known_dims = [str(known_dim) for known_dim in array.dims]
         raise InputError(
             f"plot.{figure} needs a dimension that this array does not have.",
-            got=f"dimensions ({', '.join(known)})",
+            got=f"dimensions ({', '.join(known_dims)})",
             expected=f"{dim!r} among them",
-            hint=hint or did_you_mean(dim, known),
+            hint=hint or did_you_mean(dim, known_dims),
         )
 
 
-def refuse_places_of_others(array: xr.DataArray, dim: str | None, figure: str, *others: str) -> None:
+def refuse_reserved_dim(array: xr.DataArray, dim: str | None, figure: str, *reserved_dims: str) -> None:
     """Raise InputError if a dimension is chosen for one purpose that the figure needs for another."""
-    if dim is not None and dim in others:
-        free = [str(d) for d in array.dims if d not in others]
+    if dim is not None and dim in reserved_dims:
+        free_dims = [str(array_dim) for array_dim in array.dims if array_dim not in reserved_dims]
         raise InputError(
             f"plot.{figure} has a place of its own for {dim!r}.",
             got=f"{dim!r} asked for elsewhere",
-            expected=f"one of {', '.join(map(repr, free))}" if free else "another dimension",
+            expected=f"one of {', '.join(map(repr, free_dims))}" if free_dims else "another dimension",
         )
 
 
@@ -153,24 +153,24 @@ def require_time(array: xr.DataArray, figure: str, *, hint: str | None = None) -
 def unit_dim(array: xr.DataArray) -> str | None:
     """Return the dimension that counts units: ``unit``, ``feature``, or ``cell_unit`` for a state of another size."""
     dims = [str(d) for d in array.dims]
-    exact = [d for d in (UNIT, FEATURE) if d in dims]
-    return next(iter(exact + [d for d in dims if d.endswith(("_unit", "_feature"))]), None)
+    exact_dims = [d for d in (UNIT, FEATURE) if d in dims]
+    return next(iter(exact_dims + [d for d in dims if d.endswith(("_unit", "_feature"))]), None)
 
 
-def halves(array: xr.DataArray, *, as_computed: bool = False) -> list[DirectionView]:
+def direction_views(array: xr.DataArray, *, as_computed: bool = False) -> list[DirectionView]:
     """Split an array into forward and backward direction, in chronological time or in the order ``as_computed``."""
     time_label = axis_label(array, TIME)
     if DIRECTION not in array.dims:
         return [DirectionView(None, array, time_label)]
-    found: list[DirectionView] = []
+    views: list[DirectionView] = []
     for name in names_of(array, DIRECTION):
-        data = array.isel({DIRECTION: len(found)}, drop=True)
+        data = array.isel({DIRECTION: len(views)}, drop=True)
         label = time_label
         if as_computed and name == BACKWARD and TIME in data.dims:
             data = data.isel({TIME: slice(None, None, -1)}).drop_vars(TIME, errors="ignore")
             label = f"{time_label}, as computed (from the last)"
-        found.append(DirectionView(name, data, label))
-    return found
+        views.append(DirectionView(name, data, label))
+    return views
 
 
 def names_of(array: xr.DataArray, dim: Hashable) -> list[str]:
@@ -191,10 +191,10 @@ def axis_label(array: xr.DataArray, dim: Hashable) -> str:
     """Return the axis label for ``dim``: long_name of its coordinate, else its name."""
     if dim in array.coords:
         return str(array.coords[dim].attrs.get("long_name", dim)).replace("_", " ")
-    return _WORDS.get(str(dim), str(dim).replace("_", " "))
+    return _DIM_LABELS.get(str(dim), str(dim).replace("_", " "))
 
 
-def of_samples(array: xr.DataArray, *dims: str) -> Numbers:
+def numpy_by_sample(array: xr.DataArray, *dims: str) -> Numbers:
     """Return the values of an array as (sample, *dims, ...); an array without a sample axis gets one of length 1."""
     array = array if SAMPLE in array.dims else array.expand_dims(SAMPLE)
     return np.asarray(array.transpose(SAMPLE, *dims, ...).values)
@@ -207,26 +207,26 @@ def norm_over(array: xr.DataArray, dims: Iterable[Hashable]) -> xr.DataArray:
     def norm(values: Numbers) -> Numbers:
         return np.asarray(safe_norm(values, axis=tuple(range(-len(dims), 0))))
 
-    found: xr.DataArray = xr.apply_ufunc(norm, array, input_core_dims=[dims], keep_attrs=True)
-    return found
+    norms: xr.DataArray = xr.apply_ufunc(norm, array, input_core_dims=[dims], keep_attrs=True)
+    return norms
 
 
 def value_label(array: xr.DataArray) -> str:
     """Return the label of the values: symbol, long_name or name, and units unless they are 1."""
-    words = str(array.attrs.get("long_name") or (array.name if array.name is not None else "value")).replace("_", " ")
+    label = str(array.attrs.get("long_name") or (array.name if array.name is not None else "value")).replace("_", " ")
     units = str(array.attrs.get("units", "1")).removesuffix(" / 1")  # a loss divided by a dimensionless quantity
     definition = str(array.attrs.get("definition", "")).replace("partial ", "\\partial{}").replace(" / ", "/")
-    found = re.match(r"(dL/d|\\partial\{\}L/\\partial\{\})([a-z]+_[a-z0])\b", definition)
-    symbol = f"${found[1]}{found[2]}$" if found else ""
-    words = ", ".join(part for part in (symbol, words) if part)
-    return words if units in ("", "1") else f"{words} [{units}]"
+    match = re.match(r"(dL/d|\\partial\{\}L/\\partial\{\})([a-z]+_[a-z0])\b", definition)
+    symbol = f"${match[1]}{match[2]}$" if match else ""
+    label = ", ".join(label_part for label_part in (symbol, label) if label_part)
+    return label if units in ("", "1") else f"{label} [{units}]"
 
 
-def place_words(array: xr.DataArray, dim: Hashable, index: int) -> str:
+def position_title(array: xr.DataArray, dim: Hashable, index: int) -> str:
     """Return a panel title for one position along ``dim``: ``unit 3``, or a name such as ``before training``."""
     name = names_of(array, dim)[index]
-    named = dim in array.coords and array.coords[dim].values.dtype.kind in "UO"
-    return name if named else f"{axis_label(array, dim)} {name}"
+    has_names = dim in array.coords and array.coords[dim].values.dtype.kind in "UO"
+    return name if has_names else f"{axis_label(array, dim)} {name}"
 
 
 def title_of(array: xr.DataArray) -> str:
@@ -234,49 +234,49 @@ def title_of(array: xr.DataArray) -> str:
     return layer_title(array.attrs, array.attrs.get("long_name") or array.name)
 
 
-def layer_title(attrs: Mapping[str, Any], *words: object) -> str:
-    """Return a title that starts with the layer's name, if it is known, followed by ``words``."""
-    return " · ".join(str(part) for part in (attrs.get("layer"), *words) if part)
+def layer_title(attrs: Mapping[str, Any], *title_parts: object) -> str:
+    """Return a title that starts with the layer's name, if it is known, followed by ``title_parts``."""
+    return " · ".join(str(part) for part in (attrs.get("layer"), *title_parts) if part)
 
 
 def chunks(values: Numbers) -> Iterator[Numbers]:
     """Yield values in flat chunks of bounded size, so that no temporary array is as large as the data."""
-    flat = values.reshape(-1) if values.flags.c_contiguous else None
-    if flat is None:
+    flat_values = values.reshape(-1) if values.flags.c_contiguous else None
+    if flat_values is None:
         yield from (values[i].reshape(-1) for i in range(len(values))) if values.ndim > 1 else (values,)
         return
-    for start in range(0, flat.size, _CHUNK):
-        yield flat[start : start + _CHUNK]
+    for start in range(0, flat_values.size, _CHUNK):
+        yield flat_values[start : start + _CHUNK]
 
 
 def finite_range(values: Numbers) -> tuple[float, float] | None:
     """Return the smallest and largest finite value; None if no value is finite."""
     low, high = math.inf, -math.inf
-    for piece in chunks(values):
+    for chunk in chunks(values):
         with np.errstate(invalid="ignore"):
-            lowest, highest = float(np.fmin.reduce(piece)), float(np.fmax.reduce(piece))
+            lowest, highest = float(np.fmin.reduce(chunk)), float(np.fmax.reduce(chunk))
         if not (math.isfinite(lowest) and math.isfinite(highest)):
-            finite = piece[np.isfinite(piece)]
-            if finite.size == 0:
+            finite_values = chunk[np.isfinite(chunk)]
+            if finite_values.size == 0:
                 continue
-            lowest, highest = float(finite.min()), float(finite.max())
+            lowest, highest = float(finite_values.min()), float(finite_values.max())
         low, high = min(low, lowest), max(high, highest)
     return None if low > high else (low, high)
 
 
 def largest_magnitude(*arrays: Numbers) -> float:
     """Return the largest finite magnitude in all arrays; 0 if there is none."""
-    ranges = [found for found in map(finite_range, arrays) if found is not None]
+    ranges = [value_range for value_range in map(finite_range, arrays) if value_range is not None]
     return max((max(abs(low), abs(high)) for low, high in ranges), default=0.0)
 
 
 def nonfinite_note(values: Numbers) -> str | None:
     """Return a note with counts such as ``"NaN: 3 of 4,000 (0.075 %)"``; None if all values are finite."""
     counts = {"NaN": 0, "Inf": 0}
-    for piece in chunks(values):
-        if not np.isfinite(piece).all():
-            counts["NaN"] += int(np.isnan(piece).sum())
-            counts["Inf"] += int(np.isinf(piece).sum())
+    for chunk in chunks(values):
+        if not np.isfinite(chunk).all():
+            counts["NaN"] += int(np.isnan(chunk).sum())
+            counts["Inf"] += int(np.isinf(chunk).sum())
     size = values.size
     return ", ".join(f"{word}: {n:,} of {size:,} ({100 * n / size:.3g} %)" for word, n in counts.items() if n) or None
 
@@ -287,39 +287,43 @@ def nonfinite_by_name(names: Iterable[str], arrays: Iterable[Numbers]) -> list[s
     return [f"{name}: {note}" for name, note in zip(names, notes, strict=True) if note]
 
 
-def choose(count: int, limit: int, words: str, *, page: int | None = None) -> tuple[list[int], str | None]:
+def select_evenly(count: int, limit: int, items: str, *, page: int | None = None) -> tuple[list[int], str | None]:
     """Select at most ``limit`` of ``count`` items, evenly spaced or the page-th run; also return a note."""
     if page is None:
         if count <= limit:
             return list(range(count)), None
-        picked = np.linspace(0, count - 1, limit).round().astype(int) if limit > 1 else np.array([0])
-        return [int(i) for i in picked], f"{limit} of {count} {words}, evenly spaced"
+        indices = np.linspace(0, count - 1, limit).round().astype(int) if limit > 1 else np.array([0])
+        return [int(i) for i in indices], f"{limit} of {count} {items}, evenly spaced"
     pages = math.ceil(count / limit)
     if not 0 <= page < pages:
         raise InputError("There is no such page.", got=f"page={page}", expected=f"0 to {pages - 1}")
-    shown = list(range(page * limit, min(count, (page + 1) * limit)))
-    return shown, f"{words} {shown[0]}-{shown[-1]} of {count} (page {page} of 0-{pages - 1})"
+    page_indices = list(range(page * limit, min(count, (page + 1) * limit)))
+    return page_indices, f"{items} {page_indices[0]}-{page_indices[-1]} of {count} (page {page} of 0-{pages - 1})"
 
 
 def dataset_of(layer: Any) -> xr.Dataset | None:
     """Return the variables of one layer (a layer result or a Dataset); None for anything else."""
     if isinstance(layer, xr.Dataset):
         return layer
-    found = layer.dataset if has_attribute(layer, "dataset") else None
-    return found if isinstance(found, xr.Dataset) else None
+    dataset = layer.dataset if has_attribute(layer, "dataset") else None
+    return dataset if isinstance(dataset, xr.Dataset) else None
 
 
 def layers_of(result: Any, figure: str) -> dict[str, xr.Dataset]:
     """Return layers by name from a trace, a DataTree, a mapping of layers, or one layer; raise InputError for none."""
-    one = dataset_of(result)
+    single_layer = dataset_of(result)
     if isinstance(result, xr.DataTree):
-        found = {
+        layers = {
             path.strip("/") or str(node.name or "layer"): node.to_dataset()
             for path, node in result.subtree_with_keys
             if node.data_vars
         }
-    elif one is not None:
-        found = {str(one.attrs.get("layer", result.name if has_attribute(result, "name") else "layer")): one}
+    elif single_layer is not None:
+        layers = {
+            str(
+                single_layer.attrs.get("layer", result.name if has_attribute(result, "name") else "layer")
+            ): single_layer
+        }
     else:
         names: Iterable[Any] = ()
         if hasattr(type(result), "__getitem__") and has_attribute(result, "keys"):
@@ -327,18 +331,18 @@ def layers_of(result: Any, figure: str) -> dict[str, xr.Dataset]:
         elif hasattr(type(result), "__getitem__") and has_attribute(result, "layers"):
             names = result.layers
         pairs = ((str(name), dataset_of(result[name])) for name in names)
-        found = {name: dataset for name, dataset in pairs if dataset is not None}
-    if not found:
+        layers = {name: dataset for name, dataset in pairs if dataset is not None}
+    if not layers:
         raise InputError(
             f"plot.{figure} draws the layers of a trace.",
             got=type(result).__name__,
             expected="a trace, one layer of it, or a Dataset",
             hint="pass what rl.trace(model, x, y) returned",
         )
-    return found
+    return layers
 
 
-def variable(result: Any, name: str, figure: str, *, masked: bool = False) -> Any:
+def layer_variable(result: Any, name: str, figure: str, *, masked: bool = False) -> Any:
     """Return one variable of a layer, ``masked`` with the layer's mask; any other object is returned unchanged."""
     dataset = dataset_of(result)
     if (

@@ -18,7 +18,7 @@ from matplotlib.lines import Line2D
 from ..arguments import as_numbers, listed
 from ..arguments import path as path_of
 from ..errors import FileError, InputError
-from ._axes import DOTTED, OVER_TIME, mark_top, write
+from ._axes import DOTTED, OVER_TIME, mark_top, write_text
 
 LETTERS_PER_INCH = 12
 #: Colour of titles and frames with non-finite values; unlike both ends of the maps, also for colour-blind readers.
@@ -30,13 +30,13 @@ class Picture(Figure):
     """A matplotlib Figure that a notebook displays if it is the last value of a cell: ``axes[0].figure``."""
 
     def _repr_png_(self) -> bytes:
-        return _png(self)
+        return _png_bytes(self)
 
 
-def _png(figure: Any) -> bytes:
-    stored = io.BytesIO()
-    figure.savefig(stored, format="png")
-    return stored.getvalue()
+def _png_bytes(figure: Any) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
 
 
 class Drawing(np.ndarray[Any, Any]):
@@ -48,10 +48,10 @@ class Drawing(np.ndarray[Any, Any]):
     @property
     def figure(self) -> Any:
         """The whole figure of the Axes, also if each direction is in its own subfigure."""
-        found = self.reshape(-1)[0].figure
-        while isinstance(found, SubFigure):
-            found = found.figure
-        return found
+        figure = self.reshape(-1)[0].figure
+        while isinstance(figure, SubFigure):
+            figure = figure.figure
+        return figure
 
     def save(self, path: str | PathLike[str], **options: Any) -> None:
         """Write the figure to a file; the ending sets the format: ``.png``, ``.pdf``, ``.svg``.
@@ -70,14 +70,14 @@ class Drawing(np.ndarray[Any, Any]):
         FileError
             If the file cannot be written.
         """
-        to = path_of("path", path)
+        target_path = path_of("path", path)
         try:
-            self.figure.savefig(to, **options)
+            self.figure.savefig(target_path, **options)
         except OSError as error:
-            raise FileError("The picture cannot be written.", got=f"{to}: {error}") from error
+            raise FileError("The picture cannot be written.", got=f"{target_path}: {error}") from error
         except Exception as error:
-            known = ", ".join(sorted(self.figure.canvas.get_supported_filetypes()))
-            raise InputError("matplotlib cannot save this.", got=str(error), expected=known) from error
+            known_formats = ", ".join(sorted(self.figure.canvas.get_supported_filetypes()))
+            raise InputError("matplotlib cannot save this.", got=str(error), expected=known_formats) from error
 
     def mark(self, *steps: float, label: str | None = None) -> Drawing:
         """Draw a thin vertical line at each given time step, in every panel with a horizontal time axis.
@@ -98,146 +98,155 @@ class Drawing(np.ndarray[Any, Any]):
         InputError
             If no panel has a horizontal time axis, or a step is not a number.
         """
-        places = [ax for ax in self.reshape(-1) if ax.get_gid() == OVER_TIME]
-        if not places:
+        time_axes = [ax for ax in self.reshape(-1) if ax.get_gid() == OVER_TIME]
+        if not time_axes:
             raise InputError("No panel of this figure has time across.", hint="mark the Axes by themselves")
-        numbers = np.atleast_1d(as_numbers("steps", list(steps)))
-        for ax in places:
-            for step in numbers:
+        time_steps = np.atleast_1d(as_numbers("steps", list(steps)))
+        for ax in time_axes:
+            for step in time_steps:
                 ax.axvline(step, **DOTTED, zorder=3, gid="mark")
                 mark_top(ax, float(step), "mark")
         if label:
-            at = (float(numbers[0]), 1.0)
-            write(places[0], label, at, (-4, -3), over=places[0].get_xaxis_transform(), va="top", gid="mark")
+            text_point = (float(time_steps[0]), 1.0)
+            write_text(
+                time_axes[0], label, text_point, (-4, -3), over=time_axes[0].get_xaxis_transform(), va="top", gid="mark"
+            )
         return self
 
     def _repr_png_(self) -> bytes | None:
         """Return the whole figure as PNG; None for an empty selection of its Axes."""
-        return _png(self.figure) if self.size else None
+        return _png_bytes(self.figure) if self.size else None
 
 
 @dataclass
 class Panels:
-    """Axes to draw into by direction, and ``owners``, the figure of each direction; none if the user passed Axes."""
+    """Axes to draw into by direction, and ``direction_figures``, one for each; none if the user passed Axes."""
 
-    halves: list[list[Any]]
+    axes_by_direction: list[list[Any]]
     figure: Any
-    owners: list[Any]
+    direction_figures: list[Any]
 
     @property
     def axes(self) -> list[Any]:
         """All matplotlib Axes of the panels in drawing order."""
-        return [ax for half in self.halves for ax in half]
+        return [ax for direction_axes in self.axes_by_direction for ax in direction_axes]
 
-    def titled(self, words: str, notes: Iterable[str | None] = ()) -> Drawing:
+    def with_title(self, title: str, notes: Iterable[str | None] = ()) -> Drawing:
         """Set the common title with the notes below it, wrapped; return a 1-D array of Axes in drawing order."""
         for ax in self.axes:
-            if _missing(ax.get_title()) or any(line.get_gid() == "non-finite" for line in ax.lines):
+            if _mentions_nonfinite(ax.get_title()) or any(line.get_gid() == "non-finite" for line in ax.lines):
                 ax.title.set_color(ALARM)
-                redden(ax)
-        said = [part for note in notes if note for part in note.split("; ")]
-        colour = {"color": ALARM} if any(map(_missing, said)) else {}
-        first, inches = self.axes[0], _inches(self.figure)[0]
-        if self.owners and (words or said):  # an array without labels has no title
-            self.figure.suptitle(_wrapped(words, said, inches), fontsize="medium", **colour)
-        elif not self.owners:
-            inches *= first.get_position().width
-            whole = [_wrapped(words, said, inches), _wrapped(first.get_title(), (), inches)]
-            first.set_title("\n".join(part for part in whole if part), fontsize="medium", **colour)
-        found = np.empty(len(self.axes), dtype=object)
-        found[:] = self.axes
-        return found.view(Drawing)
+                draw_alarm_frame(ax)
+        note_parts = [part for note in notes if note for part in note.split("; ")]
+        colour_option = {"color": ALARM} if any(map(_mentions_nonfinite, note_parts)) else {}
+        first_ax, width_inches = self.axes[0], _size_in_inches(self.figure)[0]
+        if self.direction_figures and (title or note_parts):  # an array without labels has no title
+            self.figure.suptitle(_wrap_title(title, note_parts, width_inches), fontsize="medium", **colour_option)
+        elif not self.direction_figures:
+            width_inches *= first_ax.get_position().width
+            title_parts = [
+                _wrap_title(title, note_parts, width_inches),
+                _wrap_title(first_ax.get_title(), (), width_inches),
+            ]
+            first_ax.set_title("\n".join(part for part in title_parts if part), fontsize="medium", **colour_option)
+        axes_array = np.empty(len(self.axes), dtype=object)
+        axes_array[:] = self.axes
+        return axes_array.view(Drawing)
 
-    def label(self, x: Sequence[str] | str, y: str) -> None:
+    def label_axes(self, x_labels: Sequence[str] | str, y_label: str) -> None:
         """Label axes: common labels for each direction with several panels, else labels on the Axes."""
-        words = [x] * len(self.halves) if isinstance(x, str) else list(x)
-        for number, (half, label) in enumerate(zip(self.halves, words, strict=True)):
-            if self.owners and len(half) > 1:
-                self.owners[number].supxlabel(label, fontsize="medium")
+        direction_labels = [x_labels] * len(self.axes_by_direction) if isinstance(x_labels, str) else list(x_labels)
+        for number, (direction_axes, label) in enumerate(zip(self.axes_by_direction, direction_labels, strict=True)):
+            if self.direction_figures and len(direction_axes) > 1:
+                self.direction_figures[number].supxlabel(label, fontsize="medium")
                 # The second direction has an invisible label, so that both are equally wide.
-                tall = _inches(self.figure)[1]
-                self.owners[number].supylabel(
-                    wrapped_label(y, tall), fontsize="medium", alpha=None if number == 0 else 0.0
+                height_inches = _size_in_inches(self.figure)[1]
+                self.direction_figures[number].supylabel(
+                    wrap_label(y_label, height_inches), fontsize="medium", alpha=None if number == 0 else 0.0
                 )
                 continue
-            for ax in half:
+            for ax in direction_axes:
                 ax.set_xlabel(label)
-            tall = _inches(half[0].figure)[1] * half[0].get_position().height
-            half[0].set_ylabel(wrapped_label(y, tall), alpha=None if number == 0 or not self.owners else 0.0)
+            height_inches = _size_in_inches(direction_axes[0].figure)[1] * direction_axes[0].get_position().height
+            direction_axes[0].set_ylabel(
+                wrap_label(y_label, height_inches), alpha=None if number == 0 or not self.direction_figures else 0.0
+            )
 
-    def value_label(self, words: str) -> None:
+    def label_value_axis(self, label: str) -> None:
         """Label the value axis: once at the left of a new figure, or on the first of the user's Axes."""
-        for owner in self.owners[:1]:
-            owner.supylabel(words, fontsize="small")
-        if not self.owners:
-            self.axes[0].set_ylabel(words, fontsize="small")
+        for direction_figure in self.direction_figures[:1]:
+            direction_figure.supylabel(label, fontsize="small")
+        if not self.direction_figures:
+            self.axes[0].set_ylabel(label, fontsize="small")
 
-    def legend(self, handles: Sequence[Any], *, beside: str = "right upper", title: str | None = None) -> None:
+    def draw_legend(self, handles: Sequence[Any], *, location: str = "right upper", title: str | None = None) -> None:
         """Draw a legend beside the panels of a new figure, or in the first of the user's Axes."""
-        owner, where = (self.owners[-1], f"outside {beside}") if self.owners else (self.axes[0], "best")
-        owner.legend(handles=handles, title=title, fontsize="small", title_fontsize="small", loc=where)
+        holder, legend_location = (
+            (self.direction_figures[-1], f"outside {location}") if self.direction_figures else (self.axes[0], "best")
+        )
+        holder.legend(handles=handles, title=title, fontsize="small", title_fontsize="small", loc=legend_location)
 
-    def outer_ticks_only(self) -> None:
+    def hide_inner_ticks(self) -> None:
         """Show tick labels at the left and lower border of a new figure only, for panels with common limits."""
-        for half in self.halves if self.owners else ():
-            cells = {_cell(ax) for ax in half if ax.get_subplotspec() is not None}
-            for ax in half:
+        for direction_axes in self.axes_by_direction if self.direction_figures else ():
+            grid_positions = {_grid_position(ax) for ax in direction_axes if ax.get_subplotspec() is not None}
+            for ax in direction_axes:
                 if ax.get_subplotspec() is None:
                     continue
-                row, column = _cell(ax)
-                ax.tick_params(labelbottom=(row + 1, column) not in cells, labelleft=column == 0)
+                row, column = _grid_position(ax)
+                ax.tick_params(labelbottom=(row + 1, column) not in grid_positions, labelleft=column == 0)
 
 
-def _cell(ax: Any) -> tuple[int, int]:
+def _grid_position(ax: Any) -> tuple[int, int]:
     spec = ax.get_subplotspec()
     return spec.rowspan.start, spec.colspan.start
 
 
-def _missing(words: str) -> bool:
-    return "NaN:" in words or "Inf:" in words
+def _mentions_nonfinite(text: str) -> bool:
+    return "NaN:" in text or "Inf:" in text
 
 
-def redden(ax: Any) -> None:
+def draw_alarm_frame(ax: Any) -> None:
     """Draw a red frame around a panel, to mark NaN or infinite values."""
     for spine in ax.spines.values():
         spine.set(edgecolor=ALARM, linewidth=1.4)
 
 
-def wrapped_label(words: str, inches: float) -> str:
+def wrap_label(label: str, inches: float) -> str:
     """Wrap an axis label into lines that fit an axis of this length in inches."""
-    return textwrap.fill(words, max(16, int(LETTERS_PER_INCH * inches)))
+    return textwrap.fill(label, max(16, int(LETTERS_PER_INCH * inches)))
 
 
-def _inches(figure: Any) -> tuple[float, float]:
+def _size_in_inches(figure: Any) -> tuple[float, float]:
     """Return width and height of a figure."""
     return figure.bbox.width / figure.dpi, figure.bbox.height / figure.dpi
 
 
-def _wrapped(words: str, notes: Iterable[str], inches: float) -> str:
+def _wrap_title(title: str, notes: Iterable[str], inches: float) -> str:
     """Wrap a title, and below it the notes, several to a line if they fit into the width."""
     lines: list[str] = []
     width = max(24, int(LETTERS_PER_INCH * inches))
     for note in notes:
         joined = f"{lines[-1]}; {note}" if lines else note
         lines = [*lines[:-1], joined] if len(joined) <= width else [*lines, note]
-    return "\n".join(textwrap.fill(part, width, break_long_words=True) for part in [words, *lines] if part)
+    return "\n".join(textwrap.fill(line, width, break_long_words=True) for line in [title, *lines] if line)
 
 
 def near_square(count: int, *, aspect: float = 1.5) -> tuple[int, int]:
     """Return rows and columns for ``count`` panels, near the ratio ``aspect`` of columns to rows; there may be gaps."""
     ideal = math.sqrt(count * aspect)
-    near = range(max(1, math.ceil(0.7 * ideal)), max(1, math.floor(1.5 * ideal)) + 1)
+    candidates = range(max(1, math.ceil(0.7 * ideal)), max(1, math.floor(1.5 * ideal)) + 1)
 
     def cost(columns: int) -> float:
         gaps = -count % columns
         return 3 * gaps / count + abs(math.log(columns / ideal))
 
-    columns = min(count, min(near, key=cost, default=1))
+    columns = min(count, min(candidates, key=cost, default=1))
     return math.ceil(count / columns), columns
 
 
 @dataclass(frozen=True)
-class Grid:
+class PanelGrid:
     """Size and arrangement of the panels of one direction."""
 
     #: Width and height of one panel, and of the space for labels and title, in inches.
@@ -253,54 +262,58 @@ class Grid:
 
 
 def open_panels(
-    name: str, count: int, ax: Any, figure: Any, *, ways: Sequence[str | None] = (None,), **sizes: Any
+    name: str, count: int, ax: Any, figure: Any, *, directions: Sequence[str | None] = (None,), **sizes: Any
 ) -> Panels:
-    """Open ``count`` panels of plot.``name`` for each direction in ``ways``, on a new figure or on the user's."""
-    grid = Grid(**sizes)
-    panels = _given_panels(name, count, len(ways), ax, figure)
+    """Open ``count`` panels of plot.``name`` for each direction in ``directions``, on a new figure or on the user's."""
+    grid = PanelGrid(**sizes)
+    panels = _user_panels(name, count, len(directions), ax, figure)
     if panels is None:
-        rows, columns = grid.shape or near_square(count, aspect=1.5 / len(ways))
+        rows, columns = grid.shape or near_square(count, aspect=1.5 / len(directions))
         if figure is None:
-            width = min(18.0, columns * grid.size[0] * len(ways) + grid.margin[0])
+            width = min(18.0, columns * grid.size[0] * len(directions) + grid.margin[0])
             height = min(22.0, max(2.6, rows * grid.size[1] + grid.margin[1]))
             figure = Picture(figsize=(max(4.2, width), height), layout="constrained")
-        owners = [figure] if len(ways) == 1 else list(figure.subfigures(1, len(ways), wspace=0.02))
-        panels = Panels([], figure, owners)
-        for owner, way in zip(owners, ways, strict=True):
-            if not hasattr(owner, "savefig"):  # a subfigure has no savefig of its own: save the whole figure
-                owner.savefig = figure.get_figure(root=True).savefig
-            ratios = {"width_ratios": grid.widths, "height_ratios": grid.heights}
-            cells = owner.subplots(rows, columns, squeeze=False, **ratios).reshape(-1)
-            for unused in cells[count:]:
-                unused.remove()
-            panels.halves.append(list(cells[:count]))
-            if way is not None:
-                owner.suptitle(way, fontsize="medium", fontstyle="italic")
-        for number in range(1, len(ways)):
-            x, look = number / len(ways), {"gid": "direction separator", **SEPARATOR}
-            figure.add_artist(Line2D([x, x], [0.02, 0.86], transform=figure.transSubfigure, **look))
-    for one in panels.axes:
-        one.tick_params(labelsize=grid.ticks)
+        direction_figures = (
+            [figure] if len(directions) == 1 else list(figure.subfigures(1, len(directions), wspace=0.02))
+        )
+        panels = Panels([], figure, direction_figures)
+        for direction_figure, direction in zip(direction_figures, directions, strict=True):
+            if not hasattr(direction_figure, "savefig"):  # a subfigure has no savefig of its own: save the whole figure
+                direction_figure.savefig = figure.get_figure(root=True).savefig
+            size_ratios = {"width_ratios": grid.widths, "height_ratios": grid.heights}
+            grid_axes = direction_figure.subplots(rows, columns, squeeze=False, **size_ratios).reshape(-1)
+            for unused_ax in grid_axes[count:]:
+                unused_ax.remove()
+            panels.axes_by_direction.append(list(grid_axes[:count]))
+            if direction is not None:
+                direction_figure.suptitle(direction, fontsize="medium", fontstyle="italic")
+        for number in range(1, len(directions)):
+            x, style = number / len(directions), {"gid": "direction separator", **SEPARATOR}
+            figure.add_artist(Line2D([x, x], [0.02, 0.86], transform=figure.transSubfigure, **style))
+    for panel_ax in panels.axes:
+        panel_ax.tick_params(labelsize=grid.ticks)
     return panels
 
 
-def _given_panels(name: str, count: int, ways: int, ax: Any, figure: Any) -> Panels | None:
+def _user_panels(name: str, count: int, direction_count: int, ax: Any, figure: Any) -> Panels | None:
     """Return the user's Axes ``ax`` as panels, None without ``ax``; raise InputError if there are more or fewer."""
     if figure is not None and not isinstance(figure, Figure | SubFigure):
         expected = "a matplotlib Figure or SubFigure"
         raise InputError(f"plot.{name} got a figure= that is none.", got=type(figure).__name__, expected=expected)
     if ax is None:
         return None
-    most = count * ways
+    expected_count = count * direction_count
     if isinstance(ax, np.ndarray):
-        ax = list(ax.flat[: most + 1]) if ax.dtype == object else []
-    found = [ax] if isinstance(ax, Axes) else listed(ax, most=most + 1) or []
-    found = [one for part in found for one in (part if isinstance(part, list | tuple | np.ndarray) else [part])]
-    if len(found) != most or not all(isinstance(one, Axes) for one in found):
+        ax = list(ax.flat[: expected_count + 1]) if ax.dtype == object else []
+    axes_found = [ax] if isinstance(ax, Axes) else listed(ax, most=expected_count + 1) or []
+    axes_found = [
+        item for part in axes_found for item in (part if isinstance(part, list | tuple | np.ndarray) else [part])
+    ]
+    if len(axes_found) != expected_count or not all(isinstance(item, Axes) for item in axes_found):
         raise InputError(
             f"plot.{name} needs one Axes per panel in ax=.",
-            got=f"{len(found)} of type {type(found[0]).__name__ if found else 'nothing'}",
-            expected=f"{most} matplotlib Axes",
+            got=f"{len(axes_found)} of type {type(axes_found[0]).__name__ if axes_found else 'nothing'}",
+            expected=f"{expected_count} matplotlib Axes",
             hint="pass figure= (a Figure or SubFigure) and let the panels be made, or select fewer panels",
         )
-    return Panels([found[i * count : (i + 1) * count] for i in range(ways)], found[0].figure, [])
+    return Panels([axes_found[i * count : (i + 1) * count] for i in range(direction_count)], axes_found[0].figure, [])

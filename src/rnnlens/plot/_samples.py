@@ -11,19 +11,19 @@ from ..arguments import as_numbers
 from ..errors import InputError
 from ..measures.profiles import rms_of_shapes, typical_first
 from ..vocabulary import IN_TIME, OUT_TIME, SAMPLE, TIME
-from ._data import Numbers, names_of, nonfinite_note, of_samples, require_dim
+from ._data import Numbers, names_of, nonfinite_note, numpy_by_sample, require_dim
 
 
-def by_loss(array: xr.DataArray, losses: Any, figure: str) -> xr.DataArray:
+def sort_by_loss(array: xr.DataArray, losses: Any, figure: str) -> xr.DataArray:
     """Sort the samples from the median loss outwards, and name them by their losses; unchanged without losses."""
     if losses is None:
         return array
     values = losses_of(array, losses, figure)
     order = typical_first(values)
     names = names_of(array, SAMPLE)
-    words = [f"sample {names[i]}, loss {values[i]:.2g}" for i in order]
-    words[0] += " (the median)"
-    return array.isel({SAMPLE: order}).assign_coords({SAMPLE: np.array(words, dtype=object).astype(str)})
+    sample_labels = [f"sample {names[i]}, loss {values[i]:.2g}" for i in order]
+    sample_labels[0] += " (the median)"
+    return array.isel({SAMPLE: order}).assign_coords({SAMPLE: np.array(sample_labels, dtype=object).astype(str)})
 
 
 def losses_of(array: xr.DataArray, losses: Any, figure: str) -> Numbers:
@@ -31,8 +31,8 @@ def losses_of(array: xr.DataArray, losses: Any, figure: str) -> Numbers:
     require_dim(array, SAMPLE, figure)
     values, count = as_numbers("losses", losses), array.sizes[SAMPLE]
     if values.size != count:
-        what, got = "losses= has one number for each sample.", f"{values.size} numbers"
-        raise InputError(what, got=got, expected=f"{count} of them")
+        message, received = "losses= has one number for each sample.", f"{values.size} numbers"
+        raise InputError(message, got=received, expected=f"{count} of them")
     return values.reshape(-1).astype(float)
 
 
@@ -40,14 +40,18 @@ def rms_picture(array: xr.DataArray, figure: str) -> xr.DataArray:
     """Return the RMS over samples, each divided by its own peak; padded steps do not count."""
     require_dim(array, SAMPLE, figure)
     ordered = array.transpose(SAMPLE, ...)
-    padded = hidden(ordered)
-    where = None if padded is None else ~padding_of(ordered).values
-    first = ordered.isel({SAMPLE: 0}, drop=True).drop_vars("mask", errors="ignore")
-    words = array.attrs.get("long_name") or array.name or "values"
+    padded = padding_mask(ordered)
+    real_mask = None if padded is None else ~full_padding_mask(ordered).values
+    first_sample = ordered.isel({SAMPLE: 0}, drop=True).drop_vars("mask", errors="ignore")
+    quantity_name = array.attrs.get("long_name") or array.name or "values"
     count = array.sizes[SAMPLE]
-    attrs = {**array.attrs, "long_name": f"{words}, RMS over {count} samples, each by its own peak", "units": "1"}
+    attrs = {
+        **array.attrs,
+        "long_name": f"{quantity_name}, RMS over {count} samples, each by its own peak",
+        "units": "1",
+    }
     attrs.pop("definition", None)
-    picture = first.copy(data=rms_of_shapes(ordered.values, where)).assign_attrs(attrs)
+    picture = first_sample.copy(data=rms_of_shapes(ordered.values, real_mask)).assign_attrs(attrs)
     if "reset" in array.coords:
         picture = picture.assign_coords(reset=array.coords["reset"].mean(SAMPLE))
     if padded is None or SAMPLE not in padded.dims:
@@ -58,48 +62,48 @@ def rms_picture(array: xr.DataArray, figure: str) -> xr.DataArray:
 #: Coordinates with masks of real steps: of a layer's quantities, and of either axis of a time Jacobian.
 MASKS = ("mask", f"{OUT_TIME}_mask", f"{IN_TIME}_mask")
 
-NOTE = "padding is grey"
+PADDING_NOTE = "padding is grey"
 
 
-def hidden(array: xr.DataArray) -> xr.DataArray | None:
+def padding_mask(array: xr.DataArray) -> xr.DataArray | None:
     """Return a mask of an image that is True at padded steps (of either axis); None without padding."""
-    found: xr.DataArray | None = None
+    mask: xr.DataArray | None = None
     for name in MASKS:
         if name in array.coords:
             padded = (array.coords[name] == 0).drop_vars(MASKS, errors="ignore")
-            found = padded if found is None else found | padded
-    return found if found is not None and bool(found.any()) else None
+            mask = padded if mask is None else mask | padded
+    return mask if mask is not None and bool(mask.any()) else None
 
 
-def padding_of(array: xr.DataArray) -> xr.DataArray:
+def full_padding_mask(array: xr.DataArray) -> xr.DataArray:
     """Return a mask with the dimensions of the array, True at padded steps."""
-    nowhere, padded = xr.zeros_like(array, dtype=bool), hidden(array)
-    return nowhere if padded is None else (nowhere | padded).transpose(*array.dims)
+    all_real, padded = xr.zeros_like(array, dtype=bool), padding_mask(array)
+    return all_real if padded is None else (all_real | padded).transpose(*array.dims)
 
 
-def real_steps(array: xr.DataArray) -> Numbers:
+def real_step_mask(array: xr.DataArray) -> Numbers:
     """Return a mask (sample, time) that is False at padded steps."""
-    padded, shape = hidden(array), tuple(array.sizes.get(dim, 1) for dim in (SAMPLE, TIME))
-    return np.ones(shape, bool) if padded is None else np.broadcast_to(~of_samples(padded, TIME), shape)
+    padded, shape = padding_mask(array), tuple(array.sizes.get(dim, 1) for dim in (SAMPLE, TIME))
+    return np.ones(shape, bool) if padded is None else np.broadcast_to(~numpy_by_sample(padded, TIME), shape)
 
 
-def without_padding(array: xr.DataArray) -> xr.DataArray:
+def nan_at_padding(array: xr.DataArray) -> xr.DataArray:
     """Return the array with NaN at padded steps."""
-    padded = hidden(array)
+    padded = padding_mask(array)
     return array if padded is None else array.where(~padded)
 
 
 def notes_of(array: xr.DataArray) -> list[str | None]:
     """Return the notes on non-finite values at real steps, and on padding."""
-    padded, resets = hidden(array), "dashed: the state begins anew" if "reset" in array.coords else None
+    padded, resets = padding_mask(array), "dashed: the state begins anew" if "reset" in array.coords else None
     if padded is None:
         return [nonfinite_note(array.values), resets]
-    return [nonfinite_note(array.where(~padded, 0.0).values), NOTE, resets]
+    return [nonfinite_note(array.where(~padded, 0.0).values), PADDING_NOTE, resets]
 
 
-def mean_of_real(array: xr.DataArray) -> xr.DataArray:
+def mean_of_real_steps(array: xr.DataArray) -> xr.DataArray:
     """Return the mean over samples at real steps; NaN where no sample has a real step."""
-    padded = hidden(array)
+    padded = padding_mask(array)
     if padded is None:
         return array.mean(SAMPLE, skipna=False)  # a missing value in any sample stays visible
     count = (~padded).sum(SAMPLE) if SAMPLE in padded.dims else (~padded) * array.sizes[SAMPLE]
@@ -110,14 +114,14 @@ def mark_resets(ax: Any, reset: xr.DataArray | None, steps: Numbers) -> None:
     """Draw a dashed line before each step at which the state of a sample was reset, fainter for few samples."""
     if reset is None or TIME not in reset.dims:
         return
-    share = np.asarray(reset.mean([dim for dim in reset.dims if dim != TIME]), dtype=float)
-    for step, part in zip(np.asarray(steps, dtype=float), share, strict=True):
-        if part > 0:
-            look = {"color": "#444444", "linestyle": (0, (3, 2)), "linewidth": 0.9, "alpha": 0.3 + 0.6 * part}
-            ax.axvline(step - 0.5, gid="reset", **look)
+    reset_shares = np.asarray(reset.mean([dim for dim in reset.dims if dim != TIME]), dtype=float)
+    for step, reset_share in zip(np.asarray(steps, dtype=float), reset_shares, strict=True):
+        if reset_share > 0:
+            style = {"color": "#444444", "linestyle": (0, (3, 2)), "linewidth": 0.9, "alpha": 0.3 + 0.6 * reset_share}
+            ax.axvline(step - 0.5, gid="reset", **style)
 
 
-def shade(ax: Any, steps: Numbers, padded: Numbers) -> None:
+def shade_padding(ax: Any, steps: Numbers, padded: Numbers) -> None:
     """Shade the steps that are padding in every sample."""
     for step in np.asarray(steps, dtype=float)[padded]:
         ax.axvspan(step - 0.5, step + 0.5, color="#dcdcdc", linewidth=0, zorder=0.2, gid="padding")

@@ -54,123 +54,138 @@ def diagnosis(
         hint = "rl.plot.diagnosis(rl.diagnose(model, x, y))"
         raise InputError("plot.diagnosis draws a diagnosis.", got=type(d).__name__, hint=hint)
     model = d["model"]
-    node = d[layer or next(name for name in d if name != "model")]
-    node = node.isel(direction=0) if "direction" in node.dims else node
-    drawings: list[tuple[Callable[[Any, xr.Dataset, dict[str, Any]], None], xr.Dataset]] = [(_use, model)]
-    drawings += [(_benefit, model)] * _measured(model, "benefit")
-    drawings += [(_residual_test, model)] * ("missed" in model)
-    drawings += [(_gradient, node)] * any(name in node for name in ("kappa", "adjoint"))
-    drawings += [(_time_constants, node)] * ("timescale" in node)
+    layer_data = d[layer or next(name for name in d if name != "model")]
+    layer_data = layer_data.isel(direction=0) if "direction" in layer_data.dims else layer_data
+    drawings: list[tuple[Callable[[Any, xr.Dataset, dict[str, Any]], None], xr.Dataset]] = [(_draw_use, model)]
+    drawings += [(_draw_benefit, model)] * _is_measured(model, "benefit")
+    drawings += [(_draw_residual_test, model)] * ("missed" in model)
+    drawings += [(_draw_gradient, layer_data)] * any(name in layer_data for name in ("kappa", "adjoint"))
+    drawings += [(_draw_time_constants, layer_data)] * ("timescale" in layer_data)
     columns = len(drawings) if len(drawings) < 4 else 2 if len(drawings) == 4 else 3
     shape = (-(-len(drawings) // columns), columns)
     panels = _frame.open_panels("diagnosis", len(drawings), ax, figure, size=(4.0, 2.8), margin=(0.6, 1.0), shape=shape)
-    for place, (draw, data) in zip(panels.axes, drawings, strict=True):
-        draw(place, data, line)
-        place.title.set_fontsize("medium")
+    for panel_ax, (draw_panel, panel_data) in zip(panels.axes, drawings, strict=True):
+        draw_panel(panel_ax, panel_data, line)
+        panel_ax.title.set_fontsize("medium")
     sentence = next(iter(d.sentences.values()))
-    headline, *rest = re.split(r"(?<=\.)\s+(?=[A-Z])", sentence, maxsplit=1)
-    drawn = panels.titled(title or headline)
-    for owner in panels.owners:
-        owner._suptitle.set_fontweight("bold")
-        if rest and title is None:
-            width = int(13 * owner.bbox.width / owner.dpi)
-            owner.supxlabel(textwrap.fill(rest[0][:1].upper() + rest[0][1:], width), fontsize="small", color="0.25")
-    return drawn
+    headline, *other_sentences = re.split(r"(?<=\.)\s+(?=[A-Z])", sentence, maxsplit=1)
+    drawing_result = panels.with_title(title or headline)
+    for direction_figure in panels.direction_figures:
+        direction_figure._suptitle.set_fontweight("bold")
+        if other_sentences and title is None:
+            width = int(13 * direction_figure.bbox.width / direction_figure.dpi)
+            direction_figure.supxlabel(
+                textwrap.fill(other_sentences[0][:1].upper() + other_sentences[0][1:], width),
+                fontsize="small",
+                color="0.25",
+            )
+    return drawing_result
 
 
-def _measured(model: xr.Dataset, name: str) -> bool:
+def _is_measured(model: xr.Dataset, name: str) -> bool:
     """Return whether a curve over the number of steps kept was measured."""
     return name in model and bool(model[name].size) and bool(np.isfinite(model[name].values).any())
 
 
-def _over_context(ax: Any, model: xr.Dataset, name: str, colour: str, keywords: dict[str, Any]) -> None:
+def _draw_over_context(ax: Any, model: xr.Dataset, name: str, colour: str, keywords: dict[str, Any]) -> None:
     """Draw a measure over the number of steps kept, with its confidence interval."""
-    context, values, band = model["context"].values, model[name].values, model[f"{name}_interval"].values
-    look = {"color": colour, "marker": "o", "markersize": 3, "linewidth": 1.6}
-    ax.plot(context, values, **{"gid": name, **look, **keywords})
-    _axes.draw_band(ax, context, band[:, 0], band[:, 1], colour, alpha=0.15, gid=None)
+    context, values, interval = model["context"].values, model[name].values, model[f"{name}_interval"].values
+    style = {"color": colour, "marker": "o", "markersize": 3, "linewidth": 1.6}
+    ax.plot(context, values, **{"gid": name, **style, **keywords})
+    _axes.draw_band(ax, context, interval[:, 0], interval[:, 1], colour, alpha=0.15, gid=None)
     ax.set_xlim(0, float(model["steps"]) + 0.5)
     ax.set_xlabel("steps kept, counted back from the last")
-    _axes.whole_numbers(ax.xaxis)
+    _axes.tick_whole_numbers(ax.xaxis)
 
 
-def _use(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None:
+def _draw_use(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None:
     """Draw the use of older steps, with the 5 % threshold and the memory in use."""
-    if _measured(model, "use"):
-        _over_context(ax, model, "use", _BLUE, keywords)
+    if _is_measured(model, "use"):
+        _draw_over_context(ax, model, "use", _BLUE, keywords)
         ax.axhline(0.05, **_THRESHOLD)
-        _axes.write(ax, "5 %", (0, 0.05), (3, 2), over=ax.get_yaxis_transform(), ha="left", va="baseline")
+        _axes.write_text(ax, "5 %", (0, 0.05), (3, 2), over=ax.get_yaxis_transform(), ha="left", va="baseline")
     ax.set(ylabel="use (share of the variance)", title="Use of older steps")
     ax.set_ylim(0, max(1.0, float(np.nanmax(model["use"].values, initial=0.0))) * 1.08)
-    n = float(model["memory"])
-    if not (bool(model.attrs["known"]) and np.isfinite(n)):
+    memory_length = float(model["memory"])
+    if not (bool(model.attrs["known"]) and np.isfinite(memory_length)):
         ax.annotate("memory unknown", (0.5, 0.5), xycoords="axes fraction", ha="center", color="0.4")
         return
-    words = f"memory in use: {'≥ ' if model.attrs['censored'] else ''}{n:.0f}"
-    ax.axvline(n, color="0.3", linewidth=0.9, gid="memory")
-    side, offset = ("left", 4) if 2 * n < float(model["steps"]) else ("right", -4)
-    _axes.write(ax, words, (n, 0.97), (offset, 0), over=ax.get_xaxis_transform(), ha=side, va="top", fontsize="small")
+    text = f"memory in use: {'≥ ' if model.attrs['censored'] else ''}{memory_length:.0f}"
+    ax.axvline(memory_length, color="0.3", linewidth=0.9, gid="memory")
+    alignment, offset = ("left", 4) if 2 * memory_length < float(model["steps"]) else ("right", -4)
+    _axes.write_text(
+        ax,
+        text,
+        (memory_length, 0.97),
+        (offset, 0),
+        over=ax.get_xaxis_transform(),
+        ha=alignment,
+        va="top",
+        fontsize="small",
+    )
 
 
-def _benefit(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None:
+def _draw_benefit(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None:
     """Draw the performance lost when older steps are exchanged."""
-    _over_context(ax, model, "benefit", _GREEN, keywords)
+    _draw_over_context(ax, model, "benefit", _GREEN, keywords)
     ax.set(ylabel="benefit (share of the score)", title="Performance lost when older steps are replaced")
     top = float(np.nanmax(model["benefit"].values))
     ax.set_ylim(-0.05, min(max(top, 1.0), 1.5) * 1.1)
     if top > 1.5:  # the benefit can exceed 1 if predictions are overconfident
-        _axes.write(ax, f"up to {top:.1f}", (0.02, 0.97), over="axes fraction", ha="left", va="top")
+        _axes.write_text(ax, f"up to {top:.1f}", (0.02, 0.97), over="axes fraction", ha="left", va="top")
 
 
-def _residual_test(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None:
+def _draw_residual_test(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None:
     """Draw the covariance of errors and past inputs by lag, relative to the threshold of the test."""
     shares = model["missed"].values / float(model["missed_threshold"])
     ax.vlines(np.arange(shares.size), 0, shares, color=_ORANGE, linewidth=1.4, gid="missed")
     ax.axhline(1, **_THRESHOLD)
-    _axes.write(ax, "threshold: 99 % of chance", (1, 1), (-2, 2), over=ax.get_yaxis_transform(), va="baseline")
+    _axes.write_text(ax, "threshold: 99 % of chance", (1, 1), (-2, 2), over=ax.get_yaxis_transform(), va="baseline")
     ax.set_ylim(0, max(float(shares.max()), 1.0) * 1.2)
     ax.set(xlabel="lag in steps", ylabel="share of the threshold", title="Do the errors depend on past inputs?")
-    _axes.step_axis(ax, "x", np.arange(shares.size), time=False)
+    _axes.tick_steps(ax, "x", np.arange(shares.size), time=False)
 
 
-def _gradient(ax: Any, node: xr.Dataset, keywords: dict[str, Any]) -> None:
+def _draw_gradient(ax: Any, layer_data: xr.Dataset, keywords: dict[str, Any]) -> None:
     """Draw the gradient surviving k steps back: of a random cotangent of the final state, and of the loss."""
     curves = (("kappa", _BLUE, "of any final state (state transfer)"), ("adjoint", _PINK, "of the loss, by own peak"))
     for name, colour, label in curves:
-        if name in node:
-            look = {"label": label, "gid": name, "color": colour, "linewidth": 1.8, **keywords}
-            values = node[name].values
+        if name in layer_data:
+            style = {"label": label, "gid": name, "color": colour, "linewidth": 1.8, **keywords}
+            values = layer_data[name].values
             lag = np.arange(values.size)
-            ax.plot(lag, np.where(values > 0, np.maximum(values, FLOOR * 1e-2), np.nan), **look)
-            low, high = (np.maximum(node[f"{name}_{end}"].values, FLOOR * 1e-2) for end in ("low", "high"))
-            _axes.draw_band(ax, lag, low, high, look["color"], alpha=0.15, gid=None)
-            below = np.flatnonzero(~(values > FLOOR))
-            if below.size:
-                marks = {"marker": "v", "markersize": 6, "linestyle": "", "clip_on": False, "gid": "below"}
-                ax.plot(below[:1], [FLOOR], color=look["color"], **marks)
-                words, at = f"below {_axes.short_number(FLOOR)}", (float(below[0]), FLOOR)
-                _axes.write(ax, words, at, (0, 9), ha="center", va="baseline", gid="below")
+            ax.plot(lag, np.where(values > 0, np.maximum(values, FLOOR * 1e-2), np.nan), **style)
+            low, high = (
+                np.maximum(layer_data[f"{name}_{quartile}"].values, FLOOR * 1e-2) for quartile in ("low", "high")
+            )
+            _axes.draw_band(ax, lag, low, high, style["color"], alpha=0.15, gid=None)
+            below_lags = np.flatnonzero(~(values > FLOOR))
+            if below_lags.size:
+                marker_style = {"marker": "v", "markersize": 6, "linestyle": "", "clip_on": False, "gid": "below"}
+                ax.plot(below_lags[:1], [FLOOR], color=style["color"], **marker_style)
+                text, point = f"below {_axes.short_number(FLOOR)}", (float(below_lags[0]), FLOOR)
+                _axes.write_text(ax, text, point, (0, 9), ha="center", va="baseline", gid="below")
     ax.axhline(1e-4, **_THRESHOLD)
-    _axes.write(ax, "vanished: 1e-4", (1, 1e-4), (-2, 2), over=ax.get_yaxis_transform(), va="baseline")
-    _axes.log_axis(ax)
+    _axes.write_text(ax, "vanished: 1e-4", (1, 1e-4), (-2, 2), over=ax.get_yaxis_transform(), va="baseline")
+    _axes.set_log_axis(ax)
     ax.set_ylim(bottom=FLOOR)
     ax.set(xlabel="k, steps back", ylabel="share of the gradient", title="Gradient surviving k steps back")
     ax.legend(fontsize="x-small", loc="best")
-    _axes.whole_numbers(ax.xaxis)
+    _axes.tick_whole_numbers(ax.xaxis)
 
 
-def _time_constants(ax: Any, node: xr.Dataset, keywords: dict[str, Any]) -> None:
+def _draw_time_constants(ax: Any, layer_data: xr.Dataset, keywords: dict[str, Any]) -> None:
     """Draw the time constant of each unit's keeping gate, in ascending order."""
-    values = np.sort(node["timescale"].values)
-    finite = np.where(np.isfinite(values), values, np.nan)
-    look = {"color": _BLUE, "marker": ".", "markersize": 5, "linewidth": 0.8}
-    ax.plot(np.arange(values.size), finite, **{"gid": "timescale", **look, **keywords})
-    _axes.log_axis(ax)
+    values = np.sort(layer_data["timescale"].values)
+    finite_values = np.where(np.isfinite(values), values, np.nan)
+    style = {"color": _BLUE, "marker": ".", "markersize": 5, "linewidth": 0.8}
+    ax.plot(np.arange(values.size), finite_values, **{"gid": "timescale", **style, **keywords})
+    _axes.set_log_axis(ax)
     ax.set(xlabel="unit, in ascending order", ylabel="steps", title="Time constants of the gates")
-    _axes.whole_numbers(ax.xaxis)
+    _axes.tick_whole_numbers(ax.xaxis)
 
 
-_ORDER = LinearSegmentedColormap.from_list("rnnlens.order", ("#56b4e9", "#0072b2", "#08306b"))
+_TIME_COLOURS = LinearSegmentedColormap.from_list("rnnlens.order", ("#56b4e9", "#0072b2", "#08306b"))
 
 
 @drawing(PathCollection, extra=("marker", "s"))
@@ -190,70 +205,78 @@ def eigenvalues(values: Any, *, title: str | None = None, ax: Any = None, figure
     -------
     1-D array of two Axes
     """
-    found, times, label, layer = _of(values)
+    eigenvalue_rows, row_times, time_label, layer_name = _read_eigenvalues(values)
     panels = _frame.open_panels("eigenvalues", 2, ax, figure, size=(3.7, 3.2), shape=(1, 2), widths=(1.25, 1))
-    _plane(panels.axes[0], found, times, label, point)
-    _moduli(panels.axes[1], found)
-    finite = found[np.isfinite(found)]
-    said = f"{int((np.abs(finite) > 1).sum()):,} of {finite.size:,} outside the unit circle"
-    missing = _data.nonfinite_note(np.where(np.isfinite(found), 0.0, np.nan))
-    head = _data.layer_title({"layer": layer}, "eigenvalues of the step Jacobian")
-    return panels.titled(title or head, [said, missing])
+    _draw_complex_plane(panels.axes[0], eigenvalue_rows, row_times, time_label, point)
+    _draw_moduli(panels.axes[1], eigenvalue_rows)
+    finite_values = eigenvalue_rows[np.isfinite(eigenvalue_rows)]
+    outside_note = f"{int((np.abs(finite_values) > 1).sum()):,} of {finite_values.size:,} outside the unit circle"
+    nonfinite_note = _data.nonfinite_note(np.where(np.isfinite(eigenvalue_rows), 0.0, np.nan))
+    default_title = _data.layer_title({"layer": layer_name}, "eigenvalues of the step Jacobian")
+    return panels.with_title(title or default_title, [outside_note, nonfinite_note])
 
 
-def _of(values: Any) -> tuple[Numbers, Numbers, str, str]:
+def _read_eigenvalues(values: Any) -> tuple[Numbers, Numbers, str, str]:
     """Read eigenvalues: return (row, mode), a time for each row, the label of these times, and the layer name."""
     if isinstance(values, FixedPoints):
         array = values.eigenvalues.values
         return array, np.zeros(len(array)), "", str(values.layers[0])
     if isinstance(values, xr.Dataset) and "eigenvalue_real" in values:
-        whole = values["eigenvalue_real"] + 1j * values["eigenvalue_imag"]
-        whole = whole.transpose(..., "mode")
-        when = np.zeros(whole.shape[:-1])
-        if whole.dims[-2:-1] == (TIME,):
-            when = np.broadcast_to(_data.positions(whole, TIME), when.shape)
-        flat = whole.values.reshape(-1, whole.shape[-1])
-        return flat, when.reshape(-1), "time step", str(values.attrs.get("layer", ""))
+        all_eigenvalues = values["eigenvalue_real"] + 1j * values["eigenvalue_imag"]
+        all_eigenvalues = all_eigenvalues.transpose(..., "mode")
+        row_times = np.zeros(all_eigenvalues.shape[:-1])
+        if all_eigenvalues.dims[-2:-1] == (TIME,):
+            row_times = np.broadcast_to(_data.positions(all_eigenvalues, TIME), row_times.shape)
+        rows = all_eigenvalues.values.reshape(-1, all_eigenvalues.shape[-1])
+        return rows, row_times.reshape(-1), "time step", str(values.attrs.get("layer", ""))
     array = as_numpy(values.values if isinstance(values, xr.DataArray) else values)
     refuse_large("values", array, "fewer samples or steps", share=16 / max(array.itemsize, 1))
     if array.dtype.kind not in "cf" or array.ndim == 0 or array.size == 0:
         expected, hint = "numbers, the last axis counting modes", "rl.step_eigenvalues(model, x)"
         raise InputError("plot.eigenvalues draws eigenvalues.", got=shown(values), expected=expected, hint=hint)
-    flat = array.reshape(-1, array.shape[-1]).astype(complex)
-    return flat, np.zeros(len(flat)), "", ""
+    rows = array.reshape(-1, array.shape[-1]).astype(complex)
+    return rows, np.zeros(len(rows)), "", ""
 
 
-def _plane(ax: Any, values: Numbers, when: Numbers, label: str, keywords: dict[str, Any]) -> None:
+def _draw_complex_plane(
+    ax: Any, values: Numbers, row_times: Numbers, time_label: str, keywords: dict[str, Any]
+) -> None:
     """Draw all eigenvalues in the complex plane, later ones darker."""
     angle = np.linspace(0, 2 * np.pi, 200)
     ax.plot(np.cos(angle), np.sin(angle), color="0.4", linewidth=0.9, gid="unit circle")
-    for line in (ax.axhline, ax.axvline):
-        line(0, color="0.8", linewidth=0.6, zorder=0.5)
-    times = np.broadcast_to(when[:, None], values.shape)
-    seen = np.isfinite(values)
+    for draw_line in (ax.axhline, ax.axvline):
+        draw_line(0, color="0.8", linewidth=0.6, zorder=0.5)
+    value_times = np.broadcast_to(row_times[:, None], values.shape)
+    is_finite = np.isfinite(values)
     size = float(np.clip(9000 / max(1, values.size), 3, 18))
-    look: dict[str, Any] = {"s": size, "alpha": 0.6, "linewidth": 0, "zorder": 2, "gid": "eigenvalues"}
-    look["rasterized"] = values.size > 2000  # a vector file would list them one by one
-    look |= {"c": times[seen], "cmap": _ORDER} if label else {"color": "#0072b2"}
-    drawn = ax.scatter(values.real[seen], values.imag[seen], **{**look, **keywords})
-    if label and len(np.unique(when)) > 1:
-        ax.figure.colorbar(drawn, ax=[ax], fraction=0.08, pad=0.02).set_label(label)
-    reach = 1.1 * max(1.0, float(np.abs(values[seen]).max(initial=0.0)))
-    ax.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal", xlabel="real part", ylabel="imaginary part")
-    if not seen.all():
-        _frame.redden(ax)
+    style: dict[str, Any] = {"s": size, "alpha": 0.6, "linewidth": 0, "zorder": 2, "gid": "eigenvalues"}
+    style["rasterized"] = values.size > 2000  # a vector file would list them one by one
+    style |= {"c": value_times[is_finite], "cmap": _TIME_COLOURS} if time_label else {"color": "#0072b2"}
+    scatter = ax.scatter(values.real[is_finite], values.imag[is_finite], **{**style, **keywords})
+    if time_label and len(np.unique(row_times)) > 1:
+        ax.figure.colorbar(scatter, ax=[ax], fraction=0.08, pad=0.02).set_label(time_label)
+    axis_limit = 1.1 * max(1.0, float(np.abs(values[is_finite]).max(initial=0.0)))
+    ax.set(
+        xlim=(-axis_limit, axis_limit),
+        ylim=(-axis_limit, axis_limit),
+        aspect="equal",
+        xlabel="real part",
+        ylabel="imaginary part",
+    )
+    if not is_finite.all():
+        _frame.draw_alarm_frame(ax)
 
 
-def _moduli(ax: Any, values: Numbers) -> None:
+def _draw_moduli(ax: Any, values: Numbers) -> None:
     """Draw the modulus of the eigenvalues by rank: median and range."""
-    seen = np.isfinite(values).all(axis=1)
-    moduli = -np.sort(-np.abs(values[seen]), axis=1)
+    is_finite = np.isfinite(values).all(axis=1)
+    moduli = -np.sort(-np.abs(values[is_finite]), axis=1)
     rank = np.arange(1, values.shape[1] + 1)
     ax.axhline(1, color="0.4", linewidth=0.9)
     if len(moduli):
         _axes.draw_band(ax, rank, moduli.min(axis=0), moduli.max(axis=0), "#0072b2", gid="range")
-        look = {"marker": "." if len(rank) < 40 else None, "linewidth": 1.2, "gid": "moduli"}
-        ax.plot(rank, np.median(moduli, axis=0), color="#0072b2", **look)
+        style = {"marker": "." if len(rank) < 40 else None, "linewidth": 1.2, "gid": "moduli"}
+        ax.plot(rank, np.median(moduli, axis=0), color="#0072b2", **style)
     ax.set(xlabel="mode, largest first", ylabel="modulus")
     ax.set_ylim(0, None)
     ax.set_xlim(0.5, len(rank) + 0.5)
@@ -287,44 +310,55 @@ def fixed_points(
             "plot.fixed_points draws fixed points.", got=type(points).__name__, hint="rl.fixed_points(model, x)"
         )
     panels = _frame.open_panels("fixed_points", 1, ax, figure, size=(5.2, 4.4), ticks="medium")
-    place = panels.axes[0]
+    panel_ax = panels.axes[0]
     data = points.data
-    cloud = data["trajectory"].values
-    mean, axes, shares = _components(cloud)
-    flat = (cloud - mean) @ axes
-    place.plot(*flat.T, linestyle="", marker=".", markersize=1.5, color="0.8", zorder=1, label="states", gid="states")
-    where = (data["states"].values - mean) @ axes
+    trajectory = data["trajectory"].values
+    mean, axes, shares = _principal_components(trajectory)
+    projected_states = (trajectory - mean) @ axes
+    panel_ax.plot(
+        *projected_states.T,
+        linestyle="",
+        marker=".",
+        markersize=1.5,
+        color="0.8",
+        zorder=1,
+        label="states",
+        gid="states",
+    )
+    projected_points = (data["states"].values - mean) @ axes
     kinds = np.array(points.kinds, dtype=object)
     for kind, colour, marker in _KINDS:
-        chosen = where[kinds == kind]
-        if len(chosen):
-            look = {"linestyle": "", "marker": marker, "markersize": 7, "color": colour, "zorder": 3}
-            place.plot(*chosen.T, **{"label": f"{kind} ({len(chosen)})", "gid": kind, **look, **line})
-    _modes(place, points, where, axes, float(np.ptp(flat, axis=0).max()))
-    place.set(xlabel=f"first component ({shares[0]:.0%} of variance)", ylabel=f"second component ({shares[1]:.0%})")
-    place.legend(fontsize="x-small", loc="best")
-    return panels.titled(title or points._headline())
+        points_of_kind = projected_points[kinds == kind]
+        if len(points_of_kind):
+            style = {"linestyle": "", "marker": marker, "markersize": 7, "color": colour, "zorder": 3}
+            panel_ax.plot(
+                *points_of_kind.T, **{"label": f"{kind} ({len(points_of_kind)})", "gid": kind, **style, **line}
+            )
+    _draw_unstable_modes(panel_ax, points, projected_points, axes, float(np.ptp(projected_states, axis=0).max()))
+    panel_ax.set(xlabel=f"first component ({shares[0]:.0%} of variance)", ylabel=f"second component ({shares[1]:.0%})")
+    panel_ax.legend(fontsize="x-small", loc="best")
+    return panels.with_title(title or points._headline())
 
 
-def _components(cloud: Any) -> tuple[Any, Any, Any]:
+def _principal_components(states: Any) -> tuple[Any, Any, Any]:
     """Return the mean, first two principal axes (state, 2), and their shares of the variance."""
-    mean = cloud.mean(axis=0)
-    _, sizes, axes = np.linalg.svd(cloud - mean, full_matrices=False)
+    mean = states.mean(axis=0)
+    _, singular_values, axes = np.linalg.svd(states - mean, full_matrices=False)
     axes = axes[:2].T if len(axes) > 1 else np.concatenate([axes[:1].T, np.zeros_like(axes[:1].T)], axis=1)
     shares = np.zeros(2)
-    total = float((sizes**2).sum()) or 1.0
-    shares[: min(2, len(sizes))] = (sizes[:2] ** 2) / total
+    total = float((singular_values**2).sum()) or 1.0
+    shares[: min(2, len(singular_values))] = (singular_values[:2] ** 2) / total
     return mean, axes, shares
 
 
-def _modes(ax: Any, points: FixedPoints, where: Any, axes: Any, span: float) -> None:
+def _draw_unstable_modes(ax: Any, points: FixedPoints, projected_points: Any, axes: Any, span: float) -> None:
     values, vectors = points.eigenvalues.values, points.eigenvectors.values
     unstable = np.isin(points.kinds, ("saddle", "repeller", "slow"))
     for i in np.flatnonzero(unstable):
         for mode in np.flatnonzero(np.abs(values[i]) > 1):
-            way = (vectors[i, :, mode].real @ axes) * 0.05 * span * min(float(np.abs(values[i, mode])), 3.0)
-            ends = np.stack([where[i] - way, where[i] + way])
-            ax.plot(*ends.T, color="#d55e00", linewidth=0.9, alpha=0.7, zorder=2, gid="mode")
+            mode_arrow = (vectors[i, :, mode].real @ axes) * 0.05 * span * min(float(np.abs(values[i, mode])), 3.0)
+            arrow_ends = np.stack([projected_points[i] - mode_arrow, projected_points[i] + mode_arrow])
+            ax.plot(*arrow_ends.T, color="#d55e00", linewidth=0.9, alpha=0.7, zorder=2, gid="mode")
 
 
 @drawing(PathCollection, extra=("marker", "s"))
@@ -350,51 +384,64 @@ def gradient_carriers(
     ----------
     Lorenz 1905, doi:10.2307/2276207.
     """
-    array = _data.labelled(gradient, "gradient_carriers")
+    array = _data.label_array(gradient, "gradient_carriers")
     values = _samples.losses_of(array, losses, "gradient_carriers")
-    ordered = array.transpose(SAMPLE, ...).values.reshape(len(values), -1)
-    norms = np.asarray(safe_norm(ordered.astype(np.float64), axis=1))
+    sample_gradients = array.transpose(SAMPLE, ...).values.reshape(len(values), -1)
+    norms = np.asarray(safe_norm(sample_gradients.astype(np.float64), axis=1))
     panels = _frame.open_panels("gradient_carriers", 2, ax, figure, size=(3.5, 3.1), shape=(1, 2))
     _scatter(panels.axes[0], values, norms, _data.names_of(array, SAMPLE), point)
-    _curve(panels.axes[1], norms)
+    _draw_lorenz_curve(panels.axes[1], norms)
     share, count = carriers(norms), len(norms)
-    said = None if math.isnan(share) else f"{round(share * count)} of {count} samples carry half of the gradient"
-    missing = " and ".join(note for note in (_data.nonfinite_note(array.values), _data.nonfinite_note(values)) if note)
-    head = _data.layer_title(array.attrs, "samples that make up the gradient")
-    return panels.titled(title or head, [said, missing])
+    carrier_note = (
+        None if math.isnan(share) else f"{round(share * count)} of {count} samples carry half of the gradient"
+    )
+    nonfinite_note = " and ".join(
+        note for note in (_data.nonfinite_note(array.values), _data.nonfinite_note(values)) if note
+    )
+    default_title = _data.layer_title(array.attrs, "samples that make up the gradient")
+    return panels.with_title(title or default_title, [carrier_note, nonfinite_note])
 
 
 def _scatter(ax: Any, losses: Numbers, norms: Numbers, names: list[str], keywords: dict[str, Any]) -> None:
     """Draw loss against gradient norm, a point per sample; label the sample of median loss and that of largest norm."""
-    seen = np.isfinite(losses) & np.isfinite(norms)
-    limits = [_limits(values[seen]) for values in (losses, norms)]
-    inside = [np.maximum(values[seen], low) for values, (low, _) in zip((losses, norms), limits, strict=True)]
-    look = {"s": float(np.clip(1200 / max(1, len(norms)), 6, 30)), "color": "#0072b2", "alpha": 0.6, "linewidth": 0}
-    ax.scatter(*inside, **{"gid": "samples", "clip_on": False, **look, **keywords})
+    is_finite = np.isfinite(losses) & np.isfinite(norms)
+    limits = [_log_limits(values[is_finite]) for values in (losses, norms)]
+    clipped = [np.maximum(values[is_finite], low) for values, (low, _) in zip((losses, norms), limits, strict=True)]
+    style = {"s": float(np.clip(1200 / max(1, len(norms)), 6, 30)), "color": "#0072b2", "alpha": 0.6, "linewidth": 0}
+    ax.scatter(*clipped, **{"gid": "samples", "clip_on": False, **style, **keywords})
     ax.set(xlim=limits[0], ylim=limits[1], xlabel="loss of the sample", ylabel="norm of its gradient")
     for axis in ("x", "y"):
-        _axes.log_axis(ax, axis, most=6)
-    if seen.any():
-        largest = int(np.where(seen, norms, -1.0).argmax())
-        for place, words in {int(typical_first(losses)[0]): "typical", largest: "largest"}.items():
-            at = tuple(max(values[place], low) for values, (low, _) in zip((losses, norms), limits, strict=True))
-            ring = {"s": 45, "facecolor": "none", "edgecolor": "black", "linewidth": 0.9, "clip_on": False, "zorder": 3}
-            ax.scatter([at[0]], [at[1]], gid=f"ring {words}", **ring)
-            text = f"sample {names[place]} ({words})"
-            left = ax.transLimits.transform(ax.transScale.transform(at))[0] < 0.4
-            offset, side = ((4, -8), "left") if left else ((-4, 4), "right")
-            _axes.write(ax, text, at, offset, ha=side, va="baseline", gid=words)
-    if (~seen).any():
-        x, y = np.full((~seen).sum(), 0.03), np.linspace(0.05, 0.4, (~seen).sum())
+        _axes.set_log_axis(ax, axis, most_ticks=6)
+    if is_finite.any():
+        largest = int(np.where(is_finite, norms, -1.0).argmax())
+        for sample_index, role in {int(typical_first(losses)[0]): "typical", largest: "largest"}.items():
+            point = tuple(
+                max(values[sample_index], low) for values, (low, _) in zip((losses, norms), limits, strict=True)
+            )
+            ring_style = {
+                "s": 45,
+                "facecolor": "none",
+                "edgecolor": "black",
+                "linewidth": 0.9,
+                "clip_on": False,
+                "zorder": 3,
+            }
+            ax.scatter([point[0]], [point[1]], gid=f"ring {role}", **ring_style)
+            text = f"sample {names[sample_index]} ({role})"
+            is_left = ax.transLimits.transform(ax.transScale.transform(point))[0] < 0.4
+            offset, alignment = ((4, -8), "left") if is_left else ((-4, 4), "right")
+            _axes.write_text(ax, text, point, offset, ha=alignment, va="baseline", gid=role)
+    if (~is_finite).any():
+        x, y = np.full((~is_finite).sum(), 0.03), np.linspace(0.05, 0.4, (~is_finite).sum())
         ax.plot(x, y, "x", color="black", transform=ax.transAxes, gid="non-finite")
     for axis, values, (low, _) in zip("xy", (losses, norms), limits, strict=True):
-        if (values[seen] < low).any():
-            name, height = ("loss", 0.02) if axis == "x" else ("norm", 0.08)
-            words = f"{name} below {_axes.short_number(low)} at the border"
-            _axes.write(ax, words, (0.02, height), over="axes fraction", ha="left", va="baseline", gid="below")
+        if (values[is_finite] < low).any():
+            axis_name, text_height = ("loss", 0.02) if axis == "x" else ("norm", 0.08)
+            role = f"{axis_name} below {_axes.short_number(low)} at the border"
+            _axes.write_text(ax, role, (0.02, text_height), over="axes fraction", ha="left", va="baseline", gid="below")
 
 
-def _limits(values: Numbers) -> tuple[float, float]:
+def _log_limits(values: Numbers) -> tuple[float, float]:
     """Return axis limits around the positive values, at most twelve decades."""
     positive = values[values > 0]
     if not positive.size:
@@ -403,11 +450,11 @@ def _limits(values: Numbers) -> tuple[float, float]:
     return max(float(positive.min()), high * 1e-12) / 2, high * 2
 
 
-def _curve(ax: Any, norms: Numbers) -> None:
+def _draw_lorenz_curve(ax: Any, norms: Numbers) -> None:
     """Draw the Lorenz curve: share of the gradient against the share of samples, smallest first."""
-    share = lorenz(norms)
-    part = np.linspace(0, 1, len(share))
+    gradient_shares = lorenz(norms)
+    sample_shares = np.linspace(0, 1, len(gradient_shares))
     ax.plot([0, 1], [0, 1], color="0.5", linewidth=0.8, linestyle="--", gid="equal")
-    ax.plot(part, share, color="#d55e00", linewidth=1.5, gid="lorenz")
-    _axes.draw_band(ax, part, share, part, "#d55e00", alpha=0.12, gid=None)
+    ax.plot(sample_shares, gradient_shares, color="#d55e00", linewidth=1.5, gid="lorenz")
+    _axes.draw_band(ax, sample_shares, gradient_shares, sample_shares, "#d55e00", alpha=0.12, gid=None)
     ax.set(xlim=(0, 1), ylim=(0, 1), xlabel="share of the samples, least first", ylabel="share of the gradient")

@@ -59,27 +59,29 @@ def gates(
     _data.require_time(array, "gates")
     if mask is not None and SAMPLE in array.dims:
         array = array.assign_coords(mask=((SAMPLE, TIME), _mask_of(mask, array)))
-    shown = _data.halves(array, as_computed=as_computed)
+    views = _data.direction_views(array, as_computed=as_computed)
     count = array.sizes[GATE]
     sizes: dict[str, Any] = {"size": (2.6, 1.7), "margin": (1.0, 1.2), "shape": (count, 3), "widths": (1.3, 1.3, 1)}
-    panels = _frame.open_panels("gates", 3 * count, ax, figure, ways=[half.name for half in shown], **sizes)
-    for half, axes in zip(shown, panels.halves, strict=True):
+    panels = _frame.open_panels("gates", 3 * count, ax, figure, directions=[view.name for view in views], **sizes)
+    for view, direction_axes in zip(views, panels.axes_by_direction, strict=True):
         for number in range(count):
-            one, name = half.data.isel({GATE: number}), _data.names_of(half.data, GATE)[number]
-            _draw_row(axes[3 * number : 3 * number + 3], one, name, point)
-        for place in axes[:-3]:
-            place.tick_params(labelbottom=False)
-        _name_columns(axes, half, _data.axis_label(array, _data.unit_dim(array)))
-    merged = _images.merge_note([array.sizes[_data.unit_dim(array)], array.sizes[TIME]], CELLS, "unit", "step")
-    masked = "masked steps left out, grey where no sample has one" if _samples.hidden(array) is not None else None
-    head = _data.layer_title(array.attrs, "gate activity and saturation")
-    return panels.titled(title or head, [_data.nonfinite_note(array.values), merged, masked])
+            gate_array, gate_name = view.data.isel({GATE: number}), _data.names_of(view.data, GATE)[number]
+            _draw_row(direction_axes[3 * number : 3 * number + 3], gate_array, gate_name, point)
+        for panel_ax in direction_axes[:-3]:
+            panel_ax.tick_params(labelbottom=False)
+        _name_columns(direction_axes, view, _data.axis_label(array, _data.unit_dim(array)))
+    merge_note = _images.merge_note([array.sizes[_data.unit_dim(array)], array.sizes[TIME]], CELLS, "unit", "step")
+    mask_note = (
+        "masked steps left out, grey where no sample has one" if _samples.padding_mask(array) is not None else None
+    )
+    default_title = _data.layer_title(array.attrs, "gate activity and saturation")
+    return panels.with_title(title or default_title, [_data.nonfinite_note(array.values), merge_note, mask_note])
 
 
 def _gates_of(layer: Any, figure: str) -> xr.DataArray:
     """Return the gates of a layer, with its mask as a coordinate."""
-    found = _data.variable(layer, "gates", figure, masked=True)
-    array = _data.labelled(found, figure, guess={4: (SAMPLE, TIME, GATE, "unit")})
+    gate_data = _data.layer_variable(layer, "gates", figure, masked=True)
+    array = _data.label_array(gate_data, figure, guess={4: (SAMPLE, TIME, GATE, "unit")})
     for dim in (GATE, _data.unit_dim(array) or "unit"):
         _data.require_dim(array, dim, figure)
     return array
@@ -88,63 +90,67 @@ def _gates_of(layer: Any, figure: str) -> xr.DataArray:
 def _mask_of(mask: Any, array: xr.DataArray) -> Numbers:
     """Return the user's mask, (sample, time) of bool. Raise InputError if it has another shape."""
     values = as_numbers("mask", mask.values if isinstance(mask, xr.DataArray) else mask)
-    wanted = (array.sizes[SAMPLE], array.sizes[TIME])
-    if values.shape != wanted:
-        raise InputError("mask= does not fit the gates.", got=f"shape {values.shape}", expected=f"{wanted}")
+    expected_shape = (array.sizes[SAMPLE], array.sizes[TIME])
+    if values.shape != expected_shape:
+        raise InputError("mask= does not fit the gates.", got=f"shape {values.shape}", expected=f"{expected_shape}")
     return np.asarray(values != 0)
 
 
 def _draw_row(axes: list[Any], gate: xr.DataArray, name: str, keywords: dict[str, Any]) -> None:
     """Draw activity over time, map of units by time, and saturation of one gate in a row of panels."""
-    activity, picture, saturation = axes
-    values, steps, real = _data.of_samples(gate, TIME), _data.positions(gate, TIME), _samples.real_steps(gate)
-    where = None if real.all() else real[:, :, None]
-    nowhere = ~real.any(axis=0)
-    mean = (values.mean(axis=0) if where is None else masked_mean(values, where, axis=0)).T
+    activity_ax, map_ax, saturation_ax = axes
+    values, steps, is_real = (
+        _data.numpy_by_sample(gate, TIME),
+        _data.positions(gate, TIME),
+        _samples.real_step_mask(gate),
+    )
+    real_mask = None if is_real.all() else is_real[:, :, None]
+    is_padding = ~is_real.any(axis=0)
+    mean = (values.mean(axis=0) if real_mask is None else masked_mean(values, real_mask, axis=0)).T
     low, high = quantiles(mean, q=(0.1, 0.9), axis=0)
-    _axes.draw_band(activity, steps, low, high, "#56b4e9", alpha=0.45)
-    activity.plot(steps, finite_mean(mean, axis=0), color="#0072b2", linewidth=1.2, gid="mean")
-    _axes.mark_steps(activity, steps[~np.isfinite(values).all(axis=(0, 2)) & ~nowhere])
+    _axes.draw_band(activity_ax, steps, low, high, "#56b4e9", alpha=0.45)
+    activity_ax.plot(steps, finite_mean(mean, axis=0), color="#0072b2", linewidth=1.2, gid="mean")
+    _axes.mark_nonfinite(activity_ax, steps[~np.isfinite(values).all(axis=(0, 2)) & ~is_padding])
     top = max(1.0, _data.largest_magnitude(values))
     bottom = -top if name == "candidate" or top > 1 else 0.0
-    activity.set_ylim(bottom - 0.03 * (top - bottom), top + 0.03 * (top - bottom))
-    activity.set_ylabel(_words(name))
-    _axes.step_axis(activity, "x", steps, room=0.5 if len(steps) == 1 else 0)
-    look = {"cmap": _axes.POSITIVE if bottom == 0 else _axes.DIVERGING, "vmin": bottom, "vmax": top}
-    matrix = _images.Matrix(mean, steps, np.arange(len(mean)), np.broadcast_to(nowhere, mean.shape))
-    _images.colour_bar([picture], _images.draw_image(picture, matrix, look=look, limits=CELLS))
-    shut, opened = saturation_share(values, axis=(0, 1), low=_ends(name)[0], high=0.9, where=where)
-    look = {"s": float(np.clip(2500 / len(mean), 6, 30)), "color": "#d55e00", "alpha": 0.55, "linewidth": 0}
-    saturation.plot([0, 1], [1, 0], color="#909090", linewidth=0.8, gid="limit")
-    saturation.scatter(opened, shut, **{"gid": "saturation", "clip_on": False, **look, **keywords})
-    saturation.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03))
+    activity_ax.set_ylim(bottom - 0.03 * (top - bottom), top + 0.03 * (top - bottom))
+    activity_ax.set_ylabel(_gate_title(name))
+    _axes.tick_steps(activity_ax, "x", steps, margin=0.5 if len(steps) == 1 else 0)
+    style = {"cmap": _axes.POSITIVE if bottom == 0 else _axes.DIVERGING, "vmin": bottom, "vmax": top}
+    matrix = _images.Matrix(mean, steps, np.arange(len(mean)), np.broadcast_to(is_padding, mean.shape))
+    _images.colour_bar([map_ax], _images.draw_image(map_ax, matrix, style=style, cell_limits=CELLS))
+    shut, opened = saturation_share(values, axis=(0, 1), low=_saturation_ends(name)[0], high=0.9, where=real_mask)
+    style = {"s": float(np.clip(2500 / len(mean), 6, 30)), "color": "#d55e00", "alpha": 0.55, "linewidth": 0}
+    saturation_ax.plot([0, 1], [1, 0], color="#909090", linewidth=0.8, gid="limit")
+    saturation_ax.scatter(opened, shut, **{"gid": "saturation", "clip_on": False, **style, **keywords})
+    saturation_ax.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03))
 
 
-def _words(gate: str) -> str:
+def _gate_title(gate: str) -> str:
     return gate if gate == "candidate" else f"{gate} gate"
 
 
-def _ends(gate: str) -> tuple[float, str, str]:
+def _saturation_ends(gate: str) -> tuple[float, str, str]:
     """Return the value below which a gate is near its lower end, and labels of the shares near either end."""
     if gate == "candidate":
         return -0.9, "share near -1 (< -0.9)", "share near +1 (> 0.9)"
     return 0.1, "share near 0 (< 0.1)", "share near 1 (> 0.9)"
 
 
-def _name_columns(axes: list[Any], half: _data.DirectionView, unit: str) -> None:
+def _name_columns(axes: list[Any], view: _data.DirectionView, unit_label: str) -> None:
     """Write titles above the first row and labels below the last."""
     titles = ("mean of units, 80 % band", "mean over samples", "share of steps, per unit")
-    for ax, words in zip(axes, titles, strict=False):
-        ax.set_title(words, fontsize="small", pad=3)
-    axes[-3].set_xlabel(half.time_label)
-    axes[-2].set_xlabel(half.time_label)
-    names = _data.names_of(half.data, GATE)
+    for ax, column_title in zip(axes, titles, strict=False):
+        ax.set_title(column_title, fontsize="small", pad=3)
+    axes[-3].set_xlabel(view.time_label)
+    axes[-2].set_xlabel(view.time_label)
+    names = _data.names_of(view.data, GATE)
     for number, name in enumerate(names):
-        _, low, high = _ends(name)
-        axes[3 * number + 1].set_ylabel(unit, fontsize="small")
-        axes[3 * number + 2].set_ylabel(low, fontsize="small")
+        _, low_label, high_label = _saturation_ends(name)
+        axes[3 * number + 1].set_ylabel(unit_label, fontsize="small")
+        axes[3 * number + 2].set_ylabel(low_label, fontsize="small")
         if name in ("candidate", names[-1]):
-            axes[3 * number + 2].set_xlabel(high, fontsize="small")
+            axes[3 * number + 2].set_xlabel(high_label, fontsize="small")
 
 
 @drawing(Line2D)
@@ -173,44 +179,50 @@ def gates_over_time(
     array = _gates_of(layer, "gates_over_time")
     _data.require_time(array, "gates_over_time")
     unit = _data.unit_dim(array)
-    picked, thinned = _data.choose(array.sizes[unit], max_panels, "units", page=page)
-    shown = _data.halves(array, as_computed=as_computed)
-    ways = [half.name for half in shown]
-    panels = _frame.open_panels("gates_over_time", len(picked), ax, figure, ways=ways, size=(2.9, 1.8))
-    top = _data.largest_magnitude(array.values)
-    low = -1.0 if "candidate" in _data.names_of(array, GATE) else 0.0
-    limits = (low, 1.0) if top <= 1 else (-top if low else 0.0, top)
-    for half, places in zip(shown, panels.halves, strict=True):
-        for place, index in zip(places, picked, strict=True):
-            _draw_gate_lines(place, half, half.data.isel({unit: index}), line)
-            room = 0.03 * (limits[1] - limits[0])
-            place.set_ylim(limits[0] - room, limits[1] + room)
-            place.set_title(_data.place_words(array, unit or "unit", index), fontsize="small", pad=3)
-    panels.label([half.time_label for half in shown], "gate value")
-    panels.outer_ticks_only()
-    panels.legend(panels.axes[0].get_legend_handles_labels()[0], beside="right center")
-    many = array.sizes.get(SAMPLE, 1)
-    note = f"median of {many} samples, band: quartiles" if many > 1 else None
-    head = _data.layer_title(array.attrs, "gates over time")
-    return panels.titled(title or head, [note, thinned, *_samples.notes_of(array)])
+    unit_indices, unit_note = _data.select_evenly(array.sizes[unit], max_panels, "units", page=page)
+    views = _data.direction_views(array, as_computed=as_computed)
+    directions = [view.name for view in views]
+    panels = _frame.open_panels(
+        "gates_over_time", len(unit_indices), ax, figure, directions=directions, size=(2.9, 1.8)
+    )
+    largest = _data.largest_magnitude(array.values)
+    lower_limit = -1.0 if "candidate" in _data.names_of(array, GATE) else 0.0
+    limits = (lower_limit, 1.0) if largest <= 1 else (-largest if lower_limit else 0.0, largest)
+    for view, direction_axes in zip(views, panels.axes_by_direction, strict=True):
+        for panel_ax, index in zip(direction_axes, unit_indices, strict=True):
+            _draw_gate_lines(panel_ax, view, view.data.isel({unit: index}), line)
+            margin = 0.03 * (limits[1] - limits[0])
+            panel_ax.set_ylim(limits[0] - margin, limits[1] + margin)
+            panel_ax.set_title(_data.position_title(array, unit or "unit", index), fontsize="small", pad=3)
+    panels.label_axes([view.time_label for view in views], "gate value")
+    panels.hide_inner_ticks()
+    panels.draw_legend(panels.axes[0].get_legend_handles_labels()[0], location="right center")
+    sample_count = array.sizes.get(SAMPLE, 1)
+    median_note = f"median of {sample_count} samples, band: quartiles" if sample_count > 1 else None
+    default_title = _data.layer_title(array.attrs, "gates over time")
+    return panels.with_title(title or default_title, [median_note, unit_note, *_samples.notes_of(array)])
 
 
-def _draw_gate_lines(ax: Any, half: _data.DirectionView, data: xr.DataArray, keywords: dict[str, Any]) -> None:
+def _draw_gate_lines(ax: Any, view: _data.DirectionView, data: xr.DataArray, keywords: dict[str, Any]) -> None:
     """Draw the gates of one unit."""
-    steps, real = _data.positions(half.data, TIME), _samples.real_steps(data)
-    names = _data.names_of(half.data, GATE)
-    for number, colour in enumerate(_axes.line_colours(len(names))):
-        values = _data.of_samples(data.isel({GATE: number}), TIME)
-        bad = np.asarray((~np.isfinite(values) & real).any(axis=0))
-        low, middle, high = finite_quartiles(np.where(real, values, np.nan))
-        look = {"color": colour, "linewidth": 1.2, "linestyle": "--" if names[number] == "candidate" else "-"}
-        look |= {"label": names[number], "gid": f"gate {names[number]}", "marker": "o" if len(steps) == 1 else None}
-        ax.plot(steps, np.where(bad, np.nan, middle), **{**look, **keywords})
+    steps, is_real = _data.positions(view.data, TIME), _samples.real_step_mask(data)
+    gate_names = _data.names_of(view.data, GATE)
+    for gate_index, colour in enumerate(_axes.line_colours(len(gate_names))):
+        values = _data.numpy_by_sample(data.isel({GATE: gate_index}), TIME)
+        is_nonfinite = np.asarray((~np.isfinite(values) & is_real).any(axis=0))
+        low, median, high = finite_quartiles(np.where(is_real, values, np.nan))
+        style = {"color": colour, "linewidth": 1.2, "linestyle": "--" if gate_names[gate_index] == "candidate" else "-"}
+        style |= {
+            "label": gate_names[gate_index],
+            "gid": f"gate {gate_names[gate_index]}",
+            "marker": "o" if len(steps) == 1 else None,
+        }
+        ax.plot(steps, np.where(is_nonfinite, np.nan, median), **{**style, **keywords})
         if len(values) > 1:
-            _axes.draw_band(ax, steps, low, high, colour, alpha=0.15, gid=f"band {names[number]}")
-        _axes.mark_steps(ax, steps[bad])
-    _samples.shade(ax, steps, np.asarray(~real.any(axis=0)))
-    _axes.step_axis(ax, "x", steps, room=0.5)
+            _axes.draw_band(ax, steps, low, high, colour, alpha=0.15, gid=f"band {gate_names[gate_index]}")
+        _axes.mark_nonfinite(ax, steps[is_nonfinite])
+    _samples.shade_padding(ax, steps, np.asarray(~is_real.any(axis=0)))
+    _axes.tick_steps(ax, "x", steps, margin=0.5)
 
 
 @drawing(Quiver, extra=("width", "headwidth", "headlength", "pivot"))
@@ -244,24 +256,33 @@ def saturation_arrows(
     ----------
     Karpathy, Johnson, Li 2015, arXiv:1506.02078, fig. 4.
     """
-    pair = [_samples.without_padding(_gates_of(one, "saturation_arrows")) for one in (before, after)]
-    _refuse_others(*pair)
-    gates = _data.names_of(pair[0], GATE)
-    shown = [_data.halves(one) for one in pair]
-    ways = [half.name for half in shown[0]]
-    panels = _frame.open_panels("saturation_arrows", len(gates), ax, figure, ways=ways, size=(2.5, 2.4))
-    for number, places in enumerate(panels.halves):
-        for place, gate in zip(places, gates, strict=True):
-            first, last = (_shares(half[number].data.isel({GATE: gates.index(gate)}), gate) for half in shown)
-            _draw_saturation(place, first, last, gate, arrow)
-    head = _data.layer_title(pair[0].attrs, "saturation of the gates, per unit")
-    missing = _data.nonfinite_by_name(names, [one.values for one in pair])
-    return panels.titled(title or head, [f"from {names[0]} (ring) to {names[1]} (arrow head)", *missing])
+    pair = [_samples.nan_at_padding(_gates_of(layer_gates, "saturation_arrows")) for layer_gates in (before, after)]
+    _refuse_mismatch(*pair)
+    gate_names = _data.names_of(pair[0], GATE)
+    views = [_data.direction_views(layer_gates) for layer_gates in pair]
+    directions = [view.name for view in views[0]]
+    panels = _frame.open_panels(
+        "saturation_arrows", len(gate_names), ax, figure, directions=directions, size=(2.5, 2.4)
+    )
+    for number, direction_axes in enumerate(panels.axes_by_direction):
+        for panel_ax, gate in zip(direction_axes, gate_names, strict=True):
+            shares_before, shares_after = (
+                _saturation_shares(view[number].data.isel({GATE: gate_names.index(gate)}), gate) for view in views
+            )
+            _draw_saturation(panel_ax, shares_before, shares_after, gate, arrow)
+    default_title = _data.layer_title(pair[0].attrs, "saturation of the gates, per unit")
+    nonfinite_notes = _data.nonfinite_by_name(names, [layer_gates.values for layer_gates in pair])
+    return panels.with_title(
+        title or default_title, [f"from {names[0]} (ring) to {names[1]} (arrow head)", *nonfinite_notes]
+    )
 
 
-def _refuse_others(before: xr.DataArray, after: xr.DataArray) -> None:
+def _refuse_mismatch(before: xr.DataArray, after: xr.DataArray) -> None:
     unit = _data.unit_dim(before)
-    kinds = [(_data.names_of(one, GATE), one.sizes.get(unit), one.sizes.get("direction")) for one in (before, after)]
+    kinds = [
+        (_data.names_of(gate_array, GATE), gate_array.sizes.get(unit), gate_array.sizes.get("direction"))
+        for gate_array in (before, after)
+    ]
     if kinds[0] != kinds[1]:
         raise InputError(
             "plot.saturation_arrows compares the same gates and units.",
@@ -270,11 +291,11 @@ def _refuse_others(before: xr.DataArray, after: xr.DataArray) -> None:
         )
 
 
-def _shares(gate: xr.DataArray, name: str) -> Numbers:
+def _saturation_shares(gate: xr.DataArray, name: str) -> Numbers:
     """Return for each unit the shares of its gate values near 1 and near 0, (unit, 2)."""
     unit = _data.unit_dim(gate)
     values = gate.transpose(..., unit).values.reshape(-1, gate.sizes[unit])
-    shut, opened = saturation_share(values, axis=0, low=_ends(name)[0], high=0.9)
+    shut, opened = saturation_share(values, axis=0, low=_saturation_ends(name)[0], high=0.9)
     return np.stack([opened, shut], axis=1)
 
 
@@ -283,14 +304,14 @@ def _draw_saturation(ax: Any, before: Numbers, after: Numbers, gate: str, keywor
     ax.plot([0, 1], [1, 0], color="#909090", linewidth=0.8, gid="limit")
     size = float(np.clip(900 / len(before), 3, 18))
     ax.scatter(*before.T, s=size, facecolor="none", edgecolor="#0072b2", linewidth=0.7, clip_on=False, gid="before")
-    way = after - before
-    look = {"color": "#d55e00", "alpha": 0.75 if len(before) <= 64 else 0.4, "width": 0.007, "zorder": 3}
-    look |= {"angles": "xy", "scale_units": "xy", "scale": 1.0, "gid": "after"}
-    arrows = ax.quiver(*before.T, *way.T, **{**look, **keywords})
+    change = after - before
+    style = {"color": "#d55e00", "alpha": 0.75 if len(before) <= 64 else 0.4, "width": 0.007, "zorder": 3}
+    style |= {"angles": "xy", "scale_units": "xy", "scale": 1.0, "gid": "after"}
+    arrows = ax.quiver(*before.T, *change.T, **{**style, **keywords})
     arrows.set_clip_on(False)
     arrows.set_in_layout(False)  # a unit without a share has no position
     ax.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03), aspect="equal")
-    ax.set_title(_words(gate), fontsize="small", pad=3)
-    _, low, high = _ends(gate)
-    ax.set_xlabel(high, fontsize="small")
-    ax.set_ylabel(low, fontsize="small")
+    ax.set_title(_gate_title(gate), fontsize="small", pad=3)
+    _, low_label, high_label = _saturation_ends(gate)
+    ax.set_xlabel(high_label, fontsize="small")
+    ax.set_ylabel(low_label, fontsize="small")

@@ -41,7 +41,7 @@ class FadingLine:
     """One line of the figure: one gradient of one direction over time."""
 
     gid: str
-    words: str
+    label: str
     steps: Numbers
     #: Median and quartiles over samples of the norm over units, each sample divided by its own peak.
     median: Numbers
@@ -62,16 +62,16 @@ class FadingLine:
     style: str = "-"
 
     @property
-    def name(self) -> str:
+    def legend_label(self) -> str:
         """The line's entry in the legend."""
         count = len(self.steps) - len(self.padded)
         if self.zeros and count > 1:
-            where = "all" if self.zeros >= count else f"{self.zeros} of {count}"
-            return f"{self.words}: 0 at {where} steps"
-        return f"{self.words}: {_steps(self.reach)}" if self.reach else self.words
+            zero_steps = "all" if self.zeros >= count else f"{self.zeros} of {count}"
+            return f"{self.label}: 0 at {zero_steps} steps"
+        return f"{self.label}: {_step_text(self.reach)}" if self.reach else self.label
 
 
-def _steps(count: int) -> str:
+def _step_text(count: int) -> str:
     return f"{count} step{'s' * (count != 1)}"
 
 
@@ -112,111 +112,147 @@ def gradient_flow(
     -------
     1-D array of Axes, one per layer and direction, forward before backward; below each other on a narrow ``figure``
     """
-    networks = _networks(trace)
+    networks = _layers_by_network(trace)
     layers = _data.layers_of(trace, "gradient_flow") if networks is None else None
-    content = _of_one(layers, as_computed) if layers is not None else _of_several(networks or {}, quantity, as_computed)
-    if not content:
+    lines_by_panel = (
+        _lines_of_network(layers, as_computed)
+        if layers is not None
+        else _lines_of_networks(networks or {}, quantity, as_computed)
+    )
+    if not lines_by_panel:
         expected, hint = " or ".join(GRADIENTS), "trace with a loss: rl.trace(model, x, y)"
         raise InputError("plot.gradient_flow found no gradient.", expected=expected, hint=hint)
-    panels = _open(list(content), ax, figure)
-    everything = np.concatenate([part for lines in content.values() for one in lines for part in (one.median, one.low)])
-    for place, ((layer, way), lines) in zip(panels.axes, content.items(), strict=True):
-        values = everything if shared else np.concatenate([part for one in lines for part in (one.median, one.low)])
-        _draw(place, lines, line, values)
-        name = " · ".join(part for part in (layer, way) if part)
-        place.set_title(_finding(name, lines), fontsize="small", pad=4)
-        place.legend(fontsize="x-small", loc="best", framealpha=0.85)
+    panels = _open_panels(list(lines_by_panel), ax, figure)
+    all_values = np.concatenate(
+        [
+            line_values
+            for lines in lines_by_panel.values()
+            for fading_line in lines
+            for line_values in (fading_line.median, fading_line.low)
+        ]
+    )
+    for panel_ax, ((layer, direction), lines) in zip(panels.axes, lines_by_panel.items(), strict=True):
+        values = (
+            all_values
+            if shared
+            else np.concatenate(
+                [line_values for fading_line in lines for line_values in (fading_line.median, fading_line.low)]
+            )
+        )
+        _draw_lines(panel_ax, lines, line, values)
+        name = " · ".join(line_values for line_values in (layer, direction) if line_values)
+        panel_ax.set_title(_panel_title(name, lines), fontsize="small", pad=4)
+        panel_ax.legend(fontsize="x-small", loc="best", framealpha=0.85)
     if shared:
-        panels.outer_ticks_only()
-    for place, lines in zip(panels.axes, content.values(), strict=True):
-        if place.xaxis.get_tick_params().get("labelbottom", True):
-            place.set_xlabel(lines[0].time_label, fontsize="small")
-    panels.value_label("share of the sample's peak")
-    notes = dict.fromkeys(note for lines in content.values() for one in lines for note in one.notes)
-    how = "median over samples, each by its own peak; band: quartiles; steps: how many carry 95 % of the gradient"
-    return panels.titled(title or "Gradient of the loss through time", [how, *notes])
+        panels.hide_inner_ticks()
+    for panel_ax, lines in zip(panels.axes, lines_by_panel.values(), strict=True):
+        if panel_ax.xaxis.get_tick_params().get("labelbottom", True):
+            panel_ax.set_xlabel(lines[0].time_label, fontsize="small")
+    panels.label_value_axis("share of the sample's peak")
+    notes = dict.fromkeys(
+        note for lines in lines_by_panel.values() for fading_line in lines for note in fading_line.notes
+    )
+    reading_note = (
+        "median over samples, each by its own peak; band: quartiles; steps: how many carry 95 % of the gradient"
+    )
+    return panels.with_title(title or "Gradient of the loss through time", [reading_note, *notes])
 
 
-def _networks(trace: Any) -> dict[str, dict[str, xr.Dataset]] | None:
+def _layers_by_network(trace: Any) -> dict[str, dict[str, xr.Dataset]] | None:
     """Return layers by network if a mapping has several networks or moments; None for one trace."""
     if isinstance(trace, xr.DataTree | xr.Dataset) or has_attribute(trace, "layers") or not isinstance(trace, Mapping):
         return None
-    found: dict[str, dict[str, xr.Dataset]] = {}
-    for name, one in trace.items():
-        if not isinstance(one, xr.DataTree) and _data.dataset_of(one) is None and not isinstance(one, Mapping):
+    networks: dict[str, dict[str, xr.Dataset]] = {}
+    for name, network in trace.items():
+        if (
+            not isinstance(network, xr.DataTree)
+            and _data.dataset_of(network) is None
+            and not isinstance(network, Mapping)
+        ):
             return None  # layers_of raises a clear error
-        found[str(name)] = _data.layers_of(one, "gradient_flow")
-    return found
+        networks[str(name)] = _data.layers_of(network, "gradient_flow")
+    return networks
 
 
-def _of_one(layers: Mapping[str, xr.Dataset], as_computed: bool) -> PanelLines:
+def _lines_of_network(layers: Mapping[str, xr.Dataset], as_computed: bool) -> PanelLines:
     """Return the lines to draw for one network, by panel (layer, direction): one for each kind of gradient."""
-    content: PanelLines = {}
+    lines_by_panel: PanelLines = {}
     for layer, dataset in layers.items():
-        for quantity, (words, colour, style) in GRADIENTS.items():
-            for way, one in _lines_of(dataset, quantity, as_computed, words=words, colour=colour, style=style):
-                content.setdefault((layer, way), []).append(one)
-    return content
+        for quantity, (label, colour, style) in GRADIENTS.items():
+            for direction, fading_line in _gradient_lines(
+                dataset, quantity, as_computed, label=label, colour=colour, style=style
+            ):
+                lines_by_panel.setdefault((layer, direction), []).append(fading_line)
+    return lines_by_panel
 
 
-def _of_several(networks: Mapping[str, Mapping[str, xr.Dataset]], quantity: str, as_computed: bool) -> PanelLines:
+def _lines_of_networks(
+    networks: Mapping[str, Mapping[str, xr.Dataset]], quantity: str, as_computed: bool
+) -> PanelLines:
     """Return the lines of several networks by panel: a panel for each shared layer, or one, with a line per network."""
-    content: PanelLines = {}
-    several = any(len(layers) > 1 for layers in networks.values())
-    shared = several and len({tuple(layers) for layers in networks.values()}) == 1
+    lines_by_panel: PanelLines = {}
+    has_several_layers = any(len(layers) > 1 for layers in networks.values())
+    has_same_layers = has_several_layers and len({tuple(layers) for layers in networks.values()}) == 1
     colours = _PAIR if len(networks) == 2 else _axes.line_colours(len(networks))
     for (network, layers), colour in zip(networks.items(), colours, strict=True):
         for layer, dataset in layers.items():
-            words = network if shared or len(layers) == 1 else f"{network} {layer}"
-            for way, one in _lines_of(dataset, quantity, as_computed, words=words, colour=colour):
-                content.setdefault((layer if shared else "", way), []).append(one)
-    return content
+            label = network if has_same_layers or len(layers) == 1 else f"{network} {layer}"
+            for direction, fading_line in _gradient_lines(dataset, quantity, as_computed, label=label, colour=colour):
+                lines_by_panel.setdefault((layer if has_same_layers else "", direction), []).append(fading_line)
+    return lines_by_panel
 
 
-def _lines_of(
-    dataset: xr.Dataset, quantity: str, as_computed: bool, **look: str
+def _gradient_lines(
+    dataset: xr.Dataset, quantity: str, as_computed: bool, **line_options: str
 ) -> Iterator[tuple[str | None, FadingLine]]:
     """Yield direction and line of one gradient of a layer; nothing if the layer does not have it."""
     if quantity not in dataset:
         return
-    array = _data.labelled(with_mask(dataset, quantity), "gradient_flow")
+    array = _data.label_array(with_mask(dataset, quantity), "gradient_flow")
     _data.require_dim(array, _data.unit_dim(array) or "unit", "gradient_flow")
-    missing, *padding = _samples.notes_of(array)
+    nonfinite_note, *padding_notes = _samples.notes_of(array)
     layer = str(dataset.attrs.get("layer", ""))
-    named = ", ".join(part for part in (layer, _data.value_label(array).split(" [")[0]) if part)
-    notes = (*(note for note in padding if note), *([f"{named}: {missing}"] if missing else []))
-    for half in _data.halves(array, as_computed=as_computed):
-        backward = BACKWARD in (half.name, dataset.attrs.get("direction"))
-        from_start = backward and not (as_computed and half.name == BACKWARD)
+    quantity_name = ", ".join(part for part in (layer, _data.value_label(array).split(" [")[0]) if part)
+    notes = (
+        *(note for note in padding_notes if note),
+        *([f"{quantity_name}: {nonfinite_note}"] if nonfinite_note else []),
+    )
+    for view in _data.direction_views(array, as_computed=as_computed):
+        is_backward = BACKWARD in (view.name, dataset.attrs.get("direction"))
+        from_start = is_backward and not (as_computed and view.name == BACKWARD)
         count = dataset.sizes.get(TIME, 1)
-        yield half.name, _fading(quantity, half, count, from_start=from_start, notes=notes, **look)
+        yield view.name, _summarise_line(quantity, view, count, from_start=from_start, notes=notes, **line_options)
 
 
-def _fading(quantity: str, half: _data.DirectionView, count: int, *, from_start: bool, **other: Any) -> FadingLine:
+def _summarise_line(
+    quantity: str, view: _data.DirectionView, count: int, *, from_start: bool, **line_options: Any
+) -> FadingLine:
     """Summarise one direction over samples; ``from_start``: the recurrence ends at the first step."""
-    values = half.data
-    timed = values if TIME in values.dims else values.expand_dims(TIME)
-    norms = _data.of_samples(_data.norm_over(timed, [_data.unit_dim(timed)]), TIME).astype(np.float64)
-    real = _samples.real_steps(values)
+    values = view.data
+    with_time = values if TIME in values.dims else values.expand_dims(TIME)
+    norms = _data.numpy_by_sample(_data.norm_over(with_time, [_data.unit_dim(with_time)]), TIME).astype(np.float64)
+    is_real = _samples.real_step_mask(values)
     steps = _data.positions(values, TIME) if TIME in values.dims else np.array([0 if from_start else count - 1])
-    against = slice(None) if from_start else slice(None, None, -1)
-    shape = peak_band(norms, real)
-    nowhere = ~real.any(axis=0)
-    bad = ~np.isfinite(values.values).all(axis=tuple(i for i, d in enumerate(values.dims) if d != TIME))
-    bad = np.atleast_1d(bad) & ~nowhere
-    band: dict[str, Any] = {name: np.where(bad, np.nan, getattr(shape, name)) for name in ("median", "low", "high")}
-    recurrent = TIME in values.dims and quantity != "output_grad"
-    reach = gradient_reach(real_first(norms[:, against], real[:, against])) if recurrent else 0
-    zeros = int(((norms == 0) | ~real).all(axis=0).sum() - nowhere.sum())
-    other |= {"bad": steps[bad], "padded": steps[nowhere], "reset": values.coords.get("reset")}
-    label = half.time_label
-    return FadingLine(quantity, steps=steps, reach=reach, zeros=zeros, time_label=label, **band, **other)
+    recurrence_order = slice(None) if from_start else slice(None, None, -1)
+    peak_profile = peak_band(norms, is_real)
+    is_padding = ~is_real.any(axis=0)
+    is_nonfinite = ~np.isfinite(values.values).all(axis=tuple(i for i, d in enumerate(values.dims) if d != TIME))
+    is_nonfinite = np.atleast_1d(is_nonfinite) & ~is_padding
+    band: dict[str, Any] = {
+        name: np.where(is_nonfinite, np.nan, getattr(peak_profile, name)) for name in ("median", "low", "high")
+    }
+    has_reach = TIME in values.dims and quantity != "output_grad"
+    reach = gradient_reach(real_first(norms[:, recurrence_order], is_real[:, recurrence_order])) if has_reach else 0
+    zeros = int(((norms == 0) | ~is_real).all(axis=0).sum() - is_padding.sum())
+    line_options |= {"bad": steps[is_nonfinite], "padded": steps[is_padding], "reset": values.coords.get("reset")}
+    label = view.time_label
+    return FadingLine(quantity, steps=steps, reach=reach, zeros=zeros, time_label=label, **band, **line_options)
 
 
-def _open(keys: Sequence[tuple[str, str | None]], ax: Any, figure: Any) -> _frame.Panels:
+def _open_panels(keys: Sequence[tuple[str, str | None]], ax: Any, figure: Any) -> _frame.Panels:
     """Open one panel per layer and direction: side by side, or below each other in a narrow figure."""
-    ways = max(1, len({way for _, way in keys}))
-    columns = ways if ways > 1 or len(keys) == 1 else min(2 if len(keys) == 4 else 3, len(keys))
+    direction_count = max(1, len({direction for _, direction in keys}))
+    columns = direction_count if direction_count > 1 or len(keys) == 1 else min(2 if len(keys) == 4 else 3, len(keys))
     if isinstance(figure, Figure | SubFigure) and figure.bbox.width / figure.dpi < _NARROW:
         columns = 1
     size = (5.2, 3.1) if len(keys) == 1 else (3.5, 2.7) if columns < 3 else (2.9, 2.7)
@@ -224,53 +260,76 @@ def _open(keys: Sequence[tuple[str, str | None]], ax: Any, figure: Any) -> _fram
     return _frame.open_panels("gradient_flow", len(keys), ax, figure, size=size, margin=(0.8, 1.0), shape=shape)
 
 
-def _finding(name: str, lines: Sequence[FadingLine]) -> str:
+def _panel_title(name: str, lines: Sequence[FadingLine]) -> str:
     """Return the panel's title: over how many steps the gradient reaches back, for one or two networks."""
-    reaches = [one.reach for one in lines if one.gid != "output_grad" and one.reach]
-    compared = len({one.words for one in lines}) == 2 and len(reaches) == 2 and lines[0].gid == lines[1].gid
-    if not reaches or not (compared or len(lines) == 1 or lines[0].gid != lines[-1].gid):
+    reaches = [fading_line.reach for fading_line in lines if fading_line.gid != "output_grad" and fading_line.reach]
+    is_comparison = (
+        len({fading_line.label for fading_line in lines}) == 2 and len(reaches) == 2 and lines[0].gid == lines[1].gid
+    )
+    if not reaches or not (is_comparison or len(lines) == 1 or lines[0].gid != lines[-1].gid):
         return name
-    carried = f"{reaches[0]} → {_steps(reaches[1])}" if compared else _steps(reaches[0])
-    words = f"{carried} back carry 95 % of the gradient"
-    return f"{name}: {carried} back\ncarry 95 % of the gradient" if name else words
+    steps_text = f"{reaches[0]} → {_step_text(reaches[1])}" if is_comparison else _step_text(reaches[0])
+    sentence = f"{steps_text} back carry 95 % of the gradient"
+    return f"{name}: {steps_text} back\ncarry 95 % of the gradient" if name else sentence
 
 
-def _draw(ax: Any, lines: Sequence[FadingLine], keywords: Mapping[str, Any], values: Numbers) -> None:
+def _draw_lines(ax: Any, lines: Sequence[FadingLine], keywords: Mapping[str, Any], values: Numbers) -> None:
     """Draw median and band of each line, padding, and an arrow where a line falls below the axis."""
-    for one in lines:
-        shown = np.where(one.median > 0, one.median, np.nan)
-        lone = int(np.isfinite(shown).sum()) <= max(3, len(shown) // 8)  # points would not show as a line
-        look = {"color": one.colour, "linestyle": one.style, "linewidth": 2.2, "markersize": 4}
-        look |= {"marker": "o" if lone else None, "label": one.name, "gid": one.gid}
-        ax.plot(one.steps, shown, **{**look, **keywords})
-        low = np.where(one.low > 0, one.low, np.where(one.median > 0, FLOOR * 1e-3, np.nan))
-        _axes.draw_band(ax, one.steps, low, one.high, one.colour, alpha=0.18)
-        _axes.mark_steps(ax, one.bad)
-    longest = max(lines, key=lambda one: len(one.steps))
-    _samples.shade(ax, longest.padded, np.ones(len(longest.padded), dtype=bool))
+    for fading_line in lines:
+        positive_median = np.where(fading_line.median > 0, fading_line.median, np.nan)
+        has_lone_points = int(np.isfinite(positive_median).sum()) <= max(
+            3, len(positive_median) // 8
+        )  # points would not show as a line
+        style = {"color": fading_line.colour, "linestyle": fading_line.style, "linewidth": 2.2, "markersize": 4}
+        style |= {"marker": "o" if has_lone_points else None, "label": fading_line.legend_label, "gid": fading_line.gid}
+        ax.plot(fading_line.steps, positive_median, **{**style, **keywords})
+        low = np.where(fading_line.low > 0, fading_line.low, np.where(fading_line.median > 0, FLOOR * 1e-3, np.nan))
+        _axes.draw_band(ax, fading_line.steps, low, fading_line.high, fading_line.colour, alpha=0.18)
+        _axes.mark_nonfinite(ax, fading_line.bad)
+    longest = max(lines, key=lambda fading_line: len(fading_line.steps))
+    _samples.shade_padding(ax, longest.padded, np.ones(len(longest.padded), dtype=bool))
     _samples.mark_resets(ax, longest.reset, longest.steps)
-    _axes.log_axis(ax)
-    _axes.log_limits(ax, np.maximum(values, np.where(values > 0, FLOOR, 0)), room=2)
+    _axes.set_log_axis(ax)
+    _axes.set_log_limits(ax, np.maximum(values, np.where(values > 0, FLOOR, 0)), headroom=2)
     if ax.get_ylim()[0] < FLOOR or (values == 0).any():
         ax.set_ylim(bottom=FLOOR)
-    _axes.step_axis(ax, "x", np.concatenate([one.steps for one in lines]), room=0.5)
-    for one in lines:
-        _point_down(ax, one)
+    _axes.tick_steps(ax, "x", np.concatenate([fading_line.steps for fading_line in lines]), margin=0.5)
+    for fading_line in lines:
+        _draw_arrow_below(ax, fading_line)
 
 
-def _point_down(ax: Any, one: FadingLine) -> None:
+def _draw_arrow_below(ax: Any, fading_line: FadingLine) -> None:
     """Draw an arrow at the lower border where a line leaves the axis."""
     floor = ax.get_ylim()[0]
-    below = (one.median > 0) & (one.median < floor)
-    edge = np.flatnonzero(below & ~(np.roll(below, 1) & np.roll(below, -1)))
-    inner = [i for i in edge if any(0 <= j < len(below) and one.median[j] >= floor for j in (i - 1, i + 1))]
-    if not inner:
+    is_below = (fading_line.median > 0) & (fading_line.median < floor)
+    below_edges = np.flatnonzero(is_below & ~(np.roll(is_below, 1) & np.roll(is_below, -1)))
+    inner_edges = [
+        i for i in below_edges if any(0 <= j < len(is_below) and fading_line.median[j] >= floor for j in (i - 1, i + 1))
+    ]
+    if not inner_edges:
         return
     if not any(text.get_gid() == "below" for text in ax.texts):
-        rises = inner[-1] + 1 < len(below) and one.median[inner[-1] + 1] >= floor  # the text is under the line
-        offset, side = ((12, 2), "left") if rises else ((-12, 2), "right")
-        look: dict[str, Any] = {"over": ax.get_xaxis_transform(), "color": "0.3", "bbox": _axes.PAPER, "zorder": 5}
-        at = (float(one.steps[inner[-1]]), 0)
-        _axes.write(ax, f"below {_axes.short_number(floor)}", at, offset, ha=side, va="baseline", gid="below", **look)
-    look = {"marker": "v", "markersize": 6, "linestyle": "", "clip_on": False, "zorder": 4, "color": one.colour}
-    ax.plot(one.steps[inner], np.zeros(len(inner)), transform=ax.get_xaxis_transform(), gid="below", **look)
+        line_rises = (
+            inner_edges[-1] + 1 < len(is_below) and fading_line.median[inner_edges[-1] + 1] >= floor
+        )  # the text is under the line
+        offset, alignment = ((12, 2), "left") if line_rises else ((-12, 2), "right")
+        style: dict[str, Any] = {"over": ax.get_xaxis_transform(), "color": "0.3", "bbox": _axes.TEXT_BOX, "zorder": 5}
+        point = (float(fading_line.steps[inner_edges[-1]]), 0)
+        _axes.write_text(
+            ax, f"below {_axes.short_number(floor)}", point, offset, ha=alignment, va="baseline", gid="below", **style
+        )
+    style = {
+        "marker": "v",
+        "markersize": 6,
+        "linestyle": "",
+        "clip_on": False,
+        "zorder": 4,
+        "color": fading_line.colour,
+    }
+    ax.plot(
+        fading_line.steps[inner_edges],
+        np.zeros(len(inner_edges)),
+        transform=ax.get_xaxis_transform(),
+        gid="below",
+        **style,
+    )

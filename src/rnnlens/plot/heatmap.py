@@ -70,42 +70,51 @@ def heatmap(
     -------
     1-D array of Axes, in panel order, forward before backward
     """
-    array = _data.labelled(data, "heatmap", dims=dims, guess=_images.GUESS)
+    array = _data.label_array(data, "heatmap", dims=dims, guess=_images.GUESS)
     notes = _samples.notes_of(array)
-    array = _samples.by_loss(array, losses, "heatmap")
+    array = _samples.sort_by_loss(array, losses, "heatmap")
     if samples is None:
-        several = array.sizes.get(SAMPLE, 1) > 1 and SAMPLE not in (x, y) and array.ndim > 2
-        samples = "rms" if several and losses is None and page is None else "panels"
+        has_several = array.sizes.get(SAMPLE, 1) > 1 and SAMPLE not in (x, y) and array.ndim > 2
+        samples = "rms" if has_several and losses is None and page is None else "panels"
     if samples == "rms":
         array = _samples.rms_picture(array, "heatmap")
-    dims_of = _images.ImageDims.of(array, "heatmap", x, y)
-    shown = _data.halves(array, as_computed=as_computed)
-    along, slots = dims_of.slots(array)
-    picked, thinned = _data.choose(len(slots), max_panels, " x ".join(f"{d}s" for d in along) or "panels", page=page)
-    top = limit if limit is not None else _data.largest_magnitude(_samples.without_padding(array).values)
-    shape, ways = dims_of.shape(array), [half.name for half in shown]
-    size, cells = _size(len(picked), shape[0])
-    panels = _frame.open_panels("heatmap", len(picked), ax, figure, ways=ways, size=size, margin=(1.9, 1.1))
-    positive, drawn = _axes.is_positive(array.values), []
-    for half, axes in zip(shown, panels.halves, strict=True):
-        for place, (where, name) in zip(axes, [slots[i] for i in picked], strict=True):
-            one = half.data.isel(where)
-            matrix = dims_of.matrix(one)
-            own = top if shared or limit is not None else _data.largest_magnitude(matrix.values)
-            look = {**_axes.colours(matrix.values, own, log=log, positive=positive), **image}
-            drawn.append(dims_of.draw(place, one, matrix, name, look=look, limits=cells))
-            if dims_of.across == TIME:
-                _samples.mark_resets(place, one.coords.get("reset"), matrix.x)
-    labels = [half.time_label if dims_of.across == TIME else _data.axis_label(array, dims_of.across) for half in shown]
-    panels.label(labels, dims_of.label(array))
-    words = _RMS if samples == "rms" else _data.value_label(array)
-    _images.colour_bars(panels, drawn, words, shared=shared, wanted=colorbar)
-    panels.outer_ticks_only()
-    merged = _images.merge_note(shape, cells, dims_of.down, dims_of.across)
-    return panels.titled(title or _data.title_of(array), [thinned, merged, *notes])
+    image_dims = _images.ImageDims.of(array, "heatmap", x, y)
+    views = _data.direction_views(array, as_computed=as_computed)
+    panel_dims, selections = image_dims.panel_selections(array)
+    panel_indices, panel_note = _data.select_evenly(
+        len(selections), max_panels, " x ".join(f"{d}s" for d in panel_dims) or "panels", page=page
+    )
+    common_limit = limit if limit is not None else _data.largest_magnitude(_samples.nan_at_padding(array).values)
+    shape, directions = image_dims.shape(array), [view.name for view in views]
+    size, cells = _panel_size(len(panel_indices), shape[0])
+    panels = _frame.open_panels(
+        "heatmap", len(panel_indices), ax, figure, directions=directions, size=size, margin=(1.9, 1.1)
+    )
+    has_one_sign, images = _axes.is_positive(array.values), []
+    for view, direction_axes in zip(views, panels.axes_by_direction, strict=True):
+        for panel_ax, (selection, panel_title) in zip(
+            direction_axes, [selections[i] for i in panel_indices], strict=True
+        ):
+            panel_array = view.data.isel(selection)
+            matrix = image_dims.matrix(panel_array)
+            panel_limit = common_limit if shared or limit is not None else _data.largest_magnitude(matrix.values)
+            style = {**_axes.colour_scale(matrix.values, panel_limit, log=log, positive=has_one_sign), **image}
+            images.append(image_dims.draw(panel_ax, panel_array, matrix, panel_title, style=style, cell_limits=cells))
+            if image_dims.horizontal == TIME:
+                _samples.mark_resets(panel_ax, panel_array.coords.get("reset"), matrix.x)
+    x_labels = [
+        view.time_label if image_dims.horizontal == TIME else _data.axis_label(array, image_dims.horizontal)
+        for view in views
+    ]
+    panels.label_axes(x_labels, image_dims.label(array))
+    label = _RMS if samples == "rms" else _data.value_label(array)
+    _images.colour_bars(panels, images, label, shared=shared, enabled=colorbar)
+    panels.hide_inner_ticks()
+    merge_note = _images.merge_note(shape, cells, image_dims.vertical, image_dims.horizontal)
+    return panels.with_title(title or _data.title_of(array), [panel_note, merge_note, *notes])
 
 
-def _size(count: int, rows: int) -> tuple[tuple[float, float], tuple[int, int]]:
+def _panel_size(count: int, rows: int) -> tuple[tuple[float, float], tuple[int, int]]:
     """Return the size of one panel in inches, taller for many rows, and how many cells it can show."""
     width, height = (6.0, 4.6) if count == 1 else (3.4, 2.4) if count <= 4 else (2.6, 1.9)
     cells = _images.MOST_CELLS if count == 1 else (200, 300) if count <= 4 else (150, 220)
@@ -163,113 +172,156 @@ def before_after(
     -------
     1-D array of Axes: before, after, ratio, row by row, forward before backward
     """
-    pairs = _pairs(before, after, quantity, dims)
-    one_layer, rms = len(pairs) == 1, samples == "rms"
-    shown = {name: [_samples.by_loss(one, losses, "before_after") for one in pair] for name, pair in pairs.items()}
-    if rms:
-        shown = {name: [_samples.rms_picture(one, "before_after") for one in pair] for name, pair in shown.items()}
-    rows, ways = _rows(shown, as_computed)
-    picked, thinned = _data.choose(len(rows[0]), max_rows, "samples" if one_layer else "rows", page=page)
-    every = [one for pair in shown.values() for one in pair]
-    top = limit if limit is not None else _data.largest_magnitude(*(one.values for one in every))
-    sizes: dict[str, Any] = {"size": (2.9, 2.2), "margin": (2.2, 1.1), "shape": (len(picked), 3)}
-    panels = _frame.open_panels("before_after", 3 * len(picked), ax, figure, ways=ways, **sizes)
-    look = {**_axes.colours(np.concatenate([one.values.reshape(-1) for one in every]), top, log=log), **image}
-    value, times = (_RMS, "times the share") if rms else (_data.value_label(every[0]), "times as large")
-    for axes, of_half in zip(panels.halves, rows, strict=True):
-        for i, row in enumerate(picked):
-            drawn = _draw_row(axes[3 * i : 3 * i + 3], of_half[row], names, losses is not None, look)
+    pairs = _array_pairs(before, after, quantity, dims)
+    has_one_layer, is_rms = len(pairs) == 1, samples == "rms"
+    pairs_shown = {
+        name: [_samples.sort_by_loss(array, losses, "before_after") for array in arrays]
+        for name, arrays in pairs.items()
+    }
+    if is_rms:
+        pairs_shown = {
+            name: [_samples.rms_picture(array, "before_after") for array in arrays]
+            for name, arrays in pairs_shown.items()
+        }
+    rows, directions = _compared_rows(pairs_shown, as_computed)
+    row_indices, row_note = _data.select_evenly(
+        len(rows[0]), max_rows, "samples" if has_one_layer else "rows", page=page
+    )
+    all_arrays = [array for arrays in pairs_shown.values() for array in arrays]
+    common_limit = limit if limit is not None else _data.largest_magnitude(*(array.values for array in all_arrays))
+    sizes: dict[str, Any] = {"size": (2.9, 2.2), "margin": (2.2, 1.1), "shape": (len(row_indices), 3)}
+    panels = _frame.open_panels("before_after", 3 * len(row_indices), ax, figure, directions=directions, **sizes)
+    style = {
+        **_axes.colour_scale(np.concatenate([array.values.reshape(-1) for array in all_arrays]), common_limit, log=log),
+        **image,
+    }
+    value_label, ratio_label = (
+        (_RMS, "times the share") if is_rms else (_data.value_label(all_arrays[0]), "times as large")
+    )
+    for direction_axes, direction_rows in zip(panels.axes_by_direction, rows, strict=True):
+        for position, row in enumerate(row_indices):
+            images = _draw_row(
+                direction_axes[3 * position : 3 * position + 3], direction_rows[row], names, losses is not None, style
+            )
         if colorbar:
-            _images.colour_bar([one for i, one in enumerate(axes) if i % 3 < 2], drawn[1], value)
-            ratio = _images.colour_bar(axes[2::3], drawn[2], times)
-            ratio.set_ticks([-2, -1, 0, 1, 2], labels=["≤ 0.01", "0.1", "1", "10", "≥ 100"])
-    first = rows[0][picked[0]]
-    panels.label([of_half[0].across_label for of_half in rows], first.dims.label(first.before) if one_layer else "unit")
-    if one_layer:
-        panels.outer_ticks_only()
-    merged = _images.merge_note(first.dims.shape(first.before), CELLS, first.dims.down, first.dims.across)
-    sides = (np.concatenate([one.values.reshape(-1) for one in side]) for side in zip(*pairs.values(), strict=True))
-    missing = _data.nonfinite_by_name(names, sides)
-    head = _data.title_of(every[0]) if one_layer else str(every[0].attrs.get("long_name", quantity))
-    return panels.titled(title or head, [thinned, merged, *missing])
+            _images.colour_bar(
+                [array for position, array in enumerate(direction_axes) if position % 3 < 2], images[1], value_label
+            )
+            ratio_bar = _images.colour_bar(direction_axes[2::3], images[2], ratio_label)
+            ratio_bar.set_ticks([-2, -1, 0, 1, 2], labels=["≤ 0.01", "0.1", "1", "10", "≥ 100"])
+    first_row = rows[0][row_indices[0]]
+    panels.label_axes(
+        [direction_rows[0].across_label for direction_rows in rows],
+        first_row.dims.label(first_row.before) if has_one_layer else "unit",
+    )
+    if has_one_layer:
+        panels.hide_inner_ticks()
+    merge_note = _images.merge_note(
+        first_row.dims.shape(first_row.before), CELLS, first_row.dims.vertical, first_row.dims.horizontal
+    )
+    moment_values = (
+        np.concatenate([array.values.reshape(-1) for array in moment_arrays])
+        for moment_arrays in zip(*pairs.values(), strict=True)
+    )
+    nonfinite_notes = _data.nonfinite_by_name(names, moment_values)
+    default_title = (
+        _data.title_of(all_arrays[0]) if has_one_layer else str(all_arrays[0].attrs.get("long_name", quantity))
+    )
+    return panels.with_title(title or default_title, [row_note, merge_note, *nonfinite_notes])
 
 
 @dataclass(frozen=True)
 class ComparedRow:
     """One row of ``before_after``: a layer, direction and sample at two moments."""
 
-    words: str
+    title: str
     before: xr.DataArray
     after: xr.DataArray
     dims: _images.ImageDims
     across_label: str
 
 
-def _pairs(before: Any, after: Any, quantity: str, dims: Any) -> dict[str, tuple[xr.DataArray, xr.DataArray]]:
+def _array_pairs(before: Any, after: Any, quantity: str, dims: Any) -> dict[str, tuple[xr.DataArray, xr.DataArray]]:
     """Return the two arrays to compare, before and after, by layer name; one pair without a name for plain arrays."""
 
-    def read(one: Any) -> dict[str, xr.DataArray]:
-        many = isinstance(one, Mapping | xr.DataTree) or has_attribute(one, "layers")
-        layers = _data.layers_of(one, "before_after") if many and _data.dataset_of(one) is None else {}
-        parts = {
-            name: _data.variable(part, quantity, "before_after")
-            for name, part in (layers if len(layers) > 1 else {"": one}).items()
+    def read(result: Any) -> dict[str, xr.DataArray]:
+        has_layers = isinstance(result, Mapping | xr.DataTree) or has_attribute(result, "layers")
+        layers = _data.layers_of(result, "before_after") if has_layers and _data.dataset_of(result) is None else {}
+        variables = {
+            name: _data.layer_variable(variable, quantity, "before_after")
+            for name, variable in (layers if len(layers) > 1 else {"": result}).items()
         }
         guess = _images.GUESS
-        return {name: _data.labelled(part, "before_after", dims=dims, guess=guess) for name, part in parts.items()}
+        return {
+            name: _data.label_array(variable, "before_after", dims=dims, guess=guess)
+            for name, variable in variables.items()
+        }
 
-    first, second = read(before), read(after)
-    found = {}
-    for name, array in first.items():
-        other = second.get(name)
-        if other is None or dict(array.sizes) != dict(other.sizes):
-            got = f"{dict(array.sizes)} and {dict(other.sizes) if other is not None else f'no layer {name!r}'}"
+    arrays_before, arrays_after = read(before), read(after)
+    pairs = {}
+    for name, array in arrays_before.items():
+        array_after = arrays_after.get(name)
+        if array_after is None or dict(array.sizes) != dict(array_after.sizes):
+            received = (
+                f"{dict(array.sizes)} and "
+                f"{dict(array_after.sizes) if array_after is not None else f'no layer {name!r}'}"
+            )
             hint = "trace the same layers of the model with the same batch"
-            what = "plot.before_after compares two results of the same dimensions and sizes."
-            raise InputError(what, got=got, hint=hint)
-        found[name] = (array, other.transpose(*array.dims))
-    return found
+            message = "plot.before_after compares two results of the same dimensions and sizes."
+            raise InputError(message, got=received, hint=hint)
+        pairs[name] = (array, array_after.transpose(*array.dims))
+    return pairs
 
 
-def _rows(
-    shown: Mapping[str, Sequence[xr.DataArray]], as_computed: bool
+def _compared_rows(
+    arrays_by_layer: Mapping[str, Sequence[xr.DataArray]], as_computed: bool
 ) -> tuple[list[list[ComparedRow]], list[str | None]]:
     """Return lists of rows to draw, one list per direction of a single layer, else one list of all; and their names."""
-    one_layer = len(shown) == 1
-    found: dict[str | None, list[ComparedRow]] = {}
-    for layer, (first, second) in shown.items():
-        dims = _images.ImageDims.of(first, "before_after")
+    has_one_layer = len(arrays_by_layer) == 1
+    rows_by_direction: dict[str | None, list[ComparedRow]] = {}
+    for layer, (before, after) in arrays_by_layer.items():
+        image_dims = _images.ImageDims.of(before, "before_after")
         pairs = zip(
-            _data.halves(first, as_computed=as_computed), _data.halves(second, as_computed=as_computed), strict=True
+            _data.direction_views(before, as_computed=as_computed),
+            _data.direction_views(after, as_computed=as_computed),
+            strict=True,
         )
-        for one, other in pairs:
-            label = one.time_label if dims.across == TIME else _data.axis_label(first, dims.across)
-            for where, sample in dims.slots(first)[1]:
-                words = " · ".join(part for part in (layer, "" if one_layer else one.name, sample) if part)
-                row = ComparedRow(words, one.data.isel(where), other.data.isel(where), dims, label)
-                found.setdefault(one.name if one_layer else None, []).append(row)
-    return list(found.values()), list(found)
+        for view_before, view_after in pairs:
+            label = (
+                view_before.time_label
+                if image_dims.horizontal == TIME
+                else _data.axis_label(before, image_dims.horizontal)
+            )
+            for selection, sample_title in image_dims.panel_selections(before)[1]:
+                row_title = " · ".join(
+                    part for part in (layer, "" if has_one_layer else view_before.name, sample_title) if part
+                )
+                row = ComparedRow(
+                    row_title, view_before.data.isel(selection), view_after.data.isel(selection), image_dims, label
+                )
+                rows_by_direction.setdefault(view_before.name if has_one_layer else None, []).append(row)
+    return list(rows_by_direction.values()), list(rows_by_direction)
 
 
 def _draw_row(
-    axes: Sequence[Any], row: ComparedRow, names: tuple[str, str], has_losses: bool, look: Mapping[str, Any]
+    axes: Sequence[Any], row: ComparedRow, names: tuple[str, str], has_losses: bool, style: Mapping[str, Any]
 ) -> list[Any]:
     """Draw before, after and their ratio; return the images."""
-    first, second = row.dims.matrix(row.before), row.dims.matrix(row.after)
-    ratio = replace(first, values=log_ratio(first.values, second.values))
-    of_ratio = {"cmap": _axes.DIVERGING, "norm": Normalize(-_RATIO, _RATIO)}
-    untrained = row.words.partition(", loss")[0] if has_losses else row.words  # the losses are those after training
+    matrix_before, matrix_after = row.dims.matrix(row.before), row.dims.matrix(row.after)
+    ratio = replace(matrix_before, values=log_ratio(matrix_before.values, matrix_after.values))
+    ratio_style = {"cmap": _axes.DIVERGING, "norm": Normalize(-_RATIO, _RATIO)}
+    title_before = row.title.partition(", loss")[0] if has_losses else row.title  # the losses are those after training
     columns = (
-        (first, look, names[0], untrained),
-        (replace(second, empty=first.empty), look, names[1], row.words),
-        (ratio, of_ratio, "ratio", untrained),
+        (matrix_before, style, names[0], title_before),
+        (replace(matrix_after, empty=matrix_before.empty), style, names[1], row.title),
+        (ratio, ratio_style, "ratio", title_before),
     )
-    drawn = []
-    for place, (matrix, colouring, name, words) in zip(axes, columns, strict=True):
-        between = " · " if len(name) + len(words) < 32 else "\n"
-        head = between.join(part for part in (name, words) if part)
-        drawn.append(row.dims.draw(place, row.before, matrix, head, look=colouring, limits=CELLS))
-    return drawn
+    images = []
+    for panel_ax, (matrix, column_style, column_name, column_title) in zip(axes, columns, strict=True):
+        separator = " · " if len(column_name) + len(column_title) < 32 else "\n"
+        panel_title = separator.join(title_part for title_part in (column_name, column_title) if title_part)
+        images.append(row.dims.draw(panel_ax, row.before, matrix, panel_title, style=column_style, cell_limits=CELLS))
+    return images
 
 
 def log_ratio(before: Numbers, after: Numbers) -> Numbers:

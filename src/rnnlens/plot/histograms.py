@@ -17,88 +17,103 @@ from ..vocabulary import IN_FEATURE, IN_TIME, OUT_TIME, OUT_UNIT, SAMPLE
 from . import _axes, _data, _frame, _images
 from ._call import drawing
 from ._data import Numbers
-from .weights import Kernel, by_direction, kernels_of
+from .weights import Kernel, group_by_direction, kernels_of
 
 
 def equal_bins(arrays: Sequence[Numbers], bins: int | None) -> Numbers:
     """Return the edges of equal bins over the finite values of all arrays; :func:`histogram` states their number."""
     if bins is None:
         bins = int(np.clip(np.sqrt(max(array.size for array in arrays)), 10, 60))
-    ranges = [found for found in map(_data.finite_range, arrays) if found is not None]
+    ranges = [value_range for value_range in map(_data.finite_range, arrays) if value_range is not None]
     low = min((low for low, _ in ranges), default=0.0)
     high = max((high for _, high in ranges), default=0.0)
     if low == high:
-        room = abs(low) * 0.1 or 0.5
-        low, high = low - room, high + room
+        margin = abs(low) * 0.1 or 0.5
+        low, high = low - margin, high + margin
     return np.linspace(low, high, bins + 1)
 
 
 def count_in_bins(values: Numbers, edges: Numbers) -> Numbers:
     """Count finite values per bin, in pieces, so that memory does not grow with the data."""
     counts = np.zeros(len(edges) - 1, dtype=np.int64)
-    span = (np.float64(edges[0]), np.float64(edges[-1]))  # Python floats would put the bin edges into float32
-    for piece in _data.chunks(values):
-        finite = np.isfinite(piece)
-        counts += np.histogram(piece if finite.all() else piece[finite], bins=len(counts), range=span)[0]
+    bin_range = (np.float64(edges[0]), np.float64(edges[-1]))  # Python floats would put the bin edges into float32
+    for chunk in _data.chunks(values):
+        is_finite = np.isfinite(chunk)
+        counts += np.histogram(chunk if is_finite.all() else chunk[is_finite], bins=len(counts), range=bin_range)[0]
     return counts
 
 
 def draw_panel(ax: Any, content: Mapping[str, Numbers], edges: Numbers, keywords: Mapping[str, Any]) -> None:
     """Draw one histogram per layer, or write value and count if all finite values of the panel are equal."""
-    several, first = len(content) > 1, next(iter(content.values()))
-    low, value = _data.finite_range(first) or (0.0, 1.0)
-    if not several and low == value and first.size > 1:
-        count = int(np.isfinite(first).sum())
+    has_several, first_values = len(content) > 1, next(iter(content.values()))
+    lowest, value = _data.finite_range(first_values) or (0.0, 1.0)
+    if not has_several and lowest == value and first_values.size > 1:
+        count = int(np.isfinite(first_values).sum())
         ax.axvline(value, color="#0072b2", linewidth=1.4, gid="constant")
-        at, over = (value, 0.5), ax.get_xaxis_transform()
-        _axes.write(ax, f"{count:,} x {value:g}", at, (4, 0), over=over, ha="left", fontsize="small", gid="constant")
+        point, transform = (value, 0.5), ax.get_xaxis_transform()
+        _axes.write_text(
+            ax, f"{count:,} x {value:g}", point, (4, 0), over=transform, ha="left", fontsize="small", gid="constant"
+        )
         ax.set_xlim(*((edges[0], edges[-1]) if edges[0] < value < edges[-1] else (value - 0.5, value + 0.5)))
         ax.set_yticks([])
         ax.set_xticks([value])
         return
     for (name, values), colour in zip(content.items(), _axes.line_colours(len(content)), strict=True):
         counts = count_in_bins(values, edges)
-        outlined = len(content) > 2
-        look: dict[str, Any] = {"fill": not outlined, "edgecolor": colour, "linewidth": 0.2}
-        look |= {} if outlined else {"facecolor": colour}
-        look |= {"linewidth": 1.3 if outlined else 0.9} if several else {}
-        look["alpha"] = 1.0 if outlined or not several else 0.35
+        is_outlined = len(content) > 2
+        style: dict[str, Any] = {"fill": not is_outlined, "edgecolor": colour, "linewidth": 0.2}
+        style |= {} if is_outlined else {"facecolor": colour}
+        style |= {"linewidth": 1.3 if is_outlined else 0.9} if has_several else {}
+        style["alpha"] = 1.0 if is_outlined or not has_several else 0.35
         if "color" in keywords:
-            look = {key: look[key] for key in ("fill", "linewidth", "alpha")}
-        ax.stairs(counts, edges, **{"gid": f"histogram {name}".strip(), **look, **keywords})
+            style = {key: style[key] for key in ("fill", "linewidth", "alpha")}
+        ax.stairs(counts, edges, **{"gid": f"histogram {name}".strip(), **style, **keywords})
     ax.set_xlim(edges[0], edges[-1])
     ax.xaxis.set_major_locator(MaxNLocator(nbins=4))
 
 
-def _steps_of(ax: Any) -> list[Any]:
+def _step_patches(ax: Any) -> list[Any]:
     return [patch for patch in ax.patches if isinstance(patch, StepPatch)]
 
 
 def scale_counts(axes: Sequence[Any], *, shared: bool, log: bool, clip_peaks: int) -> None:
     """Set the axes of counts; with ``clip_peaks``, cut off the tallest bars and write their counts."""
-    drawn = [ax for ax in axes if _steps_of(ax)]
-    ordered = [np.sort(np.concatenate([step.get_data().values for step in _steps_of(ax)])) for ax in drawn]
-    tops = [float(max(1, counts[: len(counts) - clip_peaks].max(initial=1))) for counts in ordered]
-    for ax, own in zip(drawn, tops, strict=True):
-        top = max(tops) if shared else own
+    axes_with_bars = [ax for ax in axes if _step_patches(ax)]
+    sorted_counts = [
+        np.sort(np.concatenate([step.get_data().values for step in _step_patches(ax)])) for ax in axes_with_bars
+    ]
+    tops = [float(max(1, counts[: len(counts) - clip_peaks].max(initial=1))) for counts in sorted_counts]
+    for ax, panel_top in zip(axes_with_bars, tops, strict=True):
+        top = max(tops) if shared else panel_top
         if log:
             ax.set_yscale("log")
             ax.set_ylim(0.6, top * 2)
         else:
             ax.set_ylim(0, top * 1.12)
         if clip_peaks:
-            bars = [(s.get_data().values, s.get_data().edges) for s in _steps_of(ax)]
-            beyond = [
-                (count, 0.5 * (left + right))
-                for counts, edges in bars
-                for count, left, right in zip(counts, edges[:-1], edges[1:], strict=True)
-                if count > own
+            counts_and_edges = [
+                (step_patch.get_data().values, step_patch.get_data().edges) for step_patch in _step_patches(ax)
             ]
-            centre, over = 0.5 * sum(ax.get_xlim()), ax.get_xaxis_transform()
-            for row, (count, middle) in enumerate(sorted(beyond, reverse=True)[:clip_peaks]):
-                offset, side = (4, "left") if middle < centre else (-4, "right")
-                at = (middle, 0.97 - 0.1 * row)
-                _axes.write(ax, f"{int(count):,} ↑", at, (offset, 0), over=over, ha=side, va="top", gid="clipped peak")
+            clipped_bars = [
+                (count, 0.5 * (left + right))
+                for counts, edges in counts_and_edges
+                for count, left, right in zip(counts, edges[:-1], edges[1:], strict=True)
+                if count > panel_top
+            ]
+            centre, transform = 0.5 * sum(ax.get_xlim()), ax.get_xaxis_transform()
+            for row, (count, bar_middle) in enumerate(sorted(clipped_bars, reverse=True)[:clip_peaks]):
+                offset, alignment = (4, "left") if bar_middle < centre else (-4, "right")
+                point = (bar_middle, 0.97 - 0.1 * row)
+                _axes.write_text(
+                    ax,
+                    f"{int(count):,} ↑",
+                    point,
+                    (offset, 0),
+                    over=transform,
+                    ha=alignment,
+                    va="top",
+                    gid="clipped peak",
+                )
 
 
 #: Dimensions of a plain array by its rank.
@@ -147,49 +162,59 @@ def histogram(
     -------
     1-D array of Axes, in panel order
     """
-    layers = _layers(data, dims, overlay)
-    first = next(iter(layers.values()))
-    by = [panel] if isinstance(panel, str) else list(panel or ())
-    for dim in by:
-        _data.require_dim(first, dim, "histogram")
-    slots = _images.slots_of(first, by)
-    picked, thinned = _data.choose(len(slots), max_panels, " x ".join(f"{d}s" for d in by) or "panels", page=page)
-    grid = (first.sizes[by[0]], first.sizes[by[1]]) if len(by) == 2 and not thinned else None
-    size = (5.0, 3.2) if len(picked) == 1 else (2.4, 1.7)
-    panels = _frame.open_panels("histogram", len(picked), ax, figure, size=size, shape=grid)
-    contents = [{name: array.isel(slots[i][0]).values for name, array in layers.items()} for i in picked]
-    common = equal_bins([values for content in contents for values in content.values()], bins) if shared else None
-    for place, content, i in zip(panels.axes, contents, picked, strict=True):
-        draw_panel(place, content, equal_bins(list(content.values()), bins) if common is None else common, step)
+    arrays = _arrays_by_name(data, dims, overlay)
+    first_array = next(iter(arrays.values()))
+    panel_dims = [panel] if isinstance(panel, str) else list(panel or ())
+    for dim in panel_dims:
+        _data.require_dim(first_array, dim, "histogram")
+    selections = _images.panel_selections(first_array, panel_dims)
+    panel_indices, panel_note = _data.select_evenly(
+        len(selections), max_panels, " x ".join(f"{d}s" for d in panel_dims) or "panels", page=page
+    )
+    grid_shape = (
+        (first_array.sizes[panel_dims[0]], first_array.sizes[panel_dims[1]])
+        if len(panel_dims) == 2 and not panel_note
+        else None
+    )
+    size = (5.0, 3.2) if len(panel_indices) == 1 else (2.4, 1.7)
+    panels = _frame.open_panels("histogram", len(panel_indices), ax, figure, size=size, shape=grid_shape)
+    contents = [{name: array.isel(selections[i][0]).values for name, array in arrays.items()} for i in panel_indices]
+    common_edges = equal_bins([values for content in contents for values in content.values()], bins) if shared else None
+    for panel_ax, content, i in zip(panels.axes, contents, panel_indices, strict=True):
+        draw_panel(
+            panel_ax, content, equal_bins(list(content.values()), bins) if common_edges is None else common_edges, step
+        )
         notes = map(_data.nonfinite_note, content.values())  # the exact share of NaN and Inf
-        place.set_title("\n".join(part for part in (slots[i][1], *notes) if part), fontsize="small", pad=3)
+        panel_ax.set_title("\n".join(part for part in (selections[i][1], *notes) if part), fontsize="small", pad=3)
     scale_counts(panels.axes, shared=shared, log=log, clip_peaks=clip_peaks)
-    panels.label(_data.value_label(first), "count" + (", log scale" if log else ""))
-    if len(layers) > 1:
-        pairs = list(zip(layers, _axes.line_colours(len(layers)), strict=True))
+    panels.label_axes(_data.value_label(first_array), "count" + (", log scale" if log else ""))
+    if len(arrays) > 1:
+        pairs = list(zip(arrays, _axes.line_colours(len(arrays)), strict=True))
         handles: list[Any] = [Line2D([], [], color=colour, label=name) for name, colour in pairs]
         if len(pairs) == 2:
             handles = [Patch(color=colour, alpha=0.6, label=name) for name, colour in pairs]
-        panels.legend(handles, title=_data.axis_label(first, overlay) if overlay else None)
+        panels.draw_legend(handles, title=_data.axis_label(first_array, overlay) if overlay else None)
     if shared:
-        panels.outer_ticks_only()
-    everything = None if len(layers) > 1 else _data.nonfinite_note(first.values)
-    clipped = f"tallest {clip_peaks} per panel cut off, with their count" if clip_peaks else None
-    return panels.titled(title or _data.title_of(first), [thinned, everything, clipped])
+        panels.hide_inner_ticks()
+    total_note = None if len(arrays) > 1 else _data.nonfinite_note(first_array.values)
+    clip_note = f"tallest {clip_peaks} per panel cut off, with their count" if clip_peaks else None
+    return panels.with_title(title or _data.title_of(first_array), [panel_note, total_note, clip_note])
 
 
-def _layers(data: Any, dims: Sequence[str] | None, overlay: str | None) -> dict[str, xr.DataArray]:
+def _arrays_by_name(data: Any, dims: Sequence[str] | None, overlay: str | None) -> dict[str, xr.DataArray]:
     """Return the arrays whose histograms are drawn over each other, by name."""
     if isinstance(data, Mapping) and _data.dataset_of(data) is None:
         if overlay is not None:
             raise InputError(
                 "A mapping is overlaid already.", got=f"overlay={overlay!r} and a mapping", expected="one of them"
             )
-        found = {str(name): _data.labelled(array, "histogram", dims=dims, guess=GUESS) for name, array in data.items()}
-        if not found:
+        arrays = {
+            str(name): _data.label_array(array, "histogram", dims=dims, guess=GUESS) for name, array in data.items()
+        }
+        if not arrays:
             raise InputError("plot.histogram got nothing to draw.", got="an empty mapping", expected="arrays by name")
-        return found
-    array = _data.labelled(data, "histogram", dims=dims, guess=GUESS)
+        return arrays
+    array = _data.label_array(data, "histogram", dims=dims, guess=GUESS)
     if overlay is None:
         return {"": array}
     _data.require_dim(array, overlay, "histogram")
@@ -233,51 +258,63 @@ def weights_histogram(
     1-D array of Axes, kernel by kernel and within it gate by gate, forward before backward
     """
     kernels, attrs = kernels_of(weights, "weights_histogram", grad=grad)
-    columns = by_direction(kernels)
-    panels, places = _open(columns, ax, figure)
+    columns = group_by_direction(kernels)
+    panels, axes_by_kernel = _open_panels(columns, ax, figure)
     edges = equal_bins([kernel.values for kernel in kernels], bins) if shared is True else None
-    for column, axes in zip(columns.values(), places, strict=True):
-        for kernel, row in zip(column, axes, strict=True):
-            _draw_row(row, kernel, equal_bins([kernel.values], bins) if shared == "row" else edges, bins, step)
+    for column, kernel_axes in zip(columns.values(), axes_by_kernel, strict=True):
+        for kernel, row_axes in zip(column, kernel_axes, strict=True):
+            _draw_row(row_axes, kernel, equal_bins([kernel.values], bins) if shared == "row" else edges, bins, step)
             if shared is not True:
-                scale_counts(row, shared=bool(shared), log=log, clip_peaks=clip_peaks)
+                scale_counts(row_axes, shared=bool(shared), log=log, clip_peaks=clip_peaks)
     if shared is True:
         scale_counts(panels.axes, shared=True, log=log, clip_peaks=clip_peaks)
-    what = "gradients of the weights" if grad else "weights"
-    panels.label("gradient" if grad else "weight", "count" + (", log scale" if log else ""))
-    clipped = f"tallest {clip_peaks} per panel cut off, with their count" if clip_peaks else None
-    total = _data.nonfinite_note(np.concatenate([kernel.values.reshape(-1) for kernel in kernels]))
-    return panels.titled(title or _data.layer_title(attrs, what), [total, clipped])
+    quantity_name = "gradients of the weights" if grad else "weights"
+    panels.label_axes("gradient" if grad else "weight", "count" + (", log scale" if log else ""))
+    clip_note = f"tallest {clip_peaks} per panel cut off, with their count" if clip_peaks else None
+    nonfinite_note = _data.nonfinite_note(np.concatenate([kernel.values.reshape(-1) for kernel in kernels]))
+    return panels.with_title(title or _data.layer_title(attrs, quantity_name), [nonfinite_note, clip_note])
 
 
-def _open(columns: dict[str | None, list[Kernel]], ax: Any, figure: Any) -> tuple[_frame.Panels, list[list[list[Any]]]]:
+def _open_panels(
+    columns: dict[str | None, list[Kernel]], ax: Any, figure: Any
+) -> tuple[_frame.Panels, list[list[list[Any]]]]:
     """Open a row per kernel, and return its Axes by direction and kernel; kernels without gates have fewer panels."""
-    used = [len(kernel.gates) or 1 for kernel in next(iter(columns.values()))]
-    wide = max(used) if ax is None else 0
-    rows = [wide or count for count in used]
-    shape = (len(used), max(used))
+    used_counts = [len(kernel.gates) or 1 for kernel in next(iter(columns.values()))]
+    common_width = max(used_counts) if ax is None else 0
+    row_lengths = [common_width or count for count in used_counts]
+    shape = (len(used_counts), max(used_counts))
     panels = _frame.open_panels(
-        "weights_histogram", sum(rows), ax, figure, ways=list(columns), size=(2.3, 1.75), shape=shape
+        "weights_histogram", sum(row_lengths), ax, figure, directions=list(columns), size=(2.3, 1.75), shape=shape
     )
-    places = []
-    for half in panels.halves:
-        ends = np.cumsum(rows)
-        whole = [half[end - row : end] for end, row in zip(ends, rows, strict=True)]
-        for unused in [one for row, count in zip(whole, used, strict=True) for one in row[count:]]:
-            unused.remove()
-        places.append([row[:count] for row, count in zip(whole, used, strict=True)])
-    panels.halves = [[one for row in half for one in row] for half in places]
-    return panels, places
+    axes_by_kernel = []
+    for direction_axes in panels.axes_by_direction:
+        row_ends = np.cumsum(row_lengths)
+        axes_rows = [direction_axes[end - row : end] for end, row in zip(row_ends, row_lengths, strict=True)]
+        for unused_ax in [
+            panel_ax for row, count in zip(axes_rows, used_counts, strict=True) for panel_ax in row[count:]
+        ]:
+            unused_ax.remove()
+        axes_by_kernel.append([row[:count] for row, count in zip(axes_rows, used_counts, strict=True)])
+    panels.axes_by_direction = [
+        [panel_ax for row in direction_axes for panel_ax in row] for direction_axes in axes_by_kernel
+    ]
+    return panels, axes_by_kernel
 
 
 def _draw_row(
-    row: list[Any], kernel: Kernel, edges: Numbers | None, bins: int | None, keywords: dict[str, Any]
+    row_axes: list[Any], kernel: Kernel, edges: Numbers | None, bins: int | None, keywords: dict[str, Any]
 ) -> None:
     """Draw the gates of one kernel in common bins, or each in ``bins`` of its own."""
-    for number, ax in enumerate(row):
+    for number, ax in enumerate(row_axes):
         values = np.ascontiguousarray(kernel.values[:, number, :])
         draw_panel(ax, {"": values}, edges if edges is not None else equal_bins([values], bins), keywords)
-        words = " · ".join(part for part in (kernel.title, kernel.gates[number] if kernel.gates else "") if part)
-        ax.set_title("\n".join(part for part in (words, _data.nonfinite_note(values)) if part), fontsize="small", pad=3)
+        panel_title = " · ".join(
+            title_part for title_part in (kernel.title, kernel.gates[number] if kernel.gates else "") if title_part
+        )
+        ax.set_title(
+            "\n".join(title_part for title_part in (panel_title, _data.nonfinite_note(values)) if title_part),
+            fontsize="small",
+            pad=3,
+        )
         if number and edges is not None:
             ax.tick_params(labelleft=False)

@@ -61,111 +61,123 @@ def maps(
     -------
     1-D array of Axes, step by step, forward before backward
     """
-    whole_array = _data.labelled(array, "maps", dims=dims, guess=_GUESS)
+    whole_array = _data.label_array(array, "maps", dims=dims, guess=_GUESS)
     _data.require_time(whole_array, "maps")
-    space = _space(whole_array)
-    one_sample = _place(whole_array, SAMPLE, sample) if SAMPLE in whole_array.dims or sample else whole_array
-    missing = _samples.notes_of(one_sample)
-    pictures, words = _pictures(one_sample, channel, space)
-    words_of_time = {"long_name": _data.axis_label(pictures, TIME)}
-    pictures = whole_pictures = pictures.assign_coords({TIME: (TIME, _data.positions(pictures, TIME), words_of_time)})
-    times, picked, thinned = _steps(pictures, steps), [0], None
-    if len(space) == 2:
-        picked, thinned = _data.choose(len(times), max_panels, "steps", page=page) if steps is None else (times, None)
+    space_dims = _space_dims(whole_array)
+    one_sample = _select_position(whole_array, SAMPLE, sample) if SAMPLE in whole_array.dims or sample else whole_array
+    notes = _samples.notes_of(one_sample)
+    pictures, reduction_text = _reduce_channels(one_sample, channel, space_dims)
+    time_attrs = {"long_name": _data.axis_label(pictures, TIME)}
+    pictures = all_pictures = pictures.assign_coords({TIME: (TIME, _data.positions(pictures, TIME), time_attrs)})
+    time_indices, panel_indices, panel_note = _step_indices(pictures, steps), [0], None
+    if len(space_dims) == 2:
+        panel_indices, panel_note = (
+            _data.select_evenly(len(time_indices), max_panels, "steps", page=page)
+            if steps is None
+            else (time_indices, None)
+        )
     else:
-        pictures = pictures.isel({TIME: times})
-    shown = _data.halves(pictures)
-    values = _samples.without_padding(whole_pictures).values
-    top = limit if limit is not None else _data.largest_magnitude(values)
-    positive = channel is None and (_axes.is_positive(values) or bool(words))
-    look: dict[str, Any] = {"aspect": "equal" if len(space) == 2 else "auto"}
-    look |= {**_axes.colours(values, top, log=log, positive=positive), **image}
-    dims_of = _images.ImageDims(space[1] if len(space) == 2 else TIME, space[0], stacked=False)
-    sizes = _sizes(len(picked), [pictures.sizes[dim] for dim in space], len(shown))
-    panels = _frame.open_panels("maps", len(picked), ax, figure, ways=[half.name for half in shown], **sizes)
-    drawn = []
-    for half, axes in zip(shown, panels.halves, strict=True):
-        for place, step in zip(axes, picked, strict=True):
-            one = half.data if len(space) == 1 else half.data.isel({TIME: step})
-            drawn.append(_images.draw_image(place, dims_of.matrix(one), look=look, limits=_CELLS))
-            if len(space) == 2:
-                place.set_title(f"step {_data.positions(half.data, TIME)[step]:g}", fontsize="small", pad=3)
-    down, across = (_data.axis_label(pictures, dim) for dim in (dims_of.down, dims_of.across))
-    panels.label(across, down)
-    value = f"norm of {_data.value_label(one_sample)}" if words and channel is None else _data.value_label(one_sample)
-    _images.colour_bars(panels, drawn, value, shared=True, wanted=colorbar)
-    panels.outer_ticks_only()
-    merged = _images.merge_note(dims_of.shape(whole_pictures), _CELLS, down, across)
-    number = _data.place_words(whole_array, SAMPLE, sample) if SAMPLE in whole_array.dims else ""
-    head = " · ".join(filter(None, [_data.title_of(one_sample), words, number]))
-    return panels.titled(title or head, [thinned, merged, *missing])
+        pictures = pictures.isel({TIME: time_indices})
+    views = _data.direction_views(pictures)
+    values = _samples.nan_at_padding(all_pictures).values
+    common_limit = limit if limit is not None else _data.largest_magnitude(values)
+    is_one_signed = channel is None and (_axes.is_positive(values) or bool(reduction_text))
+    style: dict[str, Any] = {"aspect": "equal" if len(space_dims) == 2 else "auto"}
+    style |= {**_axes.colour_scale(values, common_limit, log=log, positive=is_one_signed), **image}
+    image_dims = _images.ImageDims(space_dims[1] if len(space_dims) == 2 else TIME, space_dims[0], is_stacked=False)
+    sizes = _panel_sizes(len(panel_indices), [pictures.sizes[dim] for dim in space_dims], len(views))
+    panels = _frame.open_panels(
+        "maps", len(panel_indices), ax, figure, directions=[view.name for view in views], **sizes
+    )
+    images = []
+    for view, direction_axes in zip(views, panels.axes_by_direction, strict=True):
+        for panel_ax, step in zip(direction_axes, panel_indices, strict=True):
+            picture = view.data if len(space_dims) == 1 else view.data.isel({TIME: step})
+            images.append(_images.draw_image(panel_ax, image_dims.matrix(picture), style=style, cell_limits=_CELLS))
+            if len(space_dims) == 2:
+                panel_ax.set_title(f"step {_data.positions(view.data, TIME)[step]:g}", fontsize="small", pad=3)
+    y_label, x_label = (_data.axis_label(pictures, dim) for dim in (image_dims.vertical, image_dims.horizontal))
+    panels.label_axes(x_label, y_label)
+    value_label = (
+        f"norm of {_data.value_label(one_sample)}"
+        if reduction_text and channel is None
+        else _data.value_label(one_sample)
+    )
+    _images.colour_bars(panels, images, value_label, shared=True, enabled=colorbar)
+    panels.hide_inner_ticks()
+    merge_note = _images.merge_note(image_dims.shape(all_pictures), _CELLS, y_label, x_label)
+    sample_title = _data.position_title(whole_array, SAMPLE, sample) if SAMPLE in whole_array.dims else ""
+    default_title = " · ".join(filter(None, [_data.title_of(one_sample), reduction_text, sample_title]))
+    return panels.with_title(title or default_title, [panel_note, merge_note, *notes])
 
 
-def _space(array: xr.DataArray) -> list[str]:
+def _space_dims(array: xr.DataArray) -> list[str]:
     """Return the axes of space, height before width; raise InputError for dimensions that the figure cannot draw."""
-    found = [name for axis in SPACE[3] for name in (axis, f"input_{axis}") if name in array.dims]
-    got = f"dimensions ({', '.join(map(str, array.dims))})"
-    if not found:
-        what, hint = "plot.maps needs axes of space.", "draw units by time with plot.heatmap; name axes with dims="
-        raise InputError(what, got=got, expected="height and width, or width alone", hint=hint)
-    if len(found) > 2:
-        what, depth = "plot.maps draws at most two axes of space.", found[0]
-        hint = f"select a slice, array.isel({depth}=0), or take the norm, (array**2).sum({depth!r}) ** 0.5"
-        raise InputError(what, got=got, expected=f"one value of {depth!r}", hint=hint)
-    known = {SAMPLE, TIME, DIRECTION, _channels(array), *found}
-    others = [str(dim) for dim in array.dims if dim not in known]
-    if others:
-        what, hint = "plot.maps has no place for this dimension.", f"select one, array.isel({others[0]}=0)"
-        raise InputError(what, got=", ".join(others), expected="sample, time, space and channel", hint=hint)
-    return found
+    space_dims = [name for space_axis in SPACE[3] for name in (space_axis, f"input_{space_axis}") if name in array.dims]
+    received = f"dimensions ({', '.join(map(str, array.dims))})"
+    if not space_dims:
+        message, hint = "plot.maps needs axes of space.", "draw units by time with plot.heatmap; name axes with dims="
+        raise InputError(message, got=received, expected="height and width, or width alone", hint=hint)
+    if len(space_dims) > 2:
+        message, depth_dim = "plot.maps draws at most two axes of space.", space_dims[0]
+        hint = f"select a slice, array.isel({depth_dim}=0), or take the norm, (array**2).sum({depth_dim!r}) ** 0.5"
+        raise InputError(message, got=received, expected=f"one value of {depth_dim!r}", hint=hint)
+    known_dims = {SAMPLE, TIME, DIRECTION, _channel_dim(array), *space_dims}
+    other_dims = [str(dim) for dim in array.dims if dim not in known_dims]
+    if other_dims:
+        message, hint = "plot.maps has no place for this dimension.", f"select one, array.isel({other_dims[0]}=0)"
+        raise InputError(message, got=", ".join(other_dims), expected="sample, time, space and channel", hint=hint)
+    return space_dims
 
 
-def _channels(array: xr.DataArray) -> str | None:
+def _channel_dim(array: xr.DataArray) -> str | None:
     """Return the dimension of channels; None if there is none."""
     return CHANNEL if CHANNEL in array.dims else _data.unit_dim(array)
 
 
-def _place(array: xr.DataArray, dim: str | None, index: int) -> xr.DataArray:
+def _select_position(array: xr.DataArray, dim: str | None, index: int) -> xr.DataArray:
     """Select one position along a dimension. Raise InputError if there is no such position."""
     count = 0 if dim is None else array.sizes.get(dim, 0)
     if index >= count:
         name = SAMPLE if dim == SAMPLE else CHANNEL
-        there = f" of {count}" if count else f", dimensions ({', '.join(map(str, array.dims))})"
-        got = f"{name}={index}{there}"
+        available_text = f" of {count}" if count else f", dimensions ({', '.join(map(str, array.dims))})"
+        received = f"{name}={index}{available_text}"
         expected = f"{name}=0 to {count - 1}" if count else f"an array with {name}s"
-        raise InputError(f"There is no such {name}.", got=got, expected=expected)
+        raise InputError(f"There is no such {name}.", got=received, expected=expected)
     return array.isel({dim: index}, drop=True)
 
 
-def _pictures(one: xr.DataArray, channel: int | None, space: list[str]) -> tuple[xr.DataArray, str]:
+def _reduce_channels(array: xr.DataArray, channel: int | None, space_dims: list[str]) -> tuple[xr.DataArray, str]:
     """Return the values over time and space, with channels reduced, and text on how they were reduced."""
-    channels = _channels(one)
+    channels = _channel_dim(array)
     if channel is not None:
-        return _place(one, channels, channel), f"channel {channel}"
+        return _select_position(array, channels, channel), f"channel {channel}"
     if channels is None:
-        return one, ""
-    norms = safe_norm(one.values, axis=one.get_axis_num(channels))
-    return one.isel({channels: 0}, drop=True).copy(data=norms), "norm over channels"
+        return array, ""
+    norms = safe_norm(array.values, axis=array.get_axis_num(channels))
+    return array.isel({channels: 0}, drop=True).copy(data=norms), "norm over channels"
 
 
-def _steps(array: xr.DataArray, steps: Any) -> list[int]:
+def _step_indices(array: xr.DataArray, steps: Any) -> list[int]:
     """Return the indices of the chosen time steps; all by default. Raise InputError if a step does not exist."""
-    known = _data.positions(array, TIME)
+    known_steps = _data.positions(array, TIME)
     if steps is None:
-        return list(range(len(known)))
-    wanted = np.atleast_1d(steps).reshape(-1)
-    absent = [step for step in wanted.tolist() if step not in known]
-    if absent or not wanted.size:
-        got = f"steps={wanted.tolist()}"
-        raise InputError("There is no such step.", got=got, expected=f"steps from {known[0]} to {known[-1]}")
-    return [int(np.flatnonzero(known == step)[0]) for step in wanted]
+        return list(range(len(known_steps)))
+    requested_steps = np.atleast_1d(steps).reshape(-1)
+    missing_steps = [step for step in requested_steps.tolist() if step not in known_steps]
+    if missing_steps or not requested_steps.size:
+        received = f"steps={requested_steps.tolist()}"
+        raise InputError(
+            "There is no such step.", got=received, expected=f"steps from {known_steps[0]} to {known_steps[-1]}"
+        )
+    return [int(np.flatnonzero(known_steps == step)[0]) for step in requested_steps]
 
 
-def _sizes(count: int, sizes: list[int], ways: int) -> dict[str, Any]:
+def _panel_sizes(count: int, picture_shape: list[int], direction_count: int) -> dict[str, Any]:
     """Return the size of a panel in the shape of the pictures, the margin, and rows and columns."""
-    if len(sizes) == 1:
+    if len(picture_shape) == 1:
         return {"size": (6.0, 2.6), "margin": (1.6, 1.1), "ticks": "x-small"}
-    ratio = float(np.clip(sizes[0] / sizes[1], 0.3, 3.0))
+    ratio = float(np.clip(picture_shape[0] / picture_shape[1], 0.3, 3.0))
     width = (3.4 if count == 1 else 1.45) / max(1.0, ratio**0.5)
-    shape = _frame.near_square(count, aspect=2.0 * ratio / ways)
+    shape = _frame.near_square(count, aspect=2.0 * ratio / direction_count)
     return {"size": (width, width * ratio + 0.3), "margin": (1.9, 1.1), "shape": shape, "ticks": "x-small"}

@@ -30,7 +30,7 @@ from .time_jacobian import block_norms
 
 
 @dataclass(frozen=True)
-class _Curve:
+class _LagProfile:
     """One lag profile with its mean lag and horizon."""
 
     name: str
@@ -42,12 +42,12 @@ class _Curve:
     colour: str
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """Mean lag and horizon as text; a horizon at the last lag is marked as a lower bound."""
         if self.horizon < 0:
             return "0 at every lag"
-        last = int(np.flatnonzero(np.isfinite(self.mean))[-1])
-        return f"mean lag {self.mean_lag:.3g}\nhorizon {'≥ ' if self.horizon == last else ''}{self.horizon}"
+        last_lag = int(np.flatnonzero(np.isfinite(self.mean))[-1])
+        return f"mean lag {self.mean_lag:.3g}\nhorizon {'≥ ' if self.horizon == last_lag else ''}{self.horizon}"
 
 
 @drawing(Line2D, samples=one_of("median", "mean"))
@@ -91,96 +91,110 @@ def lag_profile(
     Masked steps do not count. Lags below 0 are left out. For a backward direction the lag counts from
     the output to later inputs.
     """
-    given = {str(name): data for name, data in jacobian.items()} if isinstance(jacobian, Mapping) else {"": jacobian}
-    if not given:
+    jacobians = (
+        {str(name): data for name, data in jacobian.items()} if isinstance(jacobian, Mapping) else {"": jacobian}
+    )
+    if not jacobians:
         raise InputError(
             "plot.lag_profile got no time Jacobian.",
             got="an empty mapping",
             expected='one that rl.jacobian returned, or several by name: {"LSTM": one, "GRU": other}',
         )
-    curves: list[_Curve] = []
+    profiles: list[_LagProfile] = []
     notes: list[str | None] = []
-    for name, data in given.items():
+    for name, data in jacobians.items():
         array, _ = block_norms(data, "lag_profile", dims)
         notes += _samples.notes_of(array)[:1]
-        notes.append(None if _samples.hidden(array) is None else "padding left out")
-        for half in _data.halves(array):
-            norms = np.abs(_data.of_samples(half.data, OUT_TIME, IN_TIME))
-            where = ~_data.of_samples(_samples.padding_of(half.data), OUT_TIME, IN_TIME)
+        notes.append(None if _samples.padding_mask(array) is None else "padding left out")
+        for view in _data.direction_views(array):
+            norms = np.abs(_data.numpy_by_sample(view.data, OUT_TIME, IN_TIME))
+            is_real = ~_data.numpy_by_sample(_samples.full_padding_mask(view.data), OUT_TIME, IN_TIME)
             times = (_data.positions(array, OUT_TIME), _data.positions(array, IN_TIME))
-            if half.name == BACKWARD:  # lag counts from the output step to later input steps
-                norms, where, times = np.swapaxes(norms, -1, -2), np.swapaxes(where, -1, -2), times[::-1]
-            words = " ".join(part for part in (name, half.name) if part)
-            colour = _axes.line_colours(len(curves) + 1)[-1]
-            curves.append(_curve(words, colour, _rows(norms, where, times), samples, epsilon, confidence))
+            if view.name == BACKWARD:  # lag counts from the output step to later input steps
+                norms, is_real, times = np.swapaxes(norms, -1, -2), np.swapaxes(is_real, -1, -2), times[::-1]
+            profile_name = " ".join(part for part in (name, view.name) if part)
+            colour = _axes.line_colours(len(profiles) + 1)[-1]
+            profiles.append(
+                _summarise_profiles(
+                    profile_name, colour, _sample_profiles(norms, is_real, times), samples, epsilon, confidence
+                )
+            )
     panels = _frame.open_panels("lag_profile", 1, ax, figure, size=(6.2, 3.4))
-    for curve in curves:
-        _draw_lags(panels.axes[0], curve, line)
-    _scale(panels.axes[0], curves, delays, outside=bool(panels.owners))
-    of_peaks = samples == "median" and any(curve.low is not None for curve in curves)
-    words = "mean norm of the time Jacobian" + (", share of the sample's peak" if of_peaks else "")
-    panels.label("lag (output step - input step)", words)
-    band = "quartiles of the samples" if samples == "median" else f"{confidence:.0%} bootstrap interval over samples"
-    shown = f"band: {band}" if confidence > 0 and any(c.low is not None for c in curves) else None
-    marks = f"dotted: mean lag; triangle: horizon, {100 * epsilon:g} % of the peak"
-    return panels.titled(title or "lag profile", [shown, marks, *notes])
+    for profile in profiles:
+        _draw_lags(panels.axes[0], profile, line)
+    _set_axes(panels.axes[0], profiles, delays, outside=bool(panels.direction_figures))
+    is_peak_share = samples == "median" and any(profile.low is not None for profile in profiles)
+    profile_name = "mean norm of the time Jacobian" + (", share of the sample's peak" if is_peak_share else "")
+    panels.label_axes("lag (output step - input step)", profile_name)
+    band_text = (
+        "quartiles of the samples" if samples == "median" else f"{confidence:.0%} bootstrap interval over samples"
+    )
+    band_note = (
+        f"band: {band_text}" if confidence > 0 and any(profile.low is not None for profile in profiles) else None
+    )
+    mark_note = f"dotted: mean lag; triangle: horizon, {100 * epsilon:g} % of the peak"
+    return panels.with_title(title or "lag profile", [band_note, mark_note, *notes])
 
 
-def _rows(norms: Numbers, where: Numbers, times: tuple[Numbers, Numbers]) -> Numbers:
+def _sample_profiles(norms: Numbers, is_real: Numbers, times: tuple[Numbers, Numbers]) -> Numbers:
     """Compute the lag profile of each sample, (sample, lag), from norms of a time Jacobian."""
-    whole = len(times[0]) == len(times[1])
-    out_times, in_times = (None if whole and np.array_equal(t, np.arange(len(t))) else t.tolist() for t in times)
+    is_square = len(times[0]) == len(times[1])
+    out_times, in_times = (None if is_square and np.array_equal(t, np.arange(len(t))) else t.tolist() for t in times)
     return np.stack(
         [
-            measures.lag_profile(piece, out_times=out_times, in_times=in_times, where=real)
-            for piece, real in zip(norms, where, strict=True)
+            measures.lag_profile(sample_norms, out_times=out_times, in_times=in_times, where=sample_is_real)
+            for sample_norms, sample_is_real in zip(norms, is_real, strict=True)
         ]
     )
 
 
-def _curve(name: str, colour: str, rows: Numbers, samples: str, epsilon: float, confidence: float) -> _Curve:
+def _summarise_profiles(
+    name: str, colour: str, sample_profiles: Numbers, samples: str, epsilon: float, confidence: float
+) -> _LagProfile:
     """Summarise the lag profiles of all samples: line, band, mean lag and horizon."""
-    several, low, high = len(rows) > 1, None, None
-    band = peak_band(rows) if several and samples == "median" else None
-    middle = measures.finite_mean(rows, axis=0) if band is None else band.median
-    if several and confidence > 0:
-        low, high = (band.low, band.high) if band else bootstrap_interval(rows, axis=0, confidence=confidence)
-    lag, reach = measures.mean_lag(middle), measures.horizon(middle, epsilon=epsilon)
-    return _Curve(name, middle, low, high, float(lag), int(reach), colour)
+    has_several, low, high = len(sample_profiles) > 1, None, None
+    band = peak_band(sample_profiles) if has_several and samples == "median" else None
+    mean_profile = measures.finite_mean(sample_profiles, axis=0) if band is None else band.median
+    if has_several and confidence > 0:
+        low, high = (
+            (band.low, band.high) if band else bootstrap_interval(sample_profiles, axis=0, confidence=confidence)
+        )
+    mean_lag, horizon = measures.mean_lag(mean_profile), measures.horizon(mean_profile, epsilon=epsilon)
+    return _LagProfile(name, mean_profile, low, high, float(mean_lag), int(horizon), colour)
 
 
-def _draw_lags(ax: Any, curve: _Curve, keywords: dict[str, Any]) -> None:
+def _draw_lags(ax: Any, profile: _LagProfile, keywords: dict[str, Any]) -> None:
     """Draw one profile with its band, mean lag and horizon."""
-    lags = np.arange(len(curve.mean))
-    shown = np.where(curve.mean > 0, curve.mean, np.nan)
-    if curve.low is not None and curve.high is not None:
-        _axes.draw_band(ax, lags, curve.low, curve.high, curve.colour, alpha=0.25)
-    look = {"label": curve.name, "gid": f"profile {curve.name}".strip(), "color": curve.colour, "linewidth": 1.4}
-    ax.plot(lags, shown, **{**look, **keywords})
-    if math.isfinite(curve.mean_lag):
-        ax.axvline(curve.mean_lag, color=curve.colour, linewidth=0.9, linestyle=":", gid="mean lag")
-    if curve.horizon >= 0:
-        look = {"color": curve.colour, "markersize": 6, "transform": ax.get_xaxis_transform(), "gid": "horizon"}
-        ax.plot([curve.horizon], [0.02], "^", **look)
+    lags = np.arange(len(profile.mean))
+    positive_values = np.where(profile.mean > 0, profile.mean, np.nan)
+    if profile.low is not None and profile.high is not None:
+        _axes.draw_band(ax, lags, profile.low, profile.high, profile.colour, alpha=0.25)
+    style = {"label": profile.name, "gid": f"profile {profile.name}".strip(), "color": profile.colour, "linewidth": 1.4}
+    ax.plot(lags, positive_values, **{**style, **keywords})
+    if math.isfinite(profile.mean_lag):
+        ax.axvline(profile.mean_lag, color=profile.colour, linewidth=0.9, linestyle=":", gid="mean lag")
+    if profile.horizon >= 0:
+        style = {"color": profile.colour, "markersize": 6, "transform": ax.get_xaxis_transform(), "gid": "horizon"}
+        ax.plot([profile.horizon], [0.02], "^", **style)
 
 
-def _scale(ax: Any, curves: Sequence[_Curve], delays: Numbers, *, outside: bool) -> None:
+def _set_axes(ax: Any, profiles: Sequence[_LagProfile], delays: Numbers, *, outside: bool) -> None:
     """Set a logarithmic value axis, mark the delays, and name the lines at their ends."""
-    _axes.log_axis(ax)
-    _axes.log_limits(ax, np.concatenate([curve.mean for curve in curves]), room=2)
-    _axes.step_axis(ax, "x", np.arange(max(len(curve.mean) for curve in curves)), time=False, room=0.5)
+    _axes.set_log_axis(ax)
+    _axes.set_log_limits(ax, np.concatenate([profile.mean for profile in profiles]), headroom=2)
+    _axes.tick_steps(ax, "x", np.arange(max(len(profile.mean) for profile in profiles)), time=False, margin=0.5)
     _axes.mark_delays(ax, delays)
     for delay in delays:
         _axes.mark_top(ax, float(delay), "delay")
-    for curve in curves:
-        _axes.mark_below(ax, np.arange(len(curve.mean)), curve.mean, curve.colour)
-    ends = []
-    for curve in curves:
-        shown = np.flatnonzero(curve.mean > 0)
-        y = float(curve.mean[shown[-1]]) if shown.size else float("nan")
-        words = "\n".join(part for part in (curve.name, curve.words) if part)
-        ends.append(_axes.End(y, words, curve.colour))
-    _axes.name_ends(ax, ends, outside=outside)
+    for profile in profiles:
+        _axes.mark_below(ax, np.arange(len(profile.mean)), profile.mean, profile.colour)
+    line_ends = []
+    for profile in profiles:
+        positive_lags = np.flatnonzero(profile.mean > 0)
+        y = float(profile.mean[positive_lags[-1]]) if positive_lags.size else float("nan")
+        text = "\n".join(part for part in (profile.name, profile.summary) if part)
+        line_ends.append(_axes.LineEnd(y, text, profile.colour))
+    _axes.name_ends(ax, line_ends, outside=outside)
 
 
 #: Gates that keep a state, in the order of preference.
@@ -220,89 +234,104 @@ def memory_lifetime(
     -------
     1-D array of Axes, forward before backward
     """
-    gates = _data.labelled(_data.variable(layer, "gates", "memory_lifetime", masked=True), "memory_lifetime")
+    gates = _data.label_array(_data.layer_variable(layer, "gates", "memory_lifetime", masked=True), "memory_lifetime")
     _data.require_dim(gates, GATE, "memory_lifetime")
-    keep = next((name for name in KEEPING if name in _data.names_of(gates, GATE)), None)
-    if keep is None:
+    keeping_gate = next((name for name in KEEPING if name in _data.names_of(gates, GATE)), None)
+    if keeping_gate is None:
         expected = "a forget gate (LSTM) or an update gate (GRU)"
-        got = f"gates {', '.join(_data.names_of(gates, GATE))}"
-        raise InputError("No gate of this cell keeps its state.", got=got, expected=expected)
-    array = _data.labelled(jacobian, "memory_lifetime", guess={4: (SAMPLE, OUT_TIME, OUT_UNIT, IN_FEATURE)})
-    ways = [half.name for half in _data.halves(gates)]
-    panels = _frame.open_panels("memory_lifetime", 1, ax, figure, ways=ways, size=(3.6, 3.5))
-    for number, (place, way) in enumerate(zip(panels.axes, ways, strict=True)):
-        kept, arrived, steps = _values(gates, array, keep, number if way else None, most=max_lines)
-        _draw_lifetime(place, kept, arrived, steps, point)
-    symbol = "c" if keep == "forget" else "h"
-    words = f"product of the {keep} gates up to t"
-    panels.label(words, f"$|\\partial{{}}{symbol}_t/\\partial{{}}{symbol}_0|$ of the same unit")
-    head = _data.layer_title(gates.attrs, "memory lifetime")
+        received = f"gates {', '.join(_data.names_of(gates, GATE))}"
+        raise InputError("No gate of this cell keeps its state.", got=received, expected=expected)
+    jacobian_array = _data.label_array(jacobian, "memory_lifetime", guess={4: (SAMPLE, OUT_TIME, OUT_UNIT, IN_FEATURE)})
+    directions = [view.name for view in _data.direction_views(gates)]
+    panels = _frame.open_panels("memory_lifetime", 1, ax, figure, directions=directions, size=(3.6, 3.5))
+    for direction_index, (panel_ax, direction) in enumerate(zip(panels.axes, directions, strict=True)):
+        products, derivatives, steps = _kept_and_measured(
+            gates, jacobian_array, keeping_gate, direction_index if direction else None, max_steps=max_lines
+        )
+        _draw_lifetime(panel_ax, products, derivatives, steps, point)
+    symbol = "c" if keeping_gate == "forget" else "h"
+    x_label = f"product of the {keeping_gate} gates up to t"
+    panels.label_axes(x_label, f"$|\\partial{{}}{symbol}_t/\\partial{{}}{symbol}_0|$ of the same unit")
+    default_title = _data.layer_title(gates.attrs, "memory lifetime")
     count = gates.sizes.get(SAMPLE, 1)
-    note = f"median over {count} samples, a point per unit" if count > 1 else "a point per unit"
-    missing = [_data.nonfinite_note(values) for values in (array.values, gates.sel({GATE: keep}).values)]
-    return panels.titled(title or head, [note, *missing])
+    median_note = f"median over {count} samples, a point per unit" if count > 1 else "a point per unit"
+    nonfinite_notes = [
+        _data.nonfinite_note(values) for values in (jacobian_array.values, gates.sel({GATE: keeping_gate}).values)
+    ]
+    return panels.with_title(title or default_title, [median_note, *nonfinite_notes])
 
 
-def _values(
-    gates: xr.DataArray, array: xr.DataArray, keep: str, half: int | None, *, most: int
+def _kept_and_measured(
+    gates: xr.DataArray, jacobian_array: xr.DataArray, keeping_gate: str, direction_index: int | None, *, max_steps: int
 ) -> tuple[Numbers, Numbers, Numbers]:
     """Return the products of forget gates and the measured derivatives, (step, unit) each, and the steps."""
-    backward = half is not None and _data.names_of(gates, DIRECTION)[half] == BACKWARD
-    backward = backward or (half is None and gates.attrs.get("direction") == BACKWARD)
-    if half is not None:
-        gates = gates.isel({DIRECTION: half})
-        own = {dim: half for dim in (DIRECTION, f"in_{DIRECTION}") if dim in array.dims}
-        array = array.isel(own)
-    forget, real = _data.of_samples(gates.sel({GATE: keep}), TIME), _samples.real_steps(gates)
-    against = slice(None, None, -1) if backward else slice(None)
-    kept = kept_by_gates(forget[:, against], real[:, against])[:, against]
-    sources = [str(d) for d in array.dims if d not in (SAMPLE, OUT_TIME, OUT_UNIT)]
-    if OUT_TIME not in array.dims or OUT_UNIT not in array.dims or len(sources) != 1:
-        _refuse(array)
-    arrived = np.abs(own_diagonal(_data.of_samples(array, OUT_TIME, OUT_UNIT, sources[0])))
-    steps = _data.positions(array, OUT_TIME)
-    if arrived.shape[2] != kept.shape[2] or arrived.shape[0] != kept.shape[0] or steps.max() >= kept.shape[1]:
-        _refuse(array)
-    places = np.linspace(-1, len(steps) - 1, min(most, len(steps)) + 1)[1:]
-    at = np.array(sorted({round(place) for place in places}))
-    kept, arrived = (
-        np.where(np.isfinite(values).all(axis=0), finite_median(values), np.nan)
-        for values in (kept[:, steps[at].astype(int)], arrived[:, at])
+    is_backward = direction_index is not None and _data.names_of(gates, DIRECTION)[direction_index] == BACKWARD
+    is_backward = is_backward or (direction_index is None and gates.attrs.get("direction") == BACKWARD)
+    if direction_index is not None:
+        gates = gates.isel({DIRECTION: direction_index})
+        direction_selection = {
+            dim: direction_index for dim in (DIRECTION, f"in_{DIRECTION}") if dim in jacobian_array.dims
+        }
+        jacobian_array = jacobian_array.isel(direction_selection)
+    gate_values, is_real = (
+        _data.numpy_by_sample(gates.sel({GATE: keeping_gate}), TIME),
+        _samples.real_step_mask(gates),
     )
-    return kept, arrived, steps[at]
+    recurrence_order = slice(None, None, -1) if is_backward else slice(None)
+    products = kept_by_gates(gate_values[:, recurrence_order], is_real[:, recurrence_order])[:, recurrence_order]
+    source_dims = [str(d) for d in jacobian_array.dims if d not in (SAMPLE, OUT_TIME, OUT_UNIT)]
+    if OUT_TIME not in jacobian_array.dims or OUT_UNIT not in jacobian_array.dims or len(source_dims) != 1:
+        _refuse_mismatch(jacobian_array)
+    derivatives = np.abs(own_diagonal(_data.numpy_by_sample(jacobian_array, OUT_TIME, OUT_UNIT, source_dims[0])))
+    steps = _data.positions(jacobian_array, OUT_TIME)
+    if (
+        derivatives.shape[2] != products.shape[2]
+        or derivatives.shape[0] != products.shape[0]
+        or steps.max() >= products.shape[1]
+    ):
+        _refuse_mismatch(jacobian_array)
+    spaced_indices = np.linspace(-1, len(steps) - 1, min(max_steps, len(steps)) + 1)[1:]
+    step_indices = np.array(sorted({round(spaced_index) for spaced_index in spaced_indices}))
+    products, derivatives = (
+        np.where(np.isfinite(values).all(axis=0), finite_median(values), np.nan)
+        for values in (products[:, steps[step_indices].astype(int)], derivatives[:, step_indices])
+    )
+    return products, derivatives, steps[step_indices]
 
 
-def _refuse(array: xr.DataArray) -> None:
+def _refuse_mismatch(jacobian_array: xr.DataArray) -> None:
     raise InputError(
         "The Jacobian does not fit the gates.",
-        got=f"dimensions {dict(array.sizes)}",
+        got=f"dimensions {dict(jacobian_array.sizes)}",
         expected="(sample, out_time, out_unit, in_feature) of one state and the same batch",
         hint='rl.jacobian(model, x, of="lstm.cell", wrt="lstm.initial_cell")',
     )
 
 
-def _draw_lifetime(ax: Any, kept: Numbers, arrived: Numbers, steps: Numbers, keywords: dict[str, Any]) -> None:
+def _draw_lifetime(ax: Any, products: Numbers, derivatives: Numbers, steps: Numbers, keywords: dict[str, Any]) -> None:
     """Draw the points of all units, a colour per step; values that are too small are at the border."""
-    values = np.concatenate([kept.reshape(-1), arrived.reshape(-1)])
-    positive = values[np.isfinite(values) & (values > 0)]
-    low = max(float(positive.min(initial=1.0)), _DEEPEST) / 3
-    high = max(float(positive.max(initial=1.0)), 1.0) * 3
-    size, deep = float(np.clip(1500 / kept.shape[1], 4, 26)), False
-    for x, y, step, colour in zip(kept, arrived, steps, _axes.line_colours(len(steps)), strict=True):
-        seen = np.isfinite(x) & np.isfinite(y)
-        deep = deep or bool((np.minimum(x, y)[seen] < low).any())
-        look = {"s": size, "color": colour, "alpha": 0.7, "linewidth": 0, "label": f"t = {step:g}", "zorder": 3}
-        points = np.maximum(x[seen], low), np.maximum(y[seen], low)
-        ax.scatter(*points, **{"gid": f"units {step:g}", "clip_on": False, **look, **keywords})
-        if not seen.all():
-            ax.plot(np.maximum(x[~seen], low), np.full((~seen).sum(), low), "x", color="black", gid="non-finite")
+    all_values = np.concatenate([products.reshape(-1), derivatives.reshape(-1)])
+    positive_values = all_values[np.isfinite(all_values) & (all_values > 0)]
+    low = max(float(positive_values.min(initial=1.0)), _DEEPEST) / 3
+    high = max(float(positive_values.max(initial=1.0)), 1.0) * 3
+    size, has_values_below = float(np.clip(1500 / products.shape[1], 4, 26)), False
+    for x, y, step, colour in zip(products, derivatives, steps, _axes.line_colours(len(steps)), strict=True):
+        is_finite = np.isfinite(x) & np.isfinite(y)
+        has_values_below = has_values_below or bool((np.minimum(x, y)[is_finite] < low).any())
+        style = {"s": size, "color": colour, "alpha": 0.7, "linewidth": 0, "label": f"t = {step:g}", "zorder": 3}
+        point_positions = np.maximum(x[is_finite], low), np.maximum(y[is_finite], low)
+        ax.scatter(*point_positions, **{"gid": f"units {step:g}", "clip_on": False, **style, **keywords})
+        if not is_finite.all():
+            ax.plot(
+                np.maximum(x[~is_finite], low), np.full((~is_finite).sum(), low), "x", color="black", gid="non-finite"
+            )
     ax.plot([low, high], [low, high], color="0.4", linewidth=0.9, linestyle="--", zorder=1, gid="identity")
     ax.set(xlim=(low, high), ylim=(low, high), aspect="equal")
     for axis in ("x", "y"):
-        _axes.log_axis(ax, axis, most=5)
-    if deep:
-        words = f"at the border: below {_axes.short_number(low)}"
-        _axes.write(ax, words, (0.97, 0.02), over="axes fraction", va="bottom", gid="below")
+        _axes.set_log_axis(ax, axis, most_ticks=5)
+    if has_values_below:
+        text = f"at the border: below {_axes.short_number(low)}"
+        _axes.write_text(ax, text, (0.97, 0.02), over="axes fraction", va="bottom", gid="below")
     ax.legend(fontsize="x-small", loc="upper left")
 
 
@@ -342,44 +371,57 @@ def decay_by_lag(
     ----------
     Half-life of the mean decay: Mahto et al. 2021, arXiv:2009.12727, eq. 3.
     """
-    array = _data.labelled(decay, "decay_by_lag", dims=dims, guess={3: (SAMPLE, TIME, "head")})
+    array = _data.label_array(decay, "decay_by_lag", dims=dims, guess={3: (SAMPLE, TIME, "head")})
     _data.require_time(array, "decay_by_lag")
-    values = _data.of_samples(array, TIME)
+    values = _data.numpy_by_sample(array, TIME)
     if (values < 0).any() or not np.isfinite(values).all():
-        got, expected = "negative or non-finite values", "numbers from 0 on"
-        raise InputError("plot.decay_by_lag draws decays.", got=got, expected=expected)
-    total, count = (np.ravel(part) for part in logarithms(values))
-    half_life = half_life_of(total, count)
+        received, expected = "negative or non-finite values", "numbers from 0 on"
+        raise InputError("plot.decay_by_lag draws decays.", got=received, expected=expected)
+    log_sums, step_counts = (np.ravel(statistic) for statistic in logarithms(values))
+    half_life = half_life_of(log_sums, step_counts)
     order = np.argsort(half_life)
-    last = lags or int(array.sizes[TIME])
-    steps = np.arange(last + 1)
-    mean = np.where(count > 0, total / np.maximum(count, 1), -np.inf)[order]
+    last_lag = lags or int(array.sizes[TIME])
+    lags_drawn = np.arange(last_lag + 1)
+    mean_logs = np.where(step_counts > 0, log_sums / np.maximum(step_counts, 1), -np.inf)[order]
     with np.errstate(invalid="ignore"):
-        shares = np.where(steps > 0, np.exp(mean[:, None] * np.maximum(steps, 1)), 1.0)
-    others = [f"{dim}s".replace("_", " ") for dim in array.dims if dim not in (SAMPLE, TIME)]
-    rows = " × ".join(others) or "state"  # noqa: RUF001
+        shares = np.where(lags_drawn > 0, np.exp(mean_logs[:, None] * np.maximum(lags_drawn, 1)), 1.0)
+    row_dims = [f"{dim}s".replace("_", " ") for dim in array.dims if dim not in (SAMPLE, TIME)]
+    row_label = " × ".join(row_dims) or "state"  # noqa: RUF001
     panels = _frame.open_panels("decay_by_lag", 1, ax, figure, size=(4.6, 3.0), margin=(1.2, 0.9), ticks="medium")
-    look = {"cmap": _axes.POSITIVE, "vmin": 0.0, "vmax": 1.0, **image}
-    place = panels.axes[0]
-    grid = _images.Matrix(shares, steps, np.arange(len(order)), over_time=False)
-    drawn = _images.draw_image(place, grid, look=look, limits=_ROWS)
-    limits = place.get_xlim(), place.get_ylim()
-    at = np.minimum(half_life[order], last)
-    place.step(np.r_[at, at[-1]], np.arange(len(order) + 1) - 0.5, where="post", color="black", lw=1.2, gid="half-life")
-    place.set(xlim=limits[0], ylim=limits[1])
-    if colorbar:
-        _images.colour_bar([place], drawn, "share of the state left")
-    panels.label("lag [step]", f"{rows}, fastest first")
-    merged = _images.merge_note(shares.shape, _ROWS, "row", "lag")
-    return panels.titled(title or _data.layer_title(array.attrs, _half_lives(half_life)), ["line: half-life", merged])
-
-
-def _half_lives(half_life: Numbers) -> str:
-    """Return a title with the fastest, the median and the slowest half-life."""
-    low, middle, high = (
-        "for ever" if np.isinf(v) else f"{v:.2g} steps" if v < 10 else f"{v:.0f} steps"
-        for v in (half_life.min(), np.median(half_life), half_life.max())
+    style = {"cmap": _axes.POSITIVE, "vmin": 0.0, "vmax": 1.0, **image}
+    panel_ax = panels.axes[0]
+    share_matrix = _images.Matrix(shares, lags_drawn, np.arange(len(order)), over_time=False)
+    drawn_image = _images.draw_image(panel_ax, share_matrix, style=style, cell_limits=_ROWS)
+    limits = panel_ax.get_xlim(), panel_ax.get_ylim()
+    clipped_half_lives = np.minimum(half_life[order], last_lag)
+    panel_ax.step(
+        np.r_[clipped_half_lives, clipped_half_lives[-1]],
+        np.arange(len(order) + 1) - 0.5,
+        where="post",
+        color="black",
+        lw=1.2,
+        gid="half-life",
     )
-    if low == high:
-        return f"half-life of the state: {low}"
-    return f"half-life of the state: {low} to {high}, median {middle}"
+    panel_ax.set(xlim=limits[0], ylim=limits[1])
+    if colorbar:
+        _images.colour_bar([panel_ax], drawn_image, "share of the state left")
+    panels.label_axes("lag [step]", f"{row_label}, fastest first")
+    merge_note = _images.merge_note(shares.shape, _ROWS, "row", "lag")
+    return panels.with_title(
+        title or _data.layer_title(array.attrs, _half_life_title(half_life)), ["line: half-life", merge_note]
+    )
+
+
+def _half_life_title(half_life: Numbers) -> str:
+    """Return a title with the fastest, the median and the slowest half-life."""
+    fastest, median, slowest = (
+        "for ever"
+        if np.isinf(half_life_value)
+        else f"{half_life_value:.2g} steps"
+        if half_life_value < 10
+        else f"{half_life_value:.0f} steps"
+        for half_life_value in (half_life.min(), np.median(half_life), half_life.max())
+    )
+    if fastest == slowest:
+        return f"half-life of the state: {fastest}"
+    return f"half-life of the state: {fastest} to {slowest}, median {median}"

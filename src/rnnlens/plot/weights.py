@@ -25,8 +25,8 @@ from ._data import Numbers
 
 def drawing_order(names: Iterable[str]) -> list[str]:
     """Sort names of weights and of their gradients from top to bottom, in the order in which cells list them."""
-    listed = list(dict.fromkeys(name for cell in kinds().values() for name in cell.parameters))
-    rank = {name: position for position, name in enumerate(listed)}
+    listed_names = list(dict.fromkeys(name for cell in kinds().values() for name in cell.parameters))
+    rank = {name: position for position, name in enumerate(listed_names)}
     return sorted(names, key=lambda name: rank.get(name.removesuffix("_grad"), len(rank)))
 
 
@@ -35,7 +35,7 @@ class Kernel:
     """One weight of one direction, as (row, gate, unit); ``gates`` is empty without gates."""
 
     name: str
-    words: str
+    value_label: str
     direction: str | None
     values: Numbers
     gates: list[str]
@@ -63,60 +63,62 @@ def kernels_of(weights: Any, figure: str, *, grad: bool = False) -> tuple[list[K
             hint='pass rl.weights(model)["lstm"]',
         )
     names = {str(name): name for name in (dataset.data_vars if isinstance(dataset, xr.Dataset) else dataset)}
-    derived = [name for name in names if name.endswith(("_count", "_norm")) or name.startswith("bias_total")]
-    wanted = drawing_order(name for name in names if name.endswith("_grad") == grad and name not in derived)
-    recurrent = any(name.startswith("recurrent_kernel") for name in wanted)
-    arrays = {name: _labelled(name, dataset[names[name]], figure, recurrent=recurrent) for name in wanted}
-    found = [kernel for name, array in arrays.items() for kernel in _split(name, array)]
-    if not found:
+    derived_names = [name for name in names if name.endswith(("_count", "_norm")) or name.startswith("bias_total")]
+    weight_names = drawing_order(name for name in names if name.endswith("_grad") == grad and name not in derived_names)
+    is_recurrent = any(name.startswith("recurrent_kernel") for name in weight_names)
+    arrays = {
+        name: _label_weight(name, dataset[names[name]], figure, is_recurrent=is_recurrent) for name in weight_names
+    }
+    kernels = [kernel for name, array in arrays.items() for kernel in _split_directions(name, array)]
+    if not kernels:
         raise InputError(
             f"plot.{figure} found no {'gradients of ' if grad else ''}weights here.",
             got=f"variables {', '.join(names) or 'none'}",
             expected="kernel, recurrent_kernel, bias" + (" with _grad" if grad else ""),
             hint="pass data to rl.weights(model, x, y) for gradients" if grad else 'pass rl.weights(model)["lstm"]',
         )
-    return found, dict(dataset.attrs) if isinstance(dataset, xr.Dataset) else {}
+    return kernels, dict(dataset.attrs) if isinstance(dataset, xr.Dataset) else {}
 
 
-def _labelled(name: str, data: Any, figure: str, *, recurrent: bool) -> xr.DataArray:
-    """Label the axes of a weight; a plain array of a ``recurrent`` layer has a gate axis if its rank fits."""
+def _label_weight(name: str, data: Any, figure: str, *, is_recurrent: bool) -> xr.DataArray:
+    """Label the axes of a weight; a plain array has a gate axis if its layer ``is_recurrent`` and its rank fits."""
     if isinstance(data, xr.DataArray):
-        return _data.labelled(data, figure)
-    known = weight_of(name.removesuffix("_grad")) if recurrent else None
-    data = _data.numbers(data, figure)
-    dims = () if known is None else known.dims
-    if known is not None and data.ndim == len(dims) + 1:
+        return _data.label_array(data, figure)
+    weight_info = weight_of(name.removesuffix("_grad")) if is_recurrent else None
+    data = _data.to_real_numpy(data, figure)
+    dims = () if weight_info is None else weight_info.dims
+    if weight_info is not None and data.ndim == len(dims) + 1:
         dims = (DIRECTION, *dims)
-    if known is None or data.ndim != len(dims):
+    if weight_info is None or data.ndim != len(dims):
         dims = (*(f"axis_{i}" for i in range(data.ndim - 1)), UNIT)
-    array = _data.labelled(data, figure, dims=dims).rename(name)
+    array = _data.label_array(data, figure, dims=dims).rename(name)
     if DIRECTION in dims:
         array = array.assign_coords({DIRECTION: [FORWARD, BACKWARD][: array.sizes[DIRECTION]]})
     return array
 
 
-def _split(name: str, array: xr.DataArray) -> list[Kernel]:
+def _split_directions(name: str, array: xr.DataArray) -> list[Kernel]:
     """Split a weight by direction; a gradient by time is summed over its steps to dL/dW."""
-    words, kernels = _data.value_label(array), []
+    value_label, kernels = _data.value_label(array), []
     if TIME in array.dims:
         array = array.sum(TIME, skipna=False, keep_attrs=True)
     gates = _data.names_of(array, GATE) if GATE in array.dims else []
-    for half in _data.halves(array):
-        columns = str(half.data.dims[-1])
-        rows = [str(d) for d in half.data.dims if d not in (GATE, columns)]
-        ordered = half.data.transpose(*rows, *([GATE] if gates else []), columns).values
-        values = ordered.reshape(-1, len(gates) or 1, array.sizes[columns])
-        label = ", ".join(_data.axis_label(array, row) for row in rows)
-        kernels.append(Kernel(name, words, half.name, values, gates, label))
+    for view in _data.direction_views(array):
+        column_dim = str(view.data.dims[-1])
+        row_dims = [str(dim) for dim in view.data.dims if dim not in (GATE, column_dim)]
+        ordered_values = view.data.transpose(*row_dims, *([GATE] if gates else []), column_dim).values
+        values = ordered_values.reshape(-1, len(gates) or 1, array.sizes[column_dim])
+        row_label = ", ".join(_data.axis_label(array, row_dim) for row_dim in row_dims)
+        kernels.append(Kernel(name, value_label, view.name, values, gates, row_label))
     return kernels
 
 
-def by_direction(kernels: list[Kernel]) -> dict[str | None, list[Kernel]]:
+def group_by_direction(kernels: list[Kernel]) -> dict[str | None, list[Kernel]]:
     """Return the kernels of each direction, forward first."""
-    columns: dict[str | None, list[Kernel]] = {}
+    kernels_by_direction: dict[str | None, list[Kernel]] = {}
     for kernel in kernels:
-        columns.setdefault(kernel.direction, []).append(kernel)
-    return columns
+        kernels_by_direction.setdefault(kernel.direction, []).append(kernel)
+    return kernels_by_direction
 
 
 #: Largest number of rows and columns of one kernel.
@@ -163,53 +165,71 @@ def weights_heatmap(
     1-D array of Axes, kernel by kernel, forward before backward
     """
     kernels, attrs = kernels_of(weights, "weights_heatmap", grad=grad)
-    columns = by_direction(kernels)
-    panels = _open(columns, ax, figure)
-    top, clipped = (limit, None) if limit is not None else _common_limit(kernels)
-    drawn = []
-    for column, axes in zip(columns.values(), panels.halves, strict=True):
-        for kernel, place in zip(column, axes, strict=True):
+    kernels_by_direction = group_by_direction(kernels)
+    panels = _open_panels(kernels_by_direction, ax, figure)
+    common_limit, clip_note = (limit, None) if limit is not None else _common_limit(kernels)
+    images = []
+    for direction_kernels, direction_axes in zip(kernels_by_direction.values(), panels.axes_by_direction, strict=True):
+        for kernel, panel_ax in zip(direction_kernels, direction_axes, strict=True):
             is_common = limit is not None or (shared and not kernel.has_one_row)
-            own = top if is_common else _data.largest_magnitude(kernel.values)
-            drawn.append(_draw_weight_maps(place, kernel, own, image, absolute=absolute, log=log))
-    label = kernels[0].words if len(kernels) == 1 else "gradient" if grad else "weight"
+            panel_limit = common_limit if is_common else _data.largest_magnitude(kernel.values)
+            images.append(_draw_weight_maps(panel_ax, kernel, panel_limit, image, absolute=absolute, log=log))
+    value_label = kernels[0].value_label if len(kernels) == 1 else "gradient" if grad else "weight"
     if colorbar:
-        _bars(panels, list(columns.values()), drawn, f"|{label}|" if absolute else label, shared=shared)
-    panels.label("gate, unit" if any(kernel.gates for kernel in kernels) else "unit", "")
-    what = "gradients of the weights" if grad else "weights"
-    merge_notes = [(kernel.title, _images.merge_note(*_cells(kernel), "row", "unit")) for kernel in kernels]
-    merged = dict.fromkeys(f"{name}: {note}" for name, note in merge_notes if note)
-    return panels.titled(title or _data.layer_title(attrs, what), [*merged, clipped])
+        _draw_colour_bars(
+            panels,
+            list(kernels_by_direction.values()),
+            images,
+            f"|{value_label}|" if absolute else value_label,
+            shared=shared,
+        )
+    panels.label_axes("gate, unit" if any(kernel.gates for kernel in kernels) else "unit", "")
+    quantity_name = "gradients of the weights" if grad else "weights"
+    merge_notes = [(kernel.title, _images.merge_note(*_cell_limits(kernel), "row", "unit")) for kernel in kernels]
+    unique_notes = dict.fromkeys(f"{name}: {merge_note}" for name, merge_note in merge_notes if merge_note)
+    return panels.with_title(title or _data.layer_title(attrs, quantity_name), [*unique_notes, clip_note])
 
 
-def _bars(panels: _frame.Panels, columns: list[list[Kernel]], drawn: list[Any], label: str, *, shared: bool) -> None:
+def _draw_colour_bars(
+    panels: _frame.Panels, kernels_by_direction: list[list[Kernel]], images: list[Any], label: str, *, shared: bool
+) -> None:
     """Draw a colour bar for the kernels and one for each bias; those of the first of two directions are invisible."""
-    images = iter(drawn)
-    for number, (column, axes) in enumerate(zip(columns, panels.halves, strict=True)):
-        shown = [(kernel, ax, next(images)) for kernel, ax in zip(column, axes, strict=True)]
-        together = [(ax, image) for kernel, ax, image in shown if shared and not kernel.has_one_row]
+    remaining_images = iter(images)
+    for number, (direction_kernels, direction_axes) in enumerate(
+        zip(kernels_by_direction, panels.axes_by_direction, strict=True)
+    ):
+        drawn_kernels = [
+            (kernel, ax, next(remaining_images)) for kernel, ax in zip(direction_kernels, direction_axes, strict=True)
+        ]
+        shared_images = [(ax, image) for kernel, ax, image in drawn_kernels if shared and not kernel.has_one_row]
         bars = []
-        if together:
-            places, pictures = zip(*together, strict=True)
-            bars.append(_images.colour_bar(places, pictures[-1], label, among=pictures))
-        for kernel, ax, image in shown:
+        if shared_images:
+            shared_axes, shared_pictures = zip(*shared_images, strict=True)
+            bars.append(_images.colour_bar(shared_axes, shared_pictures[-1], label, images=shared_pictures))
+        for kernel, ax, image in drawn_kernels:
             if not shared or kernel.has_one_row:
-                bars.append(_images.colour_bar([ax], image, label if len(shown) == 1 else ""))
+                bars.append(_images.colour_bar([ax], image, label if len(drawn_kernels) == 1 else ""))
             if kernel.has_one_row:
                 bars[-1].set_ticks([tick for tick in (image.norm.vmin, 0, image.norm.vmax) if tick is not None])
                 bars[-1].ax.yaxis.set_major_formatter("{x:.2g}")
-        for bar in bars if number + 1 < len(columns) and panels.owners else ():
-            _images.fade(bar)
+        for bar in bars if number + 1 < len(kernels_by_direction) and panels.direction_figures else ():
+            _images.hide_colour_bar(bar)
 
 
-def _open(columns: dict[str | None, list[Kernel]], ax: Any, figure: Any) -> _frame.Panels:
+def _open_panels(kernels_by_direction: dict[str | None, list[Kernel]], ax: Any, figure: Any) -> _frame.Panels:
     """Open one row per kernel, with heights by their numbers of rows, within limits."""
-    rows, ways = list(zip(*columns.values(), strict=True)), list(columns)
-    tall = [0.1 + 2.6 * min(1.0, max(kernel.values.shape[0] for kernel in row) / 64) ** 0.6 for row in rows]
-    wide = max(row[0].values.shape[1] * row[0].values.shape[2] for row in rows)
-    size = float(np.clip(wide / 60, 4.5, 10.0 / len(columns) + 1.5)), sum(tall) / len(rows) + 0.35
-    sizes: dict[str, Any] = {"size": size, "margin": (1.9, 1.0), "shape": (len(rows), 1), "heights": tall}
-    return _frame.open_panels("weights_heatmap", len(rows), ax, figure, ways=ways, **sizes)
+    kernel_rows, directions = list(zip(*kernels_by_direction.values(), strict=True)), list(kernels_by_direction)
+    heights = [
+        0.1 + 2.6 * min(1.0, max(kernel.values.shape[0] for kernel in kernel_row) / 64) ** 0.6
+        for kernel_row in kernel_rows
+    ]
+    most_columns = max(kernel_row[0].values.shape[1] * kernel_row[0].values.shape[2] for kernel_row in kernel_rows)
+    size = (
+        float(np.clip(most_columns / 60, 4.5, 10.0 / len(kernels_by_direction) + 1.5)),
+        sum(heights) / len(kernel_rows) + 0.35,
+    )
+    sizes: dict[str, Any] = {"size": size, "margin": (1.9, 1.0), "shape": (len(kernel_rows), 1), "heights": heights}
+    return _frame.open_panels("weights_heatmap", len(kernel_rows), ax, figure, directions=directions, **sizes)
 
 
 def _common_limit(kernels: list[Kernel]) -> tuple[float, str | None]:
@@ -217,40 +237,44 @@ def _common_limit(kernels: list[Kernel]) -> tuple[float, str | None]:
     matrices = [kernel.values for kernel in kernels if not kernel.has_one_row] or [kernel.values for kernel in kernels]
     largest = _data.largest_magnitude(*matrices)
     magnitudes = np.abs(np.concatenate([values.reshape(-1) for values in matrices]))
-    (bulk,) = quantiles(magnitudes[np.isfinite(magnitudes)], q=(0.995,), axis=0) if largest else (0.0,)
-    if not bulk or largest <= 2 * bulk:
+    (upper_quantile,) = quantiles(magnitudes[np.isfinite(magnitudes)], q=(0.995,), axis=0) if largest else (0.0,)
+    if not upper_quantile or largest <= 2 * upper_quantile:
         return largest, None
-    return float(bulk), f"colours end at {bulk:.2g}, the 99.5 % quantile of magnitudes; largest {largest:.3g}"
+    return float(
+        upper_quantile
+    ), f"colours end at {upper_quantile:.2g}, the 99.5 % quantile of magnitudes; largest {largest:.3g}"
 
 
-def _cells(kernel: Kernel) -> tuple[tuple[int, int], tuple[int, int]]:
+def _cell_limits(kernel: Kernel) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return rows and columns of one gate's block of a kernel, and how many of them can be shown."""
     rows, gates, units = kernel.values.shape
     return (rows, units), (CELLS[0], max(1, CELLS[1] // gates))
 
 
 def _draw_weight_maps(
-    ax: Any, kernel: Kernel, top: float, keywords: dict[str, Any], *, absolute: bool, log: bool
+    ax: Any, kernel: Kernel, limit: float, keywords: dict[str, Any], *, absolute: bool, log: bool
 ) -> Any:
     """Draw one kernel with its separators and its count of missing values."""
     rows, gates, units = kernel.values.shape
     matrix = kernel.values.reshape(rows, gates * units)
     matrix = np.abs(matrix) if absolute else matrix
-    steps = _images.steps_for(*_cells(kernel))
-    drawn = _images.draw_image(
+    merged = _images.merge_factors(*_cell_limits(kernel))
+    image = _images.draw_image(
         ax,
         _images.Matrix(matrix, np.arange(gates * units), np.arange(rows), over_time=False),
-        look={**_axes.colours(matrix, top, log=log, positive=absolute), **keywords},
-        limits=(-(-rows // steps[0]), -(-gates * units // steps[1])),
+        style={**_axes.colour_scale(matrix, limit, log=log, positive=absolute), **keywords},
+        cell_limits=(-(-rows // merged[0]), -(-gates * units // merged[1])),
     )
-    missing = _data.nonfinite_note(kernel.values)
-    ax.set_title(" · ".join(part for part in (kernel.title, missing) if part), fontsize="small", pad=3)
+    nonfinite_note = _data.nonfinite_note(kernel.values)
+    ax.set_title(
+        " · ".join(title_part for title_part in (kernel.title, nonfinite_note) if title_part), fontsize="small", pad=3
+    )
     ax.set_ylabel(textwrap.fill(kernel.row_label, 12), fontsize="small")
     if kernel.gates:
-        _images.separate(ax, "x", units, kernel.gates)
+        _images.draw_separators(ax, "x", units, kernel.gates)
     if rows == 1:
         ax.set_yticks([])
-    return drawn
+    return image
 
 
 @drawing(Line2D)
@@ -281,41 +305,43 @@ def weight_lags(
     dataset = _data.dataset_of(weights)
     names = [] if dataset is None else [str(name).removesuffix("_norm") for name in dataset.data_vars]
     weights_of = drawing_order(sorted({name.removesuffix("_grad") for name in names if name.endswith("_grad")}))
-    found = {name: array for name in weights_of if (array := _by_time(dataset, name)) is not None}
-    if dataset is None or not found:
+    norms_by_weight = {name: array for name in weights_of if (array := _norms_by_time(dataset, name)) is not None}
+    if dataset is None or not norms_by_weight:
         raise InputError(
             "plot.weight_lags needs gradients of the weights by time.",
             got=type(weights).__name__ if dataset is None else f"variables {', '.join(map(str, dataset.data_vars))}",
             expected="recurrent_kernel_grad (time, unit_in, gate, unit), or its norm (time, gate)",
             hint='pass rl.weights(model, x, y, by_time=True)["lstm"]',
         )
-    first = next(iter(found.values()))
-    ways = [half.name for half in _data.halves(first)]
-    size = (4.6, 3.0) if len(found) == 1 else (3.0, 2.3)
-    panels = _frame.open_panels("weight_lags", len(found), ax, figure, ways=ways, size=size)
-    for number, (places, way) in enumerate(zip(panels.halves, ways, strict=True)):
-        for place, (name, array) in zip(places, found.items(), strict=True):
-            one = array.isel({DIRECTION: number}) if way else array
-            _draw_weight_lags(place, one, BACKWARD in (way, dataset.attrs.get("direction")), delays, line)
-            place.set_title(name.replace("_", " "), fontsize="small", pad=3)
-    panels.label("lag (steps before the last)", "share of dL/dW, cumulative")
-    panels.outer_ticks_only()
+    first_norms = next(iter(norms_by_weight.values()))
+    directions = [view.name for view in _data.direction_views(first_norms)]
+    size = (4.6, 3.0) if len(norms_by_weight) == 1 else (3.0, 2.3)
+    panels = _frame.open_panels("weight_lags", len(norms_by_weight), ax, figure, directions=directions, size=size)
+    for number, (direction_axes, direction) in enumerate(zip(panels.axes_by_direction, directions, strict=True)):
+        for panel_ax, (name, array) in zip(direction_axes, norms_by_weight.items(), strict=True):
+            direction_norms = array.isel({DIRECTION: number}) if direction else array
+            _draw_weight_lags(
+                panel_ax, direction_norms, BACKWARD in (direction, dataset.attrs.get("direction")), delays, line
+            )
+            panel_ax.set_title(name.replace("_", " "), fontsize="small", pad=3)
+    panels.label_axes("lag (steps before the last)", "share of dL/dW, cumulative")
+    panels.hide_inner_ticks()
     handles, labels = panels.axes[0].get_legend_handles_labels()
     if labels != ["all"]:
-        panels.legend(handles, beside="right center")
-    everything = np.concatenate([array.values.reshape(-1) for array in found.values()])
-    head = _data.layer_title(dataset.attrs, "lags that make up dL/dW")
-    return panels.titled(title or head, [_data.nonfinite_note(everything)])
+        panels.draw_legend(handles, location="right center")
+    all_norms = np.concatenate([array.values.reshape(-1) for array in norms_by_weight.values()])
+    default_title = _data.layer_title(dataset.attrs, "lags that make up dL/dW")
+    return panels.with_title(title or default_title, [_data.nonfinite_note(all_norms)])
 
 
-def _by_time(dataset: Any, name: str) -> xr.DataArray | None:
+def _norms_by_time(dataset: Any, name: str) -> xr.DataArray | None:
     """Return the norms of each step's part of dL/dW, (direction, time, gate); None without a gradient by time."""
     for key in (f"{name}_grad_norm", f"{name}_grad"):
         if key in dataset and TIME in dataset[key].dims:
-            array = _data.labelled(dataset[key], "weight_lags")
-            rows = [str(d) for d in array.dims if d not in (TIME, GATE, DIRECTION)]
-            if rows and not (rows == [UNIT] and GATE not in array.dims and key.endswith("_norm")):
-                array = _data.norm_over(array, rows)
+            array = _data.label_array(dataset[key], "weight_lags")
+            row_dims = [str(dim) for dim in array.dims if dim not in (TIME, GATE, DIRECTION)]
+            if row_dims and not (row_dims == [UNIT] and GATE not in array.dims and key.endswith("_norm")):
+                array = _data.norm_over(array, row_dims)
             return array if GATE in array.dims else array.expand_dims({GATE: [""]})
     return None
 
@@ -324,16 +350,16 @@ def _draw_weight_lags(ax: Any, norms: xr.DataArray, runs_back: bool, delays: Num
     """Draw the gates of one weight."""
     names = _data.names_of(norms, GATE)
     shares = lag_shares(norms.transpose(TIME, GATE).values, runs_back=runs_back)
-    lag = np.arange(shares.shape[1])
+    lags = np.arange(shares.shape[1])
     for name, share, colour in zip(names, shares, _axes.line_colours(len(names)), strict=True):
-        look = {"color": colour, "linewidth": 1.3, "label": name or "all", "gid": f"share {name}".strip()}
-        look["marker"] = "o" if len(lag) == 1 else None
-        ax.plot(lag, share, **{**look, **keywords})
+        style = {"color": colour, "linewidth": 1.3, "label": name or "all", "gid": f"share {name}".strip()}
+        style["marker"] = "o" if len(lags) == 1 else None
+        ax.plot(lags, share, **{**style, **keywords})
     if not np.isfinite(shares).all():
-        silent = [name for name, share in zip(names, shares, strict=True) if not np.isfinite(share).all()]
-        words = "no share: " + ", ".join(silent)
-        _axes.write(ax, words, (0.97, 0.05), over="axes fraction", va="baseline", gid="silent")
+        undefined_gates = [name for name, share in zip(names, shares, strict=True) if not np.isfinite(share).all()]
+        text = "no share: " + ", ".join(undefined_gates)
+        _axes.write_text(ax, text, (0.97, 0.05), over="axes fraction", va="baseline", gid="silent")
     _axes.mark_delays(ax, delays)
     ax.axhline(1, color="#909090", linewidth=0.6, zorder=0.5)
     ax.set_ylim(-0.03, 1.05)
-    _axes.step_axis(ax, "x", lag, time=False, room=0.5)
+    _axes.tick_steps(ax, "x", lags, time=False, margin=0.5)

@@ -11,7 +11,7 @@ from torch import nn
 import rnnlens as rl
 from rnnlens.adapters.protocol import Batch, CaptureRequest
 from rnnlens.adapters.registry import adapter_for
-from rnnlens.diagnosis.experiment import in_numpy
+from rnnlens.diagnosis.experiment import call_in_numpy
 from rnnlens.measures.transfer import state_transfer, step_jacobians
 from rnnlens.recurrence.replay import Replay
 
@@ -219,7 +219,7 @@ def test_state_transfer_ends_at_a_reset_and_is_autograds(kind):
     """Step Jacobians between the states of a loop with resets, as rl.diagnose multiplies them."""
     model, (x, done), y = built(kind, "where")
     capture = adapter_for(model).capture(model, Batch((x, done), y, loss=loss_of), CaptureRequest(weight_grads=False))
-    (run,) = [Replay.from_call(in_numpy(call)) for call in capture.calls]
+    (run,) = [Replay.from_call(call_in_numpy(call)) for call in capture.calls]
     found, kept = list(step_jacobians(run)), []
     model(x, done, kept)
     for t in range(1, T):

@@ -34,5 +34,7 @@ def test_the_table_names_every_code_that_a_rule_gives():
 def test_the_sentence_does_not_say_that_steps_in_use_lose_0_percent(benefit, said):
     length = Interval(3.0, 3.0, 3.0)
     context, lost = np.array([0, 2, 3]), np.array([1.0, benefit, 0.0])
-    memory = Memory(10, None, True, context=context, benefit=lost, length=length, rare=length, needed=length)
+    memory = Memory(
+        10, None, True, context=context, benefit=lost, length=length, rare_length=length, needed_length=length
+    )
     assert f"Replacing step 3 from the end and everything older {said}." in headline(memory, None, None)
