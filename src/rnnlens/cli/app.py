@@ -332,7 +332,7 @@ def tail(
     """
     from . import tail as tail_module
 
-    states = tail_module.states_of(path, wait=wait, every=every, once=once)
+    states = tail_module.states_of(path, wait=wait, interval=every, once=once)
     chosen_scalars = tail_module.ChosenScalars(tuple(only or ()), everything)
     if serve:
         tail_module.serve(states, port)

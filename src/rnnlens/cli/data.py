@@ -86,23 +86,23 @@ class _Arrays:
             raise ValueError("it is neither .npz nor .npy")
         stream.seek(0)
         self.archive = zipfile.ZipFile(stream) if magic.startswith(b"PK") else None
-        parts = self.archive.infolist() if self.archive else []
-        self.parts = {part.filename.removesuffix(".npy"): part for part in parts}
+        members = self.archive.infolist() if self.archive else []
+        self.members = {member.filename.removesuffix(".npy"): member for member in members}
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.parts if self.archive else ["x"])
+        return iter(self.members if self.archive else ["x"])
 
     def size(self, name: str) -> int:
         """Return the size of an array in bytes, including its header."""
-        return self.parts[name].file_size if self.archive else self.path.stat().st_size
+        return self.members[name].file_size if self.archive else self.path.stat().st_size
 
     def read(self, name: str) -> np.ndarray[Any, Any]:
         """Check the declared sizes of an array, then read it."""
         if self.archive is None:
             return self._load_checked(self.stream, self.size(name))
-        part = self.parts[name]
-        _check_unpacked(self.path, [(part.compress_size, part.file_size)])
-        return self._load_checked(io.BytesIO(self.archive.read(part)), part.file_size)
+        member = self.members[name]
+        _check_unpacked(self.path, [(member.compress_size, member.file_size)])
+        return self._load_checked(io.BytesIO(self.archive.read(member)), member.file_size)
 
     def _load_checked(self, stream: IO[bytes], size: int) -> np.ndarray[Any, Any]:
         _check_header(self.path, stream, size)
@@ -147,7 +147,7 @@ def check_archive(path: Path) -> None:
     """Raise FileError for a zip archive that :func:`_check_unpacked` refuses; other files pass."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
-            _check_unpacked(path, [(part.compress_size, part.file_size) for part in archive.infolist()])
+            _check_unpacked(path, [(member.compress_size, member.file_size) for member in archive.infolist()])
 
 
 def _check_fits(path: Path, size: int) -> None:

@@ -108,10 +108,10 @@ def run(
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console) as progress:
-        for kind in cells:
+        for cell_name in cells:
             set_seeds(keras, seed)
-            model, epoch_count = build(keras, kind, units), epochs or RECIPES[kind].epochs
-            task = progress.add_task(kind, total=epoch_count, loss="?")
+            model, epoch_count = build(keras, cell_name, units), epochs or RECIPES[cell_name].epochs
+            task = progress.add_task(cell_name, total=epoch_count, loss="?")
 
             def update_progress(epoch: int, logs: Mapping[str, float], task: TaskID = task) -> None:
                 progress.update(task, completed=epoch + 1, loss=f"{logs['loss']:.3f}")
@@ -179,10 +179,10 @@ def load_digits(train: int | None, seed: int) -> Digits:
     return Digits(x[train_slice], y[train_slice], x[train_end:], y[train_end:])
 
 
-def build(keras: Any, kind: str, units: int) -> Any:
+def build(keras: Any, cell_name: str, units: int) -> Any:
     """Build and compile a model of one recurrent layer, with a dense layer on its last output."""
-    recipe = RECIPES[kind]
-    recurrent = getattr(keras.layers, kind)(units, name=recipe.layer)
+    recipe = RECIPES[cell_name]
+    recurrent = getattr(keras.layers, cell_name)(units, name=recipe.layer)
     model = keras.Sequential([keras.Input((64, 1)), recurrent, keras.layers.Dense(10, name="digit")])
     optimizer = keras.optimizers.Adam(recipe.learning_rate, clipnorm=1.0)
     model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
@@ -300,14 +300,14 @@ def draw_steps(portraits: Sequence[Portrait], narrow: bool = False) -> Any:
 
 def draw_units(portrait: Portrait) -> Any:
     """Draw units by time, before and after: the RMS over held-out digits, each digit divided by its own peak."""
-    before, after = (trace[portrait.layer] for trace in portrait.traces)
+    trace_before, trace_after = (trace[portrait.layer] for trace in portrait.traces)
     title = f"{portrait.kind}: total gradient of the hidden state, RMS over {len(portrait.losses)} digits"
-    return plot.before_after(before, after, samples="rms", names=MOMENTS, log=True, title=title)
+    return plot.before_after(trace_before, trace_after, samples="rms", names=MOMENTS, log=True, title=title)
 
 
 def draw_samples(portrait: Portrait) -> Any:
     """Draw units by time for single digits, named with their losses; the typical digit comes first."""
-    before, after = (trace[portrait.layer] for trace in portrait.traces)
+    trace_before, trace_after = (trace[portrait.layer] for trace in portrait.traces)
     title = f"{portrait.kind}: total gradient of the hidden state, single digits"
     appearance: dict[str, Any] = {"names": MOMENTS, "log": True, "max_rows": 3, "title": title}
-    return plot.before_after(before, after, losses=portrait.losses, **appearance)
+    return plot.before_after(trace_before, trace_after, losses=portrait.losses, **appearance)

@@ -65,9 +65,9 @@ def run_on_data(function: Callable[..., Any], model: Any, batch: Data, **argumen
         raise InputError("The model or its loss cannot be run on these data.", got=got, hint=hint) from error
 
 
-def loss_of(text: str | None) -> Any:
+def loss_of(spec: str | None) -> Any:
     """Return the function that ``package.module:function`` names; any other loss name unchanged."""
-    return resolve(text) if text is not None and ":" in text else text
+    return resolve(spec) if spec is not None and ":" in spec else spec
 
 
 def print_summary(result: Any, *, as_json: bool = False) -> None:
@@ -108,7 +108,9 @@ def _curve_table(parts: list[tuple[str, str, dict[str, Any]]]) -> Table:
     for name, description, curves in parts:
         for curve_index, (direction, curve) in enumerate(curves.items() or [("", None)]):
             name_cells = (Text(name), Text(description)) if curve_index == 0 else ("", "")
-            label = "" if curve is None else f"{curve.label} over {curve.over}{f', {direction}' if direction else ''}"
+            label = (
+                "" if curve is None else f"{curve.label} over {curve.axis_label}{f', {direction}' if direction else ''}"
+            )
             blocks, peak = ("", "") if curve is None else (curve.blocks(24), f"{curve.peak:.2g}")
             table.add_row(*name_cells, Text(blocks), Text(label), Text(peak))
     return table
@@ -170,11 +172,11 @@ def saved_results(path: str, data: Path | None, baseline: str | None) -> list[An
     return [open(other_path) for other_path in (path, *other_paths)]
 
 
-def baseline_of(text: str, imports: list[str] | None, unsafe: bool) -> Any:
+def baseline_of(spec: str, imports: list[str] | None, unsafe: bool) -> Any:
     """Return ``"init"``, a saved trace, or a model."""
-    if text == "init":
-        return text
-    return open(text) if is_saved(text) else load_model(text, imports=imports or (), unsafe=unsafe)
+    if spec == "init":
+        return spec
+    return open(spec) if is_saved(spec) else load_model(spec, imports=imports or (), unsafe=unsafe)
 
 
 def lines_of(path: Path) -> list[str]:

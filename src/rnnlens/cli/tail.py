@@ -27,7 +27,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 _MAX_BARS, _MAX_ROWS = 32, 24
 
 
-def states_of(path: Path, *, wait: bool, every: float, once: bool) -> Iterator[TrainingRun]:
+def states_of(path: Path, *, wait: bool, interval: float, once: bool) -> Iterator[TrainingRun]:
     """Yield the run repeatedly, until it has ended; raise FileError if there is none and ``wait`` is False."""
     while not is_run(path):
         if path.exists() and not path.is_dir():
@@ -35,14 +35,14 @@ def states_of(path: Path, *, wait: bool, every: float, once: bool) -> Iterator[T
         if not wait:
             hint = "--wait, if the training is yet to begin"
             raise FileError("There is no run here.", got=str(path), hint=hint)
-        time.sleep(every)
+        time.sleep(interval)
     while True:
         run = _read(path)
         if run is not None:
             yield run
             if once or run.ended is not None:
                 return
-        time.sleep(every)
+        time.sleep(interval)
 
 
 def _read(path: Path) -> TrainingRun | None:
@@ -262,14 +262,14 @@ def handler_of(page: RunPage) -> type[BaseHTTPRequestHandler]:
 
         def do_GET(self) -> None:
             host = self.headers.get("Host", "").rpartition(":")[0]
-            kind, content = page.files.get(self.path.partition("?")[0], ("", b""))
+            content_type, content = page.files.get(self.path.partition("?")[0], ("", b""))
             if host not in (HOST, "localhost"):
                 self.send_error(403)
-            elif not kind:
+            elif not content_type:
                 self.send_error(404)
             else:
                 self.send_response(200)
-                for name, value in (("Content-Type", kind), ("Content-Length", str(len(content)))):
+                for name, value in (("Content-Type", content_type), ("Content-Length", str(len(content)))):
                     self.send_header(name, value)
                 self.send_header("Content-Security-Policy", POLICY)
                 self.send_header("X-Content-Type-Options", "nosniff")

@@ -18,7 +18,7 @@ from ..results.base import Result
 from ..results.diagnosis import Diagnosis
 from ..verbs.axes import an_axes_table
 from ..verbs.request import in_turn
-from .material import Material, material_of_model, material_of_results
+from .material import ReportContents, material_of_model, material_of_results
 from .page import ReportOrigin, render
 from .samples import ReportRequest
 
@@ -138,27 +138,27 @@ def report(
     if results is not None:
         if x is not None or y is not None:
             raise InputError("A finished result takes no data.", got="x or y beside it", hint="leave them out")
-        material, code = material_of_results(results), f"rl.report(result, path={str(path)!r})"
+        contents, code = material_of_results(results), f"rl.report(result, path={str(path)!r})"
     else:
         if x is None:
             raise InputError("A report of a model needs data.", got="x=None", hint="rl.report(model, x, y)")
         names = (layers,) if isinstance(layers, str) else None if layers is None else tuple(layers)
-        material = material_of_model(
+        contents = material_of_model(
             model,
             ReportRequest(x, y, baseline, loss, names, samples, diagnosis, jacobian, tokens, seed, axes),
         )
         code = _call_code(path, y is not None, samples, seed, named_arguments, diagnosis, jacobian)
     class_names = dict.fromkeys(type(result).__name__ for result in ([model] if results is None else results))
-    page_title = title or _default_title(material) or ", ".join(class_names)
+    page_title = title or _default_title(contents) or ", ".join(class_names)
     argument_texts = {key: _argument_code(value, key) for key, value in named_arguments.items() if value is not None}
     arguments = {**argument_texts, "samples": str(samples), "seed": str(seed)}
-    write(target, material, ReportOrigin(page_title, code, arguments, datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")))
+    write(target, contents, ReportOrigin(page_title, code, arguments, datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")))
     return target
 
 
-def write(target: Path, material: Material, origin: ReportOrigin) -> None:
+def write(target: Path, contents: ReportContents, origin: ReportOrigin) -> None:
     """Render the report and write it to the file ``target``; an existing file is replaced in one step."""
-    text = render(material, origin)
+    text = render(contents, origin)
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         partial.write_text(text, "utf-8")
@@ -192,9 +192,9 @@ def _results_in(model: Any) -> list[Any] | None:
     return results
 
 
-def _default_title(material: Material) -> str:
+def _default_title(contents: ReportContents) -> str:
     """Return a title with kind and units of the layers, such as "GRU, 12 units"; "" without layers."""
-    tracks = material.moments[0].tracks if material.moments else []
+    tracks = contents.moments[0].tracks if contents.moments else []
     layers = list(
         dict.fromkeys(
             (

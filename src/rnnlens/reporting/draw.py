@@ -179,8 +179,8 @@ def lines(static_lines: Sequence[StaticLine], axes: CurveAxes, height: int = 190
         share = min(max((scaled_value - low) / ((high - low) or 1.0), 0.0), 1.0)
         return bottom - share * (bottom - TOP)
 
-    parts = [_hatch_column(x_pixel(step - 0.5), x_pixel(step + 0.5), TOP, bottom) for step in axes.padded]
-    parts += [*_value_ticks(low, high, log, y_pixel), *_time_ticks(first_x, last_x, x_pixel, bottom, axes.x)]
+    elements = [_hatch_column(x_pixel(step - 0.5), x_pixel(step + 0.5), TOP, bottom) for step in axes.padded]
+    elements += [*_value_ticks(low, high, log, y_pixel), *_time_ticks(first_x, last_x, x_pixel, bottom, axes.x)]
     for line_index, line in enumerate(static_lines):
         colour = f"l{line_index % 6}"
         if line.low is not None and line.high is not None:
@@ -188,30 +188,32 @@ def lines(static_lines: Sequence[StaticLine], axes: CurveAxes, height: int = 190
             band_corners = [*zip(line.x[band_indices], line.high[band_indices], strict=True)]
             band_corners += [*zip(line.x[band_indices], line.low[band_indices], strict=True)][::-1]
             outline = "L".join(f"{x_pixel(x):.1f} {y_pixel(y):.1f}" for x, y in band_corners)
-            parts += [Markup('<path class="band {}" d="M{}Z"/>').format(colour, outline)] * (len(band_indices) > 1)
+            elements += [Markup('<path class="band {}" d="M{}Z"/>').format(colour, outline)] * (len(band_indices) > 1)
         if line.median is not None:
-            parts.append(_path(line.x, line.median, f"median {colour}", x_pixel, y_pixel))
+            elements.append(_path(line.x, line.median, f"median {colour}", x_pixel, y_pixel))
         if line.y is not None:
-            parts.append(_path(line.x, line.y, f"line {colour}", x_pixel, y_pixel))
+            elements.append(_path(line.x, line.y, f"line {colour}", x_pixel, y_pixel))
     if log and any((line.y < 10**low * 0.999).any() for line in static_lines if line.y is not None):
         below_markup = Markup('<text class="below" x="{}" y="{}">▾ below {:.0e}</text>')
-        parts.append(below_markup.format(LEFT + 4, bottom - 4, 10**low))
+        elements.append(below_markup.format(LEFT + 4, bottom - 4, 10**low))
     label_markup = Markup('<text class="word" x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>')
     for x_value, text in axes.marks:
         pixel = x_pixel(x_value)
-        parts.append(Markup('<path class="mark" d="M{:.1f} {}V{}"/>').format(pixel, TOP, bottom))
+        elements.append(Markup('<path class="mark" d="M{:.1f} {}V{}"/>').format(pixel, TOP, bottom))
         shift, anchor = (-4, "end") if pixel > WIDTH / 2 else (4, "start")
-        parts.append(label_markup.format(pixel + shift, TOP + 11, anchor, text))
+        elements.append(label_markup.format(pixel + shift, TOP + 11, anchor, text))
     for value, text in axes.levels:
         pixel = y_pixel(value)
-        parts.append(Markup('<path class="level" d="M{} {:.1f}H{}"/>').format(LEFT, pixel, WIDTH - RIGHT))
-        parts.append(label_markup.format(WIDTH - RIGHT - 4, pixel - 4 if pixel > TOP + 14 else pixel + 12, "end", text))
+        elements.append(Markup('<path class="level" d="M{} {:.1f}H{}"/>').format(LEFT, pixel, WIDTH - RIGHT))
+        elements.append(
+            label_markup.format(WIDTH - RIGHT - 4, pixel - 4 if pixel > TOP + 14 else pixel + 12, "end", text)
+        )
     axis_title = Markup('<text class="axis" transform="translate(13 {}) rotate(-90)" text-anchor="middle">{}</text>')
-    parts.append(axis_title.format((TOP + bottom) / 2, axes.y))
+    elements.append(axis_title.format((TOP + bottom) / 2, axes.y))
     legend = Markup("").join(
         Markup('<span class="key l{}">{}</span>').format(i % 6, line.name) for i, line in enumerate(static_lines)
     )
-    return Markup('{}<p class="legend">{}</p>').format(_svg(height, parts, f"{axes.y} by {axes.x}"), legend)
+    return Markup('{}<p class="legend">{}</p>').format(_svg(height, elements, f"{axes.y} by {axes.x}"), legend)
 
 
 def _hatch_column(left: float, right: float, top: float, bottom: float) -> Markup:
@@ -240,43 +242,45 @@ def picture(url: str, id: str, scale: Scale, axes: ImageAxes, *, palette: str, l
     height = TOP + int(min(max(axes.rows * 6, 72), 260)) + BOTTOM
     bottom = height - BOTTOM
     shape = Markup('<image id="{}" href="{}" x="{}" y="{}" width="{}" height="{}" preserveAspectRatio="none"/>')
-    parts = [shape.format(id, url, LEFT, TOP, _PLOT, bottom - TOP)]
+    elements = [shape.format(id, url, LEFT, TOP, _PLOT, bottom - TOP)]
     if axes.hatched:
-        parts.append(Markup('<path class="hatched" d="M{} {}H{}V{}Z"/>').format(LEFT, TOP, WIDTH - RIGHT, bottom))
+        elements.append(Markup('<path class="hatched" d="M{} {}H{}V{}Z"/>').format(LEFT, TOP, WIDTH - RIGHT, bottom))
     step_width = _PLOT / axes.steps
-    parts += [
+    elements += [
         _hatch_column(LEFT + step * step_width, LEFT + (step + 1) * step_width, TOP, bottom) for step in axes.padded
     ]
     for row in sorted({0, axes.rows - 1}):
         y_pixel = TOP + (row + 0.5) / axes.rows * (bottom - TOP) + 4
         name = row if axes.names is None else int(axes.names[row])
-        parts.append(Markup('<text x="{}" y="{:.1f}" text-anchor="end">{}</text>').format(LEFT - 6, y_pixel, name))
+        elements.append(Markup('<text x="{}" y="{:.1f}" text-anchor="end">{}</text>').format(LEFT - 6, y_pixel, name))
     axis_title = Markup('<text class="axis" transform="translate(13 {}) rotate(-90)" text-anchor="middle">{}</text>')
-    parts.append(axis_title.format((TOP + bottom) / 2, axes.y))
+    elements.append(axis_title.format((TOP + bottom) / 2, axes.y))
     if axes.columns:
         column_width, column_label = (
             _PLOT / len(axes.columns),
             Markup('<text x="{:.1f}" y="{}" text-anchor="middle">{}</text>'),
         )
         for column, text in enumerate(axes.columns):
-            parts.append(column_label.format(LEFT + (column + 0.5) * column_width, bottom + 14 + column % 2 * 13, text))
+            elements.append(
+                column_label.format(LEFT + (column + 0.5) * column_width, bottom + 14 + column % 2 * 13, text)
+            )
     else:
         steps = axes.steps
-        parts += _time_ticks(0, steps - 1, lambda v: LEFT + (v + 0.5) / steps * _PLOT, bottom, axes.x)
+        elements += _time_ticks(0, steps - 1, lambda v: LEFT + (v + 0.5) / steps * _PLOT, bottom, axes.x)
     low, high = (10**scale.low, 10**scale.high) if scale.log else (scale.low, scale.high)
     legend = Markup('<p class="legend"><span>{}</span><span class="ramp {}">{} <i></i> {}</span></p>')
     lowest_text = f"≤ {low:.2g}" if scale.log else f"{low:.2g}"
     description = f"{label or 'values'}: {axes.y} by {axes.x}"
     return Markup("{}{}").format(
-        _svg(height, parts, description), legend.format(label, palette, lowest_text, f"{high:.2g}")
+        _svg(height, elements, description), legend.format(label, palette, lowest_text, f"{high:.2g}")
     )
 
 
-def _svg(height: int, parts: Sequence[Markup], description: str) -> Markup:
+def _svg(height: int, elements: Sequence[Markup], description: str) -> Markup:
     opening_tag = Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}" class="static">').format(
         WIDTH, height, description
     )
-    return opening_tag + Markup("").join(parts) + Markup("</svg>")
+    return opening_tag + Markup("").join(elements) + Markup("</svg>")
 
 
 def _value_range(arrays: Sequence[Array], log: bool) -> tuple[float, float]:
@@ -313,12 +317,12 @@ def _value_ticks(low: float, high: float, log: bool, y_pixel: ToPixel) -> list[M
         ]
     else:
         labelled_values = [(v, f"{v:g}") for v in ticks(low, high, 4)]
-    parts = []
+    elements = []
     for value, text in labelled_values:
         pixel = y_pixel(value)
-        parts.append(Markup('<path class="grid" d="M{} {:.1f}H{}"/>').format(LEFT, pixel, WIDTH - RIGHT))
-        parts.append(Markup('<text x="{}" y="{:.1f}" text-anchor="end">{}</text>').format(LEFT - 6, pixel + 4, text))
-    return parts
+        elements.append(Markup('<path class="grid" d="M{} {:.1f}H{}"/>').format(LEFT, pixel, WIDTH - RIGHT))
+        elements.append(Markup('<text x="{}" y="{:.1f}" text-anchor="end">{}</text>').format(LEFT - 6, pixel + 4, text))
+    return elements
 
 
 def _time_ticks(first_x: float, last_x: float, x_pixel: ToPixel, bottom: float, label: str) -> list[Markup]:
@@ -326,10 +330,10 @@ def _time_ticks(first_x: float, last_x: float, x_pixel: ToPixel, bottom: float, 
     tick_values = [v for v in tick_values if last_x - v > (last_x - first_x) * 0.06] + [
         last_x
     ]  # the last step always has a number
-    number = Markup('<text x="{:.1f}" y="{}" text-anchor="middle">{:g}</text>')
-    name = Markup('<text class="axis" x="{}" y="{}" text-anchor="middle">{}</text>')
-    parts = [number.format(x_pixel(value), bottom + 14, value) for value in dict.fromkeys(tick_values)]
-    return [*parts, name.format(LEFT + _PLOT / 2, bottom + 29, label)]
+    number_markup = Markup('<text x="{:.1f}" y="{}" text-anchor="middle">{:g}</text>')
+    title_markup = Markup('<text class="axis" x="{}" y="{}" text-anchor="middle">{}</text>')
+    elements = [number_markup.format(x_pixel(value), bottom + 14, value) for value in dict.fromkeys(tick_values)]
+    return [*elements, title_markup.format(LEFT + _PLOT / 2, bottom + 29, label)]
 
 
 def _path(x: Array, y: Array, css_class: str, x_pixel: ToPixel, y_pixel: ToPixel) -> Markup:

@@ -19,7 +19,7 @@ from ..typing import Array
 from ..vocabulary import BACKWARD, DIRECTION, FORWARD
 from . import draw
 from .figures import MAX_KERNEL_UNITS, Caption, PagePlan, ReportFigure
-from .material import Material
+from .material import ReportContents
 from .tracks import Track
 
 
@@ -152,9 +152,9 @@ def _value_text(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def results(material: Material) -> list[Result]:
+def results(contents: ReportContents) -> list[Result]:
     """Return all results of rnnlens that the page shows, for their checks and certificates."""
-    candidates = [material.trace, material.diagnosis, material.weights, *material.other_results]
+    candidates = [contents.trace, contents.diagnosis, contents.weights, *contents.other_results]
     return [result for result in candidates if isinstance(result, Result)]
 
 
@@ -167,9 +167,9 @@ class Badge:
     detail: str
 
 
-def badge(material: Material) -> Badge | None:
+def badge(contents: ReportContents) -> Badge | None:
     """Summarise self-checks and certificates: failed if any failed, open if any could not be made."""
-    all_results = results(material)
+    all_results = results(contents)
     checks = [check for result in all_results for check in result._self_checks]
     failed_checks = [check for check in checks if not check.ok]
     certificates = [result.certificate for result in all_results if result.certificate is not None]
@@ -197,14 +197,14 @@ def _residual_text(check: Check | None) -> str:
     return "" if check is None else check.figures
 
 
-def facts(material: Material) -> list[tuple[str, str]]:
+def facts(contents: ReportContents) -> list[tuple[str, str]]:
     """Return labels and values for the head of the page: counts of samples and steps, and losses."""
-    if not material.moments or not material.moments[0].tracks:
+    if not contents.moments or not contents.moments[0].tracks:
         return []
-    first_moment = material.moments[0]
+    first_moment = contents.moments[0]
     rows = [("layers", str(len({track.layer for track in first_moment.tracks})))]
-    total_samples = material.total_samples
-    shown_count = len(material.sample_positions)
+    total_samples = contents.total_samples
+    shown_count = len(contents.sample_positions)
     rows.append(
         (
             "samples",
@@ -212,17 +212,17 @@ def facts(material: Material) -> list[tuple[str, str]]:
         )
     )
     rows.append(("time steps", str(first_moment.tracks[0].steps)))
-    has_baseline = len(material.moments) > 1
-    moments_with_loss = [moment for moment in material.moments if moment.loss is not None]
+    has_baseline = len(contents.moments) > 1
+    moments_with_loss = [moment for moment in contents.moments if moment.loss is not None]
     return rows + [
         (f"loss {moment.name}" if has_baseline else "loss", f"{moment.loss:.4g}") for moment in moments_with_loss
     ]
 
 
-def versions(material: Material) -> list[tuple[str, str]]:
+def versions(contents: ReportContents) -> list[tuple[str, str]]:
     """Return the versions of framework, engine, Python and rnnlens."""
     provenance: dict[str, str] = {}
-    for result in results(material):
+    for result in results(contents):
         provenance = {**result.provenance, **provenance}
     provenance = with_version(provenance)
     platform_versions = {
@@ -248,20 +248,20 @@ def measures(diagnosis: Diagnosis | None) -> list[tuple[str, list[tuple[str, str
     return rows_by_layer
 
 
-def omissions_of(material: Material, plan: PagePlan | None) -> list[str]:
+def omissions_of(contents: ReportContents, plan: PagePlan | None) -> list[str]:
     """List the contents of the report that the page leaves out or merges, as text."""
-    omissions = list(material.left_out)
+    omissions = list(contents.left_out)
     if plan is None:
         return omissions
-    sample_count, tracks = len(material.sample_positions), material.moments[0].tracks
+    sample_count, tracks = len(contents.sample_positions), contents.moments[0].tracks
     if plan.curve_count < sample_count:
         omissions.append(f"{plan.curve_count} of {sample_count} samples can be picked; all count in medians and bands.")
     if plan.map_count < min(sample_count, plan.curve_count):
         omissions.append(
             f"Maps of single units are of {plan.map_count} samples: typical, hardest, easiest, and some between."
         )
-    if len(material.moments) > 1 and min(plan.map_count, 2) < sample_count:
-        omissions.append(f"Maps of {material.moments[1].name} are of {min(plan.map_count, 2)} samples.")
+    if len(contents.moments) > 1 and min(plan.map_count, 2) < sample_count:
+        omissions.append(f"Maps of {contents.moments[1].name} are of {min(plan.map_count, 2)} samples.")
     if plan.curve_bin > 1 or plan.map_bin > 1:
         merged_text = f"{plan.curve_bin} steps are one point of a curve, {plan.map_bin} one column of a map"
         omissions.append(f"Of {tracks[0].steps} steps, {merged_text}: sizes as root mean square, others as mean.")

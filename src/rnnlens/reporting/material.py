@@ -81,7 +81,7 @@ class Moment:
 
 
 @dataclass
-class Material:
+class ReportContents:
     """All contents of a report."""
 
     #: The model itself, and the baseline if there is one.
@@ -129,53 +129,53 @@ _DRAWN_QUANTITIES = (
 )
 
 
-def material_of_model(model: Any, request: ReportRequest) -> Material:
+def material_of_model(model: Any, request: ReportRequest) -> ReportContents:
     """Trace a model and its baseline on the same samples, rank these, and compute all contents of the report."""
     adapter = adapter_for(model)
     report_samples, inseparable_reason = read_report_samples(adapter, model, request.x, request.y, request.axes)
-    material = Material(total_samples=report_samples.count, layers=find_layers(model))
+    contents = ReportContents(total_samples=report_samples.count, layers=find_layers(model))
     if inseparable_reason:
-        material.left_out.append(f"Samples are not told apart: {inseparable_reason}")
-    _add_trace(material, adapter, model, report_samples, request)
-    _add_ranking(material, adapter, model, report_samples, request)
-    _add_baseline(material, adapter, model, report_samples, request)
-    material.token_texts = _token_texts(report_samples, material.sample_positions, request.tokens)
-    _add_weights(material, model, request)
-    _add_time_map(material, adapter, model, report_samples, request)
-    _add_diagnosis(material, model, report_samples, request)
-    return material
+        contents.left_out.append(f"Samples are not told apart: {inseparable_reason}")
+    _add_trace(contents, adapter, model, report_samples, request)
+    _add_ranking(contents, adapter, model, report_samples, request)
+    _add_baseline(contents, adapter, model, report_samples, request)
+    contents.token_texts = _token_texts(report_samples, contents.sample_positions, request.tokens)
+    _add_weights(contents, model, request)
+    _add_time_map(contents, adapter, model, report_samples, request)
+    _add_diagnosis(contents, model, report_samples, request)
+    return contents
 
 
-def material_of_results(results: Sequence[Any]) -> Material:
+def material_of_results(results: Sequence[Any]) -> ReportContents:
     """Collect the contents of a report from finished results, as far as they allow."""
-    material = Material()
+    contents = ReportContents()
     for result in results:
         if isinstance(result, Trace):
-            if material.trace is not None:
-                material.moments.append(moment_of("baseline", result))
+            if contents.trace is not None:
+                contents.moments.append(moment_of("baseline", result))
                 continue
-            material.trace = result
-            material.moments.insert(0, moment_of("this model", result))
+            contents.trace = result
+            contents.moments.insert(0, moment_of("this model", result))
         elif isinstance(result, Diagnosis):
-            material.diagnosis = result
+            contents.diagnosis = result
         elif isinstance(result, Weights):
-            material.weights = result
+            contents.weights = result
         elif isinstance(result, xr.DataArray) and "in_time" in result.dims:
-            material.time_map = map_of_array(result)
+            contents.time_map = map_of_array(result)
         else:
-            material.other_results.append(result)
-    if material.moments and material.moments[0].tracks:
-        tracks = material.moments[0].tracks
-        material.sample_positions = list(range(tracks[0].samples))
-        datasets = [] if material.trace is None else [material.trace.dataset(layer) for layer in material.trace.layers]
+            contents.other_results.append(result)
+    if contents.moments and contents.moments[0].tracks:
+        tracks = contents.moments[0].tracks
+        contents.sample_positions = list(range(tracks[0].samples))
+        datasets = [] if contents.trace is None else [contents.trace.dataset(layer) for layer in contents.trace.layers]
         labels = next(
-            (dataset[SAMPLE].values for dataset in datasets if SAMPLE in dataset.coords), material.sample_positions
+            (dataset[SAMPLE].values for dataset in datasets if SAMPLE in dataset.coords), contents.sample_positions
         )
-        material.labels = [str(label) for label in labels]
-        material.targets = [""] * len(material.sample_positions)
-        material.why_no_losses = "a saved result has no loss of single samples"
-        material.ranking = rank_samples(_gradient_sizes(tracks, len(material.sample_positions)))
-    return material
+        contents.labels = [str(label) for label in labels]
+        contents.targets = [""] * len(contents.sample_positions)
+        contents.why_no_losses = "a saved result has no loss of single samples"
+        contents.ranking = rank_samples(_gradient_sizes(tracks, len(contents.sample_positions)))
+    return contents
 
 
 def moment_of(name: str, trace: Trace) -> Moment:
@@ -189,7 +189,7 @@ def moment_of(name: str, trace: Trace) -> Moment:
 
 
 def _add_trace(
-    material: Material, adapter: Adapter, model: Any, report_samples: ReportSamples, request: ReportRequest
+    contents: ReportContents, adapter: Adapter, model: Any, report_samples: ReportSamples, request: ReportRequest
 ) -> None:
     """Trace as many samples as requested, or as fit into the memory limit."""
     sample_count = report_samples.count if report_samples.count is not None else 0
@@ -197,20 +197,20 @@ def _add_trace(
     while True:
         x, y = report_samples.select(sample_indices)
         try:
-            material.trace = _trace_quantities(model, x, y, request)
+            contents.trace = _trace_quantities(model, x, y, request)
             break
         except TooLargeError:
             if len(sample_indices) < 2:
                 raise
             sample_indices = sample_indices[: len(sample_indices) // 2]
-    material.moments.append(moment_of("this model", material.trace))
-    tracks = material.moments[0].tracks
+    contents.moments.append(moment_of("this model", contents.trace))
+    tracks = contents.moments[0].tracks
     if report_samples.count is None:
         sample_indices = list(range(tracks[0].samples if tracks else 0))
     elif len(sample_indices) < sample_count:
-        material.left_out.append(f"{len(sample_indices)} of {sample_count} samples, the first, are shown.")
-    material.sample_positions, material.targets = sample_indices, report_samples.targets(sample_indices)
-    material.labels = [str(i if report_samples.labels is None else report_samples.labels[i]) for i in sample_indices]
+        contents.left_out.append(f"{len(sample_indices)} of {sample_count} samples, the first, are shown.")
+    contents.sample_positions, contents.targets = sample_indices, report_samples.targets(sample_indices)
+    contents.labels = [str(i if report_samples.labels is None else report_samples.labels[i]) for i in sample_indices]
 
 
 def _trace_quantities(model: Any, x: Any, y: Any, request: ReportRequest) -> Trace:
@@ -222,7 +222,7 @@ def _trace_quantities(model: Any, x: Any, y: Any, request: ReportRequest) -> Tra
         "axes": request.axes,
     }
     if all(info.cell in kinds() for info in find_layers(model)):  # other cells: the state names are unknown
-        states = {state for kind in kinds().values() for state in kind.states if state in QUANTITIES}
+        states = {state for cell in kinds().values() for state in cell.states if state in QUANTITIES}
         quantity_names = [*_DRAWN_QUANTITIES, *states, *(f"{state}_grad" for state in states)]
         has_loss = y is not None or request.loss is not None
         trace_options["quantities"] = list(
@@ -232,18 +232,18 @@ def _trace_quantities(model: Any, x: Any, y: Any, request: ReportRequest) -> Tra
 
 
 def _add_ranking(
-    material: Material, adapter: Adapter, model: Any, report_samples: ReportSamples, request: ReportRequest
+    contents: ReportContents, adapter: Adapter, model: Any, report_samples: ReportSamples, request: ReportRequest
 ) -> None:
-    tracks = material.moments[0].tracks
+    tracks = contents.moments[0].tracks
     if not tracks:
         return
     steps = max(track.steps for track in tracks)
-    sample_losses, material.why_no_losses = losses(
-        adapter, model, report_samples, material.sample_positions, request, steps
+    sample_losses, contents.why_no_losses = losses(
+        adapter, model, report_samples, contents.sample_positions, request, steps
     )
-    material.losses = sample_losses
-    material.ranking = rank_samples(
-        _gradient_sizes(tracks, len(material.sample_positions)) if sample_losses is None else sample_losses
+    contents.losses = sample_losses
+    contents.ranking = rank_samples(
+        _gradient_sizes(tracks, len(contents.sample_positions)) if sample_losses is None else sample_losses
     )
 
 
@@ -256,22 +256,22 @@ def _gradient_sizes(tracks: Sequence[Track], count: int) -> Array:
 
 
 def _add_baseline(
-    material: Material, adapter: Adapter, model: Any, report_samples: ReportSamples, request: ReportRequest
+    contents: ReportContents, adapter: Adapter, model: Any, report_samples: ReportSamples, request: ReportRequest
 ) -> None:
     baseline = request.baseline
     if baseline is None:
         return
     if isinstance(baseline, Trace):
-        material.moments.append(moment_of("baseline", baseline))
+        contents.moments.append(moment_of("baseline", baseline))
     elif isinstance(baseline, str) and baseline != "init":
         expected = '"init", another model, or a trace'
         raise InputError("baseline= is not understood.", got=shown(baseline), expected=expected)
     else:
         other_model = adapter.reinitialised(model, request.seed) if isinstance(baseline, str) else baseline
-        x, y = report_samples.select(material.sample_positions)
+        x, y = report_samples.select(contents.sample_positions)
         name = "before training" if isinstance(baseline, str) else "baseline"
-        material.moments.append(moment_of(name, _trace_quantities(other_model, x, y, request)))
-    model_moment, baseline_moment = material.moments
+        contents.moments.append(moment_of(name, _trace_quantities(other_model, x, y, request)))
+    model_moment, baseline_moment = contents.moments
     if _track_sizes(model_moment) != _track_sizes(baseline_moment):
         raise InputError(
             "The baseline does not fit the model.",
@@ -288,7 +288,7 @@ def _track_sizes(moment_of: Moment) -> list[tuple[str, int, int, int]]:
     return [(track.title, track.units, track.steps, track.samples) for track in moment_of.tracks]
 
 
-def _token_texts(report_samples: ReportSamples, numbers: Sequence[int], tokens: Any) -> list[list[str]] | None:
+def _token_texts(report_samples: ReportSamples, sample_positions: Sequence[int], tokens: Any) -> list[list[str]] | None:
     """Return the text of each step of each sample with integer inputs: by ``tokens``, or the number itself."""
     if report_samples.count is None:
         return None
@@ -298,7 +298,7 @@ def _token_texts(report_samples: ReportSamples, numbers: Sequence[int], tokens: 
             got = f"{leaf.dtype} of shape {leaf.shape}"
             raise InputError("tokens= is for inputs of integers.", got=got, expected="(sample, time) of int")
         return None
-    rows = leaf[np.asarray(numbers, dtype=int)]
+    rows = leaf[np.asarray(sample_positions, dtype=int)]
     if callable(tokens):
         return [[str(tokens(int(i))) for i in row] for row in rows]
     if tokens is None:
@@ -310,24 +310,24 @@ def _token_texts(report_samples: ReportSamples, numbers: Sequence[int], tokens: 
         raise InputError("tokens= has no text for a token.", got=shown(error), expected=expected) from error
 
 
-def _add_weights(material: Material, model: Any, request: ReportRequest) -> None:
-    names = [info.name for info in material.layers if request.layers is None or info.name in request.layers]
+def _add_weights(contents: ReportContents, model: Any, request: ReportRequest) -> None:
+    names = [info.name for info in contents.layers if request.layers is None or info.name in request.layers]
     try:
-        material.weights = weights(model, layers=names) if names else None
+        contents.weights = weights(model, layers=names) if names else None
     except RnnlensError as error:
-        material.left_out.append(f"No weights: {_one_line_reason(error)}")
+        contents.left_out.append(f"No weights: {_one_line_reason(error)}")
 
 
 def _add_time_map(
-    material: Material, adapter: Adapter, model: Any, report_samples: ReportSamples, request: ReportRequest
+    contents: ReportContents, adapter: Adapter, model: Any, report_samples: ReportSamples, request: ReportRequest
 ) -> None:
     if isinstance(request.jacobian, xr.DataArray):
-        material.time_map = map_of_array(request.jacobian)
+        contents.time_map = map_of_array(request.jacobian)
         return
-    if not request.jacobian or not material.moments[0].tracks or material.ranking is None:
+    if not request.jacobian or not contents.moments[0].tracks or contents.ranking is None:
         return
     finite_samples = (
-        [material.sample_positions[i] for i in _finite_indices(material)[:8]]
+        [contents.sample_positions[i] for i in _finite_indices(contents)[:8]]
         if report_samples.count is not None
         else []
     )
@@ -336,33 +336,33 @@ def _add_time_map(
         capture = CaptureRequest(inputs=False, gradients=False, weight_grads=False, calls=False)
         outputs = data.leaves_of(adapter.capture(model, Batch(x, seed=request.seed), capture).outputs)
         shapes = [tuple(np.shape(to_host(leaf))) for leaf in outputs]
-        material.time_map = map_of_model(
+        contents.time_map = map_of_model(
             model,
             lambda count: report_samples.select(finite_samples[:count])[0],
             finite_samples,
-            material.moments[0].tracks,
+            contents.moments[0].tracks,
             shapes,
             request,
         )
     except RnnlensError as error:
-        material.left_out.append(f"No time Jacobian: {_one_line_reason(error)}")
+        contents.left_out.append(f"No time Jacobian: {_one_line_reason(error)}")
 
 
-def _finite_indices(material: Material) -> list[int]:
+def _finite_indices(contents: ReportContents) -> list[int]:
     """Return the indices of shown samples whose states are all finite."""
-    ordered_samples = list(material.ranking.priority_order) if material.ranking is not None else []
-    tracks = material.moments[0].tracks
+    ordered_samples = list(contents.ranking.priority_order) if contents.ranking is not None else []
+    tracks = contents.moments[0].tracks
     # A layer may have samples of its own: in a loop over the samples, or where words are folded into the batch.
-    states = [s for track in tracks for s in track.states.values() if len(s) == len(material.sample_positions)]
+    states = [s for track in tracks for s in track.states.values() if len(s) == len(contents.sample_positions)]
     finite_samples = [i for i in ordered_samples if all(np.isfinite(state[i]).all() for state in states)]
     if finite_samples and len(finite_samples) < len(ordered_samples):
-        material.left_out.append("The time Jacobian is that of samples whose states are finite.")
+        contents.left_out.append("The time Jacobian is that of samples whose states are finite.")
     return finite_samples or ordered_samples
 
 
-def _add_diagnosis(material: Material, model: Any, report_samples: ReportSamples, request: ReportRequest) -> None:
+def _add_diagnosis(contents: ReportContents, model: Any, report_samples: ReportSamples, request: ReportRequest) -> None:
     if isinstance(request.diagnosis, Diagnosis):
-        material.diagnosis = request.diagnosis
+        contents.diagnosis = request.diagnosis
         return
     if not request.diagnosis:
         return
@@ -370,11 +370,11 @@ def _add_diagnosis(material: Material, model: Any, report_samples: ReportSamples
     all_indices = range(report_samples.count) if report_samples.count is not None else []
     x, y = report_samples.select(all_indices)
     try:
-        material.diagnosis = diagnose(
+        contents.diagnosis = diagnose(
             model, x, y, baseline=baseline, loss=request.loss, seed=request.seed, axes=request.axes
         )
     except RnnlensError as error:
-        material.left_out.append(f"No findings: {_one_line_reason(error)}")
+        contents.left_out.append(f"No findings: {_one_line_reason(error)}")
 
 
 def _one_line_reason(error: RnnlensError) -> str:

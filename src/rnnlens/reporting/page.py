@@ -33,7 +33,7 @@ from .figures import (
     maps,
     unit_map,
 )
-from .material import Material
+from .material import ReportContents
 from .samples import Ranking
 from .tracks import Track, norms, sort_keys, symbol
 
@@ -80,26 +80,26 @@ class Section:
         return self.figures[len(self.visible_figures) :]
 
 
-def sections_of(material: Material, plan: PagePlan | None) -> list[Section]:
+def sections_of(contents: ReportContents, plan: PagePlan | None) -> list[Section]:
     """Return the page's sections in order: evidence, input, time Jacobian, layers, and results without a figure."""
     sections = []
-    if material.diagnosis is not None and (evidence_figures := evidence.figures_of(material.diagnosis)):
+    if contents.diagnosis is not None and (evidence_figures := evidence.figures_of(contents.diagnosis)):
         sections.append(Section("evidence", "Memory", "The measurements behind the sentences above.", evidence_figures))
     if plan is not None:
-        sections += [_input_section(material, plan), *_track_sections(material, plan)]
-    if material.time_map is not None:
+        sections += [_input_section(contents, plan), *_track_sections(contents, plan)]
+    if contents.time_map is not None:
         intro = "How much each input step moves each output step. Click a row to colour the input strip by it."
         position = 1 + (sections[0].id == "evidence") if plan is not None else len(sections)
-        sections.insert(position, Section("jacobian-section", "Time Jacobian", intro, [jacobian(material.time_map)]))
+        sections.insert(position, Section("jacobian-section", "Time Jacobian", intro, [jacobian(contents.time_map)]))
     sections += [
-        Section(f"other-{i}", type(result).__name__, str(result)) for i, result in enumerate(material.other_results)
+        Section(f"other-{i}", type(result).__name__, str(result)) for i, result in enumerate(contents.other_results)
     ]
     return [section for section in sections if section.figures or section.intro]
 
 
-def _input_section(material: Material, plan: PagePlan) -> Section:
+def _input_section(contents: ReportContents, plan: PagePlan) -> Section:
     """Return the section of the network's input and the gradient of the loss at it."""
-    moments, figures = material.moments, []
+    moments, figures = contents.moments, []
     first_moment, layer = moments[0], repr(moments[0].tracks[0].layer)
     track_steps = TrackSteps(plan, 0, [moment.tracks[0].mask for moment in moments])
     sensitivities = [moment.sensitivity for moment in moments if moment.sensitivity is not None]
@@ -112,8 +112,8 @@ def _input_section(material: Material, plan: PagePlan) -> Section:
         )
     inputs = [moment.input for moment in moments if moment.input is not None]
     if len(inputs) == len(moments):
-        figures.append(_input_figure(layer, [_select_features(values, material) for values in inputs], track_steps))
-    return Section("input-section", "Input", material.padding_note, figures, 0)
+        figures.append(_input_figure(layer, [_select_features(values, contents) for values in inputs], track_steps))
+    return Section("input-section", "Input", contents.padding_note, figures, 0)
 
 
 def _input_figure(layer: str, inputs: Sequence[Array], track_steps: TrackSteps) -> ReportFigure:
@@ -127,34 +127,34 @@ def _input_figure(layer: str, inputs: Sequence[Array], track_steps: TrackSteps) 
     return maps(caption, [Choice("x_t", inputs, "signed")], track_steps, "feature")
 
 
-def _select_features(values: Array, material: Material) -> Array:
+def _select_features(values: Array, contents: ReportContents) -> Array:
     """Select the features with the largest standard deviation, in their order."""
     if values.shape[-1] <= _MAX_FEATURES:
         return values
     spread = np.nan_to_num(np.asarray(values, dtype=np.float64)).std(axis=(0, 1))
     note = f"The input is drawn by {_MAX_FEATURES} of its {values.shape[-1]} features, those that vary most."
-    if note not in material.omissions_of:
-        material.omissions_of.append(note)
+    if note not in contents.omissions_of:
+        contents.omissions_of.append(note)
     return values[:, :, np.sort(np.argsort(spread)[::-1][:_MAX_FEATURES])]
 
 
-def _track_sections(material: Material, plan: PagePlan) -> list[Section]:
+def _track_sections(contents: ReportContents, plan: PagePlan) -> list[Section]:
     """Return one section of the report for each direction of each layer: gradients, gates, states, weights."""
     sections = []
-    for number, track in enumerate(material.moments[0].tracks):
-        tracks = [moment.tracks[number] for moment in material.moments]
-        track_steps = TrackSteps(plan, number, [moment_track.mask for moment_track in tracks])
+    for track_number, track in enumerate(contents.moments[0].tracks):
+        tracks = [moment.tracks[track_number] for moment in contents.moments]
+        track_steps = TrackSteps(plan, track_number, [moment_track.mask for moment_track in tracks])
         gates = (
             _gate_figures(tracks, track_steps) if all(moment_track.gates is not None for moment_track in tracks) else []
         )
         figures = [*_gradient_figures(tracks, track_steps), *_state_figures(tracks, track_steps), *gates]
         if gates and all(moment_track.gate_gradients is not None for moment_track in tracks):
             figures += _gate_gradient_figures(tracks, track_steps)
-        figures += _weight_figures(number, track, material.weights)
-        first_ids = [f"track-{number}-gradient", f"track-{number}-gates"]  # curves side by side, then maps
+        figures += _weight_figures(track_number, track, contents.weights)
+        first_ids = [f"track-{track_number}-gradient", f"track-{track_number}-gates"]  # curves side by side, then maps
         figures.sort(key=lambda figure: figure.id not in first_ids)
         intro = f"{track.description}, {track.steps} steps"
-        sections.append(Section(f"track-{number}", track.title, intro, figures, number))
+        sections.append(Section(f"track-{track_number}", track.title, intro, figures, track_number))
     return sections
 
 
@@ -239,19 +239,19 @@ def _gate_gradient_figures(tracks: Sequence[Track], track_steps: TrackSteps) -> 
     return [lines(caption, norms_by_gate, track_steps, ValueAxis("norm over units", log=True))]
 
 
-def _weight_figures(number: int, track: Track, weights: Weights | None) -> list[ReportFigure]:
+def _weight_figures(track_number: int, track: Track, weights: Weights | None) -> list[ReportFigure]:
     """Return figures of the norms of the weights of each unit, and of the recurrent kernel from unit to unit."""
     columns, unit_matrix = weight_norms(track, weights)
-    layer, prefix, figures = repr(track.layer.partition("#")[0]), f"track-{number}", []
+    layer, prefix, figures = repr(track.layer.partition("#")[0]), f"track-{track_number}", []
     if columns:
         sentence = "Norm of the weights W, U that enter each unit, by gate, and of those that leave it."
         caption = Caption(f"{prefix}-weights", "Weights by unit", sentence, f"rl.weights(model)[{layer}]")
-        figures.append(unit_map(caption, np.stack(list(columns.values()), axis=1), list(columns), number))
+        figures.append(unit_map(caption, np.stack(list(columns.values()), axis=1), list(columns), track_number))
     if unit_matrix is not None and track.units <= MAX_KERNEL_UNITS:
         sentence = "Recurrent kernel, root mean square over gates: row to unit, column from unit."
         code = f"rl.plot.weights_heatmap(rl.weights(model)[{layer}])"
         figures.append(
-            unit_map(Caption(f"{prefix}-kernel", "From unit to unit", sentence, code), unit_matrix, [], number)
+            unit_map(Caption(f"{prefix}-kernel", "From unit to unit", sentence, code), unit_matrix, [], track_number)
         )
     return figures
 
@@ -281,15 +281,15 @@ def weight_norms(track: Track, weights: Weights | None) -> tuple[dict[str, Array
     return columns, unit_matrix
 
 
-def plan_of(material: Material) -> PagePlan | None:
+def plan_of(contents: ReportContents) -> PagePlan | None:
     """Choose how many samples have curves and maps in a page of at most ``MAX_PAGE_BYTES`` bytes; None without a trace.
 
     Curves of all samples have priority over maps of more than a few, since readers select samples by their curves.
     At least the typical and the hardest sample have maps, if necessary with many steps merged.
     """
-    if not material.moments or not material.moments[0].tracks or material.ranking is None:
+    if not contents.moments or not contents.moments[0].tracks or contents.ranking is None:
         return None
-    priority_order, tracks = material.ranking.priority_order, material.moments[0].tracks
+    priority_order, tracks = contents.ranking.priority_order, contents.moments[0].tracks
     samples, steps = tracks[0].samples, max(track.steps for track in tracks)
     width_pairs = ((1000, 500), (500, 250), (250, 250), (250, 125), (125, 125), (125, 60), (60, 60))
     for fewest_maps in (8, 2):
@@ -297,21 +297,21 @@ def plan_of(material: Material) -> PagePlan | None:
             curve_bin, map_bin = (-(-steps // width) for width in width_pair)
             for curve_count in sorted({samples, min(samples, 24), min(samples, fewest_maps)}, reverse=True):
                 plan = PagePlan(priority_order, curve_count, curve_bin, min(fewest_maps, samples), map_bin)
-                if _page_bytes(plan, material) <= MAX_PAGE_BYTES:
+                if _page_bytes(plan, contents) <= MAX_PAGE_BYTES:
                     for map_count in sorted({samples, 48, 32, 24, 16, 12}, reverse=True):
                         larger_plan = replace(plan, map_count=min(map_count, curve_count))
                         if (
                             larger_plan.map_count > plan.map_count
-                            and _page_bytes(larger_plan, material) <= MAX_PAGE_BYTES
+                            and _page_bytes(larger_plan, contents) <= MAX_PAGE_BYTES
                         ):
                             return larger_plan
                     return plan
     return PagePlan(priority_order, min(samples, 2), -(-steps // 60), 1, -(-steps // 30))
 
 
-def _page_bytes(plan: PagePlan, material: Material) -> float:
+def _page_bytes(plan: PagePlan, contents: ReportContents) -> float:
     """Estimate the bytes of the page, with images that do not compress."""
-    first_moment = material.moments[0]
+    first_moment = contents.moments[0]
     features = 0 if first_moment.input is None else min(first_moment.input.shape[-1], _MAX_FEATURES)
     value_count = features * (plan.map_count + 2) * -(-first_moment.tracks[0].steps // plan.map_bin)
     for track in first_moment.tracks:
@@ -322,7 +322,7 @@ def _page_bytes(plan: PagePlan, material: Material) -> float:
         unit_values += gates * (0 if track.gates is None else track.gates.shape[-1])
         value_count += unit_values * plan.map_count * -(-track.steps // plan.map_bin)
         value_count += min(track.units, 512) ** 2
-    return _FIXED_BYTES + _BASE64_RATIO * value_count * len(material.moments)
+    return _FIXED_BYTES + _BASE64_RATIO * value_count * len(contents.moments)
 
 
 @dataclass(frozen=True)
@@ -335,28 +335,28 @@ class ReportOrigin:
     when: str = ""
 
 
-def render(material: Material, report_origin: ReportOrigin) -> str:
+def render(contents: ReportContents, report_origin: ReportOrigin) -> str:
     """Render the report as the text of one HTML file, with all styles, scripts and data in it."""
-    plan = plan_of(material)
-    sections: list[Section] = sections_of(material, plan)
+    plan = plan_of(contents)
+    sections: list[Section] = sections_of(contents, plan)
     all_figures = [figure for section in sections for figure in section.figures]
     script = "\n".join(["'use strict';", "(function () {", *(_asset(f"{name}.js") for name in _SCRIPTS), "})();"])
-    tracks = material.moments[0].tracks if material.moments else []
+    tracks = contents.moments[0].tracks if contents.moments else []
     context = {
         "made": report_origin,
-        "material": material,
+        "material": contents,
         "sections": sections,
-        "findings": evidence.findings(material.diagnosis, all_figures, tracks),
-        "sentences": {} if material.diagnosis is None else material.diagnosis.sentences,
-        "badge": evidence.badge(material),
-        "facts": evidence.facts(material),
-        "versions": evidence.versions(material),
-        "measures": evidence.measures(material.diagnosis),
-        "checks": [check for result in evidence.results(material) for check in result.checks],
-        "notes": list(dict.fromkeys(note for result in evidence.results(material) for note in result.notes)),
-        "left_out": evidence.omissions_of(material, plan),
+        "findings": evidence.findings(contents.diagnosis, all_figures, tracks),
+        "sentences": {} if contents.diagnosis is None else contents.diagnosis.sentences,
+        "badge": evidence.badge(contents),
+        "facts": evidence.facts(contents),
+        "versions": evidence.versions(contents),
+        "measures": evidence.measures(contents.diagnosis),
+        "checks": [check for result in evidence.results(contents) for check in result.checks],
+        "notes": list(dict.fromkeys(note for result in evidence.results(contents) for note in result.notes)),
+        "left_out": evidence.omissions_of(contents, plan),
         "interactive": plan is not None,
-        "data": to_strict_json(_page_data(material, plan, all_figures)),
+        "data": to_strict_json(_page_data(contents, plan, all_figures)),
         "style": Markup(_asset("report.css")),
         "script": Markup(script),
         "policy": _security_policy(script),
@@ -377,44 +377,44 @@ def _security_policy(script: str) -> str:
     return f"default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
 
 
-def _page_data(material: Material, plan: PagePlan | None, figures: Sequence[ReportFigure]) -> dict[str, Any]:
+def _page_data(contents: ReportContents, plan: PagePlan | None, figures: Sequence[ReportFigure]) -> dict[str, Any]:
     """Return the data of all figures as JSON for the script of the page."""
     page_data: dict[str, Any] = {
         "figures": [figure.to_json() for figure in figures],
         "palettes": {name: bytes(palette_colours(name).ravel()).hex() for name in ("size", "signed", "gate")},
-        "moments": [moment.name for moment in material.moments],
+        "moments": [moment.name for moment in contents.moments],
         "steps": 0,
         "samples": [],
         "tracks": [],
     }
-    if plan is None or material.ranking is None:
+    if plan is None or contents.ranking is None:
         return page_data
-    ranking: Ranking = material.ranking
+    ranking: Ranking = contents.ranking
     page_data |= {
-        "steps": material.moments[0].tracks[0].steps,
+        "steps": contents.moments[0].tracks[0].steps,
         "samples": [
             {
-                "number": material.labels[i],
-                "loss": None if material.losses is None else float(material.losses[i]),
-                "target": material.targets[i],
+                "number": contents.labels[i],
+                "loss": None if contents.losses is None else float(contents.losses[i]),
+                "target": contents.targets[i],
             }
-            for i in range(len(material.sample_positions))
+            for i in range(len(contents.sample_positions))
         ],
         "order": [i for i in ranking.order if i in set(plan.curves)],
-        "by_loss": material.losses is not None,
+        "by_loss": contents.losses is not None,
         "typical": ranking.typical,
         "hardest": ranking.hardest,
         "easiest": ranking.easiest,
-        "tracks": [_track_json(material, number) for number in range(len(material.moments[0].tracks))],
+        "tracks": [_track_json(contents, track_number) for track_number in range(len(contents.moments[0].tracks))],
     }
-    if material.token_texts is not None:
-        page_data["words"] = {str(i): material.token_texts[i] for i in plan.maps}
+    if contents.token_texts is not None:
+        page_data["words"] = {str(i): contents.token_texts[i] for i in plan.maps}
     return page_data
 
 
-def _track_json(material: Material, number: int) -> dict[str, Any]:
-    track = material.moments[0].tracks[number]
-    columns, _ = weight_norms(track, material.weights)
+def _track_json(contents: ReportContents, track_number: int) -> dict[str, Any]:
+    track = contents.moments[0].tracks[track_number]
+    columns, _ = weight_norms(track, contents.weights)
     unit_norms = None
     if columns:
         unit_norms = np.sqrt(sum(values**2 for name, values in columns.items() if name != OUTGOING_NAME))

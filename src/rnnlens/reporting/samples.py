@@ -192,9 +192,9 @@ class Ranking:
         return tuple(self.order[rank] for rank in dict.fromkeys(ranks))
 
 
-def rank_samples(sizes: Array) -> Ranking:
+def rank_samples(difficulties: Array) -> Ranking:
     """Rank samples by loss or, if it is not known, by the size of their gradient."""
-    order = np.argsort(np.where(np.isfinite(sizes), sizes, np.inf), kind="stable")
+    order = np.argsort(np.where(np.isfinite(difficulties), difficulties, np.inf), kind="stable")
     return Ranking(tuple(int(i) for i in order), int(order[(len(order) - 1) // 2]), int(order[-1]), int(order[0]))
 
 

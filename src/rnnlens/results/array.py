@@ -19,7 +19,7 @@ from .checks import Certificate, Check
 from .disk.regions import ChunkTasks
 from .page import Row, result_page
 from .saving import save, save_chunks, tree_of
-from .schema import origin, provenance_of
+from .schema import format_provenance, provenance_of
 
 #: Attributes of an array that store checks and certificate; other results have these as Python attributes.
 RECORD, CERTIFICATE = "record", "certificate"
@@ -97,7 +97,7 @@ class LabelledArray(xr.DataArray):  # type: ignore[no-untyped-call]  # xarray's 
     def _remarks(self) -> list[tuple[str, str]]:
         """Return label and text of the lines below the values in the repr: certificate and provenance."""
         certificate = [("certificate", self.certificate.sentence)] if CERTIFICATE in self.attrs else []
-        return [*certificate, ("from", origin(self.provenance))]
+        return [*certificate, ("from", format_provenance(self.provenance))]
 
     def _repr_html_(self) -> str:
         sizes = ", ".join(f"{dim}: {size}" for dim, size in self.sizes.items())

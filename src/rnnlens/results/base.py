@@ -31,7 +31,7 @@ from .disk.regions import ChunkTasks
 from .encoding import datasets_of, from_path, to_paths
 from .page import Row, ShownFinding, result_page
 from .saving import META, dask_name, root_attrs, save, save_chunks
-from .schema import LabelledLayer, origin, with_version
+from .schema import LabelledLayer, format_provenance, with_version
 
 #: Name, description and data of one part of a result.
 Part = tuple[str, str, xr.Dataset | xr.DataArray | None]
@@ -292,7 +292,7 @@ class Result(Mapping[str, Any]):
             remarks += [("certificate", self.certificate.sentence)]
             remarks += [("", f"FAILED {check.sentence}") for check in self.certificate.checks if not check.ok]
         remarks += [("note", note) for note in self.notes]
-        return [*remarks, ("from", origin(self.provenance))]
+        return [*remarks, ("from", format_provenance(self.provenance))]
 
     def __repr__(self) -> str:
         return aligned_text(f"<rnnlens {type(self).__name__}> {self._headline()}", self._rows() + self._remarks())

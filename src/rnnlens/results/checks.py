@@ -175,7 +175,9 @@ class Certificate:
             return f"could not certify: {self.why}"
         worst = self.worst
         assert worst is not None
-        compared = " ".join(part for part in (worst.layer, worst.name.removeprefix("reference ")) if part)
+        compared = " ".join(
+            name_part for name_part in (worst.layer, worst.name.removeprefix("reference ")) if name_part
+        )
         if self.state == "failed":
             failed = sum(not check.ok for check in self.checks)
             headline = f"NOT certified against {self.against}: {failed} of {len(self.checks)} comparisons failed"

@@ -272,5 +272,5 @@ class FixedPoints(Result, kind="dynamics"):
         ]
 
 
-def _counted_noun(count: int, kind: str, noun: str = "fixed point") -> str:
-    return f"{count} {kind} {noun}" + ("" if count == 1 else "s")
+def _counted_noun(count: int, adjective: str, noun: str = "fixed point") -> str:
+    return f"{count} {adjective} {noun}" + ("" if count == 1 else "s")

@@ -138,7 +138,11 @@ def to_paths(names: Iterable[str]) -> dict[str, str]:
     {'encoder': '/encoder/@', 'encoder/gru': '/encoder/gru'}
     """
     names = list(names)
-    group_names = {"/".join(parts[:i]) for parts in (name.split("/") for name in names) for i in range(1, len(parts))}
+    group_names = {
+        "/".join(name_parts[:i])
+        for name_parts in (name.split("/") for name in names)
+        for i in range(1, len(name_parts))
+    }
     paths = {name: "".join(f"/{_escape_part(part)}" for part in name.split("/")) for name in names}
     return {name: path + f"/{OWN_NODE}" * (name in group_names) for name, path in paths.items()}
 

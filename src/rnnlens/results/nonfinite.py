@@ -65,9 +65,9 @@ class Origin:
         beginning = f"first at {position}: " if position else f"first {_PHASE_WORDS[self.phase]}: "
         other_indices = [f"{dim} {i}" for dim, i in self.index.items() if dim not in (TIME, SAMPLE, GATE)]
         location = ", ".join([self._subject, *other_indices])
-        number = f"{_QUANTITY_WORDS.get(self.quantity, self.quantity)} {self.value:.3g}"
-        number += f", beyond {self.precision}" if self.precision else ""
-        return f"{beginning}{location} ({number})" + (f"; fed by {self.fed_by}" if self.fed_by else "")
+        number_text = f"{_QUANTITY_WORDS.get(self.quantity, self.quantity)} {self.value:.3g}"
+        number_text += f", beyond {self.precision}" if self.precision else ""
+        return f"{beginning}{location} ({number_text})" + (f"; fed by {self.fed_by}" if self.fed_by else "")
 
     @property
     def _subject(self) -> str:

@@ -76,38 +76,38 @@ def open(
     engine = engine_of(source)
     if lazy and engine != "zarr":
         raise InputError("Only Zarr can be read lazily.", got=str(source), hint="save to a path ending in .zarr")
-    limit = int(current().memory if memory is None else memory)
+    memory_limit = int(current().memory if memory is None else memory)
     with _convert_read_errors(source):
         is_run_folder = engine == "zarr" and (source / "zarr.json").is_file()
     if is_run_folder:
         if lazy:
             raise InputError("A run is read whole.", got="lazy=True", hint="leave it out, or raise memory=")
-        return _open_run(source, None if memory is None else limit, skip_damaged=skip_damaged)
+        return _open_run(source, None if memory is None else memory_limit, skip_damaged=skip_damaged)
     if skip_damaged:
         raise InputError("skip_damaged= applies only to the run of a followed training.", got=str(source))
     with _convert_read_errors(source):
         if engine == "zarr":
-            return _read_unreplaced(source, lambda: _open_zarr(source, limit, lazy=lazy))
+            return _read_unreplaced(source, lambda: _open_zarr(source, memory_limit, lazy=lazy))
         _check_exists(source)
-        return _open_netcdf(source, limit)
+        return _open_netcdf(source, memory_limit)
 
 
-def _open_netcdf(source: Path, limit: int) -> Any:
+def _open_netcdf(source: Path, memory_limit: int) -> Any:
     is_sealed = check_seal(source)
-    check_contents(source, limit)
+    check_contents(source, memory_limit)
     with xr.open_datatree(source, engine="h5netcdf", chunks=None, **_DECODE) as tree:
         tree.load()
     return _result_of_tree(tree, source, is_sealed=is_sealed)
 
 
-def _open_zarr(source: Path, limit: int, *, lazy: bool) -> tuple[Any, bool]:
+def _open_zarr(source: Path, memory_limit: int, *, lazy: bool) -> tuple[Any, bool]:
     """Read a Zarr folder; return the result, and True if all its files were verified by checksums."""
     root = Path(os.path.realpath(source))
     recover(root)
     _check_exists(source)
     marks = root_attributes(root)
     check_schema(marks, source)
-    store = verified_store(root, limit, lazy=lazy)
+    store = verified_store(root, memory_limit, lazy=lazy)
     options: dict[str, Any] = {**_DECODE, "consolidated": False, "zarr_format": ZARR_FORMAT, "chunks": None}
     tree = xr.open_datatree(store, engine="zarr", **options)
     if not lazy:

@@ -49,7 +49,7 @@ class Profile:
     """
 
     label: str
-    over: str
+    axis_label: str
     values: Array
     peak: float
     log: bool = True
@@ -61,14 +61,14 @@ class Profile:
     def svg(self) -> str:
         """Draw the curve as inline SVG."""
         scale = f", {DECADES} decades" if self.log else ""
-        return svg(self.values, f"{self.label} over {self.over}{scale}", decades=DECADES if self.log else None)
+        return svg(self.values, f"{self.label} over {self.axis_label}{scale}", decades=DECADES if self.log else None)
 
     def to_json(self) -> dict[str, Any]:
         """Return the curve as plain numbers, with None for values that are not finite."""
         rounded = [float(f"{v:.6g}") for v in self.values]
         return {
             "label": self.label,
-            "over": self.over,
+            "over": self.axis_label,
             "peak": to_strict_json(self.peak),
             "values": to_strict_json(rounded),
         }
@@ -269,13 +269,13 @@ class Row:
     details_html: str = ""
 
     @classmethod
-    def of(cls, name: str, words: str, data: xr.Dataset | xr.DataArray | None) -> Row:
+    def of(cls, name: str, description: str, data: xr.Dataset | xr.DataArray | None) -> Row:
         """Create the row for one part of a result, with its curves, from the part's data."""
         if data is None:
-            return cls(name, words)
+            return cls(name, description)
         contents: Any = data
         curves = {} if data.chunks else curves_of(data)  # lazy data are not computed for a page
-        return cls(name, words, curves, str(contents._repr_html_()))
+        return cls(name, description, curves, str(contents._repr_html_()))
 
 
 @dataclass(frozen=True)
@@ -318,7 +318,7 @@ def _row(row: Row) -> str:
 def _curve(direction: str, profile: Profile) -> str:
     caption = " ".join(part for part in (direction, profile.label) if part)
     peak = f"peak {profile.peak:.2g}"
-    arrow = f'<br><small class="rl-soft">{html.escape(profile.over)} →</small>'
+    arrow = f'<br><small class="rl-soft">{html.escape(profile.axis_label)} →</small>'
     figure = f'<span style="display:inline-block;text-align:center;line-height:1">{profile.svg()}{arrow}</span>'
     return f'<span>{figure} <span class="rl-soft">{html.escape(caption)}, {peak}</span></span> '
 

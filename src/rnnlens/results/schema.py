@@ -196,8 +196,8 @@ def labelled_layer(
         )
         for name, array in host_arrays.items()
     }
-    sizes = {dim: size for variable in variables.values() for dim, size in variable.sizes.items()}
-    return LabelledLayer(variables, coordinates(sizes, info_fields), _layer_attrs(info_fields))
+    size_by_dim = {dim: size for variable in variables.values() for dim, size in variable.sizes.items()}
+    return LabelledLayer(variables, coordinates(size_by_dim, info_fields), _layer_attrs(info_fields))
 
 
 def info_mapping(info: Any) -> dict[str, Any]:
@@ -243,7 +243,7 @@ def provenance_of(line: str) -> dict[str, str]:
     return {key: value for key, _, value in pairs}
 
 
-def origin(provenance: Mapping[str, str]) -> str:
+def format_provenance(provenance: Mapping[str, str]) -> str:
     """Format the provenance for display: each distinct value once, without adapter and loss reduction, rnnlens last."""
     hidden_keys = ("rnnlens", "loss_reduction", "adapter")
     shown_values = dict.fromkeys(value for key, value in provenance.items() if key not in hidden_keys)

@@ -111,9 +111,13 @@ class Trace(Result, kind="trace"):
         return {**super()._meta(), "loss": self.loss, "quantities": requested_quantities}
 
     def _headline(self) -> str:
-        sizes = {dim: n for name in reversed(self.layers) for dim, n in self.dataset(name).sizes.items()}
+        size_by_dim = {dim: n for name in reversed(self.layers) for dim, n in self.dataset(name).sizes.items()}
         parts = [super()._headline()]
-        parts += [f"{sizes[dim]} {dim if sizes[dim] == 1 else plural}" for dim, plural in _COUNTED_DIMS if dim in sizes]
+        parts += [
+            f"{size_by_dim[dim]} {dim if size_by_dim[dim] == 1 else plural}"
+            for dim, plural in _COUNTED_DIMS
+            if dim in size_by_dim
+        ]
         return ", ".join(parts) + ("" if self.loss is None else f", loss {self.loss:.4g}")
 
     def _rows(self) -> list[tuple[str, str]]:

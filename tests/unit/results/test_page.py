@@ -59,7 +59,7 @@ def test_the_curve_is_the_median_each_sample_by_its_own_peak(gradient):
     profile = dataset_curves(trace_of(gradient).dataset("lstm"))[""]
     np.testing.assert_allclose(profile.values, 10.0 ** -np.arange(5.0)[::-1])
     assert profile.peak == pytest.approx(1e6)
-    assert (profile.label, profile.over) == ("|dL/dh_t|", "time step")
+    assert (profile.label, profile.axis_label) == ("|dL/dh_t|", "time step")
 
 
 def test_a_step_with_nan_is_nan_in_the_curve(gradient):

@@ -126,16 +126,16 @@ def _compute_missing(
     else:
         futures = dict(zip(dask_client.compute(list(writers.values())), writers, strict=True))
         outcomes = ((futures[future], outcome) for future, outcome in results_of(dask_client, list(futures)))
-    for number, outcome in outcomes:
+    for chunk_number, outcome in outcomes:
         progress.advance()
         if isinstance(outcome, Exception):
             _check_connection(outcome)
-            _, start, stop, _ = tasks.arguments[number][2]
+            _, start, stop, _ = tasks.arguments[chunk_number][2]
             kind = "worker" if type(outcome).__name__ == "KilledWorker" else "chunk"
             reason = str(outcome) if isinstance(outcome, RnnlensError) else failed_samples((start, stop), outcome)
             outcome = kind, reason
         if outcome is not None:
-            failures[number] = outcome
+            failures[chunk_number] = outcome
     return failures
 
 
@@ -144,12 +144,12 @@ def _outcomes_in_process(dask: Any, region: Region, writers: Mapping[int, Any]) 
     try:
         outcomes = dask.compute(*writers.values())
     except Exception:  # data of the user that cannot be read: each chunk alone, so that the others are not lost
-        outcomes = [_outcome_alone(dask, region, number, writer) for number, writer in writers.items()]
+        outcomes = [_outcome_alone(dask, region, chunk_number, writer) for chunk_number, writer in writers.items()]
     yield from zip(writers, outcomes, strict=True)
 
 
-def _outcome_alone(dask: Any, region: Region, number: int, writer: Any) -> Any:
-    if _record_path(Path(region.folder), number).is_file():
+def _outcome_alone(dask: Any, region: Region, chunk_number: int, writer: Any) -> Any:
+    if _record_path(Path(region.folder), chunk_number).is_file():
         return None
     try:
         return dask.compute(writer)[0]
@@ -167,25 +167,25 @@ def _check_connection(error: Exception) -> None:
         ) from error
 
 
-def write_chunk(region: Region, task: Any, model: Any, row_range: tuple[int, ...], *parts: Any) -> Failure | None:
+def write_chunk(region: Region, task: Any, model: Any, row_range: tuple[int, ...], *inputs: Any) -> Failure | None:
     """Compute one chunk and write its regions, then its record; return None, or the kind and the text of an error."""
-    folder, number = Path(region.folder), row_range[0]
+    folder, chunk_number = Path(region.folder), row_range[0]
     try:
-        values = task(model, row_range, *parts)
+        chunk_values = task(model, row_range, *inputs)
     except Exception as error:
         return "chunk", str(error)
     store = recording(folder)
     try:
         group = zarr.open_group(store, mode="r+", zarr_format=2)
         for name, (path, axis) in region.destinations.items():
-            array_values = values.kept[name]
+            array_values = chunk_values.kept[name]
             zarr_array = group[path.lstrip("/")].with_config(_WRITE_EMPTY)
             index = tuple(
                 slice(row_range[1], row_range[2]) if i == axis else slice(None) for i in range(array_values.ndim)
             )
             zarr_array[index] = array_values
-        chunk_record = {"sums": store.sums, "record": values.record()}
-        write_file(_record_path(folder, number), [json.dumps(chunk_record, default=_json_default).encode()])
+        chunk_record = {"sums": store.sums, "record": chunk_values.record()}
+        write_file(_record_path(folder, chunk_number), [json.dumps(chunk_record, default=_json_default).encode()])
     except OSError as error:
         return "file", f"samples {row_range[1]} to {row_range[2] - 1}: {error}"
     return None
@@ -195,20 +195,20 @@ def _json_default(value: Any) -> Any:
     return np.asarray(value).tolist()
 
 
-def _record_path(folder: Path, number: int) -> Path:
-    return folder / _RECORDS_FOLDER / f"{number}.json"
+def _record_path(folder: Path, chunk_number: int) -> Path:
+    return folder / _RECORDS_FOLDER / f"{chunk_number}.json"
 
 
-def records_of(folder: Path, count: int) -> list[dict[str, Any]]:
+def records_of(folder: Path, chunk_count: int) -> list[dict[str, Any]]:
     """Return the records of all chunks, in order."""
-    return [json.loads(_record_path(folder, i).read_text())["record"] for i in range(count)]
+    return [json.loads(_record_path(folder, i).read_text())["record"] for i in range(chunk_count)]
 
 
-def finish_folder(folder: Path, target: Path, count: int, attributes: Mapping[str, Mapping[str, Any]]) -> None:
+def finish_folder(folder: Path, target: Path, chunk_count: int, attributes: Mapping[str, Mapping[str, Any]]) -> None:
     """Add attributes, by path of a group or array, and checksums of all files; give the folder its name."""
     sums = json.loads((folder / _LAYOUT_SUMS).read_text())
-    for number in range(count):
-        sums |= json.loads(_record_path(folder, number).read_text())["sums"]
+    for chunk_number in range(chunk_count):
+        sums |= json.loads(_record_path(folder, chunk_number).read_text())["sums"]
     shutil.rmtree(folder / _RECORDS_FOLDER)
     (folder / _LAYOUT_SUMS).unlink()
     store = recording(folder, sums)
