@@ -96,9 +96,8 @@ def show_live(states: Iterator[TrainingRun], chosen_scalars: ChosenScalars) -> N
             for run in states:
                 live.update(run_group(run, chosen_scalars, height=stdout_console.height), refresh=True)
         except KeyboardInterrupt:
-            stdout_console.file.write(
-                "\x1b[1A"
-            )  # one line up again: "interrupted" was printed, and the table overwrites it
+            # one line up again: "interrupted" was printed, and the table overwrites it
+            stdout_console.file.write("\x1b[1A")
             raise
 
 

@@ -204,7 +204,7 @@ def _default_title(contents: ReportContents) -> str:
             for track in tracks
         )
     )
-    layer_texts = [layer_texts for _, layer_texts in layers]
+    layer_texts = [text for _, text in layers]
     names_shown = layer_texts if len(layer_texts) <= 3 else [*layer_texts[:2], f"{len(layer_texts) - 2} more layers"]
     return " → ".join(names_shown)
 

@@ -159,13 +159,11 @@ class CurveAxes:
 def lines(static_lines: Sequence[StaticLine], axes: CurveAxes, height: int = 190) -> Markup:
     """Draw curves with bands, legend and axes."""
     log = axes.log
-    all_values = [
-        values for line in static_lines for values in (line.y, line.median, line.low, line.high) if values is not None
-    ]
+    all_values = [v for line in static_lines for v in (line.y, line.median, line.low, line.high) if v is not None]
     low, high = (
         (0.0, 1.0)
         if axes.unit_range
-        else _value_range([*all_values, *(np.array([values]) for values, _ in axes.levels)], log)
+        else _value_range([*all_values, *(np.array([level]) for level, _ in axes.levels)], log)
     )
     bottom = height - BOTTOM
     last_x = max((float(line.x[-1]) for line in static_lines if len(line.x)), default=1.0)
@@ -327,9 +325,8 @@ def _value_ticks(low: float, high: float, log: bool, y_pixel: ToPixel) -> list[M
 
 def _time_ticks(first_x: float, last_x: float, x_pixel: ToPixel, bottom: float, label: str) -> list[Markup]:
     tick_values = [v for v in ticks(first_x, last_x, 8) if v == int(v)]
-    tick_values = [v for v in tick_values if last_x - v > (last_x - first_x) * 0.06] + [
-        last_x
-    ]  # the last step always has a number
+    # the last step always has a number
+    tick_values = [v for v in tick_values if last_x - v > (last_x - first_x) * 0.06] + [last_x]
     number_markup = Markup('<text x="{:.1f}" y="{}" text-anchor="middle">{:g}</text>')
     title_markup = Markup('<text class="axis" x="{}" y="{}" text-anchor="middle">{}</text>')
     elements = [number_markup.format(x_pixel(value), bottom + 14, value) for value in dict.fromkeys(tick_values)]

@@ -284,8 +284,8 @@ def _add_baseline(
         model_moment.name = "after training"
 
 
-def _track_sizes(moment_of: Moment) -> list[tuple[str, int, int, int]]:
-    return [(track.title, track.units, track.steps, track.samples) for track in moment_of.tracks]
+def _track_sizes(moment: Moment) -> list[tuple[str, int, int, int]]:
+    return [(track.title, track.units, track.steps, track.samples) for track in moment.tracks]
 
 
 def _token_texts(report_samples: ReportSamples, sample_positions: Sequence[int], tokens: Any) -> list[list[str]] | None:

@@ -133,8 +133,8 @@ def _select_features(values: Array, contents: ReportContents) -> Array:
         return values
     spread = np.nan_to_num(np.asarray(values, dtype=np.float64)).std(axis=(0, 1))
     note = f"The input is drawn by {_MAX_FEATURES} of its {values.shape[-1]} features, those that vary most."
-    if note not in contents.omissions_of:
-        contents.omissions_of.append(note)
+    if note not in contents.left_out:
+        contents.left_out.append(note)
     return values[:, :, np.sort(np.argsort(spread)[::-1][:_MAX_FEATURES])]
 
 

@@ -78,7 +78,7 @@ class LabelledArray(xr.DataArray):  # type: ignore[no-untyped-call]  # xarray's 
         if "provenance" not in self.attrs or not isinstance(values, np.ndarray) or not values.size:
             return super().__repr__()  # values on disk or in Dask chunks are not read for a summary
         rows = [("definition", str(self.attrs["definition"]))] if "definition" in self.attrs else []
-        rows += [("dims", ", ".join(f"{dim}: {norm}" for dim, norm in self.sizes.items()))]
+        rows += [("dims", ", ".join(f"{dim}: {size}" for dim, size in self.sizes.items()))]
         if values.dtype.kind in "fiu":
             norm = float(np.linalg.norm(values.astype(float)))
             rows.append(("values", f"{np.min(values):.3g} to {np.max(values):.3g}, norm {norm:.3g}, {values.dtype}"))

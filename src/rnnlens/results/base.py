@@ -286,8 +286,8 @@ class Result(Mapping[str, Any]):
         """Return label and text of each line below the layers in the repr: checks, certificate, notes, provenance."""
         remarks = [("checks", f"FAILED {check.sentence}") for check in self._self_checks if not check.ok]
         if not remarks and (worst_check := worst_of(self._self_checks)):
-            passed_count = f"{len(self._self_checks)} of {len(self._self_checks)} passed"
-            remarks = [("checks", f"{passed_count} ({worst_check.layer} {worst_check.name}: {worst_check.figures})")]
+            passed_text = f"{len(self._self_checks)} of {len(self._self_checks)} passed"
+            remarks = [("checks", f"{passed_text} ({worst_check.layer} {worst_check.name}: {worst_check.figures})")]
         if self.certificate is not None:
             remarks += [("certificate", self.certificate.sentence)]
             remarks += [("", f"FAILED {check.sentence}") for check in self.certificate.checks if not check.ok]

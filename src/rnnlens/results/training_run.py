@@ -99,10 +99,8 @@ class TrainingRun(Result, kind="run"):
         super().__init__(datasets, **common)
         self.scalars, self.of, self.ended, self.path = scalars, of, ended, path
         self.gaps = [Gap(*gap) for gap in gaps]
-        self._read_options: tuple[int | None, bool] = (
-            None,
-            False,
-        )  # memory= and skip_damaged= of the call that read it
+        #: memory= and skip_damaged= of the call that read it.
+        self._read_options: tuple[int | None, bool] = (None, False)
 
     def __getitem__(self, name: str) -> LayerRun:
         return self._node(self._resolve(name))
@@ -356,9 +354,8 @@ def _read_verified_rows(
     if count and "sums" not in arrays:
         raise damaged_file_error(root, "its checksums are missing")
     if "sums" in arrays:
-        sums, _ = arrays.pop("sums").rows(
-            count, files_by_array.get("sums", [])
-        )  # checksums of lost rows are 0 and match no row
+        # checksums of lost rows are 0 and match no row
+        sums, _ = arrays.pop("sums").rows(count, files_by_array.get("sums", []))
     for index, name in enumerate(names):
         expected_sums = sums[:, index] if count and index < sums.shape[1] else np.zeros(count, dtype=np.uint32)
         if name not in arrays:

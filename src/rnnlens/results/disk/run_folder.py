@@ -233,7 +233,7 @@ class RunArray:
         values = np.full((row_count, *self.shape[1:]), self.fill, dtype=self.dtype)
         unreadable_rows: list[slice] = []
         for name in chunk_names:
-            chunk_index = [int(region) for region in name.split("/") if region.isascii() and region.isdigit()]
+            chunk_index = [int(part) for part in name.split("/") if part.isascii() and part.isdigit()]
             if len(chunk_index) != len(self.shape):
                 raise foreign_content_error(self.root, f"{self.key}/c/{name}")
             region = tuple(slice(i * size, (i + 1) * size) for i, size in zip(chunk_index, self.chunks, strict=True))
