@@ -300,14 +300,14 @@ def draw_steps(portraits: Sequence[Portrait], narrow: bool = False) -> Any:
 
 def draw_units(portrait: Portrait) -> Any:
     """Draw units by time, before and after: the RMS over held-out digits, each digit divided by its own peak."""
-    trace_before, trace_after = (trace[portrait.layer] for trace in portrait.traces)
+    trace_before, trace_after = (moment_trace[portrait.layer] for moment_trace in portrait.traces)
     title = f"{portrait.kind}: total gradient of the hidden state, RMS over {len(portrait.losses)} digits"
     return plot.before_after(trace_before, trace_after, samples="rms", names=MOMENTS, log=True, title=title)
 
 
 def draw_samples(portrait: Portrait) -> Any:
     """Draw units by time for single digits, named with their losses; the typical digit comes first."""
-    trace_before, trace_after = (trace[portrait.layer] for trace in portrait.traces)
+    trace_before, trace_after = (moment_trace[portrait.layer] for moment_trace in portrait.traces)
     title = f"{portrait.kind}: total gradient of the hidden state, single digits"
     appearance: dict[str, Any] = {"names": MOMENTS, "log": True, "max_rows": 3, "title": title}
     return plot.before_after(trace_before, trace_after, losses=portrait.losses, **appearance)
