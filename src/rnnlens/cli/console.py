@@ -28,10 +28,10 @@ def stderr_console() -> Console:
 def print_error(text: str) -> None:
     """Print an error in red on standard error; the first line is bold."""
     first_line, _, other_lines = text.partition("\n")
-    styled = Text(first_line, style="bold red")
+    styled_text = Text(first_line, style="bold red")
     if other_lines:
-        styled.append(f"\n{other_lines}", style="not bold red")
-    stderr_console().print(styled, soft_wrap=True)
+        styled_text.append(f"\n{other_lines}", style="not bold red")
+    stderr_console().print(styled_text, soft_wrap=True)
 
 
 def print_remark(text: str) -> None:

@@ -106,8 +106,8 @@ class _Arrays:
 
     def _load_checked(self, stream: IO[bytes], size: int) -> np.ndarray[Any, Any]:
         _check_header(self.path, stream, size)
-        loaded: np.ndarray[Any, Any] = np.load(stream, allow_pickle=False)
-        return loaded
+        loaded_array: np.ndarray[Any, Any] = np.load(stream, allow_pickle=False)
+        return loaded_array
 
 
 @contextmanager

@@ -191,12 +191,12 @@ def build(keras: Any, cell_name: str, units: int) -> Any:
 
 def portray(keras: Any, model: Any, digits: Digits, fit: Callable[[], Any]) -> Portrait:
     """Trace a network before and after training, and diagnose it."""
-    untrained = keras.models.clone_model(model)
-    untrained.set_weights(model.get_weights())
+    untrained_model = keras.models.clone_model(model)
+    untrained_model.set_weights(model.get_weights())
     trace_before, accuracy_before, _ = trace_and_score(keras, model, digits)
     fit()
     trace_after, accuracy_after, losses = trace_and_score(keras, model, digits)
-    diagnosis = diagnose(model, digits.x_test, digits.y_test, baseline=untrained)
+    diagnosis = diagnose(model, digits.x_test, digits.y_test, baseline=untrained_model)
     return Portrait(
         model.layers[0].name, (accuracy_before, accuracy_after), diagnosis, (trace_before, trace_after), losses
     )

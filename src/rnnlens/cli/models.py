@@ -250,8 +250,8 @@ def _refuse_code(path: Path, configuration: Any, imports: Collection[str]) -> No
             raise _unsafe_file_error(path, "a Lambda layer that holds Python code")
         if not key.endswith("module") or not isinstance(value, str) or value in ("", "builtins"):
             continue
-        allowed = (*_ALLOWED_MODULES, *imports)
-        if not any(value == name or value.startswith(f"{name}.") for name in allowed):
+        allowed_modules = (*_ALLOWED_MODULES, *imports)
+        if not any(value == name or value.startswith(f"{name}.") for name in allowed_modules):
             raise _unsafe_file_error(path, f"it names the module {value!r}", f"--import {value}, if that is yours; or ")
 
 

@@ -59,8 +59,8 @@ def run_on_data(function: Callable[..., Any], model: Any, batch: Data, **argumen
     except RnnlensError:
         raise
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [""])[0]
-        got = f"{batch}: {type(error).__name__}: {reason}"
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        got = f"{batch}: {type(error).__name__}: {first_line}"
         hint = "look whether x and y have the shapes that the model and its loss expect; --debug shows where it failed"
         raise InputError("The model or its loss cannot be run on these data.", got=got, hint=hint) from error
 

@@ -76,16 +76,16 @@ class ChosenScalars:
 
 def print_lines(states: Iterator[TrainingRun], chosen_scalars: ChosenScalars) -> None:
     """Print one plain line per new record, and the reason of the end."""
-    printed, last_run = 0, None
+    printed_count, last_run = 0, None
     for run in states:
-        for i in range(printed, run.steps.size):
+        for i in range(printed_count, run.steps.size):
             values = ((name, float(run.scalars[name].values[i])) for name in chosen_scalars.names(run))
             numbers = (f"{name}={value:.6g}" for name, value in values if not math.isnan(value) or name == "loss")
             step_text = f"step={int(run.steps[i])} epoch={int(run.scalars['epoch'][i])}"
             console.print_plain(" ".join([step_text, *numbers]))
-        printed, last_run = run.steps.size, run
+        printed_count, last_run = run.steps.size, run
     if last_run is not None and last_run.ended is not None:
-        console.print_plain(f"ended={last_run.ended} records={printed}")
+        console.print_plain(f"ended={last_run.ended} records={printed_count}")
 
 
 def show_live(states: Iterator[TrainingRun], chosen_scalars: ChosenScalars) -> None:
@@ -127,8 +127,8 @@ def _headline(run: TrainingRun) -> Text:
     if run.ended is not None:
         headline.append(f"  {run.ended}", style="not bold green" if run.ended == "finished" else "not bold red")
     elif record_count:
-        written = run.scalars[WRITTEN].values
-        seconds = max(time.time() - float(written[-1]), 0)
+        written_times = run.scalars[WRITTEN].values
+        seconds = max(time.time() - float(written_times[-1]), 0)
         long_age = f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
         headline.append(f"  last record {f'{seconds:.0f} s' if seconds < 100 else long_age} ago", style="not bold dim")
     else:

@@ -159,14 +159,14 @@ def report(
 def write(target: Path, contents: ReportContents, origin: ReportOrigin) -> None:
     """Render the report and write it to the file ``target``; an existing file is replaced in one step."""
     text = render(contents, origin)
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    partial_file = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        partial.write_text(text, "utf-8")
-        os.replace(partial, target)
+        partial_file.write_text(text, "utf-8")
+        os.replace(partial_file, target)
     except OSError as error:
         raise FileError("The report cannot be written.", got=f"{target}: {error}") from error
     finally:
-        partial.unlink(missing_ok=True)
+        partial_file.unlink(missing_ok=True)
 
 
 def check_path(path: Path) -> Path:

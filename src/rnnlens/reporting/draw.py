@@ -62,22 +62,22 @@ class Scale:
 
 def scale_of(values: Array, *, log: bool = False, signed: bool = False) -> Scale:
     """Return the scale that spans all finite values; symmetric about 0 if ``signed``."""
-    finite = np.asarray(values, dtype=np.float64)
-    finite = finite[np.isfinite(finite)]
+    finite_values = np.asarray(values, dtype=np.float64)
+    finite_values = finite_values[np.isfinite(finite_values)]
     if log:
-        positive = finite[finite > 0]
-        if not positive.size:
+        positive_values = finite_values[finite_values > 0]
+        if not positive_values.size:
             return Scale(-1.0, 0.0, log=True)
-        high = float(np.log10(positive.max()))
-        low = float(np.log10(positive.min()))
+        high = float(np.log10(positive_values.max()))
+        low = float(np.log10(positive_values.min()))
         low = max(low - 0.6 * (high - low) / LEVELS, high - DECADES)  # code 0 means 0, so values start above it
         return Scale(low if low < high else high - 1, high, log=True)
-    if not finite.size:
+    if not finite_values.size:
         return Scale(-1.0 if signed else 0.0, 1.0)
     if signed:
-        largest = float(np.abs(finite).max()) or 1.0
+        largest = float(np.abs(finite_values).max()) or 1.0
         return Scale(-largest, largest)
-    low, high = float(finite.min()), float(finite.max())
+    low, high = float(finite_values.min()), float(finite_values.max())
     return Scale(low, high if high > low else low + 1)
 
 

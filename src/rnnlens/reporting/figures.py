@@ -118,9 +118,12 @@ def lines(
         ]
         encoded_lines.append({"name": name, "unit": axis.unit_maps.get(name), "moments": encoded_moments})
         clean_values = moments[0] if first_mask is None else np.where(first_mask, moments[0], np.nan)
-        clean_values, (low, middle, high) = np.asarray(clean_values, dtype=np.float64), finite_quartiles(clean_values)
+        clean_values, (low, median_curve, high) = (
+            np.asarray(clean_values, dtype=np.float64),
+            finite_quartiles(clean_values),
+        )
         steps, sample = np.arange(clean_values.shape[1]), clean_values[track_steps.plan.priority_order[0]]
-        static_lines.append(draw.StaticLine(name, steps, sample, middle, low, high))
+        static_lines.append(draw.StaticLine(name, steps, sample, median_curve, low, high))
         nonfinite_count += int((~np.isfinite(moments[0] if first_mask is None else moments[0][first_mask])).sum())
     spec: dict[str, Any] = {
         "track": track_steps.track,
@@ -149,17 +152,20 @@ def _encode_curves(curves: Array, padded: Array | None, plan: PagePlan, log: boo
     """Encode curves of the shown samples, and median and quartiles of all, absolute and relative to own peaks."""
     clean_curves = curves if padded is None else np.where(padded, np.nan, curves)
     scale, rows = scale_of(clean_curves, log=log), np.asarray(plan.curves)
-    encoded = {
+    encoded_curves = {
         "scale": scale.to_json(),
         "rows": row_codes(curves[rows], scale, None if padded is None else padded[rows]),
         "band": row_codes(finite_quartiles(clean_curves), scale),
         "width": int(curves.shape[1]),
     }
     if log:
-        relative = finite_quartiles(by_own_peak(clean_curves))
-        relative_scale = scale_of(relative, log=True)
-        encoded["own"] = {"scale": relative_scale.to_json(), "band": row_codes(relative, relative_scale)}
-    return encoded
+        relative_quartiles = finite_quartiles(by_own_peak(clean_curves))
+        relative_scale = scale_of(relative_quartiles, log=True)
+        encoded_curves["own"] = {
+            "scale": relative_scale.to_json(),
+            "band": row_codes(relative_quartiles, relative_scale),
+        }
+    return encoded_curves
 
 
 @dataclass(frozen=True)

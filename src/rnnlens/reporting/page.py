@@ -131,11 +131,11 @@ def _select_features(values: Array, contents: ReportContents) -> Array:
     """Select the features with the largest standard deviation, in their order."""
     if values.shape[-1] <= _MAX_FEATURES:
         return values
-    spread = np.nan_to_num(np.asarray(values, dtype=np.float64)).std(axis=(0, 1))
+    deviations = np.nan_to_num(np.asarray(values, dtype=np.float64)).std(axis=(0, 1))
     note = f"The input is drawn by {_MAX_FEATURES} of its {values.shape[-1]} features, those that vary most."
     if note not in contents.left_out:
         contents.left_out.append(note)
-    return values[:, :, np.sort(np.argsort(spread)[::-1][:_MAX_FEATURES])]
+    return values[:, :, np.sort(np.argsort(deviations)[::-1][:_MAX_FEATURES])]
 
 
 def _track_sections(contents: ReportContents, plan: PagePlan) -> list[Section]:
@@ -144,11 +144,11 @@ def _track_sections(contents: ReportContents, plan: PagePlan) -> list[Section]:
     for track_number, track in enumerate(contents.moments[0].tracks):
         tracks = [moment.tracks[track_number] for moment in contents.moments]
         track_steps = TrackSteps(plan, track_number, [moment_track.mask for moment_track in tracks])
-        gates = (
+        gate_figures = (
             _gate_figures(tracks, track_steps) if all(moment_track.gates is not None for moment_track in tracks) else []
         )
-        figures = [*_gradient_figures(tracks, track_steps), *_state_figures(tracks, track_steps), *gates]
-        if gates and all(moment_track.gate_gradients is not None for moment_track in tracks):
+        figures = [*_gradient_figures(tracks, track_steps), *_state_figures(tracks, track_steps), *gate_figures]
+        if gate_figures and all(moment_track.gate_gradients is not None for moment_track in tracks):
             figures += _gate_gradient_figures(tracks, track_steps)
         figures += _weight_figures(track_number, track, contents.weights)
         first_ids = [f"track-{track_number}-gradient", f"track-{track_number}-gates"]  # curves side by side, then maps
@@ -207,22 +207,24 @@ def _state_figures(tracks: Sequence[Track], track_steps: TrackSteps) -> list[Rep
 def _gate_figures(tracks: Sequence[Track], track_steps: TrackSteps) -> list[ReportFigure]:
     """Return figures of the gates: their mean over units, and maps of units by time steps."""
     prefix, layer = f"track-{track_steps.track}", repr(tracks[0].layer)
-    gates = {name: [np.asarray(t.gates)[:, :, i] for t in tracks] for i, name in enumerate(tracks[0].gate_names)}
+    moments_by_gate = {
+        name: [np.asarray(t.gates)[:, :, i] for t in tracks] for i, name in enumerate(tracks[0].gate_names)
+    }
     with np.errstate(invalid="ignore"):
         is_share = {
             name: not any(((values < 0) | (values > 1)).any(where=np.isfinite(values)) for values in moments)
-            for name, moments in gates.items()
+            for name, moments in moments_by_gate.items()
         }
     sentence = "Mean over units: a gate is closed near 0, open near 1."
     sentence += "" if all(is_share.values()) else " A candidate is not a gate and may be negative."
     caption = Caption(f"{prefix}-gates", "Gates", sentence, f"rl.plot.gates(trace[{layer}])")
-    unit_maps = {name: (f"{prefix}-gate-units", choice_index) for choice_index, name in enumerate(gates)}
+    unit_maps = {name: (f"{prefix}-gate-units", choice_index) for choice_index, name in enumerate(moments_by_gate)}
     axis = ValueAxis("mean over units", share=all(is_share.values()), unit_maps=unit_maps)
-    means = {name: [values.mean(axis=-1) for values in moments] for name, moments in gates.items()}
-    choices = [Choice(n, moments, "gate" if is_share[n] else "signed") for n, moments in gates.items()]
+    means_by_gate = {name: [values.mean(axis=-1) for values in moments] for name, moments in moments_by_gate.items()}
+    choices = [Choice(n, moments, "gate" if is_share[n] else "signed") for n, moments in moments_by_gate.items()]
     code = f"rl.plot.heatmap(trace[{layer}].gates.isel(gate=0))"
     unit_caption = Caption(f"{prefix}-gate-units", "Gates by unit", "Each gate of each unit, at each step.", code)
-    return [lines(caption, means, track_steps, axis), maps(unit_caption, choices, track_steps)]
+    return [lines(caption, means_by_gate, track_steps, axis), maps(unit_caption, choices, track_steps)]
 
 
 def _gate_gradient_figures(tracks: Sequence[Track], track_steps: TrackSteps) -> list[ReportFigure]:
@@ -312,14 +314,14 @@ def plan_of(contents: ReportContents) -> PagePlan | None:
 def _page_bytes(plan: PagePlan, contents: ReportContents) -> float:
     """Estimate the bytes of the page, with images that do not compress."""
     first_moment = contents.moments[0]
-    features = 0 if first_moment.input is None else min(first_moment.input.shape[-1], _MAX_FEATURES)
-    value_count = features * (plan.map_count + 2) * -(-first_moment.tracks[0].steps // plan.map_bin)
+    feature_count = 0 if first_moment.input is None else min(first_moment.input.shape[-1], _MAX_FEATURES)
+    value_count = feature_count * (plan.map_count + 2) * -(-first_moment.tracks[0].steps // plan.map_bin)
     for track in first_moment.tracks:
-        gates = 0 if track.gates is None else len(track.gate_names)
-        curve_total = len(track.states) + len(track.gradients) + gates * (1 if track.gate_gradients is None else 2)
+        gate_count = 0 if track.gates is None else len(track.gate_names)
+        curve_total = len(track.states) + len(track.gradients) + gate_count * (1 if track.gate_gradients is None else 2)
         value_count += curve_total * 2 * (plan.curve_count + 6) * -(-track.steps // plan.curve_bin)
         unit_values = sum(array.shape[-1] for array in (*track.states.values(), *track.gradients.values()))
-        unit_values += gates * (0 if track.gates is None else track.gates.shape[-1])
+        unit_values += gate_count * (0 if track.gates is None else track.gates.shape[-1])
         value_count += unit_values * plan.map_count * -(-track.steps // plan.map_bin)
         value_count += min(track.units, 512) ** 2
     return _FIXED_BYTES + _BASE64_RATIO * value_count * len(contents.moments)

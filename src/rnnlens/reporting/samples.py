@@ -95,8 +95,8 @@ def read_report_samples(adapter: Adapter, model: Any, x: Any, y: Any, axes: Any)
         leaves = data.leaves_of(x)
         if not adapter.samples_first and any(data.is_packed(leaf) for leaf in leaves):
             return ReportSamples(x, y, None), str(error).splitlines()[0]
-        counts = {(shape_of(leaf) or (0,))[0] for leaf in (*leaves, *data.leaves_of(y))}
-        if len(counts) > 1 or not counts.pop():
+        leaf_lengths = {(shape_of(leaf) or (0,))[0] for leaf in (*leaves, *data.leaves_of(y))}
+        if len(leaf_lengths) > 1 or not leaf_lengths.pop():
             raise
         return ReportSamples(_to_numpy(x), _to_numpy(y), len(leaves[0])), ""
     return ReportSamples(samples_read.x, samples_read.y, samples_read.count, orientations[0], samples_read.labels), ""

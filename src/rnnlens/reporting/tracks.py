@@ -136,8 +136,8 @@ def sort_keys(track: Track, kernels: Array | None) -> dict[str, Array]:
         low_share, high_share = saturation_share(np.asarray(track.gates), axis=(0, 1, 2), where=step_mask)
         keys["saturation"] = low_share + high_share
         if "forget" in track.gate_names:
-            forget = np.asarray(track.gates)[:, :, track.gate_names.index("forget")]
-            keys["timescale"] = gate_timescale(forget, track.mask)
+            forget_gate = np.asarray(track.gates)[:, :, track.gate_names.index("forget")]
+            keys["timescale"] = gate_timescale(forget_gate, track.mask)
     if kernels is not None and len(kernels) == track.units:
         keys["norm"] = kernels
     return {name: value for name, value in keys.items() if len(value) == track.units}

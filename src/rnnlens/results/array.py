@@ -139,8 +139,8 @@ class LazyArray(LabelledArray):  # type: ignore[no-untyped-call]
         if tasks is None:
             return LabelledArray(xr.DataArray(self).compute(**kwargs))
         lazy_dataset = xr.DataArray(self).to_dataset(name="values")
-        computed, chunk_record = compute_with_record({"": lazy_dataset}, tasks, **kwargs)
-        return LabelledArray(computed[""]["values"].rename(self.name).assign_attrs(record_of(chunk_record)))
+        computed_datasets, chunk_record = compute_with_record({"": lazy_dataset}, tasks, **kwargs)
+        return LabelledArray(computed_datasets[""]["values"].rename(self.name).assign_attrs(record_of(chunk_record)))
 
     def _repr_html_(self) -> str:
         return str(xr.DataArray(self)._repr_html_())  # type: ignore[no-untyped-call]

@@ -179,8 +179,8 @@ class Certificate:
             name_part for name_part in (worst.layer, worst.name.removeprefix("reference ")) if name_part
         )
         if self.state == "failed":
-            failed = sum(not check.ok for check in self.checks)
-            headline = f"NOT certified against {self.against}: {failed} of {len(self.checks)} comparisons failed"
+            failed_count = sum(not check.ok for check in self.checks)
+            headline = f"NOT certified against {self.against}: {failed_count} of {len(self.checks)} comparisons failed"
             return f"{headline}, worst {worst.residual:.1g} ({compared}); rounding explains {worst.bound:.1g}"
         compared_samples = f" on {self.samples}" if self.samples else ""
         text = f"certified against {self.against}{compared_samples}: worst {worst.residual:.1g} ({compared})"
@@ -274,16 +274,16 @@ def residual(actual: Array, expected: Array, *, scale: float | None = None) -> f
     xp = array_namespace(actual, expected)
     if 0 in expected.shape:
         return 0.0
-    finite = xp.isfinite(expected)
-    if not bool(xp.all(finite == xp.isfinite(actual))):
+    is_finite = xp.isfinite(expected)
+    if not bool(xp.all(is_finite == xp.isfinite(actual))):
         return math.inf
     zeros = xp.zeros_like(expected)
-    actual, expected = xp.where(finite, actual, zeros), xp.where(finite, expected, zeros)
-    difference, largest_expected = float(xp.max(xp.abs(actual - expected))), float(xp.max(xp.abs(expected)))
+    actual, expected = xp.where(is_finite, actual, zeros), xp.where(is_finite, expected, zeros)
+    largest_difference, largest_expected = float(xp.max(xp.abs(actual - expected))), float(xp.max(xp.abs(expected)))
     divisor = max(largest_expected, scale or 0.0)
     if divisor == 0.0:
-        return 0.0 if difference == 0.0 else math.inf
-    return difference / divisor
+        return 0.0 if largest_difference == 0.0 else math.inf
+    return largest_difference / divisor
 
 
 def weight_sum_check(

@@ -163,8 +163,10 @@ class Comparison(Result, kind="comparison"):
         return self.dataset(self.layers[0])
 
     def _headline(self) -> str:
-        failed = int((self.table["error"] != "").sum())
-        return f"{self.table.sizes['name'] - failed} diagnoses" + (f", {failed} failed" if failed else "")
+        failed_count = int((self.table["error"] != "").sum())
+        return f"{self.table.sizes['name'] - failed_count} diagnoses" + (
+            f", {failed_count} failed" if failed_count else ""
+        )
 
     def _rows(self) -> list[tuple[str, str]]:
         table = self.table
@@ -186,13 +188,13 @@ class Comparison(Result, kind="comparison"):
 
 def _memory_difference(table: xr.Dataset, row: int) -> str:
     """Describe how the memory of one diagnosis differs from that of the first one."""
-    reference = int(table.attrs["reference"])
+    reference_row = int(table.attrs["reference"])
     value, (low, high) = float(table["difference"].values[row]), table["difference_interval"].values[row]
-    if not bool(table["known"].values[[reference, row]].all()):
+    if not bool(table["known"].values[[reference_row, row]].all()):
         return "no difference of memory, as one is unknown"
     if math.isnan(value) or math.isnan(low):
         return "no difference of memory, as the samples are not the same"
-    return f"memory {value:+.0f} against {table['name'].values[reference]} (95 % CI {low:+.0f} to {high:+.0f})"
+    return f"memory {value:+.0f} against {table['name'].values[reference_row]} (95 % CI {low:+.0f} to {high:+.0f})"
 
 
 def _table_cell(table: xr.Dataset, key: str, heading: str, number_format: str, row: int) -> str:

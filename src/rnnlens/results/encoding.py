@@ -51,7 +51,7 @@ def _convert_variables(tree: xr.DataTree, convert: Callable[[xr.Variable], xr.Va
     for node in tree.subtree:
         dataset = node.to_dataset(inherit=False)
         converted_vars = {
-            name: converted for name, v in dataset.variables.items() if (converted := convert(v)) is not None
+            name: new_variable for name, v in dataset.variables.items() if (new_variable := convert(v)) is not None
         }
         if converted_vars:
             coords = {name: converted_vars.pop(name) for name in list(converted_vars) if name in dataset.coords}

@@ -198,8 +198,8 @@ def _summary(array: xr.DataArray) -> str:
     touched_rows = f", {array.attrs['touched_rows']} rows touched" if "touched_rows" in array.attrs else ""
     values = np.asarray(array.values, dtype=float)
     value_range = f", {values.min():.2g} to {values.max():.2g}" if values.size else ""
-    masked = f", {1 - float(array['mask'].mean()):.0%} of steps masked" if "mask" in array.coords else ""
-    return f"({sizes})  norm {float(np.linalg.norm(values)):.3g}{value_range}{masked}{touched_rows}"
+    masked_share = f", {1 - float(array['mask'].mean()):.0%} of steps masked" if "mask" in array.coords else ""
+    return f"({sizes})  norm {float(np.linalg.norm(values)):.3g}{value_range}{masked_share}{touched_rows}"
 
 
 def _no_gradient_message(reason: Reason) -> str:

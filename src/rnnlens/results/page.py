@@ -182,8 +182,8 @@ def blocks(values: Array, width: int = 32, *, decades: float | None = None) -> s
     >>> blocks([1, 1e-1, 1e-2, 1e-9, float("nan")], decades=4)
     '█▆▅·✗'
     """
-    merged = _merge_neighbours(np.asarray(values, dtype=np.float64), width)
-    shares = _relative_heights(merged, decades)
+    merged_values = _merge_neighbours(np.asarray(values, dtype=np.float64), width)
+    shares = _relative_heights(merged_values, decades)
     highest = len(BLOCKS) - 1
     return "".join(
         BROKEN if math.isnan(share) else BELOW if share < 0 else BLOCKS[min(highest, round(share * highest))]
@@ -194,15 +194,15 @@ def blocks(values: Array, width: int = 32, *, decades: float | None = None) -> s
 def svg(values: Array, title: str, *, decades: float | None = None) -> str:
     """Format a curve as an inline SVG line; values that are not finite are gaps with a red mark at the bottom."""
     width, height = 160, 28
-    shares = _relative_heights(_merge_neighbours(np.asarray(values, dtype=np.float64), width), decades)
-    spacing = width / max(len(shares) - 1, 1)
+    heights = _relative_heights(_merge_neighbours(np.asarray(values, dtype=np.float64), width), decades)
+    spacing = width / max(len(heights) - 1, 1)
     commands, pen, gap_marks = [], "M", []
-    for index, share in enumerate(shares):
-        if math.isnan(share):
+    for index, height_share in enumerate(heights):
+        if math.isnan(height_share):
             gap_marks.append(f"M{index * spacing:.1f} {height}v-5")
             pen = "M"
             continue
-        commands.append(f"{pen}{index * spacing:.1f} {1 + (1 - max(share, 0)) * (height - 2):.1f}")
+        commands.append(f"{pen}{index * spacing:.1f} {1 + (1 - max(height_share, 0)) * (height - 2):.1f}")
         pen = "L"
     if len(commands) == 1:
         commands.append("h1")

@@ -307,12 +307,12 @@ def labelled_variable(
 def _coordinate(dim: str, size: int, info: Mapping[str, Any]) -> xr.Variable:
     long_name, definition = _DIMENSION_WORDS.get(dim, (dim.replace("_", " "), "position, from 0"))
     cell = cell_of_kind(str(info.get("cell", "")))
-    names: dict[str, Callable[[], Sequence[str]]] = {
+    names_by_dim: dict[str, Callable[[], Sequence[str]]] = {
         GATE: lambda: info.get("gates") or cell.gates,
         STATE: lambda: info.get("states") or (cell.states if len(cell.states) == size else unnamed_states(size)),
         DIRECTION: lambda: (FORWARD, BACKWARD),
     }
-    labels = list(names[dim]()) if dim in names else []
+    labels = list(names_by_dim[dim]()) if dim in names_by_dim else []
     values = np.array(labels) if len(labels) == size else np.arange(size)
     return xr.Variable((dim,), values, {"long_name": long_name, "definition": definition})
 

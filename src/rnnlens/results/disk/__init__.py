@@ -64,11 +64,11 @@ def replacing_folder(target: Path) -> Iterator[Path]:
 
 def recover(target: Path) -> None:
     """Rename the old folder back if its replacement was killed between the two renames."""
-    aside = target.with_name(f"{ASIDE}{target.name}")
-    if not os.path.lexists(target) and os.path.lexists(aside):
-        with suppress(OSError), _folder_lock(aside) as is_locked:
+    aside_path = target.with_name(f"{ASIDE}{target.name}")
+    if not os.path.lexists(target) and os.path.lexists(aside_path):
+        with suppress(OSError), _folder_lock(aside_path) as is_locked:
             if is_locked:
-                os.rename(aside, target)
+                os.rename(aside_path, target)
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -153,15 +153,15 @@ def _replace_folder(new: Path, target: Path) -> None:
     if not target.exists():
         os.rename(new, target)
     elif not _swap_names(new, target):
-        aside = target.with_name(f"{ASIDE}{target.name}")
+        aside_path = target.with_name(f"{ASIDE}{target.name}")
         with _folder_lock(target):  # locked, so that no other process removes it as a leftover
-            os.rename(target, aside)
+            os.rename(target, aside_path)
             try:
                 os.rename(new, target)
             except BaseException:
-                os.rename(aside, target)
+                os.rename(aside_path, target)
                 raise
-            _remove(aside)
+            _remove(aside_path)
 
 
 def _swap_names(first: Path, second: Path) -> bool:
@@ -172,15 +172,15 @@ def _swap_names(first: Path, second: Path) -> bool:
     names = os.fsencode(first), os.fsencode(second)
     if hasattr(libc, "renameat2"):
         current_folder, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of Linux
-        failed = libc.renameat2(current_folder, names[0], current_folder, names[1], exchange)
+        has_failed = libc.renameat2(current_folder, names[0], current_folder, names[1], exchange)
     elif hasattr(libc, "renamex_np"):
-        failed = libc.renamex_np(*names, 2)  # RENAME_SWAP of macOS
+        has_failed = libc.renamex_np(*names, 2)  # RENAME_SWAP of macOS
     else:
         return False
     code = ctypes.get_errno()
-    if failed and code not in _UNSUPPORTED:
+    if has_failed and code not in _UNSUPPORTED:
         raise OSError(code, os.strerror(code), str(second))
-    return not failed
+    return not has_failed
 
 
 def _sync_folder(folder: Path) -> None:

@@ -209,10 +209,12 @@ class VerifyingStore(WrapperStore):  # type: ignore[misc]
 
 def verified_store(root: Path, memory: int, *, lazy: bool) -> VerifyingStore:
     """Check the metadata of a Zarr folder for foreign, missing or too large content; return a store to read it."""
-    present_files, digests = set(_iter_files(root)), read_manifest(root)
-    for key in (digests or {}).keys() - present_files:
+    present_files, digest_by_file = set(_iter_files(root)), read_manifest(root)
+    for key in (digest_by_file or {}).keys() - present_files:
         raise damaged_file_error(root, f"{key} is missing")
-    keys: Mapping[str, str | None] = dict.fromkeys(sorted(present_files - {MANIFEST})) if digests is None else digests
+    keys: Mapping[str, str | None] = (
+        dict.fromkeys(sorted(present_files - {MANIFEST})) if digest_by_file is None else digest_by_file
+    )
     for key in keys:
         if key.rpartition("/")[2] in _METADATA:
             _check_small(root, key)
@@ -224,7 +226,7 @@ def verified_store(root: Path, memory: int, *, lazy: bool) -> VerifyingStore:
     total_size = sum(array.size for array in arrays.values())
     largest_chunk = max((array.chunk for array in arrays.values()), default=0)
     check_size(root, largest_chunk if lazy else max(total_size, largest_chunk), memory, can_be_lazy=not lazy)
-    if digests is not None:
+    if digest_by_file is not None:
         _check_complete(root, keys, arrays)
     return VerifyingStore(LocalStore(root, read_only=True), keys, arrays)
 
@@ -242,8 +244,8 @@ def read_manifest(root: Path) -> dict[str, str] | None:
 
 def _format_line(key: str, digest: str) -> str:
     """Format one line of the list of checksums as ``sha256sum`` does, with special characters in the name escaped."""
-    escaped = key.replace("\\", "\\\\").replace("\n", "\\n")
-    return f"{'' if escaped == key else _ESCAPE_MARK}{digest}  {escaped}\n"
+    escaped_key = key.replace("\\", "\\\\").replace("\n", "\\n")
+    return f"{'' if escaped_key == key else _ESCAPE_MARK}{digest}  {escaped_key}\n"
 
 
 def _parse_line(line: str) -> tuple[str, str]:
